@@ -1,0 +1,350 @@
+"""Every setting of a training run: nested dataclasses, one documented field a line.
+
+`setting` stores beside each default its meaning (unit, constraint) and the Megatron-LM flag it
+replaces; `docs/config.md` is generated from them (`python -m maxmeg.config.docs`). Rules between
+fields live in `validate.py`; nothing derived is stored.
+"""
+
+import dataclasses
+import enum
+
+
+def setting(default, doc: str, flag: str = ""):
+    """A dataclass field with its meaning and, where there is one, Megatron-LM's flag."""
+    metadata = {"doc": doc, "flag": flag}
+    if dataclasses.is_dataclass(default):  # a section
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Position(enum.Enum):
+    rotary = "rotary"
+    learned = "learned"
+    none = "none"
+
+
+class Norm(enum.Enum):
+    rmsnorm = "rmsnorm"
+    layernorm = "layernorm"
+
+
+class Activation(enum.Enum):
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    swiglu = "swiglu"
+    geglu = "geglu"
+    relu_squared = "relu_squared"
+
+
+class Recompute(enum.Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class DType(enum.Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class AttentionBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    cudnn = "cudnn"
+
+
+class LossReduction(enum.Enum):
+    token_mean = "token_mean"
+    megatron = "megatron"
+
+
+class Optimizer(enum.Enum):
+    adamw = "adamw"
+    sgd = "sgd"
+
+
+class LrDecay(enum.Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+    inverse_square_root = "inverse_square_root"
+    wsd = "wsd"
+
+
+class WsdDecay(enum.Enum):
+    linear = "linear"
+    cosine = "cosine"
+    exponential = "exponential"
+    minus_sqrt = "minus_sqrt"
+
+
+class WeightDecayRamp(enum.Enum):
+    constant = "constant"
+    linear = "linear"
+    cosine = "cosine"
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """Architecture and numerics of the language model."""
+
+    vocab_size: int = setting(0, "tokens without padding; 0 takes the tokenizer's", "--vocab-size")
+    vocab_divisible_by: int = setting(
+        128,
+        "the vocabulary is padded to a multiple of this times parallel.tensor",
+        "--make-vocab-size-divisible-by",
+    )
+    num_layers: int = setting(4, "transformer layers", "--num-layers")
+    hidden_size: int = setting(128, "width of the residual stream", "--hidden-size")
+    num_heads: int = setting(4, "query heads", "--num-attention-heads")
+    num_kv_heads: int = setting(
+        0,
+        "key/value heads (GQA), divides num_heads; 0: as many as query heads; 1: MQA",
+        "--num-query-groups",
+    )
+    head_dim: int = setting(0, "size of a head; 0: hidden_size / num_heads", "--kv-channels")
+    ffn_size: int = setting(
+        0,
+        "inner width of the MLP; 0: 4 x hidden_size, or int(8/3 hidden_size / 64) x 64 when gated",
+        "--ffn-hidden-size",
+    )
+    activation: Activation = setting(
+        Activation.swiglu, "MLP nonlinearity; swiglu and geglu are gated", "--swiglu"
+    )
+    norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
+    norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon")
+    norm_one_plus: bool = setting(
+        False, "norm weights are stored as w - 1", "--apply-layernorm-1p"
+    )
+    position: Position = setting(
+        Position.rotary, "how positions enter", "--position-embedding-type"
+    )
+    max_position: int = setting(
+        0,
+        "longest sequence; size of a learned table; 0: data.sequence_length",
+        "--max-position-embeddings",
+    )
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies", "--rotary-base")
+    rotary_fraction: float = setting(
+        1.0, "part of each head that rotates, in (0, 1]", "--rotary-percent"
+    )
+    rotary_interleaved: bool = setting(
+        False, "rotate pairs (2i, 2i+1) instead of halves", "--rotary-interleaved"
+    )
+    qk_norm: bool = setting(False, "normalize queries and keys per head", "--qk-layernorm")
+    bias_qkv: bool = setting(False, "biases on query, key, value", "--add-qkv-bias")
+    bias_attention_out: bool = setting(
+        False, "bias on the attention output", "--disable-bias-linear"
+    )
+    bias_mlp: bool = setting(False, "biases on the MLP's projections", "--disable-bias-linear")
+    parallel_block: bool = setting(False, "attention and MLP read the same norm and are summed")
+    tied: bool = setting(
+        False, "output weights are the embedding's", "--untie-embeddings-and-output-weights"
+    )
+    dropout_hidden: float = setting(
+        0.0, "dropout before each residual sum, in [0, 1)", "--hidden-dropout"
+    )
+    dropout_attention: float = setting(
+        0.0, "dropout of attention weights, in [0, 1)", "--attention-dropout"
+    )
+    dropout_embedding: float = setting(0.0, "dropout after the embedding, in [0, 1)")
+    logit_softcap: float = setting(0.0, "logits become c tanh(logits / c); 0: off")
+    init_std: float = setting(0.02, "standard deviation of initial weights", "--init-method-std")
+    scaled_output_init: bool = setting(
+        True, "attention and MLP output weights start at init_std / sqrt(2 num_layers)"
+    )
+    dtype: DType = setting(DType.bfloat16, "compute dtype; masters are float32", "--bf16")
+    attention_backend: AttentionBackend = setting(
+        AttentionBackend.auto, "auto: cudnn on a GPU where it can, else xla", "--attention-backend"
+    )
+    recompute: Recompute = setting(
+        Recompute.none,
+        "activations recomputed in backward: none, selective (attention core), full (layers)",
+        "--recompute-granularity",
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // max(self.num_heads, 1)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in (Activation.swiglu, Activation.geglu)
+
+    @property
+    def ffn(self) -> int:
+        gated = int(4 * self.hidden_size * 2 / 3 / 64) * 64
+        return self.ffn_size or (gated if self.gated else 4 * self.hidden_size)
+
+    def padded_vocab_size(self, tensor: int) -> int:
+        """Vocabulary rounded up as Megatron-LM does, so that every tensor rank gets as much."""
+        multiple = self.vocab_divisible_by * tensor
+        return -(-self.vocab_size // multiple) * multiple
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """Corpus, tokenizer and how samples are cut."""
+
+    paths: tuple[str, ...] = setting(
+        (),
+        "prefixes of .bin/.idx files, read one after the other; empty: Python's own sources",
+        "--data-path",
+    )
+    split: str = setting("969,30,1", "weights of train, validation and test", "--split")
+    sequence_length: int = setting(256, "tokens a sample", "--seq-length")
+    tokenizer: str = setting(
+        "bytes",
+        "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | tiktoken:FILE",
+        "--tokenizer-type",
+    )
+    cache_dir: str = setting(
+        "", "prepared corpora; empty: RUN_DIR/data", "--data-cache-path"
+    )
+    num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers")
+    prefetch: int = setting(2, "batches made ahead, per worker, >= 1")
+    reset_position_ids: bool = setting(
+        False, "positions restart after each end of document", "--reset-position-ids"
+    )
+    reset_attention_mask: bool = setting(
+        False, "no attention across documents", "--reset-attention-mask"
+    )
+    eod_mask_loss: bool = setting(
+        False, "no loss where the input is the end of a document", "--eod-mask-loss"
+    )
+
+
+@dataclasses.dataclass
+class ParallelConfig:
+    """Sizes of the mesh axes, slowest first; fsdp=0 takes all devices that are left."""
+
+    pipe: int = setting(1, "pipeline stages", "--pipeline-model-parallel-size")
+    data: int = setting(1, "replicas (gradients summed once a step)", "--data-parallel-size")
+    fsdp: int = setting(
+        0, "parameters sharded, gathered at use; 0: all other devices", "--use-megatron-fsdp"
+    )
+    expert: int = setting(1, "expert parallel", "--expert-model-parallel-size")
+    context: int = setting(1, "sequence of attention sharded", "--context-parallel-size")
+    tensor: int = setting(
+        1, "heads, MLP and vocabulary sharded; the sequence too", "--tensor-model-parallel-size"
+    )
+    zero1: bool = setting(
+        True, "masters and optimizer sharded over data", "--use-distributed-optimizer"
+    )
+
+
+@dataclasses.dataclass
+class OptimConfig:
+    """Optimizer, learning-rate and weight-decay schedules (Megatron-LM's formulas)."""
+
+    optimizer: Optimizer = setting(Optimizer.adamw, "update rule", "--optimizer")
+    lr: float = setting(3e-4, "peak learning rate, > 0", "--lr")
+    min_lr: float = setting(0.0, "floor of the learning rate, in [0, lr]", "--min-lr")
+    warmup_init_lr: float = setting(
+        0.0, "where warm-up begins, in [0, lr]", "--lr-warmup-init"
+    )
+    decay: LrDecay = setting(LrDecay.cosine, "shape after warm-up", "--lr-decay-style")
+    warmup_steps: int = setting(0, "steps of linear warm-up", "--lr-warmup-iters")
+    warmup_samples: int = setting(
+        0, "the same in samples; give one of the two", "--lr-warmup-samples"
+    )
+    decay_steps: int = setting(
+        0, "step at which min_lr is reached; 0: train.num_steps", "--lr-decay-iters"
+    )
+    decay_samples: int = setting(
+        0, "the same in samples; give one of the two", "--lr-decay-samples"
+    )
+    wsd_decay: WsdDecay = setting(
+        WsdDecay.exponential, "shape of the last part of wsd", "--lr-wsd-decay-style"
+    )
+    wsd_decay_steps: int = setting(
+        0, "length of the last part of wsd, steps", "--lr-wsd-decay-iters"
+    )
+    weight_decay: float = setting(0.01, "decoupled weight decay at start", "--weight-decay")
+    weight_decay_end: float = setting(
+        -1.0, "weight decay at train.num_steps; negative: as at start", "--end-weight-decay"
+    )
+    weight_decay_ramp: WeightDecayRamp = setting(
+        WeightDecayRamp.constant, "from start to end", "--weight-decay-incr-style"
+    )
+    beta1: float = setting(0.9, "decay of Adam's first moment", "--adam-beta1")
+    beta2: float = setting(0.95, "decay of Adam's second moment", "--adam-beta2")
+    eps: float = setting(1e-8, "Adam's epsilon", "--adam-eps")
+    momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum")
+    clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad")
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """Length and batches of the run."""
+
+    num_steps: int = setting(100, "optimizer steps", "--train-iters")
+    global_batch_size: int = setting(32, "samples a step", "--global-batch-size")
+    micro_batch_size: int = setting(
+        0, "samples a device and microbatch; 0: no accumulation", "--micro-batch-size"
+    )
+    batch_rampup: tuple[int, ...] = setting(
+        (), "(start, increment, samples) of a growing batch", "--rampup-batch-size"
+    )
+    batch_schedule: str = setting(
+        "", "'0:768 250B:1536': batch size from that many tokens on", "--step-batch-size-schedule"
+    )
+    loss_reduction: LossReduction = setting(
+        LossReduction.token_mean,
+        "token_mean over the global batch, or megatron's mean of microbatch means",
+        "--calculate-per-token-loss",
+    )
+    z_loss: float = setting(0.0, "weight of mean(logsumexp^2)")
+    loss_chunk: int = setting(1024, "tokens whose logits exist at once on a device")
+    eval_every: int = setting(50, "steps between validations; 0: never", "--eval-interval")
+    eval_steps: int = setting(8, "batches of a validation", "--eval-iters")
+
+
+@dataclasses.dataclass
+class CheckpointConfig:
+    """What is saved, and what is resumed."""
+
+    load: str = setting(
+        "auto", "auto: resume what the run folder holds | none | FOLDER of another run", "--load"
+    )
+    save_every: int = setting(
+        100, "steps; the last step is always saved; 0: only the last", "--save-interval"
+    )
+    keep_last: int = setting(2, "newest checkpoints kept, >= 1", "--save-retain-interval")
+    keep_every: int = setting(0, "also keep steps divisible by this; 0: none")
+    asynchronous: bool = setting(True, "write while training goes on", "--async-save")
+
+
+@dataclasses.dataclass
+class LogConfig:
+    """What is shown and written while the run goes on."""
+
+    every: int = setting(10, "steps between console lines", "--log-interval")
+    tensorboard: bool = setting(True, "event files in RUN_DIR/tensorboard", "--tensorboard-dir")
+    wandb_project: str = setting("", "Weights & Biases project; empty: off", "--wandb-project")
+    profile_start: int = setting(
+        0, "first step of a jax.profiler trace; 0: none", "--profile-step-start"
+    )
+    profile_steps: int = setting(3, "steps in the trace", "--profile-step-end")
+    sample_prompt: str = setting("", "text to continue when training ends; empty: none")
+
+
+@dataclasses.dataclass
+class Config:
+    """One training run."""
+
+    run_dir: str = setting(
+        "runs/gpt", "holds config, checkpoints, metrics, data cache", "--save"
+    )
+    seed: int = setting(1234, "of weights, dropout and data order", "--seed")
+    model: ModelConfig = setting(ModelConfig, "the network")
+    data: DataConfig = setting(DataConfig, "the corpus")
+    parallel: ParallelConfig = setting(ParallelConfig, "the mesh")
+    optim: OptimConfig = setting(OptimConfig, "the optimizer")
+    train: TrainConfig = setting(TrainConfig, "the loop")
+    checkpoint: CheckpointConfig = setting(CheckpointConfig, "saving and resuming")
+    log: LogConfig = setting(LogConfig, "seeing it")
