@@ -1,0 +1,123 @@
+"""Self-attention: multi-head, grouped-query or multi-query, with a key/value cache for decoding."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from maxmeg.layers.context import Context
+from maxmeg.layers.linear import Linear
+from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.ops.attention import AttentionDropout, attention
+from maxmeg.ops.rope import rotate
+from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index
+
+DROPOUT_PLACE = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RotarySpec:
+    base: float = 10000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """rotary None: no rotation; qk_norm None: none. recompute: its core is made again in backward.
+
+    std and out_std are the deviations of the initial input and output weights.
+    """
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary: RotarySpec | None = RotarySpec()
+    qk_norm: NormSpec | None = None
+    bias_qkv: bool = False
+    bias_out: bool = False
+    dropout: float = 0.0
+    causal: bool = True
+    backend: str = "auto"
+    recompute: bool = False
+    std: float = 0.02
+    out_std: float = 0.02
+
+
+class Cache(nnx.Pytree):
+    """Keys and values of the tokens so far, [B, M, G, K] each."""
+
+    def __init__(self, k_BMGK: jax.Array, v_BMGK: jax.Array):
+        self.k_BMGK = k_BMGK
+        self.v_BMGK = v_BMGK
+
+
+class Attention(nnx.Module):
+    """out(attention(query x, key x, value x)); heads are sharded over tensor."""
+
+    def __init__(self, key: jax.Array, spec: AttentionSpec):
+        keys = jax.random.split(key, 4)
+        self.spec = spec
+        D, K = spec.hidden_size, spec.head_dim
+        H, G, std = spec.num_heads, spec.num_kv_heads, spec.std
+        self.query = Linear(keys[0], (D, H * K), ("embed", "heads"), std, spec.bias_qkv)
+        self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
+        self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
+        self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
+        norm = spec.qk_norm
+        self.query_norm = Norm(K, norm, axis="head_dim") if norm else None
+        self.key_norm = Norm(K, norm, axis="head_dim") if norm else None
+
+    def __call__(
+        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
+    ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
+        """Partial sums over tensor, the cache with this call's keys and values, no auxiliary."""
+        heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
+        q_BLHK = self.query(h_BLD).reshape(heads)
+        k_BLGK = self.key(h_BLD).reshape(heads)
+        v_BLGK = self.value(h_BLD).reshape(heads)
+        if self.query_norm is not None:
+            q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
+        if self.spec.rotary is not None:
+            turn = dataclasses.astuple(self.spec.rotary)
+            q_BLHK = rotate(q_BLHK, ctx.positions_BL, *turn)
+            k_BLGK = rotate(k_BLGK, ctx.positions_BL, *turn)
+        offset = 0
+        if cache is not None:
+            offset = ctx.cache_offset
+            cache = Cache(
+                lax.dynamic_update_slice_in_dim(cache.k_BMGK, k_BLGK, offset, axis=1),
+                lax.dynamic_update_slice_in_dim(cache.v_BMGK, v_BLGK, offset, axis=1),
+            )
+            k_BLGK, v_BLGK = cache.k_BMGK, cache.v_BMGK
+        out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, offset, ctx)
+        return self.out(out_BLHK.reshape(*h_BLD.shape[:2], -1)), cache, {}
+
+    def core(self, q_BLHK, k_BMGK, v_BMGK, offset, ctx: Context) -> jax.Array:
+        spec, drop = self.spec, None
+        if spec.dropout and ctx.dropout_key is not None:
+            first = axis_index((SEQUENCE_AXIS,)) * q_BLHK.shape[2]
+            drop = AttentionDropout(spec.dropout, ctx.key(DROPOUT_PLACE), ctx.rows_B, first)
+
+        def attend(q, k, v):
+            return attention(
+                q,
+                k,
+                v,
+                offset=offset if spec.causal else None,
+                segments_BL=ctx.segments_BL,
+                dropout_spec=drop,
+                backend=spec.backend,
+            )
+
+        return (jax.checkpoint(attend) if spec.recompute else attend)(q_BLHK, k_BMGK, v_BMGK)
+
+    def init_cache(self, batch: int, length: int) -> Cache:
+        """An empty cache for `batch` sequences of `length` tokens, in the weights' dtype."""
+        weight = self.key.weight[...]
+        shape = (batch, length, weight.shape[-1] // self.spec.head_dim, self.spec.head_dim)
+        return Cache(jnp.zeros(shape, weight.dtype), jnp.zeros(shape, weight.dtype))

@@ -1,0 +1,28 @@
+"""What every sublayer of one forward pass may need to know, beside its input."""
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """positions_BL and segments_BL span the whole sequence, also where x is a shard of it.
+
+    rows_B: numbers of the samples within the global batch. dropout_key: None when dropout is
+    off (evaluation). layer: index of the unit in model order. cache_offset: tokens already in the
+    cache. sequence_sharded: x_BLD holds a part of the sequence over tensor; off in decoding.
+    """
+
+    positions_BL: jax.Array
+    segments_BL: jax.Array | None = None
+    rows_B: jax.Array | None = None
+    dropout_key: jax.Array | None = None
+    layer: jax.Array | int = 0
+    cache_offset: jax.Array | None = None
+    sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
+
+    def key(self, place: int) -> jax.Array:
+        """Dropout key of the `place`-th use of dropout in this layer."""
+        return jax.random.fold_in(jax.random.fold_in(self.dropout_key, self.layer), place)

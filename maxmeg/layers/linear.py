@@ -1,0 +1,35 @@
+"""Linear projection; its logical axes alone say whether it is column- or row-parallel."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxmeg.parallel.collectives import counted_once, unshard_parameter
+
+
+class Linear(nnx.Module):
+    """y = x W (+ b). A row-parallel one (output along "embed") returns partial sums.
+
+    axes are the logical axes of (input, output). Weights start normal with deviation std.
+    """
+
+    def __init__(
+        self,
+        key: jax.Array,
+        sizes: tuple[int, int],
+        axes: tuple[str, str],
+        std: float,
+        bias: bool = False,
+    ):
+        self.weight = nnx.Param(std * jax.random.normal(key, sizes), axes=axes)
+        self.row_parallel = axes[1] == "embed"
+        bias_axis = "norm" if self.row_parallel else axes[1]
+        self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
+
+    def __call__(self, x: Float[Array, "B L I"]) -> Float[Array, "B L O"]:
+        y = x @ unshard_parameter(self.weight)
+        if self.bias is None:
+            return y
+        bias = self.bias[...]
+        return y + (counted_once(bias) if self.row_parallel else bias)

@@ -1,0 +1,56 @@
+"""The feed-forward sublayer, plain or gated."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxmeg.layers.context import Context
+from maxmeg.layers.linear import Linear
+
+ACTIVATIONS = {
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "swiglu": jax.nn.silu,
+    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+}
+GATED = ("swiglu", "geglu")
+
+
+@dataclasses.dataclass(frozen=True)
+class MlpSpec:
+    """Sizes, activation, and standard deviations of initial input and output weights."""
+
+    hidden_size: int
+    ffn_size: int
+    activation: str = "swiglu"
+    bias: bool = False
+    std: float = 0.02
+    out_std: float = 0.02
+
+
+class Mlp(nnx.Module):
+    """out(act(gate x) * up x), or out(act(up x)) where the activation is not gated."""
+
+    def __init__(self, key: jax.Array, spec: MlpSpec):
+        keys = jax.random.split(key, 3)
+        D, F = spec.hidden_size, spec.ffn_size
+        self.spec = spec
+        self.up = Linear(keys[0], (D, F), ("embed", "mlp"), spec.std, spec.bias)
+        gated = spec.activation in GATED
+        self.gate = (
+            Linear(keys[1], (D, F), ("embed", "mlp"), spec.std, spec.bias) if gated else None
+        )
+        self.out = Linear(keys[2], (F, D), ("mlp", "embed"), spec.out_std, spec.bias)
+
+    def __call__(
+        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
+    ) -> tuple[Float[Array, "B L D"], None, dict]:
+        """Partial sums over tensor; no cache, no auxiliary values."""
+        activate = ACTIVATIONS[self.spec.activation]
+        up_BLF = self.up(h_BLD)
+        inner_BLF = activate(up_BLF) if self.gate is None else activate(self.gate(h_BLD)) * up_BLF
+        return self.out(inner_BLF), cache, {}

@@ -1,0 +1,71 @@
+"""A residual sublayer: x + dropout(mixers(norm(x)))."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from maxmeg.layers.attention import Attention, AttentionSpec
+from maxmeg.layers.context import Context
+from maxmeg.layers.mlp import Mlp, MlpSpec
+from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.ops.dropout import dropout
+from maxmeg.parallel import collectives
+
+MIXERS = {AttentionSpec: ("attention", Attention), MlpSpec: ("mlp", Mlp)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ResidualSpec:
+    """Mixers that read one norm and whose outputs are summed (two: a parallel block)."""
+
+    norm: NormSpec
+    mixers: tuple[AttentionSpec | MlpSpec, ...]
+    dropout: float = 0.0
+
+
+class Residual(nnx.Module):
+    """The residual stream is sharded over tensor along the sequence; mixers see it whole."""
+
+    def __init__(self, key: jax.Array, spec: ResidualSpec, place: int):
+        self.spec = spec
+        self.place = place  # of this sublayer in its unit
+        self.norm = Norm(spec.mixers[0].hidden_size, spec.norm)
+        keys = jax.random.split(key, len(spec.mixers))
+        made = {}
+        for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
+            name, kind = MIXERS[type(mixer)]
+            made[name] = kind(mixer_key, mixer)
+        self.mixers = nnx.Dict(made)
+
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
+    ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
+        h_BLD = collectives.gather_sequence(self.norm(x_BLD), ctx.sequence_sharded)
+        total_BLD, new_cache, aux = None, {}, {}
+        for name, mixer in self.mixers.items():
+            part = None if cache is None else cache[name]
+            out_BLD, new_cache[name], values = mixer(h_BLD, ctx, part)
+            total_BLD = out_BLD if total_BLD is None else total_BLD + out_BLD
+            aux |= values
+        y_BLD = collectives.scatter_sequence(total_BLD, ctx.sequence_sharded)
+        if self.spec.dropout and ctx.dropout_key is not None:
+            key = ctx.key(1 + self.place)
+            y_BLD = drop_residual(y_BLD, self.spec.dropout, key, ctx)
+        return x_BLD + y_BLD, None if cache is None else new_cache, aux
+
+    def init_cache(self, batch: int, length: int) -> dict:
+        """An empty cache for each mixer that has one (None for the others)."""
+        return {
+            name: mixer.init_cache(batch, length) if hasattr(mixer, "init_cache") else None
+            for name, mixer in self.mixers.items()
+        }
+
+
+def drop_residual(x_BLD: jax.Array, rate: float, key: jax.Array, ctx: Context) -> jax.Array:
+    """Dropout of a sequence shard, keyed by (row of the global batch, place in the sequence)."""
+    length = x_BLD.shape[1]
+    first = collectives.axis_index((collectives.SEQUENCE_AXIS,)) * length
+    return dropout(x_BLD, rate, key, ctx.rows_B[:, None], first + jnp.arange(length)[None, :])

@@ -1,0 +1,1 @@
+"""Models: one residual stack driven by a pattern, and what stands before and after it."""

@@ -1,0 +1,134 @@
+"""The causal language model, and how a ModelConfig describes one."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxmeg.config.schema import ModelConfig, Position, Recompute
+from maxmeg.layers.attention import AttentionSpec, RotarySpec
+from maxmeg.layers.context import Context
+from maxmeg.layers.embedding import Embedding, Positions
+from maxmeg.layers.mlp import MlpSpec
+from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.layers.residual import ResidualSpec, drop_residual
+from maxmeg.models.stack import Pattern, Stack
+from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy, softcapped
+from maxmeg.parallel import collectives
+
+EMBEDDING_LAYER = -1  # the layer index that keys the embedding's dropout
+
+
+def norm_spec(config: ModelConfig) -> NormSpec:
+    return NormSpec(config.norm.value, config.norm_eps, config.norm_one_plus)
+
+
+def pattern(config: ModelConfig) -> Pattern:
+    """((unit, repeats), ...) of a decoder whose layers are all alike."""
+    out_std = config.init_std
+    if config.scaled_output_init:
+        out_std /= (2 * config.num_layers) ** 0.5
+    norm = norm_spec(config)
+    rotary = RotarySpec(
+        config.rotary_base, config.rotary_fraction, config.rotary_interleaved
+    )
+    attention = AttentionSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        rotary=rotary if config.position is Position.rotary else None,
+        qk_norm=norm if config.qk_norm else None,
+        bias_qkv=config.bias_qkv,
+        bias_out=config.bias_attention_out,
+        dropout=config.dropout_attention,
+        backend=config.attention_backend.value,
+        recompute=config.recompute is Recompute.selective,
+        std=config.init_std,
+        out_std=out_std,
+    )
+    mlp = MlpSpec(
+        hidden_size=config.hidden_size,
+        ffn_size=config.ffn,
+        activation=config.activation.value,
+        bias=config.bias_mlp,
+        std=config.init_std,
+        out_std=out_std,
+    )
+    sublayers = ((attention, mlp),) if config.parallel_block else ((attention,), (mlp,))
+    unit = tuple(ResidualSpec(norm, mixers, config.dropout_hidden) for mixers in sublayers)
+    return ((unit, config.num_layers),)
+
+
+class LM(nnx.Module):
+    """Decoder-only language model; `LM(key, config)` has random weights in float32.
+
+    The model is a pytree: jit, grad and map it with plain jax. Activations have the dtype of the
+    weights. `tensor` only pads the vocabulary; weights do not depend on it.
+    """
+
+    def __init__(self, key: jax.Array, config: ModelConfig, tensor: int = 1):
+        keys = jax.random.split(key, 4)
+        padded = config.padded_vocab_size(tensor)
+        size = (config.vocab_size, padded, config.hidden_size, config.init_std)
+        self.vocab_size = config.vocab_size
+        self.softcap = config.logit_softcap
+        self.dropout = config.dropout_embedding
+        self.embedding = Embedding(keys[0], *size)
+        learned = config.position is Position.learned
+        self.positions = (
+            Positions(keys[1], config.max_position, config.hidden_size, config.init_std)
+            if learned
+            else None
+        )
+        self.stack = Stack(keys[2], pattern(config), config.recompute.value)
+        self.final_norm = Norm(config.hidden_size, norm_spec(config))
+        self.output = None if config.tied else Embedding(keys[3], *size)
+
+    def hidden(
+        self, ids_BL: Int[Array, "B L"], ctx: Context, cache: list | None = None
+    ) -> tuple[Float[Array, "B L D"], list | None, list]:
+        """Normalized output of the stack for the whole sequence, caches, auxiliary values."""
+        x_BLD = collectives.scatter_sequence(self.embedding(ids_BL), ctx.sequence_sharded)
+        if self.positions is not None:
+            length = x_BLD.shape[1]
+            x_BLD += self.positions(collectives.local_sequence(ctx.positions_BL, length))
+        if self.dropout and ctx.dropout_key is not None:
+            key = jax.random.fold_in(ctx.dropout_key, EMBEDDING_LAYER)
+            x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
+        x_BLD, cache, aux = self.stack(x_BLD, ctx, cache)
+        x_BLD = collectives.gather_sequence(self.final_norm(x_BLD), ctx.sequence_sharded)
+        return x_BLD, cache, aux
+
+    def output_weight(self) -> jax.Array:
+        """This device's rows of the output projection, [V, D]."""
+        head = self.embedding if self.output is None else self.output
+        return collectives.unshard_parameter(head.table)
+
+    def logits(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
+        """float32 logits over the whole vocabulary without padding."""
+        part_BLV = jnp.einsum(
+            "BLD,VD->BLV", h_BLD, self.output_weight(), preferred_element_type=jnp.float32
+        )
+        all_BLV = collectives.gather(part_BLV, collectives.VOCAB_AXES, 2)
+        return softcapped(all_BLV, self.softcap)[..., : self.vocab_size]
+
+    def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
+        """Logits of every next token."""
+        positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
+        return self.logits(self.hidden(ids_BL, Context(positions_BL))[0])
+
+    def token_losses(
+        self, batch: dict[str, jax.Array], ctx: Context, z_loss: float = 0.0, chunk: int = 2048
+    ) -> tuple[Float[Array, ""], Float[Array, "B L"]]:
+        """Sum of batch["weights"] * (cross entropy + z-loss), and every token's cross entropy."""
+        h_BLD = self.hidden(batch["tokens"], ctx)[0]
+        spec = CrossEntropySpec(self.vocab_size, z_loss, self.softcap, chunk)
+        loss, losses_T = linear_cross_entropy(
+            h_BLD.reshape(-1, h_BLD.shape[-1]),
+            self.output_weight(),
+            batch["targets"].reshape(-1),
+            batch["weights"].reshape(-1),
+            spec,
+        )
+        return loss, losses_T.reshape(batch["targets"].shape)

@@ -1,0 +1,32 @@
+"""Dropout whose mask depends on the seed and on the element's place, never on the layout.
+
+A mask is drawn from a key folded with the global coordinates of each vector: (row of the global
+batch, position) or (row, head, position). Devices that hold the same element draw the same bit;
+devices that hold different elements draw different ones.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def dropout(
+    x: Float[Array, "..."], rate: float, key: jax.Array, *coordinates: Int[Array, "..."]
+) -> jax.Array:
+    """x / (1 - rate) where kept, 0 where dropped with probability `rate`.
+
+    `coordinates` give, broadcast against x without its last dimension, where each vector lies.
+    """
+    if rate == 0.0:
+        return x
+    vectors = x.shape[:-1]
+    flat = [jnp.broadcast_to(c, vectors).reshape(-1) for c in coordinates]
+
+    def mask(*place):
+        folded = key
+        for coordinate in place:
+            folded = jax.random.fold_in(folded, coordinate)
+        return jax.random.bernoulli(folded, 1.0 - rate, x.shape[-1:])
+
+    keep = jax.vmap(mask)(*flat).reshape(x.shape)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)

@@ -1,0 +1,94 @@
+"""The only place inside the model that names mesh axes.
+
+Layers see their own shard (one `shard_map`, manual over every axis). Each function here is the
+identity where its axis is absent or of size 1, so the same layer runs under plain `jax.jit` on
+one device. Autodiff's duality all_gather <-> psum_scatter is Megatron-LM's f/g operators. No sum
+here is ever differentiated: losses carry their own vjp.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+SEQUENCE_AXIS = "tensor"
+VOCAB_AXES = ("pipe", "tensor")
+
+
+def present(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` that are mapped here and have more than one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(a for a in axes if a in mesh.manual_axes and mesh.shape[a] > 1)
+
+
+def axis_index(axes: tuple[str, ...]) -> jax.Array | int:
+    """Rank within the product of `axes`, the first slowest."""
+    index = 0
+    for axis in present(axes):
+        index = index * lax.axis_size(axis) + lax.axis_index(axis)
+    return index
+
+
+def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    axes = present(axes)
+    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+
+
+def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    axes = present(axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+
+
+def sum_over(x, axes: tuple[str, ...]):
+    """Sum of a tree over mesh axes in one collective; not to be differentiated."""
+    axes = present(axes)
+    return lax.psum(x, axes) if axes else x
+
+
+def max_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    axes = present(axes)
+    return lax.pmax(x, axes) if axes else x
+
+
+def gather_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
+    """The whole sequence from its shards over tensor (sequence parallelism)."""
+    return gather(x_BLD, (SEQUENCE_AXIS,), 1) if sharded else x_BLD
+
+
+def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
+    """Partial sums over tensor -> summed; this device keeps its part of the sequence.
+
+    With sharded=False (decoding, where a sequence is one token) every device keeps all of it.
+    """
+    axes = (SEQUENCE_AXIS,)
+    return scatter(x_BLD, axes, 1) if sharded else sum_over(x_BLD, axes)
+
+
+def local_sequence(x_BL: jax.Array, length: int) -> jax.Array:
+    """This device's part, `length` long, of an array whose dimension 1 is the whole sequence."""
+    if x_BL.shape[1] == length:
+        return x_BL
+    return lax.dynamic_slice_in_dim(x_BL, axis_index((SEQUENCE_AXIS,)) * length, length, axis=1)
+
+
+def unshard_parameter(parameter) -> jax.Array:
+    """The parameter gathered over fsdp along its "embed" dimension (ZeRO-3).
+
+    Its name lets `gathers_again` keep the gathered copy out of what backward stores.
+    """
+    value, axes = parameter[...], parameter.get_metadata()["axes"]
+    if "embed" in axes:
+        value = gather(value, ("fsdp",), axes.index("embed") + value.ndim - len(axes))
+    return checkpoint_name(value, "gathered")
+
+
+def counted_once(bias: jax.Array) -> jax.Array:
+    """`bias` on tensor rank 0, zero elsewhere: to be added to partial sums."""
+    rank = axis_index((SEQUENCE_AXIS,))
+    return bias if isinstance(rank, int) else jnp.where(rank == 0, bias, 0)
+
+
+def gathers_again(prim, *_, **params) -> bool:
+    """jax.checkpoint policy: store everything but what a gather made."""
+    gathered = prim.name == "all_gather" or params.get("name") == "gathered"
+    return not gathered

@@ -1,0 +1,34 @@
+"""The device mesh: six named axes, slowest first, so that groups are Megatron-LM's."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+BATCH_AXES = ("data", "fsdp", "expert")  # the batch dimension is sharded over these
+
+
+def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
+    """Mesh with `sizes[axis]` devices along each of AXES, devices in rank order.
+
+    With tensor=2, pipe=4, data=2 on 16 devices the groups are Megatron-LM's: tensor [0,1], [2,3];
+    data [0,2], [1,3]; pipe [0,4,8,12].
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = tuple(sizes[axis] for axis in AXES)
+    if int(np.prod(shape)) != len(devices):
+        raise ValueError(
+            f"the mesh {sizes} needs {int(np.prod(shape))} devices and {len(devices)} are here: "
+            "change config.parallel so that the product of its sizes is the number of devices"
+        )
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def single_device_mesh() -> Mesh:
+    """The mesh of one device, the first of this process."""
+    return make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """How many parts the batch dimension is cut into."""
+    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))

@@ -1,0 +1,219 @@
+"""Joining the processes of a job: the one place below `runtime/` that reads the environment.
+
+Recognized, in this order: `launch/local.py` (MAXMEG_COORDINATOR, MAXMEG_NUM_PROCESSES,
+MAXMEG_PROCESS_ID), Open MPI, a Slurm step, and the same three variables with the prefix JAX_.
+JAX detects Slurm and Open MPI too, but always gives a process the one GPU of its local rank; here
+the GPUs of a node are divided among the node's processes, so one process a node drives them all.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+
+import jax
+
+FIRST_PORT = 61440  # the last 4096 ports, where JAX puts its coordinator as well
+NUM_PORTS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendezvous:
+    """Where a job's processes meet, which of them this is, and its GPUs (None: all it sees)."""
+
+    coordinator: str
+    num_processes: int
+    process_id: int
+    local_device_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process_id < self.num_processes:
+            raise ValueError(
+                f"process id {self.process_id} is not in [0, {self.num_processes}): "
+                "number the processes from 0 to one less than their count"
+            )
+        if not re.fullmatch(r".+:\d+", self.coordinator):
+            raise ValueError(
+                f"coordinator address {self.coordinator!r} is not HOST:PORT: "
+                "name a host that every process reaches and a free port on it"
+            )
+
+
+def initialize() -> None:
+    """Connect to the other processes of the job, once, before any other use of JAX.
+
+    Does nothing when no launcher is recognized, or when it started a single process.
+
+    Raises:
+      ValueError: a launcher's variables are incomplete or contradict each other.
+    """
+    if jax.distributed.is_initialized():
+        return
+    rendezvous = detect(os.environ)
+    if rendezvous is None:
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        rendezvous.coordinator,
+        rendezvous.num_processes,
+        rendezvous.process_id,
+        local_device_ids=rendezvous.local_device_ids,
+        cluster_detection_method="deactivate",
+    )
+
+
+def is_primary() -> bool:
+    """Whether this process writes what is written once; call after `initialize`."""
+    return jax.process_index() == 0
+
+
+def shutdown() -> None:
+    """Wait for the other processes and disconnect; nothing when there are none."""
+    if jax.distributed.is_initialized():
+        jax.distributed.shutdown()
+
+
+def detect(environ: Mapping[str, str]) -> Rendezvous | None:
+    """Read a launcher's environment; None when this process is alone."""
+    # mpirun before Slurm, whose variables it hands on from the step of its own daemon.
+    readers = (_from_local, _from_open_mpi, _from_slurm, _from_jax)
+    found = next((found for read in readers if (found := read(environ))), None)
+    return found if found and found.num_processes > 1 else None
+
+
+def _from_local(environ: Mapping[str, str]) -> Rendezvous | None:
+    names = ("MAXMEG_COORDINATOR", "MAXMEG_NUM_PROCESSES", "MAXMEG_PROCESS_ID")
+    return _from_triple(environ, names) if any(name in environ for name in names) else None
+
+
+def _from_jax(environ: Mapping[str, str]) -> Rendezvous | None:
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    return _from_triple(environ, names) if any(name in environ for name in names) else None
+
+
+def _from_triple(environ: Mapping[str, str], names: tuple[str, str, str]) -> Rendezvous:
+    coordinator, num_processes, process_id = names
+    _require(environ, names)
+    return Rendezvous(
+        environ[coordinator], _integer(environ, num_processes), _integer(environ, process_id)
+    )
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
+    if "SLURM_STEP_NODELIST" not in environ:  # a login or batch shell: not started by srun
+        return None
+    layout = "SLURM_STEP_TASKS_PER_NODE"
+    _require(
+        environ,
+        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+        + ("SLURM_NODEID", layout),
+    )
+    tasks = _slurm_tasks_per_node(environ[layout])
+    node = _integer(environ, "SLURM_NODEID")
+    if node >= len(tasks):
+        raise ValueError(
+            f"SLURM_NODEID={node} has no entry in {layout}={environ[layout]!r}: start with srun"
+        )
+    port = _port(environ, _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID"))
+    host = _slurm_first_host(environ["SLURM_STEP_NODELIST"])
+    return Rendezvous(
+        environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}"),
+        _integer(environ, "SLURM_NTASKS"),
+        _integer(environ, "SLURM_PROCID"),
+        _local_device_ids(environ, _integer(environ, "SLURM_LOCALID"), tasks[node]),
+    )
+
+
+def _slurm_first_host(nodelist: str) -> str:
+    """The first name in 'node[001-015,020],other', here node001."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    if first is None:
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={nodelist!r} names no host: start the program with srun"
+        )
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
+
+
+def _slurm_tasks_per_node(layout: str) -> list[int]:
+    """'2(x3),1' is [2, 2, 2, 1]."""
+    tasks = []
+    for part in layout.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(
+                f"SLURM_STEP_TASKS_PER_NODE={layout!r} is not like '2(x3),1': start with srun"
+            )
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _from_open_mpi(environ: Mapping[str, str]) -> Rendezvous | None:
+    if "OMPI_COMM_WORLD_SIZE" not in environ:
+        return None
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    _require(environ, names)
+    size = _integer(environ, "OMPI_COMM_WORLD_SIZE")
+    if size == 1:
+        return None
+    rank, local_rank, local_size = (_integer(environ, name) for name in names)
+    return Rendezvous(
+        environ.get("JAX_COORDINATOR_ADDRESS") or _open_mpi_coordinator(environ),
+        size,
+        rank,
+        _local_device_ids(environ, local_rank, local_size),
+    )
+
+
+def _open_mpi_coordinator(environ: Mapping[str, str]) -> str:
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # '1531576320.0;tcp://10.96.0.1,10.1.0.1:34911'
+    match = re.match(r"(\d+)\.\d+;(?:tcp://([^,:]+)|tcp6://(\[[^,\]]+))", uri)
+    if match is None:
+        raise ValueError(
+            f"Open MPI tells no address of mpirun (OMPI_MCA_orte_hnp_uri={uri!r}; Open MPI 5 never "
+            "does): run mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT, HOST being that of rank 0"
+        )
+    host = match[2] or match[3] + "]"
+    return f"{host}:{_port(environ, int(match[1]) // 4096)}"
+
+
+def _port(environ: Mapping[str, str], job: int, step: int = 0) -> int:
+    if "JAX_COORDINATOR_PORT" in environ:
+        return _integer(environ, "JAX_COORDINATOR_PORT")
+    return FIRST_PORT + (job + 37 * step) % NUM_PORTS
+
+
+def _local_device_ids(
+    environ: Mapping[str, str], local_rank: int, local_size: int
+) -> tuple[int, ...] | None:
+    """This process' part of the node's GPUs; None when it may take all that it sees."""
+    if local_size == 1 or "JAX_LOCAL_DEVICE_IDS" in environ:  # the latter is read by JAX
+        return None
+    on_node = environ.get("SLURM_GPUS_ON_NODE")
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    visible = len([name for name in listed.split(",") if name]) if listed is not None else None
+    if visible is not None and (visible < local_size or (on_node and visible < int(on_node))):
+        return None  # the launcher has bound each process to its own
+    count = visible if visible is not None else int(on_node or local_size)
+    if count % local_size:
+        raise ValueError(
+            f"{count} GPUs do not divide among the {local_size} processes of this node: "
+            "start one process a node, or one a GPU"
+        )
+    share = count // local_size
+    return tuple(range(local_rank * share, (local_rank + 1) * share))
+
+
+def _require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+    missing = [name for name in names if name not in environ]
+    if missing:
+        present = {name: environ[name] for name in names if name in environ}
+        raise ValueError(
+            f"the launcher's environment is incomplete: {present} without {', '.join(missing)}: "
+            "set all of them, or none for a single process"
+        )
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    if not environ[name].isdecimal():
+        raise ValueError(f"{name}={environ[name]!r} is not a whole number: set it to one")
+    return int(environ[name])
