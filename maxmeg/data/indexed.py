@@ -1,0 +1,322 @@
+"""Megatron-LM's indexed token files: `PREFIX.bin` holds the tokens, `PREFIX.idx` where they are.
+
+Layout of .idx (little endian): magic (9 bytes), version 1 (u64), dtype code (u8), number of
+sequences S (u64), number of document indices D (u64), lengths (S x i32), byte offsets (S x i64),
+document indices (D x i64, from 0 to S), and for multimodal files S trailing i8, which are ignored.
+"""
+
+import array
+import contextlib
+import dataclasses
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_LENGTH = 2**31 - 1  # lengths are stored as int32
+_CHUNK = 1 << 20  # entries checked at once, so that checking needs little memory
+_REMEDY = "prepare the corpus again with `python -m maxmeg.preprocess`, or copy both files again"
+
+
+def token_dtype(vocab_size: int | None) -> np.dtype:
+    """Megatron-LM's choice: uint16 below 65,500 ids, else int32."""
+    small = vocab_size is not None and vocab_size < 65500
+    return np.dtype("<u2") if small else np.dtype("<i4")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Index:
+    dtype: np.dtype
+    lengths: np.ndarray
+    pointers: np.ndarray
+    document_indices: np.ndarray
+
+
+class IndexedDataset:
+    """Read-only, memory-mapped sequences of `PREFIX.bin` and `PREFIX.idx`.
+
+    Every size, offset and boundary is checked when it opens; ValueError names the file and the
+    rule. Workers that receive a copy open the same files again without a second check.
+    """
+
+    def __init__(self, prefix: str | os.PathLike, check: bool = True) -> None:
+        self.prefix = os.fspath(prefix)
+        index = _read_index(Path(self.prefix + ".idx"))
+        if check:
+            _check_index(Path(self.prefix + ".idx"), index)
+        self.dtype = index.dtype
+        self.lengths = index.lengths
+        self.document_indices = index.document_indices
+        self._pointers = index.pointers
+        tokens = int(index.pointers[-1]) // index.dtype.itemsize + int(index.lengths[-1])
+        self.tokens = _map_tokens(Path(self.prefix + ".bin"), index.dtype, tokens)
+
+    def __reduce__(self) -> tuple:
+        return IndexedDataset, (self.prefix, False)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    def starts(self, sequences: np.ndarray) -> np.ndarray:
+        """Positions in `tokens` at which the given sequences start."""
+        return self._pointers[sequences] // self.dtype.itemsize
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens [offset, offset + length) of sequence i, by default to its end."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"{self.prefix}: sequence {i} is not in [0, {len(self)})")
+        size = int(self.lengths[i])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(
+                f"{self.prefix}: tokens [{offset}, {offset + length}) are not in sequence {i}, "
+                f"which has {size}"
+            )
+        start = int(self._pointers[i]) // self.dtype.itemsize + offset
+        return self.tokens[start : start + length]
+
+
+def _map(path: Path) -> mmap.mmap:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the prefix of a .bin and an .idx file")
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            raise ValueError(f"{path} is empty: {_REMEDY}")
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def _read_index(path: Path) -> _Index:
+    data = _map(path)
+    if len(data) < HEADER.size:
+        raise ValueError(
+            f"{path} has {len(data)} bytes, less than the header's {HEADER.size}: {_REMEDY}"
+        )
+    magic, version, code, sequences, documents = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise ValueError(f"{path} starts with {magic!r}, not {MAGIC!r}: it is no token index")
+    if version != VERSION:
+        raise ValueError(f"{path} has version {version}; only version {VERSION} exists: {_REMEDY}")
+    if code not in DTYPES:
+        raise ValueError(f"{path} has dtype code {code}, not one of 1 to 8: {_REMEDY}")
+    size = HEADER.size + 12 * sequences + 8 * documents
+    if len(data) not in (size, size + sequences):
+        raise ValueError(
+            f"{path} has {len(data)} bytes, but {sequences} sequences and {documents} document "
+            f"indices need {size}: it is truncated or corrupt; {_REMEDY}"
+        )
+    if not sequences:
+        raise ValueError(f"{path} holds no sequences: its corpus had no text; {_REMEDY}")
+    at = HEADER.size
+    lengths = np.frombuffer(data, "<i4", sequences, at)
+    pointers = np.frombuffer(data, "<i8", sequences, at + 4 * sequences)
+    indices = np.frombuffer(data, "<i8", documents, at + 12 * sequences)
+    return _Index(DTYPES[code], lengths, pointers, indices)
+
+
+def _check_index(path: Path, index: _Index) -> None:
+    """Every length >= 0, every offset the sum of the lengths before, documents in order."""
+    expected = 0
+    for begin in range(0, len(index.lengths), _CHUNK):
+        lengths = index.lengths[begin : begin + _CHUNK].astype(np.int64)
+        if lengths.min() < 0:
+            i = int(np.argmax(lengths < 0))
+            raise ValueError(
+                f"{path} gives sequence {begin + i} the negative length {lengths[i]}: {_REMEDY}"
+            )
+        ends = expected + np.cumsum(lengths) * index.dtype.itemsize
+        right = np.concatenate([[expected], ends[:-1]])
+        wrong = index.pointers[begin : begin + _CHUNK] != right
+        if wrong.any():
+            i = int(np.argmax(wrong))
+            raise ValueError(
+                f"{path} places sequence {begin + i} at byte {index.pointers[begin + i]}, but the "
+                f"sequences before it end at byte {right[i]}: {_REMEDY}"
+            )
+        expected = int(ends[-1])
+    indices, count = index.document_indices, len(index.lengths)
+    if not len(indices) or indices[0] != 0 or indices[-1] != count:
+        ends = (int(indices[0]), int(indices[-1])) if len(indices) else ()
+        raise ValueError(
+            f"{path} has document indices that run over {ends}, not from 0 to its {count} "
+            f"sequences: {_REMEDY}"
+        )
+    for begin in range(0, len(indices) - 1, _CHUNK):
+        falls = np.diff(indices[begin : begin + _CHUNK + 1]) < 0
+        if falls.any():
+            i = begin + int(np.argmax(falls))
+            raise ValueError(
+                f"{path} ends document {i} at sequence {indices[i + 1]}, before its start at "
+                f"{indices[i]}: {_REMEDY}"
+            )
+
+
+def _map_tokens(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+    size = count * dtype.itemsize
+    data = _map(path)
+    if len(data) != size:
+        raise ValueError(
+            f"{path} has {len(data)} bytes, but its .idx describes {size} ({count} tokens of "
+            f"{dtype}): it is truncated or belongs to another .idx; {_REMEDY}"
+        )
+    return np.frombuffer(data, dtype)
+
+
+class IndexedWriter:
+    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM does.
+
+    A context manager: both files appear when it ends without an error, .idx last; until then the
+    data lies in temporary files beside them, so a killed writer leaves no pair that looks whole.
+    """
+
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        vocab_size: int | None = None,
+        dtype: np.dtype | type | str | None = None,
+    ) -> None:
+        self.prefix = os.fspath(prefix)
+        if dtype is None:
+            self.dtype = token_dtype(vocab_size)
+        else:
+            self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            names = ", ".join(str(d) for d in CODES)
+            raise ValueError(f"{self.dtype} cannot be stored in .bin files: choose one of {names}")
+        self.num_tokens = 0
+        self._lengths = array.array("i")
+        self._ends = array.array("q", [0])
+        self._temporary = {s: f"{self.prefix}{s}.{os.getpid()}.tmp" for s in (".bin", ".idx")}
+        with _explain_failure(self.prefix):
+            Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._bin = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115
+
+    def __enter__(self) -> "IndexedWriter":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+    def add_item(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """One more sequence of the current document."""
+        self._write(tokens)
+        self._lengths.append(len(tokens))
+
+    def end_document(self) -> None:
+        """The next sequence starts another document."""
+        self._ends.append(len(self._lengths))
+
+    def add_document(
+        self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None
+    ) -> None:
+        """A document of sequences of these lengths; by default one sequence."""
+        lengths = [len(tokens)] if lengths is None else lengths
+        if sum(lengths) != len(tokens):
+            raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
+        self._write(tokens)
+        self._lengths.extend(lengths)
+        self.end_document()
+
+    def _write(self, tokens: Sequence[int] | np.ndarray) -> None:
+        values = np.asarray(tokens)
+        if len(values) > MAX_LENGTH:
+            raise ValueError(f"a sequence of {len(values)} tokens exceeds {MAX_LENGTH}: split it")
+        if self.dtype.kind in "iu" and values.size:
+            bounds = np.iinfo(self.dtype)
+            low, high = int(values.min()), int(values.max())
+            if low < bounds.min or high > bounds.max:
+                raise ValueError(
+                    f"ids from {low} to {high} do not fit {self.dtype}: give a larger vocab_size"
+                )
+        with _explain_failure(self.prefix):
+            self._bin.write(np.ascontiguousarray(values, self.dtype).data)
+        self.num_tokens += len(values)
+
+    def finish(self) -> None:
+        """Flushes, then makes both files visible."""
+        if self._ends[-1] != len(self._lengths):
+            self.abandon()
+            raise ValueError(f"{self.prefix}: call end_document() after the last sequence")
+        try:
+            with _explain_failure(self.prefix):
+                _sync_and_close(self._bin)
+                with open(self._temporary[".idx"], "wb") as file:
+                    self._write_index(file)
+                    _sync_and_close(file)
+                Path(self.prefix + ".idx").unlink(missing_ok=True)
+                os.replace(self._temporary[".bin"], self.prefix + ".bin")
+                os.replace(self._temporary[".idx"], self.prefix + ".idx")
+                _sync_folder(Path(self.prefix).parent)
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Removes the temporary files."""
+        with contextlib.suppress(OSError):
+            self._bin.close()
+        for path in self._temporary.values():
+            Path(path).unlink(missing_ok=True)
+
+    def _write_index(self, file) -> None:
+        lengths = np.frombuffer(self._lengths, np.int32)
+        code = CODES[self.dtype]
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._ends)))
+        file.write(lengths.astype("<i4", copy=False).tobytes())
+        last = 0
+        for begin in range(0, len(lengths), _CHUNK):
+            ends = last + np.cumsum(lengths[begin : begin + _CHUNK], dtype=np.int64)
+            file.write((np.concatenate([[last], ends[:-1]]) * self.dtype.itemsize).tobytes())
+            last = ends[-1]
+        file.write(np.frombuffer(self._ends, np.int64).astype("<i8", copy=False).tobytes())
+
+
+@contextlib.contextmanager
+def _explain_failure(prefix: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {prefix}.bin and .idx: {error.strerror or error}; choose a folder that "
+            "is writable and has space"
+        ) from error
+
+
+def _sync_and_close(file) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+    file.close()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
