@@ -1,0 +1,205 @@
+"""Configs as plain dicts and YAML files: strict in, exact out."""
+
+import dataclasses
+import difflib
+import enum
+import math
+import os
+import pathlib
+import typing
+
+import yaml
+
+from maxmeg.config.schema import Config
+
+_HEADER = "# A resolved run; start it again with --config=configs/yaml.py:{name}\n"
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def to_dict(config: typing.Any) -> dict[str, typing.Any]:
+    """Plain nested dict of a config: enums by name, tuples as lists.
+
+    Raises ValueError for an attribute that is no field (a misspelt assignment in a config file).
+    """
+    return _to_dict(config, "")
+
+
+def from_dict(values: dict[str, typing.Any]) -> Config:
+    """Config from a nested dict; fields not named keep their defaults."""
+    return _section(Config, values, "")
+
+
+def save(config: Config, path: str | os.PathLike) -> None:
+    """Write every field as YAML; a reader sees the old file or the whole new one."""
+    path = pathlib.Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(_HEADER.format(name=path) + text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike) -> Config:
+    """Config from a YAML file, which may name only some of the fields."""
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise ValueError(f"no config file {path}: check the path (working folder {os.getcwd()})")
+    try:
+        values = _Loader(path.read_text(encoding="utf-8")).get_single_data()
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    try:
+        return from_dict({} if values is None else values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def fields(section: type) -> dict[str, typing.Any]:
+    """Type of each field of a section."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
+    """Dotted path -> type of every field below a section."""
+    found = {}
+    for name, kind in fields(section).items():
+        path = f"{prefix}{name}"
+        found.update(leaves(kind, path + ".") if dataclasses.is_dataclass(kind) else {path: kind})
+    return found
+
+
+def unknown_field(path: str, names: typing.Iterable[str]) -> str:
+    """Message for a field that does not exist, with the nearest that does."""
+    names = list(names)
+    near = difflib.get_close_matches(path, names, 1, 0.6)
+    if not near:  # right name, wrong section
+        last = path.rsplit(".", 1)[-1].replace("-", "_")
+        near = [name for name in names if name.rsplit(".", 1)[-1] == last]
+    hint = f"did you mean {near[0]}?" if near else "docs/config.md lists all fields"
+    return f"unknown field {path}: {hint}"
+
+
+def convert(path: str, value: typing.Any, kind: typing.Any) -> typing.Any:
+    """`value` as a field's type; text as on a command line is understood for every type.
+
+    Raises ValueError naming the path, the value and what was expected.
+    """
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",")] if value.strip() else []
+        if not isinstance(value, list | tuple):
+            raise _mismatch(path, value, "a list")
+        return tuple(convert(f"{path}[{i}]", part, item) for i, part in enumerate(value))
+    if issubclass(kind, enum.Enum):
+        return _to_enum(path, value, kind)
+    if kind is bool:
+        value = _BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value
+        if not isinstance(value, bool):
+            raise _mismatch(path, value, "true or false")
+        return value
+    if kind is str:
+        if not isinstance(value, str):
+            raise _mismatch(path, value, "a string: write it in quotes")
+        return value
+    return _to_number(path, value, kind)
+
+
+def _to_enum(path, value, kind):
+    if isinstance(value, kind):
+        return value
+    if isinstance(value, str) and value in kind.__members__:
+        return kind[value]
+    names = list(kind.__members__)
+    near = difflib.get_close_matches(str(value), names, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise _mismatch(path, value, f"one of {', '.join(names)}{hint}")
+
+
+def _to_number(path, value, kind):
+    expected = "a whole number" if kind is int else "a finite number"
+    number = value
+    if isinstance(value, str):  # YAML reads 3e-4 as text
+        try:
+            number = int(value)
+        except ValueError:
+            try:
+                number = float(value)
+            except ValueError:
+                raise _mismatch(path, value, expected) from None
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise _mismatch(path, value, expected)
+    if not math.isfinite(number) or (kind is int and number != int(number)):
+        raise _mismatch(path, value, expected)
+    return kind(number)
+
+
+def _mismatch(path, value, expected):
+    return ValueError(f"{path}={value!r} ({type(value).__name__}): expected {expected}")
+
+
+def _section(section, values, prefix):
+    if not isinstance(values, dict):
+        raise _mismatch(prefix.rstrip(".") or "the config", values, "a section of named fields")
+    kinds = fields(section)
+    result = section()
+    for name, value in values.items():
+        if name not in kinds:
+            known = [prefix + field for field in kinds] + list(leaves(Config))
+            raise ValueError(unknown_field(f"{prefix}{name}", known))
+        kind, path = kinds[name], f"{prefix}{name}"
+        if dataclasses.is_dataclass(kind):
+            value = _section(kind, {} if value is None else value, path + ".")
+        else:
+            value = convert(path, value, kind)
+        setattr(result, name, value)
+    return result
+
+
+def _to_dict(value, prefix):
+    if dataclasses.is_dataclass(value):
+        kinds = fields(type(value))
+        for name in vars(value):
+            if name not in kinds:
+                known = [prefix + field for field in kinds] + list(leaves(Config))
+                raise ValueError(unknown_field(f"{prefix}{name}", known))
+        return {name: _to_dict(getattr(value, name), f"{prefix}{name}.") for name in kinds}
+    if isinstance(value, enum.Enum):
+        return value.name
+    return list(value) if isinstance(value, tuple) else value
+
+
+class _Dumper(yaml.SafeDumper):
+    """Block mappings, lists on one line."""
+
+
+_Dumper.add_representer(
+    list,
+    lambda dumper, items: dumper.represent_sequence(
+        "tag:yaml.org,2002:seq", items, flow_style=True
+    ),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key given twice, of which YAML would keep the last without a word."""
+
+
+def _mapping(loader, node):
+    seen = set()
+    for key, _ in node.value:
+        if key.value in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{key.value} is given twice", key.start_mark
+            )
+        seen.add(key.value)
+    return loader.construct_mapping(node, deep=True)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _mapping)

@@ -1,0 +1,29 @@
+"""Floating-point operations of training, counted as Megatron-LM counts them. Imports no JAX."""
+
+from maxmeg.config.schema import ModelConfig
+
+_TRAINING = 3  # forward, and backward to inputs and to weights
+_MULTIPLY_ADD = 2
+
+
+def training_flops(
+    model: ModelConfig,
+    sequence_length: int,
+    batch_size: int = 1,
+    tensor: int = 1,
+    causal: bool = True,
+) -> float:
+    """FLOPs of one step over `batch_size` sequences; recomputation is not counted.
+
+    Projections and logits (of the padded vocabulary), and attention scores, of which a causal
+    model needs half. Norms, embeddings and softmax are left out, as in Megatron-LM.
+    """
+    tokens = batch_size * sequence_length
+    query_size = model.num_heads * model.head_size
+    key_size = model.kv_heads * model.head_size
+    attention = 2 * model.hidden_size * (query_size + key_size)
+    mlp = model.hidden_size * model.ffn * (3 if model.gated else 2)
+    logits = model.hidden_size * model.padded_vocab_size(tensor)
+    scores = 2 * query_size * batch_size * sequence_length**2 / (2 if causal else 1)
+    weights = tokens * (model.num_layers * (attention + mlp) + logits)
+    return float(_TRAINING * _MULTIPLY_ADD * (weights + model.num_layers * scores))

@@ -1,0 +1,1 @@
+"""What surrounds the training loop: hooks, writers, progress, profiles, signals, guards."""
