@@ -16,7 +16,7 @@ from maxmeg.models.stack import Pattern, Stack
 from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy, softcapped
 from maxmeg.parallel import collectives
 
-EMBEDDING_LAYER = -1  # the layer index that keys the embedding's dropout
+EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
 
 
 def norm_spec(config: ModelConfig) -> NormSpec:

@@ -4,10 +4,14 @@ Each parameter is an `nnx.Param` with metadata `axes`, a logical name (or None) 
 parameter stacked over layers has one dimension more, in front: "layers".
 """
 
+import dataclasses
+
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from maxmeg.parallel.mesh import AXES
 
 RULES: dict[str | None, tuple[str, ...]] = {
     "layers": ("pipe",),
@@ -30,12 +34,7 @@ def is_variable(node) -> bool:
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
     """Logical names of the variable's dimensions, "layers" in front where it is stacked."""
     axes = variable.get_metadata()["axes"]
-    return ("layers",) * (variable[...].ndim - len(axes)) + axes
-
-
-def compute_spec(variable: nnx.Variable) -> P:
-    """How the variable lies on the mesh while layers use it (fsdp shards gathered at use)."""
-    return P(*(RULES[name] or None for name in logical_axes(variable)))
+    return ("layers",) * (variable.ndim - len(axes)) + axes
 
 
 def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
@@ -43,7 +42,7 @@ def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
 
     The first (after layers) whose size divides by its own mesh axes times data.
     """
-    names, shape = logical_axes(variable), variable[...].shape
+    names, shape = logical_axes(variable), variable.shape
     if mesh.shape["data"] == 1:
         return None
     for dim, name in enumerate(names):
@@ -55,29 +54,42 @@ def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
     return None
 
 
-def storage_spec(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> P:
-    """How master weights, optimizer moments and checkpoints lie: ZeRO-1 adds `data`."""
-    spec = [RULES[name] for name in logical_axes(variable)]
+def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[str, ...]]:
+    """Mesh axes of each dimension of masters, moments and checkpoints: RULES, and ZeRO-1's data."""
+    axes = [RULES[name] for name in logical_axes(variable)]
     dim = zero1_dim(variable, mesh) if zero1 else None
     if dim is not None:
-        spec[dim] = (*spec[dim], "data")
-    return P(*(axes or None for axes in spec))
+        axes[dim] = (*axes[dim], "data")
+    return axes
 
 
-def compute_specs(tree):
-    """`tree` with a compute_spec for every variable and P() for every other array."""
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """What a parameter's gradient needs: a scatter over data along `scatter_dim` (ZeRO-1; the
+    master is gathered there), and a sum over the axes on which the parameter is replicated."""
 
-    def spec(leaf):
-        return leaf.replace(compute_spec(leaf)) if is_variable(leaf) else P()
+    scatter_dim: int | None
+    sum_axes: tuple[str, ...]
 
-    return jax.tree.map(spec, tree, is_leaf=is_variable)
+
+def reductions(model, mesh: Mesh, zero1: bool):
+    """`model` with the Reduction of every variable."""
+
+    def one(variable):
+        dim = zero1_dim(variable, mesh) if zero1 else None
+        used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
+        return variable.replace(Reduction(dim, tuple(a for a in AXES if a not in used)))
+
+    return jax.tree.map(one, model, is_leaf=is_variable)
 
 
 def storage_specs(tree, mesh: Mesh, zero1: bool):
-    """`tree` with a storage_spec for every variable and P() for every other array."""
+    """`tree` with the spec of every variable by storage_axes, and P() for every other array."""
 
     def spec(leaf):
-        return leaf.replace(storage_spec(leaf, mesh, zero1)) if is_variable(leaf) else P()
+        if not is_variable(leaf):
+            return P()
+        return leaf.replace(P(*(axes or None for axes in storage_axes(leaf, mesh, zero1))))
 
     return jax.tree.map(spec, tree, is_leaf=is_variable)
 

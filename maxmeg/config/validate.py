@@ -1,0 +1,199 @@
+"""One pure check of a whole Config, run by every command after overrides. No JAX."""
+
+import math
+
+from maxmeg.config.schema import Config, LrDecay, ModelConfig, ParallelConfig, Position
+
+UNSUPPORTED_AXES = ("pipe", "expert", "context")
+
+
+def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
+    """Size of every mesh axis; fsdp=0 takes the devices that the others leave."""
+    sizes = {
+        name: getattr(parallel, name)
+        for name in ("pipe", "data", "fsdp", "expert", "context", "tensor")
+    }
+    for name, size in sizes.items():
+        if size < (0 if name == "fsdp" else 1):
+            raise ValueError(f"parallel.{name}={size} must be at least 1 (fsdp may be 0: the rest)")
+    others = math.prod(size for name, size in sizes.items() if name != "fsdp")
+    if sizes["fsdp"] == 0 and num_devices % others == 0:
+        sizes["fsdp"] = num_devices // others
+    total = math.prod(sizes.values())
+    if total != num_devices:
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+        raise ValueError(
+            f"the mesh {shown or 'of size 1'} does not make {num_devices} devices: set the sizes "
+            "of config.parallel so that their product is the number of devices (fsdp=0 takes what "
+            "the others leave)"
+        )
+    return sizes
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+
+
+def validate(config: Config, num_devices: int) -> None:
+    """Raise a ValueError that lists every broken rule with its values and the remedy."""
+    sizes = axis_sizes(config.parallel, num_devices)
+    for name in UNSUPPORTED_AXES:
+        if sizes[name] > 1:
+            raise NotImplementedError(
+                f"parallel.{name}={sizes[name]}: this axis must be 1; available are data, fsdp "
+                "and tensor"
+            )
+    problems = [
+        *model_problems(config.model),
+        *parallel_problems(config, sizes),
+        *data_problems(config),
+        *optim_problems(config),
+        *train_problems(config, sizes),
+        *limits(config),
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def model_problems(model: ModelConfig):
+    if model.num_heads < 1 or (not model.head_dim and model.hidden_size % model.num_heads):
+        yield (
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.num_heads={model.num_heads}: choose num_heads in "
+            f"{divisors(model.hidden_size)}, or set model.head_dim"
+        )
+    elif model.kv_heads < 1 or model.num_heads % model.kv_heads:
+        yield (
+            f"model.num_heads={model.num_heads} is not divisible by "
+            f"model.num_kv_heads={model.kv_heads}: choose num_kv_heads in "
+            f"{divisors(model.num_heads)}"
+        )
+    elif model.position is Position.rotary and int(model.head_size * model.rotary_fraction) < 2:
+        yield (
+            f"model.rotary_fraction={model.rotary_fraction} of head size {model.head_size} leaves "
+            "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
+        )
+
+
+def parallel_problems(config: Config, sizes: dict[str, int]):
+    model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
+    cut = (
+        ("model.num_heads", model.num_heads, "tensor", tensor),
+        ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
+        ("model.ffn_size", model.ffn, "tensor", tensor),
+        ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
+        ("model.hidden_size", model.hidden_size, "fsdp", fsdp),
+    )
+    for name, value, axis, size in cut:
+        if value % size:
+            choices = ", ".join(d for d in divisors(value).split(", ") if int(d) <= num_most(size))
+            yield (
+                f"{name}={value} is not divisible by parallel.{axis}={size}: choose {axis} in "
+                f"{choices}, or change {name}"
+            )
+
+
+def num_most(size: int) -> int:
+    """Largest mesh size worth suggesting beside `size`."""
+    return 2 * size
+
+
+def data_problems(config: Config):
+    model, data = config.model, config.data
+    if 0 < model.max_position < data.sequence_length:
+        yield (
+            f"data.sequence_length={data.sequence_length} is longer than "
+            f"model.max_position={model.max_position}: shorten the one or raise the other"
+        )
+
+
+def optim_problems(config: Config):
+    optim = config.optim
+    for one, other in (("warmup_steps", "warmup_samples"), ("decay_steps", "decay_samples")):
+        if getattr(optim, one) and getattr(optim, other):
+            yield f"optim.{one} and optim.{other} are both set: give one of the two"
+    for name in ("min_lr", "warmup_init_lr"):
+        if not 0 <= getattr(optim, name) <= optim.lr:
+            yield f"optim.{name}={getattr(optim, name)} must lie in [0, optim.lr={optim.lr}]"
+    decay = optim.decay_steps or config.train.num_steps
+    if optim.decay is LrDecay.wsd and not 0 < optim.wsd_decay_steps <= decay:
+        yield (
+            f"optim.decay=wsd needs 0 < optim.wsd_decay_steps <= {decay} (the decay's length): "
+            f"it is {optim.wsd_decay_steps}"
+        )
+
+
+def train_problems(config: Config, sizes: dict[str, int]):
+    train = config.train
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    unit = shards * max(train.micro_batch_size, 1)
+    if train.global_batch_size < 1 or train.global_batch_size % unit:
+        yield (
+            f"train.global_batch_size={train.global_batch_size} is not divisible by {unit} = "
+            f"data {sizes['data']} x fsdp {sizes['fsdp']} x "
+            f"train.micro_batch_size {max(train.micro_batch_size, 1)}: the nearest choices are "
+            f"{max(train.global_batch_size // unit, 1) * unit} and "
+            f"{(train.global_batch_size // unit + 1) * unit}"
+        )
+    if train.batch_rampup and train.batch_schedule:
+        yield "train.batch_rampup and train.batch_schedule are both set: give one of the two"
+    if len(train.batch_rampup) not in (0, 3):
+        yield (
+            f"train.batch_rampup={train.batch_rampup} must be (start, increment, samples) or empty"
+        )
+
+
+LOWEST = {
+    "model.vocab_size": 0,
+    "model.vocab_divisible_by": 1,
+    "model.num_layers": 1,
+    "model.hidden_size": 1,
+    "model.ffn_size": 0,
+    "model.max_position": 0,
+    "model.init_std": 0,
+    "model.logit_softcap": 0,
+    "data.sequence_length": 1,
+    "data.num_workers": 0,
+    "data.prefetch": 1,
+    "train.num_steps": 1,
+    "train.micro_batch_size": 0,
+    "train.loss_chunk": 1,
+    "train.z_loss": 0,
+    "train.eval_every": 0,
+    "train.eval_steps": 1,
+    "optim.lr": 0,
+    "optim.eps": 0,
+    "optim.clip_norm": 0,
+    "optim.weight_decay": 0,
+    "optim.warmup_steps": 0,
+    "optim.warmup_samples": 0,
+    "optim.decay_steps": 0,
+    "optim.decay_samples": 0,
+    "checkpoint.keep_last": 1,
+    "checkpoint.keep_every": 0,
+    "checkpoint.save_every": 0,
+    "log.every": 1,
+    "log.profile_start": 0,
+    "log.profile_steps": 1,
+}
+BELOW_ONE = (
+    "model.dropout_hidden",
+    "model.dropout_attention",
+    "model.dropout_embedding",
+    "optim.beta1",
+    "optim.beta2",
+    "optim.momentum",
+)
+
+
+def limits(config: Config):
+    """Bounds of single fields."""
+    for path in (*LOWEST, *BELOW_ONE):
+        section, name = path.split(".")
+        value, lowest = getattr(getattr(config, section), name), LOWEST.get(path, 0)
+        if value < lowest:
+            yield f"{path}={value} must be at least {lowest}"
+        if path in BELOW_ONE and value >= 1:
+            yield f"{path}={value} must be below 1"
+    if not 0 < config.model.rotary_fraction <= 1:
+        yield f"model.rotary_fraction={config.model.rotary_fraction} must lie in (0, 1]"

@@ -1,0 +1,185 @@
+"""The pure steps: loss, gradients in the local view, one reduction, the update in the global view.
+
+Gradients are computed inside one shard_map, each device differentiating its own share of the loss.
+They accumulate in float32, unreduced, over all microbatches and are then reduced once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.config.schema import Config, LossReduction, TrainConfig
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.optim.build import clip
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
+from maxmeg.parallel.placement import batch_spec
+from maxmeg.parallel.rules import reductions
+from maxmeg.parallel.spmd import spmd
+from maxmeg.state import TrainState, shardings_of
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+def loss_fn(model: LM, batch: Batch, train: TrainConfig, key=None) -> tuple[jax.Array, Metrics]:
+    """This device's share of the weighted loss, and sums over its tokens.
+
+    batch: tokens, targets, positions, loss_mask, weights [B, L], rows [B], and segment_ids [B, L]
+    where documents are kept apart. key None: no dropout.
+    """
+    ctx = Context(
+        batch["positions"], batch.get("segment_ids"), rows_B=batch["rows"], dropout_key=key
+    )
+    loss, losses_BL = model.token_losses(batch, ctx, train.z_loss, train.loss_chunk)
+    mask_BL = batch["loss_mask"]
+    return loss, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+
+
+def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
+    """The batch [M, B, ...] with the rows' numbers in the global batch, and each token's weight.
+
+    Losses and gradients then need only be summed. token_mean: weights are 1 / (tokens of the
+    global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
+    """
+    mask_MBL = batch["loss_mask"]
+    M, B, _ = mask_MBL.shape
+    first = collectives.axis_index(BATCH_AXES) * B
+    rows_MB = jnp.arange(M)[:, None] * B * shards + first + jnp.arange(B)[None]
+    if reduction is LossReduction.token_mean:
+        total = collectives.sum_over(jnp.sum(mask_MBL), BATCH_AXES)
+        weights_MBL = mask_MBL / jnp.maximum(total, 1)
+    else:
+        own_M11 = jnp.sum(mask_MBL, axis=(1, 2), keepdims=True)
+        weights_MBL = mask_MBL / jnp.maximum(own_M11, 1) / (M * shards)
+    return {**batch, "rows": rows_MB, "weights": weights_MBL}
+
+
+def compute_model(model: LM, places, dtype) -> LM:
+    """Masters cast once to the compute dtype and, under ZeRO-1, gathered once over data."""
+
+    def one(master, place):
+        value = master.astype(dtype)
+        if place.scatter_dim is None:
+            return value
+        return collectives.gather(value, ("data",), place.scatter_dim)
+
+    return jax.tree.map(one, model, places)
+
+
+def reduce_gradients(gradients: LM, places) -> LM:
+    """Each gradient summed over the devices that hold its parameter: one collective a set of axes.
+
+    Under ZeRO-1 each device keeps its part along data.
+    """
+    leaves, tree = jax.tree.flatten(gradients)
+    flat = jax.tree.leaves(places)
+    by_axes: dict[tuple[str, ...], list[int]] = {}
+    for i, place in enumerate(flat):
+        if place.scatter_dim is not None:
+            leaves[i] = collectives.scatter(leaves[i], ("data",), place.scatter_dim)
+        by_axes.setdefault(collectives.present(place.sum_axes), []).append(i)
+    for axes, members in by_axes.items():
+        sums = collectives.sum_over([leaves[i] for i in members], axes)
+        for i, total in zip(members, sums, strict=True):
+            leaves[i] = total
+    return jax.tree.unflatten(tree, leaves)
+
+
+def local_gradients(model: LM, batch: Batch, key: jax.Array, train: TrainConfig):
+    """(float32 gradients summed over the microbatches, metrics); nothing reduced."""
+
+    def one(microbatch: Batch):
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (_, metrics), gradients = gradient(model, microbatch, train, key)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), metrics
+
+    if batch["tokens"].shape[0] == 1:
+        return one({name: array[0] for name, array in batch.items()})
+
+    def accumulate(total, microbatch):
+        return jax.tree.map(jnp.add, total, one(microbatch)), None
+
+    shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return lax.scan(accumulate, zeros, batch)[0]
+
+
+def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
+    """(model, batch, key) -> (gradients of the global loss, metrics) on global arrays.
+
+    `model` is abstract with shardings. Batch arrays are [microbatch, sample, length].
+    """
+    places = reductions(model, mesh, config.parallel.zero1)
+    specs = jax.tree.map(lambda a: a.sharding.spec, model)
+    dtype = jnp.dtype(config.model.dtype.value)
+    dropout = max(
+        config.model.dropout_hidden,
+        config.model.dropout_attention,
+        config.model.dropout_embedding,
+    )
+
+    def local(model, batch, raw_key):
+        batch = complete(batch, config.train.loss_reduction, batch_shards(mesh))
+        key = jax.random.wrap_key_data(raw_key) if dropout else None
+        gradients, sums = local_gradients(
+            compute_model(model, places, dtype), batch, key, config.train
+        )
+        return reduce_gradients(gradients, places), collectives.sum_over(sums, BATCH_AXES)
+
+    def gradients(model, batch, raw_key):
+        batch_specs = {name: batch_spec(array.ndim) for name, array in batch.items()}
+        run = spmd(local, mesh, (specs, batch_specs, P()), (specs, P()))
+        return run(model, batch, raw_key)
+
+    return gradients
+
+
+def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState) -> Callable:
+    """The jitted (state, batch, rates) -> (state, metrics); the old state is consumed.
+
+    rates: learning_rate and weight_decay of this step. metrics: loss (token mean), grad_norm,
+    tokens.
+    """
+    gradients_of = make_gradients(config, mesh, abstract.model)
+
+    def train_step(state: TrainState, batch: Batch, rates: dict[str, jax.Array]):
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        gradients, sums = gradients_of(state.model, batch, jax.random.key_data(key))
+        gradients, norm = clip(gradients, config.optim.clip_norm)
+        updates, opt_state = optimizer.update(gradients, state.optimizer, state.model, **rates)
+        model = jax.tree.map(jnp.add, state.model, updates)
+        metrics = {
+            "loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1),
+            "grad_norm": norm,
+            "tokens": sums["tokens"],
+        }
+        return TrainState(state.step + 1, model, opt_state, state.key), metrics
+
+    return jax.jit(
+        train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None)
+    )
+
+
+def make_eval_step(config: Config, mesh: Mesh, model: LM) -> Callable:
+    """The jitted (model, batch) -> sums of losses and tokens, without dropout."""
+    places = reductions(model, mesh, config.parallel.zero1)
+    specs = jax.tree.map(lambda a: a.sharding.spec, model)
+    dtype = jnp.dtype(config.model.dtype.value)
+
+    def local(model, batch):
+        batch = complete(batch, config.train.loss_reduction, batch_shards(mesh))
+        only = {name: array[0] for name, array in batch.items()}
+        _, sums = loss_fn(compute_model(model, places, dtype), only, config.train)
+        return collectives.sum_over(sums, BATCH_AXES)
+
+    def eval_step(model, batch):
+        batch_specs = {name: batch_spec(array.ndim) for name, array in batch.items()}
+        return spmd(local, mesh, (specs, batch_specs), P())(model, batch)
+
+    return jax.jit(eval_step)

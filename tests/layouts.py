@@ -1,0 +1,65 @@
+"""Tiny configs and batches that tests of layouts share."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from maxmeg.config.schema import Config, DataConfig, DType, ModelConfig, ParallelConfig, TrainConfig
+from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.mesh import make_mesh
+from maxmeg.parallel.placement import local_rows, num_microbatches, place_batch
+from maxmeg.state import abstract_state, create_state
+
+LENGTH, BATCH, VOCAB = 16, 16, 61
+
+
+def tiny(model: dict | None = None, train: dict | None = None, **parallel: int) -> Config:
+    """A config of a tiny float32 model on as many devices as `parallel` names."""
+    fields = {
+        "vocab_size": VOCAB,
+        "vocab_divisible_by": 8,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_heads": 8,
+        "dtype": DType.float32,
+    }
+    return Config(
+        model=ModelConfig(**fields | (model or {})),
+        train=TrainConfig(**{"global_batch_size": BATCH, "loss_chunk": 24} | (train or {})),
+        data=DataConfig(sequence_length=LENGTH),
+        parallel=ParallelConfig(**parallel),
+    )
+
+
+def mesh_of(config: Config):
+    """The config's mesh on the first devices, validated."""
+    sizes = dataclasses.asdict(config.parallel)
+    count = int(np.prod([max(size, 1) for name, size in sizes.items() if name != "zero1"]))
+    validate(config, count)
+    return make_mesh(axis_sizes(config.parallel, count), jax.devices()[:count])
+
+
+def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> dict:
+    """A random batch on the mesh, the same for every layout."""
+    rng = np.random.default_rng(seed)
+    shape = (config.train.global_batch_size, config.data.sequence_length)
+    batch = {
+        "tokens": rng.integers(0, config.model.vocab_size, shape, dtype=np.int32),
+        "targets": rng.integers(0, config.model.vocab_size, shape, dtype=np.int32),
+        "positions": np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape),
+        "loss_mask": (rng.random(shape) < 0.8).astype(np.float32),
+        **extra,
+    }
+    microbatches = num_microbatches(mesh, shape[0], config.train.micro_batch_size)
+    rows = local_rows(mesh, shape[0], microbatches)
+    local = {name: array[rows] for name, array in batch.items()}
+    return place_batch(local, rows, mesh, shape[0], microbatches)
+
+
+def tiny_state(config: Config, mesh):
+    """(optimizer, abstract state, state)."""
+    optimizer = make_optimizer(config.optim)
+    abstract = abstract_state(config, optimizer, mesh)
+    return optimizer, abstract, create_state(config, optimizer, abstract, mesh)
