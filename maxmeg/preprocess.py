@@ -6,6 +6,7 @@ document), both also as .gz and .zst, and standard input (`-`).
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -95,4 +96,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -68,6 +68,9 @@ class Loader:
         batches = source.to_iter_dataset(grain.ReadOptions(min(ahead, 4), ahead))
         if num_workers:
             _settle_flags()
+            # Through pipes: shared memory would outlive killed runs and is scarce in containers.
+            piped = grain.experimental.DatasetOptions(min_shm_size=1 << 62)
+            batches = grain.experimental.WithOptionsIterDataset(batches, piped)
             options = grain.MultiprocessingOptions(min(num_workers, len(span)), prefetch)
             batches = batches.mp_prefetch(options)
         self._batches = iter(batches)

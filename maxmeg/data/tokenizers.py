@@ -9,7 +9,7 @@ import binascii
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -134,41 +134,29 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, argument: str) -> None:
+        import tokenizers
+
         path = Path(argument)
         path = path / "tokenizer.json" if path.is_dir() else path
         data = _read("huggingface", str(path))
         try:
-            text = data.decode("utf-8")
-            names = _special_names(path.parent / "tokenizer_config.json")
-            self._setup(text, names)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no tokenizer.json: {error}") from error
-        self.spec = f"huggingface:{argument}"
-        self.identity = _identity("huggingface", data, str((self.eod, self.bos, self.pad)).encode())
-
-    def _setup(self, text: str, names: dict[str, str]) -> None:
-        import tokenizers
-
-        try:
-            self._model = tokenizers.Tokenizer.from_str(text)
+            self._model = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # the library raises plain Exception
             raise ValueError(
-                f"this is no tokenizer.json of the tokenizers library: {error}"
+                f"{path} is no tokenizer.json of the tokenizers library: {error}"
             ) from None
         self._model.no_truncation()
         self._model.no_padding()
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         size = max(vocabulary.values(), default=-1) + 1
-        absent = [f"{key} {name!r}" for key, name in names.items() if name not in vocabulary]
-        if absent:
-            raise ValueError(
-                f"tokenizer_config.json names {absent[0]}, which is not in the vocabulary"
-            )
+        names = _special_names(path.parent / "tokenizer_config.json", vocabulary)
         ends = [names["eos_token"]] if "eos_token" in names else list(END_NAMES)
         self.eod = next((vocabulary[name] for name in ends if name in vocabulary), size)
         self.bos = vocabulary.get(names.get("bos_token", ""))
         self.pad = vocabulary.get(names.get("pad_token", ""))
         self.vocab_size = max(size, self.eod + 1)
+        self.spec = f"huggingface:{argument}"
+        self.identity = _identity("huggingface", data, str((self.eod, self.bos, self.pad)).encode())
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
@@ -194,12 +182,12 @@ class Gpt2Tokenizer:
         try:
             model = models.BPE.from_file(*paths)
             vocabulary = json.loads(data[0])
+            self._size = max(vocabulary.values()) + 1
         except Exception as error:  # the library raises plain Exception
             raise ValueError(f"{paths[0]} and {paths[1]} hold no BPE vocabulary: {error}") from None
         self._model = Tokenizer(model)
         self._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         self._model.decoder = decoders.ByteLevel()
-        self._size = max(vocabulary.values()) + 1
         self.eod = vocabulary.get("<|endoftext|>", self._size)
         self.vocab_size = max(self._size, self.eod + 1)
         self.spec = f"gpt2:{argument}"
@@ -290,7 +278,7 @@ def _or_none(token: int) -> int | None:
     return token if token >= 0 else None
 
 
-def _special_names(path: Path) -> dict[str, str]:
+def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
     """eos_token, bos_token, pad_token of a tokenizer_config.json, if it exists."""
     if not path.is_file():
         return {}
@@ -303,6 +291,8 @@ def _special_names(path: Path) -> dict[str, str]:
         value = config.get(key)
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
+            if value not in vocabulary:
+                raise ValueError(f"{path}: {key} {value!r} is not in the vocabulary")
             names[key] = value
     return names
 

@@ -1,0 +1,61 @@
+"""The default corpus: which files, in which order, made by several processes at once."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import maxmeg
+from maxmeg.data.corpus import source_files, standard_library
+from maxmeg.data.indexed import IndexedDataset
+
+ROOT = Path(maxmeg.__file__).parents[1]
+
+
+def test_order_is_fixed_and_mixed():
+    files = source_files()
+    assert files == source_files() and len(files) > 300
+    names = [path.name[0] for path in files]
+    assert names != sorted(names)
+    text = "\n".join(map(str, files))
+    assert "site-packages" not in text and "/test/" not in text
+
+
+def test_a_folder_without_sources_is_explained(tmp_path):
+    with pytest.raises(ValueError, match=r"data\.paths"):
+        source_files(tmp_path)
+
+
+def test_processes_that_start_at_once_agree(tmp_path):
+    code = (
+        "import sys; from maxmeg.data.corpus import standard_library as s; "
+        "from maxmeg.data.indexed import IndexedDataset as d; "
+        "print(d(s(sys.argv[1], 'bytes')).num_tokens)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "cache")]
+    runs = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+        for _ in range(3)
+    ]
+    counts = set()
+    for run in runs:
+        out, err = run.communicate(timeout=120)
+        assert run.returncode == 0, err.decode()
+        counts.add(int(out))
+    assert len(counts) == 1
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["standard_library-bytes"]
+
+
+def test_a_damaged_cache_is_named(tmp_path):
+    prefix = standard_library(tmp_path, "bytes")
+    Path(prefix + ".bin").write_bytes(b"short")
+    with pytest.raises(ValueError, match=r"python_text_document\.bin has 5 bytes"):
+        standard_library(tmp_path, "bytes")
+
+
+def test_another_tokenizer_is_another_folder(tmp_path, vocabularies):
+    one = standard_library(tmp_path, "bytes")
+    two = standard_library(tmp_path, vocabularies["tiktoken"])
+    assert Path(one).parent != Path(two).parent
+    assert IndexedDataset(two).num_tokens < IndexedDataset(one).num_tokens

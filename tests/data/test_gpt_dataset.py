@@ -1,0 +1,133 @@
+"""Batches against plain loops: contents, document rules, several corpora, wrong ids."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from maxmeg.data.gpt import DocumentRules, GptDataset
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+
+EOD = 99
+PLAIN = DocumentRules()
+
+
+def documents(count: int, seed: int = 0) -> list[np.ndarray]:
+    source = np.random.default_rng(seed)
+    return [np.append(source.integers(0, EOD, source.integers(0, 30)), EOD) for _ in range(count)]
+
+
+def open_dataset(prefix, split_index=0, length=16, split="90,10", rules=PLAIN, seed=3):
+    return GptDataset([IndexedDataset(prefix)], split, split_index, length, 100, seed, rules)
+
+
+def test_batch_is_what_the_pieces_say(make_corpus):
+    texts = documents(60)
+    dataset = open_dataset(make_corpus(texts))
+    indices = np.array([0, 5, 4000, 17])
+    batch = dataset.batch(indices)
+    assert {k: (v.shape, v.dtype) for k, v in batch.items()} == {
+        "tokens": ((4, 16), np.int32),
+        "targets": ((4, 16), np.int32),
+        "loss_mask": ((4, 16), np.float32),
+        "positions": ((4, 16), np.int32),
+    }
+    for row, n in enumerate(indices):
+        parts = [texts[s][o : o + length] for s, o, length in dataset.samples[int(n)]]
+        expected = np.concatenate(parts)
+        assert batch["tokens"][row].tolist() == expected[:-1].tolist()
+        assert batch["targets"][row].tolist() == expected[1:].tolist()
+    assert (batch["positions"] == np.arange(16)).all() and (batch["loss_mask"] == 1).all()
+
+
+def test_splits_share_no_document_and_later_ones_keep_order(make_corpus):
+    texts = [np.full(5, i) for i in range(90)]
+    prefix = make_corpus(texts)
+    seen = []
+    for i in range(3):
+        dataset = open_dataset(prefix, i, 4, "80,10,10")
+        seen.append(dataset.batch(np.arange(dataset.samples_per_epoch))["tokens"])
+    sets = [set(tokens.ravel().tolist()) for tokens in seen]
+    assert [len(s) for s in sets] == [72, 9, 9] and not sets[0] & sets[1] and not sets[1] & sets[2]
+    assert (np.diff(seen[1].ravel()) >= 0).all()
+    assert not (np.diff(seen[0].ravel()) >= 0).all()
+
+
+@pytest.mark.parametrize("segments", [False, True])
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("mask", [False, True])
+def test_document_rules(make_corpus, segments, positions, mask):
+    rules = DocumentRules(EOD, positions, segments, mask)
+    dataset = open_dataset(make_corpus(documents(60)), rules=rules)
+    batch = dataset.batch(np.arange(40))
+    assert ("segment_ids" in batch) == segments
+    for row, tokens in enumerate(batch["tokens"]):
+        segment, position = 1, 0
+        for i, token in enumerate(tokens):
+            assert batch["positions"][row, i] == (position if positions else i)
+            assert batch["loss_mask"][row, i] == (0 if mask and token == EOD else 1)
+            if segments:
+                assert batch["segment_ids"][row, i] == segment
+            position += 1
+            if token == EOD:  # belongs to the document before
+                segment, position = segment + 1, 0
+    assert all(values.dtype in (np.int32, np.float32) for values in batch.values())
+
+
+def test_document_rules_need_ends_of_documents(make_corpus):
+    prefix = make_corpus([np.arange(50)] * 4)
+    with pytest.raises(ValueError, match="--append_eod"):
+        open_dataset(prefix, rules=DocumentRules(EOD, reset_attention_mask=True))
+    with pytest.raises(ValueError, match="end-of-document id"):
+        open_dataset(prefix, rules=DocumentRules(None, eod_mask_loss=True))
+
+
+def test_several_corpora_are_each_split_and_joined(make_corpus):
+    first = make_corpus([np.full(9, i) for i in range(10)], "first")
+    second = make_corpus([np.full(9, 50 + i) for i in range(20)], "second", vocab_size=None)
+    corpora = [IndexedDataset(first), IndexedDataset(second)]
+    assert [c.dtype.itemsize for c in corpora] == [2, 4]
+    train = GptDataset(corpora, "80,20", 0, 4, 100, 0)
+    assert train.num_tokens == 9 * (8 + 16)
+    tokens = train.batch(np.arange(train.samples_per_epoch))["tokens"]
+    assert set(tokens.ravel().tolist()) <= {*range(8), *range(50, 66)}
+    assert len(set(tokens.ravel().tolist())) > 20
+    validation = GptDataset(corpora, "80,20", 1, 4, 100, 0)
+    tokens = validation.batch(np.arange(validation.samples_per_epoch))["tokens"]
+    assert set(tokens.ravel().tolist()) <= {8, 9, *range(66, 70)}
+
+
+@pytest.mark.parametrize("bad", [100, 60000])
+def test_ids_beyond_the_vocabulary_are_named(make_corpus, bad):
+    texts = [np.arange(20) for _ in range(10)]
+    texts[6][13] = bad
+    dataset = open_dataset(make_corpus(texts, vocab_size=65000), split="1")
+    match = rf"corpus\.bin, sequence 6: id {bad} is not in the vocabulary \[0, 100\)"
+    with pytest.raises(ValueError, match=match):
+        dataset.batch(np.arange(dataset.samples_per_epoch))
+
+
+def test_wide_and_signed_ids_are_checked_before_they_are_narrowed(tmp_path):
+    for dtype, bad in ((np.int64, 2**32 + 1), (np.int32, -5)):
+        with IndexedWriter(tmp_path / "x", dtype=dtype) as writer:
+            writer.add_document(np.array([1] * 20 + [bad] * 3))
+        with pytest.raises(ValueError, match=f"id {bad} "):
+            open_dataset(tmp_path / "x", split="1", length=22).batch(np.array([0]))
+    with IndexedWriter(tmp_path / "x", dtype=np.float32) as writer:
+        writer.add_document(np.ones(30))
+    with pytest.raises(ValueError, match="holds float32, not token ids"):
+        open_dataset(tmp_path / "x", split="1")
+
+
+def test_a_copy_for_another_process_is_equal(make_corpus):
+    dataset = open_dataset(make_corpus(documents(30)))
+    twin = copy.copy(dataset)
+    assert twin is not dataset
+    one, two = dataset.batch(np.arange(9)), twin.batch(np.arange(9))
+    assert all(np.array_equal(one[name], two[name]) for name in one)
+
+
+def test_a_split_that_is_too_small_is_explained(make_corpus):
+    prefix = make_corpus([np.arange(8)] * 10)
+    with pytest.raises(ValueError, match=r"validation split '90,10' of .*corpus: 1 sequences"):
+        open_dataset(prefix, 1)

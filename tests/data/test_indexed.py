@@ -1,0 +1,199 @@
+"""The .bin/.idx reader and writer, against bytes laid out by hand and against damage."""
+
+import copy
+import hashlib
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxmeg.data.indexed import DTYPES, IndexedDataset, IndexedWriter
+
+DOCUMENTS = [[[1, 2, 3], [4]], [], [[500, 600]], [[7, 8, 9, 10]]]
+
+
+def golden_index(code: int, itemsize: int) -> bytes:
+    lengths = [3, 1, 2, 4]
+    pointers = [0, 3 * itemsize, 4 * itemsize, 6 * itemsize]
+    return (
+        b"MMIDIDX\x00\x00"
+        + struct.pack("<QB", 1, code)
+        + struct.pack("<QQ", 4, 5)
+        + struct.pack("<4i", *lengths)
+        + struct.pack("<4q", *pointers)
+        + struct.pack("<5q", 0, 2, 2, 3, 4)
+    )
+
+
+def write_golden(prefix: Path, **kind) -> None:
+    with IndexedWriter(prefix, **kind) as writer:
+        for document in DOCUMENTS:
+            tokens = [token for sequence in document for token in sequence]
+            writer.add_document(tokens, [len(sequence) for sequence in document])
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "form"),
+    [
+        ({"vocab_size": 65499}, 8, "H"),
+        ({"vocab_size": 65500}, 4, "i"),
+        ({"vocab_size": None}, 4, "i"),
+        ({"dtype": np.int64}, 5, "q"),
+    ],
+)
+def test_files_are_exactly_the_format(tmp_path, kind, code, form):
+    write_golden(tmp_path / "x", **kind)
+    assert (tmp_path / "x.idx").read_bytes() == golden_index(code, struct.calcsize(form))
+    tokens = [1, 2, 3, 4, 500, 600, 7, 8, 9, 10]
+    assert (tmp_path / "x.bin").read_bytes() == struct.pack(f"<10{form}", *tokens)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+
+
+def test_sequences_are_read_back(tmp_path):
+    write_golden(tmp_path / "x", vocab_size=1000)
+    data = IndexedDataset(tmp_path / "x")
+    assert (len(data), data.num_tokens, data.num_documents) == (4, 10, 4)
+    assert data.lengths.tolist() == [3, 1, 2, 4]
+    assert data.document_indices.tolist() == [0, 2, 2, 3, 4]
+    assert [data.get(i).tolist() for i in range(4)] == [[1, 2, 3], [4], [500, 600], [7, 8, 9, 10]]
+    assert data.get(3, 1, 2).tolist() == [8, 9]
+    assert data.get(3, 4).tolist() == []
+    for bad in [(4,), (-1,), (0, -1), (0, 0, 4), (0, 4)]:
+        with pytest.raises(IndexError):
+            data.get(*bad)
+    twin = copy.copy(data)
+    assert twin.tokens.tolist() == data.tokens.tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_round_trips(tmp_path, dtype):
+    with IndexedWriter(tmp_path / "x", dtype=dtype) as writer:
+        writer.add_document([1, 2, 127])
+    data = IndexedDataset(tmp_path / "x")
+    assert data.dtype == dtype
+    assert data.get(0).tolist() == [1, 2, 127]
+
+
+def test_multimodal_modes_are_passed_over(tmp_path):
+    write_golden(tmp_path / "x", vocab_size=1000)
+    with (tmp_path / "x.idx").open("ab") as file:
+        file.write(bytes(4))
+    assert len(IndexedDataset(tmp_path / "x")) == 4
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.lists(st.lists(st.integers(0, 65000), max_size=5), max_size=4), max_size=6).filter(
+        lambda documents: any(tokens for sequences in documents for tokens in sequences)
+    )
+)
+def test_any_documents_round_trip(tmp_path_factory, documents):
+    prefix = tmp_path_factory.mktemp("any") / "x"
+    with IndexedWriter(prefix, 65000) as writer:
+        for document in documents:
+            for sequence in document:
+                writer.add_item(sequence)
+            writer.end_document()
+    data = IndexedDataset(prefix)
+    found = [
+        [data.get(i).tolist() for i in range(begin, end)]
+        for begin, end in zip(data.document_indices, data.document_indices[1:], strict=False)
+    ]
+    assert found == documents
+
+
+def test_missing_empty_and_truncated_files_are_named(tmp_path):
+    prefix = tmp_path / "x"
+    with pytest.raises(ValueError, match=r"x\.idx does not exist"):
+        IndexedDataset(prefix)
+    write_golden(prefix, vocab_size=1000)
+    for suffix in (".idx", ".bin"):
+        path = Path(f"{prefix}{suffix}")
+        whole = path.read_bytes()
+        for size in range(len(whole)):
+            path.write_bytes(whole[:size])
+            with pytest.raises(ValueError, match=rf"x\{suffix}"):
+                IndexedDataset(prefix)
+        path.write_bytes(whole + b"\x00")
+        with pytest.raises(ValueError, match=rf"x\{suffix}"):
+            IndexedDataset(prefix)
+        path.write_bytes(whole)
+    Path(f"{prefix}.bin").unlink()
+    with pytest.raises(ValueError, match=r"x\.bin does not exist"):
+        IndexedDataset(prefix)
+
+
+def test_bit_flips_of_the_index_are_refused_or_move_only_document_ends(tmp_path):
+    prefix = tmp_path / "x"
+    write_golden(prefix, vocab_size=1000)
+    path = Path(f"{prefix}.idx")
+    whole = path.read_bytes()
+    documents_start = 34 + 12 * 4
+    accepted = 0
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        if bit // 8 < documents_start:
+            with pytest.raises(ValueError, match=r"x\.(idx|bin)"):
+                IndexedDataset(prefix)
+            continue
+        try:
+            data = IndexedDataset(prefix)
+        except ValueError:
+            continue
+        accepted += 1
+        indices = data.document_indices
+        assert indices[0] == 0 and indices[-1] == 4 and (np.diff(indices) >= 0).all()
+    assert accepted <= 4  # an end moved by one between its neighbours is a legal file
+
+
+def test_random_bytes_never_crash(tmp_path):
+    prefix = tmp_path / "x"
+    write_golden(prefix, vocab_size=1000)
+    source = random.Random(0)
+    whole = Path(f"{prefix}.idx").read_bytes()
+    for _ in range(200):
+        start = source.randrange(len(whole))
+        noise = source.randbytes(source.randrange(1, 40))
+        Path(f"{prefix}.idx").write_bytes(whole[:start] + noise + whole[start + len(noise) :])
+        try:
+            IndexedDataset(prefix)
+        except ValueError as error:
+            assert "x.idx" in str(error) or "x.bin" in str(error)
+
+
+def test_an_error_while_writing_leaves_what_was_there(tmp_path):
+    write_golden(tmp_path / "x", vocab_size=1000)
+    before = {p.name: hashlib.sha256(p.read_bytes()).digest() for p in tmp_path.iterdir()}
+    with pytest.raises(KeyError), IndexedWriter(tmp_path / "x", 100) as writer:
+        writer.add_document([1, 2])
+        raise KeyError
+    with pytest.raises(ValueError, match="end_document"), IndexedWriter(tmp_path / "x") as writer:
+        writer.add_item([1])
+    after = {p.name: hashlib.sha256(p.read_bytes()).digest() for p in tmp_path.iterdir()}
+    assert before == after
+
+
+@pytest.mark.parametrize("tokens", [[70000], [-1]])
+def test_ids_that_do_not_fit_are_refused(tmp_path, tokens):
+    writer = IndexedWriter(tmp_path / "x", 1000)
+    with pytest.raises(ValueError, match="do not fit uint16"):
+        writer.add_document(tokens)
+    writer.abandon()
+
+
+def test_unwritable_places_and_dtypes_are_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write"):
+        IndexedWriter(tmp_path / "file" / "x")
+    with pytest.raises(ValueError, match="choose one of"):
+        IndexedWriter(tmp_path / "x", dtype=np.complex64)
+    with IndexedWriter(tmp_path / "x") as writer:
+        with pytest.raises(ValueError, match="lengths sum to 3"):
+            writer.add_document([1, 2], [3])
+        writer.add_document([1])

@@ -1,0 +1,149 @@
+"""The same batches however they are read: any hosts, any workers, from any step."""
+
+import multiprocessing
+
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Config
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.corpus import source_files
+from maxmeg.data.gpt import DocumentRules, GptDataset
+from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.loader import Loader, all_rows, eval_batches, train_loader
+
+STEPS = 9
+
+
+def growing(step: int) -> tuple[int, int]:
+    """Batches of 4, and of 8 from step 5 on."""
+    return (4 * step, 4) if step < 5 else (20 + 8 * (step - 5), 8)
+
+
+class Rows:
+    """Every second row, from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __call__(self, batch_size: int) -> np.ndarray:
+        return np.arange(self.first, batch_size, 2)
+
+
+@pytest.fixture
+def dataset(make_corpus) -> GptDataset:
+    source = np.random.default_rng(1)
+    texts = [np.append(source.integers(0, 99, source.integers(1, 40)), 99) for _ in range(40)]
+    rules = DocumentRules(99, True, True, True)
+    return GptDataset([IndexedDataset(make_corpus(texts))], "1", 0, 8, 100, 7, rules)
+
+
+def read(dataset, start=0, rows=all_rows, num_workers=0, prefetch=2):
+    with Loader(dataset, growing, rows, range(start, STEPS), num_workers, prefetch) as loader:
+        return list(loader)
+
+
+def assert_same(one, two):
+    assert [step for step, _ in one] == [step for step, _ in two]
+    for (_, a), (_, b) in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        assert all(
+            np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
+        )
+
+
+def test_batches_are_the_samples_in_order(dataset):
+    found = read(dataset)
+    assert [step for step, _ in found] == list(range(STEPS))
+    for step, batch in found:
+        first, size = growing(step)
+        expected = dataset.batch(np.arange(first, first + size))
+        assert all(np.array_equal(batch[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 20])
+def test_starting_anywhere_equals_the_unbroken_run(dataset, prefetch):
+    whole = read(dataset, prefetch=prefetch)
+    for start in range(STEPS + 1):
+        assert_same(read(dataset, start, prefetch=prefetch), whole[start:])
+
+
+def test_hosts_share_one_global_batch(dataset):
+    whole, parts = read(dataset), [read(dataset, rows=Rows(i)) for i in range(2)]
+    for step, batch in whole:
+        for name, values in batch.items():
+            for i in range(2):
+                assert np.array_equal(parts[i][step][1][name], values[i::2])
+
+
+def test_worker_processes_change_nothing_and_end(dataset):
+    start = 3
+    assert_same(read(dataset, start, Rows(1), num_workers=2), read(dataset, start, Rows(1)))
+    loader = Loader(dataset, growing, all_rows, range(10**6), num_workers=2)
+    assert next(loader)[0] == 0
+    assert multiprocessing.active_children()
+    loader.close()
+    loader.close()
+    assert not multiprocessing.active_children()
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_errors_reach_the_caller(make_corpus, num_workers):
+    corpus = IndexedDataset(make_corpus([np.arange(200)]))
+    dataset = GptDataset([corpus], "1", 0, 8, 100, 7)
+    with pytest.raises(ValueError, match="not in the vocabulary"):
+        read(dataset, num_workers=num_workers)
+
+
+def test_wrong_numbers_are_refused(dataset):
+    with pytest.raises(ValueError, match="num_workers=-1"):
+        Loader(dataset, growing, all_rows, range(2), num_workers=-1)
+    with pytest.raises(ValueError, match="prefetch=0"):
+        Loader(dataset, growing, all_rows, range(2), prefetch=0)
+
+
+def test_evaluation_reads_the_same_batches_each_time(dataset):
+    one, two = list(eval_batches(dataset, 3, 4)), list(eval_batches(dataset, 3, 4))
+    assert len(one) == 3
+    for a, b in zip(one, two, strict=True):
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+    half = list(eval_batches(dataset, 3, 4, Rows(1)))
+    assert np.array_equal(half[2]["tokens"], one[2]["tokens"][1::2])
+
+
+def test_a_run_opens_its_corpus_from_the_config(make_corpus):
+    config = Config()
+    config.train.num_steps = 4
+    config.data.sequence_length = 8
+    config.data.split = "80,10,0"
+    config.data.tokenizer = "null:1000"
+    config.data.paths = (make_corpus([np.arange(20)] * 10), make_corpus([np.arange(9)] * 9, "b"))
+    tokenizer, prefixes = open_corpus(config.data, "unused")
+    assert prefixes == list(config.data.paths) and tokenizer.vocab_size == 1000
+    train, valid, test = (
+        build_dataset(config.data, prefixes, tokenizer, i, config.seed) for i in range(3)
+    )
+    assert test is None and valid.vocab_size == 1000
+    with train_loader(train, config, 1, lambda n: (2 * n, 2)) as loader:
+        assert [step for step, _ in loader] == [1, 2, 3]
+    with pytest.raises(ValueError, match="leaves no sequence for train"):
+        config.data.split = "0,1"
+        build_dataset(config.data, prefixes, tokenizer, 0, config.seed)
+
+
+def test_the_default_corpus_is_made_once(tmp_path, capsys):
+    config = Config()
+    tokenizer, (prefix,) = open_corpus(config.data, str(tmp_path / "run"))
+    assert prefix.startswith(str(tmp_path / "run" / "data"))
+    assert "files of Python's standard library" in capsys.readouterr().err
+    assert open_corpus(config.data, str(tmp_path / "run"))[1] == [prefix]
+    assert capsys.readouterr().err == ""
+    corpus = IndexedDataset(prefix)
+    files = source_files()
+    assert 5e6 < corpus.num_tokens < 5e7 and len(files) - 5 <= corpus.num_documents <= len(files)
+    assert tokenizer.decode(corpus.get(0)) == files[0].read_text("utf-8")
+    assert corpus.get(0)[-1] == tokenizer.eod
+    valid = build_dataset(config.data, [prefix], tokenizer, 1, config.seed)
+    assert valid.samples_per_epoch > config.train.eval_steps * config.train.global_batch_size

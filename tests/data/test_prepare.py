@@ -1,0 +1,168 @@
+"""Reading documents: lines, compression, sentences, bad input."""
+
+import gzip
+import re
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxmeg.data import documents
+from maxmeg.data.documents import Progress, Record, read_records, split_sentences
+from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.prepare import Options, encode_record, output_prefix, prepare
+from maxmeg.data.tokenizers import load_tokenizer
+
+BYTES = load_tokenizer("bytes")
+
+
+def records(path) -> list[Record]:
+    return list(read_records([str(path)], Progress([str(path)])))
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
+def test_lines_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "_BLOCK", max(block, 1))
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf{1}\r\n\n  \n{22}\n{333}" if block > 3 else b"{1}\n\n{22}\n{333}"
+    )
+    found = records(path)
+    assert [r.data.strip() for r in found] == [b"{1}", b"{22}", b"{333}"]
+    assert [r.line for r in found] == ([1, 4, 5] if block > 3 else [1, 3, 4])
+
+
+@given(st.lists(st.binary(max_size=6), max_size=8))
+def test_lines_are_pythons(blocks):
+    expected = b"".join(blocks).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    expected = expected if expected[-1] else expected[:-1]
+    if blocks and not blocks[0].startswith(b"\xef"):
+        assert list(documents._lines(iter(blocks))) == expected
+
+
+def test_compression_and_truncation(tmp_path):
+    text = b'{"text": "%s"}\n' % (b"abc " * 9000) * 50
+    two = zstandard.ZstdCompressor(write_checksum=True)
+    packed = {
+        "a.jsonl.gz": gzip.compress(text) + gzip.compress(text),
+        "a.jsonl.zst": two.compress(text) + two.compress(text),
+        "a.jsonl": text + text,
+    }
+    for name, data in packed.items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        progress = Progress([str(path)])
+        found = list(read_records([str(path)], progress))
+        assert b"".join(r.data + b"\n" for r in found) == text + text
+        assert progress.stored == progress.total == len(data) and progress.text == 2 * len(text)
+        if name == "a.jsonl":
+            continue
+        for damaged in (data[:-3], data[: len(data) // 3], data[:40] + b"\xff\xff\xff" + data[43:]):
+            path.write_bytes(damaged)
+            with pytest.raises(ValueError, match=f"{name} is truncated or corrupt"):
+                records(path)
+
+
+def test_inputs_are_found_in_order(tmp_path, monkeypatch):
+    for name in ("b.jsonl", "a.jsonl", "c.txt"):
+        (tmp_path / name).write_text("x")
+    found = documents.find_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl"), "-"])
+    assert [name.rpartition("/")[2] for name in found] == ["c.txt", "a.jsonl", "b.jsonl", "-"]
+    for bad, message in (
+        ([str(tmp_path / "none*")], "matches no file"),
+        ([str(tmp_path)], "is a folder"),
+        (["-", "-"], "only once"),
+        ([], "no input"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            documents.find_inputs(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two!  Three?", ["One.", "Two!", "Three?"]),
+        ('He said "Stop." Then 3 left.', ['He said "Stop."', "Then 3 left."]),
+        ("v1.2 is e.g. fine", ["v1.2 is e.g. fine"]),
+        ("A title\n\nA text. (More.)", ["A title", "A text.", "(More.)"]),
+        ("一つ。二つ。", ["一つ。", "二つ。"]),
+        ("Été. Été.", ["Été.", "Été."]),
+        ("", []),
+        (" \n\n ", []),
+    ],
+)
+def test_sentences(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+def lengths(line: str, **options) -> tuple[list[int], str]:
+    found = encode_record(Record("f", 1, line.encode()), Options("bytes", **options), BYTES)
+    return (found.parts[0][1] if found.parts else []), found.error
+
+
+def test_a_document_becomes_sequences():
+    assert lengths('{"text": "abc"}') == ([3], "")
+    assert lengths('{"text": "abc"}', append_eod=True) == ([4], "")
+    assert lengths('{"text": ""}', append_eod=True) == ([], "")
+    assert lengths('{"text": ["ab", "", "c"]}', append_eod=True) == ([2, 2], "")
+    assert lengths('{"text": "A b. C"}', split_sentences=True, append_eod=True) == ([4, 2], "")
+    assert lengths('{"text": "A b. C"}') == ([6], "")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "abc"', "f line 1: invalid JSON"),
+        ('["text"]', "must be a JSON object, not list"),
+        ('{"other": 1, "more": 2}', r"no key 'text' among \['more', 'other'\]"),
+        ('{"text": 3}', "must be a string or a list of strings"),
+        ('{"text": ["a", null]}', "must be a string or a list of strings"),
+        (r'{"text": "\ud800"}', "half a surrogate pair"),
+        ('{"text": ' + "[" * 100_000, "nested too deeply|invalid JSON"),
+    ],
+)
+def test_bad_lines_are_named(line, message):
+    assert re.search(message, lengths(line)[1])
+
+
+def test_workers_change_nothing(tmp_path, write_lines):
+    path = write_lines([f"document {i} " * (i % 7) for i in range(200)])
+    outputs = []
+    for workers in (0, 2):
+        report = prepare([path], str(tmp_path / f"w{workers}"), Options("bytes"), workers)
+        assert report.documents == 200
+        prefix = report.prefixes["text"]
+        outputs.append([Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")])
+    assert outputs[0] == outputs[1]
+    assert IndexedDataset(prefix).num_documents == 200
+
+
+def test_keys_make_files_of_their_own(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"q": "why", "a": "so"}\n{"q": "", "a": "it is"}\n')
+    report = prepare([str(path)], str(tmp_path / "out"), Options("bytes", ("q", "a")), 0)
+    assert report.prefixes["q"] == output_prefix(str(tmp_path / "out"), "q")
+    q, a = (IndexedDataset(report.prefixes[key]) for key in ("q", "a"))
+    assert (len(q), q.num_documents, len(a), a.num_documents) == (1, 2, 2, 2)
+
+
+def test_nothing_is_written_before_input_and_output_are_sound(tmp_path, write_lines):
+    path, empty = write_lines(["a"]), write_lines(["", ""], "empty.jsonl")
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / "out")
+    for inputs, output, options, message in (
+        ([path], str(tmp_path / "file" / "out"), Options("bytes"), "cannot write"),
+        ([path], out, Options("byte"), "did you mean 'bytes'"),
+        ([path], out, Options("bytes", ("a/b",)), "part of a file name"),
+        ([path], out, Options("bytes", ("a", "a")), "different keys"),
+        ([str(tmp_path / "a.txt")], out, Options("bytes", ("a", "b")), "give one key"),
+        ([empty], out, Options("bytes"), "2 documents hold no text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare(inputs, output, options, 0)
+    with pytest.raises(ValueError, match="workers=-1"):
+        prepare([path], out, Options("bytes"), -1)
+    assert not list(tmp_path.glob("out*"))
