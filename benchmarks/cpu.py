@@ -1,0 +1,94 @@
+"""What a train step costs on a CPU: `python benchmarks/cpu.py step`.
+
+4 layers, hidden 256, 8 heads of 32, SwiGLU 1,024, vocabulary 32,000 untied, sequence 512, batch 4,
+float32, full recompute, synthetic tokens. Prints CPU-seconds (all cores, median of 5 steps), and
+seconds from the start of the process to the end of the first step.
+"""
+
+import json
+import statistics
+import sys
+import time
+
+STARTED = time.time() - time.process_time()  # near enough: nothing has waited yet
+
+
+def step() -> dict:
+    """Measure the step; returns the numbers."""
+    import jax
+    import numpy as np
+
+    from maxmeg.config.schema import (
+        Config,
+        DataConfig,
+        DType,
+        ModelConfig,
+        Recompute,
+        TrainConfig,
+    )
+    from maxmeg.optim.build import make_optimizer
+    from maxmeg.parallel.mesh import single_device_mesh
+    from maxmeg.parallel.placement import local_rows, place_batch
+    from maxmeg.state import abstract_state, create_state
+    from maxmeg.step import make_train_step
+
+    batch_size, length, vocab = 4, 512, 32000
+    config = Config(
+        model=ModelConfig(
+            vocab_size=vocab,
+            num_layers=4,
+            hidden_size=256,
+            num_heads=8,
+            ffn_size=1024,
+            dtype=DType.float32,
+            recompute=Recompute.full,
+        ),
+        data=DataConfig(sequence_length=length),
+        train=TrainConfig(global_batch_size=batch_size),
+    )
+    mesh = single_device_mesh()
+    optimizer = make_optimizer(config.optim)
+    abstract = abstract_state(config, optimizer, mesh)
+    state = create_state(config, optimizer, abstract, mesh)
+    train_step = make_train_step(config, mesh, optimizer, abstract)
+    rates = {"learning_rate": np.float32(3e-4), "weight_decay": np.float32(0.1)}
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab, (batch_size, length + 1), dtype=np.int32)
+    shape = (batch_size, length)
+    rows = local_rows(mesh, batch_size, 1)
+    batch = place_batch(
+        {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
+            "loss_mask": np.ones(shape, np.float32),
+        },
+        rows,
+        mesh,
+        batch_size,
+        1,
+    )
+    cpu_seconds, wall_seconds = [], []
+    for i in range(6):
+        cpu, wall = time.process_time(), time.time()
+        state, metrics = train_step(state, batch, rates)
+        loss = float(jax.block_until_ready(metrics["loss"]))
+        if i == 0:
+            first = time.time() - STARTED
+        else:
+            cpu_seconds.append(time.process_time() - cpu)
+            wall_seconds.append(time.time() - wall)
+    return {
+        "first_step_after_s": round(first, 2),
+        "cpu_seconds_a_step": round(statistics.median(cpu_seconds), 2),
+        "wall_seconds_a_step": round(statistics.median(wall_seconds), 2),
+        "compiles": train_step._cache_size(),
+        "loss": round(loss, 4),
+    }
+
+
+if __name__ == "__main__":
+    commands = {"step": step}
+    if len(sys.argv) != 2 or sys.argv[1] not in commands:
+        sys.exit(f"usage: python benchmarks/cpu.py {'|'.join(commands)}")
+    print(json.dumps(commands[sys.argv[1]]()))
