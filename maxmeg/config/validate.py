@@ -1,8 +1,11 @@
-"""One pure check of a whole Config, run by every command after overrides. No JAX."""
+"""One pure check of a whole Config, run by every command after overrides. No JAX.
+
+Lengths and batch sizes over time are checked where they are computed: `optim/schedules.py`.
+"""
 
 import math
 
-from maxmeg.config.schema import Config, LrDecay, ModelConfig, ParallelConfig, Position
+from maxmeg.config.schema import Config, ModelConfig, ParallelConfig, Position
 
 UNSUPPORTED_AXES = ("pipe", "expert", "context")
 
@@ -30,8 +33,10 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     return sizes
 
 
-def divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
+def divisors(number: int, at_most: int = 0) -> str:
+    """"1, 2, 3, 6" for 6, up to `at_most` if it is given."""
+    highest = min(number, at_most or number)
+    return ", ".join(str(d) for d in range(1, highest + 1) if number % d == 0)
 
 
 def validate(config: Config, num_devices: int) -> None:
@@ -86,16 +91,10 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
     )
     for name, value, axis, size in cut:
         if value % size:
-            choices = ", ".join(d for d in divisors(value).split(", ") if int(d) <= num_most(size))
             yield (
                 f"{name}={value} is not divisible by parallel.{axis}={size}: choose {axis} in "
-                f"{choices}, or change {name}"
+                f"{divisors(value, at_most=2 * size)}, or change {name}"
             )
-
-
-def num_most(size: int) -> int:
-    """Largest mesh size worth suggesting beside `size`."""
-    return 2 * size
 
 
 def data_problems(config: Config):
@@ -109,18 +108,9 @@ def data_problems(config: Config):
 
 def optim_problems(config: Config):
     optim = config.optim
-    for one, other in (("warmup_steps", "warmup_samples"), ("decay_steps", "decay_samples")):
-        if getattr(optim, one) and getattr(optim, other):
-            yield f"optim.{one} and optim.{other} are both set: give one of the two"
     for name in ("min_lr", "warmup_init_lr"):
         if not 0 <= getattr(optim, name) <= optim.lr:
             yield f"optim.{name}={getattr(optim, name)} must lie in [0, optim.lr={optim.lr}]"
-    decay = optim.decay_steps or config.train.num_steps
-    if optim.decay is LrDecay.wsd and not 0 < optim.wsd_decay_steps <= decay:
-        yield (
-            f"optim.decay=wsd needs 0 < optim.wsd_decay_steps <= {decay} (the decay's length): "
-            f"it is {optim.wsd_decay_steps}"
-        )
 
 
 def train_problems(config: Config, sizes: dict[str, int]):
@@ -134,12 +124,6 @@ def train_problems(config: Config, sizes: dict[str, int]):
             f"train.micro_batch_size {max(train.micro_batch_size, 1)}: the nearest choices are "
             f"{max(train.global_batch_size // unit, 1) * unit} and "
             f"{(train.global_batch_size // unit + 1) * unit}"
-        )
-    if train.batch_rampup and train.batch_schedule:
-        yield "train.batch_rampup and train.batch_schedule are both set: give one of the two"
-    if len(train.batch_rampup) not in (0, 3):
-        yield (
-            f"train.batch_rampup={train.batch_rampup} must be (start, increment, samples) or empty"
         )
 
 

@@ -1,6 +1,7 @@
 """Self-attention: multi-head, grouped-query or multi-query, with a key/value cache for decoding."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -48,12 +49,11 @@ class AttentionSpec:
     out_std: float = 0.02
 
 
-class Cache(nnx.Pytree):
-    """Keys and values of the tokens so far, [B, M, G, K] each."""
+class Cache(typing.NamedTuple):
+    """Keys and values of the tokens so far."""
 
-    def __init__(self, k_BMGK: jax.Array, v_BMGK: jax.Array):
-        self.k_BMGK = k_BMGK
-        self.v_BMGK = v_BMGK
+    k_BMGK: jax.Array
+    v_BMGK: jax.Array
 
 
 class Attention(nnx.Module):
