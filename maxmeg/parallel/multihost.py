@@ -103,11 +103,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
     if "SLURM_STEP_NODELIST" not in environ:  # a login or batch shell: not started by srun
         return None
     layout = "SLURM_STEP_TASKS_PER_NODE"
-    _require(
-        environ,
-        ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-        + ("SLURM_NODEID", layout),
-    )
+    numbers = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "LOCALID", "NODEID")
+    _require(environ, (*(f"SLURM_{name}" for name in numbers), layout))
     tasks = _slurm_tasks_per_node(environ[layout])
     node = _integer(environ, "SLURM_NODEID")
     if node >= len(tasks):

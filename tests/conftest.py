@@ -1,0 +1,57 @@
+"""Eight CPU devices, run-time checked annotations and a compilation cache, set before jax loads."""
+
+import hashlib
+import importlib.util
+import os
+import platform
+from pathlib import Path
+
+import jaxtyping
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": "8",
+    # Virtual devices share the cores: a busy machine must not count as a dead peer.
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
+    "--xla_cpu_collective_timeout_seconds": "600",
+}
+CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
+# Without torch these cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
+collect_ignore = [] if importlib.util.find_spec("torch") else ["oracle"]
+
+
+def cache_folder() -> Path:
+    """One folder per kind of processor: compiled code is not portable between them."""
+    processor = platform.processor() or platform.machine()
+    if (cpuinfo := Path("/proc/cpuinfo")).exists():
+        flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")]
+        processor += flags[0] if flags else ""
+    digest = hashlib.sha256(processor.encode()).hexdigest()[:12]
+    return REPOSITORY / ".pytest_cache" / "jax" / digest
+
+
+def set_environment() -> None:
+    """What is already set wins; subprocesses of tests inherit it all."""
+    given = os.environ.get("XLA_FLAGS", "").split()
+    names = {flag.split("=")[0] for flag in given}
+    added = [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in names]
+    os.environ["XLA_FLAGS"] = " ".join(given + added)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+
+set_environment()
+# An int may stand for a float, as PEP 484 says; everything else must be what it is declared.
+jaxtyping.install_import_hook(
+    CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: over about 5 s cold; left out on the newest jax")
+    # A killed run can leave half an entry: jax then compiles anew, which is no error.
+    config.addinivalue_line(
+        "filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning"
+    )
