@@ -1,0 +1,264 @@
+"""Learning rate, weight decay and batch size of every step, as Megatron-LM computes them.
+
+Schedules run over consumed samples, so that they mean the same at every batch size. Pure Python on
+the host: the step receives the numbers. A length in steps is the samples those steps consume.
+"""
+
+import bisect
+import fractions
+import math
+import re
+
+from maxmeg.config.schema import Config, LrDecay, OptimConfig, WeightDecayRamp, WsdDecay
+
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
+
+
+class Schedules:
+    """Values of step n (from 0) of a run, each a function of the samples before that step."""
+
+    def __init__(self, config: Config, batch_multiple: int = 1):
+        """Every batch size must be a multiple of `batch_multiple`, the samples of one microbatch
+        over all replicas. Raises ValueError for settings that contradict each other."""
+        self._optim = config.optim
+        self.num_steps = config.train.num_steps
+        self._segments = _segments(config)
+        self._starts = [segment[0] for segment in self._segments]
+        for size in self.batch_sizes:
+            _check_divisible(size, batch_multiple)
+        _check_optim(self._optim)
+        optim = self._optim
+        self.total_samples = self.consumed_samples(self.num_steps)
+        self.warmup_samples = optim.warmup_samples or self.consumed_samples(optim.warmup_steps)
+        decay_steps = optim.decay_steps or self.num_steps
+        self.decay_samples = optim.decay_samples or self.consumed_samples(decay_steps)
+        end = self.step_at(self.decay_samples)
+        start = max(end - optim.wsd_decay_steps, 0)
+        self.wsd_samples = self.consumed_samples(end) - self.consumed_samples(start)
+        self._check_lengths()
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """Batch sizes in the order in which the run may reach them, each once."""
+        return tuple(dict.fromkeys(size for _, _, size in self._segments))
+
+    def batch_size(self, step: int) -> int:
+        """Samples of step `step`."""
+        return self._segment(step)[2]
+
+    def consumed_samples(self, step: int) -> int:
+        """Samples of all steps before `step`."""
+        first, consumed, size = self._segment(step)
+        return consumed + (step - first) * size
+
+    def step_at(self, samples: int) -> int:
+        """First step before which at least `samples` samples were consumed."""
+        last = bisect.bisect_left([consumed for _, consumed, _ in self._segments], samples) - 1
+        first, consumed, size = self._segments[max(last, 0)]
+        return first + max(0, -(-(samples - consumed) // size))
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of the update made by step `step`."""
+        return learning_rate_at(
+            self.consumed_samples(step),
+            self._optim,
+            warmup=self.warmup_samples,
+            decay=self.decay_samples,
+            wsd=self.wsd_samples,
+        )
+
+    def weight_decay(self, step: int) -> float:
+        """Weight decay of the update made by step `step`."""
+        return weight_decay_at(self.consumed_samples(step), self._optim, self.total_samples)
+
+    def _segment(self, step):
+        if step < 0:
+            raise ValueError(f"step={step} is negative: steps count from 0")
+        return self._segments[bisect.bisect_right(self._starts, step) - 1]
+
+    def _check_lengths(self):
+        warmup, decay = self.warmup_samples, self.decay_samples
+        if self._optim.decay is LrDecay.constant:
+            return
+        if warmup >= decay > 0:
+            raise ValueError(
+                f"warm-up of {warmup} samples does not end before the decay at {decay} samples:"
+                " shorten optim.warmup_steps or lengthen optim.decay_steps"
+            )
+        if self._optim.decay is LrDecay.wsd and self.wsd_samples > decay - warmup:
+            raise ValueError(
+                f"optim.wsd_decay_steps={self._optim.wsd_decay_steps} takes {self.wsd_samples}"
+                f" samples but only {decay - warmup} lie between warm-up and the end of the decay:"
+                " lower it"
+            )
+
+
+def learning_rate_at(
+    samples: int, optim: OptimConfig, *, warmup: int, decay: int, wsd: int = 0
+) -> float:
+    """Learning rate after `samples` samples; warm-up, decay and wsd lengths are in samples too."""
+    if warmup > 0 and samples <= warmup:
+        return optim.warmup_init_lr + (optim.lr - optim.warmup_init_lr) * samples / warmup
+    if optim.decay is LrDecay.constant:
+        return optim.lr
+    if samples > decay:
+        return optim.min_lr
+    if optim.decay is LrDecay.inverse_square_root:
+        return max(optim.min_lr, optim.lr * math.sqrt(max(warmup, 1)) / math.sqrt(max(samples, 1)))
+    if optim.decay is LrDecay.wsd:
+        done = (samples - (decay - wsd)) / wsd if wsd else 0.0
+        fraction = 1.0 if done <= 0 else _wsd_fraction(optim.wsd_decay, done)
+    else:
+        done = (samples - warmup) / max(decay - warmup, 1)
+        fraction = 1 - done if optim.decay is LrDecay.linear else _cosine(done)
+    return optim.min_lr + fraction * (optim.lr - optim.min_lr)
+
+
+def weight_decay_at(samples: int, optim: OptimConfig, total: int) -> float:
+    """Weight decay after `samples` of `total` samples."""
+    if optim.weight_decay_ramp is WeightDecayRamp.constant:
+        return optim.weight_decay
+    if samples > total:
+        return optim.weight_decay_end
+    done = samples / max(total, 1)
+    if optim.weight_decay_ramp is WeightDecayRamp.cosine:
+        done = _cosine(1 - done)
+    return optim.weight_decay + done * (optim.weight_decay_end - optim.weight_decay)
+
+
+def _cosine(done):
+    return 0.5 * (math.cos(math.pi * done) + 1)
+
+
+def _wsd_fraction(shape, done):
+    return {
+        WsdDecay.linear: 1 - done,
+        WsdDecay.cosine: _cosine(done),
+        WsdDecay.exponential: 2 * 0.5**done - 1,
+        WsdDecay.minus_sqrt: 1 - math.sqrt(done),
+    }[shape]
+
+
+def _segments(config):
+    """(first step, samples before it, batch size) of each stretch of equal batches."""
+    train = config.train
+    if train.global_batch_size < 1:
+        raise ValueError(f"train.global_batch_size={train.global_batch_size}: must be at least 1")
+    if train.batch_rampup and train.batch_schedule:
+        raise ValueError(
+            f"train.batch_rampup={train.batch_rampup} and train.batch_schedule="
+            f"{train.batch_schedule!r} both set the batch size: give one of the two"
+        )
+    if train.batch_rampup:
+        return _rampup_segments(train.batch_rampup, train.global_batch_size)
+    if train.batch_schedule:
+        return _schedule_segments(
+            train.batch_schedule, config.data.sequence_length, train.global_batch_size
+        )
+    return [(0, 0, train.global_batch_size)]
+
+
+def _rampup_segments(rampup, final):
+    if len(rampup) != 3:
+        raise ValueError(
+            f"train.batch_rampup={rampup}: give three numbers, start,increment,samples"
+        )
+    start, increment, samples = rampup
+    if min(start, increment, samples) < 1 or start > final:
+        raise ValueError(
+            f"train.batch_rampup={rampup}: all three must be positive and start at most"
+            f" train.global_batch_size={final}"
+        )
+    if (final - start) % increment:
+        raise ValueError(
+            f"train.batch_rampup={rampup} does not reach train.global_batch_size={final} in whole"
+            f" increments: {final} - {start} is not divisible by {increment}"
+        )
+    if start == final:
+        return [(0, 0, final)]
+    each = samples / ((final - start) // increment)
+
+    def size_at(consumed):
+        return final if consumed > samples else start + int(consumed / each) * increment
+
+    segments, step, consumed = [], 0, 0
+    while True:
+        size = size_at(consumed)
+        segments.append((step, consumed, size))
+        if consumed > samples:
+            return segments
+        # Steps until the size changes: estimate, then correct for the division's rounding.
+        boundary = each * (1 + (size - start) // increment)
+        count = max(1, math.ceil((min(boundary, samples + 1) - consumed) / size))
+        while count > 1 and size_at(consumed + (count - 1) * size) != size:
+            count -= 1
+        while size_at(consumed + count * size) == size and consumed + count * size <= samples:
+            count += 1
+        step, consumed = step + count, consumed + count * size
+
+
+def _schedule_segments(schedule, sequence_length, final):
+    entries = []
+    for entry in schedule.split():
+        match = _ENTRY.fullmatch(entry)
+        if match is None or int(match[3]) < 1:
+            raise ValueError(
+                f"train.batch_schedule={schedule!r}: {entry!r} is not TOKENS:BATCH_SIZE,"
+                " as in '0:768 250B:1536' (suffixes K, M, B, T)"
+            )
+        tokens = fractions.Fraction(match[1]) * _SUFFIXES[match[2].upper()]
+        entries.append((int(tokens), int(match[3])))
+    thresholds = [tokens // sequence_length for tokens, _ in entries]
+    if not entries or entries[0][0] != 0 or thresholds != sorted(set(thresholds)):
+        raise ValueError(
+            f"train.batch_schedule={schedule!r}: must begin at 0 tokens and grow by at least one"
+            f" sample ({sequence_length} tokens) from entry to entry"
+        )
+    if entries[-1][1] != final:
+        raise ValueError(
+            f"train.batch_schedule={schedule!r} ends with batches of {entries[-1][1]} but"
+            f" train.global_batch_size={final}: set it to {entries[-1][1]}"
+        )
+    segments, step, consumed = [], 0, 0
+    for (_, size), following in zip(entries, [*thresholds[1:], None], strict=True):
+        if following is not None and consumed >= following:
+            continue  # the step before already passed this entry
+        segments.append((step, consumed, size))
+        count = 0 if following is None else -(-(following - consumed) // size)
+        step, consumed = step + count, consumed + count * size
+    return segments
+
+
+def _check_divisible(size, multiple):
+    if size % multiple:
+        lower = size // multiple * multiple
+        near = [str(value) for value in (lower, lower + multiple) if value > 0]
+        raise ValueError(
+            f"batch size {size} is not divisible by {multiple} (micro-batch times replicas):"
+            f" choose {' or '.join(near)}, or change train.micro_batch_size"
+        )
+
+
+def _check_optim(optim):
+    for name in ("warmup", "decay"):
+        steps, samples = getattr(optim, f"{name}_steps"), getattr(optim, f"{name}_samples")
+        if steps and samples:
+            raise ValueError(
+                f"optim.{name}_steps={steps} and optim.{name}_samples={samples} say the same:"
+                " give one of the two"
+            )
+        if steps < 0 or samples < 0:
+            raise ValueError(f"optim.{name}_steps={steps}, optim.{name}_samples={samples}: >= 0")
+    end = optim.weight_decay_end
+    ramp = optim.weight_decay_ramp
+    if (ramp is WeightDecayRamp.constant) != (end < 0 or end == optim.weight_decay):
+        raise ValueError(
+            f"optim.weight_decay_ramp={ramp.name} with optim.weight_decay={optim.weight_decay} and"
+            f" optim.weight_decay_end={end}: choose a ramp (linear, cosine) together with an end"
+        )
+    if optim.wsd_decay_steps < 0 or (optim.decay is LrDecay.wsd) != (optim.wsd_decay_steps > 0):
+        raise ValueError(
+            f"optim.decay={optim.decay.name} with optim.wsd_decay_steps={optim.wsd_decay_steps}:"
+            " wsd needs a length above 0, no other shape has one"
+        )

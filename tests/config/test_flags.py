@@ -1,0 +1,212 @@
+"""Config dicts, YAML files and the command line, right and wrong."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from maxmeg.config import docs, files, flags
+from maxmeg.config.schema import Config, LrDecay, Norm, setting
+
+ROOT = pathlib.Path(__file__).parents[2]
+CONFIG_FILE = """
+from maxmeg.config.schema import Config
+def get_config(size="tiny"):
+    config = Config()
+    if size == "typo":
+        config.model.num_layer = 3
+    elif size == "bug":
+        int("x")
+    elif size != "tiny":
+        raise ValueError(f"unknown size {size!r}: choose tiny")
+    return config
+"""
+
+
+@dataclasses.dataclass
+class Options:
+    """A command's own settings."""
+
+    output: str = dataclasses.field(metadata={"doc": "file to write"})
+    prompt: str = setting("", "text to continue")
+    top_k: int = setting(0, "candidates")
+    greedy: bool = setting(False, "take the most likely")
+    norm: Norm = setting(Norm.rmsnorm, "an enum")  # noqa: RUF009
+    keys: tuple[str, ...] = setting(("text",), "a list")
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    path = tmp_path / "small.py"
+    path.write_text(CONFIG_FILE)
+    return str(path)
+
+
+def changed():
+    config = Config()
+    config.optim.lr, config.optim.eps = 1.2345678901234567e-4, 1e-300
+    config.data.paths = ("a: b", "null", "1")
+    config.train.batch_rampup = (16, 8, 300000)
+    config.train.batch_schedule = "0:768 250B:1536"
+    config.model.norm, config.optim.decay = Norm.layernorm, LrDecay.inverse_square_root
+    config.model.qk_norm, config.run_dir = True, "läuft/π"
+    return config
+
+
+def test_dict_and_file_round_trip(tmp_path):
+    path = tmp_path / "config.yaml"
+    for config in (Config(), changed()):
+        assert files.from_dict(files.to_dict(config)) == config
+        files.save(config, path)
+        assert files.load(path) == config
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("optim: {lr: 3e-4, eps: 1.0e-8}\ntrain: {num_steps: 1e3}\nmodel:\n")
+    config = files.load(path)
+    assert config.optim.lr == 3e-4 and config.train.num_steps == 1000
+    assert config.model == Config().model
+    path.write_text("")
+    assert files.load(path) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {num_layer: 3}", "unknown field model.num_layer: did you mean model.num_layers"),
+        ("lr: 3", "unknown field lr: did you mean optim.lr"),
+        ("model: {num_layers: 2.5}", "model.num_layers=2.5 .float.: expected a whole number"),
+        ("model: {num_layers: true}", "expected a whole number"),
+        ("model: {qk_norm: 1}", "model.qk_norm=1 .int.: expected true or false"),
+        ("model: {norm: rmsnrm}", "one of rmsnorm, layernorm; did you mean rmsnorm"),
+        ("optim: {lr: .nan}", "expected a finite number"),
+        ("optim: {lr: [1]}", "optim.lr"),
+        ("data: {split: 1}", "expected a string: write it in quotes"),
+        ("data: {paths: [1]}", r"data.paths\[0\]=1"),
+        ("data: {paths: 3}", "expected a list"),
+        ("model: 3", "expected a section"),
+        ("- 1", "expected a section"),
+        ("seed: 1\nseed: 2", "given twice"),
+        ("seed: [", "not valid YAML"),
+        ("run_dir: !!python/object/apply:os.getcwd []", "not valid YAML"),
+    ],
+)
+def test_yaml_mistakes_are_named(tmp_path, text, message):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        files.load(path)
+
+
+def test_overrides_of_every_type(config_file):
+    line = (
+        "prog --config.optim.lr=3e-4 --config.data.paths=a,b --config.data.paths=c"
+        " --config.train.batch_rampup 16,8,300000 --config.model.qk_norm"
+        f" --noconfig.log.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
+        " --config.model.num_layers=1e1 --config.train.batch_schedule=0:8"
+    )
+    config, options = flags.parse(line.split())
+    assert options is None
+    assert config.optim.lr == 3e-4 and config.data.paths == ("a", "b", "c")
+    assert config.train.batch_rampup == (16, 8, 300000) and config.model.qk_norm
+    assert not config.log.tensorboard and config.model.norm is Norm.layernorm
+    assert config.model.num_layers == 10 and config.train.batch_schedule == "0:8"
+    assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()
+
+
+def test_options_of_a_command(config_file):
+    line = ["prog", f"--config={config_file}", "--output=x", "--prompt=a b, =c --d", "--greedy"]
+    line += ["--keys=a,b", "--norm=layernorm", "--top_k", "5"]
+    _, options = flags.parse(line, Options)
+    assert options == Options("x", "a b, =c --d", 5, True, Norm.layernorm, ("a", "b"))
+    config, options = flags.parse(["prog", "--output=x"], Options, needs_config=False)
+    assert config is None and options == Options("x")
+    with pytest.raises(ValueError, match="--output is missing: file to write"):
+        flags.parse(["prog"], Options, needs_config=False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.model.num_layer=3", "did you mean model.num_layers"),
+        ("--config.model=3", "model is a section"),
+        ("--config.optim.lr=abc", "optim.lr='abc'"),
+        ("--config.optim.decay=cosin", "did you mean cosine"),
+        ("--config.seed", "write --config.seed=VALUE"),
+        ("--num-layers", "here it is --config.model.num_layers"),
+        ("--promt=x", "unknown flag --promt: did you mean --prompt"),
+        ("extra", "unexpected argument 'extra'"),
+        ("--top_k=x", "top_k='x'"),
+    ],
+)
+def test_mistakes_on_the_command_line(config_file, argument, message):
+    with pytest.raises(ValueError, match=message):
+        flags.parse(["prog", f"--config={config_file}", "--output=x", argument], Options)
+
+
+def test_mistakes_in_the_config_file(config_file, tmp_path):
+    cases = {
+        config_file + ":huge": "^unknown size 'huge': choose tiny$",
+        config_file + ":typo": "unknown field model.num_layer: did you mean model.num_layers",
+        config_file.replace("small", "smal"): "did you mean .*small.py",
+        str(tmp_path / "run.yaml"): "write --config=configs/yaml.py:",
+    }
+    for value, message in cases.items():
+        with pytest.raises(ValueError, match=message):
+            flags.parse(["prog", f"--config={value}"])
+    with pytest.raises(ValueError, match="no --config: name a run"):
+        flags.parse(["prog"])
+
+
+def fail_for_user(config):
+    raise ValueError("num_heads=30 is not divisible by 4: choose 28 or 32")
+
+
+def fail_inside(config):
+    int("x")
+
+
+def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, capsys):
+    argv = ["prog", f"--config={config_file}"]
+    with pytest.raises(SystemExit) as stop:
+        flags.run_command(fail_for_user, argv=argv)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: num_heads=30 is not divisible by 4: choose 28 or 32\n"
+    )
+    with pytest.raises(ValueError, match="invalid literal"):
+        flags.run_command(fail_inside, argv=argv)
+    with pytest.raises(ValueError, match="invalid literal"):
+        flags.run_command(fail_inside, argv=[argv[0], argv[1] + ":bug"])
+
+
+def test_help_names_every_field_and_option(capsys):
+    flags.run_command(fail_inside, Options, argv=["prog", "--help"])
+    text = capsys.readouterr().out
+    for path in files.leaves(Config):
+        assert f"--config.{path} (" in text
+    assert "--output (required): file to write" in text
+
+
+def test_saved_config_restarts_a_run_in_a_fresh_process(tmp_path):
+    files.save(changed(), tmp_path / "config.yaml")
+    program = (
+        "from maxmeg.config import flags, files\n"
+        "flags.run_command(lambda config: files.save(config, 'again.yaml'))"
+    )
+    argument = f"--config={ROOT}/configs/yaml.py:config.yaml"
+    command = [sys.executable, "-c", program, argument, "--config.seed=7"]
+    environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True)
+    expected = changed()
+    expected.seed = 7
+    assert files.load(tmp_path / "again.yaml") == expected
+
+
+def test_reference_is_current():
+    text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert text == docs.markdown(), "run python -m maxmeg.config.docs > docs/config.md"

@@ -1,0 +1,184 @@
+"""Schedules against Megatron-LM's numbers and against a step-by-step walk."""
+
+import pytest
+
+from maxmeg.config.schema import Config, LrDecay, OptimConfig, WeightDecayRamp, WsdDecay
+from maxmeg.optim.schedules import Schedules, learning_rate_at, weight_decay_at
+
+REL = 1e-9
+RAMPUPS = [
+    ((16, 8, 300000), 1024),
+    ((1, 1, 10), 7),
+    ((3, 2, 1), 9),
+    ((4, 4, 1000), 4),
+    ((2, 7, 333), 163),
+    ((5, 5, 9999), 500),
+]
+
+
+def optim(**settings):
+    return OptimConfig(**({"lr": 6e-4, "min_lr": 6e-5} | settings))
+
+
+def run(**settings):
+    config = Config()
+    for path, value in settings.items():
+        section, name = path.split("__")
+        setattr(getattr(config, section), name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples", "wsd", "expected"),
+    [
+        ({"decay": LrDecay.linear}, 300, 0, 4.8e-4),
+        ({"decay": LrDecay.cosine}, 300, 0, 5.368319996e-4),
+        ({"decay": LrDecay.inverse_square_root}, 300, 0, 3.464101615e-4),
+        ({"decay": LrDecay.wsd}, 900, 200, 2.836753237e-4),
+        ({"decay": LrDecay.wsd, "wsd_decay": WsdDecay.minus_sqrt}, 900, 200, 2.181623382e-4),
+        ({"decay": LrDecay.wsd, "wsd_decay": WsdDecay.linear}, 900, 200, 3.3e-4),
+        ({"decay": LrDecay.wsd, "wsd_decay": WsdDecay.cosine}, 900, 200, 3.3e-4),
+        ({"decay": LrDecay.wsd}, 800, 200, 6e-4),
+        ({"decay": LrDecay.constant}, 5000, 0, 6e-4),
+        ({"decay": LrDecay.linear}, 1001, 0, 6e-5),
+        ({"decay": LrDecay.inverse_square_root}, 1001, 0, 6e-5),
+        ({"decay": LrDecay.cosine}, 50, 0, 3e-4),
+        ({"decay": LrDecay.cosine, "warmup_init_lr": 2e-4}, 50, 0, 4e-4),
+        ({"decay": LrDecay.cosine, "warmup_init_lr": 2e-4}, 0, 0, 2e-4),
+    ],
+)
+def test_learning_rate_equals_megatron(settings, samples, wsd, expected):
+    rate = learning_rate_at(samples, optim(**settings), warmup=100, decay=1000, wsd=wsd)
+    assert rate == pytest.approx(expected, rel=REL)
+
+
+@pytest.mark.parametrize("decay", LrDecay)
+@pytest.mark.parametrize("shape", WsdDecay)
+def test_every_shape_rises_falls_and_stays_between_floor_and_peak(decay, shape):
+    settings = optim(decay=decay, wsd_decay=shape)
+    rates = [
+        learning_rate_at(s, settings, warmup=100, decay=1000, wsd=200) for s in range(0, 1200, 7)
+    ]
+    warm, rest = rates[:15], rates[15:]
+    assert warm == sorted(warm) and rest == sorted(rest, reverse=True)
+    assert rates[0] == 0 and all(6e-5 <= rate <= 6e-4 for rate in rest)
+    assert rest[-1] == (6e-4 if decay is LrDecay.constant else 6e-5)
+
+
+def test_weight_decay_ramps():
+    def at(samples, ramp):
+        settings = optim(weight_decay=0.1, weight_decay_end=0.3, weight_decay_ramp=ramp)
+        return weight_decay_at(samples, settings, 1000)
+
+    assert at(250, WeightDecayRamp.constant) == 0.1
+    assert at(250, WeightDecayRamp.linear) == pytest.approx(0.15, rel=REL)
+    assert at(250, WeightDecayRamp.cosine) == pytest.approx(0.1292893219, rel=REL)
+    assert at(1000, WeightDecayRamp.cosine) == pytest.approx(0.3, rel=REL)
+    assert at(1001, WeightDecayRamp.linear) == 0.3
+
+
+def test_steps_are_their_samples():
+    schedules = Schedules(
+        run(train__num_steps=100, train__global_batch_size=8, optim__warmup_steps=10)
+    )
+    assert (schedules.warmup_samples, schedules.decay_samples) == (80, 800)
+    assert schedules.learning_rate(0) == 0
+    assert schedules.learning_rate(5) == pytest.approx(1.5e-4, rel=REL)
+    assert schedules.learning_rate(10) == pytest.approx(3e-4, rel=REL)
+    assert schedules.learning_rate(100) == 0
+
+
+def test_wsd_falls_over_its_last_steps():
+    schedules = Schedules(
+        run(optim__decay=LrDecay.wsd, optim__wsd_decay_steps=20, optim__wsd_decay=WsdDecay.linear)
+    )
+    assert schedules.learning_rate(80) == 3e-4
+    assert schedules.learning_rate(90) == pytest.approx(1.5e-4, rel=REL)
+
+
+def rampup_size(consumed, rampup, final):
+    """Megatron-LM's rule, evaluated sample by sample."""
+    start, increment, samples = rampup
+    if start == final or consumed > samples:
+        return final
+    each = samples / ((final - start) // increment)
+    return start + int(consumed / each) * increment
+
+
+def test_rampup_values():
+    rampup = ((16, 8, 300000), 1024)
+    sizes = [rampup_size(consumed, *rampup) for consumed in (2380, 2381, 100000, 300000)]
+    assert sizes == [16, 24, 352, 1024]
+
+
+@pytest.mark.parametrize(("rampup", "final"), RAMPUPS)
+def test_rampup_equals_a_walk(rampup, final):
+    schedules = Schedules(run(train__batch_rampup=rampup, train__global_batch_size=final))
+    consumed, step = 0, 0
+    while consumed <= rampup[2] + 3 * final:
+        assert schedules.consumed_samples(step) == consumed
+        assert schedules.batch_size(step) == rampup_size(consumed, rampup, final)
+        assert schedules.step_at(consumed) == step
+        consumed, step = consumed + schedules.batch_size(step), step + 1
+    assert schedules.batch_sizes[-1] == final
+    assert schedules.consumed_samples(step + 10**9) == consumed + final * 10**9
+
+
+def test_schedule_by_tokens():
+    text = "0:768 250B:1536 500B:3072 750B:6144"
+    config = run(
+        train__batch_schedule=text, train__global_batch_size=6144, data__sequence_length=4096
+    )
+    schedules = Schedules(config)
+    switches = [61_035_156, 122_070_312, 183_105_468]
+    for size, following, samples in zip(
+        (768, 1536, 3072), (1536, 3072, 6144), switches, strict=True
+    ):
+        step = schedules.step_at(samples)
+        assert schedules.batch_size(step - 1) == size
+        assert schedules.batch_size(step) == following
+        assert schedules.consumed_samples(step - 1) < samples <= schedules.consumed_samples(step)
+
+
+def test_schedule_may_skip_an_entry_that_one_batch_passes():
+    config = run(
+        train__batch_schedule="0:10 1K:20 1.1K:5", train__global_batch_size=5,
+        data__sequence_length=100,
+    )  # fmt: skip
+    assert Schedules(config).batch_sizes == (10, 20, 5)
+    config.train.batch_schedule = "0:12 1K:20 1.1K:5"  # thresholds 10 and 11 samples
+    assert Schedules(config).batch_sizes == (12, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"train__batch_rampup": (1, 2)}, "three numbers"),
+        ({"train__batch_rampup": (1, 2, 100)}, "32 - 1 is not divisible by 2"),
+        ({"train__batch_rampup": (64, 2, 100)}, "start at most train.global_batch_size=32"),
+        ({"train__batch_schedule": "0:x"}, "'0:x' is not TOKENS:BATCH_SIZE"),
+        ({"train__batch_schedule": "5:32"}, "begin at 0"),
+        ({"train__batch_schedule": "0:8 1M:16 1M:32"}, "grow"),
+        ({"train__batch_schedule": "0:16"}, "set it to 16"),
+        ({"train__batch_schedule": "0:32", "train__batch_rampup": (8, 8, 9)}, "one of the two"),
+        ({"train__global_batch_size": 0}, "at least 1"),
+        ({"train__global_batch_size": 30}, "choose 28 or 32"),
+        ({"optim__warmup_steps": 5, "optim__warmup_samples": 5}, "one of the two"),
+        ({"optim__warmup_steps": 100}, "shorten optim.warmup_steps"),
+        ({"optim__decay": LrDecay.wsd}, "wsd needs a length"),
+        ({"optim__wsd_decay_steps": 3}, "no other shape"),
+        ({"optim__weight_decay_end": 0.5}, "choose a ramp"),
+        ({"optim__weight_decay_ramp": WeightDecayRamp.linear}, "together with an end"),
+        (
+            {
+                "optim__decay": LrDecay.wsd,
+                "optim__wsd_decay_steps": 60,
+                "optim__warmup_steps": 50,
+            },
+            "only 1600 lie between",
+        ),
+    ],
+)
+def test_contradictions_are_named(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Schedules(run(**settings), batch_multiple=4)

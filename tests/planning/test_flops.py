@@ -1,0 +1,70 @@
+"""FLOPs against Megatron-LM's numbers; names of GPUs."""
+
+import pytest
+
+from maxmeg.config.schema import Activation, ModelConfig
+from maxmeg.planning.flops import training_flops
+from maxmeg.planning.hardware import gpu, peak_tflops
+
+REL = 5e-7  # the known values have seven digits
+
+GPT = {"vocab_size": 50257, "activation": Activation.gelu}
+GPT_345M = GPT | {"num_layers": 24, "hidden_size": 1024, "num_heads": 16}
+GPT_175B = GPT | {"num_layers": 96, "hidden_size": 12288, "num_heads": 96}
+LLAMA3_8B = {
+    "vocab_size": 128256,
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "ffn_size": 14336,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "sequence_length", "tensor", "expected"),
+    [
+        (GPT_345M, 1024, 1, 2.326530e12),
+        (GPT_175B, 2048, 8, 2.174868e15),
+        (LLAMA3_8B, 8192, 1, 4.216455e14),
+    ],
+)
+def test_flops_of_a_sample_equal_megatron(model, sequence_length, tensor, expected):
+    flops = training_flops(ModelConfig(**model), sequence_length, tensor=tensor)
+    assert flops == pytest.approx(expected, rel=REL)
+
+
+def test_flops_grow_with_the_batch_and_with_full_attention():
+    model = ModelConfig(**GPT_345M)
+    assert training_flops(model, 1024, 12) == 12 * training_flops(model, 1024)
+    scores = 6 * 24 * 1024 * 1024**2
+    full = training_flops(model, 1024, causal=False)
+    assert full - training_flops(model, 1024) == scores
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops", "memory"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312.0, 40),
+        ("NVIDIA A100-SXM4-80GB", 312.0, 80),
+        ("NVIDIA A100 80GB PCIe", 312.0, 80),
+        ("NVIDIA H100 80GB HBM3", 989.4, 80),
+        ("NVIDIA H100 PCIe", 756.0, 80),
+        ("NVIDIA H200", 989.4, 141),
+        ("NVIDIA B200", 2250.0, 192),
+        ("NVIDIA GB200", 2500.0, 192),
+        ("NVIDIA GH200 480GB", 989.4, 96),
+        ("NVIDIA A10", 125.0, 24),
+        ("NVIDIA A10G", 70.0, 24),
+        ("NVIDIA L40S", 362.0, 48),
+        ("NVIDIA GeForce RTX 4090", 165.2, 24),
+    ],
+)
+def test_gpu_by_name(name, tflops, memory):
+    assert peak_tflops(name) == tflops
+    assert gpu(name).memory_gb == memory
+
+
+@pytest.mark.parametrize("name", ["cpu", "Tesla V100-SXM2-16GB", "TPU v5 lite", ""])
+def test_unlisted_devices_have_no_peak(name):
+    assert gpu(name) is None and peak_tflops(name) is None
