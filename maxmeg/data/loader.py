@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxmeg.data.gpt import GptDataset
+from maxmeg.data.workers import follow_parent
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config
@@ -72,7 +73,7 @@ class Loader:
             piped = grain.experimental.DatasetOptions(min_shm_size=1 << 62)
             batches = grain.experimental.WithOptionsIterDataset(batches, piped)
             options = grain.MultiprocessingOptions(min(num_workers, len(span)), prefetch)
-            batches = batches.mp_prefetch(options)
+            batches = batches.mp_prefetch(options, _start_worker)
         self._batches = iter(batches)
 
     def __iter__(self) -> "Loader":
@@ -95,6 +96,11 @@ class Loader:
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+
+
+def _start_worker(index: int, count: int) -> None:
+    """Called by Grain in worker `index` of `count`."""
+    follow_parent()
 
 
 def _settle_flags() -> None:

@@ -7,11 +7,8 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -21,6 +18,7 @@ from maxmeg.data import documents
 from maxmeg.data.documents import Record
 from maxmeg.data.indexed import IndexedWriter
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
+from maxmeg.data.workers import follow_parent
 
 CHUNK_DOCUMENTS = 32
 CHUNK_BYTES = 1 << 20
@@ -133,17 +131,8 @@ _worker: tuple[Options, Tokenizer] | None = None  # of a pool's process, set whe
 
 def _start_worker(options: Options) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process ends the pool
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    follow_parent()
     _worker = (options, load_tokenizer(options.tokenizer))
-
-
-def _end_with_parent() -> None:
-    """A killed main process would leave its pool waiting for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _encode_chunk(records: list[Record]) -> list[_Encoded]:

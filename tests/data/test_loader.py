@@ -1,17 +1,25 @@
 """The same batches however they are read: any hosts, any workers, from any step."""
 
 import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import maxmeg
 from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.corpus import source_files
 from maxmeg.data.gpt import DocumentRules, GptDataset
-from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.loader import Loader, all_rows, eval_batches, train_loader
 
+ROOT = Path(maxmeg.__file__).parents[1]
 STEPS = 9
 
 
@@ -87,6 +95,47 @@ def test_worker_processes_change_nothing_and_end(dataset):
     assert not multiprocessing.active_children()
     with pytest.raises(ValueError, match="closed"):
         next(loader)
+
+
+def test_workers_outlive_signals_to_the_group_but_not_their_parent(tmp_path):
+    prefix = str(tmp_path / "x")
+    with IndexedWriter(prefix, 100) as writer:
+        writer.add_document(np.arange(100))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os, signal, sys\n"
+        "from maxmeg.data.gpt import GptDataset\n"
+        "from maxmeg.data.indexed import IndexedDataset\n"
+        "from maxmeg.data.loader import Loader, all_rows\n"
+        "def steps(n): return n, 1\n"
+        "if __name__ == '__main__':\n"
+        "    data = GptDataset([IndexedDataset(sys.argv[1])], '1', 0, 8, 100, 7)\n"
+        "    loader = Loader(data, steps, all_rows, range(10**6), num_workers=2)\n"
+        "    next(loader)\n"
+        "    workers = [p.pid for p in multiprocessing.active_children()]\n"
+        "    for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "        for pid in workers: os.kill(pid, number)\n"
+        "    for n in range(1, 30): assert next(loader)[0] == n\n"
+        "    print(*workers, flush=True)\n"
+        "    if sys.argv[2] == 'kill': os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    for end, code in (("kill", -signal.SIGKILL), ("return", 0)):
+        command = [sys.executable, str(script), prefix, end]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(command, capture_output=True, timeout=120, env=environment)
+        assert run.returncode == code, run.stderr.decode()
+        pids, deadline = run.stdout.split(), time.monotonic() + 30
+        assert len(pids) == 2
+        while any(is_running(pid.decode()) for pid in pids):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def is_running(process: str) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
