@@ -1,0 +1,434 @@
+"""The budgets of this code base, checked over the syntax trees of its files.
+
+Each rule is a function from sources (path -> text) to violations (`file:line: what, and the
+budget`). All rules run over the repository, and each over planted violations and near misses.
+"""
+
+import ast
+import hashlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+Sources = dict[str, str]
+
+FILE_LINES = {"": 500, "kernels/": 700, "configs/": 40}  # the longest prefix counts
+COMMAND_LINES = 120
+FUNCTION_LINES = 80
+ARGUMENTS = 8
+LINE_WIDTH = 100
+CLOSURE_LINES = 12_000  # of maxmeg.train
+WINDOW, DUPLICATED_PERCENT = 12, 2.0
+
+# Each group may import from the groups before it and from itself, without a cycle.
+DIRECTION = [
+    ["config"],
+    ["parallel"],
+    ["kernels"],
+    ["ops"],
+    ["layers"],
+    ["pipeline"],
+    ["models"],
+    ["optim", "data", "checkpoint", "planning", "runtime"],
+    ["state", "step"],
+    ["hf", "inference"],
+    ["evals", "posttrain"],
+]
+COMMANDS = ["train", "evaluate", "generate", "serve", "preprocess", "convert", "plan", "rl"]
+RANK = {
+    name: rank for rank, group in enumerate([["maxmeg"], *DIRECTION, COMMANDS]) for name in group
+}
+WITHOUT_JAX = r"maxmeg\.(config(\..*)?|data\.(indexed|sampling)|planning\.flops)"
+WITHOUT_JAX += r"|maxmeg\.pipeline\.(schedule|check)"
+
+PACKAGE = ("maxmeg/", "kernels/", "configs/", "launch/")
+PROGRAMS = (*PACKAGE, "benchmarks/")
+READS_ENVIRONMENT = ("launch/", "benchmarks/", "maxmeg/runtime/", "maxmeg/parallel/multihost.py")
+LEFTOVERS = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "X" * 3]) + r")\b")
+FORBIDDEN_NAMES = re.compile(r"^(utils?|common|helpers?|misc)$|_v\d+$")
+FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load"}
+FORBIDDEN_CALLS |= {f"builtins.{name}" for name in ("eval", "exec")}
+FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
+FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
+
+
+def read_sources() -> Sources:
+    folders = [REPOSITORY / name for name in (*PROGRAMS, "tests/")]
+    paths = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    return {str(path.relative_to(REPOSITORY)): path.read_text() for path in paths}
+
+
+def within(sources: Sources, prefixes: tuple[str, ...]) -> Sources:
+    return {path: text for path, text in sources.items() if path.startswith(prefixes)}
+
+
+def walk(sources: Sources, prefixes: tuple[str, ...]) -> Iterator[tuple[str, ast.AST]]:
+    for path, text in within(sources, prefixes).items():
+        for node in ast.walk(ast.parse(text, path)):
+            yield path, node
+
+
+def module_name(path: str) -> str:
+    parts = path.removesuffix(".py").split("/")
+    parts = ["maxmeg", *parts] if parts[0] == "kernels" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(sources: Sources) -> Iterator[tuple[str, int, str]]:
+    """(file, line, imported module of ours), those inside functions included."""
+    sources = within(sources, ("maxmeg/", "kernels/"))
+    modules = {module_name(path) for path in sources}
+    for path, node in walk(sources, ("",)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = module_name(path).split(".")
+            up = node.level - path.endswith("__init__.py")
+            above = ".".join(package[: len(package) - up]) if node.level else ""
+            base = ".".join(filter(None, [above, node.module]))
+            inside = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in modules else base for name in inside]
+        else:
+            continue
+        for name in dict.fromkeys(names):
+            if name.split(".")[0] == "maxmeg":
+                yield path, node.lineno, name
+
+
+def file_length(sources: Sources) -> Iterator[str]:
+    for path, text in sources.items():
+        budget = FILE_LINES[max((p for p in FILE_LINES if path.startswith(p)), key=len)]
+        stem = re.fullmatch(r"maxmeg/(\w+)\.py", path)
+        if stem and stem[1] in COMMANDS and stem[1] != "train":
+            budget = COMMAND_LINES
+        lines = len(text.splitlines())
+        if lines > budget:
+            yield f"{path}:{lines}: {lines} lines, budget {budget}"
+
+
+def line_width(sources: Sources) -> Iterator[str]:
+    for path, text in sources.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if len(line) > LINE_WIDTH:
+                yield f"{path}:{number}: {len(line)} columns, budget {LINE_WIDTH}"
+
+
+def function_size(sources: Sources) -> Iterator[str]:
+    for path, node in walk(sources, PROGRAMS):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        name, arguments = getattr(node, "name", "lambda"), node.args
+        named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        named += [extra for extra in (arguments.vararg, arguments.kwarg) if extra]
+        count = len(named) - (bool(named) and named[0].arg in ("self", "cls"))
+        lines = (node.end_lineno or node.lineno) - node.lineno + 1
+        if lines > FUNCTION_LINES:
+            yield f"{path}:{node.lineno}: {name} has {lines} lines, budget {FUNCTION_LINES}"
+        if count > ARGUMENTS:
+            yield f"{path}:{node.lineno}: {name} has {count} arguments, budget {ARGUMENTS}"
+
+
+def import_direction(sources: Sources) -> Iterator[str]:
+    for path in within(sources, ("maxmeg/", "kernels/")):
+        if place(module_name(path)) not in RANK:
+            yield f"{path}:1: {place(module_name(path))!r} has no place in DIRECTION or COMMANDS"
+    for path, line, target in imports(sources):
+        source, target_place = place(module_name(path)), place(target)
+        if RANK.get(source, 0) < RANK.get(target_place, 0):
+            yield f"{path}:{line}: {source} imports {target}, which stands above it"
+
+
+def place(module: str) -> str:
+    """The first-level name that decides a module's rank."""
+    return module.split(".")[1] if "." in module else module
+
+
+def import_cycles(sources: Sources) -> Iterator[str]:
+    edges: dict[str, dict[str, str]] = {}
+    for path, line, target in imports(sources):
+        edges.setdefault(module_name(path), {}).setdefault(target, f"{path}:{line}")
+    done: set[str] = set()
+
+    def visit(module: str, trail: list[str]) -> Iterator[str]:
+        for target, where in edges.get(module, {}).items():
+            if target in trail:
+                cycle = [*trail[trail.index(target) :], target]
+                yield f"{where}: import cycle {' > '.join(cycle)}, budget 0"
+            elif target not in done:
+                yield from visit(target, [*trail, target])
+        done.add(module)
+
+    for module in list(edges):
+        if module not in done:
+            yield from visit(module, [module])
+
+
+def import_closure(sources: Sources, limit: int = CLOSURE_LINES) -> Iterator[str]:
+    paths = {module_name(path): path for path in within(sources, ("maxmeg/", "kernels/"))}
+    edges: dict[str, set[str]] = {}
+    for path, _, target in imports(sources):
+        edges.setdefault(module_name(path), set()).add(target)
+    closure, waiting = set(), ["maxmeg.train"]
+    while waiting:
+        module = waiting.pop()
+        if module in paths and module not in closure:
+            closure.add(module)
+            waiting += [*edges.get(module, ()), module.rpartition(".")[0]]
+    lines = sum(len(sources[paths[module]].splitlines()) for module in closure)
+    if lines > limit:
+        yield f"maxmeg/train.py:1: its import closure has {lines} lines, budget {limit}"
+
+
+def duplication(sources: Sources) -> Iterator[str]:
+    seen: dict[bytes, str] = {}
+    total, copies = 0, []
+    for path, text in within(sources, PROGRAMS).items():
+        stripped = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+        lines = [(number, line) for number, line in stripped if line]
+        total += len(lines)
+        copied: dict[int, str] = {}
+        for start in range(len(lines) - WINDOW + 1):
+            window = lines[start : start + WINDOW]
+            digest = hashlib.sha256("\n".join(line for _, line in window).encode()).digest()
+            first = seen.setdefault(digest, f"{path}:{window[0][0]}")
+            if first != f"{path}:{window[0][0]}":
+                copied |= {number: f"{path}:{number}: as {first}" for number, _ in window}
+        copies += list(copied.values())
+    percent = 100 * len(copies) / max(total, 1)
+    if percent > DUPLICATED_PERCENT:
+        yield f"{percent:.1f} % of lines are duplicated, budget {DUPLICATED_PERCENT} %"
+        yield from copies[::WINDOW]
+
+
+def forbidden_code(sources: Sources) -> Iterator[str]:
+    for path, node in walk(sources, PROGRAMS):
+        found: list[str] = []
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            found += [called] if called in FORBIDDEN_CALLS else []
+            for keyword in node.keywords:
+                off = isinstance(keyword.value, ast.Constant) and not keyword.value.value
+                if keyword.arg in FORBIDDEN_KEYWORDS and not off:
+                    found.append(f"{keyword.arg}=")
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names]
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
+            found += [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+        for name in found:
+            yield f"{path}:{node.lineno}: {name} is forbidden: it can run what a file holds"
+
+
+def environment(sources: Sources) -> Iterator[str]:
+    for path, node in walk(sources, PACKAGE):
+        variables = ("environ", "environb", "getenv", "putenv")
+        direct = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os"
+        found = direct and node.attr in variables
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            found = any(alias.name in variables for alias in node.names)
+        if found and not path.startswith(READS_ENVIRONMENT):
+            yield f"{path}:{node.lineno}: uses the environment, only {READS_ENVIRONMENT} may"
+
+
+def leftovers(sources: Sources) -> Iterator[str]:
+    for path, text in sources.items():
+        for number, line in enumerate(text.splitlines(), 1):
+            if match := LEFTOVERS.search(line):
+                yield f"{path}:{number}: {match[0]} left behind, budget 0"
+
+
+def file_names(sources: Sources) -> Iterator[str]:
+    for path in sources:
+        for part in path.removesuffix(".py").split("/"):
+            if FORBIDDEN_NAMES.search(part):
+                yield f"{path}:1: {part!r} says nothing of what is inside: name it by its subject"
+
+
+def config_docstrings(sources: Sources) -> Iterator[str]:
+    for path, text in within(sources, ("configs/",)).items():
+        tree = ast.parse(text)
+        if not (ast.get_docstring(tree) or "").strip():
+            yield f"{path}:1: no docstring: give command, expected time and expected result"
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        if "get_config" not in functions and not path.endswith("__init__.py"):
+            yield f"{path}:1: no get_config()"
+
+
+RULES: list[Callable[[Sources], Iterator[str]]] = [
+    file_length,
+    line_width,
+    function_size,
+    import_direction,
+    import_cycles,
+    import_closure,
+    duplication,
+    forbidden_code,
+    environment,
+    leftovers,
+    file_names,
+    config_docstrings,
+]
+
+
+@pytest.fixture(scope="module")
+def repository() -> Sources:
+    return read_sources()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_repository_keeps(rule: Callable[[Sources], Iterator[str]], repository: Sources):
+    assert len(repository) > 10
+    violations = list(rule(repository))
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def lines(count: int) -> str:
+    return "\n".join(f"x{n} = {n}" for n in range(count))
+
+
+def function(arguments: str = "", body: int = 1) -> str:
+    return f"def f({arguments}):\n" + "    pass\n" * body
+
+
+LEFT = "TO" + "DO"
+CONFIG = '"""Doc."""\ndef get_config():\n    pass\n'
+PLANTED = [
+    (file_length, {"maxmeg/ops/a.py": lines(501)}, "a.py:501: 501 lines, budget 500"),
+    (file_length, {"kernels/a.py": lines(701)}, "budget 700"),
+    (file_length, {"maxmeg/plan.py": lines(121)}, "budget 120"),
+    (file_length, {"configs/a.py": lines(41)}, "budget 40"),
+    (file_length, {"tests/a.py": lines(501)}, "budget 500"),
+    (line_width, {"tests/a.py": "\n" + "x" * 101}, "a.py:2: 101 columns, budget 100"),
+    (function_size, {"maxmeg/a.py": function(body=80)}, "a.py:1: f has 81 lines, budget 80"),
+    (function_size, {"maxmeg/a.py": function("a,b,c,d,e,/,f,g,*,h,i")}, "f has 9 arguments"),
+    (function_size, {"maxmeg/a.py": function("a,b,c,d,e,f,g,*h,**i")}, "f has 9 arguments"),
+    (function_size, {"launch/a.py": "g = lambda a,b,c,d,e,f,g,h,i: 0"}, "lambda has 9"),
+    (
+        import_direction,
+        {"maxmeg/ops/a.py": "def f():\n    from maxmeg.layers import b", "maxmeg/layers/b.py": ""},
+        "ops/a.py:2: ops imports maxmeg.layers.b, which stands above it",
+    ),
+    (import_direction, {"maxmeg/config/a.py": "import maxmeg.step"}, "config imports maxmeg.step"),
+    (import_direction, {"maxmeg/config/a.py": "from ..ops import x"}, "imports maxmeg.ops"),
+    (import_direction, {"kernels/a.py": "import maxmeg.ops.b"}, "kernels imports maxmeg.ops.b"),
+    (import_direction, {"maxmeg/__init__.py": "import maxmeg.config"}, "maxmeg imports"),
+    (import_direction, {"maxmeg/hf/a.py": "import maxmeg.train"}, "hf imports maxmeg.train"),
+    (import_direction, {"maxmeg/magic/a.py": ""}, "'magic' has no place"),
+    (
+        import_cycles,
+        {
+            "maxmeg/ops/a.py": "from . import b",
+            "maxmeg/ops/b.py": "def f():\n    import maxmeg.ops.a",
+        },
+        "import cycle maxmeg.ops.a > maxmeg.ops.b > maxmeg.ops.a",
+    ),
+    (import_cycles, {"maxmeg/ops/a.py": "import maxmeg.ops.a"}, "import cycle"),
+    (
+        import_closure,
+        {
+            "maxmeg/train.py": "from maxmeg.ops import a",
+            "maxmeg/ops/__init__.py": lines(6000),
+            "maxmeg/ops/a.py": lines(6000),
+            "maxmeg/ops/b.py": lines(6000),
+        },
+        "closure has 12001 lines, budget 12000",
+    ),
+    (duplication, {"maxmeg/a.py": lines(12), "maxmeg/b.py": lines(12)}, "50.0 % of lines"),
+    (forbidden_code, {"maxmeg/a.py": "x = 1\neval('x')"}, "a.py:2: eval is forbidden"),
+    (forbidden_code, {"launch/a.py": "exec('x')"}, "exec"),
+    (forbidden_code, {"maxmeg/a.py": "import pickle as json"}, "pickle"),
+    (forbidden_code, {"maxmeg/a.py": "from dill import loads"}, "dill"),
+    (forbidden_code, {"maxmeg/a.py": "yaml.load(f, Loader)"}, "yaml.load"),
+    (forbidden_code, {"maxmeg/a.py": "run('ls', shell=True)"}, "shell="),
+    (forbidden_code, {"maxmeg/a.py": "np.load(f, allow_pickle=flag)"}, "allow_pickle="),
+    (environment, {"maxmeg/ops/a.py": "import os\nos.environ['A']"}, "ops/a.py:2: uses the env"),
+    (environment, {"configs/a.py": "os.getenv('A')"}, "uses the environment"),
+    (environment, {"maxmeg/a.py": "from os import environ as e"}, "uses the environment"),
+    (leftovers, {"tests/a.py": f"x = 1  # {LEFT}: more"}, "a.py:1: " + LEFT),
+    (file_names, {"maxmeg/ops/utils.py": ""}, "'utils' says nothing"),
+    (file_names, {"maxmeg/helpers/a.py": ""}, "'helpers'"),
+    (file_names, {"kernels/attention_v2.py": ""}, "'attention_v2'"),
+    (config_docstrings, {"configs/a.py": "def get_config():\n    pass"}, "no docstring"),
+    (config_docstrings, {"configs/a.py": '"""Doc."""'}, "no get_config()"),
+]
+NEAR_MISSES = [
+    (file_length, {"maxmeg/ops/a.py": lines(500), "kernels/a.py": lines(700)}),
+    (file_length, {"maxmeg/plan.py": lines(120), "maxmeg/train.py": lines(200)}),
+    (line_width, {"maxmeg/a.py": "x" * 100}),
+    (function_size, {"maxmeg/a.py": function("self,a,b,c,d,e,f,g,h", 79)}),
+    (import_direction, {"maxmeg/step.py": "import maxmeg.state, jax", "maxmeg/state.py": ""}),
+    (import_direction, {"maxmeg/ops/a.py": "from maxmeg.kernels import x"}),
+    (
+        import_cycles,
+        {
+            "maxmeg/ops/__init__.py": "from maxmeg.ops.a import f",
+            "maxmeg/ops/a.py": "from maxmeg.ops import b",
+            "maxmeg/ops/b.py": "",
+        },
+    ),
+    (import_closure, {"maxmeg/train.py": lines(12_000), "maxmeg/plan.py": lines(9)}),
+    (duplication, {"maxmeg/a.py": lines(11), "maxmeg/b.py": lines(11)}),
+    (forbidden_code, {"maxmeg/a.py": "model.eval()\nrun('ls', shell=False)\nyaml.safe_load(f)"}),
+    (environment, {"maxmeg/runtime/a.py": "os.environ", "maxmeg/a.py": "x.environ"}),
+    (leftovers, {"maxmeg/a.py": f"x = '{LEFT.lower()}'\nMY_{LEFT}S = 1"}),
+    (file_names, {"maxmeg/ops/commonly_used.py": "", "maxmeg/config/v.py": ""}),
+    (config_docstrings, {"configs/a.py": CONFIG, "configs/__init__.py": '"""Runs."""'}),
+]
+
+
+@pytest.mark.parametrize(("rule", "sources", "message"), PLANTED)
+def test_planted_violation_is_found(rule, sources: Sources, message: str):
+    assert message in "\n".join(rule(sources))
+
+
+@pytest.mark.parametrize(("rule", "sources"), NEAR_MISSES)
+def test_near_miss_passes(rule, sources: Sources):
+    assert list(rule(sources)) == []
+
+
+def test_every_rule_has_planted_violations():
+    assert {rule for rule, *_ in PLANTED} == {rule for rule, _ in NEAR_MISSES} == set(RULES)
+
+
+IMPORT_WITHOUT_JAX = """
+import importlib, sys, traceback
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("jax", "flax", "optax", "orbax"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Refuse())
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = [f for f in frames if "frozen" not in f.filename and f.name != "find_spec"][-1]
+        print(f"{frame.filename}:{frame.lineno}: {module} imports {error}, must not")
+"""
+
+
+def import_without_jax(modules: list[str], folder: Path) -> list[str]:
+    command = [sys.executable, "-c", IMPORT_WITHOUT_JAX, *modules]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_indexing_and_planning_import_no_jax(repository: Sources):
+    modules = [module_name(path) for path in within(repository, ("maxmeg/",))]
+    modules = [module for module in modules if re.fullmatch(WITHOUT_JAX, module)]
+    assert "maxmeg.config.schema" in modules
+    violations = import_without_jax(modules, REPOSITORY)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+def test_a_planted_import_of_jax_is_found(tmp_path: Path):
+    (tmp_path / "plain.py").write_text("import json\n")
+    (tmp_path / "indirect.py").write_text("import json\nimport direct\n")
+    (tmp_path / "direct.py").write_text("import json\n\nimport jax.numpy\n")
+    (found,) = import_without_jax(["plain", "indirect"], tmp_path)
+    assert found.endswith("direct.py:3: indirect imports jax, must not")
