@@ -1,0 +1,209 @@
+"""Hooks, the guard, throughput, profile range and what the console shows."""
+
+import io
+import math
+
+import pytest
+
+from maxmeg.runtime.guard import NonFiniteLoss, guard_hook
+from maxmeg.runtime.hooks import Hook, Hooks
+from maxmeg.runtime.profile import profile_hook
+from maxmeg.runtime.progress import Progress, duration, quantity
+from maxmeg.runtime.summary import ParameterRow, num_bytes, print_mesh, print_parameters
+from maxmeg.runtime.throughput import Throughput
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"every": 1}, list(range(10))),
+        ({"every": 4}, [0, 4, 8, 9]),
+        ({"every": 4, "first": False}, [4, 8, 9]),
+        ({"every": 4, "last": False}, [0, 4, 8]),
+        ({"every": 9, "last": False}, [0, 9]),
+        ({"every": 100}, [0, 9]),
+        ({"every": 0}, []),
+    ],
+)
+def test_steps_of_a_hook(settings, expected):
+    seen = []
+    hooks = Hooks([Hook(lambda step, metrics: seen.append(step), **settings)], 10)
+    for step in range(10):
+        hooks(step, {})
+    assert seen == expected
+
+
+def test_a_run_of_one_step_is_both_first_and_last():
+    assert Hook(print, every=5, first=False).is_due(0, 1)
+    assert not Hook(print, every=5, first=False, last=False).is_due(0, 1)
+
+
+def test_hooks_share_metrics_run_in_order_and_all_close():
+    seen = []
+
+    def add(step, metrics):
+        metrics["b"] = metrics["a"] + 1
+
+    def fail():
+        seen.append("close 2")
+        raise RuntimeError("close failed")
+
+    hooks = Hooks(
+        [
+            Hook(add, before=seen.append, close=lambda: seen.append("close 1")),
+            Hook(lambda step, metrics: seen.append(metrics["b"]), close=fail),
+        ],
+        3,
+    )
+    with pytest.raises(RuntimeError, match="close failed"), hooks:
+        hooks.before(0)
+        hooks(0, {"a": 1})
+    assert seen == [0, 2, "close 2", "close 1"]
+
+
+@pytest.mark.parametrize("metrics", [{"loss": math.nan}, {"loss": 1.0, "grad_norm": math.inf}])
+def test_guard_names_step_and_samples(metrics):
+    hook = guard_hook(lambda step: range(step, step + 20))
+    hook.call(3, {"loss": 2.0, "grad_norm": 1.0})
+    with pytest.raises(NonFiniteLoss, match=r"step 7: loss=.*samples 7, 8, .*, 22 and 4 more") as e:
+        hook.call(7, metrics)
+    assert e.value.step == 7 and e.value.samples == tuple(range(7, 27))
+
+
+def clock_of(times):
+    return iter(times).__next__
+
+
+def test_throughput_counts_only_training_time():
+    clock = clock_of([10.0, 12.0, 13.0, 15.0, 17.0])  # two arrivals, a pause of 2 s, an arrival
+    throughput = Throughput(lambda step: 1000 + step, lambda step: 4e12, 2, 10.0, clock)
+    rows = [{}, {}, {}]
+    throughput(0, rows[0])
+    throughput(1, rows[1])
+    with throughput.paused():
+        pass
+    throughput(2, rows[2])
+    assert rows[0] == {}
+    assert rows[1] == {
+        "step_seconds": 2.0, "tokens_per_second": 500.5, "tflops_per_device": 1.0, "mfu": 10.0,
+    }  # fmt: skip
+    assert rows[2]["step_seconds"] == 3.0
+
+
+def test_no_peak_no_mfu():
+    throughput = Throughput(lambda step: 1, lambda step: 1.0, 1, None)
+    metrics = {}
+    throughput(0, {})
+    throughput(1, metrics)
+    assert "mfu" not in metrics and "tflops_per_device" in metrics
+
+
+def test_profile_traces_the_chosen_steps(monkeypatch):
+    import jax
+
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(folder))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    hooks = Hooks([profile_hook("profile", 3, 2)], 10)
+    with hooks:
+        for step in range(10):  # metrics of a step arrive after the next one's dispatch
+            hooks.before(step)
+            calls.append(step)
+            if step:
+                hooks(step - 1, {})
+    assert calls == [0, 1, 2, "profile", 3, 4, 5, "stop", 6, 7, 8, 9]
+
+
+def test_profile_ends_with_the_run_and_checks_its_range(monkeypatch):
+    import jax
+
+    calls = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    hooks = Hooks([profile_hook("profile", 1, 50)], 3)
+    with hooks:
+        hooks.before(1)
+    assert calls == ["start", "stop"]
+    with pytest.raises(ValueError, match=r"log\.profile_steps=0"):
+        profile_hook("profile", 1, 0)
+
+
+def metrics_of(step, **more):
+    return {
+        "loss": 3.0 - step / 10, "learning_rate": 3e-4, "grad_norm": 0.5, "step_seconds": 2.0,
+        "tokens_per_second": 12345.0, "tflops_per_device": 1.5,
+    } | more  # fmt: skip
+
+
+def test_plain_lines_where_stdout_is_no_terminal():
+    out = io.StringIO()
+    progress = Progress(100, every=10, file=out, clock=clock_of(range(100)))
+    hook = progress.hook()
+    for step in range(25):
+        hook.before(step)
+        more = {"validation_loss": 2.5, "mfu": 41.23} if step == 15 else {}
+        hook.call(step, metrics_of(step, **more))
+    hook.close()
+    lines = out.getvalue().splitlines()
+    assert [int(line.split()[1]) for line in lines] == [0, 10, 15, 20]
+    assert lines[1] == (
+        "step  10  loss 2.0000  lr 3.00e-04  grad 0.500  12.3k tok/s  1.5 TFLOP/s  1m 29s left"
+    )
+    assert "validation 2.5000" in lines[2] and "MFU" in lines[2] and "MFU" not in lines[3]
+
+
+def test_live_bar_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    out = Terminal()
+    hook = Progress(4, every=2, file=out).hook()
+    for step in range(4):
+        hook.before(step)
+        hook.call(step, metrics_of(step))
+    hook.close()
+    text = out.getvalue()
+    assert "step 0" in text and "step 2" in text and "step 3" in text and "step 1" not in text
+    assert "compiling the step" in text and "\x1b[?25h" in text  # the cursor is shown again
+
+
+def test_resumed_runs_print_their_first_step():
+    out = io.StringIO()
+    progress = Progress(100, start_step=37, every=10, file=out)
+    for step in range(37, 42):
+        progress(step, metrics_of(step))
+    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["37", "40"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.6, "1m 00s"), (185, "3m 05s"), (7800, "2h 10m"), (273600, "3d 04h")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_numbers_are_short():
+    assert [quantity(n) for n in (0, 950, 12345, 999_700, 8.03e9)] == [
+        "0", "950", "12.3k", "1M", "8.03B",
+    ]  # fmt: skip
+    assert [num_bytes(n) for n in (512, 1536, 2.8e9)] == ["512 B", "1.5 KiB", "2.61 GiB"]
+
+
+def test_tables_at_start():
+    out = io.StringIO()
+    print_mesh({"pipe": 1, "data": 2, "tensor": 4}, "NVIDIA H200", out)
+    print_mesh({"pipe": 1}, "cpu", out)
+    rows = [
+        ParameterRow(
+            "embedding.weight", (1024, 64), ("vocab", "embed"), ("tensor", ("fsdp",)), 4096
+        ),
+        ParameterRow("norm.scale", (64,), (None,), (None,), 256),
+    ]
+    print_parameters(rows, out)
+    lines = out.getvalue().splitlines()
+    assert lines[:2] == ["mesh: 8 NVIDIA H200 devices (data 2 x tensor 4)", "mesh: 1 cpu device"]
+    text = "\n".join(lines)
+    assert "1024 x 64" in text and "vocab, embed" in text and "tensor, fsdp" in text
+    assert "replicated" in text and "65.6k parameters" in text and "4.25 KiB" in text

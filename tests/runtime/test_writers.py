@@ -1,0 +1,154 @@
+"""metrics.jsonl, event files, Weights & Biases and the picture of the loss."""
+
+import json
+import logging
+import math
+import sys
+import types
+
+import pytest
+
+from maxmeg.runtime.curve import write_curve
+from maxmeg.runtime.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write(path, steps, start_step=0, value=0.0):
+    writer = JsonlWriter(path, start_step)
+    for step in steps:
+        writer(step, {"loss": value + step})
+    writer.close()
+
+
+@pytest.mark.parametrize("resume", [0, 1, 6, 10, 15])
+def test_each_step_once_after_a_resume(tmp_path, resume):
+    path = tmp_path / "run" / "metrics.jsonl"
+    write(path, range(10))
+    write(path, range(resume, 12), resume, value=100.0)
+    expected = {step: step + (100.0 if step >= resume else 0.0) for step in range(12)}
+    if resume > 10:
+        expected = {step: float(step) for step in range(10)}
+    assert {row["step"]: row["loss"] for row in rows(path)} == expected
+    assert len(rows(path)) == len(expected)
+    assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_line_cut_short_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(3))
+    with open(path, "a") as file:
+        file.write('{"step": 1')
+    write(path, [5], start_step=5)
+    assert [row["step"] for row in rows(path)] == [0, 1, 2, 5]
+
+
+def test_numbers_stay_exact_and_json_valid(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    writer(0, {"loss": 0.1 + 0.2, "grad_norm": math.inf})
+    assert rows(path) == [{"step": 0, "loss": 0.1 + 0.2, "grad_norm": None}]  # before close
+    writer.close()
+
+
+def test_training_goes_on_when_the_disk_is_full(tmp_path, caplog):
+    class Full:
+        calls = 0
+
+        def __call__(self, step, metrics):
+            Full.calls += 1
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise OSError(28, "No space left on device")
+
+    hook = writer_hook(Full())
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            hook.call(step, {})
+        hook.close()
+    assert Full.calls == 1
+    assert "Full stops at step 0, training goes on: [Errno 28]" in caplog.text
+
+
+def test_event_files_are_read_back(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tmp_path / "tensorboard"
+    first = TensorBoardWriter(folder)
+    for step in range(6):
+        first(step, {"loss": float(step)})
+    first.close()
+    resumed = TensorBoardWriter(folder, start_step=4)
+    for step in range(4, 8):
+        resumed(step, {"loss": 100.0 + step, "learning_rate": 1e-3})
+    resumed.close()
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0), (7, 107.0),
+    ]  # fmt: skip
+    assert len(events.Scalars("learning_rate")) == 4
+
+
+def test_a_writer_that_saw_nothing_leaves_nothing(tmp_path):
+    TensorBoardWriter(tmp_path / "tensorboard").close()
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_wandb_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'maxmeg\[wandb\]'"):
+        WandbWriter("project", tmp_path, {})
+
+
+def test_wandb_continues_the_run_of_its_folder(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, metrics, step):
+            calls.append((step, metrics))
+
+        def finish(self):
+            calls.append("finish")
+
+    def init(**settings):
+        calls.append(settings)
+        return Run()
+
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: fake)
+    for _ in range(2):
+        writer = WandbWriter("project", tmp_path / "run", {"seed": 1})
+        writer(3, {"loss": 1.0})
+        writer.close()
+    assert calls[1:3] == [(3, {"loss": 1.0}), "finish"]
+    assert calls[0]["id"] == calls[3]["id"] and calls[0]["resume"] == "allow"
+    assert calls[0]["project"] == "project" and calls[0]["config"] == {"seed": 1}
+
+
+@pytest.mark.parametrize("validations", [0, 1, 5])
+def test_curve_is_a_picture(tmp_path, validations):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonlWriter(path)
+    for step in range(50):
+        loss = 2 + 3 * math.exp(-step / 15)
+        metrics = {"loss": math.nan if step == 3 else loss}
+        if step < 10 * validations and step % 10 == 0:
+            metrics["validation_loss"] = loss + 0.1
+        writer(step, metrics)
+    writer.close()
+    write_curve(path, tmp_path / "loss.png", "runs/test")
+    data = (tmp_path / "loss.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
+
+
+def test_curve_of_nothing_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.touch()
+    with pytest.raises(ValueError, match="holds no loss"):
+        write_curve(path, tmp_path / "loss.png")
