@@ -1,0 +1,1 @@
+"""Asynchronous, atomic checkpoints whose every bit is verified when they are loaded."""

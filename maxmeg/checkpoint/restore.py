@@ -1,0 +1,123 @@
+"""Reading a checkpoint's tensors for another mesh or another padding, and verifying them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from maxmeg.checkpoint import integrity, storage
+from maxmeg.checkpoint.integrity import Manifest
+
+Wanted = Mapping[str, jax.ShapeDtypeStruct]
+_SHOWN = 5
+
+
+def _some(paths: list[str]) -> str:
+    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
+    return ", ".join(paths[:_SHOWN]) + more
+
+
+def check_tree(
+    manifest: Manifest, wanted: Wanted, resizable: Mapping[str, int], partial: bool
+) -> None:
+    """Raises ValueError naming the tensors in which checkpoint and wanted tree differ."""
+    where = f"the checkpoint of step {manifest.step}"
+    absent = [path for path in wanted if path not in manifest.tensors]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} tensors are not in {where}: {_some(absent)}; choose the architecture"
+            " and optimizer that it was saved with"
+        )
+    extra = [path for path in manifest.tensors if path not in wanted]
+    if extra and not partial:
+        raise ValueError(
+            f"{where} has {len(extra)} tensors that are not wanted: {_some(extra)}; choose the"
+            " architecture and optimizer that it was saved with, or restore with partial=True"
+        )
+    for path, leaf in wanted.items():
+        stored = manifest.tensors[path]
+        if stored.dtype != str(leaf.dtype):
+            raise ValueError(
+                f"tensor {path} is {stored.dtype} in {where}, {leaf.dtype} here: choose the dtype"
+                " that it was saved with"
+            )
+        if stored.shape != leaf.shape and not _resizes(
+            stored.shape, leaf.shape, resizable.get(path)
+        ):
+            raise ValueError(
+                f"tensor {path} has shape {stored.shape} in {where}, {leaf.shape} here: choose the"
+                " sizes that it was saved with"
+            )
+
+
+def _resizes(stored: tuple[int, ...], wanted: tuple[int, ...], axis: int | None) -> bool:
+    if axis is None or len(stored) != len(wanted):
+        return False
+    return all(a == b for i, (a, b) in enumerate(zip(stored, wanted, strict=True)) if i != axis)
+
+
+def _sharding(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int | None) -> Any:
+    """How a tensor is read: as wanted, but whole along an axis that does not divide."""
+    sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    if axis is None or shape == leaf.shape or not isinstance(sharding, NamedSharding):
+        return sharding
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        names = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
+        names[axis] = None
+        return NamedSharding(sharding.mesh, PartitionSpec(*names))
+    return sharding
+
+
+def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> jax.Array:
+    size = leaf.shape[axis]
+    kept = min(size, x.shape[axis])
+
+    def cut_or_fill(x):
+        dropped = jax.lax.slice_in_dim(x, kept, x.shape[axis], axis=axis)
+        padding = [(0, size - kept if i == axis else 0, 0) for i in range(x.ndim)]
+        whole = jax.lax.slice_in_dim(x, 0, kept, axis=axis)
+        zero = jnp.zeros((), x.dtype)
+        return jax.lax.pad(whole, zero, padding), jnp.all(dropped == 0)
+
+    target = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    everywhere = (
+        NamedSharding(target.mesh, PartitionSpec()) if isinstance(target, NamedSharding) else target
+    )
+    resized, zeros = jax.jit(cut_or_fill, out_shardings=(target, everywhere))(x)
+    if not zeros:
+        raise ValueError(
+            f"tensor {path} has {x.shape[axis]} entries along axis {axis} in the checkpoint,"
+            f" {size} here, and those beyond {size} are not padding: choose a size of at least"
+            " that of the checkpoint without its padding"
+        )
+    return resized
+
+
+def read_tree(
+    folder: Path,
+    manifest: Manifest,
+    wanted: Wanted,
+    resizable: Mapping[str, int],
+    together: Callable[[str, Callable[[], Any]], Any],
+) -> dict[str, jax.Array]:
+    """Reads, verifies against the digests of the manifest, then resizes."""
+    stored = {
+        path: jax.ShapeDtypeStruct(
+            (shape := manifest.tensors[path].shape),
+            leaf.dtype,
+            sharding=_sharding(leaf, shape, resizable.get(path)),
+        )
+        for path, leaf in wanted.items()
+    }
+    leaves = together("read", lambda: storage.read(folder, stored))
+    digests = integrity.finish_digests(integrity.start_digests(leaves))
+    integrity.verify_digests(folder, manifest, digests)
+    for path, leaf in wanted.items():
+        if leaves[path].shape != leaf.shape:
+            leaves[path] = _resize(leaves[path], leaf, resizable[path], path)
+    return leaves

@@ -1,0 +1,379 @@
+"""Save and restore: bitwise on any mesh, what is kept, what a failure leaves behind."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.checkpoint import manager
+from maxmeg.checkpoint.integrity import CorruptCheckpointError
+from maxmeg.checkpoint.manager import Checkpointer
+
+
+def make_mesh(*shape):
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def put(value, mesh, *spec):
+    return jax.device_put(value, NamedSharding(mesh, P(*spec)))
+
+
+def make_tree(mesh, seed=0):
+    """Every dtype a training state has, among them NaN payloads and negative zeros."""
+    rng = np.random.default_rng(seed)
+    bits = rng.integers(0, 2**32, (16, 8), dtype=np.uint32)
+    half = jnp.asarray(rng.standard_normal((8, 4)), jnp.bfloat16).at[0, 0].set(-0.0)
+    return {
+        "model": {
+            "w": put(bits.view(np.float32), mesh, "x", "y"),
+            "half": put(half, mesh, None, "x"),
+            "zeros": put(np.zeros((8, 2), np.float32), mesh, "x"),
+            "bias": put(rng.standard_normal(7).astype(np.float32), mesh),
+        },
+        "optimizer": {"count": put(np.int32(seed), mesh), "empty": {}},
+        "seen": put(np.uint32(2**32 - 1 - seed), mesh),
+        "flag": put(np.array([True, False]), mesh),
+        "rng": put(np.asarray(jax.random.key_data(jax.random.key(seed))), mesh),
+    }
+
+
+def abstract(tree, mesh=None, **specs):
+    def leaf(x):
+        spec = specs.get(str(x.ndim), P())
+        sharding = NamedSharding(mesh, spec) if mesh else x.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(leaf, tree)
+
+
+def assert_same_bits(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    """A folder with steps 1 and 2, and the trees."""
+    mesh = make_mesh(2, 1)
+    trees = {step: make_tree(mesh, step) for step in (1, 2)}
+    with_saved = Checkpointer(tmp_path / "run")
+    for step, tree in trees.items():
+        assert with_saved.save(step, tree, {"step": step})
+    assert with_saved.wait()
+    return with_saved, trees
+
+
+def files_of(checkpointer, step):
+    root = checkpointer.folder / f"step_{step:08d}"
+    return sorted(path for path in root.rglob("*") if path.is_file())
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (4, 1), (2, 4)])
+def test_restores_bitwise_on_any_mesh(tmp_path, shape):
+    tree = make_tree(make_mesh(4, 2))
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(7, tree, {"samples": 3, "loss": [0.1, None, float("nan")]})
+    mesh = make_mesh(*shape)
+    wanted = abstract(tree, mesh, **{"2": P(("x",), "y")} if shape != (2, 4) else {})
+    restored, metadata = checkpointer.restore(7, wanted)
+    assert_same_bits(restored, tree)
+    assert restored["optimizer"]["empty"] == {}
+    assert metadata["samples"] == 3 and checkpointer.metadata(7)["loss"][:2] == [0.1, None]
+    assert restored["model"]["w"].sharding.is_equivalent_to(wanted["model"]["w"].sharding, 2)
+
+
+def test_is_a_plain_orbax_checkpoint(two_steps):
+    import orbax.checkpoint as ocp
+
+    checkpointer, trees = two_steps
+    path = checkpointer.folder / "step_00000002" / "arrays"
+    to_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), trees[2])
+    del to_numpy["optimizer"]["empty"]  # has no array, so it is not stored
+    read = ocp.PyTreeCheckpointer().restore(path, restore_args=to_numpy)
+    np.testing.assert_array_equal(read["model"]["bias"], trees[2]["model"]["bias"])
+
+
+def test_buffers_may_be_donated_after_save(tmp_path):
+    tree = make_tree(make_mesh(4, 2))
+    expected = jax.tree.map(lambda x: np.array(x), tree)
+    wanted = abstract(tree)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, tree, {})
+    step = jax.jit(
+        lambda t: jax.tree.map(lambda x: x ^ x if x.dtype == bool else x * 0, t), donate_argnums=0
+    )
+    jax.block_until_ready(step(tree))
+    assert_same_bits(checkpointer.restore(1, wanted)[0], expected)
+
+
+def test_keeps_last_and_every(tmp_path):
+    tree = {"w": jnp.arange(4.0)}
+    checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every=4, asynchronous=False)
+    for step in range(1, 8):
+        assert checkpointer.save(step, tree, {})
+    assert checkpointer.steps() == [4, 6, 7] and checkpointer.latest_step() == 7
+    assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000006", "step_00000007"]
+    with pytest.raises(ValueError, match=r"no checkpoint of step 5 .* \[4, 6, 7\]"):
+        checkpointer.restore(5, tree)
+
+
+def test_a_step_is_saved_again(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    for value in (1.0, 2.0):
+        assert checkpointer.save(3, {"w": jnp.full(4, value)}, {"value": value})
+    assert checkpointer.wait() and os.listdir(tmp_path) == ["step_00000003"]
+    os.rename(tmp_path / "step_00000003", tmp_path / "step_00000003.old")  # between two renames
+    assert checkpointer.steps() == [3] and checkpointer.metadata(3) == {"value": 2.0}
+    assert checkpointer.save(4, {"w": jnp.ones(4)}, {}) and checkpointer.wait()
+    assert sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004"]
+
+
+def test_empty_folder(tmp_path):
+    checkpointer = Checkpointer(tmp_path / "absent")
+    assert checkpointer.steps() == [] and checkpointer.latest_step() is None
+    assert checkpointer.restore_latest({"w": jnp.ones(2)}) is None
+    assert not (tmp_path / "absent").exists()
+
+
+def test_damage_is_named_and_an_older_step_is_used(two_steps, caplog):
+    checkpointer, trees = two_steps
+    (bad,) = [p for p in files_of(checkpointer, 2) if "model.half/c/0/0" in str(p)]
+    flip(bad, 5)
+    with pytest.raises(CorruptCheckpointError) as error:
+        checkpointer.restore(2, abstract(trees[2]))
+    assert str(bad) in str(error.value) and "tensor model/half " in str(error.value)
+    with caplog.at_level(logging.WARNING):
+        step, tree, metadata = checkpointer.restore_latest(abstract(trees[2]))
+    assert step == 1 and metadata == {"step": 1} and "STEP 2 IS DAMAGED" in caplog.text
+    assert_same_bits(tree, trees[1])
+    # training goes on from the older; the damaged one does not push it out
+    checkpointer._keep_last = 1
+    assert checkpointer.save(2, trees[2], {"step": 2}) and checkpointer.wait()
+    assert checkpointer.restore_latest(abstract(trees[2]))[0] == 2
+    for path in files_of(checkpointer, 2):
+        flip(path, 0)
+    with pytest.raises(CorruptCheckpointError, match=r"all 1 checkpoints .* are damaged"):
+        checkpointer.restore_latest(abstract(trees[2]))
+
+
+def test_missing_file_is_damage(two_steps):
+    checkpointer, trees = two_steps
+    (bad,) = [p for p in files_of(checkpointer, 2) if "model.zeros/c/0/0" in str(p)]
+    bad.unlink()
+    with pytest.raises(CorruptCheckpointError, match="model/zeros cannot be read"):
+        checkpointer.restore(2, abstract(trees[2]))
+
+
+def test_damage_between_device_and_disk(two_steps):
+    """The files are as they were written, yet not what the devices held."""
+    checkpointer, trees = two_steps
+    folder = checkpointer.folder / "step_00000002"
+    (bad,) = [p for p in files_of(checkpointer, 2) if "model.w/c/1/0" in str(p)]
+    flip(bad, 77)
+    record = manager.integrity.read_manifest(folder)
+    name = str(bad.relative_to(folder))
+    record.files.update(manager.integrity.checksum_files(folder, [name]))
+    manager.integrity.write_manifest(folder, record)
+    with pytest.raises(CorruptCheckpointError, match=r"tensor model/w in .*values differ"):
+        checkpointer.restore(2, abstract(trees[2]))
+    assert checkpointer.restore_latest(abstract(trees[2]))[0] == 1
+
+
+def test_random_bit_flips_are_never_loaded(two_steps):
+    checkpointer, trees = two_steps
+    wanted = abstract(trees[2])
+    files = files_of(checkpointer, 2)
+    ends = np.cumsum([path.stat().st_size * 8 for path in files])
+    rng = np.random.default_rng(int(os.environ.get("MAXMEG_FLIP_SEED", "0")))
+    harmless = 0
+    for position in rng.integers(0, ends[-1], int(os.environ.get("MAXMEG_FLIPS", "100"))):
+        index = int(np.searchsorted(ends, position, side="right"))
+        bit = int(position - (ends[index - 1] if index else 0))
+        flip(files[index], bit)
+        try:
+            tree, metadata = checkpointer.restore(2, wanted)
+        except CorruptCheckpointError as error:
+            assert str(files[index]) in str(error)
+        else:
+            harmless += 1
+            assert metadata == {"step": 2}
+            assert_same_bits(tree, trees[2])
+        flip(files[index], bit)
+    assert harmless == 0
+    assert_same_bits(checkpointer.restore(2, wanted)[0], trees[2])
+
+
+def test_digest_is_that_of_the_values():
+    """Every single bit counts, and the sharding does not."""
+    values = np.arange(48, dtype=np.float32).reshape(8, 6)
+    mesh = make_mesh(4, 2)
+
+    def digest(x):
+        return manager.integrity.finish_digests(manager.integrity.start_digests({"x": x}))["x"]
+
+    expected = digest(jnp.asarray(values))
+    for spec in [(), ("x",), ("x", "y"), (("x", "y"),), (None, "y")]:
+        assert digest(put(values, mesh, *spec)) == expected
+    seen = {expected}
+    for bit in range(0, values.nbytes * 8, 7):
+        changed = values.copy()
+        changed.view(np.uint8).reshape(-1)[bit // 8] ^= 1 << (bit % 8)
+        seen.add(digest(jnp.asarray(changed)))
+    seen.add(digest(jnp.asarray(values.T.copy().T[::-1])))
+    assert len(seen) == len(range(0, values.nbytes * 8, 7)) + 2
+
+
+def test_partial_restore_reads_only_its_part(two_steps):
+    checkpointer, trees = two_steps
+    for path in files_of(checkpointer, 2):
+        if "/optimizer." in str(path):
+            path.unlink()
+    wanted = abstract({"model": trees[2]["model"]})
+    with pytest.raises(ValueError, match=r"tensors that are not wanted: .*partial=True"):
+        checkpointer.restore(2, wanted)
+    restored, _ = checkpointer.restore(2, wanted, partial=True)
+    assert_same_bits(restored, {"model": trees[2]["model"]})
+
+
+def test_differences_are_named(two_steps):
+    checkpointer, trees = two_steps
+    wanted = abstract(trees[2])
+    struct = jax.ShapeDtypeStruct
+    for path, leaf, message in [
+        ("w", struct((16, 9), jnp.float32), r"model/w has shape \(16, 8\) .* \(16, 9\) here"),
+        ("w", struct((16, 8), jnp.bfloat16), "model/w is float32 in .* bfloat16 here"),
+        ("v", struct((2,), jnp.float32), "not in the checkpoint of step 2: model/v;"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checkpointer.restore_latest(wanted | {"model": wanted["model"] | {path: leaf}})
+
+
+def test_resizes_padding_with_zeros(tmp_path):
+    mesh = make_mesh(4, 2)
+    values = np.zeros((12, 3), np.float32)
+    values[:10] = np.random.default_rng(0).standard_normal((10, 3))
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"table": put(values, mesh, "x")}, {})
+    sharding = NamedSharding(mesh, P(("x", "y")))  # 8 does not divide the 12 stored rows
+
+    def restore(rows):
+        wanted = {"table": jax.ShapeDtypeStruct((rows, 3), jnp.float32, sharding=sharding)}
+        return checkpointer.restore(1, wanted, resizable={"table": 0})[0]["table"]
+
+    grown = restore(16)
+    assert grown.sharding == sharding
+    np.testing.assert_array_equal(grown, np.pad(values, ((0, 4), (0, 0))))
+    with pytest.raises(ValueError, match=r"12 entries along axis 0 .* those beyond 8 are not"):
+        restore(8)
+    sharding = NamedSharding(mesh, P("y"))
+    np.testing.assert_array_equal(restore(10), values[:10])
+
+
+def test_a_failed_save_does_not_stop_training(tmp_path, caplog):
+    tree = {"w": jnp.arange(8.0)}
+    (tmp_path / "file").write_text("")
+    checkpointer = Checkpointer(tmp_path / "file" / "run")
+    assert not checkpointer.save(1, tree, {})
+    assert checkpointer.last_error is not None and not checkpointer.wait()
+    assert "STEP 1 WAS NOT SAVED" in caplog.text and "NotADirectoryError" in caplog.text
+
+
+def test_a_failure_in_the_background(tmp_path, caplog, monkeypatch):
+    tree = {"w": jnp.arange(8.0)}
+    checkpointer = Checkpointer(tmp_path, keep_last=1)
+    assert checkpointer.save(1, tree, {}) and checkpointer.wait()
+    with monkeypatch.context() as patch:
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(manager.integrity, "write_manifest", full)
+        assert checkpointer.save(2, tree, {}) and not checkpointer.wait()
+    assert "No space left" in str(checkpointer.last_error) and "is step 1" in caplog.text
+    assert os.listdir(tmp_path) == ["step_00000001"]
+    assert checkpointer.save(3, tree, {}) and checkpointer.wait()
+    assert checkpointer.steps() == [3]
+
+
+def run_python(code, *arguments, **options):
+    code = "import sys, jax, jax.numpy as jnp\n" + textwrap.dedent(code)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
+def test_full_disk_and_kill(tmp_path):
+    """A disk that takes no more, then SIGKILL in the middle of the next save."""
+    child = run_python(
+        """
+        import resource, time
+        from maxmeg.checkpoint import manager
+        checkpointer = manager.Checkpointer(sys.argv[1])
+        big = {"w": jnp.arange(1 << 20, dtype=jnp.float32)}
+        assert checkpointer.save(1, big, {"step": 1}) and checkpointer.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
+        assert checkpointer.save(2, big, {}) and not checkpointer.wait()
+        print(checkpointer.last_error)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+        manager.integrity.write_manifest = lambda *_: (print("now", flush=True), time.sleep(600))
+        checkpointer.save(3, big, {})
+        """,
+        tmp_path,
+    )
+    for line in child.stdout:
+        if line == "now\n":
+            break
+        assert "Traceback" not in line, line + child.stdout.read()
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000003.tmp"]
+    checkpointer = Checkpointer(tmp_path)
+    wanted = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
+    step, tree, _ = checkpointer.restore_latest(wanted)
+    assert step == 1 and np.array_equal(tree["w"], np.arange(1 << 20, dtype=np.float32))
+    assert checkpointer.save(4, tree, {}) and checkpointer.wait()
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000004"]
+
+
+def test_rejects_what_cannot_be_saved(tmp_path):
+    checkpointer = Checkpointer(tmp_path)
+    for tree, metadata, message in [
+        ({"a": {"w": np.ones(2)}}, {}, "a/w .ndarray. cannot be saved: .* make it a jax.Array"),
+        ({"key": jax.random.key(0)}, {}, "key_data"),
+        ({"a.b": jnp.ones(2)}, {}, "not 'a.b' below the root"),
+        ({"w": jnp.ones(2)}, {"x": jnp.ones(2)}, "JSON-able"),
+        ({"w": {}}, {}, "no arrays"),
+        ({"w": jnp.ones((0, 2))}, {}, "leave it out"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            checkpointer.save(1, tree, metadata)
+    with pytest.raises(ValueError, match="keep_last=0"):
+        Checkpointer(tmp_path, keep_last=0)
+    assert os.listdir(tmp_path) == []
+
+
+def test_import_is_light():
+    child = run_python("import maxmeg.checkpoint.manager; print('orbax' in sys.modules)")
+    assert child.communicate()[0].endswith("False\n")
