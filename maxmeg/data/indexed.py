@@ -249,7 +249,7 @@ class IndexedWriter:
         if len(values) > MAX_LENGTH:
             raise ValueError(f"a sequence of {len(values)} tokens exceeds {MAX_LENGTH}: split it")
         if self.dtype.kind in "iu" and values.size:
-            bounds = np.iinfo(self.dtype)
+            bounds = np.iinfo(self.dtype.name)
             low, high = int(values.min()), int(values.max())
             if low < bounds.min or high > bounds.max:
                 raise ValueError(

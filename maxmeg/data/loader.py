@@ -1,5 +1,6 @@
 """Batches ahead of time, through Grain: what step n reads depends on (config, seed, n) alone."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ def all_rows(batch_size: int) -> np.ndarray:
 
 
 class _StepSource:
-    """Element i is this process's part of step `start` + i; read by Grain in any order."""
+    """Element i is this process's part of step span[i]; read by Grain in any order."""
 
     def __init__(self, dataset: GptDataset, steps: Steps, rows: Rows, span: range) -> None:
         self._dataset, self._steps, self._rows, self._span = dataset, steps, rows, span
@@ -30,8 +31,8 @@ class _StepSource:
     def __len__(self) -> int:
         return len(self._span)
 
-    def __getitem__(self, i: int) -> Batch:
-        first, size = self._steps(self._span[i])
+    def __getitem__(self, index: int) -> Batch:
+        first, size = self._steps(self._span[index])
         return self._dataset.batch(first + self._rows(size))
 
     def __repr__(self) -> str:
@@ -75,6 +76,7 @@ class Loader:
             options = grain.MultiprocessingOptions(min(num_workers, len(span)), prefetch)
             batches = batches.mp_prefetch(options, _start_worker)
         self._batches = iter(batches)
+        self._end = weakref.finalize(self, self._batches.close)  # at the latest when Python ends
 
     def __iter__(self) -> "Loader":
         return self
@@ -94,7 +96,7 @@ class Loader:
     def close(self) -> None:
         """Ends threads and processes; may be called twice."""
         if self._batches is not None:
-            self._batches.close()
+            self._end()
             self._batches = None
 
 

@@ -10,7 +10,7 @@ import multiprocessing
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -155,7 +155,7 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
 
 def encode_all(
     records: Iterable[Record], options: Options, tokenizer: Tokenizer, workers: int
-) -> Iterator[_Encoded]:
+) -> Generator[_Encoded, None, None]:
     """Encodes documents in order: here with workers=0, else in processes, few chunks ahead."""
     if workers == 0:
         for record in records:
