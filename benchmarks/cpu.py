@@ -27,8 +27,8 @@ def step() -> dict:
         TrainConfig,
     )
     from maxmeg.optim.build import make_optimizer
-    from maxmeg.parallel.mesh import single_device_mesh
-    from maxmeg.parallel.placement import local_rows, place_batch
+    from maxmeg.parallel.mesh import local_mesh
+    from maxmeg.parallel.placement import local_rows, place_batch, place_flag
     from maxmeg.state import abstract_state, create_state
     from maxmeg.step import make_train_step
 
@@ -46,12 +46,16 @@ def step() -> dict:
         data=DataConfig(sequence_length=length),
         train=TrainConfig(global_batch_size=batch_size),
     )
-    mesh = single_device_mesh()
+    mesh = local_mesh()
     optimizer = make_optimizer(config.optim)
     abstract = abstract_state(config, optimizer, mesh)
     state = create_state(config, optimizer, abstract, mesh)
     train_step = make_train_step(config, mesh, optimizer, abstract)
-    rates = {"learning_rate": np.float32(3e-4), "weight_decay": np.float32(0.1)}
+    controls = {
+        "learning_rate": np.float32(3e-4),
+        "weight_decay": np.float32(0.1),
+        "stop": place_flag(False, mesh),
+    }
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, (batch_size, length + 1), dtype=np.int32)
     shape = (batch_size, length)
@@ -71,7 +75,7 @@ def step() -> dict:
     cpu_seconds, wall_seconds = [], []
     for i in range(6):
         cpu, wall = time.process_time(), time.time()
-        state, metrics = train_step(state, batch, rates)
+        state, metrics = train_step(state, batch, controls)
         loss = float(jax.block_until_ready(metrics["loss"]))
         if i == 0:
             first = time.time() - STARTED

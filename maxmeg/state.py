@@ -1,15 +1,23 @@
 """TrainState: what a step reads and replaces; how it is made, sharded and named on disk."""
 
 import dataclasses
+import math
+import os
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM
-from maxmeg.parallel.rules import storage_specs
+from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
+from maxmeg.runtime.summary import ParameterRow
+
+
+CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
+VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimension 0
 
 
 @jax.tree_util.register_dataclass
@@ -57,10 +65,31 @@ def create_state(config: Config, optimizer, abstract: TrainState, mesh: Mesh) ->
     return jax.jit(init, out_shardings=shardings_of(abstract))(jax.random.key(config.seed))
 
 
+def parameter_rows(model) -> list[ParameterRow]:
+    """One row a parameter of an abstract model."""
+    rows = []
+    paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
+    for path, variable in paths:
+        array = variable.get_value()
+        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        name = array_name(path)
+        axes = logical_axes(variable)
+        spec = tuple(larger_axes(names, array.sharding.mesh) for names in array.sharding.spec)
+        rows.append(ParameterRow(name, array.shape, axes, spec, local))
+    return rows
+
+
+def larger_axes(names, mesh: Mesh) -> tuple[str, ...] | None:
+    """Those mesh axes of one dimension that have more than one device."""
+    named = (names,) if isinstance(names, str) else names or ()
+    return tuple(name for name in named if mesh.shape[name] > 1) or None
+
+
 def array_name(path) -> str:
     """Name of an array on disk: "model.stack.groups.0.sublayers.1.norm.weight"."""
     parts = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
-    return ".".join(parts[:-1] if parts[-1] == "value" else parts)  # nnx.Param's own attribute
+    inside = len(path) > 1 and parts[-1] == "value"  # nnx.Param's own attribute
+    return ".".join(parts[:-1] if inside else parts)
 
 
 def to_arrays(tree) -> dict[str, jax.Array]:
@@ -68,13 +97,75 @@ def to_arrays(tree) -> dict[str, jax.Array]:
     return {array_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def from_arrays(arrays: dict[str, jax.Array], like):
-    """The tree of `like` with its arrays taken by name."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[array_name(path)], like)
+def to_tree(tree) -> dict:
+    """to_arrays as nested dicts, the form that checkpoints take."""
+    nested: dict = {}
+    for name, array in to_arrays(tree).items():
+        *folders, last = name.split(".")
+        inner = nested
+        for folder in folders:
+            inner = inner.setdefault(folder, {})
+        inner[last] = array
+    return nested
 
 
-def vocabulary_dims(abstract: TrainState) -> dict[str, int]:
-    """The arrays whose padded vocabulary may differ between layouts, and which dimension it is."""
-    names = to_arrays(abstract)
-    tables = ("embedding.table", "output.table")
-    return {name: 0 for name in names if name.endswith(tables)}
+def from_tree(nested: dict, like):
+    """The tree of `like` with its arrays taken by name from nested dicts."""
+
+    def take(path, _):
+        found = nested
+        for part in array_name(path).split("."):
+            found = found[part]
+        return found
+
+    return jax.tree_util.tree_map_with_path(take, like)
+
+
+def restore(checkpointer: Checkpointer, abstract, step: int | None = None):
+    """(step, tree like `abstract`, metadata) of a checkpoint, the newest intact one by default.
+
+    `abstract` is a whole state, or {"model": its model} to read nothing else. The padding of the
+    vocabulary may differ. None where there is no checkpoint.
+    """
+    tables = [name for name in to_arrays(abstract) if name.endswith(VOCABULARY_TABLES)]
+    options = {
+        "resizable": {name.replace(".", "/"): 0 for name in tables},
+        "partial": not isinstance(abstract, TrainState),
+    }
+    if step is None:
+        found = checkpointer.restore_latest(to_tree(abstract), **options)
+    else:
+        found = (step, *checkpointer.restore(step, to_tree(abstract), **options))
+    return found and (found[0], from_tree(found[1], abstract), found[2])
+
+
+def resume(config: Config, checkpointer: Checkpointer, abstract: TrainState, tokenizer: str):
+    """(step, state) to go on from: the run folder's own, else checkpoint.load's; None: neither.
+
+    `tokenizer` is the identity of the run's; ValueError where the checkpoint's is another.
+    """
+    own, load = checkpointer.steps(), config.checkpoint.load
+    if load == "none" and own:
+        raise ValueError(
+            f"{checkpointer.folder} already holds checkpoints of steps {own} and "
+            "checkpoint.load=none: set another run_dir, delete them, or use checkpoint.load=auto"
+        )
+    if not own and load not in ("none", "auto"):
+        checkpointer = Checkpointer(os.path.join(load, CHECKPOINTS))
+        if not checkpointer.steps():
+            raise ValueError(f"checkpoint.load={load}: {checkpointer.folder} holds no checkpoint")
+    steps = checkpointer.steps()
+    if not steps:
+        return None
+    check_tokenizer(tokenizer, checkpointer.metadata(steps[-1])["tokenizer"])
+    step, state, _ = restore(checkpointer, abstract)
+    return step, state
+
+
+def check_tokenizer(identity: str, saved: str) -> None:
+    """ValueError where a checkpoint was trained with another vocabulary."""
+    if identity != saved:
+        raise ValueError(
+            f"the tokenizer's vocabulary ({identity}) is not the checkpoint's ({saved}): set "
+            "data.tokenizer to the one it was trained with"
+        )

@@ -141,23 +141,25 @@ def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
 
 
 def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState) -> Callable:
-    """The jitted (state, batch, rates) -> (state, metrics); the old state is consumed.
+    """The jitted (state, batch, controls) -> (state, metrics); the old state is consumed.
 
-    rates: learning_rate and weight_decay of this step. metrics: loss (token mean), grad_norm,
-    tokens.
+    controls: learning_rate and weight_decay of this step, and stop, one flag a device. metrics:
+    loss (token mean), grad_norm, tokens, and stop: how many flags are set.
     """
     gradients_of = make_gradients(config, mesh, abstract.model)
 
-    def train_step(state: TrainState, batch: Batch, rates: dict[str, jax.Array]):
+    def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         gradients, sums = gradients_of(state.model, batch, jax.random.key_data(key))
         gradients, norm = clip(gradients, config.optim.clip_norm)
+        rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
         updates, opt_state = optimizer.update(gradients, state.optimizer, state.model, **rates)
         model = jax.tree.map(jnp.add, state.model, updates)
         metrics = {
             "loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1),
             "grad_norm": norm,
             "tokens": sums["tokens"],
+            "stop": jnp.sum(controls["stop"]),
         }
         return TrainState(state.step + 1, model, opt_state, state.key), metrics
 

@@ -9,7 +9,7 @@ from maxmeg.config.schema import Config, DataConfig, DType, ModelConfig, Paralle
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import make_mesh
-from maxmeg.parallel.placement import local_rows, num_microbatches, place_batch
+from maxmeg.parallel.placement import local_rows, num_microbatches, place_batch, place_flag
 from maxmeg.state import abstract_state, create_state
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
@@ -63,3 +63,9 @@ def tiny_state(config: Config, mesh):
     optimizer = make_optimizer(config.optim)
     abstract = abstract_state(config, optimizer, mesh)
     return optimizer, abstract, create_state(config, optimizer, abstract, mesh)
+
+
+def controls(mesh) -> dict:
+    """Learning rate and weight decay of a step, and no wish to stop."""
+    rates = {"learning_rate": np.float32(1e-3), "weight_decay": np.float32(0.1)}
+    return {**rates, "stop": place_flag(False, mesh)}

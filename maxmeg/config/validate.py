@@ -33,6 +33,18 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     return sizes
 
 
+def resolve(config: Config, tokenizer_vocab_size: int) -> None:
+    """Fill in what the corpus decides: the vocabulary and the longest sequence."""
+    model = config.model
+    model.vocab_size = model.vocab_size or tokenizer_vocab_size
+    model.max_position = model.max_position or config.data.sequence_length
+    if tokenizer_vocab_size > model.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
+            f"{tokenizer_vocab_size}: raise it, or set it to 0 to take the tokenizer's"
+        )
+
+
 def divisors(number: int, at_most: int = 0) -> str:
     """"1, 2, 3, 6" for 6, up to `at_most` if it is given."""
     highest = min(number, at_most or number)

@@ -1,15 +1,23 @@
 """Continuing a prompt with a key/value cache: one prefill, then one token a step."""
 
-import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from maxmeg.config.schema import Config
+from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling, sample
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
+from maxmeg.parallel.rules import reductions
+from maxmeg.parallel.spmd import spmd
+from maxmeg.step import compute_model
 
 
 def forward_cached(
@@ -22,7 +30,6 @@ def forward_cached(
     return model.logits(h_BLD[:, -1:])[:, 0], cache
 
 
-@functools.partial(jax.jit, static_argnames=("num_tokens", "sampling"))
 def generate(
     model: LM, prompt_BL: Int[Array, "B L"], key: jax.Array, num_tokens: int, sampling: Sampling
 ) -> Int[Array, "B N"]:
@@ -39,6 +46,38 @@ def generate(
 
     _, ids_NB = lax.scan(body, (logits_BV, cache), jnp.arange(num_tokens))
     return ids_NB.T
+
+
+def make_generate(
+    config: Config, mesh: Mesh, model: LM, num_tokens: int, sampling: Sampling
+) -> Callable:
+    """The jitted (model, prompt_BL, raw key) -> ids_BN for a model laid out over `mesh`.
+
+    Weights are cast to the compute dtype. Every device sees all prompts.
+    """
+    places = reductions(model, mesh, config.parallel.zero1)
+    specs = jax.tree.map(lambda array: array.sharding.spec, model)
+    dtype = jnp.dtype(config.model.dtype.value)
+
+    def local(model, prompt_BL, raw_key):
+        key = jax.random.wrap_key_data(raw_key)
+        return generate(compute_model(model, places, dtype), prompt_BL, key, num_tokens, sampling)
+
+    return jax.jit(spmd(local, mesh, (specs, P(), P()), P()))
+
+
+def continue_text(
+    trained: Trained, prompt: str, num_tokens: int, sampling: Sampling, seed: int
+) -> str:
+    """The prompt's continuation, up to the first end of a document."""
+    tokenizer, config = trained.tokenizer, trained.config
+    ids = tokenizer.encode(prompt)
+    check_length(len(ids), num_tokens, config.model.max_position)
+    run = make_generate(config, trained.mesh, trained.model, num_tokens, sampling)
+    key = jax.random.key_data(jax.random.key(seed))
+    made = np.asarray(run(trained.model, jnp.asarray(ids, jnp.int32)[None], key))[0]
+    ends = np.flatnonzero(made == tokenizer.eod)
+    return tokenizer.decode(made[: ends[0]] if len(ends) else made)
 
 
 def check_length(prompt_length: int, num_tokens: int, max_position: int) -> None:

@@ -99,8 +99,8 @@ def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradi
     V = w_VD.shape[0]
     raw_TV = jnp.einsum("TD,VD->TV", h_TD, w_VD, preferred_element_type=jnp.float32)
     ids_V = collectives.axis_index(VOCAB_AXES) * V + jnp.arange(V)
-    logits_TV = softcapped(raw_TV, spec.softcap)
-    logits_TV = jnp.where(ids_V < spec.vocab_size, logits_TV, MASKED)
+    capped_TV = softcapped(raw_TV, spec.softcap)
+    logits_TV = jnp.where(ids_V < spec.vocab_size, capped_TV, MASKED)
     largest_T = collectives.max_over(jnp.max(logits_TV, axis=-1), VOCAB_AXES)
     exp_TV = jnp.exp(logits_TV - largest_T[:, None])
     hit_TV = ids_V[None] == targets_T[:, None]
@@ -114,7 +114,7 @@ def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradi
     slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
     d_TV = exp_TV * (weights_T * slope_T)[:, None] - jnp.where(hit_TV, weights_T[:, None], 0.0)
     if spec.softcap:
-        d_TV *= 1 - jnp.square(logits_TV / spec.softcap) * (ids_V < spec.vocab_size)
+        d_TV *= 1 - jnp.square(capped_TV / spec.softcap)
     d_TV = d_TV.astype(h_TD.dtype)
     dh_TD = jnp.einsum("TV,VD->TD", d_TV, w_VD, preferred_element_type=jnp.float32)
     dw_VD = jnp.einsum("TV,TD->VD", d_TV, h_TD, preferred_element_type=jnp.float32)

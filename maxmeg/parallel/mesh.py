@@ -24,9 +24,12 @@ def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) ->
     return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def single_device_mesh() -> Mesh:
-    """The mesh of one device, the first of this process."""
-    return make_mesh(dict.fromkeys(AXES, 1), jax.local_devices()[:1])
+def local_mesh(tensor: int = 1) -> Mesh:
+    """A mesh of this process's first `tensor` devices, all along tensor."""
+    devices = jax.local_devices()
+    if not 1 <= tensor <= len(devices):
+        raise ValueError(f"tensor={tensor} must lie in 1..{len(devices)}, the devices here")
+    return make_mesh(dict.fromkeys(AXES, 1) | {"tensor": tensor}, devices[:tensor])
 
 
 def batch_shards(mesh: Mesh) -> int:

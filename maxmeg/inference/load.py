@@ -1,0 +1,48 @@
+"""From a run's folder to its model."""
+
+import dataclasses
+import os
+
+from jax.sharding import Mesh
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config import files
+from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
+from maxmeg.models.lm import LM
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.mesh import local_mesh
+from maxmeg.state import CHECKPOINTS, abstract_state, check_tokenizer, restore
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A restored model (float32 masters on `mesh`) and what it was trained with."""
+
+    model: LM
+    config: Config
+    tokenizer: Tokenizer
+    step: int
+    mesh: Mesh
+
+
+def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) -> Trained:
+    """The model of a run at `step` (default: its newest intact checkpoint) on any mesh.
+
+    Nothing but the model's arrays is read. Default mesh: one device. ValueError where the folder
+    holds no checkpoint.
+    """
+    mesh = mesh or local_mesh()
+    folder = os.path.join(run_dir, CHECKPOINTS)
+    checkpointer = Checkpointer(folder)
+    if not checkpointer.steps():
+        raise ValueError(f"{folder} holds no checkpoint: give the run_dir of a training run")
+    saved = checkpointer.metadata(checkpointer.latest_step() if step is None else step)
+    config = files.from_dict(saved["config"])
+    sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
+    config.parallel = ParallelConfig(**sizes, zero1=False)
+    abstract = abstract_state(config, make_optimizer(config.optim), mesh)
+    step, tree, _ = restore(checkpointer, {"model": abstract.model}, step)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    check_tokenizer(tokenizer.identity, saved["tokenizer"])
+    return Trained(tree["model"], config, tokenizer, step, mesh)

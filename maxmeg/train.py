@@ -1,0 +1,195 @@
+"""Train a language model: python -m maxmeg.train --config=configs/gpt.py [--config.FIELD=VALUE]"""
+
+import logging
+import os
+
+import jax
+import numpy as np
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config import files
+from maxmeg.config.flags import run_command
+from maxmeg.config.schema import Config
+from maxmeg.config.validate import axis_sizes, resolve, validate
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.loader import eval_batches, train_loader
+from maxmeg.evals.perplexity import mean_loss
+from maxmeg.inference.decode import continue_text
+from maxmeg.inference.load import Trained
+from maxmeg.inference.sampling import Sampling
+from maxmeg.optim.build import make_optimizer
+from maxmeg.optim.schedules import Schedules
+from maxmeg.parallel import multihost
+from maxmeg.parallel.mesh import batch_shards, make_mesh
+from maxmeg.parallel.placement import local_rows, num_microbatches, place_batch, place_flag
+from maxmeg.runtime.curve import write_curve
+from maxmeg.runtime.observe import Pending, make_throughput, training_hooks
+from maxmeg.runtime.signals import Interrupt
+from maxmeg.runtime.summary import print_mesh, print_parameters
+from maxmeg.state import (
+    CHECKPOINTS,
+    abstract_state,
+    create_state,
+    parameter_rows,
+    resume,
+    to_tree,
+)
+from maxmeg.step import make_eval_step, make_train_step
+
+SAMPLE_TOKENS = 200
+
+
+class Run:
+    """Everything a run needs before its first step, checked and opened."""
+
+    def __init__(self, config: Config):
+        validate(config, jax.device_count())
+        os.makedirs(config.run_dir, exist_ok=True)
+        self.tokenizer, prefixes = open_corpus(config.data, config.run_dir)
+        resolve(config, self.tokenizer.vocab_size)
+        self.config = config
+        self.mesh = make_mesh(axis_sizes(config.parallel, jax.device_count()))
+        unit = batch_shards(self.mesh) * max(config.train.micro_batch_size, 1)
+        self.schedules = Schedules(config, unit)
+        self.data, self.validation = (
+            build_dataset(
+                config.data, prefixes, self.tokenizer, split, config.seed, config.model.vocab_size
+            )
+            for split in (0, 1)
+        )
+        self.optimizer = make_optimizer(config.optim)
+        self.abstract = abstract_state(config, self.optimizer, self.mesh)
+        self.train_step = make_train_step(config, self.mesh, self.optimizer, self.abstract)
+        self.eval_step = make_eval_step(config, self.mesh, self.abstract.model)
+        self.checkpointer = Checkpointer(
+            os.path.join(config.run_dir, CHECKPOINTS),
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            asynchronous=config.checkpoint.asynchronous,
+        )
+
+    def rows(self, batch_size: int) -> np.ndarray:
+        """Rows of a global batch that this process reads."""
+        return local_rows(self.mesh, batch_size, self.microbatches(batch_size))
+
+    def microbatches(self, batch_size: int) -> int:
+        return num_microbatches(self.mesh, batch_size, self.config.train.micro_batch_size)
+
+    def batches(self, start_step: int):
+        """A loader of (step, this process's rows) from `start_step` on."""
+
+        def extent(step: int) -> tuple[int, int]:
+            return self.schedules.consumed_samples(step), self.schedules.batch_size(step)
+
+        return train_loader(self.data, self.config, start_step, extent, self.rows)
+
+    def place(self, step: int, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        size = self.schedules.batch_size(step)
+        return place_batch(batch, self.rows(size), self.mesh, size, self.microbatches(size))
+
+    def controls(self, step: int, stop: bool) -> dict[str, jax.Array]:
+        return {
+            "learning_rate": np.float32(self.schedules.learning_rate(step)),
+            "weight_decay": np.float32(self.schedules.weight_decay(step)),
+            "stop": place_flag(stop, self.mesh),
+        }
+
+    def validate(self, model) -> dict[str, float]:
+        """The mean loss over train.eval_steps batches of the validation split."""
+        size = self.config.train.global_batch_size
+        rows = local_rows(self.mesh, size, 1)
+        batches = eval_batches(
+            self.validation, self.config.train.eval_steps, size, lambda _: rows
+        )
+        loss, _ = mean_loss(self.eval_step, model, batches, self.mesh, size)
+        return {"validation_loss": loss}
+
+    def save(self, state) -> None:
+        step = int(state.step)
+        metadata = {
+            "config": files.to_dict(self.config),
+            "tokenizer": self.tokenizer.identity,
+            "consumed_samples": self.schedules.consumed_samples(step),
+        }
+        self.checkpointer.save(step, to_tree(state), metadata)
+
+
+def train(run: Run, state, start_step: int):
+    """Steps until the end, or until the processes agree to stop; the last state, saved."""
+    config, primary = run.config, multihost.is_primary()
+    device_kind = jax.devices()[0].device_kind
+    throughput = make_throughput(config, run.schedules, jax.device_count(), device_kind)
+    hooks = training_hooks(config, run.schedules, throughput, start_step, primary)
+    pending = Pending(hooks, run.schedules)
+
+    def due(every: int, step: int) -> bool:
+        return every > 0 and (step + 1) % every == 0
+
+    with Interrupt() as interrupt, hooks, run.batches(start_step) as batches:
+        for step, batch in batches:
+            hooks.before(step)
+            controls = run.controls(step, interrupt.requested)
+            state, metrics = run.train_step(state, run.place(step, batch), controls)
+            pending.hand_on()  # the metrics of the step before
+            pending.put(step, metrics)
+            alone = jax.process_count() == 1 and interrupt.requested
+            last = step + 1 == config.train.num_steps or pending.stop_agreed or alone
+            if run.validation and (due(config.train.eval_every, step) or last):
+                jax.block_until_ready(state.step)
+                with throughput.paused():
+                    pending.add(run.validate(state.model))
+            if due(config.checkpoint.save_every, step) or last:
+                pending.hand_on()  # a loss that is not finite raises here, before the save
+                run.save(state)
+            if last:
+                break
+    return state
+
+
+def finish(run: Run, state) -> None:
+    """Wait for the save; then say where things are, draw the losses, write a sample."""
+    saved = run.checkpointer.wait()
+    config, step = run.config, int(state.step)
+    done = step == config.train.num_steps
+    sample = ""
+    if done and config.log.sample_prompt:
+        trained = Trained(state.model, config, run.tokenizer, step, run.mesh)
+        room = config.model.max_position - len(run.tokenizer.encode(config.log.sample_prompt))
+        count = min(SAMPLE_TOKENS, room)
+        sampling = Sampling(temperature=0.8, top_p=0.95)
+        sample = continue_text(trained, config.log.sample_prompt, count, sampling, config.seed)
+    if not multihost.is_primary():
+        return
+    if sample:
+        print(f"\n--- sample\n{config.log.sample_prompt}{sample}\n---")
+    metrics, curve = (os.path.join(config.run_dir, name) for name in ("metrics.jsonl", "loss.png"))
+    write_curve(metrics, curve, title=os.path.basename(os.path.normpath(config.run_dir)))
+    print(f"loss curve: {curve}")
+    if saved:
+        print(f"checkpoint: {run.checkpointer.folder}, step {step}")
+    if not done:
+        print(f"stopped after step {step}; the same command goes on from there")
+
+
+def main(config: Config) -> None:
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    multihost.initialize()
+    run = Run(config)
+    found = resume(config, run.checkpointer, run.abstract, run.tokenizer.identity)
+    if multihost.is_primary():
+        files.save(config, os.path.join(config.run_dir, "config.yaml"))
+        print_mesh(dict(run.mesh.shape), jax.devices()[0].device_kind)
+        print_parameters(parameter_rows(run.abstract.model))
+    if found is None:
+        start, state = 0, create_state(config, run.optimizer, run.abstract, run.mesh)
+    else:
+        start, state = found
+        print(f"resumed at step {start}")
+    if start < config.train.num_steps:
+        state = train(run, state, start)
+    finish(run, state)
+    multihost.shutdown()
+
+
+if __name__ == "__main__":
+    run_command(main)

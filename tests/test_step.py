@@ -1,0 +1,217 @@
+"""The train step: every layout gives the single device's losses and gradients; one reduction."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import BATCH, controls, mesh_of, tiny, tiny_batch, tiny_state
+
+from maxmeg.config.schema import LossReduction, Norm, Position, Recompute
+from maxmeg.state import to_arrays
+from maxmeg.step import make_eval_step, make_gradients, make_train_step
+
+TOLERANCE = 2e-6  # relative, float32: the order of sums differs
+FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias before a softmax)
+
+MODELS = {
+    "llama": {},
+    "everything": {
+        "dropout_hidden": 0.2,
+        "dropout_attention": 0.1,
+        "dropout_embedding": 0.1,
+        "tied": True,
+        "num_kv_heads": 4,
+        "bias_qkv": True,
+        "bias_attention_out": True,
+        "bias_mlp": True,
+        "qk_norm": True,
+        "norm": Norm.layernorm,
+        "position": Position.learned,
+        "max_position": 16,
+        "parallel_block": True,
+        "logit_softcap": 5.0,
+        "recompute": Recompute.full,
+    },
+}
+LAYOUTS = [
+    ("llama", {"data": 8, "fsdp": 1, "zero1": False}, {}),
+    ("llama", {"data": 8, "fsdp": 1}, {"micro_batch_size": 1}),
+    ("llama", {"fsdp": 8}, {"micro_batch_size": 1}),
+    ("llama", {"fsdp": 1, "tensor": 8}, {}),
+    ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
+    ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
+    ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
+    ("everything", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+]
+
+
+def gradients(model: str, parallel: dict, train: dict):
+    """(token-mean loss, gradients by name) of one batch on a layout."""
+    config = tiny(MODELS[model], {"z_loss": 1e-3, **train}, **parallel)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    batch = tiny_batch(config, mesh)
+    found, sums = jax.jit(make_gradients(config, mesh, abstract.model))(
+        state.model, batch, state.key
+    )
+    arrays = {name: np.asarray(array) for name, array in to_arrays(found).items()}
+    return float(sums["loss_sum"] / sums["tokens"]), arrays
+
+
+@functools.cache
+def single_device(model: str):
+    return gradients(model, {"fsdp": 1}, {})
+
+
+def same_rows(array: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both cut to the rows they share: the padding of the vocabulary depends on tensor."""
+    rows = min(len(array), len(reference))
+    assert not array[rows:].any() and not reference[rows:].any()
+    return array[:rows], reference[:rows]
+
+
+@pytest.mark.parametrize(("model", "parallel", "train"), LAYOUTS)
+def test_layout_equals_single_device(model, parallel, train):
+    loss, found = gradients(model, parallel, train)
+    reference_loss, reference = single_device(model)
+    assert loss == pytest.approx(reference_loss, rel=TOLERANCE)
+    assert found.keys() == reference.keys()
+    for name in found:
+        a, b = same_rows(found[name], reference[name])
+        assert np.abs(a - b).max() <= TOLERANCE * np.abs(b).max() + FLOOR, name
+
+
+def test_accumulation_equals_one_batch():
+    _, found = gradients("everything", {"fsdp": 1}, {"micro_batch_size": 4})
+    for name, reference in single_device("everything")[1].items():
+        limit = TOLERANCE * np.abs(reference).max() + FLOOR
+        assert np.abs(found[name] - reference).max() <= limit, name
+
+
+def test_initial_state_is_bitwise_the_same_on_every_layout():
+    states = []
+    for parallel in ({"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        config = tiny(MODELS["everything"], **parallel)
+        arrays = to_arrays(tiny_state(config, mesh_of(config))[2])
+        states.append({name: np.asarray(array) for name, array in arrays.items()})
+    for name in states[0]:
+        a, b = states[0][name], states[1][name]
+        if a.ndim:
+            a, b = same_rows(a, b)
+        np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_megatron_reduction_is_the_mean_of_microbatch_means():
+    train = {"micro_batch_size": 2, "loss_reduction": LossReduction.megatron}
+    config = tiny({}, train, data=2, fsdp=1)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    batch = tiny_batch(config, mesh)
+    found, _ = jax.jit(make_gradients(config, mesh, abstract.model))(state.model, batch, state.key)
+
+    def mean_of_means(model):
+        means = []
+        for m in range(batch["tokens"].shape[0]):
+            for rank in range(2):
+                part = {k: jnp.asarray(np.asarray(v)[m, rank * 2 : rank * 2 + 2]) for k, v in
+                        batch.items()}
+                logits = model(part["tokens"])
+                each = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(
+                    logits, part["targets"][..., None], axis=-1
+                ).squeeze(-1)
+                means.append((each * part["loss_mask"]).sum() / part["loss_mask"].sum())
+        return sum(means) / len(means)
+
+    host_model = jax.tree.map(lambda a: jnp.asarray(np.asarray(a)), state.model)
+    expected = to_arrays(jax.jit(jax.grad(mean_of_means))(host_model))
+    for name, array in to_arrays(found).items():
+        scale = np.abs(expected[name]).max()
+        assert np.abs(np.asarray(array) - expected[name]).max() <= 1e-5 * scale, name
+
+
+def compiled(parallel: dict, micro_batch_size: int) -> str:
+    config = tiny({}, {"micro_batch_size": micro_batch_size}, **parallel)
+    mesh = mesh_of(config)
+    optimizer, abstract, _ = tiny_state(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    return step.lower(abstract, tiny_batch(config, mesh), controls(mesh)).compile().as_text()
+
+
+def collectives(hlo: str, kind: str, in_loops: bool) -> int:
+    """Collectives of a kind that reduce arrays, within or outside the bodies of loops."""
+    hlo = re.sub(r"/\*.*?\*/", "", hlo)
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", hlo))
+    count = 0
+    for block in re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", hlo):
+        name = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", block)
+        if name and (name[1] in bodies) == in_loops:
+            shapes = re.findall(rf"= ([^=\n]*?) {kind}(?:-start)?\(", block)
+            count += sum("[" in shape and not re.fullmatch(r"\w+\[\]\S*", shape) for shape in shapes)
+    return count
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(zero1):
+    kind = "reduce-scatter" if zero1 else "all-reduce"
+    layout = {"data": 4, "fsdp": 1, "zero1": zero1}
+    one, four = compiled(layout, 0), compiled(layout, 1)
+    assert "while(" in four
+    count = collectives(one, kind, in_loops=False)
+    assert collectives(four, kind, in_loops=False) == count > 0
+    assert zero1 or count == 1
+    for kind in ("all-reduce", "reduce-scatter", "all-gather"):
+        assert collectives(four, kind, in_loops=True) == 0
+
+
+def test_step_compiles_once_and_learns():
+    config = tiny({}, {"micro_batch_size": 2}, data=2, fsdp=2, tensor=2)
+    mesh = mesh_of(config)
+    optimizer, abstract, state = tiny_state(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    evaluate = make_eval_step(config, mesh, abstract.model)
+    batch = tiny_batch(config, mesh)
+    losses = []
+    for _ in range(5):
+        state, metrics = step(state, batch, controls(mesh))
+        losses.append(float(metrics["loss"]))
+    assert step._cache_size() == 1
+    assert losses == sorted(losses, reverse=True) and int(state.step) == 5
+    whole = {k: v.reshape(1, BATCH, *v.shape[2:]) for k, v in batch.items()}
+    sums = evaluate(state.model, whole)
+    assert float(sums["loss_sum"] / sums["tokens"]) < losses[-1]
+
+
+def test_zero1_shards_masters_and_moments_over_data():
+    config = tiny({}, {}, data=8, fsdp=1)
+    _, abstract, _ = tiny_state(config, mesh_of(config))
+    whole = local = 0
+    for array in jax.tree.leaves(abstract):
+        whole += array.size * array.dtype.itemsize
+        local += np.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    assert local < 1.02 * whole / 8
+
+
+@pytest.mark.parametrize("parallel", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_little_is_replicated(parallel):
+    config = tiny({"hidden_size": 128, **{"bias_qkv": True, "bias_mlp": True}}, {}, **parallel)
+    _, abstract, _ = tiny_state(config, mesh_of(config))
+    sizes = {True: 0, False: 0}
+    for array in jax.tree.leaves(abstract.model):
+        sizes[array.sharding.is_fully_replicated] += array.size
+    assert sizes[True] < 0.02 * sizes[False]
+
+
+def test_clipping_is_exact_under_sharding():
+    norms = []
+    for parallel in ({"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):
+        config = tiny({}, {}, **parallel)
+        config.optim.clip_norm = 0.01
+        mesh = mesh_of(config)
+        optimizer, abstract, state = tiny_state(config, mesh)
+        step = make_train_step(config, mesh, optimizer, abstract)
+        _, metrics = step(state, tiny_batch(config, mesh), controls(mesh))
+        norms.append(float(metrics["grad_norm"]))
+    assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
