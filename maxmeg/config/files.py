@@ -21,7 +21,7 @@ def to_dict(config: typing.Any) -> dict[str, typing.Any]:
 
     Raises ValueError for an attribute that is no field (a misspelt assignment in a config file).
     """
-    return _to_dict(config, "")
+    return _section_to_dict(config, "")
 
 
 def from_dict(values: dict[str, typing.Any]) -> Config:
@@ -67,10 +67,11 @@ def fields(section: type) -> dict[str, typing.Any]:
 
 def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
     """Dotted path -> type of every field below a section."""
-    found = {}
+    found: dict[str, typing.Any] = {}
     for name, kind in fields(section).items():
         path = f"{prefix}{name}"
-        found.update(leaves(kind, path + ".") if dataclasses.is_dataclass(kind) else {path: kind})
+        is_section = isinstance(kind, type) and dataclasses.is_dataclass(kind)
+        found.update(leaves(kind, path + ".") if is_section else {path: kind})
     return found
 
 
@@ -162,14 +163,18 @@ def _section(section, values, prefix):
     return result
 
 
-def _to_dict(value, prefix):
+def _section_to_dict(section, prefix):
+    kinds = fields(type(section))
+    for name in vars(section):
+        if name not in kinds:
+            known = [prefix + field for field in kinds] + list(leaves(Config))
+            raise ValueError(unknown_field(f"{prefix}{name}", known))
+    return {name: _plain(getattr(section, name), f"{prefix}{name}.") for name in kinds}
+
+
+def _plain(value, prefix):
     if dataclasses.is_dataclass(value):
-        kinds = fields(type(value))
-        for name in vars(value):
-            if name not in kinds:
-                known = [prefix + field for field in kinds] + list(leaves(Config))
-                raise ValueError(unknown_field(f"{prefix}{name}", known))
-        return {name: _to_dict(getattr(value, name), f"{prefix}{name}.") for name in kinds}
+        return _section_to_dict(value, prefix)
     if isinstance(value, enum.Enum):
         return value.name
     return list(value) if isinstance(value, tuple) else value

@@ -201,8 +201,11 @@ def _metadata(section, prefix=""):
 
 def _define_options(options, values):
     define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-    for field in dataclasses.fields(options) if options is not None else ():
-        kind = files.fields(options)[field.name]
+    if options is None:
+        return
+    kinds = files.fields(options)
+    for field in dataclasses.fields(options):
+        kind = kinds[field.name]
         doc = field.metadata.get("doc", "")
         add = define.get(kind, flags.DEFINE_string)  # lists and enums as checked text
         default = None if add is flags.DEFINE_string else _default(field)

@@ -29,7 +29,7 @@ class Progress:
         self._clock = clock
         self._first: tuple[int, float] | None = None
         self._seconds, self._sums = 0.0, dict.fromkeys(_RATES, 0.0)
-        self._bar, self._task = None, None
+        self._bar, self._task = None, None  # on a terminal, from the first step's dispatch on
 
     def hook(self) -> Hook:
         """Put it after the hooks that add metrics."""
@@ -44,11 +44,11 @@ class Progress:
             self._sums[name] += metrics.get(name, 0.0) * seconds
         last = step == self._num_steps - 1
         due = self._every > 0 and step % self._every == 0
-        left = self._time_left(step, now)
+        left = self._time_left(step, now, *self._first)
         if due or last or step == self._start_step or "validation_loss" in metrics:
             self._print(self._line(step, metrics, left))
             self._seconds, self._sums = 0.0, dict.fromkeys(_RATES, 0.0)
-        if self._bar is not None:
+        if self._bar is not None and self._task is not None:
             text = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "training"
             self._bar.update(self._task, completed=step + 1, text=text, left=left)
 
@@ -84,8 +84,7 @@ class Progress:
         else:
             print(line, file=self._file, flush=True)
 
-    def _time_left(self, step, now):
-        first, begin = self._first
+    def _time_left(self, step, now, first, begin):
         if step == first or step >= self._num_steps - 1:
             return ""
         seconds = (now - begin) / (step - first) * (self._num_steps - 1 - step)

@@ -73,7 +73,7 @@ class WandbWriter:
                 f"log.wandb_project={project!r} needs the wandb package:"
                 " pip install 'maxmeg[wandb]', or leave it empty"
             )
-        import wandb
+        import wandb  # pyright: ignore[reportMissingImports]
 
         run_dir = pathlib.Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
