@@ -87,12 +87,17 @@ class Checkpointer:
             self._processes.together("begin", lambda: self._begin(temporary), SaveError)
         except Exception as error:
             return self._failed(step, error)
-        try:
-            digests = integrity.start_digests(leaves)
-            futures = storage.start_write(temporary / ARRAYS, leaves)
-        except Exception as error:  # _commit tells the other processes
-            problem = error
         shapes = {path: (x.shape, str(x.dtype)) for path, x in leaves.items()}
+        try:
+            leaves = storage.snapshot(leaves)
+            futures = storage.start_write(temporary / ARRAYS, leaves)
+        except Exception as error:  # the others hear of it in _finish
+            problem = error
+        try:  # in any case: this runs on all processes or hangs
+            digests = integrity.start_digests(leaves)
+        except Exception as error:
+            problem = problem or error
+        del leaves
 
         def commit() -> bool:
             try:
@@ -119,8 +124,14 @@ class Checkpointer:
         return self.last_error is None
 
     def close(self) -> None:
-        """Waits for the save in the background."""
+        """Waits for the save in the background; a program that ends without it loses that save."""
         self.wait()
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""

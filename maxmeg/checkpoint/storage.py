@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxmeg.checkpoint.integrity import unflatten
 
@@ -48,6 +49,20 @@ def _outside_event_loops(function: Callable[[], Any]) -> Any:
     """Runs in a thread of its own: a notebook's thread already has an event loop."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
+
+
+@jax.jit
+def _copy(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return jax.tree.map(jnp.copy, leaves)
+
+
+def snapshot(leaves: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """The arrays, to be written and digested while the originals may be donated.
+
+    On a CPU, copies: there the host reads the device's own buffer, and a step that donates it
+    would wait for the disk.
+    """
+    return _copy(dict(leaves)) if jax.default_backend() == "cpu" else leaves
 
 
 def start_write(folder: Path, leaves: Mapping[str, jax.Array]) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -312,19 +313,31 @@ def test_a_failure_in_the_background(tmp_path, caplog, monkeypatch):
     assert checkpointer.steps() == [3]
 
 
-def run_python(code, *arguments, **options):
-    code = "import sys, jax, jax.numpy as jnp\n" + textwrap.dedent(code)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
+@pytest.fixture
+def run_python():
+    """Starts a Python process; ends with the test."""
+    children = []
+
+    def run(code, *arguments, **environment):
+        code = "import sys, jax, jax.numpy as jnp\n" + textwrap.dedent(code)
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        children.append(child)
+        return child
+
+    yield run
+    for child in children:
+        child.kill()
+        child.wait()
+        child.stdout.close()
 
 
-def test_full_disk_and_kill(tmp_path):
+def test_full_disk_and_kill(tmp_path, run_python):
     """A disk that takes no more, then SIGKILL in the middle of the next save."""
     child = run_python(
         """
@@ -335,19 +348,22 @@ def test_full_disk_and_kill(tmp_path):
         assert checkpointer.save(1, big, {"step": 1}) and checkpointer.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
         assert checkpointer.save(2, big, {}) and not checkpointer.wait()
-        print(checkpointer.last_error)
         resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
         manager.integrity.write_manifest = lambda *_: (print("now", flush=True), time.sleep(600))
         checkpointer.save(3, big, {})
+        checkpointer.close()
         """,
         tmp_path,
     )
+    output = []
     for line in child.stdout:
+        output.append(line)
         if line == "now\n":
             break
-        assert "Traceback" not in line, line + child.stdout.read()
     child.send_signal(signal.SIGKILL)
-    child.communicate()
+    child.wait()
+    output = "".join(output)
+    assert "STEP 2 WAS NOT SAVED" in output and "File too large" in output, output
     assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000003.tmp"]
     checkpointer = Checkpointer(tmp_path)
     wanted = {"w": jax.ShapeDtypeStruct((1 << 20,), jnp.float32)}
@@ -374,6 +390,76 @@ def test_rejects_what_cannot_be_saved(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_import_is_light():
+MULTI_PROCESS = """
+    import json, os
+    index, port, folder = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, index)
+    import numpy as np
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+    from maxmeg.checkpoint import manager
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+
+    def put(value, *spec):
+        sharding = NamedSharding(mesh, P(*spec))
+        return jax.make_array_from_callback(value.shape, sharding, lambda i: value[i])
+
+    tree = {"w": put(np.arange(32.0, dtype="f4").reshape(8, 4), "x"), "n": put(np.int32(5))}
+    struct = jax.ShapeDtypeStruct
+    wanted = jax.tree.map(lambda x: struct(x.shape, x.dtype, sharding=x.sharding), tree)
+    saver = manager.Checkpointer(folder)
+    for step in (1, 2):
+        assert saver.save(step, tree, {"step": step}) and saver.wait()
+    checksum_files = manager.integrity.checksum_files
+    if index == 1:  # fails on one process only, in the background
+        def broken(*_):
+            raise OSError(28, "No space left on device")
+        manager.integrity.checksum_files = broken
+    assert saver.save(3, tree, {}) and not saver.wait()
+    assert "process 1: OSError: [Errno 28]" in str(saver.last_error), saver.last_error
+    manager.integrity.checksum_files = checksum_files
+    assert saver.steps() == [1, 2]
+    if index == 0:
+        path = saver.folder / "step_00000002" / "arrays" / "w" / "c" / "3" / "0"
+        data = bytearray(path.read_bytes())
+        data[3] ^= 4
+        path.write_bytes(data)
+    manager.Checkpointer(folder)._together("damaged", lambda: None)
+    step, restored, metadata = saver.restore_latest(wanted)
+    assert step == 1 and metadata == {"step": 1}
+    for name in tree:
+        for a, b in zip(tree[name].addressable_shards, restored[name].addressable_shards):
+            assert np.array_equal(a.data, b.data)
+    assert saver.save(4, restored, {}) and saver.wait()
+    print("done", index)
+"""
+
+
+def test_two_processes(tmp_path, run_python):
+    """Both write; a failure of one is known to both; a third reads what they wrote."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = [
+        run_python(MULTI_PROCESS, index, port, tmp_path, XLA_FLAGS="") for index in range(2)
+    ]
+    for index, child in enumerate(children):
+        output, _ = child.communicate(timeout=120)
+        assert f"done {index}" in output, output
+        assert "STEP 2 IS DAMAGED" in output and "tensor w " in output
+    wanted = {
+        "w": jax.ShapeDtypeStruct(
+            (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(1, 2), P(None, "y"))
+        ),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+    step, tree, _ = Checkpointer(tmp_path).restore_latest(wanted)
+    assert step == 4 and tree["n"] == 5
+    assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000004"]  # 2 was damaged
+    np.testing.assert_array_equal(tree["w"], np.arange(32).reshape(8, 4))
+
+
+def test_import_is_light(run_python):
     child = run_python("import maxmeg.checkpoint.manager; print('orbax' in sys.modules)")
     assert child.communicate()[0].endswith("False\n")
