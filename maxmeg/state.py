@@ -15,7 +15,6 @@ from maxmeg.models.lm import LM
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.runtime.summary import ParameterRow
 
-
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
 VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimension 0
 

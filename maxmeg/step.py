@@ -163,9 +163,7 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
         }
         return TrainState(state.step + 1, model, opt_state, state.key), metrics
 
-    return jax.jit(
-        train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None)
-    )
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))
 
 
 def make_eval_step(config: Config, mesh: Mesh, model: LM) -> Callable:

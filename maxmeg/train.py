@@ -98,9 +98,7 @@ class Run:
         """The mean loss over train.eval_steps batches of the validation split."""
         size = self.config.train.global_batch_size
         rows = local_rows(self.mesh, size, 1)
-        batches = eval_batches(
-            self.validation, self.config.train.eval_steps, size, lambda _: rows
-        )
+        batches = eval_batches(self.validation, self.config.train.eval_steps, size, lambda _: rows)
         loss, _ = mean_loss(self.eval_step, model, batches, self.mesh, size)
         return {"validation_loss": loss}
 

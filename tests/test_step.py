@@ -116,8 +116,10 @@ def test_megatron_reduction_is_the_mean_of_microbatch_means():
         means = []
         for m in range(batch["tokens"].shape[0]):
             for rank in range(2):
-                part = {k: jnp.asarray(np.asarray(v)[m, rank * 2 : rank * 2 + 2]) for k, v in
-                        batch.items()}
+                part = {
+                    k: jnp.asarray(np.asarray(v)[m, rank * 2 : rank * 2 + 2])
+                    for k, v in batch.items()
+                }
                 logits = model(part["tokens"])
                 each = jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(
                     logits, part["targets"][..., None], axis=-1
@@ -149,7 +151,9 @@ def collectives(hlo: str, kind: str, in_loops: bool) -> int:
         name = re.match(r"(?:ENTRY )?%?([\w.\-]+) \(", block)
         if name and (name[1] in bodies) == in_loops:
             shapes = re.findall(rf"= ([^=\n]*?) {kind}(?:-start)?\(", block)
-            count += sum("[" in shape and not re.fullmatch(r"\w+\[\]\S*", shape) for shape in shapes)
+            count += sum(
+                "[" in shape and not re.fullmatch(r"\w+\[\]\S*", shape) for shape in shapes
+            )
     return count
 
 

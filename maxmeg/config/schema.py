@@ -7,13 +7,14 @@ fields live in `validate.py`; nothing derived is stored.
 
 import dataclasses
 import enum
+import typing
 
 
-def setting(default, doc: str, flag: str = ""):
+def setting(default: typing.Any, doc: str, flag: str = "") -> typing.Any:
     """A dataclass field with its meaning and, where there is one, Megatron-LM's flag."""
     metadata = {"doc": doc, "flag": flag}
     if dataclasses.is_dataclass(default):  # a section
-        return dataclasses.field(default_factory=default, metadata=metadata)
+        return dataclasses.field(default_factory=typing.cast(type, default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -113,9 +114,7 @@ class ModelConfig:
     )
     norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
     norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon")
-    norm_one_plus: bool = setting(
-        False, "norm weights are stored as w - 1", "--apply-layernorm-1p"
-    )
+    norm_one_plus: bool = setting(False, "norm weights are stored as w - 1", "--apply-layernorm-1p")
     position: Position = setting(
         Position.rotary, "how positions enter", "--position-embedding-type"
     )
@@ -134,12 +133,16 @@ class ModelConfig:
     qk_norm: bool = setting(False, "normalize queries and keys per head", "--qk-layernorm")
     bias_qkv: bool = setting(False, "biases on query, key, value", "--add-qkv-bias")
     bias_attention_out: bool = setting(
-        False, "bias on the attention output", "--disable-bias-linear"
+        False, "bias on the attention output (the flag is its negation)", "--disable-bias-linear"
     )
-    bias_mlp: bool = setting(False, "biases on the MLP's projections", "--disable-bias-linear")
+    bias_mlp: bool = setting(
+        False, "biases on the MLP's projections (the flag is its negation)", "--disable-bias-linear"
+    )
     parallel_block: bool = setting(False, "attention and MLP read the same norm and are summed")
     tied: bool = setting(
-        False, "output weights are the embedding's", "--untie-embeddings-and-output-weights"
+        False,
+        "output weights are the embedding's (the flag is its negation)",
+        "--untie-embeddings-and-output-weights",
     )
     dropout_hidden: float = setting(
         0.0, "dropout before each residual sum, in [0, 1)", "--hidden-dropout"
@@ -202,9 +205,7 @@ class DataConfig:
         "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | tiktoken:FILE",
         "--tokenizer-type",
     )
-    cache_dir: str = setting(
-        "", "prepared corpora; empty: RUN_DIR/data", "--data-cache-path"
-    )
+    cache_dir: str = setting("", "prepared corpora; empty: RUN_DIR/data", "--data-cache-path")
     num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers")
     prefetch: int = setting(2, "batches made ahead, per worker, >= 1")
     reset_position_ids: bool = setting(
@@ -223,7 +224,7 @@ class ParallelConfig:
     """Sizes of the mesh axes, slowest first; fsdp=0 takes all devices that are left."""
 
     pipe: int = setting(1, "pipeline stages", "--pipeline-model-parallel-size")
-    data: int = setting(1, "replicas (gradients summed once a step)", "--data-parallel-size")
+    data: int = setting(1, "replicas (gradients summed once a step)")
     fsdp: int = setting(
         0, "parameters sharded, gathered at use; 0: all other devices", "--use-megatron-fsdp"
     )
@@ -244,9 +245,7 @@ class OptimConfig:
     optimizer: Optimizer = setting(Optimizer.adamw, "update rule", "--optimizer")
     lr: float = setting(3e-4, "peak learning rate, > 0", "--lr")
     min_lr: float = setting(0.0, "floor of the learning rate, in [0, lr]", "--min-lr")
-    warmup_init_lr: float = setting(
-        0.0, "where warm-up begins, in [0, lr]", "--lr-warmup-init"
-    )
+    warmup_init_lr: float = setting(0.0, "where warm-up begins, in [0, lr]", "--lr-warmup-init")
     decay: LrDecay = setting(LrDecay.cosine, "shape after warm-up", "--lr-decay-style")
     warmup_steps: int = setting(0, "steps of linear warm-up", "--lr-warmup-iters")
     warmup_samples: int = setting(
@@ -264,7 +263,9 @@ class OptimConfig:
     wsd_decay_steps: int = setting(
         0, "length of the last part of wsd, steps", "--lr-wsd-decay-iters"
     )
-    weight_decay: float = setting(0.01, "decoupled weight decay at start", "--weight-decay")
+    weight_decay: float = setting(
+        0.01, "decoupled weight decay (--start-weight-decay with a ramp)", "--weight-decay"
+    )
     weight_decay_end: float = setting(
         -1.0, "weight decay at train.num_steps; negative: as at start", "--end-weight-decay"
     )
@@ -309,13 +310,17 @@ class CheckpointConfig:
     """What is saved, and what is resumed."""
 
     load: str = setting(
-        "auto", "auto: resume what the run folder holds | none | FOLDER of another run", "--load"
+        "auto",
+        "auto: resume what the run folder holds | none: refuse to | FOLDER: another run's if it holds none",
+        "--load",
     )
     save_every: int = setting(
         100, "steps; the last step is always saved; 0: only the last", "--save-interval"
     )
-    keep_last: int = setting(2, "newest checkpoints kept, >= 1", "--save-retain-interval")
-    keep_every: int = setting(0, "also keep steps divisible by this; 0: none")
+    keep_last: int = setting(2, "newest checkpoints kept, >= 1")
+    keep_every: int = setting(
+        0, "also keep steps divisible by this; 0: none", "--save-retain-interval"
+    )
     asynchronous: bool = setting(True, "write while training goes on", "--async-save")
 
 
@@ -337,9 +342,7 @@ class LogConfig:
 class Config:
     """One training run."""
 
-    run_dir: str = setting(
-        "runs/gpt", "holds config, checkpoints, metrics, data cache", "--save"
-    )
+    run_dir: str = setting("runs/gpt", "holds config, checkpoints, metrics, data cache", "--save")
     seed: int = setting(1234, "of weights, dropout and data order", "--seed")
     model: ModelConfig = setting(ModelConfig, "the network")
     data: DataConfig = setting(DataConfig, "the corpus")

@@ -46,7 +46,7 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
 
 
 def divisors(number: int, at_most: int = 0) -> str:
-    """"1, 2, 3, 6" for 6, up to `at_most` if it is given."""
+    """ "1, 2, 3, 6" for 6, up to `at_most` if it is given."""
     highest = min(number, at_most or number)
     return ", ".join(str(d) for d in range(1, highest + 1) if number % d == 0)
 

@@ -22,9 +22,7 @@ class Sampling:
             )
 
 
-def sample(
-    logits_BV: Float[Array, "B V"], key: jax.Array, sampling: Sampling
-) -> Int[Array, " B"]:
+def sample(logits_BV: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:
     """One token id a row; top-k first, then top-p of what is left (Holtzman et al., 2020)."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

@@ -29,9 +29,7 @@ def pattern(config: ModelConfig) -> Pattern:
     if config.scaled_output_init:
         out_std /= (2 * config.num_layers) ** 0.5
     norm = norm_spec(config)
-    rotary = RotarySpec(
-        config.rotary_base, config.rotary_fraction, config.rotary_interleaved
-    )
+    rotary = RotarySpec(config.rotary_base, config.rotary_fraction, config.rotary_interleaved)
     attention = AttentionSpec(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,

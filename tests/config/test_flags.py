@@ -33,7 +33,7 @@ class Options:
     prompt: str = setting("", "text to continue")
     top_k: int = setting(0, "candidates")
     greedy: bool = setting(False, "take the most likely")
-    norm: Norm = setting(Norm.rmsnorm, "an enum")  # noqa: RUF009
+    norm: Norm = setting(Norm.rmsnorm, "an enum")
     keys: tuple[str, ...] = setting(("text",), "a list")
 
 
