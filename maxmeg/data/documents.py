@@ -157,10 +157,7 @@ def _unzstd(file: BinaryIO) -> Iterator[bytes]:
 
 def _lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
     pending: list[bytes] = []
-    first = True
     for block in blocks:
-        if first:
-            block, first = block.removeprefix(b"\xef\xbb\xbf"), False
         parts = block.split(b"\n")
         if len(parts) > 1:
             yield b"".join([*pending, parts[0]])

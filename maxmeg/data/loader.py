@@ -1,5 +1,6 @@
 """Batches ahead of time, through Grain: what step n reads depends on (config, seed, n) alone."""
 
+import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -63,6 +64,7 @@ class Loader:
             )
         self._span = iter(span)
         self._batches = None
+        self._has_workers = num_workers > 0
         if not len(span):
             return
         source = grain.MapDataset.source(_StepSource(dataset, steps, rows, span))
@@ -98,6 +100,8 @@ class Loader:
         if self._batches is not None:
             self._end()
             self._batches = None
+            if self._has_workers:  # Grain leaves one that was never read from to the collector
+                gc.collect()
 
 
 def _start_worker(index: int, count: int) -> None:
