@@ -144,8 +144,11 @@ LOWEST = {
     "model.vocab_divisible_by": 1,
     "model.num_layers": 1,
     "model.hidden_size": 1,
+    "model.head_dim": 0,
     "model.ffn_size": 0,
     "model.max_position": 0,
+    "model.norm_eps": 0,
+    "model.rotary_base": 1,
     "model.init_std": 0,
     "model.logit_softcap": 0,
     "data.sequence_length": 1,
@@ -187,7 +190,7 @@ def limits(config: Config):
     for path in (*LOWEST, *BELOW_ONE):
         section, name = path.split(".")
         value, lowest = getattr(getattr(config, section), name), LOWEST.get(path, 0)
-        if value < lowest:
+        if not value >= lowest:  # nan too
             yield f"{path}={value} must be at least {lowest}"
         if path in BELOW_ONE and value >= 1:
             yield f"{path}={value} must be below 1"
