@@ -59,7 +59,6 @@ def step() -> dict:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, (batch_size, length + 1), dtype=np.int32)
     shape = (batch_size, length)
-    rows = local_rows(mesh, batch_size, 1)
     batch = place_batch(
         {
             "tokens": tokens[:, :-1],
@@ -67,10 +66,9 @@ def step() -> dict:
             "positions": np.broadcast_to(np.arange(length, dtype=np.int32), shape),
             "loss_mask": np.ones(shape, np.float32),
         },
-        rows,
+        local_rows(mesh),
         mesh,
         batch_size,
-        1,
     )
     cpu_seconds, wall_seconds = [], []
     for i in range(6):

@@ -1,5 +1,6 @@
 """Train a language model: python -m maxmeg.train --config=configs/gpt.py [--config.FIELD=VALUE]"""
 
+import contextlib
 import logging
 import os
 
@@ -20,8 +21,8 @@ from maxmeg.inference.sampling import Sampling
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel import multihost
-from maxmeg.parallel.mesh import batch_shards, make_mesh
-from maxmeg.parallel.placement import local_rows, num_microbatches, place_batch, place_flag
+from maxmeg.parallel.mesh import make_mesh
+from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.runtime.curve import write_curve
 from maxmeg.runtime.observe import Pending, make_throughput, training_hooks
 from maxmeg.runtime.signals import Interrupt
@@ -49,7 +50,8 @@ class Run:
         resolve(config, self.tokenizer.vocab_size)
         self.config = config
         self.mesh = make_mesh(axis_sizes(config.parallel, jax.device_count()))
-        unit = batch_shards(self.mesh) * max(config.train.micro_batch_size, 1)
+        self.rows = local_rows(self.mesh, config.train.micro_batch_size)
+        unit = self.rows.shards * max(config.train.micro_batch_size, 1)
         self.schedules = Schedules(config, unit)
         self.data, self.validation = (
             build_dataset(
@@ -68,24 +70,12 @@ class Run:
             asynchronous=config.checkpoint.asynchronous,
         )
 
-    def rows(self, batch_size: int) -> np.ndarray:
-        """Rows of a global batch that this process reads."""
-        return local_rows(self.mesh, batch_size, self.microbatches(batch_size))
-
-    def microbatches(self, batch_size: int) -> int:
-        return num_microbatches(self.mesh, batch_size, self.config.train.micro_batch_size)
-
     def batches(self, start_step: int):
         """A loader of (step, this process's rows) from `start_step` on."""
-
-        def extent(step: int) -> tuple[int, int]:
-            return self.schedules.consumed_samples(step), self.schedules.batch_size(step)
-
-        return train_loader(self.data, self.config, start_step, extent, self.rows)
+        return train_loader(self.data, self.config, start_step, self.schedules.extent, self.rows)
 
     def place(self, step: int, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        size = self.schedules.batch_size(step)
-        return place_batch(batch, self.rows(size), self.mesh, size, self.microbatches(size))
+        return place_batch(batch, self.rows, self.mesh, self.schedules.batch_size(step))
 
     def controls(self, step: int, stop: bool) -> dict[str, jax.Array]:
         return {
@@ -97,8 +87,8 @@ class Run:
     def validate(self, model) -> dict[str, float]:
         """The mean loss over train.eval_steps batches of the validation split."""
         size = self.config.train.global_batch_size
-        rows = local_rows(self.mesh, size, 1)
-        batches = eval_batches(self.validation, self.config.train.eval_steps, size, lambda _: rows)
+        rows = local_rows(self.mesh)
+        batches = eval_batches(self.validation, self.config.train.eval_steps, size, rows)
         loss, _ = mean_loss(self.eval_step, model, batches, self.mesh, size)
         return {"validation_loss": loss}
 
@@ -119,11 +109,13 @@ def train(run: Run, state, start_step: int):
     throughput = make_throughput(config, run.schedules, jax.device_count(), device_kind)
     hooks = training_hooks(config, run.schedules, throughput, start_step, primary)
     pending = Pending(hooks, run.schedules)
+    evaluate, save = config.train.eval_every, config.checkpoint.save_every
 
     def due(every: int, step: int) -> bool:
         return every > 0 and (step + 1) % every == 0
 
-    with Interrupt() as interrupt, hooks, run.batches(start_step) as batches:
+    saves = contextlib.closing(run.checkpointer)
+    with saves, Interrupt() as interrupt, hooks, run.batches(start_step) as batches:
         for step, batch in batches:
             hooks.before(step)
             controls = run.controls(step, interrupt.requested)
@@ -132,11 +124,11 @@ def train(run: Run, state, start_step: int):
             pending.put(step, metrics)
             alone = jax.process_count() == 1 and interrupt.requested
             last = step + 1 == config.train.num_steps or pending.stop_agreed or alone
-            if run.validation and (due(config.train.eval_every, step) or last):
+            if run.validation and (due(evaluate, step) or (evaluate and last)):
                 jax.block_until_ready(state.step)
                 with throughput.paused():
                     pending.add(run.validate(state.model))
-            if due(config.checkpoint.save_every, step) or last:
+            if due(save, step) or last:
                 pending.hand_on()  # a loss that is not finite raises here, before the save
                 run.save(state)
             if last:

@@ -9,7 +9,7 @@ from maxmeg.config.schema import Config, DataConfig, DType, ModelConfig, Paralle
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import make_mesh
-from maxmeg.parallel.placement import local_rows, num_microbatches, place_batch, place_flag
+from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.state import abstract_state, create_state
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
@@ -52,10 +52,9 @@ def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> dict
         "loss_mask": (rng.random(shape) < 0.8).astype(np.float32),
         **extra,
     }
-    microbatches = num_microbatches(mesh, shape[0], config.train.micro_batch_size)
-    rows = local_rows(mesh, shape[0], microbatches)
-    local = {name: array[rows] for name, array in batch.items()}
-    return place_batch(local, rows, mesh, shape[0], microbatches)
+    rows = local_rows(mesh, config.train.micro_batch_size)
+    local = {name: array[rows(shape[0])] for name, array in batch.items()}
+    return place_batch(local, rows, mesh, shape[0])
 
 
 def tiny_state(config: Config, mesh):

@@ -311,7 +311,7 @@ class CheckpointConfig:
 
     load: str = setting(
         "auto",
-        "auto: resume what the run folder holds | none: refuse to | FOLDER: another run's if it holds none",
+        "auto: resume what the run folder holds | none: never | FOLDER: auto, else that run's",
         "--load",
     )
     save_every: int = setting(

@@ -19,7 +19,7 @@ def mean_loss(
 
     Each batch holds this process's rows.
     """
-    rows = local_rows(mesh, batch_size, 1)
-    sums = [eval_step(model, place_batch(batch, rows, mesh, batch_size, 1)) for batch in batches]
+    rows = local_rows(mesh)
+    sums = [eval_step(model, place_batch(batch, rows, mesh, batch_size)) for batch in batches]
     tokens = sum(float(part["tokens"]) for part in sums)
     return sum(float(part["loss_sum"]) for part in sums) / max(tokens, 1.0), tokens

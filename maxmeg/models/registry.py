@@ -1,4 +1,4 @@
-"""Named architectures as data: fields of ModelConfig, and the sequence length they were made for."""
+"""Named architectures as data: fields of ModelConfig and the sequence length each is made for."""
 
 import dataclasses
 

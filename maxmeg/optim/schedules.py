@@ -52,6 +52,11 @@ class Schedules:
         first, consumed, size = self._segment(step)
         return consumed + (step - first) * size
 
+    def extent(self, step: int) -> tuple[int, int]:
+        """(number of the first sample of step `step`, its batch size)."""
+        first, consumed, size = self._segment(step)
+        return consumed + (step - first) * size, size
+
     def step_at(self, samples: int) -> int:
         """First step before which at least `samples` samples were consumed."""
         last = bisect.bisect_left([consumed for _, consumed, _ in self._segments], samples) - 1

@@ -1,5 +1,7 @@
 """From rows of a batch on each host to arrays sharded over the mesh."""
 
+import dataclasses
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -13,28 +15,44 @@ def batch_spec(num_dims: int) -> P:
     return P(None, BATCH_AXES, *(None,) * (num_dims - 2))
 
 
-def num_microbatches(mesh: Mesh, batch_size: int, micro_batch_size: int) -> int:
-    """Microbatches of a step: batch_size / (micro_batch_size x batch shards); 1 if it is 0."""
-    return batch_size // (micro_batch_size * batch_shards(mesh)) if micro_batch_size else 1
-
-
-def local_rows(mesh: Mesh, batch_size: int, microbatches: int) -> np.ndarray:
-    """Rows of the global batch that this process must supply, ascending.
+@dataclasses.dataclass(frozen=True)
+class LocalRows:
+    """Called with a batch size: the rows of the global batch that this process reads, ascending.
 
     Row m * (batch_size / microbatches) + j is sample j of microbatch m, as in Megatron-LM:
-    microbatch-major, rank-minor.
+    microbatch-major, rank-minor. `owned` are this process's of the `shards` parts of a microbatch.
     """
-    width = batch_size // microbatches
-    sharding = NamedSharding(mesh, batch_spec(2))
-    indices = sharding.addressable_devices_indices_map((microbatches, width)).values()
-    columns = np.unique(np.concatenate([np.arange(width)[index[1]] for index in indices]))
-    return (np.arange(microbatches)[:, None] * width + columns[None]).reshape(-1)
+
+    shards: int
+    owned: tuple[int, ...]
+    micro_batch_size: int
+
+    def microbatches(self, batch_size: int) -> int:
+        """Microbatches of a step; 1 where no micro_batch_size is set."""
+        unit = self.micro_batch_size * self.shards
+        return batch_size // unit if unit else 1
+
+    def __call__(self, batch_size: int) -> np.ndarray:
+        microbatches = self.microbatches(batch_size)
+        each = batch_size // microbatches // self.shards
+        parts = np.arange(batch_size).reshape(microbatches, self.shards, each)
+        return parts[:, list(self.owned)].reshape(-1)
+
+
+def local_rows(mesh: Mesh, micro_batch_size: int = 0) -> LocalRows:
+    """The rows that this process reads on a mesh."""
+    shards = batch_shards(mesh)
+    sharding = NamedSharding(mesh, P(BATCH_AXES))
+    indices = sharding.addressable_devices_indices_map((shards,)).values()
+    owned = {int(part) for (index,) in indices for part in np.arange(shards)[index]}
+    return LocalRows(shards, tuple(sorted(owned)), micro_batch_size)
 
 
 def place_batch(
-    batch: dict[str, np.ndarray], rows: np.ndarray, mesh: Mesh, batch_size: int, microbatches: int
+    batch: dict[str, np.ndarray], rows: LocalRows, mesh: Mesh, batch_size: int
 ) -> dict[str, jax.Array]:
-    """Arrays [microbatch, sample, ...] over the mesh from this process's `rows`."""
+    """Arrays [microbatch, sample, ...] over the mesh from this process's rows of the batch."""
+    microbatches, numbers = rows.microbatches(batch_size), rows(batch_size)
     width = batch_size // microbatches
 
     def place(local: np.ndarray) -> jax.Array:
@@ -43,7 +61,7 @@ def place_batch(
         def piece(index):
             columns = np.arange(width)[index[1]]
             wanted = np.arange(microbatches)[:, None] * width + columns[None]
-            found = np.searchsorted(rows, wanted)
+            found = np.searchsorted(numbers, wanted)
             return local[found]
 
         sharding = NamedSharding(mesh, batch_spec(len(shape)))
