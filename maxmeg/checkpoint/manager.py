@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
@@ -302,30 +303,31 @@ class Checkpointer:
         processes.together("publish", publish, SaveError)
 
     def _prune(self, saved: int) -> None:
-        """Deletes what is neither new, nor kept for good, nor saved just now."""
+        """Deletes what is older than the step just saved, neither new nor kept for good."""
         if not self._processes.primary:
             return
-        steps = self.steps()
-        intact = [step for step in steps if step not in self._corrupt]
-        kept = {saved, *intact[-self._keep_last :]}
-        for step in steps:
-            forever = self._keep_every and step % self._keep_every == 0
-            if step in kept or forever or step > saved:
-                continue
-            folder = self._folder_of(step)
-            try:
-                shutil.rmtree(folder.rename(folder.with_suffix(".deleted.tmp")))
-            except OSError as error:
-                _log.warning("could not delete the old checkpoint %s: %s", folder, error)
+        try:
+            past = [step for step in self.steps() if step <= saved]
+            intact = [step for step in past if step not in self._corrupt]
+            kept = set(intact[-self._keep_last :])
+            for step in past:
+                if step not in kept and not (self._keep_every and step % self._keep_every == 0):
+                    folder = self._folder_of(step)
+                    shutil.rmtree(folder.rename(folder.with_suffix(".deleted.tmp")))
+        except OSError as error:
+            _log.error("OLD CHECKPOINTS IN %s ARE NOT DELETED: %s", self.folder, error)
 
     def _failed(self, step: int, error: Exception, temporary: Path | None = None) -> bool:
         self.last_error = error
-        kept = [saved for saved in self.steps() if saved not in self._corrupt]
+        try:
+            kept = [saved for saved in self.steps() if saved not in self._corrupt]
+        except OSError:
+            kept = []
         _log.error(
             "CHECKPOINT OF STEP %d WAS NOT SAVED, training goes on; the last good one is %s: %s."
             " Check space and permissions of %s",
             step,
-            f"step {kept[-1]}" if kept else "absent",
+            f"step {kept[-1]}" if kept else "unknown",
             describe(error),
             self.folder,
         )
@@ -351,7 +353,7 @@ def _saveable(tree: Tree, num_processes: int) -> dict[str, jax.Array]:
     for path, x in leaves.items():
         if not isinstance(x, jax.Array):
             remedy = "put it into the metadata or make it a jax.Array"
-        elif jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             remedy = "save jax.random.key_data(key)"
         elif x.size == 0:
             remedy = f"its shape is {x.shape}: leave it out"

@@ -82,7 +82,7 @@ class Processes:
         together = "; ".join(errors[:4]) + (f"; and {len(errors) - 4} more" * (len(errors) > 4))
         client.key_value_set(f"{here}/all", json.dumps([together, payload]))
         if number:  # whoever answered this round has read the last
-            client.key_value_delete(f"{self._name}/{tag}/{number - 1}/")
+            client.key_value_delete(f"{self._name}/{tag}/{number - 1}")
         return together, [payload for _, payload in answers]
 
 

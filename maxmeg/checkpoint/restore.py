@@ -59,9 +59,15 @@ def _resizes(stored: tuple[int, ...], wanted: tuple[int, ...], axis: int | None)
     return all(a == b for i, (a, b) in enumerate(zip(stored, wanted, strict=True)) if i != axis)
 
 
+def _target(leaf: jax.ShapeDtypeStruct) -> Any:
+    if leaf.sharding is None and jax.process_count() > 1:
+        raise ValueError(f"{leaf} has no sharding: with several processes, give each leaf one")
+    return leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+
+
 def _sharding(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int | None) -> Any:
     """How a tensor is read: as wanted, but whole along an axis that does not divide."""
-    sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    sharding = _target(leaf)
     if axis is None or shape == leaf.shape or not isinstance(sharding, NamedSharding):
         return sharding
     try:
@@ -84,7 +90,7 @@ def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> j
         zero = jnp.zeros((), x.dtype)
         return jax.lax.pad(whole, zero, padding), jnp.all(dropped == 0)
 
-    target = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+    target = _target(leaf)
     everywhere = (
         NamedSharding(target.mesh, PartitionSpec()) if isinstance(target, NamedSharding) else target
     )

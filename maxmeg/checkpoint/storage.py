@@ -51,18 +51,15 @@ def _outside_event_loops(function: Callable[[], Any]) -> Any:
         return pool.submit(function).result()
 
 
-@jax.jit
-def _copy(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return jax.tree.map(jnp.copy, leaves)
-
-
 def snapshot(leaves: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
     """The arrays, to be written and digested while the originals may be donated.
 
     On a CPU, copies: there the host reads the device's own buffer, and a step that donates it
     would wait for the disk.
     """
-    return _copy(dict(leaves)) if jax.default_backend() == "cpu" else leaves
+    if jax.default_backend() != "cpu":
+        return leaves
+    return {path: jnp.copy(x) for path, x in leaves.items()}
 
 
 def start_write(folder: Path, leaves: Mapping[str, jax.Array]) -> Sequence[Any]:

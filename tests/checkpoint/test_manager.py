@@ -124,6 +124,18 @@ def test_buffers_may_be_donated_after_save(tmp_path):
     assert_same_bits(checkpointer.restore(1, wanted)[0], expected)
 
 
+def test_large_replicated_and_single_device_arrays(tmp_path):
+    """Replicas write slices; one device's array is cut into chunks; devices are mixed."""
+    values = np.random.default_rng(0).standard_normal((2048, 1024), np.float32)
+    mesh = make_mesh(4, 2)
+    tree = {"all": put(values, mesh), "one": jnp.asarray(values), "half": put(values, mesh, "y")}
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(1, tree, {}) and checkpointer.wait()
+    sharding = NamedSharding(make_mesh(2, 4), P("y", "x"))
+    struct = jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)
+    assert_same_bits(checkpointer.restore(1, dict.fromkeys(tree, struct))[0], tree)
+
+
 def test_keeps_last_and_every(tmp_path):
     tree = {"w": jnp.arange(4.0)}
     checkpointer = Checkpointer(tmp_path, keep_last=2, keep_every=4, asynchronous=False)
@@ -131,6 +143,9 @@ def test_keeps_last_and_every(tmp_path):
         assert checkpointer.save(step, tree, {})
     assert checkpointer.steps() == [4, 6, 7] and checkpointer.latest_step() == 7
     assert sorted(os.listdir(tmp_path)) == ["step_00000004", "step_00000006", "step_00000007"]
+    assert checkpointer.save(5, tree, {})  # after going back: what came later stays
+    assert checkpointer.steps() == [4, 5, 6, 7]
+    assert checkpointer.save(6, tree, {}) and checkpointer.save(7, tree, {})
     with pytest.raises(ValueError, match=r"no checkpoint of step 5 .* \[4, 6, 7\]"):
         checkpointer.restore(5, tree)
 
