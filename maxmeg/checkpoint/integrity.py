@@ -8,7 +8,6 @@ import concurrent.futures
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import zlib
 from collections.abc import Iterable, Mapping
@@ -243,9 +242,3 @@ def read_manifest(folder: Path) -> Manifest:
     }
     files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
     return Manifest(body["step"], body["metadata"], tensors, files)
-
-
-def num_bytes(manifest: Manifest, paths: Iterable[str]) -> int:
-    """Bytes of some tensors."""
-    tensors = [manifest.tensors[path] for path in paths]
-    return sum(math.prod(t.shape) * jnp.dtype(t.dtype).itemsize for t in tensors)
