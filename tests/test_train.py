@@ -230,6 +230,19 @@ def test_corpus_of_another_tokenizer(corpus, tmp_path):
         main(config)
 
 
+def test_growing_batches_compile_once_a_size(corpus, tmp_path):
+    config = small(corpus, tmp_path, data=2, fsdp=4)
+    config.train.global_batch_size, config.train.batch_rampup = 24, (8, 8, 32)
+    config.data.num_workers = 1
+    run = Run(config)
+    state = create_state(config, run.optimizer, run.abstract, run.mesh)
+    train(run, state, 0)
+    sizes = [run.schedules.batch_size(step) for step in range(STEPS)]
+    assert sizes[0] == 8 and sizes[-1] == 24 and run.train_step._cache_size() == len(set(sizes))
+    rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["consumed_samples"] == sum(sizes)
+
+
 def test_loads_another_run(corpus, tmp_path, capsys):
     config = small(corpus, tmp_path / "first")
     main(config)
