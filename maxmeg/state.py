@@ -157,8 +157,8 @@ def resume(config: Config, checkpointer: Checkpointer, abstract: TrainState, tok
     if not steps:
         return None
     check_tokenizer(tokenizer, checkpointer.metadata(steps[-1])["tokenizer"])
-    step, state, _ = restore(checkpointer, abstract)
-    return step, state
+    found = restore(checkpointer, abstract)
+    return found and found[:2]
 
 
 def check_tokenizer(identity: str, saved: str) -> None:

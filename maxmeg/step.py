@@ -91,7 +91,7 @@ def reduce_gradients(gradients: LM, places) -> LM:
     return jax.tree.unflatten(tree, leaves)
 
 
-def local_gradients(model: LM, batch: Batch, key: jax.Array, train: TrainConfig):
+def local_gradients(model: LM, batch: Batch, key: jax.Array | None, train: TrainConfig):
     """(float32 gradients summed over the microbatches, metrics); nothing reduced."""
 
     def one(microbatch: Batch):

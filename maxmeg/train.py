@@ -53,12 +53,8 @@ class Run:
         self.rows = local_rows(self.mesh, config.train.micro_batch_size)
         unit = self.rows.shards * max(config.train.micro_batch_size, 1)
         self.schedules = Schedules(config, unit)
-        self.data, self.validation = (
-            build_dataset(
-                config.data, prefixes, self.tokenizer, split, config.seed, config.model.vocab_size
-            )
-            for split in (0, 1)
-        )
+        self.data = self.dataset(prefixes, 0)
+        self.validation = self.dataset(prefixes, 1)
         self.optimizer = make_optimizer(config.optim)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         self.train_step = make_train_step(config, self.mesh, self.optimizer, self.abstract)
@@ -70,14 +66,21 @@ class Run:
             asynchronous=config.checkpoint.asynchronous,
         )
 
+    def dataset(self, prefixes: list[str], split: int):
+        """Split 0 (training) or 1 (validation); None where the latter is empty."""
+        config = self.config
+        vocab_size = config.model.vocab_size
+        return build_dataset(config.data, prefixes, self.tokenizer, split, config.seed, vocab_size)
+
     def batches(self, start_step: int):
         """A loader of (step, this process's rows) from `start_step` on."""
+        assert self.data is not None  # an empty training split is an error
         return train_loader(self.data, self.config, start_step, self.schedules.extent, self.rows)
 
     def place(self, step: int, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return place_batch(batch, self.rows, self.mesh, self.schedules.batch_size(step))
 
-    def controls(self, step: int, stop: bool) -> dict[str, jax.Array]:
+    def controls(self, step: int, stop: bool) -> dict[str, jax.Array | np.floating]:
         return {
             "learning_rate": np.float32(self.schedules.learning_rate(step)),
             "weight_decay": np.float32(self.schedules.weight_decay(step)),
@@ -86,6 +89,7 @@ class Run:
 
     def validate(self, model) -> dict[str, float]:
         """The mean loss over train.eval_steps batches of the validation split."""
+        assert self.validation is not None
         size = self.config.train.global_batch_size
         rows = local_rows(self.mesh)
         batches = eval_batches(self.validation, self.config.train.eval_steps, size, rows)

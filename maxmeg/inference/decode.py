@@ -22,12 +22,12 @@ from maxmeg.step import compute_model
 
 def forward_cached(
     model: LM, ids_BL: Int[Array, "B L"], offset: Int[Array, ""], cache: list
-) -> tuple[jax.Array, list]:
+) -> tuple[jax.Array, list | None]:
     """Logits after the last of `ids_BL`, which follow `offset` tokens in the cache; new cache."""
     positions_BL = jnp.broadcast_to(offset + jnp.arange(ids_BL.shape[1]), ids_BL.shape)
     ctx = Context(positions_BL, cache_offset=offset, sequence_sharded=False)
-    h_BLD, cache, _ = model.hidden(ids_BL, ctx, cache)
-    return model.logits(h_BLD[:, -1:])[:, 0], cache
+    h_BLD, filled, _ = model.hidden(ids_BL, ctx, cache)
+    return model.logits(h_BLD[:, -1:])[:, 0], filled
 
 
 def generate(
@@ -35,8 +35,8 @@ def generate(
 ) -> Int[Array, "B N"]:
     """`num_tokens` ids after each prompt; all prompts have one length."""
     B, L = prompt_BL.shape
-    cache = model.stack.init_cache(B, L + num_tokens)
-    logits_BV, cache = forward_cached(model, prompt_BL, jnp.int32(0), cache)
+    empty = model.stack.init_cache(B, L + num_tokens)
+    first_BV, filled = forward_cached(model, prompt_BL, jnp.int32(0), empty)
 
     def body(carry, i):
         logits_BV, cache = carry
@@ -44,7 +44,7 @@ def generate(
         logits_BV, cache = forward_cached(model, ids_B[:, None], L + i, cache)
         return (logits_BV, cache), ids_B
 
-    _, ids_NB = lax.scan(body, (logits_BV, cache), jnp.arange(num_tokens))
+    _, ids_NB = lax.scan(body, (first_BV, filled), jnp.arange(num_tokens))
     return ids_NB.T
 
 

@@ -35,14 +35,16 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
     mesh = mesh or local_mesh()
     folder = os.path.join(run_dir, CHECKPOINTS)
     checkpointer = Checkpointer(folder)
-    if not checkpointer.steps():
+    steps = checkpointer.steps()
+    if not steps:
         raise ValueError(f"{folder} holds no checkpoint: give the run_dir of a training run")
-    saved = checkpointer.metadata(checkpointer.latest_step() if step is None else step)
+    saved = checkpointer.metadata(steps[-1] if step is None else step)
     config = files.from_dict(saved["config"])
     sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
     config.parallel = ParallelConfig(**sizes, zero1=False)
     abstract = abstract_state(config, make_optimizer(config.optim), mesh)
-    step, tree, _ = restore(checkpointer, {"model": abstract.model}, step)
+    found = restore(checkpointer, {"model": abstract.model}, step)
+    assert found is not None  # there are checkpoints
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_tokenizer(tokenizer.identity, saved["tokenizer"])
-    return Trained(tree["model"], config, tokenizer, step, mesh)
+    return Trained(found[1]["model"], config, tokenizer, found[0], mesh)

@@ -80,7 +80,7 @@ class Attention(nnx.Module):
         q_BLHK = self.query(h_BLD).reshape(heads)
         k_BLGK = self.key(h_BLD).reshape(heads)
         v_BLGK = self.value(h_BLD).reshape(heads)
-        if self.query_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if self.spec.rotary is not None:
             turn = dataclasses.astuple(self.spec.rotary)
@@ -88,6 +88,7 @@ class Attention(nnx.Module):
             k_BLGK = rotate(k_BLGK, ctx.positions_BL, *turn)
         offset = 0
         if cache is not None:
+            assert ctx.cache_offset is not None
             offset = ctx.cache_offset
             cache = Cache(
                 lax.dynamic_update_slice_in_dim(cache.k_BMGK, k_BLGK, offset, axis=1),
@@ -101,7 +102,7 @@ class Attention(nnx.Module):
         spec, drop = self.spec, None
         if spec.dropout and ctx.dropout_key is not None:
             first = axis_index((SEQUENCE_AXIS,)) * q_BLHK.shape[2]
-            drop = AttentionDropout(spec.dropout, ctx.key(DROPOUT_PLACE), ctx.rows_B, first)
+            drop = AttentionDropout(spec.dropout, ctx.key(DROPOUT_PLACE), ctx.rows(), first)
 
         def attend(q, k, v):
             return attention(

@@ -25,4 +25,10 @@ class Context:
 
     def key(self, place: int) -> jax.Array:
         """Dropout key of the `place`-th use of dropout in this layer."""
+        assert self.dropout_key is not None
         return jax.random.fold_in(jax.random.fold_in(self.dropout_key, self.layer), place)
+
+    def rows(self) -> jax.Array:
+        """rows_B where dropout needs them."""
+        assert self.rows_B is not None
+        return self.rows_B

@@ -44,13 +44,13 @@ class Residual(nnx.Module):
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
     ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
         h_BLD = collectives.gather_sequence(self.norm(x_BLD), ctx.sequence_sharded)
-        total_BLD, new_cache, aux = None, {}, {}
+        parts_BLD, new_cache, aux = [], {}, {}
         for name, mixer in self.mixers.items():
             part = None if cache is None else cache[name]
-            out_BLD, new_cache[name], values = mixer(h_BLD, ctx, part)
-            total_BLD = out_BLD if total_BLD is None else total_BLD + out_BLD
+            part_BLD, new_cache[name], values = mixer(h_BLD, ctx, part)
+            parts_BLD.append(part_BLD)
             aux |= values
-        y_BLD = collectives.scatter_sequence(total_BLD, ctx.sequence_sharded)
+        y_BLD = collectives.scatter_sequence(sum(parts_BLD[1:], parts_BLD[0]), ctx.sequence_sharded)
         if self.spec.dropout and ctx.dropout_key is not None:
             key = ctx.key(1 + self.place)
             y_BLD = drop_residual(y_BLD, self.spec.dropout, key, ctx)
@@ -68,4 +68,4 @@ def drop_residual(x_BLD: jax.Array, rate: float, key: jax.Array, ctx: Context) -
     """Dropout of a sequence shard, keyed by (row of the global batch, place in the sequence)."""
     length = x_BLD.shape[1]
     first = collectives.axis_index((collectives.SEQUENCE_AXIS,)) * length
-    return dropout(x_BLD, rate, key, ctx.rows_B[:, None], first + jnp.arange(length)[None, :])
+    return dropout(x_BLD, rate, key, ctx.rows()[:, None], first + jnp.arange(length)[None, :])

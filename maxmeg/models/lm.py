@@ -1,5 +1,7 @@
 """The causal language model, and how a ModelConfig describes one."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -122,11 +124,12 @@ class LM(nnx.Module):
         """Sum of batch["weights"] * (cross entropy + z-loss), and every token's cross entropy."""
         h_BLD = self.hidden(batch["tokens"], ctx)[0]
         spec = CrossEntropySpec(self.vocab_size, z_loss, self.softcap, chunk)
-        loss, losses_T = linear_cross_entropy(
+        both: typing.Any = linear_cross_entropy(
             h_BLD.reshape(-1, h_BLD.shape[-1]),
             self.output_weight(),
             batch["targets"].reshape(-1),
             batch["weights"].reshape(-1),
             spec,
         )
+        loss, losses_T = both
         return loss, losses_T.reshape(batch["targets"].shape)

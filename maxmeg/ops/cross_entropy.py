@@ -46,7 +46,8 @@ def linear_cross_entropy(
     every device of those axes, and so are the results. Only the sum has a gradient, with respect
     to h (partial sums over the vocabulary's axes) and w; float32 inside.
     """
-    return over_chunks(h_TD, w_VD, targets_T, weights_T, spec, gradients=False)[:2]
+    loss, token_loss = over_chunks(h_TD, w_VD, targets_T, weights_T, spec, gradients=False)
+    return loss, token_loss
 
 
 def forward(h_TD, w_VD, targets_T, weights_T, spec):
@@ -65,12 +66,12 @@ def backward(_, residuals, cotangents):
 linear_cross_entropy.defvjp(forward, backward)
 
 
-def over_chunks(h_TD, w_VD, targets_T, weights_T, spec, gradients: bool):
-    """(loss, token losses, dh, dw); dh and dw are None without gradients."""
-    T, D = h_TD.shape
+def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
+    """(loss, token losses) and, with gradients, dh and dw behind them."""
+    T = h_TD.shape[0]
     one = functools.partial(one_chunk, spec=spec, gradients=gradients)
     if spec.chunk >= T:
-        loss, token_loss, dh_TD, dw_VD = one(h_TD, w_VD, targets_T, weights_T)
+        sums, rows = one(h_TD, w_VD, targets_T, weights_T)
     else:
         num_chunks = -(-T // spec.chunk)
         size = -(-T // num_chunks)  # chunks of equal size, the last padded with weight 0
@@ -79,23 +80,22 @@ def over_chunks(h_TD, w_VD, targets_T, weights_T, spec, gradients: bool):
             padded = jnp.pad(x, [(0, num_chunks * size - T)] + [(0, 0)] * (x.ndim - 1))
             return padded.reshape(num_chunks, size, *x.shape[1:])
 
-        def body(carry, chunk):
-            loss, dw_VD = carry
-            chunk_loss, token_loss, dh, dw = one(chunk[0], w_VD, *chunk[1:])
-            dw_VD = dw_VD + dw if gradients else None
-            return (loss + chunk_loss, dw_VD), (token_loss, dh)
+        def body(total, chunk):
+            sums, rows = one(chunk[0], w_VD, *chunk[1:])
+            return jax.tree.map(jnp.add, total, sums), rows
 
-        start = (jnp.float32(0), jnp.zeros(w_VD.shape, jnp.float32) if gradients else None)
         chunks = (cut(h_TD), cut(targets_T), cut(weights_T))
-        (loss, dw_VD), (token_loss, dh_TD) = lax.scan(body, start, chunks)
-        token_loss = token_loss.reshape(-1)[:T]
-        dh_TD = dh_TD.reshape(-1, D)[:T] if gradients else None
+        zeros = [jnp.zeros((), jnp.float32)]
+        zeros += [jnp.zeros(w_VD.shape, jnp.float32)] if gradients else []
+        sums, rows = lax.scan(body, zeros, chunks)
+        rows = [row.reshape(-1, *row.shape[2:])[:T] for row in rows]
     if not gradients:
-        return loss, token_loss, None, None
-    return loss, token_loss, dh_TD.astype(h_TD.dtype), dw_VD.astype(w_VD.dtype)
+        return [sums[0], rows[0]]
+    return [sums[0], rows[0], rows[1], sums[1].astype(w_VD.dtype)]
 
 
 def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradients: bool):
+    """Over the tokens of one chunk: sums [loss, dw] and rows [token losses, dh]."""
     V = w_VD.shape[0]
     raw_TV = jnp.einsum("TD,VD->TV", h_TD, w_VD, preferred_element_type=jnp.float32)
     ids_V = collectives.axis_index(VOCAB_AXES) * V + jnp.arange(V)
@@ -110,7 +110,7 @@ def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradi
     token_loss_T = logsumexp_T - target_T
     loss = jnp.sum(weights_T * (token_loss_T + spec.z_loss * jnp.square(logsumexp_T)))
     if not gradients:
-        return loss, token_loss_T, None, None
+        return [loss], [token_loss_T]
     slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
     d_TV = exp_TV * (weights_T * slope_T)[:, None] - jnp.where(hit_TV, weights_T[:, None], 0.0)
     if spec.softcap:
@@ -118,4 +118,4 @@ def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradi
     d_TV = d_TV.astype(h_TD.dtype)
     dh_TD = jnp.einsum("TV,VD->TD", d_TV, w_VD, preferred_element_type=jnp.float32)
     dw_VD = jnp.einsum("TV,TD->VD", d_TV, h_TD, preferred_element_type=jnp.float32)
-    return loss, token_loss_T, dh_TD.astype(h_TD.dtype), dw_VD
+    return [loss, dw_VD], [token_loss_T, dh_TD.astype(h_TD.dtype)]

@@ -27,7 +27,9 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
 def descend() -> optax.GradientTransformationExtraArgs:
     """u -> -learning_rate * (u + weight_decay * p), without decay on norms and biases."""
 
-    def update(updates, state, params, *, learning_rate, weight_decay, **_):
+    def update(updates, state, params=None, **rates):
+        learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
+
         def one(path, u, p):
             decay = 0.0 if NO_DECAY.search(jax.tree_util.keystr(path)) else weight_decay
             return -learning_rate * (u + decay * p)

@@ -8,7 +8,7 @@ AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch dimension is sharded over these
 
 
-def make_mesh(sizes: dict[str, int], devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(sizes: dict[str, int], devices: list | None = None) -> Mesh:
     """Mesh with `sizes[axis]` devices along each of AXES, devices in rank order.
 
     With tensor=2, pipe=4, data=2 on 16 devices the groups are Megatron-LM's: tensor [0,1], [2,3];

@@ -43,8 +43,9 @@ def local_rows(mesh: Mesh, micro_batch_size: int = 0) -> LocalRows:
     """The rows that this process reads on a mesh."""
     shards = batch_shards(mesh)
     sharding = NamedSharding(mesh, P(BATCH_AXES))
-    indices = sharding.addressable_devices_indices_map((shards,)).values()
-    owned = {int(part) for (index,) in indices for part in np.arange(shards)[index]}
+    owned = set()
+    for index in sharding.addressable_devices_indices_map((shards,)).values():
+        owned.update(np.arange(shards)[index].tolist())
     return LocalRows(shards, tuple(sorted(owned)), micro_batch_size)
 
 

@@ -75,7 +75,9 @@ def training_hooks(
         path = os.path.join(folder, "profile")
         hooks.append(profile_hook(path, log.profile_start, log.profile_steps))
     if primary:
-        writers = [JsonlWriter(os.path.join(folder, "metrics.jsonl"), start_step)]
+        writers: list[JsonlWriter | TensorBoardWriter | WandbWriter] = [
+            JsonlWriter(os.path.join(folder, "metrics.jsonl"), start_step)
+        ]
         if log.tensorboard:
             writers.append(TensorBoardWriter(os.path.join(folder, "tensorboard"), start_step))
         if log.wandb_project:
