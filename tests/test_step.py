@@ -73,7 +73,14 @@ def same_rows(array: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.
     return array[:rows], reference[:rows]
 
 
-@pytest.mark.parametrize(("model", "parallel", "train"), LAYOUTS)
+def marked(layouts: list) -> list:
+    """All but the mixed layouts are left out where only the quick tests run."""
+    mixed = {"data": 2, "fsdp": 2, "tensor": 2}
+    slow = pytest.mark.slow
+    return [pytest.param(*one, marks=() if one[1] == mixed else slow) for one in layouts]
+
+
+@pytest.mark.parametrize(("model", "parallel", "train"), marked(LAYOUTS))
 def test_layout_equals_single_device(model, parallel, train):
     loss, found = gradients(model, parallel, train)
     reference_loss, reference = single_device(model)
@@ -84,6 +91,7 @@ def test_layout_equals_single_device(model, parallel, train):
         assert np.abs(a - b).max() <= TOLERANCE * np.abs(b).max() + FLOOR, name
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch():
     _, found = gradients("everything", {"fsdp": 1}, {"micro_batch_size": 4})
     for name, reference in single_device("everything")[1].items():
@@ -104,6 +112,7 @@ def test_initial_state_is_bitwise_the_same_on_every_layout():
         np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.slow
 def test_megatron_reduction_is_the_mean_of_microbatch_means():
     train = {"micro_batch_size": 2, "loss_reduction": LossReduction.megatron}
     config = tiny({}, train, data=2, fsdp=1)
@@ -208,6 +217,7 @@ def test_little_is_replicated(parallel):
     assert sizes[True] < 0.02 * sizes[False]
 
 
+@pytest.mark.slow
 def test_clipping_is_exact_under_sharding():
     norms = []
     for parallel in ({"fsdp": 1}, {"data": 2, "fsdp": 2, "tensor": 2}):

@@ -193,6 +193,7 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
         main(fresh)
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_stops_before_a_save(corpus, tmp_path):
     config = small(corpus, tmp_path)
     config.optim.lr = config.optim.warmup_init_lr = 1e30
@@ -230,6 +231,7 @@ def test_corpus_of_another_tokenizer(corpus, tmp_path):
         main(config)
 
 
+@pytest.mark.slow
 def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     config = small(corpus, tmp_path, data=2, fsdp=4)
     config.train.global_batch_size, config.train.batch_rampup = 24, (8, 8, 32)
@@ -243,6 +245,7 @@ def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     assert json.loads(rows[-1])["consumed_samples"] == sum(sizes)
 
 
+@pytest.mark.slow
 def test_loads_another_run(corpus, tmp_path, capsys):
     config = small(corpus, tmp_path / "first")
     main(config)
