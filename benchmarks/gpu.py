@@ -146,7 +146,7 @@ def agreement(size: Sizes) -> Iterator[Item]:
         return {"relative_errors": worst, "ok": max(worst.values()) < TOLERANCE}
 
     for shape in ((8, 8, 64), (8, 2, 128)):
-        yield "heads %d/%d of %d" % shape, functools.partial(compare, *shape)
+        yield f"heads {shape[0]}/{shape[1]} of {shape[2]}", functools.partial(compare, *shape)
 
 
 def attention(size: Sizes) -> Iterator[Item]:
