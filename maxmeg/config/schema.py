@@ -162,7 +162,7 @@ class ModelConfig:
     )
     recompute: Recompute = setting(
         Recompute.none,
-        "activations recomputed in backward: none, selective (attention core), full (layers)",
+        "made again in backward: none (cheap elementwise only) | selective (attention too) | full (layers)",
         "--recompute-granularity",
     )
 
@@ -300,7 +300,7 @@ class TrainConfig:
         "--calculate-per-token-loss",
     )
     z_loss: float = setting(0.0, "weight of mean(logsumexp^2)")
-    loss_chunk: int = setting(1024, "tokens whose logits exist at once on a device")
+    loss_chunk: int = setting(2048, "tokens whose logits exist at once on a device")
     eval_every: int = setting(50, "steps between validations; 0: never", "--eval-interval")
     eval_steps: int = setting(8, "batches of a validation", "--eval-iters")
 

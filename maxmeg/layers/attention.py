@@ -28,7 +28,7 @@ class RotarySpec:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """rotary None: no rotation; qk_norm None: none. recompute: its core is made again in backward.
+    """rotary None: no rotation; qk_norm None: none.
 
     std and out_std are the deviations of the initial input and output weights.
     """
@@ -44,7 +44,6 @@ class AttentionSpec:
     dropout: float = 0.0
     causal: bool = True
     backend: str = "auto"
-    recompute: bool = False
     std: float = 0.02
     out_std: float = 0.02
 
@@ -102,20 +101,16 @@ class Attention(nnx.Module):
         spec, drop = self.spec, None
         if spec.dropout and ctx.dropout_key is not None:
             first = axis_index((SEQUENCE_AXIS,)) * q_BLHK.shape[2]
-            drop = AttentionDropout(spec.dropout, ctx.key(DROPOUT_PLACE), ctx.rows(), first)
-
-        def attend(q, k, v):
-            return attention(
-                q,
-                k,
-                v,
-                offset=offset if spec.causal else None,
-                segments_BL=ctx.segments_BL,
-                dropout_spec=drop,
-                backend=spec.backend,
-            )
-
-        return (jax.checkpoint(attend) if spec.recompute else attend)(q_BLHK, k_BMGK, v_BMGK)
+            drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
+        return attention(
+            q_BLHK,
+            k_BMGK,
+            v_BMGK,
+            offset=offset if spec.causal else None,
+            segments_BL=ctx.segments_BL,
+            dropout_spec=drop,
+            backend=spec.backend,
+        )
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` sequences of `length` tokens, in the weights' dtype."""

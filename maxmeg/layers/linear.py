@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.parallel.collectives import counted_once, unshard_parameter
+from maxmeg.parallel.collectives import counted_once, stored, unshard_parameter
 
 
 class Linear(nnx.Module):
@@ -29,7 +29,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "B L I"]) -> Float[Array, "B L O"]:
         y = x @ unshard_parameter(self.weight)
-        if self.bias is None:
-            return y
-        bias = self.bias[...]
-        return y + (counted_once(bias) if self.row_parallel else bias)
+        if self.bias is not None:
+            bias = self.bias[...]
+            y = y + (counted_once(bias) if self.row_parallel else bias)
+        return y if self.row_parallel else stored(y)

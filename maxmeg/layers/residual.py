@@ -50,7 +50,9 @@ class Residual(nnx.Module):
             part_BLD, new_cache[name], values = mixer(h_BLD, ctx, part)
             parts_BLD.append(part_BLD)
             aux |= values
-        y_BLD = collectives.scatter_sequence(sum(parts_BLD[1:], parts_BLD[0]), ctx.sequence_sharded)
+        total_BLD = sum(parts_BLD[1:], parts_BLD[0])
+        y_BLD = collectives.scatter_sequence(total_BLD, ctx.sequence_sharded)
+        y_BLD = collectives.stored(y_BLD)
         if self.spec.dropout and ctx.dropout_key is not None:
             key = ctx.key(1 + self.place)
             y_BLD = drop_residual(y_BLD, self.spec.dropout, key, ctx)

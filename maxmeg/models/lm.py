@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.schema import ModelConfig, Position, Recompute
+from maxmeg.config.schema import ModelConfig, Position
 from maxmeg.layers.attention import AttentionSpec, RotarySpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions
@@ -43,7 +43,6 @@ def pattern(config: ModelConfig) -> Pattern:
         bias_out=config.bias_attention_out,
         dropout=config.dropout_attention,
         backend=config.attention_backend.value,
-        recompute=config.recompute is Recompute.selective,
         std=config.init_std,
         out_std=out_std,
     )

@@ -10,10 +10,13 @@ from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
-from maxmeg.parallel.collectives import gathers_again
+from maxmeg.parallel.collectives import stores, stores_attention
 
 UnitSpec = tuple[ResidualSpec, ...]
 Pattern = tuple[tuple[UnitSpec, int], ...]
+
+
+POLICIES = {"none": stores_attention, "selective": stores, "full": None}
 
 
 class Unit(nnx.Module):
@@ -38,8 +41,8 @@ class Unit(nnx.Module):
 class Stack(nnx.Module):
     """`groups[i]` holds the parameters of all repeats of a unit, stacked on dimension 0.
 
-    recompute: "none" and "selective" store every activation but gathered ones (selective
-    attention is the sublayer's own), "full" only the units' inputs.
+    recompute: "none" keeps the results of matrix products and attention, "selective" those of
+    matrix products, "full" only the units' inputs.
     """
 
     def __init__(self, key: jax.Array, pattern: Pattern, recompute: str = "none"):
@@ -57,7 +60,7 @@ class Stack(nnx.Module):
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
         """Output, new caches and auxiliary values, both stacked over the repeats of each group."""
-        policy = None if self.recompute == "full" else gathers_again
+        policy = POLICIES[self.recompute]
 
         def body(x_BLD, layer):
             unit, index, unit_cache = layer

@@ -9,19 +9,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxmeg.ops.dropout import dropout
+from maxmeg.ops.recompute import recomputed
 
 NEGATIVE = -1e30  # finite, so that a row that sees nothing stays finite
 QUERY_BLOCK = 512  # queries whose scores exist at once in the XLA backend
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionDropout:
     """Rate and where the local heads and rows lie in the global batch and model."""
 
-    rate: float
     key: jax.Array
     rows_B: jax.Array
     first_head: jax.Array | int
+    rate: float = dataclasses.field(metadata={"static": True})
 
 
 def attention(
@@ -95,31 +97,38 @@ def xla_attention(q_BLHK, k_BMGK, v_BMGK, offset, segments_BL, dropout_spec) -> 
     M, G = k_BMGK.shape[1:3]
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
     block = max(QUERY_BLOCK, -(-L // 16))  # at most 16 unrolled blocks
-
-    def attend(start: int) -> jax.Array:
+    triangle = isinstance(offset, int) and offset == 0 and L == M
+    outs = []
+    for start in range(0, L, block):
         stop = min(start + block, L)
-        keys = stop if isinstance(offset, int) and offset == 0 and L == M else M
-        q, k, v = q_BLGJK[:, start:stop], k_BMGK[:, :keys], v_BMGK[:, :keys]
-        scores_BGJLM = jnp.einsum("BLGJK,BMGK->BGJLM", q, k, preferred_element_type=jnp.float32)
-        scores_BGJLM *= K**-0.5
-        visible = jnp.ones((1, stop - start, keys), bool)
-        if offset is not None:
-            queries = offset + jnp.arange(start, stop)
-            visible = (jnp.arange(keys)[None, :] <= queries[:, None])[None]
-        if segments_BL is not None:
-            same = segments_BL[:, start:stop, None] == segments_BL[:, None, :keys]
-            visible = visible & same
-        scores_BGJLM = jnp.where(visible[:, None, None], scores_BGJLM, NEGATIVE)
-        weights = jax.nn.softmax(scores_BGJLM, axis=-1).astype(v.dtype)
-        if dropout_spec is not None:
-            weights = drop_weights(weights, start, dropout_spec)
-        return jnp.einsum("BGJLM,BMGK->BLGJK", weights, v)
+        keys = stop if triangle else M
+        attend = functools.partial(xla_block, start)
+        inputs = (q_BLGJK[:, start:stop], k_BMGK[:, :keys], v_BMGK[:, :keys])
+        others = (offset, segments_BL, dropout_spec)
+        several = block < L
+        outs.append(recomputed(attend, inputs, others) if several else attend(*inputs, *others))
+    return jnp.concatenate(outs, axis=1).reshape(B, L, H, K)
 
-    if L <= block:
-        return attend(0).reshape(B, L, H, K)
-    attend = jax.checkpoint(attend, static_argnums=0)
-    out = [attend(start) for start in range(0, L, block)]
-    return jnp.concatenate(out, axis=1).reshape(B, L, H, K)
+
+def xla_block(start: int, q_BLGJK, k_BMGK, v_BMGK, offset, segments_BL, dropout_spec):
+    """Attention of the queries from `start` on over the first M keys."""
+    L, (M, K) = q_BLGJK.shape[1], (k_BMGK.shape[1], k_BMGK.shape[3])
+    scores_BGJLM = jnp.einsum(
+        "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
+    )
+    scores_BGJLM *= K**-0.5
+    visible = jnp.ones((1, L, M), bool)
+    if offset is not None:
+        queries = offset + jnp.arange(start, start + L)
+        visible = (jnp.arange(M)[None, :] <= queries[:, None])[None]
+    if segments_BL is not None:
+        same = segments_BL[:, start : start + L, None] == segments_BL[:, None, :M]
+        visible = visible & same
+    scores_BGJLM = jnp.where(visible[:, None, None], scores_BGJLM, NEGATIVE)
+    weights_BGJLM = jax.nn.softmax(scores_BGJLM, axis=-1).astype(v_BMGK.dtype)
+    if dropout_spec is not None:
+        weights_BGJLM = drop_weights(weights_BGJLM, start, dropout_spec)
+    return jnp.einsum("BGJLM,BMGK->BLGJK", weights_BGJLM, v_BMGK)
 
 
 def drop_weights(weights_BGJLM: jax.Array, start: int, spec: AttentionDropout) -> jax.Array:

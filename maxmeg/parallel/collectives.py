@@ -72,14 +72,11 @@ def local_sequence(x_BL: jax.Array, length: int) -> jax.Array:
 
 
 def unshard_parameter(parameter) -> jax.Array:
-    """The parameter gathered over fsdp along its "embed" dimension (ZeRO-3).
-
-    Its name lets `gathers_again` keep the gathered copy out of what backward stores.
-    """
+    """The parameter gathered over fsdp along its "embed" dimension (ZeRO-3)."""
     value, axes = parameter[...], parameter.get_metadata()["axes"]
     if "embed" in axes:
         value = gather(value, ("fsdp",), axes.index("embed") + value.ndim - len(axes))
-    return checkpoint_name(value, "gathered")
+    return value
 
 
 def counted_once(bias: jax.Array) -> jax.Array:
@@ -88,7 +85,23 @@ def counted_once(bias: jax.Array) -> jax.Array:
     return bias if isinstance(rank, int) else jnp.where(rank == 0, bias, 0)
 
 
-def gathers_again(prim, *_, **params) -> bool:
-    """jax.checkpoint policy: store everything but what a gather made."""
-    gathered = prim.name == "all_gather" or params.get("name") == "gathered"
-    return not gathered
+def stored(x: jax.Array) -> jax.Array:
+    """An activation that backward reads instead of making it again; see `stores`.
+
+    Named are the outputs of matrix products that backward needs and cannot make cheaply. What is
+    not (norms, activations, rotations, gathered sequences and parameters) is made again.
+    """
+    return checkpoint_name(x, "stored")
+
+
+def stores(prim, *_, **params) -> bool:
+    """jax.checkpoint policy: keep what is `stored`.
+
+    A policy also rules inside a nested jax.checkpoint: one that keeps all but some would undo it.
+    """
+    return prim.name == "name" and params["name"] == "stored"
+
+
+def stores_attention(prim, *_, **params) -> bool:
+    """`stores`, and cuDNN's outputs: its attention then runs forward once."""
+    return stores(prim, **params) or prim.name == "dot_product_attention_fwd_wrapper"

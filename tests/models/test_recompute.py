@@ -1,0 +1,65 @@
+"""What a layer keeps for backward, and that gradients do not depend on it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Activation, ModelConfig, Norm, Recompute
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+
+B, L, D, LAYERS = 2, 1024, 64, 3
+KINDS = {
+    "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
+    "llama": {"num_kv_heads": 2, "qk_norm": True},
+}
+
+
+def run(kind: str, recompute: str):
+    """(config, stack, function of (stack, x))."""
+    config = ModelConfig(
+        vocab_size=64, num_layers=LAYERS, hidden_size=D, num_heads=4, recompute=Recompute(recompute)
+    )
+    for name, value in KINDS[kind].items():
+        setattr(config, name, value)
+    stack = LM(jax.random.key(0), config).stack
+
+    def function(stack, x_BLD):
+        positions_BL = jnp.broadcast_to(jnp.arange(x_BLD.shape[1]), x_BLD.shape[:2])
+        return stack(x_BLD, Context(positions_BL))[0]
+
+    return config, stack, function
+
+
+def kept(kind: str, recompute: str) -> tuple[float, float]:
+    """Elements kept for backward and those that a matrix product reads, in units of B x L x D."""
+    config, stack, function = run(kind, recompute)
+    x_BLD = jax.ShapeDtypeStruct((B, L, D), jnp.float32)
+    pull = jax.eval_shape(lambda *a: jax.vjp(function, *a)[1], stack, x_BLD)
+    parameters = sum(a.size for a in jax.tree.leaves(stack))
+    total = sum(a.size for a in jax.tree.leaves(pull) if a.ndim > 2 and a.shape[:3] != (B, L, 1))
+    width = D + D + 2 * config.kv_heads * config.head_size + D + (1 + config.gated) * config.ffn
+    return (total - parameters) / (B * L * D), LAYERS * width / D
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_results_of_matrix_products_are_kept(kind):
+    full, _ = kept(kind, "full")
+    none, needed = kept(kind, "none")
+    assert full <= 1.05 * LAYERS
+    assert none <= 1.05 * needed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_do_not_depend_on_recomputation(kind):
+    x_BLD = jax.random.normal(jax.random.key(1), (B, 32, D))
+    found = []
+    for recompute in Recompute:
+        _, stack, function = run(kind, recompute.value)
+        gradient = jax.jit(jax.grad(lambda s, x, f=function: jnp.sum(jnp.sin(f(s, x))), (0, 1)))
+        found.append(jax.tree.leaves(gradient(stack, x_BLD)))
+    for others in found[1:]:
+        for a, b in zip(found[0], others, strict=True):
+            scale = np.abs(np.asarray(a)).max()
+            assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-6 * scale
