@@ -167,6 +167,7 @@ def finish(run: Run, state) -> None:
 
 def main(config: Config) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("maxmeg").setLevel(logging.INFO)
     multihost.initialize()
     run = Run(config)
     found = resume(config, run.checkpointer, run.abstract, run.tokenizer.identity)
