@@ -152,7 +152,7 @@ def test_a_named_backend_that_cannot_run_raises_and_says_why():
         run_attention(*qkv, offset, backend="cudnn")
 
 
-# what is wrong for cuDNN: (dtype, head size, L, M, offset, segments, dropout) and a word of the reason
+# the reason: (dtype, head size, L, M, offset, segments, dropout) of what cuDNN refuses for it
 REFUSED = {
     "float32": (np.float32, 64, 4, 4, 0, False, False),
     "head dim 12": (jnp.bfloat16, 12, 4, 4, 0, False, False),
