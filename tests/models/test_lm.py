@@ -1,0 +1,204 @@
+"""Properties of every kind of language model, and the registry's sizes."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Activation, ModelConfig, Norm, Position
+from maxmeg.inference.decode import forward_cached
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.models.registry import ARCHITECTURES, architecture
+from maxmeg.parallel.rules import is_variable, logical_axes
+from maxmeg.state import array_name
+
+SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
+GOLDEN = Path(__file__).parents[1] / "golden"
+VOCAB, LENGTH = 37, 12
+KINDS = {
+    "llama": {"num_kv_heads": 2},
+    "gpt2": {
+        "activation": Activation.gelu_tanh,
+        "norm": Norm.layernorm,
+        "position": Position.learned,
+        "max_position": LENGTH,
+        "bias_qkv": True,
+        "bias_attention_out": True,
+        "bias_mlp": True,
+        "tied": True,
+    },
+    "neox": {
+        "activation": Activation.gelu,
+        "norm": Norm.layernorm,
+        "rotary_fraction": 0.5,
+        "parallel_block": True,
+        "bias_mlp": True,
+    },
+    "gemma": {
+        "activation": Activation.geglu,
+        "norm_one_plus": True,
+        "qk_norm": True,
+        "logit_softcap": 5.0,
+        "num_kv_heads": 1,
+        "head_dim": 12,
+        "tied": True,
+    },
+    "odd": {
+        "activation": Activation.relu_squared,
+        "norm": Norm.layernorm,
+        "norm_one_plus": True,
+        "rotary_interleaved": True,
+        "scaled_output_init": False,
+    },
+    "without positions": {"position": Position.none, "ffn_size": 20},
+}
+
+
+def make(kind: str, **changes) -> tuple[ModelConfig, LM]:
+    fields = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
+    config = ModelConfig(**fields | KINDS[kind] | {"init_std": 0.2} | changes)
+    return config, LM(jax.random.key(0), config)
+
+
+def random_ids(rows: int = 2) -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (rows, LENGTH), 0, VOCAB)
+
+
+@functools.cache
+def forward(kind: str):
+    """(model, logits of the random ids)."""
+    _, model = make(kind)
+    return model, jax.jit(lambda model, ids: model(ids))(model, random_ids())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_are_finite_and_of_the_vocabulary(kind):
+    config, _ = make(kind)
+    _, logits = forward(kind)
+    assert logits.shape == (2, LENGTH, VOCAB) and jnp.isfinite(logits).all()
+    assert float(jnp.std(logits)) > 0.1
+    if config.logit_softcap:
+        assert float(jnp.abs(logits).max()) <= config.logit_softcap
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_output_depends_on_a_later_input(kind):
+    model, _ = forward(kind)
+    ids = random_ids(1)
+    positions = jnp.arange(LENGTH)[None]
+
+    def outputs(table):  # as many distinct embeddings as tokens: one row a place
+        rows = table[None]
+        changed = jax.tree.map(lambda a: a, model)
+        changed.embedding = lambda _: rows
+        return jnp.sin(changed.hidden(ids, Context(positions))[0][0]).sum(-1)
+
+    jacobian = jax.jit(jax.jacrev(outputs))(jax.random.normal(jax.random.key(2), (LENGTH, 32)))
+    seen = np.asarray(jnp.abs(jacobian).sum(-1))
+    assert not np.triu(seen, 1).any()
+    assert (np.tril(seen) + np.triu(np.ones_like(seen), 1) > 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefill_and_decode_equal_forward(kind):
+    model, logits = forward(kind)
+    ids, first = random_ids(), LENGTH // 2
+    step = jax.jit(forward_cached)
+    last, cache = step(model, ids[:, :first], jnp.int32(0), model.stack.init_cache(2, LENGTH))
+    for i in range(first, LENGTH + 1):
+        assert float(jnp.abs(last - logits[:, i - 1]).max()) < SAME
+        if i < LENGTH:
+            last, cache = step(model, ids[:, i : i + 1], jnp.int32(i), cache)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_packed_documents_equal_documents_alone(kind):
+    model, _ = forward(kind)
+    ids, cut = random_ids(1), 5
+    positions = jnp.concatenate([jnp.arange(cut), jnp.arange(LENGTH - cut)])[None]
+    segments = jnp.where(jnp.arange(LENGTH) < cut, 1, 2)[None]
+
+    def logits(model, ids):
+        return model.logits(model.hidden(ids, Context(positions, segments))[0])
+
+    packed = jax.jit(logits)(model, ids)
+    alone = [jax.jit(lambda m, ids: m(ids))(model, part) for part in (ids[:, :cut], ids[:, cut:])]
+    np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=SAME)
+
+
+def test_packed_documents_do_not_leak():
+    _, model = make("llama")
+    ids, cut = jnp.arange(LENGTH)[None], 5  # every token another row of the embedding
+    segments = jnp.where(jnp.arange(LENGTH) < cut, 1, 2)[None]
+
+    def second(model):
+        ctx = Context(jnp.arange(LENGTH)[None], segments)
+        return jnp.sum(jnp.sin(model.hidden(ids, ctx)[0][0, cut:]))
+
+    gradient = jax.jit(jax.grad(second))(model).embedding.table[...]
+    assert not gradient[:cut].any() and gradient[cut:LENGTH].any(axis=-1).all()
+
+
+@pytest.mark.parametrize("place", ["dropout_hidden", "dropout_attention", "dropout_embedding"])
+def test_dropout_needs_a_key_and_differs_by_key(place):
+    _, model = make("llama", **{place: 0.3})
+    ids, rows = random_ids(), jnp.arange(2)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
+
+    @jax.jit
+    def run(key):
+        return model.hidden(ids, Context(positions, rows_B=rows, dropout_key=key))[0]
+
+    _, plain_model = make("llama")
+    plain = plain_model.hidden(ids, Context(positions))[0]
+    a, again, b = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
+    np.testing.assert_array_equal(a, again)
+    assert float(jnp.abs(a - b).max()) > 0.01 and float(jnp.abs(a - plain).max()) > 0.01
+    np.testing.assert_allclose(model.hidden(ids, Context(positions))[0], plain, atol=SAME)
+
+
+def test_output_projections_start_smaller():
+    config, model = make("llama", num_layers=8, hidden_size=64, init_std=0.02)
+    attention, mlp = (s.mixers for s in model.stack.groups[0].sublayers)
+    for linear in (attention["attention"].out, mlp["mlp"].out):
+        wanted = 0.02 / (2 * config.num_layers) ** 0.5
+        assert float(jnp.std(linear.weight[...])) == pytest.approx(wanted, rel=0.02)
+    assert float(jnp.std(mlp["mlp"].up.weight[...])) == pytest.approx(0.02, rel=0.02)
+    assert not model.embedding.table[VOCAB:].any()
+
+
+PARAMETERS = {  # as published, or by the closed formula of a GPT: 12 L D^2 + 13 L D + (V + P + 2) D
+    "gpt2-124m": 124_439_808,
+    "345m": 354_823_168,
+    "llama3-8b": 8_030_261_248,
+}
+
+
+def closed_form(config: ModelConfig) -> int:
+    L, D = config.num_layers, config.hidden_size
+    return 12 * L * D**2 + 13 * L * D + (config.vocab_size + config.max_position + 2) * D
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_has_its_parameters(name):
+    config = architecture(name)
+    config.vocab_divisible_by = 1
+    model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+    count = sum(array.size for array in jax.tree.leaves(model))
+    assert count == PARAMETERS.get(name, count)
+    if name != "llama3-8b":
+        assert count == closed_form(config)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_parameter_tree_is_the_golden_one(name):
+    """Names, shapes and axes are what checkpoints hold: change them only on purpose."""
+    model = jax.eval_shape(lambda key: LM(key, architecture(name)), jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
+    tree = {array_name(p): [list(v.shape), list(logical_axes(v))] for p, v in leaves}
+    assert tree == json.loads((GOLDEN / f"{name}.json").read_text())
