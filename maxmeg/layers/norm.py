@@ -29,7 +29,9 @@ class Norm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if layernorm else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        weight = self.weight[...] + 1 if self.spec.one_plus else self.weight[...]
+        weight = self.weight[...]
+        if self.spec.one_plus:
+            weight = weight.astype(jnp.float32) + 1  # 1 + w would lose w's digits in bfloat16
         if self.bias is None:
             return rms_norm(x, weight, self.spec.eps)
         return layer_norm(x, weight, self.bias[...], self.spec.eps)

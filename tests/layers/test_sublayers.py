@@ -1,0 +1,136 @@
+"""Layers by themselves: formulas, gradients of the lookup, keys of dropout."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.layers.attention import Attention, AttentionSpec
+from maxmeg.layers.context import Context
+from maxmeg.layers.embedding import lookup
+from maxmeg.layers.linear import Linear
+from maxmeg.layers.mlp import ACTIVATIONS, GATED, Mlp, MlpSpec
+from maxmeg.layers.norm import Norm, NormSpec
+
+TOLERANCE = 2e-6  # of the largest value, float32
+BFLOAT16 = 2**-8  # of each value: one rounding of the result
+B, L, D, F = 2, 3, 8, 12
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def double(x) -> np.ndarray:
+    return np.asarray(x, np.float64)
+
+
+def close(found, expected) -> bool:
+    return bool(np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max())
+
+
+def gelu_tanh(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+FORMULAS = {
+    "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))),
+    "gelu_tanh": gelu_tanh,
+    "swiglu": lambda x: x / (1 + np.exp(-x)),
+    "geglu": gelu_tanh,
+    "relu_squared": lambda x: np.maximum(x, 0) ** 2,
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_mlp_is_its_formula(name):
+    mlp = Mlp(jax.random.key(0), MlpSpec(D, F, name, bias=True, std=0.5, out_std=0.5))
+    linears = [mlp.up, mlp.out] + ([mlp.gate] if name in GATED else [])
+    for seed, linear in enumerate(linears):
+        linear.bias[...] = normal(linear.bias.shape[0], seed=seed)
+    x_BLD = normal(B, L, D)
+    found, cache, aux = mlp(x_BLD, Context(jnp.zeros((B, L), int)))
+
+    def apply(linear, x):
+        return x @ double(linear.weight[...]) + double(linear.bias[...])
+
+    up_BLF = apply(mlp.up, double(x_BLD))
+    inner_BLF = FORMULAS[name](up_BLF)
+    if name in GATED:
+        inner_BLF = FORMULAS[name](apply(mlp.gate, double(x_BLD))) * up_BLF
+    assert close(found, apply(mlp.out, inner_BLF)) and cache is None and aux == {}
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_a_weight_stored_as_one_less_is_the_same_norm(kind):
+    x_BLD = 3 * normal(B, L, D) + 1
+    plain, shifted = (Norm(D, NormSpec(kind, one_plus=one_plus)) for one_plus in (False, True))
+    assert not shifted.weight[...].any()
+    np.testing.assert_array_equal(plain(x_BLD), shifted(x_BLD))
+    plain.weight[...] = 1 + normal(D)
+    shifted.weight[...] = normal(D)
+    assert close(shifted(x_BLD), plain(x_BLD))
+
+
+def test_a_weight_stored_as_one_less_keeps_its_digits_in_bfloat16():
+    """What the form is for: 1 + 2^-10 is 1 in bfloat16, 2^-10 is not 0."""
+    norm = Norm(D, NormSpec(one_plus=True))
+    norm = jax.tree.map(lambda a: jnp.full(D, 2.0**-10, jnp.bfloat16), norm)
+    x_BLD = normal(B, L, D, seed=1)
+    ratio = norm(x_BLD) / Norm(D, NormSpec())(x_BLD)
+    np.testing.assert_allclose(ratio, 1 + 2.0**-10, rtol=TOLERANCE)
+
+
+def test_the_lookup_takes_rows_and_sums_their_gradients_in_float32():
+    table_VD, ids_BL = normal(5, D), jnp.array([[0, 3, 3], [4, 3, 0]])
+    rows_BLD, transpose = jax.vjp(lambda table: lookup(table, ids_BL, 5), table_VD)
+    np.testing.assert_array_equal(rows_BLD, np.asarray(table_VD)[ids_BL])
+    expected = np.zeros((5, D))
+    cotangent_BLD = normal(B, L, D, seed=2)
+    np.add.at(expected, np.asarray(ids_BL), double(cotangent_BLD))
+    assert close(transpose(cotangent_BLD)[0], expected)
+    many_BL = jnp.zeros((1, 4096), jnp.int32)  # in bfloat16 a sum of ones stops at 256
+    _, transpose = jax.vjp(lambda t: lookup(t, many_BL, 5), table_VD.astype(jnp.bfloat16))
+    (gradient,) = transpose(jnp.ones((1, 4096, D), jnp.bfloat16))
+    assert gradient.dtype == jnp.bfloat16 and (gradient[0] == 4096).all() and not gradient[1:].any()
+
+
+@pytest.mark.parametrize(
+    ("axes", "row_parallel"), [(("embed", "mlp"), False), (("mlp", "embed"), True)]
+)
+def test_the_axes_of_a_projection_say_how_it_is_parallel(axes, row_parallel):
+    linear = Linear(jax.random.key(0), (D, F), axes, std=0.1, bias=True)
+    assert linear.row_parallel is row_parallel
+    assert linear.bias.get_metadata()["axes"] == (("norm",) if row_parallel else ("mlp",))
+    x_BLD = normal(B, L, D)
+    linear.bias[...] = normal(F)
+    assert close(
+        linear(x_BLD), double(x_BLD) @ double(linear.weight[...]) + double(linear.bias[...])
+    )
+
+
+def test_every_layer_and_place_has_its_own_dropout_key():
+    keys = set()
+    for layer, place in itertools.product(range(6), range(6)):
+        ctx = Context(jnp.zeros((1, 1)), dropout_key=jax.random.key(0), layer=layer)
+        keys.add(tuple(np.asarray(jax.random.key_data(ctx.key(place)))))
+    assert len(keys) == 36
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
+def test_grouped_heads_are_repeated_heads(num_kv_heads):
+    """Attention over G key/value heads is that over H, each group's weights repeated."""
+    H, K = 4, 6
+    small = Attention(jax.random.key(0), AttentionSpec(D, H, num_kv_heads, K, std=0.5, out_std=0.5))
+    large = Attention(jax.random.key(0), AttentionSpec(D, H, H, K, std=0.5, out_std=0.5))
+    for name in ("key", "value"):
+        weight_DGK = getattr(small, name).weight[...].reshape(D, num_kv_heads, K)
+        repeated = jnp.repeat(weight_DGK, H // num_kv_heads, axis=1).reshape(D, H * K)
+        getattr(large, name).weight[...] = repeated
+    ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))
+    a, b = (layer(normal(B, L, D), ctx)[0] for layer in (small, large))
+    assert close(a, b)
+    assert small.init_cache(B, 7).k_BMGK.shape == (B, 7, num_kv_heads, K)
