@@ -65,6 +65,29 @@ def gpt2():
     return hf, config, names
 
 
+GATED_MLP = (("gate", "gate"), ("up", "up"), ("out", "down"))
+
+
+def llama_names(read, mlp=GATED_MLP, tied: bool = False) -> dict[str, np.ndarray]:
+    def stacked(name):
+        layers = [read(f"model.layers.{i}.{name}.weight") for i in range(LAYERS)]
+        return np.stack([array.T for array in layers])
+
+    found = {
+        "embedding.table": read("model.embed_tokens.weight"),
+        "final_norm.weight": read("model.norm.weight"),
+        f"{ATTENTION}.norm.weight": stacked("input_layernorm"),
+        f"{MLP}.norm.weight": stacked("post_attention_layernorm"),
+    }
+    if not tied:
+        found["output.table"] = read("lm_head.weight")
+    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
+        found[f"{ATTENTION}.mixers.attention.{ours}.weight"] = stacked(f"self_attn.{theirs}_proj")
+    for ours, theirs in mlp:
+        found[f"{MLP}.mixers.mlp.{ours}.weight"] = stacked(f"mlp.{theirs}_proj")
+    return found
+
+
 def llama():
     hf = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -84,29 +107,124 @@ def llama():
         rotary_base=500.0,
     )
 
+    return hf, config, llama_names
+
+
+def gptj():
+    """A parallel block; a quarter of each head rotates, in pairs; biases in the MLP only."""
+    hf = transformers.GPTJForCausalLM(
+        transformers.GPTJConfig(
+            vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+            rotary_dim=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    hf.lm_head.bias = None  # ours has none
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_heads=HEADS,
+        activation=Activation.gelu_tanh,
+        norm=Norm.layernorm,
+        rotary_fraction=0.25,
+        rotary_interleaved=True,
+        bias_mlp=True,
+        parallel_block=True,
+    )
+
     def names(read):
         def stacked(name):
-            layers = [read(f"model.layers.{i}.{name}.weight") for i in range(LAYERS)]
-            return np.stack([array.T for array in layers])
+            return np.stack([read(f"transformer.h.{i}.{name}").T for i in range(LAYERS)])
 
         found = {
-            "embedding.table": read("model.embed_tokens.weight"),
+            "embedding.table": read("transformer.wte.weight"),
             "output.table": read("lm_head.weight"),
-            "final_norm.weight": read("model.norm.weight"),
-            f"{ATTENTION}.norm.weight": stacked("input_layernorm"),
-            f"{MLP}.norm.weight": stacked("post_attention_layernorm"),
         }
-        for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
+        for kind in ("weight", "bias"):
+            found[f"final_norm.{kind}"] = read(f"transformer.ln_f.{kind}")
+            found[f"{ATTENTION}.norm.{kind}"] = stacked(f"ln_1.{kind}")
+            for ours, theirs in (("up", "fc_in"), ("out", "fc_out")):
+                found[f"{ATTENTION}.mixers.mlp.{ours}.{kind}"] = stacked(f"mlp.{theirs}.{kind}")
+        for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "out")):
             name = f"{ATTENTION}.mixers.attention.{ours}.weight"
-            found[name] = stacked(f"self_attn.{theirs}_proj")
-        for ours, theirs in (("gate", "gate"), ("up", "up"), ("out", "down")):
-            found[f"{MLP}.mixers.mlp.{ours}.weight"] = stacked(f"mlp.{theirs}_proj")
+            found[name] = stacked(f"attn.{theirs}_proj.weight")
         return found
 
     return hf, config, names
 
 
-@pytest.mark.parametrize("family", [gpt2, llama])
+def nemotron():
+    """LayerNorm with 1 + weight, squared ReLU, half of each head rotates, one key/value head."""
+    hf = transformers.NemotronForCausalLM(
+        transformers.NemotronConfig(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=1, head_dim=HIDDEN // HEADS,
+            rope_parameters={
+                "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5
+            },
+            tie_word_embeddings=False, pad_token_id=None, bos_token_id=1, eos_token_id=2,
+        )
+    )  # fmt: skip
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_heads=HEADS,
+        num_kv_heads=1,
+        ffn_size=48,
+        activation=Activation.relu_squared,
+        norm=Norm.layernorm,
+        norm_one_plus=True,
+        rotary_fraction=0.5,
+    )
+
+    def names(read):
+        found = llama_names(read, mlp=(("up", "up"), ("out", "down")))
+        found["final_norm.bias"] = read("model.norm.bias")
+        for ours, theirs in ((ATTENTION, "input"), (MLP, "post_attention")):
+            name = f"{theirs}_layernorm.bias"
+            biases = [read(f"model.layers.{i}.{name}") for i in range(LAYERS)]
+            found[f"{ours}.norm.bias"] = np.stack(biases)
+        return found
+
+    return hf, config, names
+
+
+def qwen3():
+    """Norms of queries and keys; heads wider than hidden_size / num_heads; tied."""
+    hf = transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS, num_key_value_heads=2, head_dim=12, rms_norm_eps=1e-5,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+            tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    config = ModelConfig(
+        vocab_size=VOCAB,
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_heads=HEADS,
+        num_kv_heads=2,
+        head_dim=12,
+        ffn_size=48,
+        rotary_base=500.0,
+        qk_norm=True,
+        tied=True,
+    )
+
+    def names(read):
+        found = llama_names(read, tied=True)
+        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            weights = [read(f"model.layers.{i}.self_attn.{theirs}.weight") for i in range(LAYERS)]
+            found[f"{ATTENTION}.mixers.attention.{ours}.weight"] = np.stack(weights)
+        return found
+
+    return hf, config, names
+
+
+@pytest.mark.parametrize("family", [gpt2, llama, gptj, nemotron, qwen3])
 def test_logits_and_gradients_are_those_of_hugging_face(family):
     torch.manual_seed(0)
     hf, config, names = family()
