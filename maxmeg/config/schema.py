@@ -162,7 +162,7 @@ class ModelConfig:
     )
     recompute: Recompute = setting(
         Recompute.none,
-        "made again in backward: none (cheap elementwise only) | selective (attention too) | full (layers)",
+        "made again in backward: none (what is cheap) | selective (attention too) | full (layers)",
         "--recompute-granularity",
     )
 
