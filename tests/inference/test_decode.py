@@ -71,10 +71,11 @@ def test_greedy_tokens_are_those_of_repeated_forward():
     assert len(np.unique(found)) > 3
 
 
+@pytest.mark.slow
 def test_layouts_write_the_same():
     sampling = Sampling(top_k=20, top_p=0.9)
     expected, _ = generated(sampling, fsdp=1)
-    for parallel in ({"fsdp": 1, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    for parallel in ({"fsdp": 1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
         np.testing.assert_array_equal(generated(sampling, **parallel)[0], expected)
 
 

@@ -1,5 +1,7 @@
 """Properties of every kind of language model, and the registry's sizes."""
 
+import dataclasses
+import enum
 import functools
 import json
 from pathlib import Path
@@ -59,10 +61,23 @@ KINDS = {
 }
 
 
-def make(kind: str, **changes) -> tuple[ModelConfig, LM]:
+def make_config(kind: str, **changes) -> ModelConfig:
     fields = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
-    config = ModelConfig(**fields | KINDS[kind] | {"init_std": 0.2} | changes)
-    return config, LM(jax.random.key(0), config)
+    return ModelConfig(**fields | KINDS[kind] | changes)
+
+
+def make(kind: str, **changes) -> tuple[ModelConfig, LM]:
+    """Every array is random, norms and biases too; made without compiling."""
+    config = make_config(kind, **changes)
+    shapes = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def draw(path, like):
+        name = array_name(path)
+        start = name.endswith("norm.weight") and not config.norm_one_plus
+        return jnp.asarray(start + 0.2 * rng.normal(size=like.shape), like.dtype)
+
+    return config, jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def random_ids(rows: int = 2) -> jax.Array:
@@ -84,6 +99,48 @@ def test_logits_are_finite_and_of_the_vocabulary(kind):
     assert float(jnp.std(logits)) > 0.1
     if config.logit_softcap:
         assert float(jnp.abs(logits).max()) <= config.logit_softcap
+
+
+UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "num_heads")
+ELSEWHERE = (  # tested by layouts, recomputation and dropout tests, and by those of configs
+    "dtype", "recompute", "init_std", "attention_backend", "max_position", "norm_eps",
+    "rotary_base", "dropout_hidden", "dropout_attention", "dropout_embedding",
+)  # fmt: skip
+
+
+def test_the_kinds_use_every_option():
+    configs = [make_config(kind) for kind in KINDS]
+    for field in dataclasses.fields(ModelConfig):
+        if field.name in UNIFORM + ELSEWHERE:
+            continue
+        values = {getattr(config, field.name) for config in configs}
+        if isinstance(field.default, bool | enum.Enum):
+            options = type(field.default) if isinstance(field.default, enum.Enum) else (True, False)
+            assert values == set(options), field.name
+        else:
+            assert len(values) > 1, field.name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
+    model, logits = forward(kind)
+    ids = random_ids()
+    targets = jnp.roll(ids, -1, axis=1)
+    weights = jnp.linspace(0.0, 1.0, ids.size).reshape(ids.shape)
+    batch = {"tokens": ids, "targets": targets, "weights": weights}
+
+    def loss_fn(model):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
+        return model.token_losses(batch, Context(positions), chunk=7)
+
+    (loss, losses), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(model)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    expected = jax.nn.logsumexp(logits, axis=-1) - picked
+    np.testing.assert_allclose(losses, expected, atol=SAME)
+    np.testing.assert_allclose(loss, (weights * expected).sum(), rtol=SAME)
+    for path, array in jax.tree_util.tree_leaves_with_path(gradients):
+        assert jnp.isfinite(array).all() and array.any(), array_name(path)
+    assert not gradients.embedding.table[VOCAB:].any()  # padding
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +173,7 @@ def test_prefill_and_decode_equal_forward(kind):
             last, cache = step(model, ids[:, i : i + 1], jnp.int32(i), cache)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_documents_alone(kind):
     model, _ = forward(kind)
     ids, cut = random_ids(1), 5
@@ -127,8 +184,10 @@ def test_packed_documents_equal_documents_alone(kind):
         return model.logits(model.hidden(ids, Context(positions, segments))[0])
 
     packed = jax.jit(logits)(model, ids)
-    alone = [jax.jit(lambda m, ids: m(ids))(model, part) for part in (ids[:, :cut], ids[:, cut:])]
-    np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=SAME)
+    both = jnp.concatenate([ids, jnp.roll(ids, -cut, axis=1)])  # each first in a row; causal
+    alone = jax.jit(lambda model, ids: model(ids))(model, both)
+    expected = jnp.concatenate([alone[0, :cut], alone[1, : LENGTH - cut]])
+    np.testing.assert_allclose(packed[0], expected, atol=SAME)
 
 
 def test_packed_documents_do_not_leak():
@@ -162,14 +221,23 @@ def test_dropout_needs_a_key_and_differs_by_key(place):
     np.testing.assert_allclose(model.hidden(ids, Context(positions))[0], plain, atol=SAME)
 
 
-def test_output_projections_start_smaller():
-    config, model = make("llama", num_layers=8, hidden_size=64, init_std=0.02)
-    attention, mlp = (s.mixers for s in model.stack.groups[0].sublayers)
-    for linear in (attention["attention"].out, mlp["mlp"].out):
-        wanted = 0.02 / (2 * config.num_layers) ** 0.5
-        assert float(jnp.std(linear.weight[...])) == pytest.approx(wanted, rel=0.02)
-    assert float(jnp.std(mlp["mlp"].up.weight[...])) == pytest.approx(0.02, rel=0.02)
-    assert not model.embedding.table[VOCAB:].any()
+@pytest.mark.parametrize("scaled", [True, False])
+def test_initial_weights_have_their_deviations(scaled):
+    changes = {"num_layers": 8, "hidden_size": 64, "scaled_output_init": scaled}
+    config = make_config("gpt2", **changes)
+    model = jax.jit(lambda key: LM(key, config))(jax.random.key(0))
+    for path, array in jax.tree_util.tree_leaves_with_path(model):
+        name = array_name(path)
+        if name.endswith(("norm.weight", "bias")):
+            assert (array == name.endswith("weight")).all(), name
+            continue
+        wanted = 0.02 / (2 * config.num_layers) ** 0.5 if scaled and "out." in name else 0.02
+        drawn = array[:VOCAB] if "embedding" in name else array
+        off = abs(float(jnp.std(drawn)) / wanted - 1)
+        assert off < 5 / (2 * drawn.size) ** 0.5, name
+        if "stack" in name:
+            assert not jnp.array_equal(array[0], array[1]), name  # each layer draws its own
+    assert not model.embedding.table[VOCAB:].any()  # padding
 
 
 PARAMETERS = {  # as published, or by the closed formula of a GPT: 12 L D^2 + 13 L D + (V + P + 2) D
