@@ -63,6 +63,7 @@ def test_a_planted_import_is_found(tmp_path: Path, text: str, refused: str):
     assert (f"{refused} is absent" in done.stderr) if refused else done.returncode == 0
 
 
+@pytest.mark.slow
 def test_quick_run_on_a_cpu(tmp_path: Path):
     done = run(str(BENCHMARK), "--quick", f"--results={tmp_path}", JAX_PLATFORMS="cpu")
     assert done.returncode == 0, done.stdout + done.stderr
