@@ -8,7 +8,7 @@ import dataclasses
 
 import jax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.parallel.mesh import AXES
@@ -92,10 +92,3 @@ def storage_specs(tree, mesh: Mesh, zero1: bool):
         return leaf.replace(P(*(axes or None for axes in storage_axes(leaf, mesh, zero1))))
 
     return jax.tree.map(spec, tree, is_leaf=is_variable)
-
-
-def shardings(specs, mesh: Mesh):
-    """NamedShardings for a tree of specs."""
-    return jax.tree.map(
-        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda leaf: isinstance(leaf, P)
-    )
