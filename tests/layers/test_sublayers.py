@@ -131,6 +131,7 @@ def test_grouped_heads_are_repeated_heads(num_kv_heads):
         repeated = jnp.repeat(weight_DGK, H // num_kv_heads, axis=1).reshape(D, H * K)
         getattr(large, name).weight[...] = repeated
     ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))
-    a, b = (layer(normal(B, L, D), ctx)[0] for layer in (small, large))
+    run = jax.jit(lambda layer, x_BLD: layer(x_BLD, ctx)[0])
+    a, b = (run(layer, normal(B, L, D)) for layer in (small, large))
     assert close(a, b)
     assert small.init_cache(B, 7).k_BMGK.shape == (B, 7, num_kv_heads, K)

@@ -1,5 +1,6 @@
 """Every attention backend against softmax attention in float64 NumPy."""
 
+import functools
 import itertools
 
 import jax
@@ -14,6 +15,8 @@ FORWARD = 2e-6  # of the largest value, float32
 BACKWARD = 1e-5
 BFLOAT16 = 2e-2  # weights and values are rounded before their product
 K = 8
+# Half the time to compile; rounding may differ, no more than the tolerances allow.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 # name: (L, M, H, G, offset, segments, queries a block); blocks of 512 hold any of these
 CASES = {
@@ -71,7 +74,7 @@ def run_attention(q, k, v, offset, segments=None, backend="xla"):
     def attend(q, k, v, segments):
         return attention(q, k, v, offset=offset, segments_BL=segments, backend=backend)
 
-    return np.asarray(jax.jit(attend)(q, k, v, segments))
+    return np.asarray(quick_jit(attend)(q, k, v, segments))
 
 
 def inputs(name: str):
@@ -105,7 +108,7 @@ def test_forward_and_gradients_equal_the_reference(name, monkeypatch):
         out, transpose = jax.vjp(run, *qkv)
         return out, transpose(cotangent)
 
-    out, found = jax.jit(attend)(qkv, segments, cotangent)
+    out, found = quick_jit(attend)(qkv, segments, cotangent)
     assert close(out, expected, FORWARD)
     for got, want in zip(
         found, gradients(*qkv, expected, weights, cotangent.astype(np.float64)), strict=True
@@ -117,7 +120,7 @@ def test_forward_and_gradients_equal_the_reference(name, monkeypatch):
 def test_a_traced_offset_is_a_static_one(name, monkeypatch):
     monkeypatch.setattr(module, "QUERY_BLOCK", CASES[name][-1])
     qkv, offset, _ = inputs(name)
-    run = jax.jit(lambda offset, *qkv: attention(*qkv, offset=offset, backend="xla"))
+    run = quick_jit(lambda offset, *qkv: attention(*qkv, offset=offset, backend="xla"))
     assert close(run(np.int32(offset), *qkv), reference(*qkv, offset, None)[0], FORWARD)
 
 
@@ -198,7 +201,7 @@ def dropped(
     q, k = (np.pad(x, [(0, 0)] * 3 + [(0, k.shape[1] - K)]) for x in (q, k))
     v = np.broadcast_to(np.eye(k.shape[1], dtype=np.float32)[:, None], k.shape)
     spec = AttentionDropout(jax.random.key(5), jnp.array(rows), first_head, 0.3)
-    run = jax.jit(
+    run = quick_jit(
         lambda q, k, v: attention(q, k, v, offset=offset, dropout_spec=spec, backend="xla")
     )
     return np.asarray(run(q, k, v))  # [B, L, H, M]
