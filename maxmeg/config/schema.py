@@ -243,7 +243,7 @@ class OptimConfig:
     """Optimizer, learning-rate and weight-decay schedules (Megatron-LM's formulas)."""
 
     optimizer: Optimizer = setting(Optimizer.adamw, "update rule", "--optimizer")
-    lr: float = setting(3e-4, "peak learning rate, > 0", "--lr")
+    lr: float = setting(3e-4, "peak learning rate, >= 0", "--lr")
     min_lr: float = setting(0.0, "floor of the learning rate, in [0, lr]", "--min-lr")
     warmup_init_lr: float = setting(0.0, "where warm-up begins, in [0, lr]", "--lr-warmup-init")
     decay: LrDecay = setting(LrDecay.cosine, "shape after warm-up", "--lr-decay-style")
