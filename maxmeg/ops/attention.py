@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.ops.dropout import dropout
 from maxmeg.ops.recompute import recomputed
+from maxmeg.parallel.collectives import stored_attention
 
 NEGATIVE = -1e30  # finite, so that a row that sees nothing stays finite
 QUERY_BLOCK = 512  # queries whose scores exist at once in the XLA backend
@@ -102,16 +103,15 @@ def xla_attention(q_BLHK, k_BMGK, v_BMGK, offset, segments_BL, dropout_spec) -> 
     for start in range(0, L, block):
         stop = min(start + block, L)
         keys = stop if triangle else M
-        attend = functools.partial(xla_block, start)
+        attend = functools.partial(xla_block, start, block >= L)
         inputs = (q_BLGJK[:, start:stop], k_BMGK[:, :keys], v_BMGK[:, :keys])
         others = (offset, segments_BL, dropout_spec)
-        several = block < L
-        outs.append(recomputed(attend, inputs, others) if several else attend(*inputs, *others))
+        outs.append(recomputed(attend, inputs, others) if block < L else attend(*inputs, *others))
     return jnp.concatenate(outs, axis=1).reshape(B, L, H, K)
 
 
-def xla_block(start: int, q_BLGJK, k_BMGK, v_BMGK, offset, segments_BL, dropout_spec):
-    """Attention of the queries from `start` on over the first M keys."""
+def xla_block(start: int, alone: bool, q_BLGJK, k_BMGK, v_BMGK, offset, segments_BL, dropout_spec):
+    """Attention of the queries from `start` on over the first M keys; alone: the only block."""
     L, (M, K) = q_BLGJK.shape[1], (k_BMGK.shape[1], k_BMGK.shape[3])
     scores_BGJLM = jnp.einsum(
         "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
@@ -125,7 +125,10 @@ def xla_block(start: int, q_BLGJK, k_BMGK, v_BMGK, offset, segments_BL, dropout_
         same = segments_BL[:, start : start + L, None] == segments_BL[:, None, :M]
         visible = visible & same
     scores_BGJLM = jnp.where(visible[:, None, None], scores_BGJLM, NEGATIVE)
-    weights_BGJLM = jax.nn.softmax(scores_BGJLM, axis=-1).astype(v_BMGK.dtype)
+    weights_BGJLM = jax.nn.softmax(scores_BGJLM, axis=-1)
+    if alone:
+        weights_BGJLM = stored_attention(weights_BGJLM)
+    weights_BGJLM = weights_BGJLM.astype(v_BMGK.dtype)
     if dropout_spec is not None:
         weights_BGJLM = drop_weights(weights_BGJLM, start, dropout_spec)
     return jnp.einsum("BGJLM,BMGK->BLGJK", weights_BGJLM, v_BMGK)

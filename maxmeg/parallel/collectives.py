@@ -102,6 +102,12 @@ def stores(prim, *_, **params) -> bool:
     return prim.name == "name" and params["name"] == "stored"
 
 
+def stored_attention(weights: jax.Array) -> jax.Array:
+    """Attention weights of a short sequence, which `stores_attention` keeps."""
+    return checkpoint_name(weights, "attention")
+
+
 def stores_attention(prim, *_, **params) -> bool:
-    """`stores`, and cuDNN's outputs: its attention then runs forward once."""
-    return stores(prim, **params) or prim.name == "dot_product_attention_fwd_wrapper"
+    """`stores`, and what attention needs to run forward once: cuDNN's outputs, or the weights."""
+    named = prim.name == "name" and params["name"] == "attention"
+    return named or stores(prim, **params) or prim.name == "dot_product_attention_fwd_wrapper"

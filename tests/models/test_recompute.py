@@ -36,7 +36,7 @@ def run(kind: str, recompute: str):
     return config, stack, function
 
 
-def kept(kind: str, recompute: str) -> tuple[float, float]:
+def kept(kind: str, recompute: str, L: int = L) -> tuple[float, float]:
     """Elements kept for backward and those that a matrix product reads, in units of B x L x D."""
     config, stack, function = run(kind, recompute)
     x_BLD = jax.ShapeDtypeStruct((B, L, D), jnp.float32)
@@ -53,6 +53,13 @@ def test_only_results_of_matrix_products_are_kept(kind):
     none, needed = kept(kind, "none")
     assert full <= 1.05 * LAYERS
     assert none <= 1.05 * needed
+
+
+def test_attention_of_short_sequences_is_kept_unless_selective():
+    """Its weights, B x heads x L x L a layer."""
+    none, selective, full = (kept("llama", mode.value, L=256)[0] for mode in Recompute)
+    assert none - selective == pytest.approx(LAYERS * 4 * 256 / D, rel=0.01)
+    assert selective > 2 * full
 
 
 @pytest.mark.parametrize("kind", KINDS)
