@@ -7,6 +7,7 @@ fields live in `validate.py`; nothing derived is stored.
 
 import dataclasses
 import enum
+import math
 import typing
 
 
@@ -52,6 +53,12 @@ class AttentionBackend(enum.Enum):
     auto = "auto"
     xla = "xla"
     cudnn = "cudnn"
+
+
+class Schedule(enum.Enum):
+    gpipe = "gpipe"
+    one_f_one_b = "one_f_one_b"
+    zero_bubble = "zero_bubble"
 
 
 class LossReduction(enum.Enum):
@@ -183,9 +190,9 @@ class ModelConfig:
         gated = int(4 * self.hidden_size * 2 / 3 / 64) * 64
         return self.ffn_size or (gated if self.gated else 4 * self.hidden_size)
 
-    def padded_vocab_size(self, tensor: int) -> int:
-        """Vocabulary rounded up as Megatron-LM does, so that every tensor rank gets as much."""
-        multiple = self.vocab_divisible_by * tensor
+    def padded_vocab_size(self, tensor: int, pipe: int = 1) -> int:
+        """Vocabulary rounded up as Megatron-LM does, so that every rank gets as much of it."""
+        multiple = math.lcm(self.vocab_divisible_by, pipe) * tensor
         return -(-self.vocab_size // multiple) * multiple
 
 
@@ -235,6 +242,29 @@ class ParallelConfig:
     )
     zero1: bool = setting(
         True, "masters and optimizer sharded over data", "--use-distributed-optimizer"
+    )
+    schedule: Schedule = setting(
+        Schedule.one_f_one_b,
+        "order of a pipeline's work: one_f_one_b | zero_bubble (weight gradients apart) | gpipe",
+    )
+    chunks: int = setting(
+        1,
+        "chunks of layers a stage, interleaved (one_f_one_b alone)",
+        "--num-virtual-stages-per-pipeline-rank",
+    )
+    chunk_layers: tuple[int, ...] = setting(
+        (),
+        "layers of every chunk in model order, pipe x chunks numbers; empty: as many in each",
+        "--pipeline-model-parallel-layout",
+    )
+    first_stage_layers: int = setting(
+        0, "layers of the first stage; 0: as the others", "--decoder-first-pipeline-num-layers"
+    )
+    last_stage_layers: int = setting(
+        0, "layers of the last stage; 0: as the others", "--decoder-last-pipeline-num-layers"
+    )
+    pad_layers: bool = setting(
+        False, "layers that do not divide: the last chunks get one less and skip its place"
     )
 
 

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: schedules as integer tables, and the one program that runs any of them."""

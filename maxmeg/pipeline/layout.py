@@ -1,0 +1,66 @@
+"""Which layer lies where: places of a stage's chunks, and layers in model order. No JAX.
+
+A stack of `repeats` layers is held as places [stages x chunks x slots], stage-major, so that a
+sharding of dimension 0 over `pipe` gives every stage its own. Chunk c (in model order) is the
+(c // stages)-th of stage c % stages. A place without a layer is -1; it is skipped.
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """orders[g] [stages x chunks x slots]: the layer of group g in each place, or -1."""
+
+    stages: int
+    chunks: int
+    orders: tuple[tuple[int, ...], ...]
+
+    @property
+    def trivial(self) -> bool:
+        """Whether places are layers in model order."""
+        return all(order == tuple(range(len(order))) for order in self.orders)
+
+    @property
+    def padded(self) -> bool:
+        return any(-1 in order for order in self.orders)
+
+    def slots(self, group: int) -> int:
+        """Places of a chunk."""
+        return len(self.orders[group]) // (self.stages * self.chunks)
+
+    def layers(self, group: int) -> np.ndarray:
+        """[stages, chunks x slots]: number of each place's layer in the whole model, or -1."""
+        first = sum(max(order) + 1 for order in self.orders[:group])
+        order = np.array(self.orders[group], np.int32).reshape(self.stages, -1)
+        return np.where(order >= 0, order + first, -1)
+
+    def places(self, group: int) -> np.ndarray:
+        """[repeats]: the place of each layer of the group, the inverse of its order."""
+        order = np.array(self.orders[group])
+        places = np.empty(order.max() + 1, np.int64)
+        places[order[order >= 0]] = np.flatnonzero(order >= 0)
+        return places
+
+
+def arrange(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> Layout:
+    """The layout of groups of `repeats` layers over chunks of `counts` layers in model order.
+
+    A chunk that holds fewer layers of a group than another is padded with places to skip.
+    """
+    chunks = len(counts) // stages
+    ends = np.cumsum(counts)
+    starts = ends - counts
+    orders, first = [], 0
+    for number in repeats:
+        low = np.clip(starts - first, 0, number)
+        high = np.clip(ends - first, 0, number)
+        slots = int((high - low).max())
+        order = np.full((stages, chunks, slots), -1)
+        for c in range(len(counts)):
+            order[c % stages, c // stages, : high[c] - low[c]] = np.arange(low[c], high[c])
+        orders.append(tuple(order.reshape(-1).tolist()))
+        first += number
+    return Layout(stages, chunks, tuple(orders))

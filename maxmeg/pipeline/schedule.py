@@ -1,0 +1,203 @@
+"""Pipeline schedules as integer tables, in pure NumPy.
+
+A tick is a step that all stages make together: each lane that is on runs one chunk of one
+microbatch on every stage, at most. What a lane puts out is there for other stages at the next
+tick. Where nothing is to do, a lane has -1. References: GPipe (Huang et al. 2018), 1F1B
+(PipeDream, Narayanan et al. 2019), interleaved 1F1B (Megatron-LM, Narayanan et al. 2021), the
+split of backward (Zero Bubble Pipeline Parallelism, Qi et al. 2023).
+"""
+
+import dataclasses
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Lane:
+    """[ticks, stages] each: microbatch and chunk (-1: idle), and slots of the two rings.
+
+    slot: of what the forward lane keeps. deferred: of what the backward lane keeps for a weight
+    lane. An idle stage of a lane that writes has the slot that its result may fall into.
+    """
+
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    slot: np.ndarray
+    deferred: np.ndarray
+
+    @property
+    def active(self) -> np.ndarray:
+        return self.microbatch >= 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """What every stage does at every tick.
+
+    backward: gradients of inputs and weights, or of inputs alone where there is a weight lane.
+    head [ticks]: the microbatch whose loss is computed, -1 for none; its input is the last
+    stage's output of this tick, or is kept in `outputs` slots since an earlier one.
+    slots, deferred: sizes of the rings.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    chunks: int
+    forward: Lane
+    backward: Lane | None
+    weight: Lane | None
+    head: np.ndarray
+    slots: int
+    outputs: int = 0
+    deferred: int = 0
+
+    @property
+    def ticks(self) -> int:
+        return len(self.head)
+
+    def lanes(self) -> dict[str, Lane]:
+        every = {"forward": self.forward, "backward": self.backward, "weight": self.weight}
+        return {name: lane for name, lane in every.items() if lane is not None}
+
+
+def gpipe(microbatches: int, stages: int, chunks: int = 1) -> Table:
+    """All forwards, then all backwards: as many live activations as microbatches."""
+    M, S = microbatches, stages
+    if chunks != 1:
+        raise ValueError(f"the schedule gpipe has one chunk a stage, not parallel.chunks={chunks}")
+    forward = {(s, s + m): (m, 0) for s in range(S) for m in range(M)}
+    start = M + S - 1
+    backward = {(s, start + S - 1 - s + m): (m, 0) for s in range(S) for m in range(M)}
+    return _table("gpipe", (M, S, 1), forward, backward)
+
+
+def one_f_one_b(microbatches: int, stages: int, chunks: int = 1) -> Table:
+    """1F1B; with more than one chunk a stage interleaved 1F1B, for multiples of `stages`.
+
+    Microbatch m = g * stages + i of chunk v runs forward on stage s at tick
+    s + g * stages * chunks + v * stages + i; backward mirrors it from tick stages * chunks - 1 on.
+    """
+    forward, backward = _staggered(microbatches, stages, chunks)
+    return _table("one_f_one_b", (microbatches, stages, chunks), forward, backward)
+
+
+def zero_bubble(microbatches: int, stages: int, chunks: int = 1) -> Table:
+    """1F1B with weight gradients in their own lane, all stages at once, filling the cool-down.
+
+    ZB-H1 for stages in lockstep: the lane is on for as many ticks as there are microbatches,
+    and no slot more than 1F1B's is needed.
+    """
+    if chunks != 1:
+        raise ValueError(
+            f"the schedule zero_bubble has one chunk a stage, not parallel.chunks={chunks}"
+        )
+    M, S = microbatches, stages
+    forward, backward = _staggered(M, S, 1)
+    weight = {(s, 2 * S - 2 + m): (m, 0) for s in range(S) for m in range(M)}
+    return _table("zero_bubble", (M, S, 1), forward, backward, weight)
+
+
+def forward_only(microbatches: int, stages: int, chunks: int = 1) -> Table:
+    """Evaluation: forwards alone, nothing kept."""
+    forward, _ = _staggered(microbatches, stages, chunks)
+    return _table("forward_only", (microbatches, stages, chunks), forward, None)
+
+
+SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zero_bubble": zero_bubble}
+
+
+def runs(table: Table) -> list[tuple[int, int, tuple[str, ...]]]:
+    """(first tick, tick after the last, lanes that are on) of ticks with the same lanes."""
+    on = [
+        tuple(name for name, lane in table.lanes().items() if lane.active[tick].any())
+        for tick in range(table.ticks)
+    ]
+    starts = [tick for tick in range(table.ticks) if tick == 0 or on[tick] != on[tick - 1]]
+    return [
+        (start, stop, on[start])
+        for start, stop in zip(starts, [*starts[1:], table.ticks], strict=True)
+    ]
+
+
+Units = dict[tuple[int, int], tuple[int, int]]  # (stage, tick) -> (microbatch, chunk)
+
+
+def _staggered(M: int, S: int, V: int) -> tuple[Units, Units]:
+    if V > 1 and M % S:
+        raise ValueError(
+            f"{M} microbatches are not divisible by parallel.pipe={S}, as interleaved chunks need"
+            f": choose {max(M // S, 1) * S} or {(M // S + 1) * S}"
+        )
+    forward, backward = {}, {}
+    for m in range(M):
+        group, i = divmod(m, S) if V > 1 else (0, m)
+        for v in range(V):
+            for s in range(S):
+                forward[s, s + (group * V + v) * S + i] = (m, v)
+                mirrored = S - 1 - s + (group * V + V - 1 - v) * S + i
+                backward[s, S * V - 1 + mirrored] = (m, v)
+    return forward, backward
+
+
+def _lane(units: Units, ticks: int, stages: int) -> Lane:
+    microbatch, chunk, slot, deferred = np.full((4, ticks, stages), -1, np.int32)
+    for (stage, tick), (m, v) in units.items():
+        microbatch[tick, stage], chunk[tick, stage] = m, v
+    return Lane(microbatch, chunk, slot, deferred)
+
+
+def _table(
+    name: str,
+    sizes: tuple[int, int, int],
+    forward: Units,
+    backward: Units | None,
+    weight: Units | None = None,
+) -> Table:
+    """Fills in slots and the head's lane: when the last stage needs its gradient."""
+    M, S, V = sizes
+    ticks = 1 + max(tick for units in (forward, backward, weight) for _, tick in units or ())
+    f = _lane(forward, ticks, S)
+    b = _lane(backward, ticks, S) if backward else None
+    w = _lane(weight, ticks, S) if weight else None
+    used = b or f
+    at_last = used.active[:, -1] & (used.chunk[:, -1] == V - 1)
+    head = np.where(at_last, used.microbatch[:, -1], -1)
+    direct = (f.microbatch[:, -1] == head) & (f.chunk[:, -1] == V - 1)
+    outputs = 0 if direct[at_last].all() else M
+    slots = deferred = 0
+    if b is not None:
+        readers = [b] if w is None else [b, w]
+        slots = _assign(f, readers, [lane.slot for lane in (f, *readers)])
+    if b is not None and w is not None:
+        deferred = _assign(b, [w], [b.deferred, w.deferred])
+    return Table(name, S, M, V, f, b, w, head, slots, outputs, deferred)
+
+
+def _assign(writer: Lane, readers: list[Lane], numbers: list[np.ndarray]) -> int:
+    """Number the slots of a ring, from `writer` to the last of `readers`; how many there are.
+
+    Where the lane is on and a stage idle, it writes to a slot that nothing lives in.
+    """
+    ticks, stages = writer.microbatch.shape
+    on = writer.active.any(axis=1)
+    count = 0
+    for stage in range(stages):
+        free: list[int] = []
+        size, slot_of = 0, {}
+        for tick in range(ticks):
+            if on[tick]:
+                if not free:
+                    free, size = [size], size + 1
+                slot = free[-1]
+                if writer.active[tick, stage]:
+                    slot_of[writer.microbatch[tick, stage], writer.chunk[tick, stage]] = free.pop()
+                numbers[0][tick, stage] = slot
+            for reader, number in zip(readers, numbers[1:], strict=True):
+                unit = (reader.microbatch[tick, stage], reader.chunk[tick, stage])
+                if unit[0] >= 0:
+                    number[tick, stage] = slot_of[unit]
+                    if reader is readers[-1]:
+                        free.append(slot_of.pop(unit))
+        count = max(count, size)
+    return count
