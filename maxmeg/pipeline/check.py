@@ -151,7 +151,7 @@ def _check_ring(table: Table, ring: str, lanes: list[Lane], size: int) -> None:
     """Play the ring: lanes[0] writes, idle stages too where it is on; the others read."""
     names = {id(lane): name for name, lane in table.lanes().items()}
     writer, readers = lanes[0], lanes[1:]
-    on = writer.active.any(axis=1)
+    on = np.any(writer.active, axis=1)
     for stage in range(table.stages):
         holds: dict[int, tuple[int, int]] = {}
         for tick in range(table.ticks):
