@@ -49,7 +49,7 @@ def step() -> dict:
     mesh = local_mesh()
     optimizer = make_optimizer(config.optim)
     abstract = abstract_state(config, optimizer, mesh)
-    state = create_state(config, optimizer, abstract, mesh)
+    state = create_state(config, optimizer, abstract)
     train_step = make_train_step(config, mesh, optimizer, abstract)
     controls = {
         "learning_rate": np.float32(3e-4),

@@ -222,7 +222,7 @@ def make_run(config):
         "stop": place_flag(False, mesh),
     }
     step = make_train_step(config, mesh, optimizer, abstract)
-    return step, create_state(config, optimizer, abstract, mesh), batch, controls
+    return step, create_state(config, optimizer, abstract), batch, controls
 
 
 def train_once(size: Sizes, name: str, length: int, samples: int, recompute: str) -> dict:

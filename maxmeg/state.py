@@ -30,18 +30,16 @@ class TrainState:
     key: jax.Array
 
 
-def init_state(key: jax.Array, config: Config, optimizer, tensor: int) -> TrainState:
+def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     """The state before the first step; depends on the key alone, not on any layout."""
     model_key, later = jax.random.split(key)
-    model = LM(model_key, config.model, tensor)
+    model = LM(model_key, config.model, config.parallel)
     return TrainState(jnp.int32(0), model, optimizer.init(model), jax.random.key_data(later))
 
 
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated."""
-    shapes = jax.eval_shape(
-        lambda key: init_state(key, config, optimizer, mesh.shape["tensor"]), jax.random.key(0)
-    )
+    shapes = jax.eval_shape(lambda key: init_state(key, config, optimizer), jax.random.key(0))
     specs = storage_specs(shapes, mesh, config.parallel.zero1)
     return jax.tree.map(
         lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
@@ -55,11 +53,11 @@ def shardings_of(abstract):
     return jax.tree.map(lambda a: a.sharding, abstract)
 
 
-def create_state(config: Config, optimizer, abstract: TrainState, mesh: Mesh) -> TrainState:
+def create_state(config: Config, optimizer, abstract: TrainState) -> TrainState:
     """init_state, made in place on the mesh."""
 
     def init(key):
-        return init_state(key, config, optimizer, mesh.shape["tensor"])
+        return init_state(key, config, optimizer)
 
     return jax.jit(init, out_shardings=shardings_of(abstract))(jax.random.key(config.seed))
 

@@ -21,24 +21,37 @@ from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import reductions
 from maxmeg.parallel.spmd import spmd
+from maxmeg.pipeline.executor import Program, run_pipeline
+from maxmeg.pipeline.schedule import SCHEDULES, forward_only
 from maxmeg.state import TrainState, shardings_of
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def loss_fn(model: LM, batch: Batch, train: TrainConfig, key=None) -> tuple[jax.Array, Metrics]:
+def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
+    key = None if raw_key is None else jax.random.wrap_key_data(raw_key)
+    segments_BL = batch.get("segment_ids")
+    return Context(batch["positions"], segments_BL, batch["rows"], dropout_key=key, layer=layer)
+
+
+def head_loss(model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig):
+    """(this device's share of the weighted loss, sums over its tokens) of normalized outputs."""
+    loss, losses_BL = model.token_losses(h_BLD, batch, train.z_loss, train.loss_chunk)
+    mask_BL = batch["loss_mask"]
+    return loss, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+
+
+def loss_fn(
+    model: LM, batch: Batch, train: TrainConfig, raw_key: jax.Array | None = None
+) -> tuple[jax.Array, Metrics]:
     """This device's share of the weighted loss, and sums over its tokens.
 
     batch: tokens, targets, positions, loss_mask, weights [B, L], rows [B], and segment_ids [B, L]
-    where documents are kept apart. key None: no dropout.
+    where documents are kept apart. raw_key None: no dropout.
     """
-    ctx = Context(
-        batch["positions"], batch.get("segment_ids"), rows_B=batch["rows"], dropout_key=key
-    )
-    loss, losses_BL = model.token_losses(batch, ctx, train.z_loss, train.loss_chunk)
-    mask_BL = batch["loss_mask"]
-    return loss, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+    h_BLD, _, _ = model.hidden(batch["tokens"], context(batch, raw_key))
+    return head_loss(model, h_BLD, batch, train)
 
 
 def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
@@ -91,23 +104,82 @@ def reduce_gradients(gradients: LM, places) -> LM:
     return jax.tree.unflatten(tree, leaves)
 
 
-def local_gradients(model: LM, batch: Batch, key: jax.Array | None, train: TrainConfig):
+def local_gradients(model: LM, batch: Batch, raw_key: jax.Array | None, config: Config):
     """(float32 gradients summed over the microbatches, metrics); nothing reduced."""
+    if config.parallel.pipe > 1:
+        schedule = SCHEDULES[config.parallel.schedule.value]
+        return pipelined(model, batch, raw_key, config, schedule)
 
     def one(microbatch: Batch):
         gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, metrics), gradients = gradient(model, microbatch, train, key)
+        (_, metrics), gradients = gradient(model, microbatch, config.train, raw_key)
         return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), metrics
 
     if batch["tokens"].shape[0] == 1:
         return one({name: array[0] for name, array in batch.items()})
+    return summed(one, batch)
+
+
+def local_sums(model: LM, batch: Batch, config: Config) -> Metrics:
+    """Sums of losses and tokens over the microbatches, without dropout."""
+    if config.parallel.pipe > 1:
+        return pipelined(model, batch, None, config, forward_only)[1]
+    return summed(lambda microbatch: loss_fn(model, microbatch, config.train)[1], batch)
+
+
+def summed(function: Callable, batch: Batch):
+    """The sum of `function` over the microbatches, one after the other."""
 
     def accumulate(total, microbatch):
-        return jax.tree.map(jnp.add, total, one(microbatch)), None
+        return jax.tree.map(jnp.add, total, function(microbatch)), None
 
-    shapes = jax.eval_shape(one, {name: array[0] for name, array in batch.items()})
+    shapes = jax.eval_shape(function, {name: array[0] for name, array in batch.items()})
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
     return lax.scan(accumulate, zeros, batch)[0]
+
+
+def pipelined(model: LM, batch: Batch, raw_key, config: Config, schedule: Callable):
+    """local_gradients on the stages of a pipeline, in the order of a schedule."""
+    outer, stack = partition(model)
+    units = model.stack
+
+    def embed(outer: LM, microbatch: Batch):
+        return outer.embed(microbatch["tokens"], context(microbatch, raw_key))
+
+    def unit(params, x_BLD, given):
+        microbatch, layer = given
+        return units.run_unit(params, x_BLD, context(microbatch, raw_key), layer)[0]
+
+    def head(outer: LM, x_BLD, microbatch: Batch):
+        h_BLD = outer.normalized(x_BLD, context(microbatch, raw_key))
+        return head_loss(outer, h_BLD, microbatch, config.train)
+
+    program = Program(outer, tuple(units.groups), batch, embed, unit, head)
+    parallel = config.parallel
+    table = schedule(batch["tokens"].shape[0], parallel.pipe, parallel.chunks)
+    (outer_sums, group_sums), sums = run_pipeline(program, table, units.layout)
+    if outer_sums is None:
+        return None, sums
+    stack = jax.tree.unflatten(jax.tree.structure(stack), jax.tree.leaves(group_sums))
+    return combine(outer_sums, stack), sums
+
+
+def partition(model: LM) -> tuple[LM, LM]:
+    """(the model without its stack, its stack alone), None in place of the other's arrays."""
+
+    def keep(inside: bool):
+        def one(path, array):
+            return array if (path[0].name == "stack") == inside else None
+
+        return jax.tree_util.tree_map_with_path(one, model)
+
+    return keep(False), keep(True)
+
+
+def combine(outer: LM, stack: LM) -> LM:
+    """The model whose two parts these are."""
+    absent = lambda leaf: leaf is None  # noqa: E731
+    return jax.tree.map(lambda a, b: b if a is None else a, outer, stack, is_leaf=absent)
 
 
 def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
@@ -126,9 +198,8 @@ def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
 
     def local(model, batch, raw_key):
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh))
-        key = jax.random.wrap_key_data(raw_key) if dropout else None
         gradients, sums = local_gradients(
-            compute_model(model, places, dtype), batch, key, config.train
+            compute_model(model, places, dtype), batch, raw_key if dropout else None, config
         )
         return reduce_gradients(gradients, places), collectives.sum_over(sums, BATCH_AXES)
 
@@ -167,15 +238,17 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
 
 
 def make_eval_step(config: Config, mesh: Mesh, model: LM) -> Callable:
-    """The jitted (model, batch) -> sums of losses and tokens, without dropout."""
+    """The jitted (model, batch) -> sums of losses and tokens, without dropout.
+
+    Batch arrays are [microbatch, sample, length].
+    """
     places = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, batch):
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh))
-        only = {name: array[0] for name, array in batch.items()}
-        _, sums = loss_fn(compute_model(model, places, dtype), only, config.train)
+        sums = local_sums(compute_model(model, places, dtype), batch, config)
         return collectives.sum_over(sums, BATCH_AXES)
 
     def eval_step(model, batch):

@@ -11,7 +11,7 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
-from maxmeg.config.validate import axis_sizes, resolve, validate
+from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.evals.perplexity import mean_loss
@@ -51,8 +51,7 @@ class Run:
         self.config = config
         self.mesh = make_mesh(axis_sizes(config.parallel, jax.device_count()))
         self.rows = local_rows(self.mesh, config.train.micro_batch_size)
-        unit = self.rows.shards * max(config.train.micro_batch_size, 1)
-        self.schedules = Schedules(config, unit)
+        self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)))
         self.data = self.dataset(prefixes, 0)
         self.validation = self.dataset(prefixes, 1)
         self.optimizer = make_optimizer(config.optim)
@@ -176,7 +175,7 @@ def main(config: Config) -> None:
         print_mesh(dict(run.mesh.shape), jax.devices()[0].device_kind)
         print_parameters(parameter_rows(run.abstract.model))
     if found is None:
-        start, state = 0, create_state(config, run.optimizer, run.abstract, run.mesh)
+        start, state = 0, create_state(config, run.optimizer, run.abstract)
     else:
         start, state = found
         print(f"resumed at step {start}")

@@ -8,14 +8,14 @@ import numpy as np
 from maxmeg.config.schema import Config, DataConfig, DType, ModelConfig, ParallelConfig, TrainConfig
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import make_mesh
+from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.state import abstract_state, create_state
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
 
 
-def tiny(model: dict | None = None, train: dict | None = None, **parallel: int) -> Config:
+def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Config:
     """A config of a tiny float32 model on as many devices as `parallel` names."""
     fields = {
         "vocab_size": VOCAB,
@@ -36,7 +36,7 @@ def tiny(model: dict | None = None, train: dict | None = None, **parallel: int) 
 def mesh_of(config: Config):
     """The config's mesh on the first devices, validated."""
     sizes = dataclasses.asdict(config.parallel)
-    count = int(np.prod([max(size, 1) for name, size in sizes.items() if name != "zero1"]))
+    count = int(np.prod([max(size, 1) for name, size in sizes.items() if name in AXES]))
     validate(config, count)
     return make_mesh(axis_sizes(config.parallel, count), jax.devices()[:count])
 
@@ -61,7 +61,7 @@ def tiny_state(config: Config, mesh):
     """(optimizer, abstract state, state)."""
     optimizer = make_optimizer(config.optim)
     abstract = abstract_state(config, optimizer, mesh)
-    return optimizer, abstract, create_state(config, optimizer, abstract, mesh)
+    return optimizer, abstract, create_state(config, optimizer, abstract)
 
 
 def controls(mesh) -> dict:

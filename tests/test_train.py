@@ -150,7 +150,7 @@ def test_processes_give_the_losses_of_one_process(corpus, tmp_path):
 def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys):
     config = small(corpus, tmp_path / "run", data=2, fsdp=2, tensor=2)
     run = Run(config)
-    state = create_state(config, run.optimizer, run.abstract, run.mesh)
+    state = create_state(config, run.optimizer, run.abstract)
     state = train(run, state, 0)
     finish(run, state)
     assert run.train_step._cache_size() == run.eval_step._cache_size() == 1
@@ -237,7 +237,7 @@ def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     config.train.global_batch_size, config.train.batch_rampup = 24, (8, 8, 32)
     config.data.num_workers = 1
     run = Run(config)
-    state = create_state(config, run.optimizer, run.abstract, run.mesh)
+    state = create_state(config, run.optimizer, run.abstract)
     train(run, state, 0)
     sizes = [run.schedules.batch_size(step) for step in range(STEPS)]
     assert sizes[0] == 8 and sizes[-1] == 24 and run.train_step._cache_size() == len(set(sizes))

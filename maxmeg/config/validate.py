@@ -5,9 +5,10 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 
 import math
 
-from maxmeg.config.schema import Config, ModelConfig, ParallelConfig, Position
+from maxmeg.config.schema import Config, ModelConfig, ParallelConfig, Position, Schedule
+from maxmeg.config.stages import layers_of_chunks
 
-UNSUPPORTED_AXES = ("pipe", "expert", "context")
+UNSUPPORTED_AXES = ("expert", "context")
 
 
 def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
@@ -45,6 +46,14 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
         )
 
 
+def batch_unit(config: Config, sizes: dict[str, int]) -> int:
+    """What every global batch size must divide by: a microbatch of all replicas, or, with
+    interleaved chunks, as many of them as stages."""
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    rounds = sizes["pipe"] if config.parallel.chunks > 1 else 1
+    return shards * max(config.train.micro_batch_size, 1) * rounds
+
+
 def divisors(number: int, at_most: int = 0) -> str:
     """ "1, 2, 3, 6" for 6, up to `at_most` if it is given."""
     highest = min(number, at_most or number)
@@ -57,12 +66,13 @@ def validate(config: Config, num_devices: int) -> None:
     for name in UNSUPPORTED_AXES:
         if sizes[name] > 1:
             raise NotImplementedError(
-                f"parallel.{name}={sizes[name]}: this axis must be 1; available are data, fsdp "
-                "and tensor"
+                f"parallel.{name}={sizes[name]}: this axis must be 1; available are pipe, "
+                "data, fsdp and tensor"
             )
     problems = [
         *model_problems(config.model),
         *parallel_problems(config, sizes),
+        *pipeline_problems(config, sizes),
         *data_problems(config),
         *optim_problems(config),
         *train_problems(config, sizes),
@@ -109,6 +119,22 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
             )
 
 
+def pipeline_problems(config: Config, sizes: dict[str, int]):
+    parallel, pipe = config.parallel, sizes["pipe"]
+    if parallel.chunks > 1 and pipe == 1:
+        yield f"parallel.chunks={parallel.chunks} needs parallel.pipe > 1: set chunks=1"
+    elif parallel.chunks > 1 and parallel.schedule is not Schedule.one_f_one_b:
+        yield (
+            f"parallel.schedule={parallel.schedule.name} does not support "
+            f"parallel.chunks={parallel.chunks}: set chunks=1, or schedule=one_f_one_b"
+        )
+    elif parallel.chunks >= 1 and config.model.num_layers >= 1:
+        try:
+            layers_of_chunks(parallel, config.model.num_layers)
+        except ValueError as error:
+            yield str(error)
+
+
 def data_problems(config: Config):
     model, data = config.model, config.data
     if 0 < model.max_position < data.sequence_length:
@@ -127,15 +153,20 @@ def optim_problems(config: Config):
 
 def train_problems(config: Config, sizes: dict[str, int]):
     train = config.train
-    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
-    unit = shards * max(train.micro_batch_size, 1)
+    unit = batch_unit(config, sizes)
     if train.global_batch_size < 1 or train.global_batch_size % unit:
+        rounds = f" x pipe {sizes['pipe']} (interleaved)" if config.parallel.chunks > 1 else ""
         yield (
             f"train.global_batch_size={train.global_batch_size} is not divisible by {unit} = "
             f"data {sizes['data']} x fsdp {sizes['fsdp']} x "
-            f"train.micro_batch_size {max(train.micro_batch_size, 1)}: the nearest choices are "
-            f"{max(train.global_batch_size // unit, 1) * unit} and "
+            f"train.micro_batch_size {max(train.micro_batch_size, 1)}{rounds}: the nearest "
+            f"choices are {max(train.global_batch_size // unit, 1) * unit} and "
             f"{(train.global_batch_size // unit + 1) * unit}"
+        )
+    if sizes["pipe"] > 1 and not train.micro_batch_size:
+        yield (
+            f"parallel.pipe={sizes['pipe']} needs microbatches: set train.micro_batch_size to the "
+            "samples a device and microbatch, for at least as many microbatches as stages"
         )
 
 
@@ -160,6 +191,9 @@ LOWEST = {
     "train.z_loss": 0,
     "train.eval_every": 0,
     "train.eval_steps": 1,
+    "parallel.chunks": 1,
+    "parallel.first_stage_layers": 0,
+    "parallel.last_stage_layers": 0,
     "optim.lr": 0,
     "optim.eps": 0,
     "optim.clip_norm": 0,

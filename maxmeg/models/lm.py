@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.schema import ModelConfig, Position
+from maxmeg.config.schema import ModelConfig, ParallelConfig, Position
+from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec, RotarySpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions
@@ -17,6 +18,7 @@ from maxmeg.layers.residual import ResidualSpec, drop_residual
 from maxmeg.models.stack import Pattern, Stack
 from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy, softcapped
 from maxmeg.parallel import collectives
+from maxmeg.pipeline.layout import Layout, arrange
 
 EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
 
@@ -59,16 +61,23 @@ def pattern(config: ModelConfig) -> Pattern:
     return ((unit, config.num_layers),)
 
 
+def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:
+    """Where a pipeline's stages hold the layers; in model order without a pipeline."""
+    repeats = tuple(repeats for _, repeats in pattern(config))
+    return arrange(repeats, parallel.pipe, layers_of_chunks(parallel, config.num_layers))
+
+
 class LM(nnx.Module):
     """Decoder-only language model; `LM(key, config)` has random weights in float32.
 
     The model is a pytree: jit, grad and map it with plain jax. Activations have the dtype of the
-    weights. `tensor` only pads the vocabulary; weights do not depend on it.
+    weights. `parallel` pads the vocabulary and places the layers; weights do not depend on it.
     """
 
-    def __init__(self, key: jax.Array, config: ModelConfig, tensor: int = 1):
+    def __init__(self, key: jax.Array, config: ModelConfig, parallel: ParallelConfig | None = None):
+        parallel = parallel or ParallelConfig()
         keys = jax.random.split(key, 4)
-        padded = config.padded_vocab_size(tensor)
+        padded = config.padded_vocab_size(parallel.tensor, parallel.pipe)
         size = (config.vocab_size, padded, config.hidden_size, config.init_std)
         self.vocab_size = config.vocab_size
         self.softcap = config.logit_softcap
@@ -80,24 +89,33 @@ class LM(nnx.Module):
             if learned
             else None
         )
-        self.stack = Stack(keys[2], pattern(config), config.recompute.value)
+        places = layout(config, parallel)
+        self.stack = Stack(keys[2], pattern(config), config.recompute.value, places)
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size)
+
+    def embed(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
+        """The stack's input; over pipe, a share of it that is to be summed."""
+        x_BLD = collectives.scatter_sequence(self.embedding(ids_BL), ctx.sequence_sharded)
+        if self.positions is not None:
+            length = x_BLD.shape[1]
+            added_BLD = self.positions(collectives.local_sequence(ctx.positions_BL, length))
+            x_BLD += collectives.counted_once(added_BLD, collectives.PIPE_AXIS)
+        if self.dropout and ctx.dropout_key is not None:
+            key = jax.random.fold_in(ctx.dropout_key, EMBEDDING_LAYER)
+            x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
+        return x_BLD
+
+    def normalized(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
+        """The stack's output after the final norm, the whole sequence."""
+        return collectives.gather_sequence(self.final_norm(x_BLD), ctx.sequence_sharded)
 
     def hidden(
         self, ids_BL: Int[Array, "B L"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
         """Normalized output of the stack for the whole sequence, caches, auxiliary values."""
-        x_BLD = collectives.scatter_sequence(self.embedding(ids_BL), ctx.sequence_sharded)
-        if self.positions is not None:
-            length = x_BLD.shape[1]
-            x_BLD += self.positions(collectives.local_sequence(ctx.positions_BL, length))
-        if self.dropout and ctx.dropout_key is not None:
-            key = jax.random.fold_in(ctx.dropout_key, EMBEDDING_LAYER)
-            x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
-        x_BLD, cache, aux = self.stack(x_BLD, ctx, cache)
-        x_BLD = collectives.gather_sequence(self.final_norm(x_BLD), ctx.sequence_sharded)
-        return x_BLD, cache, aux
+        x_BLD, cache, aux = self.stack(self.embed(ids_BL, ctx), ctx, cache)
+        return self.normalized(x_BLD, ctx), cache, aux
 
     def output_weight(self) -> jax.Array:
         """This device's rows of the output projection, [V, D]."""
@@ -118,10 +136,13 @@ class LM(nnx.Module):
         return self.logits(self.hidden(ids_BL, Context(positions_BL))[0])
 
     def token_losses(
-        self, batch: dict[str, jax.Array], ctx: Context, z_loss: float = 0.0, chunk: int = 2048
+        self,
+        h_BLD: Float[Array, "B L D"],
+        batch: dict[str, jax.Array],
+        z_loss: float = 0.0,
+        chunk: int = 2048,
     ) -> tuple[Float[Array, ""], Float[Array, "B L"]]:
         """Sum of batch["weights"] * (cross entropy + z-loss), and every token's cross entropy."""
-        h_BLD = self.hidden(batch["tokens"], ctx)[0]
         spec = CrossEntropySpec(self.vocab_size, z_loss, self.softcap, chunk)
         both: typing.Any = linear_cross_entropy(
             h_BLD.reshape(-1, h_BLD.shape[-1]),

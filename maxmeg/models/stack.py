@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
@@ -11,6 +12,7 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.parallel.collectives import stores, stores_attention
+from maxmeg.pipeline.layout import Layout, arrange
 
 UnitSpec = tuple[ResidualSpec, ...]
 Pattern = tuple[tuple[UnitSpec, int], ...]
@@ -38,37 +40,62 @@ class Unit(nnx.Module):
         return x_BLD, None if cache is None else caches, aux
 
 
+def make_group(key: jax.Array, spec: UnitSpec, repeats: int, order: np.ndarray) -> Unit:
+    """Units stacked in the order of layers given; a layer's weights depend on its number alone."""
+    keys = jax.random.split(key, repeats)
+    units = jax.vmap(lambda k: Unit(k, spec))(keys[np.maximum(order, 0)])
+    if (order >= 0).all():
+        return units
+
+    def clear(stacked):
+        there = (order >= 0).reshape(-1, *(1,) * (stacked.ndim - 1))
+        return jnp.where(there, stacked, 0)
+
+    return jax.tree.map(clear, units)
+
+
 class Stack(nnx.Module):
     """`groups[i]` holds the parameters of all repeats of a unit, stacked on dimension 0.
 
-    recompute: "none" keeps the results of matrix products and attention, "selective" those of
-    matrix products, "full" only the units' inputs.
+    They lie in model order, or with a `layout` in the order of a pipeline's places, those without
+    a layer being zero. recompute: "none" keeps the results of matrix products and attention,
+    "selective" those of matrix products, "full" only the units' inputs.
     """
 
-    def __init__(self, key: jax.Array, pattern: Pattern, recompute: str = "none"):
+    def __init__(
+        self,
+        key: jax.Array,
+        pattern: Pattern,
+        recompute: str = "none",
+        layout: Layout | None = None,
+    ):
         self.repeats = tuple(repeats for _, repeats in pattern)
         self.recompute = recompute
+        self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
         keys = jax.random.split(key, len(pattern))
         self.groups = nnx.List(
             [
-                jax.vmap(lambda k, spec=spec: Unit(k, spec))(jax.random.split(group_key, repeats))
-                for group_key, (spec, repeats) in zip(keys, pattern, strict=True)
+                make_group(group_key, spec, repeats, np.array(order))
+                for group_key, (spec, repeats), order in zip(
+                    keys, pattern, self.layout.orders, strict=True
+                )
             ]
         )
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
-        """Output, new caches and auxiliary values, both stacked over the repeats of each group."""
-        policy = POLICIES[self.recompute]
+        """Output, new caches and auxiliary values, both stacked over the repeats of each group.
+
+        For a stack in model order that is not cut over pipe.
+        """
+        assert self.layout.trivial and self.layout.stages == 1
 
         def body(x_BLD, layer):
             unit, index, unit_cache = layer
-            here = dataclasses.replace(ctx, layer=index)
-            x_BLD, new_cache, aux = unit(x_BLD, here, unit_cache)
+            x_BLD, new_cache, aux = self.run_unit(unit, x_BLD, ctx, index, unit_cache)
             return x_BLD, (new_cache, aux)
 
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
         first, caches, auxes = 0, [], []
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
             indices = first + jnp.arange(repeats)
@@ -78,6 +105,17 @@ class Stack(nnx.Module):
             auxes.append(aux)
             first += repeats
         return x_BLD, None if cache is None else caches, auxes
+
+    def run_unit(
+        self, unit: Unit, x_BLD: jax.Array, ctx: Context, layer, cache: list | None = None
+    ):
+        """One layer, number `layer` of the model, keeping for backward what `recompute` says."""
+
+        def run(unit, x_BLD, layer, cache):
+            return unit(x_BLD, dataclasses.replace(ctx, layer=layer), cache)
+
+        kept = jax.checkpoint(run, policy=POLICIES[self.recompute], prevent_cse=False)
+        return kept(unit, x_BLD, layer, cache)
 
     def init_cache(self, batch: int, length: int) -> list:
         """Empty caches, stacked over the repeats of each group."""

@@ -12,6 +12,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 SEQUENCE_AXIS = "tensor"
+PIPE_AXIS = "pipe"
 VOCAB_AXES = ("pipe", "tensor")
 
 
@@ -50,6 +51,11 @@ def max_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmax(x, axes) if axes else x
 
 
+def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
+    """x sent along (from, to) ranks of one axis; zeros where nothing arrives."""
+    return lax.ppermute(x, axis, pairs) if present((axis,)) else x
+
+
 def gather_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
     """The whole sequence from its shards over tensor (sequence parallelism)."""
     return gather(x_BLD, (SEQUENCE_AXIS,), 1) if sharded else x_BLD
@@ -79,10 +85,10 @@ def unshard_parameter(parameter) -> jax.Array:
     return value
 
 
-def counted_once(bias: jax.Array) -> jax.Array:
-    """`bias` on tensor rank 0, zero elsewhere: to be added to partial sums."""
-    rank = axis_index((SEQUENCE_AXIS,))
-    return bias if isinstance(rank, int) else jnp.where(rank == 0, bias, 0)
+def counted_once(x: jax.Array, axis: str = SEQUENCE_AXIS) -> jax.Array:
+    """`x` on rank 0 of an axis, zero elsewhere: to be added to partial sums."""
+    rank = axis_index((axis,))
+    return x if isinstance(rank, int) else jnp.where(rank == 0, x, 0)
 
 
 def stored(x: jax.Array) -> jax.Array:

@@ -108,9 +108,18 @@ SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zero_bubble": zero_bub
 
 
 def runs(table: Table) -> list[tuple[int, int, tuple[str, ...]]]:
-    """(first tick, tick after the last, lanes that are on) of ticks with the same lanes."""
+    """(first tick, tick after the last, lanes that are on) of ticks with the same lanes.
+
+    "head" is among them; with several chunks it comes and goes, and is on from its first tick to
+    its last.
+    """
+    with_head = table.head >= 0
+    if table.chunks > 1:
+        first, last = np.flatnonzero(with_head)[[0, -1]]
+        with_head[first : last + 1] = True
     on = [
         tuple(name for name, lane in table.lanes().items() if lane.active[tick].any())
+        + ("head",) * bool(with_head[tick])
         for tick in range(table.ticks)
     ]
     starts = [tick for tick in range(table.ticks) if tick == 0 or on[tick] != on[tick - 1]]
@@ -125,9 +134,10 @@ Units = dict[tuple[int, int], tuple[int, int]]  # (stage, tick) -> (microbatch, 
 
 def _staggered(M: int, S: int, V: int) -> tuple[Units, Units]:
     if V > 1 and M % S:
+        choices = [str(number) for number in (M // S * S, (M // S + 1) * S) if number]
         raise ValueError(
             f"{M} microbatches are not divisible by parallel.pipe={S}, as interleaved chunks need"
-            f": choose {max(M // S, 1) * S} or {(M // S + 1) * S}"
+            f": choose {' or '.join(choices)}"
         )
     forward, backward = {}, {}
     for m in range(M):

@@ -133,7 +133,8 @@ def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
 
     def loss_fn(model):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
-        return model.token_losses(batch, Context(positions), chunk=7)
+        hidden = model.hidden(batch["tokens"], Context(positions))[0]
+        return model.token_losses(hidden, batch, chunk=7)
 
     (loss, losses), gradients = quick_jit(jax.value_and_grad(loss_fn, has_aux=True))(model)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

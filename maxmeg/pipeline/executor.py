@@ -1,0 +1,265 @@
+"""Runs any schedule table on all stages in lockstep, inside the one shard_map of a step.
+
+Ticks with the same lanes form a run, each run is one `lax.scan`: 1F1B is three scans, the same
+program on every device, without a branch. Nothing differentiates through the schedule: each lane
+calls `jax.vjp` on one layer, and what backward needs lives in a ring buffer whose slots the table
+assigns, so memory does not grow with the number of microbatches. A layer writes its residuals
+straight into the ring and its weight gradients straight into the float32 sums.
+
+Embedding and head are no stages: their weights are sharded over `pipe` too, and every stage does
+its share of them in the tick. Sums over `pipe` stand outside the vjps.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from maxmeg.parallel import collectives
+from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.pipeline.layout import Layout
+from maxmeg.pipeline.residuals import Arrays, UnitVjp, add_at, empty_ring, read, write
+from maxmeg.pipeline.schedule import Lane, Table, runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model as the executor runs it, in the local view of one device.
+
+    outer: parameters of embed and head. groups[g]: parameters of a repeated unit, stacked over
+    this stage's places [chunks x slots]. A microbatch is what `batches` hold at one index.
+    embed(outer, microbatch) -> x: a share of the stack's input, to be summed over pipe.
+    unit(params, x, (microbatch, layer)) -> x. head(outer, x, microbatch) -> (loss, sums).
+    """
+
+    outer: typing.Any
+    groups: tuple
+    batches: typing.Any
+    embed: Callable
+    unit: Callable
+    head: Callable
+
+
+class Carry(typing.NamedTuple):
+    """x: what the stage before has sent. dx: what this stage will send back."""
+
+    x: jax.Array
+    dx: jax.Array
+    rings: list[Arrays]
+    outputs: jax.Array | None
+    outer: typing.Any
+    groups: list
+    sums: typing.Any
+
+
+class Work(typing.NamedTuple):
+    """What a stage does in a lane at a tick; rows of a Lane, traced."""
+
+    microbatch: jax.Array
+    chunk: jax.Array
+    slot: jax.Array
+    deferred: jax.Array
+
+
+def run_pipeline(program: Program, table: Table, layout: Layout):
+    """((gradients of outer, of groups), sums of the head); gradients are float32, unreduced.
+
+    Each device has the gradients of its own share of the work. With a table of forwards alone the
+    gradients are None.
+    """
+    executor = Executor(program, table, layout)
+    carry = executor.start()
+    for first, stop, lanes in runs(table):
+        rows = {name: work_of(lane, first, stop) for name, lane in table.lanes().items()}
+        rows["head"] = jnp.asarray(table.head[first:stop])
+        always = bool((table.head[first:stop] >= 0).all())
+        tick = functools.partial(executor.tick, lanes, always)
+        carry, _ = lax.scan(tick, carry, rows)
+    return (carry.outer, carry.groups), carry.sums
+
+
+def work_of(lane: Lane, first: int, stop: int) -> Work:
+    return Work(*(jnp.asarray(getattr(lane, name)[first:stop]) for name in Work._fields))
+
+
+class Executor:
+    def __init__(self, program: Program, table: Table, layout: Layout):
+        self.program, self.table, self.layout = program, table, layout
+        self.stage = collectives.axis_index((PIPE_AXIS,))
+        self.last = table.stages - 1
+        self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
+        self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
+        self.vjps = [
+            UnitVjp(program.unit, read(group, 0), self.x, (self.microbatch(0), layers[0]))
+            for group, layers in zip(program.groups, self.layers, strict=True)
+            if table.backward
+        ]
+
+    def start(self) -> Carry:
+        table, program = self.table, self.program
+        x = jnp.zeros(self.x.shape, self.x.dtype)
+        head = functools.partial(program.head, program.outer)
+        sums = jax.eval_shape(lambda x: head(x, self.microbatch(0))[1], x)
+        zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
+        rings = [
+            empty_ring(vjp.residuals, table.slots, self.layout.slots(g))
+            for g, vjp in enumerate(self.vjps)
+        ]
+        outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
+        trained = table.backward is not None
+        outer = zeros(program.outer) if trained else None
+        groups = [zeros(group) for group in program.groups] if trained else []
+        return Carry(x, x, rings, outputs, outer, groups, zeros(sums))
+
+    def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
+        """One tick of a run with `lanes` on; always: the head has work at every tick."""
+        arrived = self.send(carry.dx, -1) if "backward" in lanes else None
+        y = dy = None
+        if "forward" in lanes:
+            y, carry = self.forward(carry, rows["forward"])
+            carry = carry._replace(x=self.send(y, 1))
+            if carry.outputs is not None:
+                leaving = jnp.maximum(rows["forward"].microbatch[self.last], 0)
+                carry = carry._replace(outputs=write([carry.outputs], [y], leaving)[0])
+        if "head" in lanes:
+            if carry.outputs is not None:
+                y = read(carry.outputs, jnp.maximum(rows["head"], 0))
+            dy, carry = self.head(carry, y, rows["head"], always)
+        if "backward" in lanes:
+            carry = self.backward(carry, arrived, dy, rows["backward"])
+        return carry, None
+
+    def forward(self, carry: Carry, work: Work) -> tuple[jax.Array, Carry]:
+        """This stage's chunk on its microbatch; residuals go into the rings."""
+        own, x, rings = self.own(work), self.enter(carry.x, work), []
+        microbatch = self.microbatch(own.microbatch)
+        for g, group in enumerate(self.program.groups):
+            slots = self.layout.slots(g)
+
+            def body(state, slot, g=g, group=group, slots=slots):
+                x, ring = state
+                place = jnp.maximum(own.chunk, 0) * slots + slot
+                params, given = read(group, place), (microbatch, self.layers[g][place])
+                if self.vjps:
+                    y, residuals = self.vjps[g].forward(params, x, given)
+                    ring = write(ring, residuals, own.slot, slot)
+                else:
+                    y = self.program.unit(params, x, given)
+                return (self.unless_skipped(y, x, given[1]), ring), None
+
+            ring = carry.rings[g] if self.vjps else []
+            (x, ring), _ = lax.scan(body, (x, ring), jnp.arange(slots))
+            rings.append(ring)
+        return x, carry._replace(rings=rings if self.vjps else [])
+
+    def backward(self, carry: Carry, arrived, dy, work: Work) -> Carry:
+        """Gradients of this stage's chunk, added up, and of its input, to be sent back."""
+        own = self.own(work)
+        active = own.microbatch >= 0
+        if dy is not None:
+            at_end = (self.stage == self.last) & (own.chunk == self.table.chunks - 1)
+            arrived = jnp.where(at_end, dy, arrived)
+        microbatch, dx, sums = self.microbatch(own.microbatch), arrived, list(carry.groups)
+        for g in reversed(range(len(self.program.groups))):
+            group, slots = self.program.groups[g], self.layout.slots(g)
+
+            def body(state, slot, g=g, group=group, slots=slots):
+                dy, sums = state
+                place = jnp.maximum(own.chunk, 0) * slots + slot
+                params, given = read(group, place), (microbatch, self.layers[g][place])
+                residuals = read(carry.rings[g], jnp.maximum(own.slot, 0), slot)
+                gradients, dx = self.vjps[g].backward(residuals, params, given, dy)
+                used = active & (given[1] >= 0)
+                gradients = jax.tree.map(lambda d: jnp.where(used, d, 0), gradients)
+                sums = add_at(sums, place, gradients)
+                return (self.unless_skipped(dx, dy, given[1]), sums), None
+
+            (dx, sums[g]), _ = lax.scan(body, (dx, sums[g]), jnp.arange(slots), reverse=True)
+        return self.leave(carry._replace(dx=dx, groups=sums), work)
+
+    def enter(self, arrived: jax.Array, work: Work) -> jax.Array:
+        """The chunk's input: embedded by all stages together for the first, else what arrived."""
+        microbatch = work.microbatch[0]
+
+        def embedded() -> jax.Array:
+            share = self.program.embed(self.program.outer, self.microbatch(microbatch))
+            return collectives.sum_over(share, (PIPE_AXIS,))
+
+        entering = (microbatch >= 0) & (work.chunk[0] == 0)
+        if self.table.chunks == 1:
+            x = embedded()
+        else:
+            x = lax.cond(entering, embedded, lambda: jnp.zeros(self.x.shape, self.x.dtype))
+        return jnp.where((self.stage == 0) & entering, x, arrived)
+
+    def leave(self, carry: Carry, work: Work) -> Carry:
+        """Adds the embedding's gradients of what leaves the first chunk backward."""
+        number = work.microbatch[0]
+        leaving = (number >= 0) & (work.chunk[0] == 0)
+
+        def add(total):
+            microbatch = self.microbatch(number)
+            dx = jnp.where((self.stage == 0) & leaving, carry.dx, 0)
+            dx = collectives.sum_over(dx, (PIPE_AXIS,))
+            _, pull = jax.vjp(
+                lambda outer: self.program.embed(outer, microbatch), self.program.outer
+            )
+            return added(total, pull(dx)[0])
+
+        if self.table.chunks == 1:
+            return carry._replace(outer=add(carry.outer))
+        return carry._replace(outer=lax.cond(leaving, add, lambda total: total, carry.outer))
+
+    def head(self, carry: Carry, y, number: jax.Array, always: bool) -> tuple:
+        """(gradient of the last stage's output or None, carry with the loss's sums)."""
+        outer, trained = self.program.outer, self.table.backward is not None
+
+        def compute(total):
+            microbatch = self.microbatch(number)
+            x = collectives.sum_over(jnp.where(self.stage == self.last, y, 0), (PIPE_AXIS,))
+            if not trained:
+                _, sums = self.program.head(outer, x, microbatch)
+                return None, (None, added(total[1], sums))
+            _, pull, sums = jax.vjp(
+                lambda outer, x: self.program.head(outer, x, microbatch), outer, x, has_aux=True
+            )
+            gradients, dx = pull(jnp.ones((), jnp.float32))
+            dx = collectives.sum_over(dx, (PIPE_AXIS,))
+            return dx, (added(total[0], gradients), added(total[1], sums))
+
+        def idle(total):
+            return jnp.zeros_like(y) if trained else None, total
+
+        total = (carry.outer, carry.sums)
+        dy, (outer_sums, sums) = (
+            compute(total) if always else lax.cond(number >= 0, compute, idle, total)
+        )
+        return dy, carry._replace(outer=outer_sums, sums=sums)
+
+    def own(self, work: Work) -> Work:
+        """This stage's entries of a row."""
+        return Work(*(entry[self.stage] for entry in work))
+
+    def microbatch(self, number):
+        return read(self.program.batches, jnp.maximum(number, 0))
+
+    def unless_skipped(self, result: jax.Array, before: jax.Array, layer: jax.Array) -> jax.Array:
+        return jnp.where(layer >= 0, result, before) if self.layout.padded else result
+
+    def send(self, x: jax.Array, step: int) -> jax.Array:
+        """To the next stage (step 1) or the one before (-1); around the ring with chunks."""
+        stages = np.arange(self.table.stages)
+        pairs = np.stack([stages, (stages + step) % len(stages)], axis=1)
+        if self.table.chunks == 1:
+            pairs = pairs[np.abs(pairs[:, 1] - pairs[:, 0]) == 1]
+            pairs = pairs[pairs[:, 1] - pairs[:, 0] == step]
+        return collectives.permute(x, PIPE_AXIS, [tuple(p) for p in pairs.tolist()])
+
+
+def added(total, values):
+    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, values)
