@@ -7,7 +7,7 @@ because all stages wait for each other at the end of every tick.
 
 import dataclasses
 import textwrap
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
@@ -90,7 +90,7 @@ def timeline_svg(table: Table) -> str:
     width, height = picture.width, picture.height
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="tl" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" role="img" aria-label="{escape(title(table))}">'
+        f'width="{width}" height="{height}" role="img" aria-label={quoteattr(title(table))}>'
     )
     parts = [
         head,
