@@ -1,15 +1,34 @@
-"""Datasheet numbers of GPUs by the name JAX gives them (`device_kind`)."""
+"""Datasheet numbers of GPUs by the name JAX gives them (`device_kind`), and clusters of them."""
 
 import dataclasses
+import re
+
+GPUS_A_NODE = 8
+
+# What is reached of the datasheet. Products and memory: measured on one H200 (795 of 989 TFLOP/s,
+# 4.18 of 4.8 TB/s). Attention: cuDNN's causal kernels there at 4,096 tokens, heads of 128 (591
+# forward and 474 backward of 989). Links: an assumption, NCCL's rings with large messages.
+MATMUL_REACHED = 0.80
+MEMORY_REACHED = 0.87
+ATTENTION_FORWARD_REACHED = 0.60
+ATTENTION_BACKWARD_REACHED = 0.48
+LINK_REACHED = 0.80
+USABLE_MEMORY = 0.95  # of the datasheet's GB; CUDA's context and NCCL's buffers take the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """Peak dense bf16 tensor-core rate with fp32 sums (TFLOP/s), memory (GB) and HBM (TB/s)."""
+    """Peak dense bf16 tensor-core rate with fp32 sums (TFLOP/s), memory (GB) and HBM (TB/s).
+
+    nvlink: GB/s of a GPU in one direction; network: GB/s of a GPU's share of the node's adapters,
+    in one direction (0: not listed).
+    """
 
     bf16_tflops: float
     memory_gb: int
     memory_tb_per_s: float
+    nvlink_gb_per_s: float = 0.0
+    network_gb_per_s: float = 0.0
 
 
 # Matched on the words of the name, first row first: variants before the plain name.
@@ -17,18 +36,18 @@ _GPUS = (
     ("GB300", Gpu(2500.0, 288, 8.0)),
     ("GB200", Gpu(2500.0, 192, 8.0)),
     ("B300", Gpu(2250.0, 288, 8.0)),
-    ("B200", Gpu(2250.0, 192, 8.0)),
+    ("B200", Gpu(2250.0, 192, 8.0, 900.0, 50.0)),
     ("GH200 480GB", Gpu(989.4, 96, 4.0)),
     ("GH200", Gpu(989.4, 144, 4.9)),
     ("H200 NVL", Gpu(835.5, 141, 4.8)),
-    ("H200", Gpu(989.4, 141, 4.8)),
+    ("H200", Gpu(989.4, 141, 4.8, 450.0, 50.0)),
     ("H100 PCIe", Gpu(756.0, 80, 2.0)),
     ("H100 NVL", Gpu(835.5, 94, 3.9)),
-    ("H100", Gpu(989.4, 80, 3.35)),
+    ("H100", Gpu(989.4, 80, 3.35, 450.0, 50.0)),
     ("H800 PCIe", Gpu(756.0, 80, 2.0)),
     ("H800", Gpu(989.4, 80, 3.35)),
     ("H20", Gpu(148.0, 96, 4.0)),
-    ("A100-SXM4-80GB", Gpu(312.0, 80, 2.04)),
+    ("A100-SXM4-80GB", Gpu(312.0, 80, 2.04, 300.0, 25.0)),
     ("A100 80GB PCIe", Gpu(312.0, 80, 1.94)),
     ("A100", Gpu(312.0, 40, 1.56)),
     ("A800", Gpu(312.0, 80, 2.04)),
@@ -44,6 +63,69 @@ _GPUS = (
     ("RTX 4090", Gpu(165.2, 24, 1.01)),
     ("RTX 3090", Gpu(71.0, 24, 0.94)),
 )
+
+# Nodes of eight, all to all over NVLink; a 400 Gb/s adapter a GPU, on A100 200 Gb/s (DGX).
+_CLUSTER_GPUS = {"a100": "A100-SXM4-80GB", "h100": "H100", "h200": "H200", "b200": "B200"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """`count` GPUs in nodes of GPUS_A_NODE, rank after rank."""
+
+    name: str
+    gpu: Gpu
+    count: int
+
+    @property
+    def capacity(self) -> int:
+        """Bytes of a GPU that a program may use."""
+        return int(self.gpu.memory_gb * 1e9 * USABLE_MEMORY)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes a second that a GPU reads and writes."""
+        return self.gpu.memory_tb_per_s * 1e12 * MEMORY_REACHED
+
+    @property
+    def matmul_rate(self) -> float:
+        """FLOPs a second of matrix products."""
+        return self.gpu.bf16_tflops * 1e12 * MATMUL_REACHED
+
+    def link_rate(self, nodes: int, adapters: int) -> float:
+        """Bytes a second that a GPU of a group sends in a ring over so many nodes.
+
+        Within a node over NVLink. Else the group's members in a node share their adapters, as
+        NCCL's several rings do: as fast as `adapters` of them, at most as NVLink.
+        """
+        network = min(adapters * self.gpu.network_gb_per_s, self.gpu.nvlink_gb_per_s)
+        return (self.gpu.nvlink_gb_per_s if nodes == 1 else network) * 1e9 * LINK_REACHED
+
+
+def parse_cluster(text: str) -> Cluster:
+    """"h100x64" -> 64 H100s. ValueError for an unknown name or a count that makes no nodes."""
+    match = re.fullmatch(r"([a-z0-9]*?)x(-?\d+)", text.lower())
+    if not match:
+        raise ValueError(
+            f"hardware={text!r} is not NAMExCOUNT, as h100x64: choose NAME from "
+            f"{', '.join(_CLUSTER_GPUS)} and COUNT up to {GPUS_A_NODE} or a multiple of it"
+        )
+    name, count = match[1], int(match[2])
+    if name not in _CLUSTER_GPUS:
+        known = ", ".join(_CLUSTER_GPUS)
+        raise ValueError(f"hardware={text!r}: no GPU is named {name!r}; choose from {known}")
+    if count < 1 or (count > GPUS_A_NODE and count % GPUS_A_NODE):
+        raise ValueError(
+            f"hardware={text!r}: {count} GPUs do not make nodes of {GPUS_A_NODE}: choose 1 to "
+            f"{GPUS_A_NODE}, or a multiple of {GPUS_A_NODE}"
+        )
+    return cluster(name, count)
+
+
+def cluster(name: str, count: int) -> Cluster:
+    """`count` GPUs of a name that parse_cluster knows."""
+    sheet = gpu(_CLUSTER_GPUS[name])
+    assert sheet is not None
+    return Cluster(name, sheet, count)
 
 
 def gpu(device_kind: str) -> Gpu | None:

@@ -1,0 +1,206 @@
+"""What the mesh axes carry in a step, by formulas; nothing is compiled.
+
+Counted is what the program asks for, stage by stage and tick by tick; the compiler may combine
+collectives or drop one of two equal ones. Left out are sums of scalars. Letters: B samples of a
+microbatch on a device, L tokens a sample, D width of the residual stream, t size of tensor.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxmeg.config.schema import Recompute
+from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.parallel.mesh import AXES
+from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
+from maxmeg.planning.memory import FLOAT32, Shard, Workload, loss_chunk
+from maxmeg.planning.report import Traffic
+
+GATHER, SCATTER, REDUCE, PERMUTE = (
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "collective-permute",
+)
+PARAMETERS_FORWARD = "parameters of layers, forward"
+PARAMETERS_BACKWARD = "parameters of layers, backward"
+LAYER_GRADIENTS = "gradients of layers"
+SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to the one before"
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How often a step runs each part: layers on a device forward and backward, embedding forward
+    and backward, and head.
+
+    With a pipeline every stage takes part in every tick, also where its own work is void.
+    """
+
+    layers_forward: int
+    layers_backward: int
+    embed: int
+    embed_backward: int
+    head: int
+
+
+def runs(work: Workload) -> Runs:
+    """With one chunk a stage the embedding is in every tick, with more in those that need it."""
+    layers, lanes = sum(work.places), work.lanes
+    forward, backward = lanes.forward * layers, lanes.backward * layers
+    M = work.microbatches
+    if work.config.parallel.chunks > 1:
+        return Runs(forward, backward, M, M, M)
+    return Runs(forward, backward, lanes.forward, lanes.backward, M)
+
+
+def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
+    """Every axis and purpose with what a device sends in a step.
+
+    Of n devices a gather or scatter of `size` bytes (the larger side) sends (n - 1) / n of it, an
+    all-reduce twice that, a permute all. Seconds: at `Cluster.link_rate` of the group's span.
+    """
+    found = [
+        *_tensor(work),
+        *_loss(work),
+        *_fsdp(work),
+        *_data(work),
+        *_pipe(work),
+    ]
+    return tuple(_timed(entry, work, cluster) for entry in found if entry.runs)
+
+
+def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
+    axes = tuple(entry.axis.split(" x "))
+    n, nodes, adapters = span(tuple(work.axes.values()), axes)
+    share = {REDUCE: 2 * (n - 1) / n, PERMUTE: 1.0}.get(entry.kind, (n - 1) / n)
+    volume = int(entry.volume * share)
+    rate = cluster.link_rate(nodes, 1 if entry.kind == PERMUTE else adapters)
+    return dataclasses.replace(entry, volume=volume, seconds=volume / rate)
+
+
+@functools.lru_cache(maxsize=4096)
+def span(sizes: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int, int]:
+    """(devices of a group along `axes`, most nodes that one lies on, its fewest in a node).
+
+    Ranks go through the mesh with the last axis fastest, GPUS_A_NODE to a node.
+    """
+    ranks = np.arange(math.prod(sizes)).reshape(sizes)
+    dims = [AXES.index(axis) for axis in axes]
+    groups = np.moveaxis(ranks, dims, range(-len(dims), 0))
+    members = math.prod(sizes[dim] for dim in dims)
+    nodes = np.sort(groups.reshape(-1, members) // GPUS_A_NODE, axis=1)
+    most = 1 + int((np.diff(nodes, axis=1) > 0).sum(axis=1).max()) if members > 1 else 1
+    return members, most, members // most
+
+
+def entry(axis: str, purpose: str, kind: str, count: int, size: int) -> Traffic:
+    """`count` collectives of `size` bytes each; the volume is cut to what is sent by `_timed`."""
+    return Traffic(axis, purpose, kind, count, count * size, 0.0)
+
+
+def _tensor(work: Workload) -> Iterator[Traffic]:
+    """Whole sequences, B x L x D in the compute dtype.
+
+    A sublayer gathers its input and scatters its output, forward; backward gathers its input again
+    (it is not kept) and the output's gradient, and scatters the input's. Full recomputation also
+    scatters the output of each sublayer but the last once more.
+    """
+    tensor = work.axes["tensor"]
+    if tensor == 1:
+        return
+    size, times = work.hidden_bytes * tensor, runs(work)
+    layers = list(zip(work.units, work.places, strict=True))
+    sublayers = sum(unit.sublayers * places for unit, places in layers)
+    again = 0
+    if work.config.model.recompute is Recompute.full:
+        again = sum((unit.sublayers - 1) * places for unit, places in layers)
+    forward, backward = work.lanes.forward, work.lanes.backward
+    into, out = "sequences into sublayers", "sums of sublayers"
+    yield entry("tensor", f"{into}, forward", GATHER, forward * sublayers, size)
+    yield entry("tensor", f"{out}, forward", SCATTER, forward * sublayers, size)
+    yield entry("tensor", f"{into} and gradients, backward", GATHER, 2 * backward * sublayers, size)
+    scatters = backward * (sublayers + again)
+    yield entry("tensor", f"{out}, backward", SCATTER, scatters, size)
+    ends = "embedding and head"
+    yield entry("tensor", ends, GATHER, times.head + times.embed_backward, size)
+    yield entry("tensor", ends, SCATTER, times.embed + times.head, size)
+
+
+def _loss(work: Workload) -> Iterator[Traffic]:
+    """For each chunk of tokens, in float32: the largest logit, then two sums in one collective."""
+    axes = [axis for axis in VOCAB_AXES if work.axes[axis] > 1]
+    if not axes:
+        return
+    chunks, tokens = loss_chunk(work)
+    count = chunks * runs(work).head
+    total = 3 * FLOAT32 * tokens * count
+    yield Traffic(" x ".join(axes), "sums of the loss", REDUCE, 2 * count, total, 0.0)
+
+
+def _fsdp(work: Workload) -> Iterator[Traffic]:
+    """Parameters in the compute dtype gathered at every use, and their gradients scattered.
+
+    Backward gathers a layer's again. Embedding and output are gathered once a microbatch each.
+    """
+    if work.axes["fsdp"] == 1:
+        return
+    times, e, chunks = runs(work), work.itemsize, work.config.parallel.chunks
+    sharded = [shard for shard in work.shards if shard.whole != shard.computed]
+    count = size = 0  # of one layer of every group, over all places of a chunk
+    for shard in sharded:
+        group = shard.parameter.group
+        if group is not None:
+            count += work.places[group]
+            size += e * shard.whole // chunks
+    lanes = work.lanes
+
+    def layers(purpose: str, kind: str, times: int) -> Traffic:
+        return Traffic("fsdp", purpose, kind, times * count, times * size, 0.0)
+
+    yield layers(PARAMETERS_FORWARD, GATHER, lanes.forward)
+    yield layers(PARAMETERS_BACKWARD, GATHER, lanes.backward)
+    yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward)
+    ends = [shard for shard in sharded if shard.parameter.group is None]
+    tied = not any(shard.parameter.kind == "output" for shard in ends)
+    for shard in ends:
+        kind, size = shard.parameter.kind, e * shard.whole
+        head = times.head if kind == "output" or (tied and kind == "embedding") else 0
+        forward = head + (times.embed if kind != "output" else 0)
+        backward = head + (times.embed_backward if kind != "output" else 0)
+        yield entry("fsdp", f"{kind} table", GATHER, forward, size)
+        yield entry("fsdp", f"gradient of the {kind} table", SCATTER, backward, size)
+
+
+def _data(work: Workload) -> Iterator[Traffic]:
+    """Once a step: weights gathered in the compute dtype and gradients scattered in float32
+    (ZeRO-1), and gradients of what is replicated summed over all axes that it is replicated on."""
+    scattered = [shard for shard in work.shards if shard.scattered]
+    weights = sum(work.itemsize * shard.computed for shard in scattered)
+    gradients = sum(FLOAT32 * shard.computed for shard in scattered)
+    yield Traffic("data", "weights of the step (ZeRO-1)", GATHER, len(scattered), weights, 0.0)
+    yield Traffic("data", "gradients (ZeRO-1)", SCATTER, len(scattered), gradients, 0.0)
+    by_axes: dict[tuple[str, ...], list[Shard]] = {}
+    for shard in work.shards:
+        if shard.sum_axes:
+            by_axes.setdefault(shard.sum_axes, []).append(shard)
+    for axes, members in by_axes.items():
+        size = sum(
+            FLOAT32 * (shard.stored if shard.scattered else shard.computed) for shard in members
+        )
+        yield entry(" x ".join(axes), "gradients of replicated parameters", REDUCE, 1, size)
+
+
+def _pipe(work: Workload) -> Iterator[Traffic]:
+    """Residual streams, B x L x D / t: sent on at every tick of a lane; summed over the stages
+    when embedded, when given to the head, and both gradients."""
+    if not work.pipelined:
+        return
+    times, size = runs(work), work.hidden_bytes
+    yield entry("pipe", SENT_FORWARD, PERMUTE, work.lanes.forward, size)
+    yield entry("pipe", SENT_BACKWARD, PERMUTE, work.lanes.backward, size)
+    yield entry("pipe", "embedded tokens", REDUCE, times.embed, size)
+    yield entry("pipe", "gradient of embedded tokens", REDUCE, times.embed_backward, size)
+    yield entry("pipe", "input of the head and its gradient", REDUCE, 2 * times.head, size)

@@ -1,0 +1,474 @@
+"""Bytes of one device, by formulas over the model's abstract tree; nothing is compiled.
+
+Parameters come from the real model by `jax.eval_shape`, their parts on a device from the one table
+of `parallel.rules`: a new layer is counted by itself. Activations and what the loss needs follow
+the formulas of `unit_activations`, `activations` and `loss`. Letters: T tokens of a microbatch on
+a device (B x L), D width of the residual stream, t size of the axis tensor, e bytes of the compute
+dtype.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from maxmeg.config.schema import (
+    AttentionBackend,
+    Config,
+    DType,
+    ModelConfig,
+    OptimConfig,
+    Recompute,
+    Schedule,
+)
+from maxmeg.config.stages import layers_of_chunks
+from maxmeg.config.validate import axis_sizes
+from maxmeg.models.lm import LM
+from maxmeg.ops.attention import QUERY_BLOCK
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.mesh import AXES
+from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, zero1_dim
+from maxmeg.pipeline.layout import arrange
+from maxmeg.pipeline.schedule import SCHEDULES
+
+FLOAT32 = 4
+ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameter:
+    """An array of the model: its path, kind, and abstract variable; group None: not of the stack.
+
+    kind: the mixer that it belongs to (attention, mlp, ...), norm, embedding, positions, output.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    group: int | None
+    variable: nnx.Variable
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        return logical_axes(self.variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Elements of a parameter on a device: of its master, of the copy that computes (gathered over
+    data under ZeRO-1), and of that gathered over fsdp.
+
+    scattered: its gradient is scattered over data. sum_axes: it is replicated over these.
+    """
+
+    parameter: Parameter
+    stored: int
+    computed: int
+    whole: int
+    scattered: bool
+    sum_axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What repeats in a group: sublayers, and widths of its column-parallel products, summed."""
+
+    repeats: int
+    sublayers: int
+    columns: int
+    attends: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Of a schedule: sizes of its rings, and ticks at which each lane is on."""
+
+    slots: int
+    outputs: int
+    deferred: int
+    forward: int
+    backward: int
+    weight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A config on its devices. samples: of a microbatch on a device. places: layers of a chunk,
+    by group, the fullest chunk's."""
+
+    config: Config
+    axes: dict[str, int]
+    microbatches: int
+    samples: int
+    places: tuple[int, ...]
+    units: tuple[Unit, ...]
+    shards: tuple[Shard, ...]
+    lanes: Lanes
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.config.data.sequence_length
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.config.model.dtype]
+
+    @property
+    def pipelined(self) -> bool:
+        return self.axes["pipe"] > 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added up in float32."""
+        return self.pipelined or self.microbatches > 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the output weight on a device."""
+        tensor, pipe = self.axes["tensor"], self.axes["pipe"]
+        return self.config.model.padded_vocab_size(tensor, pipe) // (tensor * pipe)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of one microbatch's residual stream on a device: e T D / t."""
+        width = self.config.model.hidden_size
+        return self.itemsize * self.tokens * width // self.axes["tensor"]
+
+
+def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Every array of the model in model order, the vocabulary padded for one device."""
+    plain = dataclasses.replace(model, recompute=Recompute.none)  # the tree does not depend on it
+    return _parameters(tuple(getattr(plain, f.name) for f in dataclasses.fields(plain)))
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(fields: tuple) -> tuple[Parameter, ...]:
+    config = ModelConfig(*fields)
+    abstract = jax.eval_shape(lambda: LM(jax.random.key(0), config))
+    found = []
+    for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
+        names = tuple(
+            str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path
+        )
+        stacked = names[0] == "stack"
+        kind = names[names.index("mixers") + 1] if "mixers" in names else names[0]
+        if "norm" in names or kind == "final_norm":
+            kind = "norm"
+        found.append(Parameter(names, kind, int(names[2]) if stacked else None, variable))
+    return tuple(found)
+
+
+def units(model: ModelConfig) -> tuple[Unit, ...]:
+    """The repeated unit of each group of the stack."""
+    groups: dict[int, list[Parameter]] = {}
+    for parameter in parameters(model):
+        if parameter.group is not None:
+            groups.setdefault(parameter.group, []).append(parameter)
+    found = []
+    for _, members in sorted(groups.items()):
+        columns = [
+            p.variable.shape[-1]
+            for p in members
+            if p.axes[-2] == "embed" and p.axes[-1] not in ("embed", "norm")
+        ]
+        sublayers = 1 + max(int(p.path[4]) for p in members)
+        attends = any(p.kind == "attention" for p in members)
+        found.append(Unit(members[0].variable.shape[0], sublayers, sum(columns), attends))
+    return tuple(found)
+
+
+def parameter_counts(model: ModelConfig, tensor: int = 1, pipe: int = 1) -> dict[str, int]:
+    """Number of parameters by kind, the vocabulary padded for `tensor` and `pipe`."""
+    counts: dict[str, int] = {}
+    for parameter in parameters(model):
+        shape = dict(enumerate(parameter.variable.shape))
+        if "vocab" in parameter.axes:
+            shape[parameter.axes.index("vocab")] = model.padded_vocab_size(tensor, pipe)
+        counts[parameter.kind] = counts.get(parameter.kind, 0) + math.prod(shape.values())
+    return counts
+
+
+def workload(config: Config, num_devices: int) -> Workload:
+    """What each of `num_devices` devices does in a step of a valid config."""
+    axes, model = axis_sizes(config.parallel, num_devices), config.model
+    shards = axes["data"] * axes["fsdp"] * axes["expert"]
+    samples = config.train.micro_batch_size or config.train.global_batch_size // shards
+    microbatches = config.train.global_batch_size // (samples * shards)
+    blocks, parallel = units(model), config.parallel
+    counts = layers_of_chunks(parallel, model.num_layers)
+    places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
+    return Workload(
+        config,
+        axes,
+        microbatches,
+        samples,
+        places,
+        blocks,
+        _shards(config, tuple(axes.values()), tuple(n * parallel.chunks for n in places)),
+        lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    layout = arrange(repeats, stages, counts)
+    return tuple(layout.slots(group) for group in range(len(repeats)))
+
+
+def _shards(config: Config, axes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Shard, ...]:
+    """Of every parameter; `places`: layers of each group that a device holds."""
+    vocabulary = config.model.padded_vocab_size(config.parallel.tensor, config.parallel.pipe)
+    every = parameters(config.model)
+    return _shards_of(every, axes, places, vocabulary, config.parallel.zero1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _shards_of(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
+    mesh = typing.cast(Mesh, AbstractMesh(axes, AXES))
+    found = []
+    for parameter in every:
+        variable, shape = parameter.variable, list(parameter.variable.shape)
+        for dim, axis in enumerate(parameter.axes):
+            if axis == "layers":
+                shape[dim] = places[parameter.group] * mesh.shape["pipe"]
+            elif axis == "vocab":
+                shape[dim] = vocabulary
+        variable = variable.replace(jax.ShapeDtypeStruct(tuple(shape), variable.dtype))
+        names = storage_axes(variable, mesh, zero1)
+        used = {name for dim in names for name in dim}
+        scattered = zero1 and zero1_dim(variable, mesh) is not None
+        stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
+        computed = stored * (mesh.shape["data"] if scattered else 1)
+        whole = computed * (mesh.shape["fsdp"] if "embed" in parameter.axes else 1)
+        sums = tuple(name for name in AXES if name not in used and mesh.shape[name] > 1)
+        found.append(Shard(parameter, stored, computed, whole, scattered, sums))
+    return tuple(found)
+
+
+def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> Lanes:
+    """Closed forms of the schedule's table; one stage runs all lanes once a microbatch.
+
+    Ticks: microbatches x chunks + stages - 1 forward, as many backward; the weight lane is on for
+    microbatches. GPipe keeps every microbatch (and one slot that idle stages write to); the rings
+    of the others do not grow beyond three rounds of microbatches, and are read from that table.
+    """
+    if stages == 1:
+        return Lanes(0, 0, 0, microbatches, microbatches, microbatches)
+    ticks = microbatches * chunks + stages - 1
+    if schedule is Schedule.gpipe:
+        return Lanes(microbatches + 1, microbatches, 0, ticks, ticks, ticks)
+    slots, deferred = _rings(schedule.value, min(microbatches, 3 * stages), stages, chunks)
+    weight = microbatches if schedule is Schedule.zero_bubble else ticks
+    return Lanes(slots, 0, deferred, ticks, ticks, weight)
+
+
+@functools.lru_cache(maxsize=1024)
+def _rings(schedule: str, microbatches: int, stages: int, chunks: int) -> tuple[int, int]:
+    table = SCHEDULES[schedule](microbatches, stages, chunks)
+    return table.slots, table.deferred
+
+
+def uses_cudnn(config: Config) -> bool:
+    """Whether attention runs on cuDNN on a GPU (`ops.attention.cudnn_refuses` is the rule)."""
+    model = config.model
+    fits = model.dtype is DType.bfloat16 and model.head_size % 8 == 0 and model.head_size <= 128
+    plain = not config.data.reset_attention_mask and not model.dropout_attention
+    return model.attention_backend is not AttentionBackend.xla and fits and plain
+
+
+def keeps_attention(config: Config) -> bool:
+    """Whether backward finds what attention made in forward: recompute none, and cuDNN or the
+    weights of one block of XLA's."""
+    short = config.data.sequence_length <= QUERY_BLOCK
+    return config.model.recompute is Recompute.none and (uses_cudnn(config) or short)
+
+
+def unit_activations(work: Workload, unit: Unit) -> int:
+    """Bytes that one layer keeps for one microbatch.
+
+    full: its input, e T D / t.
+    selective: input and output of every sublayer but the last one's output, e T D / t each, and
+    the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
+    summed) / t. Norms, activations, rotations and gathered sequences are made again.
+    none: that, and cuDNN's output and log-sum-exp, (e T H K + 4 T H) / t with H heads of size K;
+    on XLA the weights of a sequence of L <= 512, 4 B H L^2 / t.
+    """
+    model, tensor = work.config.model, work.axes["tensor"]
+    if model.recompute is Recompute.full:
+        return work.hidden_bytes
+    kept = work.itemsize * work.tokens * unit.columns // tensor
+    kept += unit.sublayers * work.hidden_bytes
+    if unit.attends and keeps_attention(work.config):
+        heads = model.num_heads // tensor
+        if uses_cudnn(work.config):
+            kept += work.tokens * heads * (work.itemsize * model.head_size + FLOAT32)
+        else:
+            kept += FLOAT32 * work.tokens * heads * work.config.data.sequence_length
+    return kept
+
+
+def activations(work: Workload) -> int:
+    """Bytes kept for backward at the fullest.
+
+    Without a pipeline: every layer of one microbatch. With one: the ring, its slots x the layers
+    of a chunk; for a schedule that defers weight gradients also its deferred units x the
+    cotangents of each layer's products, e T (widths + sublayers x D) / t; for one whose outputs
+    wait for the loss (GPipe) those, e T D / t each.
+    """
+    layers = list(zip(work.units, work.places, strict=True))
+    chunk = sum(unit_activations(work, unit) * places for unit, places in layers)
+    if not work.pipelined:
+        return chunk
+    total = work.lanes.slots * chunk + work.lanes.outputs * work.hidden_bytes
+    for unit, places in layers:
+        columns = work.itemsize * work.tokens * unit.columns // work.axes["tensor"]
+        cotangents = columns + unit.sublayers * work.hidden_bytes
+        total += work.lanes.deferred * places * cotangents
+    return total
+
+
+def activations_by_mode(work: Workload) -> dict[str, int]:
+    """`activations` under each recompute mode."""
+    found = {}
+    for mode in Recompute:
+        model = dataclasses.replace(work.config.model, recompute=mode)
+        config = dataclasses.replace(work.config, model=model)
+        found[mode.value] = activations(dataclasses.replace(work, config=config))
+    return found
+
+
+def loss_chunk(work: Workload) -> tuple[int, int]:
+    """(chunks of a microbatch, tokens of each), as ops.cross_entropy cuts them."""
+    chunks = -(-work.tokens // work.config.train.loss_chunk)
+    return chunks, -(-work.tokens // chunks)
+
+
+def loss(work: Workload) -> int:
+    """Bytes while the loss is computed, c tokens at a time over v rows of the output weight.
+
+    Logits in float32 and their gradient, (4 + e) c v; the weight's gradient summed in float32 and
+    cast, (4 + e) v D, and the weight gathered over fsdp, e v D; the whole sequence's hidden state
+    and its gradient, 2 e T D.
+    """
+    e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
+    logits = (FLOAT32 + e) * loss_chunk(work)[1] * v
+    weight = (FLOAT32 + e + (e if work.axes["fsdp"] > 1 else 0)) * v * D
+    return logits + weight + 2 * e * work.tokens * D
+
+
+def layer(work: Workload) -> int:
+    """Bytes while the largest layer runs backward.
+
+    What it makes again under full recomputation; the cotangents of its products and what they
+    read, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three blocks
+    of scores in float32 where attention runs on XLA.
+    """
+    config, e, largest = work.config, work.itemsize, 0
+    for group, unit in enumerate(work.units):
+        total = 2 * e * work.tokens * (unit.columns // work.axes["tensor"])
+        total += 2 * e * work.tokens * config.model.hidden_size
+        if config.model.recompute is Recompute.full:
+            total += total // 2
+        if work.axes["fsdp"] > 1:
+            own = [s.whole for s in work.shards if s.parameter.group == group]
+            total += 2 * e * sum(own) // (work.places[group] * config.parallel.chunks)
+        if unit.attends and not uses_cudnn(config):
+            length = config.data.sequence_length
+            block = min(max(QUERY_BLOCK, -(-length // 16)), length)
+            rows = work.samples * config.model.num_heads // work.axes["tensor"] * block
+            total += 3 * FLOAT32 * rows * length
+        largest = max(largest, total)
+    return largest
+
+
+@functools.cache
+def moments(optimizer) -> int:
+    """Float32 arrays as large as the parameters in the optimizer's state: AdamW 2, SGD 1."""
+    shape = (2, 3)
+    init = make_optimizer(OptimConfig(optimizer=optimizer)).init
+    state = jax.eval_shape(init, jax.ShapeDtypeStruct(shape, "float32"))
+    return sum(leaf.shape == shape for leaf in jax.tree.leaves(state))
+
+
+def device_memory(work: Workload) -> dict[str, int]:
+    """Bytes of the fullest device by purpose; their sum bounds what lives at once.
+
+    masters: float32 parameters, sharded as RULES and ZeRO-1 say; optimizer: its moments, alike.
+    weights: masters cast to the compute dtype once a step, gathered over data under ZeRO-1 (none
+    where neither changes anything). gradients: float32 sums as large as the weights' elements,
+    not yet reduced; with one microbatch the gradients themselves, in the compute dtype.
+    activations, loss: see there. working: the gradients of one microbatch that are added to the
+    sums (in a pipeline each layer's are added at once), and what a layer's backward takes beyond
+    what the loss has left.
+    Layers that a shorter chunk lacks are held as padding. The batch is left out.
+    """
+    e = work.itemsize
+    stored = sum(shard.stored for shard in work.shards)
+    computed = sum(shard.computed for shard in work.shards)
+    copied = sum(s.computed for s in work.shards if e != FLOAT32 or s.computed != s.stored)
+    stack = e * computed if work.microbatches > 1 and not work.pipelined else 0
+    loss_bytes = loss(work)
+    return {
+        "masters": FLOAT32 * stored,
+        "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
+        "weights": e * copied,
+        "gradients": (FLOAT32 if work.accumulates else e) * computed,
+        "activations": activations(work),
+        "loss": loss_bytes,
+        "working": stack + max(0, layer(work) - loss_bytes),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class MegatronMemory:
+    """What Megatron-LM's report of theoretical memory says; bytes on its most loaded device."""
+
+    parameters: float
+    shard_parameters: float
+    bytes_per_parameter: float
+    activations: float
+
+    @property
+    def weights_and_optimizer(self) -> float:
+        return self.shard_parameters * self.bytes_per_parameter
+
+
+def megatron_theoretical_memory(config: Config, num_devices: int) -> MegatronMemory:
+    """Megatron-LM's estimate for a dense GPT (sequence parallelism, selective recomputation).
+
+    With s tokens a sample, b samples a microbatch, h, f, v the widths of stream, MLP and padded
+    vocabulary, p and t the sizes of pipe and tensor, V chunks a stage, m microbatches, d replicas:
+    bytes a parameter: 18 (weights 2, gradients 4, master 4, moments 8), 6 + 12 / d with ZeRO-1.
+    parameters: weights of layers, norms and embeddings, here as there without positions and the
+    biases of projections. The most loaded shard: (layers / p + one embedding) / t, and an untied
+    output where p = 1. Here embedding and output lie over pipe x tensor, so that no shard is the
+    most loaded; total and bytes a parameter are the same terms (with fsdp = 1).
+    activations: (layers s b h (18 + 4 f / h) + 8 s b p + s b h p) x in flight / t, where in flight
+    is 1 + (p - 1) / (p V) with chunks, else min(1, m / p); with p = 1 also 4 s b h (1 + v / h) / t.
+    From Korthikanti et al. 2022, Table 2: layers keep more there than here.
+    """
+    axes, model = axis_sizes(config.parallel, num_devices), config.model
+    p, t, chunks = axes["pipe"], axes["tensor"], config.parallel.chunks
+    replicas = axes["data"] * axes["fsdp"] * axes["expert"]
+    embedding = model.hidden_size * model.padded_vocab_size(t)
+    tables = embedding * (1 if model.tied else 2)
+    block = sum(
+        math.prod(parameter.variable.shape)
+        for parameter in parameters(model)
+        if parameter.kind not in ("embedding", "output", "positions")
+        and (parameter.kind == "norm" or parameter.path[-1] == "weight")
+    )
+    shard = (block / p + embedding + (tables - embedding if p == 1 else 0)) / t
+    samples = config.train.micro_batch_size or config.train.global_batch_size // replicas
+    microbatches = config.train.global_batch_size // (samples * replicas)
+    tokens, h = samples * config.data.sequence_length, model.hidden_size
+    kept = model.num_layers * tokens * (18 * h + 4 * model.ffn) + 8 * tokens * p + tokens * h * p
+    in_flight = 1 + (p - 1) / (p * chunks) if chunks > 1 else min(1.0, microbatches / p)
+    kept = kept * in_flight
+    if p == 1:
+        kept += 4 * tokens * (h + embedding // h)
+    per_parameter = 6 + 12 / replicas if config.parallel.zero1 else 18.0
+    return MegatronMemory(block + tables, shard, per_parameter, kept / t)
