@@ -1,0 +1,242 @@
+"""A plan as text for a terminal and as JSON."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from maxmeg.pipeline.check import bubble, live
+from maxmeg.pipeline.schedule import Table
+from maxmeg.planning.report import Analytic, Compiled
+from maxmeg.planning.timeline import timeline_text
+from maxmeg.runtime.progress import quantity
+
+VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One layout among those that a search ranks."""
+
+    layout: str
+    analytic: Analytic
+    compiled: Compiled | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything a plan says; what was not asked for, or cannot be known, is None or empty.
+
+    settings: what the run is, by name, in words. table: of its pipeline. choices: best first.
+    """
+
+    name: str
+    hardware: str
+    settings: dict[str, str]
+    table: Table | None = None
+    analytic: Analytic | None = None
+    compiled: Compiled | None = None
+    choices: tuple[Choice, ...] = ()
+
+
+def plan_text(plan: Plan) -> str:
+    """All parts of the plan that there are, apart from each other by empty lines."""
+    parts = [heading(plan)]
+    parts += [choices_text(plan.choices)] if plan.choices else []
+    parts += [analytic_text(plan.analytic)] if plan.analytic else []
+    parts += ["pipeline\n" + _indented(timeline_text(plan.table))] if plan.table else []
+    parts += [compiled_text(plan.compiled)] if plan.compiled else []
+    return "\n\n".join(parts)
+
+
+def heading(plan: Plan) -> str:
+    title = f"{plan.name} on {plan.hardware}" if plan.hardware else plan.name
+    return "\n".join(
+        [title, *aligned([[f"  {name}", text] for name, text in plan.settings.items()])]
+    )
+
+
+def analytic_text(report: Analytic) -> str:
+    """Parameters, memory, time and communication, from formulas."""
+    count = sum(report.parameters.values())
+    parameters = [[f"  {name}", f"{number:,}"] for name, number in report.parameters.items()]
+    modes = [[f"  {mode}", gib(size)] for mode, size in report.activations.items()]
+    seconds = [
+        ["  compute", f"{report.compute_seconds:.3f} s"],
+        ["  bubble", f"{report.bubble_fraction:.1%}"],
+        ["  communication, if nothing is hidden", f"{report.communication_seconds:.3f} s"],
+        ["  step", f"{report.step_seconds:.3f} s"],
+        ["  FLOPs", f"{report.flops:.3e}"],
+        ["  tokens per second", quantity(report.tokens_per_second)],
+        ["  MFU", f"{report.mfu:.1%}"],
+    ]
+    blocks = [
+        aligned([["parameters", ""], *parameters, ["  all", f"{count:,}"]], right=1),
+        [*_memory(report.memory), f"  {verdict(report)}"],
+        aligned([["activations by recompute mode", "GiB"], *modes], right=1),
+        aligned([["time of a step, from formulas", ""], *seconds], right=1),
+    ]
+    if report.traffic:
+        header = ["communication of a step", "purpose", "kind", "runs", "GiB sent", "ms"]
+        rows = [
+            [
+                f"  {t.axis}",
+                t.purpose,
+                t.kind,
+                f"{t.runs:,}",
+                gib(t.volume),
+                f"{t.seconds * 1e3:.1f}",
+            ]
+            for t in report.traffic
+        ]
+        blocks.append(aligned([header, *rows], right=3))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def compiled_text(report: Compiled) -> str:
+    """What the compiler made of the step."""
+    blocks = [
+        [*_memory(compiled_memory(report), "compiled: memory of a device"), f"  {verdict(report)}"],
+        [
+            f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; "
+            f"{report.flops:.3e} FLOPs of a device and step in matrix products"
+        ],
+    ]
+    if report.collectives:
+        header = ["collectives", "kind", "", "instructions", "runs", "GiB"]
+        rows = [
+            [
+                f"  {'+'.join(c.axes) or '-'}",
+                c.kind,
+                "async" if c.asynchronous else "sync",
+                f"{c.instructions:,}",
+                f"{c.runs:,}",
+                gib(c.volume),
+            ]
+            for c in report.collectives
+        ]
+        blocks.append(aligned([header, *rows], right=3))
+    if report.kernels:
+        rows = [[f"  {name}", f"{runs:,}"] for name, runs in report.kernels.items()]
+        blocks.append(aligned([["custom kernels", "runs"], *rows], right=1))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def choices_text(choices: Sequence[Choice]) -> str:
+    """The ranked layouts; the compiler's memory beside the formulas' where it is known."""
+    compiled = any(choice.compiled for choice in choices)
+    header = ["layouts, best first", "s a step", "tokens/s", "MFU", "bubble", "GiB"]
+    rows = [header + ["compiled GiB"] * compiled]
+    for rank, choice in enumerate(choices, 1):
+        report = choice.analytic
+        row = [
+            f"  {rank:2}  {choice.layout}",
+            f"{report.step_seconds:.3f}",
+            quantity(report.tokens_per_second),
+            f"{report.mfu:.1%}",
+            f"{report.bubble_fraction:.1%}",
+            gib(report.total),
+        ]
+        shown = choice.compiled and gib(choice.compiled.total) + "!" * (not choice.compiled.fits)
+        rows.append(row + [shown or ""] * compiled)
+    lines = aligned(rows, right=5 + compiled)
+    if any(choice.compiled and not choice.compiled.fits for choice in choices):
+        lines.append("  ! does not fit, says the compiler")
+    return "\n".join(lines)
+
+
+def verdict(report: Analytic | Compiled) -> str:
+    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB are free", or by how much it does not."""
+    total, capacity = report.total / GIB, report.capacity / GIB
+    if report.fits:
+        return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB are free"
+    return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
+
+
+def compiled_memory(report: Compiled) -> dict[str, int]:
+    """Bytes of a device by the compiler's count."""
+    parts = {
+        "state and batch": report.arguments,
+        "temporaries": report.temporaries,
+        "outputs beside the state": report.outputs_not_aliased,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as a JSON object with a `version`; absent parts are null."""
+    return json.dumps(
+        {
+            "version": VERSION,
+            "name": plan.name,
+            "hardware": plan.hardware,
+            "settings": plan.settings,
+            "analytic": _report(plan.analytic),
+            "pipeline": _pipeline(plan.table),
+            "compiled": _report(plan.compiled),
+            "layouts": [
+                {
+                    "layout": choice.layout,
+                    "analytic": _report(choice.analytic),
+                    "compiled": _report(choice.compiled),
+                }
+                for choice in plan.choices
+            ],
+        },
+        indent=2,
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB with two digits."""
+    amount = size / GIB
+    return "<0.01" if 0 < amount < 0.005 else f"{amount:,.2f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
+    """Rows of equally many cells as lines, the last `right` columns flush right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    left = len(widths) - right
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def _memory(memory: dict[str, int], title: str = "memory of a device, from formulas") -> list[str]:
+    rows = [[f"  {name}", gib(size)] for name, size in memory.items()]
+    return aligned([[title, "GiB"], *rows, ["  all", gib(sum(memory.values()))]], right=1)
+
+
+def _report(report: Analytic | Compiled | None) -> dict | None:
+    if report is None:
+        return None
+    return dataclasses.asdict(report) | {"total": report.total, "fits": report.fits}
+
+
+def _pipeline(table: Table | None) -> dict | None:
+    if table is None:
+        return None
+    found = bubble(table)
+    names = ("forward", "input_gradients", "weight_gradients")
+    return {
+        "schedule": table.name,
+        "stages": table.stages,
+        "microbatches": table.microbatches,
+        "chunks": table.chunks,
+        "ticks": found.ticks,
+        "lost": dict(zip(names, found.lost, strict=True)),
+        "ideal": dict(zip(names, found.ideal, strict=True)),
+        "bubble_fraction": found.fraction,
+        "live_activations": live(table),
+        "activation_slots": table.slots,
+        "deferred_slots": table.deferred,
+    }
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
