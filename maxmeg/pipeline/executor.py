@@ -46,10 +46,10 @@ class Program:
 
 
 class Carry(typing.NamedTuple):
-    """x: what the stage before has sent. dx: what this stage will send back."""
+    """x, dy: what the stages before and after have sent."""
 
     x: jax.Array
-    dx: jax.Array
+    dy: jax.Array
     rings: list[Arrays]
     outputs: jax.Array | None
     outer: typing.Any
@@ -118,7 +118,6 @@ class Executor:
 
     def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
         """One tick of a run with `lanes` on; always: the head has work at every tick."""
-        arrived = self.send(carry.dx, -1) if "backward" in lanes else None
         y = dy = None
         if "forward" in lanes:
             y, carry = self.forward(carry, rows["forward"])
@@ -131,7 +130,11 @@ class Executor:
                 y = read(carry.outputs, jnp.maximum(rows["head"], 0))
             dy, carry = self.head(carry, y, rows["head"], always)
         if "backward" in lanes:
-            carry = self.backward(carry, arrived, dy, rows["backward"])
+            carry = self.backward(carry, dy, rows["backward"])
+        if {"forward", "backward"} <= set(lanes):
+            # Sent beside the other lane's work: XLA would move sends to the next tick's start.
+            x, dy = lax.optimization_barrier((carry.x, carry.dy))
+            carry = carry._replace(x=x, dy=dy)
         return carry, None
 
     def forward(self, carry: Carry, work: Work) -> tuple[jax.Array, Carry]:
@@ -157,14 +160,13 @@ class Executor:
             rings.append(ring)
         return x, carry._replace(rings=rings if self.vjps else [])
 
-    def backward(self, carry: Carry, arrived, dy, work: Work) -> Carry:
-        """Gradients of this stage's chunk, added up, and of its input, to be sent back."""
-        own = self.own(work)
-        active = own.microbatch >= 0
-        if dy is not None:
+    def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work) -> Carry:
+        """Gradients of this stage's chunk, added up, and of its input, sent back."""
+        own, dx, sums = self.own(work), carry.dy, list(carry.groups)
+        active, microbatch = own.microbatch >= 0, self.microbatch(own.microbatch)
+        if loss_dy is not None:
             at_end = (self.stage == self.last) & (own.chunk == self.table.chunks - 1)
-            arrived = jnp.where(at_end, dy, arrived)
-        microbatch, dx, sums = self.microbatch(own.microbatch), arrived, list(carry.groups)
+            dx = jnp.where(at_end, loss_dy, dx)
         for g in reversed(range(len(self.program.groups))):
             group, slots = self.program.groups[g], self.layout.slots(g)
 
@@ -180,7 +182,8 @@ class Executor:
                 return (self.unless_skipped(dx, dy, given[1]), sums), None
 
             (dx, sums[g]), _ = lax.scan(body, (dx, sums[g]), jnp.arange(slots), reverse=True)
-        return self.leave(carry._replace(dx=dx, groups=sums), work)
+        outer = self.leave(carry.outer, dx, work)
+        return carry._replace(dy=self.send(dx, -1), groups=sums, outer=outer)
 
     def enter(self, arrived: jax.Array, work: Work) -> jax.Array:
         """The chunk's input: embedded by all stages together for the first, else what arrived."""
@@ -197,23 +200,19 @@ class Executor:
             x = lax.cond(entering, embedded, lambda: jnp.zeros(self.x.shape, self.x.dtype))
         return jnp.where((self.stage == 0) & entering, x, arrived)
 
-    def leave(self, carry: Carry, work: Work) -> Carry:
-        """Adds the embedding's gradients of what leaves the first chunk backward."""
+    def leave(self, total, dx: jax.Array, work: Work):
+        """`total` and the embedding's gradients of what leaves the first chunk backward."""
         number = work.microbatch[0]
         leaving = (number >= 0) & (work.chunk[0] == 0)
 
         def add(total):
-            microbatch = self.microbatch(number)
-            dx = jnp.where((self.stage == 0) & leaving, carry.dx, 0)
-            dx = collectives.sum_over(dx, (PIPE_AXIS,))
-            _, pull = jax.vjp(
-                lambda outer: self.program.embed(outer, microbatch), self.program.outer
-            )
-            return added(total, pull(dx)[0])
+            outer, microbatch = self.program.outer, self.microbatch(number)
+            left = jnp.where((self.stage == 0) & leaving, dx, 0)
+            left = collectives.sum_over(left, (PIPE_AXIS,))
+            _, pull = jax.vjp(lambda outer: self.program.embed(outer, microbatch), outer)
+            return added(total, pull(left)[0])
 
-        if self.table.chunks == 1:
-            return carry._replace(outer=add(carry.outer))
-        return carry._replace(outer=lax.cond(leaving, add, lambda total: total, carry.outer))
+        return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, keep, total)
 
     def head(self, carry: Carry, y, number: jax.Array, always: bool) -> tuple:
         """(gradient of the last stage's output or None, carry with the loss's sums)."""
@@ -259,6 +258,10 @@ class Executor:
             pairs = pairs[np.abs(pairs[:, 1] - pairs[:, 0]) == 1]
             pairs = pairs[pairs[:, 1] - pairs[:, 0] == step]
         return collectives.permute(x, PIPE_AXIS, [tuple(p) for p in pairs.tolist()])
+
+
+def keep(total):
+    return total
 
 
 def added(total, values):

@@ -33,7 +33,6 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import AXES
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, zero1_dim
 from maxmeg.pipeline.layout import arrange
-from maxmeg.pipeline.schedule import SCHEDULES
 
 FLOAT32 = 4
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
@@ -249,26 +248,21 @@ def _shards_of(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard
 
 
 def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> Lanes:
-    """Closed forms of the schedule's table; one stage runs all lanes once a microbatch.
+    """Closed forms of the schedule's table, with M microbatches, S stages, V chunks a stage.
 
-    Ticks: microbatches x chunks + stages - 1 forward, as many backward; the weight lane is on for
-    microbatches. GPipe keeps every microbatch (and one slot that idle stages write to); the rings
-    of the others do not grow beyond three rounds of microbatches, and are read from that table.
+    Ticks: M V + S - 1 forward and as many backward; a weight lane is on for M. Slots: S V + S - 1,
+    or M V + 1 if that is less (one is for what idle stages write); GPipe M + 1 and M outputs.
+    Deferred units of zero bubble: S, or M + 1. One stage runs all lanes once a microbatch.
     """
-    if stages == 1:
-        return Lanes(0, 0, 0, microbatches, microbatches, microbatches)
-    ticks = microbatches * chunks + stages - 1
+    M, S, V = microbatches, stages, chunks
+    if S == 1:
+        return Lanes(0, 0, 0, M, M, M)
+    ticks, slots = M * V + S - 1, min(M * V + 1, S * V + S - 1)
     if schedule is Schedule.gpipe:
-        return Lanes(microbatches + 1, microbatches, 0, ticks, ticks, ticks)
-    slots, deferred = _rings(schedule.value, min(microbatches, 3 * stages), stages, chunks)
-    weight = microbatches if schedule is Schedule.zero_bubble else ticks
-    return Lanes(slots, 0, deferred, ticks, ticks, weight)
-
-
-@functools.lru_cache(maxsize=1024)
-def _rings(schedule: str, microbatches: int, stages: int, chunks: int) -> tuple[int, int]:
-    table = SCHEDULES[schedule](microbatches, stages, chunks)
-    return table.slots, table.deferred
+        return Lanes(M + 1, M, 0, ticks, ticks, ticks)
+    if schedule is Schedule.zero_bubble:
+        return Lanes(slots, 0, min(M + 1, S), ticks, ticks, M)
+    return Lanes(slots, 0, 0, ticks, ticks, ticks)
 
 
 def uses_cudnn(config: Config) -> bool:
