@@ -1,0 +1,165 @@
+"""What the real train step compiles to on GPUs that are not here.
+
+    python -m maxmeg.planning.compile < request.json
+
+is the child process that `compile_report` starts, so that the environment is right from the start
+and the caller keeps its own devices. Nothing is allocated. GEMMs are not tuned without a device:
+read memory, collectives and structure from it, never the speed of a GEMM.
+"""
+
+import dataclasses
+import importlib
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.config import files
+from maxmeg.config.schema import Config
+from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.mesh import AXES, batch_shards, make_mesh
+from maxmeg.parallel.placement import LocalRows, batch_spec
+from maxmeg.planning import absent, hlo
+from maxmeg.planning.hardware import cluster, parse_cluster
+from maxmeg.planning.report import Collective, Compiled
+from maxmeg.runtime.absent_environment import absent_environment
+
+GIB = 2**30
+_REFUSALS = {kind.__name__: kind for kind in (ValueError, NotImplementedError)}
+
+
+def compile_report(config: Config, hardware: str, count: int, hlo_path: str = "") -> Compiled:
+    """The train step of `config` compiled for `count` absent GPUs, in a process of its own.
+
+    hlo_path: a file for the compiled text. ValueError where config, hardware name or number of
+    GPUs is wrong, or what `maxmeg[plan]` brings is missing.
+    """
+    parse_cluster(f"{hardware}x{count}")
+    validate(config, count)
+    request = {"config": files.to_dict(config), "hardware": hardware, "count": count}
+    path = str(pathlib.Path(hlo_path).resolve()) if hlo_path else ""
+    done = subprocess.run(
+        [sys.executable, "-m", "maxmeg.planning.compile"],
+        input=json.dumps({**request, "hlo_path": path}),
+        env=absent_environment(),
+        cwd=pathlib.Path(__file__).parents[2],  # finds the package even where it is not installed
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        cause = done.stderr.strip()[-4000:]
+        if done.returncode == -signal.SIGKILL:
+            cause = "killed: not enough memory on this machine"
+        raise RuntimeError(f"compiling for {count} {hardware} failed: {cause}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    if "refusal" in answer:
+        raise _REFUSALS[answer["refusal"]](answer["message"])
+    rows = [Collective(**{**row, "axes": tuple(row["axes"])}) for row in answer["collectives"]]
+    return Compiled(**{**answer, "collectives": tuple(rows)})
+
+
+def compile_here(config: Config, hardware: str, count: int) -> tuple[Compiled, str]:
+    """(report, compiled text); this process must have the environment of absent GPUs."""
+    started = time.monotonic()
+    mesh = make_mesh(axis_sizes(config.parallel, count), absent.absent_gpus(hardware, count))
+    step, arguments = abstract_step(config, mesh)
+    try:
+        lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
+        lower_seconds = time.monotonic() - started
+        compiled = lowered.compile()
+    except Exception as error:
+        if missing := missing_part(str(error)):
+            raise ValueError(f"{missing} ({error})") from error
+        raise
+    compile_seconds = time.monotonic() - started - lower_seconds
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    program = hlo.parse(text)
+    report = Compiled(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        outputs_not_aliased=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        capacity=cluster(hardware, count).capacity,
+        collectives=hlo.collectives(program, dict(mesh.shape)),
+        kernels=hlo.kernels(program),
+        flops=hlo.matrix_flops(program),
+        lower_seconds=lower_seconds,
+        compile_seconds=compile_seconds,
+    )
+    return report, text
+
+
+def missing_part(error: str) -> str:
+    """What to install where a compile failed for want of it; else empty."""
+    if "libdevice" in error:
+        return f"CUDA's libdevice is not here: {absent.EXTRA}"
+    if "cudnn" in error.lower() and not absent.has_cudnn():
+        return (
+            f"attention uses cuDNN, which is not installed: {absent.EXTRA}, "
+            "or set config.model.attention_backend=xla"
+        )
+    return ""
+
+
+def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
+    """(the jitted train step, its abstract arguments) of a config on a mesh."""
+    # By name: planning stands below the step in the order of imports, this program above it.
+    state, step = importlib.import_module("maxmeg.state"), importlib.import_module("maxmeg.step")
+    optimizer = make_optimizer(config.optim)
+    abstract = state.abstract_state(config, optimizer, mesh)
+    train_step = step.make_train_step(config, mesh, optimizer, abstract)
+    return train_step, (abstract, abstract_batch(config, mesh), abstract_controls(mesh))
+
+
+def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arrays [microbatch, sample, length] of one step."""
+    size = config.train.global_batch_size
+    rows = LocalRows(batch_shards(mesh), (), config.train.micro_batch_size)
+    microbatches = rows.microbatches(size)
+    shape = (microbatches, size // microbatches, config.data.sequence_length)
+    names = ["tokens", "targets", "positions"]
+    names += ["segment_ids"] if config.data.reset_attention_mask else []
+    sharding = NamedSharding(mesh, batch_spec(3))
+    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
+    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return batch
+
+
+def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """Rates of one step, and a flag a device."""
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
+    stop = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=NamedSharding(mesh, P(AXES)))
+    return {"learning_rate": rate, "weight_decay": rate, "stop": stop}
+
+
+def verdict(report: Compiled) -> str:
+    """ "fits: 30.1 of 72.8 GiB, 42.7 GiB are free", or by how much it does not."""
+    total, capacity = report.total / GIB, report.capacity / GIB
+    if report.fits:
+        return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB are free"
+    return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    config = files.from_dict(request["config"])
+    try:
+        report, text = compile_here(config, request["hardware"], request["count"])
+    except tuple(_REFUSALS.values()) as error:
+        kind = next(name for name, kind in _REFUSALS.items() if isinstance(error, kind))
+        print(json.dumps({"refusal": kind, "message": str(error)}))
+        return
+    if request["hlo_path"]:
+        pathlib.Path(request["hlo_path"]).write_text(text, encoding="utf-8")
+    print(json.dumps(dataclasses.asdict(report)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,367 @@
+"""What a compiled program says in its text (HLO): loops, collectives, kernels, matrix products.
+
+Reads the text that `compiled.as_text()` gives for CPUs and GPUs, line by line, and imports no JAX.
+"""
+
+import dataclasses
+import functools
+import graphlib
+import itertools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxmeg.planning.report import Collective
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+UNKNOWN_AXES = ("?",)  # groups that are no product of mesh axes
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of fused attention: backward makes the scores again
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}  # else the first number in the type's name: bf16
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_NAME = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+    r"\b(body|condition|to_apply|calls|called_computations|branch_computations|true_computation"
+    r"|false_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_TRIPS = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"(\d+)"')
+_SYNCHRONOUS = re.compile(r'"is_sync":\s*true')
+_TARGET = re.compile(r'custom_call_target="([^"]+)"')
+_GROUPS = re.compile(
+    r"(?:replica_groups|source_target_pairs)="
+    r"(\{[\d,{}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[[^\]]*\][^{]*\{[^}]*\})"
+)
+_IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
+_CONTRACTING = re.compile(r"lhs_contracting_dim(?:s=|ensions\":\s*)[\[{]([\d,\" ]*)[\]}]")
+_SCORES = re.compile(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([\d", ]+)\]')
+_KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+?)->")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """`name = shape opcode(attributes`, the operands at the front of the attributes."""
+
+    name: str
+    shape: str
+    opcode: str
+    attributes: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A parsed program.
+
+    runs: how often a step runs each computation; loops count by their known number of trips (1
+    where it is not known), and each branch of a conditional as if it were the one that is taken.
+    overlapped: computations that run beside others, being called by an asynchronous start.
+    """
+
+    computations: dict[str, tuple[Instruction, ...]]
+    runs: dict[str, int]
+    overlapped: frozenset[str]
+
+    def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
+        """(computation, instruction, runs a step) of all that runs."""
+        for name, instructions in self.computations.items():
+            if self.runs[name]:
+                for instruction in instructions:
+                    yield name, instruction, self.runs[name]
+
+
+def parse(text: str) -> Program:
+    """The program in the text of a compiled module; ValueError where there is none."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if line[:1] in ("%", "E"):
+            if found := _COMPUTATION.match(line):
+                current = computations.setdefault(found[2], [])
+                entry = found[2] if found[1] else entry
+        elif line[:1] == "}":
+            current = None
+        elif current is not None and (instruction := parse_instruction(line)):
+            current.append(instruction)
+    if not entry:
+        raise ValueError("no ENTRY computation: this is not the text of a compiled module")
+    frozen = {name: tuple(instructions) for name, instructions in computations.items()}
+    runs, overlapped = count_runs(frozen, entry)
+    return Program(frozen, runs, overlapped)
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """The instruction on a line; a tuple's shape may hold parentheses of its own."""
+    name = _NAME.match(line)
+    if not name:
+        return None
+    start = name.end()
+    stop = closing(line, start) if line[start] == "(" else line.index(" ", start)
+    opcode = _OPCODE.match(line, stop)
+    if not opcode:
+        return None
+    return Instruction(name[1], line[start:stop], opcode[1], line[opcode.end() :])
+
+
+def closing(text: str, start: int) -> int:
+    """One past the parenthesis that closes the one at `start`."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found[0] == "(" else -1
+        if depth == 0:
+            return found.end()
+    return len(text)
+
+
+def count_runs(
+    computations: dict[str, tuple[Instruction, ...]], entry: str
+) -> tuple[dict[str, int], frozenset[str]]:
+    """How often a step runs each computation, and which are called asynchronously."""
+    callers: dict[str, list[tuple[str, int]]] = {name: [] for name in computations}
+    overlapped = set()
+    for name, instructions in computations.items():
+        for instruction in instructions:
+            trips = 1
+            if instruction.opcode == "while" and (known := _TRIPS.search(instruction.attributes)):
+                trips = int(known[1])
+            for found in _CALLED.finditer(instruction.attributes):
+                for callee in re.findall(r"[\w.\-]+", found[2]):
+                    if callee in callers:
+                        callers[callee].append((name, trips))
+                        if starts(instruction):
+                            overlapped.add(callee)
+    graph = {name: {caller for caller, _ in of} for name, of in callers.items()}
+    runs = dict.fromkeys(computations, 0)
+    for name in graphlib.TopologicalSorter(graph).static_order():
+        runs[name] = sum(runs[caller] * trips for caller, trips in callers[name])
+        runs[name] += name == entry
+    return runs, frozenset(overlapped)
+
+
+def starts(instruction: Instruction) -> bool:
+    """Whether an instruction starts work that really goes on beside what follows."""
+    asynchronous = instruction.opcode.endswith("-start")
+    return asynchronous and not _SYNCHRONOUS.search(instruction.attributes)
+
+
+def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...]:
+    """Every collective, gathered by kind, mesh axes, runs of each and asynchrony.
+
+    mesh: size of every axis, slowest first, devices in rank order. Collectives of single numbers
+    make rows of their own.
+    """
+    rows: dict[tuple, Collective] = {}
+    for name, instruction, runs in program.instructions():
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        found = _GROUPS.search(instruction.attributes)
+        axes = axes_of(found[1] if found else "", kind, tuple(mesh.items()))
+        synchronous = _SYNCHRONOUS.search(instruction.attributes)
+        asynchronous = starts(instruction) or (name in program.overlapped and not synchronous)
+        results = arrays(result_shape(instruction))
+        key = (kind, axes, runs, asynchronous, all(not dims for _, dims in results))
+        row = rows.get(key) or Collective(kind, axes, 0, 0, 0, asynchronous)
+        rows[key] = dataclasses.replace(
+            row,
+            instructions=row.instructions + 1,
+            runs=row.runs + runs,
+            volume=row.volume + runs * sum(array_bytes(*array) for array in results),
+        )
+    return tuple(sorted(rows.values(), key=lambda row: (row.axes, row.kind, -row.volume)))
+
+
+def result_shape(instruction: Instruction) -> str:
+    """Shape of what a collective gives; a start's is (operands, results, ...) but all-reduce's."""
+    shape = instruction.shape
+    if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
+        return shape
+    parts = elements(shape)
+    return parts[1] if len(parts) > 1 else shape
+
+
+def elements(shape: str) -> list[str]:
+    """The outermost elements of a tuple's shape."""
+    parts, depth, start = [], 0, 1
+    for found in re.finditer(r"[(){}\[\],]", shape):
+        depth += found[0] in "({["
+        if (found[0] == "," and depth == 1) or (found[0] == ")" and depth == 1):
+            parts.append(shape[start : found.start()])
+            start = found.end()
+        depth -= found[0] in ")}]"
+    return parts
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(element type, dimensions) of every array in a shape."""
+    found = _ARRAY.findall(shape)
+    return [(kind, numbers(dims.replace("<=", ""))) for kind, dims in found]
+
+
+def array_bytes(kind: str, dims: tuple[int, ...]) -> int:
+    """Bytes of one array; four-bit types take half a byte an element."""
+    bits = _BITS.get(kind)
+    if bits is None:
+        digits = re.search(r"\d+", kind)
+        bits = int(digits[0]) if digits else 8
+    return -(-math.prod(dims) * bits // 8)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """The numbers in "1,2" or in '"1", "2"'."""
+    return tuple(int(part) for part in re.findall(r"\d+", text))
+
+
+@functools.lru_cache(maxsize=4096)
+def axes_of(groups: str, kind: str, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """Mesh axes over which a collective works, from its groups or pairs as HLO writes them.
+
+    Groups must be exactly the sets of devices that differ along some axes alone; pairs may cross
+    any. No groups ("{}") are all devices.
+    """
+    sizes = tuple(size for _, size in mesh)
+    names = np.array([name for name, _ in mesh])
+    total = math.prod(sizes)
+    if kind == "collective-permute":
+        ends = np.array(numbers(groups), np.int64).reshape(-1, 2)
+        if not ends.size or ends.max() >= total:
+            return UNKNOWN_AXES
+        first, second = (np.stack(np.unravel_index(ends[:, i], sizes)) for i in (0, 1))
+        return tuple(names[(first != second).any(axis=1)].tolist())
+    table = groups_table(groups, total)
+    if table is None or sorted(table.ravel().tolist()) != list(range(total)):
+        return UNKNOWN_AXES
+    coordinates = np.stack(np.unravel_index(table[0], sizes))
+    crossed = (coordinates != coordinates[:, :1]).any(axis=1)
+    last = [i for i, yes in enumerate(crossed) if yes]
+    ids = np.moveaxis(np.arange(total).reshape(sizes), last, range(-len(last), 0))
+    expected = ids.reshape(-1, math.prod(sizes[i] for i in last))
+    same = expected.shape == table.shape and rows_set(expected) == rows_set(table)
+    return tuple(names[crossed].tolist()) if same else UNKNOWN_AXES
+
+
+def groups_table(groups: str, total: int) -> np.ndarray | None:
+    """[groups, members] of device numbers; None where the groups are of several sizes."""
+    if groups == "{}":
+        return np.arange(total)[None]
+    if groups.startswith("["):
+        ids = iota(groups)
+        return None if ids is None else ids.reshape(len(ids), -1)
+    if groups.startswith("mesh"):
+        return mesh_groups(groups)
+    rows = [numbers(row) for row in re.findall(r"\{([\d,]+)\}", groups)]
+    if not rows or len({len(row) for row in rows}) > 1:
+        return None
+    return np.array(rows, np.int64)
+
+
+def iota(text: str) -> np.ndarray | None:
+    """Device numbers as "[4,2]<=[2,4]T(1,0)" writes them: counted, transposed, reshaped."""
+    found = _IOTA.fullmatch(text)
+    dims, source, order = (numbers(part or "") for part in found.groups()) if found else ((),) * 3
+    if not found or math.prod(dims) != math.prod(source):
+        return None
+    return np.arange(math.prod(source)).reshape(source).transpose(order or None).reshape(dims)
+
+
+def mesh_groups(text: str) -> np.ndarray | None:
+    """Groups along axes of a mesh of the compiler's own: "mesh['a'=2,'b'=8] {'a','b':(2)4}".
+
+    'b':(2)4 is the part of b with 4 values that has 2 slower ones before it. device_ids, where
+    given, are the mesh's devices in order.
+    """
+    found = _MESH.fullmatch(text)
+    if not found:
+        return None
+    axes = {name: int(size) for name, size in re.findall(r"([\w'.\-]+)=(\d+)", found[1])}
+    ids = np.arange(math.prod(axes.values()))
+    if found[2]:
+        listed = iota(found[2])
+        ids = np.array(numbers(found[2].rpartition("]")[2])) if listed is None else listed.ravel()
+    chosen: dict[str, list[tuple[int, int]]] = {name: [] for name in axes}
+    for name, before, size in re.findall(r"([\w'.\-]+)(?::\((\d+)\)(\d+))?", found[3]):
+        chosen[name].append((int(before or 1), int(size or axes[name])))
+    sizes, members = [], []
+    for name, whole in axes.items():
+        cuts = sorted({1, whole} | {cut for b, s in chosen[name] for cut in (b, b * s)})
+        for low, high in itertools.pairwise(cuts):
+            if any(before <= low < before * size for before, size in chosen[name]):
+                members.append(len(sizes))
+            sizes.append(high // low)
+    ids = np.moveaxis(ids.reshape(sizes), members, range(-len(members), 0))
+    return ids.reshape(-1, math.prod(sizes[i] for i in members))
+
+
+def rows_set(table: np.ndarray) -> set[tuple[int, ...]]:
+    """The groups whatever their order and that of their members."""
+    return {tuple(row) for row in np.sort(table, axis=1).tolist()}
+
+
+def kernels(program: Program) -> dict[str, int]:
+    """Custom calls by target, and how often a step runs each."""
+    found: dict[str, int] = {}
+    for _, instruction, runs in program.instructions():
+        if target := _TARGET.search(instruction.attributes):
+            found[target[1]] = found.get(target[1], 0) + runs
+    return dict(sorted(found.items()))
+
+
+def matrix_flops(program: Program) -> float:
+    """Floating-point operations of matrix products on one device and step, two a multiply-add.
+
+    Counted are products (in fusions too), convolutions, cuBLAS calls and cuDNN's attention: its
+    two products forward and five backward, half of each where it is causal.
+    """
+    total, shapes, inside = 0.0, {}, ""
+    for name, instruction, runs in program.instructions():
+        if name != inside:
+            shapes, inside = {}, name
+        shapes[instruction.name] = instruction.shape
+        total += runs * instruction_flops(instruction, shapes)
+    return total
+
+
+def instruction_flops(instruction: Instruction, shapes: dict[str, str]) -> float:
+    """FLOPs of one run; `shapes` of what stands before it in its computation."""
+    target = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    if instruction.opcode == "dot" or (target and target[1].startswith("__cublas$")):
+        contracting = _CONTRACTING.search(instruction.attributes)
+        dims = operand_dims(instruction, shapes, 0)
+        if not contracting or dims is None:
+            return 0.0
+        return 2.0 * first_size(instruction) * math.prod(dims[i] for i in numbers(contracting[1]))
+    if instruction.opcode == "convolution":
+        labels, kernel = _KERNEL_LABELS.search(instruction.attributes), None
+        if labels and (kernel := operand_dims(instruction, shapes, 1)):
+            return 2.0 * first_size(instruction) * math.prod(kernel) / kernel[labels[1].index("o")]
+    if target and target[1].startswith("__cudnn$fmha"):
+        scores = _SCORES.search(instruction.attributes)
+        products = BACKWARD_PRODUCTS if "Backward" in target[1] else FORWARD_PRODUCTS
+        causal = '"CAUSAL"' in instruction.attributes or "_CAUSAL" in instruction.attributes
+        head = arrays(instruction.shape)[0][1][-1]
+        return products * 2.0 * math.prod(numbers(scores[1])) * head / (1 + causal) if scores else 0
+    return 0.0
+
+
+def first_size(instruction: Instruction) -> int:
+    """Number of elements of the first array that an instruction gives."""
+    return math.prod(arrays(instruction.shape)[0][1])
+
+
+def operand_dims(instruction: Instruction, shapes: dict[str, str], number: int):
+    """Dimensions of an operand of one array, or None where they are not known."""
+    names = _OPERAND.findall(instruction.attributes[: closing("(" + instruction.attributes, 0) - 2])
+    found = arrays(shapes.get(names[number], "")) if number < len(names) else []
+    return found[0][1] if found else None
