@@ -102,7 +102,7 @@ class Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """"h100x64" -> 64 H100s. ValueError for an unknown name or a count that makes no nodes."""
+    """ "h100x64" -> 64 H100s. ValueError for an unknown name or a count that makes no nodes."""
     match = re.fullmatch(r"([a-z0-9]*?)x(-?\d+)", text.lower())
     if not match:
         raise ValueError(

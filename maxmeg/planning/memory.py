@@ -137,15 +137,20 @@ class Workload:
         return self.itemsize * self.tokens * width // self.axes["tensor"]
 
 
+def architecture_key(model: ModelConfig) -> tuple:
+    """The fields of `model`, hashable; the same for all recompute modes."""
+    names = [field.name for field in dataclasses.fields(model)]
+    return tuple(Recompute.none if n == "recompute" else getattr(model, n) for n in names)
+
+
 def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Every array of the model in model order, the vocabulary padded for one device."""
-    plain = dataclasses.replace(model, recompute=Recompute.none)  # the tree does not depend on it
-    return _parameters(tuple(getattr(plain, f.name) for f in dataclasses.fields(plain)))
+    """Every array of the model, the vocabulary padded for one device."""
+    return _parameters(architecture_key(model))
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(fields: tuple) -> tuple[Parameter, ...]:
-    config = ModelConfig(*fields)
+def _parameters(key: tuple) -> tuple[Parameter, ...]:
+    config = ModelConfig(*key)
     abstract = jax.eval_shape(lambda: LM(jax.random.key(0), config))
     found = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
@@ -162,8 +167,13 @@ def _parameters(fields: tuple) -> tuple[Parameter, ...]:
 
 def units(model: ModelConfig) -> tuple[Unit, ...]:
     """The repeated unit of each group of the stack."""
+    return _units(parameters(model))
+
+
+@functools.lru_cache(maxsize=64)
+def _units(every: tuple[Parameter, ...]) -> tuple[Unit, ...]:
     groups: dict[int, list[Parameter]] = {}
-    for parameter in parameters(model):
+    for parameter in every:
         if parameter.group is not None:
             groups.setdefault(parameter.group, []).append(parameter)
     found = []
@@ -181,17 +191,25 @@ def units(model: ModelConfig) -> tuple[Unit, ...]:
 
 def parameter_counts(model: ModelConfig, tensor: int = 1, pipe: int = 1) -> dict[str, int]:
     """Number of parameters by kind, the vocabulary padded for `tensor` and `pipe`."""
+    return dict(_counts(parameters(model), model.padded_vocab_size(tensor, pipe)))
+
+
+@functools.lru_cache(maxsize=64)
+def _counts(every: tuple[Parameter, ...], vocabulary: int) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for parameter in parameters(model):
-        shape = dict(enumerate(parameter.variable.shape))
-        if "vocab" in parameter.axes:
-            shape[parameter.axes.index("vocab")] = model.padded_vocab_size(tensor, pipe)
-        counts[parameter.kind] = counts.get(parameter.kind, 0) + math.prod(shape.values())
+    for parameter in every:
+        sizes = zip(parameter.axes, parameter.variable.shape, strict=True)
+        count = math.prod(vocabulary if axis == "vocab" else size for axis, size in sizes)
+        counts[parameter.kind] = counts.get(parameter.kind, 0) + count
     return counts
 
 
 def workload(config: Config, num_devices: int) -> Workload:
     """What each of `num_devices` devices does in a step of a valid config."""
+    if not config.model.vocab_size:
+        raise ValueError(
+            "model.vocab_size=0 would be the tokenizer's, and no corpus is read here: set it"
+        )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
@@ -199,6 +217,9 @@ def workload(config: Config, num_devices: int) -> Workload:
     blocks, parallel = units(model), config.parallel
     counts = layers_of_chunks(parallel, model.num_layers)
     places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
+    held = tuple(number * parallel.chunks for number in places)
+    vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
+    every = parameters(model)
     return Workload(
         config,
         axes,
@@ -206,7 +227,7 @@ def workload(config: Config, num_devices: int) -> Workload:
         samples,
         places,
         blocks,
-        _shards(config, tuple(axes.values()), tuple(n * parallel.chunks for n in places)),
+        _shards(every, tuple(axes.values()), held, vocabulary, parallel.zero1),
         lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
     )
 
@@ -217,15 +238,9 @@ def _places(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> t
     return tuple(layout.slots(group) for group in range(len(repeats)))
 
 
-def _shards(config: Config, axes: tuple[int, ...], places: tuple[int, ...]) -> tuple[Shard, ...]:
-    """Of every parameter; `places`: layers of each group that a device holds."""
-    vocabulary = config.model.padded_vocab_size(config.parallel.tensor, config.parallel.pipe)
-    every = parameters(config.model)
-    return _shards_of(every, axes, places, vocabulary, config.parallel.zero1)
-
-
 @functools.lru_cache(maxsize=4096)
-def _shards_of(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
+def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
+    """Of every parameter; `places`: layers of each group that a device holds."""
     mesh = typing.cast(Mesh, AbstractMesh(axes, AXES))
     found = []
     for parameter in every:
