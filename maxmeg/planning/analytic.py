@@ -1,0 +1,188 @@
+"""The step's time and memory from formulas, in milliseconds: a roofline, nothing compiled.
+
+The model of time, for one device:
+
+- Products at `MATMUL_REACHED` of the peak, attention at its own rates, and beside them what must
+  go through memory: norms, residual sums, activations (each column-parallel output and five
+  residual streams a sublayer, forward once, backward twice, and once made again), logits, float32
+  sums of gradients, the optimizer.
+- Recomputation adds products (full: the layer's forward once more; selective: attention's).
+- A tick of a pipeline lasts as long as its lanes, on every stage; ticks beyond the ideal are the
+  bubble. Layers that a stage lacks are waited for.
+- Hidden behind the layers' own work, as far as that lasts: gathers and scatters over fsdp, and
+  what is sent between stages. Everything else is exposed.
+
+It does not know kernels' launch times, stragglers, or small messages' latency.
+"""
+
+import dataclasses
+import functools
+
+from maxmeg.config.schema import Config, ModelConfig, Recompute
+from maxmeg.planning import communication
+from maxmeg.planning.communication import traffic
+from maxmeg.planning.flops import training_flops
+from maxmeg.planning.hardware import (
+    ATTENTION_BACKWARD_REACHED,
+    ATTENTION_FORWARD_REACHED,
+    Cluster,
+)
+from maxmeg.planning.memory import (
+    FLOAT32,
+    Workload,
+    activations_by_mode,
+    architecture_key,
+    device_memory,
+    keeps_attention,
+    loss_chunk,
+    moments,
+    parameter_counts,
+    uses_cudnn,
+    workload,
+)
+from maxmeg.planning.report import Analytic, Traffic
+
+BACKWARD_SCORES = 2.5  # attention's backward makes the scores again: five products for two
+HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD, communication.SENT_FORWARD)
+HIDDEN_BACKWARD = (
+    communication.PARAMETERS_BACKWARD,
+    communication.LAYER_GRADIENTS,
+    communication.SENT_BACKWARD,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one layer for one microbatch on one device, in each lane of a schedule."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def analyze(config: Config, cluster: Cluster) -> Analytic:
+    """What a step of a valid config takes on a cluster: memory, FLOPs, communication, time.
+
+    bubble_fraction: time beyond the ideal over the ideal, of the layers' work (1F1B: (S - 1) / M
+    for S stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds is that ideal with
+    embedding, head and update; communication_seconds what is exposed; step_seconds all three.
+    """
+    work = workload(config, cluster.count)
+    carried = traffic(work, cluster)
+    lane, lanes = layer_seconds(work, cluster), work.lanes
+    layers = sum(work.places)
+    units = work.microbatches * config.parallel.chunks
+    ideal = units * layers * (lane.forward + lane.backward + lane.weight)
+    ticks = lanes.forward * lane.forward + lanes.backward * lane.backward
+    bubble = layers * (ticks + lanes.weight * lane.weight) - ideal
+    compute = (
+        ideal + work.microbatches * ends_seconds(work, cluster) + update_seconds(work, cluster)
+    )
+    forward = units * layers * lane.forward
+    exposed = exposed_seconds(carried, forward, ideal - forward)
+    step = compute + bubble + exposed
+    model, length = config.model, config.data.sequence_length
+    size, axes = config.train.global_batch_size, work.axes
+    flops = training_flops(model, length, size, axes["tensor"])
+    return Analytic(
+        parameters=parameter_counts(model, axes["tensor"], axes["pipe"]),
+        memory=device_memory(work),
+        activations=activations_by_mode(work),
+        capacity=cluster.capacity,
+        flops=flops,
+        traffic=carried,
+        compute_seconds=compute,
+        bubble_fraction=bubble / ideal,
+        communication_seconds=exposed,
+        step_seconds=step,
+        tokens_per_second=size * length / step,
+        mfu=flops / (step * cluster.count * cluster.gpu.bf16_tflops * 1e12),
+    )
+
+
+def exposed_seconds(carried: tuple[Traffic, ...], forward: float, backward: float) -> float:
+    """Seconds that communication adds to `forward` and `backward` seconds of layers' work."""
+
+    def total(purposes: tuple[str, ...]) -> float:
+        return sum(entry.seconds for entry in carried if entry.purpose in purposes)
+
+    hideable = total(HIDDEN_FORWARD), total(HIDDEN_BACKWARD)
+    beyond = max(0.0, hideable[0] - forward) + max(0.0, hideable[1] - backward)
+    return sum(entry.seconds for entry in carried) - sum(hideable) + beyond
+
+
+def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
+    """Of the average layer, as the module's docstring says."""
+    model, tensor = work.config.model, work.axes["tensor"]
+    products, scores, _ = forward_flops(model, work.config.data.sequence_length)
+    peak = cluster.gpu.bf16_tflops * 1e12
+    matmul = work.samples * products / tensor / cluster.matmul_rate
+    attention = work.samples * scores / tensor / peak
+    streamed = elementwise_bytes(work) / cluster.memory_rate
+    forward = matmul + attention / ATTENTION_FORWARD_REACHED + streamed
+    again = streamed
+    if model.recompute is Recompute.full:
+        again = forward
+    elif not keeps_attention(work.config):
+        again += attention / ATTENTION_FORWARD_REACHED
+    backward_attention = BACKWARD_SCORES * attention / ATTENTION_BACKWARD_REACHED
+    backward = matmul + backward_attention + 2 * streamed + again
+    summed = 0.0
+    if work.accumulates:
+        own = sum(s.computed for s in work.shards if s.parameter.group is not None)
+        each = own / (sum(work.places) * work.config.parallel.chunks)
+        summed = (2 * FLOAT32 + work.itemsize) * each / cluster.memory_rate
+    return LayerSeconds(forward, backward, matmul + summed)
+
+
+def elementwise_bytes(work: Workload) -> float:
+    """Bytes that a layer's forward reads and writes outside of its matrix products: five residual
+    streams a sublayer (norm 2, sum 3) and each column-parallel output twice, of the average layer;
+    on XLA also six passes over the causal half of the float32 scores."""
+    model, tensor = work.config.model, work.axes["tensor"]
+    total = 0.0
+    for unit in work.units:
+        columns = work.itemsize * work.tokens * unit.columns / tensor
+        each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns
+        if unit.attends and not uses_cudnn(work.config):
+            scores = work.tokens * work.config.data.sequence_length / 2 * model.num_heads / tensor
+            each += 6 * FLOAT32 * scores
+        total += unit.repeats * each
+    return total / model.num_layers
+
+
+def ends_seconds(work: Workload, cluster: Cluster) -> float:
+    """Of the loss (three products; 18 bytes a logit, the float32 gradient of the output weight
+    read and written a chunk) and the embedding's gradient, for one microbatch."""
+    width, rows = work.config.model.hidden_size, work.vocabulary
+    product = 2 * work.tokens * width * rows
+    logits = 18 * work.tokens * rows
+    weights = 2 * FLOAT32 * width * rows * loss_chunk(work)[0]
+    table = 4 * FLOAT32 * width * rows
+    return 3 * product / cluster.matmul_rate + (logits + weights + table) / cluster.memory_rate
+
+
+def update_seconds(work: Workload, cluster: Cluster) -> float:
+    """Of the optimizer, once a step: gradient, master and moments read, the latter two written,
+    and the weights cast."""
+    arrays = 3 + 2 * moments(work.config.optim.optimizer)
+    stored = sum(shard.stored for shard in work.shards)
+    each = arrays * FLOAT32 + FLOAT32 + work.itemsize
+    return stored * each / cluster.memory_rate
+
+
+def forward_flops(model: ModelConfig, length: int) -> tuple[float, float, float]:
+    """Forward FLOPs of one sample: a layer's products, its attention scores (the causal half), the
+    logits; taken apart from `training_flops`."""
+    return _forward_flops(architecture_key(model), length)
+
+
+@functools.lru_cache(maxsize=64)
+def _forward_flops(key: tuple, length: int) -> tuple[float, float, float]:
+    model = ModelConfig(*key)
+    every = training_flops(model, length)
+    whole = training_flops(model, length, causal=False)
+    logits = training_flops(dataclasses.replace(model, num_layers=0), length)
+    scores = whole - every
+    layers = 3 * model.num_layers
+    return (every - logits - scores) / layers, scores / layers, logits / 3

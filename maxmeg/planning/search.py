@@ -1,0 +1,174 @@
+"""Layouts of a model on a cluster, ranked by the analytic model of time; nothing is compiled."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from maxmeg.config.schema import Config, Recompute, Schedule
+from maxmeg.config.validate import validate
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
+from maxmeg.planning.memory import device_memory, workload
+from maxmeg.planning.report import Analytic
+
+MICRO_BATCHES = (1, 2, 4, 8)
+MOST_CHUNKS = 8
+MOST_GPUS = 2**16  # where the search for a number that is enough ends
+GIB = 2**30
+VARIED = {
+    "parallel": ("pipe", "data", "fsdp", "tensor", "schedule", "chunks", "pad_layers"),
+    "train": ("micro_batch_size",),
+    "model": ("recompute",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A valid config that fits, and what it takes."""
+
+    config: Config
+    analytic: Analytic
+
+    @property
+    def settings(self) -> dict[str, int | str | bool]:
+        """What the search chose, by the name of the flag: {"parallel.tensor": 8, ...}."""
+        found = {}
+        for section, names in VARIED.items():
+            for name in names:
+                value = getattr(getattr(self.config, section), name)
+                found[f"{section}.{name}"] = getattr(value, "value", value)
+        return found
+
+
+def search(config: Config, cluster: Cluster) -> list[Candidate]:
+    """Every layout tried that is valid and fits, the fastest first.
+
+    Tried are all sizes of tensor (within a node), pipe, fsdp and data that make the cluster,
+    micro_batch_size in MICRO_BATCHES, 1F1B with up to MOST_CHUNKS chunks and zero bubble (GPipe
+    takes 1F1B's time and more memory), and of the recompute modes the first, from none to full,
+    that fits. Everything else is `config`'s; where layers do not divide, pad_layers is set.
+    ValueError where nothing fits, saying by how much and how many GPUs would be enough.
+    """
+    found = []
+    for layout in layouts(config, cluster.count):
+        for mode in Recompute:
+            tried = with_recompute(layout, mode)
+            if needed(tried, cluster.count) <= cluster.capacity:
+                found.append(Candidate(tried, analyze(tried, cluster)))
+                break
+    if not found:
+        raise ValueError(_nothing_fits(config, cluster))
+    return sorted(found, key=lambda c: (c.analytic.step_seconds, c.analytic.total))
+
+
+def layouts(config: Config, count: int) -> Iterator[Config]:
+    """The valid ones of all combinations; recompute is left as it is."""
+    for tensor in divisors(count):
+        if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
+            continue
+        for pipe in divisors(count // tensor):
+            replicas = count // tensor // pipe
+            for micro in MICRO_BATCHES:
+                if pipe > config.model.num_layers or _microbatches(config, replicas, micro) == 0:
+                    continue
+                for order in orders(config, pipe, _microbatches(config, replicas, micro)):
+                    for fsdp in divisors(replicas):
+                        sizes = {"tensor": tensor, "pipe": pipe, "fsdp": fsdp}
+                        sizes["data"] = replicas // fsdp
+                        layout = _with(config, {**sizes, **order}, micro)
+                        if _is_valid(layout, count):
+                            yield layout
+
+
+def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
+    """Schedules and chunks of so many stages, as fields of ParallelConfig."""
+    layers, plain = config.model.num_layers, {"schedule": Schedule.one_f_one_b, "chunks": 1}
+    padded = {"pad_layers": layers % pipe != 0}
+    yield plain | padded
+    if pipe == 1:
+        return
+    yield plain | padded | {"schedule": Schedule.zero_bubble}
+    if layers % pipe == 0 and microbatches % pipe == 0:
+        for chunks in divisors(layers // pipe)[1:]:
+            if chunks <= MOST_CHUNKS:
+                yield plain | {"chunks": chunks, "pad_layers": False}
+
+
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def needed(config: Config, count: int) -> int:
+    """Bytes of a device."""
+    return sum(device_memory(workload(config, count)).values())
+
+
+def with_recompute(config: Config, mode: Recompute) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=mode))
+
+
+def _with(config: Config, parallel: dict, micro: int) -> Config:
+    """`config` with these sizes and order, the layers' own layout forgotten."""
+    own = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
+    own |= {"expert": 1, "context": 1}
+    return dataclasses.replace(
+        config,
+        parallel=dataclasses.replace(config.parallel, **own, **parallel),
+        train=dataclasses.replace(config.train, micro_batch_size=micro),
+    )
+
+
+def _microbatches(config: Config, replicas: int, micro: int) -> int:
+    """Of a step; 0 where the batch does not divide."""
+    count, left = divmod(config.train.global_batch_size, replicas * micro)
+    return 0 if left else count
+
+
+def _is_valid(config: Config, count: int) -> bool:
+    try:
+        validate(config, count)
+    except ValueError:
+        return False
+    return True
+
+
+def least(config: Config, count: int) -> tuple[int, Config | None]:
+    """(bytes, layout) of the least memory of a device, under full recomputation."""
+    best: tuple[int, Config | None] = (0, None)
+    for layout in layouts(config, count):
+        if layout.train.micro_batch_size > 1:
+            continue
+        tried = with_recompute(layout, Recompute.full)
+        size = needed(tried, count)
+        if best[1] is None or size < best[0]:
+            best = size, tried
+    return best
+
+
+def _nothing_fits(config: Config, cluster: Cluster) -> str:
+    where = f"{cluster.count} {cluster.name}"
+    size, layout = least(config, cluster.count)
+    if layout is None:
+        unit = max(cluster.count // GPUS_A_NODE, 1)
+        return (
+            f"no layout of {where} is valid for model.num_heads={config.model.num_heads}, "
+            f"model.num_layers={config.model.num_layers} and "
+            f"train.global_batch_size={config.train.global_batch_size}: let the batch divide by "
+            f"the replicas (a multiple of {unit} has most choices), or take another number of GPUs"
+        )
+    parallel, over = layout.parallel, size - cluster.capacity
+    enough = cluster.count
+    while enough <= MOST_GPUS:
+        enough *= 2
+        found, other = least(config, enough)
+        if other is not None and found <= cluster.capacity:
+            remedy = f"{enough} GPUs would be enough by the same formulas"
+            break
+    else:
+        remedy = f"nor does it on up to {MOST_GPUS} with this batch: take larger GPUs or less model"
+    return (
+        f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
+        f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
+        f"data={parallel.data}, full recompute), {over / GIB:.1f} GiB more than the "
+        f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
+    )
