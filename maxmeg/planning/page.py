@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from maxmeg.planning.report import Analytic, Compiled
-from maxmeg.planning.text import Choice, Plan, compiled_memory, gib, verdict
-from maxmeg.planning.timeline import timeline_svg, timeline_text
+from maxmeg.planning.text import Choice, Plan, bubble_seconds, compiled_memory, gib, verdict
+from maxmeg.planning.timeline import timeline_facts, timeline_svg
 from maxmeg.runtime.progress import quantity
 
 COLOURS = ("#4c84e6", "#2fa37c", "#e8a33d", "#c65f8f", "#7d6bd6", "#45a6c4", "#b58863", "#8a94a6")
@@ -52,7 +52,7 @@ td.fill { width: 40%; vertical-align: middle } td.wide { min-width: 210px }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px }
 .timeline svg { display: block; height: auto; max-width: 100% }
 .timeline .tl-page { fill: var(--card) }
-pre { margin: 12px 0 0; white-space: pre-wrap; color: var(--soft); font-size: 12.5px }
+section dl { font-size: 13.5px }
 footer { margin-top: 20px; color: var(--soft); font-size: 13px }
 @media (max-width: 900px) { .timeline svg { max-width: none } }
 @media (max-width: 600px) { main { padding: 18px 12px } section { padding: 14px }
@@ -95,10 +95,7 @@ datasheets, the compiled part from the compiler; nothing ran.</footer>
 
 
 def _header(plan: Plan, title: str) -> str:
-    rows = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in plan.settings.items()
-    )
-    return f"<h1>{escape(title)}</h1>\n<dl>{rows}</dl>"
+    return f"<h1>{escape(title)}</h1>\n{_list(plan.settings.items())}"
 
 
 def _facts(report: Analytic) -> str:
@@ -166,12 +163,10 @@ def _parameters(report: Analytic) -> str:
         for name, count in report.parameters.items()
     ]
     rows.append(["<b>all</b>", f"<b>{total:,}</b>", "", ""])
-    compute = report.compute_seconds
-    idle = compute * report.bubble_fraction / max(1 - report.bubble_fraction, 1e-9)
     times = {
-        "compute": compute,
-        "bubble": idle,
-        "communication that shows": max(report.step_seconds - compute - idle, 0.0),
+        "compute": report.compute_seconds,
+        "bubble": bubble_seconds(report),
+        "communication, exposed": report.communication_seconds,
     }
     step = max(sum(times.values()), 1e-12)
     time_rows = [
@@ -186,8 +181,9 @@ def _parameters(report: Analytic) -> str:
 
 def _timeline(plan: Plan) -> str:
     assert plan.table is not None
-    facts = escape(timeline_text(plan.table))
-    return f'<div class="scroll timeline">{timeline_svg(plan.table)}</div><pre>{facts}</pre>'
+    return f'<div class="scroll timeline">{timeline_svg(plan.table)}</div>' + _list(
+        timeline_facts(plan.table)
+    )
 
 
 def _traffic(report: Analytic) -> str:
@@ -256,6 +252,11 @@ def _choices(choices: Sequence[Choice]) -> str:
         )
     header = ["", "layout", "s a step", "tokens/s", "MFU", "bubble", "GiB", "compiled GiB"]
     return _table(header, rows, "nwnnnnnn")
+
+
+def _list(facts: Iterable[tuple[str, str]]) -> str:
+    rows = (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
+    return f"<dl>{''.join(rows)}</dl>"
 
 
 def _table(header: Iterable[str], rows: Iterable[Sequence[str]], kinds: str) -> str:

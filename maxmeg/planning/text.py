@@ -1,11 +1,14 @@
-"""A plan as text for a terminal and as JSON."""
+"""A plan: all its parts together, as text for a terminal, and as JSON."""
 
 import dataclasses
 import json
+import pathlib
 from collections.abc import Sequence
 
+from maxmeg.config.schema import Config
+from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.pipeline.check import bubble, live
-from maxmeg.pipeline.schedule import Table
+from maxmeg.pipeline.schedule import SCHEDULES, Table
 from maxmeg.planning.report import Analytic, Compiled
 from maxmeg.planning.timeline import timeline_text
 from maxmeg.runtime.progress import quantity
@@ -16,11 +19,22 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One layout among those that a search ranks."""
+    """One layout among those that a search ranks; settings: by the names of their flags."""
 
-    layout: str
+    settings: dict[str, int | str | bool]
     analytic: Analytic
     compiled: Compiled | None = None
+
+    @property
+    def layout(self) -> str:
+        """ "tensor 8, pipe 4, recompute full": without the sizes that are 1."""
+        alone = self.settings.get("parallel.pipe") == 1
+        words = [
+            f"{path.rpartition('.')[2].replace('_', ' ')} {value}"
+            for path, value in self.settings.items()
+            if value not in (0, 1) and not (alone and path == "parallel.schedule")
+        ]
+        return ", ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +51,26 @@ class Plan:
     analytic: Analytic | None = None
     compiled: Compiled | None = None
     choices: tuple[Choice, ...] = ()
+
+
+def plan_of(config: Config, count: int) -> Plan:
+    """What the config alone says of a run on `count` devices; ValueError if it is not valid."""
+    validate(config, count)
+    sizes, train, model = axis_sizes(config.parallel, count), config.train, config.model
+    samples = sizes["data"] * sizes["fsdp"] * sizes["expert"] * train.micro_batch_size
+    microbatches = train.global_batch_size // samples if samples else 1
+    words = {
+        "model": f"{model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"{model.num_heads} heads, vocabulary {model.vocab_size}",
+        "batch": f"{train.global_batch_size} samples of {config.data.sequence_length} tokens in "
+        f"{microbatches} microbatch{'es' * (microbatches > 1)}",
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1),
+        "recompute": model.recompute.name,
+    }
+    name, pipe = pathlib.Path(config.run_dir).name, sizes["pipe"]
+    schedule = SCHEDULES[config.parallel.schedule.name]
+    table = schedule(microbatches, pipe, config.parallel.chunks) if pipe > 1 else None
+    return Plan(name, "", {key: text for key, text in words.items() if text}, table)
 
 
 def plan_text(plan: Plan) -> str:
@@ -63,8 +97,8 @@ def analytic_text(report: Analytic) -> str:
     modes = [[f"  {mode}", gib(size)] for mode, size in report.activations.items()]
     seconds = [
         ["  compute", f"{report.compute_seconds:.3f} s"],
-        ["  bubble", f"{report.bubble_fraction:.1%}"],
-        ["  communication, if nothing is hidden", f"{report.communication_seconds:.3f} s"],
+        ["  bubble", f"{bubble_seconds(report):.3f} s"],
+        ["  communication, exposed", f"{report.communication_seconds:.3f} s"],
         ["  step", f"{report.step_seconds:.3f} s"],
         ["  FLOPs", f"{report.flops:.3e}"],
         ["  tokens per second", quantity(report.tokens_per_second)],
@@ -153,6 +187,12 @@ def verdict(report: Analytic | Compiled) -> str:
     return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
 
 
+def bubble_seconds(report: Analytic) -> float:
+    """Of a step, what is neither computing nor exposed communication."""
+    busy = report.compute_seconds + report.communication_seconds
+    return max(report.step_seconds - busy, 0.0)
+
+
 def compiled_memory(report: Compiled) -> dict[str, int]:
     """Bytes of a device by the compiler's count."""
     parts = {
@@ -176,7 +216,7 @@ def plan_json(plan: Plan) -> str:
             "compiled": _report(plan.compiled),
             "layouts": [
                 {
-                    "layout": choice.layout,
+                    "settings": choice.settings,
                     "analytic": _report(choice.analytic),
                     "compiled": _report(choice.compiled),
                 }

@@ -47,26 +47,32 @@ SMALLEST_TEXT = 6.5
 CHARACTER = 0.62  # width of a digit, in font sizes
 
 
-def timeline_text(table: Table) -> str:
-    """Ticks, bubble, and what each stage keeps, for a terminal."""
+def timeline_facts(table: Table) -> list[tuple[str, str]]:
+    """(name, words): ticks, the bubble, and what each stage keeps."""
     found, kept = bubble(table), live(table)
     on = ", ".join(f"{count} {name}" for name, count in found.ticks.items())
     terms = [f"{part:.4g} {name}" for part, name in zip(found.lost, "FBW", strict=True) if part]
     lost = " + ".join(terms) or "nothing"
-    rows = [
+    facts = [
         ("schedule", f"{title(table)}, {table.ticks} ticks: {on}"),
         ("bubble", f"{found.fraction:.1%} of a step where F = B = W; lost {lost} of a stage"),
     ]
     if any(kept):
         each = " ".join(str(count) for count in kept)
         unit = "microbatches" if table.chunks == 1 else "chunks of microbatches"
-        rows.append(("kept", f"at most {each} {unit} on stages 0 to {table.stages - 1}"))
+        facts.append(("kept", f"at most {each} {unit} on stages 0 to {table.stages - 1}"))
     if table.deferred:
-        rows.append(("deferred", f"at most {table.deferred} weight gradients of a stage wait"))
-    width = max(len(name) for name, _ in rows) + 2
+        facts.append(("deferred", f"at most {table.deferred} weight gradients of a stage wait"))
+    return facts
+
+
+def timeline_text(table: Table) -> str:
+    """The facts for a terminal."""
+    facts = timeline_facts(table)
+    width = max(len(name) for name, _ in facts) + 2
     wrapped = (
         textwrap.wrap(f"{name:{width}}{text}", 96, subsequent_indent=" " * width)
-        for name, text in rows
+        for name, text in facts
     )
     return "\n".join(line for lines in wrapped for line in lines)
 

@@ -1,0 +1,111 @@
+"""What a run needs on GPUs that are not here, before it starts; nothing is trained.
+
+    python -m maxmeg.plan --config=configs/gpt.py:175b --hardware=h100x64 [--search] [--compile]
+    python -m maxmeg.plan --config=configs/gpt.py --config.parallel.pipe=4 --timeline=pipe.svg
+
+Memory, communication and time come from formulas, in milliseconds; with --compile also from the
+compiler, which makes the real step for the absent GPUs. Without --hardware there is the pipeline's
+timeline alone.
+"""
+
+import dataclasses
+import math
+import pathlib
+import sys
+
+from maxmeg.config.flags import run_command
+from maxmeg.config.schema import Config, setting
+from maxmeg.config.validate import resolve
+from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.parallel.mesh import AXES
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.compile import compile_report
+from maxmeg.planning.hardware import Cluster, parse_cluster
+from maxmeg.planning.page import plan_html
+from maxmeg.planning.search import search
+from maxmeg.planning.text import Choice, Plan, plan_json, plan_of, plan_text
+from maxmeg.planning.timeline import timeline_svg
+
+BEST_COMPILED = 3
+SHOWN = 10  # layouts of a search
+
+
+@dataclasses.dataclass
+class Options:
+    """For what GPUs, how closely, and where it is written to."""
+
+    hardware: str = setting("", "GPUs as NAMExCOUNT, h100x64; empty: the pipeline's timeline alone")
+    search: bool = setting(False, "rank all layouts and report on the best, not the config's own")
+    compile: bool = setting(False, "compile the step; with search that of the best three layouts")
+    timeline: str = setting("", "SVG file: ticks x stages of the pipeline")
+    json: str = setting("", "JSON file: the whole report")
+    html: str = setting("", "HTML file: the whole report as one page")
+
+
+def main(config: Config, options: Options) -> None:
+    check_options(options)
+    vocabulary = config.model.vocab_size
+    resolve(config, vocabulary or load_tokenizer(config.data.tokenizer).vocab_size)
+    if options.hardware:
+        plan = plan_for(config, parse_cluster(options.hardware), options)
+    else:
+        plan = plan_of(config, math.prod(getattr(config.parallel, axis) or 1 for axis in AXES))
+    if plan.table is None and options.timeline:
+        raise ValueError(
+            f"--timeline={options.timeline}: parallel.pipe=1 has none; set --config.parallel.pipe=4"
+        )
+    if plan.table is None and not options.hardware:
+        raise ValueError(
+            "nothing to plan: give --hardware=NAMExCOUNT, as h100x64, or stages of a pipeline, "
+            "--config.parallel.pipe=4"
+        )
+    print(plan_text(plan))
+    write(options.json, plan_json(plan))
+    write(options.html, plan_html(plan))
+    write(options.timeline, timeline_svg(plan.table) if plan.table else "")
+
+
+def check_options(options: Options) -> None:
+    """Before anything takes time."""
+    for name in ("search", "compile"):
+        if getattr(options, name) and not options.hardware:
+            raise ValueError(f"--{name} needs GPUs: give --hardware=NAMExCOUNT, as h100x64")
+    for name in ("timeline", "json", "html"):
+        folder = pathlib.Path(getattr(options, name)).parent
+        if not folder.is_dir():
+            raise ValueError(f"--{name}={getattr(options, name)}: there is no folder {folder}")
+
+
+def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
+    """The plan for a cluster, of the config's own layout or of the best."""
+    chosen, choices = [config], []
+    if options.search:
+        found = search(config, cluster)[:SHOWN]
+        chosen = [candidate.config for candidate in found]
+        choices = [Choice(candidate.settings, candidate.analytic) for candidate in found]
+    plan = plan_of(chosen[0], cluster.count)
+    if choices:
+        flags = (f"--config.{path}={value}" for path, value in choices[0].settings.items())
+        plan.settings["flags"] = " ".join(flags)
+    compiled = []
+    for layout in chosen[: BEST_COMPILED * options.compile]:
+        print(f"compiling for {cluster.count} {cluster.name} ...", file=sys.stderr, flush=True)
+        compiled.append(compile_report(layout, cluster.name, cluster.count))
+    for index, report in enumerate(compiled[: len(choices)]):
+        choices[index] = dataclasses.replace(choices[index], compiled=report)
+    return dataclasses.replace(
+        plan,
+        hardware=f"{cluster.count} x {cluster.name}",
+        analytic=analyze(chosen[0], cluster),
+        compiled=compiled[0] if compiled else None,
+        choices=tuple(choices),
+    )
+
+
+def write(path: str, text: str) -> None:
+    if path:
+        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    run_command(main, Options)

@@ -1,0 +1,177 @@
+"""The plan command: what it prints and writes, and what it refuses."""
+
+import dataclasses
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import maxmeg
+from maxmeg import plan
+from maxmeg.config.flags import run_command
+from maxmeg.config.schema import Config
+from maxmeg.planning.report import Collective, Compiled
+from maxmeg.planning.text import GIB, VERSION
+
+CONFIG = Path(maxmeg.__file__).parents[1] / "configs" / "gpt.py"
+PIPELINE = ["--config.parallel.pipe=8", "--config.parallel.tensor=8"]
+
+
+def run(size: str, *arguments: str) -> None:
+    name = f"{CONFIG}:{size}" if size else str(CONFIG)
+    run_command(plan.main, plan.Options, argv=["plan", f"--config={name}", *arguments])
+
+
+def test_plan_of_a_layout(capsys, tmp_path: Path):
+    svg, page, data = tmp_path / "a.svg", tmp_path / "a.html", tmp_path / "a.json"
+    files = [f"--timeline={svg}", f"--html={page}", f"--json={data}"]
+    run("175b", "--hardware=h100x64", *PIPELINE, *files)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "175b on 64 x h100"
+    assert "96 layers, hidden size 12288, 96 heads, vocabulary 50257" in lines[1]
+    for part in ("pipe 8 x tensor 8", "fits: ", "1F1B: 8 stages, 512 microbatches", "MFU"):
+        assert any(part in line for line in lines), part
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert "<h1>175b on 64 x h100</h1>" in page.read_text()
+    found = json.loads(data.read_text())
+    assert found["version"] == VERSION
+    assert found["hardware"] == "64 x h100"
+    assert found["compiled"] is None and found["layouts"] == []
+    report = found["analytic"]
+    assert report["total"] == sum(report["memory"].values())
+    assert report["fits"] and 174e9 < sum(report["parameters"].values()) < 175e9
+    assert {"axis", "purpose", "kind", "runs", "volume", "seconds"} == set(report["traffic"][0])
+    assert found["pipeline"]["live_activations"] == [15, 13, 11, 9, 7, 5, 3, 1]
+    assert found["pipeline"]["activation_slots"] == 15
+    assert found["pipeline"]["lost"] == dict.fromkeys(found["pipeline"]["lost"], 7.0)
+
+
+def test_numbers_line_up(capsys):
+    run("175b", "--hardware=h100x64", *PIPELINE)
+    blocks = capsys.readouterr().out.split("\n\n")
+    for block in blocks:
+        if block.startswith(("parameters", "activations", "communication")):
+            assert len({len(line) for line in block.splitlines()[1:]}) == 1, block
+
+
+def test_timeline_alone_needs_no_hardware(capsys, tmp_path: Path):
+    run("175b", "--config.parallel.pipe=4", "--config.parallel.fsdp=2", f"--timeline={tmp_path}/a")
+    out = capsys.readouterr().out
+    assert out.startswith("175b\n")
+    assert "1F1B: 4 stages, 256 microbatches" in out and "at most 7 5 3 1" in out
+    assert "memory" not in out
+    assert (tmp_path / "a").read_text().startswith("<svg")
+
+
+def test_other_schedules(capsys):
+    run("175b", "--config.parallel.pipe=4", "--config.parallel.schedule=zero_bubble")
+    assert "Zero bubble: 4 stages" in capsys.readouterr().out
+    run("175b", "--config.parallel.pipe=4", "--config.parallel.chunks=3")
+    assert "Interleaved 1F1B: 4 stages x 3 chunks" in capsys.readouterr().out
+
+
+def test_vocabulary_of_the_tokenizer(capsys):
+    run("", "--hardware=h100x2")
+    out = capsys.readouterr().out
+    assert "vocabulary 257" in out and "8 samples of 256 tokens in 1 microbatch\n" in out
+    assert "pipeline" not in out
+
+
+COMPILED = Compiled(
+    arguments=10 * GIB,
+    temporaries=70 * GIB,
+    outputs_not_aliased=0,
+    capacity=72 * GIB,
+    collectives=(Collective("all-gather", ("tensor",), 4, 400, GIB, True),),
+    kernels={"__cudnn$fmhaSoftmax": 4096},
+    flops=1e15,
+    lower_seconds=1.0,
+    compile_seconds=2.0,
+)
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[tuple[Config, str, int]]:
+    """Calls of the compiler, which answers COMPILED."""
+    calls = []
+
+    def compile_report(config: Config, name: str, count: int) -> Compiled:
+        calls.append((config, name, count))
+        return COMPILED
+
+    monkeypatch.setattr(plan, "compile_report", compile_report)
+    return calls
+
+
+def test_compiled_section(capsys, compiled):
+    run("175b", "--hardware=h100x64", *PIPELINE, "--compile")
+    out = capsys.readouterr().out
+    assert [(name, count) for _, name, count in compiled] == [("h100", 64)]
+    assert compiled[0][0].parallel.pipe == 8
+    assert "does not fit by 8.0 GiB: 80.0 of 72.0 GiB" in out
+    assert "__cudnn$fmhaSoftmax  4,096" in out and "async" in out
+
+
+def test_search_ranks_and_compiles_the_best_three(capsys, tmp_path: Path, compiled):
+    run("175b", "--hardware=h100x64", "--search", "--compile", f"--json={tmp_path}/a")
+    out = capsys.readouterr().out
+    found = json.loads((tmp_path / "a").read_text())
+    layouts = found["layouts"]
+    assert 3 < len(layouts) <= plan.SHOWN
+    seconds = [layout["analytic"]["step_seconds"] for layout in layouts]
+    assert seconds == sorted(seconds)
+    assert [layout["compiled"] is not None for layout in layouts[:4]] == [True] * 3 + [False]
+    sizes = [config.parallel.tensor for config, *_ in compiled]
+    assert sizes == [layout["settings"]["parallel.tensor"] for layout in layouts[:3]]
+    assert "80.00!" in out and "! does not fit, says the compiler" in out
+    assert found["analytic"] == layouts[0]["analytic"]
+    assert found["compiled"]["total"] == 80 * GIB
+
+
+def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path):
+    run("llama3-8b", "--hardware=h100x16", "--search", f"--json={tmp_path}/a")
+    best = json.loads((tmp_path / "a").read_text())
+    run(
+        "llama3-8b",
+        "--hardware=h100x16",
+        *best["settings"].pop("flags").split(),
+        "--json",
+        f"{tmp_path}/b",
+    )
+    again = json.loads((tmp_path / "b").read_text())
+    assert again == best | {"layouts": []}
+
+
+BAD = [
+    (["--hardware=h900x8"], ["no GPU is named 'h900'", "a100, h100"]),
+    (["--hardware=h100x12"], ["12 GPUs do not make nodes"]),
+    (["--hardware=h100"], ["NAMExCOUNT"]),
+    (["--search"], ["--search needs GPUs", "--hardware=NAMExCOUNT"]),
+    (["--compile"], ["--compile needs GPUs"]),
+    ([], ["nothing to plan", "--hardware", "--config.parallel.pipe=4"]),
+    (["--hardware=h100x64", "--timeline=a.svg"], ["--timeline=a.svg", "parallel.pipe=1 has none"]),
+    (["--hardware=h100x64", "--json=/no/such/a.json"], ["--json=", "no folder /no/such"]),
+    (["--hardware=h100x64", "--config.parallel.pipe=3"], ["pipe=3", "does not make 64"]),
+    (["--config.parallel.pipe=5"], ["num_layers=96", "pipe=5", "pad_layers"]),
+    (["--config.parallel.pipe=0"], ["parallel.pipe=0"]),
+    (["--hardware=h100x8", "--search"], ["does not fit 8 h100 under any layout", "GPUs would be"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "parts"), BAD)
+def test_what_it_refuses(capsys, arguments: list[str], parts: list[str]):
+    with pytest.raises(SystemExit) as refused:
+        run("175b", *arguments)
+    assert refused.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ")
+    for part in parts:
+        assert part in captured.err, captured.err
+
+
+def test_help_names_every_option(capsys):
+    run("", "--help")
+    out = capsys.readouterr().out
+    for field in dataclasses.fields(plan.Options):
+        assert f"--{field.name} (" in out
