@@ -85,7 +85,7 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
         choices = [Choice(candidate.settings, candidate.analytic) for candidate in found]
     plan = plan_of(chosen[0], cluster.count)
     if choices:
-        flags = (f"--config.{path}={value}" for path, value in choices[0].settings.items())
+        flags = (f"--config.{path}={value}".lower() for path, value in choices[0].settings.items())
         plan.settings["flags"] = " ".join(flags)
     compiled = []
     for layout in chosen[: BEST_COMPILED * options.compile]:

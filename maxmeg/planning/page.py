@@ -22,7 +22,7 @@ main { max-width: 1240px; margin: 0 auto; padding: 28px 20px 40px }
 h1 { font-size: 26px; margin: 0; letter-spacing: -.01em }
 h2 { font-size: 16px; margin: 0 0 14px }
 h3 { font-size: 13px; margin: 20px 0 8px; color: var(--soft); font-weight: 600 }
-p { margin: 0 0 12px } .last { margin: 16px 0 0; color: var(--soft); font-size: 13px }
+p { margin: 0 0 12px }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 18px 20px; margin-top: 16px; min-width: 0 }
 .two { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr));
@@ -48,7 +48,8 @@ th { text-align: left; color: var(--soft); font-weight: 600; font-size: 12.5px }
 th, td { padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line); vertical-align: top }
 tr:last-child td { border-bottom: 0 }
 .num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-td.fill { width: 40%; vertical-align: middle } td.wide { min-width: 210px }
+td.fill { width: 30%; vertical-align: middle } td.wide { min-width: 210px }
+.flag { display: inline-block; max-width: 100%; overflow-wrap: anywhere; margin-right: 6px }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px }
 .timeline svg { display: block; height: auto; max-width: 100% }
 .timeline .tl-page { fill: var(--card) }
@@ -201,18 +202,24 @@ def _traffic(report: Analytic) -> str:
         for row in report.traffic
     ]
     header = ["axis", "purpose", "kind", "runs", "GiB sent", "ms", ""]
-    return _table(header, rows, "lllnnnf")
+    return _table(header, rows, "lwlnnnf")
 
 
 def _compiled(report: Compiled) -> str:
-    seconds = f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s"
     memory = compiled_memory(report)
-    rows = [[f"<code>{escape(name)}</code>", f"{n:,}"] for name, n in report.kernels.items()]
-    kernels = "<h3>Custom kernels</h3>" + _table(["target", "runs"], rows, "ln") if rows else ""
+    facts = [
+        ("lowered in", f"{report.lower_seconds:.1f} s"),
+        ("compiled in", f"{report.compile_seconds:.1f} s"),
+        ("matrix products", f"{report.flops:.3e} FLOPs of a device and step"),
+    ]
+    right = "<h3>Program</h3>" + _list(facts)
+    if report.kernels:
+        rows = [[f"<code>{escape(name)}</code>", f"{n:,}"] for name, n in report.kernels.items()]
+        right += "<h3>Custom kernels</h3>" + _table(["target", "runs"], rows, "ln")
     content = [
         _verdict(report),
         _bar(memory, report.capacity),
-        _beside(_legend(memory, report.capacity), kernels),
+        _beside(_legend(memory, report.capacity), right),
     ]
     if report.collectives:
         rows = [
@@ -228,8 +235,7 @@ def _compiled(report: Compiled) -> str:
         ]
         header = ["axes", "kind", "asynchronous", "instructions", "runs", "GiB"]
         content += ["<h3>Collectives of a step</h3>", _table(header, rows, "lllnnn")]
-    flops = f"{report.flops:.3e} FLOPs of a device and step in matrix products"
-    return "\n".join([*content, f'<p class="last">{seconds}; {flops}</p>'])
+    return "\n".join(content)
 
 
 def _choices(choices: Sequence[Choice]) -> str:
@@ -255,7 +261,12 @@ def _choices(choices: Sequence[Choice]) -> str:
 
 
 def _list(facts: Iterable[tuple[str, str]]) -> str:
-    rows = (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
+    rows = []
+    for name, text in facts:
+        shown = escape(text)
+        if text.startswith("--"):  # flags break between each other only
+            shown = " ".join(f'<span class="flag">{word}</span>' for word in shown.split(" "))
+        rows.append(f"<dt>{escape(name)}</dt><dd>{shown}</dd>")
     return f"<dl>{''.join(rows)}</dl>"
 
 

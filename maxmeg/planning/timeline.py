@@ -42,7 +42,8 @@ STYLE = """
 }
 """
 CHART, LEFT, TOP = 1120, 72, 92  # pixels: aimed at width; margins
-WIDEST_UNIT, MOST_UNITS = 24, 720
+WIDEST_UNIT = 24
+MOST_UNITS, CLEAR_UNITS = 720, 300  # more are cut in the middle, then to as few as this
 SMALLEST_TEXT = 6.5
 CHARACTER = 0.62  # width of a digit, in font sizes
 
@@ -132,6 +133,7 @@ class _Picture:
         self.table = table
         self.lanes = table.lanes()
         self.on = {name: np.any(lane.active, axis=1) for name, lane in self.lanes.items()}
+        self.gap = 0.0
         self.ticks, self.hidden = self._shown_ticks()
         self.columns = self._columns()
         self.units = self.columns[-1].stop
@@ -147,17 +149,20 @@ class _Picture:
     def _shown_ticks(self) -> tuple[list[int], int]:
         """All ticks, or, where they are too many to see, without those in the middle."""
         cost = sum(self._cost(name) * self.on[name] for name in self.lanes)
-        every = range(self.table.ticks)
+        every, table = range(self.table.ticks), self.table
         if int(np.sum(cost)) <= MOST_UNITS:
             return list(every), 0
-        half = int(np.searchsorted(np.cumsum(cost), MOST_UNITS / 2))
-        half = max(1, min(half, (self.table.ticks - 1) // 2))
-        return [*every[:half], *every[-half:]], self.table.ticks - 2 * half
+        ends = 2 * table.stages * (2 * table.chunks + 3)  # of all units, warm-up and cool-down
+        kept = min(MOST_UNITS, max(CLEAR_UNITS, ends))
+        half = int(np.searchsorted(np.cumsum(cost), kept / 2))
+        half = max(1, min(half, (table.ticks - 1) // 2))
+        self.gap = kept / 50
+        return [*every[:half], *every[-half:]], table.ticks - 2 * half
 
     def _columns(self) -> list[_Column]:
         columns, at = [], 0.0
         for previous, tick in zip([-1, *self.ticks], self.ticks, strict=False):
-            at += 12.0 if tick != previous + 1 else 0.0  # the place of the hidden ticks
+            at += self.gap if tick != previous + 1 else 0.0  # the place of the hidden ticks
             for name in self.lanes:
                 if self.on[name][tick]:
                     columns.append(_Column(name, tick, at, at := at + self._cost(name)))
@@ -193,7 +198,7 @@ class _Picture:
             for column, after in zip(self.columns, self.columns[1:], strict=False)
             if after.tick > column.tick + 1
         )
-        left, width = self.x(last.stop), 12 * self.unit
+        left, width = self.x(last.stop), self.gap * self.unit
         middle = f"{left + width / 2:.2f} {(TOP + self.bottom) / 2:.2f}"
         label = _text(0, 4, f"{self.hidden} ticks more", "tl-soft", 12, "middle")
         return [
