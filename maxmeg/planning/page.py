@@ -49,7 +49,7 @@ th, td { padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line); vertical
 tr:last-child td { border-bottom: 0 }
 .num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 td.fill { width: 30%; vertical-align: middle } td.wide { min-width: 210px }
-.flag { display: inline-block; max-width: 100%; overflow-wrap: anywhere; margin-right: 6px }
+.flag { display: inline-block; max-width: 100%; word-break: break-all; margin-right: 6px }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px }
 .timeline svg { display: block; height: auto; max-width: 100% }
 .timeline .tl-page { fill: var(--card) }
