@@ -12,6 +12,7 @@ from maxmeg.data.loader import eval_batches
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.load import load_run
 from maxmeg.parallel.mesh import local_mesh
+from maxmeg.parallel.placement import local_rows
 from maxmeg.step import make_eval_step
 
 
@@ -54,8 +55,9 @@ def main(options: Options) -> None:
         raise ValueError(f"data.split={config.data.split!r} leaves the {options.split} split empty")
     num_batches = options.num_batches or max(data.samples_per_epoch // options.batch_size, 1)
     eval_step = make_eval_step(config, trained.mesh, trained.model)
-    batches = eval_batches(data, num_batches, options.batch_size)
-    loss, tokens = mean_loss(eval_step, trained.model, batches, trained.mesh, options.batch_size)
+    size, rows = options.batch_size, local_rows(trained.mesh)
+    batches = eval_batches(data, num_batches, size, rows)
+    loss, tokens = mean_loss(eval_step, trained.model, batches, trained.mesh, size, rows)
     print(
         f"step {trained.step}  {options.split} loss {loss:.4f} nats per token  "
         f"perplexity {math.exp(min(loss, 700)):.3f}  {tokens:.0f} tokens"

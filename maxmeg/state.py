@@ -1,18 +1,22 @@
 """TrainState: what a step reads and replaces; how it is made, sharded and named on disk."""
 
 import dataclasses
+import functools
 import math
 import os
+import typing
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
+from maxmeg.checkpoint import layout
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
+from maxmeg.pipeline.layout import Layout
 from maxmeg.runtime.summary import ParameterRow
 
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
@@ -63,8 +67,9 @@ def create_state(config: Config, optimizer, abstract: TrainState) -> TrainState:
 
 
 def parameter_rows(model) -> list[ParameterRow]:
-    """One row a parameter of an abstract model."""
+    """One row a parameter of an abstract model, places that a pipeline skips left out."""
     rows = []
+    shapes = layout.on_disk(to_arrays({"model": model}), model.stack.layout)
     paths = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_variable)
     for path, variable in paths:
         array = variable.get_value()
@@ -72,7 +77,8 @@ def parameter_rows(model) -> list[ParameterRow]:
         name = array_name(path)
         axes = logical_axes(variable)
         spec = tuple(larger_axes(names, array.sharding.mesh) for names in array.sharding.spec)
-        rows.append(ParameterRow(name, array.shape, axes, spec, local))
+        shape = shapes[f"model.{name}"].shape
+        rows.append(ParameterRow(name, shape, axes, spec, local))
     return rows
 
 
@@ -89,50 +95,61 @@ def array_name(path) -> str:
     return ".".join(parts[:-1] if inside else parts)
 
 
-def to_arrays(tree) -> dict[str, jax.Array]:
+def to_arrays(tree) -> dict[str, typing.Any]:
     """Every array of a state (or abstract state) by its name."""
     return {array_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def to_tree(tree) -> dict:
-    """to_arrays as nested dicts, the form that checkpoints take."""
-    nested: dict = {}
-    for name, array in to_arrays(tree).items():
+    """The arrays of a state, layers in model order, as nested dicts: what checkpoints take."""
+    return nested(layout.to_disk(to_arrays(tree), layout_of(tree)))
+
+
+def nested(arrays: dict) -> dict:
+    """{"a.b": x} as {"a": {"b": x}}."""
+    made: dict = {}
+    for name, array in arrays.items():
         *folders, last = name.split(".")
-        inner = nested
+        inner = made
         for folder in folders:
             inner = inner.setdefault(folder, {})
         inner[last] = array
-    return nested
+    return made
 
 
-def from_tree(nested: dict, like):
-    """The tree of `like` with its arrays taken by name from nested dicts."""
+def from_tree(found: typing.Any, like):
+    """The tree of `like` with its arrays taken by name from nested dicts in model order."""
+    abstract = to_arrays(like)
 
-    def take(path, _):
-        found = nested
-        for part in array_name(path).split("."):
-            found = found[part]
-        return found
+    def take(name: str) -> jax.Array:
+        return functools.reduce(lambda inner, part: inner[part], name.split("."), found)
 
-    return jax.tree_util.tree_map_with_path(take, like)
+    arrays = layout.from_disk({name: take(name) for name in abstract}, abstract, layout_of(like))
+    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[array_name(path)], like)
+
+
+def layout_of(tree) -> Layout:
+    """How the layers of a state, or of {"model": its model}, lie in memory."""
+    model = tree.model if isinstance(tree, TrainState) else tree["model"]
+    return model.stack.layout
 
 
 def restore(checkpointer: Checkpointer, abstract, step: int | None = None):
     """(step, tree like `abstract`, metadata) of a checkpoint, the newest intact one by default.
 
     `abstract` is a whole state, or {"model": its model} to read nothing else. The padding of the
-    vocabulary may differ. None where there is no checkpoint.
+    vocabulary and the pipeline may differ. None where there is no checkpoint.
     """
-    tables = [name for name in to_arrays(abstract) if name.endswith(VOCABULARY_TABLES)]
+    wanted = layout.on_disk(to_arrays(abstract), layout_of(abstract))
+    tables = [name for name in wanted if name.endswith(VOCABULARY_TABLES)]
     options = {
         "resizable": {name.replace(".", "/"): 0 for name in tables},
         "partial": not isinstance(abstract, TrainState),
     }
     if step is None:
-        found = checkpointer.restore_latest(to_tree(abstract), **options)
+        found = checkpointer.restore_latest(nested(wanted), **options)
     else:
-        found = (step, *checkpointer.restore(step, to_tree(abstract), **options))
+        found = (step, *checkpointer.restore(step, nested(wanted), **options))
     return found and (found[0], from_tree(found[1], abstract), found[2])
 
 

@@ -4,6 +4,7 @@ Gradients are computed inside one shard_map, each device differentiating its own
 They accumulate in float32, unreduced, over all microbatches and are then reduced once.
 """
 
+import typing
 from collections.abc import Callable
 
 import jax
@@ -138,8 +139,13 @@ def summed(function: Callable, batch: Batch):
     return lax.scan(accumulate, zeros, batch)[0]
 
 
-def pipelined(model: LM, batch: Batch, raw_key, config: Config, schedule: Callable):
-    """local_gradients on the stages of a pipeline, in the order of a schedule."""
+def pipelined(
+    model: LM, batch: Batch, raw_key, config: Config, schedule: Callable
+) -> tuple[typing.Any, Metrics]:
+    """local_gradients on the stages of a pipeline, in the order of a schedule.
+
+    The gradients are None where the schedule has forwards alone.
+    """
     outer, stack = partition(model)
     units = model.stack
 

@@ -16,7 +16,7 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.decode import continue_text
-from maxmeg.inference.load import Trained
+from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.sampling import Sampling
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.schedules import Schedules
@@ -89,10 +89,9 @@ class Run:
     def validate(self, model) -> dict[str, float]:
         """The mean loss over train.eval_steps batches of the validation split."""
         assert self.validation is not None
-        size = self.config.train.global_batch_size
-        rows = local_rows(self.mesh)
+        size, rows = self.config.train.global_batch_size, self.rows
         batches = eval_batches(self.validation, self.config.train.eval_steps, size, rows)
-        loss, _ = mean_loss(self.eval_step, model, batches, self.mesh, size)
+        loss, _ = mean_loss(self.eval_step, model, batches, self.mesh, size, rows)
         return {"validation_loss": loss}
 
     def save(self, state) -> None:
@@ -145,8 +144,12 @@ def finish(run: Run, state) -> None:
     config, step = run.config, int(state.step)
     done = step == config.train.num_steps
     sample = ""
-    if done and config.log.sample_prompt:
+    pipelined = run.mesh.shape["pipe"] > 1  # then the model that writes is the saved one
+    if done and config.log.sample_prompt and (saved or not pipelined):
         trained = Trained(state.model, config, run.tokenizer, step, run.mesh)
+        if pipelined:
+            mesh = without_pipeline(run.mesh, config.model.hidden_size)
+            trained = load_run(config.run_dir, step, mesh)
         room = config.model.max_position - len(run.tokenizer.encode(config.log.sample_prompt))
         count = min(SAMPLE_TOKENS, room)
         sampling = Sampling(temperature=0.8, top_p=0.95)

@@ -11,7 +11,7 @@ from maxmeg.config.schema import Config, ParallelConfig
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import local_mesh
+from maxmeg.parallel.mesh import local_mesh, make_mesh
 from maxmeg.state import CHECKPOINTS, abstract_state, check_tokenizer, restore
 
 
@@ -48,3 +48,11 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_tokenizer(tokenizer.identity, saved["tokenizer"])
     return Trained(found[1]["model"], config, tokenizer, found[0], mesh)
+
+
+def without_pipeline(mesh: Mesh, hidden_size: int) -> Mesh:
+    """A mesh of the same devices for generation: those along pipe go to fsdp, or else to data."""
+    sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
+    stages = sizes["pipe"]
+    other = "data" if hidden_size % (sizes["fsdp"] * stages) else "fsdp"
+    return make_mesh(sizes | {"pipe": 1, other: sizes[other] * stages}, list(mesh.devices.flat))

@@ -25,6 +25,7 @@ from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.pipeline.layout import Layout
 from maxmeg.pipeline.residuals import Arrays, UnitVjp, add_at, empty_ring, read, write
 from maxmeg.pipeline.schedule import Lane, Table, runs
+from maxmeg.pipeline.split import SplitVjp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +47,13 @@ class Program:
 
 
 class Carry(typing.NamedTuple):
-    """x, dy: what the stages before and after have sent."""
+    """x, dy: what the stages before and after have sent. rings: residuals by slot and layer.
+    deferred: what the weight lane needs of the backward lane. outputs: of the last stage."""
 
     x: jax.Array
     dy: jax.Array
     rings: list[Arrays]
+    deferred: list[Arrays]
     outputs: jax.Array | None
     outer: typing.Any
     groups: list
@@ -94,8 +97,9 @@ class Executor:
         self.last = table.stages - 1
         self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
+        kind = SplitVjp if table.weight else UnitVjp
         self.vjps = [
-            UnitVjp(program.unit, read(group, 0), self.x, (self.microbatch(0), layers[0]))
+            kind(program.unit, read(group, 0), self.x, (self.microbatch(0), layers[0]))
             for group, layers in zip(program.groups, self.layers, strict=True)
             if table.backward
         ]
@@ -110,11 +114,16 @@ class Executor:
             empty_ring(vjp.residuals, table.slots, self.layout.slots(g))
             for g, vjp in enumerate(self.vjps)
         ]
+        deferred = [
+            empty_ring(vjp.deferred, table.deferred, self.layout.slots(g))
+            for g, vjp in enumerate(self.vjps)
+            if isinstance(vjp, SplitVjp)
+        ]
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
         trained = table.backward is not None
         outer = zeros(program.outer) if trained else None
         groups = [zeros(group) for group in program.groups] if trained else []
-        return Carry(x, x, rings, outputs, outer, groups, zeros(sums))
+        return Carry(x, x, rings, deferred, outputs, outer, groups, zeros(sums))
 
     def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
         """One tick of a run with `lanes` on; always: the head has work at every tick."""
@@ -131,6 +140,8 @@ class Executor:
             dy, carry = self.head(carry, y, rows["head"], always)
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"])
+        if "weight" in lanes:
+            carry = self.weigh(carry, rows["weight"])
         if {"forward", "backward"} <= set(lanes):
             # Sent beside the other lane's work: XLA would move sends to the next tick's start.
             x, dy = lax.optimization_barrier((carry.x, carry.dy))
@@ -161,29 +172,61 @@ class Executor:
         return x, carry._replace(rings=rings if self.vjps else [])
 
     def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work) -> Carry:
-        """Gradients of this stage's chunk, added up, and of its input, sent back."""
-        own, dx, sums = self.own(work), carry.dy, list(carry.groups)
-        active, microbatch = own.microbatch >= 0, self.microbatch(own.microbatch)
+        """Gradients of this stage's chunk, added up, and of its input, sent back.
+
+        With a weight lane, what that lane needs instead of the weights' gradients.
+        """
+        own, dx, outs = self.own(work), carry.dy, list(carry.deferred or carry.groups)
+        microbatch = self.microbatch(own.microbatch)
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (own.chunk == self.table.chunks - 1)
             dx = jnp.where(at_end, loss_dy, dx)
-        for g in reversed(range(len(self.program.groups))):
-            group, slots = self.program.groups[g], self.layout.slots(g)
+        for g in reversed(range(len(self.vjps))):
 
-            def body(state, slot, g=g, group=group, slots=slots):
-                dy, sums = state
-                place = jnp.maximum(own.chunk, 0) * slots + slot
-                params, given = read(group, place), (microbatch, self.layers[g][place])
-                residuals = read(carry.rings[g], jnp.maximum(own.slot, 0), slot)
-                gradients, dx = self.vjps[g].backward(residuals, params, given, dy)
-                used = active & (given[1] >= 0)
-                gradients = jax.tree.map(lambda d: jnp.where(used, d, 0), gradients)
-                sums = add_at(sums, place, gradients)
-                return (self.unless_skipped(dx, dy, given[1]), sums), None
+            def body(state, slot, g=g, vjp=self.vjps[g]):
+                dy, out = state
+                place, params, given, residuals = self.kept(carry, g, own, microbatch, slot)
+                if isinstance(vjp, SplitVjp):
+                    dx, deferred = vjp.backward_input(residuals, params, given, dy)
+                    out = write(out, deferred, jnp.maximum(own.deferred, 0), slot)
+                else:
+                    gradients, dx = vjp.backward(residuals, params, given, dy)
+                    out = self.sum_at(out, place, gradients, own, given[1])
+                return (self.unless_skipped(dx, dy, given[1]), out), None
 
-            (dx, sums[g]), _ = lax.scan(body, (dx, sums[g]), jnp.arange(slots), reverse=True)
+            slots = jnp.arange(self.layout.slots(g))
+            (dx, outs[g]), _ = lax.scan(body, (dx, outs[g]), slots, reverse=True)
         outer = self.leave(carry.outer, dx, work)
-        return carry._replace(dy=self.send(dx, -1), groups=sums, outer=outer)
+        carry = carry._replace(dy=self.send(dx, -1), outer=outer)
+        return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
+
+    def weigh(self, carry: Carry, work: Work) -> Carry:
+        """Weight gradients of a chunk that has been backward, added up."""
+        own, sums = self.own(work), list(carry.groups)
+        microbatch = self.microbatch(own.microbatch)
+        for g, vjp in enumerate(self.vjps):
+            assert isinstance(vjp, SplitVjp)
+
+            def body(total, slot, g=g, vjp=vjp):
+                place, params, given, residuals = self.kept(carry, g, own, microbatch, slot)
+                deferred = read(carry.deferred[g], jnp.maximum(own.deferred, 0), slot)
+                gradients = vjp.backward_weight(residuals, params, given, deferred)
+                return self.sum_at(total, place, gradients, own, given[1]), None
+
+            sums[g], _ = lax.scan(body, sums[g], jnp.arange(self.layout.slots(g)))
+        return carry._replace(groups=sums)
+
+    def kept(self, carry: Carry, g: int, own: Work, microbatch, slot) -> tuple:
+        """(place, its parameters, given, residuals) of a layer whose forward is done."""
+        place = jnp.maximum(own.chunk, 0) * self.layout.slots(g) + slot
+        residuals = read(carry.rings[g], jnp.maximum(own.slot, 0), slot)
+        given = (microbatch, self.layers[g][place])
+        return place, read(self.program.groups[g], place), given, residuals
+
+    def sum_at(self, total, place, gradients, own: Work, layer):
+        """`total` with a layer's gradients added, unless the stage idles or skips the place."""
+        used = (own.microbatch >= 0) & (layer >= 0)
+        return add_at(total, place, jax.tree.map(lambda d: jnp.where(used, d, 0), gradients))
 
     def enter(self, arrived: jax.Array, work: Work) -> jax.Array:
         """The chunk's input: embedded by all stages together for the first, else what arrived."""

@@ -171,9 +171,9 @@ def _table(
     b = _lane(backward, ticks, S) if backward else None
     w = _lane(weight, ticks, S) if weight else None
     used = b or f
-    at_last = used.active[:, -1] & (used.chunk[:, -1] == V - 1)
+    at_last = np.logical_and(used.active[:, -1], used.chunk[:, -1] == V - 1)
     head = np.where(at_last, used.microbatch[:, -1], -1)
-    direct = (f.microbatch[:, -1] == head) & (f.chunk[:, -1] == V - 1)
+    direct = np.logical_and(f.microbatch[:, -1] == head, f.chunk[:, -1] == V - 1)
     outputs = 0 if direct[at_last].all() else M
     slots = deferred = 0
     if b is not None:
