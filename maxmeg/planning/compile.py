@@ -32,7 +32,6 @@ from maxmeg.planning.hardware import cluster, parse_cluster
 from maxmeg.planning.report import Collective, Compiled
 from maxmeg.runtime.absent_environment import absent_environment
 
-GIB = 2**30
 _REFUSALS = {kind.__name__: kind for kind in (ValueError, NotImplementedError)}
 
 
@@ -137,14 +136,6 @@ def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     stop = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=NamedSharding(mesh, P(AXES)))
     return {"learning_rate": rate, "weight_decay": rate, "stop": stop}
-
-
-def verdict(report: Compiled) -> str:
-    """ "fits: 30.1 of 72.8 GiB, 42.7 GiB are free", or by how much it does not."""
-    total, capacity = report.total / GIB, report.capacity / GIB
-    if report.fits:
-        return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB are free"
-    return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
 
 
 def main() -> None:

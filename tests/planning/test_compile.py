@@ -1,0 +1,172 @@
+"""The compiled report without the wheels it needs: its inputs, its child process, its refusals."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import subprocess
+import types
+
+import jax
+import pytest
+from layouts import controls, mesh_of, tiny, tiny_batch, tiny_state
+
+from maxmeg.config.schema import Recompute
+from maxmeg.planning import absent, hlo
+from maxmeg.planning.compile import abstract_step, compile_report, missing_part
+from maxmeg.planning.flops import training_flops
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.report import Collective, Compiled
+from maxmeg.runtime.absent_environment import absent_environment
+
+FLOPS = 1.03  # over the model's; XLA's attention may make its two products again for backward
+GIB = 2**30
+REPORT = Compiled(
+    arguments=2 * GIB,
+    temporaries=5 * GIB,
+    outputs_not_aliased=GIB,
+    capacity=10 * GIB,
+    collectives=(Collective("all-gather", ("fsdp", "tensor"), 2, 8, 4096, True),),
+    kernels={"__cudnn$fmhaSoftmax": 4},
+    flops=1e12,
+    lower_seconds=1.5,
+    compile_seconds=6.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("train", "parallel"),
+    [
+        ({}, {"fsdp": 8}),
+        ({"micro_batch_size": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+        ({"micro_batch_size": 1}, {"data": 2, "fsdp": 1, "tensor": 2}),
+    ],
+)
+def test_abstract_arguments_are_those_of_a_run(train, parallel):
+    config = tiny({}, train, **parallel)
+    mesh = mesh_of(config)
+    _, expected = abstract_step(config, mesh)
+    _, abstract, _ = tiny_state(config, mesh)
+    real = (abstract, tiny_batch(config, mesh), controls(mesh))
+    assert jax.tree.structure(expected) == jax.tree.structure(real)
+    for array, other in zip(jax.tree.leaves(expected), jax.tree.leaves(real), strict=True):
+        assert (array.shape, array.dtype) == (other.shape, other.dtype)
+        if hasattr(other, "sharding"):
+            assert array.sharding.is_equivalent_to(other.sharding, array.ndim)
+
+
+def test_packed_documents_are_an_argument_too():
+    config = tiny({}, {}, fsdp=2)
+    config.data.reset_attention_mask = True
+    _, (_, batch, _) = abstract_step(config, mesh_of(config))
+    assert batch["segment_ids"].shape == batch["tokens"].shape
+
+
+def test_flops_of_the_compiled_step_are_the_models():
+    model = {"num_layers": 3, "recompute": Recompute.none}
+    train = {"micro_batch_size": 4, "loss_chunk": 32}
+    config = tiny(model, train, data=2, fsdp=1, tensor=2)
+    step, arguments = abstract_step(config, mesh_of(config))
+    compiled = step.trace(*arguments).lower().compile()
+    flops = 4 * hlo.matrix_flops(hlo.parse(compiled.as_text()))
+    size, length = config.train.global_batch_size, config.data.sequence_length
+    model_flops = training_flops(config.model, length, size, tensor=2, causal=False)
+    assert 1 <= flops / model_flops <= FLOPS
+
+
+def test_every_target_is_a_cluster_and_names_itself():
+    assert absent.hardware_names() == ["a100", "b200", "h100", "h200"]
+    for name in absent.hardware_names():
+        assert name.upper() in absent.target_text(name)
+        assert parse_cluster(f"{name}x16").capacity < 192 * GIB
+
+
+@pytest.mark.parametrize(
+    ("hardware", "count", "message"),
+    [
+        ("h300", 8, "choose from a100, h100, h200, b200"),
+        ("h100", 12, "12 GPUs do not make nodes of 8"),
+        ("h100", 0, "0 GPUs do not make nodes"),
+        ("h100", 16, "does not make 16 devices"),
+    ],
+)
+def test_bad_requests_start_no_process(monkeypatch, hardware, count, message):
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(ValueError, match=message):
+        compile_report(tiny({}, {}, fsdp=8), hardware, count)
+
+
+def test_unknown_target_lists_the_known():
+    with pytest.raises(ValueError, match="unknown hardware 'mi300': choose from a100, b200, h100"):
+        absent.target_text("mi300")
+
+
+@pytest.mark.skipif(bool(importlib.util.find_spec("jax_plugins")), reason="the plugin is here")
+def test_missing_plugin_names_the_extra():
+    with pytest.raises(ValueError, match=r"jax-cuda13-plugin is not installed.*'maxmeg\[plan\]'"):
+        compile_report(tiny({}, {}, fsdp=8), "h100", 8)
+
+
+def test_plugin_of_another_version_is_refused(monkeypatch):
+    versions = {"jaxlib": "0.10.2", "jax-cuda13-plugin": "0.10.2", "jax-cuda13-pjrt": "0.10.1"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    message = "jax-cuda13-pjrt 0.10.1 does not fit jaxlib 0.10.2: pip install .*==0.10.2"
+    with pytest.raises(ValueError, match=message):
+        absent.check_plugins()
+
+
+def child(monkeypatch, stdout: str = "", stderr: str = "", code: int = 0) -> list:
+    """Replaces the child process by its answer; what it is asked comes into the list."""
+    asked = []
+
+    def run(command, **options):
+        asked.append((command, json.loads(options["input"]), options["env"]))
+        return types.SimpleNamespace(returncode=code, stdout=stdout, stderr=stderr)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return asked
+
+
+def test_report_of_the_child_process(monkeypatch):
+    answer = json.dumps(dataclasses.asdict(REPORT))
+    asked = child(monkeypatch, f"a library's line\n{answer}\n")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=here")
+    assert compile_report(tiny({"num_layers": 5}, {}, fsdp=8), "h200", 8) == REPORT
+    ((_, request, environment),) = asked
+    assert request["config"]["model"]["num_layers"] == 5
+    assert (request["hardware"], request["count"], request["hlo_path"]) == ("h200", 8, "")
+    assert environment["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert environment["XLA_FLAGS"] == "--xla_dump_to=here --xla_gpu_autotune_level=0"
+
+
+def test_refusals_and_failures_of_the_child_process(monkeypatch):
+    config = tiny({}, {}, fsdp=8)
+    for kind in (ValueError, NotImplementedError):
+        child(monkeypatch, json.dumps({"refusal": kind.__name__, "message": "not so"}))
+        with pytest.raises(kind, match="not so"):
+            compile_report(config, "h100", 8)
+    child(monkeypatch, stderr="Traceback\nXlaRuntimeError: why", code=1)
+    with pytest.raises(RuntimeError, match=r"8 h100 failed: .*\n.*why"):
+        compile_report(config, "h100", 8)
+    child(monkeypatch, code=-9)
+    with pytest.raises(RuntimeError, match="killed: not enough memory on this machine"):
+        compile_report(config, "h100", 8)
+
+
+def test_what_a_failed_compile_lacks(monkeypatch):
+    monkeypatch.setattr(absent, "has_cudnn", lambda: False)
+    assert "'maxmeg[plan]', or set config.model.attention_backend=xla" in missing_part(
+        "INTERNAL: cuDNN not found."
+    )
+    assert absent.EXTRA in missing_part("INTERNAL: libdevice not found at ./libdevice.10.bc")
+    assert missing_part("INTERNAL: something else") == ""
+    monkeypatch.setattr(absent, "has_cudnn", lambda: True)
+    assert missing_part("cuDNN says no") == ""
+
+
+def test_environment_keeps_the_rest(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    monkeypatch.setenv("KEPT", "yes")
+    environment = absent_environment()
+    assert environment["KEPT"] == "yes"
+    assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
