@@ -41,8 +41,9 @@ def on_disk(abstract: Mapping[str, jax.ShapeDtypeStruct], layout: Layout) -> dic
 
 def evenly_sharded(shape: tuple[int, ...], sharding: NamedSharding) -> NamedSharding:
     """The sharding, with the axes of dimension 0 moved to one they divide where they do not it."""
-    spec = [names or () for names in (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))]
-    spec = [(names,) if isinstance(names, str) else tuple(names) for names in spec]
+    spec: list[tuple[str, ...]] = [()] * len(shape)
+    for dim, names in enumerate(sharding.spec):
+        spec[dim] = (names,) if isinstance(names, str) else tuple(names or ())
     axes, sizes = spec[0], sharding.mesh.shape
 
     def divides(dim: int, names: tuple[str, ...]) -> bool:

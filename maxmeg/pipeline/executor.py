@@ -78,7 +78,9 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
     executor = Executor(program, table, layout)
     carry = executor.start()
     for first, stop, lanes in runs(table):
-        rows = {name: work_of(lane, first, stop) for name, lane in table.lanes().items()}
+        rows: dict[str, typing.Any] = {
+            name: work_of(lane, first, stop) for name, lane in table.lanes().items()
+        }
         rows["head"] = jnp.asarray(table.head[first:stop])
         always = bool((table.head[first:stop] >= 0).all())
         tick = functools.partial(executor.tick, lanes, always)

@@ -47,7 +47,7 @@ def empty_ring(shapes, *sizes: int) -> Arrays:
     return [jnp.zeros((*sizes, *s.shape), s.dtype) for s in shapes]
 
 
-def write(ring: Arrays, values: Arrays, *place: jax.Array) -> Arrays:
+def write(ring: Arrays, values: Arrays, *place: jax.Array | int) -> Arrays:
     """`ring` with `values` at the indices `place` of its first dimensions."""
 
     def one(buffer, value):
@@ -57,7 +57,7 @@ def write(ring: Arrays, values: Arrays, *place: jax.Array) -> Arrays:
     return [one(buffer, value) for buffer, value in zip(ring, values, strict=True)]
 
 
-def read(ring, *place: jax.Array):
+def read(ring, *place: jax.Array | int):
     """The arrays at the indices `place` of the first dimensions of a tree."""
 
     def one(buffer):

@@ -174,7 +174,7 @@ def _table(
     at_last = np.logical_and(used.active[:, -1], used.chunk[:, -1] == V - 1)
     head = np.where(at_last, used.microbatch[:, -1], -1)
     direct = np.logical_and(f.microbatch[:, -1] == head, f.chunk[:, -1] == V - 1)
-    outputs = 0 if direct[at_last].all() else M
+    outputs = M if np.logical_and(at_last, ~direct).any() else 0
     slots = deferred = 0
     if b is not None:
         readers = [b] if w is None else [b, w]
@@ -190,7 +190,7 @@ def _assign(writer: Lane, readers: list[Lane], numbers: list[np.ndarray]) -> int
     Where the lane is on and a stage idle, it writes to a slot that nothing lives in.
     """
     ticks, stages = writer.microbatch.shape
-    on = writer.active.any(axis=1)
+    on = np.any(writer.microbatch >= 0, axis=1)
     count = 0
     for stage in range(stages):
         free: list[int] = []
