@@ -1,0 +1,189 @@
+"""Counts and bytes of collectives against the traced step, and the links that they take."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
+from layouts import mesh_of, tiny
+
+from maxmeg.config.schema import Config, ParallelConfig, Position, Recompute, Schedule, TrainConfig
+from maxmeg.models.registry import use_architecture
+from maxmeg.optim.build import make_optimizer
+from maxmeg.planning.communication import span, traffic
+from maxmeg.planning.hardware import LINK_REACHED, parse_cluster
+from maxmeg.planning.memory import workload
+from maxmeg.planning.report import Traffic
+from maxmeg.state import abstract_state
+from maxmeg.step import make_gradients
+
+PRIMITIVES = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+}
+Counter = collections.Counter
+
+
+def inner_jaxprs(equation):
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield getattr(item, "jaxpr", item)
+
+
+def count(jaxpr, times: int, runs: Counter, volume: Counter) -> None:
+    """Executions, and bytes of the larger side, of every collective by (kind, axes)."""
+    for equation in jaxpr.eqns:
+        name, params = equation.primitive.name, equation.params
+        if name in PRIMITIVES:
+            axes = params.get("axis_name") or params.get("axes")
+            axes = axes if isinstance(axes, tuple) else (axes,)
+            sides = (
+                sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
+                for variables in (equation.invars, equation.outvars)
+            )
+            key = PRIMITIVES[name], " x ".join(axes)
+            runs[key] += times
+            volume[key] += times * max(sides)
+        length = params["length"] if name == "scan" else 1
+        for inner in inner_jaxprs(equation):
+            count(inner, times * length, runs, volume)
+
+
+def traced(config: Config) -> tuple[Counter, Counter]:
+    """(runs, bytes) of the collectives in the gradients' real program."""
+    mesh = mesh_of(config)
+    state = abstract_state(config, make_optimizer(config.optim), mesh)
+    batch_size = config.train.global_batch_size
+    microbatches = workload(config, mesh.size).microbatches
+    shape = (microbatches, batch_size // microbatches, config.data.sequence_length)
+    batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "positions")}
+    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    jaxpr = jax.make_jaxpr(make_gradients(config, mesh, state.model))(state.model, batch, key).jaxpr
+    jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    runs, volume = Counter(), Counter()
+    count(jaxpr, 1, runs, volume)
+    return runs, volume
+
+
+LEARNED = {"tied": True, "position": Position.learned, "max_position": 16}
+MICRO = {"micro_batch_size": 2}
+CASES = {
+    "tensor": ({}, {}, {"fsdp": 1, "tensor": 2}),
+    "full": ({"recompute": Recompute.full}, MICRO, {"fsdp": 2, "tensor": 2}),
+    "selective": ({"recompute": Recompute.selective}, MICRO, {"data": 2, "fsdp": 1, "tensor": 2}),
+    "tied": (LEARNED, MICRO, {"data": 2, "fsdp": 2}),
+    "parallel block": ({"parallel_block": True}, MICRO, {"fsdp": 2, "tensor": 2}),
+    "pipe": ({"num_layers": 4}, MICRO, {"pipe": 2, "fsdp": 2, "tensor": 2}),
+    "gpipe": (
+        {"num_layers": 2, "recompute": Recompute.full},
+        MICRO,
+        {"pipe": 2, "fsdp": 2, "tensor": 2, "schedule": Schedule.gpipe},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gathers_scatters_and_permutes_are_the_programs(name):
+    """As many, over the same axes, with the same bytes; all of two devices a group."""
+    model, train, parallel = CASES[name]
+    config = tiny(model, train, **parallel)
+    runs, volume = traced(config)
+    found_runs, found_volume = Counter(), Counter()
+    size = mesh_of(config).size
+    for entry in traffic(workload(config, size), parse_cluster(f"h100x{size}")):
+        found_runs[entry.kind, entry.axis] += entry.runs
+        found_volume[entry.kind, entry.axis] += entry.volume
+    for key in {*runs, *found_runs}:
+        kind, axis = key
+        if kind != "all-reduce":
+            assert found_runs[key] == runs[key], key
+            shown = volume[key] if kind == "collective-permute" else volume[key] / 2
+            assert found_volume[key] == shown, key
+        elif axis in ("pipe", "pipe x tensor", "tensor") and runs[key]:
+            # 4-byte scalars and the loss's two sums in one make the difference
+            devices = 2 ** len(axis.split(" x "))
+            sent = 2 * (devices - 1) / devices * volume[key]
+            assert found_volume[key] == pytest.approx(sent, rel=0.01), key
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "expected"),
+    [
+        ({"tensor": 8}, ("tensor",), (8, 1, 8)),
+        ({"fsdp": 8, "tensor": 8}, ("tensor",), (8, 1, 8)),
+        ({"fsdp": 8, "tensor": 8}, ("fsdp",), (8, 8, 1)),
+        ({"fsdp": 8, "tensor": 2}, ("fsdp",), (8, 2, 4)),
+        ({"fsdp": 4, "tensor": 2}, ("fsdp",), (4, 1, 4)),
+        ({"data": 2, "fsdp": 16}, ("fsdp",), (16, 2, 8)),
+        ({"data": 2, "fsdp": 16}, ("data",), (2, 2, 1)),
+        ({"pipe": 4, "tensor": 8}, ("pipe", "tensor"), (32, 4, 8)),
+        ({"pipe": 4, "fsdp": 2, "tensor": 2}, ("pipe",), (4, 2, 2)),
+        ({"data": 8, "tensor": 3}, ("tensor",), (3, 2, 1)),  # some lie across two nodes
+    ],
+)
+def test_span_of_groups(sizes, axes, expected):
+    mesh = [sizes.get(axis, 1) for axis in ("pipe", "data", "fsdp", "expert", "context", "tensor")]
+    assert span(tuple(mesh), axes) == expected
+
+
+def of_175b(**parallel) -> tuple[Traffic, ...]:
+    train = TrainConfig(global_batch_size=512, micro_batch_size=1)
+    config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), "175b")
+    return traffic(workload(config, 1024), parse_cluster("h100x1024"))
+
+
+def test_volumes_of_175b_in_numbers():
+    entries = of_175b(pipe=16, data=8, fsdp=1, tensor=8)
+    found = {(e.axis, e.purpose, e.kind): e for e in entries}
+    assert len(found) == len(entries)
+    hidden = 2 * 2048 * 12288
+    ticks = 64 + 15
+    sequences = found["tensor", "sequences into sublayers, forward", "all-gather"]
+    assert sequences.runs == ticks * 6 * 2
+    assert sequences.volume == sequences.runs * hidden * 7 // 8
+    assert sequences.seconds == sequences.volume / (450e9 * LINK_REACHED)
+    sent = found["pipe", "hidden state to the next stage", "collective-permute"]
+    assert (sent.runs, sent.volume) == (ticks, ticks * hidden // 8)
+    assert sent.seconds == sent.volume / (50e9 * LINK_REACHED)
+    weights = found["data", "weights of the step (ZeRO-1)", "all-gather"]
+    gradients = found["data", "gradients (ZeRO-1)", "reduce-scatter"]
+    assert gradients.volume == 2 * weights.volume  # float32, bfloat16
+    parameters = 175e9 / (16 * 8)
+    assert weights.volume == pytest.approx(2 * parameters * 7 / 8, rel=0.02)
+
+
+def test_without_zero1_gradients_are_summed_at_the_same_cost():
+    sizes = {"data": 128, "fsdp": 1, "tensor": 8}
+    with_it, without = of_175b(**sizes), of_175b(**sizes, zero1=False)
+    in_float32 = [e.volume for e in with_it if e.purpose == "gradients (ZeRO-1)"]
+    summed = [e.volume for e in without if e.kind == "all-reduce" and "data" in e.axis]
+    assert sum(summed) == pytest.approx(2 * sum(in_float32), rel=1e-3)
+    assert not [e for e in without if e.kind != "all-reduce" and e.axis == "data"]
+
+
+def test_one_device_carries_nothing():
+    config = use_architecture(Config(), "345m")
+    assert traffic(workload(config, 1), parse_cluster("h100x1")) == ()
+
+
+def test_volume_of_fsdp_grows_with_microbatches_and_that_of_data_does_not():
+    volumes = []
+    for batch in (64, 128):
+        train = TrainConfig(global_batch_size=batch, micro_batch_size=1)
+        parallel = ParallelConfig(data=2, fsdp=8)
+        config = use_architecture(Config(parallel=parallel, train=train), "llama3-8b")
+        entries = traffic(workload(config, 16), parse_cluster("h100x16"))
+        by_axis = {
+            axis: sum(e.volume for e in entries if e.axis == axis) for axis in ("fsdp", "data")
+        }
+        volumes.append(np.array([by_axis["fsdp"], by_axis["data"]]))
+    growth = volumes[1] / volumes[0]
+    assert growth[0] == pytest.approx(2, rel=1e-3) and growth[1] == 1

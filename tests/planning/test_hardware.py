@@ -1,0 +1,49 @@
+"""Clusters by name, and what their links carry."""
+
+import pytest
+
+from maxmeg.planning.hardware import GPUS_A_NODE, LINK_REACHED, gpu, parse_cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("h100x64", "NVIDIA H100 80GB HBM3"),
+        ("h200x8", "NVIDIA H200"),
+        ("b200x1", "NVIDIA B200"),
+        ("A100x2048", "NVIDIA A100-SXM4-80GB"),
+    ],
+)
+def test_names_are_datasheets_of_whole_nodes(text, kind):
+    cluster = parse_cluster(text)
+    assert cluster.gpu == gpu(kind)
+    assert f"{cluster.name}x{cluster.count}" == text.lower()
+    assert 0.9e9 * cluster.gpu.memory_gb < cluster.capacity < 1e9 * cluster.gpu.memory_gb
+    assert cluster.gpu.nvlink_gb_per_s > GPUS_A_NODE * cluster.gpu.network_gb_per_s / 2
+
+
+@pytest.mark.parametrize("text", ["v100x8", "tpux4", "x8", "h100x8x8"])
+def test_an_unknown_name_lists_the_known(text):
+    with pytest.raises(ValueError, match="a100, h100, h200, b200"):
+        parse_cluster(text)
+
+
+@pytest.mark.parametrize("text", ["h100", "", "h100x", "h100x1.5", "h100 x 8"])
+def test_a_malformed_text_says_the_form(text):
+    with pytest.raises(ValueError, match="NAMExCOUNT, as h100x64"):
+        parse_cluster(text)
+
+
+@pytest.mark.parametrize("count", [0, -8, 9, 12, 1023])
+def test_a_count_that_makes_no_nodes_says_the_rule(count):
+    with pytest.raises(ValueError, match=rf"{count} GPUs .* a multiple of {GPUS_A_NODE}"):
+        parse_cluster(f"h100x{count}")
+
+
+def test_a_ring_over_nodes_is_as_fast_as_its_adapters_and_never_faster_than_within():
+    cluster = parse_cluster("h100x64")
+    within = cluster.link_rate(1, 8)
+    over = [cluster.link_rate(2, adapters) for adapters in range(1, 9)]
+    assert within == 450e9 * LINK_REACHED
+    assert over == [adapters * 50e9 * LINK_REACHED for adapters in range(1, 9)]
+    assert cluster.link_rate(2, 100) == within

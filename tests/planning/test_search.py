@@ -1,0 +1,136 @@
+"""Layouts found are valid, fit, and are ranked; what cannot fit is said with numbers."""
+
+import re
+import time
+
+import pytest
+
+from maxmeg.config.schema import Config, Recompute, Schedule
+from maxmeg.config.validate import validate
+from maxmeg.models.registry import use_architecture
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.search import divisors, layouts, needed, orders, search, with_recompute
+
+SECONDS = 5.0
+MOST = 4000
+
+
+def of(name: str, batch: int) -> Config:
+    config = use_architecture(Config(), name)
+    config.train.global_batch_size = batch
+    return config
+
+
+CASES = [
+    ("345m", 32, "h100x1"),
+    ("1.3b", 64, "a100x6"),
+    ("llama3-8b", 128, "h100x16"),
+    ("22b", 512, "a100x64"),
+]
+
+
+@pytest.mark.parametrize(("name", "batch", "hardware"), CASES)
+def test_what_is_found_is_valid_fits_and_is_ranked(name, batch, hardware):
+    config, cluster = of(name, batch), parse_cluster(hardware)
+    found = search(config, cluster)
+    steps = [candidate.analytic.step_seconds for candidate in found]
+    assert steps == sorted(steps) and 0 < len(found) < MOST
+    assert len({tuple(candidate.settings.items()) for candidate in found}) == len(found)
+    for candidate in found[:: max(1, len(found) // 20)]:
+        validate(candidate.config, cluster.count)
+        assert candidate.analytic == analyze(candidate.config, cluster)
+        assert candidate.analytic.fits and candidate.config.parallel.tensor <= 8
+        assert candidate.config.model.num_layers == config.model.num_layers
+        for name, value in candidate.settings.items():
+            section, field = name.split(".")
+            chosen = getattr(getattr(candidate.config, section), field)
+            assert value == getattr(chosen, "value", chosen)
+
+
+def test_no_more_is_recomputed_than_must_be():
+    cluster = parse_cluster("h100x16")
+    modes = list(Recompute)
+    seen = set()
+    for candidate in search(of("llama3-8b", 128), cluster):
+        mode = candidate.config.model.recompute
+        seen.add(mode)
+        for less in modes[: modes.index(mode)]:
+            lighter = with_recompute(candidate.config, less)
+            assert needed(lighter, cluster.count) > cluster.capacity
+    assert len(seen) > 1
+
+
+def test_a_large_model_takes_seconds_and_uses_the_pipe():
+    config, cluster = of("175b", 1536), parse_cluster("h100x1024")
+    start = time.process_time()
+    found = search(config, cluster)
+    assert time.process_time() - start < SECONDS
+    assert 500 < len(found) < MOST
+    best = found[0].config.parallel
+    assert best.pipe > 1 and best.tensor > 1
+    kinds = {candidate.config.parallel.schedule for candidate in found}
+    assert kinds == {Schedule.one_f_one_b, Schedule.zero_bubble}
+    assert {candidate.config.parallel.chunks for candidate in found} >= {1, 2, 3, 6}
+
+
+def test_an_eight_billion_model_shards_its_parameters():
+    best = search(of("llama3-8b", 512), parse_cluster("h100x64"))[0].config.parallel
+    assert best.pipe == best.tensor == 1 and best.fsdp > 1
+
+
+def test_settings_of_the_search_replace_those_of_the_config():
+    config = of("345m", 32)
+    config.parallel.chunk_layers, config.parallel.pipe = (10, 14), 2
+    config.parallel.last_stage_layers = 3
+    found = search(config, parse_cluster("h100x4"))
+    assert config.parallel.chunk_layers == (10, 14)  # not changed
+    assert {candidate.config.parallel.pipe for candidate in found} == {1, 2, 4}
+    assert all(candidate.config.parallel.chunk_layers == () for candidate in found)
+
+
+def test_layers_that_do_not_divide_are_padded():
+    config = of("345m", 32)
+    config.model.num_layers = 23
+    piped = [layout for layout in layouts(config, 4) if layout.parallel.pipe > 1]
+    assert piped and all(layout.parallel.pad_layers for layout in piped)
+    assert all(layout.parallel.chunks == 1 for layout in piped)
+
+
+@pytest.mark.parametrize("number", [1, 2, 9, 12, 97, 1024])
+def test_divisors(number):
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_chunks_need_microbatches_in_rounds():
+    config = of("175b", 1536)
+    assert {order["chunks"] for order in orders(config, 16, 32)} == {1, 2, 3, 6}
+    assert {order["chunks"] for order in orders(config, 16, 33)} == {1}
+
+
+def test_what_cannot_fit_says_by_how_much_and_how_many_would_do():
+    cluster = parse_cluster("h100x8")
+    with pytest.raises(ValueError, match="does not fit 8 h100 under any layout") as error:
+        search(of("175b", 512), cluster)
+    text = str(error.value)
+    least, over, capacity = (float(number) for number in re.findall(r"([\d.]+) GiB", text))
+    assert least - over == pytest.approx(capacity, abs=0.11)
+    assert capacity == pytest.approx(cluster.capacity / 2**30, abs=0.06)
+    enough = int(re.findall(r"(\d+) GPUs would be enough", text)[0])
+    assert search(of("175b", 512), parse_cluster(f"h100x{enough}"))
+    with pytest.raises(ValueError, match="does not fit"):
+        search(of("175b", 512), parse_cluster(f"h100x{enough // 2}"))
+
+
+def test_what_fits_no_number_of_gpus_says_so():
+    config = of("22b", 1)
+    config.data.sequence_length = config.model.max_position = 2**24
+    with pytest.raises(ValueError, match=r"nor does it on up to \d+ with this batch"):
+        search(config, parse_cluster("h100x8"))
+
+
+def test_a_batch_that_no_layout_divides_says_so():
+    config = of("345m", 7)
+    config.model.num_layers = config.model.num_heads = 1
+    with pytest.raises(ValueError, match=r"no layout of 64 h100 is valid .*global_batch_size=7"):
+        search(config, parse_cluster("h100x64"))
