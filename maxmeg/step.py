@@ -38,8 +38,9 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
 
 def head_loss(model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig):
     """(this device's share of the weighted loss, sums over its tokens) of normalized outputs."""
-    loss, losses_BL = model.token_losses(h_BLD, batch, train.z_loss, train.loss_chunk)
     mask_BL = batch["loss_mask"]
+    weighted = {**batch, "weights": mask_BL / batch["divisor"]}
+    loss, losses_BL = model.token_losses(h_BLD, weighted, train.z_loss, train.loss_chunk)
     return loss, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
 
 
@@ -48,17 +49,17 @@ def loss_fn(
 ) -> tuple[jax.Array, Metrics]:
     """This device's share of the weighted loss, and sums over its tokens.
 
-    batch: tokens, targets, positions, loss_mask, weights [B, L], rows [B], and segment_ids [B, L]
-    where documents are kept apart. raw_key None: no dropout.
+    batch: tokens, targets, positions, loss_mask [B, L], rows [B], divisor [], and segment_ids
+    [B, L] where documents are kept apart. raw_key None: no dropout.
     """
     h_BLD, _, _ = model.hidden(batch["tokens"], context(batch, raw_key))
     return head_loss(model, h_BLD, batch, train)
 
 
 def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
-    """The batch [M, B, ...] with the rows' numbers in the global batch, and each token's weight.
+    """The batch [M, B, ...] with the rows' numbers in the global batch, and what divides its mask.
 
-    Losses and gradients then need only be summed. token_mean: weights are 1 / (tokens of the
+    Losses and gradients then need only be summed. token_mean: a token weighs 1 / (tokens of the
     global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
     """
     mask_MBL = batch["loss_mask"]
@@ -67,11 +68,10 @@ def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
     rows_MB = jnp.arange(M)[:, None] * B * shards + first + jnp.arange(B)[None]
     if reduction is LossReduction.token_mean:
         total = collectives.sum_over(jnp.sum(mask_MBL), BATCH_AXES)
-        weights_MBL = mask_MBL / jnp.maximum(total, 1)
+        divisors_M = jnp.full(M, jnp.maximum(total, 1))
     else:
-        own_M11 = jnp.sum(mask_MBL, axis=(1, 2), keepdims=True)
-        weights_MBL = mask_MBL / jnp.maximum(own_M11, 1) / (M * shards)
-    return {**batch, "rows": rows_MB, "weights": weights_MBL}
+        divisors_M = jnp.maximum(jnp.sum(mask_MBL, axis=(1, 2)), 1) * (M * shards)
+    return {**batch, "rows": rows_MB, "divisor": divisors_M}
 
 
 def compute_model(model: LM, places, dtype) -> LM:

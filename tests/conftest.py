@@ -15,6 +15,8 @@ XLA_FLAGS = {
     # Virtual devices share the cores: a busy machine must not count as a dead peer.
     "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
     "--xla_cpu_collective_timeout_seconds": "600",
+    # As multihost.initialize sets it for runs on virtual devices.
+    "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
 # Without torch these cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.

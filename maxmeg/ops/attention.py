@@ -125,13 +125,24 @@ def xla_block(start: int, alone: bool, q_BLGJK, k_BMGK, v_BMGK, offset, segments
         same = segments_BL[:, start : start + L, None] == segments_BL[:, None, :M]
         visible = visible & same
     scores_BGJLM = jnp.where(visible[:, None, None], scores_BGJLM, NEGATIVE)
-    weights_BGJLM = jax.nn.softmax(scores_BGJLM, axis=-1)
-    if alone:
-        weights_BGJLM = stored_attention(weights_BGJLM)
+    weights_BGJLM = stored_softmax(scores_BGJLM) if alone else jax.nn.softmax(scores_BGJLM)
     weights_BGJLM = weights_BGJLM.astype(v_BMGK.dtype)
     if dropout_spec is not None:
         weights_BGJLM = drop_weights(weights_BGJLM, start, dropout_spec)
-    return jnp.einsum("BGJLM,BMGK->BLGJK", weights_BGJLM, v_BMGK)
+    out_BLGJK = jnp.einsum("BGJLM,BMGK->BLGJK", weights_BGJLM, v_BMGK)
+    return stored_attention(out_BLGJK) if alone else out_BLGJK
+
+
+@jax.custom_jvp
+def stored_softmax(scores: jax.Array) -> jax.Array:
+    """Softmax over the last dimension whose derivative reads the stored result, not another."""
+    return stored_attention(jax.nn.softmax(scores))
+
+
+@stored_softmax.defjvp
+def stored_softmax_jvp(primals, tangents):
+    weights, slope = stored_attention(jax.nn.softmax(primals[0])), tangents[0]
+    return weights, weights * (slope - jnp.sum(weights * slope, axis=-1, keepdims=True))
 
 
 def drop_weights(weights_BGJLM: jax.Array, start: int, spec: AttentionDropout) -> jax.Array:

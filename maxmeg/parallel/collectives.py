@@ -109,7 +109,7 @@ def stores(prim, *_, **params) -> bool:
 
 
 def stored_attention(weights: jax.Array) -> jax.Array:
-    """Attention weights of a short sequence, which `stores_attention` keeps."""
+    """Attention's weights or output for a short sequence, which `stores_attention` keeps."""
     return checkpoint_name(weights, "attention")
 
 

@@ -15,6 +15,8 @@ import jax
 
 FIRST_PORT = 61440  # the last 4096 ports, where JAX puts its coordinator as well
 NUM_PORTS = 4096
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
+CPU_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +52,8 @@ def initialize() -> None:
     if jax.distributed.is_initialized():
         return
     rendezvous = detect(os.environ)
+    if rendezvous or VIRTUAL_DEVICES in os.environ.get("XLA_FLAGS", ""):
+        settle_cpu_collectives()
     if rendezvous is None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -60,6 +64,17 @@ def initialize() -> None:
         local_device_ids=rendezvous.local_device_ids,
         cluster_detection_method="deactivate",
     )
+
+
+def settle_cpu_collectives() -> None:
+    """Set, before JAX starts, how XLA orders work on CPU devices that speak with each other.
+
+    Its default starts collectives that do not depend on each other at once, and on some devices
+    in another order than on others: then they wait for ever, or sum up what does not belong.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if CPU_SCHEDULER not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {CPU_SCHEDULER}=false".strip()
 
 
 def is_primary() -> bool:

@@ -268,7 +268,13 @@ def groups_table(groups: str, total: int) -> np.ndarray | None:
 
 
 def iota(text: str) -> np.ndarray | None:
-    """Device numbers as "[4,2]<=[2,4]T(1,0)" writes them: counted, transposed, reshaped."""
+    """Device numbers as "[4,2]<=[2,4]T(1,0)" writes them: counted, transposed, reshaped.
+
+    "[2,4]T(1,0)" is the same with nothing reshaped.
+    """
+    if text.startswith("[") and "]T(" in text and "<=" not in text:
+        source, order = (numbers(part) for part in text.split("T"))
+        return np.arange(math.prod(source)).reshape(source).transpose(order)
     found = _IOTA.fullmatch(text)
     dims, source, order = (numbers(part or "") for part in found.groups()) if found else ((),) * 3
     if not found or math.prod(dims) != math.prod(source):

@@ -303,7 +303,7 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
     summed) / t. Norms, activations, rotations and gathered sequences are made again.
     none: that, and cuDNN's output and log-sum-exp, (e T H K + 4 T H) / t with H heads of size K;
-    on XLA the weights of a sequence of L <= 512, 4 B H L^2 / t.
+    on XLA, for a sequence of L <= 512, output and weights, (e T H K + 4 B H L^2) / t.
     """
     model, tensor = work.config.model, work.axes["tensor"]
     if model.recompute is Recompute.full:
@@ -312,10 +312,8 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     kept += unit.sublayers * work.hidden_bytes
     if unit.attends and keeps_attention(work.config):
         heads = model.num_heads // tensor
-        if uses_cudnn(work.config):
-            kept += work.tokens * heads * (work.itemsize * model.head_size + FLOAT32)
-        else:
-            kept += FLOAT32 * work.tokens * heads * work.config.data.sequence_length
+        saved = 1 if uses_cudnn(work.config) else work.config.data.sequence_length
+        kept += work.tokens * heads * (work.itemsize * model.head_size + FLOAT32 * saved)
     return kept
 
 
