@@ -109,7 +109,9 @@ def test_every_broken_rule_is_listed_at_once():
 
 @pytest.mark.parametrize("axis", ["expert", "context"])
 def test_axes_to_come_say_what_is_there(axis):
-    with pytest.raises(NotImplementedError, match="available are pipe, data, fsdp and tensor") as error:
+    with pytest.raises(
+        NotImplementedError, match="available are pipe, data, fsdp and tensor"
+    ) as error:
         validate(config_with({f"parallel.{axis}": 2}), 8)
     assert f"parallel.{axis}=2" in str(error.value)
 

@@ -1,0 +1,123 @@
+"""Backward in two lanes: the same gradients, every product once, the least stored between."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Activation, ModelConfig, Norm, Recompute
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.pipeline.residuals import UnitVjp, add_at, empty_ring, read, write
+from maxmeg.pipeline.split import SplitVjp, divide
+
+B, D = 2, 64
+KINDS = {
+    "llama": {"num_kv_heads": 2, "qk_norm": True},
+    "gpt": {
+        "activation": Activation.gelu_tanh,
+        "norm": Norm.layernorm,
+        "bias_mlp": True,
+        "bias_qkv": True,
+        "dropout_hidden": 0.1,
+        "dropout_attention": 0.1,
+        "parallel_block": True,
+    },
+}
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def layer(kind: str, recompute: Recompute, length: int):
+    """(unit, its parameters, input, given) of the first layer of a stack."""
+    config = ModelConfig(
+        vocab_size=64, num_layers=2, hidden_size=D, num_heads=4, recompute=recompute, **KINDS[kind]
+    )
+    stack = LM(jax.random.key(0), config).stack
+    key = jax.random.key_data(jax.random.key(3))
+
+    def unit(params, x_BLD, given):
+        positions_BL, index = given
+        ctx = Context(positions_BL, rows_B=jnp.arange(B), dropout_key=jax.random.wrap_key_data(key))
+        return stack.run_unit(params, x_BLD, ctx, index)[0]
+
+    x_BLD = jax.random.normal(jax.random.key(1), (B, length, D))
+    positions_BL = jnp.broadcast_to(jnp.arange(length), (B, length))
+    return unit, read(stack.groups[0], 0), x_BLD, (positions_BL, jnp.int32(0))
+
+
+def products(equations) -> int:
+    return collections.Counter(e.primitive.name for e in equations)["dot_general"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("recompute", list(Recompute))
+def test_two_lanes_give_the_gradients_of_one(kind, recompute):
+    unit, params, x, given = layer(kind, recompute, 32)
+    splits = []
+
+    def run(params, x, dy):
+        split = SplitVjp(unit, params, x, given)
+        splits.append(split)
+        y, residuals = split.forward(params, x, given)
+        whole = jax.vjp(lambda params, x: unit(params, x, given), params, x)[1](dy)
+        dx, deferred = split.backward_input(residuals, params, given, dy)
+        assert [a.shape for a in deferred] == [s.shape for s in split.deferred]
+        return whole, (split.backward_weight(residuals, params, given, deferred), dx), y
+
+    whole, parts, y = quick_jit(run)(params, x, jnp.cos(x))
+    np.testing.assert_allclose(y, unit(params, x, given), atol=1e-5)
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        assert np.abs(a - b).max() <= 2e-6 * np.abs(b).max() + 1e-9
+    (split,) = splits
+    assert products(split.first) + products(split.second) == products(split.jaxpr.eqns)
+    weights = 7 if kind == "llama" else 6  # one product a matrix
+    if recompute is Recompute.none:
+        assert products(split.second) == weights
+    assert products(split.second) >= weights
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residuals_are_neither_parameters_nor_what_is_given(kind):
+    unit, params, x, given = layer(kind, Recompute.full, 32)
+    kept = UnitVjp(unit, params, x, given).residuals
+    large = [a.shape for a in kept if a.size >= x.size]
+    assert large == [x.shape]
+
+
+def test_the_cheapest_place_is_stored():
+    """A product's small operand is stored, not the two large results of cheap functions of it."""
+
+    def backward(residual, dy):
+        narrow = dy @ jnp.ones((64, 8))
+        wide = jnp.concatenate([narrow] * 8, axis=1)
+        first, second = jnp.sin(wide), jnp.cos(wide)
+        dx = (first * second) @ jnp.ones((64, 64))
+        return residual.T @ first, residual.T @ second, dx
+
+    closed = jax.make_jaxpr(backward)(jnp.ones((32, 16)), jnp.ones((32, 64)))
+    first, second, stored = divide(closed.jaxpr)
+    assert [v.aval.shape for v in stored] == [(32, 8)]
+    assert products(first) == 2 and products(second) == 2
+
+
+def test_what_is_wanted_and_free_is_not_stored():
+    def backward(residual, dy):
+        return jnp.sum(residual), dy * 2.0
+
+    closed = jax.make_jaxpr(backward)(jnp.ones(4), jnp.ones(4))
+    _, second, stored = divide(closed.jaxpr)
+    assert stored == [] and len(second) == 1
+
+
+def test_ring():
+    shapes = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
+    ring = empty_ring(shapes, 3, 4)
+    assert [a.shape for a in ring] == [(3, 4, 2), (3, 4)]
+    ring = write(ring, [jnp.array([1.0, 2.0]), jnp.int32(7)], jnp.int32(2), jnp.int32(1))
+    np.testing.assert_array_equal(read(ring, 2, 1)[0], [1, 2])
+    assert int(read(ring, 2, 1)[1]) == 7 and float(ring[0].sum()) == 3
+    total = add_at({"a": jnp.ones((3, 2))}, jnp.int32(1), {"a": jnp.array([1.0, 2.0])})
+    np.testing.assert_array_equal(total["a"], [[1, 1], [2, 3], [1, 1]])
