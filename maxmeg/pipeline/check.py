@@ -74,6 +74,36 @@ def bubble(table: Table) -> Bubble:
     return Bubble(ticks, (lost[0], lost[1], lost[2]), (ideal[0], ideal[1], ideal[2]))
 
 
+def free_running(table: Table, forward: float, backward: float, weight: float) -> float:
+    """Idle time of stages that do a table's units in its order, each as soon as it can.
+
+    The form in which papers give a bubble: times (F, B, W) of a whole stage, ticks ignored. In
+    lockstep, where every stage spends the time of the lanes that are on, `bubble` holds.
+    """
+    S, V = table.stages, table.chunks
+    cost = {"forward": forward, "backward": backward, "weight": weight}
+    if table.weight is None:
+        cost["backward"] += weight
+    units = [
+        (tick, lane, name, stage)
+        for lane, (name, table_lane) in enumerate(table.lanes().items())
+        for tick, stage in np.argwhere(table_lane.active).tolist()
+    ]
+    done: dict[tuple[str, int, int], float] = {}  # (lane, microbatch, virtual stage)
+    free = [0.0] * S
+    for tick, _, name, stage in sorted(units):
+        row = table.lanes()[name]
+        m, c = int(row.microbatch[tick, stage]), int(row.chunk[tick, stage]) * S + stage
+        before = {
+            "forward": [("forward", m, c - 1)],
+            "backward": [("forward", m, c), ("backward", m, c + 1)],
+            "weight": [("backward", m, c)],
+        }[name]
+        start = max([free[stage], *(done.get(unit, 0.0) for unit in before)])
+        free[stage] = done[name, m, c] = start + cost[name] / V
+    return max(free) - table.microbatches * sum(cost[name] for name in table.lanes())
+
+
 def _times(table: Table) -> Times:
     return {name: _lane_times(table, name, lane) for name, lane in table.lanes().items()}
 

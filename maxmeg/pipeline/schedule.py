@@ -85,8 +85,9 @@ def one_f_one_b(microbatches: int, stages: int, chunks: int = 1) -> Table:
 def zero_bubble(microbatches: int, stages: int, chunks: int = 1) -> Table:
     """1F1B with weight gradients in their own lane, all stages at once, filling the cool-down.
 
-    ZB-H1 for stages in lockstep: the lane is on for as many ticks as there are microbatches,
-    and no slot more than 1F1B's is needed.
+    ZB-H1: with free-running stages this order loses (S - 1)(F + B - W), with 1F1B's memory. In
+    lockstep every lane is on for at least M + S - 1 ticks but the weights', which is on for M, as
+    few as can be: it loses (S - 1)(F + B), 1F1B (S - 1)(F + B + W), with as many slots.
     """
     if chunks != 1:
         raise ValueError(

@@ -7,7 +7,9 @@ import pytest
 
 from maxmeg.config.schema import ParallelConfig
 from maxmeg.config.stages import layers_of_chunks
+from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.pipeline.layout import Layout, arrange
+from maxmeg.planning.flops import training_flops
 
 GROUPS = [(24,), (23,), (1, 23), (3, 17, 4), (1, 1, 22)]
 GRID = [
@@ -94,3 +96,20 @@ def test_uneven_first_and_last_stage():
     assert [len(of_chunk(layout, chunk)) for chunk in range(4)] == [7, 8, 8, 7]
     assert layout.slots(0) == 8
     assert of_chunk(layout, 3) == list(range(23, 30))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_stages_of_named_models_weigh_the_same(name):
+    """FLOPs of a stage: its layers, and its part of the vocabulary's rows for the head."""
+    model = architecture(name)
+    for pipe in (p for p in range(2, model.num_layers + 1) if model.num_layers % p == 0):
+        for chunks in (c for c in (1, 2, 3) if model.num_layers % (pipe * c) == 0):
+            counts = layers_of_chunks(ParallelConfig(pipe=pipe, chunks=chunks), model.num_layers)
+            layers = np.array(counts).reshape(chunks, pipe).sum(axis=0)
+            for tensor in (1, 2, 8):
+                rows, left = divmod(model.padded_vocab_size(tensor, pipe), pipe * tensor)
+                total = training_flops(model, model.max_position, tensor=tensor)
+                head = 6 * model.max_position * model.hidden_size * rows * tensor
+                each = (total - head * pipe) / model.num_layers
+                flops = layers * each + head
+                assert left == 0 and flops.max() <= 1.02 * flops.min()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from maxmeg.pipeline.check import bubble, check, live
+from maxmeg.pipeline.check import bubble, check, free_running, live
 from maxmeg.pipeline.schedule import (
     SCHEDULES,
     Lane,
@@ -126,6 +126,23 @@ def test_bubble_counts_ticks_and_its_fraction_of_the_whole():
     assert bubble(gpipe(8, 4)).fraction == bubble(one_f_one_b(8, 4)).fraction == 3 / 11
     assert bubble(forward_only(8, 4)).fraction == 3 / 11
     assert bubble(one_f_one_b(8, 1)).fraction == 0
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (2.0, 3.0, 1.5), (10.0, 12.0, 9.0)])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_free_running_stages_lose_what_the_papers_say(stages: int, times):
+    """ZB-H1 (p - 1)(F + B - W), 1F1B and GPipe (p - 1)(F + B + W), interleaved that / V."""
+    F, B, W = times
+    for microbatches in (2 * stages, 4 * stages):
+        sizes = (microbatches, stages)
+        lost = {name: free_running(SCHEDULES[name](*sizes), F, B, W) for name in SCHEDULES}
+        whole = (stages - 1) * (F + B + W)
+        assert lost["gpipe"] == pytest.approx(whole)
+        assert lost["one_f_one_b"] == pytest.approx(whole)
+        assert lost["zero_bubble"] == pytest.approx((stages - 1) * (F + B - W))
+        for chunks in (2, 4):
+            interleaved = free_running(one_f_one_b(*sizes, chunks), F, B, W)
+            assert interleaved == pytest.approx(whole / chunks)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 7, 64])
