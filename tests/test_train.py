@@ -65,11 +65,11 @@ def small(corpus: str, run_dir, **parallel: int) -> Config:
     )
 
 
-def flags(corpus: str, run_dir: Path, steps: int) -> list[str]:
-    """The same as a command line, on fewer devices, longer."""
+def flags(corpus: str, run_dir: Path, steps: int, **other: int) -> list[str]:
+    """The same as a command line, on fewer devices, longer; `other` sizes of the mesh."""
     settings = {
         "run_dir": run_dir,
-        "model.num_layers": 1,
+        "model.num_layers": 2,
         "model.hidden_size": 32,
         "model.num_heads": 4,
         "model.dropout_hidden": 0.1,
@@ -87,6 +87,7 @@ def flags(corpus: str, run_dir: Path, steps: int) -> list[str]:
         "parallel.tensor": 2,
         "log.tensorboard": "false",
         "log.sample_prompt": "",
+        **{f"parallel.{axis}": size for axis, size in other.items()},
     }
     command = [sys.executable, "-m", "maxmeg.train", f"--config={REPOSITORY / 'configs/gpt.py'}"]
     return command + [f"--config.{name}={value}" for name, value in settings.items()]
@@ -135,11 +136,13 @@ def test_interrupted_run_resumes_bit_for_bit(corpus, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_give_the_losses_of_one_process(corpus, tmp_path):
+@pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "data": 1}], ids=["data", "pipe"])
+def test_processes_give_the_losses_of_one_process(corpus, tmp_path, mesh):
     one, two = tmp_path / "one", tmp_path / "two"
-    subprocess.run(flags(corpus, one, 8), env=environment(4), check=True, capture_output=True)
+    command = flags(corpus, one, 8, **mesh)
+    subprocess.run(command, env=environment(4), check=True, capture_output=True)
     launch = [sys.executable, str(REPOSITORY / "launch/local.py"), "-n", "2"]
-    launch += ["--devices-per-process", "2", "--", *flags(corpus, two, 8)]
+    launch += ["--devices-per-process", "2", "--", *flags(corpus, two, 8, **mesh)]
     subprocess.run(launch, env=environment(2), check=True, capture_output=True)
     expected = losses(one)
     for step, loss in losses(two).items():
