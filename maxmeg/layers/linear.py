@@ -28,8 +28,10 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
 
     def __call__(self, x: Float[Array, "B L I"]) -> Float[Array, "B L O"]:
-        y = x @ unshard_parameter(self.weight)
+        # All tokens as one matrix: of [1, L, O] with a bias XLA would keep a transposed copy as well.
+        y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
         if self.bias is not None:
             bias = self.bias[...]
-            y = y + (counted_once(bias) if self.row_parallel else bias)
+            y_TO = y_TO + (counted_once(bias) if self.row_parallel else bias)
+        y = y_TO.reshape(*x.shape[:-1], -1)
         return y if self.row_parallel else stored(y)

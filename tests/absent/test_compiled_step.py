@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
+import re
 
 import pytest
 
 from maxmeg.config.schema import Config, ParallelConfig, Recompute, TrainConfig
 from maxmeg.models.registry import use_architecture
+from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
@@ -140,3 +142,21 @@ def test_what_does_not_fit_is_compiled_too_and_its_text_is_written(tmp_path):
     assert text.read_text().startswith("HloModule jit_train_step")
     assert not report.fits and report.arguments > CAPACITY
     assert report.collectives == ()
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_nothing_that_layers_keep_is_transposed(tmp_path, stages):
+    """XLA did so where the MLP has a bias and a microbatch one sample, as [1, L, F]."""
+    train = TrainConfig(global_batch_size=MICROBATCHES, micro_batch_size=1)
+    config = Config(parallel=ParallelConfig(pipe=stages), train=train)
+    config = use_architecture(config, "345m")
+    model, length = config.model, 512  # unlike any dimension of a weight
+    config.data.sequence_length = length
+    text = tmp_path / "step.hlo.txt"
+    compile_report(config, "h100", stages, str(text))
+    kept = {model.num_layers // stages, length, model.ffn}
+    opcodes = set()
+    for _, instruction, _ in hlo.parse(text.read_text()).instructions():
+        if kept <= {int(size) for size in re.findall(r"\d+", instruction.shape)}:
+            opcodes.add(instruction.opcode)
+    assert "parameter" in opcodes and "transpose" not in opcodes
