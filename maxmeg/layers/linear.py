@@ -28,7 +28,7 @@ class Linear(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
 
     def __call__(self, x: Float[Array, "B L I"]) -> Float[Array, "B L O"]:
-        # All tokens as one matrix: of [1, L, O] with a bias XLA would keep a transposed copy as well.
+        # All tokens as one matrix: of [1, L, O] with a bias XLA would keep a transposed copy too.
         y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
         if self.bias is not None:
             bias = self.bias[...]
