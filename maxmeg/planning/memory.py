@@ -73,12 +73,18 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What repeats in a group: sublayers, and widths of its column-parallel products, summed."""
+    """What repeats in a group: sublayers, and widths, summed. columns: of column-parallel products;
+    projected: of query, key and value among them; inner: of what the MLPs' last products read."""
 
     repeats: int
     sublayers: int
     columns: int
-    attends: bool
+    projected: int
+    inner: int
+
+    @property
+    def attends(self) -> bool:
+        return self.projected > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +184,16 @@ def _units(every: tuple[Parameter, ...]) -> tuple[Unit, ...]:
             groups.setdefault(parameter.group, []).append(parameter)
     found = []
     for _, members in sorted(groups.items()):
-        columns = [
-            p.variable.shape[-1]
-            for p in members
-            if p.axes[-2] == "embed" and p.axes[-1] not in ("embed", "norm")
-        ]
-        sublayers = 1 + max(int(p.path[4]) for p in members)
-        attends = any(p.kind == "attention" for p in members)
-        found.append(Unit(members[0].variable.shape[0], sublayers, sum(columns), attends))
+        columns, inner = {"attention": 0, "mlp": 0}, 0
+        for p in members:
+            into, out = p.axes[-2:]
+            if into == "embed" and out not in ("embed", "norm"):
+                columns[p.kind] += p.variable.shape[-1]
+            elif out == "embed" and p.kind == "mlp":
+                inner += p.variable.shape[-2]
+        sublayers, repeats = 1 + max(int(p.path[4]) for p in members), members[0].variable.shape[0]
+        projected = columns["attention"]
+        found.append(Unit(repeats, sublayers, sum(columns.values()), projected, inner))
     return tuple(found)
 
 
@@ -317,24 +325,42 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     return kept
 
 
+def unit_deferred(work: Workload, unit: Unit) -> int:
+    """Bytes that one layer of one microbatch keeps for a weight lane.
+
+    Gradients of query, key and value, of what the MLP's last product reads and of the sublayers'
+    inputs, e T (width) / t each; and of the sublayers' outputs gathered, e T D each (t = 1: of the
+    last one, from which the others' can be made). Where cuDNN's attention is made again its
+    output, e T H K / t. full: also what else is made again, the MLP's columns and the outputs of
+    all sublayers but the last, e T (width) / t each, and the inputs gathered, e T D each (t = 1:
+    none).
+    """
+    model, tensor = work.config.model, work.axes["tensor"]
+    widths, hidden = unit.projected + unit.inner, unit.sublayers
+    whole = unit.sublayers if tensor > 1 else 1
+    if unit.attends and not keeps_attention(work.config):
+        widths += model.num_heads * model.head_size
+    if model.recompute is Recompute.full:
+        widths += unit.columns - unit.projected
+        hidden += unit.sublayers - 1
+        whole += unit.sublayers if tensor > 1 else 0
+    kept = work.itemsize * work.tokens * widths // tensor
+    return kept + (hidden + whole * tensor) * work.hidden_bytes
+
+
 def activations(work: Workload) -> int:
     """Bytes kept for backward at the fullest.
 
     Without a pipeline: every layer of one microbatch. With one: the ring, its slots x the layers
-    of a chunk; for a schedule that defers weight gradients also its deferred units x the
-    cotangents of each layer's products, e T (widths + sublayers x D) / t; for one whose outputs
-    wait for the loss (GPipe) those, e T D / t each.
+    of a chunk; for a schedule with a weight lane also its deferred units (`unit_deferred`); for
+    one whose outputs wait for the loss (GPipe) those, e T D / t each.
     """
-    layers = list(zip(work.units, work.places, strict=True))
+    layers, lanes = list(zip(work.units, work.places, strict=True)), work.lanes
     chunk = sum(unit_activations(work, unit) * places for unit, places in layers)
     if not work.pipelined:
         return chunk
-    total = work.lanes.slots * chunk + work.lanes.outputs * work.hidden_bytes
-    for unit, places in layers:
-        columns = work.itemsize * work.tokens * unit.columns // work.axes["tensor"]
-        cotangents = columns + unit.sublayers * work.hidden_bytes
-        total += work.lanes.deferred * places * cotangents
-    return total
+    deferred = sum(unit_deferred(work, unit) * places for unit, places in layers)
+    return lanes.slots * chunk + lanes.deferred * deferred + lanes.outputs * work.hidden_bytes
 
 
 def activations_by_mode(work: Workload) -> dict[str, int]:
@@ -427,55 +453,3 @@ def device_memory(work: Workload) -> dict[str, int]:
         "loss": loss_bytes,
         "working": stack + max(0, layer(work) - loss_bytes),
     }
-
-
-@dataclasses.dataclass(frozen=True)
-class MegatronMemory:
-    """What Megatron-LM's report of theoretical memory says; bytes on its most loaded device."""
-
-    parameters: float
-    shard_parameters: float
-    bytes_per_parameter: float
-    activations: float
-
-    @property
-    def weights_and_optimizer(self) -> float:
-        return self.shard_parameters * self.bytes_per_parameter
-
-
-def megatron_theoretical_memory(config: Config, num_devices: int) -> MegatronMemory:
-    """Megatron-LM's estimate for a dense GPT (sequence parallelism, selective recomputation).
-
-    With s tokens a sample, b samples a microbatch, h, f, v the widths of stream, MLP and padded
-    vocabulary, p and t the sizes of pipe and tensor, V chunks a stage, m microbatches, d replicas:
-    bytes a parameter: 18 (weights 2, gradients 4, master 4, moments 8), 6 + 12 / d with ZeRO-1.
-    parameters: weights of layers, norms and embeddings, here as there without positions and the
-    biases of projections. The most loaded shard: (layers / p + one embedding) / t, and an untied
-    output where p = 1. Here embedding and output lie over pipe x tensor, so that no shard is the
-    most loaded; total and bytes a parameter are the same terms (with fsdp = 1).
-    activations: (layers s b h (18 + 4 f / h) + 8 s b p + s b h p) x in flight / t, where in flight
-    is 1 + (p - 1) / (p V) with chunks, else min(1, m / p); with p = 1 also 4 s b h (1 + v / h) / t.
-    From Korthikanti et al. 2022, Table 2: layers keep more there than here.
-    """
-    axes, model = axis_sizes(config.parallel, num_devices), config.model
-    p, t, chunks = axes["pipe"], axes["tensor"], config.parallel.chunks
-    replicas = axes["data"] * axes["fsdp"] * axes["expert"]
-    embedding = model.hidden_size * model.padded_vocab_size(t)
-    tables = embedding * (1 if model.tied else 2)
-    block = sum(
-        math.prod(parameter.variable.shape)
-        for parameter in parameters(model)
-        if parameter.kind not in ("embedding", "output", "positions")
-        and (parameter.kind == "norm" or parameter.path[-1] == "weight")
-    )
-    shard = (block / p + embedding + (tables - embedding if p == 1 else 0)) / t
-    samples = config.train.micro_batch_size or config.train.global_batch_size // replicas
-    microbatches = config.train.global_batch_size // (samples * replicas)
-    tokens, h = samples * config.data.sequence_length, model.hidden_size
-    kept = model.num_layers * tokens * (18 * h + 4 * model.ffn) + 8 * tokens * p + tokens * h * p
-    in_flight = 1 + (p - 1) / (p * chunks) if chunks > 1 else min(1.0, microbatches / p)
-    kept = kept * in_flight
-    if p == 1:
-        kept += 4 * tokens * (h + embedding // h)
-    per_parameter = 6 + 12 / replicas if config.parallel.zero1 else 18.0
-    return MegatronMemory(block + tables, shard, per_parameter, kept / t)
