@@ -8,7 +8,6 @@ read memory, collectives and structure from it, never the speed of a GEMM.
 """
 
 import dataclasses
-import importlib
 import json
 import pathlib
 import signal
@@ -31,6 +30,8 @@ from maxmeg.planning import absent, hlo
 from maxmeg.planning.hardware import cluster, parse_cluster
 from maxmeg.planning.report import Collective, Compiled
 from maxmeg.runtime.absent_environment import absent_environment
+from maxmeg.state import abstract_state
+from maxmeg.step import make_train_step
 
 _REFUSALS = {kind.__name__: kind for kind in (ValueError, NotImplementedError)}
 
@@ -39,7 +40,8 @@ def compile_report(config: Config, hardware: str, count: int, hlo_path: str = ""
     """The train step of `config` compiled for `count` absent GPUs, in a process of its own.
 
     hlo_path: a file for the compiled text. ValueError where config, hardware name or number of
-    GPUs is wrong, or what `maxmeg[plan]` brings is missing.
+    GPUs is wrong, or what `maxmeg[plan]` brings is missing; ChildProcessError where the compiler
+    fails or this machine's memory does not suffice.
     """
     parse_cluster(f"{hardware}x{count}")
     validate(config, count)
@@ -57,7 +59,7 @@ def compile_report(config: Config, hardware: str, count: int, hlo_path: str = ""
         cause = done.stderr.strip()[-4000:]
         if done.returncode == -signal.SIGKILL:
             cause = "killed: not enough memory on this machine"
-        raise RuntimeError(f"compiling for {count} {hardware} failed: {cause}")
+        raise ChildProcessError(f"compiling for {count} {hardware} failed: {cause}")
     answer = json.loads(done.stdout.splitlines()[-1])
     if "refusal" in answer:
         raise _REFUSALS[answer["refusal"]](answer["message"])
@@ -109,11 +111,9 @@ def missing_part(error: str) -> str:
 
 def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
     """(the jitted train step, its abstract arguments) of a config on a mesh."""
-    # By name: planning stands below the step in the order of imports, this program above it.
-    state, step = importlib.import_module("maxmeg.state"), importlib.import_module("maxmeg.step")
     optimizer = make_optimizer(config.optim)
-    abstract = state.abstract_state(config, optimizer, mesh)
-    train_step = step.make_train_step(config, mesh, optimizer, abstract)
+    abstract = abstract_state(config, optimizer, mesh)
+    train_step = make_train_step(config, mesh, optimizer, abstract)
     return train_step, (abstract, abstract_batch(config, mesh), abstract_controls(mesh))
 
 

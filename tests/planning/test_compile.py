@@ -146,10 +146,10 @@ def test_refusals_and_failures_of_the_child_process(monkeypatch):
         with pytest.raises(kind, match="not so"):
             compile_report(config, "h100", 8)
     child(monkeypatch, stderr="Traceback\nXlaRuntimeError: why", code=1)
-    with pytest.raises(RuntimeError, match=r"8 h100 failed: .*\n.*why"):
+    with pytest.raises(ChildProcessError, match=r"8 h100 failed: .*\n.*why"):
         compile_report(config, "h100", 8)
     child(monkeypatch, code=-9)
-    with pytest.raises(RuntimeError, match="killed: not enough memory on this machine"):
+    with pytest.raises(ChildProcessError, match="killed: not enough memory on this machine"):
         compile_report(config, "h100", 8)
 
 
