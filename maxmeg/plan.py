@@ -18,6 +18,7 @@ from maxmeg.config.schema import Config, setting
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.parallel.mesh import AXES
+from maxmeg.planning.absent import check_plugins
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.hardware import Cluster, parse_cluster
@@ -71,9 +72,13 @@ def check_options(options: Options) -> None:
         if getattr(options, name) and not options.hardware:
             raise ValueError(f"--{name} needs GPUs: give --hardware=NAMExCOUNT, as h100x64")
     for name in ("timeline", "json", "html"):
-        folder = pathlib.Path(getattr(options, name)).parent
-        if not folder.is_dir():
-            raise ValueError(f"--{name}={getattr(options, name)}: there is no folder {folder}")
+        path = pathlib.Path(getattr(options, name))
+        if not path.parent.is_dir():
+            raise ValueError(f"--{name}={path}: there is no folder {path.parent}")
+        if getattr(options, name) and path.is_dir():
+            raise ValueError(f"--{name}={path} is a folder: name a file in it")
+    if options.compile:
+        check_plugins()
 
 
 def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:

@@ -101,6 +101,7 @@ def compiled(monkeypatch) -> list[tuple[Config, str, int]]:
         return COMPILED
 
     monkeypatch.setattr(plan, "compile_report", compile_report)
+    monkeypatch.setattr(plan, "check_plugins", lambda: None)
     return calls
 
 
@@ -152,9 +153,24 @@ BAD = [
     ([], ["nothing to plan", "--hardware", "--config.parallel.pipe=4"]),
     (["--hardware=h100x64", "--timeline=a.svg"], ["--timeline=a.svg", "parallel.pipe=1 has none"]),
     (["--hardware=h100x64", "--json=/no/such/a.json"], ["--json=", "no folder /no/such"]),
+    (["--hardware=h100x64", "--html=/"], ["--html=/ is a folder"]),
     (["--hardware=h100x64", "--config.parallel.pipe=3"], ["pipe=3", "does not make 64"]),
     (["--config.parallel.pipe=5"], ["num_layers=96", "pipe=5", "pad_layers"]),
     (["--config.parallel.pipe=0"], ["parallel.pipe=0"]),
+    (["--config.parallel.pipe=128"], ["num_layers=96 cannot fill", "at most 96"]),
+    (
+        [
+            "--config.parallel.pipe=4",
+            "--config.parallel.schedule=gpipe",
+            "--config.parallel.chunks=2",
+        ],
+        ["schedule=gpipe does not support parallel.chunks=2", "one_f_one_b"],
+    ),
+    (
+        ["--config.parallel.pipe=8", "--config.parallel.chunks=2", "--config.parallel.fsdp=3"],
+        ["global_batch_size=512 is not divisible by 24", "504 and 528"],
+    ),
+    (["--hardware=h100x64", "--search", "--config.optim.min_lr=1"], ["optim.min_lr=1.0 must lie"]),
     (["--hardware=h100x8", "--search"], ["does not fit 8 h100 under any layout", "GPUs would be"]),
 ]
 
@@ -168,6 +184,17 @@ def test_what_it_refuses(capsys, arguments: list[str], parts: list[str]):
     assert captured.out == "" and captured.err.startswith("error: ")
     for part in parts:
         assert part in captured.err, captured.err
+
+
+def test_a_missing_plugin_is_said_before_anything_else(capsys, monkeypatch):
+    def missing():
+        raise ValueError("pip install 'maxmeg[plan]'")
+
+    monkeypatch.setattr(plan, "check_plugins", missing)
+    with pytest.raises(SystemExit) as refused:
+        run("175b", "--hardware=h100x64", "--search", "--compile")
+    assert refused.value.code == 2
+    assert capsys.readouterr() == ("", "error: pip install 'maxmeg[plan]'\n")
 
 
 def test_help_names_every_option(capsys):

@@ -4,7 +4,16 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from maxmeg.planning.report import Analytic, Compiled
-from maxmeg.planning.text import Choice, Plan, bubble_seconds, compiled_memory, gib, verdict
+from maxmeg.planning.text import (
+    Choice,
+    Plan,
+    compiled_memory,
+    gib,
+    merged,
+    parts_of_step,
+    times,
+    verdict,
+)
 from maxmeg.planning.timeline import timeline_facts, timeline_svg
 from maxmeg.runtime.progress import quantity
 
@@ -49,6 +58,7 @@ th, td { padding: 6px 12px 6px 0; border-bottom: 1px solid var(--line); vertical
 tr:last-child td { border-bottom: 0 }
 .num { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
 td.fill { width: 30%; vertical-align: middle } td.wide { min-width: 210px }
+td:not(.wide) { white-space: nowrap }
 .flag { display: inline-block; max-width: 100%; word-break: break-all; margin-right: 6px }
 .swatch { display: inline-block; width: 11px; height: 11px; border-radius: 3px; margin-right: 8px }
 .timeline svg { display: block; height: auto; max-width: 100% }
@@ -103,10 +113,10 @@ def _facts(report: Analytic) -> str:
     facts = [
         ("parameters", quantity(sum(report.parameters.values()))),
         ("memory of a device", f"{gib(report.total)} GiB"),
-        ("step", f"{report.step_seconds:.3g} s"),
+        ("step", times(report)["step"]),
         ("tokens per second", quantity(report.tokens_per_second)),
         ("MFU", f"{report.mfu:.1%}"),
-        ("bubble", f"{report.bubble_fraction:.1%}"),
+        ("bubble over ideal", f"{report.bubble_fraction:.1%}"),
     ]
     shown = (f"<div><span>{escape(name)}</span><b>{value}</b></div>" for name, value in facts)
     return f'<div class="facts">{"".join(shown)}</div>'
@@ -117,14 +127,15 @@ def _section(title: str, content: str) -> str:
 
 
 def _memory(report: Analytic) -> str:
-    left = _legend(report.memory, report.capacity)
+    parts = {name: size for name, size in report.memory.items() if size}
+    left = _legend(parts, report.capacity)
     largest = max(*report.activations.values(), 1)
     rows = [
         [escape(mode), gib(size), _small(size / largest, COLOURS[4])]
         for mode, size in report.activations.items()
     ]
     right = "<h3>Activations by recompute mode</h3>" + _table(["mode", "GiB", ""], rows, "lnf")
-    content = _verdict(report) + _bar(report.memory, report.capacity) + _beside(left, right)
+    content = _verdict(report) + _bar(parts, report.capacity) + _beside(left, right)
     return _section("Memory of a device, from formulas", content)
 
 
@@ -164,19 +175,15 @@ def _parameters(report: Analytic) -> str:
         for name, count in report.parameters.items()
     ]
     rows.append(["<b>all</b>", f"<b>{total:,}</b>", "", ""])
-    times = {
-        "compute": report.compute_seconds,
-        "bubble": bubble_seconds(report),
-        "communication, exposed": report.communication_seconds,
-    }
-    step = max(sum(times.values()), 1e-12)
+    step = max(report.step_seconds, 1e-12)
+    shown = times(report)
     time_rows = [
-        [escape(name), f"{seconds:.3f}", _small(seconds / step, colour)]
-        for (name, seconds), colour in zip(times.items(), COLOURS, strict=False)
+        [escape(name), shown[name], _small(seconds / step, colour)]
+        for (name, seconds), colour in zip(parts_of_step(report).items(), COLOURS, strict=False)
     ]
-    time_rows.append(["<b>step</b>", f"<b>{report.step_seconds:.3f}</b>", ""])
+    time_rows.append(["<b>step</b>", f"<b>{shown['step']}</b>", ""])
     left = _section("Parameters", _table(["kind", "number", "share", ""], rows, "lnnf"))
-    right = _section("Time of a step, from formulas", _table(["", "s", ""], time_rows, "lnf"))
+    right = _section("Time of a step, from formulas", _table(["", "", ""], time_rows, "lnf"))
     return _beside(left, right)
 
 
@@ -231,7 +238,7 @@ def _compiled(report: Compiled) -> str:
                 f"{row.runs:,}",
                 gib(row.volume),
             ]
-            for row in report.collectives
+            for row in merged(report.collectives)
         ]
         header = ["axes", "kind", "asynchronous", "instructions", "runs", "GiB"]
         content += ["<h3>Collectives of a step</h3>", _table(header, rows, "lllnnn")]
@@ -248,7 +255,7 @@ def _choices(choices: Sequence[Choice]) -> str:
             [
                 str(rank),
                 escape(choice.layout),
-                f"{report.step_seconds:.3f}",
+                times(report)["step"],
                 quantity(report.tokens_per_second),
                 f"{report.mfu:.1%}",
                 f"{report.bubble_fraction:.1%}",
@@ -256,7 +263,7 @@ def _choices(choices: Sequence[Choice]) -> str:
                 shown,
             ]
         )
-    header = ["", "layout", "s a step", "tokens/s", "MFU", "bubble", "GiB", "compiled GiB"]
+    header = ["", "layout", "step", "tokens/s", "MFU", "bubble", "GiB", "compiled GiB"]
     return _table(header, rows, "nwnnnnnn")
 
 
@@ -270,11 +277,12 @@ def _list(facts: Iterable[tuple[str, str]]) -> str:
     return f"<dl>{''.join(rows)}</dl>"
 
 
-def _table(header: Iterable[str], rows: Iterable[Sequence[str]], kinds: str) -> str:
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]], kinds: str) -> str:
     """kinds: of each column: l text, w long text, n numbers, f a bar that fills what is left."""
     classes = {"l": "", "w": ' class="wide"', "n": ' class="num"', "f": ' class="fill"'}
     names = [classes[kind] for kind in kinds]
-    head = "".join(f"<th{name}>{text}</th>" for name, text in zip(names, header, strict=True))
+    titles = [f"<th{name}>{text}</th>" for name, text in zip(names, header, strict=True)]
+    head = f"<tr>{''.join(titles)}</tr>\n" if any(header) else ""
     lines = [
         "<tr>"
         + "".join(f"<td{n}>{cell}</td>" for n, cell in zip(names, row, strict=True))
@@ -282,7 +290,7 @@ def _table(header: Iterable[str], rows: Iterable[Sequence[str]], kinds: str) -> 
         for row in rows
     ]
     body = "\n".join(lines)
-    return f'<div class="scroll"><table><tr>{head}</tr>\n{body}\n</table></div>'
+    return f'<div class="scroll"><table>{head}{body}\n</table></div>'
 
 
 def _small(part: float, colour: str) -> str:

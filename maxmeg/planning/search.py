@@ -14,6 +14,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
 MOST_GPUS = 2**16  # where the search for a number that is enough ends
 GIB = 2**30
+PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 VARIED = {
     "parallel": ("pipe", "data", "fsdp", "tensor", "schedule", "chunks", "pad_layers"),
     "train": ("micro_batch_size",),
@@ -46,8 +47,11 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     micro_batch_size in MICRO_BATCHES, 1F1B with up to MOST_CHUNKS chunks and zero bubble (GPipe
     takes 1F1B's time and more memory), and of the recompute modes the first, from none to full,
     that fits. Everything else is `config`'s; where layers do not divide, pad_layers is set.
-    ValueError where nothing fits, saying by how much and how many GPUs would be enough.
+    ValueError where nothing fits, saying by how much and how many GPUs would be enough, and for
+    what no layout can mend.
     """
+    alone = _with(config, {"pipe": 1, "tensor": 1, "fsdp": 1, "data": 1, **PLAIN}, 1)
+    validate(alone, alone.parallel.expert * alone.parallel.context)
     found = []
     for layout in layouts(config, cluster.count):
         for mode in Recompute:
@@ -81,16 +85,16 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
 
 def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
     """Schedules and chunks of so many stages, as fields of ParallelConfig."""
-    layers, plain = config.model.num_layers, {"schedule": Schedule.one_f_one_b, "chunks": 1}
+    layers = config.model.num_layers
     padded = {"pad_layers": layers % pipe != 0}
-    yield plain | padded
+    yield PLAIN | padded
     if pipe == 1:
         return
-    yield plain | padded | {"schedule": Schedule.zero_bubble}
+    yield PLAIN | padded | {"schedule": Schedule.zero_bubble}
     if layers % pipe == 0 and microbatches % pipe == 0:
         for chunks in divisors(layers // pipe)[1:]:
             if chunks <= MOST_CHUNKS:
-                yield plain | {"chunks": chunks, "pad_layers": False}
+                yield PLAIN | {"chunks": chunks}
 
 
 def divisors(number: int) -> list[int]:
@@ -110,7 +114,6 @@ def with_recompute(config: Config, mode: Recompute) -> Config:
 def _with(config: Config, parallel: dict, micro: int) -> Config:
     """`config` with these sizes and order, the layers' own layout forgotten."""
     own = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
-    own |= {"expert": 1, "context": 1}
     return dataclasses.replace(
         config,
         parallel=dataclasses.replace(config.parallel, **own, **parallel),

@@ -9,12 +9,13 @@ from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.pipeline.check import bubble, live
 from maxmeg.pipeline.schedule import SCHEDULES, Table
-from maxmeg.planning.report import Analytic, Compiled
-from maxmeg.planning.timeline import timeline_text
+from maxmeg.planning.report import Analytic, Collective, Compiled
+from maxmeg.planning.timeline import bubble_fraction, timeline_text
 from maxmeg.runtime.progress import quantity
 
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
 GIB = 2**30
+SHORT = 0.1  # seconds: a step is given in milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +97,7 @@ def analytic_text(report: Analytic) -> str:
     parameters = [[f"  {name}", f"{number:,}"] for name, number in report.parameters.items()]
     modes = [[f"  {mode}", gib(size)] for mode, size in report.activations.items()]
     seconds = [
-        ["  compute", f"{report.compute_seconds:.3f} s"],
-        ["  bubble", f"{bubble_seconds(report):.3f} s"],
-        ["  communication, exposed", f"{report.communication_seconds:.3f} s"],
-        ["  step", f"{report.step_seconds:.3f} s"],
+        *([f"  {name}", time] for name, time in times(report).items()),
         ["  FLOPs", f"{report.flops:.3e}"],
         ["  tokens per second", quantity(report.tokens_per_second)],
         ["  MFU", f"{report.mfu:.1%}"],
@@ -147,7 +145,7 @@ def compiled_text(report: Compiled) -> str:
                 f"{c.runs:,}",
                 gib(c.volume),
             ]
-            for c in report.collectives
+            for c in merged(report.collectives)
         ]
         blocks.append(aligned([header, *rows], right=3))
     if report.kernels:
@@ -156,16 +154,31 @@ def compiled_text(report: Compiled) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
+def merged(collectives: Sequence[Collective]) -> list[Collective]:
+    """One row for all of a kind over the same axes, asynchronous or not, however often they run."""
+    rows: dict[tuple, Collective] = {}
+    for new in collectives:
+        key = (new.axes, new.kind, new.asynchronous)
+        old = rows.get(key, dataclasses.replace(new, instructions=0, runs=0, volume=0))
+        rows[key] = dataclasses.replace(
+            new,
+            instructions=old.instructions + new.instructions,
+            runs=old.runs + new.runs,
+            volume=old.volume + new.volume,
+        )
+    return list(rows.values())
+
+
 def choices_text(choices: Sequence[Choice]) -> str:
     """The ranked layouts; the compiler's memory beside the formulas' where it is known."""
     compiled = any(choice.compiled for choice in choices)
-    header = ["layouts, best first", "s a step", "tokens/s", "MFU", "bubble", "GiB"]
+    header = ["layouts, best first", "step", "tokens/s", "MFU", "bubble", "GiB"]
     rows = [header + ["compiled GiB"] * compiled]
     for rank, choice in enumerate(choices, 1):
         report = choice.analytic
         row = [
             f"  {rank:2}  {choice.layout}",
-            f"{report.step_seconds:.3f}",
+            times(report)["step"],
             quantity(report.tokens_per_second),
             f"{report.mfu:.1%}",
             f"{report.bubble_fraction:.1%}",
@@ -187,10 +200,21 @@ def verdict(report: Analytic | Compiled) -> str:
     return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
 
 
-def bubble_seconds(report: Analytic) -> float:
-    """Of a step, what is neither computing nor exposed communication."""
+def parts_of_step(report: Analytic) -> dict[str, float]:
+    """Seconds; the bubble is what is neither computing nor exposed communication."""
     busy = report.compute_seconds + report.communication_seconds
-    return max(report.step_seconds - busy, 0.0)
+    return {
+        "compute": report.compute_seconds,
+        "bubble": max(report.step_seconds - busy, 0.0),
+        "communication, exposed": report.communication_seconds,
+    }
+
+
+def times(report: Analytic) -> dict[str, str]:
+    """The parts of a step and the whole, all in seconds or, where it is short, milliseconds."""
+    parts = parts_of_step(report) | {"step": report.step_seconds}
+    scale, unit = (1, "s") if report.step_seconds >= SHORT else (1000, "ms")
+    return {name: f"{scale * seconds:,.3f} {unit}" for name, seconds in parts.items()}
 
 
 def compiled_memory(report: Compiled) -> dict[str, int]:
@@ -248,7 +272,7 @@ def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
 
 
 def _memory(memory: dict[str, int], title: str = "memory of a device, from formulas") -> list[str]:
-    rows = [[f"  {name}", gib(size)] for name, size in memory.items()]
+    rows = [[f"  {name}", gib(size)] for name, size in memory.items() if size]
     return aligned([[title, "GiB"], *rows, ["  all", gib(sum(memory.values()))]], right=1)
 
 
@@ -271,7 +295,7 @@ def _pipeline(table: Table | None) -> dict | None:
         "ticks": found.ticks,
         "lost": dict(zip(names, found.lost, strict=True)),
         "ideal": dict(zip(names, found.ideal, strict=True)),
-        "bubble_fraction": found.fraction,
+        "bubble_fraction": bubble_fraction(table),
         "live_activations": live(table),
         "activation_slots": table.slots,
         "deferred_slots": table.deferred,

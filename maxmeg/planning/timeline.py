@@ -56,7 +56,10 @@ def timeline_facts(table: Table) -> list[tuple[str, str]]:
     lost = " + ".join(terms) or "nothing"
     facts = [
         ("schedule", f"{title(table)}, {table.ticks} ticks: {on}"),
-        ("bubble", f"{found.fraction:.1%} of a step where F = B = W; lost {lost} of a stage"),
+        (
+            "bubble",
+            f"{bubble_fraction(table):.1%} over the ideal where F = B = W; lost {lost} of a stage",
+        ),
     ]
     if any(kept):
         each = " ".join(str(count) for count in kept)
@@ -65,6 +68,12 @@ def timeline_facts(table: Table) -> list[tuple[str, str]]:
     if table.deferred:
         facts.append(("deferred", f"at most {table.deferred} weight gradients of a stage wait"))
     return facts
+
+
+def bubble_fraction(table: Table) -> float:
+    """Time lost over the ideal where F = B = W: (S - 1) / M for 1F1B."""
+    found = bubble(table)
+    return sum(found.lost) / sum(found.ideal)
 
 
 def timeline_text(table: Table) -> str:
@@ -89,8 +98,8 @@ def title(table: Table) -> str:
 def timeline_svg(table: Table) -> str:
     """The schedule as an SVG document: ticks x stages, coloured by what runs, grey where idle."""
     picture = _Picture(table)
-    found, kept = bubble(table), live(table)
-    note = f"bubble {found.fraction:.1%} of the step"
+    kept = live(table)
+    note = f"bubble {bubble_fraction(table):.1%} over the ideal where F = B = W"
     if any(kept):
         shown = ", ".join(map(str, kept)) if len(kept) <= 16 else f"{max(kept)} to {min(kept)}"
         note += f" · live activations of stages 0 to {table.stages - 1}: {shown}"

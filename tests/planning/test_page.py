@@ -157,7 +157,7 @@ def test_memory_bar_is_as_long_as_capacity_or_need():
 def test_parts_of_a_step_are_its_whole():
     html = plan_html(PLAN)
     times = re.findall(
-        r"<td>(compute|bubble|communication, exposed)</td><td class=\"num\">([\d.]+)</td>", html
+        r"<td>(compute|bubble|communication, exposed)</td><td class=\"num\">([\d.]+) s</td>", html
     )
     assert [name for name, _ in times] == ["compute", "bubble", "communication, exposed"]
     assert sum(float(seconds) for _, seconds in times) == pytest.approx(ANALYTIC.step_seconds)

@@ -134,3 +134,26 @@ def test_a_batch_that_no_layout_divides_says_so():
     config.model.num_layers = config.model.num_heads = 1
     with pytest.raises(ValueError, match=r"no layout of 64 h100 is valid .*global_batch_size=7"):
         search(config, parse_cluster("h100x64"))
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "message"),
+    [
+        ("model", "num_heads", 15, r"hidden_size=1024 is not divisible by model\.num_heads=15"),
+        ("optim", "min_lr", 1.0, r"optim\.min_lr=1\.0 must lie in"),
+        ("train", "global_batch_size", 0, "global_batch_size=0 is not divisible"),
+        ("model", "num_layers", 0, "num_layers=0 must be at least 1"),
+    ],
+)
+def test_what_no_layout_can_mend_is_said_as_it_is(section, field, value, message):
+    config = of("345m", 32)
+    setattr(getattr(config, section), field, value)
+    with pytest.raises(ValueError, match=message):
+        search(config, parse_cluster("h100x8"))
+
+
+def test_axes_that_are_not_supported_are_not_dropped():
+    config = of("345m", 32)
+    config.parallel.expert = 2
+    with pytest.raises(NotImplementedError, match=r"parallel\.expert=2"):
+        search(config, parse_cluster("h100x8"))

@@ -111,7 +111,7 @@ def test_shades_go_from_light_to_dark():
 def test_text_has_bubble_and_live_activations():
     text = timeline_text(one_f_one_b(16, 4))
     assert "1F1B: 4 stages, 16 microbatches, 22 ticks: 19 forward, 19 backward" in text
-    assert "15.8%" in text and "lost 3 F + 3 B + 3 W" in text
+    assert "18.8% over the ideal" in text and "lost 3 F + 3 B + 3 W" in text
     assert "at most 7 5 3 1 microbatches" in text
     text = timeline_text(one_f_one_b(16, 4, 2))
     assert "Interleaved 1F1B: 4 stages x 2 chunks" in text
