@@ -257,7 +257,7 @@ def test_the_choice_of_cudnn_is_the_layers(monkeypatch, dtype, head):
 # (name, GPUs, samples, microbatches, sizes): GiB beside the state under none, selective and full,
 # as XLA allocated them for the real step on absent GPUs (benchmarks/NOTES.md; pipelines were
 # compiled alike with the default chunk of the loss). Not covered: what XLA keeps transposed once
-# more, of the MLP's biases with one sample a microbatch, and in zero bubble's weight lane.
+# more of what norms read, for zero bubble's weight lane.
 SIXTEEN = {"pipe": 4, "tensor": 2, "fsdp": 2}
 ZERO_BUBBLE, GPIPE = {"schedule": Schedule.zero_bubble}, {"schedule": Schedule.gpipe}
 COMPILED_GIB = [
@@ -276,6 +276,9 @@ COMPILED_GIB = [
     ("llama3-8b", 16, 1, 16, SIXTEEN | ZERO_BUBBLE, (34.92, 34.14, None)),
     ("llama3-8b", 16, 1, 4, {"pipe": 2, "fsdp": 8}, (39.95, None, None)),
     ("llama3-8b", 16, 1, 32, {"pipe": 8, "tensor": 2}, (25.93, None, None)),
+    ("175b", 1024, 1, 128, {"pipe": 16, "tensor": 8, "fsdp": 8}, (12.68, None, None)),
+    ("22b", 32, 1, 32, {"pipe": 4, "tensor": 8}, (6.91, None, None)),
+    ("22b", 32, 1, 32, {"pipe": 4, "tensor": 8} | ZERO_BUBBLE, (10.65, None, None)),
     ("1.3b", 8, 2, 16, {"pipe": 4, "tensor": 2}, (4.66, None, None)),
     ("345m", 4, 2, 16, {"pipe": 4}, (2.40, None, None)),
     ("345m", 4, 2, 16, {"pipe": 4, "chunks": 2}, (2.05, None, None)),
