@@ -28,8 +28,8 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
         shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
         raise ValueError(
             f"the mesh {shown or 'of size 1'} does not make {num_devices} devices: set the sizes "
-            "of config.parallel so that their product is the number of devices (fsdp=0 takes what "
-            "the others leave)"
+            f"of config.parallel to divisors of {num_devices} ({divisors(num_devices)}) whose "
+            "product it is (fsdp=0 takes what the others leave)"
         )
     return sizes
 
@@ -156,12 +156,13 @@ def train_problems(config: Config, sizes: dict[str, int]):
     unit = batch_unit(config, sizes)
     if train.global_batch_size < 1 or train.global_batch_size % unit:
         rounds = f" x pipe {sizes['pipe']} (interleaved)" if config.parallel.chunks > 1 else ""
+        below = train.global_batch_size // unit * unit
+        nearest = f"{below} and {below + unit}" if below else f"{unit} and {2 * unit}"
         yield (
             f"train.global_batch_size={train.global_batch_size} is not divisible by {unit} = "
             f"data {sizes['data']} x fsdp {sizes['fsdp']} x "
-            f"train.micro_batch_size {max(train.micro_batch_size, 1)}{rounds}: the nearest "
-            f"choices are {max(train.global_batch_size // unit, 1) * unit} and "
-            f"{(train.global_batch_size // unit + 1) * unit}"
+            f"train.micro_batch_size {max(train.micro_batch_size, 1)}{rounds}: the "
+            f"nearest choices are {nearest}"
         )
     if sizes["pipe"] > 1 and not train.micro_batch_size:
         yield (

@@ -59,7 +59,7 @@ class Bubble:
 
     @property
     def fraction(self) -> float:
-        """Lost part of the whole time where F = B = W."""
+        """Lost part of the whole time (not of the ideal) where F = B = W."""
         return sum(self.lost) / (sum(self.lost) + sum(self.ideal))
 
 
