@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.ops.attention import AttentionDropout, attention
+from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
 from maxmeg.ops.rope import rotate
 from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index
 
@@ -30,6 +30,8 @@ class RotarySpec:
 class AttentionSpec:
     """rotary None: no rotation; qk_norm None: none.
 
+    causal, window, chunk, softcap and scale as in ops.attention.ScoreSpec. sinks: a learned logit
+    a head in the denominator of its softmax.
     std and out_std are the deviations of the initial input and output weights.
     """
 
@@ -43,6 +45,11 @@ class AttentionSpec:
     bias_out: bool = False
     dropout: float = 0.0
     causal: bool = True
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    scale: float = 0.0
+    sinks: bool = False
     backend: str = "auto"
     std: float = 0.02
     out_std: float = 0.02
@@ -67,6 +74,7 @@ class Attention(nnx.Module):
         self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
         self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
+        self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
         norm = spec.qk_norm
         self.query_norm = Norm(K, norm, axis="head_dim") if norm else None
         self.key_norm = Norm(K, norm, axis="head_dim") if norm else None
@@ -102,15 +110,10 @@ class Attention(nnx.Module):
         if spec.dropout and ctx.dropout_key is not None:
             first = axis_index((SEQUENCE_AXIS,)) * q_BLHK.shape[2]
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
-        return attention(
-            q_BLHK,
-            k_BMGK,
-            v_BMGK,
-            offset=offset if spec.causal else None,
-            segments_BL=ctx.segments_BL,
-            dropout_spec=drop,
-            backend=spec.backend,
-        )
+        scores = ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
+        sinks_H = None if self.sinks is None else self.sinks[...]
+        operands = Operands(offset, ctx.segments_BL, None, sinks_H, drop)
+        return attention(q_BLHK, k_BMGK, v_BMGK, scores, operands, backend=spec.backend)
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` sequences of `length` tokens, in the weights' dtype."""

@@ -1,220 +1,312 @@
-"""Every attention backend against softmax attention in float64 NumPy."""
+"""Every attention backend over one table, against softmax attention in float64 NumPy."""
 
 import functools
-import itertools
+import logging
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops.attention_cases import (
+    CASES,
+    FULL,
+    TOLERANCE,
+    UNSEEN,
+    Case,
+    arrays_of,
+    error,
+    expected,
+    run,
+)
 
 import maxmeg.ops.attention as module
-from maxmeg.ops.attention import AttentionDropout, attention
+import maxmeg.ops.attention_xla as xla
+from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.attention_spec import Device
 
-FORWARD = 2e-6  # of the largest value, float32
-BACKWARD = 1e-5
-BFLOAT16 = 2e-2  # weights and values are rounded before their product
-K = 8
+FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
+CPU = Device("cpu")
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-# name: (L, M, H, G, offset, segments, queries a block); blocks of 512 hold any of these
-CASES = {
-    "one head": (7, 7, 1, 1, 0, None, 512),
-    "multi-head": (7, 7, 4, 4, 0, None, 512),
-    "grouped": (7, 7, 4, 2, 0, None, 512),
-    "multi-query": (7, 7, 4, 1, 0, None, 512),
-    "one token": (1, 9, 4, 2, 8, None, 512),
-    "continued": (4, 9, 4, 2, 3, None, 512),  # the last two keys are still unwritten
-    "all keys": (7, 7, 4, 2, None, None, 512),
-    "cross": (5, 9, 4, 2, None, None, 512),
-    "blocks": (48, 48, 4, 2, 0, None, 8),
-    "uneven blocks": (45, 45, 2, 1, 0, None, 16),
-    "blocks of all keys": (40, 24, 2, 2, None, None, 16),
-    "blocks continued": (40, 48, 2, 1, 8, None, 16),
-    "documents": (12, 12, 4, 2, 0, (5, 1, 6), 512),
-    "documents, all keys": (12, 12, 2, 2, None, (5, 7), 512),
-    "documents in blocks": (40, 40, 2, 1, 0, (3, 20, 17), 8),
-}
-TABLE = pytest.mark.parametrize("name", CASES)
+ROUNDED = ("grouped", "uneven blocks", "documents", "everything", "heads of 128")
 
 
-def reference(q, k, v, offset, segments):
-    """Output [B, L, H, K] and the weights [B, H, L, M]."""
-    q, k, v = (x.astype(np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = np.einsum("BLHK,BMHK->BHLM", q, k) / np.sqrt(q.shape[-1])
-    if offset is not None:
-        queries = offset + np.arange(q.shape[1])
-        scores = np.where(np.arange(k.shape[1]) <= queries[:, None], scores, -np.inf)
-    if segments is not None:
-        scores = np.where(segments[:, None, :, None] == segments[:, None, None], scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("BHLM,BMHK->BLHK", weights, v), weights
+def can_run(backend: str) -> bool:
+    x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
+    device = module.target_device()
+    return not module.BACKENDS[backend].refuses(x, x, x, ScoreSpec(), Operands(), device)
 
 
-def gradients(q, k, v, out, weights, cotangent):
-    """Gradients of sum(out * cotangent) by hand."""
-    groups = q.shape[2] // k.shape[2]
-    full_k, full_v = (np.repeat(x.astype(np.float64), groups, axis=2) for x in (k, v))
-    d_v = np.einsum("BHLM,BLHK->BMHK", weights, cotangent)
-    d_weights = np.einsum("BLHK,BMHK->BHLM", cotangent, full_v)
-    row = np.einsum("BLHK,BLHK->BHL", out, cotangent)[..., None]
-    d_scores = weights * (d_weights - row) / np.sqrt(q.shape[-1])
-    d_q = np.einsum("BHLM,BMHK->BLHK", d_scores, full_k)
-    d_k = np.einsum("BHLM,BLHK->BMHK", d_scores, q)
-    shared = [x.reshape(*k.shape[:3], groups, -1).sum(3) for x in (d_k, d_v)]
-    return d_q, *shared
+BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
 
 
-def run_attention(q, k, v, offset, segments=None, backend="xla"):
-    """`attention` on NumPy arrays, compiled anew (QUERY_BLOCK may have changed)."""
-
-    def attend(q, k, v, segments):
-        return attention(q, k, v, offset=offset, segments_BL=segments, backend=backend)
-
-    return np.asarray(quick_jit(attend)(q, k, v, segments))
+def prepared(name: str, dtype: str, monkeypatch) -> tuple:
+    case = CASES[name]
+    monkeypatch.setattr(xla, "QUERY_BLOCK", case.block)
+    return case, *arrays_of(case, dtype)
 
 
-def inputs(name: str):
-    L, M, H, G, offset, lengths, _ = CASES[name]
-    rng = np.random.default_rng(0)
-    q, k, v = (
-        rng.normal(size=(2, *shape, K)).astype(np.float32) for shape in ((L, H), (M, G), (M, G))
-    )
-    segments = None
-    if lengths is not None:  # the second row has the documents the other way round
-        rows = [np.repeat(np.arange(len(lengths)), order) for order in (lengths, lengths[::-1])]
-        segments = np.stack(rows)
-    return (q, k, v), offset, segments
+def attend(arrays, operands, spec, **options):
+    """`attention` compiled anew (QUERY_BLOCK may have changed), the offset static."""
+
+    def call(arrays, others):
+        return attention(*arrays, spec, others._replace(offset=operands.offset), **options)
+
+    return jax.tree.map(np.asarray, quick_jit(call)(arrays, operands))
 
 
-def close(found, expected, tolerance) -> bool:
-    return bool(np.abs(found - expected).max() <= tolerance * np.abs(expected).max())
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(n, "float32") for n in CASES] + [(n, "bfloat16") for n in ROUNDED]
+)
+def test_results_and_gradients_equal_the_reference(name, dtype, backend, monkeypatch):
+    case, arrays, operands = prepared(name, dtype, monkeypatch)
+    device = module.target_device()
+    if reason := module.BACKENDS[backend].refuses(*arrays[:3], case.spec, operands, device):
+        pytest.skip(f"{backend}: {reason}")
+    wanted = expected(case, arrays, operands)
+    found = run(case, arrays, operands, backend, quick_jit)
+    assert set(found) == set(wanted) - (set() if case.sinks else {"dsinks"})
+    assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
+    errors = {key: error(found[key], wanted[key]) for key in found}
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
 
 
-@TABLE
-def test_forward_and_gradients_equal_the_reference(name, monkeypatch):
-    monkeypatch.setattr(module, "QUERY_BLOCK", CASES[name][-1])
-    qkv, offset, segments = inputs(name)
-    expected, weights = reference(*qkv, offset, segments)
-    cotangent = np.random.default_rng(1).normal(size=expected.shape).astype(np.float32)
+@pytest.mark.parametrize("name", ["grouped", "soft cap in blocks", "sinks in blocks", "documents"])
+def test_gradients_are_differences(name, monkeypatch):
+    case, arrays, operands = prepared(name, "float32", monkeypatch)
+    inputs = [*arrays[:3], *([operands.sinks_H] if case.sinks else [])]
 
-    def attend(qkv, segments, cotangent):
-        def run(*qkv):
-            return attention(*qkv, offset=offset, segments_BL=segments, backend="xla")
+    def loss(inputs, others):
+        sinks_H = inputs[3] if case.sinks else None
+        others = others._replace(sinks_H=sinks_H, offset=case.offset)
+        out, lse = attention(*inputs[:3], case.spec, others, with_lse=True, backend="xla")
+        return jnp.sum(out * arrays[3]) + jnp.sum(lse * arrays[4])
 
-        out, transpose = jax.vjp(run, *qkv)
-        return out, transpose(cotangent)
+    rng = np.random.default_rng(3)
+    towards = [rng.normal(size=x.shape).astype(np.float32) for x in inputs]
+    gradient = quick_jit(jax.grad(loss))(inputs, operands)
+    slope = sum(np.vdot(g, d) for g, d in zip(gradient, towards, strict=True))
+    value, step = quick_jit(loss), 1e-2
+    ends = [
+        value([x + way * d for x, d in zip(inputs, towards, strict=True)], operands)
+        for way in (step, -step)
+    ]
+    assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(slope, rel=FINITE_DIFFERENCES)
 
-    out, found = quick_jit(attend)(qkv, segments, cotangent)
-    assert close(out, expected, FORWARD)
-    for got, want in zip(
-        found, gradients(*qkv, expected, weights, cotangent.astype(np.float64)), strict=True
-    ):
-        assert close(got, want, BACKWARD)
 
-
-@pytest.mark.parametrize("name", ["one token", "continued", "blocks continued"])
+@pytest.mark.parametrize(
+    "name", ["one query", "before the keys", "window continued", "chunks continued", "everything"]
+)
 def test_a_traced_offset_is_a_static_one(name, monkeypatch):
-    monkeypatch.setattr(module, "QUERY_BLOCK", CASES[name][-1])
-    qkv, offset, _ = inputs(name)
-    run = quick_jit(lambda offset, *qkv: attention(*qkv, offset=offset, backend="xla"))
-    assert close(run(np.int32(offset), *qkv), reference(*qkv, offset, None)[0], FORWARD)
+    case, arrays, operands = prepared(name, "float32", monkeypatch)
+    run = quick_jit(
+        lambda arrays, operands: attention(
+            *arrays, case.spec, operands, with_lse=True, backend="xla"
+        )
+    )
+    out, lse = run(arrays[:3], operands._replace(offset=np.int32(case.offset)))
+    wanted = expected(case, arrays, operands)
+    assert error(out, wanted["out"]) <= TOLERANCE["float32"]
+    assert error(lse, wanted["lse"]) <= TOLERANCE["float32"]
 
 
 def test_unwritten_keys_have_no_effect_whatever_they_hold():
-    (q, k, v), offset, _ = inputs("continued")
-    last = offset + q.shape[1]
-    changed = [np.concatenate([x[:, :last], 1e6 * x[:, last:]], axis=1) for x in (k, v)]
-    a, b = (run_attention(q, *kv, offset) for kv in ((k, v), changed))
-    np.testing.assert_array_equal(a, b)
+    case, arrays, operands = CASES["continued"], *arrays_of(CASES["continued"], "float32")
+    q, *kv = arrays[:3]
+    last = case.offset + case.length
+    assert last < kv[0].shape[1]
+    wanted = attend((q, *kv), operands, case.spec)
+    for strange in (1e6, np.nan, np.inf):
+        changed = [np.concatenate([x[:, :last], strange + x[:, last:]], axis=1) for x in kv]
+        np.testing.assert_array_equal(attend((q, *changed), operands, case.spec), wanted)
 
 
-@pytest.mark.parametrize("name", ["grouped", "blocks"])
-def test_bfloat16(name, monkeypatch):
-    monkeypatch.setattr(module, "QUERY_BLOCK", CASES[name][-1])
-    qkv, offset, segments = inputs(name)
-    rounded = [np.asarray(jnp.bfloat16(x)) for x in qkv]
-    out = run_attention(*rounded, offset, segments)
-    assert out.dtype == jnp.bfloat16
-    expected = reference(*rounded, offset, segments)[0]
-    assert close(np.float64(out), expected, BFLOAT16)
-
-
-def test_auto_runs_the_reference_on_a_cpu():
-    qkv, offset, _ = inputs("grouped")
-    a, b = (run_attention(*qkv, offset, backend=backend) for backend in ("auto", "xla"))
-    np.testing.assert_array_equal(a, b)
-
-
-def test_a_named_backend_that_cannot_run_raises_and_says_why():
-    qkv, offset, _ = inputs("grouped")
-    with pytest.raises(ValueError, match=r"cudnn cannot run: the device is cpu.*use auto or xla"):
-        run_attention(*qkv, offset, backend="cudnn")
-
-
-# the reason: (dtype, head size, L, M, offset, segments, dropout) of what cuDNN refuses for it
-REFUSED = {
-    "float32": (np.float32, 64, 4, 4, 0, False, False),
-    "head dim 12": (jnp.bfloat16, 12, 4, 4, 0, False, False),
-    "head dim 136": (jnp.bfloat16, 136, 4, 4, 0, False, False),
-    "segment ids": (jnp.bfloat16, 64, 4, 4, 0, True, False),
-    "dropout": (jnp.bfloat16, 64, 4, 4, 0, False, True),
-    "one length": (jnp.bfloat16, 64, 1, 4, 3, False, False),
-    "position 0": (jnp.bfloat16, 64, 4, 4, np.int32(0), False, False),
+# name: rows of both samples that are not finite, and queries that see none of them
+STRANGE = {
+    "grouped": ([4], [0, 1, 2, 3]),
+    "blocks": ([17, 18], list(range(17))),
+    "window in blocks": ([20], [*range(20), *range(31, 45)]),
+    "chunks in blocks": ([16], [*range(16), *range(21, 45)]),
+    "window on both sides": ([3], list(range(8, 37))),
+    "documents within pieces": ([69], list(range(69))),
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_reasons_on_a_gpu(reason, monkeypatch):
-    monkeypatch.setattr(module, "target_platform", lambda: "cuda")
-    dtype, size, L, M, offset, segments, dropout = REFUSED[reason]
-    q, k = (jax.ShapeDtypeStruct((1, length, 2, size), dtype) for length in (L, M))
-    given = (np.zeros((1, L)) if segments else None, object() if dropout else None)
-    assert reason in module.cudnn_refuses(q, k, offset, *given)
+@pytest.mark.parametrize(
+    ("name", "value"), [*((n, np.nan) for n in STRANGE), ("blocks", np.inf), ("grouped", -np.inf)]
+)
+def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(name, value, monkeypatch):
+    """In queries, keys and values of a row, and in the cotangents of the queries that see it."""
+    case, arrays, operands = prepared(name, "float32", monkeypatch)
+    rows, live = STRANGE[name]
+    dead = [n for n in range(case.length) if n not in live]
+    clean, strange = ([x.copy() for x in arrays] for _ in range(2))
+    for array in strange[:3]:
+        array[:, rows, :, 1] = value
+    for array in clean[3:]:
+        array[:, dead] = 0
+    for array in strange[3:]:
+        array[:, dead] = value
+    wanted = run(case, clean, operands, "xla", quick_jit)
+    found = run(case, strange, operands, "xla", quick_jit)
+    for key in ("out", "lse", "dq"):
+        np.testing.assert_allclose(found[key][:, live], wanted[key][:, live], rtol=1e-5, atol=1e-6)
+    assert np.isnan(found["out"][:, dead]).all() and np.isnan(found["lse"][:, dead]).all()
+    kept = [n for n in range(case.length) if n not in rows]
+    for key in ("dk", "dv"):
+        np.testing.assert_allclose(found[key][:, kept], wanted[key][:, kept], rtol=1e-5, atol=1e-6)
+        assert np.isfinite(found[key]).all()
 
 
-@pytest.mark.parametrize(("dtype", "size"), itertools.product(["bfloat16", "float16"], [64, 128]))
-def test_nothing_against_the_usual_shapes_on_a_gpu(dtype, size, monkeypatch):
-    monkeypatch.setattr(module, "target_platform", lambda: "cuda")
-    q = jax.ShapeDtypeStruct((1, 4, 2, size), dtype)
-    assert module.cudnn_refuses(q, q, 0, None, None) == ""
-    assert module.cudnn_refuses(q, q, None, None, None) == ""
+def test_a_document_of_padding_holds_what_it_likes():
+    case, arrays, operands = CASES["documents"], *arrays_of(CASES["documents"], "float32")
+    operands = operands._replace(segments_BL=np.broadcast_to(np.arange(12) // 8, (2, 12)))
+
+    def padded(value):
+        live = [np.arange(12).reshape(-1, *[1] * (x.ndim - 2)) < 8 for x in arrays]
+        filled = [
+            np.where(rows, x, np.float32(value)) for rows, x in zip(live, arrays, strict=True)
+        ]
+        return run(case, filled, operands, "xla", quick_jit)
+
+    found = padded(np.nan)
+    for key, wanted in padded(0).items():
+        np.testing.assert_allclose(found[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
 
 
-def test_heads_that_do_not_divide_are_refused():
-    q, k = np.zeros((1, 4, 3, K), np.float32), np.zeros((1, 4, 2, K), np.float32)
-    with pytest.raises(ValueError, match="query heads=3 must be a multiple of key heads=2"):
-        run_attention(q, k, k, 0)
-
-
-def dropped(
-    name: str, first_head: int = 0, rows: tuple[int, ...] = (0, 1), heads: slice = slice(None)
-):
-    """Attention whose values are the identity, so that the output shows the weights."""
-    (q, k, _), offset, _ = inputs(name)
-    groups = q.shape[2] // k.shape[2]
-    k = np.repeat(k, groups, axis=2)[list(rows)][:, :, heads]
-    q = q[list(rows)][:, :, heads]
-    q, k = (np.pad(x, [(0, 0)] * 3 + [(0, k.shape[1] - K)]) for x in (q, k))
-    v = np.broadcast_to(np.eye(k.shape[1], dtype=np.float32)[:, None], k.shape)
-    spec = AttentionDropout(jax.random.key(5), jnp.array(rows), first_head, 0.3)
-    run = quick_jit(
-        lambda q, k, v: attention(q, k, v, offset=offset, dropout_spec=spec, backend="xla")
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
+    case, arrays, operands = (
+        CASES["before the keys"],
+        *arrays_of(CASES["before the keys"], "float32"),
     )
-    return np.asarray(run(q, k, v))  # [B, L, H, M]
+    found = run(case, arrays, operands, "xla", quick_jit)
+    assert not found["out"][:, :4].any() and not found["dq"][:, :4].any()
+    assert (found["lse"][:, :4] == np.float32(UNSEEN)).all() and np.isfinite(found["lse"]).all()
+    case = CASES["sinks alone"]
+    arrays, operands = arrays_of(case, "float32")
+    found = run(case, arrays, operands, "xla", quick_jit)
+    np.testing.assert_allclose(found["lse"][:, :4], np.broadcast_to(operands.sinks_H, (2, 4, 2)))
+    assert not found["out"][:, :4].any()
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].block < 512])
+def test_keys_outside_the_range_of_a_block_are_seen_by_none_of_it(name, monkeypatch):
+    case = CASES[name]
+    monkeypatch.setattr(xla, "QUERY_BLOCK", case.block)
+    keys = case.keys or case.length
+    covered, read = [], 0
+    for start, stop in xla.pieces(case.length):
+        covered += range(start, stop)
+        first, last = xla.key_range(start, stop, keys, case.spec, case.offset)
+        assert 0 <= first <= last <= keys
+        places = case.offset + np.arange(start, stop)[:, None]
+        rows = xla.Rows(case.offset + start, start, None, None, None)
+        seen = np.asarray(xla.visible(case.spec, rows, stop - start, jnp.arange(keys)))[0]
+        assert not seen[:, :first].any() and not seen[:, last:].any(), places
+        if first < last and seen.any():
+            assert seen[:, first].any() and seen[:, last - 1].any()
+        read += (stop - start) * (last - first)
+    assert covered == list(range(case.length))
+    if case.spec.window or case.spec.chunk:
+        assert read <= 0.8 * case.length * keys
+    assert len(xla.pieces(100_003)) <= xla.PIECES + 1
+
+
+@pytest.mark.parametrize("spec", [ScoreSpec(), FULL, ScoreSpec(window=64)])
+def test_memory_grows_with_the_length_alone(spec, monkeypatch):
+    """Forward and backward, packed documents; with the square of it, it would grow four times."""
+    monkeypatch.setattr(xla, "QUERY_BLOCK", 16)
+    monkeypatch.setattr(xla, "PIECES", 4)
+
+    def temporaries(length: int) -> int:
+        x = jax.ShapeDtypeStruct((1, length, 2, 4), jnp.float32)
+        segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+        def loss(qkv, segments):
+            return jnp.sum(attention(*qkv, spec, Operands(0, segments)))
+
+        compiled = quick_jit(jax.grad(loss)).lower((x, x, x), segments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporaries(1024), temporaries(2048)
+    assert large <= 2.5 * small
+    assert large <= 12 * 4 * 2 * 16 * 2048 + 40 * 2048 * 2 * 4 * 4  # blocks of scores, and rows
+
+
+def test_auto_runs_the_reference_on_a_cpu_and_says_so_once(caplog):
+    arrays, operands = arrays_of(CASES["grouped"], "float32")
+    module.log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, "maxmeg"):
+        found = [
+            attend(arrays[:3], operands, ScoreSpec(), backend=b) for b in ("auto", "auto", "xla")
+        ]
+    np.testing.assert_array_equal(found[0], found[2])
+    assert [record.getMessage() for record in caplog.records] == ["attention backend: xla"]
+
+
+def test_every_choice_names_backends_and_some_choice_fits_anything():
+    assert all(set(choice.order) <= set(module.BACKENDS) for choice in module.CHOICES)
+    for cuda in (True, False):
+        assert max(c.head_dim for c in module.CHOICES if c.cuda == cuda) >= 2**31
+
+
+def test_a_named_backend_that_cannot_run_raises_and_says_why():
+    arrays, operands = arrays_of(CASES["grouped"], "float32")
+    with pytest.raises(ValueError, match=r"cudnn cannot run: the device is cpu.*use auto or xla"):
+        attend(arrays[:3], operands, ScoreSpec(), backend="cudnn")
+    with pytest.raises(ValueError, match="'flash' is none of auto, cudnn, xla"):
+        attend(arrays[:3], operands, ScoreSpec(), backend="flash")
+
+
+def test_where_no_backend_can_run_the_error_lists_what_each_supports(monkeypatch):
+    monkeypatch.setattr(module, "target_platform", lambda: "cuda")
+    x = jnp.zeros((1, 4, 2, 8), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="no attention backend") as raised:
+        attention(x, x, x)
+    for text in ("cudnn: dtype float8", "xla: dtypes float8", "by cudnn: bfl", "by xla: every opt"):
+        assert text in str(raised.value)
+
+
+def test_what_does_not_fit_is_refused():
+    q, k = jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8))
+    with pytest.raises(ValueError, match="query heads=3 must be a multiple of key heads=2"):
+        attention(q, k, k)
+    x, y = jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 6, 2, 8))
+    segments = np.zeros((1, 4), np.int32)
+    with pytest.raises(ValueError, match="4 queries and 6 keys: segments_BL needs key_segments_BM"):
+        attention(x, y, y, FULL, Operands(0, segments))
+    with pytest.raises(ValueError, match="key_segments_BM says nothing without segments_BL"):
+        attention(x, x, x, FULL, Operands(0, None, segments))
+    with pytest.raises(ValueError, match=r"key_segments_BM has shape \(1, 4\), needs \(1, 6\)"):
+        attention(x, y, y, FULL, Operands(0, segments, segments))
+    with pytest.raises(ValueError, match=r"sinks_H has shape \(3,\), needs \(2,\)"):
+        attention(x, x, x, FULL, Operands(sinks_H=np.zeros(3, np.float32)))
+    for name in ("window", "chunk", "softcap", "scale"):
+        with pytest.raises(ValueError, match=f"{name}=-1 must not be negative"):
+            ScoreSpec(**{name: -1})
+
+
+def dropped(case: Case, first_head: int = 0, rows=(0, 1), heads: slice = slice(None)):
+    """Attention whose values are the identity, so that the output shows the weights."""
+    q, k = arrays_of(case, "float32")[0][:2]
+    k = np.repeat(k, case.heads // case.groups, axis=2)[list(rows)][:, :, heads]
+    q = q[list(rows)][:, :, heads]
+    v = np.broadcast_to(np.eye(k.shape[1], dtype=np.float32)[:, None], (*k.shape[:3], k.shape[1]))
+    spec = AttentionDropout(jax.random.key(5), jnp.array(rows), first_head, 0.3)
+    return attend((q, k, v), Operands(dropout=spec), case.spec, backend="xla")  # [B, L, H, M]
 
 
 def test_dropped_weights_depend_on_row_head_and_query_alone(monkeypatch):
-    whole = dropped("blocks")
+    case = CASES["blocks"]
+    whole = dropped(case)
     seen = np.tril(np.ones((48, 48), bool))[None, :, None]
     share = (whole == 0)[np.broadcast_to(seen, whole.shape)].mean()
     assert 0.28 < share < 0.32
     assert len(np.unique((whole[:, -1] == 0).reshape(-1, 48), axis=0)) == 8  # 2 rows x 4 heads
-    later = dropped("blocks", first_head=2, heads=slice(2, None))
+    later = dropped(case, first_head=2, heads=slice(2, None))
     np.testing.assert_array_equal(later == 0, whole[:, :, 2:] == 0)
-    np.testing.assert_array_equal(dropped("blocks", rows=(1,)) == 0, whole[1:] == 0)
-    monkeypatch.setattr(module, "QUERY_BLOCK", 8)
-    np.testing.assert_array_equal(dropped("blocks") == 0, whole == 0)
+    np.testing.assert_array_equal(dropped(case, rows=(1,)) == 0, whole[1:] == 0)
+    for block in (8, 1):  # blocks of their own, and within pieces
+        monkeypatch.setattr(xla, "QUERY_BLOCK", block)
+        np.testing.assert_array_equal(dropped(case) == 0, whole == 0)
