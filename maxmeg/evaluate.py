@@ -11,6 +11,7 @@ from maxmeg.data.gpt import SPLITS
 from maxmeg.data.loader import eval_batches
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.load import load_run
+from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh
 from maxmeg.parallel.placement import local_rows
 from maxmeg.step import make_eval_step
@@ -30,6 +31,7 @@ class Options:
 
 
 def main(options: Options) -> None:
+    multihost.order_cpu_collectives()
     if options.split not in SPLITS:
         raise ValueError(f"split={options.split!r} must be one of {', '.join(SPLITS)}")
     if options.batch_size < 1 or options.num_batches < 0:

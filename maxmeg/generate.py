@@ -7,6 +7,7 @@ from maxmeg.config.schema import setting
 from maxmeg.inference.decode import continue_text
 from maxmeg.inference.load import load_run
 from maxmeg.inference.sampling import Sampling
+from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh
 
 
@@ -26,6 +27,7 @@ class Options:
 
 
 def main(options: Options) -> None:
+    multihost.order_cpu_collectives()
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     if options.num_tokens < 1:
         raise ValueError(f"num_tokens={options.num_tokens} must be at least 1")

@@ -52,8 +52,7 @@ def initialize() -> None:
     if jax.distributed.is_initialized():
         return
     rendezvous = detect(os.environ)
-    if rendezvous or VIRTUAL_DEVICES in os.environ.get("XLA_FLAGS", ""):
-        settle_cpu_collectives()
+    order_cpu_collectives(rendezvous is not None)
     if rendezvous is None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -66,14 +65,14 @@ def initialize() -> None:
     )
 
 
-def settle_cpu_collectives() -> None:
+def order_cpu_collectives(several_processes: bool = False) -> None:
     """Set, before JAX starts, how XLA orders work on CPU devices that speak with each other.
 
     Its default starts collectives that do not depend on each other at once, and on some devices
     in another order than on others: then they wait for ever, or sum up what does not belong.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if CPU_SCHEDULER not in flags:
+    if (several_processes or VIRTUAL_DEVICES in flags) and CPU_SCHEDULER not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {CPU_SCHEDULER}=false".strip()
 
 

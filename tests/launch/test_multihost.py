@@ -1,8 +1,16 @@
 """Reading launchers' environments, in pure Python."""
 
+import os
+
 import pytest
 
-from maxmeg.parallel.multihost import Rendezvous, detect
+from maxmeg.parallel.multihost import (
+    CPU_SCHEDULER,
+    VIRTUAL_DEVICES,
+    Rendezvous,
+    detect,
+    order_cpu_collectives,
+)
 
 LOCAL = {
     "MAXMEG_COORDINATOR": "127.0.0.1:1234",
@@ -104,3 +112,18 @@ def test_detect(environ: dict[str, str], expected: Rendezvous | None):
 def test_incomplete_environments_are_errors(environ: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("flags", "several", "ordered"),
+    [
+        ("", False, False),
+        ("", True, True),
+        ("--xla_force_host_platform_device_count=8", False, True),
+        (f"{CPU_SCHEDULER}=true {VIRTUAL_DEVICES}=2", True, False),  # what is given wins
+    ],
+)
+def test_cpu_devices_that_speak_are_ordered(monkeypatch, flags, several, ordered):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    order_cpu_collectives(several)
+    assert os.environ["XLA_FLAGS"].split() == flags.split() + [f"{CPU_SCHEDULER}=false"] * ordered
