@@ -72,6 +72,8 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         rows = rows_of(operands, start, stop, first, last)
         run = functools.partial(piece, block)
         inputs = (q_BLGJK[:, start:stop], *kv, operands.sinks_H)
+        if found:  # one after the other, in backward too: else XLA holds several blocks' scores
+            inputs, found[-1] = lax.optimization_barrier((inputs, found[-1]))
         found.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
     out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
     return out.reshape(B, L, H, -1), lse.reshape(B, L, H)
