@@ -1,0 +1,157 @@
+"""Which keys a query sees, as one interval of positions a query, and what blocks follow from it.
+
+Causal and windowed attention, local chunks and packed documents all let query i see the keys
+lower[i] <= j < upper[i], where neither bound ever falls from one query to the next. Two int32
+arrays of O(L) are therefore the whole mask: a kernel compares positions with them, and reads from
+small tables, made here from the first and the last query or key of each block, which blocks it
+visits and which of those need no mask.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashSpec:
+    """What is computed; scale 0: 1/sqrt(head dim); softcap, window, chunk 0: off.
+
+    window: keys that a causal query sees, its own among them; not causal: |i - j| < window.
+    chunk: a query sees the keys of its own chunk of positions.
+    segments: a query sees the keys of its own segment.
+    """
+
+    causal: bool = True
+    window: int = 0
+    chunk: int = 0
+    segments: bool = False
+    softcap: float = 0.0
+    scale: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk", "softcap", "scale"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskSides:
+    """Sides of a block on which keys can be masked at all, known when a kernel is traced."""
+
+    lower: bool
+    upper: bool
+
+    @property
+    def any(self) -> bool:
+        return self.lower or self.upper
+
+
+def mask_sides(spec: FlashSpec, key_length: int, key_block: int) -> MaskSides:
+    local = bool(spec.window or spec.chunk or spec.segments)
+    return MaskSides(lower=local, upper=local or spec.causal or key_length % key_block != 0)
+
+
+def visible_intervals(
+    spec: FlashSpec,
+    query_length: int,
+    key_length: int,
+    offset: Int[Array, ""] | int = 0,
+    query_segments_BL: Int[Array, "B L"] | None = None,
+    key_segments_BM: Int[Array, "B M"] | None = None,
+) -> tuple[Int[Array, "A L"], Int[Array, "A L"]]:
+    """(lower, upper) of every query, with A = B where there are segments, else 1.
+
+    Query i sits at position offset + i, key j at j. Segment ids must never fall along a row.
+    """
+    position_L = jnp.asarray(offset, jnp.int32) + jnp.arange(query_length, dtype=jnp.int32)
+    lower_AL = jnp.zeros((1, query_length), jnp.int32)
+    upper_AL = jnp.full((1, query_length), key_length, jnp.int32)
+    if spec.causal:
+        upper_AL = jnp.minimum(upper_AL, position_L + 1)
+    if spec.window:
+        lower_AL = jnp.maximum(lower_AL, position_L - spec.window + 1)
+        upper_AL = jnp.minimum(upper_AL, position_L + spec.window)
+    if spec.chunk:
+        start_L = position_L // spec.chunk * spec.chunk
+        lower_AL = jnp.maximum(lower_AL, start_L)
+        upper_AL = jnp.minimum(upper_AL, start_L + spec.chunk)
+    if query_segments_BL is not None and key_segments_BM is not None:
+        search = jax.vmap(jnp.searchsorted, in_axes=(0, 0))
+        search_right = jax.vmap(lambda keys, ids: jnp.searchsorted(keys, ids, side="right"))
+        lower_AL = jnp.maximum(lower_AL, search(key_segments_BM, query_segments_BL))
+        upper_AL = jnp.minimum(upper_AL, search_right(key_segments_BM, query_segments_BL))
+    bounds = [jnp.clip(bound, 0, key_length) for bound in (lower_AL, upper_AL)]
+    return bounds[0].astype(jnp.int32), bounds[1].astype(jnp.int32)
+
+
+def pad_rows(bound_AL: jax.Array, block: int) -> jax.Array:
+    """Whole blocks of queries: those past the end see what the last one sees."""
+    return jnp.pad(bound_AL, ((0, 0), (0, -bound_AL.shape[1] % block)), mode="edge")
+
+
+def key_ranges(
+    lower_AL: jax.Array, upper_AL: jax.Array, rows: int, keys: int, key_length: int
+) -> Int[Array, "A N 4"]:
+    """For each block of `rows` queries the blocks of `keys` keys: first, first full, end full, end.
+
+    Blocks first <= j < end are visited (at least one); of those, every key of the blocks from
+    first full to end full is seen by every query, so that they need no mask.
+    """
+    lower_AL, upper_AL = pad_rows(lower_AL, rows), pad_rows(upper_AL, rows)
+    return _ranges(
+        first=lower_AL[:, ::rows] // keys,
+        end=-(-upper_AL[:, rows - 1 :: rows] // keys),
+        first_full=-(-lower_AL[:, rows - 1 :: rows] // keys),
+        end_full=upper_AL[:, ::rows] // keys,
+        count=-(-key_length // keys),
+    )
+
+
+def query_ranges(
+    lower_AL: jax.Array, upper_AL: jax.Array, rows: int, keys: int, key_length: int
+) -> Int[Array, "A N 4"]:
+    """For each block of `keys` keys the blocks of `rows` queries, as in `key_ranges`.
+
+    Keys past the end count as seen: what a kernel makes of them it makes for them alone.
+    """
+    lower_AL, upper_AL = pad_rows(lower_AL, rows), pad_rows(upper_AL, rows)
+    begin_N = jnp.arange(-(-key_length // keys), dtype=jnp.int32) * keys
+    end_N = jnp.minimum(begin_N + keys, key_length)
+
+    def count(blocks_AT: jax.Array, bound_N: jax.Array, side: str) -> jax.Array:
+        """Leading blocks whose value is below (left), or at most (right), each bound."""
+        find = jax.vmap(lambda blocks_T: jnp.searchsorted(blocks_T, bound_N, side=side))
+        return find(blocks_AT).astype(jnp.int32)
+
+    return _ranges(
+        first=count(upper_AL[:, rows - 1 :: rows], begin_N, "right"),
+        end=count(lower_AL[:, ::rows], end_N, "left"),
+        first_full=count(upper_AL[:, ::rows], end_N, "left"),
+        end_full=count(lower_AL[:, rows - 1 :: rows], begin_N, "right"),
+        count=lower_AL.shape[1] // rows,
+    )
+
+
+def _ranges(
+    first: jax.Array, end: jax.Array, first_full: jax.Array, end_full: jax.Array, count: int
+) -> jax.Array:
+    first = jnp.clip(first, 0, count - 1)
+    end = jnp.clip(end, first + 1, count)
+    first_full = jnp.clip(first_full, first, end)
+    end_full = jnp.clip(end_full, first_full, end)
+    return jnp.stack([first, first_full, end_full, end], axis=-1).astype(jnp.int32)
+
+
+def visible(positions: Any, lower: Any, upper: Any, sides: MaskSides) -> Any:
+    """Whether keys at `positions` are seen, bounds broadcast against them; None: all are.
+
+    Of arrays of JAX, of NumPy, or in a kernel's registers; a bound of no side is not looked at.
+    """
+    if sides.lower and sides.upper:
+        return (positions >= lower) & (positions < upper)
+    if sides.upper:
+        return positions < upper
+    return positions >= lower if sides.lower else None
