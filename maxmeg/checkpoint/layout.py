@@ -69,7 +69,7 @@ def to_disk(arrays: Mapping[str, jax.Array], layout: Layout) -> dict[str, jax.Ar
         group = group_of(name, layout)
         if group is None:
             return array
-        return taken(tuple(layout.places(group).tolist()), wanted[name].sharding)(array)
+        return moved(array, tuple(layout.places(group).tolist()), wanted[name].sharding)
 
     return {name: one(name, array) for name, array in arrays.items()}
 
@@ -83,11 +83,19 @@ def from_disk(
         group = group_of(name, layout)
         if group is None:
             return array
-        placed = taken(layout.orders[group], abstract[name].sharding)(array)
+        placed = moved(array, layout.orders[group], abstract[name].sharding)
         array.delete()
         return placed
 
     return {name: one(name, array) for name, array in arrays.items()}
+
+
+def moved(array: jax.Array, order: tuple[int, ...], sharding) -> jax.Array:
+    """The rows of dimension 0 in another order, done: only one array is on its way at a time.
+
+    Programs that speak across devices and run at once can wait for each other on CPU devices.
+    """
+    return jax.block_until_ready(taken(order, sharding)(array))
 
 
 @functools.cache
