@@ -8,6 +8,7 @@ offset is known when traced.
 import dataclasses
 import functools
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         block = Block(spec, first, alone=stop - start == L)
         kv = (k_BMGK[:, first:last], v_BMGV[:, first:last])
         rows = rows_of(operands, start, stop, first, last)
-        run = functools.partial(piece, block)
+        run = typing.cast(Callable, functools.partial(piece, block))
         inputs = (q_BLGJK[:, start:stop], *kv, operands.sinks_H)
         if found:  # one after the other, in backward too: else XLA holds several blocks' scores
             inputs, found[-1] = lax.optimization_barrier((inputs, found[-1]))
