@@ -63,6 +63,7 @@ class BackwardTiles:
 
     keys: Walk
     queries: Walk
+    split: bool = False  # keys' and values' gradients one after the other, for want of registers
 
 
 BACKWARD_TILES = {  # by head dims of queries and keys, and of values
@@ -70,6 +71,8 @@ BACKWARD_TILES = {  # by head dims of queries and keys, and of values
     (80, 80): BackwardTiles(Walk(64, 4), Walk(64, 4)),
     (96, 96): BackwardTiles(Walk(64, 4), Walk(64, 4)),
     (128, 128): BackwardTiles(Walk(64, 4), Walk(64, 3)),
+    (192, 128): BackwardTiles(Walk(64, 2), Walk(64, 2), split=True),
+    (256, 256): BackwardTiles(Walk(64, 2, consumers=1), Walk(64, 2, consumers=1), split=True),
 }
 
 
@@ -80,6 +83,7 @@ class BackwardPlan:
     sides: MaskSides
     heads_a_group: int
     shared_bounds: bool
+    parts: tuple[bool, bool] = (True, True)  # whether keys', and values', gradients are made
 
 
 class Inputs(NamedTuple):
@@ -156,7 +160,14 @@ def backward(
     key_spans = key_ranges(*bounds, keys.owned, keys.block, k.shape[1])
     query_spans = query_ranges(*bounds, queries.block, queries.owned, k.shape[1])
     q_grad = query_gradient(inputs._replace(ranges=key_spans), spec, keys)
-    return q_grad, *key_gradients(inputs._replace(ranges=query_spans), spec, queries)
+    inputs = inputs._replace(ranges=query_spans)
+    together, apart = [(True, True)], [(True, False), (False, True)]
+    k_grad, v_grad = (
+        grad
+        for parts in (apart if tiles.split else together)
+        for grad in key_gradients(inputs, spec, queries, parts)
+    )
+    return q_grad, k_grad, v_grad
 
 
 def row_statistics(out, lse_BHL, slope_BLHV, lse_slope_BHL) -> tuple[jax.Array, jax.Array]:
@@ -208,24 +219,33 @@ def query_gradient(inputs: Inputs, spec: FlashSpec, walk: Walk) -> jax.Array:
     )(*inputs)[0]
 
 
-def key_gradients(inputs: Inputs, spec: FlashSpec, walk: Walk) -> tuple[jax.Array, jax.Array]:
+def key_gradients(
+    inputs: Inputs, spec: FlashSpec, walk: Walk, parts: tuple[bool, bool] = (True, True)
+) -> list[jax.Array]:
+    """Those of the gradients of keys and of values that are wanted."""
     (B, _, G, K), V = inputs.k_BMGK.shape, inputs.v_BMGV.shape[-1]
     dtype, plan = inputs.k_BMGK.dtype, plan_of(inputs, spec, walk, key_block=1)
+    plan = dataclasses.replace(plan, parts=parts)
 
     def flash_key_gradients(*refs: Any) -> None:
-        *arrays, k_grad_BMGK, v_grad_BMGV, own, stream = refs
-        key_program(plan, Inputs(*arrays), (k_grad_BMGK, v_grad_BMGV), own, stream)
+        *others, own, stream = refs
+        arrays, grads = others[: len(inputs)], others[len(inputs) :]
+        key_program(plan, Inputs(*arrays), tuple(grads), own, stream)
 
     rings = [mosaic.matrix_buffer((walk.stages, walk.block, count), dtype) for count in (K, V)]
     rings += [plgpu.SMEM((walk.stages, walk.block), jnp.float32)] * 2
-    k_grad_BMGK, v_grad_BMGV = mosaic.launch(
+    wanted = wanted_of(parts, (inputs.k_BMGK, inputs.v_BMGV))
+    return mosaic.launch(
         flash_key_gradients,
-        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in inputs[1:3]],
+        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in wanted],
         grid={"batch": B, "head": G, "program": inputs.ranges.shape[1]},
         warpgroups=walk.consumers + 1,
         scratch_types=[own_type(walk, (K, V), dtype), stream_type(walk, rings)],
     )(*inputs)
-    return k_grad_BMGK, v_grad_BMGV
+
+
+def wanted_of(parts: tuple[bool, bool], pair: tuple[Any, Any]) -> tuple:
+    return tuple(item for item, wanted in zip(pair, parts, strict=True) if wanted)
 
 
 def specialise(plan: BackwardPlan, consume: Any, produce: Any) -> None:
@@ -388,9 +408,11 @@ def key_program(
 
         shapes = [(WARPGROUP_ROWS, grad.shape[-1]) for grad in grads]
         zeros = tuple(mosaic.constant(0.0, shape, MATRIX) for shape in shapes)
-        k_grad, v_grad = lax.fori_loop(0, plan.heads_a_group, walk_head, zeros)
+        sums = lax.fori_loop(0, plan.heads_a_group, walk_head, zeros)
+        factors = wanted_of(plan.parts, (plan.scores.scale, 1.0))
+        sums = tuple(total * factor for total, factor in zip(sums, factors, strict=True))
         targets = tuple(grad.at[place] for grad in grads)
-        write((k_grad * plan.scores.scale, v_grad), mine, targets)
+        write(sums, wanted_of(plan.parts, mine), targets)
 
     specialise(plan, consume, produce)
 
@@ -401,8 +423,8 @@ def add_key_gradients(
     stream: Stream,
     slot: jax.Array,
     see: Callable[[], jax.Array | None],
-    carry: tuple[jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array]:
+    carry: tuple[jax.Array, ...],
+) -> tuple[jax.Array, ...]:
     """Gradients of a consumer's keys and values with the part of one block of queries added."""
     shape, dtype = (WARPGROUP_ROWS, plan.walk.block), stream.rings[0].dtype
     queries, slopes, lse_ring, delta_ring = (ring.at[slot] for ring in stream.rings)
@@ -422,18 +444,25 @@ def add_key_gradients(
     weights, slope = probabilities(plan.scores, products, see(), lse)
     weights = weights.astype(dtype)
 
-    def add_values(accumulators: Any) -> None:
-        plgpu.wgmma(accumulators[0], weights, slopes)
-        plgpu.wgmma(accumulators[1], mine[1], mosaic.transposed(slopes))
+    keys_too, values_too = plan.parts
 
-    k_grad, v_grad = carry
-    accumulators = (plgpu.ACC.init(v_grad), plgpu.ACC.init(zeros))
-    v_grad, weight_slope = pl.run_state(add_values)(accumulators)
-    delta = spread_columns(mosaic.load(delta_ring, COLUMNS), shape)
-    slope = (slope * (weight_slope - delta)).astype(dtype)
-    k_grad = pl.run_state(lambda ref: plgpu.wgmma(ref, slope, queries))(plgpu.ACC.init(k_grad))
+    def multiply_slopes(accumulators: Any) -> None:
+        if values_too:
+            plgpu.wgmma(accumulators[0], weights, slopes)
+        if keys_too:
+            plgpu.wgmma(accumulators[-1], mine[1], mosaic.transposed(slopes))
+
+    accumulators = [plgpu.ACC.init(carry[-1])] if values_too else []
+    accumulators += [plgpu.ACC.init(zeros)] if keys_too else []
+    found = pl.run_state(multiply_slopes)(tuple(accumulators))
+    grads = found[:1] if values_too else ()
+    if keys_too:
+        delta = spread_columns(mosaic.load(delta_ring, COLUMNS), shape)
+        slope = (slope * (found[-1] - delta)).astype(dtype)
+        init = plgpu.ACC.init(carry[0])
+        grads = (pl.run_state(lambda ref: plgpu.wgmma(ref, slope, queries))(init), *grads)
     plgpu.barrier_arrive(stream.free.at[slot])
-    return k_grad, v_grad
+    return tuple(grads)
 
 
 def queries_seeing(

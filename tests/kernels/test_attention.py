@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from maxmeg.kernels import attention
 from maxmeg.kernels.attention_backward import (
+    BACKWARD_TILES,
     Span,
     probabilities,
     row_statistics,
 )
-from maxmeg.kernels.attention_forward import LOG2E, Scores, online_softmax, visits
+from maxmeg.kernels.attention_forward import FORWARD_TILES, LOG2E, Scores, online_softmax, visits
 from maxmeg.kernels.intervals import (
     FlashSpec,
     MaskSides,
@@ -376,5 +377,5 @@ def test_shapes_of_results_and_gradients():
 def test_every_tuned_shape_has_a_tile():
     for shape in attention.TUNED_SHAPES.values():
         dims = (shape.head_dim, shape.value_dim or shape.head_dim)
-        assert dims in attention.FORWARD_TILES
+        assert dims in FORWARD_TILES and dims in BACKWARD_TILES
         assert bool(shape.documents) == shape.spec.segments
