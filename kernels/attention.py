@@ -2,7 +2,7 @@
 
 Never to be chosen by backend="auto" before it has run on one. What is proved without: the kernels
 compile for H100s within their shared memory, and without register spills except for some gradients
-(up to 48 bytes a thread under local masks, 288 at head dim 256); and a model of the same loops,
+(up to 48 bytes a thread under local masks, 308 at head dim 256); and a model of the same loops,
 over the same block tables, masks and softmax, agrees with plain attention. What is not: the machine
 code's results, and its speed.
 
