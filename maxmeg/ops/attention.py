@@ -116,12 +116,6 @@ def choose(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands) -> str:
     )
 
 
-def cudnn_refuses(q_BLHK, k_BMGK, offset, segments_BL, dropout) -> str:
-    """Why cuDNN cannot run plain causal attention here, with values like the keys."""
-    operands = Operands(offset, segments_BL, dropout=dropout)
-    return attention_cudnn.refuses(q_BLHK, k_BMGK, k_BMGK, ScoreSpec(), operands, target_device())
-
-
 def target_device() -> Device:
     """What the program will run on; the capability is that of a GPU of this process."""
     platform = target_platform()

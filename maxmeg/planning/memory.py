@@ -289,10 +289,11 @@ def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> La
 
 
 def uses_cudnn(config: Config) -> bool:
-    """Whether attention runs on cuDNN on a GPU (`ops.attention.cudnn_refuses` is the rule)."""
+    """Whether attention runs on cuDNN on a GPU (`ops.attention_cudnn.refuses` is the rule)."""
     model = config.model
     fits = model.dtype is DType.bfloat16 and model.head_size % 8 == 0 and model.head_size <= 128
     plain = not config.data.reset_attention_mask and not model.dropout_attention
+    fits = fits and config.data.sequence_length % 2 == 0
     return model.attention_backend is not AttentionBackend.xla and fits and plain
 
 
@@ -410,7 +411,7 @@ def layer(work: Workload) -> int:
             total += 2 * e * sum(own) // (work.places[group] * config.parallel.chunks)
         if unit.attends and not uses_cudnn(config):
             length = config.data.sequence_length
-            block = min(max(QUERY_BLOCK, -(-length // 16)), length)
+            block = min(QUERY_BLOCK, length)
             rows = work.samples * config.model.num_heads // work.axes["tensor"] * block
             total += 3 * FLOAT32 * rows * length
         largest = max(largest, total)

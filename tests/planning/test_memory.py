@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny
 
-import maxmeg.ops.attention as attention_module
 from maxmeg.config.schema import (
     Activation,
     AttentionBackend,
@@ -28,6 +27,8 @@ from maxmeg.config.schema import (
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
+from maxmeg.ops import attention_cudnn
+from maxmeg.ops.attention_spec import Device, Operands, ScoreSpec
 from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
@@ -241,14 +242,16 @@ def test_lanes_are_those_of_the_tables(stages):
 
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("head", [64, 100, 128, 136])
-def test_the_choice_of_cudnn_is_the_layers(monkeypatch, dtype, head):
-    monkeypatch.setattr(attention_module, "target_platform", lambda: "cuda")
+@pytest.mark.parametrize("length", [64, 65])
+def test_the_choice_of_cudnn_is_the_layers(dtype, head, length):
     for segments, dropout in ((False, 0.0), (True, 0.0), (False, 0.1)):
         config = Config()
         config.model = ModelConfig(dtype=dtype, head_dim=head, dropout_attention=dropout)
         config.data.reset_attention_mask = segments
-        x = jax.ShapeDtypeStruct((1, 64, 4, head), dtype.value)
-        refusal = attention_module.cudnn_refuses(x, x, 0, segments or None, dropout or None)
+        config.data.sequence_length = length
+        x = jax.ShapeDtypeStruct((1, length, 4, head), dtype.value)
+        operands = Operands(0, segments or None, dropout=dropout or None)
+        refusal = attention_cudnn.refuses(x, x, x, ScoreSpec(), operands, Device("cuda"))
         assert uses_cudnn(config) == (not refusal)
         config.model.attention_backend = AttentionBackend.xla
         assert not uses_cudnn(config)
