@@ -215,8 +215,10 @@ def test_gradients_are_reduced_once(zero1):
     assert found and all(c.runs == c.instructions for c in found)
     if not zero1:
         assert {c.kind for c in found} == {"all-reduce"}
-        # by sets of axes: what pipe and tensor shard, what one of them, what neither
-        assert len({c.axes for c in found}) == len(found) == sum(c.instructions for c in found)
+        # by sets of axes: what pipe and tensor shard, what one of them, what neither; the sums of
+        # losses and tokens go with one of these, or alone
+        assert len({c.axes for c in found}) == len(found)
+        assert sum(c.instructions for c in found) <= len(found) + 1
 
 
 def test_every_schedule_of_the_settings_has_a_table():
