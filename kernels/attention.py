@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
-from maxmeg.kernels.attention_backward import Residuals, backward
-from maxmeg.kernels.attention_forward import FORWARD_TILES, forward
-from maxmeg.kernels.intervals import FlashSpec, visible_intervals
+
+from .attention_backward import Residuals, backward
+from .attention_forward import FORWARD_TILES, forward
+from .intervals import FlashSpec, visible_intervals
 
 AnyArray = jax.Array | jax.ShapeDtypeStruct
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -125,7 +126,8 @@ def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec):
 
 def attend_backward(spec, residuals, slopes):
     none = np.zeros(residuals.lower_AL.shape, jax.dtypes.float0)
-    return *backward(residuals, *slopes, spec), none, none
+    d_out_BLHV, d_lse_BHL = slopes
+    return *backward(residuals, d_out_BLHV, d_lse_BHL, spec), none, none
 
 
 attend = jax.custom_vjp(attend_plainly, nondiff_argnums=(5,))

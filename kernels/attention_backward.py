@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
-from maxmeg.kernels import mosaic
-from maxmeg.kernels.attention_forward import (
+
+from . import mosaic
+from .attention_forward import (
     CONSUMER_REGISTERS,
     LOG2E,
     MATRIX,
@@ -30,7 +31,7 @@ from maxmeg.kernels.attention_forward import (
     spread,
     visits,
 )
-from maxmeg.kernels.intervals import (
+from .intervals import (
     FlashSpec,
     MaskSides,
     key_ranges,
@@ -39,7 +40,7 @@ from maxmeg.kernels.intervals import (
     query_ranges,
     visible,
 )
-from maxmeg.kernels.mosaic import WARPGROUP_AXIS, pl, plgpu
+from .mosaic import WARPGROUP_AXIS, pl, plgpu
 
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # a number a column of a matrix in registers
 

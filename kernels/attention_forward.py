@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
-from maxmeg.kernels import mosaic
-from maxmeg.kernels.intervals import FlashSpec, MaskSides, key_ranges, mask_sides, pad_rows, visible
-from maxmeg.kernels.mosaic import WARPGROUP_AXIS, pl, plgpu
+
+from . import mosaic
+from .intervals import FlashSpec, MaskSides, key_ranges, mask_sides, pad_rows, visible
+from .mosaic import WARPGROUP_AXIS, pl, plgpu
 
 WARPGROUP_ROWS = 64  # M of a WGMMA instruction
 LOG2E = math.log2(math.e)

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 
+plgpu: Any = mosaic_gpu  # its references act as arrays, which its types do not say
 WARPGROUP_AXIS = "warpgroup"
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_ARGUMENTS = ((),) if _index and _index.default is inspect.Parameter.empty else ()
