@@ -5,7 +5,16 @@ import dataclasses
 import jax
 import numpy as np
 
-from maxmeg.config.schema import Config, DataConfig, DType, ModelConfig, ParallelConfig, TrainConfig
+from maxmeg.config.schema import (
+    Config,
+    DataConfig,
+    DType,
+    ModelConfig,
+    Norm,
+    ParallelConfig,
+    Position,
+    TrainConfig,
+)
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import AXES, make_mesh
@@ -13,6 +22,22 @@ from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.state import abstract_state, create_state
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
+EVERYTHING = {  # fields of a model that has every feature
+    "dropout_hidden": 0.2,
+    "dropout_attention": 0.1,
+    "dropout_embedding": 0.1,
+    "tied": True,
+    "num_kv_heads": 4,
+    "bias_qkv": True,
+    "bias_attention_out": True,
+    "bias_mlp": True,
+    "qk_norm": True,
+    "norm": Norm.layernorm,
+    "position": Position.learned,
+    "max_position": 16,
+    "parallel_block": True,
+    "logit_softcap": 5.0,
+}
 
 
 def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Config:

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import BATCH, controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import BATCH, EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.schema import LossReduction, Norm, Position, Recompute
+from maxmeg.config.schema import LossReduction, Recompute
 from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step, make_gradients, make_train_step
 
@@ -18,23 +18,7 @@ FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias be
 
 MODELS = {
     "llama": {},
-    "everything": {
-        "dropout_hidden": 0.2,
-        "dropout_attention": 0.1,
-        "dropout_embedding": 0.1,
-        "tied": True,
-        "num_kv_heads": 4,
-        "bias_qkv": True,
-        "bias_attention_out": True,
-        "bias_mlp": True,
-        "qk_norm": True,
-        "norm": Norm.layernorm,
-        "position": Position.learned,
-        "max_position": 16,
-        "parallel_block": True,
-        "logit_softcap": 5.0,
-        "recompute": Recompute.full,
-    },
+    "everything": EVERYTHING | {"recompute": Recompute.full},
 }
 LAYOUTS = [
     ("llama", {"data": 8, "fsdp": 1, "zero1": False}, {}),

@@ -5,9 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from layouts import BATCH, controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import BATCH, EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.schema import Norm, Position, Recompute, Schedule
+from maxmeg.config.schema import Recompute, Schedule
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import hlo
 from maxmeg.planning.flops import training_flops
@@ -21,22 +21,7 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 
 MODELS = {
     "llama": {},
-    "everything": {
-        "dropout_hidden": 0.2,
-        "dropout_attention": 0.1,
-        "dropout_embedding": 0.1,
-        "tied": True,
-        "num_kv_heads": 4,
-        "bias_qkv": True,
-        "bias_attention_out": True,
-        "bias_mlp": True,
-        "qk_norm": True,
-        "norm": Norm.layernorm,
-        "position": Position.learned,
-        "max_position": 16,
-        "parallel_block": True,
-        "logit_softcap": 5.0,
-    },
+    "everything": EVERYTHING,
 }
 ORDERS = {
     "gpipe": {"schedule": Schedule.gpipe},
@@ -71,7 +56,7 @@ def grid() -> list:
     return cases
 
 
-EVERYTHING = [
+MIXED = [
     ({"pipe": 2, "fsdp": 1, "data": 2, "tensor": 2, "schedule": Schedule.zero_bubble}, 2),
     ({"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 2}, 2),
     ({"pipe": 2, "data": 4, "fsdp": 1, "zero1": False, "chunk_layers": (3, 5)}, 1),
@@ -121,7 +106,7 @@ def test_schedule_equals_one_device(model, parallel, settings, micro):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "micro"), EVERYTHING)
+@pytest.mark.parametrize(("parallel", "micro"), MIXED)
 def test_everything_equals_one_device(parallel, micro):
     layers = 10 if parallel.get("pad_layers") else LAYERS
     check_equal(run("everything", parallel, {}, micro, layers), one_device("everything", layers))
