@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from maxmeg.parallel.collectives import stored_attention
+
 from .attention_backward import Residuals, backward
 from .attention_forward import FORWARD_TILES, forward
 from .intervals import FlashSpec, visible_intervals
@@ -87,9 +89,9 @@ def flash_attention(
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:
     """(output, float32 log-sum-exp of the scores); both can be differentiated through.
 
-    Query i sits at position offset + i. Segment ids must never fall along a row; without ids of
-    keys they are the queries'. A query that sees no key gets zeros and -inf. ValueError for arrays
-    that `flash_refuses`, and where ids and spec.segments do not fit.
+    Query i sits at position offset + i. Documents must be `sound` (intervals.documents); without
+    ids of keys they are the queries'. A query that sees no key gets zeros and -inf. ValueError for
+    arrays that `flash_refuses`, and where ids and spec.segments do not fit.
     """
     if reason := flash_refuses(q_BLHK, k_BMGK, v_BMGV):
         raise ValueError(f"attention backend mosaic cannot run: {reason}")
@@ -119,7 +121,8 @@ def attend_plainly(
 
 
 def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec):
-    out_BLHV, lse_BHL = forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
+    found = forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
+    out_BLHV, lse_BHL = map(stored_attention, found)
     residuals = Residuals(q_BLHK, k_BMGK, v_BMGV, out_BLHV, lse_BHL, lower_AL, upper_AL)
     return (out_BLHV, lse_BHL), residuals
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def visible_intervals(
 ) -> tuple[Int[Array, "A L"], Int[Array, "A L"]]:
     """(lower, upper) of every query, with A = B where there are segments, else 1.
 
-    Query i sits at position offset + i, key j at j. Segment ids must never fall along a row.
+    Query i sits at position offset + i, key j at j. Segment ids must be `sound` as by `documents`.
     """
     position_L = jnp.asarray(offset, jnp.int32) + jnp.arange(query_length, dtype=jnp.int32)
     lower_AL = jnp.zeros((1, query_length), jnp.int32)
@@ -79,12 +79,41 @@ def visible_intervals(
         lower_AL = jnp.maximum(lower_AL, start_L)
         upper_AL = jnp.minimum(upper_AL, start_L + spec.chunk)
     if query_segments_BL is not None and key_segments_BM is not None:
-        search = jax.vmap(jnp.searchsorted, in_axes=(0, 0))
-        search_right = jax.vmap(lambda keys, ids: jnp.searchsorted(keys, ids, side="right"))
-        lower_AL = jnp.maximum(lower_AL, search(key_segments_BM, query_segments_BL))
-        upper_AL = jnp.minimum(upper_AL, search_right(key_segments_BM, query_segments_BL))
+        first_BL, end_BL, _ = documents(query_segments_BL, key_segments_BM)
+        lower_AL, upper_AL = jnp.maximum(lower_AL, first_BL), jnp.minimum(upper_AL, end_BL)
     bounds = [jnp.clip(bound, 0, key_length) for bound in (lower_AL, upper_AL)]
     return bounds[0].astype(jnp.int32), bounds[1].astype(jnp.int32)
+
+
+def documents(
+    query_segments_BL: Int[Array, "B L"], key_segments_BM: Int[Array, "B M"]
+) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Bool[Array, " B"]]:
+    """Of each query's document the first key and the one after the last, and which rows are sound.
+
+    Sound is a row whose documents lie each in one piece, in the same order in queries as in keys.
+    Ids are names: they may rise or fall. By sorting, so that nothing is as large as L x M.
+    """
+    key_segments_BM = key_segments_BM.astype(jnp.int32)
+    order_BM = jnp.argsort(key_segments_BM, axis=1, stable=True).astype(jnp.int32)
+    sorted_BM = jnp.take_along_axis(key_segments_BM, order_BM, axis=1)
+
+    def search(side: str) -> jax.Array:
+        find = jax.vmap(lambda keys_M, ids_L: jnp.searchsorted(keys_M, ids_L, side=side))
+        return find(sorted_BM, query_segments_BL.astype(jnp.int32)).astype(jnp.int32)
+
+    left_BL, right_BL = search("left"), search("right")
+    has_keys_BL = right_BL > left_BL
+
+    def key(place_BL: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(order_BM, place_BL, axis=1, mode="clip")
+
+    first_BL, end_BL = key(left_BL), key(right_BL - 1) + 1
+    whole_BL = ~has_keys_BL | (end_BL - first_BL == right_BL - left_BL)
+    before_BL = jax.lax.cummax(jnp.where(has_keys_BL, end_BL, 0), axis=1)
+    first_BL = jnp.where(has_keys_BL, first_BL, before_BL)
+    end_BL = jnp.where(has_keys_BL, end_BL, before_BL)
+    rises_BL = (jnp.diff(first_BL, axis=1) >= 0) & (jnp.diff(end_BL, axis=1) >= 0)
+    return first_BL, end_BL, jnp.all(whole_BL, axis=1) & jnp.all(rises_BL, axis=1)
 
 
 def pad_rows(bound_AL: jax.Array, block: int) -> jax.Array:

@@ -53,6 +53,7 @@ class AttentionBackend(enum.Enum):
     auto = "auto"
     xla = "xla"
     cudnn = "cudnn"
+    mosaic = "mosaic"
 
 
 class Schedule(enum.Enum):

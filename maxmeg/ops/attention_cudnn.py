@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from maxmeg.ops.attention_spec import Device, Operands, ScoreSpec
+from maxmeg.ops.attention_spec import Operands, ScoreSpec
+from maxmeg.ops.backend import BLACKWELL, HOPPER, Device
 
 SUPPORTS = (
     "bfloat16 and float16 on CUDA GPUs, even lengths, causal attention of queries and keys alike "
@@ -22,7 +23,6 @@ SUPPORTS = (
     "Hopper up to 256 and 192 with values of 128"
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
-HOPPER, BLACKWELL = 9, 10
 MLA_VERSION = 91000  # of cuDNN, as jax has it
 
 

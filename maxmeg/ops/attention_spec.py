@@ -5,6 +5,8 @@ import typing
 
 import jax
 
+NEGATIVE = -1e30  # log-sum-exp of a query that sees nothing; finite, so that what follows is too
+
 
 @dataclasses.dataclass(frozen=True)
 class ScoreSpec:
@@ -54,18 +56,6 @@ class Operands(typing.NamedTuple):
     key_segments_BM: jax.Array | None = None
     sinks_H: jax.Array | None = None
     dropout: AttentionDropout | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """What a program is compiled for; capability (0, 0): not known, or the GPU is not here."""
-
-    platform: str
-    capability: tuple[int, int] = (0, 0)
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.platform in ("cuda", "gpu")
 
 
 def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.attention_spec import AttentionDropout, Device, Operands, ScoreSpec
+from maxmeg.ops.attention_guard import finite
+from maxmeg.ops.attention_spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
+from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy import softcapped
 from maxmeg.ops.dropout import dropout
 from maxmeg.ops.recompute import recomputed
 from maxmeg.parallel.collectives import stored_attention
 
-NEGATIVE = -1e30  # finite, so that a row that sees nothing stays finite
 QUERY_BLOCK = 512  # queries whose scores exist at once
 PIECES = 16  # of the queries at most: each is a program of its own, with its own range of keys
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -167,12 +168,6 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     spoilt_BLGJ = jnp.moveaxis(spoilt_BGJL, 3, 1)
     lse_BLGJ = jnp.where(spoilt_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
     return [jnp.where(spoilt_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
-
-
-def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x with 0 for what is not finite, and which of its vectors held such."""
-    fine = jnp.isfinite(x)
-    return jnp.where(fine, x, 0), ~jnp.all(fine, axis=-1)
 
 
 def visible(spec: ScoreSpec, rows: Rows, length: int, keys_M: jax.Array) -> jax.Array:

@@ -109,7 +109,7 @@ def stores(prim, *_, **params) -> bool:
 
 
 def stored_attention(weights: jax.Array) -> jax.Array:
-    """Attention's weights or output for a short sequence, which `stores_attention` keeps."""
+    """Attention's weights for a short sequence, or its output, which `stores_attention` keeps."""
     return checkpoint_name(weights, "attention")
 
 

@@ -22,8 +22,9 @@ from ops.attention_cases import (
 
 import maxmeg.ops.attention as module
 import maxmeg.ops.attention_xla as xla
+from maxmeg.ops import backend as choice
 from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
-from maxmeg.ops.attention_spec import Device
+from maxmeg.ops.backend import Device
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 CPU = Device("cpu")
@@ -34,7 +35,7 @@ ROUNDED = ("grouped", "uneven blocks", "documents", "everything", "heads of 128"
 
 def can_run(backend: str) -> bool:
     x = jax.ShapeDtypeStruct((1, 2, 1, 8), jnp.bfloat16)
-    device = module.target_device()
+    device = choice.target_device()
     return not module.BACKENDS[backend].refuses(x, x, x, ScoreSpec(), Operands(), device)
 
 
@@ -62,7 +63,7 @@ def attend(arrays, operands, spec, **options):
 )
 def test_results_and_gradients_equal_the_reference(name, dtype, backend, monkeypatch):
     case, arrays, operands = prepared(name, dtype, monkeypatch)
-    device = module.target_device()
+    device = choice.target_device()
     if reason := module.BACKENDS[backend].refuses(*arrays[:3], case.spec, operands, device):
         with pytest.raises(ValueError, match=re.escape(reason)):  # named, it never gives way
             run(case, arrays, operands, backend, quick_jit)
@@ -239,7 +240,7 @@ def test_memory_grows_with_the_length_alone(spec, monkeypatch):
 
 def test_auto_runs_the_reference_on_a_cpu_and_says_so_once(caplog):
     arrays, operands = arrays_of(CASES["grouped"], "float32")
-    module.log_choice.cache_clear()
+    choice.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "maxmeg"):
         found = [
             attend(arrays[:3], operands, ScoreSpec(), backend=b) for b in ("auto", "auto", "xla")
@@ -256,14 +257,16 @@ def test_every_choice_names_backends_and_some_choice_fits_anything():
 
 def test_a_named_backend_that_cannot_run_raises_and_says_why():
     arrays, operands = arrays_of(CASES["grouped"], "float32")
-    with pytest.raises(ValueError, match=r"cudnn cannot run: the device is cpu.*use auto or xla"):
+    with pytest.raises(
+        ValueError, match=r"cudnn cannot run: the device is cpu.*use auto or mosaic or xla"
+    ):
         attend(arrays[:3], operands, ScoreSpec(), backend="cudnn")
-    with pytest.raises(ValueError, match="'flash' is none of auto, cudnn, xla"):
+    with pytest.raises(ValueError, match="'flash' is none of auto, cudnn, mosaic, xla"):
         attend(arrays[:3], operands, ScoreSpec(), backend="flash")
 
 
 def test_where_no_backend_can_run_the_error_lists_what_each_supports(monkeypatch):
-    monkeypatch.setattr(module, "target_platform", lambda: "cuda")
+    monkeypatch.setattr(choice, "target_platform", lambda: "cuda")
     x = jnp.zeros((1, 4, 2, 8), jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="no attention backend") as raised:
         attention(x, x, x)

@@ -13,8 +13,9 @@ from ops.attention_cases import CASES, TOLERANCE, arrays_of, error, expected, ru
 import maxmeg.ops.attention as module
 import maxmeg.ops.attention_cudnn as cudnn
 import maxmeg.ops.attention_xla as xla
+from maxmeg.ops import backend as choice
 from maxmeg.ops.attention import Operands, ScoreSpec, attention
-from maxmeg.ops.attention_spec import Device
+from maxmeg.ops.backend import Device
 
 AMPERE, HOPPER, BLACKWELL = (Device("cuda", (major, 0)) for major in (8, 9, 10))
 ABSENT = Device("cuda")
@@ -81,14 +82,18 @@ def test_nothing_against_large_heads_on_hopper(monkeypatch):
 
 
 def test_auto_takes_cudnn_where_it_can(monkeypatch):
-    monkeypatch.setattr(module, "target_platform", lambda: "cuda")
-    half, single = (jax.ShapeDtypeStruct((1, 4, 2, 64), dtype) for dtype in ("bfloat16", "float32"))
-    plain = (ScoreSpec(), Operands())
-    assert module.choose(half, half, half, *plain) == "cudnn"
-    assert module.choose(single, single, single, *plain) == "xla"
-    assert module.choose(half, half, half, ScoreSpec(softcap=1.0), Operands()) == "xla"
-    large = jax.ShapeDtypeStruct((1, 4, 2, 512), jnp.bfloat16)
-    assert module.choose(large, large, large, *plain) == "xla"
+    monkeypatch.setattr(choice, "target_platform", lambda: "cuda")
+
+    def chosen(head_dim: int, dtype: str, **options) -> str:
+        x = jax.ShapeDtypeStruct((1, 4, 2, head_dim), dtype)
+        order = module.preference(head_dim, choice.target_device())
+        call = (x, x, x, ScoreSpec(**options), Operands())
+        return choice.pick("attention", module.BACKENDS, order, "auto", call)
+
+    assert chosen(64, "bfloat16") == "cudnn"
+    assert chosen(64, "float32") == "xla"
+    assert chosen(64, "bfloat16", softcap=1.0) == "xla"
+    assert chosen(512, "bfloat16") == "xla"
 
 
 LOWERED = {  # head dims, queries and keys, spec
@@ -106,7 +111,7 @@ def test_what_is_not_refused_lowers_for_cuda(name, monkeypatch):
     (K, V), (L, M), spec = LOWERED[name]
     monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 92800)
     monkeypatch.setattr(cudnn.fused, "check_compute_capability", lambda wanted: wanted == "9.0")
-    monkeypatch.setattr(module, "target_device", lambda: HOPPER)
+    monkeypatch.setattr(choice, "target_device", lambda: HOPPER)
     shapes = ((2, L, 4, K), (2, M, 2, K), (2, M, 2, V))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 

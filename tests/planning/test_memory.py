@@ -28,7 +28,8 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.ops import attention_cudnn
-from maxmeg.ops.attention_spec import Device, Operands, ScoreSpec
+from maxmeg.ops.attention_spec import Operands, ScoreSpec
+from maxmeg.ops.backend import Device
 from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES

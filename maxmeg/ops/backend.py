@@ -1,0 +1,109 @@
+"""How every op chooses among its backends: the choice, its log line, and the errors.
+
+A backend is a module (or any object) with SUPPORTS, a line for error messages, and `refuses(*call,
+device)`: why it cannot run a call, empty if it can.
+"""
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+HOPPER, BLACKWELL = 9, 10  # major compute capabilities
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a program is compiled for; capability (0, 0): not known, or the GPU is not here."""
+
+    platform: str
+    capability: tuple[int, int] = (0, 0)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.platform in ("cuda", "gpu")
+
+
+def pick(
+    op: str, backends: Mapping[str, Any], order: Sequence[str], named: str, call: tuple
+) -> str:
+    """The backend to run `call`: `named`, or with "auto" the first of `order` that takes it.
+
+    Logs each new choice of "auto" once. ValueError where the named one, or every one of `order`,
+    cannot run it: then it says why.
+    """
+    device = target_device()
+    if named == "auto":
+        return first(op, backends, order, call, device)
+    if named not in backends:
+        raise ValueError(f"{op} backend {named!r} is none of auto, {', '.join(backends)}")
+    if reason := backends[named].refuses(*call, device):
+        others = [name for name in backends if name != named]
+        raise ValueError(
+            f"{op} backend {named} cannot run: {reason}; use auto or {' or '.join(others)}"
+        )
+    return named
+
+
+def first(op: str, backends: Mapping[str, Any], order: Sequence[str], call: tuple, device) -> str:
+    reasons = {}
+    for name in order:
+        reason = backends[name].refuses(*call, device)
+        if not reason:
+            log_choice(op, name, "; ".join(f"{other}: {why}" for other, why in reasons.items()))
+            return name
+        reasons[name] = reason
+    raise ValueError(
+        f"no {op} backend can run this: "
+        + "; ".join(f"{name}: {why}" for name, why in reasons.items())
+        + ". Supported are: "
+        + "; ".join(f"by {name}: {module.SUPPORTS}" for name, module in backends.items())
+    )
+
+
+def refuses_hopper_kernels(device: Device) -> str:
+    """Why our Mosaic-GPU kernels cannot run there: WGMMA is of compute capability 9.0 alone."""
+    if not device.is_cuda:
+        return f"the device is {device.platform}, not a CUDA GPU"
+    if device.capability not in ((HOPPER, 0), (0, 0)):
+        major, minor = device.capability
+        return f"it needs a Hopper GPU (compute capability 9.0), here is {major}.{minor}"
+    return refuses_missing_kernels()
+
+
+def refuses_missing_kernels() -> str:
+    if importlib.util.find_spec("maxmeg.kernels") is None:
+        return "the folder kernels/ is not installed as maxmeg.kernels (pip install -e .)"
+    return ""
+
+
+def kernel_module(name: str) -> Any:
+    """maxmeg.kernels.NAME, imported when a call first needs it: ops work without kernels/."""
+    return importlib.import_module(f"maxmeg.kernels.{name}")
+
+
+def target_device() -> Device:
+    """What the program will run on; the capability is that of a GPU of this process."""
+    platform = target_platform()
+    if jax.default_backend() != "gpu" or platform not in ("cuda", "gpu"):
+        return Device(platform)
+    major, minor = jax.local_devices()[0].compute_capability.split(".")
+    return Device(platform, (int(major), int(minor)))
+
+
+def target_platform() -> str:
+    """Platform of the mesh in force, real or compiled for ahead of time, else the default's."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    kind = getattr(device, "platform", None)
+    return kind or jax.default_backend()
+
+
+@functools.cache
+def log_choice(op: str, backend: str, reason: str) -> None:
+    because = f" ({reason})" if reason else ""
+    logging.getLogger("maxmeg").info("%s backend: %s%s", op, backend, because)
