@@ -1,121 +1,77 @@
-"""Output projection and cross entropy in one, over chunks of tokens, vocabulary-parallel.
+"""Output projection and cross entropy in one: one call, several backends, the choice between them.
 
-Logits of more than one chunk never exist, neither in forward nor in backward: each chunk's
-gradients are made while its logits are there (as Liger Kernel does), so backward only scales.
+A backend (ops/backend.py) has `refuses(h, w, targets, weights, spec, device)`, why it cannot run a
+call, and `linear_cross_entropy(h, w, targets, weights, spec)`, differentiable by h and w.
 """
 
 import dataclasses
-import functools
 
-import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.ops import cross_entropy_tiled, cross_entropy_xla
+from maxmeg.ops.backend import Device, pick, target_device
+from maxmeg.ops.cross_entropy_spec import MASKED, CrossEntropySpec, check_shapes, softcapped
 
-MASKED = -1e30  # logit of a padded vocabulary entry
+__all__ = ["MASKED", "CrossEntropySpec", "choice", "linear_cross_entropy", "softcapped"]
+
+BACKENDS = {"xla": cross_entropy_xla, "tiled": cross_entropy_tiled}
+FLOAT32 = 4  # bytes of a logit
 
 
 @dataclasses.dataclass(frozen=True)
-class CrossEntropySpec:
-    """vocab_size without padding; z_loss weighs logsumexp^2; chunk in tokens; softcap 0: off."""
+class Choice:
+    """Backends in the order to try while a chunk's logits take at most so many bytes; `because`:
+    who measured it, or what else decides."""
 
-    vocab_size: int
-    z_loss: float = 0.0
-    softcap: float = 0.0
-    chunk: int = 2048
-
-
-def softcapped(logits: jax.Array, softcap: float) -> jax.Array:
-    return softcap * jnp.tanh(logits / softcap) if softcap else logits
+    cuda: bool
+    logits: int
+    order: tuple[str, ...]
+    because: str
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+LARGE = 512 * 2**20
+# The first row that fits rules. CPU: CPU time of tiled over xla's (benchmarks/NOTES.md).
+CHOICES = (
+    Choice(True, LARGE, ("xla", "tiled"), "not measured; three products where tiled has four"),
+    Choice(True, 2**63, ("tiled", "xla"), "not measured; for memory, 60 MiB for some GiB"),
+    Choice(False, LARGE, ("xla", "tiled"), "0.93 (logits of 250 MiB) to 1.23 (8 MiB)"),
+    Choice(False, 2**63, ("tiled", "xla"), "as fast, and for memory"),
+)
+
+
 def linear_cross_entropy(
     h_TD: Float[Array, "T D"],
     w_VD: Float[Array, "V D"],
     targets_T: Int[Array, " T"],
     weights_T: Float[Array, " T"],
     spec: CrossEntropySpec,
+    *,
+    backend: str = "auto",
 ) -> tuple[Float[Array, ""], Float[Array, " T"]]:
-    """Sum of weights * (cross entropy + z_loss * logsumexp^2), and each token's cross entropy.
+    """Sum of weights * loss (label smoothing and z-loss in it), and each token's cross entropy.
 
     w_VD is this device's part of the vocabulary (over pipe and tensor); tokens are the same on
     every device of those axes, and so are the results. Only the sum has a gradient, with respect
-    to h (partial sums over the vocabulary's axes) and w; float32 inside.
+    to h (partial sums over the vocabulary's axes) and w; float32 inside. A target outside the
+    vocabulary is no word: its logit counts as 0 and has no gradient. A token of weight 0 adds
+    nothing to the sum and gets no gradient; it must be finite all the same.
+
+    backend: a key of BACKENDS, or "auto" for the first of CHOICES that takes the call. ValueError
+    where shapes or dtypes do not fit, or the named backend, or every one, cannot run it.
     """
-    loss, token_loss = over_chunks(h_TD, w_VD, targets_T, weights_T, spec, gradients=False)
-    return loss, token_loss
+    check_shapes(h_TD, w_VD, targets_T, weights_T)
+    call = (h_TD, w_VD, targets_T, weights_T, spec)
+    order = preference(h_TD.shape[0], w_VD.shape[0], spec.chunk, target_device())
+    name = pick("linear + cross entropy", BACKENDS, order, backend, call)
+    return BACKENDS[name].linear_cross_entropy(*call)
 
 
-def forward(h_TD, w_VD, targets_T, weights_T, spec):
-    loss, token_loss, dh_TD, dw_VD = over_chunks(
-        h_TD, w_VD, targets_T, weights_T, spec, gradients=True
-    )
-    return (loss, token_loss), (dh_TD, dw_VD)
+def preference(tokens: int, words: int, chunk: int, device: Device) -> tuple[str, ...]:
+    """Backends in the order that "auto" tries."""
+    size = FLOAT32 * min(tokens, chunk) * words
+    return next(c.order for c in CHOICES if c.cuda == device.is_cuda and size <= c.logits)
 
 
-def backward(_, residuals, cotangents):
-    dh_TD, dw_VD = residuals
-    scale = cotangents[0]
-    return (dh_TD * scale.astype(dh_TD.dtype), dw_VD * scale.astype(dw_VD.dtype), None, None)
-
-
-linear_cross_entropy.defvjp(forward, backward)
-
-
-def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
-    """(loss, token losses) and, with gradients, dh and dw behind them."""
-    T = h_TD.shape[0]
-    one = functools.partial(one_chunk, spec=spec, gradients=gradients)
-    if spec.chunk >= T:
-        sums, rows = one(h_TD, w_VD, targets_T, weights_T)
-    else:
-        num_chunks = -(-T // spec.chunk)
-        size = -(-T // num_chunks)  # chunks of equal size, the last padded with weight 0
-
-        def cut(x):
-            padded = jnp.pad(x, [(0, num_chunks * size - T)] + [(0, 0)] * (x.ndim - 1))
-            return padded.reshape(num_chunks, size, *x.shape[1:])
-
-        def body(total, chunk):
-            sums, rows = one(chunk[0], w_VD, *chunk[1:])
-            return jax.tree.map(jnp.add, total, sums), rows
-
-        chunks = (cut(h_TD), cut(targets_T), cut(weights_T))
-        zeros = [jnp.zeros((), jnp.float32)]
-        zeros += [jnp.zeros(w_VD.shape, jnp.float32)] if gradients else []
-        sums, rows = lax.scan(body, zeros, chunks)
-        rows = [row.reshape(-1, *row.shape[2:])[:T] for row in rows]
-    if not gradients:
-        return [sums[0], rows[0]]
-    return [sums[0], rows[0], rows[1], sums[1].astype(w_VD.dtype)]
-
-
-def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradients: bool):
-    """Over the tokens of one chunk: sums [loss, dw] and rows [token losses, dh]."""
-    V = w_VD.shape[0]
-    raw_TV = jnp.einsum("TD,VD->TV", h_TD, w_VD, preferred_element_type=jnp.float32)
-    ids_V = collectives.axis_index(VOCAB_AXES) * V + jnp.arange(V)
-    capped_TV = softcapped(raw_TV, spec.softcap)
-    logits_TV = jnp.where(ids_V < spec.vocab_size, capped_TV, MASKED)
-    largest_T = collectives.max_over(jnp.max(logits_TV, axis=-1), VOCAB_AXES)
-    exp_TV = jnp.exp(logits_TV - largest_T[:, None])
-    hit_TV = ids_V[None] == targets_T[:, None]
-    partial = (jnp.sum(exp_TV, axis=-1), jnp.sum(jnp.where(hit_TV, logits_TV, 0.0), axis=-1))
-    total_T, target_T = collectives.sum_over(partial, VOCAB_AXES)
-    logsumexp_T = jnp.log(total_T) + largest_T
-    token_loss_T = logsumexp_T - target_T
-    loss = jnp.sum(weights_T * (token_loss_T + spec.z_loss * jnp.square(logsumexp_T)))
-    if not gradients:
-        return [loss], [token_loss_T]
-    slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
-    d_TV = exp_TV * (weights_T * slope_T)[:, None] - jnp.where(hit_TV, weights_T[:, None], 0.0)
-    if spec.softcap:
-        d_TV *= 1 - jnp.square(capped_TV / spec.softcap)
-    d_TV = d_TV.astype(h_TD.dtype)
-    dh_TD = jnp.einsum("TV,VD->TD", d_TV, w_VD, preferred_element_type=jnp.float32)
-    dw_VD = jnp.einsum("TV,TD->VD", d_TV, h_TD, preferred_element_type=jnp.float32)
-    return [loss, dw_VD], [token_loss_T, dh_TD.astype(h_TD.dtype)]
+def choice(named: str, tokens: int, words: int, chunk: int, device: Device) -> str:
+    """The backend of a call that every backend can run; for planning."""
+    return preference(tokens, words, chunk, device)[0] if named == "auto" else named

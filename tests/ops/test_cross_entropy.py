@@ -1,164 +1,252 @@
-"""The chunked output projection and cross entropy against plain log_softmax."""
+"""Every backend of linear + cross entropy over one table, against float64 NumPy."""
 
 import functools
+import logging
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops.cross_entropy_cases import CASES, TOLERANCE, Case, arrays_of, error, expected, run
 
+import maxmeg.ops.backend as dispatch
+import maxmeg.ops.cross_entropy as module
+import maxmeg.ops.cross_entropy_tiled as tiled
+from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.validate import axis_sizes
+from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy
-from maxmeg.parallel.mesh import AXES, local_mesh
+from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.spmd import spmd
+from maxmeg.planning import hlo
 
-TOLERANCE = 2e-6  # of the largest value, float32
-BFLOAT16 = 2e-2  # gradients of logits are rounded before their product
-T, D, V = 37, 16, 29
+FINITE_DIFFERENCES = 1e-3  # float32, steps of 1e-2
+CPU, GPU = Device("cpu"), Device("cuda")
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-# name: (vocabulary without padding, z_loss, softcap, chunk)
-CASES = {
-    "plain": (29, 0.0, 0.0, 64),
-    "one chunk exactly": (29, 0.0, 0.0, 37),
-    "chunks that do not divide": (29, 0.0, 0.0, 8),
-    "a chunk a token": (29, 0.0, 0.0, 1),
-    "z-loss": (29, 0.1, 0.0, 64),
-    "softcap": (29, 0.0, 3.0, 64),
-    "padded": (21, 0.0, 0.0, 64),
-    "all": (21, 0.1, 3.0, 10),
-}
-TABLE = pytest.mark.parametrize("name", CASES)
+P = jax.sharding.PartitionSpec
+ROUNDED = ("plain", "sure of itself", "smoothing and soft cap", "all", "kernels")
 
 
-def spec_of(name: str) -> CrossEntropySpec:
-    return CrossEntropySpec(*CASES[name])
+def can_run(backend: str) -> bool:
+    h, w = (jax.ShapeDtypeStruct((n, 64), jnp.bfloat16) for n in (256, 512))
+    targets, weights = (jax.ShapeDtypeStruct((256,), d) for d in (jnp.int32, jnp.float32))
+    call = (h, w, targets, weights, CrossEntropySpec(512))
+    return not module.BACKENDS[backend].refuses(*call, dispatch.target_device())
 
 
-def inputs(name: str, dtype=np.float32):
-    rng = np.random.default_rng(0)
-    h, w = rng.normal(size=(T, D)), rng.normal(size=(V, D))
-    targets = rng.integers(0, CASES[name][0], T)
-    weights = (rng.random(T) * (rng.random(T) < 0.7)).astype(np.float32)
-    return jnp.asarray(h, dtype), jnp.asarray(w, dtype), targets, weights
+BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
+EVERY = pytest.mark.parametrize("backend", BACKENDS)
 
 
-def reference(h, w, targets, weights, name):
-    """(loss, losses of the tokens) from whole logits."""
-    vocab_size, z_loss, softcap, _ = CASES[name]
-    logits = jnp.einsum("TD,VD->TV", h, w[:vocab_size], precision="highest")
-    if softcap:
-        logits = softcap * jnp.tanh(logits / softcap)
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)[:, 0]
-    z = jnp.square(jax.nn.logsumexp(logits, axis=-1))
-    return jnp.sum(weights * (losses + z_loss * z)), losses
+def prepared(name: str, dtype: str, monkeypatch) -> tuple[Case, list[np.ndarray]]:
+    case = CASES[name]
+    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(*case.tiles, multiple=1))
+    return case, arrays_of(case, dtype)
 
 
-@functools.cache
-def both(name: str, dtype=jnp.float32, scale: float = 1.0):
-    """((loss, token losses), (dh, dw)) of ours and of the reference in float32."""
-    h, w, targets, weights = inputs(name, dtype)
-
-    def ours(h, w):
-        loss, losses = linear_cross_entropy(h, w, targets, weights, spec_of(name))
-        return scale * loss, losses
-
-    def theirs(h, w):
-        loss, losses = reference(h, w, targets, weights, name)
-        return scale * loss, losses
-
-    def run(function, *given):
-        return quick_jit(jax.value_and_grad(function, argnums=(0, 1), has_aux=True))(*given)
-
-    return run(ours, h, w), run(theirs, h.astype(jnp.float32), w.astype(jnp.float32))
+@EVERY
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(n, "float32") for n in CASES] + [(n, "bfloat16") for n in ROUNDED]
+)
+def test_losses_and_gradients_equal_the_reference(name, dtype, backend, monkeypatch):
+    case, arrays = prepared(name, dtype, monkeypatch)
+    wanted, found = expected(case, arrays), run(case, arrays, backend, quick_jit)
+    assert found["loss"].dtype == found["losses"].dtype == "float32"
+    assert found["dh"].dtype == found["dw"].dtype == dtype
+    errors = {key: error(found[key], wanted[key]) for key in wanted}
+    assert max(errors.values()) <= TOLERANCE[dtype], errors
+    assert error(found["losses"], wanted["losses"]) <= TOLERANCE["float32"]
+    assert not found["dh"][arrays[3] == 0].any()
+    assert not found["dw"][case.spec.vocab_size :].any()
 
 
-def close(found, expected, tolerance) -> bool:
-    difference = np.abs(np.float32(found) - expected).max()
-    return bool(difference <= tolerance * np.abs(expected).max())
-
-
-@TABLE
-def test_loss_and_gradients_equal_the_reference(name):
-    found, expected = (jax.tree.leaves(result) for result in both(name))
-    for got, want in zip(found, expected, strict=True):
-        assert close(got, want, TOLERANCE)
-
-
-@TABLE
-def test_without_gradients_the_loss_is_the_same(name):
-    h, w, targets, weights = inputs(name)
-    loss, losses = quick_jit(linear_cross_entropy, static_argnums=4)(
-        h, w, targets, weights, spec_of(name)
-    )
-    (expected, expected_losses), _ = both(name)[0]
-    assert close(loss, expected, TOLERANCE) and close(losses, expected_losses, TOLERANCE)
-
-
-@TABLE
-def test_tokens_of_weight_zero_and_padded_words_have_no_gradient(name):
-    _, (dh, dw) = both(name)[0]
-    weights = inputs(name)[3]
-    assert not dh[weights == 0].any() and dh[weights > 0].any(axis=1).all()
-    assert not dw[CASES[name][0] :].any()
-
-
-def test_the_cotangent_scales_the_gradients():
-    for got, want in zip(both("all", scale=-2.5)[0][1], both("all")[0][1], strict=True):
-        assert close(got, -2.5 * want, TOLERANCE)
-
-
-@pytest.mark.parametrize("name", ["plain", "all"])
-def test_bfloat16_computes_in_float32(name):
-    ((loss, losses), gradients), ((expected, expected_losses), wanted) = both(name, jnp.bfloat16)
-    assert loss.dtype == losses.dtype == jnp.float32
-    assert close(loss, expected, TOLERANCE) and close(losses, expected_losses, TOLERANCE)
-    for got, want in zip(gradients, wanted, strict=True):
-        assert got.dtype == jnp.bfloat16 and close(got, want, BFLOAT16)
-
-
-def test_huge_logits_stay_finite():
-    h, w, targets, weights = inputs("plain")
-    run = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1), has_aux=True)
-    (loss, _), gradients = quick_jit(run, static_argnums=4)(
-        1e4 * h, 1e4 * w, targets, weights, spec_of("plain")
-    )
-    assert all(np.isfinite(array).all() for array in (loss, *gradients))
-
-
+@EVERY
 @pytest.mark.parametrize("name", ["padded", "all"])
-def test_a_vocabulary_over_devices_is_the_whole_one(name):
-    h, w, targets, weights = inputs(name)
-    mesh = local_mesh(4)
-    P = jax.sharding.PartitionSpec
+def test_without_gradients_the_loss_is_the_same(name, backend, monkeypatch):
+    case, arrays = prepared(name, "float32", monkeypatch)
+    call = functools.partial(linear_cross_entropy, spec=case.spec, backend=backend)
+    wanted = expected(case, arrays)
+    for key, found in zip(("loss", "losses"), quick_jit(call)(*arrays), strict=True):
+        assert error(found, wanted[key]) <= TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("name", ["plain", "smoothing and soft cap", "all"])
+def test_gradients_are_differences(name):
+    case = CASES[name]
+    h, w, targets, weights = map(jnp.asarray, arrays_of(case, "float32"))
+
+    def loss(h, w):
+        return linear_cross_entropy(h, w, targets, weights, case.spec, backend="xla")[0]
+
+    rng = np.random.default_rng(3)
+    dh, dw = (rng.normal(size=x.shape).astype(np.float32) for x in (h, w))
+    slopes = quick_jit(jax.grad(loss, argnums=(0, 1)))(h, w)
+    slope = sum(np.vdot(g, d) for g, d in zip(slopes, (dh, dw), strict=True))
+    value, step = quick_jit(loss), 1e-2
+    difference = value(h + step * dh, w + step * dw) - value(h - step * dh, w - step * dw)
+    assert difference / (2 * step) == pytest.approx(slope, rel=FINITE_DIFFERENCES)
+
+
+@EVERY
+def test_huge_logits_stay_finite(backend, monkeypatch):
+    case, (h, w, targets, weights) = prepared("plain", "float32", monkeypatch)
+    found = run(case, [1e4 * h, 1e4 * w, targets, weights], backend, quick_jit)
+    assert all(np.isfinite(array).all() for array in found.values())
+
+
+@EVERY
+def test_a_token_of_weight_zero_reaches_neither_the_sum_nor_other_tokens(backend, monkeypatch):
+    case, arrays = prepared("all", "float32", monkeypatch)
+    strange = arrays[0].copy()
+    strange[arrays[3] == 0] = np.nan
+    found = run(case, [strange, *arrays[1:]], backend, quick_jit)
+    wanted = expected(case, arrays)
+    assert error(found["loss"], wanted["loss"]) <= TOLERANCE["float32"]
+    assert error(found["dh"], wanted["dh"]) <= TOLERANCE["float32"]
+
+
+def over_vocabulary(case: Case, backend: str):
+    """(the gradient of `case` with the vocabulary over two axes, its mesh, padded words)."""
+    mesh = make_mesh(axis_sizes(ParallelConfig(pipe=2, tensor=4), 8), jax.devices()[:8])
 
     def local(h, w, targets, weights):
-        run = jax.value_and_grad(linear_cross_entropy, argnums=(0, 1), has_aux=True)
-        (loss, losses), (dh, dw) = run(h, w, targets, weights, spec_of(name))
-        return loss, losses, jax.lax.psum(dh, AXES), dw
+        call = functools.partial(linear_cross_entropy, spec=case.spec, backend=backend)
+        run = jax.value_and_grad(call, argnums=(0, 1), has_aux=True)
+        (loss, losses), (dh, dw) = run(h, w, targets, weights)
+        return loss, losses, dh[None], dw
 
-    w = jnp.pad(w, ((0, 32 - V), (0, 0)))
-    specs = (P(), P("tensor"), P(), P())
-    run = quick_jit(spmd(local, mesh, specs, (P(), P(), P(), P("tensor"))))
-    *found, dw = run(h, w, targets, weights)
-    assert not dw[V:].any()
-    for got, want in zip((*found, dw[:V]), jax.tree.leaves(both(name)[1]), strict=True):
-        assert close(got, want, TOLERANCE)
+    specs = (P(), P(VOCAB_AXES), P(), P())
+    return spmd(local, mesh, specs, (P(), P(), P(VOCAB_AXES), P(VOCAB_AXES))), mesh
 
 
-def largest_array(chunk: int) -> int:
+@EVERY
+@pytest.mark.parametrize("name", ["padded", "all"])  # 21 words on 8 devices: some have none
+def test_a_vocabulary_over_devices_is_the_whole_one(name, backend, monkeypatch):
+    case, (h, w, targets, weights) = prepared(name, "float32", monkeypatch)
+    wanted = expected(case, [h, w, targets, weights], scale=1.0)
+    padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
+    run, _ = over_vocabulary(case, backend)
+    loss, losses, dh, dw = quick_jit(run)(h, padded, targets, weights)
+    assert not dw[case.words :].any()
+    found = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
+    for key, array in found.items():
+        assert error(array, wanted[key]) <= TOLERANCE["float32"], key
+
+
+@EVERY
+@pytest.mark.parametrize(("smoothing", "numbers"), [(0.0, 3), (0.1, 4)])
+def test_communication_is_a_few_numbers_a_token(backend, smoothing, numbers, monkeypatch):
+    """The largest logit, then sums of exponentials, of the target's logit and, with label
+    smoothing, of all logits: once a chunk of tokens, however many chunks of words."""
+    case = Case(64, 16, 64, label_smoothing=smoothing, chunk=16, tiles=(16, 2, 64, 2))
+    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(*case.tiles, multiple=1))
+    run, mesh = over_vocabulary(case, backend)
+    compiled = quick_jit(run).lower(*arrays_of(case, "float32")).compile()
+    rows = hlo.collectives(hlo.parse(compiled.as_text()), dict(mesh.shape))
+    assert {(row.kind, row.axes) for row in rows} == {("all-reduce", VOCAB_AXES)}
+    assert sum(row.volume for row in rows) == 4 * numbers * case.tokens
+    assert sum(row.runs for row in rows) <= numbers * case.tokens // case.chunk
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "products"),
+    [
+        ("xla", {}, 3),
+        ("tiled", {}, 4),
+        ("tiled", {"softcap": 3.0}, 4),
+        ("tiled", {"label_smoothing": 0.1}, 4),
+        ("tiled", {"label_smoothing": 0.1, "softcap": 3.0}, 5),
+    ],
+)
+def test_number_of_matrix_products(backend, options, products, monkeypatch):
+    case = Case(64, 16, 96, chunk=16, tiles=(16, 24, 32, 12), **options)
+    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(*case.tiles, multiple=1))
+    call = functools.partial(linear_cross_entropy, spec=case.spec, backend=backend)
+    arrays = arrays_of(case, "float32")
+
+    def count(function) -> float:
+        text = quick_jit(function).lower(*arrays).compile().as_text()
+        each = 2 * case.tokens * case.width * case.words
+        return hlo.matrix_flops(hlo.parse(text)) / each
+
+    assert count(jax.value_and_grad(call, argnums=(0, 1), has_aux=True)) == products
+    assert count(call) == 1
+
+
+def largest_array(backend: str, chunk: int) -> int:
     """Elements of the largest array in the compiled gradient of 1,000 tokens x 800 words."""
     h, w = (jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (1000, 800))
     targets, weights = (jax.ShapeDtypeStruct((1000,), d) for d in (jnp.int32, jnp.float32))
-    gradient = jax.grad(linear_cross_entropy, argnums=(0, 1), has_aux=True)
-    lowered = quick_jit(gradient, static_argnums=4).lower(
-        h, w, targets, weights, CrossEntropySpec(800, 1e-3, 5.0, chunk)
-    )
+    spec = CrossEntropySpec(800, 1e-3, 5.0, chunk, 0.1)
+    call = functools.partial(linear_cross_entropy, spec=spec, backend=backend)
+    gradient = jax.grad(call, argnums=(0, 1), has_aux=True)
+    lowered = quick_jit(gradient).lower(h, w, targets, weights)
     shapes = re.findall(r"\w+\[([\d,]+)\]", lowered.compile().as_text())
     return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 
 
-def test_the_logits_of_all_tokens_never_exist():
-    assert largest_array(chunk=1000) == 1000 * 800  # what the next line would find
-    assert largest_array(chunk=100) == 100 * 800
+def test_the_logits_of_all_tokens_never_exist(monkeypatch):
+    assert largest_array("xla", chunk=1000) == 1000 * 800  # what the next lines would find
+    assert largest_array("xla", chunk=100) == 100 * 800
+    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(100, 200, 400, 50, multiple=1))
+    assert largest_array("tiled", chunk=1000) == 100 * 200
+
+
+@pytest.mark.parametrize(("total", "size", "multiple"), [(29, 8, 1), (128, 48, 16), (100, 30, 64)])
+def test_chunks_cover_all_rows_once(total, size, multiple):
+    chunks = tiled.chunks_of(total, size, multiple)
+    held = []
+    for number in range(chunks.count):
+        start = int(chunks.start(jnp.int32(number)))
+        new = np.asarray(chunks.new(jnp.int32(number)))
+        assert new.any()
+        held += [start + row for row in range(chunks.size) if new[row]]
+    assert held == list(range(total))
+    assert chunks.size % multiple == 0 or chunks.size == total
+
+
+def test_auto_chooses_by_the_size_of_the_logits_and_says_so_once(caplog):
+    def found(tokens, words, device, chunk=2048):
+        return module.preference(tokens, words, chunk, device)[0]
+
+    assert found(8192, 50_304, GPU) == "xla"
+    assert found(8192, 128_256, GPU) == "tiled"
+    assert found(8192, 128_256, GPU, chunk=1024) == "xla"
+    assert found(512, 128_256, GPU) == "xla"
+    assert found(8192, 32_000, CPU) == "xla" and found(8192, 128_256, CPU) == "tiled"
+    arrays = [jnp.asarray(x) for x in arrays_of(CASES["plain"], "float32")]
+    dispatch.log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, "maxmeg"):
+        for _ in range(2):
+            linear_cross_entropy(*arrays, CASES["plain"].spec)
+    assert [record.getMessage() for record in caplog.records] == [
+        "linear + cross entropy backend: xla"
+    ]
+
+
+def test_every_choice_names_backends_and_some_choice_fits_anything():
+    assert all(set(choice.order) <= set(module.BACKENDS) for choice in module.CHOICES)
+    for device in (CPU, GPU):
+        assert module.preference(10**6, 10**9, 10**6, device)
+    assert module.choice("tiled", 1, 1, 1, CPU) == "tiled"
+
+
+def test_what_does_not_fit_is_refused():
+    h, w = jnp.zeros((4, 8)), jnp.zeros((6, 8))
+    targets, weights = jnp.zeros(4, jnp.int32), jnp.zeros(4)
+    spec = CrossEntropySpec(6)
+    with pytest.raises(ValueError, match=r"w \(6, 7\).* are not \[T, D\], \[V, D\]"):
+        module.check_shapes(h, w[:, :7], targets, weights)
+    with pytest.raises(ValueError, match="h is float32 and w is bfloat16"):
+        linear_cross_entropy(h, w.astype(jnp.bfloat16), targets, weights, spec)
+    with pytest.raises(ValueError, match="'liger' is none of auto, xla"):
+        linear_cross_entropy(h, w, targets, weights, spec, backend="liger")
+    low = jnp.float8_e4m3fn
+    with pytest.raises(ValueError, match="backend tiled cannot run: dtype float8_e4m3fn"):
+        linear_cross_entropy(h.astype(low), w.astype(low), targets, weights, spec, backend="tiled")
+    for name, value in (("label_smoothing", 1.0), ("z_loss", -1.0), ("chunk", 0)):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
+            CrossEntropySpec(6, **{name: value})
