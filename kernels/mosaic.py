@@ -21,10 +21,12 @@ def launch(
     grid: dict[str, int],
     warpgroups: int,
     scratch_types: Sequence[Any],
+    reduction_bytes: int = 2048,
 ) -> Callable[..., Any]:
     """A function of arrays that runs `body(*inputs, *outputs, *scratch)` on every point of `grid`.
 
     grid: name -> size, slowest first. approx_math: exp2 and log by the special function unit.
+    reduction_bytes: shared memory for reductions across warps, of which those of rows need none.
     """
     return plgpu.kernel(
         body,
@@ -34,7 +36,9 @@ def launch(
         grid_names=tuple(grid),
         num_threads=warpgroups,
         thread_name=WARPGROUP_AXIS,
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=reduction_bytes
+        ),
     )
 
 
