@@ -1,0 +1,52 @@
+"""Attention by our Pallas-Triton kernels (kernels/attention_triton.py). Not yet run on a GPU.
+
+Never chosen by "auto" before it has been measured. Its gradients are the same in every run: no
+sum depends on the order in which programs finish. Jax deprecates Pallas-Triton since 0.11.
+"""
+
+import functools
+import importlib.util
+import typing
+
+import jax
+
+from maxmeg.ops.attention_flash import flash
+from maxmeg.ops.attention_spec import Operands, ScoreSpec
+from maxmeg.ops.backend import Device
+
+if typing.TYPE_CHECKING:
+    from maxmeg.kernels.attention_triton import Tiles
+
+AMPERE = 8  # major compute capability: bfloat16 on tensor cores, copies that run in the background
+PALLAS = "jax.experimental.pallas.triton"
+SUPPORTS = (
+    "bfloat16, float16 and (exact, slowly) float32 on CUDA GPUs of capability 8.0 and newer where "
+    "jax has Pallas-Triton, every mask, segment ids that never fall along a row, softcap, sinks, "
+    "any lengths and offset, head dims up to 256"
+)
+
+
+def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
+    """Why the kernels cannot run this call; empty if they can."""
+    if not device.is_cuda:
+        return f"the device is {device.platform}, not a CUDA GPU"
+    if (0, 0) < device.capability < (AMPERE, 0):
+        major, minor = device.capability
+        return f"it needs compute capability 8.0 (Ampere) or newer, here is {major}.{minor}"
+    if importlib.util.find_spec(PALLAS) is None:
+        return f"jax {jax.__version__} has no Pallas-Triton ({PALLAS})"
+    if operands.dropout is not None:
+        return "attention dropout is not supported"
+    from maxmeg.kernels.attention_triton import flash_refuses
+
+    return flash_refuses(q_BLHK, k_BMGK, v_BMGV)
+
+
+def attend(
+    q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, tiles: "Tiles | None" = None
+):
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32; tiles None: those of the shape."""
+    from maxmeg.kernels.attention_triton import flash_attention
+
+    kernel = functools.partial(flash_attention, tiles=tiles)
+    return flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)
