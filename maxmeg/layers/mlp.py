@@ -3,21 +3,12 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
-
-ACTIVATIONS = {
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "swiglu": jax.nn.silu,
-    "geglu": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
-}
-GATED = ("swiglu", "geglu")
+from maxmeg.ops.activation import GATED, activate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +41,6 @@ class Mlp(nnx.Module):
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
         """Partial sums over tensor; no cache, no auxiliary values."""
-        activate = ACTIVATIONS[self.spec.activation]
         up_BLF = self.up(h_BLD)
-        inner_BLF = activate(up_BLF) if self.gate is None else activate(self.gate(h_BLD)) * up_BLF
-        return self.out(inner_BLF), cache, {}
+        inputs = (up_BLF,) if self.gate is None else (self.gate(h_BLD), up_BLF)
+        return self.out(activate(self.spec.activation, *inputs)), cache, {}

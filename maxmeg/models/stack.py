@@ -59,7 +59,8 @@ class Stack(nnx.Module):
 
     They lie in model order, or with a `layout` in the order of a pipeline's places, those without
     a layer being zero. recompute: "none" keeps the results of matrix products and attention,
-    "selective" those of matrix products, "full" only the units' inputs.
+    "selective" those of matrix products, "full" only the units' inputs. scan: one loop over the
+    repeats of a unit, else a program as long as the stack is deep.
     """
 
     def __init__(
@@ -68,7 +69,9 @@ class Stack(nnx.Module):
         pattern: Pattern,
         recompute: str = "none",
         layout: Layout | None = None,
+        scan: bool = True,
     ):
+        self.scan = scan
         self.repeats = tuple(repeats for _, repeats in pattern)
         self.recompute = recompute
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
@@ -100,7 +103,8 @@ class Stack(nnx.Module):
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
             indices = first + jnp.arange(repeats)
             part = None if cache is None else cache[i]
-            x_BLD, (new_cache, aux) = lax.scan(body, x_BLD, (group, indices, part))
+            run = lax.scan if self.scan else one_by_one
+            x_BLD, (new_cache, aux) = run(body, x_BLD, (group, indices, part))
             caches.append(new_cache)
             auxes.append(aux)
             first += repeats
@@ -114,7 +118,7 @@ class Stack(nnx.Module):
         def run(unit, x_BLD, layer, cache):
             return unit(x_BLD, dataclasses.replace(ctx, layer=layer), cache)
 
-        kept = jax.checkpoint(run, policy=POLICIES[self.recompute], prevent_cse=False)
+        kept = jax.checkpoint(run, policy=POLICIES[self.recompute], prevent_cse=not self.scan)
         return kept(unit, x_BLD, layer, cache)
 
     def init_cache(self, batch: int, length: int) -> list:
@@ -124,3 +128,13 @@ class Stack(nnx.Module):
             return [sublayer.init_cache(batch, length) for sublayer in unit.sublayers]
 
         return [jax.vmap(unit_cache)(group) for group in self.groups]
+
+
+def one_by_one(body, carry, stacked):
+    """lax.scan without a loop: XLA then copies no layer's activations into and out of a stack."""
+    length = jax.tree.leaves(stacked)[0].shape[0]
+    found = []
+    for i in range(length):
+        carry, out = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+        found.append(out)
+    return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *found)

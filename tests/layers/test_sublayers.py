@@ -12,8 +12,9 @@ from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import lookup
 from maxmeg.layers.linear import Linear
-from maxmeg.layers.mlp import ACTIVATIONS, GATED, Mlp, MlpSpec
+from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.ops.activation import ACTIVATIONS, GATED
 
 TOLERANCE = 2e-6  # of the largest value, float32
 BFLOAT16 = 2**-8  # of each value: one rounding of the result

@@ -1,0 +1,48 @@
+"""Activations against float64 NumPy: values, gradients, and one rounding in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layers.test_sublayers import FORMULAS
+
+from maxmeg.ops.activation import ACTIVATIONS, GATED, activate
+
+FINITE_DIFFERENCES = 1e-5  # of float64 formulas, against gradients in float32
+BFLOAT16 = 2**-8  # of each value: one rounding of the result
+STEP = 1e-6
+
+
+def inputs(name: str) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    names = ("x", "up") if name in GATED else ("x",)
+    return {key: 2 * rng.normal(size=(3, 40)).astype(np.float32) for key in names}
+
+
+def formula(name: str, x, up=1.0):
+    return FORMULAS[name](np.float64(x)) * np.float64(up)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gradients_equal_finite_differences(name):
+    given = inputs(name)
+    cotangent = np.random.default_rng(1).normal(size=(3, 40)).astype(np.float32)
+    found = jax.jit(jax.grad(lambda g: jnp.sum(activate(name, **g) * cotangent)))(given)
+    for key in given:
+        ends = []
+        for sign in (1, -1):
+            moved = {k: np.float64(v) + (sign * STEP if k == key else 0) for k, v in given.items()}
+            ends.append(formula(name, **moved))
+        slope = cotangent * (ends[0] - ends[1]) / (2 * STEP)
+        assert np.abs(found[key] - slope).max() <= FINITE_DIFFERENCES * np.abs(slope).max(), key
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_bfloat16_is_rounded_once(name):
+    given = {key: jnp.bfloat16(value) for key, value in inputs(name).items()}
+    found = jax.jit(activate, static_argnums=0)(name, **given)
+    expected = formula(name, **{key: np.float64(value) for key, value in given.items()})
+    assert found.dtype == jnp.bfloat16
+    assert (np.abs(np.float64(found) - expected) <= BFLOAT16 * np.abs(expected) + 1e-6).all()
+    slope = jax.grad(lambda g: jnp.sum(activate(name, **g).astype(jnp.float32)))(given)
+    assert {value.dtype for value in slope.values()} == {jnp.dtype(jnp.bfloat16)}
