@@ -24,12 +24,12 @@ CHEAP = frozenset((
     "abs", "add", "add_any", "and", "axis_index", "broadcast_in_dim", "ceil", "clamp",
     "concatenate", "convert_element_type", "copy", "cos", "div", "dynamic_slice", "eq", "erf",
     "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "integer_pow",
-    "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name",
-    "ne", "neg", "not", "one_minus_square", "optimization_barrier", "or", "pad", "pow", "random_bits", "random_fold_in",
-    "random_unwrap", "random_wrap", "reduce_precision", "rem", "reshape", "rsqrt", "select_n",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "slice",
-    "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh", "threefry2x32",
-    "transpose", "xor",
+    "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne",
+    "neg", "not", "one_minus_square", "optimization_barrier", "or", "pad", "pow", "random_bits",
+    "random_fold_in", "random_unwrap", "random_wrap", "reduce_precision", "rem", "reshape",
+    "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
+    "sin", "slice", "split", "sqrt", "square", "squeeze", "stop_gradient", "sub", "tanh",
+    "threefry2x32", "transpose", "xor",
 ))
 # fmt: on
 GRAIN = 1024  # bytes: unit of the cut's capacities, which are 32-bit
