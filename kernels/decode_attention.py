@@ -54,7 +54,7 @@ DECODE_TILES = {  # by head dims of queries and keys, and of values
     (192, 128): Tile(keys=64, stages=5, consumers=1),
     (256, 256): Tile(keys=64, stages=3, consumers=1),
 }
-PROGRAMS_A_MULTIPROCESSOR = {(192, 128): 1, (256, 256): 1}  # elsewhere 2
+ALONE = ((192, 128), (256, 256))  # a multiprocessor holds one program of these, two of others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +70,10 @@ class DecodeShape:
     page: int = 64
     queries: int = 1
     spec: FlashSpec = FlashSpec()
+
+    @property
+    def values(self) -> int:
+        return self.value_dim or self.head_dim
 
 
 TUNED_SHAPES = {
@@ -195,6 +199,11 @@ def merge_parts(
     return (used_BCGRV * shares_BCGR[..., None]).sum(axis=1), base_BGR + jnp.log(total_BGR)
 
 
+def programs_at_once(head_dim: int, value_dim: int) -> int:
+    """That a GPU runs: as many as the registers and shared memory of a multiprocessor hold."""
+    return MULTIPROCESSORS * (1 if (head_dim, value_dim) in ALONE else 2)
+
+
 def part_count(programs: int, blocks: int, at_once: int) -> int:
     """Parts of each row that take the least time, if every row is as long as its pages allow."""
 
@@ -231,9 +240,8 @@ def attend_parts(
     tile, dtype = DECODE_TILES[K, V], q_BGRK.dtype
     lower_BL, upper_BL, spans_B6 = visible_spans(spec, pages.lengths_B, queries, tile.keys, N * S)
     of_row_64 = jnp.minimum(jnp.arange(WARPGROUP_ROWS) // heads, queries - 1)
-    reach = min(N * S, *(limit for limit in (N * S, spec.window, spec.chunk) if limit))
-    at_once = MULTIPROCESSORS * PROGRAMS_A_MULTIPROCESSOR.get((K, V), 2)
-    parts = part_count(B * G, -(-reach // tile.keys), at_once)
+    reach = min(limit for limit in (N * S, spec.window, spec.chunk) if limit)
+    parts = part_count(B * G, -(-reach // tile.keys), programs_at_once(K, V))
     sides = MaskSides(lower=bool(spec.window or spec.chunk), upper=True)
     plan = ForwardPlan(Scores(spec.scale, spec.softcap), tile, sides, heads, False)
     copies = max(1, tile.keys // S)
@@ -248,7 +256,7 @@ def attend_parts(
         rings, results = shared
         decode_program(plan, DecodeRefs(*arrays, *rings, *results, *barriers))
 
-    return mosaic.launch(
+    out_BCGRV, lse_BCGR = mosaic.launch(
         decode_attention,
         out_type=[
             jax.ShapeDtypeStruct((B, parts, G, R, V), jnp.float32),
@@ -274,6 +282,7 @@ def attend_parts(
         upper_BL[:, of_row_64],
         spans_B6,
     )
+    return out_BCGRV, lse_BCGR
 
 
 def decode_program(plan: ForwardPlan, refs: DecodeRefs) -> None:
@@ -322,6 +331,7 @@ def attend(plan: ForwardPlan, refs: DecodeRefs, part: Part) -> None:
         if masked:
             clear_unseen(v_tile, block * plan.tile.keys, part)
         out = add_values(out * spread(shrink, out.shape), weights.astype(v_tile.dtype), v_tile)
+        plgpu.commit_smem()  # every warp must have read a slot before it is filled again
         later = block + plan.tile.stages
         pl.when(later < part.end)(lambda: fetch(plan, refs, part, later))
         return out, *statistics
@@ -334,7 +344,6 @@ def attend(plan: ForwardPlan, refs: DecodeRefs, part: Part) -> None:
     for masked, start, stop in visits(plan.sides.lower, plan.sides.upper, part, part.end):
         carry = lax.fori_loop(start, stop, lambda j, c, m=masked: step(m, j, c), carry)
     out, maximum, total = carry
-    plgpu.commit_smem()  # the results lie where the rings did: every warp must have read these
     inverse = 1 / jnp.where(total == 0.0, 1.0, total)
     refs.out_buffer[...] = out * spread(inverse, out.shape)
     store_lse(refs, part, maximum * (1 / LOG2E) + jnp.log(total), with_out=True)

@@ -52,7 +52,7 @@ def decode_attention(
     q_BLHK: Float[Array, "B *L H K"],
     cache: PagedCache,
     spec: ScoreSpec = CAUSAL,
-    sinks_H: Float[Array, " H"] | None = None,
+    sinks_H: Array | None = None,
     *,
     with_lse: bool = False,
     backend: str = "auto",

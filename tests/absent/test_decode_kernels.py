@@ -1,0 +1,88 @@
+"""The decode attention kernel compiled for an H100 that is not here: memory, registers, spills."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from absent.test_kernels import MIB, REPOSITORY, SHARED_MEMORY, Kernel, kernels_in
+from maxmeg.kernels import decode_attention
+from maxmeg.kernels.decode_attention import TUNED_SHAPES
+
+from maxmeg.runtime.absent_environment import absent_environment
+
+MULTIPROCESSOR = 233_472  # bytes of shared memory, of which every program takes RESERVED more
+RESERVED = 1024
+# Every mask, head dim and size of page once, and rows that are split.
+NAMES = [
+    *("llama-1x128k", "llama-64x8k", "llama-64x8k-page16", "llama-64x8k-page128"),
+    *("llama-64x8k-draft", "mistral-64x32k-window", "gpt-64x2k", "phi-64x2k", "phi3-64x4k"),
+    *("deepseek-8x4k", "gemma-64x4k-softcap"),
+]
+
+COMPILE = """
+import json, os, sys
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxmeg.kernels import decode_attention
+from maxmeg.planning.absent import absent_gpus
+
+mesh = Mesh(absent_gpus("h100", 1), ("one",))
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+for name in sys.argv[2:]:
+    os.environ["MOSAIC_GPU_DUMP_TO"] = folder = os.path.join(sys.argv[1], name)
+    os.mkdir(folder)
+    case = decode_attention.TUNED_SHAPES[name]
+    B, N = case.batch, case.length // case.page
+    pools = [array(B * N, case.page, case.key_heads, K) for K in (case.head_dim, case.values)]
+    q = array(B, case.queries, case.heads, case.head_dim)
+    indices = array(B, N, dtype=jnp.int32), array(B, dtype=jnp.int32)
+
+    def attend(q, *pages):
+        return decode_attention.paged_attention(q, decode_attention.Pages(*pages), case.spec)
+
+    lowered = jax.jit(attend).trace(q, *pools, *indices).lower(lowering_platforms=("cuda",))
+    memory = lowered.compile().memory_analysis()
+    print(json.dumps({"name": name, "temporaries": memory.temp_size_in_bytes}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, tuple[int, list[Kernel]]]:
+    """Of each shape the temporaries in bytes, and its kernels; one process compiles all."""
+    folder = tmp_path_factory.mktemp("kernels")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(folder), *NAMES],
+        env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row["name"]: (row["temporaries"], kernels_in(folder / row["name"])) for row in rows}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shape_compiles_and_as_many_programs_fit_as_it_counts_on(compiled, name: str):
+    case, (_, (kernel,)) = TUNED_SHAPES[name], compiled[name]
+    assert kernel.name == "decode_attention"
+    assert not kernel.spilled and not kernel.serialised
+    assert kernel.shared <= SHARED_MEMORY
+    programs = decode_attention.programs_at_once(case.head_dim, case.values)
+    together = programs // decode_attention.MULTIPROCESSORS
+    assert together * (kernel.shared + RESERVED) <= MULTIPROCESSOR
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_temporary_is_as_long_as_the_cache(compiled, name: str):
+    """The queries, and of each part of a row the output and two numbers a query, in float32."""
+    case = TUNED_SHAPES[name]
+    rows = -(-case.queries * case.heads // case.key_heads // 8) * 8
+    at_once = decode_attention.programs_at_once(case.head_dim, case.values)
+    parts = decode_attention.part_count(case.batch * case.key_heads, case.length // 64, at_once)
+    width = case.head_dim * 2 + parts * (case.values + 64) * 4
+    assert compiled[name][0] <= 2 * case.batch * case.key_heads * rows * width + MIB

@@ -1,0 +1,197 @@
+"""Every decode attention backend over one table, against float64 NumPy and `attention`."""
+
+import functools
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.decode_attention_cases import (
+    CASES,
+    LONG,
+    TOLERANCE,
+    Case,
+    arrays_of,
+    contiguous,
+    errors,
+    expected,
+    run,
+)
+
+import maxmeg.ops.backend as choice
+import maxmeg.ops.decode_attention as module
+import maxmeg.ops.decode_attention_xla as xla
+from maxmeg.ops.attention import Operands, ScoreSpec, attention
+from maxmeg.ops.backend import Device
+from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_pages
+
+HOPPER = Device("cuda", (9, 0))
+ROUNDED = ("grouped", "drafts, several blocks", "everything")
+# Half the time to compile; rounding may differ, no more than the tolerances allow.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.mark.parametrize("backend", module.BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(n, "float32") for n in CASES] + [(n, d) for n in ROUNDED for d in ("bfloat16", "float16")],
+)
+def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkeypatch):
+    monkeypatch.setattr(xla, "KEY_BLOCK", 64)
+    case, arrays = CASES[name], arrays_of(CASES[name], dtype)
+    call = (*arrays[:2], case.spec, arrays[2], choice.target_device())
+    if reason := module.BACKENDS[backend].refuses(*call):
+        with pytest.raises(ValueError, match=re.escape(reason)):  # named, it never gives way
+            run(case, *arrays, backend)
+        return
+    found = run(case, *arrays, backend, quick_jit)
+    assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
+    measured = errors(found, expected(case, *arrays))
+    assert max(measured.values()) <= TOLERANCE[dtype], measured
+
+
+def test_it_is_attention_over_the_gathered_cache():
+    case = CASES["everything"]
+    q, cache, sinks = arrays_of(case, "float32")
+    found = run(case, q, cache, sinks, "auto", quick_jit)
+    for row in (0, 3):
+        operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks)
+        qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
+        call = functools.partial(attention, spec=case.spec, operands=operands, with_lse=True)
+        wanted = quick_jit(call)(*qkv)
+        for part, whole in zip((found["out"], found["lse"]), wanted, strict=True):
+            np.testing.assert_allclose(part[row], whole[0], rtol=1e-4, atol=1e-5)
+
+
+def test_one_query_needs_no_dimension_of_its_own():
+    q, cache, _ = arrays_of(CASES["grouped"], "float32")
+    cache = PagedCache(*map(jnp.asarray, cache))
+    both = [decode_attention(jnp.asarray(x), cache, with_lse=True) for x in (q, q[:, 0])]
+    for whole, one in zip(*both, strict=True):
+        np.testing.assert_array_equal(whole[:, 0], one)
+    assert decode_attention(jnp.asarray(q[:, 0]), cache).shape == (5, 4, 64)
+
+
+def test_what_is_not_finite_reaches_its_own_row_alone():
+    """A key that is seen is NaN in the row, as in `attention`; the other rows are as they were."""
+    case = CASES["several blocks"]
+    q, cache, sinks = arrays_of(case, "float32")
+    wanted = run(case, q, cache, sinks, "xla", quick_jit)
+    pages = cache.k_pages_PSGK.copy()
+    pages[cache.page_table_BN[1, 2]] = np.nan
+    found = run(case, q, cache._replace(k_pages_PSGK=pages), sinks, "xla", quick_jit)
+    for key in ("out", "lse"):
+        assert np.isnan(found[key][1]).all()
+        others = [0, 2, 3, 4]
+        np.testing.assert_array_equal(found[key][others], wanted[key][others])
+
+
+def described(case: Case, dtype=jnp.bfloat16, pool: int = 64) -> tuple:
+    """The arrays of a call as shapes."""
+    array, dims = jax.ShapeDtypeStruct, (case.head_dim, case.value_dim or case.head_dim)
+    pools = [array((pool, case.page, case.groups, dim), dtype) for dim in dims]
+    rows = len(case.lengths)
+    table = (array((rows, case.pages), jnp.int32), array((rows,), jnp.int32))
+    q = array((rows, case.queries, case.heads, case.head_dim), dtype)
+    return q, PagedCache(*pools, *table)
+
+
+def test_memory_does_not_grow_with_the_cache():
+    def temporaries(pages: int) -> int:
+        arguments = described(Case(pages=pages), jnp.float32, 5 * pages)
+        compiled = quick_jit(decode_attention).lower(*arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    small, large = temporaries(64), temporaries(1024)
+    block = 5 * xla.KEY_BLOCK * 2 * 64 * 4  # keys of one block
+    assert large <= 1.1 * small
+    assert large <= 6 * block
+
+
+def test_auto_takes_the_reference_even_where_the_kernel_could_run(monkeypatch, caplog):
+    monkeypatch.setattr(choice, "target_device", lambda: HOPPER)
+    choice.log_choice.cache_clear()
+    arguments = described(Case(pages=4))
+    assert module.BACKENDS["mosaic"].refuses(*arguments, ScoreSpec(), None, HOPPER) == ""
+    with caplog.at_level(logging.INFO, "maxmeg"):
+        jax.eval_shape(decode_attention, *arguments)
+    assert [record.getMessage() for record in caplog.records] == ["decode attention backend: xla"]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        (Device("cpu"), {}, "cannot run: the device is cpu, not a CUDA GPU; use auto or xla"),
+        (Device("cuda", (8, 0)), {}, "it needs a Hopper GPU .*here is 8.0"),
+        (HOPPER, {"page": 12}, "pages of 12 slots"),
+        (HOPPER, {"head_dim": 40}, r"head dims \(query, value\) \(40, 40\) are none of"),
+        (HOPPER, {"queries": 33}, "33 queries of 2 heads a key head are more than 64 rows"),
+    ],
+)
+def test_the_named_kernel_says_why_it_cannot_run(device, options, message, monkeypatch):
+    monkeypatch.setattr(choice, "target_device", lambda: device)
+    arguments = described(Case(pages=4, **options))
+    with pytest.raises(ValueError, match=f"decode attention backend mosaic .*{message}"):
+        jax.eval_shape(functools.partial(decode_attention, backend="mosaic"), *arguments)
+
+
+def test_where_no_backend_can_run_the_error_lists_what_each_supports():
+    arguments = described(Case(pages=4), jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"xla: dtypes float8.*by mosaic: bfloat16 and"):
+        jax.eval_shape(decode_attention, *arguments)
+    with pytest.raises(ValueError, match="'flash' is none of auto, mosaic, xla"):
+        jax.eval_shape(functools.partial(decode_attention, backend="flash"), *arguments)
+
+
+def test_gradients_are_refused():
+    q, cache, _ = arrays_of(CASES["grouped"], "float32")
+    cache = PagedCache(*map(jnp.asarray, cache))
+    with pytest.raises(ValueError, match="decode attention has no gradient: train with"):
+        jax.grad(lambda q: decode_attention(q, cache).sum())(jnp.asarray(q))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v_pages_PSGV": (64, 8, 2, 64)}, r"v_pages_PSGV has shape \(64, 8, 2, 64\), needs \(64,"),
+        ({"k_pages_PSGK": (64, 16, 3, 64)}, "query heads=4 must be a multiple of key heads=3"),
+        ({"k_pages_PSGK": (64, 16, 2, 32)}, r"queries \(5, 1, 4, 64\) are not \[B, H, 32\]"),
+        ({"page_table_BN": (4, 4)}, r"page_table_BN has shape \(4, 4\), needs \(5, 4\)"),
+        ({"lengths_B": (4,)}, r"lengths_B has shape \(4,\), needs \(5,\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict, message: str):
+    q, cache = described(Case(pages=4))
+    for name, shape in changes.items():
+        dtype = getattr(cache, name).dtype
+        cache = cache._replace(**{name: jax.ShapeDtypeStruct(shape, dtype)})
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(decode_attention, q, cache)
+
+
+def test_sinks_and_indices_must_fit():
+    q, cache = described(Case(pages=4))
+    with pytest.raises(ValueError, match=r"sinks_H has shape \(3,\), needs \(4,\)"):
+        jax.eval_shape(lambda *call: decode_attention(*call, sinks_H=jnp.zeros(3)), q, cache)
+    cache = cache._replace(lengths_B=jax.ShapeDtypeStruct((5,), jnp.int16))
+    with pytest.raises(ValueError, match="lengths_B has dtype int16, needs int32"):
+        jax.eval_shape(decode_attention, q, cache)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_written_keys_are_the_last_of_their_rows_and_nothing_else_changes(queries: int):
+    """Rows of fewer keys than are new keep the last of these; one row is empty."""
+    lengths = (*LONG, 3)
+    _, cache, _ = arrays_of(Case(lengths), "float32")
+    new = np.random.default_rng(1).normal(size=(6, queries, 2, 64)).astype(np.float32)
+    before = jnp.nan_to_num(jnp.asarray(cache.k_pages_PSGK), nan=7.0)
+    after = quick_jit(write_pages)(before, new, cache.page_table_BN, cache.lengths_B)
+    whole = cache._replace(k_pages_PSGK=np.asarray(after))
+    for row, length in enumerate(lengths):
+        count = min(length, queries)
+        keys = contiguous(whole, row)[0]
+        np.testing.assert_array_equal(keys[length - count :], new[row, queries - count :])
+    changed = (np.asarray(after) != np.asarray(before)).any(axis=(2, 3)).sum()
+    assert changed == sum(min(length, queries) for length in lengths)
