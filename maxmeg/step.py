@@ -40,7 +40,7 @@ def head_loss(model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig):
     """(this device's share of the weighted loss, sums over its tokens) of normalized outputs."""
     mask_BL = batch["loss_mask"]
     weighted = {**batch, "weights": mask_BL / batch["divisor"]}
-    loss, losses_BL = model.token_losses(h_BLD, weighted, train.z_loss, train.loss_chunk)
+    loss, losses_BL = model.token_losses(h_BLD, weighted, train)
     return loss, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
 
 

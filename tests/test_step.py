@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from layouts import BATCH, EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.schema import LossReduction, Recompute
+from maxmeg.config.schema import LossBackend, LossReduction, Recompute
 from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step, make_gradients, make_train_step
 
@@ -28,13 +28,13 @@ LAYOUTS = [
     ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
-    ("everything", {"data": 2, "fsdp": 2, "tensor": 2}, {}),
+    ("everything", {"data": 2, "fsdp": 2, "tensor": 2}, {"loss_backend": LossBackend.tiled}),
 ]
 
 
 def gradients(model: str, parallel: dict, train: dict):
     """(token-mean loss, gradients by name) of one batch on a layout."""
-    config = tiny(MODELS[model], {"z_loss": 1e-3, **train}, **parallel)
+    config = tiny(MODELS[model], {"z_loss": 1e-3, "label_smoothing": 0.1, **train}, **parallel)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     batch = tiny_batch(config, mesh)

@@ -56,6 +56,13 @@ class AttentionBackend(enum.Enum):
     mosaic = "mosaic"
 
 
+class LossBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    tiled = "tiled"
+    mosaic = "mosaic"
+
+
 class Schedule(enum.Enum):
     gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
@@ -331,7 +338,15 @@ class TrainConfig:
         "--calculate-per-token-loss",
     )
     z_loss: float = setting(0.0, "weight of mean(logsumexp^2)")
-    loss_chunk: int = setting(2048, "tokens whose logits exist at once on a device")
+    label_smoothing: float = setting(
+        0.0, "share of the target that all other words get, in [0, 1); evaluation has none"
+    )
+    loss_chunk: int = setting(2048, "tokens whose logits exist at once on a device; backend xla")
+    loss_backend: LossBackend = setting(
+        LossBackend.auto,
+        "auto: xla, or tiled where a chunk's logits take over 512 MiB",
+        "--cross-entropy-fusion-impl",
+    )
     eval_every: int = setting(50, "steps between validations; 0: never", "--eval-interval")
     eval_steps: int = setting(8, "batches of a validation", "--eval-iters")
 

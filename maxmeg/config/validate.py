@@ -211,6 +211,7 @@ LOWEST = {
     "log.profile_steps": 1,
 }
 BELOW_ONE = (
+    "train.label_smoothing",
     "model.dropout_hidden",
     "model.dropout_attention",
     "model.dropout_embedding",

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.schema import ModelConfig, ParallelConfig, Position
+from maxmeg.config.schema import ModelConfig, ParallelConfig, Position, TrainConfig
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec, RotarySpec
 from maxmeg.layers.context import Context
@@ -139,17 +139,19 @@ class LM(nnx.Module):
         self,
         h_BLD: Float[Array, "B L D"],
         batch: dict[str, jax.Array],
-        z_loss: float = 0.0,
-        chunk: int = 2048,
+        train: TrainConfig | None = None,
     ) -> tuple[Float[Array, ""], Float[Array, "B L"]]:
-        """Sum of batch["weights"] * (cross entropy + z-loss), and every token's cross entropy."""
-        spec = CrossEntropySpec(self.vocab_size, z_loss, self.softcap, chunk)
+        """Sum of batch["weights"] * (smoothed cross entropy + z-loss), and every token's plain
+        cross entropy."""
+        train = train or TrainConfig()
+        options = (train.z_loss, self.softcap, train.loss_chunk, train.label_smoothing)
         both: typing.Any = linear_cross_entropy(
             h_BLD.reshape(-1, h_BLD.shape[-1]),
             self.output_weight(),
             batch["targets"].reshape(-1),
             batch["weights"].reshape(-1),
-            spec,
+            CrossEntropySpec(self.vocab_size, *options),
+            backend=train.loss_backend.value,
         )
         loss, losses_T = both
         return loss, losses_T.reshape(batch["targets"].shape)

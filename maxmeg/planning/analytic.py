@@ -33,8 +33,8 @@ from maxmeg.planning.memory import (
     activations_by_mode,
     architecture_key,
     device_memory,
+    head,
     keeps_attention,
-    loss_chunk,
     moments,
     parameter_counts,
     uses_cudnn,
@@ -152,14 +152,12 @@ def elementwise_bytes(work: Workload) -> float:
 
 
 def ends_seconds(work: Workload, cluster: Cluster) -> float:
-    """Of the loss (three products; 18 bytes a logit, the float32 gradient of the output weight
-    read and written a chunk) and the embedding's gradient, for one microbatch."""
-    width, rows = work.config.model.hidden_size, work.vocabulary
-    product = 2 * work.tokens * width * rows
-    logits = 18 * work.tokens * rows
-    weights = 2 * FLOAT32 * width * rows * loss_chunk(work)[0]
+    """Of the loss (`Head.products`, `Head.streamed`) and the embedding's gradient, for one
+    microbatch."""
+    width, rows, loss = work.config.model.hidden_size, work.vocabulary, head(work)
+    products = loss.products * 2 * work.tokens * width * rows
     table = 4 * FLOAT32 * width * rows
-    return 3 * product / cluster.matmul_rate + (logits + weights + table) / cluster.memory_rate
+    return products / cluster.matmul_rate + (loss.streamed + table) / cluster.memory_rate
 
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:

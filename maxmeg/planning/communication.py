@@ -16,7 +16,7 @@ from maxmeg.config.schema import Recompute
 from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
-from maxmeg.planning.memory import FLOAT32, Shard, Workload, loss_chunk
+from maxmeg.planning.memory import FLOAT32, Shard, Workload, head
 from maxmeg.planning.report import Traffic
 
 GATHER, SCATTER, REDUCE, PERMUTE = (
@@ -130,12 +130,16 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
 
 
 def _loss(work: Workload) -> Iterator[Traffic]:
-    """For each chunk of tokens, in float32: the largest logit, then two sums in one collective."""
+    """For each block of tokens, in float32: the largest logit, then two sums in one collective.
+
+    (The sum of all logits enters the smoothed loss, not its gradient: no step asks for it.)
+    """
     axes = [axis for axis in VOCAB_AXES if work.axes[axis] > 1]
     if not axes:
         return
-    chunks, tokens = loss_chunk(work)
-    count = chunks * runs(work).head
+    loss = head(work)
+    blocks, tokens = loss.blocks
+    count = blocks * runs(work).head
     total = 3 * FLOAT32 * tokens * count
     yield Traffic(" x ".join(axes), "sums of the loss", REDUCE, 2 * count, total, 0.0)
 

@@ -33,8 +33,8 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import AXES
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, zero1_dim
 from maxmeg.pipeline.layout import arrange
+from maxmeg.planning.loss import FLOAT32, Head
 
-FLOAT32 = 4
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
 
 
@@ -374,23 +374,29 @@ def activations_by_mode(work: Workload) -> dict[str, int]:
     return found
 
 
-def loss_chunk(work: Workload) -> tuple[int, int]:
-    """(chunks of a microbatch, tokens of each), as ops.cross_entropy cuts them."""
-    chunks = -(-work.tokens // work.config.train.loss_chunk)
-    return chunks, -(-work.tokens // chunks)
+def head(work: Workload) -> Head:
+    model, train = work.config.model, work.config.train
+    return Head(
+        tokens=work.tokens,
+        width=model.hidden_size,
+        words=work.vocabulary,
+        itemsize=work.itemsize,
+        chunk=train.loss_chunk,
+        named=train.loss_backend,
+        smoothed=train.label_smoothing > 0,
+        capped=model.logit_softcap > 0,
+    )
 
 
 def loss(work: Workload) -> int:
-    """Bytes while the loss is computed, c tokens at a time over v rows of the output weight.
+    """Bytes while the loss of v rows of the output weight is computed.
 
-    Logits in float32 and their gradient, (4 + e) c v; the weight's gradient summed in float32 and
-    cast, (4 + e) v D, and the weight gathered over fsdp, e v D; the whole sequence's hidden state
-    and its gradient, 2 e T D.
+    What its backend takes (`Head.temporaries`), the weight's gradient, e v D, and the weight
+    gathered over fsdp, e v D; the whole sequence's hidden state and its gradient, 2 e T D.
     """
     e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
-    logits = (FLOAT32 + e) * loss_chunk(work)[1] * v
-    weight = (FLOAT32 + e + (e if work.axes["fsdp"] > 1 else 0)) * v * D
-    return logits + weight + 2 * e * work.tokens * D
+    weight = (2 if work.axes["fsdp"] > 1 else 1) * e * v * D
+    return head(work).temporaries + weight + 2 * e * work.tokens * D
 
 
 def layer(work: Workload) -> int:

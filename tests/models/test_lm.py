@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Position
+from maxmeg.config.schema import Activation, ModelConfig, Norm, Position, TrainConfig
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
@@ -134,7 +134,7 @@ def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
     def loss_fn(model):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
         hidden = model.hidden(batch["tokens"], Context(positions))[0]
-        return model.token_losses(hidden, batch, chunk=7)
+        return model.token_losses(hidden, batch, TrainConfig(loss_chunk=7))
 
     (loss, losses), gradients = quick_jit(jax.value_and_grad(loss_fn, has_aux=True))(model)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
@@ -144,6 +144,23 @@ def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
     for path, array in jax.tree_util.tree_leaves_with_path(gradients):
         assert jnp.isfinite(array).all() and array.any(), array_name(path)
     assert not gradients.embedding.table[VOCAB:].any()  # padding
+
+
+def test_label_smoothing_is_in_the_loss_and_not_in_what_is_reported():
+    model, logits = forward("llama")
+    ids = random_ids()
+    batch = {"targets": ids, "weights": jnp.ones(ids.shape)}
+
+    def losses_with(smoothing: float):
+        positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
+        hidden = model.hidden(ids, Context(positions))[0]
+        return model.token_losses(hidden, batch, TrainConfig(label_smoothing=smoothing))
+
+    (plain, reported), (smoothed, same) = losses_with(0.0), losses_with(0.1)
+    np.testing.assert_array_equal(reported, same)
+    others = -(jax.nn.log_softmax(logits).sum(axis=-1) + reported) / (VOCAB - 1)
+    np.testing.assert_allclose(plain, reported.sum(), rtol=SAME)
+    np.testing.assert_allclose(smoothed, (0.9 * reported + 0.1 * others).sum(), rtol=SAME)
 
 
 @pytest.mark.parametrize("kind", KINDS)

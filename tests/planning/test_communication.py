@@ -10,7 +10,15 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
-from maxmeg.config.schema import Config, ParallelConfig, Position, Recompute, Schedule, TrainConfig
+from maxmeg.config.schema import (
+    Config,
+    LossBackend,
+    ParallelConfig,
+    Position,
+    Recompute,
+    Schedule,
+    TrainConfig,
+)
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.communication import span, traffic
@@ -77,6 +85,11 @@ LEARNED = {"tied": True, "position": Position.learned, "max_position": 16}
 MICRO = {"micro_batch_size": 2}
 CASES = {
     "tensor": ({}, {}, {"fsdp": 1, "tensor": 2}),
+    "tiled loss": (
+        {"num_layers": 1},
+        {"loss_backend": LossBackend.tiled, "label_smoothing": 0.1},
+        {"fsdp": 1, "tensor": 2},
+    ),
     "full": ({"recompute": Recompute.full}, MICRO, {"fsdp": 2, "tensor": 2}),
     "selective": ({"recompute": Recompute.selective}, MICRO, {"data": 2, "fsdp": 1, "tensor": 2}),
     "tied": (LEARNED, MICRO, {"data": 2, "fsdp": 2}),

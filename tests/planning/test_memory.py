@@ -15,6 +15,7 @@ from maxmeg.config.schema import (
     AttentionBackend,
     Config,
     DType,
+    LossBackend,
     ModelConfig,
     Norm,
     Optimizer,
@@ -296,6 +297,7 @@ def test_memory_is_what_was_compiled(case):
     for mode, gib in zip(Recompute, compiled, strict=True):
         config = of(name, gpus, samples, microbatches, mode.value, **parallel)
         config.train.loss_chunk = 2048 if config.parallel.pipe > 1 else 1024
+        config.train.loss_backend = LossBackend.xla
         memory = device_memory(workload(config, gpus))
         beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
         assert gib is None or beside / GIB == pytest.approx(gib, rel=COMPILED)
