@@ -31,7 +31,7 @@ WARPGROUP_ROWS = 64  # M of a WGMMA instruction
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}  # by consumers, of 65,536 a multiprocessor
 MULTIPROCESSORS = 132  # of an H100 or H200: programs that work through items
-STORE_COLUMNS = 64  # that go through one buffer
+STORE_BYTES = 128  # of a row that go through one buffer
 TMA_BYTES = 16  # a row in global memory is a multiple of it
 OPERAND_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")))
 
@@ -69,7 +69,9 @@ class Item(NamedTuple):
     """Operands in global memory, first row and column of the tile, and the steps to add up.
 
     left, right: matrices in the orders of the tiling. depth: where the first step begins. steps:
-    at least one, each of the tiling's depth.
+    at least one, each of the tiling's depth. overlap: of the first step's depth the end that the
+    second step reads too, and `Work.prepare` sets to zero; so a depth that is no multiple of a
+    step's needs no step that reaches past its end.
     """
 
     left: Any
@@ -78,6 +80,10 @@ class Item(NamedTuple):
     column: Any
     depth: Any
     steps: Any
+    overlap: Any = 0
+
+    def depth_of(self, step: jax.Array, depth: int) -> jax.Array:
+        return self.depth + jnp.maximum(step * depth - self.overlap, 0)
 
 
 def nothing(*_: Any) -> tuple:
@@ -143,7 +149,7 @@ def produce(tiling: Tiling, ring: Ring, work: Work) -> None:
         position = before + step
         slot = mosaic.ring_slot(position, tiling.stages)
         pl.when(position >= tiling.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-        ready, depth = ring.ready.at[slot], pl.ds(item.depth + step * tiling.depth, tiling.depth)
+        ready, depth = ring.ready.at[slot], pl.ds(item.depth_of(step, tiling.depth), tiling.depth)
         for consumer in range(tiling.consumers):
             rows = pl.ds(item.row + consumer * WARPGROUP_ROWS, WARPGROUP_ROWS)
             source = item.left.at[ordered(tiling.left, "MK", (rows, depth))]
@@ -220,22 +226,37 @@ def accumulate(
     return sums
 
 
-def store_type(tiling: Tiling, dtype: Any) -> Any:
-    """Scratch type of the buffers that `store` writes through."""
-    return mosaic.matrix_buffer((tiling.consumers, 2, WARPGROUP_ROWS, STORE_COLUMNS), dtype)
+def store_type(tiling: Tiling, dtype: Any, row_bytes: int = STORE_BYTES) -> Any:
+    """Scratch type of the buffers that `store` writes through, two for each consumer."""
+    columns = row_bytes // jnp.dtype(dtype).itemsize
+    return mosaic.matrix_buffer((tiling.consumers, 2, WARPGROUP_ROWS, columns), dtype)
 
 
-def store(tile: jax.Array, buffers: Any, target: Any) -> None:
+def unchanged(tile: jax.Array, _: int) -> jax.Array:
+    return tile
+
+
+def store(
+    sums: jax.Array,
+    buffers: Any,
+    target: Any,
+    change: Callable[[jax.Array, int], jax.Array] = unchanged,
+) -> None:
     """A consumer's tile to `target` in global memory; `buffers`: the consumer's of `store_type`.
 
-    Returns while the last copies are under way; `finish_stores` waits for them.
+    change(sums, first column): what to write of some columns of the sums; they go through it part
+    by part, for want of registers. Returns while the last copies are under way; `finish_stores`
+    waits for them.
     """
-    for number, first in enumerate(range(0, tile.shape[1], STORE_COLUMNS)):
+    width = buffers.shape[-1]
+    parts = range(0, sums.shape[1], width)
+    for number, first in enumerate(parts):
         buffer = buffers.at[number % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # what this buffer held before is away
-        buffer[...] = tile[:, first : first + STORE_COLUMNS].astype(buffer.dtype)
+        twice = number == 0 and len(parts) % 2  # the last tile's last copy reads this buffer too
+        plgpu.wait_smem_to_gmem(0 if twice else 1, wait_read_only=True)
+        buffer[...] = change(sums[:, first : first + width], first).astype(buffer.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, target.at[:, pl.ds(first, STORE_COLUMNS)])
+        plgpu.copy_smem_to_gmem(buffer, target.at[:, pl.ds(first, width)])
 
 
 def finish_stores(*_: Any) -> None:
@@ -247,7 +268,7 @@ def item_count(total: Any, program: jax.Array, programs: int) -> jax.Array:
     return lax.div(jnp.int32(total) - program + (programs - 1), jnp.int32(programs))
 
 
-def tile_place(index: jax.Array, rows: int, columns: int, width: int = 16) -> tuple:
+def tile_place(index: jax.Array, rows: Any, columns: int, width: int = 16) -> tuple:
     """(row, column) of the tile that comes `index`-th: down bands `width` tiles high.
 
     Programs that run together so share tiles of both operands in the L2 cache.

@@ -1,0 +1,366 @@
+"""Products of rows with the matrix of their group, for Hopper. Not yet run on a GPU: compiled only.
+
+Rows lie sorted by group, groups begin anywhere. Two kernels on the loop of kernels/matmul.py:
+
+`grouped_rows` walks a list of tiles of rows that never span two groups. A group's last tile is
+loaded whole, with its neighbours' rows, and only its own rows are stored: copies of 32, 16, ... 1
+rows add up to any number. Rows after the last group are tiles of zeros.
+
+`grouped_weights` adds up the outer products of each group's rows. The first step of a group takes
+what its size leaves over whole steps, and sets the other rows of both operands to zero: what they
+hold, NaN too, reaches no group but their own.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from . import mosaic
+from .matmul import (
+    MULTIPROCESSORS,
+    STORE_BYTES,
+    TMA_BYTES,
+    WARPGROUP_ROWS,
+    Item,
+    Tiling,
+    Work,
+    finish_stores,
+    item_count,
+    matmul_refuses,
+    ring_type,
+    run,
+    store,
+    store_type,
+    tile_place,
+    unchanged,
+)
+from .mosaic import pl, plgpu
+
+MATRIX = plgpu.Layout.WGMMA
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+MAX_GROUPS = 256
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+ROW_BYTES = STORE_BYTES // 2  # through the buffers of whole tiles: those of parts need room too
+MASK_COLUMNS = 64  # set to zero at once, for want of registers
+ROWS_TILING = Tiling(columns=256, depth=64, stages=4)
+FP8_ROWS_TILING = Tiling(columns=256, depth=128, stages=4, right="NK")
+WEIGHTS_TILING = Tiling(columns=256, depth=64, stages=4, left="KM")
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedShape:
+    """A shape to compile, check and time."""
+
+    tokens: int
+    inner: int
+    outer: int
+    groups: int
+
+
+TUNED_SHAPES = {
+    "mixtral-8k": GroupedShape(2**13, 4096, 14336, 8),
+    "mixtral-64k": GroupedShape(2**16, 4096, 14336, 8),
+    "mixtral-down-16k": GroupedShape(2**14, 14336, 4096, 8),
+    "deepseek-64k": GroupedShape(2**16, 7168, 2048, 256),
+    "deepseek-down-64k": GroupedShape(2**16, 2048, 7168, 256),
+    "qwen3-32k": GroupedShape(2**15, 2048, 768, 128),
+    "qwen3-down-32k": GroupedShape(2**15, 768, 2048, 128),
+}
+
+
+class RowTile(NamedTuple):
+    """Rows of one group, at most a tile's: the group, the first of them, and how many."""
+
+    group: Any
+    first: Any
+    live: Any
+
+
+def row_tiles(sizes_E: Int[Array, " E"], tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(tiles, count): [tokens // rows + E + 1, 3] numbers of a RowTile, of which `count` exist.
+
+    Tiles of group E are the rows after the last group's.
+    """
+    sizes_E = sizes_E.astype(jnp.int32)
+    rest = jnp.maximum(tokens - sizes_E.sum(), 0)
+    sizes = jnp.append(sizes_E, rest)
+    starts = jnp.cumsum(sizes) - sizes
+    tiles = pl.cdiv(sizes, rows)
+    ends = jnp.cumsum(tiles)
+    numbers = jnp.arange(tokens // rows + len(sizes), dtype=jnp.int32)
+    group = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    group = jnp.minimum(group, len(sizes) - 1)
+    before = (numbers - (ends - tiles)[group]) * rows
+    live = jnp.clip(sizes[group] - before, 0, rows)
+    return jnp.stack([group, starts[group] + before, live], axis=1), ends[-1:]
+
+
+def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
+    """Why the kernels cannot make a product and its gradients; empty if they can."""
+    (T, D), (E, _, F), dtype = x_TD.shape, w_EDF.shape, x_TD.dtype
+    if {dtype, w_EDF.dtype} not in [{kind} for kind in DTYPES]:
+        return f"x is {dtype} and w {w_EDF.dtype}, not both bfloat16 or both float16"
+    if E > MAX_GROUPS or not T:
+        return f"{T} rows in {E} groups are not at least one row in at most {MAX_GROUPS} groups"
+    multiple = TMA_BYTES if fp8 else TMA_BYTES // dtype.itemsize
+    if D % multiple or F % multiple:
+        return f"dimensions {D} and {F} are no multiples of {multiple}"
+    return ""
+
+
+def rows_tiling(dtype: Any, right: str) -> Tiling:
+    tiling = FP8_ROWS_TILING if jnp.dtype(dtype).itemsize == 1 else ROWS_TILING
+    return dataclasses.replace(tiling, right=right)
+
+
+class RowRefs(NamedTuple):
+    """Arrays in global memory; buffers of whole tiles and of parts in shared memory."""
+
+    x_TD: Any
+    w: Any
+    scales: Any  # of rows [T and a tile more], of columns [E, whole tiles]; empty without
+    tiles: Any
+    count: Any
+    y_TF: Any
+    ring: Any
+    buffers: Any
+    part_buffers: Any
+
+
+def grouped_rows(
+    x_TD: Float[Array, "T D"],
+    w: Float[Array, "E _ _"],
+    sizes_E: Int[Array, " E"],
+    scales: tuple[Float[Array, " T"], Float[Array, "E F"]] | tuple[()] = (),
+    *,
+    right: str = "KN",
+    out_dtype: Any = jnp.bfloat16,
+    tiling: Tiling | None = None,
+) -> Float[Array, "T F"]:
+    """Each row by its group's matrix; zeros after the last group.
+
+    right: "KN" for matrices [E, D, F], "NK" for [E, F, D]. scales: of each row, and of each column
+    of each group, float32, that the sums are multiplied with. ValueError for `matmul_refuses`.
+    """
+    tiling = tiling or rows_tiling(x_TD.dtype, right)
+    if reason := matmul_refuses(x_TD, w, tiling):
+        raise ValueError(f"grouped_rows cannot run: {reason}")
+    T, F = x_TD.shape[0], w.shape[2 if tiling.right == "KN" else 1]
+    tiles, count = row_tiles(sizes_E, T, tiling.rows)
+    columns = pl.cdiv(F, tiling.columns)
+    programs = min(MULTIPROCESSORS, tiles.shape[0] * columns)
+    if scales:
+        row_scale_T, column_scale_EF = scales
+        row_scale_T = jnp.pad(row_scale_T, (0, tiling.rows))
+        column_scale_EF = jnp.pad(column_scale_EF, ((0, 0), (0, -F % tiling.columns)))
+        scales = (row_scale_T, column_scale_EF)
+
+    def grouped_rows_kernel(*refs: Any) -> None:
+        x_ref, w_ref, *others = refs
+        scale_refs, others = others[: len(scales)], others[len(scales) :]
+        grouped_rows_program(tiling, RowRefs(x_ref, w_ref, scale_refs, *others), programs)
+
+    part = (tiling.consumers, WARPGROUP_ROWS, STORE_BYTES // jnp.dtype(out_dtype).itemsize)
+    return mosaic.launch(
+        grouped_rows_kernel,
+        out_type=[jax.ShapeDtypeStruct((T, F), out_dtype)],
+        grid={"program": programs},
+        warpgroups=tiling.consumers + 1,
+        scratch_types=[
+            ring_type(tiling, x_TD.dtype),
+            store_type(tiling, out_dtype, ROW_BYTES),
+            plgpu.SMEM(part, out_dtype),
+        ],
+    )(x_TD, w, *scales, tiles, count)[0]
+
+
+def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
+    program, groups = lax.axis_index("program"), refs.w.shape[0]
+    columns = pl.cdiv(refs.y_TF.shape[1], tiling.columns)
+    rows = refs.count[0]
+    steps = pl.cdiv(refs.x_TD.shape[1], tiling.depth)
+
+    def place(index: jax.Array) -> tuple[RowTile, jax.Array]:
+        row, column = tile_place(index * programs + program, rows, columns)
+        return RowTile(*(refs.tiles[row, i] for i in range(3))), column * tiling.columns
+
+    def item(index: jax.Array) -> Item:
+        tile, column = place(index)
+        dead = tile.group == groups
+        depth = jnp.where(dead, steps * tiling.depth, 0)  # past the end of both: zeros
+        w = refs.w.at[jnp.minimum(tile.group, groups - 1)]
+        return Item(refs.x_TD, w, tile.first, column, depth, jnp.where(dead, 1, steps))
+
+    def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
+        tile, column = place(index)
+        first = tile.first + warpgroup * WARPGROUP_ROWS
+        live = tile.live - warpgroup * WARPGROUP_ROWS
+        group = jnp.minimum(tile.group, groups - 1)
+        change = scaling(refs.scales, group, first, column)
+
+        @pl.when(live >= WARPGROUP_ROWS)
+        def _():
+            own = (pl.ds(first, WARPGROUP_ROWS), pl.ds(column, tiling.columns))
+            store(sums, refs.buffers.at[warpgroup], refs.y_TF.at[own], change)
+
+        @pl.when((live > 0) & (live < WARPGROUP_ROWS))
+        def _():
+            target = refs.y_TF.at[:, pl.ds(column, tiling.columns)]
+            store_part(sums, refs.part_buffers.at[warpgroup], target, (first, live), change)
+
+        return ()
+
+    count = item_count(rows * columns, program, programs)
+    run(tiling, refs.ring, Work(count, item, epilogue, finish=finish_stores))
+
+
+def scaling(scales: Any, group: jax.Array, first: jax.Array, column: jax.Array) -> Any:
+    """A function (columns of a consumer's sums, offset of the first) -> the same scaled."""
+    if not scales:
+        return unchanged
+    row_scale_T, column_scale_EF = scales
+    of_rows = mosaic.load(row_scale_T.at[pl.ds(first, WARPGROUP_ROWS)], ROWS)
+
+    def scaled(part: jax.Array, offset: int) -> jax.Array:
+        place = pl.ds(column + offset, part.shape[1])
+        of_columns = mosaic.load(column_scale_EF.at[group, place], COLUMNS)
+        part = part * lax.broadcast_in_dim(of_rows, part.shape, [0])
+        return part * lax.broadcast_in_dim(of_columns, part.shape, [1])
+
+    return scaled
+
+
+def store_part(sums: jax.Array, buffer: Any, target: Any, rows: tuple, change: Any) -> None:
+    """The first `live` of a consumer's rows, to the rows of `target` from `first` on."""
+    first, live = rows
+    width = buffer.shape[-1]
+    for column in range(0, sums.shape[1], width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = change(sums[:, column : column + width], column).astype(buffer.dtype)
+        plgpu.commit_smem()
+        done: Any = 0
+        for count in part_sizes():
+            copy_rows(buffer, target.at[:, pl.ds(column, width)], (first, live, done), count)
+            done = done + (live & count)
+
+
+def part_sizes() -> list[int]:
+    """Rows of the copies that add up to every number below WARPGROUP_ROWS."""
+    return [1 << bit for bit in reversed(range((WARPGROUP_ROWS - 1).bit_length()))]
+
+
+def copy_rows(buffer: Any, target: Any, rows: tuple, count: int) -> None:
+    first, live, done = rows
+
+    @pl.when((live & count) != 0)
+    def _():
+        own = target.at[pl.ds(first + done, count)]
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(done, count)], own)
+
+
+def grouped_weights(
+    x_TD: Float[Array, "T D"],
+    y_TF: Float[Array, "T F"],
+    sizes_E: Int[Array, " E"],
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    tiling: Tiling = WEIGHTS_TILING,
+) -> Float[Array, "E D F"]:
+    """x^T y of each group's rows; zeros for an empty group. ValueError for `matmul_refuses`."""
+    if reason := matmul_refuses(x_TD, y_TF, tiling):
+        raise ValueError(f"grouped_weights cannot run: {reason}")
+    D, F, E = x_TD.shape[1], y_TF.shape[1], sizes_E.shape[0]
+    sizes_E = sizes_E.astype(jnp.int32)
+    starts_E = jnp.cumsum(sizes_E) - sizes_E
+    row_tiles_, columns = pl.cdiv(D, tiling.rows), pl.cdiv(F, tiling.columns)
+    items = E * row_tiles_ * columns
+    programs = min(MULTIPROCESSORS, items)
+
+    def grouped_weights_kernel(*refs: Any) -> None:
+        grouped_weights_program(tiling, WeightRefs(*refs), programs)
+
+    return mosaic.launch(
+        grouped_weights_kernel,
+        out_type=[jax.ShapeDtypeStruct((E, D, F), out_dtype)],
+        grid={"program": programs},
+        warpgroups=tiling.consumers + 1,
+        scratch_types=[
+            ring_type(tiling, x_TD.dtype),
+            store_type(tiling, out_dtype),
+            plgpu.Barrier(num_barriers=1, num_arrivals=tiling.consumers),
+        ],
+    )(x_TD, y_TF, starts_E, sizes_E)[0]
+
+
+class WeightRefs(NamedTuple):
+    """Arrays in global memory; the barrier at which consumers wait for the mask of `right`."""
+
+    x_TD: Any
+    y_TF: Any
+    starts_E: Any
+    sizes_E: Any
+    out_EDF: Any
+    ring: Any
+    buffers: Any
+    masked: Any
+
+
+def first_step(size: Any, depth: int) -> tuple[Any, Any]:
+    """(rows of a group that its first step takes, steps): what whole steps leave over, or one."""
+    steps = jnp.maximum(lax.div(size + (depth - 1), jnp.int32(depth)), 1)
+    return size - (steps - 1) * depth, steps
+
+
+def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> None:
+    program = lax.axis_index("program")
+    E, D, F = refs.out_EDF.shape
+    rows, columns = pl.cdiv(D, tiling.rows), pl.cdiv(F, tiling.columns)
+
+    def place(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        index = index * programs + program
+        tiles = jnp.int32(rows * columns)
+        row, column = tile_place(lax.rem(index, tiles), rows, columns)
+        return lax.div(index, tiles), row * tiling.rows, column * tiling.columns
+
+    def item(index: jax.Array) -> Item:
+        group, row, column = place(index)
+        own, steps = first_step(refs.sizes_E[group], tiling.depth)
+        overlap = tiling.depth - own
+        return Item(refs.x_TD, refs.y_TF, row, column, refs.starts_E[group], steps, overlap)
+
+    def prepare(index: jax.Array, warpgroup: jax.Array, left: Any, right: Any) -> None:
+        own, _ = first_step(refs.sizes_E[place(index)[0]], tiling.depth)
+
+        @pl.when(own < tiling.depth)
+        def _():
+            keep_rows(left, own)
+            for number, column in enumerate(range(0, tiling.columns, MASK_COLUMNS)):
+                part = right.at[:, pl.ds(column, MASK_COLUMNS)]
+                mine = warpgroup == number % tiling.consumers
+                pl.when(mine)(lambda part=part: keep_rows(part, own))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.masked.at[0])
+            plgpu.barrier_wait(refs.masked.at[0])
+
+    def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
+        group, row, column = place(index)
+        own = (pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS),)
+        own = (*own, pl.ds(column, tiling.columns))
+        store(sums, refs.buffers.at[warpgroup], refs.out_EDF.at[group].at[own])
+        return ()
+
+    count = item_count(E * rows * columns, program, programs)
+    work = Work(count, item, epilogue, finish=finish_stores, prepare=prepare)
+    run(tiling, refs.ring, work)
+
+
+def keep_rows(tile: Any, count: jax.Array) -> None:
+    """Sets the rows of a tile in shared memory from `count` on to zero."""
+    rows = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=MATRIX)
+    values = tile[...]
+    tile[...] = jnp.where(rows < count, values, jnp.zeros_like(values))

@@ -1,0 +1,38 @@
+"""grouped_matmul by our kernels for Hopper (kernels/grouped_matmul.py). Not yet run on a GPU.
+
+Never chosen by "auto" before it has been measured.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxmeg.ops.backend import Device, refuses_hopper_kernels
+
+SUPPORTS = (
+    "bfloat16 and float16 on Hopper GPUs, groups of any size, up to 256 of them, dimensions that "
+    "are multiples of 8, or of 16 for fp8"
+)
+
+
+def refuses(x_TD, w_EDF, sizes_E, fp8: bool, device: Device) -> str:
+    """Why the kernels cannot run this call; empty if they can."""
+    if reason := refuses_hopper_kernels(device):
+        return reason
+    from maxmeg.kernels.grouped_matmul import operands_refuse
+
+    return operands_refuse(x_TD, w_EDF, fp8)
+
+
+def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order: str) -> jax.Array:
+    """Each row with its group's matrix; scales: of rows and of columns."""
+    from maxmeg.kernels.grouped_matmul import grouped_rows
+
+    dtype = jnp.bfloat16 if scales else x_TK.dtype
+    return grouped_rows(x_TK, w, sizes_E, scales, right=order, out_dtype=dtype)
+
+
+def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    """x^T y of each group's rows, in the dtype of x; zeros for an empty group."""
+    from maxmeg.kernels.grouped_matmul import grouped_weights
+
+    return grouped_weights(x_TD, y_TF, sizes_E, out_dtype=x_TD.dtype)

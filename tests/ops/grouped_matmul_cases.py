@@ -1,0 +1,101 @@
+"""One table of grouped products that every backend runs, and what they should give.
+
+Imports neither pytest nor a backend's code: a machine with a GPU runs it too. Dimensions are
+multiples of 16, which every backend takes.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxmeg.ops.grouped_matmul import grouped_matmul
+
+NAMES = ("y", "dx", "dw")
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the norm
+FP8_TOLERANCE = {"y": 5e-2, "dx": 5e-2, "dw": 2e-2}  # e4m3 rounds by up to 2^-4, two operands
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Rows of each group; rows after the last, which are NaN."""
+
+    sizes: tuple[int, ...]
+    rest: int = 0
+    inner: int = 32
+    outer: int = 48
+    fp8: bool = False
+
+
+MANY = tuple((7 * n) % 11 * (n % 3 > 0) for n in range(256))
+CASES = {
+    "one group": Case((40,)),
+    "one row": Case((1,)),
+    "two groups": Case((24, 40)),
+    "odd sizes": Case((3, 70, 1, 130, 13)),
+    "whole tiles": Case((128, 64, 256)),
+    "empty groups": Case((0, 0, 37, 0, 91, 0)),
+    "one has everything": Case((0, 0, 0, 200, 0)),
+    "rows after the last": Case((30, 0, 50), rest=60),
+    "whole tiles after the last": Case((100, 28), rest=300),
+    "nothing but rows after": Case((0, 0, 0), rest=70),
+    "after an empty group": Case((30, 0), rest=5),
+    "every size of a part": Case(tuple(range(1, 64, 3)), rest=9),
+    "256 groups": Case(MANY, rest=40),
+    "256 groups, one in use": Case((0,) * 200 + (90,) + (0,) * 55),
+    "wide": Case((60, 70), inner=80, outer=528),
+    "deep": Case((60, 70), inner=592, outer=16),
+    "fp8": Case((3, 70, 0, 130, 13), fp8=True),
+    "fp8, rows after the last": Case((30, 0, 50), rest=60, inner=144, fp8=True),
+}
+
+
+def arrays_of(case: Case, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """([x, w, cotangent of y], sizes); rows after the last group are NaN."""
+    rng = np.random.default_rng(sum(case.sizes) + case.inner)
+    live, groups = sum(case.sizes), len(case.sizes)
+    x = rng.normal(size=(live + case.rest, case.inner))
+    slope = rng.normal(size=(live + case.rest, case.outer))
+    x[live:] = slope[live:] = np.nan
+    w = rng.normal(size=(groups, case.inner, case.outer))
+    rounded = [np.asarray(jnp.asarray(array, dtype)) for array in (x, w, slope)]
+    return rounded, np.asarray(case.sizes, np.int32)
+
+
+def expected(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """Product and gradients in float64, a group at a time."""
+    x, w, slope = (np.asarray(array, np.float64) for array in arrays)
+    found = {"y": 0 * np.nan_to_num(slope), "dx": 0 * np.nan_to_num(x), "dw": 0 * w}
+    first = 0
+    for group, size in enumerate(case.sizes):
+        rows = slice(first, first + size)
+        found["y"][rows] = x[rows] @ w[group]
+        found["dx"][rows] = slope[rows] @ w[group].T
+        found["dw"][group] = x[rows].T @ slope[rows]
+        first += size
+    return found
+
+
+def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str, np.ndarray]:
+    """What a backend gives for `expected`; a call that it refuses raises ValueError."""
+
+    def both(x, w, slope, sizes):
+        def call(x, w):
+            return grouped_matmul(x, w, sizes, fp8=case.fp8, backend=backend)
+
+        y, pull = jax.vjp(call, x, w)
+        return y, *pull(slope)
+
+    found = jit(both)(*arrays, sizes)
+    return {name: np.asarray(array) for name, array in zip(NAMES, found, strict=True)}
+
+
+def tolerance(case: Case, name: str, dtype: str) -> float:
+    return FP8_TOLERANCE[name] if case.fp8 else TOLERANCE[dtype]
+
+
+def error(found, wanted) -> float:
+    """Of the norm; of a norm of nothing, the size. NaN where anything is NaN."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))

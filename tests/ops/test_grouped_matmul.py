@@ -1,0 +1,146 @@
+"""Every grouped matmul backend over one table, against products in float64 NumPy."""
+
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, run, tolerance
+
+import maxmeg.ops.grouped_matmul as module
+from maxmeg.ops import backend as choice
+from maxmeg.ops.backend import Device
+from maxmeg.ops.grouped_matmul import FP8_MAX, grouped_matmul, quantize
+
+FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
+HALF_STEP = 2.0**-4  # of float8_e4m3fn, relative
+# Half the time to compile; rounding may differ, no more than the tolerances allow.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last")
+
+
+def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def can_run(backend: str) -> bool:
+    call = (struct(16, 16), struct(1, 16, 16), struct(1, dtype=jnp.int32), False)
+    return not module.BACKENDS[backend].refuses(*call, choice.target_device())
+
+
+BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
+RUNS = [("float32", name) for name in CASES if not CASES[name].fp8]
+RUNS += [("bfloat16", name) for name in ROUNDED]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "name"), RUNS)
+def test_product_and_gradients(backend: str, dtype: str, name: str):
+    case = CASES[name]
+    arrays, sizes = arrays_of(case, dtype)
+    found, wanted = run(case, arrays, sizes, backend, quick_jit), expected(case, arrays)
+    for part in NAMES:
+        assert found[part].dtype == dtype
+        assert error(found[part], wanted[part]) < tolerance(case, part, dtype), part
+    live = sum(case.sizes)
+    assert not found["y"][live:].any() and not found["dx"][live:].any()
+    assert not found["dw"][np.asarray(case.sizes) == 0].any()
+
+
+def test_gradients_by_finite_differences():
+    case = CASES["empty groups"]
+    (x, w, slope), sizes = jax.tree.map(jnp.asarray, arrays_of(case, "float32"))
+
+    def loss(x, w):
+        return jnp.vdot(jnp.sin(grouped_matmul(x / 8, w, sizes, backend="xla")), slope)
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
+    rng, step = np.random.default_rng(0), 1e-2
+    value = jax.jit(loss)
+    for _ in range(3):
+        dx, dw = (np.float32(rng.normal(size=array.shape)) for array in (x, w))
+        dx, dw = dx / np.linalg.norm(dx), dw / np.linalg.norm(dw)
+        found = sum(float(np.vdot(g, d)) for g, d in zip(grads, (dx, dw), strict=True))
+        ahead, back = (float(value(x + s * dx, w + s * dw)) for s in (step, -step))
+        assert abs((ahead - back) / (2 * step) - found) < FINITE_DIFFERENCES * (1 + abs(found))
+
+
+def test_sizes_may_be_known_only_when_run():
+    case = CASES["odd sizes"]
+    (x, w, _), sizes = arrays_of(case, "float32")
+    product = jax.jit(lambda sizes: grouped_matmul(jnp.asarray(x), jnp.asarray(w), sizes))
+    for order in (sizes, sizes[::-1].copy()):
+        wanted = np.concatenate(
+            [part @ w[e] for e, part in enumerate(np.split(x, np.cumsum(order)[:-1]))]
+        )
+        assert error(product(order), wanted) < 1e-5
+
+
+def test_quantize_keeps_its_range():
+    x = np.float32([[0, 0], [3e-39, 1e-39], [1e37, -3e38], [1, FP8_MAX], [np.nan, 1]])
+    eight, scale = quantize(jnp.asarray(x, jnp.bfloat16))
+    assert eight.dtype == module.FP8 and scale.shape == (5,)
+    found = np.asarray(eight, np.float32) * np.asarray(scale)[:, None]
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
+    usual = [0, 2, 3]
+    near = np.abs(found - rounded) <= HALF_STEP * np.abs(rounded)
+    assert near[usual].all() and np.isfinite(found[:4]).all() and np.isnan(found[4, 0])
+
+
+BAD = [
+    ((struct(8, 16), struct(2, 8, 16), struct(2, dtype=jnp.int32)), r"must be \[T, D\]"),
+    ((struct(8, 16), struct(2, 16, 16), struct(3, dtype=jnp.int32)), r"must be \[T, D\]"),
+    ((struct(16), struct(2, 16, 16), struct(2, dtype=jnp.int32)), r"must be \[T, D\]"),
+    ((struct(8, 16), struct(2, 16, 8, dtype=jnp.float32), struct(2, dtype=jnp.int32)), "cast both"),
+    ((struct(8, 16), struct(2, 16, 16), struct(2)), "sizes are bfloat16"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_what_does_not_fit_is_refused(call, message: str):
+    with pytest.raises(ValueError, match=message):
+        module.check_shapes(*call)
+
+
+def test_unmeasured_kernels_are_run_by_name_only(monkeypatch, caplog):
+    monkeypatch.setattr(module, "pick", choice.pick)
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    choice.log_choice.cache_clear()
+    call = (struct(32, 16), struct(2, 16, 32), struct(2, dtype=jnp.int32))
+    with caplog.at_level(logging.INFO, "maxmeg"):
+        text = jax.make_jaxpr(grouped_matmul)(*call)
+        jax.make_jaxpr(grouped_matmul)(*call)
+    assert "ragged_dot" in str(text)
+    assert caplog.messages == ["grouped_matmul backend: xla"]
+    text = jax.make_jaxpr(functools.partial(grouped_matmul, backend="mosaic"))(*call)
+    assert "ragged_dot" not in str(text) and "grouped_rows" in str(text)
+
+
+REFUSED = [
+    (struct(8, 16), struct(2, 16, 12), False, "dimensions 16 and 12 are no multiples of 8"),
+    (struct(8, 16), struct(2, 16, 24), True, "dimensions 16 and 24 are no multiples of 16"),
+    (struct(8, 16), struct(257, 16, 16), False, "in at most 256 groups"),
+    (struct(0, 16), struct(2, 16, 16), False, "at least one row"),
+    (
+        struct(8, 16, dtype=jnp.float32),
+        struct(2, 16, 16, dtype=jnp.float32),
+        False,
+        "not both bfloat16 or both float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("x", "w", "fp8", "message"), REFUSED)
+def test_a_named_kernel_says_why_it_cannot_run(monkeypatch, x, w, fp8: bool, message: str):
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    sizes = struct(w.shape[0], dtype=jnp.int32)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda *a: grouped_matmul(*a, fp8=fp8, backend="mosaic"), x, w, sizes)
+
+
+def test_kernels_need_hopper():
+    call = (struct(8, 16), struct(2, 16, 16), struct(2, dtype=jnp.int32))
+    with pytest.raises(ValueError, match="mosaic cannot run: the device is cpu"):
+        jax.eval_shape(functools.partial(grouped_matmul, backend="mosaic"), *call)
