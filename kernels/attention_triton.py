@@ -31,6 +31,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from maxmeg.parallel.collectives import stored_attention
+
 from .intervals import (
     FlashSpec,
     MaskSides,
@@ -153,9 +155,9 @@ def flash_attention(
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:
     """(output, float32 log-sum-exp of the scores); both can be differentiated through.
 
-    Query i sits at position offset + i. Segment ids must never fall along a row; without ids of
-    keys they are the queries'. A query that sees no key gets zeros and UNSEEN. ValueError for
-    arrays that `flash_refuses`, and where ids and spec.segments do not fit.
+    Query i sits at position offset + i. Documents must be `sound` (intervals.documents); without
+    ids of keys they are the queries'. A query that sees no key gets zeros and UNSEEN. ValueError
+    for arrays that `flash_refuses`, and where ids and spec.segments do not fit.
     """
     if reason := flash_refuses(q_BLHK, k_BMGK, v_BMGV):
         raise ValueError(f"attention backend triton cannot run: {reason}")
@@ -199,7 +201,9 @@ def attend_plainly(
 
 def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec, tiles):
     found = forward(q_BLHK, k_BMGK, v_BMGV, (lower_AL, upper_AL), spec, tiles)
-    return found, (q_BLHK, k_BMGK, v_BMGV, *found, lower_AL, upper_AL)
+    out_BLHV, lse_BHL = map(stored_attention, found)
+    residuals = (q_BLHK, k_BMGK, v_BMGV, out_BLHV, lse_BHL, lower_AL, upper_AL)
+    return (out_BLHV, lse_BHL), residuals
 
 
 def attend_backward(spec, tiles, residuals, slopes):
@@ -391,7 +395,7 @@ def own_block(plan: Plan, count: int, backwards: bool) -> tuple[Block, jax.Array
     """
     index, head, batch = (pl.program_id(axis) for axis in range(3))
     if backwards:
-        index = pl.num_programs(0) - 1 - index
+        index = -(-plan.lengths[0] // count) - 1 - index
     return Block(batch, head, index * count), index, jnp.minimum(batch, plan.bounds - 1)
 
 

@@ -6,22 +6,19 @@ sum depends on the order in which programs finish. Jax deprecates Pallas-Triton 
 
 import functools
 import importlib.util
-import typing
+from typing import Any
 
 import jax
 
 from maxmeg.ops.attention_flash import flash
 from maxmeg.ops.attention_spec import Operands, ScoreSpec
-from maxmeg.ops.backend import Device
-
-if typing.TYPE_CHECKING:
-    from maxmeg.kernels.attention_triton import Tiles
+from maxmeg.ops.backend import Device, kernel_module
 
 AMPERE = 8  # major compute capability: bfloat16 on tensor cores, copies that run in the background
 PALLAS = "jax.experimental.pallas.triton"
 SUPPORTS = (
     "bfloat16, float16 and (exact, slowly) float32 on CUDA GPUs of capability 8.0 and newer where "
-    "jax has Pallas-Triton, every mask, segment ids that never fall along a row, softcap, sinks, "
+    "jax has Pallas-Triton, every mask, documents each in one piece, softcap, sinks, "
     "any lengths and offset, head dims up to 256"
 )
 
@@ -37,16 +34,10 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
         return f"jax {jax.__version__} has no Pallas-Triton ({PALLAS})"
     if operands.dropout is not None:
         return "attention dropout is not supported"
-    from maxmeg.kernels.attention_triton import flash_refuses
-
-    return flash_refuses(q_BLHK, k_BMGK, v_BMGV)
+    return kernel_module("attention_triton").flash_refuses(q_BLHK, k_BMGK, v_BMGV)
 
 
-def attend(
-    q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, tiles: "Tiles | None" = None
-):
+def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, tiles: Any = None):
     """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32; tiles None: those of the shape."""
-    from maxmeg.kernels.attention_triton import flash_attention
-
-    kernel = functools.partial(flash_attention, tiles=tiles)
+    kernel = functools.partial(kernel_module("attention_triton").flash_attention, tiles=tiles)
     return flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)
