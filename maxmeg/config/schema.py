@@ -61,6 +61,7 @@ class LossBackend(enum.Enum):
     xla = "xla"
     tiled = "tiled"
     mosaic = "mosaic"
+    triton = "triton"
 
 
 class Schedule(enum.Enum):
@@ -179,6 +180,9 @@ class ModelConfig:
         Recompute.none,
         "made again in backward: none (what is cheap) | selective (attention too) | full (layers)",
         "--recompute-granularity",
+    )
+    scan_layers: bool = setting(
+        True, "layers run as a loop; false: one program, longer to compile, that copies less"
     )
 
     @property

@@ -121,6 +121,8 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
 
 def pipeline_problems(config: Config, sizes: dict[str, int]):
     parallel, pipe = config.parallel, sizes["pipe"]
+    if pipe > 1 and not config.model.scan_layers:
+        yield f"model.scan_layers=false is not for a pipeline (parallel.pipe={pipe}): set it true"
     if parallel.chunks > 1 and pipe == 1:
         yield f"parallel.chunks={parallel.chunks} needs parallel.pipe > 1: set chunks=1"
     elif parallel.chunks > 1 and parallel.schedule is not Schedule.one_f_one_b:

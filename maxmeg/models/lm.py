@@ -90,7 +90,9 @@ class LM(nnx.Module):
             else None
         )
         places = layout(config, parallel)
-        self.stack = Stack(keys[2], pattern(config), config.recompute.value, places)
+        self.stack = Stack(
+            keys[2], pattern(config), config.recompute.value, places, config.scan_layers
+        )
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size)
 

@@ -9,7 +9,7 @@ import typing
 
 from jaxtyping import Array, Float
 
-from maxmeg.ops import attention_cudnn, attention_mosaic, attention_xla
+from maxmeg.ops import attention_cudnn, attention_mosaic, attention_triton, attention_xla
 from maxmeg.ops.attention_spec import (
     NEGATIVE,
     AttentionDropout,
@@ -23,7 +23,12 @@ from maxmeg.ops.backend import Device, pick, target_device
 __all__ = ["NEGATIVE", "QUERY_BLOCK", "AttentionDropout", "Operands", "ScoreSpec", "attention"]
 
 CAUSAL, NOTHING_ELSE = ScoreSpec(), Operands()
-BACKENDS = {"cudnn": attention_cudnn, "mosaic": attention_mosaic, "xla": attention_xla}
+BACKENDS = {
+    "cudnn": attention_cudnn,
+    "mosaic": attention_mosaic,
+    "triton": attention_triton,
+    "xla": attention_xla,
+}
 
 
 @dataclasses.dataclass(frozen=True)

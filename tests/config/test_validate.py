@@ -37,6 +37,7 @@ BAD = [
     ({"model.rotary_fraction": 0.01}, 1, ["rotary_fraction=0.01", "head size 32", "raise it"]),
     ({"model.rotary_fraction": 1.5}, 1, ["rotary_fraction=1.5", "(0, 1]"]),
     ({"model.rotary_fraction": 0.0}, 1, ["rotary_fraction=0.0", "(0, 1]"]),
+    ({"parallel.pipe": 2, "model.scan_layers": False}, 2, ["scan_layers=false", "pipe=2"]),
     ({"parallel.tensor": 8}, 8, ["model.num_heads=4", "parallel.tensor=8", "tensor in 1, 2, 4"]),
     (
         {"model.num_kv_heads": 1, "parallel.tensor": 2},

@@ -106,7 +106,7 @@ def test_logits_are_finite_and_of_the_vocabulary(kind):
 UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "num_heads")
 ELSEWHERE = (  # tested by layouts, recomputation and dropout tests, and by those of configs
     "dtype", "recompute", "init_std", "attention_backend", "max_position", "norm_eps",
-    "rotary_base", "dropout_hidden", "dropout_attention", "dropout_embedding",
+    "rotary_base", "dropout_hidden", "dropout_attention", "dropout_embedding", "scan_layers",
 )  # fmt: skip
 
 

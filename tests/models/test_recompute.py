@@ -1,6 +1,7 @@
 """What a layer keeps for backward, and that gradients do not depend on it."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +15,18 @@ from maxmeg.models.lm import LM
 B, L, D, LAYERS = 2, 1024, 64, 3
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+TOLERANCE = 2e-6  # of the largest value, float32
+UNROLLED = ((Recompute.none, False), (Recompute.full, False))  # recompute, scan_layers
 KINDS = {
     "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
     "llama": {"num_kv_heads": 2, "qk_norm": True},
 }
 
 
-def run(kind: str, recompute: str):
+def run(kind: str, recompute: str, scan_layers: bool = True):
     """(config, stack, function of (stack, x))."""
-    config = ModelConfig(
-        vocab_size=64, num_layers=LAYERS, hidden_size=D, num_heads=4, recompute=Recompute(recompute)
-    )
+    config = ModelConfig(vocab_size=64, num_layers=LAYERS, hidden_size=D, num_heads=4)
+    config.recompute, config.scan_layers = Recompute(recompute), scan_layers
     for name, value in KINDS[kind].items():
         setattr(config, name, value)
     stack = LM(jax.random.key(0), config).stack
@@ -63,14 +65,37 @@ def test_attention_of_short_sequences_is_kept_unless_selective():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_do_not_depend_on_recomputation(kind):
+def test_gradients_depend_neither_on_recomputation_nor_on_the_loop(kind):
     x_BLD = jax.random.normal(jax.random.key(1), (B, 32, D))
     found = []
-    for recompute in Recompute:
-        _, stack, function = run(kind, recompute.value)
+    for recompute, scan_layers in (*itertools.product(Recompute, [True]), *UNROLLED):
+        _, stack, function = run(kind, recompute.value, scan_layers)
         gradient = quick_jit(jax.grad(lambda s, x, f=function: jnp.sum(jnp.sin(f(s, x))), (0, 1)))
         found.append(jax.tree.leaves(gradient(stack, x_BLD)))
     for others in found[1:]:
         for a, b in zip(found[0], others, strict=True):
             scale = np.abs(np.asarray(a)).max()
-            assert np.abs(np.asarray(a) - np.asarray(b)).max() <= 2e-6 * scale
+            assert np.abs(np.asarray(a) - np.asarray(b)).max() <= TOLERANCE * scale
+
+
+def test_a_cache_is_the_same_with_and_without_the_loop():
+    x_BLD = jax.random.normal(jax.random.key(1), (B, 8, D))
+    ctx = Context(jnp.broadcast_to(jnp.arange(8), (B, 8)), cache_offset=jnp.int32(0))
+    found = []
+    for scan_layers in (True, False):
+        _, stack, _ = run("llama", "none", scan_layers)
+        out = quick_jit(lambda s, x: s(x, ctx, s.init_cache(B, 12))[:2])
+        found.append(out(stack, x_BLD))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_without_the_loop_backward_reads_no_stack_of_activations():
+    """A loop's backward takes each layer's part out of arrays [LAYERS, ...]."""
+    x_BLD = jax.ShapeDtypeStruct((B, 32, D), jnp.float32)
+    for scan_layers in (True, False):
+        _, stack, function = run("llama", "none", scan_layers)
+        pull = jax.eval_shape(lambda *a, f=function: jax.vjp(f, *a)[1], stack, x_BLD)
+        parameters = {a.shape for a in jax.tree.leaves(stack)}
+        stacked = [a for a in jax.tree.leaves(pull) if a.shape[:2] == (LAYERS, B)]
+        assert bool([a for a in stacked if a.shape not in parameters]) == scan_layers
