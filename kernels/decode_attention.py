@@ -45,6 +45,7 @@ ROW_TILE = 8  # rows that copies of queries and results are whole multiples of
 MULTIPROCESSORS = 132  # of an H100 and an H200
 PART_COST = 4  # blocks that a program could have read while it starts and ends
 PARTS = 128  # of a row at most
+PART_BLOCKS = 128  # of a part at most, so that a long row among short ones does not come last
 CLEARED_COLUMNS = 64  # at a time: more would not fit in the registers at head dim 256
 DECODE_TILES = {  # by head dims of queries and keys, and of values
     (64, 64): Tile(keys=64, stages=6, consumers=1),
@@ -205,12 +206,13 @@ def programs_at_once(head_dim: int, value_dim: int) -> int:
 
 
 def part_count(programs: int, blocks: int, at_once: int) -> int:
-    """Parts of each row that take the least time, if every row is as long as its pages allow."""
+    """Parts of each row that take the least time, if every row is as long as its table allows."""
 
     def cost(parts: int) -> int:
         return -(-programs * parts // at_once) * (-(-blocks // parts) + PART_COST)
 
-    return min(range(1, max(1, min(blocks, PARTS)) + 1), key=cost)
+    fewest = min(max(1, -(-blocks // PART_BLOCKS)), PARTS)
+    return min(range(fewest, max(fewest, min(blocks, PARTS)) + 1), key=cost)
 
 
 def visible_spans(

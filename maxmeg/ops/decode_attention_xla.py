@@ -1,6 +1,6 @@
 """Decode attention over a paged cache in plain XLA: the reference that states the semantics.
 
-Memory is O(B x KEY_BLOCK): a loop gathers a block of each row's pages at a time and keeps the
+Memory is O(KEYS_AT_ONCE): a loop gathers a block of each row's pages at a time and keeps the
 largest score, the sum and the output so far (an online softmax), in float32.
 
 Letters beside the legend's: P pages of S slots each in the pool, N pages of a row.
@@ -16,7 +16,7 @@ from maxmeg.ops.attention_spec import NEGATIVE, ScoreSpec
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy import softcapped
 
-KEY_BLOCK = 512  # keys of a row gathered at once; whole pages, at least one
+KEYS_AT_ONCE = 2**14  # of all rows together, in whole pages, at least one a row
 DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
@@ -59,7 +59,7 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
     (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages_PSGV.shape[1:]
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
     lower_BL, upper_BL = visible_ranges(spec, cache.lengths_B, L)
-    pages = max(1, min(KEY_BLOCK // S, cache.page_table_BN.shape[1]))
+    pages = max(1, min(KEYS_AT_ONCE // (B * S), cache.page_table_BN.shape[1]))
     live_B = lower_BL.min(axis=1) < upper_BL.max(axis=1)
     first = jnp.min(jnp.where(live_B, lower_BL.min(axis=1), jnp.iinfo(jnp.int32).max))
     last = jnp.max(jnp.where(live_B, upper_BL.max(axis=1), 0))
@@ -70,7 +70,11 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
         seen_BLM = (position_M >= lower_BL[..., None]) & (position_M < upper_BL[..., None])
         seen_BM11 = seen_BLM.any(axis=1)[..., None, None]
         scores_BGJLM = (spec.scale or K**-0.5) * jnp.einsum(
-            "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
+            "BLGJK,BMGK->BGJLM",
+            q_BLGJK,
+            k_BMGK,
+            precision="highest",
+            preferred_element_type=jnp.float32,
         )
         scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
         scores_BGJLM = jnp.where(seen_BLM[:, None, None], scores_BGJLM, NEGATIVE)
@@ -116,7 +120,7 @@ def add_block(carry: Softmax, scores_BGJLM, v_BMGV) -> Softmax:
     shrink_BGJL = jnp.exp(carry.largest_BGJL - largest_BGJL)
     weights_BGJLM = jnp.exp(scores_BGJLM - largest_BGJL[..., None])
     weights_BGJLM = jnp.where(scores_BGJLM == NEGATIVE, 0, weights_BGJLM)
-    out_BGJLV = jnp.einsum("BGJLM,BMGV->BGJLV", weights_BGJLM, v_BMGV)
+    out_BGJLV = jnp.einsum("BGJLM,BMGV->BGJLV", weights_BGJLM, v_BMGV, precision="highest")
     return Softmax(
         largest_BGJL,
         carry.total_BGJL * shrink_BGJL + weights_BGJLM.sum(axis=-1),

@@ -51,6 +51,10 @@ def add_values(out, weights, v_tile) -> jax.Array:
     return out + contract(weights, v_tile[...], ((1,), (0,)))
 
 
+def plain_iota(dtype, shape, dim, *, layout) -> jax.Array:
+    return lax.broadcasted_iota(dtype, shape, dim)
+
+
 @pytest.fixture
 def interpreter(monkeypatch):
     """Lets the interpreter run the kernel for calls that name the backend mosaic."""
@@ -59,8 +63,7 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(kernel, "add_values", add_values)
     monkeypatch.setattr(mosaic, "load", lambda ref, layout: ref[...])
     monkeypatch.setattr(mosaic.plgpu, "layout_cast", lambda array, layout: array)
-    iota = lambda dtype, shape, dim, layout=None: lax.broadcasted_iota(dtype, shape, dim)  # noqa: E731
-    monkeypatch.setattr(mosaic.plgpu, "broadcasted_iota", iota)
+    monkeypatch.setattr(mosaic.plgpu, "broadcasted_iota", plain_iota)
     monkeypatch.setattr(mosaic.plgpu, "RefUnion", lambda *groups: groups)
     return monkeypatch
 
@@ -150,9 +153,12 @@ def test_merged_parts_are_the_whole():
 
 @pytest.mark.parametrize(
     ("programs", "blocks", "parts"),
-    [(8, 2048, 33), (64, 512, 4), (512, 128, 1), (2048, 16, 1), (8, 1, 1), (8, 0, 1), (1, 3, 3)],
+    [
+        *((8, 2048, 33), (64, 512, 4), (512, 128, 1), (2048, 16, 1), (8, 1, 1), (8, 0, 1)),
+        *((1, 3, 3), (2048, 512, 5), (512, 10**6, 128)),
+    ],
 )
-def test_rows_are_split_until_the_gpu_is_full_and_no_further(programs, blocks, parts):
+def test_rows_are_split_until_the_gpu_is_full_or_parts_are_short(programs, blocks, parts):
     assert kernel.part_count(programs, blocks, 264) == parts
 
 
@@ -178,6 +184,15 @@ def test_what_the_kernel_cannot_take_is_refused(options: dict, message: str):
     assert kernel.decode_refuses(*arrays()) == ""
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda *all: kernel.paged_attention(*all, FlashSpec()), *arrays(**options))
+
+
+@pytest.mark.parametrize("options", [{"page": 16}, {"dim": 256, "page": 128, "queries": 4}])
+def test_it_lowers_for_a_gpu(options: dict):
+    """With the layouts of registers and memory, which the interpreter does not know."""
+    spec = FlashSpec(window=100, softcap=30.0)
+    call = jax.jit(functools.partial(kernel.paged_attention, spec=spec))
+    lowered = call.trace(*arrays(**options)).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_every_tuned_shape_is_taken():

@@ -39,7 +39,7 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
     [(n, "float32") for n in CASES] + [(n, d) for n in ROUNDED for d in ("bfloat16", "float16")],
 )
 def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkeypatch):
-    monkeypatch.setattr(xla, "KEY_BLOCK", 64)
+    monkeypatch.setattr(xla, "KEYS_AT_ONCE", 64 * len(CASES[name].lengths))
     case, arrays = CASES[name], arrays_of(CASES[name], dtype)
     call = (*arrays[:2], case.spec, arrays[2], choice.target_device())
     if reason := module.BACKENDS[backend].refuses(*call):
@@ -98,14 +98,16 @@ def described(case: Case, dtype=jnp.bfloat16, pool: int = 64) -> tuple:
     return q, PagedCache(*pools, *table)
 
 
-def test_memory_does_not_grow_with_the_cache():
+def test_memory_does_not_grow_with_the_cache(monkeypatch):
+    monkeypatch.setattr(xla, "KEYS_AT_ONCE", 2**11)
+
     def temporaries(pages: int) -> int:
         arguments = described(Case(pages=pages), jnp.float32, 5 * pages)
         compiled = quick_jit(decode_attention).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     small, large = temporaries(64), temporaries(1024)
-    block = 5 * xla.KEY_BLOCK * 2 * 64 * 4  # keys of one block
+    block = xla.KEYS_AT_ONCE * 2 * 64 * 4  # keys of one block
     assert large <= 1.1 * small
     assert large <= 6 * block
 
