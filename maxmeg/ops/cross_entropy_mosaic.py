@@ -52,12 +52,12 @@ def forward(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
 def backward(spec: CrossEntropySpec, residuals, cotangents):
     h_TD, w_VD, targets_T, weights_T, logsumexp_T = residuals
     kernels, real = kernel_module("linear_cross_entropy"), real_words(w_VD, spec)
-    V, size = w_VD.shape[0], chunk_words(*h_TD.shape[:1], *w_VD.shape[:1])
+    V, size = w_VD.shape[0], chunk_words(h_TD.shape[0], w_VD.shape[0])
     rows = (targets_T, weights_T * cotangents[0], logsumexp_T)
-    make = functools.partial(kernels.logit_gradient, h_TD, w_VD, *rows, real=real)
 
     def add(start, words: int, dh_TD, dw_VD):
-        d_TC = make(start=start, words=words, spec=logits_of(spec))
+        span = (real, jnp.asarray(start, jnp.int32), words)
+        d_TC = kernels.logit_gradient(h_TD, w_VD, rows, span, logits_of(spec))
         w_CD = lax.dynamic_slice_in_dim(w_VD, start, words)
         dh_TD += jnp.einsum("TC,CD->TD", d_TC, w_CD, preferred_element_type=jnp.float32)
         dw_CD = jnp.einsum("TC,TD->CD", d_TC, h_TD, preferred_element_type=w_VD.dtype)
@@ -66,7 +66,9 @@ def backward(spec: CrossEntropySpec, residuals, cotangents):
     sums = (jnp.zeros(h_TD.shape, jnp.float32), jnp.zeros_like(w_VD))
     sums = lax.fori_loop(0, V // size, lambda i, sums: add(i * size, size, *sums), sums)
     if V % size:
-        sums = add(jnp.int32(V - V % size), V % size, *sums)
+        # After the others: else XLA makes this chunk's gradient first and keeps it.
+        rows, sums = lax.optimization_barrier((rows, sums))
+        sums = add(V - V % size, V % size, *sums)
     return sums[0].astype(h_TD.dtype), sums[1], None, None
 
 
