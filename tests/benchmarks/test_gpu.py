@@ -1,7 +1,9 @@
 """The GPU benchmark runs on a CPU in its tiny form, and needs few packages."""
 
+import dataclasses
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +12,17 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 BENCHMARK = REPOSITORY / "benchmarks" / "gpu.py"
+sys.path.append(str(BENCHMARK.parent))  # as Python does for the script that it runs
+PATHS = os.pathsep.join((str(REPOSITORY), str(BENCHMARK.parent)))
 ABSENT = ["beartype", "grain", "matplotlib", "ml_collections", "sentencepiece", "tensorboardX"]
 ABSENT += ["tiktoken", "tokenizers", "wandb", "zstandard"]
 MODULES = ["maxmeg.config.schema", "maxmeg.models.registry", "maxmeg.ops.attention"]
 MODULES += ["maxmeg.optim.build", "maxmeg.planning.flops", "maxmeg.planning.hardware"]
 MODULES += ["maxmeg.parallel.placement", "maxmeg.state", "maxmeg.step"]
+MODULES += ["maxmeg.ops.cross_entropy", "maxmeg.ops.decode_attention", "maxmeg.ops.grouped_matmul"]
+MODULES += ["maxmeg.kernels.attention", "maxmeg.kernels.attention_triton", "maxmeg.kernels.matmul"]
+MODULES += ["maxmeg.kernels.decode_attention", "maxmeg.kernels.grouped_matmul"]
+MODULES += ["maxmeg.kernels.linear_cross_entropy"]
 
 # absl and rich come with optax and flax, but this package's own modules must not ask for them.
 IMPORT = """
@@ -37,7 +45,7 @@ for module in modules:
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        env={**os.environ, "PYTHONPATH": PATHS, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -69,24 +77,97 @@ def test_quick_run_on_a_cpu(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = tmp_path.glob("cpu-*.json")
     rows = {(row["part"], row["item"]): row for row in json.loads(path.read_text())["rows"]}
-    parts = {part for part, _ in rows}
-    assert parts == {"context", "agreement", "train", "attention", "split"}
-    assert rows["train", "tiny"]["ok"] and rows["train", "tiny"]["compiles"] == 1
-    assert all(row["ok"] for (part, _), row in rows.items() if part == "agreement")
-    assert "| train | tiny |" in done.stdout
-
-
-def test_a_failing_part_and_no_time_are_recorded(tmp_path: Path):
-    program = (
-        "import sys, runpy; sys.argv = sys.argv[1:]; "
-        "gpu = runpy.run_path(sys.argv[0]); "
-        "names = gpu['PARTS']; "
-        "names['context'] = lambda size: iter([('bad', lambda: 1 / 0), ('good', dict)]); "
-        "gpu['run_parts'](['context'], True, 60); "
-        "gpu['run_parts'](['context'], True, -1)"
+    assert {part for part, _ in rows} == set(runpy.run_path(str(BENCHMARK))["PARTS"])
+    assert (
+        rows["train", "tiny, 2 layers"]["ok"] and rows["train", "tiny, 2 layers"]["compiles"] == 1
     )
-    done = run("-c", program, str(BENCHMARK), JAX_PLATFORMS="cpu")
+    assert rows["train", "tiny, 4 layers, extrapolated"]["extrapolated"]
+    assert all(row["ok"] for (part, _), row in rows.items() if part.startswith("check-"))
+    assert "| train | tiny, 2 layers |" in done.stdout
+    assert "| train | tiny, 2 layers |" in path.with_suffix(".md").read_text()
+
+
+PLANTED = """
+import dataclasses, runpy, sys
+gpu = runpy.run_path(sys.argv[1])
+parts, Part = gpu["PARTS"], gpu["Part"]
+size = gpu["prepare"](True, ())
+"""
+
+
+def planted(program: str) -> list[dict]:
+    done = run("-c", PLANTED + program, str(BENCHMARK), JAX_PLATFORMS="cpu")
+    assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    rows = [row for row in rows if "part" in row]
+    return [row for row in rows if "part" in row]
+
+
+def test_a_failing_item_and_no_time_are_recorded():
+    rows = planted(
+        "parts['context'] = Part(lambda s: iter([('bad', lambda: 1 / 0), ('good', dict)]), 9)\n"
+        "gpu['run_parts'](['context'], size, 60)\n"
+        "gpu['run_parts'](['context'], size, -1)\n"
+    )
     assert "ZeroDivisionError" in rows[0]["error"] and "error" not in rows[1]
     assert all("skipped" in row for row in rows[2:]) and len(rows) == 4
+
+
+def test_a_wrong_kernel_is_named_with_its_error_also_when_it_gives_nan():
+    rows = planted(
+        "import numpy as np\n"
+        "checks = sys.modules['gpu_parts.checks']\n"
+        "attention = checks.OPS['attention']\n"
+        "def wrong(name, value):\n"
+        "    def change(*given):\n"
+        "        return {key: x + value for key, x in run(*given).items()}\n"
+        "    cases, chosen, expected, run = attention(name)\n"
+        "    return cases, chosen, expected, change\n"
+        "for value in (0.0, 1.0, np.nan):\n"
+        "    checks.OPS['attention'] = lambda name: wrong(name, value)\n"
+        "    gpu['run_parts'](['check-triton'], size, 60)\n"
+    )
+    assert [row["ok"] for row in rows] == [True, False, False]
+    assert not rows[0]["wrong"] and all(": dq" in str(row["wrong"]) for row in rows[1:])
+
+
+def test_what_crashed_or_hung_in_its_check_is_not_timed():
+    gpu = runpy.run_path(str(BENCHMARK))
+    rows = [
+        {"part": "check-attention", "item": "attention mosaic", "error": "ended after 60 s"},
+        {"part": "check-loss", "item": "loss mosaic", "ok": False},
+        {"part": "attention", "item": "L2048", "error": "x"},
+    ]
+    assert gpu["broken"](rows) == ["attention:mosaic"]
+    full = dataclasses.replace(gpu["Sizes"](), skipped=tuple(gpu["broken"](rows)))
+    assert full.backends("attention", ("cudnn", "mosaic", "xla")) == ["cudnn", "xla"]
+    assert full.backends("loss", ("mosaic", "xla")) == ["mosaic", "xla"]
+
+
+def test_a_hang_ends_and_leaves_a_row(tmp_path: Path, monkeypatch):
+    """The item that never came to an end is named; those before it keep their rows."""
+    gpu = runpy.run_path(str(BENCHMARK))
+    script = tmp_path / "hangs.py"
+    script.write_text(
+        "import json, time\n"
+        "print(json.dumps({'begins': 'loss', 'item': 'a'}))\n"
+        "print(json.dumps({'part': 'loss', 'item': 'a', 'x': 1.0}))\n"
+        "print(json.dumps({'begins': 'loss', 'item': 'b'}), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    monkeypatch.setitem(gpu["child"].__globals__, "__file__", str(script))
+    rows = gpu["child"](["loss"], False, [], -13.0)
+    assert rows[0] == {"part": "loss", "item": "a", "x": 1.0}
+    assert rows[1]["item"] == "b" and "ended after 2 s" in rows[1]["error"]
+
+
+def test_the_table_goes_between_the_readmes_marks(tmp_path: Path):
+    gpu = runpy.run_path(str(BENCHMARK))
+    first, last = gpu["MARKS"]
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{first}\nold\n{last}\nafter\n")
+    gpu["write_readme"](path, "new")
+    assert path.read_text() == f"before\n{first}\nnew\n{last}\nafter\n"
+    path.write_text("no marks")
+    with pytest.raises(ValueError, match="needs each of"):
+        gpu["write_readme"](path, "new")
+    assert all((REPOSITORY / "README.md").read_text().count(mark) == 1 for mark in (first, last))

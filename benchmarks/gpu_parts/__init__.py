@@ -1,0 +1,1 @@
+"""The parts of benchmarks/gpu.py: each module yields (item, function that measures it)."""

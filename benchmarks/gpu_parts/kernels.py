@@ -1,0 +1,260 @@
+"""Speed of every backend of every op, as ratios to cuDNN's or XLA's in the same run."""
+
+import functools
+from collections.abc import Callable, Iterator
+
+from gpu_parts.timing import Item, Sizes, compare, interleaved, random, with_gradients
+
+
+def context(size: Sizes) -> Iterator[Item]:
+    """What the device reaches at best: a matrix product (also our own loop's), and a copy."""
+    import jax
+    import jax.numpy as jnp
+
+    def matmul() -> dict:
+        n = size.matmul
+        a, b = random([(n, n)] * 2)
+        multiply = jax.jit(jnp.matmul)
+        calls: dict[str, Callable] = {"xla": lambda: multiply(a, b)}
+        if size.on_gpu:
+            from maxmeg.ops.backend import kernel_module
+
+            ours = jax.jit(kernel_module("matmul").matmul)
+            calls["mosaic"] = lambda: ours(a, b)
+        return compare(calls, 2 * n**3, "tflops", size, ("xla",)) | {"size": n}
+
+    def copy() -> dict:
+        x = jnp.zeros(size.copy_elements, jnp.bfloat16)
+        add = jax.jit(lambda x: x + 1)
+        seconds = interleaved({"x": lambda: add(x)}, size.rounds, size.repeats)["x"]
+        return {"tb_per_s": 2 * x.nbytes / seconds / 1e12}
+
+    yield "bf16 matmul", matmul
+    yield "copy", copy
+
+
+def attention(size: Sizes) -> Iterator[Item]:
+    """Causal attention, dense, packed and windowed, forward and with backward."""
+    for length, heads, groups, head_dim in size.attention:
+        name = f"L{length} H{heads}/{groups} D{head_dim}"
+        shape = (max(1, size.tokens // length), length, heads, groups, head_dim)
+        yield name, functools.partial(measure_attention, size, shape, {}, 1)
+    length, heads, groups, head_dim = size.attention[0 if len(size.attention) < 5 else 4]
+    shape = (max(1, size.tokens // length), length, heads, groups, head_dim)
+    share = f"L{length} H{heads}/{groups} D{head_dim}"
+    yield f"8 documents, {share}", functools.partial(measure_attention, size, shape, {}, 8)
+    window = {"window": length // 4}
+    yield (
+        f"window of a quarter, {share}",
+        functools.partial(measure_attention, size, shape, window, 1),
+    )
+
+
+def measure_attention(size: Sizes, shape: tuple, masks: dict, documents: int) -> dict:
+    """TFLOP/s count the scores of the causal triangle, of its documents, or of the window."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxmeg.ops.attention import BACKENDS, Operands, ScoreSpec
+    from maxmeg.ops.attention import attention as attend
+
+    batch, length, heads, groups, head_dim = shape
+    *qkv, slope = random(
+        [
+            (batch, length, heads, head_dim),
+            *[(batch, length, groups, head_dim)] * 2,
+            (batch, length, heads, head_dim),
+        ]
+    )
+    ids = jnp.broadcast_to(jnp.arange(length) * documents // length, (batch, length))
+    operands = Operands(segments_BL=ids if documents > 1 else None)
+    spec, window = ScoreSpec(**masks), masks.get("window", length)
+    scores = documents * (length // documents) ** 2 / 2 if documents > 1 else length**2 / 2
+    scores -= (length - window) ** 2 / 2
+    flops = 4 * batch * heads * scores * head_dim
+    forward: dict[str, Callable] = {}
+    both: dict[str, Callable] = {}
+    for backend in size.backends("attention", tuple(BACKENDS)):
+        call = functools.partial(attend, spec=spec, operands=operands, backend=backend)
+        forward[backend] = functools.partial(jax.jit(call), *qkv)
+        both[backend] = functools.partial(with_gradients(call), tuple(qkv), slope)
+    found: dict = {"documents": documents, **masks}
+    for name, calls, amount in (("forward", forward, flops), ("both", both, 3.5 * flops)):
+        rates = compare(calls, amount, "tflops", size, ("cudnn", "xla"))
+        found |= {f"{name} {key}": value for key, value in rates.items()}
+    return found
+
+
+def loss(size: Sizes) -> Iterator[Item]:
+    """Linear + cross entropy, forward and backward; TFLOP/s of the three products needed."""
+    for tokens, vocab, width in size.losses:
+        name = f"T{tokens} V{vocab} D{width}"
+        yield name, functools.partial(measure_loss, size, tokens, vocab, width)
+
+
+def measure_loss(size: Sizes, tokens: int, vocab: int, width: int) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from maxmeg.ops.cross_entropy import BACKENDS, CrossEntropySpec, linear_cross_entropy
+
+    h_TD, w_VD = random([(tokens, width), (vocab, width)])
+    w_VD = w_VD / width**0.5
+    targets_T = jax.random.randint(jax.random.key(3), (tokens,), 0, vocab)
+    weights_T = jnp.full(tokens, 1 / tokens)
+    calls: dict[str, Callable] = {}
+    for backend in size.backends("loss", tuple(BACKENDS)):
+        for chunk in (2048, 4096) if backend == "xla" else (2048,):
+            spec = CrossEntropySpec(vocab, chunk=chunk)
+
+            def mean(h_TD, w_VD, spec=spec, backend=backend):
+                given = (targets_T, weights_T, spec)
+                return linear_cross_entropy(h_TD, w_VD, *given, backend=backend)[0]
+
+            name = backend if chunk == 2048 else f"{backend}, chunks of {chunk}"
+            run = with_gradients(mean)
+            calls[name] = functools.partial(run, (h_TD, w_VD), jnp.ones(()))
+    return compare(calls, 6 * tokens * vocab * width, "tflops", size, ("xla",))
+
+
+def memory_bound(size: Sizes) -> Iterator[Item]:
+    """What XLA makes of norms, gated activations and rotations; bytes that cannot be avoided."""
+    for width in size.widths:
+        for name in MEMORY_BOUND:
+            yield f"{name}, D{width}", functools.partial(measure_memory_bound, size, name, width)
+
+
+def rms(x, weight):
+    from maxmeg.ops.norm import rms_norm
+
+    return rms_norm(x, weight, 1e-5)
+
+
+def residual_rms(x, y, weight):
+    added = x + y
+    return added, rms(added, weight)
+
+
+def layer(x, weight, bias):
+    from maxmeg.ops.norm import layer_norm
+
+    return layer_norm(x, weight, bias, 1e-5)
+
+
+def swiglu(gate, up):
+    from maxmeg.ops.activation import activate
+
+    return activate("swiglu", gate, up)
+
+
+def gelu(x):
+    from maxmeg.ops.activation import activate
+
+    return activate("gelu_tanh", x)
+
+
+def rope(x):
+    import jax.numpy as jnp
+
+    from maxmeg.ops.rope import rotate
+
+    heads = x.reshape(8, x.shape[0] // 8, -1, 64)
+    positions_BL = jnp.broadcast_to(jnp.arange(heads.shape[1]), heads.shape[:2])
+    return rotate(heads, positions_BL)
+
+
+# function, arrays in, vectors of parameters, arrays out
+MEMORY_BOUND = {
+    "rms norm": (rms, 1, 1, 1),
+    "residual and rms norm": (residual_rms, 2, 1, 2),
+    "layer norm": (layer, 1, 2, 1),
+    "swiglu": (swiglu, 2, 0, 1),
+    "gelu": (gelu, 1, 0, 1),
+    "rope": (rope, 1, 0, 1),
+}
+
+
+def measure_memory_bound(size: Sizes, name: str, width: int) -> dict:
+    """Forward reads its arrays and writes its results; backward reads arrays and slopes."""
+    import jax
+
+    function, arrays, vectors, results = MEMORY_BOUND[name]
+    given = random([(size.tokens, width)] * arrays + [(width,)] * vectors)
+    slopes = jax.tree.map(lambda x: x, jax.jit(function)(*given))
+    array = 2 * size.tokens * width
+    forward = {"xla": functools.partial(jax.jit(function), *given)}
+    backward = {"xla": functools.partial(with_gradients(function), tuple(given), slopes)}
+    needs = arrays if name != "rope" else 0  # a rotation's gradient needs no input
+    found = {}
+    for kind, calls, count in (
+        ("forward", forward, arrays + results),
+        ("backward", backward, needs + results + arrays),
+    ):
+        rates = compare(calls, count * array, "tb_per_s", size, ())
+        found |= {f"{kind} {key}": value for key, value in rates.items()}
+    return found
+
+
+def grouped(size: Sizes) -> Iterator[Item]:
+    """Products of experts' weights with uneven groups of tokens, and all their gradients."""
+    for experts, tokens, width, out in size.experts:
+        name = f"E{experts} T{tokens} {width}x{out}"
+        yield name, functools.partial(measure_grouped, size, experts, tokens, width, out)
+
+
+def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int) -> dict:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from maxmeg.ops.grouped_matmul import BACKENDS, grouped_matmul
+
+    shares = np.random.default_rng(0).dirichlet(np.full(experts, 4.0))
+    bounds = np.round(np.cumsum(shares) * tokens).astype(np.int32)
+    sizes_E = jnp.asarray(np.diff(bounds, prepend=0), jnp.int32)
+    x_TD, w_EDF, slope_TF = random([(tokens, width), (experts, width, out), (tokens, out)])
+    dense = jax.jit(jnp.matmul)  # one expert's weights for all: what the hardware can do
+    forward: dict[str, Callable] = {"one matmul": lambda: dense(x_TD, w_EDF[0])}
+    both: dict[str, Callable] = {}
+    for backend in size.backends("grouped", tuple(BACKENDS)):
+        if backend == "xla" and experts > 8:
+            continue  # it multiplies every token with every expert
+
+        def product(x_TD, w_EDF, backend=backend):
+            return grouped_matmul(x_TD, w_EDF, sizes_E, backend=backend)
+
+        forward[backend] = functools.partial(jax.jit(product), x_TD, w_EDF)
+        both[backend] = functools.partial(with_gradients(product), (x_TD, w_EDF), slope_TF)
+    flops = 2 * tokens * width * out
+    found: dict = {}
+    for name, calls, amount in (("forward", forward, flops), ("both", both, 3 * flops)):
+        rates = compare(calls, amount, "tflops", size, ("one matmul", "xla"))
+        found |= {f"{name} {key}": value for key, value in rates.items()}
+    return found
+
+
+def decode(size: Sizes) -> Iterator[Item]:
+    """One new token a row over a paged cache; TB/s of the cache."""
+    for rows, tokens, page in size.caches:
+        name = f"B{rows} M{tokens} pages of {page}"
+        yield name, functools.partial(measure_decode, size, rows, tokens, page)
+
+
+def measure_decode(size: Sizes, rows: int, tokens: int, page: int) -> dict:
+    import jax
+    import jax.numpy as jnp
+
+    from maxmeg.ops.decode_attention import BACKENDS, PagedCache, decode_attention
+
+    head_dim, groups = 128 if size.on_gpu else 16, size.heads // 4
+    pages = rows * -(-tokens // page)
+    q_BLHK, *kv = random([(rows, 1, size.heads, head_dim)] + [(pages, page, groups, head_dim)] * 2)
+    table_BN = jax.random.permutation(jax.random.key(5), pages).reshape(rows, -1)
+    lengths_B = jnp.full(rows, tokens, jnp.int32)
+    cache = PagedCache(*kv, table_BN.astype(jnp.int32), lengths_B)
+    calls: dict[str, Callable] = {}
+    for backend in size.backends("decode", tuple(BACKENDS)):
+        call = functools.partial(decode_attention, backend=backend)
+        calls[backend] = functools.partial(jax.jit(call), q_BLHK, cache)
+    amount = 2 * 2 * rows * tokens * groups * head_dim
+    return compare(calls, amount, "tb_per_s", size, ("xla",))

@@ -1,0 +1,180 @@
+"""What is measured, and how time is taken."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+Item = tuple[str, Callable[[], dict]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A train step: `choices` are (samples, recompute) to try until one fits; layers 0: all."""
+
+    name: str
+    length: int
+    choices: tuple[tuple[int, str], ...]
+    layers: int = 0
+    settings: tuple[tuple[str, object], ...] = ()  # of config.model, as (field, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """On a GPU, a quick look at one, or tiny shapes on a CPU, where numbers mean nothing."""
+
+    on_gpu: bool = True
+    matmul: int = 8192
+    copy_elements: int = 2**31
+    tokens: int = 32768  # of attention's and the memory-bound calls
+    attention: tuple[tuple[int, int, int, int], ...] = (  # length, heads, key heads, head dim
+        (4096, 16, 16, 128),
+        (16384, 16, 16, 128),
+        (8192, 16, 16, 128),
+        (2048, 16, 16, 128),
+        (8192, 32, 8, 128),
+        (8192, 16, 16, 64),
+        (2048, 16, 16, 64),
+        (4096, 32, 32, 96),
+    )
+    losses: tuple[tuple[int, int, int], ...] = (  # tokens, vocabulary, width
+        (8192, 128256, 4096),
+        (16384, 50304, 768),
+    )
+    widths: tuple[int, ...] = (4096, 2048)  # of vectors, in memory-bound calls
+    experts: tuple[tuple[int, int, int, int], ...] = (  # experts, tokens, width in, width out
+        (8, 32768, 4096, 14336),
+        (128, 32768, 2048, 768),
+        (256, 32768, 7168, 2048),
+    )
+    caches: tuple[tuple[int, int, int], ...] = (  # rows, tokens of each, page
+        (64, 8192, 64),
+        (8, 32768, 64),
+        (256, 1024, 64),
+    )
+    heads: int = 32  # of attention over a paged cache, with a quarter as many of keys, of 128
+    models: tuple[Model, ...] = (
+        Model("gpt2-124m", 1024, ((32, "none"), (16, "none"), (16, "full"))),
+        Model("1.3b", 2048, ((8, "none"), (4, "none"), (4, "selective"), (4, "full"))),
+        Model(
+            *("1.3b", 2048, ((8, "none"), (4, "none"), (4, "selective"), (4, "full"))),
+            settings=(("scan_layers", False),),
+        ),
+        Model("llama3-8b", 8192, ((1, "none"), (1, "selective"), (1, "full")), layers=8),
+        Model("llama3-8b", 8192, ((1, "none"), (1, "selective"), (1, "full")), layers=4),
+        Model("345m", 1024, ((32, "none"), (16, "none"), (16, "full"))),
+    )
+    steps: int = 6
+    rounds: int = 5
+    repeats: int = 10  # calls of a round
+    skipped: tuple[str, ...] = ()  # "op:backend" that crashed or hung when it was checked
+
+    def backends(self, op: str, names: tuple[str, ...]) -> list[str]:
+        """Of an op's backends those to time; on a CPU no kernel runs."""
+        here = names if self.on_gpu else [name for name in names if name in ("xla", "tiled")]
+        return [name for name in here if f"{op}:{name}" not in self.skipped]
+
+    @property
+    def half(self) -> int:
+        """Repeats of what takes longer."""
+        return max(1, self.repeats // 3)
+
+
+TINY = Sizes(
+    on_gpu=False,
+    matmul=128,
+    copy_elements=2**16,
+    tokens=256,
+    attention=((128, 2, 1, 16),),
+    losses=((64, 512, 32),),
+    widths=(64,),
+    experts=((4, 64, 32, 48),),
+    caches=((2, 40, 16),),
+    heads=4,
+    models=(
+        Model("tiny", 32, ((2, "none"),), layers=2),
+        Model("tiny", 32, ((2, "none"),), layers=1),
+    ),
+    steps=4,
+    rounds=2,
+    repeats=1,
+)
+
+
+def sizes(quick: bool, on_gpu: bool) -> Sizes:
+    if not on_gpu:
+        return TINY
+    full = Sizes()
+    if not quick:
+        return full
+    return dataclasses.replace(
+        full,
+        attention=full.attention[:2],
+        losses=full.losses[:1],
+        experts=full.experts[:1],
+        caches=full.caches[:1],
+        models=full.models[:1],
+        rounds=3,
+    )
+
+
+def interleaved(calls: dict[str, Callable], rounds: int, repeats: int) -> dict[str, float]:
+    """Median seconds of a call; candidates take turns, so that a drift of clocks hits all."""
+    import jax
+
+    for call in calls.values():
+        jax.block_until_ready(call())
+    spent: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started = time.perf_counter()
+            out = [call() for _ in range(repeats)][-1]
+            jax.block_until_ready(out)
+            spent[name].append((time.perf_counter() - started) / repeats)
+    return {name: statistics.median(values) for name, values in spent.items()}
+
+
+def compare(
+    calls: dict[str, Callable], amount: float, unit: str, size: Sizes, references: tuple[str, ...]
+) -> dict:
+    """`amount` a second of every call that runs, and as ratios to the references; else why not.
+
+    unit: "tflops" or "tb_per_s"; amount: FLOPs or bytes of a call.
+    """
+    import jax
+
+    found: dict = {}
+    working = {}
+    for name, call in calls.items():
+        try:
+            jax.block_until_ready(call())
+            working[name] = call
+        except Exception as error:  # of one backend: the others are still worth their numbers
+            found[f"{name} error"] = f"{type(error).__name__}: {str(error)[:300]}"
+    for name, seconds in interleaved(working, size.rounds, size.repeats).items():
+        found[f"{name} {unit}"] = amount / seconds / 1e12
+    for reference in references:
+        if f"{reference} {unit}" in found:
+            for name in working:
+                if name != reference:
+                    ratio = found[f"{name} {unit}"] / found[f"{reference} {unit}"]
+                    found[f"{name} of {reference}"] = ratio
+    return found
+
+
+def random(shapes: list[tuple[int, ...]], dtype: str = "bfloat16", seed: int = 1) -> list:
+    import jax
+
+    keys = jax.random.split(jax.random.key(seed), len(shapes))
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def with_gradients(function: Callable) -> Callable:
+    """Jitted (inputs, slopes) -> gradients by the inputs; slopes are of `function`'s result."""
+    import jax
+
+    def run(inputs, slopes):
+        _, pull = jax.vjp(function, *inputs)
+        return pull(slopes)
+
+    return jax.jit(run)
