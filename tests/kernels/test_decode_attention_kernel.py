@@ -31,7 +31,7 @@ INTERPRETED = {
     "pages of 128": ("bfloat16", 2, 2),
     "drafts longer than the row": ("bfloat16", 1, 2),
     "window, drafts": ("bfloat16", 3, 1),
-    "chunks of all keys": ("float16", 9, 2),  # more parts than blocks
+    "chunks of all keys": ("float16", 3, 2),  # more parts than blocks
     "nothing at all": ("bfloat16", 2, 2),
     "everything": ("bfloat16", 2, 2),
     "heads of 80": ("bfloat16", 1, 4),
