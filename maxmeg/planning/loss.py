@@ -59,15 +59,15 @@ class Head:
         weight's gradient summed in float32, 4 v D. tiled, the larger of forward and backward:
         c tokens and n words at a time, logits and weights (4 + e) c n, the words' copy e n D, and
         in forward two float32 products of the tokens, 8 c D, in backward the words' gradient,
-        e n D. mosaic, n words at a time: the logits' gradient e T n, the words' copy and
-        gradient, 2 e n D, two float32 products of the tokens, 8 T D.
+        e n D. mosaic, n words at a time: the logits' gradient, e T n, the words' copy, e n D, and
+        the float32 sum for the tokens, 4 T D.
         """
         e, D, T, v = self.itemsize, self.width, self.tokens, self.words
         if self.backend == "xla":
             return (FLOAT32 + e) * self.blocks[1] * v + FLOAT32 * v * D
         if self.backend == "mosaic":
             words = chunk_words(T, v)
-            return e * T * words + 2 * e * words * D + 2 * FLOAT32 * T * D
+            return e * words * (T + D) + FLOAT32 * T * D
         c, n = min(T, TILES.tokens), min(v, TILES.words)
         forward = (FLOAT32 + e) * c * n + e * n * D + (self.products - 2) * FLOAT32 * c * D
         c, n = min(T, TILES.backward_tokens), min(v, TILES.backward_words)

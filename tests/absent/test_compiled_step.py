@@ -12,6 +12,7 @@ from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.memory import head, workload
 from maxmeg.planning.report import Collective, Compiled
 
 GPUS, LAYERS = 16, 8
@@ -35,10 +36,13 @@ def llama(microbatches: int, recompute: Recompute = Recompute.none, **parallel) 
 
 
 def model_flops(config: Config) -> float:
-    """FLOPs of a step on one device, as the training log counts them."""
+    """FLOPs of a step on one device, as the training log counts them, and logits made again."""
     parts = config.parallel.tensor * config.parallel.pipe
     size, length = config.train.global_batch_size, config.data.sequence_length
-    return training_flops(config.model, length, size, tensor=parts) / GPUS
+    work = workload(config, GPUS)
+    loss = head(work)
+    again = work.microbatches * (loss.products - 3) * 2 * loss.tokens * loss.width * loss.words
+    return training_flops(config.model, length, size, tensor=parts) / GPUS + again
 
 
 @functools.cache

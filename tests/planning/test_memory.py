@@ -303,6 +303,14 @@ def test_memory_is_what_was_compiled(case):
         assert gib is None or beside / GIB == pytest.approx(gib, rel=COMPILED)
 
 
+@pytest.mark.parametrize(("mode", "gib"), [("none", 27.55), ("full", 6.86)])
+def test_memory_with_the_tiled_loss_is_what_was_compiled(mode, gib):
+    """128,256 words a device: "auto" is tiled (with xla, the layers made again: 9.11)."""
+    memory = device_memory(workload(of("llama3-8b", 16, 1, 1, mode, fsdp=16), 16))
+    beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
+    assert beside / GIB == pytest.approx(gib, rel=COMPILED)
+
+
 def test_padded_places_are_held():
     even = of("345m", 4, 1, 8, pipe=4)
     odd = dataclasses.replace(even, model=dataclasses.replace(even.model, num_layers=21))
