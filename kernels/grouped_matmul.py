@@ -269,9 +269,10 @@ def grouped_weights(
     sizes_E: Int[Array, " E"],
     *,
     out_dtype: Any = jnp.bfloat16,
-    tiling: Tiling = WEIGHTS_TILING,
+    tiling: Tiling | None = None,
 ) -> Float[Array, "E D F"]:
     """x^T y of each group's rows; zeros for an empty group. ValueError for `matmul_refuses`."""
+    tiling = tiling or WEIGHTS_TILING
     if reason := matmul_refuses(x_TD, y_TF, tiling):
         raise ValueError(f"grouped_weights cannot run: {reason}")
     D, F, E = x_TD.shape[1], y_TF.shape[1], sizes_E.shape[0]

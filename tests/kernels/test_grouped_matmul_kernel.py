@@ -1,0 +1,115 @@
+"""The grouped matmul kernels by the interpreter, and their tables; see kernels/interpreted.py.
+
+tests/absent/test_matmul_kernels.py compiles them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreted import COMPLETE, WRITES_PAST_THE_END, interpret
+from maxmeg.kernels import grouped_matmul as kernel
+from maxmeg.kernels.grouped_matmul import TUNED_SHAPES, operands_refuse, part_sizes, row_tiles
+from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, run, tolerance
+
+import maxmeg.ops.backend as choice
+from maxmeg.ops.backend import Device
+
+ROWS = 128  # of a tile
+# name of a case: programs that share the items
+FEW = {"odd sizes": 1}  # jax 0.10 takes 10 s a case
+MANY = {
+    "one row": 1,
+    "odd sizes": 3,
+    "empty groups": 5,
+    "rows after the last": 2,
+    "whole tiles after the last": 132,
+    "nothing but rows after": 2,
+    "every size of a part": 4,
+    "fp8, rows after the last": 3,
+}
+INTERPRETED = MANY if COMPLETE else FEW
+SIZES = [(*case.sizes, case.rest) for case in CASES.values()]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Lets calls name the backend mosaic; small tiles, so that there are several."""
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    for name in ("ROWS_TILING", "FP8_ROWS_TILING", "WEIGHTS_TILING"):
+        small = dataclasses.replace(getattr(kernel, name), columns=64, stages=2)
+        monkeypatch.setattr(kernel, name, small)
+    return monkeypatch
+
+
+def errors(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
+    """Of the results, over what is tolerable; and whether there was a race."""
+    case = CASES[name]
+    if not WRITES_PAST_THE_END:
+        case = dataclasses.replace(case, inner=128, outer=64)
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", INTERPRETED.get(name, 1))
+    arrays, sizes = arrays_of(case, "bfloat16")
+    found, race = interpret(lambda: run(case, arrays, sizes, "mosaic"), monkeypatch)
+    if race:
+        return {}, True
+    wanted = expected(case, arrays)
+    shares = {
+        part: error(found[part], wanted[part]) / tolerance(case, part, "bfloat16") for part in NAMES
+    }
+    return shares, False
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_product_and_gradients_without_a_race(name: str, hopper):
+    found, race = errors(name, hopper)
+    assert not race
+    assert max(found.values()) < 1, found
+
+
+def test_rows_that_are_not_set_to_zero_are_noticed(hopper):
+    """The table's dead rows are NaN: they must reach no gradient through a group's first step."""
+    (x, _, slope), sizes = arrays_of(CASES["rows after the last"], "bfloat16")
+    x, slope = (jnp.asarray(np.tile(array, 4)[:, :128]) for array in (x, slope))
+    hopper.setattr(kernel, "MULTIPROCESSORS", 1)
+    hopper.setattr(kernel, "keep_rows", lambda tile, count: None)
+    call = lambda: kernel.grouped_weights(x, slope, jnp.asarray(sizes))  # noqa: E731
+    found, race = interpret(call, hopper)
+    assert not race and np.isnan(np.asarray(found, np.float32)).any()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_tiles_hold_every_row_once_and_one_group_each(sizes: tuple[int, ...]):
+    tokens, groups = sum(sizes), len(sizes) - 1
+    tiles, count = jax.jit(row_tiles, static_argnums=(1, 2))(jnp.array(sizes[:-1]), tokens, ROWS)
+    assert tiles.shape == (tokens // ROWS + groups + 1, 3)
+    used = np.asarray(tiles)[: int(count[0])]
+    owner = np.repeat(np.arange(groups + 1), sizes)
+    rows = [np.arange(first, first + live) for _, first, live in used]
+    np.testing.assert_array_equal(np.concatenate(rows), np.arange(tokens))
+    for (group, _, live), own in zip(used, rows, strict=True):
+        assert 0 < live <= ROWS and (owner[own] == group).all()
+    assert len(used) == sum(-(-size // ROWS) for size in sizes)
+
+
+def test_first_steps_leave_whole_ones():
+    for size in range(300):
+        own, steps = (int(number) for number in kernel.first_step(jnp.int32(size), 64))
+        assert steps >= 1 and size == own + 64 * (steps - 1) and (0 < own <= 64 or not size)
+        item = kernel.Item(None, None, 0, 0, 1000, steps, 64 - own)
+        starts = [int(item.depth_of(jnp.int32(step), 64)) for step in range(steps)]
+        assert starts == [1000, *range(1000 + own, 1000 + size, 64)]
+
+
+def test_parts_add_up_to_any_number_of_rows():
+    sizes = part_sizes()
+    for live in range(64):
+        assert sum(size for size in sizes if live & size) == live
+
+
+def test_every_tuned_shape_is_taken():
+    for shape in TUNED_SHAPES.values():
+        x = jax.ShapeDtypeStruct((shape.tokens, shape.inner), jnp.bfloat16)
+        w = jax.ShapeDtypeStruct((shape.groups, shape.inner, shape.outer), jnp.bfloat16)
+        assert operands_refuse(x, w) == operands_refuse(x, w, fp8=True) == ""

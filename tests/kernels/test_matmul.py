@@ -1,0 +1,108 @@
+"""The matrix product loop by the interpreter: operands' orders, odd sizes, programs of many items,
+and races. tests/absent/test_matmul_kernels.py compiles it.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from interpreted import WRITES_PAST_THE_END, interpret
+from maxmeg.kernels import matmul as kernel
+from maxmeg.kernels.matmul import Tiling, item_count, tile_place
+
+TOLERANCE = 1e-5  # by norm, of products of bfloat16 in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    rows: int
+    depth: int
+    columns: int
+    tiling: Tiling = Tiling(columns=64, stages=2)
+    programs: int = 1
+
+
+EDGE = 8 if WRITES_PAST_THE_END else 64
+CASES = {
+    "one tile, one step": Case(128, 64, 64),
+    "more steps than slots": Case(128, 200, 64),
+    "more items than programs": Case(384, 136, 128, programs=4),
+    "one consumer": Case(128, 128, 64, Tiling(columns=64, stages=3, consumers=1)),
+    "wide tiles": Case(128, 128, 192, Tiling(columns=128, stages=3)),
+    "left transposed": Case(128, 136, 64, Tiling(columns=64, stages=2, left="KM")),
+    "right transposed": Case(128, 136, 64, Tiling(columns=64, stages=2, right="NK")),
+    "both transposed": Case(256, 72, 128, Tiling(columns=64, stages=2, left="KM", right="NK")),
+    "odd sizes": Case(192 + EDGE, 72, 64 + EDGE),
+}
+
+
+def product(case: Case, monkeypatch, plainly: bool = False) -> tuple[float, bool]:
+    """(error by norm, whether there was a race)."""
+    rng = np.random.default_rng(0)
+    shapes = ((case.rows, case.depth), (case.depth, case.columns))
+    left, right = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
+    wanted = np.asarray(left, np.float64) @ np.asarray(right, np.float64)
+    left = left.T if case.tiling.left == "KM" else left
+    right = right.T if case.tiling.right == "NK" else right
+    monkeypatch.setattr(kernel, "MULTIPROCESSORS", case.programs)
+    call = lambda: kernel.matmul(left, right, case.tiling, jnp.float32)  # noqa: E731
+    found, race = interpret(call, monkeypatch, plainly)
+    if race:
+        return np.inf, True
+    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)), False
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_product_without_a_race(name: str, monkeypatch):
+    error, race = product(CASES[name], monkeypatch)
+    assert not race and error < TOLERANCE
+
+
+def test_a_tile_that_was_not_waited_for_is_a_race(monkeypatch):
+    real = kernel.tiles_at
+    next_one = lambda tiling, ring, place, warpgroup: real(tiling, ring, place + 1, warpgroup)  # noqa: E731
+    monkeypatch.setattr(kernel, "tiles_at", next_one)
+    assert product(CASES["more steps than slots"], monkeypatch, plainly=True)[1]
+
+
+def test_products_made_plainly_have_no_race(monkeypatch):
+    error, race = product(CASES["more steps than slots"], monkeypatch, plainly=True)
+    assert not race and error < TOLERANCE
+
+
+@pytest.mark.parametrize(("rows", "columns", "width"), [(1, 1, 16), (5, 3, 2), (40, 7, 16)])
+def test_every_tile_has_its_turn(rows: int, columns: int, width: int):
+    index = jnp.arange(rows * columns, dtype=jnp.int32)
+    places = jax.vmap(lambda i: tile_place(i, rows, columns, width))(index)
+    found = list(zip(*(np.asarray(part).tolist() for part in places), strict=True))
+    assert sorted(found) == list(np.ndindex(rows, columns))
+    assert {row for row, _ in found[: width * columns]} == set(range(min(width, rows)))
+
+
+@pytest.mark.parametrize(("total", "programs"), [(1, 1), (7, 3), (6, 3), (2, 5), (0, 4)])
+def test_programs_share_all_items(total: int, programs: int):
+    counts = [int(item_count(total, jnp.int32(n), programs)) for n in range(programs)]
+    assert counts == [len(range(n, total, programs)) for n in range(programs)]
+
+
+def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+FP8 = jnp.float8_e4m3fn
+REFUSED = [
+    ((struct(8, 16), struct(16, 8, dtype=jnp.float16)), Tiling(), "not both one of bfloat16"),
+    ((struct(8, 16, dtype=jnp.float32),) * 2, Tiling(), "not both one of bfloat16"),
+    ((struct(8, 16, dtype=FP8), struct(16, 16, dtype=FP8)), Tiling(), "not as MK and NK"),
+    ((struct(8, 12), struct(12, 16)), Tiling(), "rows of 12 bfloat16 are no multiple of 8"),
+    ((struct(8, 16), struct(16, 4)), Tiling(), "rows of 4 bfloat16 are no multiple of 8"),
+    ((struct(8, 16), struct(24, 16)), Tiling(), "left has depth 16 and right 24"),
+]
+
+
+@pytest.mark.parametrize(("operands", "tiling", "message"), REFUSED)
+def test_what_the_loop_cannot_take_is_refused(operands, tiling: Tiling, message: str):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda left, right: kernel.matmul(left, right, tiling), *operands)
