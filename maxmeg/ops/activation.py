@@ -1,48 +1,36 @@
 """Activations of the feed-forward layer, plain and gated, in float32 with one rounding at the end.
 
-Backward needs the activation (for the next weight's gradient) and its derivative. Left alone XLA
-writes what both share, a tanh or a logistic, to memory in a kernel of its own and reads it back
-twice; behind a barrier each of the two is one pass over the inputs.
+Backward needs the activation (for the next weight's gradient) and its derivative. XLA makes both in
+one pass over the inputs where they share a logistic; a tanh it would write to memory in a kernel of
+its own and read back twice (benchmarks/NOTES.md). So GELU's tanh is written as a logistic.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """x (1 + tanh u) / 2 = x logistic(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    return x * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))
+
 
 ACTIVATIONS = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_tanh": gelu_tanh,
     "swiglu": jax.nn.silu,
-    "geglu": functools.partial(jax.nn.gelu, approximate=True),
+    "geglu": gelu_tanh,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
 GATED = ("swiglu", "geglu")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def activate(
     name: str, x: Float[Array, "..."], up: Float[Array, "..."] | None = None
 ) -> Float[Array, "..."]:
     """ACTIVATIONS[name](x), times `up` where that is given; in x's dtype."""
-    return in_float32(name, x, up).astype(x.dtype)
-
-
-def in_float32(name: str, x, up):
     out = ACTIVATIONS[name](x.astype(jnp.float32))
-    return out if up is None else out * up.astype(jnp.float32)
-
-
-def forward(name, x, up=None):
-    return activate(name, x, up), (x, up)
-
-
-def backward(name, inputs, slope):
-    inputs = lax.optimization_barrier(inputs)
-    _, pull = jax.vjp(functools.partial(in_float32, name), *inputs)
-    return pull(slope.astype(jnp.float32))
-
-
-activate.defvjp(forward, backward)
+    return (out if up is None else out * up.astype(jnp.float32)).astype(x.dtype)
