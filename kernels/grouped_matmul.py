@@ -45,10 +45,10 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 MAX_GROUPS = 256
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-ROW_BYTES = STORE_BYTES // 2  # through the buffers of whole tiles: those of parts need room too
 MASK_COLUMNS = 64  # set to zero at once, for want of registers
-ROWS_TILING = Tiling(columns=256, depth=64, stages=4)
-FP8_ROWS_TILING = Tiling(columns=256, depth=128, stages=4, right="NK")
+# Narrow buffers for whole tiles: those for parts of tiles need room too.
+ROWS_TILING = Tiling(columns=256, depth=64, stages=4, store_bytes=64)
+FP8_ROWS_TILING = dataclasses.replace(ROWS_TILING, depth=128, right="NK")
 WEIGHTS_TILING = Tiling(columns=256, depth=64, stages=4, left="KM")
 
 
@@ -173,7 +173,7 @@ def grouped_rows(
         warpgroups=tiling.consumers + 1,
         scratch_types=[
             ring_type(tiling, x_TD.dtype),
-            store_type(tiling, out_dtype, ROW_BYTES),
+            store_type(tiling, out_dtype),
             plgpu.SMEM(part, out_dtype),
         ],
     )(x_TD, w, *scales, tiles, count)[0]

@@ -31,7 +31,7 @@ WARPGROUP_ROWS = 64  # M of a WGMMA instruction
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}  # by consumers, of 65,536 a multiprocessor
 MULTIPROCESSORS = 132  # of an H100 or H200: programs that work through items
-STORE_BYTES = 128  # of a row that go through one buffer
+STORE_BYTES = 128  # of a row that go through one buffer, the most that a swizzle spans
 TMA_BYTES = 16  # a row in global memory is a multiple of it
 OPERAND_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")))
 
@@ -41,7 +41,8 @@ class Tiling:
     """One item's tile of the result, one step's depth, slots of the ring; how operands lie.
 
     left: "MK", or "KM" for one stored transposed; right: "KN" or "NK". The tensor cores take 8-bit
-    operands only as "MK" and "NK".
+    operands only as "MK" and "NK". store_slots: buffers that a consumer's tile goes through on its
+    way out, each WARPGROUP_ROWS rows of store_bytes.
     """
 
     columns: int = 256
@@ -50,6 +51,8 @@ class Tiling:
     consumers: int = 2
     left: str = "MK"
     right: str = "KN"
+    store_slots: int = 2
+    store_bytes: int = STORE_BYTES
 
     @property
     def rows(self) -> int:
@@ -101,6 +104,9 @@ class Work(NamedTuple):
     prepare(i, warpgroup, left, right): in each consumer, before the first step of an item is
     multiplied, the tiles of that step in shared memory. Who changes them calls plgpu.commit_smem,
     and sees to it that the other consumers wait for what it changed of `right`.
+
+    An epilogue that takes the same jnp.where of the sums in two branches makes the compiler move it
+    into the loop, where products then no longer overlap ("serialized", says ptxas).
     """
 
     count: Any
@@ -226,10 +232,11 @@ def accumulate(
     return sums
 
 
-def store_type(tiling: Tiling, dtype: Any, row_bytes: int = STORE_BYTES) -> Any:
-    """Scratch type of the buffers that `store` writes through, two for each consumer."""
-    columns = row_bytes // jnp.dtype(dtype).itemsize
-    return mosaic.matrix_buffer((tiling.consumers, 2, WARPGROUP_ROWS, columns), dtype)
+def store_type(tiling: Tiling, dtype: Any, row_bytes: int = 0) -> Any:
+    """Scratch type of the buffers that `store` writes through; row_bytes 0: as the tiling says."""
+    columns = (row_bytes or tiling.store_bytes) // jnp.dtype(dtype).itemsize
+    shape = (tiling.consumers, tiling.store_slots, WARPGROUP_ROWS, columns)
+    return mosaic.matrix_buffer(shape, dtype)
 
 
 def unchanged(tile: jax.Array, _: int) -> jax.Array:
@@ -248,12 +255,12 @@ def store(
     by part, for want of registers. Returns while the last copies are under way; `finish_stores`
     waits for them.
     """
-    width = buffers.shape[-1]
+    slots, _, width = buffers.shape
     parts = range(0, sums.shape[1], width)
     for number, first in enumerate(parts):
-        buffer = buffers.at[number % 2]
-        twice = number == 0 and len(parts) % 2  # the last tile's last copy reads this buffer too
-        plgpu.wait_smem_to_gmem(0 if twice else 1, wait_read_only=True)
+        buffer = buffers.at[number % slots]
+        late = number == 0 and len(parts) % slots  # the last tile's last copies may read it yet
+        plgpu.wait_smem_to_gmem(0 if late else slots - 1, wait_read_only=True)
         buffer[...] = change(sums[:, first : first + width], first).astype(buffer.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, target.at[:, pl.ds(first, width)])

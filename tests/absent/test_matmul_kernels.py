@@ -1,0 +1,106 @@
+"""The product kernels compiled for an H100 that is not here: memory, registers, spills."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from absent.test_kernels import MIB, REPOSITORY, SHARED_MEMORY, Kernel, kernels_in
+from maxmeg.kernels.grouped_matmul import TUNED_SHAPES
+from maxmeg.kernels.matmul import CONSUMER_REGISTERS
+
+from maxmeg.runtime.absent_environment import absent_environment
+
+GROUPED = list(TUNED_SHAPES)
+FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8", "qwen3-32k-fp8"]
+ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
+
+COMPILE = """
+import json, os, sys
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxmeg.kernels import grouped_matmul, matmul
+from maxmeg.ops import backend
+from maxmeg.ops.grouped_matmul import grouped_matmul as product
+from maxmeg.planning.absent import absent_gpus
+
+mesh = Mesh(absent_gpus("h100", 1), ("one",))
+backend.target_device = lambda: backend.Device("cuda", (9, 0))
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+def grouped(name):
+    case = grouped_matmul.TUNED_SHAPES[name.removesuffix("-fp8")]
+    x, w = array(case.tokens, case.inner), array(case.groups, case.inner, case.outer)
+    sizes, slope = array(case.groups, dtype=jnp.int32), array(case.tokens, case.outer)
+
+    def both(x, w, sizes, slope):
+        how = dict(fp8=name.endswith("-fp8"), backend="mosaic")
+        y, pull = jax.vjp(lambda x, w: product(x, w, sizes, **how), x, w)
+        return y, *pull(slope)
+
+    return both, (x, w, sizes, slope)
+
+def plain(name):
+    left, right = name.split("-")
+    tiling = matmul.Tiling(left=left, right=right)
+    sizes = dict(M=8192, K=4096, N=8192)
+    operands = [array(*(sizes[letter] for letter in order)) for order in (left, right)]
+    return lambda *pair: matmul.matmul(*pair, tiling), operands
+
+for name in sys.argv[2:]:
+    os.environ["MOSAIC_GPU_DUMP_TO"] = folder = os.path.join(sys.argv[1], name)
+    os.mkdir(folder)
+    function, operands = (plain if name[1] in "MK" else grouped)(name)
+    lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
+    memory = lowered.compile().memory_analysis()
+    print(json.dumps({"name": name, "temporaries": memory.temp_size_in_bytes}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, tuple[int, list[Kernel]]]:
+    """Of each shape the temporaries in bytes, and its kernels; one process compiles all."""
+    folder = tmp_path_factory.mktemp("products")
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, str(folder), *GROUPED, *FP8, *ORDERS],
+        env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row["name"]: (row["temporaries"], kernels_in(folder / row["name"])) for row in rows}
+
+
+@pytest.mark.parametrize("name", [*GROUPED, *FP8, *ORDERS])
+def test_shape_compiles_without_spills(compiled, name: str):
+    _, kernels = compiled[name]
+    expected = ["matmul_kernel"] if name in ORDERS else ["grouped_rows_kernel"] * 2
+    if name in GROUPED:  # with fp8 the gradient of the weights is the kernel compiled before
+        expected.append("grouped_weights_kernel")
+    assert sorted(kernel.name for kernel in kernels) == expected
+    for kernel in kernels:
+        assert kernel.shared <= SHARED_MEMORY
+        assert not kernel.spilled and not kernel.serialised
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_nothing_grows_with_rows_times_groups(compiled, name: str):
+    assert compiled[name][0] <= MIB
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_keeps_no_more_than_its_operands(compiled, name: str):
+    """In one byte each, forward and backward; the weights in both orders; and scales."""
+    case = TUNED_SHAPES[name.removesuffix("-fp8")]
+    rows = case.tokens * (case.inner + case.outer)
+    weights = 2 * case.groups * case.inner * case.outer
+    assert compiled[name][0] <= 1.05 * (rows + weights) + MIB
+
+
+def test_registers_of_all_warpgroups_fit():
+    for consumers, registers in CONSUMER_REGISTERS.items():
+        assert 128 * (consumers * registers + 24) <= 65_536
