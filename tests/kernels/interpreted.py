@@ -46,10 +46,13 @@ def accumulate(always, tiling, ring, position, steps, warpgroup):
     return lax.fori_loop(0, steps, add, jnp.zeros(shape, jnp.float32))
 
 
+def iota(dtype, shape, dim, layout=None):
+    return lax.broadcasted_iota(dtype, shape, dim)
+
+
 def fill_gaps(monkeypatch, always: bool) -> None:
     monkeypatch.setattr(matmul, "accumulate", functools.partial(accumulate, always))
     monkeypatch.setattr(mosaic, "load", lambda ref, layout: ref[...])
-    iota = lambda dtype, shape, dim, layout=None: lax.broadcasted_iota(dtype, shape, dim)  # noqa: E731
     monkeypatch.setattr(plgpu, "broadcasted_iota", iota)
 
 

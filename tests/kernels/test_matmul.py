@@ -62,8 +62,11 @@ def test_product_without_a_race(name: str, monkeypatch):
 
 def test_a_tile_that_was_not_waited_for_is_a_race(monkeypatch):
     real = kernel.tiles_at
-    next_one = lambda tiling, ring, place, warpgroup: real(tiling, ring, place + 1, warpgroup)  # noqa: E731
-    monkeypatch.setattr(kernel, "tiles_at", next_one)
+
+    def next_ones(tiling, ring, place, warpgroup):
+        return real(tiling, ring, place + 1, warpgroup)
+
+    monkeypatch.setattr(kernel, "tiles_at", next_ones)
     assert product(CASES["more steps than slots"], monkeypatch, plainly=True)[1]
 
 
