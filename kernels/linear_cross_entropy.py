@@ -295,7 +295,8 @@ def gradient_of(
     target, weight, logsumexp = rows
     capped, shape = logits.capped(part), part.shape
     column = numbered(shape)
-    power = jnp.exp2((capped - spread(logsumexp, shape)) * LOG2E)
+    # Never above 0 but by rounding, of which huge logits have much when they are made again.
+    power = jnp.exp2(jnp.minimum(capped - spread(logsumexp, shape), 0.0) * LOG2E)
     if logits.z_loss:
         power = power * spread(1 + 2 * logits.z_loss * logsumexp, shape)
     if logits.uniform:

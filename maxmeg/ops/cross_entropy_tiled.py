@@ -248,7 +248,9 @@ def logit_gradient(raw_TC, ids_C, targets_T, weights_T, logsumexp_T, spec: Cross
     real_C = ids_C < spec.vocab_size
     capped_TC = softcapped(raw_TC, spec.softcap)
     slope_T = 1 + 2 * spec.z_loss * logsumexp_T
-    d_TC = jnp.exp(capped_TC - logsumexp_T[:, None]) * slope_T[:, None] - spec.uniform
+    # Never above 0 but by rounding, of which huge logits have much when they are made again.
+    below_TC = jnp.minimum(capped_TC - logsumexp_T[:, None], 0)
+    d_TC = jnp.exp(below_TC) * slope_T[:, None] - spec.uniform
     d_TC -= jnp.where(ids_C == targets_T[:, None], 1 - spec.smoothing, 0)
     if spec.softcap:
         d_TC *= slope_of_softcap(capped_TC, spec.softcap)

@@ -51,7 +51,7 @@ def logits_in_float64(h, w, logits: Logits) -> np.ndarray:
 
 
 # tokens, words, words that count
-SHAPES = [(64, 64, 64, Logits()), (72, 200, 150, EVERYTHING), (64, 136, 8, Logits(softcap=3.0))]
+SHAPES = [(64, 64, 64, Logits()), (72, 136, 70, EVERYTHING)]  # a tile of no words among them
 
 
 @pytest.mark.parametrize(("tokens", "words", "real", "logits"), SHAPES)

@@ -27,7 +27,7 @@ CPU, GPU = Device("cpu"), Device("cuda")
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 P = jax.sharding.PartitionSpec
-ROUNDED = ("plain", "sure of itself", "smoothing and soft cap", "all", "kernels")
+ROUNDED = ("sure of itself", "all", "kernels")
 
 
 def can_run(backend: str) -> bool:
