@@ -64,6 +64,16 @@ class LossBackend(enum.Enum):
     triton = "triton"
 
 
+class RotaryScaling(enum.Enum):
+    none = "none"
+    linear = "linear"
+    ntk = "ntk"
+    dynamic = "dynamic"
+    llama3 = "llama3"
+    yarn = "yarn"
+    longrope = "longrope"
+
+
 class Schedule(enum.Enum):
     gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
@@ -146,6 +156,29 @@ class ModelConfig:
     rotary_interleaved: bool = setting(
         False, "rotate pairs (2i, 2i+1) instead of halves", "--rotary-interleaved"
     )
+    rotary_scaling: RotaryScaling = setting(
+        RotaryScaling.none,
+        "how frequencies change for sequences longer than rotary_original_length",
+        "--use-rope-scaling",
+    )
+    rotary_factor: float = setting(
+        1.0, "how much longer; at least 1; of linear also by how much", "--rope-scaling-factor"
+    )
+    rotary_original_length: int = setting(0, "tokens of the sequences before scaling")
+    rotary_low: float = setting(
+        1.0, "turns in the original length below which waves are divided (yarn: beta slow)"
+    )
+    rotary_high: float = setting(
+        4.0, "turns above which waves are kept (llama3 4, yarn's beta fast 32)"
+    )
+    rotary_attention_factor: float = setting(
+        0.0, "of queries and keys as they rotate; 0: what yarn and longrope derive from the factor"
+    )
+    rotary_truncate: bool = setting(True, "yarn's bounds are whole dimensions")
+    rotary_short_factors: tuple[float, ...] = setting(
+        (), "longrope: divisor of each frequency in rows up to the original length"
+    )
+    rotary_long_factors: tuple[float, ...] = setting((), "longrope: the same in longer rows")
     qk_norm: bool = setting(False, "normalize queries and keys per head", "--qk-layernorm")
     bias_qkv: bool = setting(False, "biases on query, key, value", "--add-qkv-bias")
     bias_attention_out: bool = setting(

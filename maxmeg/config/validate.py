@@ -5,7 +5,14 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 
 import math
 
-from maxmeg.config.schema import Config, ModelConfig, ParallelConfig, Position, Schedule
+from maxmeg.config.schema import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    Position,
+    RotaryScaling,
+    Schedule,
+)
 from maxmeg.config.stages import layers_of_chunks
 
 UNSUPPORTED_AXES = ("expert", "context")
@@ -100,6 +107,41 @@ def model_problems(model: ModelConfig):
             f"model.rotary_fraction={model.rotary_fraction} of head size {model.head_size} leaves "
             "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
         )
+    else:
+        yield from rotary_problems(model)
+
+
+def rotary_problems(model: ModelConfig):
+    kind, plain = model.rotary_scaling, ModelConfig()
+    used = ROTARY[kind] if model.position is Position.rotary else ()
+    for name in ("rotary_scaling", *ROTARY_FIELDS):
+        value = getattr(model, name)
+        if value == getattr(plain, name) or name in used or (name == "rotary_scaling" and used):
+            continue
+        where = f"rotary_scaling={kind.name} and position={model.position.name}"
+        yield f"model.{name}={getattr(value, 'name', value)} has no effect with {where}: leave it"
+    if kind is RotaryScaling.none or not used:
+        return
+    if not model.rotary_factor >= 1:
+        yield f"model.rotary_factor={model.rotary_factor} must be at least 1"
+    if "rotary_original_length" in used and model.rotary_original_length < 2:
+        yield (
+            f"model.rotary_original_length={model.rotary_original_length} must be the length "
+            f"before scaling (at least 2) with rotary_scaling={kind.name}"
+        )
+    if "rotary_low" in used and not 0 < model.rotary_low < model.rotary_high:
+        yield (
+            f"model.rotary_low={model.rotary_low} and rotary_high={model.rotary_high} must be "
+            "turns with 0 < low < high"
+        )
+    wanted = int(model.head_size * model.rotary_fraction) // 2
+    for name in ("rotary_short_factors", "rotary_long_factors"):
+        values = getattr(model, name)
+        if name in used and (len(values) != wanted or not all(value > 0 for value in values)):
+            yield (
+                f"model.{name} must be {wanted} positive numbers, one for each pair that "
+                f"rotates; they are {len(values)}"
+            )
 
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
@@ -183,6 +225,7 @@ LOWEST = {
     "model.max_position": 0,
     "model.norm_eps": 0,
     "model.rotary_base": 1,
+    "model.rotary_attention_factor": 0,
     "model.init_std": 0,
     "model.logit_softcap": 0,
     "data.sequence_length": 1,
@@ -212,6 +255,21 @@ LOWEST = {
     "log.profile_start": 0,
     "log.profile_steps": 1,
 }
+_SCALED = ("rotary_factor", "rotary_original_length")
+ROTARY = {  # what each scaling reads
+    RotaryScaling.none: (),
+    RotaryScaling.linear: ("rotary_factor",),
+    RotaryScaling.ntk: ("rotary_factor",),
+    RotaryScaling.dynamic: _SCALED,
+    RotaryScaling.llama3: (*_SCALED, "rotary_low", "rotary_high"),
+    RotaryScaling.yarn: (
+        *(*_SCALED, "rotary_low", "rotary_high", "rotary_attention_factor", "rotary_truncate"),
+    ),
+    RotaryScaling.longrope: (
+        *(*_SCALED, "rotary_attention_factor", "rotary_short_factors", "rotary_long_factors"),
+    ),
+}
+ROTARY_FIELDS = sorted({name for names in ROTARY.values() for name in names})
 BELOW_ONE = (
     "train.label_smoothing",
     "model.dropout_hidden",

@@ -13,17 +13,10 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
-from maxmeg.ops.rope import rotate
+from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index
 
 DROPOUT_PLACE = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class RotarySpec:
-    base: float = 10000.0
-    fraction: float = 1.0
-    interleaved: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +83,8 @@ class Attention(nnx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if self.spec.rotary is not None:
-            turn = dataclasses.astuple(self.spec.rotary)
-            q_BLHK = rotate(q_BLHK, ctx.positions_BL, *turn)
-            k_BLGK = rotate(k_BLGK, ctx.positions_BL, *turn)
+            q_BLHK = rotate(q_BLHK, ctx.positions_BL, self.spec.rotary)
+            k_BLGK = rotate(k_BLGK, ctx.positions_BL, self.spec.rotary)
         offset = 0
         if cache is not None:
             assert ctx.cache_offset is not None

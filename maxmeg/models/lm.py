@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.config.schema import ModelConfig, ParallelConfig, Position, TrainConfig
 from maxmeg.config.stages import layers_of_chunks
-from maxmeg.layers.attention import AttentionSpec, RotarySpec
+from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions
 from maxmeg.layers.mlp import MlpSpec
@@ -17,6 +17,7 @@ from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.residual import ResidualSpec, drop_residual
 from maxmeg.models.stack import Pattern, Stack
 from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy, softcapped
+from maxmeg.ops.rope import RotaryScaling, RotarySpec
 from maxmeg.parallel import collectives
 from maxmeg.pipeline.layout import Layout, arrange
 
@@ -27,19 +28,34 @@ def norm_spec(config: ModelConfig) -> NormSpec:
     return NormSpec(config.norm.value, config.norm_eps, config.norm_one_plus)
 
 
+def rotary_spec(config: ModelConfig) -> RotarySpec:
+    scaling = RotaryScaling(
+        config.rotary_scaling.value,
+        config.rotary_factor,
+        config.rotary_original_length,
+        config.rotary_low,
+        config.rotary_high,
+        config.rotary_attention_factor,
+        config.rotary_truncate,
+        config.rotary_short_factors,
+        config.rotary_long_factors,
+    )
+    turn = (config.rotary_base, config.rotary_fraction, config.rotary_interleaved)
+    return RotarySpec(*turn, scaling)
+
+
 def pattern(config: ModelConfig) -> Pattern:
     """((unit, repeats), ...) of a decoder whose layers are all alike."""
     out_std = config.init_std
     if config.scaled_output_init:
         out_std /= (2 * config.num_layers) ** 0.5
     norm = norm_spec(config)
-    rotary = RotarySpec(config.rotary_base, config.rotary_fraction, config.rotary_interleaved)
     attention = AttentionSpec(
         hidden_size=config.hidden_size,
         num_heads=config.num_heads,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_size,
-        rotary=rotary if config.position is Position.rotary else None,
+        rotary=rotary_spec(config) if config.position is Position.rotary else None,
         qk_norm=norm if config.qk_norm else None,
         bias_qkv=config.bias_qkv,
         bias_out=config.bias_attention_out,

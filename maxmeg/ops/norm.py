@@ -6,7 +6,7 @@ vector at most, are stored for backward: then each gradient is one pass over the
 JAX, the weight's gradient would be a product in float32 written to memory and summed afterwards.
 """
 
-import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,12 @@ def layer_norm(
     return normalize(x.reshape(-1, x.shape[-1]), weight, bias, eps, True).reshape(x.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def normalize(x_TD, weight_D, bias_D, eps: float, centred: bool):
+def normalized(x_TD, weight_D, bias_D, eps: float, centred: bool) -> jax.Array:
     """(x - mean) * scale * weight + bias; not centred: without the mean; bias None: without it."""
     return forward(x_TD, weight_D, bias_D, eps, centred)[0]
 
 
-def forward(x_TD, weight_D, bias_D, eps: float, centred: bool):
+def forward(x_TD, weight_D, bias_D, eps: float, centred: bool) -> tuple[jax.Array, tuple]:
     x32_TD = x_TD.astype(jnp.float32)
     mean_T1 = stored(jnp.mean(x32_TD, axis=-1, keepdims=True)) if centred else None
     x32_TD = x32_TD if mean_T1 is None else x32_TD - mean_T1
@@ -58,4 +57,5 @@ def backward(eps: float, centred: bool, residuals, slope_TD):
     return (d_x_TD * scale_T1).astype(x_TD.dtype), d_weight_D, d_bias_D
 
 
+normalize: Any = jax.custom_vjp(normalized, nondiff_argnums=(3, 4))
 normalize.defvjp(forward, backward)

@@ -1,35 +1,136 @@
-"""Rotary position embedding (Su et al., 2021)."""
+"""Rotary position embedding (Su et al., 2021) and its extensions to longer sequences."""
+
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
-def rotate(
-    x_BLHK: Float[Array, "B L H K"],
-    positions_BL: Int[Array, "B L"],
-    base: float = 10000.0,
-    fraction: float = 1.0,
-    interleaved: bool = False,
-) -> jax.Array:
-    """x with the first `fraction` of each head rotated by position, in x's dtype.
+@dataclasses.dataclass(frozen=True)
+class RotaryScaling:
+    """How frequencies change for sequences longer than `original_length`, by `factor`.
 
-    Angles are position * base^(-2i/d), d the rotated size. Halves (i, i + d/2) rotate together,
-    or pairs (2i, 2i + 1) when interleaved.
+    kind: "none"; "linear" (positions / factor; Chen et al., 2023); "ntk" (the base grows by
+    factor^(d / (d - 2))); "dynamic" (so, with the factor that a row's length needs); "llama3" (long
+    waves alone: frequencies of fewer than `low` turns in original_length are divided, those of more
+    than `high` kept); "yarn" (likewise by dimension, `low` its beta slow and `high` its beta fast,
+    `truncate`: to whole dimensions; Peng et al., 2023); "longrope" (each frequency is divided by
+    its own of short_factors, or of long_factors in rows longer than original_length; Ding et al.,
+    2024). attention_factor multiplies cos and sin, 0: as the papers of yarn and longrope say.
     """
-    size = int(x_BLHK.shape[-1] * fraction) // 2 * 2
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_length: int = 0
+    low: float = 1.0
+    high: float = 4.0
+    attention_factor: float = 0.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def amplitude(self) -> float:
+        """Of cos and sin."""
+        if self.attention_factor or self.factor <= 1:
+            return self.attention_factor or 1.0
+        if self.kind == "yarn":
+            return 0.1 * math.log(self.factor) + 1
+        if self.kind == "longrope":
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+        return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RotarySpec:
+    """The first `fraction` of each head rotates by angles position * base^(-2i/d), d its size:
+    halves (i, i + d/2) together, or pairs (2i, 2i + 1) when interleaved."""
+
+    base: float = 10000.0
+    fraction: float = 1.0
+    interleaved: bool = False
+    scaling: RotaryScaling = RotaryScaling()
+
+
+PLAIN = RotarySpec()
+
+
+def rotate(
+    x_BLHK: Float[Array, "B L H K"], positions_BL: Int[Array, "B L"], spec: RotarySpec = PLAIN
+) -> jax.Array:
+    """x with each head rotated by its position, in x's dtype."""
+    size = int(x_BLHK.shape[-1] * spec.fraction) // 2 * 2
     turned, kept = x_BLHK[..., :size], x_BLHK[..., size:]
-    frequency = base ** (-jnp.arange(0, size, 2, dtype=jnp.float32) / size)
+    frequency = frequencies(spec, size, positions_BL)  # [size / 2], or of each row [B, 1, 1, ..]
     angle = positions_BL[:, :, None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    if interleaved:
+    amplitude = spec.scaling.amplitude
+    cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
+    if spec.interleaved:
         pairs = turned.astype(jnp.float32).reshape(*turned.shape[:-1], size // 2, 2)
         first, second = pairs[..., 0], pairs[..., 1]
     else:
         first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
     both = (first * cos - second * sin, second * cos + first * sin)
-    if interleaved:
+    if spec.interleaved:
         out = jnp.stack(both, axis=-1).reshape(turned.shape)
     else:
         out = jnp.concatenate(both, axis=-1)
     return jnp.concatenate((out.astype(x_BLHK.dtype), kept), axis=-1)
+
+
+def frequencies(spec: RotarySpec, size: int, positions_BL: jax.Array) -> jax.Array:
+    """Radians a position; of each row where they depend on its length, one past its last."""
+    scaling = spec.scaling
+    exponents = np.arange(0, size, 2) / size
+    plain = spec.base**-exponents
+    if scaling.kind in STATIC:
+        return jnp.asarray(STATIC[scaling.kind](scaling, plain, spec.base), jnp.float32)
+    lengths_B111 = 1 + jnp.max(positions_BL, axis=1)[:, None, None, None]
+    original = scaling.original_length
+    if scaling.kind == "longrope":
+        short, long = (plain / np.array(f) for f in (scaling.short_factors, scaling.long_factors))
+        return jnp.where(lengths_B111 > original, jnp.float32(long), jnp.float32(short))
+    assert scaling.kind == "dynamic", scaling.kind
+    share_B111 = jnp.maximum(lengths_B111, original).astype(jnp.float32) / original
+    growth_B111 = (scaling.factor * share_B111 - (scaling.factor - 1)) ** (size / (size - 2))
+    return jnp.float32(plain) * growth_B111 ** -jnp.float32(exponents)
+
+
+def ntk(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
+    size = 2 * plain.size
+    return plain * scaling.factor ** (-np.arange(0, size, 2) / (size - 2))
+
+
+def llama3(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
+    turns = scaling.original_length * plain / (2 * math.pi)
+    kept = np.clip((turns - scaling.low) / (scaling.high - scaling.low), 0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def yarn(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
+    size = 2 * plain.size
+
+    def dimension(turns: float) -> float:
+        """The (fractional) frequency that makes so many turns in the original length."""
+        waves = scaling.original_length / (2 * math.pi * turns)
+        return size * math.log(waves) / (2 * math.log(base))
+
+    first, last = dimension(scaling.high), dimension(scaling.low)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    last += 0.001 * (first == last)
+    divided = np.clip((np.arange(plain.size) - first) / (last - first), 0, 1)
+    return plain * (1 - divided + divided / scaling.factor)
+
+
+STATIC = {
+    "none": lambda scaling, plain, base: plain,
+    "linear": lambda scaling, plain, base: plain / scaling.factor,
+    "ntk": ntk,
+    "llama3": llama3,
+    "yarn": yarn,
+}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.config.schema import Config, ParallelConfig, Position
+from maxmeg.config.schema import Config, ParallelConfig, Position, RotaryScaling
 from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, divisors, resolve, validate
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 
@@ -37,6 +37,45 @@ BAD = [
     ({"model.rotary_fraction": 0.01}, 1, ["rotary_fraction=0.01", "head size 32", "raise it"]),
     ({"model.rotary_fraction": 1.5}, 1, ["rotary_fraction=1.5", "(0, 1]"]),
     ({"model.rotary_fraction": 0.0}, 1, ["rotary_fraction=0.0", "(0, 1]"]),
+    ({"model.rotary_factor": 2.0}, 1, ["model.rotary_factor=2.0 has no effect with", "=none"]),
+    (
+        {"model.rotary_scaling": RotaryScaling.linear, "model.position": Position.learned},
+        1,
+        ["model.rotary_scaling=linear has no effect", "position=learned"],
+    ),
+    (
+        {"model.rotary_scaling": RotaryScaling.linear, "model.rotary_low": 2.0},
+        1,
+        ["model.rotary_low=2.0 has no effect with rotary_scaling=linear"],
+    ),
+    (
+        {"model.rotary_scaling": RotaryScaling.linear, "model.rotary_factor": 0.5},
+        1,
+        ["model.rotary_factor=0.5 must be at least 1"],
+    ),
+    (
+        {"model.rotary_scaling": RotaryScaling.llama3, "model.rotary_factor": 8.0},
+        1,
+        ["model.rotary_original_length=0", "at least 2", "llama3"],
+    ),
+    (
+        {
+            "model.rotary_scaling": RotaryScaling.yarn,
+            "model.rotary_original_length": 64,
+            "model.rotary_low": 40.0,
+        },
+        1,
+        ["rotary_low=40.0", "rotary_high=4.0", "0 < low < high"],
+    ),
+    (
+        {
+            "model.rotary_scaling": RotaryScaling.longrope,
+            "model.rotary_original_length": 64,
+            "model.rotary_short_factors": (1.0,),
+        },
+        1,
+        ["rotary_short_factors must be 16 positive numbers", "are 1", "rotary_long_factors"],
+    ),
     ({"parallel.pipe": 2, "model.scan_layers": False}, 2, ["scan_layers=false", "pipe=2"]),
     ({"parallel.tensor": 8}, 8, ["model.num_heads=4", "parallel.tensor=8", "tensor in 1, 2, 4"]),
     (

@@ -11,10 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Position, TrainConfig
+from maxmeg.config.schema import (
+    Activation,
+    ModelConfig,
+    Norm,
+    Position,
+    RotaryScaling,
+    TrainConfig,
+)
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
-from maxmeg.models.lm import LM
+from maxmeg.models.lm import LM, pattern
 from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.parallel.rules import is_variable, logical_axes
 from maxmeg.state import array_name
@@ -107,6 +114,8 @@ UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "num
 ELSEWHERE = (  # tested by layouts, recomputation and dropout tests, and by those of configs
     "dtype", "recompute", "init_std", "attention_backend", "max_position", "norm_eps",
     "rotary_base", "dropout_hidden", "dropout_attention", "dropout_embedding", "scan_layers",
+    "rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high",
+    "rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors",
 )  # fmt: skip
 
 
@@ -144,6 +153,30 @@ def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
     for path, array in jax.tree_util.tree_leaves_with_path(gradients):
         assert jnp.isfinite(array).all() and array.any(), array_name(path)
     assert not gradients.embedding.table[VOCAB:].any()  # padding
+
+
+def test_every_rotary_setting_reaches_the_layer():
+    """Fields of the same name, less "rotary_", in the order in which a spec is built."""
+    values = {
+        "base": 7.0,
+        "fraction": 0.5,
+        "interleaved": True,
+        "scaling": RotaryScaling.longrope,
+        "factor": 3.0,
+        "original_length": 5,
+        "low": 0.5,
+        "high": 9.0,
+        "attention_factor": 1.5,
+        "truncate": False,
+        "short_factors": (1.0, 2.0),
+        "long_factors": (3.0,),
+    }
+    config = ModelConfig(**{f"rotary_{name}": value for name, value in values.items()})
+    unit, _ = pattern(config)[0]
+    spec = unit[0].mixers[0].rotary
+    found = dataclasses.asdict(spec) | dataclasses.asdict(spec.scaling)
+    found["scaling"] = found.pop("kind")
+    assert found == values | {"scaling": "longrope"}
 
 
 def test_label_smoothing_is_in_the_loss_and_not_in_what_is_reported():

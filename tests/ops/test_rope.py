@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.ops.rope import rotate
+from maxmeg.ops.rope import RotaryScaling, RotarySpec, frequencies, rotate
 
 TOLERANCE = 1e-5  # absolute, of values near 1: float32 angles up to 100
 SETTINGS = {
@@ -18,7 +18,11 @@ SETTINGS = {
 }
 TABLE = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 SHAPE = (2, 5, 3, 16)
-turn = jax.jit(rotate, static_argnums=(2, 3, 4))
+compiled = jax.jit(rotate, static_argnums=2)
+
+
+def turn(x, positions, *setting):
+    return compiled(x, positions, RotarySpec(*setting))
 
 
 def normal(shape=SHAPE, seed: int = 0) -> np.ndarray:
@@ -77,3 +81,83 @@ def test_bfloat16_rounds_once():
     expected = reference(x.astype(np.float64), positions, 10000.0, 1.0, False)
     assert out.dtype == jnp.bfloat16
     assert (np.abs(np.float64(out) - expected) <= 2**-8 * np.abs(expected) + 1e-3).all()
+
+
+# original length, factor, and rotated size of all; expected frequencies over the unscaled ones
+ORIGINAL, FACTOR, SIZE, BASE = 64, 8.0, 16, 10000.0
+
+
+def scaled(kind: str, **options) -> np.ndarray:
+    spec = RotarySpec(BASE, scaling=RotaryScaling(kind, FACTOR, ORIGINAL, **options))
+    return np.asarray(frequencies(spec, SIZE, jnp.zeros((1, 1), int)), np.float64)
+
+
+def plain() -> np.ndarray:
+    return BASE ** (-np.arange(0, SIZE, 2) / SIZE)
+
+
+def test_linear_and_ntk_scaling():
+    np.testing.assert_allclose(scaled("linear"), plain() / FACTOR, rtol=1e-6)
+    found = scaled("ntk") / plain()
+    assert found[0] == pytest.approx(1) and found[-1] == pytest.approx(1 / FACTOR)
+    np.testing.assert_allclose(np.diff(np.log(found)), np.log(found[1]), rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama3", "yarn"])
+def test_short_waves_are_kept_and_long_ones_divided(kind):
+    """Between them, by turns in the original length: monotonic."""
+    turns = ORIGINAL * plain() / (2 * np.pi)
+    found = scaled(kind, low=0.1, high=4.0) / plain()
+    np.testing.assert_allclose(found[turns > 4.0], 1, rtol=1e-6)
+    outside = turns < (0.1 if kind == "llama3" else 0.03)  # yarn rounds to whole dimensions
+    np.testing.assert_allclose(found[outside], 1 / FACTOR, rtol=1e-6)
+    assert (np.diff(found) <= 1e-6).all() and ((found > 0.13) & (found < 0.99)).any()
+
+
+def test_llama3_between_the_bounds_is_their_mean_by_turns():
+    turns = ORIGINAL * plain() / (2 * np.pi)
+    kept = (turns - 0.1) / 3.9
+    between = (kept > 0) & (kept < 1)
+    found = scaled("llama3", low=0.1, high=4.0)[between]
+    mean = (kept + (1 - kept) / FACTOR)[between]
+    np.testing.assert_allclose(found, plain()[between] * mean, rtol=1e-6)
+
+
+def rows(*lengths: int) -> jax.Array:
+    return jnp.stack([jnp.minimum(jnp.arange(200), n - 1) for n in lengths])
+
+
+def test_dynamic_scaling_is_ntk_with_what_each_row_needs():
+    spec = RotarySpec(BASE, scaling=RotaryScaling("dynamic", 2.0, ORIGINAL))
+    found = np.asarray(frequencies(spec, SIZE, rows(64, 128)), np.float64)[:, 0, 0]
+    np.testing.assert_allclose(found[0], plain(), rtol=1e-6)
+    expected = RotarySpec(BASE, scaling=RotaryScaling("ntk", 3.0))  # 2 x 128 / 64 - 1
+    np.testing.assert_allclose(found[1], frequencies(expected, SIZE, rows(1)), rtol=1e-5)
+
+
+def test_longrope_takes_its_factors_by_the_length_of_the_row():
+    short, long = (tuple(np.linspace(1, end, SIZE // 2)) for end in (2, 20))
+    scaling = RotaryScaling("longrope", 4.0, ORIGINAL, short_factors=short, long_factors=long)
+    found = np.asarray(frequencies(RotarySpec(BASE, scaling=scaling), SIZE, rows(64, 65)))
+    np.testing.assert_allclose(found[0, 0, 0], plain() / short, rtol=1e-6)
+    np.testing.assert_allclose(found[1, 0, 0], plain() / long, rtol=1e-6)
+    assert scaling.amplitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "amplitude"),
+    [
+        (RotaryScaling("yarn", 4.0, 64), 0.1 * np.log(4) + 1),
+        (RotaryScaling("yarn", 4.0, 64, attention_factor=0.5), 0.5),
+        (RotaryScaling("longrope", 1.0, 64), 1.0),
+        (RotaryScaling("llama3", 8.0, 64), 1.0),
+    ],
+)
+def test_the_amplitude_is_the_length_of_what_was_rotated(scaling, amplitude):
+    assert scaling.amplitude == pytest.approx(amplitude)
+    if scaling.kind == "longrope":
+        return
+    x, positions = normal(), np.broadcast_to(np.arange(SHAPE[1]), SHAPE[:2])
+    out = compiled(x, positions, RotarySpec(scaling=scaling))
+    norms = np.linalg.norm(out, axis=-1) / np.linalg.norm(x, axis=-1)
+    np.testing.assert_allclose(norms, amplitude, rtol=1e-5)
