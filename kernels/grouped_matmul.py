@@ -2,13 +2,12 @@
 
 Rows lie sorted by group, groups begin anywhere. Two kernels on the loop of kernels/matmul.py:
 
-`grouped_rows` walks a list of tiles of rows that never span two groups. A group's last tile is
-loaded whole, with its neighbours' rows, and only its own rows are stored: copies of 32, 16, ... 1
-rows add up to any number. Rows after the last group are tiles of zeros.
+`grouped_rows` walks a list of tiles that each hold rows of one group. A tile is loaded whole, with
+its neighbours' rows where the group begins or ends within it, and only the group's rows are stored:
+copies of 32, 16, ... 1 rows add up to any number. Rows after the last group are tiles of zeros.
 
-`grouped_weights` adds up the outer products of each group's rows. The first step of a group takes
-what its size leaves over whole steps, and sets the other rows of both operands to zero: what they
-hold, NaN too, reaches no group but their own.
+`grouped_weights` adds up the outer products of each group's rows. Where a step holds rows of other
+groups it sets them to zero in both operands: what they hold, NaN too, reaches no other group.
 """
 
 import dataclasses
@@ -21,9 +20,10 @@ from jaxtyping import Array, Float, Int
 
 from . import mosaic
 from .matmul import (
+    ATOM_BYTES,
+    ATOM_ROWS,
     MULTIPROCESSORS,
     STORE_BYTES,
-    TMA_BYTES,
     WARPGROUP_ROWS,
     Item,
     Tiling,
@@ -74,30 +74,39 @@ TUNED_SHAPES = {
 
 
 class RowTile(NamedTuple):
-    """Rows of one group, at most a tile's: the group, the first of them, and how many."""
+    """Rows from `first` on, of which those of a group are [begin, end)."""
 
     group: Any
     first: Any
-    live: Any
+    begin: Any
+    end: Any
 
 
 def row_tiles(sizes_E: Int[Array, " E"], tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(tiles, count): [tokens // rows + E + 1, 3] numbers of a RowTile, of which `count` exist.
+    """(tiles, count): the numbers of RowTiles [at least count, 4], and how many there are.
 
-    Tiles of group E are the rows after the last group's.
+    Tiles of group E are the rows after the last group's. Each begins with a whole atom.
     """
     sizes_E = sizes_E.astype(jnp.int32)
     rest = jnp.maximum(tokens - sizes_E.sum(), 0)
     sizes = jnp.append(sizes_E, rest)
-    starts = jnp.cumsum(sizes) - sizes
-    tiles = pl.cdiv(sizes, rows)
-    ends = jnp.cumsum(tiles)
-    numbers = jnp.arange(tokens // rows + len(sizes), dtype=jnp.int32)
-    group = jnp.sum(numbers[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)
+    ends = jnp.cumsum(sizes)
+    begins = ends - sizes
+    firsts = begins // ATOM_ROWS * ATOM_ROWS
+    tiles = jnp.where(sizes > 0, pl.cdiv(ends - firsts, rows), 0)
+    after = jnp.cumsum(tiles)
+    most = (tokens + len(sizes) * (rows + ATOM_ROWS - 2)) // rows
+    numbers = jnp.arange(most, dtype=jnp.int32)
+    group = jnp.sum(numbers[:, None] >= after[None, :], axis=1, dtype=jnp.int32)
     group = jnp.minimum(group, len(sizes) - 1)
-    before = (numbers - (ends - tiles)[group]) * rows
-    live = jnp.clip(sizes[group] - before, 0, rows)
-    return jnp.stack([group, starts[group] + before, live], axis=1), ends[-1:]
+    first = firsts[group] + (numbers - (after - tiles)[group]) * rows
+    begin, end = jnp.maximum(begins[group], first), jnp.minimum(ends[group], first + rows)
+    return jnp.stack([group, first, begin, end], axis=1), after[-1:]
+
+
+def whole_atoms(x_TD: jax.Array) -> jax.Array:
+    """x with zero rows added; those that most programs have are whole atoms already."""
+    return jnp.pad(x_TD, ((0, -x_TD.shape[0] % ATOM_ROWS), (0, 0)))
 
 
 def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
@@ -107,7 +116,7 @@ def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
         return f"x is {dtype} and w {w_EDF.dtype}, not both bfloat16 or both float16"
     if E > MAX_GROUPS or not T:
         return f"{T} rows in {E} groups are not at least one row in at most {MAX_GROUPS} groups"
-    multiple = TMA_BYTES if fp8 else TMA_BYTES // dtype.itemsize
+    multiple = ATOM_BYTES if fp8 else ATOM_BYTES // dtype.itemsize
     if D % multiple or F % multiple:
         return f"dimensions {D} and {F} are no multiples of {multiple}"
     return ""
@@ -147,16 +156,17 @@ def grouped_rows(
     right: "KN" for matrices [E, D, F], "NK" for [E, F, D]. scales: of each row, and of each column
     of each group, float32, that the sums are multiplied with. ValueError for `matmul_refuses`.
     """
-    tiling = tiling or rows_tiling(x_TD.dtype, right)
+    tiling, tokens = tiling or rows_tiling(x_TD.dtype, right), x_TD.shape[0]
+    x_TD = whole_atoms(x_TD)
     if reason := matmul_refuses(x_TD, w, tiling):
         raise ValueError(f"grouped_rows cannot run: {reason}")
     T, F = x_TD.shape[0], w.shape[2 if tiling.right == "KN" else 1]
-    tiles, count = row_tiles(sizes_E, T, tiling.rows)
+    tiles, count = row_tiles(sizes_E, T, tiling.rows)  # with the rows that were added
     columns = pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, tiles.shape[0] * columns)
     if scales:
         row_scale_T, column_scale_EF = scales
-        row_scale_T = jnp.pad(row_scale_T, (0, tiling.rows))
+        row_scale_T = jnp.pad(row_scale_T, (0, T - tokens + tiling.rows))
         column_scale_EF = jnp.pad(column_scale_EF, ((0, 0), (0, -F % tiling.columns)))
         scales = (row_scale_T, column_scale_EF)
 
@@ -176,7 +186,7 @@ def grouped_rows(
             store_type(tiling, out_dtype),
             plgpu.SMEM(part, out_dtype),
         ],
-    )(x_TD, w, *scales, tiles, count)[0]
+    )(x_TD, w, *scales, tiles, count)[0][:tokens]
 
 
 def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
@@ -187,7 +197,7 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
 
     def place(index: jax.Array) -> tuple[RowTile, jax.Array]:
         row, column = tile_place(index * programs + program, rows, columns)
-        return RowTile(*(refs.tiles[row, i] for i in range(3))), column * tiling.columns
+        return RowTile(*(refs.tiles[row, i] for i in range(4))), column * tiling.columns
 
     def item(index: jax.Array) -> Item:
         tile, column = place(index)
@@ -199,19 +209,21 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
     def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
         tile, column = place(index)
         first = tile.first + warpgroup * WARPGROUP_ROWS
-        live = tile.live - warpgroup * WARPGROUP_ROWS
+        begin = jnp.maximum(tile.begin - first, 0)
+        end = jnp.minimum(tile.end - first, WARPGROUP_ROWS)
+        whole = end - begin == WARPGROUP_ROWS
         group = jnp.minimum(tile.group, groups - 1)
         change = scaling(refs.scales, group, first, column)
 
-        @pl.when(live >= WARPGROUP_ROWS)
+        @pl.when(whole)
         def _():
             own = (pl.ds(first, WARPGROUP_ROWS), pl.ds(column, tiling.columns))
             store(sums, refs.buffers.at[warpgroup], refs.y_TF.at[own], change)
 
-        @pl.when((live > 0) & (live < WARPGROUP_ROWS))
+        @pl.when((begin < end) & jnp.logical_not(whole))
         def _():
             target = refs.y_TF.at[:, pl.ds(column, tiling.columns)]
-            store_part(sums, refs.part_buffers.at[warpgroup], target, (first, live), change)
+            store_part(sums, refs.part_buffers.at[warpgroup], target, (first, begin, end), change)
 
         return ()
 
@@ -236,17 +248,17 @@ def scaling(scales: Any, group: jax.Array, first: jax.Array, column: jax.Array) 
 
 
 def store_part(sums: jax.Array, buffer: Any, target: Any, rows: tuple, change: Any) -> None:
-    """The first `live` of a consumer's rows, to the rows of `target` from `first` on."""
-    first, live = rows
+    """Of a consumer's rows, which begin at `first` of `target`, those from `begin` to `end`."""
+    first, begin, end = rows
     width = buffer.shape[-1]
     for column in range(0, sums.shape[1], width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = change(sums[:, column : column + width], column).astype(buffer.dtype)
         plgpu.commit_smem()
-        done: Any = 0
+        done = begin
         for count in part_sizes():
-            copy_rows(buffer, target.at[:, pl.ds(column, width)], (first, live, done), count)
-            done = done + (live & count)
+            copy_rows(buffer, target.at[:, pl.ds(column, width)], (first, done, end - begin), count)
+            done = done + ((end - begin) & count)
 
 
 def part_sizes() -> list[int]:
@@ -255,7 +267,7 @@ def part_sizes() -> list[int]:
 
 
 def copy_rows(buffer: Any, target: Any, rows: tuple, count: int) -> None:
-    first, live, done = rows
+    first, done, live = rows
 
     @pl.when((live & count) != 0)
     def _():
@@ -273,6 +285,7 @@ def grouped_weights(
 ) -> Float[Array, "E D F"]:
     """x^T y of each group's rows; zeros for an empty group. ValueError for `matmul_refuses`."""
     tiling = tiling or WEIGHTS_TILING
+    x_TD, y_TF = whole_atoms(x_TD), whole_atoms(y_TF)
     if reason := matmul_refuses(x_TD, y_TF, tiling):
         raise ValueError(f"grouped_weights cannot run: {reason}")
     D, F, E = x_TD.shape[1], y_TF.shape[1], sizes_E.shape[0]
@@ -311,10 +324,19 @@ class WeightRefs(NamedTuple):
     masked: Any
 
 
-def first_step(size: Any, depth: int) -> tuple[Any, Any]:
-    """(rows of a group that its first step takes, steps): what whole steps leave over, or one."""
-    steps = jnp.maximum(lax.div(size + (depth - 1), jnp.int32(depth)), 1)
-    return size - (steps - 1) * depth, steps
+class Rows(NamedTuple):
+    """Rows [begin, end) of a group, and the steps that hold them, the first of which is whole."""
+
+    begin: Any
+    end: Any
+    first: Any
+    steps: Any
+
+
+def rows_of(begin: jax.Array, size: jax.Array, depth: int) -> Rows:
+    first = lax.div(begin, jnp.int32(ATOM_ROWS)) * ATOM_ROWS
+    steps = lax.div(begin + size - first + (depth - 1), jnp.int32(depth))
+    return Rows(begin, begin + size, first, jnp.maximum(steps, 1))
 
 
 def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> None:
@@ -330,14 +352,16 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
 
     def item(index: jax.Array) -> Item:
         group, row, column = place(index)
-        own, steps = first_step(refs.sizes_E[group], tiling.depth)
-        overlap = tiling.depth - own
-        return Item(refs.x_TD, refs.y_TF, row, column, refs.starts_E[group], steps, overlap)
+        rows = rows_of(refs.starts_E[group], refs.sizes_E[group], tiling.depth)
+        return Item(refs.x_TD, refs.y_TF, row, column, rows.first, rows.steps)
 
-    def prepare(index: jax.Array, warpgroup: jax.Array, left: Any, right: Any) -> None:
-        own, _ = first_step(refs.sizes_E[place(index)[0]], tiling.depth)
+    def prepare(index: Any, step: jax.Array, warpgroup: jax.Array, left: Any, right: Any) -> None:
+        group = place(index)[0]
+        rows = rows_of(refs.starts_E[group], refs.sizes_E[group], tiling.depth)
+        first = rows.first + step * tiling.depth
+        own = (rows.begin - first, rows.end - first)
 
-        @pl.when(own < tiling.depth)
+        @pl.when((own[0] > 0) | (own[1] < tiling.depth))
         def _():
             keep_rows(left, own)
             for number, column in enumerate(range(0, tiling.columns, MASK_COLUMNS)):
@@ -360,8 +384,9 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
     run(tiling, refs.ring, work)
 
 
-def keep_rows(tile: Any, count: jax.Array) -> None:
-    """Sets the rows of a tile in shared memory from `count` on to zero."""
+def keep_rows(tile: Any, own: tuple[jax.Array, jax.Array]) -> None:
+    """Sets the rows of a tile in shared memory that are not [begin, end) to zero."""
     rows = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=MATRIX)
     values = tile[...]
-    tile[...] = jnp.where(rows < count, values, jnp.zeros_like(values))
+    keep = (rows >= own[0]) & (rows < own[1])
+    tile[...] = jnp.where(keep, values, jnp.zeros_like(values))

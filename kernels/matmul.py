@@ -12,10 +12,12 @@ are, where the operands of each lie, and what to do with the sums of each. `run`
         run(tiling, ring, Work(count, item, epilogue))
 
 Past an operand's end TMA reads zeros, and past the result's it writes nothing: no size has to be a
-multiple of a tile's.
+multiple of a tile's. But Mosaic makes TMA move atoms of ATOM_ROWS rows by ATOM_BYTES of a row, as
+they lie in shared memory: every matrix is whole atoms, and every tile begins with one.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -32,7 +34,7 @@ PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}  # by consumers, of 65,536 a multiprocessor
 MULTIPROCESSORS = 132  # of an H100 or H200: programs that work through items
 STORE_BYTES = 128  # of a row that go through one buffer, the most that a swizzle spans
-TMA_BYTES = 16  # a row in global memory is a multiple of it
+ATOM_ROWS, ATOM_BYTES = 8, 128  # of a matrix as it is stored
 OPERAND_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")))
 
 
@@ -72,9 +74,8 @@ class Item(NamedTuple):
     """Operands in global memory, first row and column of the tile, and the steps to add up.
 
     left, right: matrices in the orders of the tiling. depth: where the first step begins. steps:
-    at least one, each of the tiling's depth. overlap: of the first step's depth the end that the
-    second step reads too, and `Work.prepare` sets to zero; so a depth that is no multiple of a
-    step's needs no step that reaches past its end.
+    at least one, each of the tiling's depth. row, column and depth are whole atoms of the operands
+    as they are stored: multiples of ATOM_ROWS, or of ATOM_BYTES along a stored row.
     """
 
     left: Any
@@ -83,10 +84,6 @@ class Item(NamedTuple):
     column: Any
     depth: Any
     steps: Any
-    overlap: Any = 0
-
-    def depth_of(self, step: jax.Array, depth: int) -> jax.Array:
-        return self.depth + jnp.maximum(step * depth - self.overlap, 0)
 
 
 def nothing(*_: Any) -> tuple:
@@ -101,9 +98,9 @@ class Work(NamedTuple):
     columns] of float32 sums (registers in plgpu.Layout.WGMMA), which begin at the item's row +
     warpgroup * WARPGROUP_ROWS. The carry starts as init(warpgroup); finish(warpgroup, carry) sees
     the last.
-    prepare(i, warpgroup, left, right): in each consumer, before the first step of an item is
-    multiplied, the tiles of that step in shared memory. Who changes them calls plgpu.commit_smem,
-    and sees to it that the other consumers wait for what it changed of `right`.
+    prepare(i, step, warpgroup, left, right): in each consumer, before a step of an item is
+    multiplied, its tiles in shared memory. Who changes them calls plgpu.commit_smem, and sees to
+    it that the other consumers wait for what it changed of `right`.
 
     An epilogue that takes the same jnp.where of the sums in two branches makes the compiler move it
     into the loop, where products then no longer overlap ("serialized", says ptxas).
@@ -114,7 +111,7 @@ class Work(NamedTuple):
     epilogue: Callable[[Any, Any, jax.Array, Any], Any]
     init: Callable[[Any], Any] = nothing
     finish: Callable[[Any, Any], Any] = nothing
-    prepare: Callable[[Any, Any, Any, Any], Any] = nothing
+    prepare: Callable[[Any, Any, Any, Any, Any], Any] = nothing
 
 
 def ring_type(tiling: Tiling, dtype: Any) -> Ring:
@@ -155,7 +152,7 @@ def produce(tiling: Tiling, ring: Ring, work: Work) -> None:
         position = before + step
         slot = mosaic.ring_slot(position, tiling.stages)
         pl.when(position >= tiling.stages)(lambda: plgpu.barrier_wait(ring.free.at[slot]))
-        ready, depth = ring.ready.at[slot], pl.ds(item.depth_of(step, tiling.depth), tiling.depth)
+        ready, depth = ring.ready.at[slot], pl.ds(item.depth + step * tiling.depth, tiling.depth)
         for consumer in range(tiling.consumers):
             rows = pl.ds(item.row + consumer * WARPGROUP_ROWS, WARPGROUP_ROWS)
             source = item.left.at[ordered(tiling.left, "MK", (rows, depth))]
@@ -180,10 +177,8 @@ def consume(tiling: Tiling, ring: Ring, work: Work, warpgroup: jax.Array) -> Non
     def add_up(index: jax.Array, carry: tuple) -> tuple:
         position, own = carry
         steps = work.item(index).steps
-        left, right = tiles_at(tiling, ring, position, warpgroup)
-        plgpu.barrier_wait(ring.ready.at[mosaic.ring_slot(position, tiling.stages)])
-        work.prepare(index, warpgroup, left, right)
-        sums = accumulate(tiling, ring, position, steps, warpgroup)
+        prepare = functools.partial(work.prepare, index)
+        sums = accumulate(tiling, ring, (position, steps), warpgroup, prepare)
         return position + steps, work.epilogue(index, warpgroup, sums, own)
 
     start = (jnp.int32(0), work.init(warpgroup))
@@ -197,15 +192,18 @@ def tiles_at(tiling: Tiling, ring: Ring, position: jax.Array, warpgroup: jax.Arr
 
 
 def accumulate(
-    tiling: Tiling, ring: Ring, position: jax.Array, steps: Any, warpgroup: jax.Array
+    tiling: Tiling, ring: Ring, span: tuple, warpgroup: jax.Array, prepare: Callable[..., Any]
 ) -> jax.Array:
-    """The sums of `steps` steps, the first of which is ready; all slots are handed back.
+    """The sums of an item; span: its first position in the ring, and steps. All are handed back.
 
     One product is always under way: a slot is free once the next one's product was issued.
     """
+    position, steps = span
 
-    def multiply(sums_ref: Any, place: jax.Array) -> None:
-        left, right = tiles_at(tiling, ring, place, warpgroup)
+    def multiply(sums_ref: Any, step: Any) -> None:
+        left, right = tiles_at(tiling, ring, position + step, warpgroup)
+        plgpu.barrier_wait(ring.ready.at[mosaic.ring_slot(position + step, tiling.stages)])
+        prepare(step, warpgroup, left, right)
         left = left if tiling.left == "MK" else mosaic.transposed(left)
         right = right if tiling.right == "KN" else mosaic.transposed(right)
         plgpu.wgmma(sums_ref, left, right)
@@ -214,15 +212,13 @@ def accumulate(
         plgpu.barrier_arrive(ring.free.at[mosaic.ring_slot(place, tiling.stages)])
 
     def compute(sums_ref: Any) -> jax.Array:
-        multiply(sums_ref, position)
+        multiply(sums_ref, jnp.int32(0))
 
         @pl.loop(1, steps)
         def _(step):
-            place = position + step
-            plgpu.barrier_wait(ring.ready.at[mosaic.ring_slot(place, tiling.stages)])
-            multiply(sums_ref, place)
+            multiply(sums_ref, step)
             plgpu.wgmma_wait(1)
-            hand_back(place - 1)
+            hand_back(position + step - 1)
 
         return sums_ref[...]
 
@@ -293,10 +289,10 @@ def matmul_refuses(left: Any, right: Any, tiling: Tiling) -> str:
         return f"operands are {left.dtype} and {right.dtype}, not both one of {names}"
     if left.dtype.itemsize == 1 and (tiling.left, tiling.right) != ("MK", "NK"):
         return f"operands of 8 bits lie as {tiling.left} and {tiling.right}, not as MK and NK"
+    columns = ATOM_BYTES // left.dtype.itemsize
     for array in (left, right):
-        if array.shape[-1] * array.dtype.itemsize % TMA_BYTES:
-            each = TMA_BYTES // array.dtype.itemsize
-            return f"rows of {array.shape[-1]} {array.dtype} are no multiple of {each}"
+        if array.shape[-2] % ATOM_ROWS or array.shape[-1] % columns:
+            return f"shape {array.shape} is not of {ATOM_ROWS} by {columns} {array.dtype} each"
     return ""
 
 
@@ -314,6 +310,9 @@ def matmul(
     depth, N = ordered(tiling.right, "KN", right.shape)
     if depth != K:
         raise ValueError(f"left has depth {K} and right {depth}: they must be equal")
+    atom = ATOM_BYTES // jnp.dtype(out_dtype).itemsize
+    if M % ATOM_ROWS or N % atom:
+        raise ValueError(f"the product is [{M}, {N}], not of {ATOM_ROWS} by {atom} each")
     rows, columns = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns)
     programs, steps = min(MULTIPROCESSORS, rows * columns), pl.cdiv(K, tiling.depth)
 

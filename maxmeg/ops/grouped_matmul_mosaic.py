@@ -10,7 +10,7 @@ from maxmeg.ops.backend import Device, refuses_hopper_kernels
 
 SUPPORTS = (
     "bfloat16 and float16 on Hopper GPUs, groups of any size, up to 256 of them, dimensions that "
-    "are multiples of 8, or of 16 for fp8"
+    "are multiples of 64, or of 128 for fp8"
 )
 
 

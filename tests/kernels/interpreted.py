@@ -1,6 +1,7 @@
 """Kernels of ours by Mosaic-GPU's interpreter on the CPU, which looks for races.
 
-What runs is the kernel's own program: grid, items, copies, rings, barriers, masks, stores. The
+What runs is the kernel's own program: grid, items, copies, rings, barriers, masks, stores. That
+copies move whole atoms (kernels/matmul.py) is not modelled. The
 interpreter of jax 0.10 has no code for transposed operands and register layouts: there products
 are made by plain ones of the same tiles. It also drops a copy to global memory that is partly past
 the end: WRITES_PAST_THE_END tells.
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call, params
 from maxmeg.kernels import matmul, mosaic
-from maxmeg.kernels.mosaic import pl, plgpu
+from maxmeg.kernels.mosaic import plgpu
 
 COMPLETE = hasattr(plgpu, "InterpretGPUParams")
 WRITES_PAST_THE_END = COMPLETE
@@ -27,15 +28,17 @@ PARAMS = params.InterpretGPUParams(
 real_accumulate = matmul.accumulate
 
 
-def accumulate(always, tiling, ring, position, steps, warpgroup):
+def accumulate(always, tiling, ring, span, warpgroup, prepare):
     """As the kernels' own, but for the way in which operands are multiplied."""
     if not always and (tiling.left, tiling.right) == ("MK", "KN"):
-        return real_accumulate(tiling, ring, position, steps, warpgroup)
+        return real_accumulate(tiling, ring, span, warpgroup, prepare)
+    position, steps = span
 
     def add(step, sums):
         slot = mosaic.ring_slot(position + step, tiling.stages)
-        pl.when(step > 0)(lambda: plgpu.barrier_wait(ring.ready.at[slot]))
         left, right = matmul.tiles_at(tiling, ring, position + step, warpgroup)
+        plgpu.barrier_wait(ring.ready.at[slot])
+        prepare(step, warpgroup, left, right)
         left = left[...] if tiling.left == "MK" else left[...].T
         right = right[...] if tiling.right == "KN" else right[...].T
         plgpu.commit_smem()  # unlike those of wgmma, these reads are not of the copies' kind

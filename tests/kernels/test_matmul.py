@@ -1,5 +1,5 @@
-"""The matrix product loop by the interpreter: operands' orders, odd sizes, programs of many items,
-and races. tests/absent/test_matmul_kernels.py compiles it.
+"""The matrix product loop by the interpreter: operands' orders, parts of tiles, programs of many
+items, and races. tests/absent/test_matmul_kernels.py compiles it.
 """
 
 import dataclasses
@@ -27,14 +27,14 @@ class Case:
 EDGE = 8 if WRITES_PAST_THE_END else 64
 CASES = {
     "one tile, one step": Case(128, 64, 64),
-    "more steps than slots": Case(128, 200, 64),
-    "more items than programs": Case(384, 136, 128, programs=4),
+    "more steps than slots": Case(128, 256, 64),
+    "more items than programs": Case(384, 128, 128, programs=4),
     "one consumer": Case(128, 128, 64, Tiling(columns=64, stages=3, consumers=1)),
     "wide tiles": Case(128, 128, 192, Tiling(columns=128, stages=3)),
-    "left transposed": Case(128, 136, 64, Tiling(columns=64, stages=2, left="KM")),
-    "right transposed": Case(128, 136, 64, Tiling(columns=64, stages=2, right="NK")),
-    "both transposed": Case(256, 72, 128, Tiling(columns=64, stages=2, left="KM", right="NK")),
-    "odd sizes": Case(192 + EDGE, 72, 64 + EDGE),
+    "left transposed": Case(128, 192, 64, Tiling(columns=64, stages=2, left="KM")),
+    "right transposed": Case(128, 192, 64, Tiling(columns=64, stages=2, right="NK")),
+    "both transposed": Case(256, 128, 128, Tiling(columns=64, stages=2, left="KM", right="NK")),
+    "parts of tiles": Case(192 + EDGE, 192, 192, Tiling(columns=128, depth=128, stages=2)),
 }
 
 
@@ -95,13 +95,16 @@ def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 FP8 = jnp.float8_e4m3fn
+NK = Tiling(right="NK")
 REFUSED = [
-    ((struct(8, 16), struct(16, 8, dtype=jnp.float16)), Tiling(), "not both one of bfloat16"),
-    ((struct(8, 16, dtype=jnp.float32),) * 2, Tiling(), "not both one of bfloat16"),
-    ((struct(8, 16, dtype=FP8), struct(16, 16, dtype=FP8)), Tiling(), "not as MK and NK"),
-    ((struct(8, 12), struct(12, 16)), Tiling(), "rows of 12 bfloat16 are no multiple of 8"),
-    ((struct(8, 16), struct(16, 4)), Tiling(), "rows of 4 bfloat16 are no multiple of 8"),
-    ((struct(8, 16), struct(24, 16)), Tiling(), "left has depth 16 and right 24"),
+    ((struct(8, 64), struct(64, 64, dtype=jnp.float16)), Tiling(), "not both one of bfloat16"),
+    ((struct(64, 64, dtype=jnp.float32),) * 2, Tiling(), "not both one of bfloat16"),
+    ((struct(8, 128, dtype=FP8), struct(128, 128, dtype=FP8)), Tiling(), "not as MK and NK"),
+    ((struct(8, 64, dtype=FP8), struct(128, 64, dtype=FP8)), NK, r"8 by 128 float8_e4m3fn each"),
+    ((struct(8, 96), struct(96, 64)), Tiling(), r"\(8, 96\) is not of 8 by 64 bfloat16 each"),
+    ((struct(12, 64), struct(64, 64)), Tiling(), r"\(12, 64\) is not of 8 by 64"),
+    ((struct(8, 64), struct(128, 64)), Tiling(), "left has depth 64 and right 128"),
+    ((struct(8, 64), struct(72, 64)), NK, r"the product is \[8, 72\], not of 8 by 64 each"),
 ]
 
 

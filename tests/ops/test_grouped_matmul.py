@@ -108,7 +108,7 @@ def test_unmeasured_kernels_are_run_by_name_only(monkeypatch, caplog):
     monkeypatch.setattr(module, "pick", choice.pick)
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
     choice.log_choice.cache_clear()
-    call = (struct(32, 16), struct(2, 16, 32), struct(2, dtype=jnp.int32))
+    call = (struct(32, 64), struct(2, 64, 64), struct(2, dtype=jnp.int32))
     with caplog.at_level(logging.INFO, "maxmeg"):
         text = jax.make_jaxpr(grouped_matmul)(*call)
         jax.make_jaxpr(grouped_matmul)(*call)
@@ -119,13 +119,13 @@ def test_unmeasured_kernels_are_run_by_name_only(monkeypatch, caplog):
 
 
 REFUSED = [
-    (struct(8, 16), struct(2, 16, 12), False, "dimensions 16 and 12 are no multiples of 8"),
-    (struct(8, 16), struct(2, 16, 24), True, "dimensions 16 and 24 are no multiples of 16"),
-    (struct(8, 16), struct(257, 16, 16), False, "in at most 256 groups"),
-    (struct(0, 16), struct(2, 16, 16), False, "at least one row"),
+    (struct(8, 64), struct(2, 64, 96), False, "dimensions 64 and 96 are no multiples of 64"),
+    (struct(8, 128), struct(2, 128, 64), True, "dimensions 128 and 64 are no multiples of 128"),
+    (struct(8, 64), struct(257, 64, 64), False, "in at most 256 groups"),
+    (struct(0, 64), struct(2, 64, 64), False, "at least one row"),
     (
-        struct(8, 16, dtype=jnp.float32),
-        struct(2, 16, 16, dtype=jnp.float32),
+        struct(8, 64, dtype=jnp.float32),
+        struct(2, 64, 64, dtype=jnp.float32),
         False,
         "not both bfloat16 or both float16",
     ),
