@@ -42,6 +42,7 @@ class Tiles:
 
     multiple: of words in a chunk, for rows that tensor cores take whole. At width 4,096 forward
     needs 60 MiB: two float32 products of the tokens, 16 MiB each, the words' copy, and logits.
+    With a third product, where label smoothing meets a soft-cap, it takes half as many tokens.
     """
 
     tokens: int = 1024
@@ -49,6 +50,10 @@ class Tiles:
     backward_tokens: int = 8192
     backward_words: int = 512
     multiple: int = 64
+
+    def blocks(self, tokens: int, products: int) -> "Chunks":
+        """Blocks of tokens in forward, for so many products in forward and backward."""
+        return chunks_of(tokens, self.tokens if products < 5 else max(self.tokens // 2, 1))
 
 
 TILES = Tiles()
@@ -118,7 +123,7 @@ def over_tokens(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradie
     """(loss, token losses, log-sum-exp, dh or None), a block of tokens after the other."""
     T = h_TD.shape[0]
     targets_T = known_targets(targets_T, spec)
-    blocks = chunks_of(T, TILES.tokens)
+    blocks = TILES.blocks(T, 5 if gradients and spec.smoothing and spec.softcap else 4)
     all_words_D = None
     if gradients and spec.smoothing and not spec.softcap:
         real_V = first_word(w_VD) + jnp.arange(w_VD.shape[0]) < spec.vocab_size

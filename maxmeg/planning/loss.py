@@ -6,7 +6,7 @@ from maxmeg.config.schema import LossBackend
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy import choice
 from maxmeg.ops.cross_entropy_mosaic import chunk_words
-from maxmeg.ops.cross_entropy_tiled import TILES, chunks_of
+from maxmeg.ops.cross_entropy_tiled import TILES
 
 FLOAT32 = 4
 
@@ -39,7 +39,7 @@ class Head:
         if self.backend == "mosaic":
             return 1, self.tokens
         if self.backend == "tiled":
-            blocks = chunks_of(self.tokens, TILES.tokens)
+            blocks = TILES.blocks(self.tokens, self.products)
             return blocks.count, blocks.size
         count = -(-self.tokens // self.chunk)
         return count, -(-self.tokens // count)
@@ -58,9 +58,9 @@ class Head:
         xla, c tokens at a time: logits in float32 and their gradient, (4 + e) c v, and the
         weight's gradient summed in float32, 4 v D. tiled, the larger of forward and backward:
         c tokens and n words at a time, logits and weights (4 + e) c n, the words' copy e n D, and
-        in forward two float32 products of the tokens, 8 c D, in backward the words' gradient,
-        e n D. mosaic, n words at a time: the logits' gradient, e T n, the words' copy, e n D, and
-        the float32 sum for the tokens, 4 T D.
+        in forward two float32 products of the tokens, 8 c D (twice that where it has two sums), in
+        backward the words' gradient, e n D. mosaic, n words at a time: the logits' gradient, e T n,
+        the words' copy, e n D, and the float32 sum for the tokens, 4 T D.
         """
         e, D, T, v = self.itemsize, self.width, self.tokens, self.words
         if self.backend == "xla":
@@ -68,8 +68,8 @@ class Head:
         if self.backend == "mosaic":
             words = chunk_words(T, v)
             return e * words * (T + D) + FLOAT32 * T * D
-        c, n = min(T, TILES.tokens), min(v, TILES.words)
-        forward = (FLOAT32 + e) * c * n + e * n * D + (self.products - 2) * FLOAT32 * c * D
+        c, n = self.blocks[1], min(v, TILES.words)
+        forward = (FLOAT32 + e) * c * n + e * n * D + 2 * (self.products - 3) * FLOAT32 * c * D
         c, n = min(T, TILES.backward_tokens), min(v, TILES.backward_words)
         return max(forward, (FLOAT32 + e) * c * n + 2 * e * n * D)
 

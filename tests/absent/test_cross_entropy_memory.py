@@ -22,6 +22,7 @@ CALLS = [
     ("tiled", 128_256, {}),
     ("tiled", 128_256, EVERYTHING),
     ("tiled", 128_256, {"z_loss": 1e-4, "softcap": 30.0}),
+    ("tiled", 128_256, {"softcap": 30.0, "label_smoothing": 0.1}),
     ("xla", 128_256, {}),
     ("mosaic", 131_072, {}),
     ("mosaic", 128_256, EVERYTHING),
@@ -110,8 +111,8 @@ def test_memory_and_products(compiled, number: int):
     temporaries, results, products = compiled[0][number]
     gradients = 2 * WIDTH * (TOKENS + words)
     assert gradients <= results <= gradients + MIB // 8  # loss and losses
-    expected = {"tiled": 4, "xla": 3, "mosaic": 2}[backend]  # of mosaic's four, XLA's two
-    assert products == pytest.approx(expected, rel=0.01)
+    made = head(backend, words, options).products
+    assert products == pytest.approx(2 if backend == "mosaic" else made, rel=0.01)
     if backend == "xla":  # some of it lies where the results will be
         assert temporaries >= 4 * WIDTH * words
         return

@@ -191,7 +191,7 @@ def largest_array(backend: str, chunk: int) -> int:
 def test_the_logits_of_all_tokens_never_exist(monkeypatch):
     assert largest_array("xla", chunk=1000) == 1000 * 800  # what the next lines would find
     assert largest_array("xla", chunk=100) == 100 * 800
-    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(100, 200, 400, 50, multiple=1))
+    monkeypatch.setattr(tiled, "TILES", tiled.Tiles(200, 200, 400, 50, multiple=1))
     assert largest_array("tiled", chunk=1000) == 100 * 200
 
 
