@@ -41,7 +41,7 @@ CASES = {
     "whole tiles after the last": Case((100, 28), rest=300),
     "nothing but rows after": Case((0, 0, 0), rest=70),
     "after an empty group": Case((30, 0), rest=5),
-    "every size of a part": Case(tuple(range(1, 64, 3)), rest=9),
+    "every size of a part": Case(tuple(range(1, 64, 6)), rest=9),
     "256 groups": Case(MANY, rest=40),
     "256 groups, one in use": Case((0,) * 200 + (90,) + (0,) * 55),
     "wide": Case((60, 70), inner=64, outer=576),
