@@ -37,7 +37,10 @@ def launch(
         num_threads=warpgroups,
         thread_name=WARPGROUP_AXIS,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=reduction_bytes
+            approx_math=True,
+            reduction_scratch_bytes=reduction_bytes,
+            # Registers' layouts are ours to say; since jax 0.11 the default is to infer them.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
 
