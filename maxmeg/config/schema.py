@@ -54,6 +54,7 @@ class AttentionBackend(enum.Enum):
     xla = "xla"
     cudnn = "cudnn"
     mosaic = "mosaic"
+    triton = "triton"
 
 
 class LossBackend(enum.Enum):
@@ -61,7 +62,6 @@ class LossBackend(enum.Enum):
     xla = "xla"
     tiled = "tiled"
     mosaic = "mosaic"
-    triton = "triton"
 
 
 class RotaryScaling(enum.Enum):
@@ -72,6 +72,12 @@ class RotaryScaling(enum.Enum):
     llama3 = "llama3"
     yarn = "yarn"
     longrope = "longrope"
+
+
+class NormPlace(enum.Enum):
+    pre = "pre"
+    post = "post"
+    sandwich = "sandwich"
 
 
 class Schedule(enum.Enum):
@@ -141,6 +147,9 @@ class ModelConfig:
     norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
     norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon")
     norm_one_plus: bool = setting(False, "norm weights are stored as w - 1", "--apply-layernorm-1p")
+    norm_place: NormPlace = setting(
+        NormPlace.pre, "what sublayers normalize: their input, their output (OLMo 2), or both"
+    )
     position: Position = setting(
         Position.rotary, "how positions enter", "--position-embedding-type"
     )
@@ -180,6 +189,14 @@ class ModelConfig:
     )
     rotary_long_factors: tuple[float, ...] = setting((), "longrope: the same in longer rows")
     qk_norm: bool = setting(False, "normalize queries and keys per head", "--qk-layernorm")
+    attention_window: int = setting(
+        0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"
+    )
+    attention_softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off")
+    attention_scale: float = setting(0.0, "of the scores; 0: 1 / sqrt(head size)")
+    attention_sinks: bool = setting(
+        False, "a learned logit a head in the softmax's denominator", "--softmax-type"
+    )
     bias_qkv: bool = setting(False, "biases on query, key, value", "--add-qkv-bias")
     bias_attention_out: bool = setting(
         False, "bias on the attention output (the flag is its negation)", "--disable-bias-linear"
@@ -188,6 +205,10 @@ class ModelConfig:
         False, "biases on the MLP's projections (the flag is its negation)", "--disable-bias-linear"
     )
     parallel_block: bool = setting(False, "attention and MLP read the same norm and are summed")
+    parallel_norms: bool = setting(
+        False, "attention and MLP of a parallel block have a norm each (GPT-NeoX, Falcon 40B)"
+    )
+    embedding_scale: float = setting(1.0, "multiplies the embedding (Gemma: sqrt(hidden_size))")
     tied: bool = setting(
         False,
         "output weights are the embedding's (the flag is its negation)",

@@ -8,6 +8,7 @@ import math
 from maxmeg.config.schema import (
     Config,
     ModelConfig,
+    NormPlace,
     ParallelConfig,
     Position,
     RotaryScaling,
@@ -109,6 +110,14 @@ def model_problems(model: ModelConfig):
         )
     else:
         yield from rotary_problems(model)
+    yield from norm_problems(model)
+
+
+def norm_problems(model: ModelConfig):
+    if model.parallel_norms and not model.parallel_block:
+        yield "model.parallel_norms=true needs model.parallel_block=true: set both, or neither"
+    if model.parallel_norms and model.norm_place is NormPlace.post:
+        yield "model.parallel_norms=true has no effect with norm_place=post: choose pre"
 
 
 def rotary_problems(model: ModelConfig):
@@ -228,6 +237,9 @@ LOWEST = {
     "model.rotary_attention_factor": 0,
     "model.init_std": 0,
     "model.logit_softcap": 0,
+    "model.attention_window": 0,
+    "model.attention_softcap": 0,
+    "model.attention_scale": 0,
     "data.sequence_length": 1,
     "data.num_workers": 0,
     "data.prefetch": 1,

@@ -1,4 +1,4 @@
-"""A residual sublayer: x + dropout(mixers(norm(x)))."""
+"""A residual sublayer: x + dropout(post_norm(mixers(norm(x)))), either norm optional."""
 
 import dataclasses
 
@@ -19,11 +19,17 @@ MIXERS = {AttentionSpec: ("attention", Attention), MlpSpec: ("mlp", Mlp)}
 
 @dataclasses.dataclass(frozen=True)
 class ResidualSpec:
-    """Mixers that read one norm and whose outputs are summed (two: a parallel block)."""
+    """Mixers whose outputs are summed (two: a parallel block).
+
+    place: "pre", they read a norm of the residual stream; "post", their sum is normalized;
+    "sandwich", both. own_norms: each mixer reads a norm of its own.
+    """
 
     norm: NormSpec
     mixers: tuple[AttentionSpec | MlpSpec, ...]
     dropout: float = 0.0
+    place: str = "pre"
+    own_norms: bool = False
 
 
 class Residual(nnx.Module):
@@ -32,27 +38,35 @@ class Residual(nnx.Module):
     def __init__(self, key: jax.Array, spec: ResidualSpec, place: int):
         self.spec = spec
         self.place = place  # of this sublayer in its unit
-        self.norm = Norm(spec.mixers[0].hidden_size, spec.norm)
         keys = jax.random.split(key, len(spec.mixers))
-        made = {}
+        made, norms = {}, {}
         for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
             name, kind = MIXERS[type(mixer)]
             made[name] = kind(mixer_key, mixer)
+            norms[name] = Norm(mixer.hidden_size, spec.norm)
+        width, before = spec.mixers[0].hidden_size, spec.place in ("pre", "sandwich")
+        self.norm = Norm(width, spec.norm) if before and not spec.own_norms else None
+        self.norms = nnx.Dict(norms) if before and spec.own_norms else None
+        self.post_norm = Norm(width, spec.norm) if spec.place in ("post", "sandwich") else None
         self.mixers = nnx.Dict(made)
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
     ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
-        h_BLD = collectives.gather_sequence(self.norm(x_BLD), ctx.sequence_sharded)
+        h_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
+        h_BLD = collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
         parts_BLD, new_cache, aux = [], {}, {}
         for name, mixer in self.mixers.items():
             part = None if cache is None else cache[name]
-            part_BLD, new_cache[name], values = mixer(h_BLD, ctx, part)
+            own_BLD = h_BLD if self.norms is None else self.norms[name](h_BLD)
+            part_BLD, new_cache[name], values = mixer(own_BLD, ctx, part)
             parts_BLD.append(part_BLD)
             aux |= values
         total_BLD = sum(parts_BLD[1:], parts_BLD[0])
         y_BLD = collectives.scatter_sequence(total_BLD, ctx.sequence_sharded)
         y_BLD = collectives.stored(y_BLD)
+        if self.post_norm is not None:
+            y_BLD = self.post_norm(y_BLD)
         if self.spec.dropout and ctx.dropout_key is not None:
             key = ctx.key(1 + self.place)
             y_BLD = drop_residual(y_BLD, self.spec.dropout, key, ctx)

@@ -60,6 +60,10 @@ def pattern(config: ModelConfig) -> Pattern:
         bias_qkv=config.bias_qkv,
         bias_out=config.bias_attention_out,
         dropout=config.dropout_attention,
+        window=config.attention_window,
+        softcap=config.attention_softcap,
+        scale=config.attention_scale,
+        sinks=config.attention_sinks,
         backend=config.attention_backend.value,
         std=config.init_std,
         out_std=out_std,
@@ -73,7 +77,8 @@ def pattern(config: ModelConfig) -> Pattern:
         out_std=out_std,
     )
     sublayers = ((attention, mlp),) if config.parallel_block else ((attention,), (mlp,))
-    unit = tuple(ResidualSpec(norm, mixers, config.dropout_hidden) for mixers in sublayers)
+    options = (config.dropout_hidden, config.norm_place.value, config.parallel_norms)
+    unit = tuple(ResidualSpec(norm, mixers, *options) for mixers in sublayers)
     return ((unit, config.num_layers),)
 
 
@@ -98,6 +103,7 @@ class LM(nnx.Module):
         self.vocab_size = config.vocab_size
         self.softcap = config.logit_softcap
         self.dropout = config.dropout_embedding
+        self.embedding_scale = config.embedding_scale
         self.embedding = Embedding(keys[0], *size)
         learned = config.position is Position.learned
         self.positions = (
@@ -115,6 +121,8 @@ class LM(nnx.Module):
     def embed(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input; over pipe, a share of it that is to be summed."""
         x_BLD = collectives.scatter_sequence(self.embedding(ids_BL), ctx.sequence_sharded)
+        if self.embedding_scale != 1:
+            x_BLD *= jnp.asarray(self.embedding_scale, x_BLD.dtype)
         if self.positions is not None:
             length = x_BLD.shape[1]
             added_BLD = self.positions(collectives.local_sequence(ctx.positions_BL, length))

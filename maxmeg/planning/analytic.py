@@ -33,11 +33,11 @@ from maxmeg.planning.memory import (
     activations_by_mode,
     architecture_key,
     device_memory,
+    fused_attention,
     head,
     keeps_attention,
     moments,
     parameter_counts,
-    uses_cudnn,
     workload,
 )
 from maxmeg.planning.report import Analytic, Traffic
@@ -144,7 +144,7 @@ def elementwise_bytes(work: Workload) -> float:
     for unit in work.units:
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns
-        if unit.attends and not uses_cudnn(work.config):
+        if unit.attends and not fused_attention(work.config):
             scores = work.tokens * work.config.data.sequence_length / 2 * model.num_heads / tensor
             each += 6 * FLOAT32 * scores
         total += unit.repeats * each

@@ -16,7 +16,8 @@ def training_flops(
     """FLOPs of one step over `batch_size` sequences; recomputation is not counted.
 
     Projections and logits (of the padded vocabulary), and attention scores, of which a causal
-    model needs half. Norms, embeddings and softmax are left out, as in Megatron-LM.
+    model needs half, and a windowed one those within its window. Norms, embeddings and softmax are
+    left out, as in Megatron-LM.
     """
     tokens = batch_size * sequence_length
     query_size = model.num_heads * model.head_size
@@ -24,6 +25,9 @@ def training_flops(
     attention = 2 * model.hidden_size * (query_size + key_size)
     mlp = model.hidden_size * model.ffn * (3 if model.gated else 2)
     logits = model.hidden_size * model.padded_vocab_size(tensor)
-    scores = 2 * query_size * batch_size * sequence_length**2 / (2 if causal else 1)
+    pairs = sequence_length**2 / (2 if causal else 1)
+    if model.attention_window:
+        pairs -= max(sequence_length - model.attention_window, 0) ** 2 / (2 if causal else 1)
+    scores = 2 * query_size * batch_size * pairs
     weights = tokens * (model.num_layers * (attention + mlp) + logits)
     return float(_TRAINING * _MULTIPLY_ADD * (weights + model.num_layers * scores))

@@ -35,6 +35,7 @@ from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, zero1
 from maxmeg.pipeline.layout import arrange
 from maxmeg.planning.loss import FLOAT32, Head
 
+NORMS = {"norm", "norms", "post_norm", "final_norm"}  # names of modules
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
 
 
@@ -165,7 +166,7 @@ def _parameters(key: tuple) -> tuple[Parameter, ...]:
         )
         stacked = names[0] == "stack"
         kind = names[names.index("mixers") + 1] if "mixers" in names else names[0]
-        if "norm" in names or kind == "final_norm":
+        if NORMS & set(names):
             kind = "norm"
         found.append(Parameter(names, kind, int(names[2]) if stacked else None, variable))
     return tuple(found)
@@ -288,20 +289,24 @@ def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> La
     return Lanes(slots, 0, 0, ticks, ticks, ticks)
 
 
-def uses_cudnn(config: Config) -> bool:
-    """Whether attention runs on cuDNN on a GPU (`ops.attention_cudnn.refuses` is the rule)."""
+def fused_attention(config: Config) -> bool:
+    """Whether attention on a GPU is one kernel: our own, where named, or cuDNN's, whose rule is
+    `ops.attention_cudnn.refuses`."""
     model = config.model
+    if model.attention_backend in (AttentionBackend.mosaic, AttentionBackend.triton):
+        return True
     fits = model.dtype is DType.bfloat16 and model.head_size % 8 == 0 and model.head_size <= 128
     plain = not config.data.reset_attention_mask and not model.dropout_attention
     fits = fits and config.data.sequence_length % 2 == 0
+    plain = plain and not model.attention_softcap and not model.attention_sinks
     return model.attention_backend is not AttentionBackend.xla and fits and plain
 
 
 def keeps_attention(config: Config) -> bool:
-    """Whether backward finds what attention made in forward: recompute none, and cuDNN or the
-    weights of one block of XLA's."""
+    """Whether backward finds what attention made in forward: recompute none, and a fused one
+    or the weights of one block of XLA's."""
     short = config.data.sequence_length <= QUERY_BLOCK
-    return config.model.recompute is Recompute.none and (uses_cudnn(config) or short)
+    return config.model.recompute is Recompute.none and (fused_attention(config) or short)
 
 
 def unit_activations(work: Workload, unit: Unit) -> int:
@@ -311,7 +316,8 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     selective: input and output of every sublayer but the last one's output, e T D / t each, and
     the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
     summed) / t. Norms, activations, rotations and gathered sequences are made again.
-    none: that, and cuDNN's output and log-sum-exp, (e T H K + 4 T H) / t with H heads of size K;
+    none: that, and of fused attention its output and log-sum-exp, (e T H K + 4 T H) / t with H
+    heads of size K;
     on XLA, for a sequence of L <= 512, output and weights, (e T H K + 4 B H L^2) / t.
     """
     model, tensor = work.config.model, work.axes["tensor"]
@@ -321,7 +327,7 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     kept += unit.sublayers * work.hidden_bytes
     if unit.attends and keeps_attention(work.config):
         heads = model.num_heads // tensor
-        saved = 1 if uses_cudnn(work.config) else work.config.data.sequence_length
+        saved = 1 if fused_attention(work.config) else work.config.data.sequence_length
         kept += work.tokens * heads * (work.itemsize * model.head_size + FLOAT32 * saved)
     return kept
 
@@ -415,7 +421,7 @@ def layer(work: Workload) -> int:
         if work.axes["fsdp"] > 1:
             own = [s.whole for s in work.shards if s.parameter.group == group]
             total += 2 * e * sum(own) // (work.places[group] * config.parallel.chunks)
-        if unit.attends and not uses_cudnn(config):
+        if unit.attends and not fused_attention(config):
             length = config.data.sequence_length
             block = min(QUERY_BLOCK, length)
             rows = work.samples * config.model.num_heads // work.axes["tensor"] * block

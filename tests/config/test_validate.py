@@ -7,9 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.config.schema import Config, ParallelConfig, Position, RotaryScaling
+from maxmeg.config.schema import (
+    AttentionBackend,
+    Config,
+    LossBackend,
+    NormPlace,
+    ParallelConfig,
+    Position,
+    RotaryScaling,
+)
 from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, divisors, resolve, validate
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
+from maxmeg.ops import attention, cross_entropy
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
@@ -37,6 +46,17 @@ BAD = [
     ({"model.rotary_fraction": 0.01}, 1, ["rotary_fraction=0.01", "head size 32", "raise it"]),
     ({"model.rotary_fraction": 1.5}, 1, ["rotary_fraction=1.5", "(0, 1]"]),
     ({"model.rotary_fraction": 0.0}, 1, ["rotary_fraction=0.0", "(0, 1]"]),
+    ({"model.parallel_norms": True}, 1, ["parallel_norms=true needs", "parallel_block=true"]),
+    (
+        {
+            "model.parallel_norms": True,
+            "model.parallel_block": True,
+            "model.norm_place": NormPlace.post,
+        },
+        1,
+        ["parallel_norms=true has no effect with norm_place=post"],
+    ),
+    ({"model.attention_window": -1}, 1, ["attention_window=-1", "at least 0"]),
     ({"model.rotary_factor": 2.0}, 1, ["model.rotary_factor=2.0 has no effect with", "=none"]),
     (
         {"model.rotary_scaling": RotaryScaling.linear, "model.position": Position.learned},
@@ -245,3 +265,8 @@ def test_the_padded_vocabulary_divides_for_every_tensor_size():
         padded = config.model.padded_vocab_size(tensor)
         assert padded % (128 * tensor) == 0 and 0 <= padded - vocab_size < 128 * tensor
     assert architecture("gpt2-124m").padded_vocab_size(1) == 50304  # Megatron-LM's number
+
+
+def test_backends_that_a_config_can_name_are_those_of_the_ops():
+    assert {b.value for b in AttentionBackend} == {"auto", *attention.BACKENDS}
+    assert {b.value for b in LossBackend} == {"auto", *cross_entropy.BACKENDS}

@@ -42,6 +42,14 @@ def test_flops_grow_with_the_batch_and_with_full_attention():
     assert full - training_flops(model, 1024) == scores
 
 
+def test_a_window_saves_the_scores_outside_it():
+    model, windowed = (ModelConfig(**GPT_345M, attention_window=w) for w in (0, 256))
+    pairs = sum(min(n + 1, 256) for n in range(1024))
+    saved = 12 * 24 * 1024 * (1024**2 / 2 - pairs)
+    found = training_flops(model, 1024) - training_flops(windowed, 1024)
+    assert found == pytest.approx(saved, rel=1e-3)  # half a pair a token is not counted
+
+
 @pytest.mark.parametrize(
     ("name", "tflops", "memory"),
     [

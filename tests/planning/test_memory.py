@@ -40,10 +40,10 @@ from maxmeg.planning.memory import (
     activations,
     activations_by_mode,
     device_memory,
+    fused_attention,
     lanes,
     parameter_counts,
     unit_deferred,
-    uses_cudnn,
     workload,
 )
 from maxmeg.state import abstract_state, parameter_rows
@@ -254,9 +254,23 @@ def test_the_choice_of_cudnn_is_the_layers(dtype, head, length):
         x = jax.ShapeDtypeStruct((1, length, 4, head), dtype.value)
         operands = Operands(0, segments or None, dropout=dropout or None)
         refusal = attention_cudnn.refuses(x, x, x, ScoreSpec(), operands, Device("cuda"))
-        assert uses_cudnn(config) == (not refusal)
+        assert fused_attention(config) == (not refusal)
         config.model.attention_backend = AttentionBackend.xla
-        assert not uses_cudnn(config)
+        assert not fused_attention(config)
+        config.model.attention_backend = AttentionBackend.mosaic
+        assert fused_attention(config)
+
+
+@pytest.mark.parametrize(
+    "option", [{"attention_window": 8}, {"attention_softcap": 9.0}, {"attention_sinks": True}]
+)
+def test_the_choice_of_cudnn_heeds_what_attention_asks_for(option):
+    config = Config(model=ModelConfig(**option))
+    x = jax.ShapeDtypeStruct((1, 64, 4, 32), jnp.bfloat16)
+    spec = ScoreSpec(window=config.model.attention_window, softcap=config.model.attention_softcap)
+    operands = Operands(sinks_H=jnp.zeros(4) if config.model.attention_sinks else None)
+    refusal = attention_cudnn.refuses(x, x, x, spec, operands, Device("cuda"))
+    assert fused_attention(config) == (not refusal)
 
 
 # (name, GPUs, samples, microbatches, sizes): GiB beside the state under none, selective and full,
