@@ -253,7 +253,8 @@ def store_part(sums: jax.Array, buffer: Any, target: Any, rows: tuple, change: A
     width = buffer.shape[-1]
     for column in range(0, sums.shape[1], width):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        buffer[...] = change(sums[:, column : column + width], column).astype(buffer.dtype)
+        part = change(sums[:, column : column + width], column)
+        mosaic.store(buffer, part.astype(buffer.dtype))
         plgpu.commit_smem()
         done = begin
         for count in part_sizes():

@@ -55,6 +55,14 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *_LOAD_ARGUMENTS, layout=layout, optimized=False)
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """Registers to plain rows of shared memory, although threads then meet in its banks."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def matrix_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for [..., rows, columns], swizzled as TMA writes it and wgmma reads it."""
     bits = jnp.finfo(dtype).bits
@@ -81,5 +89,6 @@ __all__ = [
     "pl",
     "plgpu",
     "ring_slot",
+    "store",
     "transposed",
 ]
