@@ -402,7 +402,7 @@ class TrainConfig:
     loss_chunk: int = setting(2048, "tokens whose logits exist at once on a device; backend xla")
     loss_backend: LossBackend = setting(
         LossBackend.auto,
-        "auto: xla, or tiled where a chunk's logits take over 512 MiB",
+        "auto: xla, or tiled where a chunk's logits take over 1 GiB (on a CPU 512 MiB)",
         "--cross-entropy-fusion-impl",
     )
     eval_every: int = setting(50, "steps between validations; 0: never", "--eval-interval")
