@@ -282,6 +282,11 @@ def tile_place(index: jax.Array, rows: Any, columns: int, width: int = 16) -> tu
     return band * width + lax.rem(within, height), lax.div(within, height)
 
 
+def whole_rows(count: int) -> bool:
+    """Whether so many rows are whole atoms; fewer than one's are one."""
+    return count % ATOM_ROWS == 0 or count < ATOM_ROWS
+
+
 def matmul_refuses(left: Any, right: Any, tiling: Tiling) -> str:
     """Why the loop cannot take these operands (matrices, or stacks of them); empty if it can."""
     if left.dtype != right.dtype or left.dtype not in OPERAND_DTYPES:
@@ -291,7 +296,7 @@ def matmul_refuses(left: Any, right: Any, tiling: Tiling) -> str:
         return f"operands of 8 bits lie as {tiling.left} and {tiling.right}, not as MK and NK"
     columns = ATOM_BYTES // left.dtype.itemsize
     for array in (left, right):
-        if array.shape[-2] % ATOM_ROWS or array.shape[-1] % columns:
+        if not whole_rows(array.shape[-2]) or array.shape[-1] % columns:
             return f"shape {array.shape} is not of {ATOM_ROWS} by {columns} {array.dtype} each"
     return ""
 
@@ -311,7 +316,7 @@ def matmul(
     if depth != K:
         raise ValueError(f"left has depth {K} and right {depth}: they must be equal")
     atom = ATOM_BYTES // jnp.dtype(out_dtype).itemsize
-    if M % ATOM_ROWS or N % atom:
+    if not whole_rows(M) or N % atom:
         raise ValueError(f"the product is [{M}, {N}], not of {ATOM_ROWS} by {atom} each")
     rows, columns = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns)
     programs, steps = min(MULTIPROCESSORS, rows * columns), pl.cdiv(K, tiling.depth)
