@@ -1,10 +1,10 @@
-"""Flash attention for Hopper, forward and backward. Not yet run on a GPU: compiled only.
+"""Flash attention for Hopper, forward and backward. Not yet run on a GPU: compiled and interpreted.
 
 Never to be chosen by backend="auto" before it has run on one. What is proved without: the kernels
 compile for H100s within their shared memory, and without register spills except for some gradients
-(up to 48 bytes a thread under local masks, 308 at head dim 256); and a model of the same loops,
-over the same block tables, masks and softmax, agrees with plain attention. What is not: the machine
-code's results, and its speed.
+(up to 48 bytes a thread under local masks, 288 at head dim 256); the interpreter runs them on a
+CPU, wgmma replaced, and finds attention, its gradients and no race; and a model of the same loops
+agrees with plain attention to float32. What is not: the machine code's results, and its speed.
 
 A block that the mask cuts is multiplied by weights of exactly zero where a key is not seen, so a
 value that is not finite there still reaches the queries of that block.

@@ -1,4 +1,5 @@
-"""Gradients of flash attention for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled only.
+"""Gradients of flash attention for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled, and
+interpreted on a CPU.
 
 Two kernels, each of which writes every gradient exactly once, so that results are the same from
 run to run: one program of `query_gradient` owns queries and walks the keys that they see, one of
@@ -370,7 +371,7 @@ def keys_seen(plan: BackwardPlan, block: jax.Array, lower: Any, upper: Any) -> j
 
 
 def key_program(
-    plan: BackwardPlan, inputs: Inputs, grads: tuple[Any, Any], own: Own, stream: Stream
+    plan: BackwardPlan, inputs: Inputs, grads: tuple[Any, ...], own: Own, stream: Stream
 ) -> None:
     walk = plan.walk
     batch, group = lax.axis_index("batch"), lax.axis_index("head")
@@ -462,6 +463,7 @@ def add_key_gradients(
         slope = (slope * (found[-1] - delta)).astype(dtype)
         init = plgpu.ACC.init(carry[0])
         grads = (pl.run_state(lambda ref: plgpu.wgmma(ref, slope, queries))(init), *grads)
+    plgpu.commit_smem()  # of the numbers, which threads have read and TMA is to overwrite
     plgpu.barrier_arrive(stream.free.at[slot])
     return tuple(grads)
 

@@ -1,4 +1,5 @@
-"""Flash attention's forward pass for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled only.
+"""Flash attention's forward pass for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled, and
+interpreted on a CPU.
 
 One program computes WARPGROUP_ROWS queries of one head for each of its consumer warpgroups. A
 producer warpgroup streams blocks of keys and values through rings in shared memory (TMA); the

@@ -2,7 +2,8 @@
 
 `model_forward` and its like walk the blocks that the kernels walk, in their order, with the
 kernels' own tables, masks, softmax and gradients of scores; the tensor cores, copies and barriers
-of the kernels are not here (tests/absent/test_kernels.py compiles them).
+of the kernels are not here (test_flash_interpreted.py runs, tests/absent/test_kernels.py compiles
+the kernels).
 """
 
 import dataclasses
