@@ -80,6 +80,13 @@ class NormPlace(enum.Enum):
     sandwich = "sandwich"
 
 
+class QkNorm(enum.Enum):
+    none = "none"
+    head = "head"
+    heads = "heads"
+    l2 = "l2"
+
+
 class Schedule(enum.Enum):
     gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
@@ -188,7 +195,12 @@ class ModelConfig:
         (), "longrope: divisor of each frequency in rows up to the original length"
     )
     rotary_long_factors: tuple[float, ...] = setting((), "longrope: the same in longer rows")
-    qk_norm: bool = setting(False, "normalize queries and keys per head", "--qk-layernorm")
+    qk_norm: QkNorm = setting(
+        QkNorm.none,
+        "queries and keys are normalized: each head, all heads together (OLMo 2), or each head "
+        "without weights (l2)",
+        "--qk-layernorm",
+    )
     attention_window: int = setting(
         0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"
     )

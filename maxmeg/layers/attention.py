@@ -21,7 +21,8 @@ DROPOUT_PLACE = 0
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """rotary None: no rotation; qk_norm None: none.
+    """rotary None: no rotation; qk_norm None: none, else over each "head", or all "heads" of a
+    token together, or "l2": each head without a weight.
 
     causal, window, chunk, softcap and scale as in ops.attention.ScoreSpec. sinks: a learned logit
     a head in the denominator of its softmax.
@@ -34,6 +35,7 @@ class AttentionSpec:
     head_dim: int
     rotary: RotarySpec | None = RotarySpec()
     qk_norm: NormSpec | None = None
+    qk_norm_over: str = "head"
     bias_qkv: bool = False
     bias_out: bool = False
     dropout: float = 0.0
@@ -46,6 +48,21 @@ class AttentionSpec:
     backend: str = "auto"
     std: float = 0.02
     out_std: float = 0.02
+
+
+def qk_norm(spec: AttentionSpec, num_heads: int, axis: str) -> Norm | None:
+    if spec.qk_norm is None:
+        return None
+    if spec.qk_norm_over == "heads":
+        return Norm(num_heads * spec.head_dim, spec.qk_norm, axis, over=(SEQUENCE_AXIS,))
+    return Norm(spec.head_dim, spec.qk_norm, "head_dim", weighted=spec.qk_norm_over == "head")
+
+
+def normalized(x_BLI: jax.Array, norm: Norm | None, heads: tuple[int, ...]) -> jax.Array:
+    """x [B, L, heads x K] as [B, L, heads, K], normalized before or after that."""
+    if norm is None:
+        return x_BLI.reshape(heads)
+    return norm(x_BLI).reshape(heads) if norm.over else norm(x_BLI.reshape(heads))
 
 
 class Cache(typing.NamedTuple):
@@ -68,20 +85,17 @@ class Attention(nnx.Module):
         self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
-        norm = spec.qk_norm
-        self.query_norm = Norm(K, norm, axis="head_dim") if norm else None
-        self.key_norm = Norm(K, norm, axis="head_dim") if norm else None
+        self.query_norm = qk_norm(spec, H, "heads")
+        self.key_norm = qk_norm(spec, G, "kv_heads")
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
         """Partial sums over tensor, the cache with this call's keys and values, no auxiliary."""
         heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
-        q_BLHK = self.query(h_BLD).reshape(heads)
-        k_BLGK = self.key(h_BLD).reshape(heads)
+        q_BLHK = normalized(self.query(h_BLD), self.query_norm, heads)
+        k_BLGK = normalized(self.key(h_BLD), self.key_norm, heads)
         v_BLGK = self.value(h_BLD).reshape(heads)
-        if self.query_norm is not None and self.key_norm is not None:
-            q_BLHK, k_BLGK = self.query_norm(q_BLHK), self.key_norm(k_BLGK)
         if self.spec.rotary is not None:
             q_BLHK = rotate(q_BLHK, ctx.positions_BL, self.spec.rotary)
             k_BLGK = rotate(k_BLGK, ctx.positions_BL, self.spec.rotary)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.ops.norm import layer_norm, rms_norm
+from maxmeg.ops.norm import norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,19 +19,26 @@ class NormSpec:
 
 
 class Norm(nnx.Module):
-    """Normalizes the last dimension, in float32."""
+    """Normalizes the last dimension, in float32; over: mesh axes along which that is cut."""
 
-    def __init__(self, dim: int, spec: NormSpec, axis: str = "norm"):
-        self.spec = spec
+    def __init__(
+        self,
+        dim: int,
+        spec: NormSpec,
+        axis: str = "norm",
+        weighted: bool = True,
+        over: tuple[str, ...] = (),
+    ):
+        self.spec, self.over = spec, over
         start = jnp.zeros if spec.one_plus else jnp.ones
-        self.weight = nnx.Param(start(dim), axes=(axis,))
-        layernorm = spec.kind == "layernorm"
-        self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if layernorm else None
+        self.weight = nnx.Param(start(dim), axes=(axis,)) if weighted else None
+        biased = weighted and spec.kind == "layernorm"
+        self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if biased else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        weight = self.weight[...]
-        if self.spec.one_plus:
+        weight = None if self.weight is None else self.weight[...]
+        if weight is not None and self.spec.one_plus:
             weight = weight.astype(jnp.float32) + 1  # 1 + w would lose w's digits in bfloat16
-        if self.bias is None:
-            return rms_norm(x, weight, self.spec.eps)
-        return layer_norm(x, weight, self.bias[...], self.spec.eps)
+        bias = None if self.bias is None else self.bias[...]
+        centred = self.spec.kind == "layernorm"
+        return norm(x, weight, bias, self.spec.eps, centred, self.over)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.schema import ModelConfig, ParallelConfig, Position, TrainConfig
+from maxmeg.config.schema import ModelConfig, ParallelConfig, Position, QkNorm, TrainConfig
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.context import Context
@@ -56,7 +56,8 @@ def pattern(config: ModelConfig) -> Pattern:
         num_kv_heads=config.kv_heads,
         head_dim=config.head_size,
         rotary=rotary_spec(config) if config.position is Position.rotary else None,
-        qk_norm=norm if config.qk_norm else None,
+        qk_norm=norm if config.qk_norm is not QkNorm.none else None,
+        qk_norm_over=config.qk_norm.value,
         bias_qkv=config.bias_qkv,
         bias_out=config.bias_attention_out,
         dropout=config.dropout_attention,

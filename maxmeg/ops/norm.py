@@ -6,56 +6,88 @@ vector at most, are stored for backward: then each gradient is one pass over the
 JAX, the weight's gradient would be a product in float32 written to memory and summed afterwards.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> jax.Array:
     """x / sqrt(mean(x^2) + eps) * weight, in x's dtype (Zhang and Sennrich, 2019)."""
-    return normalize(x.reshape(-1, x.shape[-1]), weight, None, eps, False).reshape(x.shape)
+    return norm(x, weight, None, eps, False)
 
 
 def layer_norm(
     x: Float[Array, "... D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
 ) -> jax.Array:
     """(x - mean) / sqrt(var + eps) * weight + bias, in x's dtype (Ba et al., 2016)."""
-    return normalize(x.reshape(-1, x.shape[-1]), weight, bias, eps, True).reshape(x.shape)
+    return norm(x, weight, bias, eps, True)
 
 
-def normalized(x_TD, weight_D, bias_D, eps: float, centred: bool) -> jax.Array:
-    """(x - mean) * scale * weight + bias; not centred: without the mean; bias None: without it."""
-    return forward(x_TD, weight_D, bias_D, eps, centred)[0]
+def norm(
+    x: Float[Array, "... D"],
+    weight: Float[Array, " D"] | None,
+    bias: Float[Array, " D"] | None,
+    eps: float,
+    centred: bool,
+    over: tuple[str, ...] = (),
+) -> jax.Array:
+    """LayerNorm where `centred`, else RMSNorm; without weight or bias where that is None.
+
+    over: mesh axes along which the last dimension is cut; statistics are those of all of it.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return normalize(rows, weight, bias, Statistics(eps, centred, over)).reshape(x.shape)
 
 
-def forward(x_TD, weight_D, bias_D, eps: float, centred: bool) -> tuple[jax.Array, tuple]:
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    eps: float
+    centred: bool
+    over: tuple[str, ...]
+
+    def mean(self, x_TD: jax.Array) -> jax.Array:
+        """[T, 1]"""
+        sums_T1 = collectives.sum_over(jnp.sum(x_TD, axis=-1, keepdims=True), self.over)
+        return sums_T1 / (x_TD.shape[-1] * collectives.axis_size(self.over))
+
+
+def normalized(x_TD, weight_D, bias_D, statistics: Statistics) -> jax.Array:
+    """(x - mean) * scale * weight + bias; not centred: without the mean."""
+    return forward(x_TD, weight_D, bias_D, statistics)[0]
+
+
+def forward(x_TD, weight_D, bias_D, statistics: Statistics) -> tuple[jax.Array, tuple]:
     x32_TD = x_TD.astype(jnp.float32)
-    mean_T1 = stored(jnp.mean(x32_TD, axis=-1, keepdims=True)) if centred else None
+    mean_T1 = stored(statistics.mean(x32_TD)) if statistics.centred else None
     x32_TD = x32_TD if mean_T1 is None else x32_TD - mean_T1
-    scale_T1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_TD), axis=-1, keepdims=True) + eps)
-    scale_T1 = stored(scale_T1)
-    out_TD = x32_TD * scale_T1 * weight_D.astype(jnp.float32)
+    scale_T1 = stored(jax.lax.rsqrt(statistics.mean(jnp.square(x32_TD)) + statistics.eps))
+    out_TD = x32_TD * scale_T1
+    out_TD = out_TD if weight_D is None else out_TD * weight_D.astype(jnp.float32)
     out_TD = out_TD if bias_D is None else out_TD + bias_D.astype(jnp.float32)
     return out_TD.astype(x_TD.dtype), (x_TD, mean_T1, scale_T1, weight_D, bias_D)
 
 
-def backward(eps: float, centred: bool, residuals, slope_TD):
+def backward(statistics: Statistics, residuals, slope_TD):
     x_TD, mean_T1, scale_T1, weight_D, bias_D = residuals
     x32_TD = x_TD.astype(jnp.float32)
     unit_TD = (x32_TD if mean_T1 is None else x32_TD - mean_T1) * scale_T1
-    slope32_TD = slope_TD.astype(jnp.float32)
-    d_weight_D = jnp.sum(slope32_TD * unit_TD, axis=0).astype(weight_D.dtype)
-    d_bias_D = None if bias_D is None else jnp.sum(slope32_TD, axis=0).astype(bias_D.dtype)
-    d_unit_TD = slope32_TD * weight_D.astype(jnp.float32)
-    along_T1 = jnp.mean(d_unit_TD * unit_TD, axis=-1, keepdims=True)
-    d_x_TD = d_unit_TD - unit_TD * along_T1
-    d_x_TD = d_x_TD - jnp.mean(d_unit_TD, axis=-1, keepdims=True) if centred else d_x_TD
+    slope32_TD = d_unit_TD = slope_TD.astype(jnp.float32)
+    d_weight_D = d_bias_D = None
+    if weight_D is not None:
+        d_weight_D = jnp.sum(slope32_TD * unit_TD, axis=0).astype(weight_D.dtype)
+        d_unit_TD = slope32_TD * weight_D.astype(jnp.float32)
+    if bias_D is not None:
+        d_bias_D = jnp.sum(slope32_TD, axis=0).astype(bias_D.dtype)
+    d_x_TD = d_unit_TD - unit_TD * statistics.mean(d_unit_TD * unit_TD)
+    d_x_TD = d_x_TD - statistics.mean(d_unit_TD) if statistics.centred else d_x_TD
     return (d_x_TD * scale_T1).astype(x_TD.dtype), d_weight_D, d_bias_D
 
 
-normalize: Any = jax.custom_vjp(normalized, nondiff_argnums=(3, 4))
+normalize: Any = jax.custom_vjp(normalized, nondiff_argnums=(3,))
 normalize.defvjp(forward, backward)

@@ -6,6 +6,8 @@ one device. Autodiff's duality all_gather <-> psum_scatter is Megatron-LM's f/g 
 here is ever differentiated: losses carry their own vjp.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +30,11 @@ def axis_index(axes: tuple[str, ...]) -> jax.Array | int:
     for axis in present(axes):
         index = index * lax.axis_size(axis) + lax.axis_index(axis)
     return index
+
+
+def axis_size(axes: tuple[str, ...]) -> int:
+    """Devices along the product of `axes`."""
+    return math.prod(lax.axis_size(axis) for axis in present(axes))
 
 
 def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:

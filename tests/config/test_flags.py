@@ -51,7 +51,7 @@ def changed():
     config.train.batch_rampup = (16, 8, 300000)
     config.train.batch_schedule = "0:768 250B:1536"
     config.model.norm, config.optim.decay = Norm.layernorm, LrDecay.inverse_square_root
-    config.model.qk_norm, config.run_dir = True, "läuft/π"
+    config.model.bias_qkv, config.run_dir = True, "läuft/π"
     return config
 
 
@@ -81,7 +81,7 @@ def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
         ("lr: 3", "unknown field lr: did you mean optim.lr"),
         ("model: {num_layers: 2.5}", "model.num_layers=2.5 .float.: expected a whole number"),
         ("model: {num_layers: true}", "expected a whole number"),
-        ("model: {qk_norm: 1}", "model.qk_norm=1 .int.: expected true or false"),
+        ("model: {bias_qkv: 1}", "model.bias_qkv=1 .int.: expected true or false"),
         ("model: {norm: rmsnrm}", "one of rmsnorm, layernorm; did you mean rmsnorm"),
         ("optim: {lr: .nan}", "expected a finite number"),
         ("optim: {lr: [1]}", "optim.lr"),
@@ -105,14 +105,14 @@ def test_yaml_mistakes_are_named(tmp_path, text, message):
 def test_overrides_of_every_type(config_file):
     line = (
         "prog --config.optim.lr=3e-4 --config.data.paths=a,b --config.data.paths=c"
-        " --config.train.batch_rampup 16,8,300000 --config.model.qk_norm"
+        " --config.train.batch_rampup 16,8,300000 --config.model.bias_qkv"
         f" --noconfig.log.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
         " --config.model.num_layers=1e1 --config.train.batch_schedule=0:8"
     )
     config, options = flags.parse(line.split())
     assert options is None
     assert config.optim.lr == 3e-4 and config.data.paths == ("a", "b", "c")
-    assert config.train.batch_rampup == (16, 8, 300000) and config.model.qk_norm
+    assert config.train.batch_rampup == (16, 8, 300000) and config.model.bias_qkv
     assert not config.log.tensorboard and config.model.norm is Norm.layernorm
     assert config.model.num_layers == 10 and config.train.batch_schedule == "0:8"
     assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()

@@ -140,7 +140,7 @@ def test_what_the_kernels_cannot_take_is_refused():
     assert kernel.cross_entropy_refuses(h, w) == ""
     for change, reason in (
         ({"dtype": jnp.float32}, "dtype float32 is neither of bfloat16, float16"),
-        ({"shape": (16, 12)}, "rows of 12 bfloat16 are no multiple of 8"),
+        ({"shape": (16, 12)}, "is not of 8 by 64 bfloat16 each"),
         ({"shape": (12, 64)}, "12 words are no multiple of 8"),
     ):
         other = jax.ShapeDtypeStruct(**{"shape": w.shape, "dtype": w.dtype} | change)

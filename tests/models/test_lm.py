@@ -17,6 +17,7 @@ from maxmeg.config.schema import (
     Norm,
     NormPlace,
     Position,
+    QkNorm,
     RotaryScaling,
     TrainConfig,
 )
@@ -33,7 +34,7 @@ VOCAB, LENGTH = 37, 12
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 KINDS = {
-    "llama": {"num_kv_heads": 2},
+    "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.l2},
     "gpt2": {
         "activation": Activation.gelu_tanh,
         "norm": Norm.layernorm,
@@ -56,7 +57,7 @@ KINDS = {
     "gemma": {
         "activation": Activation.geglu,
         "norm_one_plus": True,
-        "qk_norm": True,
+        "qk_norm": QkNorm.head,
         "logit_softcap": 5.0,
         "attention_softcap": 2.0,
         "attention_scale": 0.5,
@@ -73,6 +74,7 @@ KINDS = {
         "norm_one_plus": True,
         "rotary_interleaved": True,
         "norm_place": NormPlace.post,
+        "qk_norm": QkNorm.heads,
         "scaled_output_init": False,
     },
     "without positions": {"position": Position.none, "ffn_size": 20},

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Recompute
+from maxmeg.config.schema import Activation, ModelConfig, Norm, QkNorm, Recompute
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 
@@ -19,7 +19,7 @@ TOLERANCE = 2e-6  # of the largest value, float32
 UNROLLED = ((Recompute.none, False), (Recompute.full, False))  # recompute, scan_layers
 KINDS = {
     "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
-    "llama": {"num_kv_heads": 2, "qk_norm": True},
+    "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.head},
 }
 
 

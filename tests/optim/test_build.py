@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from maxmeg.config.schema import ModelConfig, Norm, OptimConfig, Optimizer
+from maxmeg.config.schema import ModelConfig, Norm, OptimConfig, Optimizer, QkNorm
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import NO_DECAY, clip, make_optimizer
 from maxmeg.state import array_name
@@ -47,7 +47,7 @@ def test_updates_are_the_formula(optimizer):
 
 def test_norms_and_biases_alone_are_not_decayed():
     config = ModelConfig(
-        vocab_size=8, norm=Norm.layernorm, bias_qkv=True, bias_mlp=True, qk_norm=True
+        vocab_size=8, norm=Norm.layernorm, bias_qkv=True, bias_mlp=True, qk_norm=QkNorm.head
     )
     model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Position
+from maxmeg.config.schema import Activation, ModelConfig, Norm, Position, QkNorm
 from maxmeg.models.lm import LM
 from maxmeg.state import array_name
 
@@ -214,7 +214,7 @@ def qwen3():
         head_dim=12,
         ffn_size=48,
         rotary_base=500.0,
-        qk_norm=True,
+        qk_norm=QkNorm.head,
         tied=True,
     )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Recompute
+from maxmeg.config.schema import Activation, ModelConfig, Norm, QkNorm, Recompute
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.pipeline.residuals import UnitVjp, add_at, empty_ring, read, write
@@ -16,7 +16,7 @@ from maxmeg.pipeline.split import SplitVjp, divide
 
 B, D = 2, 64
 KINDS = {
-    "llama": {"num_kv_heads": 2, "qk_norm": True},
+    "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.head},
     "gpt": {
         "activation": Activation.gelu_tanh,
         "norm": Norm.layernorm,
