@@ -70,6 +70,23 @@ def test_every_mask_and_sink_reaches_the_kernel(name):
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 
+@pytest.mark.parametrize("name", [*NAMES, "blocks"])
+def test_rows_of_padding_up_to_whole_blocks_change_nothing(name, monkeypatch):
+    """The Mosaic kernel is given multiples of 8 rows, whatever the lengths."""
+
+    def whole_blocks(q_BLHK, k_BMGK, *others, **options):
+        assert q_BLHK.shape[1] % 8 == 0 and k_BMGK.shape[1] % 8 == 0
+        return plain_flash(q_BLHK, k_BMGK, *others, **options)
+
+    kernels = types.SimpleNamespace(flash_attention=whole_blocks)
+    monkeypatch.setattr(attention_mosaic, "kernel_module", lambda name: kernels)
+    monkeypatch.setattr(module.BACKENDS["plain"], "attend", attention_mosaic.attend)
+    case, (arrays, operands) = CASES[name], arrays_of(CASES[name], "float32")
+    wanted, found = expected(case, arrays, operands), run(case, arrays, operands, "plain")
+    errors = {key: error(found[key], wanted[key]) for key in found}
+    assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
+
+
 def padded(value: float):
     """A batch whose last third is a document of its own and holds `value` everywhere."""
     case, (arrays, operands) = CASES["documents"], arrays_of(CASES["documents"], "float32")
