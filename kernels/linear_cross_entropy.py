@@ -94,12 +94,15 @@ class Online(NamedTuple):
     sum: Any  # None unless asked for
 
 
+WORDS = 64  # that TMA writes at once of the logits' gradient
+
+
 def cross_entropy_refuses(h_TD: Any, w_VD: Any) -> str:
     """Why the kernels cannot take these arrays; empty if they can."""
     if str(h_TD.dtype) not in DTYPES:
         return f"dtype {h_TD.dtype} is neither of {', '.join(DTYPES)}"
-    if w_VD.shape[0] % 8:
-        return f"{w_VD.shape[0]} words are no multiple of 8: pad the vocabulary"
+    if w_VD.shape[0] % WORDS:
+        return f"{w_VD.shape[0]} words are no multiple of {WORDS}: pad the vocabulary"
     return matmul_refuses(h_TD, w_VD, STATISTICS_TILING)
 
 

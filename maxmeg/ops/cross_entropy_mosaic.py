@@ -23,8 +23,9 @@ from maxmeg.ops.cross_entropy_spec import (
     losses,
 )
 
-SUPPORTS = "bfloat16 and float16 on Hopper GPUs, every option, widths and words in multiples of 8"
+SUPPORTS = "bfloat16 and float16 on Hopper GPUs, every option, widths and words in multiples of 64"
 CHUNK = 2**27  # elements of the logits' gradient that exist at once: 256 MiB in bfloat16
+ROWS = 8  # tokens that TMA moves at once
 MULTIPLE = 256  # words: columns of the kernel's tiles
 
 
@@ -32,11 +33,23 @@ def refuses(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, device: De
     """Why the kernels cannot run this call; empty if they can."""
     if reason := refuses_hopper_kernels(device):
         return reason
+    tokens = h_TD.shape[0] + -h_TD.shape[0] % ROWS
+    h_TD = jax.ShapeDtypeStruct((tokens, h_TD.shape[1]), h_TD.dtype)
     return kernel_module("linear_cross_entropy").cross_entropy_refuses(h_TD, w_VD)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def linear_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
+    """(loss, token losses); the kernels are given whole blocks of tokens, the last of weight 0."""
+    T = h_TD.shape[0]
+    if T % ROWS:
+        h_TD = jnp.pad(h_TD, ((0, -T % ROWS), (0, 0)))
+        targets_T, weights_T = (jnp.pad(x, (0, -T % ROWS)) for x in (targets_T, weights_T))
+    loss, losses_T = of_whole_blocks(h_TD, w_VD, targets_T, weights_T, spec)
+    return loss, losses_T[:T]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def of_whole_blocks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
     return forward(h_TD, w_VD, targets_T, weights_T, spec)[0]
 
 
@@ -72,7 +85,7 @@ def backward(spec: CrossEntropySpec, residuals, cotangents):
     return sums[0].astype(h_TD.dtype), sums[1], None, None
 
 
-linear_cross_entropy.defvjp(forward, backward)
+of_whole_blocks.defvjp(forward, backward)
 
 
 def chunk_words(tokens: int, words: int) -> int:

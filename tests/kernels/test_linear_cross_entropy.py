@@ -103,15 +103,15 @@ def test_the_backend_is_the_reference(small):
     small.setattr("maxmeg.ops.cross_entropy.target_device", lambda: Device("cuda", (9, 0)))
     small.setattr(mosaic, "CHUNK", 64 * 128)
     small.setattr(mosaic, "MULTIPLE", 64)
-    case = Case(64, 64, 192, 150, 0.1, 3.0, 0.1, bad_targets=True, large=0.3)
-    assert mosaic.chunk_words(64, 192) == 128
+    case = Case(61, 64, 192, 150, 0.1, 3.0, 0.1, bad_targets=True, large=0.3)
+    assert mosaic.chunk_words(64, 192) == 128  # of 61 tokens, in whole blocks
     given = arrays_of(case, "bfloat16")
     found, race = interpret(lambda: run(case, given, "mosaic"), small)
     wanted = expected(case, given)
     assert not race
     errors = {key: error(found[key], wanted[key]) for key in wanted}
-    assert max(errors.values()) <= TOLERANCE["bfloat16"], errors
-    assert max(errors["loss"], errors["losses"]) <= TOLERANCE["float32"], errors
+    assert all(e <= TOLERANCE["bfloat16"] for e in errors.values()), errors
+    assert all(errors[key] <= TOLERANCE["float32"] for key in ("loss", "losses")), errors
 
 
 @pytest.mark.parametrize(
@@ -136,12 +136,12 @@ def test_chunks_of_words_are_as_equal_as_can_be():
 
 
 def test_what_the_kernels_cannot_take_is_refused():
-    h, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 64), (16, 64)))
+    h, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 64), (64, 64)))
     assert kernel.cross_entropy_refuses(h, w) == ""
     for change, reason in (
         ({"dtype": jnp.float32}, "dtype float32 is neither of bfloat16, float16"),
-        ({"shape": (16, 12)}, "is not of 8 by 64 bfloat16 each"),
-        ({"shape": (12, 64)}, "12 words are no multiple of 8"),
+        ({"shape": (64, 12)}, "is not of 8 by 64 bfloat16 each"),
+        ({"shape": (12, 64)}, "12 words are no multiple of 64"),
     ):
         other = jax.ShapeDtypeStruct(**{"shape": w.shape, "dtype": w.dtype} | change)
         assert reason in kernel.cross_entropy_refuses(
