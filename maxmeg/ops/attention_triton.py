@@ -12,7 +12,7 @@ import jax
 
 from maxmeg.ops.attention_flash import flash
 from maxmeg.ops.attention_spec import Operands, ScoreSpec
-from maxmeg.ops.backend import Device, kernel_module
+from maxmeg.ops.backend import Device, kernel_module, refuses_missing_kernels
 
 AMPERE = 8  # major compute capability: bfloat16 on tensor cores, copies that run in the background
 PALLAS = "jax.experimental.pallas.triton"
@@ -32,6 +32,8 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
         return f"it needs compute capability 8.0 (Ampere) or newer, here is {major}.{minor}"
     if importlib.util.find_spec(PALLAS) is None:
         return f"jax {jax.__version__} has no Pallas-Triton ({PALLAS})"
+    if reason := refuses_missing_kernels():
+        return reason
     if operands.dropout is not None:
         return "attention dropout is not supported"
     return kernel_module("attention_triton").flash_refuses(q_BLHK, k_BMGK, v_BMGV)

@@ -6,7 +6,7 @@ Never chosen by "auto" before it has been measured.
 import jax
 import jax.numpy as jnp
 
-from maxmeg.ops.backend import Device, refuses_hopper_kernels
+from maxmeg.ops.backend import Device, kernel_module, refuses_hopper_kernels
 
 SUPPORTS = (
     "bfloat16 and float16 on Hopper GPUs, groups of any size, up to 256 of them, dimensions that "
@@ -18,21 +18,17 @@ def refuses(x_TD, w_EDF, sizes_E, fp8: bool, device: Device) -> str:
     """Why the kernels cannot run this call; empty if they can."""
     if reason := refuses_hopper_kernels(device):
         return reason
-    from maxmeg.kernels.grouped_matmul import operands_refuse
-
-    return operands_refuse(x_TD, w_EDF, fp8)
+    return kernel_module("grouped_matmul").operands_refuse(x_TD, w_EDF, fp8)
 
 
 def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order: str) -> jax.Array:
     """Each row with its group's matrix; scales: of rows and of columns."""
-    from maxmeg.kernels.grouped_matmul import grouped_rows
-
     dtype = jnp.bfloat16 if scales else x_TK.dtype
+    grouped_rows = kernel_module("grouped_matmul").grouped_rows
     return grouped_rows(x_TK, w, sizes_E, scales, right=order, out_dtype=dtype)
 
 
 def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """x^T y of each group's rows, in the dtype of x; zeros for an empty group."""
-    from maxmeg.kernels.grouped_matmul import grouped_weights
-
+    grouped_weights = kernel_module("grouped_matmul").grouped_weights
     return grouped_weights(x_TD, y_TF, sizes_E, out_dtype=x_TD.dtype)
