@@ -8,6 +8,7 @@ and the float32 sum of the gradient with respect to h.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +45,8 @@ def linear_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpe
     if T % ROWS:
         h_TD = jnp.pad(h_TD, ((0, -T % ROWS), (0, 0)))
         targets_T, weights_T = (jnp.pad(x, (0, -T % ROWS)) for x in (targets_T, weights_T))
-    loss, losses_T = of_whole_blocks(h_TD, w_VD, targets_T, weights_T, spec)
-    return loss, losses_T[:T]
+    both: Any = of_whole_blocks(h_TD, w_VD, targets_T, weights_T, spec)
+    return both[0], both[1][:T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
