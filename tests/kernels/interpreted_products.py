@@ -22,7 +22,7 @@ from maxmeg.kernels import mosaic
 from maxmeg.kernels.mosaic import pl, plgpu
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-PATIENCE = 30  # seconds
+PATIENCE = 60  # seconds
 real_launch = mosaic.launch
 
 

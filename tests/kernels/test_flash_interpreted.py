@@ -25,29 +25,35 @@ HEAD = 16  # dim, the smallest of which copies make swizzled tiles
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Slots of the rings, consumers of a program, and whether key gradients are made apart."""
+    """Slots of the rings, consumers of a program, length of a block in the rings; and whether key
+    gradients are made apart."""
 
     stages: int = 2
     consumers: int = 2
+    block: int = 8
     split: bool = False
 
 
 CASES = {
-    "causal, longer than all blocks": (Case(29, heads=1, head_dim=HEAD), Sizes(stages=1)),
-    "grouped, all keys, odd lengths": (Case(7, 37, 2, 1, HEAD, spec=FULL), Sizes(consumers=1)),
-    "some queries see nothing": (Case(13, 11, 1, 1, HEAD, offset=-9), Sizes()),
+    "causal, more blocks than slots": (Case(24, heads=1, head_dim=HEAD), Sizes(stages=1)),
+    "grouped, all keys, a block cut": (
+        Case(8, 40, 2, 1, HEAD, spec=FULL),
+        Sizes(consumers=1, block=16),
+    ),
+    "some queries see nothing": (Case(16, 16, 1, 1, HEAD, offset=-9), Sizes()),
     "window, later queries": (
-        Case(9, 45, 1, 1, HEAD, spec=ScoreSpec(window=25, softcap=1.5), offset=33),
+        Case(8, 48, 1, 1, HEAD, spec=ScoreSpec(window=25, softcap=1.5), offset=33),
         Sizes(stages=3),
     ),
     "chunks of all keys": (
-        Case(21, 27, 1, 1, HEAD, spec=ScoreSpec(causal=False, chunk=16)),
+        Case(24, 32, 1, 1, HEAD, spec=ScoreSpec(causal=False, chunk=12)),
         Sizes(consumers=3),
     ),
     "documents": (Case(24, heads=1, head_dim=HEAD, segments=(3, 13, 8), sinks=True), Sizes()),
-    "heads of 192 and 128": (Case(10, 20, 1, 1, 192, 128, offset=10), Sizes(split=True)),
+    "odd lengths": (Case(5, 11, 1, 1, HEAD, spec=FULL), Sizes()),
+    "heads of 192 and 128": (Case(16, 24, 1, 1, 192, 128, offset=8), Sizes(split=True)),
     "heads of 256": (
-        Case(10, 20, 1, 1, 256, offset=9, spec=ScoreSpec(window=16, softcap=0.5)),
+        Case(8, 24, 1, 1, 256, offset=13, spec=ScoreSpec(window=16, softcap=0.5)),
         Sizes(consumers=1, split=True),
     ),
 }
@@ -65,7 +71,7 @@ def interpreter(monkeypatch):
 def attend(case: Case, sizes: Sizes, monkeypatch) -> tuple[dict[str, float], bool]:
     """(errors of results and gradients, whether there was a race)."""
     dims, count = (case.head_dim, case.value_dim or case.head_dim), sizes.consumers
-    tile, walk = (kind(8, sizes.stages, count) for kind in (forward.Tile, backward.Walk))
+    tile, walk = (kind(sizes.block, sizes.stages, count) for kind in (forward.Tile, backward.Walk))
     monkeypatch.setitem(forward.FORWARD_TILES, dims, tile)
     tiles = backward.BackwardTiles(walk, walk, sizes.split)
     monkeypatch.setitem(backward.BACKWARD_TILES, dims, tiles)
@@ -95,5 +101,5 @@ def test_a_slot_handed_back_before_its_products_are_made_is_a_race(interpreter):
             return real(plan, mine, stream, slot, carry)
 
     interpreter.setattr(backward, "add_query_gradient", hand_back_first)
-    case = Case(7, 29, heads=1, head_dim=HEAD, spec=FULL)
+    case = Case(8, 24, heads=1, head_dim=HEAD, spec=FULL)
     assert attend(case, Sizes(stages=1, consumers=1), interpreter)[1]
