@@ -1,16 +1,13 @@
 """Linear + cross entropy compiled for an H100 that is not here: memory, and our kernels."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from absent.test_kernels import MIB, REPOSITORY, SHARED_MEMORY, Kernel, kernels_in
+from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, kernels_in, output_of
 from maxmeg.kernels.linear_cross_entropy import TUNED_SHAPES
 
 from maxmeg.ops.cross_entropy_mosaic import CHUNK
 from maxmeg.planning.loss import Head, LossBackend
-from maxmeg.runtime.absent_environment import absent_environment
 
 TOKENS, WIDTH = 8192, 4096
 MOST = 64 * MIB  # above inputs and gradients at 8,192 tokens
@@ -29,30 +26,18 @@ CALLS = [
 ]
 
 COMPILE = """
-import json, os, sys
-import jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxmeg.kernels import linear_cross_entropy as kernels
 from maxmeg.ops import cross_entropy
 from maxmeg.planning import hlo
-from maxmeg.planning.absent import absent_gpus
 
-mesh = Mesh(absent_gpus("h100", 1), ("one",))
 cross_entropy.target_device = lambda: cross_entropy.Device("cuda")
-
-def array(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-def compiled(function, *arrays):
-    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
 
 def tokens(number):
     return array(number, dtype=jnp.int32), array(number, dtype=jnp.float32)
 
-folder, T, D, calls, names = json.loads(sys.argv[1])
+T, D, calls, names = json.loads(sys.argv[2])
 for name in names:
-    os.environ["MOSAIC_GPU_DUMP_TO"] = place = os.path.join(folder, name)
-    os.mkdir(place)
+    report_to(name)
     case = kernels.TUNED_SHAPES[name]
     h, w = (array(count, case.width) for count in (case.tokens, case.words))
     number = array(dtype=jnp.int32)
@@ -65,8 +50,7 @@ for name in names:
 
     compiled(both, h, w, *tokens(case.tokens), number, number)
 
-os.environ["MOSAIC_GPU_DUMP_TO"] = place = os.path.join(folder, "calls")
-os.mkdir(place)
+report_to("calls")
 for backend, V, options in calls:
     spec = cross_entropy.CrossEntropySpec(V, **options)
     module = cross_entropy.BACKENDS[backend]
@@ -87,16 +71,8 @@ def compiled(tmp_path_factory) -> tuple[list, dict[str, list[Kernel]]]:
     """Of each call temporaries and results in bytes and the number of XLA's matrix products; of
     each tuned shape its kernels. One process compiles all."""
     folder = tmp_path_factory.mktemp("cross_entropy")
-    request = json.dumps([str(folder), TOKENS, WIDTH, CALLS, list(TUNED_SHAPES)])
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, request],
-        env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    request = json.dumps([TOKENS, WIDTH, CALLS, list(TUNED_SHAPES)])
+    rows = output_of(COMPILE, str(folder), request)
     return rows, {name: kernels_in(folder / name) for name in TUNED_SHAPES}
 
 

@@ -1,15 +1,9 @@
 """The decode attention kernel compiled for an H100 that is not here: memory, registers, spills."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from absent.test_kernels import MIB, REPOSITORY, SHARED_MEMORY, Kernel, kernels_in
+from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
 from maxmeg.kernels import decode_attention
 from maxmeg.kernels.decode_attention import TUNED_SHAPES
-
-from maxmeg.runtime.absent_environment import absent_environment
 
 MULTIPROCESSOR = 233_472  # bytes of shared memory, of which every program takes RESERVED more
 RESERVED = 1024
@@ -21,20 +15,11 @@ NAMES = [
 ]
 
 COMPILE = """
-import json, os, sys
-import jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxmeg.kernels import decode_attention
-from maxmeg.planning.absent import absent_gpus
 
-mesh = Mesh(absent_gpus("h100", 1), ("one",))
-
-def array(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 for name in sys.argv[2:]:
-    os.environ["MOSAIC_GPU_DUMP_TO"] = folder = os.path.join(sys.argv[1], name)
-    os.mkdir(folder)
+    report_to(name)
     case = decode_attention.TUNED_SHAPES[name]
     B, N = case.batch, case.length // case.page
     pools = [array(B * N, case.page, case.key_heads, K) for K in (case.head_dim, case.values)]
@@ -44,9 +29,7 @@ for name in sys.argv[2:]:
     def attend(q, *pages):
         return decode_attention.paged_attention(q, decode_attention.Pages(*pages), case.spec)
 
-    lowered = jax.jit(attend).trace(q, *pools, *indices).lower(lowering_platforms=("cuda",))
-    memory = lowered.compile().memory_analysis()
-    print(json.dumps({"name": name, "temporaries": memory.temp_size_in_bytes}), flush=True)
+    tell(name, compiled(attend, q, *pools, *indices))
 """
 
 
@@ -54,16 +37,7 @@ for name in sys.argv[2:]:
 def compiled(tmp_path_factory) -> dict[str, tuple[int, list[Kernel]]]:
     """Of each shape the temporaries in bytes, and its kernels; one process compiles all."""
     folder = tmp_path_factory.mktemp("kernels")
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(folder), *NAMES],
-        env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["name"]: (row["temporaries"], kernels_in(folder / row["name"])) for row in rows}
+    return compiled_shapes(COMPILE, folder, NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

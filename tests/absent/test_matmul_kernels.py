@@ -1,34 +1,20 @@
 """The product kernels compiled for an H100 that is not here: memory, registers, spills."""
 
-import json
-import subprocess
-import sys
-
 import pytest
-from absent.test_kernels import MIB, REPOSITORY, SHARED_MEMORY, Kernel, kernels_in
+from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
 from maxmeg.kernels.grouped_matmul import TUNED_SHAPES
 from maxmeg.kernels.matmul import CONSUMER_REGISTERS
-
-from maxmeg.runtime.absent_environment import absent_environment
 
 GROUPED = list(TUNED_SHAPES)
 FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8", "qwen3-32k-fp8"]
 ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
 
 COMPILE = """
-import json, os, sys
-import jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from maxmeg.kernels import grouped_matmul, matmul
 from maxmeg.ops import backend
 from maxmeg.ops.grouped_matmul import grouped_matmul as product
-from maxmeg.planning.absent import absent_gpus
 
-mesh = Mesh(absent_gpus("h100", 1), ("one",))
 backend.target_device = lambda: backend.Device("cuda", (9, 0))
-
-def array(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
 def grouped(name):
     case = grouped_matmul.TUNED_SHAPES[name.removesuffix("-fp8")]
@@ -50,12 +36,9 @@ def plain(name):
     return lambda *pair: matmul.matmul(*pair, tiling), operands
 
 for name in sys.argv[2:]:
-    os.environ["MOSAIC_GPU_DUMP_TO"] = folder = os.path.join(sys.argv[1], name)
-    os.mkdir(folder)
+    report_to(name)
     function, operands = (plain if name[1] in "MK" else grouped)(name)
-    lowered = jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",))
-    memory = lowered.compile().memory_analysis()
-    print(json.dumps({"name": name, "temporaries": memory.temp_size_in_bytes}), flush=True)
+    tell(name, compiled(function, *operands))
 """
 
 
@@ -63,16 +46,7 @@ for name in sys.argv[2:]:
 def compiled(tmp_path_factory) -> dict[str, tuple[int, list[Kernel]]]:
     """Of each shape the temporaries in bytes, and its kernels; one process compiles all."""
     folder = tmp_path_factory.mktemp("products")
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, str(folder), *GROUPED, *FP8, *ORDERS],
-        env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["name"]: (row["temporaries"], kernels_in(folder / row["name"])) for row in rows}
+    return compiled_shapes(COMPILE, folder, [*GROUPED, *FP8, *ORDERS])
 
 
 @pytest.mark.parametrize("name", [*GROUPED, *FP8, *ORDERS])

@@ -1,0 +1,83 @@
+"""Our Mosaic kernels compiled in a process of their own, for an H100 that is not here."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from maxmeg.runtime.absent_environment import absent_environment
+
+REPOSITORY = Path(__file__).parents[2]
+SHARED_MEMORY = 232_448  # bytes a program can have on an H100
+MIB = 2**20
+
+# What programs for `output_of` begin with; their first argument is the folder of the reports.
+HEADER = """
+import json, os, sys
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from maxmeg.planning.absent import absent_gpus
+
+mesh = Mesh(absent_gpus("h100", 1), ("one",))
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+def report_to(name):
+    os.environ["MOSAIC_GPU_DUMP_TO"] = folder = os.path.join(sys.argv[1], name)
+    os.mkdir(folder)
+
+def compiled(function, *arrays):
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).compile()
+
+def tell(name, program):
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    print(json.dumps({"name": name, "temporaries": temporaries}), flush=True)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What the assembler and the compiler report of one kernel."""
+
+    name: str
+    spilled: int  # bytes a thread
+    serialised: bool  # products that could not run in the background
+    shared: int  # bytes
+
+
+def output_of(program: str, *arguments: str) -> list:
+    """The lines of JSON that HEADER and `program` print."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEADER + program, *arguments],
+        env={**absent_environment(), "MOSAIC_GPU_DUMP_PTXAS": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
+
+
+def compiled_shapes(program: str, folder: Path, names: list[str]) -> dict:
+    """Of each name the temporaries in bytes, and its kernels; one process compiles all."""
+    rows = output_of(program, str(folder), *names)
+    return {row["name"]: (row["temporaries"], kernels_in(folder / row["name"])) for row in rows}
+
+
+def kernels_in(folder: Path) -> list[Kernel]:
+    found = []
+    for path in sorted(folder.glob("*.ptxas")):
+        report = path.read_text()
+        passes = path.with_suffix(".mlir-passes.log").read_text()
+        found.append(
+            Kernel(
+                name=path.stem.rpartition("_")[0],
+                spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
+                serialised="serialized" in report,
+                shared=max(map(int, re.findall(r"shared_memory_size %c(\d+)_i32", passes))),
+            )
+        )
+    return found
