@@ -15,12 +15,12 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxmeg.ops.attention_spec import Operands, ScoreSpec
-from maxmeg.ops.backend import BLACKWELL, HOPPER, Device
+from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus
 
 SUPPORTS = (
-    "bfloat16 and float16 on CUDA GPUs, even lengths, causal attention of queries and keys alike "
-    "from position 0 (with a window) or all keys, log-sum-exp, head dims of 8 n up to 128, on "
-    "Hopper up to 256 and 192 with values of 128"
+    "bfloat16 and float16 on CUDA GPUs of capability 8.0 and newer, even lengths, causal "
+    "attention of queries and keys alike from position 0 (with a window) or all keys, "
+    "log-sum-exp, head dims of 8 n up to 128, on Hopper up to 256 and 192 with values of 128"
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
 MLA_VERSION = 91000  # of cuDNN, as jax has it
@@ -28,8 +28,8 @@ MLA_VERSION = 91000  # of cuDNN, as jax has it
 
 def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
     """Why cuDNN cannot run this call; empty if it can."""
-    if not device.is_cuda:
-        return f"the device is {device.platform}, not a CUDA GPU"
+    if reason := refuses_older_gpus(device):
+        return reason
     if q_BLHK.dtype not in (jnp.bfloat16, jnp.float16):
         return f"dtype {q_BLHK.dtype} is neither bfloat16 nor float16"
     if k_BMGK.dtype != q_BLHK.dtype or v_BMGV.dtype != q_BLHK.dtype:

@@ -12,9 +12,8 @@ import jax
 
 from maxmeg.ops.attention_flash import flash
 from maxmeg.ops.attention_spec import Operands, ScoreSpec
-from maxmeg.ops.backend import Device, kernel_module, refuses_missing_kernels
+from maxmeg.ops.backend import Device, kernel_module, refuses_missing_kernels, refuses_older_gpus
 
-AMPERE = 8  # major compute capability: bfloat16 on tensor cores, copies that run in the background
 PALLAS = "jax.experimental.pallas.triton"
 SUPPORTS = (
     "bfloat16, float16 and (exact, slowly) float32 on CUDA GPUs of capability 8.0 and newer where "
@@ -25,11 +24,8 @@ SUPPORTS = (
 
 def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
     """Why the kernels cannot run this call; empty if they can."""
-    if not device.is_cuda:
-        return f"the device is {device.platform}, not a CUDA GPU"
-    if (0, 0) < device.capability < (AMPERE, 0):
-        major, minor = device.capability
-        return f"it needs compute capability 8.0 (Ampere) or newer, here is {major}.{minor}"
+    if reason := refuses_older_gpus(device):
+        return reason
     if importlib.util.find_spec(PALLAS) is None:
         return f"jax {jax.__version__} has no Pallas-Triton ({PALLAS})"
     if reason := refuses_missing_kernels():

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-HOPPER, BLACKWELL = 9, 10  # major compute capabilities
+AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +64,16 @@ def first(op: str, backends: Mapping[str, Any], order: Sequence[str], call: tupl
         + ". Supported are: "
         + "; ".join(f"by {name}: {module.SUPPORTS}" for name, module in backends.items())
     )
+
+
+def refuses_older_gpus(device: Device) -> str:
+    """Why what needs an Ampere GPU cannot run there: bfloat16 on tensor cores came with it."""
+    if not device.is_cuda:
+        return f"the device is {device.platform}, not a CUDA GPU"
+    if (0, 0) < device.capability < (AMPERE, 0):
+        major, minor = device.capability
+        return f"it needs compute capability 8.0 (Ampere) or newer, here is {major}.{minor}"
+    return ""
 
 
 def refuses_hopper_kernels(device: Device) -> str:

@@ -19,14 +19,18 @@ def dropout(
     """
     if rate == 0.0:
         return x
-    vectors = x.shape[:-1]
-    flat = [jnp.broadcast_to(c, vectors).reshape(-1) for c in coordinates]
+    keep = kept(x.shape, rate, key, *coordinates)
+    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+
+
+def kept(shape: tuple[int, ...], rate: float, key: jax.Array, *coordinates: jax.Array) -> jax.Array:
+    """Which elements of an array of that shape `dropout` keeps."""
+    flat = [jnp.broadcast_to(c, shape[:-1]).reshape(-1) for c in coordinates]
 
     def mask(*place):
         folded = key
         for coordinate in place:
             folded = jax.random.fold_in(folded, coordinate)
-        return jax.random.bernoulli(folded, 1.0 - rate, x.shape[-1:])
+        return jax.random.bernoulli(folded, 1.0 - rate, shape[-1:])
 
-    keep = jax.vmap(mask)(*flat).reshape(x.shape)
-    return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
+    return jax.vmap(mask)(*flat).reshape(shape)

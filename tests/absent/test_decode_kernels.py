@@ -7,12 +7,7 @@ from maxmeg.kernels.decode_attention import TUNED_SHAPES
 
 MULTIPROCESSOR = 233_472  # bytes of shared memory, of which every program takes RESERVED more
 RESERVED = 1024
-# Every mask, head dim and size of page once, and rows that are split.
-NAMES = [
-    *("llama-1x128k", "llama-64x8k", "llama-64x8k-page16", "llama-64x8k-page128"),
-    *("llama-64x8k-draft", "mistral-64x32k-window", "gpt-64x2k", "phi-64x2k", "phi3-64x4k"),
-    *("deepseek-8x4k", "gemma-64x4k-softcap"),
-]
+NAMES = list(TUNED_SHAPES)
 
 COMPILE = """
 from maxmeg.kernels import decode_attention

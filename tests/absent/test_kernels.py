@@ -4,11 +4,7 @@ import pytest
 from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
 from maxmeg.kernels.attention import TUNED_SHAPES
 
-# Every mask and head dim once, and the shortest and the longest of one of them.
-NAMES = [
-    *("gpt-2k", "llama-2k", "llama-16k", "llama-8k-packed", "mistral-16k-window"),
-    *("llama4-16k-chunks", "bert-512-full", "phi-2k", "phi3-4k", "deepseek-4k", "gemma-4k-softcap"),
-]
+NAMES = list(TUNED_SHAPES)
 SPLIT = ["deepseek-4k", "gemma-4k-softcap"]  # gradients of keys and values one after the other
 SPILLED = {  # bytes a thread at most, of gradients; none elsewhere
     **dict.fromkeys(("llama-8k-packed", "mistral-16k-window", "llama4-16k-chunks"), 48),

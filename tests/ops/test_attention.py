@@ -238,6 +238,21 @@ def test_memory_grows_with_the_length_alone(spec, monkeypatch):
     assert large <= 12 * 4 * 2 * 16 * 2048 + 40 * 2048 * 2 * 4 * 4  # blocks of scores, and rows
 
 
+@pytest.mark.parametrize("named", ["cudnn", "mosaic", "triton"])
+def test_what_an_old_gpu_lacks_is_named_and_auto_takes_the_reference(named, monkeypatch, caplog):
+    for asked in (choice, module):
+        monkeypatch.setattr(asked, "target_device", lambda: Device("cuda", (7, 0)))
+    x = jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match=rf"{named} cannot run: it needs .*here is 7\.0"):
+        jax.eval_shape(lambda x: attention(x, x, x, backend=named), x)
+    choice.log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, "maxmeg"):
+        for _ in range(2):
+            jax.eval_shape(lambda x: attention(x, x, x), x)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("attention backend: xla (cudnn: it needs compute")
+
+
 def test_auto_runs_the_reference_on_a_cpu_and_says_so_once(caplog):
     arrays, operands = arrays_of(CASES["grouped"], "float32")
     choice.log_choice.cache_clear()
