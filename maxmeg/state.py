@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from maxmeg.checkpoint import layout
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config.schema import Config
-from maxmeg.models.lm import LM
+from maxmeg.models.lm import LM, language_model
+from maxmeg.parallel.parts import trained
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.pipeline.layout import Layout
 from maxmeg.runtime.summary import ParameterRow
@@ -26,7 +27,8 @@ VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimensio
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """step: how many were made. model: float32 masters. key: raw key of all later randomness."""
+    """step: how many were made. model: float32 masters, what is frozen in the compute dtype.
+    optimizer: of the trained part. key: raw key of all later randomness."""
 
     step: jax.Array
     model: LM
@@ -37,8 +39,9 @@ class TrainState:
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     """The state before the first step; depends on the key alone, not on any layout."""
     model_key, later = jax.random.split(key)
-    model = LM(model_key, config.model, config.parallel)
-    return TrainState(jnp.int32(0), model, optimizer.init(model), jax.random.key_data(later))
+    model = language_model(model_key, config)
+    moments = optimizer.init(trained(model))
+    return TrainState(jnp.int32(0), model, moments, jax.random.key_data(later))
 
 
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:

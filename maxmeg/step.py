@@ -19,6 +19,7 @@ from maxmeg.models.lm import LM
 from maxmeg.optim.build import clip
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
+from maxmeg.parallel.parts import frozen, joined, trained
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import reductions
 from maxmeg.parallel.spmd import spmd
@@ -106,14 +107,19 @@ def reduce_gradients(gradients: LM, places) -> LM:
 
 
 def local_gradients(model: LM, batch: Batch, raw_key: jax.Array | None, config: Config):
-    """(float32 gradients summed over the microbatches, metrics); nothing reduced."""
+    """(float32 gradients of the trained part summed over the microbatches, metrics); nothing
+    reduced."""
     if config.parallel.pipe > 1:
         schedule = SCHEDULES[config.parallel.schedule.value]
         return pipelined(model, batch, raw_key, config, schedule)
 
+    fixed = frozen(model)
+
     def one(microbatch: Batch):
-        gradient = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, metrics), gradients = gradient(model, microbatch, config.train, raw_key)
+        def loss(own: LM):
+            return loss_fn(joined(own, fixed), microbatch, config.train, raw_key)
+
+        (_, metrics), gradients = jax.value_and_grad(loss, has_aux=True)(trained(model))
         return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), metrics
 
     if batch["tokens"].shape[0] == 1:
@@ -146,28 +152,33 @@ def pipelined(
 
     The gradients are None where the schedule has forwards alone.
     """
-    outer, stack = partition(model)
+    outer, stack = partition(trained(model))
+    fixed_outer, fixed_stack = partition(frozen(model))
     units = model.stack
 
     def embed(outer: LM, microbatch: Batch):
-        return outer.embed(microbatch["tokens"], context(microbatch, raw_key))
+        whole = joined(outer, fixed_outer)
+        return whole.embed(microbatch["tokens"], context(microbatch, raw_key))
 
     def unit(params, x_BLD, given):
-        microbatch, layer = given
-        return units.run_unit(params, x_BLD, context(microbatch, raw_key), layer)[0]
+        microbatch, layer, fixed = given
+        whole = joined(params, fixed)
+        return units.run_unit(whole, x_BLD, context(microbatch, raw_key), layer)[0]
 
     def head(outer: LM, x_BLD, microbatch: Batch):
-        h_BLD = outer.normalized(x_BLD, context(microbatch, raw_key))
-        return head_loss(outer, h_BLD, microbatch, config.train)
+        whole = joined(outer, fixed_outer)
+        h_BLD = whole.normalized(x_BLD, context(microbatch, raw_key))
+        return head_loss(whole, h_BLD, microbatch, config.train)
 
-    program = Program(outer, tuple(units.groups), batch, embed, unit, head)
+    groups = tuple(stack.stack.groups), tuple(fixed_stack.stack.groups)
+    program = Program(outer, *groups, batch, embed, unit, head)
     parallel = config.parallel
     table = schedule(batch["tokens"].shape[0], parallel.pipe, parallel.chunks)
     (outer_sums, group_sums), sums = run_pipeline(program, table, units.layout)
     if outer_sums is None:
         return None, sums
     stack = jax.tree.unflatten(jax.tree.structure(stack), jax.tree.leaves(group_sums))
-    return combine(outer_sums, stack), sums
+    return joined(outer_sums, stack), sums
 
 
 def partition(model: LM) -> tuple[LM, LM]:
@@ -182,14 +193,9 @@ def partition(model: LM) -> tuple[LM, LM]:
     return keep(False), keep(True)
 
 
-def combine(outer: LM, stack: LM) -> LM:
-    """The model whose two parts these are."""
-    absent = lambda leaf: leaf is None  # noqa: E731
-    return jax.tree.map(lambda a, b: b if a is None else a, outer, stack, is_leaf=absent)
-
-
 def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
-    """(model, batch, key) -> (gradients of the global loss, metrics) on global arrays.
+    """(model, batch, key) -> (gradients of the global loss, metrics) on global arrays, those of
+    the model's trained part.
 
     `model` is abstract with shardings. Batch arrays are [microbatch, sample, length].
     """
@@ -200,6 +206,7 @@ def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
         config.model.dropout_hidden,
         config.model.dropout_attention,
         config.model.dropout_embedding,
+        config.lora.dropout,
     )
 
     def local(model, batch, raw_key):
@@ -207,11 +214,11 @@ def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
         gradients, sums = local_gradients(
             compute_model(model, places, dtype), batch, raw_key if dropout else None, config
         )
-        return reduce_gradients(gradients, places), collectives.sum_over(sums, BATCH_AXES)
+        return reduce_gradients(gradients, trained(places)), collectives.sum_over(sums, BATCH_AXES)
 
     def gradients(model, batch, raw_key):
         batch_specs = {name: batch_spec(array.ndim) for name, array in batch.items()}
-        run = spmd(local, mesh, (specs, batch_specs, P()), (specs, P()))
+        run = spmd(local, mesh, (specs, batch_specs, P()), (trained(specs), P()))
         return run(model, batch, raw_key)
 
     return gradients
@@ -230,8 +237,9 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
         gradients, sums = gradients_of(state.model, batch, jax.random.key_data(key))
         gradients, norm = clip(gradients, config.optim.clip_norm)
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
-        updates, opt_state = optimizer.update(gradients, state.optimizer, state.model, **rates)
-        model = jax.tree.map(jnp.add, state.model, updates)
+        own = trained(state.model)
+        updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
+        model = joined(jax.tree.map(jnp.add, own, updates), frozen(state.model))
         metrics = {
             "loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1),
             "grad_norm": norm,

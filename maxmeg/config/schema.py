@@ -455,6 +455,19 @@ class LogConfig:
 
 
 @dataclasses.dataclass
+class LoraConfig:
+    """Low-rank adapters, trained beside a base that is frozen in the model's dtype."""
+
+    rank: int = setting(0, "of the adapters; 0: none, all parameters are trained")
+    alpha: float = setting(16.0, "their output is scaled by alpha / rank")
+    dropout: float = setting(0.0, "of what adapters read, in [0, 1)")
+    targets: tuple[str, ...] = setting(
+        ("query", "value"),
+        "projections by patterns of their paths or path endings: query, mixers.attention.*, mlp.up",
+    )
+
+
+@dataclasses.dataclass
 class Config:
     """One training run."""
 
@@ -467,3 +480,4 @@ class Config:
     train: TrainConfig = setting(TrainConfig, "the loop")
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "saving and resuming")
     log: LogConfig = setting(LogConfig, "seeing it")
+    lora: LoraConfig = setting(LoraConfig, "adapters")

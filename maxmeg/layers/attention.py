@@ -6,17 +6,18 @@ import typing
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_pages
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index
 
 DROPOUT_PLACE = 0
+PAGE = 128  # tokens of a cache that are read together, where its length is a multiple of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +67,31 @@ def normalized(x_BLI: jax.Array, norm: Norm | None, heads: tuple[int, ...]) -> j
 
 
 class Cache(typing.NamedTuple):
-    """Keys and values of the tokens so far."""
+    """Keys and values of the tokens so far, each at its position in its row."""
 
     k_BMGK: jax.Array
     v_BMGK: jax.Array
+
+    def paged(self, lengths_B: jax.Array) -> PagedCache:
+        """The cache as pages, each row's one after the other."""
+        B, M, G, K = self.k_BMGK.shape
+        size = PAGE if M % PAGE == 0 else M
+        table_BN = jnp.arange(B * M // size, dtype=jnp.int32).reshape(B, -1)
+        pages = (x.reshape(-1, size, G, K) for x in self)
+        return PagedCache(*pages, table_BN, lengths_B)
+
+    def with_first(self, k_BLGK: jax.Array, v_BLGK: jax.Array) -> "Cache":
+        """An empty cache with the first tokens of all rows."""
+        L = k_BLGK.shape[1]
+        return Cache(self.k_BMGK.at[:, :L].set(k_BLGK), self.v_BMGK.at[:, :L].set(v_BLGK))
+
+    def with_next(self, k_BLGK: jax.Array, v_BLGK: jax.Array, lengths_B: jax.Array) -> "Cache":
+        """The cache with each row's newest tokens, the last of its lengths_B."""
+        pages = self.paged(lengths_B)
+        table_BN, shape = pages.page_table_BN, self.k_BMGK.shape
+        k_PSGK = write_pages(pages.k_pages_PSGK, k_BLGK, table_BN, lengths_B)
+        v_PSGK = write_pages(pages.v_pages_PSGV, v_BLGK, table_BN, lengths_B)
+        return Cache(k_PSGK.reshape(shape), v_PSGK.reshape(shape))
 
 
 class Attention(nnx.Module):
@@ -93,33 +115,45 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
         """Partial sums over tensor, the cache with this call's keys and values, no auxiliary."""
         heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
-        q_BLHK = normalized(self.query(h_BLD), self.query_norm, heads)
-        k_BLGK = normalized(self.key(h_BLD), self.key_norm, heads)
-        v_BLGK = self.value(h_BLD).reshape(heads)
+        q_BLHK = normalized(self.query(h_BLD, ctx), self.query_norm, heads)
+        k_BLGK = normalized(self.key(h_BLD, ctx), self.key_norm, heads)
+        v_BLGK = self.value(h_BLD, ctx).reshape(heads)
         if self.spec.rotary is not None:
             q_BLHK = rotate(q_BLHK, ctx.positions_BL, self.spec.rotary)
             k_BLGK = rotate(k_BLGK, ctx.positions_BL, self.spec.rotary)
-        offset = 0
-        if cache is not None:
-            assert ctx.cache_offset is not None
-            offset = ctx.cache_offset
-            cache = Cache(
-                lax.dynamic_update_slice_in_dim(cache.k_BMGK, k_BLGK, offset, axis=1),
-                lax.dynamic_update_slice_in_dim(cache.v_BMGK, v_BLGK, offset, axis=1),
-            )
-            k_BLGK, v_BLGK = cache.k_BMGK, cache.v_BMGK
-        out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, offset, ctx)
-        return self.out(out_BLHK.reshape(*h_BLD.shape[:2], -1)), cache, {}
+        if cache is None:
+            out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
+        else:
+            out_BLHK, cache = self.cached(q_BLHK, k_BLGK, v_BLGK, ctx, cache)
+        return self.out(out_BLHK.reshape(*h_BLD.shape[:2], -1), ctx), cache, {}
 
-    def core(self, q_BLHK, k_BMGK, v_BMGK, offset, ctx: Context) -> jax.Array:
+    def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
         spec, drop = self.spec, None
         if spec.dropout and ctx.dropout_key is not None:
             first = axis_index((SEQUENCE_AXIS,)) * q_BLHK.shape[2]
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
-        scores = ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
-        sinks_H = None if self.sinks is None else self.sinks[...]
-        operands = Operands(offset, ctx.segments_BL, None, sinks_H, drop)
-        return attention(q_BLHK, k_BMGK, v_BMGK, scores, operands, backend=spec.backend)
+        operands = Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
+        return attention(q_BLHK, k_BMGK, v_BMGK, self.scores(), operands, backend=spec.backend)
+
+    def cached(self, q_BLHK, k_BLGK, v_BLGK, ctx: Context, cache: Cache):
+        """Output and new cache for tokens that follow ctx.cache_offset others in their row."""
+        assert ctx.cache_offset is not None and ctx.segments_BL is None
+        if isinstance(ctx.cache_offset, int):
+            assert ctx.cache_offset == 0
+            out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
+            return out_BLHK, cache.with_first(k_BLGK, v_BLGK)
+        B, L = q_BLHK.shape[:2]
+        lengths_B = jnp.broadcast_to(ctx.cache_offset + L, (B,)).astype(jnp.int32)
+        cache = cache.with_next(k_BLGK, v_BLGK, lengths_B)
+        sinks_H = self.sink_logits()
+        return decode_attention(q_BLHK, cache.paged(lengths_B), self.scores(), sinks_H), cache
+
+    def scores(self) -> ScoreSpec:
+        spec = self.spec
+        return ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
+
+    def sink_logits(self) -> jax.Array | None:
+        return None if self.sinks is None else self.sinks[...]
 
     def init_cache(self, batch: int, length: int) -> Cache:
         """An empty cache for `batch` sequences of `length` tokens, in the weights' dtype."""

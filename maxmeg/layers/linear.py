@@ -5,13 +5,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.layers.context import Context
 from maxmeg.parallel.collectives import counted_once, stored, unshard_parameter
 
 
 class Linear(nnx.Module):
     """y = x W (+ b). A row-parallel one (output along "embed") returns partial sums.
 
-    axes are the logical axes of (input, output). Weights start normal with deviation std.
+    axes are the logical axes of (input, output). Weights start normal with deviation std. lora: an
+    adapter whose output, of the same inputs, is added.
     """
 
     def __init__(
@@ -26,12 +28,17 @@ class Linear(nnx.Module):
         self.row_parallel = axes[1] == "embed"
         bias_axis = "norm" if self.row_parallel else axes[1]
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
+        self.lora = nnx.data(None)
 
-    def __call__(self, x: Float[Array, "B L I"]) -> Float[Array, "B L O"]:
+    def __call__(
+        self, x: Float[Array, "B L I"], ctx: Context | None = None
+    ) -> Float[Array, "B L O"]:
         # All tokens as one matrix: of [1, L, O] with a bias XLA would keep a transposed copy too.
         y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
         if self.bias is not None:
             bias = self.bias[...]
             y_TO = y_TO + (counted_once(bias) if self.row_parallel else bias)
+        if self.lora is not None:
+            y_TO = y_TO + self.lora(x, ctx)
         y = y_TO.reshape(*x.shape[:-1], -1)
         return y if self.row_parallel else stored(y)

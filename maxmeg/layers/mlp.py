@@ -41,6 +41,6 @@ class Mlp(nnx.Module):
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
         """Partial sums over tensor; no cache, no auxiliary values."""
-        up_BLF = self.up(h_BLD)
-        inputs = (up_BLF,) if self.gate is None else (self.gate(h_BLD), up_BLF)
-        return self.out(activate(self.spec.activation, *inputs)), cache, {}
+        up_BLF = self.up(h_BLD, ctx)
+        inputs = (up_BLF,) if self.gate is None else (self.gate(h_BLD, ctx), up_BLF)
+        return self.out(activate(self.spec.activation, *inputs), ctx), cache, {}

@@ -7,11 +7,19 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.schema import ModelConfig, ParallelConfig, Position, QkNorm, TrainConfig
+from maxmeg.config.schema import (
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    Position,
+    QkNorm,
+    TrainConfig,
+)
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions
+from maxmeg.layers.lora import LoraSpec, adapted
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.residual import ResidualSpec, drop_residual
@@ -21,6 +29,7 @@ from maxmeg.ops.rope import RotaryScaling, RotarySpec
 from maxmeg.parallel import collectives
 from maxmeg.pipeline.layout import Layout, arrange
 
+ADAPTERS = 1  # keys their initial weights, apart from those of the model
 EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
 
 
@@ -182,3 +191,12 @@ class LM(nnx.Module):
         )
         loss, losses_T = both
         return loss, losses_T.reshape(batch["targets"].shape)
+
+
+def language_model(key: jax.Array, config: Config) -> LM:
+    """The model of a run: an LM, or with `config.lora` adapters beside an LM that is frozen in the
+    compute dtype."""
+    model, lora = LM(key, config.model, config.parallel), config.lora
+    spec = LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
+    dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
+    return adapted(jax.random.fold_in(key, ADAPTERS), model, spec, dtype, orders)

@@ -23,12 +23,18 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "position": (),
     "norm": (),  # vectors along the residual width: small, replicated
     "head_dim": (),
+    "lora": (),  # the rank of adapters
     None: (),
 }
 
 
 def is_variable(node) -> bool:
     return isinstance(node, nnx.Variable)
+
+
+def is_frozen(variable: nnx.Variable) -> bool:
+    """Whether the parameter is not trained, by its metadata."""
+    return variable.get_metadata().get("frozen", False)
 
 
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -40,10 +46,11 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
 def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
     """The dimension that is also sharded over `data` for master and optimizer; None if none can.
 
-    The first (after layers) whose size divides by its own mesh axes times data.
+    The first (after layers) whose size divides by its own mesh axes times data. Of a frozen
+    parameter none: it is itself what computes, and would be gathered every step.
     """
     names, shape = logical_axes(variable), variable.shape
-    if mesh.shape["data"] == 1:
+    if mesh.shape["data"] == 1 or is_frozen(variable):
         return None
     for dim, name in enumerate(names):
         parts = mesh.shape["data"]
@@ -89,6 +96,8 @@ def storage_specs(tree, mesh: Mesh, zero1: bool):
     def spec(leaf):
         if not is_variable(leaf):
             return P()
+        if leaf.get_value() is None:  # the other part's
+            return leaf
         return leaf.replace(P(*(axes or None for axes in storage_axes(leaf, mesh, zero1))))
 
     return jax.tree.map(spec, tree, is_leaf=is_variable)

@@ -32,14 +32,16 @@ from maxmeg.pipeline.split import SplitVjp
 class Program:
     """A model as the executor runs it, in the local view of one device.
 
-    outer: parameters of embed and head. groups[g]: parameters of a repeated unit, stacked over
-    this stage's places [chunks x slots]. A microbatch is what `batches` hold at one index.
+    outer: trained parameters of embed and head. groups[g]: those of a repeated unit, stacked over
+    this stage's places [chunks x slots]; fixed[g]: what else a unit is given, stacked alike. A
+    microbatch is what `batches` hold at one index.
     embed(outer, microbatch) -> x: a share of the stack's input, to be summed over pipe.
-    unit(params, x, (microbatch, layer)) -> x. head(outer, x, microbatch) -> (loss, sums).
+    unit(params, x, (microbatch, layer, fixed)) -> x. head(outer, x, microbatch) -> (loss, sums).
     """
 
     outer: typing.Any
     groups: tuple
+    fixed: tuple
     batches: typing.Any
     embed: Callable
     unit: Callable
@@ -101,8 +103,8 @@ class Executor:
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
         kind = SplitVjp if table.weight else UnitVjp
         self.vjps = [
-            kind(program.unit, read(group, 0), self.x, (self.microbatch(0), layers[0]))
-            for group, layers in zip(program.groups, self.layers, strict=True)
+            kind(program.unit, read(group, 0), self.x, self.given(g, self.microbatch(0), 0))
+            for g, group in enumerate(program.groups)
             if table.backward
         ]
 
@@ -160,7 +162,7 @@ class Executor:
             def body(state, slot, g=g, group=group, slots=slots):
                 x, ring = state
                 place = jnp.maximum(own.chunk, 0) * slots + slot
-                params, given = read(group, place), (microbatch, self.layers[g][place])
+                params, given = read(group, place), self.given(g, microbatch, place)
                 if self.vjps:
                     y, residuals = self.vjps[g].forward(params, x, given)
                     ring = write(ring, residuals, own.slot, slot)
@@ -222,8 +224,12 @@ class Executor:
         """(place, its parameters, given, residuals) of a layer whose forward is done."""
         place = jnp.maximum(own.chunk, 0) * self.layout.slots(g) + slot
         residuals = read(carry.rings[g], jnp.maximum(own.slot, 0), slot)
-        given = (microbatch, self.layers[g][place])
+        given = self.given(g, microbatch, place)
         return place, read(self.program.groups[g], place), given, residuals
+
+    def given(self, g: int, microbatch, place) -> tuple:
+        """What the unit at a place reads beside x and its trained parameters."""
+        return microbatch, self.layers[g][place], read(self.program.fixed[g], place)
 
     def sum_at(self, total, place, gradients, own: Work, layer):
         """`total` with a layer's gradients added, unless the stage idles or skips the place."""
@@ -247,6 +253,8 @@ class Executor:
 
     def leave(self, total, dx: jax.Array, work: Work):
         """`total` and the embedding's gradients of what leaves the first chunk backward."""
+        if not jax.tree.leaves(total):  # nothing before the first chunk is trained
+            return total
         number = work.microbatch[0]
         leaving = (number >= 0) & (work.chunk[0] == 0)
 
