@@ -1,0 +1,1 @@
+"""Hugging Face: model families, their files, and conversion both ways."""
