@@ -1,7 +1,7 @@
 """Keys of a config.json and fields of ModelConfig, both ways.
 
-A part reads its keys into fields (`found`, which later parts may look at) and writes them back. What
-no part reads is unknown, and `Keys.finish` refuses it.
+A part reads its keys into fields (`found`, which later parts may look at) and writes them back.
+What no part reads is unknown, and `Keys.finish` refuses it.
 """
 
 import dataclasses

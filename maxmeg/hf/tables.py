@@ -14,7 +14,7 @@ from maxmeg.hf.keys import Choice, Falcon, Fixed, Ignored, Key, Part, QueryScala
 from maxmeg.hf.rotary import Rotary
 from maxmeg.hf.windows import AlternatingWindow, LateWindow
 
-Modules = Mapping[str | tuple[str, ...], str]
+Modules = Mapping[typing.Any, str]  # of a name of ours, or a tuple of names
 
 
 @dataclasses.dataclass(frozen=True)

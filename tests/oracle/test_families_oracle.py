@@ -1,0 +1,311 @@
+"""Every family: the same weights give the logits and gradients of Hugging Face's own models, import
+and export are exact inverses, and what is exported loads there without a word."""
+
+import dataclasses
+import functools
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+
+from maxmeg.config.schema import ModelConfig, Norm
+from maxmeg.hf import tables
+from maxmeg.hf.families import (
+    FAMILIES,
+    bindings,
+    canonical_names,
+    differences,
+    hf_config,
+    model_config,
+)
+from maxmeg.hf.keys import Key
+from maxmeg.models.lm import LM
+from maxmeg.state import VOCABULARY_TABLES, array_name
+
+LOGITS = 1e-4  # largest error over the scale of the logits
+GRADIENTS = 1e-4  # largest error over the largest gradient of each array
+FLOOR = 1e-7  # the key's bias has no gradient in exact arithmetic
+VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 61, 2, 32, 4, 24
+WINDOW = 9  # shorter than the rows
+FACTORS = [1.0 + i / 2 for i in range(HIDDEN // HEADS // 2)]
+# Half the time to compile; rounding may differ, no more than the tolerances allow.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+GATED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+OLD = {
+    "vocab_size": VOCAB,
+    "n_embd": HIDDEN,
+    "n_layer": LAYERS,
+    "n_head": HEADS,
+    "n_positions": 40,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": FACTORS[::-1],
+    "long_factor": FACTORS,
+    "factor": 4.0,
+}
+GEMMA = {**GATED, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20}
+GEMMA |= {"sliding_window": WINDOW}
+BY_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+}
+CASES = {  # name -> (architecture, settings of its configuration class)
+    "llama": ("LlamaForCausalLM", {**GATED, "attention_bias": True, "mlp_bias": True}),
+    "llama 3": (
+        "LlamaForCausalLM",
+        {**GATED, "head_dim": 12, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+    ),
+    "mistral": ("MistralForCausalLM", {**GATED, "sliding_window": WINDOW}),
+    "qwen 2": ("Qwen2ForCausalLM", {**GATED, "tie_word_embeddings": True}),
+    "qwen 3": (
+        "Qwen3ForCausalLM",
+        {**GATED, "head_dim": 12, "use_sliding_window": True, "sliding_window": WINDOW}
+        | {"max_window_layers": 0},
+    ),
+    "gemma 2": (
+        "Gemma2ForCausalLM",
+        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma 3": (
+        "Gemma3ForCausalLM",
+        {**GEMMA, "sliding_window_pattern": 2, "rope_parameters": BY_TYPE},
+    ),
+    "olmo 2": ("Olmo2ForCausalLM", GATED),
+    "phi 3": (
+        "Phi3ForCausalLM",
+        {**GATED, "sliding_window": WINDOW, "rope_parameters": LONGROPE}
+        | {"original_max_position_embeddings": 16},
+    ),
+    "neox": ("GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 48}),
+    "neox, one after the other": (
+        "GPTNeoXForCausalLM",
+        {**SIZES, "intermediate_size": 48, "use_parallel_residual": False},
+    ),
+    "falcon 7b": ("FalconForCausalLM", {**SIZES, "bias": True}),
+    "falcon 40b": (
+        "FalconForCausalLM",
+        {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon 11b": (
+        "FalconForCausalLM",
+        {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}
+        | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 48, "tie_word_embeddings": False},
+    ),
+    "falcon, one after the other": (
+        "FalconForCausalLM",
+        {**SIZES, "multi_query": False, "parallel_attn": False},
+    ),
+    "starcoder 2": ("Starcoder2ForCausalLM", {**GATED, "sliding_window": WINDOW}),
+    "nemotron": ("NemotronForCausalLM", {**GATED, "num_key_value_heads": 1}),
+    "gpt 2": ("GPT2LMHeadModel", OLD),
+    "gpt j": ("GPTJForCausalLM", {**OLD, "rotary_dim": 4}),
+}
+
+IN_FILES = {("GPTNeoXForCausalLM", "lm_head.weight"): "embed_out.weight"}
+
+
+class RotaryDim:
+    """Dimensions of each head that rotate, in pairs."""
+
+    def read(self, keys, found):
+        size = found["hidden_size"] // found["num_heads"]
+        found["rotary_fraction"] = keys.take("rotary_dim", 64) / size
+
+    def write(self, model: ModelConfig):
+        return {"rotary_dim": round(model.rotary_fraction * model.head_size)}
+
+
+# Its output has a bias, which ours lacks; the only one that rotates pairs, in a parallel block.
+GPTJ = dataclasses.replace(
+    tables.GPT2,
+    model_type="gptj",
+    parts=(
+        Key("vocab_size", "vocab_size", 50400),
+        Key("n_positions", "max_position", 2048),
+        *(*tables.GPT2_PARTS, tables.tied(False), RotaryDim()),
+    ),
+    ends={k: v for k, v in tables.GPT2.ends.items() if k != "positions"},
+    layers={
+        **{ours: "attn." + name[-6:] for ours, name in tables.PROJECTIONS.items()},
+        **{"attention.out": "attn.out_proj", "mlp.up": "mlp.fc_in", "mlp.out": "mlp.fc_out"},
+        "attention.norm": "ln_1",
+    },
+    constants={
+        **{"norm": Norm.layernorm, "rotary_interleaved": True, "parallel_block": True},
+        "bias_mlp": True,
+    },
+    outputs_first=True,
+)
+
+
+@pytest.fixture(autouse=True)
+def with_gptj(monkeypatch):
+    monkeypatch.setitem(FAMILIES, "GPTJForCausalLM", GPTJ)
+
+
+@pytest.fixture
+def heard():
+    """What transformers logs from warnings on."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    yield records
+    logger.removeHandler(handler)
+
+
+def saved(name: str, folder):
+    """Their model, with weights at which norms and biases count, and the files it is saved in."""
+    architecture, settings = CASES[name]
+    kind = getattr(transformers, architecture)
+    torch.manual_seed(0)
+    theirs = kind._from_config(kind.config_class(**settings), attn_implementation="eager")
+    if architecture == "GPTJForCausalLM":
+        theirs.lm_head.bias = None
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(folder)
+    return theirs.eval(), json.loads((folder / "config.json").read_text())
+
+
+def imported(tensors: dict[str, np.ndarray], model: ModelConfig, family: str):
+    """Our model of the tensors of their files."""
+    arrays: dict[str, list] = {}
+    for binding in bindings(model, family):
+        assert tensors[binding.theirs].shape == binding.shape
+        parts = binding.split(tensors[binding.theirs])
+        for place, part in zip(binding.ours, parts, strict=True):
+            layers = arrays.setdefault(place.name, [])
+            assert place.layer in (None, len(layers))
+            layers.append(part if place.layer is None else part[None])
+
+    def put(path, array):
+        wanted = np.concatenate(arrays.pop(array_name(path)))
+        rows = array.shape[0] - wanted.shape[0]  # of padding
+        return jnp.asarray(np.pad(wanted, [(0, rows)] + [(0, 0)] * (wanted.ndim - 1)))
+
+    empty = jax.eval_shape(functools.partial(LM, config=model), jax.random.key(0))
+    filled = jax.tree_util.tree_map_with_path(put, empty)
+    assert not arrays
+    return filled
+
+
+def exported(ours, model: ModelConfig, family: str) -> dict[str, np.ndarray]:
+    """Their tensors of a tree like our model."""
+    leaves = jax.tree_util.tree_leaves_with_path(ours)
+    arrays = {array_name(path): np.asarray(leaf) for path, leaf in leaves}
+    for table in VOCABULARY_TABLES:  # without padding
+        if table in arrays:
+            arrays[table] = arrays[table][:VOCAB]
+    found = {}
+    for binding in bindings(model, family):
+        parts = [arrays[name] if i is None else arrays[name][i] for name, i in binding.ours]
+        found[binding.theirs] = binding.join(parts)
+    return found
+
+
+@quick_jit
+def evaluated(model: LM, ids_BL: jax.Array):
+    """(loss, logits), gradients."""
+
+    def loss(model):
+        logits_BLV = model(ids_BL)
+        log_BLV = jax.nn.log_softmax(logits_BLV[:, :-1])
+        return -jnp.take_along_axis(log_BLV, ids_BL[:, 1:, None], axis=-1).mean(), logits_BLV
+
+    return jax.value_and_grad(loss, has_aux=True)(model)
+
+
+def close(found: np.ndarray, wanted: np.ndarray, tolerance: float, floor: float = 0.0) -> bool:
+    return np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max() + floor
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_family(name, tmp_path, heard):
+    family = CASES[name][0]
+    theirs, config = saved(name, tmp_path)
+    heard.clear()
+    model = model_config(config)
+    tensors = load_file(tmp_path / "model.safetensors")
+    known = canonical_names(tensors, family)
+    assert all(name == known[name] for name in tensors)
+    ours = imported(tensors, model, family)
+
+    ids = np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH))
+    output = theirs(torch.tensor(ids), labels=torch.tensor(ids))
+    output.loss.backward()
+    wanted = output.logits.detach().numpy()
+    (value, logits), gradients = evaluated(ours, jnp.asarray(ids))
+    assert close(np.asarray(logits), wanted, LOGITS)
+    assert float(value) == pytest.approx(float(output.loss.detach()), rel=LOGITS)
+    truth = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+    truth = {IN_FILES.get((family, name), name): grad for name, grad in truth.items()}
+    for tensor, gradient in exported(gradients, model, family).items():
+        assert close(gradient, truth.pop(tensor), GRADIENTS, FLOOR), tensor
+    assert not truth
+
+    back = exported(ours, model, family)
+    assert back.keys() == tensors.keys()
+    for tensor in tensors:
+        np.testing.assert_array_equal(back[tensor], tensors[tensor], err_msg=tensor, strict=True)
+
+    written = hf_config(model, family, config)
+    assert not differences(model, model_config(written))
+    assert hf_config(model_config(written), family, config) == written
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(written))
+    save_file({n: np.ascontiguousarray(a) for n, a in back.items()}, folder / "model.safetensors")
+    heard.clear()
+    again = type(theirs).from_pretrained(folder, attn_implementation="eager").eval()
+    if family == "GPTJForCausalLM":
+        again.lm_head.bias = None
+        heard.clear()
+    assert not heard
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(torch.tensor(ids)).logits.numpy(), wanted)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES])
+def test_what_a_file_lacks_is_what_their_class_says(family):
+    kind = getattr(transformers, family).config_class
+    told = json.loads(kind(architectures=[family]).to_json_string(use_diff=False))
+    bare = model_config({"architectures": [family]})
+    full = model_config(told)
+    assert not differences(bare, full)
+    free = [name for name in vars(bare) if name.startswith(("dropout", "init_std"))]
+    assert [getattr(bare, name) for name in free] == [getattr(full, name) for name in free]
