@@ -1,5 +1,7 @@
 """Choosing tokens, and continuing text on one device and on several."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,14 @@ import pytest
 from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.data.tokenizers import load_tokenizer
-from maxmeg.inference.decode import check_length, continue_text, make_generate
+from maxmeg.inference.decode import (
+    Request,
+    Writer,
+    check_length,
+    continue_text,
+    make_generate,
+    pad,
+)
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling, sample
 
@@ -49,34 +58,98 @@ def test_bad_sampling_says_what_is_allowed(bad):
         Sampling(**bad)
 
 
-def generated(sampling: Sampling, **parallel: int) -> tuple[np.ndarray, object]:
-    """(eight tokens after each of two prompts, the model) on a layout."""
-    config = tiny({"num_kv_heads": 4, "init_std": 0.3}, **parallel)
+PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 37)]
+
+
+@functools.cache
+def trained(**parallel: int) -> Trained:
+    """A tiny model on a layout, one device by default, whose text is not the same all over."""
+    model = {"num_kv_heads": 4, "init_std": 0.3, "max_position": 64, "attention_window": 7}
+    config = tiny(model, **parallel or {"fsdp": 1})
     mesh = mesh_of(config)
-    _, abstract, state = tiny_state(config, mesh)
-    run = make_generate(config, mesh, abstract.model, 8, sampling)
-    prompt = jnp.arange(10).reshape(2, 5)
-    return np.asarray(run(state.model, prompt, jax.random.key_data(jax.random.key(3)))), state.model
+    _, _, state = tiny_state(config, mesh)
+    return Trained(state.model, config, load_tokenizer(f"null:{config.model.vocab_size}"), 0, mesh)
+
+
+@functools.cache
+def writer(request: Request, batch: int = 4, **parallel: int) -> Writer:
+    return Writer(trained(**parallel), request, batch)
+
+
+def forward_greedy(prompt: np.ndarray, count: int) -> np.ndarray:
+    """Tokens by whole forward passes, without a cache."""
+    ids, model = prompt, trained().model
+    forward = jax.jit(lambda model, ids: model(ids))
+    for _ in range(count):
+        padded = np.pad(ids, (0, 32 - len(ids)))[None]  # one compilation; causal
+        logits_V = forward(model, padded)[0, len(ids) - 1]
+        ids = np.append(ids, np.argmax(logits_V))
+    return ids[len(prompt) :]
 
 
 def test_greedy_tokens_are_those_of_repeated_forward():
-    found, model = generated(GREEDY, fsdp=1)
-    ids = jnp.arange(10).reshape(2, 5)
-    forward = jax.jit(lambda model, ids: model(ids))
-    for _ in range(8):
-        padded = jnp.pad(ids, ((0, 0), (0, 13 - ids.shape[1])))  # one compilation; causal
-        following = jnp.argmax(forward(model, padded)[:, ids.shape[1] - 1], axis=-1)
-        ids = jnp.concatenate((ids, following[:, None]), axis=1)
-    np.testing.assert_array_equal(found, ids[:, 5:])
-    assert len(np.unique(found)) > 3
+    found = writer(Request(8, GREEDY))(PROMPTS, 0)
+    for prompt, ids in zip(PROMPTS, found, strict=True):
+        np.testing.assert_array_equal(ids, forward_greedy(prompt, 8))
+    assert len(np.unique(np.concatenate(found))) > 5
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9)])
+def test_a_row_depends_on_its_own_prompt_and_number_alone(sampling):
+    write = writer(Request(8, sampling))
+    together = write(PROMPTS, 3)
+    others = [PROMPTS[0], PROMPTS[2], np.arange(9), np.arange(50, 60)]
+    np.testing.assert_array_equal(write(others, 3)[0], together[0])
+    fewer = writer(Request(8, sampling), batch=2)(PROMPTS, 3)
+    for a, b in zip(together, fewer, strict=True):
+        np.testing.assert_array_equal(a, b)
+    if sampling is GREEDY:
+        np.testing.assert_array_equal(write([PROMPTS[1]] * 2 + others[:2], 3)[1], together[1])
+    else:
+        assert not np.array_equal(*write([PROMPTS[1]] * 2 + others[:2], 3)[:2])
+        assert not np.array_equal(write(PROMPTS, 4)[0], together[0])
+
+
+def test_each_row_ends_at_its_own_end():
+    free = writer(Request(8, GREEDY))(PROMPTS, 0)
+    ends = (int(free[0][2]), int(free[1][4]))
+    found = Writer(trained(), Request(8, GREEDY, ends), 4)(PROMPTS, 0)
+    for ids, whole in zip(found, free, strict=True):
+        places = np.flatnonzero(np.isin(whole, ends))
+        np.testing.assert_array_equal(ids, whole[: places[0]] if len(places) else whole)
+    assert len(found[0]) <= 2 and len(found[1]) <= 4
+
+
+def test_the_loop_stops_when_all_rows_have_ended():
+    config, model = trained().config, trained().model
+    prompts = pad(PROMPTS[:2], [0, 1], 3)
+    first = writer(Request(8, GREEDY))(PROMPTS, 0)
+    ends = tuple({int(ids[0]) for ids in first[:2]})
+    run = make_generate(config, trained().mesh, model, Request(8, GREEDY, ends))
+    ids_BN, counts_B = run(model, prompts, jax.random.key_data(jax.random.key(0)))
+    assert not np.asarray(counts_B).any()
+    assert not np.asarray(ids_BN)[:, 1:].any()  # never written
+
+
+def test_one_program_a_padded_length():
+    write = Writer(trained(), Request(2, GREEDY), 2)
+    rng = np.random.default_rng(0)
+    for lengths in ((1, 16), (3,), (16, 2, 9), (17, 31), (32, 2), (5, 1)):
+        prompts = [rng.integers(0, 61, length) for length in lengths]
+        assert [len(ids) for ids in write([*prompts, *prompts][:4], 0)] == [2] * min(
+            2 * len(lengths), 4
+        )
+    assert write.run._cache_size() == 2
+    assert write([], 0) == []
 
 
 @pytest.mark.slow
 def test_layouts_write_the_same():
-    sampling = Sampling(top_k=20, top_p=0.9)
-    expected, _ = generated(sampling, fsdp=1)
+    request = Request(8, Sampling(top_k=20, top_p=0.9))
+    expected = writer(request)(PROMPTS, 3)
     for parallel in ({"fsdp": 1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
-        np.testing.assert_array_equal(generated(sampling, **parallel)[0], expected)
+        for a, b in zip(writer(request, **parallel)(PROMPTS, 3), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_text_ends_with_its_document():
@@ -94,6 +167,20 @@ def test_text_ends_with_its_document():
     assert continue_text(trained, "abc", 4, GREEDY, 0) == ""
     with pytest.raises(ValueError, match="13 tokens and 4 new ones exceed the context of 16"):
         continue_text(trained, "a" * 13, 4, GREEDY, 0)
+
+
+def test_bad_prompts_are_named():
+    write = writer(Request(8, GREEDY))
+    with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is empty"):
+        write([PROMPTS[0], np.empty(0, np.int32)], 0)
+    with pytest.raises(ValueError, match="prompt 1 of 2: a prompt of 57 tokens and 8 new ones"):
+        write([np.zeros(57, np.int32), PROMPTS[0]], 0)
+    with pytest.raises(ValueError, match="token 61 is not in the model's vocabulary of 61"):
+        write([np.array([3, 61])], 0)
+    with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
+        Request(0, GREEDY)
+    with pytest.raises(ValueError, match="batch=0 must be at least 1"):
+        Writer(trained(), Request(1, GREEDY), 0)
 
 
 def test_lengths():
