@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,16 +88,20 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _digest(x: jax.Array) -> jax.Array:
+def _digest(x: jax.Array, starts: jax.Array | None = None) -> jax.Array:
     """Two 32-bit sums over hashed (word, global index): for one index a bijection of the word.
 
-    Sums do not depend on order, hence not on the sharding; one changed word always shows.
+    Sums do not depend on order, hence not on the sharding; one changed word always shows. A piece
+    of a tensor begins at index `starts` of it (uint32, one an axis); sums of pieces add up.
     """
     words = _words(x)
     key = jnp.zeros(words.shape, jnp.uint32)
     for axis in range(words.ndim):
         odd = np.uint32(_AXIS_ODD[axis % len(_AXIS_ODD)] + 2 * (axis // len(_AXIS_ODD)))
-        key += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * odd
+        index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        if starts is not None and axis < x.ndim:
+            index += starts[axis]
+        key += index * odd
     mixed = (words ^ key) * np.uint32(0x7FEB352D)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
     mixed = mixed ^ (mixed >> 16)
@@ -108,6 +112,22 @@ def _digest(x: jax.Array) -> jax.Array:
 @jax.jit
 def _digest_all(arrays: list[jax.Array]) -> list[jax.Array]:
     return [_digest(x) for x in arrays]
+
+
+_digest_piece = jax.jit(_digest)
+
+
+def digest_piece(piece: np.ndarray, starts: Sequence[int]) -> np.ndarray:
+    """The digest's two sums over a piece that begins at index `starts` of its tensor.
+
+    Added up (modulo 2^32) over all pieces they are the tensor's, which `render_digest` writes.
+    """
+    return np.asarray(_digest_piece(jnp.asarray(piece), np.array(starts, np.uint32)))
+
+
+def render_digest(sums: np.ndarray) -> str:
+    """16 hexadecimal digits."""
+    return f"{int(sums[0]):08x}{int(sums[1]):08x}"
 
 
 def start_digests(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -126,8 +146,7 @@ def start_digests(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
 
 def finish_digests(digests: Mapping[str, jax.Array]) -> dict[str, str]:
     """Waits for the devices and returns 16 hexadecimal digits a tensor."""
-    host = {path: np.asarray(digest) for path, digest in digests.items()}
-    return {path: f"{int(d[0]):08x}{int(d[1]):08x}" for path, d in host.items()}
+    return {path: render_digest(np.asarray(digest)) for path, digest in digests.items()}
 
 
 def list_files(folder: Path) -> list[str]:

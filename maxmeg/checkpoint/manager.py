@@ -80,12 +80,12 @@ class Checkpointer:
         except (TypeError, ValueError) as error:
             raise ValueError(f"metadata of a checkpoint must be JSON-able: {error}") from error
         self.wait()
-        temporary = self._folder_of(step).with_suffix(".tmp")
+        temporary = self.folder_of(step).with_suffix(".tmp")
         digests: dict[str, jax.Array] = {}
         futures: Sequence[Any] = ()
         problem = None
         try:
-            self._processes.together("begin", lambda: self._begin(temporary), SaveError)
+            self._processes.together("begin", lambda: self.begin(temporary), SaveError)
         except Exception as error:
             return self._failed(step, error)
         shapes = {path: (x.shape, str(x.dtype)) for path, x in leaves.items()}
@@ -103,7 +103,7 @@ class Checkpointer:
         def commit() -> bool:
             try:
                 tensors = self._finish(temporary, shapes, digests, futures, problem)
-                self._publish(Manifest(step, metadata, tensors, {}), temporary)
+                self.publish(Manifest(step, metadata, tensors, {}), temporary)
             except Exception as error:
                 return self._failed(step, error, temporary)
             self.last_error = None
@@ -149,8 +149,7 @@ class Checkpointer:
 
     def metadata(self, step: int) -> dict[str, Any]:
         """What was passed to `save`, verified; no array is read."""
-        self._check_exists(step)
-        return integrity.read_manifest(self._existing(step)).metadata
+        return integrity.read_manifest(self.existing(step)).metadata
 
     def restore(
         self,
@@ -169,7 +168,7 @@ class Checkpointer:
         Raises ValueError where tree and checkpoint differ, CorruptCheckpointError for damage.
         """
         self.wait()
-        self._check_exists(step)
+        self.existing(step)
         return self._restore(step, abstract_tree, resizable or {}, partial)
 
     def _restore(
@@ -221,23 +220,27 @@ class Checkpointer:
             )
         return None
 
-    def _folder_of(self, step: int) -> Path:
+    def folder_of(self, step: int) -> Path:
+        """Where a step's checkpoint is, or will be."""
         return self.folder / f"step_{step:08d}"
 
     def _existing(self, step: int) -> Path:
         """The step's folder; its predecessor if a crash came between the two renames."""
-        folder = self._folder_of(step)
+        folder = self.folder_of(step)
         old = folder.with_suffix(_OLD)
         return old if old.exists() and not folder.exists() else folder
 
-    def _check_exists(self, step: int) -> None:
-        if not self._existing(step).exists():
+    def existing(self, step: int) -> Path:
+        """The folder of a step's checkpoint; ValueError where there is none."""
+        folder = self._existing(step)
+        if not folder.exists():
             raise ValueError(f"no checkpoint of step {step} in {self.folder}: has {self.steps()}")
+        return folder
 
     def _together(self, tag: str, function: Callable[[], Any]) -> Any:
         return self._processes.together(tag, function, CorruptCheckpointError)
 
-    def _begin(self, temporary: Path) -> None:
+    def begin(self, temporary: Path) -> None:
         """Removes what interrupted saves left and makes the new folder."""
         if not self._processes.primary:
             return
@@ -273,7 +276,7 @@ class Checkpointer:
         found = self._processes.together("written", finish, SaveError)
         return {path: Tensor(shape, dtype, found[path]) for path, (shape, dtype) in shapes.items()}
 
-    def _publish(self, manifest: Manifest, temporary: Path) -> None:
+    def publish(self, manifest: Manifest, temporary: Path) -> None:
         """Reads all files back, writes the manifest, gives the folder its name."""
         processes = self._processes
 
@@ -292,7 +295,7 @@ class Checkpointer:
             whole = dataclasses.replace(manifest, files={name: found[name] for name in names})
             integrity.write_manifest(temporary, whole)
             _flush(temporary)
-            folder = self._folder_of(manifest.step)
+            folder = self.folder_of(manifest.step)
             if folder.exists():
                 folder.rename(folder.with_suffix(_OLD))
             temporary.rename(folder)
@@ -312,7 +315,7 @@ class Checkpointer:
             kept = set(intact[-self._keep_last :])
             for step in past:
                 if step not in kept and not (self._keep_every and step % self._keep_every == 0):
-                    folder = self._folder_of(step)
+                    folder = self.folder_of(step)
                     shutil.rmtree(folder.rename(folder.with_suffix(".deleted.tmp")))
         except OSError as error:
             _log.error("OLD CHECKPOINTS IN %s ARE NOT DELETED: %s", self.folder, error)

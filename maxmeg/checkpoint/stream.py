@@ -1,0 +1,305 @@
+"""A checkpoint written and read one piece at a time: the manager's format, in little memory.
+
+A piece is a whole tensor or one entry of its dimension 0 (a layer of a stacked array). Pieces are
+cast, digested and written in blocks of rows, so what counts is the largest piece that the caller
+holds, never the tensor. Files of the manager's own checkpoints are mapped, not read whole.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxmeg.checkpoint import integrity
+from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
+from maxmeg.checkpoint.manager import ARRAYS, Checkpointer
+
+BLOCK_BYTES = 64 << 20  # of a file, and of what is cast and digested at once
+_BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
+_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before its values."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class StreamWriter:
+    """Writes a checkpoint piece by piece; `with` publishes it at the end, or leaves nothing.
+
+    tensors: what will be written, by path ("model/embedding/table"). ValueError for a tensor that
+    no checkpoint can hold, for a piece given twice, of another shape, or missing at the end.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        step: int,
+        tensors: Mapping[str, TensorInfo],
+        metadata: Mapping[str, Any],
+    ) -> None:
+        if step < 0 or not tensors:
+            raise ValueError(f"step={step} must be >= 0 and tensors={len(tensors)} at least 1")
+        for path, info in tensors.items():
+            if 0 in info.shape or jax.dtypes.canonicalize_dtype(info.dtype) != info.dtype:
+                raise ValueError(
+                    f"{path} ({info.dtype}{list(info.shape)}) cannot be saved: leave out what is "
+                    "empty, and cast what is wider than 32 bits"
+                )
+        self._manifest = Manifest(step, json.loads(json.dumps(metadata)), {}, {})
+        self._tensors = dict(tensors)
+        self._written: dict[str, set[int | None]] = {path: set() for path in tensors}
+        self._sums = {path: np.zeros(2, np.uint32) for path in tensors}
+        self._checkpointer = Checkpointer(folder)
+        self._temporary = self._checkpointer.folder_of(step).with_suffix(".tmp")
+        self._checkpointer.begin(self._temporary)
+        described = json.dumps(_describe_tree(self._tensors))
+        (self._temporary / ARRAYS / "_METADATA").write_text(described, "utf-8")
+
+    def write(
+        self, path: str, array: np.ndarray, index: int | None = None, *, pad_rows: bool = False
+    ) -> None:
+        """Writes a tensor, or entry `index` of its dimension 0.
+
+        The dtype may be one that casts exactly (bfloat16 for float32). With pad_rows the array
+        may have fewer rows than the piece: zeros follow.
+        """
+        info = self._claim(path, index)
+        shape = info.shape if index is None else info.shape[1:]
+        padded = array.shape
+        if pad_rows and shape and len(padded) == len(shape) and padded[0] < shape[0]:
+            padded = (shape[0], *padded[1:])
+        if padded != shape or not np.can_cast(array.dtype, info.dtype):
+            raise ValueError(
+                f"a piece of {path} is {array.dtype}{list(array.shape)}: expected "
+                f"{info.dtype}{list(shape)}"
+            )
+        lead = () if index is None else (index,)
+        blocks = row_blocks(shape, info.dtype.itemsize)
+        chunk = (*(1 for _ in lead), *_block_shape(shape, blocks[0]))
+        folder = self._temporary / ARRAYS / path.replace("/", ".")
+        if len(self._written[path]) == 1:  # the first piece decides how the tensor is cut
+            folder.mkdir()
+            (folder / "zarr.json").write_text(json.dumps(_describe_array(info, chunk)), "utf-8")
+        for number, rows in enumerate(blocks):
+            block = np.zeros(_block_shape(shape, rows), info.dtype)
+            values = array[rows] if shape else array
+            target = block[: len(values)] if shape else block
+            target[...] = values
+            block = block.reshape((*(1 for _ in lead), *block.shape))
+            self._sums[path] += integrity.digest_piece(block, _numbers(lead, shape, rows.start))
+            file = folder.joinpath("c", *map(str, _numbers(lead, shape, number)))
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as opened:
+                opened.write(block.reshape(-1).view(np.uint8).data)
+                opened.truncate(math.prod(chunk) * info.dtype.itemsize)
+
+    def close(self) -> None:
+        """Publishes the checkpoint; ValueError where pieces are missing."""
+        missing = []
+        for path, info in self._tensors.items():
+            done = self._written[path]
+            if not done:
+                missing.append(path)
+            elif None not in done and len(done) < info.shape[0]:
+                missing.append(f"{path} (has {len(done)} of {info.shape[0]} entries)")
+        if missing:
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            raise ValueError(
+                f"{len(missing)} tensors are not written: {', '.join(missing[:_SHOWN])}{more}"
+            )
+        tensors = {
+            path: Tensor(info.shape, str(info.dtype), integrity.render_digest(self._sums[path]))
+            for path, info in self._tensors.items()
+        }
+        manifest = dataclasses.replace(self._manifest, tensors=tensors)
+        self._checkpointer.publish(manifest, self._temporary)
+
+    def __enter__(self) -> "StreamWriter":
+        return self
+
+    def __exit__(self, kind: type | None, *exception: object) -> None:
+        try:
+            if kind is None:
+                self.close()
+        finally:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _claim(self, path: str, index: int | None) -> TensorInfo:
+        """Marks a piece as written."""
+        info = self._tensors.get(path)
+        if info is None:
+            raise ValueError(f"tensor {path} was not announced: announced are {len(self._tensors)}")
+        if index is not None and (not info.shape or not 0 <= index < info.shape[0]):
+            raise ValueError(f"tensor {path} of shape {info.shape} has no entry {index}")
+        done = self._written[path]
+        if index in done or None in done or (index is None and done):
+            piece = "as a whole" if index is None else f"entry {index}"
+            raise ValueError(f"tensor {path}, {piece}, is written twice: write each piece once")
+        done.add(index)
+        return info
+
+
+class StreamReader:
+    """Reads a checkpoint piece by piece: `tensors` by path, `metadata`, and `read`.
+
+    The files of a tensor are verified when it is first read, its digest when all of it was read.
+    ValueError where there is no such checkpoint, CorruptCheckpointError for damage.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], step: int) -> None:
+        self._folder = Checkpointer(folder).existing(step)
+        self._manifest = integrity.read_manifest(self._folder)
+        self.metadata = self._manifest.metadata
+        self.tensors = {
+            path: TensorInfo(np.dtype(jax.numpy.dtype(tensor.dtype)), tensor.shape)
+            for path, tensor in self._manifest.tensors.items()
+        }
+        self._chunks: dict[str, tuple[int, ...]] = {}
+        self._sums: dict[str, np.ndarray] = {}
+        self._read: dict[str, set[int | None]] = {}
+
+    def read(self, path: str, index: int | None = None) -> np.ndarray:
+        """A tensor, or entry `index` of its dimension 0."""
+        info = self.tensors.get(path)
+        if info is None:
+            raise ValueError(f"tensor {path} is not in {self._folder}")
+        if index is not None and (not info.shape or not 0 <= index < info.shape[0]):
+            raise ValueError(f"tensor {path} of shape {info.shape} has no entry {index}")
+        folder = self._folder / ARRAYS / path.replace("/", ".")
+        if path not in self._chunks:
+            files = self._manifest.files
+            own = [n for n in files if integrity.tensor_of(n, self._manifest.tensors) == path]
+            integrity.verify_files(self._folder, self._manifest, own)
+            self._chunks[path] = _chunk_shape(folder / "zarr.json", info)
+        array = _assemble(folder / "c", info, self._chunks[path], index)
+        self._verify(path, info, array, index)
+        return array
+
+    def _verify(self, path: str, info: TensorInfo, array: np.ndarray, index: int | None) -> None:
+        """Adds a piece to the tensor's digest, and compares that when it is complete."""
+        done = self._read.setdefault(path, set())
+        if index in done or None in done:
+            return
+        if index is None:
+            done.clear()
+            self._sums[path] = np.zeros(2, np.uint32)
+        done.add(index)
+        sums = self._sums.setdefault(path, np.zeros(2, np.uint32))
+        lead = () if index is None else (index,)
+        for rows in row_blocks(array.shape, info.dtype.itemsize):
+            block = np.ascontiguousarray(array[rows] if array.shape else array)
+            block = block.reshape((*(1 for _ in lead), *_block_shape(array.shape, rows)))
+            sums += integrity.digest_piece(block, _numbers(lead, array.shape, rows.start))
+        if index is None or len(done) == info.shape[0]:
+            found = {path: integrity.render_digest(sums)}
+            integrity.verify_digests(self._folder, self._manifest, found)
+
+
+def row_blocks(shape: tuple[int, ...], itemsize: int, limit: int | None = None) -> list[slice]:
+    """Slices along dimension 0, each of at most `limit` bytes or one row; one for a scalar.
+
+    As many rows in each as can be, but in equal parts where that costs less than half of them.
+    """
+    if not shape:
+        return [slice(0, 1)]
+    row_bytes = max(1, math.prod(shape[1:]) * itemsize)
+    most = max(1, min((limit or BLOCK_BYTES) // row_bytes, shape[0]))
+    rows = next((n for n in range(most, most // 2, -1) if shape[0] % n == 0), most)
+    return [slice(i, min(i + rows, shape[0])) for i in range(0, shape[0], rows)]
+
+
+def _block_shape(shape: tuple[int, ...], rows: slice) -> tuple[int, ...]:
+    return (rows.stop - rows.start, *shape[1:]) if shape else ()
+
+
+def _numbers(lead: tuple[int, ...], shape: tuple[int, ...], first: int) -> tuple[int, ...]:
+    """Index in the whole tensor of a block of a piece: its rows are the dimension after lead."""
+    return (*lead, *((first, *(0 for _ in shape[1:])) if shape else ()))
+
+
+def _describe_tree(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Orbax's `_METADATA` of nested dicts."""
+
+    def one(parts: list[str]) -> dict[str, Any]:
+        return {
+            "key_metadata": [{"key": part, "key_type": 2} for part in parts],  # a dict's key
+            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
+        }
+
+    split = [path.split("/") for path in tensors]
+    return {
+        "tree_metadata": {str(tuple(parts)): one(parts) for parts in split},
+        "use_ocdbt": False,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _describe_array(info: TensorInfo, chunk: tuple[int, ...]) -> dict[str, Any]:
+    """zarr.json of an array whose chunks are plain bytes."""
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": list(info.shape),
+        "data_type": str(info.dtype),
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": np.zeros((), info.dtype).astype(object).item(),
+        "codecs": [_BYTES_CODEC if info.dtype.itemsize > 1 else {"name": "bytes"}],
+    }
+
+
+def _chunk_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
+    """How a tensor is cut into files; each begins with its values, whoever wrote it.
+
+    Orbax writes one chunk a file as a shard: its values, then an index of 20 bytes.
+    """
+    described = json.loads(path.read_bytes())
+    chunk = described["chunk_grid"]["configuration"]["chunk_shape"]
+    codecs = described["codecs"]
+    if codecs[0]["name"] == "sharding_indexed":
+        shard = codecs[0]["configuration"]
+        whole = shard["chunk_shape"] == chunk and shard.get("index_location", "end") == "end"
+        codecs = shard["codecs"] if whole else codecs
+    plain = codecs in ([_BYTES_CODEC], [{"name": "bytes"}])
+    if not plain or described["chunk_key_encoding"] != {"name": "default"}:
+        raise ValueError(f"{path} has codecs {codecs}: read this checkpoint with Checkpointer")
+    if tuple(described["shape"]) != info.shape or described["data_type"] != str(info.dtype):
+        raise CorruptCheckpointError(f"{path} is not of the {info} that the manifest names")
+    return tuple(chunk)
+
+
+def _assemble(
+    folder: Path, info: TensorInfo, chunk: tuple[int, ...], index: int | None
+) -> np.ndarray:
+    """A tensor or one entry of it, copied from the mapped files that hold it."""
+    sizes = list(zip(info.shape, chunk, strict=True))
+    grid = [range(-(-size // part)) for size, part in sizes]
+    if index is not None:
+        grid[0] = range(index // chunk[0], index // chunk[0] + 1)
+    array = np.empty(info.shape if index is None else info.shape[1:], info.dtype)
+    for numbers in itertools.product(*grid):
+        name = folder.joinpath(*map(str, numbers)) if numbers else folder
+        values = np.memmap(name, info.dtype, "r", shape=chunk or (1,))
+        begins = [number * part for number, part in zip(numbers, chunk, strict=True)]
+        ends = [min(b + part, size) for b, (size, part) in zip(begins, sizes, strict=True)]
+        there = [slice(b, e) for b, e in zip(begins, ends, strict=True)]
+        here = [slice(0, e - b) for b, e in zip(begins, ends, strict=True)]
+        if index is None:
+            array[(*there,)] = values[(*here,)] if chunk else values[0]
+        else:
+            array[(*there[1:],)] = values[(index - begins[0], *here[1:])]
+    return array
