@@ -46,6 +46,15 @@ EVERYTHING = {  # fields of a model that has every feature
     "logit_softcap": 5.0,
 }
 
+ALTERNATING = {  # units of two layers, the last of one; with dropout that tells layers apart
+    "num_layers": 5,
+    "attention_window": 5,
+    "attention_global_every": 2,
+    "rotary_local_base": 50.0,
+    "dropout_attention": 0.1,
+    "dropout_hidden": 0.1,
+}
+
 
 def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Config:
     """A config of a tiny float32 model on as many devices as `parallel` names."""

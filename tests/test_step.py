@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import BATCH, EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import (
+    ALTERNATING,
+    BATCH,
+    EVERYTHING,
+    controls,
+    mesh_of,
+    tiny,
+    tiny_batch,
+    tiny_state,
+)
 
 from maxmeg.config.schema import LossBackend, LossReduction, Recompute
 from maxmeg.state import to_arrays
@@ -19,6 +28,7 @@ FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias be
 MODELS = {
     "llama": {},
     "everything": EVERYTHING | {"recompute": Recompute.full},
+    "alternating": ALTERNATING,
 }
 LAYOUTS = [
     ("llama", {"data": 8, "fsdp": 1, "zero1": False}, {}),
@@ -26,6 +36,7 @@ LAYOUTS = [
     ("llama", {"fsdp": 8}, {"micro_batch_size": 1}),
     ("llama", {"fsdp": 1, "tensor": 8}, {}),
     ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
+    ("alternating", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
     ("everything", {"data": 2, "fsdp": 2, "tensor": 2}, {"loss_backend": LossBackend.tiled}),

@@ -204,6 +204,12 @@ class ModelConfig:
     attention_window: int = setting(
         0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"
     )
+    attention_global_every: int = setting(
+        0, "with a window: every n-th layer attends to all tokens before it; 0: none does"
+    )
+    rotary_local_base: float = setting(
+        0.0, "base in layers with a window beside global ones, unscaled; 0: rotates as in those"
+    )
     attention_softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off")
     attention_scale: float = setting(0.0, "of the scores; 0: 1 / sqrt(head size)")
     attention_sinks: bool = setting(
@@ -267,6 +273,16 @@ class ModelConfig:
     def ffn(self) -> int:
         gated = int(4 * self.hidden_size * 2 / 3 / 64) * 64
         return self.ffn_size or (gated if self.gated else 4 * self.hidden_size)
+
+    @property
+    def layers_of_unit(self) -> int:
+        """Layers after which the kinds of layers repeat."""
+        return max(self.attention_global_every, 1)
+
+    @property
+    def num_units(self) -> int:
+        """What a stack and the chunks of a pipeline count; the last unit may be shorter."""
+        return -(-self.num_layers // self.layers_of_unit)
 
     def padded_vocab_size(self, tensor: int, pipe: int = 1) -> int:
         """Vocabulary rounded up as Megatron-LM does, so that every rank gets as much of it."""

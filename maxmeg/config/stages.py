@@ -3,11 +3,27 @@
 from maxmeg.config.schema import ParallelConfig
 
 
-def layers_of_chunks(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
+def layers_of_chunks(
+    parallel: ParallelConfig, num_layers: int, layers_of_unit: int = 1
+) -> tuple[int, ...]:
     """Layers of every chunk in model order: chunk c lies on stage c % pipe.
 
-    ValueError, with the choices, where the layers do not divide and nothing says how to.
+    Where kinds of layers alternate, units of `layers_of_unit` layers (the last may have fewer) take
+    the place of layers. ValueError, with the choices, where they do not divide and nothing says
+    how to.
     """
+    try:
+        return _counts(parallel, -(-num_layers // layers_of_unit))
+    except ValueError as error:
+        if layers_of_unit == 1:
+            raise
+        raise ValueError(
+            f"{error}. Here each layer is a unit of {layers_of_unit}, which a pipeline does not "
+            f"cut: model.attention_global_every={layers_of_unit}"
+        ) from None
+
+
+def _counts(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:
     stages, chunks = parallel.pipe, parallel.pipe * parallel.chunks
     named = (parallel.first_stage_layers, parallel.last_stage_layers)
     ways = [bool(parallel.chunk_layers), any(named), parallel.pad_layers]

@@ -111,6 +111,25 @@ def model_problems(model: ModelConfig):
     else:
         yield from rotary_problems(model)
     yield from norm_problems(model)
+    yield from window_problems(model)
+
+
+def window_problems(model: ModelConfig):
+    every, window, base = (
+        *(model.attention_global_every, model.attention_window),
+        model.rotary_local_base,
+    )
+    if every == 1 or every < 0 or (every and not window):
+        yield (
+            f"model.attention_global_every={every} with attention_window={window}: every n-th "
+            "layer beside those with a window needs n >= 2 and a window; 0: no layer is global"
+        )
+    if base and not (every and base >= 1 and model.position is Position.rotary):
+        yield (
+            f"model.rotary_local_base={base} must be at least 1, and needs layers with a window "
+            f"beside global ones (attention_global_every={every}) and position=rotary "
+            f"(it is {model.position.name}): leave it at 0"
+        )
 
 
 def norm_problems(model: ModelConfig):
@@ -183,7 +202,7 @@ def pipeline_problems(config: Config, sizes: dict[str, int]):
         )
     elif parallel.chunks >= 1 and config.model.num_layers >= 1:
         try:
-            layers_of_chunks(parallel, config.model.num_layers)
+            layers_of_chunks(parallel, config.model.num_layers, config.model.layers_of_unit)
         except ValueError as error:
             yield str(error)
 

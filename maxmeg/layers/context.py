@@ -11,8 +11,10 @@ class Context:
     """positions_BL and segments_BL span the whole sequence, also where x is a shard of it.
 
     rows_B: numbers of the samples within the global batch. dropout_key: None when dropout is
-    off (evaluation). layer: index of the unit in model order. cache_offset: tokens already in the
-    cache. sequence_sharded: x_BLD holds a part of the sequence over tensor; off in decoding.
+    off (evaluation). layer: index of the unit in model order; sublayer: place in it.
+    cache_offset: tokens already in the cache, of all rows or of each [B]; the number 0 and no
+    array: there are none, so that attention reads nothing but these tokens.
+    sequence_sharded: x_BLD holds a part of the sequence over tensor; off in decoding.
     """
 
     positions_BL: jax.Array
@@ -20,13 +22,15 @@ class Context:
     rows_B: jax.Array | None = None
     dropout_key: jax.Array | None = None
     layer: jax.Array | int = 0
-    cache_offset: jax.Array | None = None
+    sublayer: int = dataclasses.field(default=0, metadata={"static": True})
+    cache_offset: jax.Array | int | None = None
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
 
     def key(self, place: int) -> jax.Array:
-        """Dropout key of the `place`-th use of dropout in this layer."""
+        """Dropout key of the `place`-th use of dropout in this sublayer."""
         assert self.dropout_key is not None
-        return jax.random.fold_in(jax.random.fold_in(self.dropout_key, self.layer), place)
+        key = jax.random.fold_in(self.dropout_key, self.layer)
+        return jax.random.fold_in(jax.random.fold_in(key, self.sublayer), place)
 
     def rows(self) -> jax.Array:
         """rows_B where dropout needs them."""

@@ -14,6 +14,7 @@ from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.dropout import dropout
 from maxmeg.parallel import collectives
 
+DROPOUT_PLACE = 1
 MIXERS = {AttentionSpec: ("attention", Attention), MlpSpec: ("mlp", Mlp)}
 
 
@@ -35,9 +36,8 @@ class ResidualSpec:
 class Residual(nnx.Module):
     """The residual stream is sharded over tensor along the sequence; mixers see it whole."""
 
-    def __init__(self, key: jax.Array, spec: ResidualSpec, place: int):
+    def __init__(self, key: jax.Array, spec: ResidualSpec):
         self.spec = spec
-        self.place = place  # of this sublayer in its unit
         keys = jax.random.split(key, len(spec.mixers))
         made, norms = {}, {}
         for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
@@ -68,8 +68,7 @@ class Residual(nnx.Module):
         if self.post_norm is not None:
             y_BLD = self.post_norm(y_BLD)
         if self.spec.dropout and ctx.dropout_key is not None:
-            key = ctx.key(1 + self.place)
-            y_BLD = drop_residual(y_BLD, self.spec.dropout, key, ctx)
+            y_BLD = drop_residual(y_BLD, self.spec.dropout, ctx.key(DROPOUT_PLACE), ctx)
         return x_BLD + y_BLD, None if cache is None else new_cache, aux
 
     def init_cache(self, batch: int, length: int) -> dict:

@@ -23,7 +23,7 @@ from maxmeg.layers.lora import LoraSpec, adapted
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.residual import ResidualSpec, drop_residual
-from maxmeg.models.stack import Pattern, Stack
+from maxmeg.models.stack import Pattern, Stack, UnitSpec
 from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy, softcapped
 from maxmeg.ops.rope import RotaryScaling, RotarySpec
 from maxmeg.parallel import collectives
@@ -37,7 +37,11 @@ def norm_spec(config: ModelConfig) -> NormSpec:
     return NormSpec(config.norm.value, config.norm_eps, config.norm_one_plus)
 
 
-def rotary_spec(config: ModelConfig) -> RotarySpec:
+def rotary_spec(config: ModelConfig, local: bool = False) -> RotarySpec:
+    if local and config.rotary_local_base:
+        return RotarySpec(
+            config.rotary_local_base, config.rotary_fraction, config.rotary_interleaved
+        )
     scaling = RotaryScaling(
         config.rotary_scaling.value,
         config.rotary_factor,
@@ -54,7 +58,30 @@ def rotary_spec(config: ModelConfig) -> RotarySpec:
 
 
 def pattern(config: ModelConfig) -> Pattern:
-    """((unit, repeats), ...) of a decoder whose layers are all alike."""
+    """((unit, repeats), ...): a unit ends with a global layer, what is left is the last group's."""
+    unit_layers = config.layers_of_unit
+    kinds = [layer_spec(config, local=False)]
+    if config.attention_global_every:
+        kinds = [layer_spec(config, local=True)] * (unit_layers - 1) + kinds
+    whole, left = divmod(config.num_layers, unit_layers)
+    groups = ((kinds, whole), (kinds[:left], 1 if left else 0))
+    return tuple((sum(unit, ()), repeats) for unit, repeats in groups if repeats)
+
+
+def layer_places(config: ModelConfig) -> list[tuple[int, int, int]]:
+    """Of every layer its group, its repeat in that and the first of its sublayers in the unit."""
+    sublayers = 1 if config.parallel_block else 2
+    places = []
+    for layer in range(config.num_layers):
+        unit, place = divmod(layer, config.layers_of_unit)
+        whole = config.num_layers // config.layers_of_unit
+        group = int(unit >= whole > 0)
+        places.append((group, 0 if group else unit, place * sublayers))
+    return places
+
+
+def layer_spec(config: ModelConfig, local: bool) -> UnitSpec:
+    """Sublayers of one layer; local: a layer with a window beside global ones."""
     out_std = config.init_std
     if config.scaled_output_init:
         out_std /= (2 * config.num_layers) ** 0.5
@@ -64,13 +91,13 @@ def pattern(config: ModelConfig) -> Pattern:
         num_heads=config.num_heads,
         num_kv_heads=config.kv_heads,
         head_dim=config.head_size,
-        rotary=rotary_spec(config) if config.position is Position.rotary else None,
+        rotary=rotary_spec(config, local) if config.position is Position.rotary else None,
         qk_norm=norm if config.qk_norm is not QkNorm.none else None,
         qk_norm_over=config.qk_norm.value,
         bias_qkv=config.bias_qkv,
         bias_out=config.bias_attention_out,
         dropout=config.dropout_attention,
-        window=config.attention_window,
+        window=config.attention_window if local or not config.attention_global_every else 0,
         softcap=config.attention_softcap,
         scale=config.attention_scale,
         sinks=config.attention_sinks,
@@ -88,14 +115,15 @@ def pattern(config: ModelConfig) -> Pattern:
     )
     sublayers = ((attention, mlp),) if config.parallel_block else ((attention,), (mlp,))
     options = (config.dropout_hidden, config.norm_place.value, config.parallel_norms)
-    unit = tuple(ResidualSpec(norm, mixers, *options) for mixers in sublayers)
-    return ((unit, config.num_layers),)
+    return tuple(ResidualSpec(norm, mixers, *options) for mixers in sublayers)
 
 
 def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:
     """Where a pipeline's stages hold the layers; in model order without a pipeline."""
     repeats = tuple(repeats for _, repeats in pattern(config))
-    return arrange(repeats, parallel.pipe, layers_of_chunks(parallel, config.num_layers))
+    return arrange(
+        repeats, parallel.pipe, layers_of_chunks(parallel, config.num_layers, config.layers_of_unit)
+    )
 
 
 class LM(nnx.Module):

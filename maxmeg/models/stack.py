@@ -26,15 +26,15 @@ class Unit(nnx.Module):
 
     def __init__(self, key: jax.Array, spec: UnitSpec):
         keys = jax.random.split(key, len(spec))
-        made = [Residual(k, s, i) for i, (k, s) in enumerate(zip(keys, spec, strict=True))]
-        self.sublayers = nnx.List(made)
+        self.sublayers = nnx.List([Residual(k, s) for k, s in zip(keys, spec, strict=True)])
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, dict]:
         caches, aux = [], {}
         for i, sublayer in enumerate(self.sublayers):
-            x_BLD, new, values = sublayer(x_BLD, ctx, None if cache is None else cache[i])
+            inside = dataclasses.replace(ctx, sublayer=i)
+            x_BLD, new, values = sublayer(x_BLD, inside, None if cache is None else cache[i])
             caches.append(new)
             aux |= values
         return x_BLD, None if cache is None else caches, aux

@@ -70,7 +70,7 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
     work = workload(config, cluster.count)
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
-    layers = sum(work.places)
+    layers = work.layers_of_chunk
     units = work.microbatches * config.parallel.chunks
     ideal = units * layers * (lane.forward + lane.backward + lane.weight)
     ticks = lanes.forward * lane.forward + lanes.backward * lane.backward
@@ -130,7 +130,7 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     summed = 0.0
     if work.accumulates:
         own = sum(s.computed for s in work.shards if s.parameter.group is not None)
-        each = own / (sum(work.places) * work.config.parallel.chunks)
+        each = own / (work.layers_of_chunk * work.config.parallel.chunks)
         summed = (2 * FLOAT32 + work.itemsize) * each / cluster.memory_rate
     return LayerSeconds(forward, backward, matmul + summed)
 
@@ -146,7 +146,7 @@ def elementwise_bytes(work: Workload) -> float:
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns
         if unit.attends and not fused_attention(work.config):
             scores = work.tokens * work.config.data.sequence_length / 2 * model.num_heads / tensor
-            each += 6 * FLOAT32 * scores
+            each += 6 * FLOAT32 * unit.layers * scores
         total += unit.repeats * each
     return total / model.num_layers
 

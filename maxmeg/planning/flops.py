@@ -16,7 +16,7 @@ def training_flops(
     """FLOPs of one step over `batch_size` sequences; recomputation is not counted.
 
     Projections and logits (of the padded vocabulary), and attention scores, of which a causal
-    model needs half, and a windowed one those within its window. Norms, embeddings and softmax are
+    model needs half, and a layer with a window those within it. Norms, embeddings and softmax are
     left out, as in Megatron-LM.
     """
     tokens = batch_size * sequence_length
@@ -25,9 +25,11 @@ def training_flops(
     attention = 2 * model.hidden_size * (query_size + key_size)
     mlp = model.hidden_size * model.ffn * (3 if model.gated else 2)
     logits = model.hidden_size * model.padded_vocab_size(tensor)
-    pairs = sequence_length**2 / (2 if causal else 1)
+    pairs = model.num_layers * sequence_length**2
     if model.attention_window:
-        pairs -= max(sequence_length - model.attention_window, 0) ** 2 / (2 if causal else 1)
-    scores = 2 * query_size * batch_size * pairs
+        every = model.attention_global_every
+        local = model.num_layers - (model.num_layers // every if every else 0)
+        pairs -= local * max(sequence_length - model.attention_window, 0) ** 2
+    scores = 2 * query_size * batch_size * pairs / (2 if causal else 1)
     weights = tokens * (model.num_layers * (attention + mlp) + logits)
-    return float(_TRAINING * _MULTIPLY_ADD * (weights + model.num_layers * scores))
+    return float(_TRAINING * _MULTIPLY_ADD * (weights + scores))

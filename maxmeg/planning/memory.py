@@ -74,10 +74,11 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What repeats in a group: sublayers, and widths, summed. columns: of column-parallel products;
-    projected: of query, key and value among them; inner: of what the MLPs' last products read."""
+    """What repeats in a group: layers, sublayers, and widths, summed. columns: of column-parallel
+    products; projected: of query, key and value; inner: of what the MLPs' last products read."""
 
     repeats: int
+    layers: int
     sublayers: int
     columns: int
     projected: int
@@ -103,7 +104,7 @@ class Lanes:
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A config on its devices. samples: of a microbatch on a device. places: layers of a chunk,
-    by group, the fullest chunk's."""
+    by group, the fullest chunk's (units, where kinds of layers alternate)."""
 
     config: Config
     axes: dict[str, int]
@@ -113,6 +114,10 @@ class Workload:
     units: tuple[Unit, ...]
     shards: tuple[Shard, ...]
     lanes: Lanes
+
+    @property
+    def layers_of_chunk(self) -> int:
+        return sum(u.layers * places for u, places in zip(self.units, self.places, strict=True))
 
     @property
     def tokens(self) -> int:
@@ -194,7 +199,8 @@ def _units(every: tuple[Parameter, ...]) -> tuple[Unit, ...]:
                 inner += p.variable.shape[-2]
         sublayers, repeats = 1 + max(int(p.path[4]) for p in members), members[0].variable.shape[0]
         projected = columns["attention"]
-        found.append(Unit(repeats, sublayers, sum(columns.values()), projected, inner))
+        layers = len({p.path[4] for p in members if p.kind == "attention"})
+        found.append(Unit(repeats, layers, sublayers, sum(columns.values()), projected, inner))
     return tuple(found)
 
 
@@ -224,7 +230,7 @@ def workload(config: Config, num_devices: int) -> Workload:
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
     blocks, parallel = units(model), config.parallel
-    counts = layers_of_chunks(parallel, model.num_layers)
+    counts = layers_of_chunks(parallel, model.num_layers, model.layers_of_unit)
     places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     held = tuple(number * parallel.chunks for number in places)
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
@@ -326,7 +332,7 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     kept = work.itemsize * work.tokens * unit.columns // tensor
     kept += unit.sublayers * work.hidden_bytes
     if unit.attends and keeps_attention(work.config):
-        heads = model.num_heads // tensor
+        heads = unit.layers * model.num_heads // tensor
         saved = 1 if fused_attention(work.config) else work.config.data.sequence_length
         kept += work.tokens * heads * (work.itemsize * model.head_size + FLOAT32 * saved)
     return kept
@@ -346,7 +352,7 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     widths, hidden = unit.projected + unit.inner, unit.sublayers
     whole = unit.sublayers if tensor > 1 else 1
     if unit.attends and not keeps_attention(work.config):
-        widths += model.num_heads * model.head_size
+        widths += unit.layers * model.num_heads * model.head_size
     if model.recompute is Recompute.full:
         widths += unit.columns - unit.projected
         hidden += unit.sublayers - 1

@@ -72,7 +72,7 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
         for pipe in divisors(count // tensor):
             replicas = count // tensor // pipe
             for micro in MICRO_BATCHES:
-                if pipe > config.model.num_layers or _microbatches(config, replicas, micro) == 0:
+                if pipe > config.model.num_units or _microbatches(config, replicas, micro) == 0:
                     continue
                 for order in orders(config, pipe, _microbatches(config, replicas, micro)):
                     for fsdp in divisors(replicas):
@@ -85,7 +85,7 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
 
 def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
     """Schedules and chunks of so many stages, as fields of ParallelConfig."""
-    layers = config.model.num_layers
+    layers = config.model.num_units
     padded = {"pad_layers": layers % pipe != 0}
     yield PLAIN | padded
     if pipe == 1:

@@ -45,6 +45,12 @@ def test_layers_of_chunks(num_layers: int, settings: dict, expected: tuple[int, 
     assert layers_of_chunks(ParallelConfig(**settings), num_layers) == expected
 
 
+def test_units_of_several_layers_take_the_place_of_layers():
+    assert layers_of_chunks(ParallelConfig(pipe=2, chunk_layers=(2, 3)), 26, 6) == (2, 3)
+    with pytest.raises(ValueError, match=r"num_layers=5 is not.*each layer is a unit of 6"):
+        layers_of_chunks(ParallelConfig(pipe=2), 26, 6)
+
+
 UNEVEN = {"pipe": 4, "first_stage_layers": 7, "last_stage_layers": 7}
 BAD = [
     (

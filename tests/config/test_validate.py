@@ -56,6 +56,13 @@ BAD = [
         1,
         ["parallel_norms=true has no effect with norm_place=post"],
     ),
+    ({"model.attention_global_every": 6}, 1, ["attention_global_every=6", "attention_window=0"]),
+    (
+        {"model.attention_global_every": 1, "model.attention_window": 8},
+        1,
+        ["attention_global_every=1", "n >= 2"],
+    ),
+    ({"model.rotary_local_base": 1e4}, 1, ["rotary_local_base=10000.0", "global_every=0"]),
     ({"model.attention_window": -1}, 1, ["attention_window=-1", "at least 0"]),
     ({"model.rotary_factor": 2.0}, 1, ["model.rotary_factor=2.0 has no effect with", "=none"]),
     (

@@ -5,7 +5,16 @@ import functools
 import jax
 import numpy as np
 import pytest
-from layouts import BATCH, EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import (
+    ALTERNATING,
+    BATCH,
+    EVERYTHING,
+    controls,
+    mesh_of,
+    tiny,
+    tiny_batch,
+    tiny_state,
+)
 
 from maxmeg.config.schema import Recompute, Schedule
 from maxmeg.pipeline.schedule import SCHEDULES
@@ -22,6 +31,7 @@ quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimizati
 MODELS = {
     "llama": {},
     "everything": EVERYTHING,
+    "alternating": ALTERNATING,
 }
 ORDERS = {
     "gpipe": {"schedule": Schedule.gpipe},
@@ -77,9 +87,10 @@ def run(model: str, parallel: dict, settings: dict, micro: int, layers: int = LA
     for name, array in to_arrays(found).items():
         array = np.asarray(array)
         if name.startswith("stack."):
-            skipped = np.array(layout.orders[0]) < 0
+            group = int(name.split(".")[2])
+            skipped = np.array(layout.orders[group]) < 0
             assert not array[skipped].any(), name
-            array = array[layout.places(0)]
+            array = array[layout.places(group)]
         arrays[name] = array
     return float(sums["loss_sum"] / sums["tokens"]), arrays
 
@@ -103,6 +114,13 @@ def check_equal(found, expected) -> None:
 @pytest.mark.parametrize(("model", "parallel", "settings", "micro"), grid())
 def test_schedule_equals_one_device(model, parallel, settings, micro):
     check_equal(run(model, parallel, settings, micro), one_device(model))
+
+
+@pytest.mark.slow
+def test_units_of_several_layers_equal_one_device():
+    """Three units, the last shorter and a group of its own, on two stages."""
+    mesh = {"pipe": 2, "fsdp": 1, "tensor": 2, "chunk_layers": (2, 1)}
+    check_equal(run("alternating", mesh, {}, 2), one_device("alternating"))
 
 
 @pytest.mark.slow

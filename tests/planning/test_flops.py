@@ -50,6 +50,13 @@ def test_a_window_saves_the_scores_outside_it():
     assert found == pytest.approx(saved, rel=1e-3)  # half a pair a token is not counted
 
 
+def test_global_layers_among_those_with_a_window_are_whole():
+    layers = {**GPT_345M, "num_layers": 26}
+    fields = ({}, {"attention_window": 256}, {"attention_window": 256, "attention_global_every": 6})
+    whole, local, mixed = (training_flops(ModelConfig(**layers, **f), 1024) for f in fields)
+    assert 26 * mixed == pytest.approx(4 * whole + 22 * local, rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("name", "tflops", "memory"),
     [

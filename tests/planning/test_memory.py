@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import mesh_of, tiny
+from layouts import ALTERNATING, mesh_of, tiny
 
 from maxmeg.config.schema import (
     Activation,
@@ -93,14 +93,17 @@ LAYOUTS = {
     "chunks": {"pipe": 2, "chunks": 2, "data": 2, "fsdp": 1},
     "padded": {"pipe": 4, "data": 2, "fsdp": 1, "pad_layers": True},
     "uneven": {"pipe": 2, "fsdp": 1, "first_stage_layers": 1},
+    "units": {"pipe": 2, "fsdp": 1, "chunk_layers": (1, 2)},
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_masters_and_optimizer_are_those_of_the_real_state(name):
     parallel = {"fsdp": 1, **LAYOUTS[name]}
-    layers = 5 if parallel.get("pad_layers") else 4
+    layers = 4 if name != "padded" else 5
     model = {"num_layers": layers, "norm": Norm.layernorm, "position": Position.learned}
+    if name == "units":
+        model = model | ALTERNATING | {"position": Position.rotary}
     config = tiny(model | {"max_position": 16}, {"micro_batch_size": 1}, **parallel)
     mesh = mesh_of(config)
     for optimizer, moments in ((Optimizer.adamw, 2), (Optimizer.sgd, 1)):
@@ -142,6 +145,7 @@ KINDS = {
     "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
     "llama": {"num_kv_heads": 2, "activation": Activation.swiglu},
     "parallel block": {"parallel_block": True, "activation": Activation.gelu},
+    "alternating": {"attention_window": 200, "attention_global_every": 2},
 }
 
 
