@@ -1,0 +1,142 @@
+"""Adapters by themselves: formula, what is frozen, targets, merging, dropout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Config, DType, LoraConfig, ModelConfig, ParallelConfig
+from maxmeg.layers.context import Context
+from maxmeg.layers.linear import Linear
+from maxmeg.layers.lora import Lora, LoraSpec, linears, merged, targeted
+from maxmeg.models.lm import LM, language_model
+from maxmeg.parallel.parts import frozen, joined, trained
+
+TOLERANCE = 2e-6  # of the largest value, float32
+LOGITS = 1e-5  # of the largest logit: merged weights add up in another order
+B, L, D, F, R = 2, 3, 8, 12, 3
+MODEL = {"vocab_size": 61, "num_layers": 3, "hidden_size": 32, "num_heads": 2, "max_position": 8}
+PATHS = [
+    "stack.groups.0.sublayers.0.mixers.attention.key",
+    "stack.groups.0.sublayers.0.mixers.attention.query",
+    "stack.groups.0.sublayers.1.mixers.mlp.up",
+    "stack.groups.0.sublayers.3.mixers.mlp.up",
+]
+
+
+def config(**lora) -> Config:
+    return Config(model=ModelConfig(**MODEL, dtype=DType.float32), lora=LoraConfig(**lora))
+
+
+def stirred(model):
+    """With random B."""
+    for i, linear in enumerate(linears(model).values()):
+        if linear.lora is not None:
+            b = linear.lora.b.get_value()
+            linear.lora.b = linear.lora.b.replace(jax.random.normal(jax.random.key(i), b.shape))
+    return model
+
+
+@pytest.mark.parametrize("axes", [("embed", "heads"), ("mlp", "embed")])
+def test_a_projection_with_an_adapter_is_its_formula(axes):
+    rng = np.random.default_rng(0)
+    x, a, b = (jnp.float32(rng.normal(size=s)) for s in ((B, L, D), (D, R), (R, F)))
+    linear = Linear(jax.random.key(0), (D, F), axes, std=0.5, bias=True)
+    plain = np.asarray(linear(x), np.float64)
+    linear.lora = Lora(a, b, axes, LoraSpec(R, 12.0, 0.5, ()), 0)
+    expected = plain + 12.0 / R * (np.asarray(x, np.float64) @ a @ b)
+    assert np.abs(linear(x) - expected).max() <= TOLERANCE * np.abs(expected).max()
+
+
+def test_dropout_is_of_the_place_alone_and_scaled():
+    spec = LoraSpec(1, 1.0, 0.25, ())
+    lora = Lora(jnp.ones((4096, 1)), jnp.ones((1, 1)), ("embed", "mlp"), spec, 0)
+    ctx = Context(
+        jnp.zeros((B, L), int), rows_B=jnp.arange(B), dropout_key=jax.random.key(0), layer=1
+    )
+    x = jnp.ones((B, L, 4096))
+    means = np.asarray(lora(x, ctx)) / 4096
+    assert np.abs(means - 1).max() < 0.05 and len(np.unique(means)) > 1
+    alone = Context(
+        jnp.zeros((1, L), int), rows_B=jnp.arange(1, 2), dropout_key=jax.random.key(0), layer=1
+    )
+    np.testing.assert_array_equal(lora.kept(x, ctx)[1:], lora.kept(x[1:], alone))
+    other = Lora(jnp.ones((4096, 1)), jnp.ones((1, 1)), ("embed", "mlp"), spec, 1)
+    assert (lora.kept(x, ctx) != other.kept(x, ctx)).any()
+    assert (lora(x, Context(jnp.zeros((B, L), int))) == 4096).all()
+
+
+def test_base_is_frozen_in_the_compute_dtype_and_starts_as_without_adapters():
+    settings = config(rank=R, targets=("attention.*",))
+    settings.model.dtype = DType.bfloat16
+    model = language_model(jax.random.key(0), settings)
+    plain = LM(jax.random.key(0), settings.model)
+    own, rest = trained(model), frozen(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(own)} == {jnp.dtype("float32")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(rest)} == {jnp.dtype("bfloat16")}
+    assert len(jax.tree.leaves(own)) == 2 * 4
+    for ours, theirs in zip(jax.tree.leaves(rest), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(ours, theirs.astype(jnp.bfloat16))
+    for ours, whole in zip(jax.tree.leaves(joined(own, rest)), jax.tree.leaves(model), strict=True):
+        assert ours is whole
+    for linear in linears(model).values():
+        if linear.lora is not None:
+            a, b = linear.lora.a.get_value(), linear.lora.b.get_value()
+            assert not b.any() and len({np.asarray(layer).tobytes() for layer in a}) == len(a)
+
+
+def test_without_rank_everything_is_trained():
+    model = language_model(jax.random.key(0), config())
+    assert not jax.tree.leaves(frozen(model))
+    assert len(jax.tree.leaves(trained(model))) == len(jax.tree.leaves(model))
+
+
+@pytest.mark.parametrize("layers", [5, 4])
+def test_what_an_adapter_starts_with_does_not_depend_on_the_pipeline(layers):
+    settings = config(rank=R)
+    settings.model.num_layers = layers
+    plain = language_model(jax.random.key(0), settings)
+    settings.parallel = ParallelConfig(pipe=2, chunks=2, pad_layers=True)
+    piped = language_model(jax.random.key(0), settings)
+    (order,) = piped.stack.layout.orders
+    for path, linear in linears(piped).items():
+        if linear.lora is None:
+            continue
+        a, reference = (each.lora.a.get_value() for each in (linear, linears(plain)[path]))
+        for place, layer in enumerate(order):
+            np.testing.assert_array_equal(a[place], reference[layer] if layer >= 0 else 0)
+
+
+def test_merged_model_computes_the_same_without_adapters():
+    model = stirred(language_model(jax.random.key(0), config(rank=R, targets=("*",))))
+    plain, base = merged(model), LM(jax.random.key(0), config().model)
+    for ours, theirs in zip(jax.tree.leaves(plain), jax.tree.leaves(base), strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    assert not jax.tree.leaves(frozen(plain))
+    ids_BL = jnp.arange(2 * 8).reshape(2, 8)
+    expected = model(ids_BL)
+    assert np.abs(plain(ids_BL) - expected).max() <= LOGITS * np.abs(expected).max()
+    assert np.abs(base(ids_BL) - expected).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        (("query",), [1]),
+        (("mixers.attention.*",), [0, 1]),
+        (("mlp.up", "key"), [0, 2, 3]),
+        (("sublayers.3.*",), [3]),
+        (("*",), [0, 1, 2, 3]),
+        ((PATHS[0],), [0]),
+    ],
+)
+def test_targets_are_patterns_of_paths_and_their_endings(targets, found):
+    assert targeted(PATHS, targets) == {PATHS[i] for i in found}
+
+
+@pytest.mark.parametrize(
+    ("target", "near"), [("qeury", "query"), ("attn.query", "attention.query"), ("zzz", "key, que")]
+)
+def test_a_target_that_matches_nothing_lists_what_is_near(target, near):
+    with pytest.raises(ValueError, match=f"lora.targets: '{target}' matches no .*{near}"):
+        targeted(PATHS, ("key", target))
