@@ -51,13 +51,19 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
     return named[0]
 
 
+def table_of(family: str) -> Family:
+    if family not in FAMILIES:
+        raise ValueError(f"no family is named {family!r}: choose from {', '.join(FAMILIES)}")
+    return FAMILIES[family]
+
+
 def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
     """The model that a config.json describes; ValueError for a key or value not known here."""
     name, keys = architecture(config), Keys(text_part(config))
     found = dict(FAMILIES[name].constants)
     for part in FAMILIES[name].parts:
         part.read(keys, found)
-    keys.finish(name)
+    keys.finish(name, FAMILIES[name].code)
     model = ModelConfig(**found)
     if problems := [*model_problems(model)]:
         raise ValueError("config.json describes no model:\n" + "\n".join(problems))
@@ -74,7 +80,7 @@ def hf_config(
     for field in ("vocab_size", "max_position"):
         if not getattr(model, field):
             raise ValueError(f"model.{field}=0 is not decided yet: set it")
-    table, tokens = FAMILIES[family], text_part(source or {})
+    table, tokens = table_of(family), text_part(source or {})
     written = {"architectures": [family], "model_type": table.model_type}
     written |= {name: tokens.get(name) for name in TOKENS}
     try:
@@ -145,7 +151,7 @@ def our_module(short: str, model: ModelConfig, first: int) -> str:
 
 def bindings(model: ModelConfig, family: str) -> list[Binding]:
     """Every tensor of the model's safetensors files, in their order, and our arrays."""
-    table, shapes = FAMILIES[family], array_shapes(model)
+    table, shapes = table_of(family), array_shapes(model)
     found: list[Binding] = []
     for ours, theirs in table.ends.items():
         for leaf, name in (("table", "weight"), ("weight", "weight"), ("bias", "bias")):
@@ -183,7 +189,7 @@ def fused(
 
 def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     """Tensors that a file may hold once more: name -> the name of the binding they must equal."""
-    ends = FAMILIES[family].ends
+    ends = table_of(family).ends
     return {f"{ends['output']}.weight": f"{ends['embedding']}.weight"} if model.tied else {}
 
 
@@ -192,7 +198,7 @@ def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:
 
     Files of a model without its head lack the prefix, as transformers knows too.
     """
-    table, found = FAMILIES[family], {}
+    table, found = table_of(family), {}
     prefix = table.layer.partition(".")[0] + "."
     for name in names:
         if any(re.search(pattern, name) for pattern in table.ignored):

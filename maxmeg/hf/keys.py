@@ -7,6 +7,7 @@ What no part reads is unknown, and `Keys.finish` refuses it.
 import dataclasses
 import enum
 import math
+import re
 import typing
 from collections.abc import Mapping
 
@@ -20,14 +21,12 @@ LARGEST = 2**31 - 1
 # Keys that change no result: names, tokens, defaults of generation, what other heads would need.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HARMLESS = {
-    *TOKENS,
     *("architectures", "model_type", "transformers_version", "_name_or_path", "torch_dtype"),
     *("dtype", "use_cache", "cache_implementation", "gradient_checkpointing", "torchscript"),
     *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate"),
     *("chunk_size_feed_forward", "is_decoder", "id2label", "label2id", "num_labels"),
     *("problem_type", "finetuning_task", "task_specific_params", "tokenizer_class"),
-    *("classifier_dropout", "decoder_start_token_id", "sep_token_id", "cls_token_id"),
-    *("forced_bos_token_id", "forced_eos_token_id", "prefix", "max_length", "min_length"),
+    *("classifier_dropout", "prefix", "max_length", "min_length"),
     *("do_sample", "temperature", "top_k", "top_p", "num_beams", "repetition_penalty"),
     *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "use_flash_attention"),
@@ -63,11 +62,14 @@ class Keys:
         self.known.add(name)
         return self.values.get(name, default)
 
-    def finish(self, architecture: str) -> None:
-        if "auto_map" in self.values:
+    def finish(self, architecture: str, code: str = "") -> None:
+        """Refuses what was not read; code: a pattern of modules of code that may be named."""
+        modules = self.take("auto_map")
+        named = modules.values() if isinstance(modules, dict) else [modules]
+        if modules and not (code and all(re.match(code, str(module)) for module in named)):
             raise refused(
                 "auto_map",
-                self.values["auto_map"],
+                modules,
                 "the model runs code of its own (trust_remote_code), which is not supported; "
                 "use a checkpoint of an architecture of transformers, or remove the key if its "
                 f"code computes what {architecture} does",
@@ -76,7 +78,7 @@ class Keys:
             if (value := self.take(name, allowed[0])) not in allowed:
                 raise refused(name, value, f"only {allowed[0]!r} is supported")
         for name, value in self.values.items():
-            if name not in self.known:
+            if name not in self.known and not name.endswith("_token_id"):
                 remedy = f"{architecture} has no such key here, and it may change the results; "
                 raise refused(name, value, remedy + "remove it if it does not")
 

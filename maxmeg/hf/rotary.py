@@ -77,10 +77,12 @@ class Rotary:
         kind = kind_of(settings, self.kinds)
         if self.original and kind != "longrope":
             del settings[ORIGINAL]
-        size = (found.get("head_dim") or found["hidden_size"] // found["num_heads"]) * part
-        if part > 1 or int(size) % 2 or int(size) < 2 or (part != 1 and not self.part_default):
-            wanted = "it must leave an even number of dimensions of each head"
-            wanted += "" if self.part_default else ", and only 1 is supported here"
+        head = found.get("head_dim") or found["hidden_size"] / found["num_heads"]
+        size = int(head * part)
+        odd = head % 1 == 0 and (size < 2 or size % 2)  # heads that do not divide are found later
+        if part > 1 or (part != 1 and not self.part_default) or odd:
+            wanted = "and at most 1" if self.part_default else "and be 1"
+            wanted = f"it must leave an even number of the {head:g} of each head {wanted}"
             raise refused(parts[0], part, wanted)
         found |= {"rotary_base": base, "rotary_fraction": part}
         local = self.read_local(keys)
@@ -145,12 +147,12 @@ def joined(keys: Keys, name: str, others: dict[str, typing.Any]) -> dict[str, ty
 
 def agreed(keys: Keys, settings: dict, inner: str, names: tuple[str, ...], default: float) -> float:
     """A number that may stand within the settings and under names beside them."""
-    given = {name: keys.take(name) for name in names} | {inner + " ": settings.pop(inner, None)}
-    given = {name.strip(): value for name, value in given.items() if value is not None}
-    values = {name: checked(name, value, float) for name, value in given.items()}
-    if len(set(values.values())) > 1:
-        raise refused(*next(iter(values.items())), f"{values} contradict each other: keep one")
-    return next(iter(values.values()), default)
+    given = [(name, keys.take(name)) for name in names] + [(inner, settings.pop(inner, None))]
+    values = [(name, checked(name, value, float)) for name, value in given if value is not None]
+    for name, value in values[1:]:
+        if value != values[0][1]:
+            raise refused(name, value, f"{values[0][0]}={values[0][1]} contradicts it: keep one")
+    return values[0][1] if values else default
 
 
 def kind_of(settings: dict[str, typing.Any], kinds: tuple[str, ...]) -> str:

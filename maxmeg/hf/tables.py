@@ -25,6 +25,8 @@ class Family:
     layer: what their names begin with. grouped: fused modules whose outputs are [q.. k v] for each
     key/value head. outputs_first: their projections are [out, in]. own_norms: modules where each
     mixer of a parallel block has its own norm. ignored: patterns of tensors that hold no weights.
+    renamed: patterns of names in other files. code: of the modules that came with the first files,
+    before transformers had the family; they compute the same, and are not run.
     """
 
     model_type: str
@@ -37,7 +39,8 @@ class Family:
     grouped: frozenset[str] = frozenset()
     outputs_first: bool = True
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    renamed: tuple[tuple[str, str], ...] = ()  # patterns of names in other files
+    renamed: tuple[tuple[str, str], ...] = ()
+    code: str = ""
 
 
 GATED = {
@@ -231,6 +234,7 @@ PHI3 = Family(
         **PRE_NORMS,
     },
     ROOT,
+    code=r"(configuration|modeling)_phi3\.",
 )
 GPT_NEOX = Family(
     "gpt_neox",
@@ -290,6 +294,7 @@ FALCON = Family(
     LAYERNORM,
     own_norms={"attention.norm": "ln_attn", "mlp.norm": "ln_mlp"},
     grouped=frozenset({"self_attention.query_key_value"}),
+    code=r"(configuration|modeling)_falcon\.",
 )
 STARCODER2 = Family(
     "starcoder2",
@@ -314,7 +319,8 @@ NEMOTRON = Family(
         *numerics(4096, 1e-5, 0.0134, eps_name="norm_eps"),
         *(HEAD_DIM, Choice("hidden_act", "activation", "relu2", UNGATED), ATTENTION_BIAS),
         *(Key("mlp_bias", "bias_mlp", False), ATTENTION_DROPOUT, tied(False)),
-        Rotary(part_default=0.5),
+        *(Rotary(part_default=0.5), Fixed("pretraining_tp", 1)),
+        Ignored(("layer_norm_eps", "rope_percent")),
     ),
     *(ENDS, "model.layers."),
     {**PROJECTIONS, "mlp.up": "mlp.up_proj", "mlp.out": "mlp.down_proj", **PRE_NORMS},

@@ -1,0 +1,573 @@
+"""Families of Hugging Face: config.json is read strictly and written back, tensors have names,
+shapes and exact inverses. (What they compute is proved in tests/oracle.)"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
+from maxmeg.hf.binding import Fusion
+from maxmeg.hf.families import (
+    FAMILIES,
+    aliases,
+    architecture,
+    array_shapes,
+    bindings,
+    canonical_names,
+    differences,
+    families_of,
+    hf_config,
+    model_config,
+)
+
+NAMES = dict.fromkeys(("torch_dtype", "transformers_version", "use_cache", "_name_or_path"), "x")
+
+
+def sized(hidden: int, layers: int, heads: int, ffn: int, vocab: int, kv: int = 0) -> dict:
+    groups = {"num_key_value_heads": kv} if kv else {}
+    return NAMES | groups | {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+    }  # fmt: skip
+
+
+SMOLLM2 = {
+    **sized(576, 30, 9, 1536, 49152, 3),
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "is_llama_config": True,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-5,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "unk_token_id": 0,
+}
+LLAMA32 = {
+    **SMOLLM2,
+    **sized(2048, 16, 32, 8192, 128256, 8),
+    "head_dim": 64,
+    "mlp_bias": False,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+}
+MISTRAL = {
+    **sized(4096, 32, 32, 14336, 32000, 8),
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+}
+QWEN25 = {
+    **sized(896, 24, 14, 4864, 151936, 2),
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "max_window_layers": 24,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+}
+QWEN3 = {
+    **sized(1024, 28, 16, 3072, 151936, 8),
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "max_window_layers": 28,
+    "rope_theta": 1000000,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+}
+GEMMA2 = {
+    **sized(2304, 26, 8, 9216, 256000, 4),
+    "architectures": ["Gemma2ForCausalLM"],
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+GEMMA3 = {
+    **sized(1152, 26, 4, 6912, 262144, 1),
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+}
+GEMMA3_4B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152},
+}
+OLMO2 = {
+    **sized(2048, 16, 16, 8192, 100352, 16),
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000,
+}
+PHI3 = {
+    **sized(3072, 32, 32, 8192, 32064, 32),
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "attention_bias": False,
+    "auto_map": {
+        "AutoConfig": "configuration_phi3.Phi3Config",
+        "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+    },
+    "original_max_position_embeddings": 4096,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "type": "longrope",
+        "short_factor": [1.0] * 48,
+        "long_factor": [2.0] * 48,
+    },
+    "sliding_window": 262144,
+}
+PYTHIA = {
+    **sized(768, 12, 12, 3072, 50304),
+    "architectures": ["GPTNeoXForCausalLM"],
+    "model_type": "gpt_neox",
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "rotary_emb_base": 10000,
+    "rotary_pct": 0.25,
+    "use_parallel_residual": True,
+}
+FALCON_7B = {
+    **{key: value for key, value in sized(4544, 32, 71, 1, 65024).items() if "inter" not in key},
+    "architectures": ["FalconForCausalLM"],
+    "model_type": "falcon",
+    "alibi": False,
+    "apply_residual_connection_post_layernorm": False,
+    "auto_map": {"AutoModelForCausalLM": "modeling_falcon.FalconForCausalLM"},
+    "bias": False,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "parallel_attn": True,
+}
+FALCON_40B = {
+    **FALCON_7B,
+    "hidden_size": 8192,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 128,
+    "num_kv_heads": 8,
+    "new_decoder_architecture": True,
+}
+STARCODER2 = {
+    **sized(3072, 30, 24, 12288, 49152, 2),
+    "architectures": ["Starcoder2ForCausalLM"],
+    "model_type": "starcoder2",
+    "attention_dropout": 0.1,
+    "attention_softmax_in_fp32": True,
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 16384,
+    "mlp_type": "default",
+    "norm_type": "layer_norm",
+    "rope_theta": 999999.4420358813,
+    "scale_attn_weights": True,
+    "sliding_window": 4096,
+    "use_bias": True,
+}
+NEMOTRON = {
+    **sized(6144, 32, 48, 24576, 256000, 8),
+    "architectures": ["NemotronForCausalLM"],
+    "model_type": "nemotron",
+    "hidden_act": "relu2",
+    "layer_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "pretraining_tp": 1,
+    "rope_scaling": None,
+}
+GPT2 = {
+    "architectures": ["GPT2LMHeadModel"],
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "n_ctx": 1024,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_positions": 1024,
+    "summary_type": "cls_index",
+    "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    "vocab_size": 50257,
+}
+PUBLISHED = {  # settings in the form of the published files, parameters, fields
+    "smollm2-135m": (SMOLLM2, 134_515_008, {"rotary_base": 1e5, "tied": True, "bias_mlp": False}),
+    "llama-3.2-1b": (
+        LLAMA32,
+        1_235_814_400,
+        {"rotary_scaling": RotaryScaling.llama3, "rotary_factor": 32, "rotary_high": 4},
+    ),
+    "mistral-7b": (MISTRAL, 7_241_732_096, {"attention_window": 4096, "num_kv_heads": 8}),
+    "qwen2.5-0.5b": (QWEN25, 494_032_768, {"bias_qkv": True, "attention_window": 0}),
+    "qwen3-0.6b": (QWEN3, 596_049_920, {"head_dim": 128, "qk_norm": QkNorm.head}),
+    "gemma-2-2b": (
+        GEMMA2,
+        2_614_341_888,
+        {"attention_global_every": 2, "attention_softcap": 50, "embedding_scale": 48},
+    ),
+    "gemma-3-1b": (
+        GEMMA3,
+        999_885_952,
+        {"attention_global_every": 6, "rotary_local_base": 1e4, "rotary_base": 1e6},
+    ),
+    "gemma-3-4b": (
+        GEMMA3_4B,
+        3_880_263_168,
+        {"rotary_scaling": RotaryScaling.linear, "rotary_factor": 8, "num_kv_heads": 4},
+    ),
+    "olmo-2-1b": (OLMO2, 1_484_916_736, {"qk_norm": QkNorm.heads, "tied": False}),
+    "phi-3-mini-128k": (
+        PHI3,
+        3_821_079_552,
+        {"rotary_factor": 32, "rotary_original_length": 4096, "rotary_long_factors": (2.0,) * 48},
+    ),
+    "pythia-160m": (PYTHIA, 162_322_944, {"rotary_fraction": 0.25, "parallel_norms": True}),
+    "falcon-7b": (FALCON_7B, 6_921_720_704, {"num_kv_heads": 1, "parallel_norms": False}),
+    "falcon-40b": (FALCON_40B, 41_303_293_952, {"num_kv_heads": 8, "parallel_norms": True}),
+    "starcoder2-3b": (STARCODER2, 3_030_371_328, {"activation": Activation.gelu_tanh}),
+    "nemotron-4-15b": (NEMOTRON, 15_628_775_424, {"norm_one_plus": True, "rotary_fraction": 0.5}),
+    "gpt2": (GPT2, 124_439_808, {"position": Position.learned, "norm": Norm.layernorm}),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models(name):
+    config, parameters, fields = PUBLISHED[name]
+    model, family = model_config(config), architecture(config)
+    assert {field: getattr(model, field) for field in fields} == fields
+    found = bindings(model, family)
+    assert sum(math.prod(binding.shape) for binding in found) == parameters
+    assert len({binding.theirs for binding in found}) == len(found)
+    places = [place for binding in found for place in binding.ours]
+    whole = [place for place in places if place.layer is None]
+    assert len(set(places)) == len(places)
+    layers = sum(
+        shape[0] for array, shape in array_shapes(model).items() if array.startswith("stack.")
+    )
+    assert len(places) == layers + len(whole)
+    assert not {place.name for place in whole} & {p.name for p in places if p.layer is not None}
+    again = hf_config(model, family)
+    assert not differences(model, model_config(again)) and family in families_of(model)
+
+
+def test_every_family_is_here():
+    assert {architecture(config) for config, _, _ in PUBLISHED.values()} == set(FAMILIES)
+
+
+# Sizes at which every fused and every transposed tensor has a shape of its own.
+SMALL = {"vocab_size": 61, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "ffn_size": 40}
+SMALL |= {"max_position": 32}
+WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_split_and_join_are_inverses(name):
+    config, _, _ = PUBLISHED[name]
+    family, published = architecture(config), model_config(config)
+    heads = min(published.kv_heads, 2) if published.kv_heads < published.num_heads else 4
+    small = {**SMALL, "head_dim": 8 if family in WIDE else 0, "num_kv_heads": heads}
+    if published.rotary_scaling is RotaryScaling.longrope:
+        small |= {"rotary_short_factors": (1.0,) * 3, "rotary_long_factors": (1.0,) * 3}
+    model = dataclasses.replace(published, **small)
+    shapes = array_shapes(model)
+    for binding in bindings(model, family):
+        size = math.prod(binding.shape)
+        theirs = np.arange(size, dtype=np.float32).reshape(binding.shape)
+        ours = binding.split(theirs)
+        assert len(ours) == len(binding.ours)
+        for part, (array, layer) in zip(ours, binding.ours, strict=True):
+            assert part.shape == (shapes[array] if layer is None else shapes[array][1:])
+        np.testing.assert_array_equal(binding.join(ours), theirs, strict=True)
+        np.testing.assert_array_equal(np.sort(np.concatenate([p.ravel() for p in ours])),
+                                      theirs.ravel())  # fmt: skip
+
+
+def test_fused_outputs():
+    q, k, v = (np.array(rows, np.float32) for rows in ([1, 2, 3, 4], [5, 6], [7, 8]))
+    stacked = np.array([1, 2, 3, 4, 5, 6, 7, 8], np.float32)
+    grouped = np.array([1, 2, 5, 7, 3, 4, 6, 8], np.float32)
+    for fusion, fused in ((Fusion(1, (4, 2, 2)), stacked), (Fusion(2, (2, 1, 1)), grouped)):
+        np.testing.assert_array_equal(fusion.join((q, k, v)), fused)
+        for part, wanted in zip(fusion.split(fused), (q, k, v), strict=True):
+            np.testing.assert_array_equal(part, wanted)
+        matrix = np.stack([fused, 10 * fused], axis=1)  # [out, in]
+        np.testing.assert_array_equal(fusion.split(matrix)[1], np.stack([k, 10 * k]))
+        turned = dataclasses.replace(fusion, outputs_first=False)
+        np.testing.assert_array_equal(turned.split(matrix.T)[2], np.stack([v, 10 * v]))
+        np.testing.assert_array_equal(turned.join(turned.split(matrix.T)), matrix.T)
+
+
+REFUSED = {  # settings, what is changed, what the message must name
+    "unknown architecture": (SMOLLM2, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+    "a classifier": (SMOLLM2, {"architectures": ["LlamaForSequenceClassification"]}, "supported"),
+    "two architectures": (SMOLLM2, {"architectures": ["LlamaForCausalLM"] * 2}, "architectures"),
+    "no architecture": (SMOLLM2, {"architectures": None, "model_type": "mamba"}, "architectures"),
+    "another kind": (SMOLLM2, {"model_type": "mistral"}, "model_type='mistral'"),
+    "unknown key": (SMOLLM2, {"use_magic": 3}, "use_magic=3"),
+    "a key of another family": (SMOLLM2, {"sliding_window": 64}, "sliding_window=64"),
+    "remote code": (SMOLLM2, {"auto_map": {"AutoModel": "modeling_x.X"}}, "trust_remote_code"),
+    "remote code, renamed": (PHI3, {"auto_map": {"AutoModel": "modeling_x.X"}}, "auto_map"),
+    "remote code of a repository": (PHI3, {"auto_map": {"A": "x--modeling_phi3.X"}}, "auto_map"),
+    "quantized": (SMOLLM2, {"quantization_config": {"bits": 4}}, "quantization_config"),
+    "tensor parallel pretraining": (SMOLLM2, {"pretraining_tp": 2}, "pretraining_tp=2"),
+    "pairs": (SMOLLM2, {"rope_interleaved": True}, "rope_interleaved=True"),
+    "activation": (SMOLLM2, {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    "activation, no name": (SMOLLM2, {"hidden_act": ["silu"]}, "hidden_act"),
+    "size, text": (SMOLLM2, {"hidden_size": "576"}, "hidden_size='576'"),
+    "size, fraction": (SMOLLM2, {"hidden_size": 576.5}, "hidden_size=576.5"),
+    "size, boolean": (SMOLLM2, {"num_hidden_layers": True}, "num_hidden_layers=True"),
+    "size, none": (SMOLLM2, {"hidden_size": None}, "hidden_size=None"),
+    "size, zero": (SMOLLM2, {"num_attention_heads": 0}, "num_attention_heads=0"),
+    "size, negative": (SMOLLM2, {"vocab_size": -1}, "vocab_size=-1"),
+    "size, huge": (SMOLLM2, {"num_hidden_layers": 10**30}, "num_hidden_layers"),
+    "eps, infinite": (SMOLLM2, {"rms_norm_eps": math.inf}, "rms_norm_eps=inf"),
+    "eps, not a number": (SMOLLM2, {"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
+    "flag, number": (SMOLLM2, {"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
+    "heads": (SMOLLM2, {"num_attention_heads": 10}, "num_heads=10"),
+    "key heads": (SMOLLM2, {"num_key_value_heads": 2}, "num_kv_heads=2"),
+    "rope kind": (SMOLLM2, {"rope_scaling": {"type": "mrope"}}, "mrope"),
+    "rope kinds": (SMOLLM2, {"rope_scaling": {"type": "linear", "rope_type": "yarn"}}, "yarn"),
+    "rope, no factor": (SMOLLM2, {"rope_scaling": {"type": "linear"}}, "factor=None"),
+    "rope, factor": (SMOLLM2, {"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2'"),
+    "rope, small factor": (SMOLLM2, {"rope_scaling": {"type": "linear", "factor": 0.5}}, "0.5"),
+    "rope, unknown": (SMOLLM2, {"rope_scaling": {"type": "linear", "factor": 2, "x": 1}}, "x=1"),
+    "rope, a list": (SMOLLM2, {"rope_scaling": [2.0]}, "rope_scaling=[2.0]"),
+    "rope bases": (SMOLLM2, {"rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
+    "rope twice": (
+        LLAMA32,
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_parameters has factor=8.0",
+    ),
+    "rope, partly": (SMOLLM2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    "rope, odd": (PYTHIA, {"rotary_pct": 0.05}, "rotary_pct=0.05"),
+    "rope, too much": (PYTHIA, {"rotary_pct": 1.5}, "rotary_pct=1.5"),
+    "longrope, short": (
+        PHI3,
+        {"rope_scaling": {**PHI3["rope_scaling"], "long_factor": [1.0]}},
+        "rotary_long_factors",
+    ),
+    "longrope, text": (
+        PHI3,
+        {"rope_scaling": {**PHI3["rope_scaling"], "long_factor": "1"}},
+        "long_factor='1'",
+    ),
+    "longrope elsewhere": (PHI3, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+    "window": (MISTRAL, {"sliding_window": 0}, "sliding_window=0"),
+    "late window": (
+        QWEN25,
+        {"use_sliding_window": True, "max_window_layers": 12},
+        "layer_types",
+    ),
+    "layer types, count": (GEMMA2, {"layer_types": ["full_attention"]}, "list of 26"),
+    "layer types, kind": (GEMMA2, {"layer_types": ["chunked_attention"] * 26}, "chunked"),
+    "layer types, order": (
+        GEMMA2,
+        {"layer_types": ["full_attention"] + ["sliding_attention"] * 25},
+        "every n-th",
+    ),
+    "layer types, no window": (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "window"),
+    "soft-cap": (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
+    "both ways": (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "text part": (GEMMA3_4B, {"text_config": None}, "text_config"),
+    "rope of layers": (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "full_attention"),
+    "alibi": (FALCON_7B, {"alibi": True}, "alibi=True"),
+    "falcon's norms": (FALCON_7B, {"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2"),
+    "falcon's order": (FALCON_40B, {"parallel_attn": False}, "parallel_attn=False"),
+    "by layer": (GPT2, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx=True"),
+    "unscaled": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False"),
+    "encoder": (GPT2, {"add_cross_attention": True}, "add_cross_attention=True"),
+    "phi's biases": (PHI3, {"attention_bias": True}, "attention_bias=True"),
+    "starcoder's norm": (STARCODER2, {"norm_type": "rms"}, "norm_type='rms'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_known_is_refused(name):
+    config, changes, named = REFUSED[name]
+    model_config(config)
+    with pytest.raises(ValueError) as caught:
+        model_config({**config, **changes})
+    assert named in str(caught.value) and len(str(caught.value)) < 1000
+
+
+LLAMA = model_config(SMOLLM2)
+LOST = {  # family, fields, what the message must name
+    "norm": ("LlamaForCausalLM", {"norm": Norm.layernorm}, "model.norm=layernorm"),
+    "pairs": ("LlamaForCausalLM", {"rotary_interleaved": True}, "model.rotary_interleaved"),
+    "sinks": ("LlamaForCausalLM", {"attention_sinks": True}, "model.attention_sinks"),
+    "window": ("LlamaForCausalLM", {"attention_window": 8}, "model.attention_window=8"),
+    "one bias": ("LlamaForCausalLM", {"bias_qkv": True}, "model.bias_attention_out=False"),
+    "activation": ("LlamaForCausalLM", {"activation": Activation.gelu}, "activation=gelu"),
+    "ntk": (
+        "LlamaForCausalLM",
+        {"rotary_scaling": RotaryScaling.ntk, "rotary_factor": 2.0},
+        "rotary_scaling=ntk",
+    ),
+    "qwen without biases": ("Qwen2ForCausalLM", {}, "model.bias_qkv=False"),
+    "no length": ("LlamaForCausalLM", {"max_position": 0}, "model.max_position=0"),
+    "no vocabulary": ("LlamaForCausalLM", {"vocab_size": 0}, "model.vocab_size=0"),
+    "no family": ("Llama", {}, "choose from LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_model_that_a_family_cannot_say_is_refused(name):
+    family, fields, named = LOST[name]
+    with pytest.raises(ValueError, match=r"model|family") as caught:
+        hf_config(dataclasses.replace(LLAMA, **fields), family)
+    assert named in str(caught.value)
+
+
+def test_arrays_that_no_tensor_holds_are_named():
+    model = dataclasses.replace(LLAMA, attention_sinks=True)
+    with pytest.raises(ValueError, match=r"no tensor for .*attention\.sinks"):
+        bindings(model, "LlamaForCausalLM")
+
+
+def test_families_that_can_say_a_model():
+    assert families_of(LLAMA) == ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"]
+    gpt = ModelConfig(vocab_size=50257, max_position=1024)
+    assert families_of(dataclasses.replace(gpt, rotary_interleaved=True)) == []
+
+
+def test_both_forms_of_rotary_settings_are_one():
+    kinds = {
+        "yarn": {"factor": 4.0, "beta_fast": 16, "truncate": False, "attention_factor": None},
+        "dynamic": {"factor": 3.0},
+        "linear": {"factor": 2.0},
+    }
+    for kind, settings in kinds.items():
+        old = {**SMOLLM2, "rope_scaling": {"type": kind, **settings}}
+        new = {k: v for k, v in SMOLLM2.items() if not k.startswith("rope_")}
+        new |= {"rope_parameters": {"rope_type": kind, "rope_theta": 100000, **settings}}
+        both = {**new, **old, "rope_scaling": {"type": kind, **settings}}
+        model = model_config(old)
+        assert model.rotary_scaling.value == kind
+        assert model == model_config(new) == model_config(both)
+
+
+def test_yarn_by_mscales():
+    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    model = model_config({**SMOLLM2, "rope_scaling": scaling})
+    grown = 0.1 * math.log(40)
+    assert model.rotary_attention_factor == pytest.approx((grown + 1) / (0.5 * grown + 1))
+    assert not differences(model, model_config(hf_config(model, "LlamaForCausalLM")))
+
+
+WINDOWS = {  # keys of Qwen 3 -> (window, every n-th is global)
+    "none": ({}, (0, 0)),
+    "all": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, (9, 0)),
+    "too late": ({"use_sliding_window": True, "sliding_window": 9}, (0, 0)),
+    "by type": (
+        {"use_sliding_window": True, "sliding_window": 9}
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7},
+        (9, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name):
+    keys, wanted = WINDOWS[name]
+    model = model_config({**QWEN3, **keys})
+    assert (model.attention_window, model.attention_global_every) == wanted
+    assert not differences(model, model_config(hf_config(model, "Qwen3ForCausalLM")))
+
+
+def test_gemma_whose_layers_are_all_local_or_all_global():
+    local = model_config({**GEMMA3, "num_hidden_layers": 5})
+    assert (local.attention_window, local.attention_global_every) == (512, 0)
+    assert (local.rotary_base, local.rotary_local_base) == (1e4, 0)
+    everywhere = model_config({**GEMMA3, "layer_types": ["full_attention"] * 26})
+    assert (everywhere.attention_window, everywhere.rotary_base) == (0, 1e6)
+    for model in (local, everywhere):
+        assert not differences(model, model_config(hf_config(model, "Gemma3ForCausalLM")))
+
+
+def test_special_tokens_are_carried_along():
+    source = {**SMOLLM2, "bos_token_id": 7, "eos_token_id": [8, 9]}
+    written = hf_config(LLAMA, "LlamaForCausalLM", source)
+    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [8, 9], None]
+
+
+IN_FILES = {  # family -> name in a file -> name of a binding, None for what holds no weights
+    "LlamaForCausalLM": {
+        "model.norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+        "model.layers.3.self_attn.rotary_emb.inv_freq": None,
+    },
+    "GPT2LMHeadModel": {
+        "wte.weight": "transformer.wte.weight",
+        "h.0.attn.c_attn.bias": "transformer.h.0.attn.c_attn.bias",
+        "h.0.attn.bias": None,
+        "transformer.h.0.attn.masked_bias": None,
+    },
+    "GPTNeoXForCausalLM": {
+        "gpt_neox.layers.0.attention.dense.bias": "gpt_neox.layers.0.attention.dense.bias",
+        "gpt_neox.layers.0.attention.bias": None,
+        "embed_out.weight": "embed_out.weight",
+    },
+    "Gemma3ForCausalLM": {
+        "language_model.model.norm.weight": "model.norm.weight",
+        "model.language_model.norm.weight": "model.norm.weight",
+        "vision_tower.x.weight": None,
+        "model.multi_modal_projector.x": None,
+    },
+}
+
+
+@pytest.mark.parametrize("family", IN_FILES)
+def test_names_in_files(family):
+    wanted = {name: known for name, known in IN_FILES[family].items() if known}
+    assert canonical_names(IN_FILES[family], family) == wanted
+
+
+def test_tied_heads_may_be_given_twice():
+    assert aliases(LLAMA, "LlamaForCausalLM") == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert not aliases(dataclasses.replace(LLAMA, tied=False), "LlamaForCausalLM")
