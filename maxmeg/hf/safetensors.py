@@ -105,9 +105,7 @@ class SafetensorsFolder:
         return self._files[name].read(name)
 
     def _shards(self, index: Path) -> dict[str, SafetensorsFile]:
-        if index.stat().st_size > MAX_HEADER_BYTES:
-            raise ValueError(f"{index} is larger than {MAX_HEADER_BYTES} bytes: it is no index")
-        body = _json(index.read_bytes(), index)
+        body = read_json(index)
         places = body.get("weight_map")
         if not isinstance(places, dict) or not places:
             raise ValueError(f"{index} has no weight_map (tensor -> shard): download it again")
@@ -278,6 +276,13 @@ def _read_header(file: Any, size: int, path: Path) -> tuple[int, dict[str, Any]]
     if not raw.startswith(b"{"):
         raise ValueError(f"{path}: the header begins with {raw[:8]!r}, not with '{{'")
     return 8 + length, _json(raw, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ValueError for anything else, a key given twice among it."""
+    if path.stat().st_size > MAX_HEADER_BYTES:
+        raise ValueError(f"{path} has more than {MAX_HEADER_BYTES} bytes: it is no such file")
+    return _json(path.read_bytes(), path)
 
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:

@@ -1,0 +1,376 @@
+"""A Hugging Face folder to a run's folder and back, one tensor at a time.
+
+What is made by an import is a folder like a run's: config.yaml, a checkpoint of step 0 that holds
+the model alone (float32 masters), and huggingface/ with the tokenizer and what else came along.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.stream import StreamReader, StreamWriter, TensorInfo, row_blocks
+from maxmeg.config import files
+from maxmeg.config.schema import Config, DType, ModelConfig
+from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.hf import families
+from maxmeg.hf.binding import Binding, Place
+from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
+from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
+
+CARRIED = "huggingface"  # the folder of a run with the files that came with its model
+SMALL_FILES = (  # never code
+    *("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("*.jinja", "chat_template.json", "LICENSE*", "NOTICE*"),
+)
+EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 holds
+MASTER = DTYPES["F32"]
+WRITTEN = {DType.float32: DTYPES["F32"], DType.bfloat16: DTYPES["BF16"]}
+_SHOWN = 8
+
+
+class Weights(typing.Protocol):
+    """Tensors by name, read one at a time."""
+
+    tensors: Mapping[str, TensorInfo]
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model elsewhere: its config.json, weights by their names there, and small files."""
+
+    config: Mapping[str, typing.Any]
+    weights: Weights
+    files: tuple[Path, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a conversion made."""
+
+    family: str
+    num_tensors: int
+    num_parameters: int
+    tokenizer: str
+    notes: tuple[str, ...] = ()
+
+
+def open_folder(folder: str | os.PathLike[str]) -> Source:
+    """A folder as transformers' save_pretrained writes it; ValueError for any other."""
+    folder = Path(folder)
+    weights = SafetensorsFolder(folder)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json, which describes the model: add it")
+    found = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
+    small = tuple(path for path in found if path.is_file())
+    return Source(read_json(path), weights, small)
+
+
+def match(weights: Weights, model: ModelConfig, family: str) -> list[tuple[str, Binding]]:
+    """(name in the files, binding) of every tensor of a model, in the bindings' order.
+
+    ValueError naming tensors that are missing, unknown, given twice, or of another shape or dtype.
+    A tied tensor that is given once more must be equal.
+    """
+    names: dict[str, str] = {}
+    for name, known in families.canonical_names(weights.tensors, family).items():
+        if known in names:
+            raise ValueError(f"{names[known]} and {name} are both {known}: remove one of them")
+        names[known] = name
+    for again, first in families.aliases(model, family).items():
+        if again in names and first in names:
+            _check_equal(weights, names.pop(again), names[first])
+    bindings = {binding.theirs: binding for binding in families.bindings(model, family)}
+    problems = []
+    if missing := [name for name in bindings if name not in names]:
+        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+    if extra := [name for known, name in names.items() if known not in bindings]:
+        problems.append(f"{len(extra)} tensors are no part of a {family}: {_some(extra)}")
+    for known, binding in bindings.items():
+        info = weights.tensors[names[known]] if known in names else None
+        if info and (info.shape != binding.shape or info.dtype not in EXACT):
+            problems.append(
+                f"{names[known]} is {info.dtype}{list(info.shape)}, by config.json it has shape "
+                f"{list(binding.shape)}; dtypes that are read are float32, bfloat16 and float16"
+            )
+    if problems:
+        raise ValueError("the tensors are not those of config.json:\n" + _some(problems, "\n"))
+    return [(names[known], binding) for known, binding in bindings.items()]
+
+
+def describe_match(matched: Iterable[tuple[str, Binding]]) -> list[str]:
+    """One line a tensor: its name and shape, and our arrays."""
+    return [
+        f"{name} {list(binding.shape)} <-> {', '.join(_shown(place) for place in binding.ours)}"
+        for name, binding in matched
+    ]
+
+
+def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str = "") -> Report:
+    """Makes a run's folder of a model; ValueError, and no folder, where it cannot be exact.
+
+    tokenizer: as data.tokenizer, in place of the one among the source's files.
+    """
+    family, model = families.architecture(source.config), families.model_config(source.config)
+    matched = match(source.weights, model, family)
+    target = Path(target).absolute()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not empty: choose another --output")
+    new = not target.exists()
+    try:
+        config, identity, notes = _prepare(source, model, target, tokenizer)
+        metadata = {
+            "config": files.to_dict(config),
+            "tokenizer": identity,
+            "consumed_samples": 0,
+        }
+        tensors = {_path(name): info for name, info in array_infos(model).items()}
+        with StreamWriter(target / CHECKPOINTS, 0, tensors, metadata) as writer:
+            for name, binding in matched:
+                parts = binding.split(source.weights.read(name))
+                for place, part in zip(binding.ours, parts, strict=True):
+                    padded = place.name in VOCABULARY_TABLES
+                    writer.write(_path(place.name), part, place.layer, pad_rows=padded)
+        files.save(config, target / "config.yaml")
+    except BaseException:
+        for path in [target] if new else list(target.iterdir()):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        raise
+    return _report(family, matched, config.data.tokenizer, notes)
+
+
+def array_infos(model: ModelConfig) -> dict[str, TensorInfo]:
+    """All arrays of a model as a checkpoint holds them: float32, the vocabulary padded."""
+    infos = {}
+    for name, shape in families.array_shapes(model).items():
+        if name in VOCABULARY_TABLES:
+            shape = (model.padded_vocab_size(1), *shape[1:])
+        infos[name] = TensorInfo(MASTER, shape)
+    return infos
+
+
+def export_model(
+    run: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    dtype: DType = DType.bfloat16,
+    max_shard_bytes: int = 5_000_000_000,
+    step: int | None = None,
+    family: str = "",
+) -> Report:
+    """Writes a run's model as a folder that transformers' from_pretrained loads.
+
+    step: default the newest. family: default that of the folder the model came from, or the first
+    that has such models. ValueError where the checkpoint holds other arrays, or no family fits.
+    """
+    run, target = Path(run), Path(target)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not empty: choose another --output")
+    reader = open_run(run, step)
+    config = files.from_dict(reader.metadata["config"])
+    model, carried = config.model, carried_config(run)
+    family = choose_family(model, carried, family)
+    described = _merged(carried, model, family, config.data.tokenizer)
+    described["dtype"] = dtype.value
+    described.pop("torch_dtype", None)
+    bindings = families.bindings(model, family)
+    check_arrays(reader, model)
+    tensors = {b.theirs: TensorInfo(WRITTEN[dtype], b.shape) for b in bindings}
+    with SafetensorsWriter(target, tensors, max_shard_bytes) as writer:
+        for binding in bindings:
+            parts = [_read_place(reader, place, model) for place in binding.ours]
+            writer.write(binding.theirs, binding.join(parts))
+    small, notes = _tokenizer_files(run, config)
+    for path, name in small.items():
+        shutil.copyfile(path, target / name)
+    text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+    (target / "config.json").write_text(text, "utf-8")
+    matched = [(binding.theirs, binding) for binding in bindings]
+    return _report(family, matched, config.data.tokenizer, notes)
+
+
+def open_run(run: Path, step: int | None = None) -> StreamReader:
+    """A checkpoint of a run, the newest by default."""
+    checkpointer = Checkpointer(run / CHECKPOINTS)
+    steps = checkpointer.steps()
+    if not steps:
+        raise ValueError(f"{checkpointer.folder} holds no checkpoint: give the folder of a run")
+    return StreamReader(checkpointer.folder, steps[-1] if step is None else step)
+
+
+def carried_config(run: Path) -> dict[str, typing.Any]:
+    """The config.json that a run's model came with; empty where it came with none."""
+    path = run / CARRIED / "config.json"
+    return dict(families.text_part(read_json(path))) if path.is_file() else {}
+
+
+def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family: str) -> str:
+    """The family asked for, or the one it came from, or the first that has such models."""
+    family = family or (families.architecture(carried) if carried else "")
+    if not family:
+        fitting = families.families_of(model)
+        if not fitting:
+            names = ", ".join(families.FAMILIES)
+            raise ValueError(f"no family of transformers has such models; compared with {names}")
+        return fitting[0]
+    if family not in families.FAMILIES:
+        raise ValueError(f"--family={family}: choose one of {', '.join(families.FAMILIES)}")
+    return family
+
+
+def check_arrays(reader: StreamReader, model: ModelConfig) -> None:
+    """ValueError where a checkpoint's model is not the one that its config describes."""
+    saved = {path for path in reader.tensors if path.startswith("model/")}
+    infos = {_path(name): info for name, info in array_infos(model).items()}
+    if missing := sorted(infos.keys() - saved):
+        raise ValueError(f"the checkpoint lacks {len(missing)} arrays: {_some(missing)}")
+    if extra := sorted(saved - infos.keys()):
+        raise ValueError(
+            f"the checkpoint has {len(extra)} arrays that no tensor takes: {_some(extra)}; merge "
+            "adapters into the model first"
+        )
+    for path, info in infos.items():
+        found = reader.tensors[path]
+        tail = (
+            slice(1, None)
+            if path.removeprefix("model/").replace("/", ".") in VOCABULARY_TABLES
+            else slice(None)
+        )
+        if found.shape[tail] != info.shape[tail] or found.dtype != info.dtype:
+            raise ValueError(f"{path} is {found} in the checkpoint, expected {info}")
+
+
+def _prepare(
+    source: Source, model: ModelConfig, target: Path, tokenizer: str
+) -> tuple[Config, str, tuple[str, ...]]:
+    """Copies the small files; the run's config, its tokenizer's identity, and notes."""
+    folder = target / CARRIED
+    folder.mkdir(parents=True)
+    for path in source.files:
+        shutil.copyfile(path, folder / path.name)
+    if not (folder / "config.json").exists():
+        text = json.dumps(source.config, indent=2) + "\n"
+        (folder / "config.json").write_text(text, "utf-8")
+    config, notes = Config(run_dir=str(target), model=model), ()
+    config.data.tokenizer = tokenizer or _find_tokenizer(folder)
+    if not config.data.tokenizer:
+        config.data.tokenizer = f"null:{model.vocab_size}"
+        notes = ("there is no tokenizer: neither tokenizer.json nor tokenizer.model was found; "
+                 f"data.tokenizer is {config.data.tokenizer}, which reads numbers",)  # fmt: skip
+    loaded = load_tokenizer(config.data.tokenizer)
+    if loaded.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"tokenizer {config.data.tokenizer} has {loaded.vocab_size} ids with its end of a "
+            f"document, the model {model.vocab_size}: name its eos_token in tokenizer_config.json, "
+            "or choose a tokenizer with --tokenizer"
+        )
+    config.data.sequence_length = min(config.data.sequence_length, model.max_position)
+    return config, loaded.identity, notes
+
+
+def _find_tokenizer(folder: Path) -> str:
+    """data.tokenizer for the files in a folder; empty where there is none."""
+    if (folder / "tokenizer.json").exists():
+        return f"huggingface:{folder / 'tokenizer.json'}"
+    if (folder / "tokenizer.model").exists():
+        return f"sentencepiece:{folder / 'tokenizer.model'}"
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return f"gpt2:{folder}"
+    return ""
+
+
+def _tokenizer_files(run: Path, config: Config) -> tuple[dict[Path, str], tuple[str, ...]]:
+    """Files that go with an exported model and their names there, and notes."""
+    kind, _, argument = config.data.tokenizer.partition(":")
+    place = Path(argument)
+    folder = run / CARRIED
+    small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
+    if kind == "huggingface" and place.parent.absolute() != folder.absolute():
+        beside = place.parent / "tokenizer_config.json"
+        small = {path: name for path, name in small.items() if not name.startswith("tokenizer")}
+        small |= {place: "tokenizer.json"} | ({beside: beside.name} if beside.exists() else {})
+    elif kind == "sentencepiece":
+        small = {path: name for path, name in small.items() if name != "tokenizer.model"}
+        small |= {place: "tokenizer.model"}
+    elif kind == "gpt2":
+        names = ("vocab.json", "merges.txt")
+        small |= {place / name: name for name in names if (place / name).exists()}
+    if any(name in ("tokenizer.json", "tokenizer.model", "vocab.json") for name in small.values()):
+        return small, ()
+    return small, (f"no tokenizer was written: {config.data.tokenizer} has no file of its own",)
+
+
+def _merged(
+    carried: Mapping[str, typing.Any], model: ModelConfig, family: str, tokenizer: str
+) -> dict[str, typing.Any]:
+    """config.json: what the model decides, over what came along and says nothing else."""
+    if not carried:
+        loaded = load_tokenizer(tokenizer)
+        carried = {"bos_token_id": loaded.bos, "eos_token_id": loaded.eod}
+        carried |= {"pad_token_id": loaded.pad}
+        return families.hf_config(model, family, carried)
+    written = families.hf_config(model, family, carried)
+    both = {**carried, **written}
+    try:
+        changed = families.differences(model, families.model_config(both))
+    except ValueError:
+        changed = ["a key that no longer fits"]
+    return written if changed else both
+
+
+def _read_place(reader: StreamReader, place: Place, model: ModelConfig) -> np.ndarray:
+    """An array or one layer of it; of a vocabulary's table, the rows that are words."""
+    array = reader.read(_path(place.name), place.layer)
+    if place.name not in VOCABULARY_TABLES:
+        return array
+    if len(array) < model.vocab_size or array[model.vocab_size :].any():
+        raise ValueError(
+            f"{place.name} has {len(array)} rows for a vocabulary of {model.vocab_size}, and those "
+            "beyond it must be zero: the checkpoint's config is not its own"
+        )
+    return array[: model.vocab_size]
+
+
+def _check_equal(weights: Weights, name: str, other: str) -> None:
+    """Tied weights that are given twice are equal, bit for bit."""
+    a, b = weights.tensors[name], weights.tensors[other]
+    equal = a == b
+    if equal:
+        x, y = weights.read(name), weights.read(other)
+        blocks = row_blocks(a.shape, a.dtype.itemsize)
+        equal = all(x[rows].tobytes() == y[rows].tobytes() for rows in blocks)
+    if not equal:
+        raise ValueError(
+            f"{name} and {other} are tied by config.json but differ: set tie_word_embeddings to "
+            "false if both are meant"
+        )
+
+
+def _report(
+    family: str, matched: Sequence[tuple[str, Binding]], tokenizer: str, notes: tuple[str, ...]
+) -> Report:
+    count = sum(int(np.prod(binding.shape)) for _, binding in matched)
+    return Report(family, len(matched), count, tokenizer, notes)
+
+
+def _path(name: str) -> str:
+    """Where a checkpoint holds an array of the model."""
+    return "model/" + name.replace(".", "/")
+
+
+def _shown(place: Place) -> str:
+    return place.name if place.layer is None else f"{place.name}[{place.layer}]"
+
+
+def _some(texts: Sequence[str], between: str = ", ") -> str:
+    more = f"{between}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
+    return between.join(texts[:_SHOWN]) + more
