@@ -1,0 +1,45 @@
+"""Which model can begin with the weights of which. No JAX."""
+
+import dataclasses
+
+from maxmeg.config.schema import ModelConfig, Position
+
+# Fields that change how a model trains or runs, not what it computes.
+FREE = {
+    *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
+    *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
+}
+# Fields that training can adapt to: longer context, more words.
+ADAPTED = {
+    *("vocab_size", "max_position", "attention_window", "rotary_base", "rotary_local_base"),
+    *("rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high"),
+    *("rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors"),
+}
+
+
+def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
+    """What training has to adapt to, "rotary_factor 1.0 -> 8.0"; ValueError for what it cannot."""
+    pairs = {
+        field.name: (getattr(saved, field.name), getattr(wanted, field.name))
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in FREE and getattr(saved, field.name) != getattr(wanted, field.name)
+    }
+    texts = {
+        name: " -> ".join(str(getattr(value, "name", value)) for value in pair)
+        for name, pair in pairs.items()
+    }
+    learned = wanted.position is Position.learned
+    fixed = [name for name in pairs if name not in ADAPTED or (learned and name == "max_position")]
+    if fixed:
+        raise ValueError(
+            f"checkpoint.init_from={folder} is another model: "
+            + ", ".join(f"{name} {texts[name]}" for name in fixed)
+            + "; take its own architecture (--config=configs/finetune.py:FOLDER), or only change "
+            "the vocabulary and what positions and windows depend on"
+        )
+    if wanted.vocab_size < saved.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={wanted.vocab_size} is less than the {saved.vocab_size} of "
+            f"checkpoint.init_from={folder}: words can be added, not taken away"
+        )
+    return [f"{name} {text}" for name, text in texts.items()]
