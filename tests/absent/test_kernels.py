@@ -8,6 +8,7 @@ NAMES = list(TUNED_SHAPES)
 SPLIT = ["deepseek-4k", "gemma-4k-softcap"]  # gradients of keys and values one after the other
 SPILLED = {  # bytes a thread at most, of gradients; none elsewhere
     **dict.fromkeys(("llama-8k-packed", "mistral-16k-window", "llama4-16k-chunks"), 48),
+    **dict.fromkeys((name for name in NAMES if name.startswith("mha-")), 36),
     "deepseek-4k": 16,
     "gemma-4k-softcap": 288,
 }
