@@ -51,7 +51,10 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
     return named[0]
 
 
-def table_of(family: str) -> Family:
+def table_of(family: str | Family) -> Family:
+    """A table by its name, or one that no architecture of transformers has."""
+    if isinstance(family, Family):
+        return family
     if family not in FAMILIES:
         raise ValueError(f"no family is named {family!r}: choose from {', '.join(FAMILIES)}")
     return FAMILIES[family]
@@ -149,7 +152,7 @@ def our_module(short: str, model: ModelConfig, first: int) -> str:
     return f"sublayers.{at}.mixers.{mixer}.{rest}"
 
 
-def bindings(model: ModelConfig, family: str) -> list[Binding]:
+def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
     """Every tensor of the model's safetensors files, in their order, and our arrays."""
     table, shapes = table_of(family), array_shapes(model)
     found: list[Binding] = []
@@ -171,7 +174,7 @@ def bindings(model: ModelConfig, family: str) -> list[Binding]:
                     found.append(fused(name, places, shapes, groups, table))
     bound = {place.name for binding in found for place in binding.ours}
     if missing := shapes.keys() - bound:
-        raise ValueError(f"{family} has no tensor for {', '.join(sorted(missing))}")
+        raise ValueError(f"{table.model_type} has no tensor for {', '.join(sorted(missing))}")
     return found
 
 
