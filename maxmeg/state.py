@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import typing
@@ -13,13 +14,16 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint import layout
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config import files
+from maxmeg.config.initial import changes
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
-from maxmeg.parallel.parts import trained
+from maxmeg.parallel.parts import frozen, joined, trained
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.pipeline.layout import Layout
 from maxmeg.runtime.summary import ParameterRow
 
+log = logging.getLogger("maxmeg")
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
 VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimension 0
 
@@ -61,12 +65,76 @@ def shardings_of(abstract):
 
 
 def create_state(config: Config, optimizer, abstract: TrainState) -> TrainState:
-    """init_state, made in place on the mesh."""
+    """The state before the first step, made in place on the mesh."""
 
     def init(key):
-        return init_state(key, config, optimizer)
+        return trained(init_state(key, config, optimizer))
 
-    return jax.jit(init, out_shardings=shardings_of(abstract))(jax.random.key(config.seed))
+    own = jax.jit(init, out_shardings=shardings_of(trained(abstract)))(jax.random.key(config.seed))
+    return with_base(own, base_model(config, abstract.model))
+
+
+def base_model(config: Config, model: LM) -> LM:
+    """The frozen part of a model that is abstract with shardings; empty if all of it is trained."""
+    part = frozen(model)
+    if not jax.tree.leaves(part):
+        return part
+
+    def init(key):
+        return frozen(language_model(jax.random.split(key)[0], config))
+
+    return jax.jit(init, out_shardings=shardings_of(part))(jax.random.key(config.seed))
+
+
+def initial_model(config: Config, part: LM) -> LM:
+    """`part` of an abstract model with the weights of checkpoint.init_from, in its own dtypes.
+
+    Words that it does not know keep the random rows of the run's seed. ValueError where the folder
+    holds another model (config/initial.py).
+    """
+    folder = config.checkpoint.init_from
+    source = Checkpointer(os.path.join(folder, CHECKPOINTS))
+    steps = source.steps()
+    if not steps:
+        raise ValueError(
+            f"checkpoint.init_from={folder}: {source.folder} holds no checkpoint; give the run_dir "
+            "of a run, or a folder that python -m maxmeg.convert has written"
+        )
+    saved = files.from_dict(source.metadata(steps[-1])["config"]).model
+    if adapted := changes(saved, config.model, folder):
+        log.info("checkpoint.init_from=%s: %s", folder, ", ".join(adapted))
+    abstract = to_arrays({"model": part})
+    wanted = layout.on_disk(abstract, part.stack.layout)
+
+    def take(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """One array at a time: of a frozen base float32 is never whole in memory."""
+        stored = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
+        resizable = {name.replace(".", "/"): 0} if name.endswith(VOCABULARY_TABLES) else {}
+        tree, _ = source.restore(steps[-1], nested({name: stored}), resizable=resizable, partial=True)
+        (array,) = jax.tree.leaves(tree)
+        if resizable and config.model.vocab_size > saved.vocab_size:
+            array = with_new_words(array, name, saved.vocab_size, config)
+        return array.astype(like.dtype)
+
+    arrays = {name: take(name, like) for name, like in wanted.items()}
+    return from_tree(nested(arrays), {"model": part})["model"]
+
+
+def with_new_words(table_VD: jax.Array, name: str, known: int, config: Config) -> jax.Array:
+    """The table with rows from `known` on as a new model of the run's seed has them."""
+
+    def grown(table_VD, key):
+        fresh_VD = to_arrays({"model": LM(key, config.model, config.parallel)})[name]
+        rows_V1 = jnp.arange(fresh_VD.shape[0])[:, None]
+        return jnp.where(rows_V1 < known, table_VD, fresh_VD)
+
+    key = jax.random.split(jax.random.key(config.seed))[0]
+    return jax.jit(grown, out_shardings=table_VD.sharding)(table_VD, key)
+
+
+def with_base(state: TrainState, base: LM) -> TrainState:
+    """The state whose model had its trained part alone."""
+    return dataclasses.replace(state, model=joined(state.model, base))
 
 
 def parameter_rows(model) -> list[ParameterRow]:
@@ -104,8 +172,9 @@ def to_arrays(tree) -> dict[str, typing.Any]:
 
 
 def to_tree(tree) -> dict:
-    """The arrays of a state, layers in model order, as nested dicts: what checkpoints take."""
-    return nested(layout.to_disk(to_arrays(tree), layout_of(tree)))
+    """The arrays of a state that training changes, layers in model order, as nested dicts: what
+    checkpoints take."""
+    return nested(layout.to_disk(to_arrays(trained(tree)), layout_of(tree)))
 
 
 def nested(arrays: dict) -> dict:
@@ -140,9 +209,11 @@ def layout_of(tree) -> Layout:
 def restore(checkpointer: Checkpointer, abstract, step: int | None = None):
     """(step, tree like `abstract`, metadata) of a checkpoint, the newest intact one by default.
 
-    `abstract` is a whole state, or {"model": its model} to read nothing else. The padding of the
-    vocabulary and the pipeline may differ. None where there is no checkpoint.
+    `abstract` is a whole state, or {"model": its model} to read nothing else; of it only the
+    trained part is read, and returned. The padding of the vocabulary and the pipeline may differ.
+    None where there is no checkpoint.
     """
+    abstract = trained(abstract)
     wanted = layout.on_disk(to_arrays(abstract), layout_of(abstract))
     tables = [name for name in wanted if name.endswith(VOCABULARY_TABLES)]
     options = {
@@ -176,7 +247,7 @@ def resume(config: Config, checkpointer: Checkpointer, abstract: TrainState, tok
         return None
     check_tokenizer(tokenizer, checkpointer.metadata(steps[-1])["tokenizer"])
     found = restore(checkpointer, abstract)
-    return found and found[:2]
+    return found and (found[0], with_base(found[1], base_model(config, abstract.model)))
 
 
 def check_tokenizer(identity: str, saved: str) -> None:

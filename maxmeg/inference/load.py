@@ -12,7 +12,8 @@ from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh
-from maxmeg.state import CHECKPOINTS, abstract_state, check_tokenizer, restore
+from maxmeg.parallel.parts import joined
+from maxmeg.state import CHECKPOINTS, abstract_state, base_model, check_tokenizer, restore
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +46,10 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
     abstract = abstract_state(config, make_optimizer(config.optim), mesh)
     found = restore(checkpointer, {"model": abstract.model}, step)
     assert found is not None  # there are checkpoints
+    model = joined(found[1]["model"], base_model(config, abstract.model))
     tokenizer = load_tokenizer(config.data.tokenizer)
     check_tokenizer(tokenizer.identity, saved["tokenizer"])
-    return Trained(found[1]["model"], config, tokenizer, found[0], mesh)
+    return Trained(model, config, tokenizer, found[0], mesh)
 
 
 def without_pipeline(mesh: Mesh, hidden_size: int) -> Mesh:
