@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +25,24 @@ from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, 
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 CARRIED = "huggingface"  # the folder of a run with the files that came with its model
-SMALL_FILES = (  # never code
-    *("config.json", "generation_config.json", "tokenizer*.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
-    *("*.jinja", "chat_template.json", "LICENSE*", "NOTICE*"),
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"),
 )
+# Never code.
+SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 holds
 MASTER = DTYPES["F32"]
 WRITTEN = {DType.float32: DTYPES["F32"], DType.bfloat16: DTYPES["BF16"]}
+Pairs: typing.TypeAlias = list[tuple[str, Binding]]
 _SHOWN = 8
 
 
 class Weights(typing.Protocol):
     """Tensors by name, read one at a time."""
 
-    tensors: Mapping[str, TensorInfo]
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> np.ndarray: ...
 
@@ -76,7 +79,20 @@ def open_folder(folder: str | os.PathLike[str]) -> Source:
     return Source(read_json(path), weights, small)
 
 
-def match(weights: Weights, model: ModelConfig, family: str) -> list[tuple[str, Binding]]:
+def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
+    """The source with the tokenizer.json at `path`, and what lies beside it, for its own."""
+    path = Path(path)
+    if path.name != "tokenizer.json" or not path.is_file():
+        raise ValueError(f"--tokenizer={path}: give a tokenizer.json, or KIND:FILE")
+    beside = [found for pattern in TOKENIZER_FILES for found in sorted(path.parent.glob(pattern))]
+    beside = [found for found in beside if found.is_file()]
+    others = [
+        own for own in source.files if not any(own.match(pattern) for pattern in TOKENIZER_FILES)
+    ]
+    return dataclasses.replace(source, files=(*others, *beside))
+
+
+def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     """(name in the files, binding) of every tensor of a model, in the bindings' order.
 
     ValueError naming tensors that are missing, unknown, given twice, or of another shape or dtype.
@@ -108,7 +124,7 @@ def match(weights: Weights, model: ModelConfig, family: str) -> list[tuple[str, 
     return [(names[known], binding) for known, binding in bindings.items()]
 
 
-def describe_match(matched: Iterable[tuple[str, Binding]]) -> list[str]:
+def describe_match(matched: Pairs) -> list[str]:
     """One line a tensor: its name and shape, and our arrays."""
     return [
         f"{name} {list(binding.shape)} <-> {', '.join(_shown(place) for place in binding.ours)}"
@@ -176,7 +192,7 @@ def export_model(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty: choose another --output")
     reader = open_run(run, step)
-    config = files.from_dict(reader.metadata["config"])
+    config = saved_config(reader)
     model, carried = config.model, carried_config(run)
     family = choose_family(model, carried, family)
     described = _merged(carried, model, family, config.data.tokenizer)
@@ -205,6 +221,11 @@ def open_run(run: Path, step: int | None = None) -> StreamReader:
     if not steps:
         raise ValueError(f"{checkpointer.folder} holds no checkpoint: give the folder of a run")
     return StreamReader(checkpointer.folder, steps[-1] if step is None else step)
+
+
+def saved_config(reader: StreamReader) -> Config:
+    """The config of the run that saved a checkpoint."""
+    return files.from_dict(reader.metadata["config"])
 
 
 def carried_config(run: Path) -> dict[str, typing.Any]:
@@ -355,9 +376,7 @@ def _check_equal(weights: Weights, name: str, other: str) -> None:
         )
 
 
-def _report(
-    family: str, matched: Sequence[tuple[str, Binding]], tokenizer: str, notes: tuple[str, ...]
-) -> Report:
+def _report(family: str, matched: Pairs, tokenizer: str, notes: tuple[str, ...]) -> Report:
     count = sum(int(np.prod(binding.shape)) for _, binding in matched)
     return Report(family, len(matched), count, tokenizer, notes)
 

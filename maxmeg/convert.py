@@ -1,0 +1,95 @@
+"""Convert a model: python -m maxmeg.convert --input=HF_FOLDER --output=FOLDER
+
+Back: python -m maxmeg.convert --to=huggingface --input=RUN_DIR --output=HF_FOLDER. A .gguf file is
+converted like a folder. --list shows which tensor becomes which array, and writes nothing.
+"""
+
+import dataclasses
+import enum
+from pathlib import Path
+
+import jax
+
+from maxmeg.config.flags import run_command
+from maxmeg.config.schema import DType, setting
+from maxmeg.hf import convert, families, gguf
+
+
+class To(enum.Enum):
+    maxmeg = "maxmeg"
+    huggingface = "huggingface"
+
+
+@dataclasses.dataclass
+class Options:
+    """From where to where, and in what form."""
+
+    input: str = setting(dataclasses.MISSING, "Hugging Face folder, .gguf file, or a run's folder")
+    output: str = setting("", "folder to make: a run's, or Hugging Face's")
+    to: To = setting(To.maxmeg, "maxmeg | huggingface")
+    list: bool = setting(False, "show tensors and arrays, write nothing")
+    tokenizer: str = setting(
+        "", "as data.tokenizer, or a tokenizer.json; to maxmeg; empty: the input's own"
+    )
+    dtype: DType = setting(DType.bfloat16, "of what is written to huggingface: bfloat16 | float32")
+    step: int = setting(-1, "of the run's checkpoint; -1: the newest; to huggingface")
+    shard_gb: float = setting(5.0, "10^9 bytes a file holds at most, > 0; to huggingface")
+    family: str = setting(
+        "", "architecture of transformers; empty: the model's own; to huggingface"
+    )
+
+
+def main(options: Options) -> None:
+    # Nothing is computed but checksums: an accelerator would only be taken from others.
+    jax.config.update("jax_platforms", "cpu")
+    if not options.output and not options.list:
+        raise ValueError("no --output: name the folder to make, or add --list to see the tensors")
+    if options.shard_gb <= 0:
+        raise ValueError(f"--shard_gb={options.shard_gb} must be positive")
+    to_huggingface = options.to is To.huggingface
+    if options.list:
+        pairs = exported(options) if to_huggingface else imported(options)
+        print("\n".join(convert.describe_match(pairs)))
+        return
+    if to_huggingface:
+        step = None if options.step < 0 else options.step
+        limit = int(options.shard_gb * 1e9)
+        report = convert.export_model(
+            options.input, options.output, options.dtype, limit, step, options.family
+        )
+        following = f"transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
+    else:
+        source, tokenizer = opened(options), options.tokenizer
+        if tokenizer.endswith(".json") and ":" not in tokenizer:
+            source, tokenizer = convert.with_tokenizer(source, tokenizer), ""
+        report = convert.import_model(source, options.output, tokenizer)
+        following = f"python -m maxmeg.generate --run_dir={options.output} --prompt=TEXT"
+    print(
+        f"{report.family}: {report.num_tensors} tensors, {report.num_parameters:,} parameters"
+        f" -> {options.output}\ntokenizer: {report.tokenizer}"
+    )
+    for note in report.notes:
+        print(f"note: {note}")
+    print(f"next: {following}")
+
+
+def opened(options: Options) -> convert.Source:
+    is_gguf = Path(options.input).suffix == ".gguf"
+    return gguf.open_file(options.input) if is_gguf else convert.open_folder(options.input)
+
+
+def imported(options: Options) -> convert.Pairs:
+    source = opened(options)
+    model = families.model_config(source.config)
+    return convert.match(source.weights, model, families.architecture(source.config))
+
+
+def exported(options: Options) -> convert.Pairs:
+    run = Path(options.input)
+    model = convert.saved_config(convert.open_run(run)).model
+    family = convert.choose_family(model, convert.carried_config(run), options.family)
+    return [(binding.theirs, binding) for binding in families.bindings(model, family)]
+
+
+if __name__ == "__main__":
+    run_command(main, Options, needs_config=False)
