@@ -1,0 +1,318 @@
+"""Hugging Face folders to runs and back: bitwise, every tensor accounted for, in little memory."""
+
+import dataclasses
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hf_folders import (
+    LLAMA,
+    MODELS,
+    TIED,
+    make_folder,
+    random_tensors,
+    write_config,
+    write_tensors,
+    write_tokenizer,
+)
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.stream import StreamWriter
+from maxmeg.config import files
+from maxmeg.config.schema import Config, DType
+from maxmeg.hf import convert, families
+from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.inference.load import load_run
+from maxmeg.state import to_arrays
+
+GROWTH_BYTES = 24 << 20  # of peak memory with 8 layers more, of 10 MiB each
+FAMILY = "LlamaForCausalLM"
+
+
+def convert_in(source, target, **options):
+    return convert.import_model(convert.open_folder(source), target, **options)
+
+
+def assert_same_tensors(folder, tensors):
+    found = SafetensorsFolder(folder)
+    assert set(found.tensors) == set(tensors)
+    for name, array in tensors.items():
+        read = found.read(name)
+        assert read.dtype == array.dtype and read.tobytes() == array.tobytes(), name
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_there_and_back_is_bitwise_the_same(tmp_path, family):
+    tensors = make_folder(tmp_path / "hf", family, shard_bytes=10_000)
+    report = convert_in(tmp_path / "hf", tmp_path / "run")
+    assert report.num_tensors == len(tensors) and report.family == family
+    assert report.num_parameters == sum(array.size for array in tensors.values())
+    assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [0]
+    convert.export_model(tmp_path / "run", tmp_path / "bf16", max_shard_bytes=20_000)
+    assert_same_tensors(tmp_path / "bf16", tensors)
+    assert len(list((tmp_path / "bf16").glob("*.safetensors"))) > 2
+    convert.export_model(tmp_path / "run", tmp_path / "f32", DType.float32)
+    assert_same_tensors(tmp_path / "f32", {n: a.astype("f4") for n, a in tensors.items()})
+    config = json.loads((tmp_path / "bf16" / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and config["architectures"] == [family]
+    assert families.differences(MODELS[family], families.model_config(config)) == []
+    names = {path.name for path in (tmp_path / "f32").iterdir()}
+    assert names == {path.name for path in (tmp_path / "hf").iterdir()} - {"modeling_evil.py"} - {
+        path.name for path in (tmp_path / "hf").glob("model*.safetensors*")
+    } | {"model.safetensors"}
+
+
+def test_the_run_is_the_model(tmp_path):
+    """Every array where the bindings say, padding zero, config and tokenizer of the folder."""
+    tensors = make_folder(tmp_path / "hf")
+    convert_in(tmp_path / "hf", tmp_path / "run")
+    trained = load_run(str(tmp_path / "run"))
+    assert trained.step == 0
+    saved = files.load(tmp_path / "run" / "config.yaml")
+    assert trained.config == dataclasses.replace(saved, parallel=trained.config.parallel)
+    assert trained.config.run_dir == str(tmp_path / "run")
+    assert families.differences(trained.config.model, LLAMA) == []
+    assert trained.config.data.sequence_length == LLAMA.max_position
+    assert trained.tokenizer.decode([2, 5]) == "w2 w5" and trained.tokenizer.eod == 0
+    arrays = {name: np.asarray(array) for name, array in to_arrays(trained.model).items()}
+    for table in ("embedding.table", "output.table"):
+        assert arrays[table].shape[0] == 128 and not arrays[table][LLAMA.vocab_size :].any()
+        arrays[table] = arrays[table][: LLAMA.vocab_size]
+    assert {array.dtype for array in arrays.values()} == {np.dtype("f4")}
+    for binding in families.bindings(LLAMA, FAMILY):
+        parts = [
+            arrays[p.name] if p.layer is None else arrays[p.name][p.layer] for p in binding.ours
+        ]
+        np.testing.assert_array_equal(binding.join(parts), tensors[binding.theirs].astype("f4"))
+    carried = {path.name for path in (tmp_path / "run" / "huggingface").iterdir()}
+    assert "modeling_evil.py" not in carried and "chat_template.jinja" in carried
+
+
+def renamed(tensors, old, new):
+    return {(new if name == old else name): array for name, array in tensors.items()}
+
+
+EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+TENSORS = {  # of an untied Llama
+    "missing": (
+        lambda t: {n: a for n, a in t.items() if n not in (QUERY, NORM)},
+        f"2 tensors are missing: {NORM}, {QUERY}",
+    ),
+    "extra": (
+        lambda t: t | {"model.layers.3.mlp.up_proj.weight": t[NORM]},
+        "1 tensors are no part of a LlamaForCausalLM: model.layers.3.mlp.up_proj.weight",
+    ),
+    "misshapen": (
+        lambda t: t | {QUERY: t[QUERY][:16]},
+        rf"{QUERY} is bfloat16\[16, 32\], by config.json it has shape \[32, 32\]",
+    ),
+    "rows": (lambda t: t | {EMBEDDING: t[EMBEDDING][:69]}, r"bfloat16\[69, 32\]"),
+    "dtype": (lambda t: t | {NORM: t[NORM].astype("f8")}, "is float64"),
+    "duplicate": (
+        lambda t: t | {"norm.weight": t[NORM]},
+        "norm.weight and .*norm.weight are both model.norm.weight",
+    ),
+    "several": (
+        lambda t: renamed(t, NORM, "model.norm.bias"),
+        f"are missing: {NORM}\n.*no part of a LlamaForCausalLM: model.norm.bias",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_every_tensor_is_accounted_for(tmp_path, case):
+    change, message = TENSORS[case]
+    make_folder(tmp_path / "hf", tensors=change(random_tensors(LLAMA, FAMILY)))
+    with pytest.raises(ValueError, match=message):
+        convert_in(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_buffers_of_old_files_and_names_without_prefix_are_known(tmp_path):
+    tensors = random_tensors(LLAMA, FAMILY)
+    buffers = {
+        f"model.layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(4, "f4") for i in range(3)
+    }
+    make_folder(tmp_path / "hf", tensors=renamed(tensors, NORM, "norm.weight") | buffers)
+    assert convert_in(tmp_path / "hf", tmp_path / "run").num_tensors == len(tensors)
+
+
+def test_tied_weights_given_twice_must_be_equal(tmp_path):
+    tensors = random_tensors(TIED, FAMILY)
+    table = tensors[EMBEDDING]
+    make_folder(tmp_path / "same", model=TIED, tensors=tensors | {"lm_head.weight": table})
+    convert_in(tmp_path / "same", tmp_path / "run")
+    other = table.copy()
+    other[-1, -1] *= 2
+    make_folder(tmp_path / "other", model=TIED, tensors=tensors | {"lm_head.weight": other})
+    with pytest.raises(ValueError, match=rf"lm_head\.weight and {EMBEDDING} are tied .* differ"):
+        convert_in(tmp_path / "other", tmp_path / "run2")
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def remote_code(folder):
+    write_config(folder, LLAMA, FAMILY, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})
+
+
+def unknown_key(folder):
+    write_config(folder, LLAMA, FAMILY, rotary_emb_magic=3)
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text('{"vocab_size": 3, "vocab_size": 4}')
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def large_tokenizer(folder):
+    write_tokenizer(folder, words=90)
+
+
+FOLDERS = {
+    no_config: "has no config.json",
+    remote_code: "config.json has auto_map=.*trust_remote_code",
+    unknown_key: "config.json has rotary_emb_magic=3",
+    broken_config: "'vocab_size' is given twice",
+    pickled: "holds pytorch_model.bin.*save_pretrained",
+    large_tokenizer: "has 90 ids with its end of a document, the model 70",
+}
+
+
+@pytest.mark.parametrize("damage", FOLDERS, ids=lambda damage: damage.__name__)
+def test_bad_folders_are_refused_and_nothing_is_left(tmp_path, damage):
+    make_folder(tmp_path / "hf")
+    damage(tmp_path / "hf")
+    with pytest.raises(ValueError, match=FOLDERS[damage]):
+        convert_in(tmp_path / "hf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_is_there_is_not_written_over(tmp_path):
+    make_folder(tmp_path / "hf")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").write_text("")
+    for attempt in (convert_in, lambda a, b: convert.export_model(a, b)):
+        with pytest.raises(ValueError, match="exists and is not empty"):
+            attempt(tmp_path / "hf", tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_other_tokenizers_and_none(tmp_path):
+    make_folder(tmp_path / "hf")
+    source = convert.open_folder(tmp_path / "hf")
+    report = convert.import_model(source, tmp_path / "a", tokenizer="null:50")
+    assert report.tokenizer == "null:50" and not report.notes
+    (tmp_path / "other").mkdir()
+    write_tokenizer(tmp_path / "other", words=33)
+    bare = dataclasses.replace(source, files=())
+    report = convert.import_model(bare, tmp_path / "b")
+    assert report.tokenizer == "null:70" and "there is no tokenizer" in report.notes[0]
+    assert (
+        "no tokenizer was written" in convert.export_model(tmp_path / "b", tmp_path / "c").notes[0]
+    )
+    given = convert.with_tokenizer(source, tmp_path / "other" / "tokenizer.json")
+    convert.import_model(given, tmp_path / "d")
+    assert load_run(str(tmp_path / "d")).tokenizer.vocab_size == 33
+    assert (tmp_path / "d" / "huggingface" / "generation_config.json").exists()
+
+
+def write_run(folder, config, arrays, step=5):
+    """A run as training leaves it."""
+    infos = convert.array_infos(config.model) if arrays is None else arrays
+    tensors = {"model/" + name.replace(".", "/"): info for name, info in infos.items()}
+    saved = {"config": files.to_dict(config), "tokenizer": "bytes", "consumed_samples": 9}
+    with StreamWriter(folder / "checkpoints", step, tensors, saved) as writer:
+        for number, (path, info) in enumerate(tensors.items()):
+            array = np.full(info.shape, 1 + number / 8, info.dtype)
+            array[70:] = 0 if path.endswith("table") else array[70:]
+            writer.write(path, array)
+
+
+def test_a_run_that_was_trained_here_is_exported(tmp_path):
+    config = Config(model=dataclasses.replace(LLAMA, vocab_divisible_by=100))
+    write_run(tmp_path / "run", config, None)
+    report = convert.export_model(tmp_path / "run", tmp_path / "hf")
+    assert report.family == FAMILY
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described["eos_token_id"] == 256  # of the tokenizer of bytes
+    assert SafetensorsFolder(tmp_path / "hf").tensors[EMBEDDING].shape == (70, 32)
+
+
+def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
+    config = Config(model=LLAMA)
+    infos = convert.array_infos(LLAMA)
+    some = {name: info for name, info in infos.items() if "norm" not in name}
+    more = infos | {"stack.lora": infos["final_norm.weight"]}
+    shape = dataclasses.replace(infos["final_norm.weight"], shape=(31,))
+    cases = {
+        "the checkpoint lacks 3 arrays": some,
+        "1 arrays that no tensor takes: model/stack/lora; merge adapters": more,
+        "model/final_norm/weight is .*31": infos | {"final_norm.weight": shape},
+    }
+    for number, (message, arrays) in enumerate(cases.items()):
+        write_run(tmp_path / str(number), config, arrays)
+        with pytest.raises(ValueError, match=message):
+            convert.export_model(tmp_path / str(number), tmp_path / "hf")
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        convert.export_model(tmp_path / "none", tmp_path / "hf")
+    with pytest.raises(ValueError, match="--family=Llama: choose one of"):
+        convert.export_model(tmp_path / "0", tmp_path / "hf", family="Llama")
+    with pytest.raises(ValueError, match="no GPT2LMHeadModel is such a model"):
+        convert.export_model(tmp_path / "0", tmp_path / "hf", family="GPT2LMHeadModel")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_rows_beyond_the_vocabulary_must_be_zero(tmp_path):
+    write_run(tmp_path / "run", Config(model=dataclasses.replace(LLAMA, vocab_size=65)), None)
+    with pytest.raises(ValueError, match="128 rows for a vocabulary of 65, and those beyond"):
+        convert.export_model(tmp_path / "run", tmp_path / "hf")
+
+
+def test_memory_does_not_grow_with_the_number_of_layers(tmp_path):
+    """In a process of its own, whose peak is that of the conversion."""
+    tests = str(Path(__file__).parents[1])
+    paths = os.pathsep.join([tests, *sys.path])
+    command = [sys.executable, __file__, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    few, more = json.loads(done.stdout)
+    assert more - few < GROWTH_BYTES
+
+
+def peaks(folder):
+    """Peak memory after a model of 2 layers went there and back, and then one of 10."""
+    found = []
+    for layers in (2, 10):
+        model = dataclasses.replace(
+            LLAMA, num_layers=layers, hidden_size=512, ffn_size=1024, num_kv_heads=4
+        )
+        place = Path(folder) / str(layers)
+        write_config(place / "hf", model, FAMILY)
+        one = random_tensors(dataclasses.replace(model, num_layers=1), FAMILY)
+        names = [binding.theirs for binding in families.bindings(model, FAMILY)]
+        write_tensors(
+            place / "hf",
+            {name: one[re.sub(r"layers\.\d+\.", "layers.0.", name)] for name in names},
+            max_shard_bytes=8 << 20,
+        )
+        convert_in(place / "hf", place / "run")
+        convert.export_model(place / "run", place / "back")
+        found.append(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    peaks(sys.argv[1])
