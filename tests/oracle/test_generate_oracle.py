@@ -1,0 +1,84 @@
+"""Greedy text is that of Hugging Face's generate, of every family and for prompts of different
+lengths at once.
+
+Not so where a rotation depends on the length of the text: there (`dynamic`, `longrope`) theirs
+takes the longest row's for all of a batch, ours each row's own; and when a text of Phi-3 grows past
+its original length, theirs encodes it anew and ours goes on with the keys it has.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from test_families_oracle import CASES, GATED, LONGROPE, VOCAB, imported, quick_jit, saved
+
+from maxmeg.hf.families import model_config
+from maxmeg.inference.decode import Request, generate, pad
+from maxmeg.inference.sampling import Sampling
+
+TOKENS = 32
+LENGTHS = (8, 3, 5)
+LONGER = {"phi 3": (20, 17, 18)}  # than the original length, from the first token on
+SETTLED = {**LONGROPE, "original_max_position_embeddings": 64}  # longer than every text
+MORE = {"longrope": ("LlamaForCausalLM", {**GATED, "rope_parameters": SETTLED})}
+
+
+def enlivened(model, folder):
+    """The model saved anew, its layers stronger than its embeddings: its text is no echo."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if re.search(r"embed_tokens|embed_in|word_emb|wte", name):
+                parameter.mul_(0.2)
+            elif parameter.ndim == 2 and re.search(r"layers\.|h\.", name):
+                parameter.add_(0.4 * torch.randn_like(parameter))
+            elif name.endswith("bias"):
+                parameter.mul_(0.1)
+    model.save_pretrained(folder)
+
+
+def theirs_greedy(model, prompts) -> np.ndarray:
+    """Tokens after prompts that are padded on the left."""
+    longest = max(map(len, prompts))
+    ids, mask = np.zeros((2, len(prompts), longest), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    model.generation_config.eos_token_id = None  # no row ends early
+    found = model.generate(
+        torch.tensor(ids),
+        attention_mask=torch.tensor(mask),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return found[:, longest:].numpy()
+
+
+def ours_greedy(model, prompts) -> np.ndarray:
+    request = Request(TOKENS, Sampling(temperature=0))
+    run = quick_jit(lambda model, prompts, key: generate(model, prompts, key, request)[0])
+    padded = pad(prompts, range(len(prompts)), len(prompts))
+    return np.asarray(run(model, padded, jax.random.key(0)))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES | MORE if name != "gpt j"])
+def test_greedy_text(name, tmp_path, monkeypatch):
+    if name in MORE:
+        monkeypatch.setitem(CASES, name, MORE[name])
+    theirs, config = saved(name, tmp_path)
+    enlivened(theirs, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    ours = imported(tensors, model_config(config), CASES[name][0])
+    rng = np.random.default_rng(0)
+    lengths = LONGER.get(name, LENGTHS)
+    prompts = [rng.integers(0, VOCAB, length) for length in lengths]
+    found = ours_greedy(ours, prompts)
+    if config.get("rope_parameters", {}).get("rope_type") == "dynamic":
+        wanted = np.concatenate([theirs_greedy(theirs, [prompt]) for prompt in prompts])
+    else:
+        wanted = theirs_greedy(theirs, prompts)
+    np.testing.assert_array_equal(found, wanted)
+    assert len(np.unique(found)) > 4
