@@ -2,8 +2,9 @@
 
 Alone: a small byte-level model of Python's own standard library; under 2 minutes on two CPU
 cores, validation loss about 1.8 nats a byte.
-With a size (gpt2-124m 345m 1.3b 6.7b 22b 175b llama3-8b), as in --config=configs/gpt.py:gpt2-124m:
-that architecture with usual settings, for GPUs; give it --config.data.paths=PREFIX.
+With a name of maxmeg/models/registry.py (gpt2-124m, gpt3-175b, llama3.1-8b, qwen3-8b ...), as in
+--config=configs/gpt.py:qwen3-8b: that architecture from scratch with usual settings, for GPUs; give
+it --config.data.paths=PREFIX.
 """
 
 from maxmeg.config.schema import Config, DType, LrDecay

@@ -17,7 +17,12 @@ from maxmeg.config.schema import (
     RotaryScaling,
 )
 from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, divisors, resolve, validate
-from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
+from maxmeg.models.registry import (
+    ARCHITECTURES,
+    LONGEST_SAMPLE,
+    architecture,
+    use_architecture,
+)
 from maxmeg.ops import attention, cross_entropy
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -198,13 +203,18 @@ MESHES = [
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_named_architectures_are_valid_on_usual_meshes(name):
+def test_named_architectures_are_valid_where_their_heads_divide(name):
     for parallel, num_devices in MESHES:
         config = use_architecture(Config(), name)
         config.train.global_batch_size = 128
         config.parallel = ParallelConfig(**parallel)
-        validate(config, num_devices)
-        assert config.data.sequence_length == config.model.max_position == ARCHITECTURES[name][1]
+        model, tensor = config.model, config.parallel.tensor
+        assert config.data.sequence_length == min(model.max_position, LONGEST_SAMPLE)
+        if model.num_heads % tensor or model.kv_heads % tensor:
+            with pytest.raises(ValueError, match=rf"heads=\d+ is not .* parallel.tensor={tensor}:"):
+                validate(config, num_devices)
+        else:
+            validate(config, num_devices)
 
 
 def test_an_unknown_architecture_names_those_there_are():

@@ -1,0 +1,54 @@
+"""Parameter trees as text, one architecture a family: python tests/models/golden.py --write
+
+Names, shapes and axes are what checkpoints and tables of conversion hold: change them on purpose.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import jax
+
+from maxmeg.models.lm import LM
+from maxmeg.models.registry import architecture
+from maxmeg.parallel.rules import is_variable, logical_axes
+from maxmeg.state import array_name
+
+FOLDER = Path(__file__).parents[1] / "golden"
+FAMILIES = {
+    "gpt": "gpt3-175b",
+    "llama": "llama3-8b",
+    "mistral": "mistral-7b-v0.3",
+    "qwen2.5": "qwen2.5-7b",
+    "qwen3": "qwen3-8b",
+    "gemma2": "gemma2-9b",
+    "gemma3": "gemma3-4b",
+    "olmo2": "olmo2-7b",
+    "phi3": "phi3-medium-4k",
+    "neox": "pythia-1.4b",
+    "falcon": "falcon-40b",
+    "starcoder2": "starcoder2-3b",
+    "nemotron": "minitron-8b",
+}
+
+
+@functools.cache
+def abstract_model(name: str, vocab_divisible_by: int = 128) -> LM:
+    config = architecture(name)
+    config.vocab_divisible_by = vocab_divisible_by
+    return jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+
+
+def parameter_tree(name: str) -> str:
+    """A line an array: name, shape, logical axes."""
+    leaves = jax.tree_util.tree_leaves_with_path(abstract_model(name), is_leaf=is_variable)
+    lines = []
+    for path, variable in leaves:
+        axes = ",".join(axis or "-" for axis in logical_axes(variable))
+        lines.append(f"{array_name(path)} {'x'.join(map(str, variable.shape))} {axes}\n")
+    return "".join(sorted(lines))
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
+    for family, name in FAMILIES.items():
+        (FOLDER / f"{family}.txt").write_text(parameter_tree(name))

@@ -1,0 +1,246 @@
+"""Every named architecture has its published size, and a small model of each kind works."""
+
+import functools
+import json
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
+from jax import lax
+
+from maxmeg.config.schema import ModelConfig
+from maxmeg.hf.families import differences, model_config
+from maxmeg.inference.decode import forward_cached
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
+from maxmeg.parallel.rules import RULES, is_variable, logical_axes
+
+SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
+REPLICATED = 0.02  # of the parameters
+VOCAB, LENGTH, FIRST = 37, 12, 6
+# Half the time to compile; rounding may differ, no more than the tolerances allow.
+quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+# Numbers of the files on Hugging Face or of model cards, each parameter once; of the text part of
+# Gemma 3. Falcon's files hold the tied table twice: 7,217,189,760 and 41,835,970,560.
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.5b": 1_557_611_200,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 3_880_263_168,
+    "gemma3-12b": 11_766_034_176,
+    "gemma3-27b": 27_009_346_304,
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+    "phi3-mini-4k": 3_821_079_552,
+    "phi3-mini-128k": 3_821_079_552,
+    "phi3-medium-4k": 13_960_238_080,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+    "falcon-7b": 7_217_189_760 - 65024 * 4544,
+    "falcon-40b": 41_835_970_560 - 65024 * 8192,
+}
+# Keys of published files that transformers does not read either.
+LEGACY = (
+    "output_past",
+    "sliding_window_size",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+)
+# (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the sequence
+# parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files.
+ROUNDED = {
+    "gpt3-125m": (125, 1e6),
+    "gpt3-350m": (356, 1e6),
+    "gpt3-760m": (760, 1e6),
+    "gpt3-1.3b": (132, 1e7),
+    "gpt3-2.7b": (265, 1e7),
+    "gpt3-6.7b": (666, 1e7),
+    "gpt3-13b": (1285, 1e7),
+    "gpt3-175b": (17460, 1e7),
+    "22b": (22, 1e9),
+    "starcoder2-3b": (303, 1e7),
+    "starcoder2-7b": (717, 1e7),
+    "starcoder2-15b": (16, 1e9),
+    "minitron-4b": (419, 1e7),
+    "minitron-8b": (83, 1e8),
+    "nemotron4-15b": (31 + 125, 1e8),  # embeddings and the rest
+    "nemotron4-340b": (94 + 3316, 1e8),
+}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architecture_has_its_parameters(name: str):
+    leaves = jax.tree.leaves(abstract_model(name, vocab_divisible_by=1))
+    count = sum(array.size for array in leaves)
+    if name in PUBLISHED:
+        assert count == PUBLISHED[name]
+    else:
+        number, unit = ROUNDED[name]
+        assert round(count / unit) == number
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_little_of_an_architecture_is_replicated(name: str):
+    total = replicated = 0
+    for variable in jax.tree.leaves(abstract_model(name), is_leaf=is_variable):
+        axes = {axis for dim in logical_axes(variable) for axis in RULES[dim]}
+        total += variable.size
+        replicated += variable.size * (axes <= {"pipe"})
+    assert replicated <= REPLICATED * total
+
+
+def test_aliases_are_names_of_their_own():
+    for alias, name in ALIASES.items():
+        assert alias not in ARCHITECTURES
+        assert architecture(alias) == architecture(name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameter_tree_is_the_golden_one(family: str):
+    """On purpose: python tests/models/golden.py --write"""
+    assert parameter_tree(FAMILIES[family]) == (FOLDER / f"{family}.txt").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("configs/*.json")), ids=lambda path: path.stem)
+def test_architecture_is_that_of_its_published_config(path):
+    """Of one or two models of each family their config.json as on Hugging Face."""
+    written = json.loads(path.read_text())
+    published = model_config({key: written[key] for key in written if key not in LEGACY})
+    assert differences(architecture(path.stem), published) == []
+    assert architecture(path.stem).init_std == pytest.approx(published.init_std)
+
+
+def small(name: str) -> ModelConfig:
+    """The architecture with all its options and small sizes."""
+    config = architecture(name)
+    groups = config.num_heads // config.kv_heads
+    config.vocab_size, config.vocab_divisible_by = VOCAB, 1
+    config.attention_global_every = min(config.attention_global_every, 2)
+    config.num_layers = 1 + config.layers_of_unit  # where kinds take turns, one of a second unit
+    config.hidden_size, config.num_heads, config.ffn_size = 64, 4, 96
+    config.num_kv_heads = {1: 4, 71: 1}.get(groups, 2)
+    config.head_dim = 12 if config.head_dim else 0
+    config.max_position = LENGTH
+    config.attention_window = min(config.attention_window, 5)
+    if config.embedding_scale != 1:
+        config.embedding_scale = 8.0
+    if config.rotary_original_length:
+        config.rotary_original_length = FIRST - 1  # every row is longer
+    config.rotary_short_factors = config.rotary_short_factors[: config.head_size // 2]
+    config.rotary_long_factors = config.rotary_long_factors[: config.head_size // 2]
+    return config
+
+
+SMALL = {
+    "gpt": "gpt3-175b",
+    "llama": "llama3.2-1b",
+    "qwen3": "qwen3-8b",
+    "gemma3": "gemma3-4b",
+    "olmo2": "olmo2-7b",
+    "phi3": "phi3-mini-128k",
+    "neox": "pythia-1.4b",
+    "falcon": "falcon-7b",
+    "starcoder2": "starcoder2-3b",
+    "nemotron": "minitron-8b",
+}
+
+
+def random_model(config: ModelConfig) -> LM:
+    """Every array is random, norms and biases too; made without compiling."""
+    shapes = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda a: jnp.asarray(0.2 * rng.normal(size=a.shape), a.dtype), shapes)
+
+
+class Found(typing.NamedTuple):
+    loss: jax.Array
+    seen_L: jax.Array
+    forward_BLV: jax.Array
+    decoded_BLV: jax.Array
+
+
+def properties(model: LM, ids_BL: jax.Array) -> Found:
+    """The loss; |gradient| of the output in the middle by every token's embedding; logits of tokens
+    from FIRST - 1 on, of the whole rows and of prefill and decoding. One program: compiling costs.
+    """
+    forward_BLV = model(ids_BL)
+    picked_BL = jnp.take_along_axis(forward_BLV[:, :-1], ids_BL[:, 1:, None], axis=-1)
+    loss = (jax.nn.logsumexp(forward_BLV[:, :-1], axis=-1) - picked_BL[..., 0]).mean()
+
+    def middle(rows_LD):
+        changed = jax.tree.map(lambda a: a, model)
+        changed.embedding = lambda _: rows_LD[None]
+        positions_BL = jnp.arange(LENGTH)[None]
+        return jnp.sin(changed.hidden(ids_BL[:1], Context(positions_BL))[0][0, FIRST]).sum()
+
+    rows_LD = model.embedding.table[...][ids_BL[0]]
+    seen_L = jnp.abs(jax.grad(middle)(rows_LD)).sum(-1)
+    empty = model.stack.init_cache(len(ids_BL), LENGTH)
+    first_BV, cache = forward_cached(model, ids_BL[:, :FIRST], jnp.int32(0), empty)
+
+    def step(cache, i):
+        token_B1 = lax.dynamic_slice_in_dim(ids_BL, i, 1, axis=1)
+        logits_BV, cache = forward_cached(model, token_B1, i, cache)
+        return cache, logits_BV
+
+    _, rest_LBV = lax.scan(step, cache, jnp.arange(FIRST, LENGTH))
+    decoded_BLV = jnp.concatenate([first_BV[None], rest_LBV]).swapaxes(0, 1)
+    return Found(loss, seen_L, forward_BLV[:, FIRST - 1 :], decoded_BLV)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_small_model_trains_is_causal_and_decodes(family: str):
+    model = random_model(small(SMALL[family]))
+    ids_BL = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, VOCAB)
+    found = quick_jit(properties)(model, ids_BL)
+    assert jnp.isfinite(found.loss) and 1 < found.loss < 100
+    assert found.seen_L[: FIRST + 1].all() and not found.seen_L[FIRST + 1 :].any()
+    assert float(jnp.std(found.forward_BLV)) > 0.1
+    np.testing.assert_allclose(found.decoded_BLV, found.forward_BLV, atol=SAME)
