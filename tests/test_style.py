@@ -57,6 +57,8 @@ FORBIDDEN_CALLS = {"eval", "exec", "os.system", "os.popen", "yaml.load", "yaml.u
 FORBIDDEN_CALLS |= {f"builtins.{name}" for name in ("eval", "exec")}
 FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal"}
+# Reads torch's lists of tensors by an unpickler that runs nothing, in a process of its own.
+READS_PICKLES = "maxmeg/hf/torch_dist_child.py"
 
 
 def read_sources() -> Sources:
@@ -221,7 +223,9 @@ def forbidden_code(sources: Sources) -> Iterator[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names]
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else names
-            found += [name for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+            allowed = {"pickle"} if path == READS_PICKLES else set()
+            forbidden = FORBIDDEN_MODULES - allowed
+            found += [name for name in names if name.split(".")[0] in forbidden]
         for name in found:
             yield f"{path}:{node.lineno}: {name} is forbidden: it can run what a file holds"
 
@@ -353,6 +357,7 @@ PLANTED = [
     (forbidden_code, {"launch/a.py": "exec('x')"}, "exec"),
     (forbidden_code, {"maxmeg/a.py": "import pickle as json"}, "pickle"),
     (forbidden_code, {"maxmeg/a.py": "from dill import loads"}, "dill"),
+    (forbidden_code, {READS_PICKLES: "import dill"}, "dill"),
     (forbidden_code, {"maxmeg/a.py": "yaml.load(f, Loader)"}, "yaml.load"),
     (forbidden_code, {"maxmeg/a.py": "run('ls', shell=True)"}, "shell="),
     (forbidden_code, {"maxmeg/a.py": "np.load(f, allow_pickle=flag)"}, "allow_pickle="),
@@ -384,6 +389,7 @@ NEAR_MISSES = [
     (import_closure, {"maxmeg/train.py": lines(12_000), "maxmeg/plan.py": lines(9)}),
     (duplication, {"maxmeg/a.py": lines(11), "maxmeg/b.py": lines(11)}),
     (forbidden_code, {"maxmeg/a.py": "model.eval()\nrun('ls', shell=False)\nyaml.safe_load(f)"}),
+    (forbidden_code, {READS_PICKLES: "import pickle"}),
     (environment, {"maxmeg/runtime/a.py": "os.environ", "maxmeg/a.py": "x.environ"}),
     (leftovers, {"maxmeg/a.py": f"x = '{LEFT.lower()}'\nMY_{LEFT}S = 1"}),
     (file_names, {"maxmeg/ops/commonly_used.py": "", "maxmeg/config/v.py": ""}),

@@ -1,0 +1,233 @@
+"""The process in which torch reads a torch_dist checkpoint: run as a script, with torch alone.
+
+Requests are lines of JSON on stdin; a reply is a line of JSON on stdout, and after a `part` its
+bytes. `.metadata` and a run's arguments are pickles: here, and nowhere else, they are read, by an
+unpickler for which the classes that such files name are records without code, and any other name
+is refused. Tensors are read by torch.load(weights_only=True).
+"""
+
+import io
+import json
+import os
+import pickle
+import re
+import sys
+import typing
+import zipfile
+
+DCP = "torch.distributed.checkpoint"
+# Modules whose classes `.metadata` names: torch's plans of what was saved, and Megatron's own.
+PLANS = (f"{DCP}.metadata", f"{DCP}.planner", f"{DCP}.filesystem")
+PLANS += ("megatron.core.dist_checkpointing.strategies.torch", "torch.distributed._shard.metadata")
+# Modules whose classes a run's arguments name: enums, dtypes, places and functions of torch's.
+ARGUMENTS = ("argparse", "megatron", "torch", "pathlib", "signal", "types", "enum", "collections")
+# What containers are made with, which tensors inside of arguments need too.
+CONTAINERS = {"set", "frozenset", "bytearray", "slice", "range", "complex", "encode"}
+
+
+class UnsafeError(Exception):
+    """A pickle names what it has no reason to name."""
+
+
+class Record:
+    """What a pickle makes of any class that it may name: what it was called with, and its state."""
+
+    name = ""
+    arguments: tuple
+    state: typing.Any
+
+    def __new__(cls, *arguments: typing.Any, **_: typing.Any) -> "Record":
+        made = super().__new__(cls)
+        made.arguments, made.state = arguments, {}
+        return made
+
+    def __setstate__(self, state: typing.Any) -> None:
+        self.state = state
+
+    def __setitem__(self, key: typing.Any, value: typing.Any) -> None:  # an OrderedDict's items
+        self.state[key] = value
+
+    def __getitem__(self, key: str) -> typing.Any:
+        return self.state[key]
+
+    def __hash__(self) -> int:
+        """An index of storage is a key of a dict before it has its state."""
+        return id(self)
+
+
+class RecordUnpickler(pickle.Unpickler):
+    """Makes records, tuples for torch.Size, and the names of torch's dtypes; runs nothing."""
+
+    def __init__(self, file: typing.IO[bytes], modules: tuple[str, ...], what: str) -> None:
+        super().__init__(file)
+        self.modules, self.what = modules, what
+
+    def find_class(self, module: str, name: str) -> typing.Any:
+        within = any(module == m or module.startswith(f"{m}.") for m in self.modules)
+        builtin = module in ("builtins", "__builtin__", "_codecs") and name in CONTAINERS
+        layout = (module, name) == ("torch.serialization", "_get_layout")
+        dtype = module == "torch" and re.fullmatch(r"[a-z]+[a-z0-9_]*", name)
+        size = (module, name) == ("torch", "Size")
+        if not (within or builtin or layout or dtype or size):
+            raise UnsafeError(f"{self.what} wants {module}.{name}, which no checkpoint needs")
+        if size:
+            return tuple
+        return name if dtype else type("Record", (Record,), {"name": f"{module}.{name}"})
+
+    def persistent_load(self, pid: typing.Any) -> None:
+        """Tensors inside of arguments are left out."""
+
+
+class Part(io.RawIOBase):
+    """`length` bytes of a file from `start` on, as a file."""
+
+    def __init__(self, path: str, start: int, length: int) -> None:
+        self.file = open(path, "rb")  # noqa: SIM115 closed by close()
+        length = length if length >= 0 else os.fstat(self.file.fileno()).st_size
+        self.start, self.length, self.at = start, length, 0
+        if start < 0 or start + length > os.fstat(self.file.fileno()).st_size:
+            raise ValueError(f"{path} ends before byte {start + length}: it is truncated")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.at}.get(whence, self.length))
+        return self.at
+
+    def readinto(self, buffer: typing.Any) -> int:
+        self.file.seek(self.start + self.at)
+        view = memoryview(buffer).cast("B")
+        count = self.file.readinto(view[: max(0, min(len(view), self.length - self.at))])
+        self.at += count
+        return count
+
+    def close(self) -> None:
+        self.file.close()
+        super().close()
+
+
+def catalogue(path: str) -> dict[str, typing.Any]:
+    """Of every tensor its dtype, shape and chunks; of every object where it lies."""
+    with open(path, "rb") as file:
+        metadata = RecordUnpickler(file, PLANS, path).load()
+    places = {}
+    for index, info in metadata["storage_data"].items():
+        key = (index["fqn"], tuple(index.state.get("offset") or ()))
+        extra = info.state.get("transform_descriptors")
+        if extra:
+            raise ValueError(f"{key[0]} is stored as {extra}: save it without transforms")
+        places[key] = [info["relative_path"], info["offset"], info["length"]]
+    tensors: dict[str, typing.Any] = {}
+    objects: dict[str, typing.Any] = {}
+    for name, stored in metadata["state_dict_metadata"].items():
+        if stored.name == f"{DCP}.metadata.BytesStorageMetadata":
+            objects[name] = places.get((name, ()))
+            continue
+        chunks = []
+        for chunk in stored["chunks"]:
+            begin = chunk["offsets"]
+            place = places.get((name, begin), places.get((name, ())) if not any(begin) else None)
+            if place is None:
+                raise ValueError(f"{name}: {path} does not say where the part at {begin} lies")
+            chunks.append([begin, chunk["sizes"], *place])
+        dtype = stored["properties"].state[0]
+        tensors[name] = {"dtype": dtype, "shape": stored["size"], "chunks": chunks}
+    return {"tensors": tensors, "objects": objects}
+
+
+def arguments(path: str, start: int, length: int) -> dict[str, typing.Any]:
+    """The plain values of a run's arguments; enums by their values, and nothing else."""
+    with Part(path, start, length) as file, zipfile.ZipFile(file) as archive:
+        (name,) = [n for n in archive.namelist() if re.fullmatch(r"[^/]+/data\.pkl", n)]
+        common = RecordUnpickler(io.BytesIO(archive.read(name)), ARGUMENTS, path).load()
+    if isinstance(common, list) and len(common) == 1:  # as an object among the tensors
+        (common,) = common
+    found = common.get("args") if isinstance(common, dict) else None
+    if not isinstance(found, Record) or not isinstance(found.state, dict):
+        return {}
+
+    def plain(value: typing.Any) -> bool:
+        return value is None or isinstance(value, bool | int | float | str)
+
+    kept = {}
+    for name, value in found.state.items():
+        if isinstance(value, Record) and len(value.arguments) == 1:
+            value = value.arguments[0]
+        listed = isinstance(value, list | tuple) and all(plain(item) for item in value)
+        if isinstance(name, str) and (plain(value) or listed):
+            kept[name] = value
+    return kept
+
+
+def part(
+    path: str, start: int, length: int, dtype: str, size: list[int], box: list[list[int]]
+) -> memoryview:
+    """The bytes of a box (slices of every dimension) of one stored tensor."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ValueError(
+            f"{sys.executable} has no torch, which these files need: pip install 'maxmeg[megatron]'"
+        ) from error
+    with Part(path, start, length) as file:
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{path} has no tensor at {start}, but a {type(tensor).__name__}")
+    if list(tensor.shape) != size or tensor.dtype != getattr(torch, dtype):
+        raise ValueError(
+            f"{path} has {tensor.dtype}{list(tensor.shape)} at {start}, but {dtype}{size} by "
+            ".metadata"
+        )
+    whole = tensor[tuple(slice(*bounds) for bounds in box)].detach().contiguous()
+    return memoryview(whole.reshape(-1).view(torch.uint8).numpy())
+
+
+ANSWERS: dict[str, typing.Callable[..., typing.Any]] = {
+    "catalogue": catalogue,
+    "arguments": arguments,
+    "part": part,
+}
+
+
+def answer(request: dict[str, typing.Any]) -> tuple[str, memoryview | None]:
+    """The line of a reply, and the bytes that follow it."""
+    try:
+        found = ANSWERS[request["ask"]](*request["of"])
+        if isinstance(found, memoryview):
+            return json.dumps({"bytes": found.nbytes}), found
+        return json.dumps({"found": found}), None
+    except UnsafeError as error:
+        return json.dumps({"unsafe": str(error)}), None
+    except pickle.UnpicklingError as error:
+        wanted = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"wants {wanted[1]}" if wanted else str(error).splitlines()[0]
+        return json.dumps({"unsafe": f"{request['of'][0]}: {reason}"}), None
+    except Exception as error:  # whatever a damaged file raises: the parent says which file
+        reason = str(error).split("\n")[0]
+        named = isinstance(error, ValueError)
+        where = "" if named else f"{request['of'][0]} is damaged: {type(error).__name__}: "
+        return json.dumps({"error": where + reason}), None
+
+
+def main() -> None:
+    out = sys.stdout.buffer
+    sys.stdout = sys.stderr  # what a library prints is no reply
+    for line in sys.stdin.buffer:
+        reply, data = answer(json.loads(line))
+        out.write(reply.encode() + b"\n")
+        if data is not None:
+            out.write(data)
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

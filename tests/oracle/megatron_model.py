@@ -1,0 +1,204 @@
+"""Tiny GPT models of megatron-core, their logits, and checkpoints as Megatron-LM saves them.
+
+    pip install torch megatron-core
+    python tests/oracle/megatron_model.py FOLDER RANK   # RANK 0 and 1, at the same time
+
+Two processes on CPU: `gpt` over two pipeline stages, `llama` over two tensor-parallel ranks. Of
+each FOLDER gets NAME.npy, the logits of `tokens()`, and NAME_KEYS/iter_0000010 for the ways to name
+tensors: layers stacked, apart, and with halves of [gate; up] apart too.
+"""
+
+import argparse
+import contextlib
+import pathlib
+import sys
+import warnings
+import zlib
+
+VOCAB, PADDED, LAYERS, HIDDEN, HEADS, LENGTH = 120, 128, 3, 32, 4, 16
+COMMON = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": HEADS,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+# Arguments of Megatron-LM's command line; those that are megatron-core's too go there.
+GPT = {
+    **COMMON,
+    "num_layers": 2 * LAYERS,
+    "ffn_hidden_size": 128,
+    "position_embedding_type": "learned_absolute",
+    "untie_embeddings_and_output_weights": False,
+    "bias_gelu_fusion": True,
+    "apply_layernorm_1p": False,
+}
+LLAMA = {
+    **COMMON,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "kv_channels": 12,
+    "ffn_hidden_size": 48,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-6,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "qk_layernorm": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 500,
+    "rotary_percent": 0.5,
+    "untie_embeddings_and_output_weights": True,
+    "bias_swiglu_fusion": False,
+}
+STACKED, APART = {}, {"non_homogeneous_layers": True}
+HALVES = {"singleton_local_shards": True}
+# name: arguments, (tensor, pipe), how tensors are named
+MODELS = {
+    "gpt": (GPT, (1, 2), {"stacked": STACKED, "apart": APART}),
+    "llama": (LLAMA, (2, 1), {"stacked": STACKED, "halves": HALVES}),
+}
+
+
+def tokens():
+    """[1, LENGTH] ids."""
+    import numpy as np
+
+    return (np.arange(LENGTH) * 37 % VOCAB)[None]
+
+
+def without_cuda():
+    """megatron-core asks for a GPU where none is needed."""
+    import torch
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    CudaRNGStatesTracker.fork = lambda self, *_: contextlib.nullcontext()
+
+
+def build(arguments: dict, tensor: int, pipe: int):
+    """The model of this rank, biases and norms random too."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    known = {**COMMON, **arguments}
+    fields = {k: v for k, v in known.items() if k in TransformerConfig.__dataclass_fields__}
+    if known.get("swiglu"):
+        fields |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    config = TransformerConfig(
+        **fields,
+        layernorm_epsilon=known.get("norm_epsilon", 1e-5),
+        bias_activation_fusion=known.get("bias_gelu_fusion", False),
+        use_cpu_initialization=True,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipe,
+        pipeline_dtype=torch.float32,
+    )
+    norm = known.get("normalization")
+    tied = not known["untie_embeddings_and_output_weights"]
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(qk_layernorm=bool(known.get("qk_layernorm")), normalization=norm),
+        vocab_size=PADDED,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        parallel_output=False,
+        position_embedding_type=known["position_embedding_type"],
+        rotary_base=known.get("rotary_base", 10000),
+        rotary_percent=known.get("rotary_percent", 1.0),
+        share_embeddings_and_output_weights=tied,
+    )
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in model.named_parameters():
+        if tied:
+            name = name.replace("output_layer", "embedding.word_embeddings")
+        shard = rank if getattr(parameter, "tensor_model_parallel", False) else 0
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shard}".encode()))
+        noise = torch.randn(parameter.shape, generator=generator)
+        # bfloat16 holds the sums, so that such checkpoints are exact.
+        parameter.data = (parameter.data + 0.1 * noise).bfloat16().float()
+    return model
+
+
+def forward(model, pipe: int):
+    """The logits, on the last stage."""
+    import torch
+    import torch.distributed as dist
+
+    ids = torch.tensor(tokens())
+    positions = torch.arange(LENGTH)[None]
+    mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()
+    if pipe > 1 and dist.get_rank() == 1:
+        hidden = torch.empty(LENGTH, 1, HIDDEN)
+        dist.recv(hidden, 0)
+        model.set_input_tensor(hidden)
+    out = model(ids, positions, mask).detach()
+    if pipe > 1 and dist.get_rank() == 0:
+        dist.send(out.contiguous(), 1)
+    return out
+
+
+def save(model, arguments: dict, naming: dict, folder: pathlib.Path) -> None:
+    """A checkpoint with an optimizer's tensor and a random state, as after 10 iterations."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.transformer.enums import AttnBackend
+
+    iteration = folder / "iter_0000010"
+    iteration.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    weights = model.sharded_state_dict(metadata=naming)
+    state = {f"model {name}": value for name, value in weights.items()}
+    moment = ShardedTensor.from_rank_offsets(
+        "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight",
+        torch.ones(4, 4),
+        (0, rank, world),
+    )
+    state |= {"optimizer": moment}
+    state |= {"rng": ShardedObject("rng_state", {"seed": 1}, (world,), (rank,))}
+    plain = {**arguments, "padded_vocab_size": PADDED, "seq_length": LENGTH}
+    plain |= {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1}  # and the end of a text
+    plain |= {"max_position_embeddings": LENGTH}
+    plain |= {"attention_backend": AttnBackend.auto, "params_dtype": torch.bfloat16}
+    state |= {"args": argparse.Namespace(**plain), "iteration": 10, "checkpoint_version": 3.0}
+    dist_checkpointing.save(state, iteration)
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+
+
+def main(folder: pathlib.Path, rank: int) -> None:
+    warnings.simplefilter("ignore")
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    from megatron.core import parallel_state
+
+    without_cuda()
+    for name, (arguments, (tensor, pipe), namings) in MODELS.items():
+        parallel_state.initialize_model_parallel(tensor, pipe)
+        model = build(arguments, tensor, pipe)
+        logits = forward(model, pipe)
+        if rank == 1:
+            np.save(folder / f"{name}.npy", logits.numpy()[..., :VOCAB])
+        if name == "llama":
+            model = model.bfloat16()
+        for named, naming in namings.items():
+            save(model, arguments, dict(naming), folder / f"{name}_{named}")
+        parallel_state.destroy_model_parallel()
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
