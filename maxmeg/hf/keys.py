@@ -31,7 +31,7 @@ HARMLESS = {
     *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "use_flash_attention"),
     *("transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
-    *("language", "license", "tf_legacy_loss", "use_bfloat16"),
+    *("output_past", "language", "license", "tf_legacy_loss", "use_bfloat16"),
 }
 # Keys whose every value but these changes the model, whatever the architecture.
 FIXED = {

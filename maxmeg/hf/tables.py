@@ -165,7 +165,7 @@ GEMMA = {**ROOT, "norm_one_plus": True, "norm_place": NormPlace.sandwich}
 GEMMA_PARTS = (
     *(Key("head_dim", "head_dim", 256), ATTENTION_BIAS, ATTENTION_DROPOUT, tied(True)),
     Choice("hidden_activation", "activation", "gelu_pytorch_tanh", GATED),
-    *(ScaledEmbedding(), QueryScalar(), Ignored(("hidden_act",))),
+    *(ScaledEmbedding(), QueryScalar(), Ignored(("hidden_act", "sliding_window_size"))),
     Fixed("use_bidirectional_attention", False),
 )
 GEMMA_LAYER = {
@@ -245,6 +245,7 @@ GPT_NEOX = Family(
         dropout("hidden_dropout", "dropout_hidden", "dropout_embedding"),
         Key("attention_bias", ATTENTION_BIASES, True),
         Key("use_parallel_residual", ("parallel_block", "parallel_norms"), True),
+        Ignored(("attention_probs_dropout_prob", "hidden_dropout_prob")),
         Rotary("rotary_emb_base", part="rotary_pct", part_default=0.25),
     ),
     {
