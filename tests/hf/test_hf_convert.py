@@ -31,7 +31,7 @@ from maxmeg.hf.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
 from maxmeg.state import to_arrays
 
-GROWTH_BYTES = 24 << 20  # of peak memory with 8 layers more, of 10 MiB each
+GROWTH_BYTES = 40 << 20  # of peak memory with 8 layers more, of 10 MiB each
 FAMILY = "LlamaForCausalLM"
 
 

@@ -1,0 +1,86 @@
+"""The convert command: both ways, the list of tensors, what it says and what it refuses."""
+
+import pytest
+from hf_folders import LLAMA, make_folder
+
+from maxmeg import convert
+from maxmeg.config.flags import run_command
+from maxmeg.hf import families
+from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.inference.load import load_run
+
+
+def command(*arguments):
+    argv = ["convert", *(f"--{argument}" for argument in arguments)]
+    run_command(convert.main, convert.Options, needs_config=False, argv=argv)
+
+
+def test_there_and_back(tmp_path, capsys):
+    tensors = make_folder(tmp_path / "hf")
+    command(f"input={tmp_path / 'hf'}", f"output={tmp_path / 'run'}")
+    assert "30 tensors, 27,744 parameters" in (said := capsys.readouterr().out)
+    assert f"--run_dir={tmp_path / 'run'}" in said
+    back = ("to=huggingface", f"input={tmp_path / 'run'}", f"output={tmp_path / 'back'}")
+    command(*back, "shard_gb=0.00002", "step=0")
+    assert "from_pretrained" in capsys.readouterr().out
+    found = SafetensorsFolder(tmp_path / "back")
+    assert all(found.read(n).tobytes() == array.tobytes() for n, array in tensors.items())
+    assert len(list((tmp_path / "back").glob("model-*"))) > 3
+    command(*back[:2], f"output={tmp_path / 'wide'}", "dtype=float32", "family=MistralForCausalLM")
+    assert "MistralForCausalLM" in (tmp_path / "wide" / "config.json").read_text()
+    assert SafetensorsFolder(tmp_path / "wide").tensors["lm_head.weight"].dtype == "f4"
+
+
+def test_list_shows_every_tensor_and_writes_nothing(tmp_path, capsys):
+    make_folder(tmp_path / "hf")
+    command(f"input={tmp_path / 'hf'}", "list")
+    lines = capsys.readouterr().out.splitlines()
+    assert {line.split()[0] for line in lines} == {
+        binding.theirs for binding in families.bindings(LLAMA, "LlamaForCausalLM")
+    }
+    query = "stack.groups.0.sublayers.0.mixers.attention.query.weight[2]"
+    assert f"model.layers.2.self_attn.q_proj.weight [32, 32] <-> {query}" in lines
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    command(f"input={tmp_path / 'hf'}", f"output={tmp_path / 'run'}")
+    capsys.readouterr()
+    command("to=huggingface", f"input={tmp_path / 'run'}", "list")
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_tokenizer_from_elsewhere(tmp_path):
+    make_folder(tmp_path / "hf")
+    file = tmp_path / "hf" / "tokenizer.json"
+    file.rename(tmp_path / "tokenizer.json")
+    command(
+        f"input={tmp_path / 'hf'}",
+        f"output={tmp_path / 'run'}",
+        f"tokenizer={tmp_path / 'tokenizer.json'}",
+    )
+    spec = load_run(str(tmp_path / "run")).config.data.tokenizer
+    assert spec == f"huggingface:{tmp_path / 'run' / 'huggingface' / 'tokenizer.json'}"
+
+
+MISTAKES = {
+    "no output": (("input=hf",), "no --output: name the folder"),
+    "no input": (("output=run",), "--input is missing"),
+    "shards": (("input=hf", "output=run", "shard_gb=0"), "--shard_gb=0.0 must be positive"),
+    "dtype": (("input=hf", "output=run", "dtype=float16"), "expected one of float32, bfloat16"),
+    "direction": (("input=hf", "output=run", "to=hf"), "expected one of maxmeg, huggingface"),
+    "no folder": (("input=none", "output=run"), "none is no folder"),
+    "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),
+    "no tokenizer": (("input=hf", "output=run", "tokenizer=x.json"), "give a tokenizer.json"),
+    "no gguf": (("input=x.gguf", "output=run"), "gguf"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, case):
+    monkeypatch.chdir(tmp_path)
+    make_folder(tmp_path / "hf")
+    arguments, message = MISTAKES[case]
+    with pytest.raises(SystemExit) as exit:
+        command(*arguments)
+    assert exit.value.code == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
