@@ -19,6 +19,7 @@ from maxmeg.state import VOCABULARY_TABLES, array_name
 Shape = tuple[int, ...]
 
 SEES = "Gemma3ForConditionalGeneration"  # its text part is a model of its own
+OF_THE_WHOLE = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields that change how a model trains or runs, not what it is.
 FREE = {
     *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
@@ -34,7 +35,8 @@ def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise refused("text_config", text, f"{SEES} must have the settings of its text part")
-    return {**text, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    whole = {name: config[name] for name in OF_THE_WHOLE if name in config}
+    return {**text, **whole, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
 
 
 def architecture(config: Mapping[str, typing.Any]) -> str:

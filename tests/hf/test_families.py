@@ -218,6 +218,7 @@ REFUSED = {  # settings, what is changed, what the message must name
     "layer types, no window": (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "window"),
     "soft-cap": (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
     "both ways": (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "text part, quantized": (GEMMA3_4B, {"quantization_config": {"bits": 8}}, "bits"),
     "text part": (GEMMA3_4B, {"text_config": None}, "text_config"),
     "rope of layers": (GEMMA3, {"rope_parameters": {"rope_type": "default"}}, "full_attention"),
     "alibi": (FALCON_7B, {"alibi": True}, "alibi=True"),
@@ -338,6 +339,10 @@ def test_special_tokens_are_carried_along():
     source = {**SMOLLM2, "bos_token_id": 7, "eos_token_id": [8, 9]}
     written = hf_config(LLAMA, "LlamaForCausalLM", source)
     assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [8, 9], None]
+    assert hf_config(model_config(GEMMA3_4B), "Gemma3ForCausalLM", GEMMA3_4B)["eos_token_id"] == [
+        1,
+        106,
+    ]
 
 
 IN_FILES = {  # family -> name in a file -> name of a binding, None for what holds no weights
