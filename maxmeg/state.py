@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import math
 import os
@@ -13,12 +14,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint import layout
+from maxmeg.checkpoint.integrity import MANIFEST
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.config.initial import changes
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
-from maxmeg.parallel.parts import frozen, joined, trained
+from maxmeg.parallel.parts import frozen, joined, trained, without
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.pipeline.layout import Layout
 from maxmeg.runtime.summary import ParameterRow
@@ -67,11 +69,18 @@ def shardings_of(abstract):
 def create_state(config: Config, optimizer, abstract: TrainState) -> TrainState:
     """The state before the first step, made in place on the mesh."""
 
-    def init(key):
-        return trained(init_state(key, config, optimizer))
+    base = base_model(config, abstract.model)
+    if config.checkpoint.init_from and not jax.tree.leaves(base):
+        base = initial_model(config, abstract.model)
 
-    own = jax.jit(init, out_shardings=shardings_of(trained(abstract)))(jax.random.key(config.seed))
-    return with_base(own, base_model(config, abstract.model))
+    def own(state: TrainState) -> TrainState:
+        return dataclasses.replace(state, model=without(state.model, base))
+
+    def init(key):
+        return own(init_state(key, config, optimizer))
+
+    made = jax.jit(init, out_shardings=shardings_of(own(abstract)))(jax.random.key(config.seed))
+    return with_base(made, base)
 
 
 def base_model(config: Config, model: LM) -> LM:
@@ -79,6 +88,8 @@ def base_model(config: Config, model: LM) -> LM:
     part = frozen(model)
     if not jax.tree.leaves(part):
         return part
+    if config.checkpoint.init_from:
+        return initial_model(config, part)
 
     def init(key):
         return frozen(language_model(jax.random.split(key)[0], config))
@@ -92,17 +103,10 @@ def initial_model(config: Config, part: LM) -> LM:
     Words that it does not know keep the random rows of the run's seed. ValueError where the folder
     holds another model (config/initial.py).
     """
-    folder = config.checkpoint.init_from
-    source = Checkpointer(os.path.join(folder, CHECKPOINTS))
-    steps = source.steps()
-    if not steps:
-        raise ValueError(
-            f"checkpoint.init_from={folder}: {source.folder} holds no checkpoint; give the run_dir "
-            "of a run, or a folder that python -m maxmeg.convert has written"
-        )
-    saved = files.from_dict(source.metadata(steps[-1])["config"]).model
-    if adapted := changes(saved, config.model, folder):
-        log.info("checkpoint.init_from=%s: %s", folder, ", ".join(adapted))
+    source, step, metadata = initial_source(config.checkpoint.init_from)
+    saved = files.from_dict(metadata["config"]).model
+    if adapted := changes(saved, config.model, config.checkpoint.init_from):
+        log.info("checkpoint.init_from=%s: %s", source.folder.parent, ", ".join(adapted))
     abstract = to_arrays({"model": part})
     wanted = layout.on_disk(abstract, part.stack.layout)
 
@@ -110,7 +114,7 @@ def initial_model(config: Config, part: LM) -> LM:
         """One array at a time: of a frozen base float32 is never whole in memory."""
         stored = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
         resizable = {name.replace(".", "/"): 0} if name.endswith(VOCABULARY_TABLES) else {}
-        tree, _ = source.restore(steps[-1], nested({name: stored}), resizable=resizable, partial=True)
+        tree, _ = source.restore(step, nested({name: stored}), resizable=resizable, partial=True)
         (array,) = jax.tree.leaves(tree)
         if resizable and config.model.vocab_size > saved.vocab_size:
             array = with_new_words(array, name, saved.vocab_size, config)
@@ -118,6 +122,18 @@ def initial_model(config: Config, part: LM) -> LM:
 
     arrays = {name: take(name, like) for name, like in wanted.items()}
     return from_tree(nested(arrays), {"model": part})["model"]
+
+
+def initial_source(folder: str) -> tuple[Checkpointer, int, dict[str, typing.Any]]:
+    """(checkpoints, newest step, its metadata) of checkpoint.init_from."""
+    source = Checkpointer(os.path.join(folder, CHECKPOINTS))
+    step = source.latest_step()
+    if step is None:
+        raise ValueError(
+            f"checkpoint.init_from={folder}: {source.folder} holds no checkpoint; give the run_dir "
+            "of a run, or a folder that python -m maxmeg.convert has written"
+        )
+    return source, step, source.metadata(step)
 
 
 def with_new_words(table_VD: jax.Array, name: str, known: int, config: Config) -> jax.Array:
@@ -130,6 +146,28 @@ def with_new_words(table_VD: jax.Array, name: str, known: int, config: Config) -
 
     key = jax.random.split(jax.random.key(config.seed))[0]
     return jax.jit(grown, out_shardings=table_VD.sharding)(table_VD, key)
+
+
+def base_of(config: Config) -> dict[str, typing.Any]:
+    """What tells a run's frozen base from others: the digest of its checkpoint's manifest, which
+    has one of every array, or the seed of random weights; empty where nothing is frozen."""
+    folder = config.checkpoint.init_from
+    if not config.lora.rank or not folder:
+        return {"digest": f"random, seed {config.seed}"} if config.lora.rank else {}
+    source, step, _ = initial_source(folder)
+    manifest = (source.existing(step) / MANIFEST).read_bytes()
+    return {"folder": folder, "step": step, "digest": hashlib.sha256(manifest).hexdigest()}
+
+
+def check_base(config: Config, saved: dict[str, typing.Any]) -> None:
+    """ValueError where adapters were trained beside another base than the config's."""
+    found = base_of(config)
+    if found.get("digest") != saved.get("digest"):
+        raise ValueError(
+            f"the checkpoint was trained beside the frozen base {saved or 'none'}, and the config "
+            f"has {found or 'none'}: give checkpoint.init_from the very same base, or begin "
+            "another run_dir"
+        )
 
 
 def with_base(state: TrainState, base: LM) -> TrainState:
@@ -244,10 +282,23 @@ def resume(config: Config, checkpointer: Checkpointer, abstract: TrainState, tok
             raise ValueError(f"checkpoint.load={load}: {checkpointer.folder} holds no checkpoint")
     steps = checkpointer.steps()
     if not steps:
+        check_initial_tokenizer(config, tokenizer)
         return None
-    check_tokenizer(tokenizer, checkpointer.metadata(steps[-1])["tokenizer"])
+    metadata = checkpointer.metadata(steps[-1])
+    check_tokenizer(tokenizer, metadata["tokenizer"])
+    check_base(config, metadata.get("base", {}))
     found = restore(checkpointer, abstract)
     return found and (found[0], with_base(found[1], base_model(config, abstract.model)))
+
+
+def check_initial_tokenizer(config: Config, identity: str) -> None:
+    """ValueError where the weights to begin with know other words; more words may be added."""
+    folder = config.checkpoint.init_from
+    if not folder:
+        return
+    metadata = initial_source(folder)[2]
+    if config.model.vocab_size == files.from_dict(metadata["config"]).model.vocab_size:
+        check_tokenizer(identity, metadata["tokenizer"])
 
 
 def check_tokenizer(identity: str, saved: str) -> None:

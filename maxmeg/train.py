@@ -30,6 +30,7 @@ from maxmeg.runtime.summary import print_mesh, print_parameters
 from maxmeg.state import (
     CHECKPOINTS,
     abstract_state,
+    base_of,
     create_state,
     parameter_rows,
     resume,
@@ -49,6 +50,7 @@ class Run:
         self.tokenizer, prefixes = open_corpus(config.data, config.run_dir)
         resolve(config, self.tokenizer.vocab_size)
         self.config = config
+        self.base = base_of(config)
         self.mesh = make_mesh(axis_sizes(config.parallel, jax.device_count()))
         self.rows = local_rows(self.mesh, config.train.micro_batch_size)
         self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)))
@@ -99,6 +101,7 @@ class Run:
         metadata = {
             "config": files.to_dict(self.config),
             "tokenizer": self.tokenizer.identity,
+            "base": self.base,
             "consumed_samples": self.schedules.consumed_samples(step),
         }
         self.checkpointer.save(step, to_tree(state), metadata)

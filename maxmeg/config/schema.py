@@ -446,6 +446,11 @@ class CheckpointConfig:
         "auto: resume what the run folder holds | none: never | FOLDER: auto, else that run's",
         "--load",
     )
+    init_from: str = setting(
+        "",
+        "begin with the weights in this folder (a run's, or maxmeg.convert's); empty: random",
+        "--finetune",
+    )
     save_every: int = setting(
         100, "steps; the last step is always saved; 0: only the last", "--save-interval"
     )

@@ -13,7 +13,14 @@ from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh
 from maxmeg.parallel.parts import joined
-from maxmeg.state import CHECKPOINTS, abstract_state, base_model, check_tokenizer, restore
+from maxmeg.state import (
+    CHECKPOINTS,
+    abstract_state,
+    base_model,
+    check_base,
+    check_tokenizer,
+    restore,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +48,7 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
         raise ValueError(f"{folder} holds no checkpoint: give the run_dir of a training run")
     saved = checkpointer.metadata(steps[-1] if step is None else step)
     config = files.from_dict(saved["config"])
+    check_base(config, saved.get("base", {}))
     sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
     config.parallel = ParallelConfig(**sizes, zero1=False)
     abstract = abstract_state(config, make_optimizer(config.optim), mesh)

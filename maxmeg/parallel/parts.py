@@ -29,6 +29,16 @@ def part(tree, wanted: bool):
     return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
+def without(tree, part):
+    """`tree` without the arrays that `part` has."""
+    return jax.tree.map(
+        lambda here, there: here if there is None else None,
+        tree,
+        part,
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
 def joined(one, other):
     """The tree whose two parts these are."""
     return jax.tree.map(

@@ -1,0 +1,30 @@
+"""Train a converted or trained model further: --config=configs/finetune.py:FOLDER
+
+    python -m maxmeg.convert --input=SmolLM2-135M --output=runs/smollm2
+    python -m maxmeg.train --config=configs/finetune.py:runs/smollm2 --config.data.paths=PREFIX
+
+Architecture and tokenizer are the folder's. `--config.model.vocab_size` may grow, and what
+positions and windows depend on may change; `--config.lora.rank=16` trains adapters beside the
+frozen model.
+"""
+
+import os
+
+from maxmeg.config import files
+from maxmeg.config.schema import Config, DType, LrDecay
+
+LONGEST = 4096  # tokens a sample, unless it is set
+
+
+def get_config(folder: str = "") -> Config:
+    if not folder:
+        raise ValueError("which model? write --config=configs/finetune.py:FOLDER")
+    source = files.load(os.path.join(folder, "config.yaml"))
+    config = Config(model=source.model)
+    config.model.dtype = DType.bfloat16
+    config.run_dir = f"{os.path.normpath(folder)}-finetuned"
+    config.checkpoint.init_from = folder
+    config.data.tokenizer = source.data.tokenizer
+    config.data.sequence_length = min(config.model.max_position, LONGEST)
+    config.optim.lr, config.optim.warmup_steps, config.optim.decay = 1e-5, 10, LrDecay.cosine
+    return config

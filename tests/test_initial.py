@@ -1,0 +1,90 @@
+"""Runs that begin with the weights of another: the same, with more words, refused."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import mesh_of, tiny, tiny_state
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config import files
+from maxmeg.config.schema import Config, Position, RotaryScaling
+from maxmeg.state import CHECKPOINTS, create_state, nested, resume, to_arrays, to_tree
+
+LAYOUT = {"pipe": 2, "fsdp": 2, "tensor": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> tuple[str, Config, dict[str, np.ndarray]]:
+    """A converted model's folder: its arrays alone; (folder, config, arrays by name)."""
+    folder = str(tmp_path_factory.mktemp("source"))
+    config = tiny(model={"num_layers": 2, "max_position": 16}, fsdp=1)
+    state = tiny_state(config, mesh_of(config))[2]
+    tree = nested({n: a + 1 for n, a in to_arrays({"model": state.model}).items()})
+    tree["model"]["embedding"]["table"] = jnp.where(
+        jnp.arange(64)[:, None] < 61, tree["model"]["embedding"]["table"], 0
+    )
+    tree["model"]["output"]["table"] = tree["model"]["embedding"]["table"]
+    with Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False) as checkpointer:
+        assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
+    arrays = {f"model.{n}": np.asarray(a) for n, a in flat(tree["model"]).items()}
+    return folder, config, arrays
+
+
+def flat(tree: dict, prefix: str = "") -> dict:
+    found = {}
+    for name, value in tree.items():
+        inner = isinstance(value, dict)
+        found |= flat(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return found
+
+
+def begun(source, parallel: dict, **model) -> tuple[Config, dict[str, np.ndarray]]:
+    """The config, and the arrays in model order of a state that begins with the source."""
+    fields = {"num_layers": 2, "max_position": 16, **model}
+    config = tiny(fields, {"micro_batch_size": 2}, **parallel)
+    config.checkpoint.init_from, config.seed = source[0], 7
+    _, abstract, state = tiny_state(config, mesh_of(config))
+    wanted, made = to_arrays(abstract), to_arrays(state)
+    assert all(made[name].sharding == wanted[name].sharding for name in wanted)
+    return config, {n: np.asarray(a) for n, a in flat(to_tree(state)).items()}
+
+
+@pytest.mark.parametrize("parallel", [{"fsdp": 1}, LAYOUT])
+def test_weights_are_the_sources_on_every_layout(source, parallel):
+    """Also with another padding of the vocabulary, and with rotary scaling."""
+    scaling = {"rotary_scaling": RotaryScaling.linear, "rotary_factor": 4.0}
+    _, found = begun(source, parallel, **scaling)
+    for name, wanted in source[2].items():
+        rows = min(len(found[name]), len(wanted))
+        np.testing.assert_array_equal(found[name][:rows], wanted[:rows], err_msg=name)
+        assert not found[name][rows:].any()
+    assert found["step"] == 0 and not any(a.any() for n, a in found.items() if ".mu." in n)
+
+
+def test_new_words_begin_as_random_ones(source):
+    config, found = begun(source, LAYOUT, vocab_size=90)
+    config.checkpoint.init_from = ""
+    state = tiny_state(config, mesh_of(config))[2]
+    for name in ("model.embedding.table", "model.output.table"):
+        np.testing.assert_array_equal(found[name][:61], source[2][name][:61])
+        fresh = np.asarray(flat(to_tree(state))[name])
+        np.testing.assert_array_equal(found[name][61:], fresh[61:])
+        assert found[name][61:90].any(axis=1).all() and not found[name][90:].any()
+
+
+def test_another_model_tokenizer_or_an_empty_folder_is_refused(source, tmp_path):
+    config = dataclasses.replace(source[1])
+    config.checkpoint = dataclasses.replace(config.checkpoint, init_from=source[0])
+    optimizer, abstract, _ = tiny_state(source[1], mesh_of(source[1]))
+    own = Checkpointer(tmp_path)
+    assert resume(config, own, abstract, "words") is None
+    with pytest.raises(ValueError, match=r"vocabulary \(letters\) is not the checkpoint's"):
+        resume(config, own, abstract, "letters")
+    config.model = dataclasses.replace(config.model, position=Position.none)
+    with pytest.raises(ValueError, match="is another model: position rotary -> none"):
+        create_state(config, optimizer, abstract)
+    config.checkpoint.init_from = str(tmp_path)
+    with pytest.raises(ValueError, match="holds no checkpoint; give the run_dir"):
+        create_state(config, optimizer, abstract)
