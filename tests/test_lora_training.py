@@ -2,6 +2,9 @@
 the frozen base."""
 
 import functools
+import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +12,25 @@ import numpy as np
 import pytest
 from layouts import EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.schema import Config, LoraConfig, Recompute, Schedule
+from maxmeg import generate
+from maxmeg.config.schema import (
+    Config,
+    DType,
+    LogConfig,
+    LoraConfig,
+    OptimConfig,
+    ParallelConfig,
+    Recompute,
+    Schedule,
+)
+from maxmeg.data.indexed import IndexedWriter
+from maxmeg.inference.load import load_run
 from maxmeg.layers.lora import linears
 from maxmeg.parallel.parts import frozen, trained
+from maxmeg.planning import hlo
 from maxmeg.state import to_arrays
 from maxmeg.step import make_gradients, make_train_step
+from maxmeg.train import main
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs, and sums of low rank cancel
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
@@ -21,6 +38,7 @@ MODELS = {
     "llama": {},
     "everything": EVERYTHING,
 }
+REDUCED = 0.25  # of the base's bytes: gradients of adapters, and a pipeline's sums of activations
 ADAPTERS = {"rank": 3, "alpha": 6.0, "dropout": 0.2, "targets": ("mixers.*",)}
 LAYOUTS = [
     ("llama", {"data": 4, "fsdp": 1, "tensor": 2}, {"recompute": Recompute.full}, 2),
@@ -92,3 +110,102 @@ def test_layout_equals_single_device(model, parallel, fields, micro):
     for name, array in found.items():
         limit = TOLERANCE * np.abs(reference[name]).max()
         assert limit > 0 and np.abs(array - reference[name]).max() <= limit + FLOOR, name
+
+
+def compiled(**parallel):
+    """(abstract state, compiled step) of a model whose base is larger than what it computes."""
+    config = with_adapters({"num_layers": 4, "hidden_size": 256}, 2, **parallel)
+    mesh = mesh_of(config)
+    optimizer, abstract, _ = tiny_state(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    return abstract, step.lower(abstract, tiny_batch(config, mesh), controls(mesh)).compile()
+
+
+def bytes_of(tree) -> int:
+    """On one device."""
+    shards = [(a.sharding.shard_shape(a.shape), a.dtype) for a in jax.tree.leaves(tree)]
+    return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shards)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"data": 2, "fsdp": 2},
+        pytest.param({"pipe": 2, "fsdp": 1, "data": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_made_for_the_frozen_base(parallel):
+    """It is not in the optimizer and goes through the step in place; all that is made is less than
+    its float32 gradients would take, and all that is reduced is little beside it."""
+    abstract, program = compiled(**parallel)
+    memory, base = program.memory_analysis(), bytes_of(frozen(abstract.model))
+    assert not jax.tree.leaves(frozen(abstract.optimizer))
+    assert bytes_of(trained(abstract)) < 0.1 * base
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 0.01 * base
+    assert memory.temp_size_in_bytes < base
+    reduced = {"all-reduce": 0, "reduce-scatter": 0}
+    for row in hlo.collectives(hlo.parse(program.as_text()), {}):
+        if row.kind in reduced:
+            reduced[row.kind] += row.volume
+    assert 0 < sum(reduced.values()) < REDUCED * base
+
+
+def corpus(folder: Path) -> str:
+    """Prefix of random documents of bytes."""
+    rng, prefix = np.random.default_rng(0), str(folder / "text")
+    with IndexedWriter(prefix, vocab_size=257) as writer:
+        for words in rng.integers(97, 103, (20, 400)):
+            writer.add_document(np.append(words, 256), [len(words) + 1])
+    return prefix
+
+
+def settings(prefix: str, run_dir: Path, steps: int, base: Path | None = None) -> Config:
+    """A run of a tiny model; with adapters where there is a base."""
+    config = with_adapters({"num_layers": 2, "max_position": 32, "vocab_size": 0}, 1)
+    config.parallel = ParallelConfig(pipe=2, fsdp=2, tensor=2)
+    config.run_dir, config.data.paths, config.data.split = str(run_dir), (prefix,), "8,1,1"
+    config.optim = OptimConfig(lr=1e-2, warmup_steps=1, decay_steps=9)
+    config.train.num_steps, config.train.eval_every, config.train.eval_steps = steps, 0, 1
+    config.log = LogConfig(every=1, tensorboard=False)
+    config.checkpoint.keep_last, config.checkpoint.save_every = 9, 2 if base else 1
+    if base is None:
+        config.lora.rank, config.parallel = 0, ParallelConfig()
+    else:
+        config.checkpoint.init_from, config.model.dtype = str(base), DType.bfloat16
+    return config
+
+
+def tensors(run_dir: Path, step: int) -> dict:
+    path = run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json"
+    return json.loads(path.read_text())["body"]["tensors"]
+
+
+def test_a_run_saves_its_adapters_alone_and_resumes_bitwise(tmp_path, capsys):
+    prefix, base = corpus(tmp_path), tmp_path / "base"
+    main(settings(prefix, base, 2))
+    held = tensors(base, 2)
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    main(settings(prefix, whole, 4, base))
+    shutil.copytree(whole, broken)
+    shutil.rmtree(broken / "checkpoints" / "step_00000004")
+    main(settings(prefix, broken, 4, base))
+    assert "resumed at step 2" in capsys.readouterr().out
+    saved = tensors(whole, 4)
+    assert saved == tensors(broken, 4) and saved != tensors(broken, 2)
+    arrays = [name for name in saved if name.startswith("model/")]
+    assert len(arrays) == 2 * 7 and all("/lora/" in name for name in saved if "stack" in name)
+
+    assert tensors(base, 2) == held
+    names = to_arrays({"model": frozen(load_run(str(whole)).model)})
+    plain = to_arrays({"model": load_run(str(base)).model})
+    assert names.keys() == plain.keys()
+    for name, array in names.items():
+        np.testing.assert_array_equal(array, plain[name].astype(jnp.bfloat16), err_msg=name)
+    generate.main(generate.Options(prompt="abc", run_dir=str(whole), num_tokens=4))
+    assert capsys.readouterr().out.startswith("abc")
+
+    shutil.rmtree(base / "checkpoints" / "step_00000002")  # an older one is left: another base
+    with pytest.raises(ValueError, match=r"beside the frozen base .*'step': 2.*'step': 1"):
+        load_run(str(whole))
+    with pytest.raises(ValueError, match="the very same base"):
+        main(settings(prefix, broken, 5, base))
