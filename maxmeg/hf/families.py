@@ -45,7 +45,7 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
     named, kind = config.get("architectures"), config.get("model_type")
     if not named:  # the kind has one language model
         named = [name for name, family in FAMILIES.items() if family.model_type == kind] or named
-    if not isinstance(named, list) or len(named) != 1 or named[0] not in FAMILIES:
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
         raise refused("architectures", named, f"supported are {', '.join(FAMILIES)}")
     wanted = FAMILIES[named[0]].model_type
     if kind not in (wanted, None):

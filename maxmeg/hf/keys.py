@@ -18,6 +18,7 @@ Found = dict[str, typing.Any]
 PLAIN = ModelConfig()
 RESOLVED = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_size": "ffn"}
 LARGEST = 2**31 - 1
+MOST_LAYERS = 10_000  # lists are as long
 # Keys that change no result: names, tokens, defaults of generation, what other heads would need.
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 HARMLESS = {
@@ -83,16 +84,18 @@ class Keys:
                 raise refused(name, value, remedy + "remove it if it does not")
 
 
-def checked(name: str, value: typing.Any, kind: type, zero: bool = False) -> typing.Any:
+def checked(
+    name: str, value: typing.Any, kind: type, zero: bool = False, most: int = LARGEST
+) -> typing.Any:
     """A JSON value as the kind of a field: positive numbers (or zero), booleans."""
     number = isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
     if kind is bool:
         if not isinstance(value, bool):
             raise refused(name, value, "it must be true or false")
         return value
-    if not number or not math.isfinite(value) or abs(value) > LARGEST:
+    if not number or not math.isfinite(value) or abs(value) > most:
         wanted = "an integer" if kind is int else "a finite number"
-        raise refused(name, value, f"it must be {wanted} of at most {LARGEST}")
+        raise refused(name, value, f"it must be {wanted} of at most {most}")
     if value < 0 or (value == 0 and not zero):
         raise refused(name, value, "it must be " + ("at least 0" if zero else "positive"))
     return kind(value)
@@ -114,7 +117,8 @@ class Part(typing.Protocol):
 @dataclasses.dataclass(frozen=True)
 class Key:
     """A key that is a field, or several that are equal; null: None stands for our 0; zero: 0 is
-    a value of theirs too; extra: only written where it is not what they derive without it."""
+    a value of theirs too; most: the largest; extra: only written where it is not what they derive
+    without it."""
 
     name: str
     field: str | tuple[str, ...]
@@ -122,6 +126,7 @@ class Key:
     null: bool = False
     zero: bool = False
     extra: bool = False
+    most: int = LARGEST
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -130,7 +135,7 @@ class Key:
     def read(self, keys: Keys, found: Found) -> None:
         value, kind = keys.take(self.name, self.default), type(getattr(PLAIN, self.fields[0]))
         plain = kind(0) if value is None and self.null else None
-        value = checked(self.name, value, kind, self.zero) if plain is None else plain
+        value = checked(self.name, value, kind, self.zero, self.most) if plain is None else plain
         found.update(dict.fromkeys(self.fields, value))
 
     def write(self, model: ModelConfig) -> dict[str, typing.Any]:

@@ -100,12 +100,12 @@ class Rotary:
             return given
         if set(given) - {FULL, SLIDING}:
             raise refused("rope_parameters", given, f"only {FULL} and {SLIDING} may stand in it")
-        return dict(given.get(FULL) or {})
+        return mapping(Keys(given), FULL)
 
     def read_local(self, keys: Keys) -> float:
         if not self.local:
             return 0.0
-        settings = dict(mapping(keys, "rope_parameters").get(SLIDING) or {})
+        settings = mapping(Keys(mapping(keys, "rope_parameters")), SLIDING)
         base = agreed(keys, settings, "rope_theta", (self.local,), 10000.0)
         if agreed(keys, settings, "partial_rotary_factor", (), 1.0) != 1:
             raise refused("rope_parameters", settings, "layers with a window must rotate whole")
@@ -156,8 +156,8 @@ def agreed(keys: Keys, settings: dict, inner: str, names: tuple[str, ...], defau
 
 
 def kind_of(settings: dict[str, typing.Any], kinds: tuple[str, ...]) -> str:
-    named = {settings.pop(name) for name in ("type", "rope_type") if name in settings}
-    named = {{"su": "longrope"}.get(str(name), str(name)) for name in named} or {"default"}
+    given = [str(settings.pop(name)) for name in ("type", "rope_type") if name in settings]
+    named = {{"su": "longrope"}.get(name, name) for name in given} or {"default"}
     kind = named.pop()
     if named or kind not in kinds:
         raise refused("rope_type", [kind, *named], f"supported is one of {', '.join(kinds)}")

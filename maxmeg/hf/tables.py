@@ -10,7 +10,17 @@ import typing
 from collections.abc import Mapping
 
 from maxmeg.config.schema import Activation, Norm, NormPlace, Position, QkNorm
-from maxmeg.hf.keys import Choice, Falcon, Fixed, Ignored, Key, Part, QueryScalar, ScaledEmbedding
+from maxmeg.hf.keys import (
+    MOST_LAYERS,
+    Choice,
+    Falcon,
+    Fixed,
+    Ignored,
+    Key,
+    Part,
+    QueryScalar,
+    ScaledEmbedding,
+)
 from maxmeg.hf.rotary import Rotary
 from maxmeg.hf.windows import AlternatingWindow, LateWindow
 
@@ -87,7 +97,7 @@ def sizes(vocab: int, hidden: int, layers: int, heads: int, kv: int | None, ffn:
     return (
         Key("vocab_size", "vocab_size", vocab),
         Key("hidden_size", "hidden_size", hidden),
-        Key("num_hidden_layers", "num_layers", layers),
+        Key("num_hidden_layers", "num_layers", layers, most=MOST_LAYERS),
         Key("num_attention_heads", "num_heads", heads),
         Key("num_key_value_heads", "num_kv_heads", kv, null=True),
         Key("intermediate_size", "ffn_size", ffn),
@@ -270,7 +280,7 @@ FALCON = Family(
     (
         Key("vocab_size", "vocab_size", 65024),
         Key("hidden_size", "hidden_size", 4544),
-        Key("num_hidden_layers", "num_layers", 32),
+        Key("num_hidden_layers", "num_layers", 32, most=MOST_LAYERS),
         Key("num_attention_heads", "num_heads", 71),
         Key("ffn_hidden_size", "ffn_size", None, null=True),
         *numerics(2048, 1e-5, eps_name="layer_norm_epsilon"),
@@ -329,7 +339,7 @@ NEMOTRON = Family(
 )
 GPT2_PARTS = (
     Key("n_embd", "hidden_size", 768),
-    Key("n_layer", "num_layers", 12),
+    Key("n_layer", "num_layers", 12, most=MOST_LAYERS),
     Key("n_head", "num_heads", 12),
     Key("n_inner", "ffn_size", None, null=True),
     Choice("activation_function", "activation", "gelu_new", UNGATED),

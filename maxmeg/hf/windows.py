@@ -22,7 +22,8 @@ def read_types(keys: Keys, found: Found, default: list[str], window: int) -> Non
     """attention_window and attention_global_every of the list given, or of the default."""
     types, count = keys.take("layer_types"), found["num_layers"]
     types = default if types is None else types
-    if not isinstance(types, list) or len(types) != count or set(types) - {FULL, SLIDING}:
+    known = isinstance(types, list) and all(name in (FULL, SLIDING) for name in types)
+    if not known or len(types) != count:
         wanted = f"it must be a list of {count} of {FULL!r} and {SLIDING!r}, one a layer"
         raise refused("layer_types", types, wanted)
     every = rule_of(types)

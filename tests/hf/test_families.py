@@ -170,6 +170,7 @@ REFUSED = {  # settings, what is changed, what the message must name
     "size, zero": (SMOLLM2, {"num_attention_heads": 0}, "num_attention_heads=0"),
     "size, negative": (SMOLLM2, {"vocab_size": -1}, "vocab_size=-1"),
     "size, huge": (SMOLLM2, {"num_hidden_layers": 10**30}, "num_hidden_layers"),
+    "layers, many": (GEMMA2, {"num_hidden_layers": 10**9}, "at most 10000"),
     "eps, infinite": (SMOLLM2, {"rms_norm_eps": math.inf}, "rms_norm_eps=inf"),
     "eps, not a number": (SMOLLM2, {"rms_norm_eps": math.nan}, "rms_norm_eps=nan"),
     "flag, number": (SMOLLM2, {"tie_word_embeddings": 1}, "tie_word_embeddings=1"),
@@ -239,6 +240,27 @@ def test_what_is_not_known_is_refused(name):
     with pytest.raises(ValueError) as caught:
         model_config({**config, **changes})
     assert named in str(caught.value) and len(str(caught.value)) < 1000
+
+
+ANYTHING = [None, True, False, 0, 1, -1, 2.5, math.nan, 10**40, "", "x", [], [[1]], {}]
+ANYTHING += [{"a": 1}, {"rope_type": ["x"]}, {"type": "yarn"}, {"full_attention": 3}]
+
+
+def test_nothing_but_a_value_error_comes_of_any_value():
+    rng, read = np.random.default_rng(0), 0
+    names = sorted({key for config, _, _ in PUBLISHED.values() for key in config} | {
+        "rope_parameters", "layer_types", "num_ln_in_parallel_attn", "_sliding_window_pattern",
+    })  # fmt: skip
+    for _ in range(40):
+        for config, _, _ in PUBLISHED.values():
+            name, value = names[rng.integers(len(names))], ANYTHING[rng.integers(len(ANYTHING))]
+            try:
+                model = model_config({**config, name: value})
+            except ValueError:
+                continue
+            read += 1
+            hf_config(model, architecture(config))  # what is read can be said
+    assert 0 < read < 640
 
 
 LLAMA = model_config(SMOLLM2)
