@@ -21,6 +21,8 @@ from ml_collections import config_flags
 from maxmeg.config import files
 from maxmeg.config.schema import Config
 
+Texts = Sequence[str]  # an option that may be repeated, each value as it stands
+
 # Raised with a `raise` statement of this program, these speak to the user: no traceback.
 _EXIT_CODES = {ValueError: 2, NotImplementedError: 2, OSError: 2, FloatingPointError: 1}
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
@@ -67,7 +69,7 @@ def parse(
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=canonical)
     _define_options(options, values)
     try:
-        values([*canonical, *(f"--{name}={value}" for name, value in own.items())])
+        values([*canonical, *_arguments(own)])
     except flags.Error as error:
         raise _root_cause(error) from error
     if not flags.FLAGS.is_parsed():  # libraries read their own absl flags' defaults
@@ -121,6 +123,9 @@ def _separate(arguments, options, needs_config):
             path, target, kind = name, own, own_kinds[name]
         else:
             raise ValueError(_unknown_flag(flag, own_kinds, needs_config))
+        if kind == Texts:
+            own.setdefault(name, []).append(value if equals else _next_value(flag, arguments))
+            continue
         if kind is bool and not equals:
             value = "false" if negated else "true"
         elif not equals:
@@ -199,6 +204,13 @@ def _metadata(section, prefix=""):
             yield prefix + field.name, field.metadata
 
 
+def _arguments(own):
+    """{option: value, or values} as absl reads them."""
+    for name, given in own.items():
+        for value in given if isinstance(given, list) else [given]:
+            yield f"--{name}={value}"
+
+
 def _define_options(options, values):
     define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
     if options is None:
@@ -207,6 +219,9 @@ def _define_options(options, values):
     for field in dataclasses.fields(options):
         kind = kinds[field.name]
         doc = field.metadata.get("doc", "")
+        if kind == Texts:
+            flags.DEFINE_multi_string(field.name, None, doc, flag_values=values)
+            continue
         add = define.get(kind, flags.DEFINE_string)  # lists and enums as checked text
         default = None if add is flags.DEFINE_string else _default(field)
         add(field.name, default, doc, flag_values=values)
@@ -221,10 +236,12 @@ def _read_options(options, values):
         if not flag.present and field.default is dataclasses.MISSING:
             raise ValueError(f"--{field.name} is missing: {field.metadata.get('doc', '')}")
         kind = files.fields(options)[field.name]
-        given = flag.value
-        chosen[field.name] = (
-            files.convert(field.name, given, kind) if flag.present else field.default
-        )
+        if not flag.present:
+            chosen[field.name] = field.default
+        elif kind == Texts:
+            chosen[field.name] = tuple(flag.value)
+        else:
+            chosen[field.name] = files.convert(field.name, flag.value, kind)
     return options(**chosen)
 
 

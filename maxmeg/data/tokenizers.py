@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,7 +27,7 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     `spec` makes the same tokenizer in another process; `identity` is equal exactly when the
-    vocabularies are, wherever their files lie.
+    vocabularies are, wherever their files lie. opening: what its own files put before a text.
     """
 
     spec: str
@@ -36,6 +36,7 @@ class Tokenizer(Protocol):
     eod: int
     bos: int | None
     pad: int | None
+    opening: tuple[int, ...]
 
     def encode(self, text: str) -> np.ndarray:
         """Ids, int32, without special tokens."""
@@ -54,6 +55,7 @@ class ByteTokenizer:
     eod = 256
     bos: int | None = None
     pad: int | None = None
+    opening: tuple[int, ...] = ()
 
     def __init__(self, argument: str = "") -> None:
         if argument:
@@ -72,6 +74,7 @@ class NullTokenizer:
 
     bos: int | None = None
     pad: int | None = None
+    opening: tuple[int, ...] = ()
 
     def __init__(self, argument: str) -> None:
         if not argument.isdecimal() or int(argument) < 1:
@@ -100,6 +103,8 @@ class NullTokenizer:
 
 class SentencePieceTokenizer:
     """A SentencePiece .model; without an end-of-sentence piece one id is appended for it."""
+
+    opening: tuple[int, ...] = ()
 
     def __init__(self, argument: str) -> None:
         import sentencepiece
@@ -154,9 +159,19 @@ class HuggingFaceTokenizer:
         self.eod = next((vocabulary[name] for name in ends if name in vocabulary), size)
         self.bos = vocabulary.get(names.get("bos_token", ""))
         self.pad = vocabulary.get(names.get("pad_token", ""))
+        self.opening = self._opening(path.parent / "tokenizer_config.json")
         self.vocab_size = max(size, self.eod + 1)
         self.spec = f"huggingface:{argument}"
         self.identity = _identity("huggingface", data, str((self.eod, self.bos, self.pad)).encode())
+
+    def _opening(self, config: Path) -> tuple[int, ...]:
+        """As in transformers: add_bos_token decides, else the tokenizer.json's own template."""
+        chosen = json_object(config).get("add_bos_token")
+        if isinstance(chosen, bool):
+            return (self.bos,) if chosen and self.bos is not None else ()
+        found = self._model.encode("a", add_special_tokens=True)
+        text = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+        return tuple(found.ids[:text])
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
@@ -170,6 +185,7 @@ class Gpt2Tokenizer:
 
     bos: int | None = None
     pad: int | None = None
+    opening: tuple[int, ...] = ()
 
     def __init__(self, argument: str) -> None:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -205,6 +221,7 @@ class TiktokenTokenizer:
 
     bos: int | None = None
     pad: int | None = None
+    opening: tuple[int, ...] = ()
 
     def __init__(self, argument: str) -> None:
         import tiktoken
@@ -280,13 +297,7 @@ def _or_none(token: int) -> int | None:
 
 def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
     """eos_token, bos_token, pad_token of a tokenizer_config.json, if it exists."""
-    if not path.is_file():
-        return {}
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    names = {}
+    config, names = json_object(path), {}
     for key in ("eos_token", "bos_token", "pad_token"):
         value = config.get(key)
         value = value.get("content") if isinstance(value, dict) else value
@@ -295,6 +306,19 @@ def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
                 raise ValueError(f"{path}: {key} {value!r} is not in the vocabulary")
             names[key] = value
     return names
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """What a file of settings holds; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, not an object of named settings")
+    return found
 
 
 def _parse_ranks(path: str, data: bytes) -> dict[bytes, int]:

@@ -174,7 +174,7 @@ class Writer:
         found = [np.empty(0, np.int32)] * len(prompts)
         batch = min(self.batch, len(prompts))
         for start in range(0, len(prompts), max(batch, 1)):
-            numbers = order[start : start + batch]
+            numbers = order[start : start + batch].tolist()
             padded = pad([prompts[i] for i in numbers], numbers, batch)
             ids_BN, counts_B = map(np.asarray, self.run(self.trained.model, padded, key))
             for row, number in enumerate(numbers):

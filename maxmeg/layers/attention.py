@@ -77,8 +77,8 @@ class Cache(typing.NamedTuple):
         B, M, G, K = self.k_BMGK.shape
         size = PAGE if M % PAGE == 0 else M
         table_BN = jnp.arange(B * M // size, dtype=jnp.int32).reshape(B, -1)
-        pages = (x.reshape(-1, size, G, K) for x in self)
-        return PagedCache(*pages, table_BN, lengths_B)
+        k_PSGK, v_PSGK = (x.reshape(-1, size, G, K) for x in self)
+        return PagedCache(k_PSGK, v_PSGK, table_BN, lengths_B)
 
     def with_first(self, k_BLGK: jax.Array, v_BLGK: jax.Array) -> "Cache":
         """An empty cache with the first tokens of all rows."""
