@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ GRADIENTS = 1e-4  # largest error over the largest gradient of each array
 FLOOR = 1e-7  # the key's bias has no gradient in exact arithmetic
 VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 61, 2, 32, 4, 24
 WINDOW = 9  # shorter than the rows
+PUBLISHED = sorted((Path(__file__).parents[1] / "golden" / "configs").glob("*.json"))
 FACTORS = [1.0 + i / 2 for i in range(HIDDEN // HEADS // 2)]
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
 quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -338,6 +340,17 @@ def test_what_a_file_lacks_is_what_their_class_says(family):
     assert not differences(bare, full)
     free = [name for name in vars(bare) if name.startswith(("dropout", "init_std"))]
     assert [getattr(bare, name) for name in free] == [getattr(full, name) for name in free]
+
+
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+def test_published_files_are_read_as_they_read_them(path):
+    """Older keys, and what their class makes of them."""
+    written = json.loads(path.read_text())
+    (family,) = written["architectures"]
+    kind = getattr(transformers, family).config_class
+    told = json.loads(kind.from_dict(written).to_json_string(use_diff=False))
+    told.pop("auto_map", None)
+    assert not differences(model_config(written), model_config(told))
 
 
 @pytest.mark.parametrize("name", ["gemma 3", "falcon 40b", "phi 3"])
