@@ -21,6 +21,7 @@ from maxmeg.config.schema import DType, ModelConfig, Norm
 from maxmeg.hf import tables
 from maxmeg.hf.families import (
     FAMILIES,
+    architecture,
     bindings,
     canonical_names,
     differences,
@@ -386,3 +387,26 @@ def test_family_on_a_mesh(name, tmp_path):
     )
     wanted = float((losses * weights.flatten()).sum() / weights.sum())
     assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(wanted, rel=LOSS)
+
+
+def test_text_part_of_a_model_that_sees(tmp_path):
+    torch.manual_seed(0)
+    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(
+        text_config=CASES["gemma 3"][1], vision_config=vision, mm_tokens_per_image=1
+    )
+    kind = transformers.Gemma3ForConditionalGeneration
+    theirs = kind._from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    model, family = model_config(settings), architecture(settings)
+    assert not differences(model, model_config(saved("gemma 3", tmp_path / "text")[1]))
+    tensors = load_file(tmp_path / "model.safetensors")
+    known = canonical_names(tensors, family)
+    ours = imported({known[name]: tensors[name] for name in known}, model, family)
+    ids = np.random.default_rng(0).integers(3, VOCAB, (2, LENGTH))
+    with torch.no_grad():
+        wanted = theirs(torch.tensor(ids)).logits.numpy()
+    (_, logits), _ = evaluated(ours, jnp.asarray(ids))
+    assert close(np.asarray(logits), wanted, LOGITS)
