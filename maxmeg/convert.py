@@ -12,7 +12,7 @@ import jax
 
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import DType, setting
-from maxmeg.hf import convert, families, gguf
+from maxmeg.hf import convert, families, gguf, trained
 
 
 class To(enum.Enum):
@@ -85,10 +85,10 @@ def imported(options: Options) -> convert.Pairs:
 
 
 def exported(options: Options) -> convert.Pairs:
-    run = Path(options.input)
-    model = convert.saved_config(convert.open_run(run)).model
-    family = convert.choose_family(model, convert.carried_config(run), options.family)
-    return [(binding.theirs, binding) for binding in families.bindings(model, family)]
+    config = trained.TrainedModel(options.input).config
+    carried = trained.carried_config(trained.carried_folder(options.input, config))
+    family = trained.choose_family(config.model, carried, options.family)
+    return [(binding.theirs, binding) for binding in families.bindings(config.model, family)]
 
 
 if __name__ == "__main__":

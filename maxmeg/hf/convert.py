@@ -9,22 +9,31 @@ import json
 import os
 import shutil
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
-from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.stream import StreamReader, StreamWriter, TensorInfo, row_blocks
+from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
 from maxmeg.config.schema import Config, DType, ModelConfig
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf import families
 from maxmeg.hf.binding import Binding, Place
 from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
+from maxmeg.hf.trained import (
+    CARRIED,
+    WRITTEN,
+    TrainedModel,
+    array_path,
+    array_paths,
+    carried_config,
+    carried_folder,
+    choose_family,
+    some,
+)
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
-CARRIED = "huggingface"  # the folder of a run with the files that came with its model
 TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"),
@@ -32,10 +41,7 @@ TOKENIZER_FILES = (
 # Never code.
 SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
 EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 holds
-MASTER = DTYPES["F32"]
-WRITTEN = {DType.float32: DTYPES["F32"], DType.bfloat16: DTYPES["BF16"]}
 Pairs: typing.TypeAlias = list[tuple[str, Binding]]
-_SHOWN = 8
 
 
 class Weights(typing.Protocol):
@@ -109,9 +115,9 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     bindings = {binding.theirs: binding for binding in families.bindings(model, family)}
     problems = []
     if missing := [name for name in bindings if name not in names]:
-        problems.append(f"{len(missing)} tensors are missing: {_some(missing)}")
+        problems.append(f"{len(missing)} tensors are missing: {some(missing)}")
     if extra := [name for known, name in names.items() if known not in bindings]:
-        problems.append(f"{len(extra)} tensors are no part of a {family}: {_some(extra)}")
+        problems.append(f"{len(extra)} tensors are no part of a {family}: {some(extra)}")
     for known, binding in bindings.items():
         info = weights.tensors[names[known]] if known in names else None
         if info and (info.shape != binding.shape or info.dtype not in EXACT):
@@ -120,7 +126,7 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
                 f"{list(binding.shape)}; dtypes that are read are float32, bfloat16 and float16"
             )
     if problems:
-        raise ValueError("the tensors are not those of config.json:\n" + _some(problems, "\n"))
+        raise ValueError("the tensors are not those of config.json:\n" + some(problems, "\n"))
     return [(names[known], binding) for known, binding in bindings.items()]
 
 
@@ -150,29 +156,18 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             "tokenizer": identity,
             "consumed_samples": 0,
         }
-        tensors = {_path(name): info for name, info in array_infos(model).items()}
-        with StreamWriter(target / CHECKPOINTS, 0, tensors, metadata) as writer:
+        with StreamWriter(target / CHECKPOINTS, 0, array_paths(model), metadata) as writer:
             for name, binding in matched:
                 parts = binding.split(source.weights.read(name))
                 for place, part in zip(binding.ours, parts, strict=True):
                     padded = place.name in VOCABULARY_TABLES
-                    writer.write(_path(place.name), part, place.layer, pad_rows=padded)
+                    writer.write(array_path(place.name), part, place.layer, pad_rows=padded)
         files.save(config, target / "config.yaml")
     except BaseException:
         for path in [target] if new else list(target.iterdir()):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
     return _report(family, matched, config.data.tokenizer, notes)
-
-
-def array_infos(model: ModelConfig) -> dict[str, TensorInfo]:
-    """All arrays of a model as a checkpoint holds them: float32, the vocabulary padded."""
-    infos = {}
-    for name, shape in families.array_shapes(model).items():
-        if name in VOCABULARY_TABLES:
-            shape = (model.padded_vocab_size(1), *shape[1:])
-        infos[name] = TensorInfo(MASTER, shape)
-    return infos
 
 
 def export_model(
@@ -186,88 +181,33 @@ def export_model(
     """Writes a run's model as a folder that transformers' from_pretrained loads.
 
     step: default the newest. family: default that of the folder the model came from, or the first
-    that has such models. ValueError where the checkpoint holds other arrays, or no family fits.
+    that has such models. Adapters are merged. ValueError where no family fits, or the checkpoint is
+    not what its config says.
     """
     run, target = Path(run), Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty: choose another --output")
-    reader = open_run(run, step)
-    config = saved_config(reader)
-    model, carried = config.model, carried_config(run)
+    trained = TrainedModel(run, step)
+    config, model = trained.config, trained.model
+    folder = carried_folder(run, config)
+    carried = carried_config(folder)
     family = choose_family(model, carried, family)
     described = _merged(carried, model, family, config.data.tokenizer)
     described["dtype"] = dtype.value
     described.pop("torch_dtype", None)
     bindings = families.bindings(model, family)
-    check_arrays(reader, model)
     tensors = {b.theirs: TensorInfo(WRITTEN[dtype], b.shape) for b in bindings}
     with SafetensorsWriter(target, tensors, max_shard_bytes) as writer:
         for binding in bindings:
-            parts = [_read_place(reader, place, model) for place in binding.ours]
+            parts = [trained.read(place) for place in binding.ours]
             writer.write(binding.theirs, binding.join(parts))
-    small, notes = _tokenizer_files(run, config)
+    small, notes = _tokenizer_files(folder, config)
     for path, name in small.items():
         shutil.copyfile(path, target / name)
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
     return _report(family, matched, config.data.tokenizer, notes)
-
-
-def open_run(run: Path, step: int | None = None) -> StreamReader:
-    """A checkpoint of a run, the newest by default."""
-    checkpointer = Checkpointer(run / CHECKPOINTS)
-    steps = checkpointer.steps()
-    if not steps:
-        raise ValueError(f"{checkpointer.folder} holds no checkpoint: give the folder of a run")
-    return StreamReader(checkpointer.folder, steps[-1] if step is None else step)
-
-
-def saved_config(reader: StreamReader) -> Config:
-    """The config of the run that saved a checkpoint."""
-    return files.from_dict(reader.metadata["config"])
-
-
-def carried_config(run: Path) -> dict[str, typing.Any]:
-    """The config.json that a run's model came with; empty where it came with none."""
-    path = run / CARRIED / "config.json"
-    return dict(families.text_part(read_json(path))) if path.is_file() else {}
-
-
-def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family: str) -> str:
-    """The family asked for, or the one it came from, or the first that has such models."""
-    family = family or (families.architecture(carried) if carried else "")
-    if not family:
-        fitting = families.families_of(model)
-        if not fitting:
-            names = ", ".join(families.FAMILIES)
-            raise ValueError(f"no family of transformers has such models; compared with {names}")
-        return fitting[0]
-    if family not in families.FAMILIES:
-        raise ValueError(f"--family={family}: choose one of {', '.join(families.FAMILIES)}")
-    return family
-
-
-def check_arrays(reader: StreamReader, model: ModelConfig) -> None:
-    """ValueError where a checkpoint's model is not the one that its config describes."""
-    saved = {path for path in reader.tensors if path.startswith("model/")}
-    infos = {_path(name): info for name, info in array_infos(model).items()}
-    if missing := sorted(infos.keys() - saved):
-        raise ValueError(f"the checkpoint lacks {len(missing)} arrays: {_some(missing)}")
-    if extra := sorted(saved - infos.keys()):
-        raise ValueError(
-            f"the checkpoint has {len(extra)} arrays that no tensor takes: {_some(extra)}; merge "
-            "adapters into the model first"
-        )
-    for path, info in infos.items():
-        found = reader.tensors[path]
-        tail = (
-            slice(1, None)
-            if path.removeprefix("model/").replace("/", ".") in VOCABULARY_TABLES
-            else slice(None)
-        )
-        if found.shape[tail] != info.shape[tail] or found.dtype != info.dtype:
-            raise ValueError(f"{path} is {found} in the checkpoint, expected {info}")
 
 
 def _prepare(
@@ -309,11 +249,10 @@ def _find_tokenizer(folder: Path) -> str:
     return ""
 
 
-def _tokenizer_files(run: Path, config: Config) -> tuple[dict[Path, str], tuple[str, ...]]:
+def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tuple[str, ...]]:
     """Files that go with an exported model and their names there, and notes."""
     kind, _, argument = config.data.tokenizer.partition(":")
     place = Path(argument)
-    folder = run / CARRIED
     small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
     if kind == "huggingface" and place.parent.absolute() != folder.absolute():
         beside = place.parent / "tokenizer_config.json"
@@ -348,19 +287,6 @@ def _merged(
     return written if changed else both
 
 
-def _read_place(reader: StreamReader, place: Place, model: ModelConfig) -> np.ndarray:
-    """An array or one layer of it; of a vocabulary's table, the rows that are words."""
-    array = reader.read(_path(place.name), place.layer)
-    if place.name not in VOCABULARY_TABLES:
-        return array
-    if len(array) < model.vocab_size or array[model.vocab_size :].any():
-        raise ValueError(
-            f"{place.name} has {len(array)} rows for a vocabulary of {model.vocab_size}, and those "
-            "beyond it must be zero: the checkpoint's config is not its own"
-        )
-    return array[: model.vocab_size]
-
-
 def _check_equal(weights: Weights, name: str, other: str) -> None:
     """Tied weights that are given twice are equal, bit for bit."""
     a, b = weights.tensors[name], weights.tensors[other]
@@ -381,15 +307,5 @@ def _report(family: str, matched: Pairs, tokenizer: str, notes: tuple[str, ...])
     return Report(family, len(matched), count, tokenizer, notes)
 
 
-def _path(name: str) -> str:
-    """Where a checkpoint holds an array of the model."""
-    return "model/" + name.replace(".", "/")
-
-
 def _shown(place: Place) -> str:
     return place.name if place.layer is None else f"{place.name}[{place.layer}]"
-
-
-def _some(texts: Sequence[str], between: str = ", ") -> str:
-    more = f"{between}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return between.join(texts[:_SHOWN]) + more

@@ -1,6 +1,7 @@
 """Hugging Face folders to runs and back: bitwise, every tensor accounted for, in little memory."""
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from hf_folders import (
@@ -23,15 +25,17 @@ from hf_folders import (
 )
 
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.stream import StreamWriter
+from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.schema import Config, DType
-from maxmeg.hf import convert, families
+from maxmeg.hf import convert, families, trained
 from maxmeg.hf.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
-from maxmeg.state import to_arrays
+from maxmeg.layers import lora
+from maxmeg.state import base_of, language_model, to_arrays
 
 GROWTH_BYTES = 40 << 20  # of peak memory with 8 layers more, of 10 MiB each
+MERGED = 1e-6  # of sums in another order
 FAMILY = "LlamaForCausalLM"
 
 
@@ -72,15 +76,15 @@ def test_the_run_is_the_model(tmp_path):
     """Every array where the bindings say, padding zero, config and tokenizer of the folder."""
     tensors = make_folder(tmp_path / "hf")
     convert_in(tmp_path / "hf", tmp_path / "run")
-    trained = load_run(str(tmp_path / "run"))
-    assert trained.step == 0
+    loaded = load_run(str(tmp_path / "run"))
+    assert loaded.step == 0
     saved = files.load(tmp_path / "run" / "config.yaml")
-    assert trained.config == dataclasses.replace(saved, parallel=trained.config.parallel)
-    assert trained.config.run_dir == str(tmp_path / "run")
-    assert families.differences(trained.config.model, LLAMA) == []
-    assert trained.config.data.sequence_length == LLAMA.max_position
-    assert trained.tokenizer.decode([2, 5]) == "w2 w5" and trained.tokenizer.eod == 0
-    arrays = {name: np.asarray(array) for name, array in to_arrays(trained.model).items()}
+    assert loaded.config == dataclasses.replace(saved, parallel=loaded.config.parallel)
+    assert loaded.config.run_dir == str(tmp_path / "run")
+    assert families.differences(loaded.config.model, LLAMA) == []
+    assert loaded.config.data.sequence_length == LLAMA.max_position
+    assert loaded.tokenizer.decode([2, 5]) == "w2 w5" and loaded.tokenizer.eod == 0
+    arrays = {name: np.asarray(array) for name, array in to_arrays(loaded.model).items()}
     for table in ("embedding.table", "output.table"):
         assert arrays[table].shape[0] == 128 and not arrays[table][LLAMA.vocab_size :].any()
         arrays[table] = arrays[table][: LLAMA.vocab_size]
@@ -230,7 +234,7 @@ def test_other_tokenizers_and_none(tmp_path):
 
 def write_run(folder, config, arrays, step=5):
     """A run as training leaves it."""
-    infos = convert.array_infos(config.model) if arrays is None else arrays
+    infos = trained.array_infos(config.model) if arrays is None else arrays
     tensors = {"model/" + name.replace(".", "/"): info for name, info in infos.items()}
     saved = {"config": files.to_dict(config), "tokenizer": "bytes", "consumed_samples": 9}
     with StreamWriter(folder / "checkpoints", step, tensors, saved) as writer:
@@ -252,13 +256,13 @@ def test_a_run_that_was_trained_here_is_exported(tmp_path):
 
 def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
     config = Config(model=LLAMA)
-    infos = convert.array_infos(LLAMA)
+    infos = trained.array_infos(LLAMA)
     some = {name: info for name, info in infos.items() if "norm" not in name}
     more = infos | {"stack.lora": infos["final_norm.weight"]}
     shape = dataclasses.replace(infos["final_norm.weight"], shape=(31,))
     cases = {
         "the checkpoint lacks 3 arrays": some,
-        "1 arrays that no tensor takes: model/stack/lora; merge adapters": more,
+        "1 arrays too many: model/stack/lora": more,
         "model/final_norm/weight is .*31": infos | {"final_norm.weight": shape},
     }
     for number, (message, arrays) in enumerate(cases.items()):
@@ -267,11 +271,56 @@ def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
             convert.export_model(tmp_path / str(number), tmp_path / "hf")
     with pytest.raises(ValueError, match="holds no checkpoint"):
         convert.export_model(tmp_path / "none", tmp_path / "hf")
+    write_run(tmp_path / "good", config, None)
     with pytest.raises(ValueError, match="--family=Llama: choose one of"):
-        convert.export_model(tmp_path / "0", tmp_path / "hf", family="Llama")
+        convert.export_model(tmp_path / "good", tmp_path / "hf", family="Llama")
     with pytest.raises(ValueError, match="no GPT2LMHeadModel is such a model"):
-        convert.export_model(tmp_path / "0", tmp_path / "hf", family="GPT2LMHeadModel")
+        convert.export_model(tmp_path / "good", tmp_path / "hf", family="GPT2LMHeadModel")
     assert not (tmp_path / "hf").exists()
+
+
+def write_adapters(folder, base, rank=2, **changes):
+    """A run with adapters beside a converted base, as training leaves it."""
+    config = files.load(base / "config.yaml")
+    config.lora.rank, config.checkpoint.init_from = rank, str(base)
+    config.model = dataclasses.replace(config.model, **changes)
+    make = functools.partial(language_model, config=config)
+    arrays = to_arrays({"model": jax.eval_shape(make, jax.random.key(0))})
+    rng = np.random.default_rng(1)
+    adapters = {
+        name.replace(".", "/"): rng.standard_normal(array.shape, np.float32)
+        for name, array in arrays.items()
+        if ".lora." in name
+    }
+    infos = {path: TensorInfo(array.dtype, array.shape) for path, array in adapters.items()}
+    identity = load_run(str(base)).tokenizer.identity
+    saved = {"config": files.to_dict(config), "tokenizer": identity, "base": base_of(config)}
+    with StreamWriter(folder / "checkpoints", 7, infos, saved) as writer:
+        for path, array in adapters.items():
+            writer.write(path, array)
+    return adapters
+
+
+def test_adapters_are_merged_as_they_were_trained(tmp_path):
+    """Into the base as it was frozen, in bfloat16; the files come from the base's folder."""
+    make_folder(tmp_path / "hf", tensors=random_tensors(LLAMA, FAMILY, np.float32))
+    convert_in(tmp_path / "hf", tmp_path / "base")
+    adapters = write_adapters(tmp_path / "run", tmp_path / "base")
+    assert len(adapters) >= 4
+    convert.export_model(tmp_path / "run", tmp_path / "merged", DType.float32)
+    found = SafetensorsFolder(tmp_path / "merged")
+    model = to_arrays(lora.merged(load_run(str(tmp_path / "run")).model))
+    arrays = {name: np.asarray(array) for name, array in model.items()}
+    for binding in families.bindings(LLAMA, FAMILY):
+        parts = [
+            arrays[p.name] if p.layer is None else arrays[p.name][p.layer] for p in binding.ours
+        ]
+        wanted = binding.join(parts)[: binding.shape[0]]
+        np.testing.assert_allclose(found.read(binding.theirs), wanted, rtol=MERGED, atol=MERGED)
+    assert (tmp_path / "merged" / "chat_template.jinja").is_file()
+    write_adapters(tmp_path / "grown", tmp_path / "base", vocab_size=90)
+    with pytest.raises(ValueError, match="base has 70 words, the run 90"):
+        convert.export_model(tmp_path / "grown", tmp_path / "other")
 
 
 def test_rows_beyond_the_vocabulary_must_be_zero(tmp_path):
