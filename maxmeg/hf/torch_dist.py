@@ -103,8 +103,7 @@ class TorchDistReader:
         self._check_cover(name, [box for _, box in parts], wanted)
         array = np.empty([end - begin for begin, end in wanted], DTYPES[self.dtypes[name]])
         for part, box in parts:
-            target = array[slices(box, wanted)]
-            target[...] = self._receive(name, part, box).reshape(target.shape)
+            array[slices(box, wanted)] = self._receive(name, part, box)
         return array if index is None else array[0]
 
     def close(self) -> None:
@@ -190,7 +189,7 @@ class TorchDistReader:
         received = self._out.readinto(data.view(np.uint8))
         if received != count or count != data.nbytes:
             raise ValueError(f"{where[0]} gave {received} of {count} bytes, expected {data.nbytes}")
-        return data
+        return data.reshape([end - begin for begin, end in box])
 
 
 def common(a: Box, b: Box) -> Box:

@@ -17,8 +17,8 @@ import zipfile
 
 DCP = "torch.distributed.checkpoint"
 # Modules whose classes `.metadata` names: torch's plans of what was saved, and Megatron's own.
-PLANS = (f"{DCP}.metadata", f"{DCP}.planner", f"{DCP}.filesystem")
-PLANS += ("megatron.core.dist_checkpointing.strategies.torch", "torch.distributed._shard.metadata")
+PLANS = (DCP, "torch.distributed._shard", "torch.distributed.tensor", "pathlib")
+PLANS += ("megatron.core.dist_checkpointing",)
 # Modules whose classes a run's arguments name: enums, dtypes, places and functions of torch's.
 ARGUMENTS = ("argparse", "megatron", "torch", "pathlib", "signal", "types", "enum", "collections")
 # What containers are made with, which tensors inside of arguments need too.
@@ -123,7 +123,7 @@ def catalogue(path: str) -> dict[str, typing.Any]:
         extra = info.state.get("transform_descriptors")
         if extra:
             raise ValueError(f"{key[0]} is stored as {extra}: save it without transforms")
-        places[key] = [info["relative_path"], info["offset"], info["length"]]
+        places[key] = [str(info["relative_path"]), *numbers([info["offset"], info["length"]])]
     tensors: dict[str, typing.Any] = {}
     objects: dict[str, typing.Any] = {}
     for name, stored in metadata["state_dict_metadata"].items():
@@ -136,10 +136,16 @@ def catalogue(path: str) -> dict[str, typing.Any]:
             place = places.get((name, begin), places.get((name, ())) if not any(begin) else None)
             if place is None:
                 raise ValueError(f"{name}: {path} does not say where the part at {begin} lies")
-            chunks.append([begin, chunk["sizes"], *place])
-        dtype = stored["properties"].state[0]
-        tensors[name] = {"dtype": dtype, "shape": stored["size"], "chunks": chunks}
+            chunks.append([numbers(begin), numbers(chunk["sizes"]), *place])
+        dtype = str(stored["properties"].state[0])
+        tensors[str(name)] = {"dtype": dtype, "shape": numbers(stored["size"]), "chunks": chunks}
     return {"tensors": tensors, "objects": objects}
+
+
+def numbers(values: typing.Any) -> list[int]:
+    if not all(type(value) is int for value in values):
+        raise TypeError(f"{values!r:.60} are no whole numbers")
+    return list(values)
 
 
 def arguments(path: str, start: int, length: int) -> dict[str, typing.Any]:

@@ -1,17 +1,24 @@
-"""Checkpoints of Megatron import to models with its logits."""
+"""Checkpoints of Megatron import to models with its logits, and damaged ones are refused."""
 
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import megatron_fixture as fixture
 import megatron_model
 import numpy as np
 import pytest
+import torch
 
+from maxmeg.config.schema import Config, ModelConfig, QkNorm
 from maxmeg.hf.megatron import import_megatron
+from maxmeg.hf.torch_dist import TorchDistReader, UnsafePickleError
 from maxmeg.inference.load import load_run
 
 LOGITS = 1e-4  # largest error over the scale of the logits
@@ -48,3 +55,164 @@ def test_megatrons_own_checkpoints_give_its_logits(name: str, megatron: Path, tm
         found.append(logits_of(tmp_path / naming, megatron_model.tokens()))
     assert np.abs(found[0] - expected).max() <= LOGITS * np.abs(expected).max()
     assert all((other == found[0]).all() for other in found)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
+def test_uneven_parts_over_ranks_give_the_logits_of_transformers(kind: str, tmp_path: Path):
+    torch.manual_seed(0)
+    model, arguments = getattr(fixture, kind)()
+    with torch.no_grad():  # so that biases and norms count
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    tensors = getattr(fixture, f"{kind}_tensors")(model)
+    fixture.write(tmp_path / "from", tensors, arguments, ranks=3)
+    import_megatron(tmp_path / "from", tmp_path / "to", tokenizer=f"null:{fixture.VOCAB}")
+    ids = np.random.default_rng(0).integers(0, fixture.VOCAB, (2, fixture.LENGTH))
+    expected = model(torch.tensor(ids)).logits.detach().numpy()
+    found = logits_of(tmp_path / "to", ids)
+    assert np.abs(found - expected).max() <= LOGITS * np.abs(expected).max()
+
+
+SMALL = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12)
+
+
+def small_tensors() -> dict[str, torch.Tensor]:
+    """Of SMALL with a vocabulary of 10, layers by themselves."""
+    layer = "decoder.layers.0"
+    shapes = {
+        "embedding.word_embeddings.weight": (16, 8),
+        "output_layer.weight": (16, 8),
+        "decoder.final_layernorm.weight": (8,),
+        f"{layer}.input_layernorm.weight": (8,),
+        f"{layer}.pre_mlp_layernorm.weight": (8,),
+        f"{layer}.self_attention.linear_qkv.weight": (16, 8),
+        f"{layer}.self_attention.linear_proj.weight": (8, 8),
+        f"{layer}.mlp.linear_fc1.weight": (24, 8),
+        f"{layer}.mlp.linear_fc2.weight": (8, 12),
+    }
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+def small_config(**fields) -> Config:
+    config = Config(model=ModelConfig(**{**vars(SMALL), "vocab_size": 10, **fields}))
+    config.data.tokenizer = "null:10"
+    return config
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of SMALL without arguments."""
+    folder = tmp_path_factory.mktemp("small") / "whole"
+    fixture.write(folder, small_tensors(), {})
+    (folder / "iter_0000007" / "common.pt").unlink()
+    return folder
+
+
+class Command:
+    """Runs when it is unpickled."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def truncate(folder: Path) -> None:
+    file = folder / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def exchange(folder: Path) -> None:
+    """The files of two ranks, each with the other's tensors."""
+    (folder / "__0_0.distcp").rename(folder / "other")
+    (folder / "__1_0.distcp").rename(folder / "__0_0.distcp")
+    (folder / "other").rename(folder / "__1_0.distcp")
+
+
+def overwrite(folder: Path) -> None:
+    """Every tensor begins as another archive does, which holds a command."""
+    file = folder / "__0_0.distcp"
+    size = file.stat().st_size
+    torch.save(Command(f"touch {folder / 'ran'}"), file)
+    with open(file, "ab") as opened:
+        opened.truncate(size)
+
+
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (truncate, "the file is truncated"),
+    (exchange, "__._0.distcp"),
+    (overwrite, "__0_0.distcp"),
+    (lambda folder: (folder / "__0_0.distcp").unlink(), "'__0_0.distcp', which"),
+    (lambda folder: (folder / ".metadata").unlink(), "has neither .metadata nor"),
+    (lambda folder: (folder / ".metadata").write_bytes(b"\x80\x04"), ".metadata is damaged"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damage_is_named_and_nothing_is_left(damage, message, written: Path, tmp_path: Path):
+    shutil.copytree(written, tmp_path / "from")
+    iteration = tmp_path / "from" / "iter_0000007"
+    damage(iteration)
+    with pytest.raises(ValueError, match=message):
+        import_megatron(tmp_path / "from", tmp_path / "to", small_config())
+    assert not (tmp_path / "to" / "config.yaml").exists()
+    assert not list((tmp_path / "to").rglob("step_*"))
+    assert not (iteration / "ran").exists()
+
+
+MISFITS = [
+    ({"num_layers": 2}, r"decoder.layers.1.mlp.linear_fc2.weight \[8, 12\] is missing"),
+    ({"ffn_size": 16}, r"linear_fc1.weight is \[24, 8\], the model needs \[32, 8\]"),
+    ({"tied": True}, "output_layer.weight .* has no place in this model"),
+    ({"qk_norm": QkNorm.head}, "q_layernorm.weight .* is missing"),
+    ({"vocab_size": 17}, "word_embeddings.weight has 16 words, the model 17"),
+    ({"num_kv_heads": 2}, r"linear_qkv.weight is \[16, 8\], the model needs \[24, 8\]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISFITS)
+def test_a_config_of_another_model_is_refused(fields, message, written: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        import_megatron(written, tmp_path / "to", small_config(**fields))
+    assert not (tmp_path / "to").exists()
+
+
+def test_layers_of_stacked_tensors_are_read_by_themselves(tmp_path: Path):
+    tensors = {
+        "a": torch.randn(5, 4, 3).bfloat16(),
+        "b": torch.randn(()),
+        "c": torch.arange(3),
+        "d": torch.randn(6, 2).half(),
+    }
+    fixture.write(tmp_path, tensors, {})
+    with TorchDistReader(tmp_path / "iter_0000007") as reader:
+        assert set(reader.tensors) == {"a", "b", "d"} and reader.dtypes["c"] == "int64"
+        assert reader.arguments()["hidden_size"] == fixture.HIDDEN
+        for name in reader.tensors:
+            wanted = tensors[name].float().numpy()
+            assert (reader.read(name).astype(np.float32) == wanted).all()
+            for index in range(len(wanted) if wanted.ndim else 0):
+                assert (reader.read(name, index).astype(np.float32) == wanted[index]).all()
+        with pytest.raises(ValueError, match="has no entry 5"):
+            reader.read("a", 5)
+        with pytest.raises(ValueError, match="no weights named c"):
+            reader.read("c")
+
+
+def test_a_tensor_that_is_a_command_is_not_run(tmp_path: Path):
+    fixture.write(tmp_path, {"a": torch.zeros(1)}, {})
+    file = tmp_path / "iter_0000007" / "__0_0.distcp"
+    size = file.stat().st_size
+    torch.save(Command(f"touch {tmp_path / 'ran'}"), file)
+    assert file.stat().st_size <= size
+    shift = size - file.stat().st_size
+    data = file.read_bytes()
+    end = data.rindex(b"PK\x05\x06")  # a comment makes the archive as long as the tensor's
+    file.write_bytes(data[: end + 20] + shift.to_bytes(2, "little") + b" " * shift)
+    with (
+        TorchDistReader(tmp_path / "iter_0000007") as reader,
+        pytest.raises(UnsafePickleError, match=r"__0_0.distcp: wants posix.system"),
+    ):
+        reader.read("a")
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,187 @@
+"""torch_dist checkpoints with Megatron's names, of models of transformers, written by torch alone.
+
+What megatron-core itself would write is in megatron_model.py; here parts are as uneven, and names
+as old, as they can be.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch.distributed.checkpoint import metadata as stored
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+VOCAB, PADDED, LAYERS, HIDDEN, HEADS, GROUPS, LENGTH = 61, 64, 3, 32, 4, 2, 24
+HEAD = 12  # wider than HIDDEN / HEADS
+
+
+def gpt2() -> tuple[torch.nn.Module, dict]:
+    """A model, and the arguments with which Megatron would have the same."""
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=LENGTH, n_embd=HIDDEN, n_layer=LAYERS, n_head=HEADS,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config), {
+        "add_bias_linear": True,
+        "max_position_embeddings": LENGTH,
+        "untie_embeddings_and_output_weights": False,
+    }
+
+
+def qwen3() -> tuple[torch.nn.Module, dict]:
+    config = transformers.Qwen3Config(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=HEAD, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0}, tie_word_embeddings=False,
+        max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return transformers.Qwen3ForCausalLM(config), {
+        "add_bias_linear": False,
+        "ffn_hidden_size": 48,
+        "group_query_attention": True,
+        "kv_channels": HEAD,
+        "max_position_embeddings": LENGTH,
+        "norm_epsilon": 1e-6,
+        "normalization": "RMSNorm",
+        "num_query_groups": GROUPS,
+        "position_embedding_type": "rope",
+        "qk_layernorm": True,
+        "rotary_base": 500,
+        "swiglu": True,
+        "untie_embeddings_and_output_weights": True,
+    }
+
+
+def interleaved(query, key, value, groups: int) -> torch.Tensor:
+    """[q.. k v] of every group of heads."""
+    parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (query, key, value)]
+    return torch.cat(parts, 1).reshape(-1, *query.shape[1:])
+
+
+def padded(table: torch.Tensor) -> torch.Tensor:
+    """Rows beyond the vocabulary as training leaves them."""
+    return torch.cat([table, torch.randn(PADDED - VOCAB, table.shape[1])])
+
+
+def gpt2_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Layers stacked, norms as Transformer Engine fuses them."""
+    read = {name: value.detach() for name, value in model.named_parameters()}
+
+    def stacked(name: str) -> torch.Tensor:
+        layers = [read[f"transformer.h.{i}.{name}"] for i in range(LAYERS)]
+        return torch.stack([layer.T if layer.ndim == 2 else layer for layer in layers])
+
+    found = {
+        "embedding.word_embeddings.weight": padded(read["transformer.wte.weight"]),
+        "embedding.position_embeddings.weight": read["transformer.wpe.weight"],
+    }
+    names = {"self_attention.linear_proj": "attn.c_proj", "mlp.linear_fc1": "mlp.c_fc"}
+    names |= {"mlp.linear_fc2": "mlp.c_proj"}
+    for kind in ("weight", "bias"):
+        layer = "decoder.layers"
+        found[f"decoder.final_layernorm.{kind}"] = read[f"transformer.ln_f.{kind}"]
+        for theirs, ours in names.items():
+            found[f"{layer}.{theirs}.{kind}"] = stacked(f"{ours}.{kind}")
+        qkv = [torch.chunk(x, 3) for x in stacked(f"attn.c_attn.{kind}")]
+        qkv = torch.stack([interleaved(*parts, HEADS) for parts in qkv])
+        found[f"{layer}.self_attention.linear_qkv.{kind}"] = qkv
+        norms = {"self_attention.linear_qkv": "ln_1", "mlp.linear_fc1": "ln_2"}
+        for theirs, ours in norms.items():
+            found[f"{layer}.{theirs}.layer_norm_{kind}"] = stacked(f"{ours}.{kind}")
+    return found
+
+
+def qwen3_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Each layer by itself, norms by themselves, the halves of [gate; up] in one."""
+    read = {name: value.detach() for name, value in model.named_parameters()}
+    found = {
+        "embedding.word_embeddings.weight": padded(read["model.embed_tokens.weight"]),
+        "output_layer.weight": padded(read["lm_head.weight"]),
+        "decoder.final_layernorm.weight": read["model.norm.weight"],
+    }
+    for i in range(LAYERS):
+        ours, theirs = f"model.layers.{i}", f"decoder.layers.{i}"
+        qkv = [read[f"{ours}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        up = [read[f"{ours}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+        found |= {
+            f"{theirs}.input_layernorm.weight": read[f"{ours}.input_layernorm.weight"],
+            f"{theirs}.pre_mlp_layernorm.weight": read[f"{ours}.post_attention_layernorm.weight"],
+            f"{theirs}.self_attention.linear_qkv.weight": interleaved(*qkv, GROUPS),
+            f"{theirs}.self_attention.linear_proj.weight": read[f"{ours}.self_attn.o_proj.weight"],
+            f"{theirs}.self_attention.q_layernorm.weight": read[f"{ours}.self_attn.q_norm.weight"],
+            f"{theirs}.self_attention.k_layernorm.weight": read[f"{ours}.self_attn.k_norm.weight"],
+            f"{theirs}.mlp.linear_fc1.weight": torch.cat(up),
+            f"{theirs}.mlp.linear_fc2.weight": read[f"{ours}.mlp.down_proj.weight"],
+        }
+    return found
+
+
+class Parts:
+    """Cuts tensors in two along every dimension that has two, and deals them to ranks."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], ranks: int) -> None:
+        self.boxes: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self.described: dict[str, stored.TensorStorageMetadata] = {}
+        items: list[WriteItem] = []
+        for name, tensor in tensors.items():
+            chunks = []
+            for begin, part in cut(tensor):
+                chunk = stored.ChunkStorageMetadata(torch.Size(begin), part.size())
+                properties = stored.TensorProperties.create_from_tensor(tensor)
+                data = TensorWriteData(chunk, properties, tensor.size())
+                index = stored.MetadataIndex(name, begin, len(chunks))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self.boxes[name, tuple(begin)] = part
+                chunks.append(chunk)
+            self.described[name] = stored.TensorStorageMetadata(properties, tensor.size(), chunks)
+        self.plans = [SavePlan(items[rank::ranks]) for rank in range(ranks)]
+
+    def resolve_data(self, item: WriteItem) -> torch.Tensor:
+        return self.boxes[item.index.fqn, tuple(item.index.offset)]
+
+
+def cut(tensor: torch.Tensor):
+    """(corner, part) of uneven parts."""
+    boxes = [([], tensor)]
+    for dim, size in enumerate(tensor.shape):
+        middle = max(size // 3, 1)
+        bounds = [(0, middle), (middle, size)] if size > 1 else [(0, size)]
+        boxes = [
+            ([*corner, begin], part.narrow(dim, begin, end - begin))
+            for corner, part in boxes
+            for begin, end in bounds
+        ]
+    return [(corner, part.clone()) for corner, part in boxes]
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], arguments: dict, ranks: int = 2) -> None:
+    """FOLDER/iter_0000007 with `__RANK_0.distcp` files, and FOLDER's note of the latest."""
+    iteration = folder / "iter_0000007"
+    iteration.mkdir(parents=True)
+    parts = Parts(tensors, ranks)
+    writer = dcp.FileSystemWriter(iteration)
+    writer.set_up_storage_writer(is_coordinator=True)
+    plans = writer.prepare_global_plan(parts.plans)
+    results = [writer.write_data(plan, parts).wait() for plan in plans]
+    writer.finish(stored.Metadata(parts.described), results)
+    known = {
+        "num_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "num_attention_heads": HEADS,
+        "padded_vocab_size": PADDED,
+        "params_dtype": torch.float32,
+        **arguments,
+    }
+    common = {"args": argparse.Namespace(**known), "iteration": 7, "checkpoint_version": 3.0}
+    torch.save(common, iteration / "common.pt")
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    (iteration / "metadata.json").write_text(json.dumps(backend))
+    (folder / "latest_checkpointed_iteration.txt").write_text("7\n")
