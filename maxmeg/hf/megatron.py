@@ -33,11 +33,12 @@ from maxmeg.config.schema import (
 from maxmeg.config.validate import model_problems, resolve
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf.binding import Binding
-from maxmeg.hf.convert import Report, array_infos
+from maxmeg.hf.convert import Report
 from maxmeg.hf.families import bindings
 from maxmeg.hf.keys import resolved
 from maxmeg.hf.tables import QKV, Family
 from maxmeg.hf.torch_dist import METADATA, TorchDistReader
+from maxmeg.hf.trained import array_path, array_paths
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 Arguments = Mapping[str, typing.Any]
@@ -125,9 +126,10 @@ def import_megatron(
             "tokenizer": identity,
             "consumed_samples": 0,
         }
-        arrays = {path_of(name): info for name, info in array_infos(config.model).items()}
         try:
-            with StreamWriter(target / CHECKPOINTS, 0, arrays, metadata) as writer:
+            with StreamWriter(
+                target / CHECKPOINTS, 0, array_paths(config.model), metadata
+            ) as writer:
                 for binding in bound:
                     write(writer, reader, binding, pieces[binding.theirs])
         except BaseException:
@@ -148,7 +150,14 @@ def write(
     if padded:
         tensor = tensor[: binding.shape[0]]  # their rows beyond the vocabulary are not zero
     for place, array in zip(binding.ours, binding.split(tensor), strict=True):
-        writer.write(path_of(place.name), array, place.layer, pad_rows=padded)
+        writer.write(array_path(place.name), array, place.layer, pad_rows=padded)
+
+
+def is_checkpoint(folder: str | os.PathLike) -> bool:
+    """Whether a folder is Megatron's, of whatever format."""
+    folder = pathlib.Path(folder)
+    there = (folder / METADATA).is_file() or (folder / LATEST).is_file()
+    return there or any(folder.glob("mp_rank_*"))
 
 
 def iteration_folder(source: str | os.PathLike) -> pathlib.Path:
@@ -414,8 +423,3 @@ def misfits(
             yield f"{pieces[0][0]} has {whole[0]} words, the model {wanted[0]}"
     elif whole != wanted or any(shape[1:] != wanted[1:] for shape in shapes):
         yield f"{pieces[0][0]} is {list(whole)}, the model needs {list(wanted)}"
-
-
-def path_of(name: str) -> str:
-    """An array's path in a checkpoint."""
-    return "model/" + name.replace(".", "/")

@@ -160,6 +160,7 @@ def test_other_folders_are_refused_with_the_way_to_save_them(names, message, tmp
         (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message + r"[\s\S]*--ckpt-convert-format torch_dist"):
         megatron.iteration_folder(tmp_path)
+    assert megatron.is_checkpoint(tmp_path) == bool(names)
 
 
 @pytest.mark.parametrize("latest", ["12\n", "release"])
