@@ -1,5 +1,7 @@
 """Linear projection; its logical axes alone say whether it is column- or row-parallel."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -28,7 +30,7 @@ class Linear(nnx.Module):
         self.row_parallel = axes[1] == "embed"
         bias_axis = "norm" if self.row_parallel else axes[1]
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
-        self.lora = nnx.data(None)
+        self.lora: typing.Any = nnx.data(None)  # a layers.lora.Lora
 
     def __call__(
         self, x: Float[Array, "B L I"], ctx: Context | None = None

@@ -150,6 +150,6 @@ def merged(model):
         if linear.lora is not None:
             a, b = linear.lora.a.get_value(), linear.lora.b.get_value()
             weight = merged_weight(linear.weight.get_value(), a, b, linear.lora.scale)
-            linear.weight = linear.weight.replace(weight)
+            linear.weight.set_value(weight)
             linear.lora = nnx.data(None)
     return model

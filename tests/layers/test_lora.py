@@ -1,5 +1,7 @@
 """Adapters by themselves: formula, what is frozen, targets, merging, dropout."""
 
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,13 @@ from maxmeg.parallel.parts import frozen, joined, trained
 TOLERANCE = 2e-6  # of the largest value, float32
 LOGITS = 1e-5  # of the largest logit: merged weights add up in another order
 B, L, D, F, R = 2, 3, 8, 12, 3
-MODEL = {"vocab_size": 61, "num_layers": 3, "hidden_size": 32, "num_heads": 2, "max_position": 8}
+MODEL: dict[str, typing.Any] = {
+    "vocab_size": 61,
+    "num_layers": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "max_position": 8,
+}
 PATHS = [
     "stack.groups.0.sublayers.0.mixers.attention.key",
     "stack.groups.0.sublayers.0.mixers.attention.query",

@@ -1,0 +1,143 @@
+"""A run's adapters as a folder that peft loads onto the same base in transformers.
+
+Where a family fuses projections, their adapters become one whose rank is the sum of theirs: its A
+has their A's one below the other, its B their B's in blocks, which is exactly the same map.
+"""
+
+import dataclasses
+import json
+import os
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxmeg.checkpoint.stream import StreamReader, TensorInfo
+from maxmeg.config import files
+from maxmeg.config.schema import LoraConfig
+from maxmeg.hf.binding import Binding, Place
+from maxmeg.hf.families import bindings, table_of
+from maxmeg.hf.safetensors import SINGLE, SafetensorsWriter
+from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
+
+WEIGHTS = "adapter_model.safetensors"
+SETTINGS = "adapter_config.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A module of theirs with an adapter: which of the projections fused in it have one of ours,
+    of what rank together, and the widths of its input and output."""
+
+    name: str
+    binding: Binding
+    adapted: tuple[Place, ...]
+    rank: int
+    width_in: int
+    width_out: int
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        a, b = (f"base_model.model.{self.name}.{name}.weight" for name in ("lora_A", "lora_B"))
+        single = np.dtype(np.float32)
+        return {
+            a: TensorInfo(single, (self.rank, self.width_in)),
+            b: TensorInfo(single, (self.width_out, self.rank)),
+        }
+
+
+def export_adapter(
+    run_dir: str, target: str, *, step: int | None = None, family: str = "", base: str = ""
+) -> Path:
+    """Write a LoRA run's adapters as a PEFT folder `target`, which must not hold weights yet.
+
+    step: default the newest. family: default that of the folder the base came from. base: the
+    model that peft is to name, default that folder. ValueError for a run without adapters.
+    """
+    reader = open_run(Path(run_dir), step)
+    config = files.from_dict(reader.metadata["config"])
+    if not config.lora.rank:
+        raise ValueError(f"{run_dir} has lora.rank=0, no adapters: export its whole model instead")
+    carried = carried_folder(run_dir, config)
+    family = choose_family(config.model, carried_config(carried), family)
+    first = table_of(family).outputs_first
+    every = bindings(config.model, family)
+    found = adapted_modules(every, reader.tensors, config.lora.rank, first)
+    tensors = [module.tensors() for module in found]
+    announced = {name: info for each in tensors for name, info in each.items()}
+    with SafetensorsWriter(target, announced, max_shard_bytes=2**62) as writer:
+        for module, names in zip(found, tensors, strict=True):
+            for name, array in zip(names, fused(module, reader, first), strict=True):
+                writer.write(name, array)
+    os.replace(Path(target, SINGLE), Path(target, WEIGHTS))
+    settings = adapter_config(config.lora, found, every, first)
+    settings["base_model_name_or_path"] = base or str(carried)
+    Path(target, SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    return Path(target)
+
+
+def array_of(place: Place, name: str) -> str:
+    """The path in a checkpoint of A or B ("a", "b") of the projection whose weight this is."""
+    return "/".join(["model", *place.name.split(".")[:-1], "lora", name])
+
+
+def adapted_modules(
+    every: Sequence[Binding], arrays: Mapping[str, TensorInfo], rank: int, outputs_first: bool
+) -> list[Module]:
+    found = []
+    for binding in every:
+        adapted = tuple(place for place in binding.ours if array_of(place, "a") in arrays)
+        if adapted and binding.theirs.endswith(".weight"):
+            sizes = binding.shape[::-1] if outputs_first else binding.shape
+            name = binding.theirs.removesuffix(".weight")
+            found.append(Module(name, binding, adapted, rank * len(adapted), *sizes))
+    return found
+
+
+def fused(module: Module, reader: StreamReader, outputs_first: bool) -> tuple[np.ndarray, ...]:
+    """(A [rank, in], B [out, rank]) of a module, from those of its projections."""
+    a_parts = [reader.read(array_of(place, "a"), place.layer) for place in module.adapted]
+    one = (module.width_out, 1) if outputs_first else (1, module.width_out)
+    widths = [part.shape[1] for part in module.binding.split(np.zeros(one, np.float32))]
+    parts, first = [], 0
+    for place, width in zip(module.binding.ours, widths, strict=True):
+        part = np.zeros((module.rank, width), np.float32)
+        if place in module.adapted:
+            b = reader.read(array_of(place, "b"), place.layer)
+            part[first : first + len(b)] = b
+            first += len(b)
+        parts.append(part)
+    b = module.binding.join(parts)
+    return np.concatenate(a_parts, axis=1).T, b if outputs_first else b.T
+
+
+def adapter_config(
+    lora: LoraConfig, found: Sequence[Module], every: Sequence[Binding], outputs_first: bool
+) -> dict[str, typing.Any]:
+    """Settings of peft's LoraConfig; of fused modules, whose rank is another, by their names."""
+    wide = {module.name: len(module.adapted) for module in found if len(module.adapted) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": endings([module.name for module in found], every),
+        "rank_pattern": {name: count * lora.rank for name, count in wide.items()},
+        "alpha_pattern": {name: count * lora.alpha for name, count in wide.items()},
+        "fan_in_fan_out": not outputs_first,
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def endings(names: Sequence[str], every: Sequence[Binding]) -> list[str]:
+    """The shortest endings of module names that no other module has: "q_proj" for every layer."""
+    others = {binding.theirs.rpartition(".")[0] for binding in every} - set(names)
+
+    def shortest(name: str) -> str:
+        parts = name.split(".")
+        tails = [".".join(parts[-n:]) for n in range(1, len(parts) + 1)]
+        return next(tail for tail in tails if not any(f".{o}".endswith(f".{tail}") for o in others))
+
+    return sorted({shortest(name) for name in names})

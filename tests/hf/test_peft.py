@@ -1,0 +1,111 @@
+"""PEFT folders: their adapters are the same change of every weight, fused or not."""
+
+import json
+
+import numpy as np
+import pytest
+from lora_runs import write_lora_run
+
+from maxmeg.hf.binding import Binding
+from maxmeg.hf.families import bindings, model_config, table_of
+from maxmeg.hf.peft import SETTINGS, WEIGHTS, endings, export_adapter
+from maxmeg.hf.safetensors import SafetensorsFile
+
+TOLERANCE = 1e-6  # of the largest change, float32
+RANK, ALPHA = 2, 6.0
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+OLD = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+WIDE = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
+FALCON = {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}
+GEMMA = {**WIDE, "num_hidden_layers": 3, "head_dim": 12, "sliding_window": 9}
+FAMILIES = {
+    "LlamaForCausalLM": ("llama", WIDE),
+    "Gemma2ForCausalLM": ("gemma2", {**GEMMA, "query_pre_attn_scalar": 12}),
+    "Phi3ForCausalLM": ("phi3", WIDE),
+    "GPTNeoXForCausalLM": ("gpt_neox", {**SIZES, "intermediate_size": 48}),
+    "FalconForCausalLM": ("falcon", FALCON),
+    "GPT2LMHeadModel": ("gpt2", OLD),
+}
+
+
+def config_of(family: str) -> dict:
+    kind, settings = FAMILIES[family]
+    return {"architectures": [family], "model_type": kind, **settings}
+
+
+def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.ndarray]:
+    """What the adapters add to their tensors, by name."""
+    found = {}
+    for binding in every:
+        parts = []
+        for name, layer in binding.ours:
+            module = "model/" + name.rpartition(".")[0].replace(".", "/")
+            a, b = (made.get(f"{module}/lora/{which}") for which in "ab")
+            parts.append(None if a is None else ALPHA / RANK * (a[layer] @ b[layer]))
+        known = [part for part in parts if part is not None]
+        if not known or not binding.theirs.endswith(".weight"):
+            continue
+        blank = binding.split(np.zeros(binding.shape, np.float32))
+        whole = [b if p is None else p for p, b in zip(parts, blank, strict=True)]
+        found[binding.theirs.removesuffix(".weight")] = binding.join(whole)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("targets", [("query", "value"), ("*",), ("attention.out", "mlp.up")])
+def test_adapters_are_the_same_change_of_every_weight(family, targets, tmp_path):
+    model = model_config(config_of(family))
+    lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
+    made = write_lora_run(tmp_path / "run", model, **lora)
+    folder = export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"), family=family, base="b")
+    settings = json.loads((folder / SETTINGS).read_text())
+    assert settings["base_model_name_or_path"] == "b" and settings["peft_type"] == "LORA"
+    assert {path.name for path in folder.iterdir()} == {SETTINGS, WEIGHTS}
+    file, every = SafetensorsFile(folder / WEIGHTS), bindings(model, family)
+    expected = changes(made, every)
+    prefix, names = "base_model.model.", ("lora_A.weight", "lora_B.weight")
+    assert file.tensors.keys() == {f"{prefix}{m}.{name}" for m in expected for name in names}
+    for module, change in expected.items():
+        a, b = (file.read(f"{prefix}{module}.{name}") for name in names)
+        rank = settings["rank_pattern"].get(module, RANK)
+        alpha = settings["alpha_pattern"].get(module, ALPHA)
+        assert len(a) == rank and b.shape[1] == rank
+        found = alpha / rank * b @ a
+        found = found if table_of(family).outputs_first else found.T
+        assert np.abs(found - change).max() <= TOLERANCE * np.abs(change).max(), module
+    modules = [b.theirs.removesuffix(".weight") for b in every if b.theirs.endswith(".weight")]
+    ends = tuple(f".{target}" for target in settings["target_modules"])
+    assert {module for module in modules if module.endswith(ends)} == expected.keys()
+
+
+def test_targets_are_named_by_their_shortest_endings():
+    def binding(name: str) -> Binding:
+        return Binding(f"{name}.weight", (1, 1), (), lambda _: (), lambda _: np.zeros(0))
+
+    names = [f"h.{i}.{m}.c_proj" for i in range(2) for m in ("attn", "mlp")] + ["h.0.q", "h.1.q"]
+    every = [binding(name) for name in names]
+    assert endings(names, every) == ["c_proj", "q"]
+    assert endings(["h.0.attn.c_proj", "h.1.attn.c_proj"], every) == ["attn.c_proj"]
+    assert endings(["h.1.q", "h.0.mlp.c_proj"], every) == ["0.mlp.c_proj", "1.q"]
+
+
+def test_what_cannot_be_exported(tmp_path):
+    model = model_config(config_of("LlamaForCausalLM"))
+    write_lora_run(tmp_path / "whole", model)
+    with pytest.raises(ValueError, match="rank=0, no adapters"):
+        export_adapter(str(tmp_path / "whole"), str(tmp_path / "peft"))
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        export_adapter(str(tmp_path / "none"), str(tmp_path / "peft"))
+    write_lora_run(tmp_path / "run", model, rank=1)
+    with pytest.raises(ValueError, match="choose one of LlamaForCausalLM"):
+        export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"), family="Lama")
+    assert not (tmp_path / "peft").exists()
+    export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"))
+    with pytest.raises(ValueError, match="already holds"):
+        export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"))

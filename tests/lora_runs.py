@@ -1,0 +1,34 @@
+"""Folders of LoRA runs with random adapters, as training leaves them."""
+
+import functools
+
+import jax
+import numpy as np
+
+from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
+from maxmeg.config import files
+from maxmeg.config.schema import Config, LoraConfig, ModelConfig
+from maxmeg.models.lm import language_model
+from maxmeg.state import base_of, to_arrays
+
+
+def write_lora_run(run_dir, model: ModelConfig, base: str = "", **lora) -> dict[str, np.ndarray]:
+    """Writes the checkpoint of step 3; the adapters by their names in it."""
+    config = Config(run_dir=str(run_dir), model=model, lora=LoraConfig(**lora))
+    config.checkpoint.init_from = base
+    make = functools.partial(language_model, config=config)
+    arrays = to_arrays({"model": jax.eval_shape(make, jax.random.key(0))})
+    rng, made = np.random.default_rng(1), {}
+    for name, array in arrays.items():
+        if ".lora." in name:
+            made[name.replace(".", "/")] = 0.2 * rng.standard_normal(array.shape, np.float32)
+    infos = {path: TensorInfo(array.dtype, array.shape) for path, array in made.items()}
+    metadata = {"config": files.to_dict(config), "tokenizer": "", "base": base_of(config)}
+    with StreamWriter(run_dir / "checkpoints", 3, infos or empty(), metadata) as writer:
+        for path, array in (made or {"step": np.zeros((), np.int32)}).items():
+            writer.write(path, array)
+    return made
+
+
+def empty() -> dict[str, TensorInfo]:
+    return {"step": TensorInfo(np.dtype(np.int32), ())}
