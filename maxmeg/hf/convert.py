@@ -38,8 +38,8 @@ TOKENIZER_FILES = (
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
     *("vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"),
 )
-# Never code.
-SMALL_FILES = ("config.json", "generation_config.json", *TOKENIZER_FILES, "LICENSE*", "NOTICE*")
+GENERATION = "generation_config.json"
+SMALL_FILES = ("config.json", GENERATION, *TOKENIZER_FILES, "LICENSE*", "NOTICE*")  # never code
 EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 holds
 Pairs: typing.TypeAlias = list[tuple[str, Binding]]
 
@@ -91,10 +91,12 @@ def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
     if path.name != "tokenizer.json" or not path.is_file():
         raise ValueError(f"--tokenizer={path}: give a tokenizer.json, or KIND:FILE")
     beside = [found for pattern in TOKENIZER_FILES for found in sorted(path.parent.glob(pattern))]
-    beside = [found for found in beside if found.is_file()]
     others = [
         own for own in source.files if not any(own.match(pattern) for pattern in TOKENIZER_FILES)
     ]
+    if not any(own.name == GENERATION for own in others):  # it names the end tokens
+        beside += path.parent.glob(GENERATION)
+    beside = [found for found in beside if found.is_file()]
     return dataclasses.replace(source, files=(*others, *beside))
 
 

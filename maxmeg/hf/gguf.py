@@ -60,6 +60,11 @@ GEMMA_KEYS = KEYS | {
 # Read otherwise, or known to change nothing.
 OTHERS = ("vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.type")
 OTHERS += ("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned")
+TOKENS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
 ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -135,8 +140,8 @@ def open_file(path: str | os.PathLike[str]) -> Source:
         raise ValueError(f"{path} is no file: check the path")
     try:
         reader = library.GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()
-                  if not name.startswith("tokenizer.")}  # fmt: skip
+        wanted = (name for name in reader.fields if name in TOKENS or "tokenizer." not in name)
+        fields = {name: reader.fields[name].contents() for name in wanted}
     except Exception as error:  # whatever the library meets in a damaged file
         raise ValueError(f"{path} is no GGUF file that can be read: {error}") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -174,6 +179,7 @@ def describe(
         raise ValueError(f"the metadata lack {', '.join(prefix + key for key in missing)}")
     config = {"architectures": [family.name], "model_type": family.model_type}
     config |= {"vocab_size": vocab_size, "tie_word_embeddings": tied}
+    config |= {hf: fields[key] for key, hf in TOKENS.items() if key in fields}
     config |= {hf: _plain(own[key]) for key, hf in family.keys.items() if key in own}
     heads, width = config["num_attention_heads"], config["hidden_size"]
     head = config.get("head_dim", width // heads)

@@ -82,6 +82,11 @@ def test_what_would_change_the_results_is_refused(case):
         describe(metadata(name, **more), 70, True, factors)
 
 
+def test_special_tokens_are_carried():
+    fields = metadata("llama") | {"tokenizer.ggml.eos_token_id": 2}
+    assert describe(fields, 70, True, None)[0]["eos_token_id"] == 2
+
+
 def test_missing_metadata_are_named():
     fields = metadata("llama")
     del fields["llama.block_count"]

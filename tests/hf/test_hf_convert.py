@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import sentencepiece
 from hf_folders import (
     LLAMA,
     MODELS,
@@ -230,6 +231,20 @@ def test_other_tokenizers_and_none(tmp_path):
     convert.import_model(given, tmp_path / "d")
     assert load_run(str(tmp_path / "d")).tokenizer.vocab_size == 33
     assert (tmp_path / "d" / "huggingface" / "generation_config.json").exists()
+
+
+def test_a_folder_with_a_sentencepiece_model_alone(tmp_path):
+    make_folder(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").unlink()
+    with open(tmp_path / "hf" / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(["a b c d e f g h", "abc def gh"] * 9), model_writer=file,
+            vocab_size=20, minloglevel=2, hard_vocab_limit=False,
+        )  # fmt: skip
+    spec = convert_in(tmp_path / "hf", tmp_path / "run").tokenizer
+    assert spec == f"sentencepiece:{tmp_path / 'run' / 'huggingface' / 'tokenizer.model'}"
+    assert not convert.export_model(tmp_path / "run", tmp_path / "back").notes
+    assert (tmp_path / "back" / "tokenizer.model").stat().st_size > 0
 
 
 def write_run(folder, config, arrays, step=5):
