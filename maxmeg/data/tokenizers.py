@@ -159,16 +159,13 @@ class HuggingFaceTokenizer:
         self.eod = next((vocabulary[name] for name in ends if name in vocabulary), size)
         self.bos = vocabulary.get(names.get("bos_token", ""))
         self.pad = vocabulary.get(names.get("pad_token", ""))
-        self.opening = self._opening(path.parent / "tokenizer_config.json")
+        self.opening = self._opening()
         self.vocab_size = max(size, self.eod + 1)
         self.spec = f"huggingface:{argument}"
         self.identity = _identity("huggingface", data, str((self.eod, self.bos, self.pad)).encode())
 
-    def _opening(self, config: Path) -> tuple[int, ...]:
-        """As in transformers: add_bos_token decides, else the tokenizer.json's own template."""
-        chosen = json_object(config).get("add_bos_token")
-        if isinstance(chosen, bool):
-            return (self.bos,) if chosen and self.bos is not None else ()
+    def _opening(self) -> tuple[int, ...]:
+        """By the tokenizer.json: transformers heeds no add_bos_token beside one."""
         found = self._model.encode("a", add_special_tokens=True)
         text = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
         return tuple(found.ids[:text])

@@ -6,20 +6,26 @@ takes the longest row's for all of a batch, ours each row's own; and when a text
 its original length, theirs encodes it anew and ours goes on with the keys it has.
 """
 
+import json
 import re
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
 import torch
+import transformers
+from chats import CHATS, TEMPLATES, TOKENS
 from safetensors.numpy import load_file
 from test_families_oracle import CASES, GATED, LONGROPE, VOCAB, imported, quick_jit, saved
 
+from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf.families import model_config
+from maxmeg.inference.chat import ChatTemplate, load_chat_template
 from maxmeg.inference.decode import Request, generate, pad
 from maxmeg.inference.sampling import Sampling
 
-TOKENS = 32
+COUNT = 32
 LENGTHS = (8, 3, 5)
 LONGER = {"phi 3": (20, 17, 18)}  # than the original length, from the first token on
 SETTLED = {**LONGROPE, "original_max_position_embeddings": 64}  # longer than every text
@@ -50,7 +56,7 @@ def theirs_greedy(model, prompts) -> np.ndarray:
     found = model.generate(
         torch.tensor(ids),
         attention_mask=torch.tensor(mask),
-        max_new_tokens=TOKENS,
+        max_new_tokens=COUNT,
         do_sample=False,
         pad_token_id=0,
     )
@@ -58,7 +64,7 @@ def theirs_greedy(model, prompts) -> np.ndarray:
 
 
 def ours_greedy(model, prompts) -> np.ndarray:
-    request = Request(TOKENS, Sampling(temperature=0))
+    request = Request(COUNT, Sampling(temperature=0))
     run = quick_jit(lambda model, prompts, key: generate(model, prompts, key, request)[0])
     padded = pad(prompts, range(len(prompts)), len(prompts))
     return np.asarray(run(model, padded, jax.random.key(0)))
@@ -82,3 +88,33 @@ def test_greedy_text(name, tmp_path, monkeypatch):
         wanted = theirs_greedy(theirs, prompts)
     np.testing.assert_array_equal(found, wanted)
     assert len(np.unique(found)) > 4
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_chats_are_the_text_of_transformers(name):
+    wanted, _ = transformers.utils.chat_template_utils.render_jinja_template(
+        list(CHATS.values()), chat_template=TEMPLATES[name], add_generation_prompt=True, **TOKENS
+    )
+    assert ChatTemplate(TEMPLATES[name], name, TOKENS).render(list(CHATS.values())) == wanted
+
+
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+def test_chats_and_prompts_are_the_tokens_of_transformers(adds_bos, tmp_path):
+    words = ["<s>", "</s>", "[UNK]", "a", "b", "user", "system", ":"]
+    model = tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    post = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    made.post_processor = post
+    made.save(str(tmp_path / "tokenizer.json"))
+    template = TEMPLATES["bos and namespace"]
+    settings = {**TOKENS, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    settings |= {} if adds_bos is None else {"add_bos_token": adds_bos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = load_tokenizer(f"huggingface:{tmp_path / 'tokenizer.json'}")
+    for chat in CHATS.values():
+        wanted = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert ours.encode(load_chat_template(ours).render([chat])[0]).tolist() == wanted
+    assert [*ours.opening, *ours.encode("a b")] == theirs("a b").input_ids

@@ -1,0 +1,217 @@
+"""Chat templates: what they write, and what they may not do; tokens that end a text."""
+
+import json
+import time
+
+import pytest
+from chats import CHATS, PLAIN, TEMPLATES, TOKENS
+
+from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.inference import chat
+from maxmeg.inference.chat import ChatTemplate, end_tokens, load_chat_template, with_system
+
+ONE = CHATS["one"]
+WORDS = ["<s>", "</s>", "<|user|>", "<|assistant|>", "a", "b", "[UNK]"]
+LIMIT_SECONDS = 30  # of the clock, for what may use one second of CPU
+
+
+def template(text: str) -> ChatTemplate:
+    return ChatTemplate(text, "the template", TOKENS)
+
+
+def folder(path, settings: dict | None = None, **files):
+    """A tokenizer.json of WORDS, the first two special, with other files beside it."""
+    path.mkdir(exist_ok=True)
+    added = [
+        {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False}
+        | {"normalized": False, "special": True}
+        for i, word in enumerate(WORDS[:4])
+    ]
+    model = {
+        "type": "WordLevel",
+        "vocab": {w: i for i, w in enumerate(WORDS)},
+        "unk_token": "[UNK]",
+    }
+    whole = {"version": "1.0", "added_tokens": added, "model": model}
+    whole |= {"pre_tokenizer": {"type": "Whitespace"}}
+    whole |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
+    (path / "tokenizer.json").write_text(json.dumps(whole | (files.pop("tokenizer", {}))))
+    if settings is not None:
+        files["tokenizer_config"] = settings
+    for name, content in files.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return load_tokenizer(f"huggingface:{path / 'tokenizer.json'}")
+
+
+def test_chats_become_text():
+    first, second = template(PLAIN).render([ONE, CHATS["several"]])
+    assert first == '<|user|>Hi "you" <b>é</b></s>\n<|assistant|>'
+    assert second == (
+        "<|system|>Be brief.</s>\n<|user|>banana</s>\n<|assistant|>a</s>\n<|user|>and?</s>\n"
+        "<|assistant|>"
+    )
+    everything = template("\n".join(TEMPLATES.values())).render([CHATS["several"]])[0]
+    assert "[Be brief.]1system" in everything and "TrueTrueFalse" in everything
+
+
+def test_many_chats_are_rendered_in_order(monkeypatch):
+    monkeypatch.setattr(chat, "AT_ONCE", 2)
+    chats = [[{"role": "user", "content": str(i)}] for i in range(3)]
+    assert template("{{ messages[0].content }}").render(chats) == ["0", "1", "2"]
+
+
+HOSTILE = {
+    "attribute": ("{{ ''.__class__ }}", "reads the attribute '__class__' of a str"),
+    "attribute by filter": ("{{ messages | attr('__class__') }}", "reads the attribute"),
+    "attribute by format": ("{{ '{0.__class__}'.format(1) }}", "reads the attribute"),
+    "attribute by map": ("{{ messages | map(attribute='__len__') | list }}", "reads the attribute"),
+    "globals of a function": ("{{ raise_exception.__globals__ }}", "reads the attribute"),
+    "namespace": ("{% set n = namespace(__class__=1) %}", "sets the attribute '__class__'"),
+    "change of a message": ("{{ messages.append(1) }}", "SecurityError"),
+    "import": ("{% import 'os' as os %}", "no loader"),
+    "long range": ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+    "loops in loops": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "more than 1 s of CPU",
+    ),
+    "one long operation": ("{{ 9 ** (9 ** 9) }}", "more than 1 s of CPU"),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+    "memory": ("{{ ('a' * 10**10) | length }}", "needs more than 512 MiB"),
+    "memory by a list": ("{{ ([1] * 10**9) | length }}", "needs more than 512 MiB"),
+    "long text": ("{{ 'a' * 10**6 }}" * 20, "writes more than 16777216 characters"),
+    "deep nesting": ("{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}", "cannot make text|ended its"),
+    "no template": ("{% for %}", "TemplateSyntaxError"),
+    "refusal": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    "wrong types": ("{{ messages + 1 }}", "TypeError"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_template_keeps_to_its_bounds(name, monkeypatch):
+    monkeypatch.setattr(chat, "CPU_SECONDS", 1)
+    text, error = HOSTILE[name]
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=error) as raised:
+        template(text).render([ONE])
+    assert str(raised.value).startswith("the template ") and len(str(raised.value)) < 1000
+    assert time.monotonic() - start < LIMIT_SECONDS
+
+
+def test_the_failing_chat_is_numbered():
+    picky = "{% if messages|length > 1 %}{{ raise_exception('no') }}{% endif %}"
+    with pytest.raises(ValueError, match=r"of conversation 2: TemplateError: no"):
+        template(picky).render([ONE, CHATS["several"]])
+
+
+@pytest.mark.parametrize(
+    "messages", [[], "hello", {"role": "user"}, [{"content": "x"}], [{"role": 1}], ["x"], None]
+)
+def test_bad_messages_are_shown(messages):
+    with pytest.raises(ValueError, match="conversation 2 of 2: "):
+        template(PLAIN).render([ONE, messages])
+
+
+def test_system_messages_come_first_and_once():
+    system = {"role": "system", "content": "s"}
+    assert with_system(ONE, "s") == [system, *ONE]
+    assert with_system(ONE, "") == ONE
+    assert with_system(CHATS["several"], "s") == CHATS["several"]
+
+
+def test_where_templates_are_found(tmp_path):
+    special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    tokenizer = folder(tmp_path / "a", {**special, "chat_template": named})
+    found = load_chat_template(tokenizer)
+    assert found.text == "d" and found.tokens == TOKENS
+    folder(tmp_path / "a", {**special, "chat_template": "one"})
+    assert load_chat_template(tokenizer).text == "one"
+    (tmp_path / "a" / "chat_template.jinja").write_text(PLAIN)
+    found = load_chat_template(load_tokenizer(f"huggingface:{tmp_path / 'a'}"))
+    assert found.text == PLAIN and found.source.endswith("chat_template.jinja")
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({}, "has no chat template"),
+        ({"chat_template": []}, r"of the chat templates \[\] none is named default"),
+        ({"chat_template": ["x"]}, "has no name and template"),
+        ({"chat_template": {"a": 1}}, "a chat template is text"),
+        ({"chat_template": "x" * (chat.MAX_TEMPLATE + 1)}, "at most 1048576 characters"),
+    ],
+)
+def test_folders_without_a_template(config, error, tmp_path):
+    with pytest.raises(ValueError, match=error):
+        load_chat_template(folder(tmp_path, config))
+    with pytest.raises(ValueError, match="tokenizer 'bytes' has no chat template"):
+        load_chat_template(load_tokenizer("bytes"))
+
+
+def test_special_tokens_of_the_text_are_tokens_and_none_is_added(tmp_path):
+    tokenizer = folder(tmp_path, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True})
+    text = "{{ bos_token }}" + PLAIN
+    found = template(text).render([[{"role": "user", "content": "a b"}]])[0]
+    assert tokenizer.encode(found).tolist() == [0, 2, 4, 5, 1, 3]
+
+
+POST = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "</s>", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {
+        word: {"id": word, "ids": [i], "tokens": [word]} for i, word in enumerate(WORDS[:2])
+    },
+}
+BOS = {"bos_token": "<s>"}
+
+
+@pytest.mark.parametrize(
+    ("processor", "config", "opening"),
+    [
+        (None, None, ()),
+        (None, BOS, ()),
+        (POST, BOS, (0,)),
+        (POST, None, (0,)),
+        (None, {**BOS, "add_bos_token": True}, ()),
+        (POST, {**BOS, "add_bos_token": False}, (0,)),
+    ],
+)
+def test_what_opens_a_text(processor, config, opening, tmp_path):
+    tokenizer = folder(tmp_path, config, tokenizer={"post_processor": processor})
+    assert tokenizer.opening == opening
+    assert tokenizer.encode("a").tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("files", "ends"),
+    [
+        ({}, (1,)),
+        ({"config": {"eos_token_id": 3}}, (3,)),
+        ({"config": {"eos_token_id": 3}, "generation_config": {"eos_token_id": [2, 4]}}, (2, 4)),
+        ({"config": {"eos_token_id": [3]}, "generation_config": {"eos_token_id": None}}, (3,)),
+        ({"config": {}, "generation_config": {}}, (1,)),
+    ],
+)
+def test_end_tokens(files, ends, tmp_path):
+    assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), 7) == ends
+    assert end_tokens(load_tokenizer("bytes"), 257) == (256,)
+
+
+@pytest.mark.parametrize("wrong", [7, -1, "2", True, 2.0, [], [1, 7], {"a": 1}])
+def test_wrong_end_tokens_are_shown(wrong, tmp_path):
+    tokenizer = folder(tmp_path, generation_config={"eos_token_id": wrong})
+    with pytest.raises(ValueError, match=r"generation_config.json: eos_token_id=.* 0 to 6"):
+        end_tokens(tokenizer, 7)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
+def test_settings_that_are_no_objects(text, tmp_path):
+    tokenizer = folder(tmp_path)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"is not valid JSON|not an object"):
+        end_tokens(tokenizer, 7)
