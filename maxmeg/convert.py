@@ -2,17 +2,21 @@
 
 Back: python -m maxmeg.convert --to=huggingface --input=RUN_DIR --output=HF_FOLDER. A .gguf file is
 converted like a folder. --list shows which tensor becomes which array, and writes nothing.
+A folder of Megatron's (torch_dist; needs torch) has its architecture, or else give --config=....
 """
 
 import dataclasses
 import enum
+import sys
+import typing
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import DType, setting
-from maxmeg.hf import convert, families, gguf, trained
+from maxmeg.config.schema import Config, DType, setting
+from maxmeg.hf import convert, families, gguf, megatron, trained
 
 
 class To(enum.Enum):
@@ -24,7 +28,9 @@ class To(enum.Enum):
 class Options:
     """From where to where, and in what form."""
 
-    input: str = setting(dataclasses.MISSING, "Hugging Face folder, .gguf file, or a run's folder")
+    input: str = setting(
+        dataclasses.MISSING, "folder of Hugging Face, Megatron or a run, or a .gguf file"
+    )
     output: str = setting("", "folder to make: a run's, or Hugging Face's")
     to: To = setting(To.maxmeg, "maxmeg | huggingface")
     list: bool = setting(False, "show tensors and arrays, write nothing")
@@ -39,7 +45,10 @@ class Options:
     )
 
 
-def main(options: Options) -> None:
+def main(*given: typing.Any) -> None:
+    """Options alone, or after a config."""
+    *before, options = given
+    config: Config | None = before[0] if before else None
     # Nothing is computed but checksums: an accelerator would only be taken from others.
     jax.config.update("jax_platforms", "cpu")
     if not options.output and not options.list:
@@ -47,6 +56,11 @@ def main(options: Options) -> None:
     if options.shard_gb <= 0:
         raise ValueError(f"--shard_gb={options.shard_gb} must be positive")
     to_huggingface = options.to is To.huggingface
+    from_megatron = not to_huggingface and megatron.is_checkpoint(options.input)
+    if (config and not from_megatron) or (options.list and from_megatron):
+        raise ValueError(
+            f"{options.input}: --config is for Megatron's alone, --list for all others"
+        )
     if options.list:
         pairs = exported(options) if to_huggingface else imported(options)
         print("\n".join(convert.describe_match(pairs)))
@@ -59,10 +73,7 @@ def main(options: Options) -> None:
         )
         following = f"transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
     else:
-        source, tokenizer = opened(options), options.tokenizer
-        if tokenizer.endswith(".json") and ":" not in tokenizer:
-            source, tokenizer = convert.with_tokenizer(source, tokenizer), ""
-        report = convert.import_model(source, options.output, tokenizer)
+        report = to_maxmeg(options, config)
         following = f"python -m maxmeg.generate --run_dir={options.output} --prompt=TEXT"
     print(
         f"{report.family}: {report.num_tensors} tensors, {report.num_parameters:,} parameters"
@@ -71,6 +82,22 @@ def main(options: Options) -> None:
     for note in report.notes:
         print(f"note: {note}")
     print(f"next: {following}")
+
+
+def to_maxmeg(options: Options, config: Config | None) -> convert.Report:
+    tokenizer = options.tokenizer
+    is_file = tokenizer.endswith(".json") and ":" not in tokenizer
+    if megatron.is_checkpoint(options.input):
+        tokenizer = f"huggingface:{Path(tokenizer).absolute()}" if is_file else tokenizer
+        return megatron.import_megatron(options.input, options.output, config, tokenizer)
+    source = opened(options)
+    if is_file:
+        source, tokenizer = convert.with_tokenizer(source, tokenizer), ""
+    return convert.import_model(source, options.output, tokenizer)
+
+
+def has_config(argv: Sequence[str]) -> bool:
+    return any(argument.partition("=")[0] == "--config" for argument in argv)
 
 
 def opened(options: Options) -> convert.Source:
@@ -92,4 +119,4 @@ def exported(options: Options) -> convert.Pairs:
 
 
 if __name__ == "__main__":
-    run_command(main, Options, needs_config=False)
+    run_command(main, Options, needs_config=has_config(sys.argv))

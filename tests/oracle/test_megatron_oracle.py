@@ -16,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from maxmeg import convert
+from maxmeg.config import files
+from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config, ModelConfig, QkNorm
 from maxmeg.hf.megatron import import_megatron
 from maxmeg.hf.torch_dist import TorchDistReader, UnsafePickleError
@@ -176,6 +179,23 @@ def test_a_config_of_another_model_is_refused(fields, message, written: Path, tm
     with pytest.raises(ValueError, match=message):
         import_megatron(written, tmp_path / "to", small_config(**fields))
     assert not (tmp_path / "to").exists()
+
+
+def test_the_command_takes_a_config(written: Path, tmp_path: Path, capsys, monkeypatch):
+    files.save(small_config(), tmp_path / "run.yaml")
+    monkeypatch.chdir(tmp_path)
+    yaml = MAKER.parents[2] / "configs" / "yaml.py"
+    argv = ["convert", f"--config={yaml}:run.yaml", f"--input={written}", "--output=to"]
+    assert convert.has_config(argv)
+    run_command(convert.main, convert.Options, needs_config=True, argv=argv)
+    assert "megatron: 9 tensors, 664 parameters -> to" in capsys.readouterr().out
+    model = load_run("to").config.model
+    assert (model.num_layers, model.hidden_size) == (1, 8)
+    with pytest.raises(SystemExit):
+        run_command(
+            convert.main, convert.Options, False, ["convert", f"--input={written}", "--list"]
+        )
+    assert "--list for all others" in capsys.readouterr().err
 
 
 def test_layers_of_stacked_tensors_are_read_by_themselves(tmp_path: Path):
