@@ -58,9 +58,7 @@ def main(*given: typing.Any) -> None:
     to_huggingface = options.to is To.huggingface
     from_megatron = not to_huggingface and megatron.is_checkpoint(options.input)
     if (config and not from_megatron) or (options.list and from_megatron):
-        raise ValueError(
-            f"{options.input}: --config is for Megatron's alone, --list for all others"
-        )
+        raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
     if options.list:
         pairs = exported(options) if to_huggingface else imported(options)
         print("\n".join(convert.describe_match(pairs)))
