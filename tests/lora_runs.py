@@ -7,15 +7,15 @@ import numpy as np
 
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
-from maxmeg.config.schema import Config, LoraConfig, ModelConfig
+from maxmeg.config.schema import Config, LoraConfig
+from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.models.lm import language_model
 from maxmeg.state import base_of, to_arrays
 
 
-def write_lora_run(run_dir, model: ModelConfig, base: str = "", **lora) -> dict[str, np.ndarray]:
+def write_lora_run(run_dir, config: Config, **lora) -> dict[str, np.ndarray]:
     """Writes the checkpoint of step 3; the adapters by their names in it."""
-    config = Config(run_dir=str(run_dir), model=model, lora=LoraConfig(**lora))
-    config.checkpoint.init_from = base
+    config.run_dir, config.lora = str(run_dir), LoraConfig(**lora)
     make = functools.partial(language_model, config=config)
     arrays = to_arrays({"model": jax.eval_shape(make, jax.random.key(0))})
     rng, made = np.random.default_rng(1), {}
@@ -23,7 +23,8 @@ def write_lora_run(run_dir, model: ModelConfig, base: str = "", **lora) -> dict[
         if ".lora." in name:
             made[name.replace(".", "/")] = 0.2 * rng.standard_normal(array.shape, np.float32)
     infos = {path: TensorInfo(array.dtype, array.shape) for path, array in made.items()}
-    metadata = {"config": files.to_dict(config), "tokenizer": "", "base": base_of(config)}
+    identity = load_tokenizer(config.data.tokenizer).identity
+    metadata = {"config": files.to_dict(config), "tokenizer": identity, "base": base_of(config)}
     with StreamWriter(run_dir / "checkpoints", 3, infos or empty(), metadata) as writer:
         for path, array in (made or {"step": np.zeros((), np.int32)}).items():
             writer.write(path, array)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from lora_runs import write_lora_run
 
+from maxmeg.config.schema import Config
 from maxmeg.hf.binding import Binding
 from maxmeg.hf.families import bindings, model_config, table_of
 from maxmeg.hf.peft import SETTINGS, WEIGHTS, endings, export_adapter
@@ -62,7 +63,7 @@ def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.n
 def test_adapters_are_the_same_change_of_every_weight(family, targets, tmp_path):
     model = model_config(config_of(family))
     lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
-    made = write_lora_run(tmp_path / "run", model, **lora)
+    made = write_lora_run(tmp_path / "run", Config(model=model), **lora)
     folder = export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"), family=family, base="b")
     settings = json.loads((folder / SETTINGS).read_text())
     assert settings["base_model_name_or_path"] == "b" and settings["peft_type"] == "LORA"
@@ -97,12 +98,12 @@ def test_targets_are_named_by_their_shortest_endings():
 
 def test_what_cannot_be_exported(tmp_path):
     model = model_config(config_of("LlamaForCausalLM"))
-    write_lora_run(tmp_path / "whole", model)
+    write_lora_run(tmp_path / "whole", Config(model=model))
     with pytest.raises(ValueError, match="rank=0, no adapters"):
         export_adapter(str(tmp_path / "whole"), str(tmp_path / "peft"))
     with pytest.raises(ValueError, match="holds no checkpoint"):
         export_adapter(str(tmp_path / "none"), str(tmp_path / "peft"))
-    write_lora_run(tmp_path / "run", model, rank=1)
+    write_lora_run(tmp_path / "run", Config(model=model), rank=1)
     with pytest.raises(ValueError, match="choose one of LlamaForCausalLM"):
         export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"), family="Lama")
     assert not (tmp_path / "peft").exists()
