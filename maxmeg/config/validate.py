@@ -7,6 +7,7 @@ import math
 
 from maxmeg.config.schema import (
     Config,
+    LoraConfig,
     ModelConfig,
     NormPlace,
     ParallelConfig,
@@ -84,6 +85,7 @@ def validate(config: Config, num_devices: int) -> None:
         *data_problems(config),
         *optim_problems(config),
         *train_problems(config, sizes),
+        *lora_problems(config),
         *limits(config),
     ]
     if problems:
@@ -223,6 +225,19 @@ def optim_problems(config: Config):
             yield f"optim.{name}={getattr(optim, name)} must lie in [0, optim.lr={optim.lr}]"
 
 
+def lora_problems(config: Config):
+    lora, plain = config.lora, LoraConfig()
+    if not lora.rank:
+        for name in ("alpha", "dropout", "targets"):
+            if (value := getattr(lora, name)) != getattr(plain, name):
+                yield f"lora.{name}={value} has no effect with lora.rank=0: set lora.rank, as 8"
+        return
+    if not lora.targets:
+        yield "lora.targets is empty: name projections, as query,value, or * for all"
+    if not lora.alpha > 0:
+        yield f"lora.alpha={lora.alpha} must be positive: adapters are scaled by alpha / rank"
+
+
 def train_problems(config: Config, sizes: dict[str, int]):
     train = config.train
     unit = batch_unit(config, sizes)
@@ -279,6 +294,7 @@ LOWEST = {
     "optim.warmup_samples": 0,
     "optim.decay_steps": 0,
     "optim.decay_samples": 0,
+    "lora.rank": 0,
     "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 0,
     "checkpoint.save_every": 0,
@@ -306,6 +322,7 @@ BELOW_ONE = (
     "model.dropout_hidden",
     "model.dropout_attention",
     "model.dropout_embedding",
+    "lora.dropout",
     "optim.beta1",
     "optim.beta2",
     "optim.momentum",

@@ -69,6 +69,10 @@ BAD = [
     ),
     ({"model.rotary_local_base": 1e4}, 1, ["rotary_local_base=10000.0", "global_every=0"]),
     ({"model.attention_window": -1}, 1, ["attention_window=-1", "at least 0"]),
+    ({"lora.rank": -1}, 1, ["lora.rank=-1", "at least 0"]),
+    ({"lora.rank": 8, "lora.targets": ()}, 1, ["lora.targets is empty", "query,value"]),
+    ({"lora.rank": 8, "lora.alpha": 0.0}, 1, ["lora.alpha=0.0", "positive"]),
+    ({"lora.alpha": 32.0}, 1, ["lora.alpha=32.0 has no effect with lora.rank=0"]),
     ({"model.rotary_factor": 2.0}, 1, ["model.rotary_factor=2.0 has no effect with", "=none"]),
     (
         {"model.rotary_scaling": RotaryScaling.linear, "model.position": Position.learned},
