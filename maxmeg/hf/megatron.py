@@ -34,7 +34,7 @@ from maxmeg.config.validate import model_problems, resolve
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf.binding import Binding
 from maxmeg.hf.convert import Report
-from maxmeg.hf.families import bindings
+from maxmeg.hf.families import FREE, bindings
 from maxmeg.hf.keys import resolved
 from maxmeg.hf.tables import QKV, Family
 from maxmeg.hf.torch_dist import METADATA, TorchDistReader
@@ -209,8 +209,8 @@ def decided(config: Config | None, arguments: Arguments, tokenizer: str) -> Conf
 
 
 def architecture(arguments: Arguments) -> dict[str, typing.Any]:
-    """Fields of ModelConfig; none where the arguments name no model. ValueError for maths that
-    ours has not."""
+    """What ModelConfig's fields stand for; empty where the arguments name no model. ValueError for
+    maths that ours has not."""
     if not all(arguments.get(name) for name in REQUIRED):
         return {}
 
@@ -250,13 +250,13 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
         "max_position": arguments.get("max_position_embeddings") or 0,
         **windows(arguments, refused),
     }
-    if arguments.get("ffn_hidden_size"):
-        fields["ffn_size"] = arguments["ffn_hidden_size"]
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)
     if refused:
         raise ValueError(f"the checkpoint's model is not supported: {'; '.join(refused)}")
-    return fields
+    model = ModelConfig(**fields, ffn_size=arguments.get("ffn_hidden_size") or 0)
+    open_fields = {*FREE, "vocab_size"}  # all others are decided, what Megatron has not is off
+    return {field: resolved(model, field) for field in vars(model) if field not in open_fields}
 
 
 def activation(arguments: Arguments, linear_bias: bool) -> Activation:
