@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -35,6 +36,7 @@ class Options:
     greedy: bool = setting(False, "take the most likely")
     norm: Norm = setting(Norm.rmsnorm, "an enum")
     keys: tuple[str, ...] = setting(("text",), "a list")
+    texts: Sequence[str] = setting((), "each as it stands")
 
 
 @pytest.fixture
@@ -120,9 +122,10 @@ def test_overrides_of_every_type(config_file):
 
 def test_options_of_a_command(config_file):
     line = ["prog", f"--config={config_file}", "--output=x", "--prompt=a b, =c --d", "--greedy"]
-    line += ["--keys=a,b", "--norm=layernorm", "--top_k", "5"]
+    line += ["--keys=a,b", "--norm=layernorm", "--top_k", "5", "--texts=a, b=\n", "--texts", ""]
     _, options = flags.parse(line, Options)
-    assert options == Options("x", "a b, =c --d", 5, True, Norm.layernorm, ("a", "b"))
+    texts = ("a, b=\n", "")
+    assert options == Options("x", "a b, =c --d", 5, True, Norm.layernorm, ("a", "b"), texts)
     config, options = flags.parse(["prog", "--output=x"], Options, needs_config=False)
     assert config is None and options == Options("x")
     with pytest.raises(ValueError, match="--output is missing: file to write"):

@@ -1,46 +1,21 @@
 """Chat templates: what they write, and what they may not do; tokens that end a text."""
 
-import json
 import time
 
 import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
+from tokenizer_files import WORDS, folder
 
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.inference import chat
 from maxmeg.inference.chat import ChatTemplate, end_tokens, load_chat_template, with_system
 
 ONE = CHATS["one"]
-WORDS = ["<s>", "</s>", "<|user|>", "<|assistant|>", "a", "b", "[UNK]"]
 LIMIT_SECONDS = 30  # of the clock, for what may use one second of CPU
 
 
 def template(text: str) -> ChatTemplate:
     return ChatTemplate(text, "the template", TOKENS)
-
-
-def folder(path, settings: dict | None = None, **files):
-    """A tokenizer.json of WORDS, the first two special, with other files beside it."""
-    path.mkdir(exist_ok=True)
-    added = [
-        {"id": i, "content": word, "single_word": False, "lstrip": False, "rstrip": False}
-        | {"normalized": False, "special": True}
-        for i, word in enumerate(WORDS[:4])
-    ]
-    model = {
-        "type": "WordLevel",
-        "vocab": {w: i for i, w in enumerate(WORDS)},
-        "unk_token": "[UNK]",
-    }
-    whole = {"version": "1.0", "added_tokens": added, "model": model}
-    whole |= {"pre_tokenizer": {"type": "Whitespace"}}
-    whole |= dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
-    (path / "tokenizer.json").write_text(json.dumps(whole | (files.pop("tokenizer", {}))))
-    if settings is not None:
-        files["tokenizer_config"] = settings
-    for name, content in files.items():
-        (path / f"{name}.json").write_text(json.dumps(content))
-    return load_tokenizer(f"huggingface:{path / 'tokenizer.json'}")
 
 
 def test_chats_become_text():

@@ -1,0 +1,131 @@
+"""The command that continues prompts and chats: what it reads, what it writes, what it refuses."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from chats import PLAIN
+from layouts import mesh_of, tiny, tiny_state
+from tokenizer_files import WORDS, folder
+
+from maxmeg import generate
+from maxmeg.config.flags import parse
+from maxmeg.inference.load import Trained
+
+LENGTH = 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A model that writes "a" after anything, as every weight of its embedding says."""
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": "{{ bos_token }}" + PLAIN}
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = folder(path, settings, generation_config={"eos_token_id": [1, 5]})
+    config = tiny({"vocab_size": len(WORDS), "tied": False, "max_position": 32}, fsdp=1)
+    mesh = mesh_of(config)
+    model = tiny_state(config, mesh)[2].model
+    model.final_norm.weight[...] = jnp.zeros_like(model.final_norm.weight[...])
+    return Trained(model, config, tokenizer, 0, mesh)
+
+
+@pytest.fixture
+def command(trained, monkeypatch):
+    """Runs the command on the model; returns the prompts as the model has seen them."""
+    seen = []
+
+    def recorded(*arguments):
+        found = encode(*arguments)
+        seen.extend(trained.tokenizer.decode(ids) for ids in found)
+        return found
+
+    encode = generate.encoded
+    monkeypatch.setattr(generate, "load_run", lambda *arguments: trained)
+    monkeypatch.setattr(generate, "encoded", recorded)
+
+    def run(*flags: str) -> list[str]:
+        seen.clear()
+        fixed = ("--temperature=0", f"--num_tokens={LENGTH}")
+        generate.main(parse(["generate", *fixed, *flags], generate.Options, False)[1])
+        return list(seen)
+
+    return run
+
+
+def test_prompts_are_continued_in_their_order(command, capsys):
+    assert command("--prompt=a", "--prompt", "b , a", "--batch=1") == ["a", "b [UNK] a"]
+    first, second = capsys.readouterr().out.split("\n---\n")
+    assert first.startswith("a") and second.startswith("b , a")
+    assert first.count("<s>") == second.count("<s>") == LENGTH  # the first of all words
+
+
+def test_chats_go_through_the_template(command, tmp_path):
+    lines = [{"prompt": "b", "id": 7}, {"messages": [{"role": "user", "content": "a b"}]}]
+    given, written = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    given.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+    flags = (f"--prompts={given}", f"--output={written}")
+    user = "<s> <|user|> {} </s> <|assistant|>"
+    assert command(*flags) == ["b", user.format("a b")]
+    first, second = map(json.loads, written.read_text().splitlines())
+    assert first == {**lines[0], "completion": first["completion"]}
+    assert second == {**lines[1], "completion": second["completion"]}
+    assert first["completion"].split() == ["<s>"] * LENGTH
+    assert command(*flags, "--chat") == [user.format("b"), user.format("a b")]
+    system = "<s> [UNK] [UNK] [UNK] a </s> <|user|> b </s> <|assistant|>"
+    assert command("--prompt=b", "--chat", "--system=a") == [system]
+
+
+def test_rows_end_at_the_model_s_own_ends(command, trained, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "end_tokens", lambda *arguments: (1, 0))
+    command("--prompt=a")
+    assert capsys.readouterr().out == "a\n"
+
+
+def test_prompts_open_as_the_tokenizer_does(command, trained, monkeypatch):
+    monkeypatch.setattr(trained.tokenizer, "opening", (0,))
+    assert command("--prompt=a") == ["<s> a"]
+    assert command("--prompt=a", "--noopening") == ["a"]
+    assert command("--prompt=a", "--chat")[0].count("<s>") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("{", r"line 2 is not JSON"),
+        ("[1]", r"line 2 is not an object with either"),
+        ("{}", r"line 2 is not an object with either"),
+        ('{"prompt": "a", "messages": []}', r"line 2 is not an object with either"),
+        ('{"prompt": 1}', r"line 2: prompt=1 is not text"),
+        ('{"messages": []}', r"conversation 1 of 1: '\[\]' is not a list of messages"),
+        ('{"prompt": ""}', r"prompt 2 of 2: the prompt is empty"),
+    ],
+)
+def test_bad_lines_are_named(line, error, command, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a"}\n' + line)
+    with pytest.raises(ValueError, match=error):
+        command(f"--prompts={path}")
+
+
+def test_what_to_continue_comes_from_one_place(command, tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        command(f"--prompts={path}")
+    for flags in ((), ("--prompt=a", f"--prompts={path}")):
+        with pytest.raises(ValueError, match="one of the two"):
+            command(*flags)
+    with pytest.raises(ValueError, match="system='b' is for chats"):
+        command("--prompt=a", "--system=b")
+    with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
+        command("--prompt=a", "--num_tokens=0")
+
+
+def test_a_text_keeps_the_space_that_a_tokenizer_drops_at_its_start(trained):
+    class Drops:
+        def decode(self, ids):
+            return "".join(f" {i}" for i in ids).lstrip()
+
+    dropping = dataclasses.replace(trained, tokenizer=Drops())
+    assert generate.text_after(dropping, np.array([1, 2]), np.array([3])) == " 3"
