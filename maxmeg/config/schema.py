@@ -130,17 +130,13 @@ class ModelConfig:
 
     vocab_size: int = setting(0, "tokens without padding; 0 takes the tokenizer's", "--vocab-size")
     vocab_divisible_by: int = setting(
-        128,
-        "the vocabulary is padded to a multiple of this times parallel.tensor",
-        "--make-vocab-size-divisible-by",
+        128, "padding: to this times parallel.tensor", "--make-vocab-size-divisible-by"
     )
     num_layers: int = setting(4, "transformer layers", "--num-layers")
     hidden_size: int = setting(128, "width of the residual stream", "--hidden-size")
     num_heads: int = setting(4, "query heads", "--num-attention-heads")
     num_kv_heads: int = setting(
-        0,
-        "key/value heads (GQA), divides num_heads; 0: as many as query heads; 1: MQA",
-        "--num-query-groups",
+        0, "key/value heads, divides num_heads; 0: as many; 1: MQA", "--num-query-groups"
     )
     head_dim: int = setting(0, "size of a head; 0: hidden_size / num_heads", "--kv-channels")
     ffn_size: int = setting(
