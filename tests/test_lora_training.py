@@ -26,9 +26,12 @@ from maxmeg.config.schema import (
 from maxmeg.data.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
 from maxmeg.layers.lora import linears
+from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.parts import frozen, trained
 from maxmeg.planning import hlo
-from maxmeg.state import to_arrays
+from maxmeg.planning.flops import training_flops
+from maxmeg.planning.memory import device_memory, workload
+from maxmeg.state import abstract_state, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 from maxmeg.train import main
 
@@ -148,6 +151,23 @@ def test_nothing_is_made_for_the_frozen_base(parallel):
         if row.kind in reduced:
             reduced[row.kind] += row.volume
     assert 0 < sum(reduced.values()) < REDUCED * base
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2, "data": 4, "fsdp": 1}], ids=str
+)
+def test_planned_memory_is_that_of_the_real_state(parallel):
+    config = with_adapters({"num_layers": 4}, 1, **parallel)
+    config.model.dtype = DType.bfloat16
+    mesh = mesh_of(config)
+    state = abstract_state(config, make_optimizer(config.optim), mesh)
+    found = device_memory(workload(config, mesh.size))
+    assert found["masters"] == bytes_of(trained(state.model))
+    assert found["optimizer"] == 2 * found["masters"]
+    assert found["frozen"] == bytes_of(frozen(state.model))
+    assert found["gradients"] <= 4 * found["masters"]  # ZeRO-1 scatters over four at most
+    whole = training_flops(config.model, 16)
+    assert whole / 2 < training_flops(config.model, 16, frozen=True) < whole
 
 
 def corpus(folder: Path) -> str:

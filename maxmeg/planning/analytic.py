@@ -83,7 +83,8 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
     step = compute + bubble + exposed
     model, length = config.model, config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
-    flops = training_flops(model, length, size, axes["tensor"])
+    frozen = config.lora.rank > 0
+    flops = training_flops(model, length, size, axes["tensor"], frozen=frozen)
     return Analytic(
         parameters=parameter_counts(model, axes["tensor"], axes["pipe"]),
         memory=device_memory(work),

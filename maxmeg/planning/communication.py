@@ -153,20 +153,19 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         return
     times, e, chunks = runs(work), work.itemsize, work.config.parallel.chunks
     sharded = [shard for shard in work.shards if shard.whole != shard.computed]
-    count = size = 0  # of one layer of every group, over all places of a chunk
-    for shard in sharded:
-        group = shard.parameter.group
-        if group is not None:
-            count += work.places[group]
-            size += e * shard.whole // chunks
+    layered = [shard for shard in sharded if shard.parameter.group is not None]
     lanes = work.lanes
 
-    def layers(purpose: str, kind: str, times: int) -> Traffic:
+    def layers(purpose: str, kind: str, times: int, shards: list[Shard]) -> Traffic:
+        """One layer of every group, over all places of a chunk."""
+        count = sum(work.places[s.parameter.group or 0] for s in shards)
+        size = sum(e * shard.whole // chunks for shard in shards)
         return Traffic("fsdp", purpose, kind, times * count, times * size, 0.0)
 
-    yield layers(PARAMETERS_FORWARD, GATHER, lanes.forward)
-    yield layers(PARAMETERS_BACKWARD, GATHER, lanes.backward)
-    yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward)
+    yield layers(PARAMETERS_FORWARD, GATHER, lanes.forward, layered)
+    yield layers(PARAMETERS_BACKWARD, GATHER, lanes.backward, layered)
+    trained = [shard for shard in layered if shard.trained]
+    yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward, trained)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     for shard in ends:
@@ -175,7 +174,8 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         forward = head + (times.embed if kind != "output" else 0)
         backward = head + (times.embed_backward if kind != "output" else 0)
         yield entry("fsdp", f"{kind} table", GATHER, forward, size)
-        yield entry("fsdp", f"gradient of the {kind} table", SCATTER, backward, size)
+        if shard.trained:
+            yield entry("fsdp", f"gradient of the {kind} table", SCATTER, backward, size)
 
 
 def _data(work: Workload) -> Iterator[Traffic]:

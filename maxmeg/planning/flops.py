@@ -12,12 +12,14 @@ def training_flops(
     batch_size: int = 1,
     tensor: int = 1,
     causal: bool = True,
+    frozen: bool = False,
 ) -> float:
     """FLOPs of one step over `batch_size` sequences; recomputation is not counted.
 
     Projections and logits (of the padded vocabulary), and attention scores, of which a causal
     model needs half, and a layer with a window those within it. Norms, embeddings and softmax are
-    left out, as in Megatron-LM.
+    left out, as in Megatron-LM. frozen: no weight has a gradient (adapters beside them, which are
+    small, are left out).
     """
     tokens = batch_size * sequence_length
     query_size = model.num_heads * model.head_size
@@ -32,4 +34,5 @@ def training_flops(
         pairs -= local * max(sequence_length - model.attention_window, 0) ** 2
     scores = 2 * query_size * batch_size * pairs / (2 if causal else 1)
     weights = tokens * (model.num_layers * (attention + mlp) + logits)
-    return float(_TRAINING * _MULTIPLY_ADD * (weights + scores))
+    times = _TRAINING - 1 if frozen else _TRAINING
+    return float(_MULTIPLY_ADD * (times * weights + _TRAINING * scores))

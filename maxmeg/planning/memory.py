@@ -20,6 +20,7 @@ from maxmeg.config.schema import (
     AttentionBackend,
     Config,
     DType,
+    LoraConfig,
     ModelConfig,
     OptimConfig,
     Recompute,
@@ -27,11 +28,11 @@ from maxmeg.config.schema import (
 )
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.config.validate import axis_sizes
-from maxmeg.models.lm import LM
+from maxmeg.models.lm import language_model
 from maxmeg.ops.attention import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import AXES
-from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, zero1_dim
+from maxmeg.parallel.rules import is_frozen, is_variable, logical_axes, storage_axes, zero1_dim
 from maxmeg.pipeline.layout import arrange
 from maxmeg.planning.loss import FLOAT32, Head
 
@@ -61,7 +62,7 @@ class Shard:
     """Elements of a parameter on a device: of its master, of the copy that computes (gathered over
     data under ZeRO-1), and of that gathered over fsdp.
 
-    scattered: its gradient is scattered over data. sum_axes: it is replicated over these.
+    scattered: its gradient is scattered over data. sum_axes: its gradient is summed over these.
     """
 
     parameter: Parameter
@@ -70,6 +71,10 @@ class Shard:
     whole: int
     scattered: bool
     sum_axes: tuple[str, ...]
+
+    @property
+    def trained(self) -> bool:
+        return not is_frozen(self.parameter.variable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,15 +160,15 @@ def architecture_key(model: ModelConfig) -> tuple:
     return tuple(Recompute.none if n == "recompute" else getattr(model, n) for n in names)
 
 
-def parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Every array of the model, the vocabulary padded for one device."""
-    return _parameters(architecture_key(model))
+def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
+    """Every array of the model and its adapters, the vocabulary padded for one device."""
+    return _parameters(architecture_key(model), dataclasses.astuple(lora or LoraConfig()))
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(key: tuple) -> tuple[Parameter, ...]:
-    config = ModelConfig(*key)
-    abstract = jax.eval_shape(lambda: LM(jax.random.key(0), config))
+def _parameters(key: tuple, adapters: tuple) -> tuple[Parameter, ...]:
+    config = Config(model=ModelConfig(*key), lora=LoraConfig(*adapters))
+    abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
     found = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(
@@ -234,7 +239,7 @@ def workload(config: Config, num_devices: int) -> Workload:
     places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     held = tuple(number * parallel.chunks for number in places)
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
-    every = parameters(model)
+    every = parameters(model, config.lora)
     return Workload(
         config,
         axes,
@@ -272,7 +277,8 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
         computed = stored * (mesh.shape["data"] if scattered else 1)
         whole = computed * (mesh.shape["fsdp"] if "embed" in parameter.axes else 1)
-        sums = tuple(name for name in AXES if name not in used and mesh.shape[name] > 1)
+        summed = AXES if not is_frozen(variable) else ()
+        sums = tuple(name for name in summed if name not in used and mesh.shape[name] > 1)
         found.append(Shard(parameter, stored, computed, whole, scattered, sums))
     return tuple(found)
 
@@ -403,11 +409,12 @@ def head(work: Workload) -> Head:
 def loss(work: Workload) -> int:
     """Bytes while the loss of v rows of the output weight is computed.
 
-    What its backend takes (`Head.temporaries`), the weight's gradient, e v D, and the weight
-    gathered over fsdp, e v D; the whole sequence's hidden state and its gradient, 2 e T D.
+    What its backend takes (`Head.temporaries`), the weight's gradient unless frozen, e v D, and
+    the weight gathered over fsdp, e v D; the whole sequence's hidden state and its gradient,
+    2 e T D.
     """
     e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
-    weight = (2 if work.axes["fsdp"] > 1 else 1) * e * v * D
+    weight = (int(work.axes["fsdp"] > 1) + int(not work.config.lora.rank)) * e * v * D
     return head(work).temporaries + weight + 2 * e * work.tokens * D
 
 
@@ -425,8 +432,8 @@ def layer(work: Workload) -> int:
         if config.model.recompute is Recompute.full:
             total += total // 2
         if work.axes["fsdp"] > 1:
-            own = [s.whole for s in work.shards if s.parameter.group == group]
-            total += 2 * e * sum(own) // (work.places[group] * config.parallel.chunks)
+            own = [(1 + s.trained) * s.whole for s in work.shards if s.parameter.group == group]
+            total += e * sum(own) // (work.places[group] * config.parallel.chunks)
         if unit.attends and not fused_attention(config):
             length = config.data.sequence_length
             block = min(QUERY_BLOCK, length)
@@ -449,6 +456,7 @@ def device_memory(work: Workload) -> dict[str, int]:
     """Bytes of the fullest device by purpose; their sum bounds what lives at once.
 
     masters: float32 parameters, sharded as RULES and ZeRO-1 say; optimizer: its moments, alike.
+    frozen: the base of adapters in the compute dtype, for which there is nothing else below.
     weights: masters cast to the compute dtype once a step, gathered over data under ZeRO-1 (none
     where neither changes anything). gradients: float32 sums as large as the weights' elements,
     not yet reduced; with one microbatch the gradients themselves, in the compute dtype.
@@ -458,13 +466,16 @@ def device_memory(work: Workload) -> dict[str, int]:
     Layers that a shorter chunk lacks are held as padding. The batch is left out.
     """
     e = work.itemsize
-    stored = sum(shard.stored for shard in work.shards)
-    computed = sum(shard.computed for shard in work.shards)
-    copied = sum(s.computed for s in work.shards if e != FLOAT32 or s.computed != s.stored)
+    trained = [shard for shard in work.shards if shard.trained]
+    stored = sum(shard.stored for shard in trained)
+    computed = sum(shard.computed for shard in trained)
+    copied = sum(s.computed for s in trained if e != FLOAT32 or s.computed != s.stored)
+    frozen = sum(shard.stored for shard in work.shards) - stored
     stack = e * computed if work.microbatches > 1 and not work.pipelined else 0
     loss_bytes = loss(work)
     return {
         "masters": FLOAT32 * stored,
+        **({"frozen": e * frozen} if frozen else {}),
         "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
         "weights": e * copied,
         "gradients": (FLOAT32 if work.accumulates else e) * computed,

@@ -23,7 +23,8 @@ def make_throughput(
 
     def flops(step: int) -> float:
         size = schedules.batch_size(step)
-        return training_flops(config.model, length, size, config.parallel.tensor)
+        frozen = config.lora.rank > 0
+        return training_flops(config.model, length, size, config.parallel.tensor, frozen=frozen)
 
     def tokens(step: int) -> int:
         return schedules.batch_size(step) * length
