@@ -1,0 +1,315 @@
+"""A trained model as lm-evaluation-harness asks for one: the scores of its tasks.
+
+Numbers are those of the harness's own model for transformers (HFLM). Needs the `lm_eval` package:
+pip install 'maxmeg[evals]'. Nothing else here imports it.
+"""
+
+import importlib
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from maxmeg.config.schema import Config
+from maxmeg.data.tokenizers import Tokenizer, json_object
+from maxmeg.inference.chat import end_tokens, hugging_face_folder, load_chat_template
+from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids
+from maxmeg.inference.load import Trained
+from maxmeg.inference.sampling import Sampling
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.parallel.rules import reductions
+from maxmeg.parallel.spmd import spmd
+from maxmeg.step import compute_model
+
+CHUNK = 128  # tokens whose logits exist at once
+MAX_NEW = 256  # tokens written where a task names no number, as in HFLM
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+class Tokens(typing.NamedTuple):
+    """Rows of tokens, and of which of all their outputs (row * L + position) how likely a token
+    is; of these the first num_T are wanted."""
+
+    ids_BL: Int[Array, "B L"]
+    lengths_B: Int[Array, " B"]
+    places_T: Int[Array, " T"]
+    targets_T: Int[Array, " T"]
+    num_T: Int[Array, ""]
+
+
+class Packed(typing.NamedTuple):
+    """Tokens, and the number of each request in them with its share of their T."""
+
+    tokens: Tokens
+    shares: list[tuple[int, slice]]
+
+
+Pair = tuple[Sequence[int], Sequence[int]]  # tokens, and those that follow them
+
+
+def score(model: LM, tokens: Tokens) -> tuple[Float[Array, " T"], Bool[Array, " T"]]:
+    """Log-probability of every wanted token, and whether it is the likeliest."""
+    B, L = tokens.ids_BL.shape
+    last_B1 = jnp.maximum(tokens.lengths_B - 1, 0)[:, None]
+    positions_BL = jnp.minimum(jnp.arange(L), last_B1)  # a row's length decides some rotations
+    h_BLD, _, _ = model.hidden(tokens.ids_BL, Context(positions_BL, sequence_sharded=False))
+    h_ND = h_BLD.reshape(B * L, -1)
+
+    def one(chunk, found):
+        def part(array_T):
+            return lax.dynamic_slice_in_dim(array_T, chunk * CHUNK, CHUNK)
+
+        logits_CV = model.logits(h_ND[part(tokens.places_T)][None])[0]
+        targets_C = part(tokens.targets_T)
+        logits_C = jnp.take_along_axis(logits_CV, targets_C[:, None], axis=1)[:, 0]
+        values = (
+            logits_C - jax.nn.logsumexp(logits_CV, axis=1),
+            jnp.argmax(logits_CV, axis=1) == targets_C,
+        )
+        return tuple(
+            lax.dynamic_update_slice_in_dim(array_T, value_C, chunk * CHUNK, 0)
+            for array_T, value_C in zip(found, values, strict=True)
+        )
+
+    T = tokens.places_T.shape
+    chunks = (tokens.num_T + CHUNK - 1) // CHUNK
+    return lax.fori_loop(0, chunks, one, (jnp.zeros(T, jnp.float32), jnp.zeros(T, bool)))
+
+
+def make_score(config: Config, mesh: Mesh, model: LM) -> Callable:
+    """The jitted (model, tokens) -> (log-probabilities, are likeliest) for a model laid out over
+    `mesh`; every device sees all rows."""
+    places = reductions(model, mesh, config.parallel.zero1)
+    specs = jax.tree.map(lambda array: array.sharding.spec, model)
+    dtype = jnp.dtype(config.model.dtype.value)
+
+    def local(model, tokens):
+        return score(compute_model(model, places, dtype), tokens)
+
+    return jax.jit(spmd(local, mesh, (specs, P()), P()))
+
+
+def packed(pairs: Sequence[Pair], batch: int) -> Iterator[Packed]:
+    """The pairs in batches of at most `batch` rows of like lengths.
+
+    Pairs that differ in their last token alone, like the answers A to D, share a row.
+    """
+    inputs = [(*context, *following)[:-1] for context, following in pairs]
+    batch = min(batch, len(set(inputs)))
+    rows: list[Sequence[int]] = []
+    places: list[int] = []
+    targets: list[int] = []
+    shares: list[tuple[int, slice]] = []
+    for number in sorted(range(len(pairs)), key=lambda i: (len(inputs[i]), inputs[i])):
+        row, following = inputs[number], pairs[number][1]
+        length = bucket(len(row))
+        another = not rows or row != rows[-1]
+        full = another and len(rows) == batch
+        full |= len(places) + len(following) > batch * length
+        if rows and (full or length != bucket(len(rows[-1]))):
+            yield Packed(padded(rows, batch, places, targets), shares)
+            rows, places, targets, shares = [], [], [], []
+            another = True
+        if another:
+            rows.append(row)
+        first = (len(rows) - 1) * length + len(row) - len(following)
+        shares.append((number, slice(len(places), len(places) + len(following))))
+        places += range(first, first + len(following))
+        targets += following
+    if rows:
+        yield Packed(padded(rows, batch, places, targets), shares)
+
+
+def bucket(length: int) -> int:
+    """The length that a row is padded to: one of few, so that few programs are compiled."""
+    return SHORTEST << (-(-length // SHORTEST) - 1).bit_length()
+
+
+def padded(rows, batch: int, places: Sequence[int], targets: Sequence[int]) -> Tokens:
+    L = bucket(len(rows[-1]))
+    ids_BL = np.zeros((batch, L), np.int32)
+    lengths_B = np.zeros(batch, np.int32)
+    for row, ids in enumerate(rows):
+        ids_BL[row, : len(ids)], lengths_B[row] = ids, len(ids)
+    both_T = np.zeros((2, -(-batch * L // CHUNK) * CHUNK), np.int32)
+    both_T[:, : len(places)] = places, targets
+    arrays = (ids_BL, lengths_B, *both_T, np.array(len(places), np.int32))
+    return Tokens(*map(jnp.asarray, arrays))
+
+
+class HarnessModel:
+    """What the harness asks of a model; `harness_model` makes one that it takes.
+
+    A request is anything with `args`, texts: (context, continuation), (text,), (context, settings).
+    """
+
+    def __init__(self, trained: Trained, batch: int = BATCH):
+        super().__init__()
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1: rows at once")
+        self.trained, self.batch = trained, batch
+        tokenizer: Tokenizer = trained.tokenizer
+        self.max_length = trained.config.model.max_position
+        self.prefix = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+        self.run = make_score(trained.config, trained.mesh, trained.model)
+        self.hidden_ids = special_ids(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        """With the tokens that open a text, unless it begins with them itself."""
+        tokenizer = self.trained.tokenizer
+        begun = text.startswith(tokenizer.decode([self.prefix]))
+        return [*(() if begun else tokenizer.opening), *tokenizer.encode(text).tolist()]
+
+    def encode_pair(self, context: str, following: str) -> Pair:
+        """Tokens of both together, cut where those of the context alone end."""
+        kept = context.rstrip()
+        following = context[len(kept) :] + following
+        if kept:
+            before = self.encode(kept)
+            whole = self.encode(kept + following)
+        else:
+            before, ids = [self.prefix], self.trained.tokenizer.encode(following).tolist()
+            whole = ids if ids[:1] == before else before + ids
+        if len(whole) <= len(before):
+            raise ValueError(
+                f"{following!r} after {context[-40:]!r} has no token of its own: give a "
+                "continuation that is not empty"
+            )
+        return before, whole[len(before) :]
+
+    def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """(log-probability, are all the likeliest) of the tokens that follow each context.
+
+        Contexts lose their first tokens where both are longer than the model's.
+        """
+        for _, following in pairs:
+            if len(following) > self.max_length:
+                raise ValueError(
+                    f"a continuation of {len(following)} tokens is longer than the context of "
+                    f"{self.max_length}: shorten it"
+                )
+            check_ids(np.asarray(following), self.trained.config.model.vocab_size)
+        cut = [
+            (tuple(context)[-max(self.max_length + 1 - len(following), 1) :], following)
+            for context, following in pairs
+        ]
+        found = [(0.0, True)] * len(pairs)
+        for tokens, shares in packed(cut, self.batch):
+            values_T, likeliest_T = map(np.asarray, self.run(self.trained.model, tokens))
+            for number, share in shares:
+                total = float(values_T[share].astype(np.float64).sum())
+                found[number] = total, bool(likeliest_T[share].all())
+        return found
+
+    def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        return self.scores([self.encode_pair(*request.args) for request in requests])
+
+    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows of the context's length."""
+        pairs, owners = [], []
+        for number, request in enumerate(requests):
+            ids = self.encode(request.args[0])
+            for start in range(0, len(ids), self.max_length):
+                pairs.append(([self.prefix, *ids[:start]], ids[start : start + self.max_length]))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for owner, (value, _) in zip(owners, self.scores(pairs), strict=True):
+            totals[owner] += value
+        return totals
+
+    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+        """Texts up to the first stop of each; those with equal settings are written together."""
+        groups: dict[tuple[Request, tuple[str, ...]], list[int]] = {}
+        for number, request in enumerate(requests):
+            groups.setdefault(self.settings(request.args[1]), []).append(number)
+        texts = [""] * len(requests)
+        for (wanted, stops), numbers in groups.items():
+            room = self.max_length - wanted.num_tokens
+            if room < 1:
+                raise ValueError(
+                    f"{wanted.num_tokens} new tokens leave no room for a prompt in the context of "
+                    f"{self.max_length}: ask for fewer (max_gen_toks)"
+                )
+            prompts = [self.encode(requests[n].args[0]) or [self.prefix] for n in numbers]
+            write = Writer(self.trained, wanted, self.batch)
+            found = write([np.array(ids[-room:], np.int32) for ids in prompts], 0)
+            for number, ids in zip(numbers, found, strict=True):
+                shown = [i for i in ids.tolist() if i not in self.hidden_ids]
+                texts[number] = until(self.trained.tokenizer.decode(shown), stops)
+        return texts
+
+    def settings(self, given: Mapping[str, typing.Any]) -> tuple[Request, tuple[str, ...]]:
+        """How a task wants texts written, and what ends them; ValueError for what is unknown."""
+        given = dict(given)
+        stops = given.pop("until", None) or []
+        stops = (stops,) if isinstance(stops, str) else tuple(stop for stop in stops if stop)
+        counts = [given.pop(name, None) for name in LENGTHS]
+        count = next((int(count) for count in counts if count is not None), MAX_NEW)
+        temperature = float(given.pop("temperature", None) or 0)
+        samples = given.pop("do_sample", None)
+        if samples and not temperature:
+            raise ValueError("do_sample=True with temperature 0: give a temperature > 0")
+        sampling = Sampling(
+            0.0 if samples is False else temperature,
+            int(given.pop("top_k", None) or 0),
+            float(given.pop("top_p", None) or 1),
+        )
+        if given:
+            raise ValueError(
+                f"generation settings {given} are not known: until, do_sample, temperature, top_k, "
+                f"top_p and {LENGTHS[0]} are"
+            )
+        tokenizer = self.trained.tokenizer
+        ends = {*end_tokens(tokenizer, self.trained.config.model.vocab_size), tokenizer.eod}
+        for stop in stops:  # a stop that is one token ends the writing there
+            ids = tokenizer.encode(stop)
+            if len(ids) == 1 and tokenizer.decode(ids) == stop:
+                ends.add(int(ids[0]))
+        return Request(count, sampling, tuple(sorted(ends))), stops
+
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        if not add_generation_prompt:
+            raise NotImplementedError("answers that the task begins; supported are whole ones")
+        return load_chat_template(self.trained.tokenizer).render([chat_history])[0]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return load_chat_template(self.trained.tokenizer).text if chat_template else None
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.trained.tokenizer.identity
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    for stop in stops:
+        text = text.split(stop)[0]
+    return text
+
+
+def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Tokens that are no text: they are left out of what is written."""
+    found = {i for i in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if i is not None}
+    if folder := hugging_face_folder(tokenizer):
+        added = json_object(folder / "tokenizer.json").get("added_tokens", [])
+        found |= {token["id"] for token in added if token.get("special")}
+    return frozenset(found)
+
+
+def harness_model(trained: Trained, batch: int = BATCH) -> typing.Any:
+    """`trained` as an lm_eval.api.model.LM, for lm_eval.simple_evaluate."""
+    try:
+        library = importlib.import_module("lm_eval.api.model")
+    except ImportError as error:
+        raise ValueError(
+            "tasks of lm-evaluation-harness need it: pip install 'maxmeg[evals]'"
+        ) from error
+    return type("Model", (HarnessModel, library.LM), {})(trained, batch)
