@@ -1,7 +1,8 @@
 """Convert a model: python -m maxmeg.convert --input=HF_FOLDER --output=FOLDER
 
-Back: python -m maxmeg.convert --to=huggingface --input=RUN_DIR --output=HF_FOLDER. A .gguf file is
-converted like a folder. --list shows which tensor becomes which array, and writes nothing.
+Back: python -m maxmeg.convert --to=huggingface --input=RUN_DIR --output=HF_FOLDER, adapters merged;
+--to=peft writes the adapters alone. A .gguf file is converted like a folder. --list shows which
+tensor becomes which array, and writes nothing.
 A folder of Megatron's (torch_dist; needs torch) has its architecture, or else give --config=....
 """
 
@@ -16,12 +17,13 @@ import jax
 
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config, DType, setting
-from maxmeg.hf import convert, families, gguf, megatron, trained
+from maxmeg.hf import convert, families, gguf, megatron, peft
 
 
 class To(enum.Enum):
     maxmeg = "maxmeg"
     huggingface = "huggingface"
+    peft = "peft"
 
 
 @dataclasses.dataclass
@@ -31,8 +33,8 @@ class Options:
     input: str = setting(
         dataclasses.MISSING, "folder of Hugging Face, Megatron or a run, or a .gguf file"
     )
-    output: str = setting("", "folder to make: a run's, or Hugging Face's")
-    to: To = setting(To.maxmeg, "maxmeg | huggingface")
+    output: str = setting("", "folder to make: a run's, Hugging Face's or PEFT's")
+    to: To = setting(To.maxmeg, "maxmeg | huggingface | peft")
     list: bool = setting(False, "show tensors and arrays, write nothing")
     tokenizer: str = setting(
         "", "as data.tokenizer, or a tokenizer.json; to maxmeg; empty: the input's own"
@@ -40,9 +42,7 @@ class Options:
     dtype: DType = setting(DType.bfloat16, "of what is written to huggingface: bfloat16 | float32")
     step: int = setting(-1, "of the run's checkpoint; -1: the newest; to huggingface")
     shard_gb: float = setting(5.0, "10^9 bytes a file holds at most, > 0; to huggingface")
-    family: str = setting(
-        "", "architecture of transformers; empty: the model's own; to huggingface"
-    )
+    family: str = setting("", "architecture of transformers; empty: the model's own")
 
 
 def main(*given: typing.Any) -> None:
@@ -55,31 +55,38 @@ def main(*given: typing.Any) -> None:
         raise ValueError("no --output: name the folder to make, or add --list to see the tensors")
     if options.shard_gb <= 0:
         raise ValueError(f"--shard_gb={options.shard_gb} must be positive")
-    to_huggingface = options.to is To.huggingface
-    from_megatron = not to_huggingface and megatron.is_checkpoint(options.input)
+    inward = options.to is To.maxmeg
+    from_megatron = inward and megatron.is_checkpoint(options.input)
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
     if options.list:
-        pairs = exported(options) if to_huggingface else imported(options)
+        pairs = imported(options) if inward else convert.exported(options.input, options.family)
         print("\n".join(convert.describe_match(pairs)))
         return
-    if to_huggingface:
+    if options.to is To.peft:
         step = None if options.step < 0 else options.step
-        limit = int(options.shard_gb * 1e9)
-        report = convert.export_model(
-            options.input, options.output, options.dtype, limit, step, options.family
-        )
-        following = f"transformers.AutoModelForCausalLM.from_pretrained('{options.output}')"
-    else:
-        report = to_maxmeg(options, config)
-        following = f"python -m maxmeg.generate --run_dir={options.output} --prompt=TEXT"
+        peft.export_adapter(options.input, options.output, step=step, family=options.family)
+        print(f"adapters -> {options.output}")
+        return
+    report = to_maxmeg(options, config) if inward else to_huggingface(options)
     print(
         f"{report.family}: {report.num_tensors} tensors, {report.num_parameters:,} parameters"
         f" -> {options.output}\ntokenizer: {report.tokenizer}"
     )
     for note in report.notes:
         print(f"note: {note}")
-    print(f"next: {following}")
+    if inward:
+        print(f"next: python -m maxmeg.generate --run_dir={options.output} --prompt=TEXT")
+    else:
+        print(f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')")
+
+
+def to_huggingface(options: Options) -> convert.Report:
+    step = None if options.step < 0 else options.step
+    limit = int(options.shard_gb * 1e9)
+    return convert.export_model(
+        options.input, options.output, options.dtype, limit, step, options.family
+    )
 
 
 def to_maxmeg(options: Options, config: Config | None) -> convert.Report:
@@ -107,13 +114,6 @@ def imported(options: Options) -> convert.Pairs:
     source = opened(options)
     model = families.model_config(source.config)
     return convert.match(source.weights, model, families.architecture(source.config))
-
-
-def exported(options: Options) -> convert.Pairs:
-    config = trained.TrainedModel(options.input).config
-    carried = trained.carried_config(trained.carried_folder(options.input, config))
-    family = trained.choose_family(config.model, carried, options.family)
-    return [(binding.theirs, binding) for binding in families.bindings(config.model, family)]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 import pytest
 from hf_folders import LLAMA, make_folder
+from lora_runs import write_lora_run
 
 from maxmeg import convert
+from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.hf import families
 from maxmeg.hf.safetensors import SafetensorsFolder
@@ -60,12 +62,25 @@ def test_a_tokenizer_from_elsewhere(tmp_path):
     assert spec == f"huggingface:{tmp_path / 'run' / 'huggingface' / 'tokenizer.json'}"
 
 
+def test_a_run_with_adapters_is_merged_or_its_adapters_alone_are_written(tmp_path, capsys):
+    make_folder(tmp_path / "hf")
+    command(f"input={tmp_path / 'hf'}", f"output={tmp_path / 'base'}")
+    config = files.load(tmp_path / "base" / "config.yaml")
+    config.checkpoint.init_from = str(tmp_path / "base")
+    write_lora_run(tmp_path / "run", config, rank=2)
+    for to in ("huggingface", "peft"):
+        command(f"to={to}", f"input={tmp_path / 'run'}", f"output={tmp_path / to}")
+        assert f"-> {tmp_path / to}" in capsys.readouterr().out
+    assert len(SafetensorsFolder(tmp_path / "huggingface").tensors) == 30
+    assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
+
+
 MISTAKES = {
     "no output": (("input=hf",), "no --output: name the folder"),
     "no input": (("output=run",), "--input is missing"),
     "shards": (("input=hf", "output=run", "shard_gb=0"), "--shard_gb=0.0 must be positive"),
     "dtype": (("input=hf", "output=run", "dtype=float16"), "expected one of float32, bfloat16"),
-    "direction": (("input=hf", "output=run", "to=hf"), "expected one of maxmeg, huggingface"),
+    "direction": (("input=hf", "output=run", "to=hf"), "expected one of maxmeg, huggingface, peft"),
     "no folder": (("input=none", "output=run"), "none is no folder"),
     "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),
     "no tokenizer": (("input=hf", "output=run", "tokenizer=x.json"), "give a tokenizer.json"),

@@ -212,6 +212,14 @@ def export_model(
     return _report(family, matched, config.data.tokenizer, notes)
 
 
+def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
+    """What export_model would write of a run's newest checkpoint."""
+    config = TrainedModel(Path(run)).config
+    carried = carried_config(carried_folder(Path(run), config))
+    chosen = choose_family(config.model, carried, family)
+    return [(binding.theirs, binding) for binding in families.bindings(config.model, chosen)]
+
+
 def _prepare(
     source: Source, model: ModelConfig, target: Path, tokenizer: str
 ) -> tuple[Config, str, tuple[str, ...]]:

@@ -1,7 +1,6 @@
 """Hugging Face folders to runs and back: bitwise, every tensor accounted for, in little memory."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -10,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import sentencepiece
@@ -24,16 +22,17 @@ from hf_folders import (
     write_tensors,
     write_tokenizer,
 )
+from lora_runs import write_lora_run
 
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
+from maxmeg.checkpoint.stream import StreamWriter
 from maxmeg.config import files
 from maxmeg.config.schema import Config, DType
 from maxmeg.hf import convert, families, trained
 from maxmeg.hf.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
 from maxmeg.layers import lora
-from maxmeg.state import base_of, language_model, to_arrays
+from maxmeg.state import to_arrays
 
 GROWTH_BYTES = 40 << 20  # of peak memory with 8 layers more, of 10 MiB each
 MERGED = 1e-6  # of sums in another order
@@ -294,26 +293,12 @@ def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-def write_adapters(folder, base, rank=2, **changes):
-    """A run with adapters beside a converted base, as training leaves it."""
+def write_adapters(folder, base, **changes):
+    """A run with adapters beside a converted base."""
     config = files.load(base / "config.yaml")
-    config.lora.rank, config.checkpoint.init_from = rank, str(base)
+    config.checkpoint.init_from = str(base)
     config.model = dataclasses.replace(config.model, **changes)
-    make = functools.partial(language_model, config=config)
-    arrays = to_arrays({"model": jax.eval_shape(make, jax.random.key(0))})
-    rng = np.random.default_rng(1)
-    adapters = {
-        name.replace(".", "/"): rng.standard_normal(array.shape, np.float32)
-        for name, array in arrays.items()
-        if ".lora." in name
-    }
-    infos = {path: TensorInfo(array.dtype, array.shape) for path, array in adapters.items()}
-    identity = load_run(str(base)).tokenizer.identity
-    saved = {"config": files.to_dict(config), "tokenizer": identity, "base": base_of(config)}
-    with StreamWriter(folder / "checkpoints", 7, infos, saved) as writer:
-        for path, array in adapters.items():
-            writer.write(path, array)
-    return adapters
+    return write_lora_run(folder, config, rank=2)
 
 
 def test_adapters_are_merged_as_they_were_trained(tmp_path):
