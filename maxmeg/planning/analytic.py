@@ -6,6 +6,7 @@ The model of time, for one device:
   go through memory: norms, residual sums, activations (each column-parallel output and five
   residual streams a sublayer, forward once, backward twice, and once made again), logits, float32
   sums of gradients, the optimizer.
+- A frozen base has no products for gradients of its layers; adapters' own are left out.
 - Recomputation adds products (full: the layer's forward once more; selective: attention's).
 - A tick of a pipeline lasts as long as its lanes, on every stage; ticks beyond the ideal are the
   bubble. Layers that a stage lacks are waited for.
@@ -130,10 +131,11 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     backward = matmul + backward_attention + 2 * streamed + again
     summed = 0.0
     if work.accumulates:
-        own = sum(s.computed for s in work.shards if s.parameter.group is not None)
+        layers = [s for s in work.shards if s.parameter.group is not None]
+        own = sum(s.computed for s in layers if s.trained)
         each = own / (work.layers_of_chunk * work.config.parallel.chunks)
         summed = (2 * FLOAT32 + work.itemsize) * each / cluster.memory_rate
-    return LayerSeconds(forward, backward, matmul + summed)
+    return LayerSeconds(forward, backward, (0 if work.config.lora.rank else matmul) + summed)
 
 
 def elementwise_bytes(work: Workload) -> float:
@@ -165,7 +167,7 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
     """Of the optimizer, once a step: gradient, master and moments read, the latter two written,
     and the weights cast."""
     arrays = 3 + 2 * moments(work.config.optim.optimizer)
-    stored = sum(shard.stored for shard in work.shards)
+    stored = sum(shard.stored for shard in work.shards if shard.trained)
     each = arrays * FLOAT32 + FLOAT32 + work.itemsize
     return stored * each / cluster.memory_rate
 
