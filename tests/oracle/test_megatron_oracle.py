@@ -17,12 +17,14 @@ import pytest
 import torch
 
 from maxmeg import convert
+from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config, ModelConfig, QkNorm
 from maxmeg.hf.megatron import import_megatron
 from maxmeg.hf.torch_dist import TorchDistReader, UnsafePickleError
 from maxmeg.inference.load import load_run
+from maxmeg.state import CHECKPOINTS
 
 LOGITS = 1e-4  # largest error over the scale of the logits
 MAKER = Path(megatron_model.__file__)
@@ -50,14 +52,17 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", megatron_model.MODELS)
 def test_megatrons_own_checkpoints_give_its_logits(name: str, megatron: Path, tmp_path: Path):
-    expected = np.load(megatron / f"{name}.npy")
-    found = []
+    readers = []
     for naming in megatron_model.MODELS[name][2]:
         report = import_megatron(megatron / f"{name}_{naming}", tmp_path / naming)
         assert report.tokenizer == f"null:{megatron_model.VOCAB}"
-        found.append(logits_of(tmp_path / naming, megatron_model.tokens()))
-    assert np.abs(found[0] - expected).max() <= LOGITS * np.abs(expected).max()
-    assert all((other == found[0]).all() for other in found)
+        readers.append(StreamReader(tmp_path / naming / CHECKPOINTS, 0))
+    for path in readers[0].tensors:
+        first, *others = [reader.read(path) for reader in readers]
+        assert all((other == first).all() for other in others), path
+    expected = np.load(megatron / f"{name}.npy")
+    found = logits_of(tmp_path / naming, megatron_model.tokens())
+    assert np.abs(found - expected).max() <= LOGITS * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
