@@ -10,8 +10,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from maxmeg.config import files
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import setting
+from maxmeg.config.schema import DType, setting
 from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import BATCH, Request, Writer, text_after
 from maxmeg.inference.load import load_run
@@ -39,6 +40,7 @@ class Options:
     top_k: int = setting(0, "only the k likeliest tokens; 0: all")
     top_p: float = setting(1.0, "only the likeliest tokens with that much probability together")
     seed: int = setting(0, "of the choice")
+    dtype: str = setting("", "to compute in, float32 or bfloat16; empty: the run's")
     tensor: int = setting(1, "devices that share the model")
 
 
@@ -49,7 +51,9 @@ def main(options: Options) -> None:
     records = read_records(options.prompt, options.prompts)
     records = [as_chat(record) for record in records] if options.chat else records
     step = None if options.step < 0 else options.step
+    dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
     trained = load_run(options.run_dir, step, local_mesh(options.tensor))
+    trained.config.model.dtype = dtype or trained.config.model.dtype
     ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
     write = Writer(trained, dataclasses.replace(request, ends=ends), options.batch)
     prompts = encoded(trained.tokenizer, records, options.system, options.opening)

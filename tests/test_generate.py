@@ -12,6 +12,7 @@ from tokenizer_files import WORDS, folder
 
 from maxmeg import generate
 from maxmeg.config.flags import parse
+from maxmeg.config.schema import DType
 from maxmeg.inference.load import Trained
 
 LENGTH = 4
@@ -78,7 +79,10 @@ def test_chats_go_through_the_template(command, tmp_path):
 
 def test_rows_end_at_the_model_s_own_ends(command, trained, monkeypatch, capsys):
     monkeypatch.setattr(generate, "end_tokens", lambda *arguments: (1, 0))
-    command("--prompt=a")
+    model = trained.config.model
+    monkeypatch.setattr(model, "dtype", model.dtype)  # restored after the command has set it
+    command("--prompt=a", "--dtype=bfloat16")
+    assert model.dtype is DType.bfloat16
     assert capsys.readouterr().out == "a\n"
 
 
@@ -116,6 +120,8 @@ def test_what_to_continue_comes_from_one_place(command, tmp_path):
     for flags in ((), ("--prompt=a", f"--prompts={path}")):
         with pytest.raises(ValueError, match="one of the two"):
             command(*flags)
+    with pytest.raises(ValueError, match=r"dtype='float8'.*expected one of float32, bfloat16"):
+        command("--prompt=a", "--dtype=float8")
     with pytest.raises(ValueError, match="system='b' is for chats"):
         command("--prompt=a", "--system=b")
     with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
