@@ -75,6 +75,9 @@ def test_uneven_parts_over_ranks_give_the_logits_of_transformers(kind: str, tmp_
     tensors = getattr(fixture, f"{kind}_tensors")(model)
     fixture.write(tmp_path / "from", tensors, arguments, ranks=3)
     import_megatron(tmp_path / "from", tmp_path / "to", tokenizer=f"null:{fixture.VOCAB}")
+    table_VD = StreamReader(tmp_path / "to" / CHECKPOINTS, 0).read("model/embedding/table")
+    padding = table_VD[fixture.VOCAB :]
+    assert len(padding) and not padding.any()
     ids = np.random.default_rng(0).integers(0, fixture.VOCAB, (2, fixture.LENGTH))
     expected = model(torch.tensor(ids)).logits.detach().numpy()
     found = logits_of(tmp_path / "to", ids)
