@@ -189,7 +189,7 @@ def settings(prefix: str, run_dir: Path, steps: int, base: Path | None = None) -
     config.log = LogConfig(every=1, tensorboard=False)
     config.checkpoint.keep_last, config.checkpoint.save_every = 9, 2 if base else 1
     if base is None:
-        config.lora.rank, config.parallel = 0, ParallelConfig()
+        config.lora, config.parallel = LoraConfig(), ParallelConfig()
     else:
         config.checkpoint.init_from, config.model.dtype = str(base), DType.bfloat16
     return config
