@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
 from maxmeg.config.schema import Config
+from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling, sample
 from maxmeg.layers.attention import PAGE
@@ -205,9 +206,11 @@ def text_after(trained: Trained, prompt: np.ndarray, following: np.ndarray) -> s
 def continue_text(
     trained: Trained, prompt: str, num_tokens: int, sampling: Sampling, seed: int
 ) -> str:
-    """The prompt's continuation, up to the first end of a document."""
+    """The prompt's continuation, up to the first end of a document, as a sample of training: the
+    prompt opens with nothing, as documents do."""
     ids = trained.tokenizer.encode(prompt)
-    request = Request(num_tokens, sampling, (trained.tokenizer.eod,))
+    ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
+    request = Request(num_tokens, sampling, ends)
     return text_after(trained, ids, Writer(trained, request)([ids], seed)[0])
 
 
