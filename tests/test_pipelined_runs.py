@@ -104,7 +104,7 @@ def test_a_run_goes_from_pipeline_to_pipeline(corpus, tmp_path, capsys):
     last = curve(changing)[-1]["validation_loss"]
     printed = float(capsys.readouterr().out.split(" loss ")[1].split()[0])
     assert printed == pytest.approx(last, abs=1e-4)
-    generate.main(generate.Options(prompt="abc", run_dir=str(changing), num_tokens=8))
+    generate.main(generate.Options(prompt=("abc",), run_dir=str(changing), num_tokens=8))
     assert capsys.readouterr().out.startswith("abc")
 
 

@@ -178,10 +178,10 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     printed = float(capsys.readouterr().out.split(" loss ")[1].split()[0])
     assert printed == pytest.approx(last["validation_loss"], abs=1e-4)
-    generate.main(generate.Options(prompt="abc", run_dir=config.run_dir, num_tokens=8))
+    generate.main(generate.Options(prompt=("abc",), run_dir=config.run_dir, num_tokens=8))
     assert capsys.readouterr().out.startswith("abc")
     with pytest.raises(ValueError, match="exceed the context of 32"):
-        generate.main(generate.Options(prompt="abc" * 20, run_dir=config.run_dir))
+        generate.main(generate.Options(prompt=("abc" * 20,), run_dir=config.run_dir))
 
     wider = small(corpus, tmp_path / "run")
     wider.model.hidden_size = 64
