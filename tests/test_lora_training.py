@@ -221,7 +221,7 @@ def test_a_run_saves_its_adapters_alone_and_resumes_bitwise(tmp_path, capsys):
     assert names.keys() == plain.keys()
     for name, array in names.items():
         np.testing.assert_array_equal(array, plain[name].astype(jnp.bfloat16), err_msg=name)
-    generate.main(generate.Options(prompt="abc", run_dir=str(whole), num_tokens=4))
+    generate.main(generate.Options(prompt=("abc",), run_dir=str(whole), num_tokens=4))
     assert capsys.readouterr().out.startswith("abc")
 
     shutil.rmtree(base / "checkpoints" / "step_00000002")  # an older one is left: another base
