@@ -13,14 +13,13 @@ import pytest
 from layouts import EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
 
 from maxmeg import generate
+from maxmeg.config.model import DType, Recompute
 from maxmeg.config.schema import (
     Config,
-    DType,
     LogConfig,
     LoraConfig,
     OptimConfig,
     ParallelConfig,
-    Recompute,
     Schedule,
 )
 from maxmeg.data.indexed import IndexedWriter
@@ -185,7 +184,7 @@ def settings(prefix: str, run_dir: Path, steps: int, base: Path | None = None) -
     config.parallel = ParallelConfig(pipe=2, fsdp=2, tensor=2)
     config.run_dir, config.data.paths, config.data.split = str(run_dir), (prefix,), "8,1,1"
     config.optim = OptimConfig(lr=1e-2, warmup_steps=1, decay_steps=9)
-    config.train.num_steps, config.train.eval_every, config.train.eval_steps = steps, 0, 1
+    config.train.num_steps, config.train.eval_every, config.train.eval_steps = steps, 4, 1
     config.log = LogConfig(every=1, tensorboard=False)
     config.checkpoint.keep_last, config.checkpoint.save_every = 9, 2 if base else 1
     if base is None:
