@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.schema import AttentionBackend, Config, ParallelConfig, Recompute, TrainConfig
+from maxmeg.config.model import AttentionBackend, Recompute
+from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.flops import training_flops

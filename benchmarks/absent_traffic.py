@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.schema import AttentionBackend, Config
+from maxmeg.config.model import AttentionBackend
+from maxmeg.config.schema import Config
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report

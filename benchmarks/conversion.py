@@ -24,7 +24,7 @@ def make(folder: Path) -> None:
     import numpy as np
 
     from maxmeg.checkpoint.stream import TensorInfo
-    from maxmeg.config.schema import ModelConfig
+    from maxmeg.config.model import ModelConfig
     from maxmeg.hf import families
     from maxmeg.hf.safetensors import SafetensorsWriter
 

@@ -18,14 +18,8 @@ def step() -> dict:
     import jax
     import numpy as np
 
-    from maxmeg.config.schema import (
-        Config,
-        DataConfig,
-        DType,
-        ModelConfig,
-        Recompute,
-        TrainConfig,
-    )
+    from maxmeg.config.model import DType, ModelConfig, Recompute
+    from maxmeg.config.schema import Config, DataConfig, TrainConfig
     from maxmeg.optim.build import make_optimizer
     from maxmeg.parallel.mesh import local_mesh
     from maxmeg.parallel.placement import local_rows, place_batch, place_flag

@@ -11,7 +11,8 @@ frozen model.
 import os
 
 from maxmeg.config import files
-from maxmeg.config.schema import Config, DType, LrDecay
+from maxmeg.config.model import DType
+from maxmeg.config.schema import Config, LrDecay
 
 LONGEST = 4096  # tokens a sample, unless it is set
 

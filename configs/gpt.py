@@ -7,7 +7,8 @@ With a name of maxmeg/models/registry.py (gpt2-124m, gpt3-175b, llama3.1-8b, qwe
 it --config.data.paths=PREFIX.
 """
 
-from maxmeg.config.schema import Config, DType, LrDecay
+from maxmeg.config.model import DType
+from maxmeg.config.schema import Config, LrDecay
 from maxmeg.models.registry import use_architecture
 
 

@@ -1,9 +1,8 @@
 """Convert a model: python -m maxmeg.convert --input=HF_FOLDER --output=FOLDER
 
-Back: python -m maxmeg.convert --to=huggingface --input=RUN_DIR --output=HF_FOLDER, adapters merged;
---to=peft writes the adapters alone. A .gguf file is converted like a folder. --list shows which
-tensor becomes which array, and writes nothing.
-A folder of Megatron's (torch_dist; needs torch) has its architecture, or else give --config=....
+Back: --to=huggingface --input=RUN_DIR, adapters merged; --to=peft writes the adapters alone.
+Also from a .gguf file, and from Megatron's torch_dist (needs torch; a --config where it does not
+say its architecture). --list shows which tensor becomes which array.
 """
 
 import dataclasses
@@ -16,7 +15,9 @@ from pathlib import Path
 import jax
 
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import Config, DType, setting
+from maxmeg.config.model import DType
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import setting
 from maxmeg.hf import convert, families, gguf, megatron, peft
 
 

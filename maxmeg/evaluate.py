@@ -4,7 +4,7 @@ import dataclasses
 import math
 
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import setting
+from maxmeg.config.setting import setting
 from maxmeg.config.validate import validate
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.gpt import SPLITS

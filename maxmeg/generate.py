@@ -12,7 +12,8 @@ from pathlib import Path
 
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import DType, setting
+from maxmeg.config.model import DType
+from maxmeg.config.setting import setting
 from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import BATCH, Request, Writer, text_after
 from maxmeg.inference.load import load_run

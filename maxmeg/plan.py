@@ -14,7 +14,8 @@ import pathlib
 import sys
 
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import Config, setting
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import setting
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.parallel.mesh import AXES

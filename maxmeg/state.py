@@ -105,6 +105,12 @@ def initial_model(config: Config, part: LM) -> LM:
     """
     source, step, metadata = initial_source(config.checkpoint.init_from)
     saved = files.from_dict(metadata["config"]).model
+    if config.lora.rank and config.model.vocab_size > saved.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} adds words to the {saved.vocab_size} of "
+            f"checkpoint.init_from, and lora.rank={config.lora.rank} would freeze them at random: "
+            "train all weights (lora.rank=0), or keep the vocabulary"
+        )
     if adapted := changes(saved, config.model, config.checkpoint.init_from):
         log.info("checkpoint.init_from=%s: %s", source.folder.parent, ", ".join(adapted))
     abstract = to_arrays({"model": part})

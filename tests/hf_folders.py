@@ -8,7 +8,7 @@ import numpy as np
 import tokenizers
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Position
+from maxmeg.config.model import Activation, ModelConfig, Norm, Position
 from maxmeg.hf import families
 from maxmeg.hf.safetensors import SafetensorsWriter
 

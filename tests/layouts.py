@@ -5,18 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from maxmeg.config.schema import (
-    Config,
-    DataConfig,
-    DType,
-    ModelConfig,
-    Norm,
-    NormPlace,
-    ParallelConfig,
-    Position,
-    QkNorm,
-    TrainConfig,
-)
+from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position, QkNorm
+from maxmeg.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import AXES, make_mesh

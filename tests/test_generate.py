@@ -12,7 +12,7 @@ from tokenizer_files import WORDS, folder
 
 from maxmeg import generate
 from maxmeg.config.flags import parse
-from maxmeg.config.schema import DType
+from maxmeg.config.model import DType
 from maxmeg.inference.load import Trained
 
 LENGTH = 4

@@ -9,7 +9,8 @@ from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
-from maxmeg.config.schema import Config, Position, RotaryScaling
+from maxmeg.config.model import Position, RotaryScaling
+from maxmeg.config.schema import Config
 from maxmeg.state import CHECKPOINTS, create_state, nested, resume, to_arrays, to_tree
 
 LAYOUT = {"pipe": 2, "fsdp": 2, "tensor": 2}
@@ -72,6 +73,13 @@ def test_new_words_begin_as_random_ones(source):
         fresh = np.asarray(flat(to_tree(state))[name])
         np.testing.assert_array_equal(found[name][61:], fresh[61:])
         assert found[name][61:90].any(axis=1).all() and not found[name][90:].any()
+
+
+def test_adapters_add_no_words(source):
+    config = tiny({"num_layers": 2, "max_position": 16, "vocab_size": 90}, fsdp=1)
+    config.checkpoint.init_from, config.lora.rank = source[0], 2
+    with pytest.raises(ValueError, match=r"vocab_size=90 adds words to the 61.*at random"):
+        tiny_state(config, mesh_of(config))
 
 
 def test_another_model_tokenizer_or_an_empty_folder_is_refused(source, tmp_path):

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 
 from maxmeg import evaluate, generate
+from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
-    DType,
     LogConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     Schedule,

@@ -18,7 +18,8 @@ from layouts import (
     tiny_state,
 )
 
-from maxmeg.config.schema import LossBackend, LossReduction, Recompute
+from maxmeg.config.model import Recompute
+from maxmeg.config.schema import LossBackend, LossReduction
 from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step, make_gradients, make_train_step
 

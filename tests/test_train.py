@@ -14,13 +14,12 @@ import pytest
 
 from maxmeg import evaluate, generate
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
-    DType,
     LogConfig,
-    ModelConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,

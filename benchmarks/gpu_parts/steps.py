@@ -12,7 +12,8 @@ ALL_LAYERS = {"llama3-8b": 32, "tiny": 4}  # of what is measured with fewer
 
 def run_config(model: Model, samples: int, recompute: str):
     """Config of one microbatch on one device."""
-    from maxmeg.config.schema import Config, Recompute
+    from maxmeg.config.model import Recompute
+    from maxmeg.config.schema import Config
     from maxmeg.models.registry import use_architecture
 
     config = Config()

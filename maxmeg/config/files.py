@@ -78,10 +78,9 @@ def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
 def unknown_field(path: str, names: typing.Iterable[str]) -> str:
     """Message for a field that does not exist, with the nearest that does."""
     names = list(names)
-    near = difflib.get_close_matches(path, names, 1, 0.6)
-    if not near:  # right name, wrong section
-        last = path.rsplit(".", 1)[-1].replace("-", "_")
-        near = [name for name in names if name.rsplit(".", 1)[-1] == last]
+    last = path.rsplit(".", 1)[-1].replace("-", "_")
+    near = [name for name in names if name.rsplit(".", 1)[-1] == last]  # in the wrong section
+    near = near or difflib.get_close_matches(path, names, 1, 0.6)
     hint = f"did you mean {near[0]}?" if near else "docs/config.md lists all fields"
     return f"unknown field {path}: {hint}"
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxmeg.config.schema import ModelConfig, Position
+from maxmeg.config.model import ModelConfig, Position
 
 # Fields that change how a model trains or runs, not what it computes.
 FREE = {

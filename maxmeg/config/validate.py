@@ -5,16 +5,8 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 
 import math
 
-from maxmeg.config.schema import (
-    Config,
-    LoraConfig,
-    ModelConfig,
-    NormPlace,
-    ParallelConfig,
-    Position,
-    RotaryScaling,
-    Schedule,
-)
+from maxmeg.config.model import ModelConfig, NormPlace, Position, RotaryScaling
+from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
 from maxmeg.config.stages import layers_of_chunks
 
 UNSUPPORTED_AXES = ("expert", "context")

@@ -16,7 +16,8 @@ import numpy as np
 
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
-from maxmeg.config.schema import Config, DType, ModelConfig
+from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf import families
 from maxmeg.hf.binding import Binding, Place

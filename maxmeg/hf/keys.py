@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Mapping
 
-from maxmeg.config.schema import ModelConfig
+from maxmeg.config.model import ModelConfig
 
 Found = dict[str, typing.Any]
 

@@ -21,15 +21,8 @@ import numpy as np
 
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
-from maxmeg.config.schema import (
-    Activation,
-    Config,
-    ModelConfig,
-    Norm,
-    Position,
-    QkNorm,
-    RotaryScaling,
-)
+from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import model_problems, resolve
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf.binding import Binding

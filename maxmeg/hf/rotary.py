@@ -5,7 +5,7 @@ import dataclasses
 import math
 import typing
 
-from maxmeg.config.schema import ModelConfig, RotaryScaling
+from maxmeg.config.model import ModelConfig, RotaryScaling
 from maxmeg.hf.keys import Found, Keys, checked, refused
 from maxmeg.hf.windows import FULL, SLIDING
 

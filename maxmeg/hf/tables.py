@@ -9,7 +9,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 
-from maxmeg.config.schema import Activation, Norm, NormPlace, Position, QkNorm
+from maxmeg.config.model import Activation, Norm, NormPlace, Position, QkNorm
 from maxmeg.hf.keys import (
     MOST_LAYERS,
     Choice,

@@ -9,7 +9,8 @@ import numpy as np
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
 from maxmeg.config import files
-from maxmeg.config.schema import Config, DType, ModelConfig
+from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.schema import Config
 from maxmeg.hf import families
 from maxmeg.hf.binding import Place
 from maxmeg.hf.safetensors import DTYPES, read_json

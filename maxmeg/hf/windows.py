@@ -3,7 +3,7 @@
 import dataclasses
 import typing
 
-from maxmeg.config.schema import ModelConfig
+from maxmeg.config.model import ModelConfig
 from maxmeg.hf.keys import Found, Keys, checked, refused
 
 FULL, SLIDING = "full_attention", "sliding_attention"

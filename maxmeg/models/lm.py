@@ -7,14 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.schema import (
-    Config,
-    ModelConfig,
-    ParallelConfig,
-    Position,
-    QkNorm,
-    TrainConfig,
-)
+from maxmeg.config.model import ModelConfig, Position, QkNorm
+from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.context import Context

@@ -9,9 +9,8 @@ tests/oracle/test_parameter_counts.py against transformers' own model.
 import dataclasses
 import typing
 
-from maxmeg.config.schema import (
+from maxmeg.config.model import (
     Activation,
-    Config,
     ModelConfig,
     Norm,
     NormPlace,
@@ -19,6 +18,7 @@ from maxmeg.config.schema import (
     QkNorm,
     RotaryScaling,
 )
+from maxmeg.config.schema import Config
 
 LONGEST_SAMPLE = 8192  # tokens a row when nothing else is asked for, though a model may know longer
 Fields = dict[str, typing.Any]

@@ -19,7 +19,8 @@ It does not know kernels' launch times, stragglers, or small messages' latency.
 import dataclasses
 import functools
 
-from maxmeg.config.schema import Config, ModelConfig, Recompute
+from maxmeg.config.model import ModelConfig, Recompute
+from maxmeg.config.schema import Config
 from maxmeg.planning import communication
 from maxmeg.planning.communication import traffic
 from maxmeg.planning.flops import training_flops

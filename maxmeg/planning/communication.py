@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from maxmeg.config.schema import Recompute
+from maxmeg.config.model import Recompute
 from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster

@@ -1,6 +1,6 @@
 """Floating-point operations of training, counted as Megatron-LM counts them. Imports no JAX."""
 
-from maxmeg.config.schema import ModelConfig
+from maxmeg.config.model import ModelConfig
 
 _TRAINING = 3  # forward, and backward to inputs and to weights
 _MULTIPLY_ADD = 2

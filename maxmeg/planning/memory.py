@@ -16,16 +16,8 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmeg.config.schema import (
-    AttentionBackend,
-    Config,
-    DType,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    Recompute,
-    Schedule,
-)
+from maxmeg.config.model import AttentionBackend, DType, ModelConfig, Recompute
+from maxmeg.config.schema import Config, LoraConfig, OptimConfig, Schedule
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.config.validate import axis_sizes
 from maxmeg.models.lm import language_model

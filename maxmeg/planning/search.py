@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from maxmeg.config.schema import Config, Recompute, Schedule
+from maxmeg.config.model import Recompute
+from maxmeg.config.schema import Config, Schedule
 from maxmeg.config.validate import validate
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster

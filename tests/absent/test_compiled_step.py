@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from maxmeg.config.schema import Config, ParallelConfig, Recompute, TrainConfig
+from maxmeg.config.model import Recompute
+from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report

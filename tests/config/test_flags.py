@@ -9,7 +9,9 @@ from collections.abc import Sequence
 import pytest
 
 from maxmeg.config import docs, files, flags
-from maxmeg.config.schema import Config, LrDecay, Norm, setting
+from maxmeg.config.model import Norm
+from maxmeg.config.schema import Config, LrDecay
+from maxmeg.config.setting import setting
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG_FILE = """

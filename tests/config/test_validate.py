@@ -7,15 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.config.schema import (
-    AttentionBackend,
-    Config,
-    LossBackend,
-    NormPlace,
-    ParallelConfig,
-    Position,
-    RotaryScaling,
-)
+from maxmeg.config.model import AttentionBackend, NormPlace, Position, RotaryScaling
+from maxmeg.config.schema import Config, LossBackend, ParallelConfig
 from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, divisors, resolve, validate
 from maxmeg.models.registry import (
     ARCHITECTURES,

@@ -25,7 +25,7 @@ from published_configs import (
     STARCODER2,
 )
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
+from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
 from maxmeg.hf.binding import Fusion
 from maxmeg.hf.families import (
     FAMILIES,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hf_folders import LLAMA, TIED, random_tensors
 
-from maxmeg.config.schema import QkNorm, RotaryScaling
+from maxmeg.config.model import QkNorm, RotaryScaling
 from maxmeg.hf import convert, families, gguf
 from maxmeg.hf.gguf import describe, halves_from_pairs, llama3_factors
 

@@ -27,7 +27,8 @@ from lora_runs import write_lora_run
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.stream import StreamWriter
 from maxmeg.config import files
-from maxmeg.config.schema import Config, DType
+from maxmeg.config.model import DType
+from maxmeg.config.schema import Config
 from maxmeg.hf import convert, families, trained
 from maxmeg.hf.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run

@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.schema import (
-    Activation,
-    Config,
-    ModelConfig,
-    Norm,
-    Position,
-    QkNorm,
-    RotaryScaling,
-)
+from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
+from maxmeg.config.schema import Config
 from maxmeg.hf import megatron
 from maxmeg.hf.families import bindings
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Config, DType, LoraConfig, ModelConfig, ParallelConfig
+from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.schema import Config, LoraConfig, ParallelConfig
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.lora import Lora, LoraSpec, linears, merged, targeted

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import (
+from maxmeg.config.model import (
     Activation,
     ModelConfig,
     Norm,
@@ -17,8 +17,8 @@ from maxmeg.config.schema import (
     Position,
     QkNorm,
     RotaryScaling,
-    TrainConfig,
 )
+from maxmeg.config.schema import TrainConfig
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM, layer_places, pattern

@@ -11,7 +11,7 @@ import pytest
 from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from jax import lax
 
-from maxmeg.config.schema import ModelConfig
+from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families import differences, model_config
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context

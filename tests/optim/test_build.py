@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from maxmeg.config.schema import ModelConfig, Norm, OptimConfig, Optimizer, QkNorm
+from maxmeg.config.model import ModelConfig, Norm, QkNorm
+from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import NO_DECAY, clip, make_optimizer
 from maxmeg.state import array_name

@@ -17,7 +17,7 @@ from layouts import mesh_of, tiny, tiny_batch
 from safetensors.numpy import load_file, save_file
 
 from maxmeg.checkpoint.layout import on_disk
-from maxmeg.config.schema import DType, ModelConfig, Norm
+from maxmeg.config.model import DType, ModelConfig, Norm
 from maxmeg.hf import tables
 from maxmeg.hf.families import (
     FAMILIES,

@@ -20,7 +20,8 @@ from maxmeg import convert
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
-from maxmeg.config.schema import Config, ModelConfig, QkNorm
+from maxmeg.config.model import ModelConfig, QkNorm
+from maxmeg.config.schema import Config
 from maxmeg.hf.megatron import import_megatron
 from maxmeg.hf.torch_dist import TorchDistReader, UnsafePickleError
 from maxmeg.inference.load import load_run

@@ -12,7 +12,7 @@ import transformers
 from lora_runs import write_lora_run
 
 from maxmeg.config import files
-from maxmeg.config.schema import DType
+from maxmeg.config.model import DType
 from maxmeg.hf.convert import import_model, open_folder
 from maxmeg.hf.peft import export_adapter
 from maxmeg.inference.load import load_run

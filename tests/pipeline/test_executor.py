@@ -16,7 +16,8 @@ from layouts import (
     tiny_state,
 )
 
-from maxmeg.config.schema import Recompute, Schedule
+from maxmeg.config.model import Recompute
+from maxmeg.config.schema import Schedule
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import hlo
 from maxmeg.planning.flops import training_flops

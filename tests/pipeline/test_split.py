@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Activation, ModelConfig, Norm, QkNorm, Recompute
+from maxmeg.config.model import Activation, ModelConfig, Norm, QkNorm, Recompute
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.pipeline.residuals import UnitVjp, add_at, empty_ring, read, write

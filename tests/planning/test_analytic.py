@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxmeg.config.schema import Config, ParallelConfig, Recompute, Schedule, TrainConfig
+from maxmeg.config.model import Recompute
+from maxmeg.config.schema import Config, ParallelConfig, Schedule, TrainConfig
 from maxmeg.models.registry import ARCHITECTURES, use_architecture
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import analytic

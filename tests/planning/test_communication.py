@@ -10,15 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
-from maxmeg.config.schema import (
-    Config,
-    LossBackend,
-    ParallelConfig,
-    Position,
-    Recompute,
-    Schedule,
-    TrainConfig,
-)
+from maxmeg.config.model import Position, Recompute
+from maxmeg.config.schema import Config, LossBackend, ParallelConfig, Schedule, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.communication import span, traffic

@@ -11,7 +11,7 @@ import jax
 import pytest
 from layouts import controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.schema import Recompute
+from maxmeg.config.model import Recompute
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.compile import abstract_step, compile_report, missing_part
 from maxmeg.planning.flops import training_flops

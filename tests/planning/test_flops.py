@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxmeg.config.schema import Activation, ModelConfig
+from maxmeg.config.model import Activation, ModelConfig
 from maxmeg.planning.flops import training_flops
 from maxmeg.planning.hardware import gpu, peak_tflops
 

@@ -10,18 +10,20 @@ import numpy as np
 import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
-from maxmeg.config.schema import (
+from maxmeg.config.model import (
     Activation,
     AttentionBackend,
-    Config,
     DType,
-    LossBackend,
     ModelConfig,
     Norm,
-    Optimizer,
-    ParallelConfig,
     Position,
     Recompute,
+)
+from maxmeg.config.schema import (
+    Config,
+    LossBackend,
+    Optimizer,
+    ParallelConfig,
     Schedule,
     TrainConfig,
 )

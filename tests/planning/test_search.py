@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from maxmeg.config.schema import Config, Recompute, Schedule
+from maxmeg.config.model import Recompute
+from maxmeg.config.schema import Config, Schedule
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.analytic import analyze

@@ -1,0 +1,230 @@
+"""Settings of the model: its architecture and numerics."""
+
+import dataclasses
+import enum
+import math
+
+from maxmeg.config.setting import setting
+
+
+class Position(enum.Enum):
+    rotary = "rotary"
+    learned = "learned"
+    none = "none"
+
+
+class Norm(enum.Enum):
+    rmsnorm = "rmsnorm"
+    layernorm = "layernorm"
+
+
+class Activation(enum.Enum):
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    swiglu = "swiglu"
+    geglu = "geglu"
+    relu_squared = "relu_squared"
+
+
+class Recompute(enum.Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class DType(enum.Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class AttentionBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    cudnn = "cudnn"
+    mosaic = "mosaic"
+    triton = "triton"
+
+
+class RotaryScaling(enum.Enum):
+    none = "none"
+    linear = "linear"
+    ntk = "ntk"
+    dynamic = "dynamic"
+    llama3 = "llama3"
+    yarn = "yarn"
+    longrope = "longrope"
+
+
+class NormPlace(enum.Enum):
+    pre = "pre"
+    post = "post"
+    sandwich = "sandwich"
+
+
+class QkNorm(enum.Enum):
+    none = "none"
+    head = "head"
+    heads = "heads"
+    l2 = "l2"
+
+
+@dataclasses.dataclass
+class ModelConfig:
+    """Architecture and numerics of the language model."""
+
+    vocab_size: int = setting(0, "tokens without padding; 0 takes the tokenizer's", "--vocab-size")
+    vocab_divisible_by: int = setting(
+        128, "padding: to this times parallel.tensor", "--make-vocab-size-divisible-by"
+    )
+    num_layers: int = setting(4, "transformer layers", "--num-layers")
+    hidden_size: int = setting(128, "width of the residual stream", "--hidden-size")
+    num_heads: int = setting(4, "query heads", "--num-attention-heads")
+    num_kv_heads: int = setting(
+        0, "key/value heads, divides num_heads; 0: as many; 1: MQA", "--num-query-groups"
+    )
+    head_dim: int = setting(0, "size of a head; 0: hidden_size / num_heads", "--kv-channels")
+    ffn_size: int = setting(
+        0,
+        "inner width of the MLP; 0: 4 x hidden_size, or int(8/3 hidden_size / 64) x 64 when gated",
+        "--ffn-hidden-size",
+    )
+    activation: Activation = setting(
+        Activation.swiglu, "MLP nonlinearity; swiglu and geglu are gated", "--swiglu"
+    )
+    norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
+    norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon")
+    norm_one_plus: bool = setting(False, "norm weights are stored as w - 1", "--apply-layernorm-1p")
+    norm_place: NormPlace = setting(
+        NormPlace.pre, "what sublayers normalize: their input, their output (OLMo 2), or both"
+    )
+    position: Position = setting(
+        Position.rotary, "how positions enter", "--position-embedding-type"
+    )
+    max_position: int = setting(
+        0,
+        "longest sequence; size of a learned table; 0: data.sequence_length",
+        "--max-position-embeddings",
+    )
+    rotary_base: float = setting(10000.0, "base of the rotary frequencies", "--rotary-base")
+    rotary_fraction: float = setting(
+        1.0, "part of each head that rotates, in (0, 1]", "--rotary-percent"
+    )
+    rotary_interleaved: bool = setting(
+        False, "rotate pairs (2i, 2i+1) instead of halves", "--rotary-interleaved"
+    )
+    rotary_scaling: RotaryScaling = setting(
+        RotaryScaling.none,
+        "how frequencies change for sequences longer than rotary_original_length",
+        "--use-rope-scaling",
+    )
+    rotary_factor: float = setting(
+        1.0, "how much longer; at least 1; of linear also by how much", "--rope-scaling-factor"
+    )
+    rotary_original_length: int = setting(0, "tokens of the sequences before scaling")
+    rotary_low: float = setting(
+        1.0, "turns in the original length below which waves are divided (yarn: beta slow)"
+    )
+    rotary_high: float = setting(
+        4.0, "turns above which waves are kept (llama3 4, yarn's beta fast 32)"
+    )
+    rotary_attention_factor: float = setting(
+        0.0, "of queries and keys as they rotate; 0: what yarn and longrope derive from the factor"
+    )
+    rotary_truncate: bool = setting(True, "yarn's bounds are whole dimensions")
+    rotary_short_factors: tuple[float, ...] = setting(
+        (), "longrope: divisor of each frequency in rows up to the original length"
+    )
+    rotary_long_factors: tuple[float, ...] = setting((), "longrope: the same in longer rows")
+    qk_norm: QkNorm = setting(
+        QkNorm.none,
+        "queries and keys are normalized: each head, all heads together (OLMo 2), or each head "
+        "without weights (l2)",
+        "--qk-layernorm",
+    )
+    attention_window: int = setting(
+        0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"
+    )
+    attention_global_every: int = setting(
+        0, "with a window: every n-th layer attends to all tokens before it; 0: none does"
+    )
+    rotary_local_base: float = setting(
+        0.0, "base in layers with a window beside global ones, unscaled; 0: rotates as in those"
+    )
+    attention_softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off")
+    attention_scale: float = setting(0.0, "of the scores; 0: 1 / sqrt(head size)")
+    attention_sinks: bool = setting(
+        False, "a learned logit a head in the softmax's denominator", "--softmax-type"
+    )
+    bias_qkv: bool = setting(False, "biases on query, key, value", "--add-qkv-bias")
+    bias_attention_out: bool = setting(
+        False, "bias on the attention output (the flag is its negation)", "--disable-bias-linear"
+    )
+    bias_mlp: bool = setting(
+        False, "biases on the MLP's projections (the flag is its negation)", "--disable-bias-linear"
+    )
+    parallel_block: bool = setting(False, "attention and MLP read the same norm and are summed")
+    parallel_norms: bool = setting(
+        False, "attention and MLP of a parallel block have a norm each (GPT-NeoX, Falcon 40B)"
+    )
+    embedding_scale: float = setting(1.0, "multiplies the embedding (Gemma: sqrt(hidden_size))")
+    tied: bool = setting(
+        False,
+        "output weights are the embedding's (the flag is its negation)",
+        "--untie-embeddings-and-output-weights",
+    )
+    dropout_hidden: float = setting(
+        0.0, "dropout before each residual sum, in [0, 1)", "--hidden-dropout"
+    )
+    dropout_attention: float = setting(
+        0.0, "dropout of attention weights, in [0, 1)", "--attention-dropout"
+    )
+    dropout_embedding: float = setting(0.0, "dropout after the embedding, in [0, 1)")
+    logit_softcap: float = setting(0.0, "logits become c tanh(logits / c); 0: off")
+    init_std: float = setting(0.02, "standard deviation of initial weights", "--init-method-std")
+    scaled_output_init: bool = setting(
+        True, "attention and MLP output weights start at init_std / sqrt(2 num_layers)"
+    )
+    dtype: DType = setting(DType.bfloat16, "compute dtype; masters are float32", "--bf16")
+    attention_backend: AttentionBackend = setting(
+        AttentionBackend.auto, "auto: cudnn on a GPU where it can, else xla", "--attention-backend"
+    )
+    recompute: Recompute = setting(
+        Recompute.none,
+        "made again in backward: none (what is cheap) | selective (attention too) | full (layers)",
+        "--recompute-granularity",
+    )
+    scan_layers: bool = setting(
+        True, "layers run as a loop; false: one program, longer to compile, that copies less"
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.head_dim or self.hidden_size // max(self.num_heads, 1)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation in (Activation.swiglu, Activation.geglu)
+
+    @property
+    def ffn(self) -> int:
+        gated = int(4 * self.hidden_size * 2 / 3 / 64) * 64
+        return self.ffn_size or (gated if self.gated else 4 * self.hidden_size)
+
+    @property
+    def layers_of_unit(self) -> int:
+        """Layers after which the kinds of layers repeat."""
+        return max(self.attention_global_every, 1)
+
+    @property
+    def num_units(self) -> int:
+        """What a stack and the chunks of a pipeline count; the last unit may be shorter."""
+        return -(-self.num_layers // self.layers_of_unit)
+
+    def padded_vocab_size(self, tensor: int, pipe: int = 1) -> int:
+        """Vocabulary rounded up as Megatron-LM does, so that every rank gets as much of it."""
+        multiple = math.lcm(self.vocab_divisible_by, pipe) * tensor
+        return -(-self.vocab_size // multiple) * multiple
