@@ -1,8 +1,7 @@
 """Convert a model: python -m maxmeg.convert --input=HF_FOLDER --output=FOLDER
 
-Back: --to=huggingface --input=RUN_DIR, adapters merged; --to=peft writes the adapters alone.
-Also from a .gguf file, and from Megatron's torch_dist (needs torch; a --config where it does not
-say its architecture). --list shows which tensor becomes which array.
+Back: --to=huggingface --input=RUN_DIR, adapters merged; --to=peft: the adapters alone. Also from a
+.gguf file, and from Megatron's torch_dist (needs torch; --config if it names no architecture).
 """
 
 import dataclasses
