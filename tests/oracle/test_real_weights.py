@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from harness_tasks import assert_same, both
+from peft import PeftModel
 
 from maxmeg.config import files
 from maxmeg.config.model import DType
@@ -41,6 +42,7 @@ LOSS = 1e-4  # relative
 SAME_LOSS = 1e-6  # relative; the same arrays in the same program
 LOGITS = 1e-4  # largest error over the scale of the logits
 STEPS, LENGTH, SAMPLES, EVAL_STEPS = 20, 64, 2, 8
+ADAPTERS_BYTES = 3e6
 LOWER = 0.02  # nats a token, of the held-out loss
 NEW_TOKENS = 32
 PARAGRAPH = (
@@ -80,9 +82,8 @@ def run(command: str, *flags: str) -> str:
     return done.stdout
 
 
-def export(folder: Path, target: Path) -> Path:
-    flags = (f"--input={folder}", f"--output={target}", "--dtype=float32")
-    run("convert", "--to=huggingface", *flags)
+def export(folder: Path, target: Path, to: str = "huggingface") -> Path:
+    run("convert", f"--to={to}", f"--input={folder}", f"--output={target}", "--dtype=float32")
     return target
 
 
@@ -209,14 +210,20 @@ def held_out_loss(trained: Trained, config: Config) -> float:
     return mean_loss(step, trained.model, batches, trained.mesh, SAMPLES, rows)[0]
 
 
-def assert_learned(folder: Path, made: Path) -> Trained:
-    """Its held-out loss is below the first model's; what was saved is what was validated."""
+@pytest.fixture(scope="module")
+def loss_before(folder, continued) -> float:
+    """The imported model's held-out loss."""
+    return held_out_loss(loaded(folder / "run"), files.load(continued / "config.yaml"))
+
+
+def assert_learned(made: Path, loss_before: float) -> Trained:
+    """Its held-out loss is lower; what was saved is what the run validated at its end."""
     config, trained = files.load(made / "config.yaml"), loaded(made)
     lines = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
     validated = [line["validation_loss"] for line in lines if "validation_loss" in line][-1]
     after = held_out_loss(trained, config)
     assert trained.step == STEPS and after == pytest.approx(validated, rel=SAME_LOSS)
-    assert after < held_out_loss(loaded(folder / "run"), config) - LOWER
+    assert after < loss_before - LOWER
     return trained
 
 
@@ -238,15 +245,15 @@ def test_the_import_is_that_of_transformers(folder):
         assert torch.equal(tensor, ours[name]), name
 
 
-def test_training_goes_on_and_its_export_writes_the_same(folder, continued):
-    trained = assert_learned(folder, continued)
+def test_training_goes_on_and_its_export_writes_the_same(folder, continued, loss_before):
+    trained = assert_learned(continued, loss_before)
     theirs = theirs_of(export(continued, folder / "continued_hf"))
     assert_same_model(trained, theirs)
     assert_same_text(trained, theirs)
 
 
-def test_adapters_learn_beside_a_base_that_stays_as_it_was(folder, adapters):
-    trained = assert_learned(folder, adapters)
+def test_adapters_learn_beside_a_base_that_stays_as_it_was(folder, adapters, loss_before):
+    trained = assert_learned(adapters, loss_before)
     base = to_arrays({"model": loaded(folder / "run").model})
     held = to_arrays({"model": frozen(trained.model)})
     assert base.keys() == held.keys()
@@ -255,6 +262,10 @@ def test_adapters_learn_beside_a_base_that_stays_as_it_was(folder, adapters):
     theirs = theirs_of(export(adapters, folder / "adapters_hf"))
     assert_same_model(trained, theirs)
     assert_same_text(trained, theirs)
+    own = export(adapters, folder / "adapters_peft", "peft")
+    assert own.joinpath("adapter_model.safetensors").stat().st_size < ADAPTERS_BYTES
+    beside = PeftModel.from_pretrained(theirs_of(folder / "hf"), own).eval()
+    assert_same_model(trained, beside)
 
 
 @pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
