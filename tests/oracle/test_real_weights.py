@@ -252,6 +252,7 @@ def test_training_goes_on_and_its_export_writes_the_same(folder, continued, loss
     assert_same_text(trained, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_adapters_learn_beside_a_base_that_stays_as_it_was(folder, adapters, loss_before):
     trained = assert_learned(adapters, loss_before)
     base = to_arrays({"model": loaded(folder / "run").model})
