@@ -4,9 +4,11 @@ Numbers are those of the harness's own model for transformers (HFLM). Needs the 
 pip install 'maxmeg[evals]'. Nothing else here imports it.
 """
 
+import difflib
 import importlib
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.config.schema import Config
+from maxmeg.data.chat import hugging_face_folder, load_chat_template
 from maxmeg.data.tokenizers import Tokenizer, json_object
-from maxmeg.inference.chat import end_tokens, hugging_face_folder, load_chat_template
+from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling
@@ -306,10 +309,42 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def harness_model(trained: Trained, batch: int = BATCH) -> typing.Any:
     """`trained` as an lm_eval.api.model.LM, for lm_eval.simple_evaluate."""
+    return type("Model", (HarnessModel, part_of_harness("lm_eval.api.model").LM), {})(
+        trained, batch
+    )
+
+
+def run_tasks(
+    trained: Trained,
+    tasks: Sequence[str],
+    batch: int = BATCH,
+    shots: int | None = None,
+    limit: int | None = None,
+) -> str:
+    """A table of the scores. tasks: the harness's names, or YAML files that describe one each.
+
+    shots: examples before each question, None: as the task says. limit: questions of each task.
+    ValueError for a task that is neither.
+    """
+    model, managers = harness_model(trained, batch), part_of_harness("lm_eval.tasks")
+    files = [name for name in tasks if Path(name).is_file()]
+    # The harness's own are thousands of files, which are all read to know their names.
+    manager = managers.TaskManager(include_defaults=len(files) < len(tasks))
+    for name in tasks:
+        if name not in files and name not in manager.all_tasks:
+            near = difflib.get_close_matches(name, manager.all_tasks, 3, 0.5)
+            hint = f"near are {', '.join(near)}" if near else "give a name or a YAML file"
+            raise ValueError(f"task {name!r} is neither one of lm_eval nor a file: {hint}")
+    results = part_of_harness("lm_eval").simple_evaluate(
+        model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager
+    )
+    return part_of_harness("lm_eval.utils").make_table(results)
+
+
+def part_of_harness(module: str) -> typing.Any:
     try:
-        library = importlib.import_module("lm_eval.api.model")
+        return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
             "tasks of lm-evaluation-harness need it: pip install 'maxmeg[evals]'"
         ) from error
-    return type("Model", (HarnessModel, library.LM), {})(trained, batch)

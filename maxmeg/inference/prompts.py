@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maxmeg.data.chat import load_chat_template
 from maxmeg.data.tokenizers import Tokenizer
-from maxmeg.inference.chat import load_chat_template, with_system
+from maxmeg.inference.chat import with_system
 
 Record = dict[str, typing.Any]  # has a "prompt", or "messages", and whatever else
 

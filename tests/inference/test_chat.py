@@ -6,9 +6,10 @@ import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
 from tokenizer_files import WORDS, folder
 
+from maxmeg.data import chat
+from maxmeg.data.chat import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers import load_tokenizer
-from maxmeg.inference import chat
-from maxmeg.inference.chat import ChatTemplate, end_tokens, load_chat_template, with_system
+from maxmeg.inference.chat import end_tokens, with_system
 
 ONE = CHATS["one"]
 LIMIT_SECONDS = 30  # of the clock, for what may use one second of CPU

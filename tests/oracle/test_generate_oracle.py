@@ -19,9 +19,9 @@ from chats import CHATS, TEMPLATES, TOKENS
 from safetensors.numpy import load_file
 from test_families_oracle import CASES, GATED, LONGROPE, VOCAB, imported, quick_jit, saved
 
+from maxmeg.data.chat import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf.families import model_config
-from maxmeg.inference.chat import ChatTemplate, load_chat_template
 from maxmeg.inference.decode import Request, generate, pad
 from maxmeg.inference.sampling import Sampling
 

@@ -1,7 +1,8 @@
 """A chat template's own process: python template_child.py, a request in JSON on stdin.
 
-{"template", "variables", "conversations", "seconds", "bytes", "characters"} -> on stdout {"texts"}
-or {"error", "index"}. It imports nothing of maxmeg, and limits itself before it reads a template.
+{"template", "variables", "conversations", "marks", "seconds", "bytes", "characters"} -> on stdout
+{"texts", "generation"}, whether there is a {% generation %} block, and where it stops early "error"
+and "index". It imports nothing of maxmeg, and limits itself before it reads a template.
 """
 
 import datetime
@@ -31,14 +32,18 @@ class Generation(jinja2.ext.Extension):
     """{% generation %} ... {% endgeneration %}: marks the assistant's text, and renders it."""
 
     tags: typing.ClassVar = {"generation"}
+    marks: typing.ClassVar = ["", ""]  # of this process's request
+    seen = False
 
     def parse(self, parser):
+        Generation.seen = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return jinja2.nodes.CallBlock(self.call_method("shown"), [], [], body).set_lineno(line)
 
     def shown(self, caller) -> str:
-        return caller()
+        before, after = self.marks
+        return before + caller() + after
 
 
 class Namespace(jinja2.utils.Namespace):
@@ -83,7 +88,9 @@ def environment() -> Environment:
 
 
 def render(request: dict) -> dict:
-    index, texts, room = -1, [], request["characters"]
+    index, texts, error = -1, [], None
+    room = request["characters"]
+    Generation.marks = request["marks"]
     try:
         template = environment().from_string(request["template"])
         for index, conversation in enumerate(request["conversations"]):  # noqa: B007
@@ -95,12 +102,13 @@ def render(request: dict) -> dict:
                 pieces.append(piece)
             texts.append("".join(pieces))
     except MemoryError:
-        return {"error": f"it needs more than {request['bytes'] >> 20} MiB", "index": index}
+        error = f"it needs more than {request['bytes'] >> 20} MiB"
     except RecursionError:
-        return {"error": "its macros or blocks call each other without end", "index": index}
-    except Exception as error:  # a template can raise whatever Python can
-        return {"error": f"{type(error).__name__}: {error}"[:SHOWN], "index": index}
-    return {"texts": texts}
+        error = "its macros or blocks call each other without end"
+    except Exception as raised:  # a template can raise whatever Python can
+        error = f"{type(raised).__name__}: {raised}"[:SHOWN]
+    found = {"texts": texts, "generation": Generation.seen}
+    return found if error is None else found | {"error": error, "index": index}
 
 
 def main() -> None:
