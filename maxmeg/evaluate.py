@@ -1,16 +1,23 @@
-"""Mean loss of a trained run: python -m maxmeg.evaluate --run_dir=runs/gpt [--split=test]"""
+"""Mean loss of a trained run: python -m maxmeg.evaluate --run_dir=runs/gpt [--split=test]
+
+Or tasks of lm-evaluation-harness: --tasks=arc_easy,hellaswag, or --tasks=MY_TASK.yaml. They need
+pip install 'maxmeg[evals]'.
+"""
 
 import dataclasses
 import math
 
+from maxmeg.config import files
 from maxmeg.config.flags import run_command
+from maxmeg.config.model import DType
 from maxmeg.config.setting import setting
 from maxmeg.config.validate import validate
-from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.build import build_dataset, cache_folder, open_corpus, read_whole
 from maxmeg.data.gpt import SPLITS
 from maxmeg.data.loader import eval_batches
+from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import mean_loss
-from maxmeg.inference.load import load_run
+from maxmeg.inference.load import Trained, load_run
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh
 from maxmeg.parallel.placement import local_rows
@@ -28,6 +35,10 @@ class Options:
     num_batches: int = setting(0, "batches read; 0: the split once")
     batch_size: int = setting(16, "samples at once, >= 1")
     tensor: int = setting(1, "devices that share the model")
+    dtype: str = setting("", "to compute in, float32 or bfloat16; empty: the run's")
+    tasks: tuple[str, ...] = setting((), "of lm-evaluation-harness, or their files; empty: loss")
+    shots: int = setting(-1, "examples before a question of a task; -1: as many as it says")
+    limit: int = setting(0, "questions of each task; 0: all")
 
 
 def main(options: Options) -> None:
@@ -40,18 +51,29 @@ def main(options: Options) -> None:
             f"num_batches={options.num_batches} at least 0"
         )
     step = None if options.step < 0 else options.step
+    dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
     trained = load_run(options.run_dir, step, local_mesh(options.tensor))
+    config = trained.config
+    config.model.dtype = dtype or config.model.dtype
+    if options.tasks:
+        shots = None if options.shots < 0 else options.shots
+        print(run_tasks(trained, options.tasks, options.batch_size, shots, options.limit or None))
+    else:
+        print_loss(trained, options)
+
+
+def print_loss(trained: Trained, options: Options) -> None:
     config = trained.config
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
     validate(config, options.tensor)
     index = SPLITS.index(options.split)
     if options.paths:
-        config.data.paths = options.paths
-        config.data.split = ",".join(str(int(i == index)) for i in range(len(SPLITS)))
+        read_whole(config.data, options.paths, index)
     tokenizer, prefixes = open_corpus(config.data, options.run_dir)
+    vocab_size, folder = config.model.vocab_size, cache_folder(config.data, options.run_dir)
     data = build_dataset(
-        config.data, prefixes, tokenizer, index, config.seed, config.model.vocab_size
+        config.data, prefixes, tokenizer, index, config.seed, vocab_size, cache_dir=folder
     )
     if data is None:
         raise ValueError(f"data.split={config.data.split!r} leaves the {options.split} split empty")

@@ -11,7 +11,15 @@ import pytest
 from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.data.tokenizers import load_tokenizer
-from maxmeg.evals.harness import CHUNK, HarnessModel, bucket, harness_model, packed, until
+from maxmeg.evals.harness import (
+    CHUNK,
+    HarnessModel,
+    bucket,
+    harness_model,
+    packed,
+    run_tasks,
+    until,
+)
 from maxmeg.inference.decode import Request
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling
@@ -246,6 +254,35 @@ def written(**settings):
 def test_what_cannot_be_done_is_said(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_tasks_are_names_or_files(monkeypatch, tmp_path):
+    asked = {}
+
+    def simple_evaluate(model, task_manager, **settings):
+        asked.update(settings, defaults=task_manager.include_defaults, batch=model.batch)
+        return "results"
+
+    def manager(include_defaults):
+        names = ["arc_easy", "arc_challenge"] if include_defaults else []
+        return types.SimpleNamespace(all_tasks=names, include_defaults=include_defaults)
+
+    fake = types.SimpleNamespace(
+        LM=type("LM", (), {}),
+        TaskManager=manager,
+        simple_evaluate=simple_evaluate,
+        make_table=lambda results: f"table of {results}",
+    )
+    monkeypatch.setattr(importlib, "import_module", lambda name: fake)
+    file = tmp_path / "own.yaml"
+    file.touch()
+    assert run_tasks(trained(), [str(file)], 3, limit=5) == "table of results"
+    settings = {"tasks": [str(file)], "num_fewshot": None, "limit": 5}
+    assert asked == {**settings, "defaults": False, "batch": 3}
+    run_tasks(trained(), ["arc_easy", str(file)], shots=2)
+    assert asked["defaults"] and asked["num_fewshot"] == 2
+    with pytest.raises(ValueError, match=r"'arc_esy' is neither .* nor a file: near are arc_easy"):
+        run_tasks(trained(), ["arc_esy"])
 
 
 def test_without_the_library_the_error_names_it(monkeypatch):

@@ -1,14 +1,16 @@
 """lm-evaluation-harness gives a converted model the scores that it gives transformers' own."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 import tokenizers
 import transformers
-from harness_tasks import BEGUN, PASSAGES, QUESTIONS, assert_same, both
+from harness_tasks import BEGUN, PASSAGES, QUESTIONS, assert_same, both, tasks
 from hf_folders import LLAMA, random_tensors, write_config, write_tensors
 
+from maxmeg import evaluate
 from maxmeg.hf import convert
 
 FAMILY = "LlamaForCausalLM"
@@ -41,7 +43,7 @@ def write_tokenizer(folder, opens: bool):
 
 @pytest.mark.filterwarnings("ignore")  # of the harness and its libraries
 @pytest.mark.parametrize("opens", [False, True])
-def test_scores_and_answers_are_the_same(tmp_path, opens):
+def test_scores_and_answers_are_the_same(tmp_path, opens, capsys):
     model = dataclasses.replace(LLAMA, vocab_size=400, num_layers=2)
     folder, run, data = tmp_path / "hf", tmp_path / "run", tmp_path / "data"
     tensors = random_tensors(model, FAMILY)
@@ -55,3 +57,12 @@ def test_scores_and_answers_are_the_same(tmp_path, opens):
     assert_same(theirs, ours)
     texts = [sample["resps"][0][0] for sample in ours["samples"]["continued"]]
     assert len(set(texts)) > 6 and np.mean([len(text) for text in texts]) > 5
+    if opens:
+        return
+    own = data / "answers.yaml"
+    own.write_text(json.dumps(tasks(data)[0]))  # JSON is YAML
+    options = evaluate.Options(run_dir=str(run), dtype="float32", tasks=(str(own),), limit=8)
+    evaluate.main(options)
+    score = np.mean([sample["acc"] for sample in ours["samples"]["answers"][:8]])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "|acc     |" in line]
+    assert float(row.split("|")[7]) == pytest.approx(score, abs=1e-4)
