@@ -12,7 +12,7 @@ from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
-from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.build import build_dataset, cache_folder, open_corpus, samples_asked
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.decode import continue_text
@@ -70,8 +70,17 @@ class Run:
     def dataset(self, prefixes: list[str], split: int):
         """Split 0 (training) or 1 (validation); None where the latter is empty."""
         config = self.config
-        vocab_size = config.model.vocab_size
-        return build_dataset(config.data, prefixes, self.tokenizer, split, config.seed, vocab_size)
+        num_samples = self.schedules.consumed_samples(config.train.num_steps)
+        return build_dataset(
+            config.data,
+            prefixes,
+            self.tokenizer,
+            split,
+            config.seed,
+            config.model.vocab_size,
+            samples_asked(config, split, num_samples),
+            cache_folder(config.data, config.run_dir),
+        )
 
     def batches(self, start_step: int):
         """A loader of (step, this process's rows) from `start_step` on."""

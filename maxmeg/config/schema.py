@@ -19,6 +19,11 @@ class LossBackend(enum.Enum):
     mosaic = "mosaic"
 
 
+class DataOrder(enum.Enum):
+    megatron = "megatron"
+    native = "native"
+
+
 class Schedule(enum.Enum):
     gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
@@ -62,17 +67,40 @@ class DataConfig:
 
     paths: tuple[str, ...] = setting(
         (),
-        "prefixes of .bin/.idx files, read one after the other; empty: Python's own sources",
+        "prefixes of .bin/.idx files, with weights (0.7,a,0.3,b) or, for one epoch of each, "
+        "without; cut by split; empty, as all that names corpora: Python's own sources",
         "--data-path",
     )
     split: str = setting("969,30,1", "weights of train, validation and test", "--split")
+    train_paths: tuple[str, ...] = setting(
+        (), "as paths, each read whole; instead of paths and split", "--train-data-path"
+    )
+    validation_paths: tuple[str, ...] = setting((), "as train_paths", "--valid-data-path")
+    test_paths: tuple[str, ...] = setting((), "as train_paths", "--test-data-path")
+    blend: str = setting(
+        "",
+        "YAML or JSON file instead of paths: a list as there, or train, validation, test: lists",
+        "--data-args-path, --per-split-data-args-path",
+    )
+    blend_surplus: float = setting(
+        0.005,
+        "samples made for each corpus of a weighted blend beyond its share, a fraction >= 0",
+        "--mid-level-dataset-surplus",
+    )
+    order: DataOrder = setting(
+        DataOrder.megatron,
+        "megatron: the same samples as there, which depend on seed and number of steps; native: "
+        "an order that is computed, not stored, and validation in reading order",
+    )
     sequence_length: int = setting(256, "tokens a sample", "--seq-length")
     tokenizer: str = setting(
         "bytes",
         "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | tiktoken:FILE",
         "--tokenizer-type",
     )
-    cache_dir: str = setting("", "prepared corpora; empty: RUN_DIR/data", "--data-cache-path")
+    cache_dir: str = setting(
+        "", "prepared corpora and orders of samples; empty: RUN_DIR/data", "--data-cache-path"
+    )
     num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers")
     prefetch: int = setting(2, "batches made ahead, per worker, >= 1")
     reset_position_ids: bool = setting(

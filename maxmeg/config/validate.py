@@ -6,7 +6,7 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 import math
 
 from maxmeg.config.model import ModelConfig, NormPlace, Position, RotaryScaling
-from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
+from maxmeg.config.schema import Config, DataOrder, LoraConfig, ParallelConfig, Schedule
 from maxmeg.config.stages import layers_of_chunks
 
 UNSUPPORTED_AXES = ("expert", "context")
@@ -208,6 +208,14 @@ def data_problems(config: Config):
             f"data.sequence_length={data.sequence_length} is longer than "
             f"model.max_position={model.max_position}: shorten the one or raise the other"
         )
+    own = [n for n in ("train_paths", "validation_paths", "test_paths") if getattr(data, n)]
+    named = [n for n in ("paths", "blend") if getattr(data, n)] + [", ".join(own)] * bool(own)
+    if len(named) > 1:
+        yield f"data.{' and data.'.join(named)} both name corpora: set one of them"
+    if own and not data.train_paths:
+        yield f"data.{named[-1]} without data.train_paths names no corpus to train on: add it"
+    if data.order is DataOrder.megatron and not 0 <= config.seed < 2**32:
+        yield f"seed={config.seed} must lie in [0, 2^32) with data.order=megatron"
 
 
 def optim_problems(config: Config):
@@ -266,6 +274,7 @@ LOWEST = {
     "model.attention_window": 0,
     "model.attention_softcap": 0,
     "model.attention_scale": 0,
+    "data.blend_surplus": 0,
     "data.sequence_length": 1,
     "data.num_workers": 0,
     "data.prefetch": 1,

@@ -1,25 +1,64 @@
 """From a run's settings to its tokenizer and datasets."""
 
+import math
 import os
 
-from maxmeg.config.schema import DataConfig
+from maxmeg.config.schema import Config, DataConfig, DataOrder
+from maxmeg.data.blending import (
+    BlendedDataset,
+    check_weights,
+    member_sizes,
+    normalized,
+    parse_blend,
+    read_blend,
+)
 from maxmeg.data.corpus import standard_library
-from maxmeg.data.gpt import SPLITS, DocumentRules, GptDataset
+from maxmeg.data.gpt import SPLITS, Dataset, DocumentRules, GptDataset
 from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.megatron_order import MegatronOrder
 from maxmeg.data.sampling import split_range
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 
+Blend = tuple[list[str], list[float] | None]
+
 
 def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer, and the prefixes of the .bin/.idx files.
+    """The tokenizer, and `paths`: prefixes of .bin/.idx files, with weights where it has them.
 
-    Without `paths` the default corpus is prepared on first use, in `cache_dir` or RUN_DIR/data.
+    Where the settings name no corpus, the default one is prepared on first use, in `cache_dir` or
+    RUN_DIR/data. None are returned where `blend` or paths of single sets name the corpora.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    if config.paths:
+    if config.paths or config.blend or any(_own_paths(config)):
         return tokenizer, list(config.paths)
-    cache_dir = config.cache_dir or os.path.join(run_dir, "data")
-    return tokenizer, [standard_library(cache_dir, config.tokenizer)]
+    return tokenizer, [standard_library(cache_folder(config, run_dir), config.tokenizer)]
+
+
+def cache_folder(config: DataConfig, run_dir: str) -> str:
+    """Where what is made from the corpora is kept."""
+    return config.cache_dir or os.path.join(run_dir, "data")
+
+
+def read_whole(config: DataConfig, paths: tuple[str, ...], split_index: int) -> None:
+    """Settings with which these corpora, read whole, are the split; nothing else is read."""
+    config.paths, config.blend = paths, ""
+    config.train_paths = config.validation_paths = config.test_paths = ()
+    config.split = _only(split_index)
+
+
+def samples_asked(config: Config, split_index: int, training_samples: int) -> int:
+    """Samples that a run asks of a split, by Megatron-LM's rule; they decide the epochs' order.
+
+    Of the validation, as many as all its evaluations would read if each went on where the last
+    one ended.
+    """
+    if split_index == 0:
+        return training_samples
+    train = config.train
+    per_evaluation = train.eval_steps * train.global_batch_size
+    if split_index == 2 or not train.eval_every:
+        return per_evaluation
+    return (train.num_steps // train.eval_every + 1) * per_evaluation
 
 
 def build_dataset(
@@ -29,34 +68,121 @@ def build_dataset(
     split_index: int,
     seed: int,
     vocab_size: int = 0,
-) -> GptDataset | None:
+    num_samples: int | None = None,
+    cache_dir: str = "",
+) -> Dataset | None:
     """Split 0 (train), 1 (validation) or 2 (test); None where no sequence falls into it.
 
-    vocab_size: ids the model knows; 0 takes the tokenizer's. ValueError for files that are
-    missing or damaged and for a split with less than one sample.
+    prefixes: `open_corpus`'s. vocab_size: ids the model knows; 0 takes the tokenizer's.
+    num_samples: how many will be asked for, which Megatron-LM's order depends on; None is an
+    epoch. cache_dir: of what is made once on a node; empty keeps it in memory. ValueError for
+    files that are missing or damaged and for a split with less than one sample.
     """
-    corpora = [IndexedDataset(prefix) for prefix in prefixes]
-    ranges = [split_range(config.split, split_index, len(corpus)) for corpus in corpora]
-    if all(begin == end for begin, end in ranges):
-        if split_index == 0:
-            counts = ", ".join(f"{c.prefix} has {len(c)}" for c in corpora)
-            raise ValueError(
-                f"split={config.split!r} leaves no sequence for {SPLITS[0]} ({counts}): give "
-                "training more weight or use a larger corpus"
-            )
+    (names, weights), split = _find_blend(config, prefixes, split_index)
+    corpora = [IndexedDataset(name) for name in names]
+    empty = _without_sequences(corpora, split, split_index)
+    if len(empty) == len(corpora) and split_index:
         return None
+    is_native = config.order is DataOrder.native
+    if empty and (len(empty) == len(corpora) or weights or not is_native):
+        counts = ", ".join(f"{c.prefix} has {len(c)}" for c in empty)
+        raise ValueError(
+            f"split={split!r} leaves no sequence for {SPLITS[split_index]} ({counts}): give "
+            f"{SPLITS[split_index]} more weight, use a larger corpus, or name the corpora of "
+            "every set (data.train_paths, ...)"
+        )
     rules = DocumentRules(
         tokenizer.eod,
         config.reset_position_ids,
         config.reset_attention_mask,
         config.eod_mask_loss,
     )
-    return GptDataset(
-        corpora,
-        config.split,
-        split_index,
-        config.sequence_length,
-        vocab_size or tokenizer.vocab_size,
-        seed,
-        rules,
-    )
+    vocab_size = vocab_size or tokenizer.vocab_size
+
+    def single(members: list[IndexedDataset], size: int | None) -> GptDataset:
+        order = None if is_native else MegatronOrder(size, cache_dir)
+        length = config.sequence_length
+        return GptDataset(members, split, split_index, length, vocab_size, seed, rules, order)
+
+    if weights is None and (len(corpora) == 1 or is_native):
+        return single(corpora, num_samples)
+    if weights is None:
+        epochs = [single([corpus], None) for corpus in corpora]
+        return _join(epochs, num_samples, split_index, cache_dir)
+    shares = normalized(weights)
+    if num_samples is None:  # as many as the corpora have, though not the same ones
+        epochs = sum(max(0, _tokens(c, split, split_index) - 1) for c in corpora)
+        num_samples = max(1, epochs // config.sequence_length)
+    sizes, total = member_sizes(shares, num_samples, config.blend_surplus)
+    members = [single([c], size) for c, size in zip(corpora, sizes, strict=True)]
+    blend = BlendedDataset(members, shares, total, cache_dir)
+    if not is_native:
+        _check_supply(blend, members, config.blend_surplus)
+    return blend
+
+
+def _join(
+    members: list[GptDataset], num_samples: int | None, split_index: int, cache_dir: str
+) -> BlendedDataset:
+    """An epoch of each, in turns; fewer where fewer are asked for."""
+    sizes = [member.samples_per_epoch for member in members]
+    total = sum(sizes)
+    if split_index == 0 and num_samples is not None and num_samples > total:
+        raise ValueError(
+            f"training asks for {num_samples} samples, but one epoch of {len(members)} corpora "
+            f"without weights holds {total}: give weights (data.paths=0.5,a,0.5,b), which allow "
+            "several epochs, or train for fewer steps"
+        )
+    size = None if num_samples is None else min(num_samples, total)
+    weights = [float(size) for size in sizes]
+    check_weights(weights, [member.corpora[0].prefix for member in members])
+    return BlendedDataset(members, weights, size, cache_dir)
+
+
+def _check_supply(blend: BlendedDataset, members: list[GptDataset], surplus: float) -> None:
+    for member, taken in zip(members, blend.samples_of_members(), strict=True):
+        if taken > (have := member.num_samples):
+            raise ValueError(
+                f"the blend takes {taken} samples of {member.corpora[0].prefix}, of which only "
+                f"{have} are made with data.blend_surplus={surplus}: raise it, as to "
+                f"{max(2 * surplus, math.ceil(100 * taken / have) / 100 - 1):g}"
+            )
+
+
+def _find_blend(config: DataConfig, prefixes: list[str], split_index: int) -> tuple[Blend, str]:
+    """Corpora and weights of a split, and the split string that cuts it out of them."""
+    own: dict[int, list] | None = None
+    items = list(prefixes)
+    if config.blend:
+        read = read_blend(config.blend)
+        if isinstance(read, dict):
+            own = {index: list(found) for index, found in read.items()}
+        else:
+            items = list(read)
+    elif any(_own_paths(config)):
+        own = {index: list(paths) for index, paths in enumerate(_own_paths(config)) if paths}
+    if own is None:
+        return parse_blend(items), config.split
+    if split_index not in own:
+        return ([], None), _only(split_index)
+    names, weights = parse_blend(own[split_index])
+    # A set of one corpus is that corpus, as in Megatron-LM: no blend, no surplus.
+    return (names, weights if len(names) > 1 else None), _only(split_index)
+
+
+def _own_paths(config: DataConfig) -> tuple[tuple[str, ...], ...]:
+    return config.train_paths, config.validation_paths, config.test_paths
+
+
+def _only(split_index: int) -> str:
+    return ",".join(str(int(i == split_index)) for i in range(len(SPLITS)))
+
+
+def _without_sequences(corpora, split: str, split_index: int) -> list[IndexedDataset]:
+    ranges = [split_range(split, split_index, len(corpus)) for corpus in corpora]
+    return [c for c, (begin, end) in zip(corpora, ranges, strict=True) if begin == end]
+
+
+def _tokens(corpus: IndexedDataset, split: str, split_index: int) -> int:
+    begin, end = split_range(split, split_index, len(corpus))
+    return int(corpus.lengths[begin:end].sum(dtype="int64"))

@@ -2,15 +2,34 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
 from maxmeg.data.sampling import GptSamples, split_range
 
 _PROBED = 64  # documents searched for an end-of-document id
 
 SPLITS = ("train", "validation", "test")
+
+Batch = dict[str, np.ndarray]
+
+
+class Dataset(Protocol):
+    """What loaders and blends need of a dataset: a sample is a function of its number."""
+
+    vocab_size: int
+    sequence_length: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def samples_per_epoch(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> Batch: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +49,10 @@ class DocumentRules:
 class GptDataset:
     """Batches of one split (0 train, 1 validation, 2 test) of one or more corpora.
 
-    Each corpus is split by itself; the ranges are read one after the other. Training samples are
-    shuffled from `seed`; the others come in reading order. An end-of-document id belongs to the
-    document before it: positions and segments change after it. Segments count from 1.
+    Each corpus is split by itself; the ranges are read one after the other. With an `order` the
+    samples are Megatron-LM's, from `seed`; without, those of training are in our own order and
+    the others in reading order. An end-of-document id belongs to the document before it:
+    positions and segments change after it. Segments count from 1.
     """
 
     def __init__(
@@ -44,8 +64,10 @@ class GptDataset:
         vocab_size: int,
         seed: int = 0,
         rules: DocumentRules = DocumentRules(),
+        order: MegatronOrder | None = None,
     ) -> None:
-        self._arguments = (corpora, split, split_index, sequence_length, vocab_size, seed, rules)
+        part = (corpora, split, split_index)
+        self._arguments = (*part, sequence_length, vocab_size, seed, rules, order)
         self.corpora = list(corpora)
         self.split_index = split_index
         self.sequence_length = sequence_length
@@ -58,13 +80,12 @@ class GptDataset:
         for corpus in self.corpora:
             if corpus.dtype.kind not in "iu":
                 raise ValueError(f"{corpus.prefix}.bin holds {corpus.dtype}, not token ids")
+        joined = lengths[0] if len(lengths) == 1 else np.concatenate(lengths)
         try:
-            self.samples = GptSamples(
-                lengths[0] if len(lengths) == 1 else np.concatenate(lengths),
-                sequence_length,
-                seed,
-                shuffle=split_index == 0,
-            )
+            if order is None:
+                self.samples = GptSamples(joined, sequence_length, seed, shuffle=split_index == 0)
+            else:
+                self.samples = MegatronSamples(joined, sequence_length, seed, order)
         except ValueError as error:
             names = ", ".join(c.prefix for c in self.corpora)
             raise ValueError(f"{SPLITS[split_index]} split {split!r} of {names}: {error}") from None
@@ -83,7 +104,12 @@ class GptDataset:
     def samples_per_epoch(self) -> int:
         return self.samples.samples_per_epoch
 
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    @property
+    def num_samples(self) -> int:
+        """Samples of the order; of our own, in which epochs differ, those of one."""
+        return self.samples.num_samples
+
+    def batch(self, indices: np.ndarray) -> Batch:
         """Samples by number, any >= 0; every array is [len(indices), sequence_length].
 
         tokens, targets, positions int32; loss_mask float32; segment_ids int32 where attention

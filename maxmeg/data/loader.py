@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from maxmeg.data.gpt import GptDataset
+from maxmeg.data.gpt import Batch, Dataset
 from maxmeg.data.workers import follow_parent
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config
 
-Batch = dict[str, np.ndarray]
 Steps = Callable[[int], tuple[int, int]]  # step -> (number of its first sample, batch size)
 Rows = Callable[[int], np.ndarray]  # batch size -> rows of the global batch that are read here
 
@@ -26,7 +25,7 @@ def all_rows(batch_size: int) -> np.ndarray:
 class _StepSource:
     """Element i is this process's part of step span[i]; read by Grain in any order."""
 
-    def __init__(self, dataset: GptDataset, steps: Steps, rows: Rows, span: range) -> None:
+    def __init__(self, dataset: Dataset, steps: Steps, rows: Rows, span: range) -> None:
         self._dataset, self._steps, self._rows, self._span = dataset, steps, rows, span
 
     def __len__(self) -> int:
@@ -49,7 +48,7 @@ class Loader:
 
     def __init__(
         self,
-        dataset: GptDataset,
+        dataset: Dataset,
         steps: Steps,
         rows: Rows,
         span: range,
@@ -118,7 +117,7 @@ def _settle_flags() -> None:
 
 
 def train_loader(
-    dataset: GptDataset, config: "Config", start_step: int, steps: Steps, rows: Rows = all_rows
+    dataset: Dataset, config: "Config", start_step: int, steps: Steps, rows: Rows = all_rows
 ) -> Loader:
     """Batches of steps start_step to train.num_steps - 1.
 
@@ -130,7 +129,7 @@ def train_loader(
 
 
 def eval_batches(
-    dataset: GptDataset, num_batches: int, batch_size: int, rows: Rows = all_rows
+    dataset: Dataset, num_batches: int, batch_size: int, rows: Rows = all_rows
 ) -> Iterator[Batch]:
     """The same `num_batches` batches each time, from the split's first sample on.
 

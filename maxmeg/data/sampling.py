@@ -1,8 +1,9 @@
 """Which tokens make sample n: splits, shuffled documents and shuffled samples, all by arithmetic.
 
-Nothing here is as large as the tokens or the samples. An epoch holds every document of the split
-once, in an order of its own; its tokens, read through in that order, are cut every
-`sequence_length` tokens; the samples come in an order given by a keyed permutation.
+This is the order `native`, of which nothing is as large as the tokens or the samples. An epoch
+holds every document of the split once, in an order of its own; its tokens, read through in that
+order, are cut every `sequence_length` tokens; the samples come in an order given by a keyed
+permutation.
 """
 
 import dataclasses
@@ -26,7 +27,8 @@ def parse_split(split: str) -> list[float]:
         raise ValueError(
             f"split={split!r} must hold up to three weights >= 0, not all 0, like '969,30,1'"
         )
-    return [weight / sum(weights) for weight in weights]
+    # NumPy's sum: from Python 3.12 on, the built-in one rounds differently.
+    return (np.array(weights) / np.sum(np.array(weights))).tolist()
 
 
 def split_range(split: str, index: int, count: int) -> tuple[int, int]:
@@ -100,28 +102,18 @@ class Pieces:
     lengths: np.ndarray
 
 
-class GptSamples:
-    """Sample n, for any n >= 0, as parts of sequences; `sequence_length` + 1 tokens each.
+class Samples:
+    """What all orders share: sequences read through and cut, `sequence_length` + 1 tokens each.
 
-    lengths: tokens of every sequence of the split, in reading order. With `shuffle` the documents
-    of each epoch and its samples are in random order, from `seed`; without, in reading order.
+    lengths: tokens of every sequence of the split, in reading order.
     """
 
-    def __init__(
-        self, lengths: np.ndarray, sequence_length: int, seed: int = 0, shuffle: bool = True
-    ) -> None:
+    def __init__(self, lengths: np.ndarray, sequence_length: int) -> None:
         self.lengths = np.asarray(lengths)
         self.sequence_length = sequence_length
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self.samples_per_epoch = max(0, self.num_tokens - 1) // sequence_length
-        if not self.samples_per_epoch:
-            raise ValueError(
-                f"{len(self.lengths)} sequences with {self.num_tokens} tokens are too few for one "
-                f"sample of {sequence_length} + 1: use a larger corpus, another split or a "
-                "shorter sequence_length"
-            )
-        self._seed, self._shuffle = seed, shuffle
-        self._order = functools.lru_cache(maxsize=2 if shuffle else 1)(self._make_order)
+        self.num_samples = self.samples_per_epoch  # before an order repeats
 
     def __getitem__(self, n: int) -> list[tuple[int, int, int]]:
         """(sequence, offset, length) of each part of sample n."""
@@ -130,15 +122,66 @@ class GptSamples:
         return list(zip(*(column.tolist() for column in columns), strict=True))
 
     def pieces(self, samples: np.ndarray) -> Pieces:
-        """Parts of these samples; O(log documents) for each."""
+        """Parts of these samples."""
+        raise NotImplementedError
+
+    def checked(self, samples: np.ndarray) -> np.ndarray:
+        """Numbers of samples as int64."""
         samples = np.asarray(samples, np.int64)
         if samples.size and samples.min() < 0:
             raise ValueError(f"sample {samples.min()} is negative")
-        epochs, within = np.divmod(samples, self.samples_per_epoch)
+        return samples
+
+    def too_small(self) -> ValueError:
+        return ValueError(
+            f"{len(self.lengths)} sequences with {self.num_tokens} tokens are too few for one "
+            f"sample of {self.sequence_length} + 1: use a larger corpus, another split or a "
+            "shorter sequence_length"
+        )
+
+
+def cut(
+    lengths: np.ndarray, order: np.ndarray, ends: np.ndarray, start: np.ndarray, stop: np.ndarray
+) -> Pieces:
+    """Parts that hold tokens [start, stop) of the sequences read in `order`, row by row.
+
+    ends: the token count up to the end of each sequence, in that order.
+    """
+    first = np.searchsorted(ends, start, side="right")
+    count = np.searchsorted(ends, stop - 1, side="right") - first + 1
+    rows = np.repeat(np.arange(len(start)), count)
+    at = np.arange(len(rows)) - np.repeat(np.cumsum(count) - count, count) + first[rows]
+    sequences = order[at].astype(np.int64)
+    sequence_start = ends[at] - lengths[sequences]
+    begin = np.maximum(sequence_start, start[rows])
+    end = np.minimum(ends[at], stop[rows])
+    return Pieces(rows, sequences, begin - sequence_start, end - begin)
+
+
+class GptSamples(Samples):
+    """Sample n, for any n >= 0, in our own order, for which nothing is stored.
+
+    With `shuffle` the documents of each epoch and its samples are in random order, from `seed`;
+    without, in reading order.
+    """
+
+    def __init__(
+        self, lengths: np.ndarray, sequence_length: int, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        super().__init__(lengths, sequence_length)
+        if not self.samples_per_epoch:
+            raise self.too_small()
+        self._seed, self._shuffle = seed, shuffle
+        self._order = functools.lru_cache(maxsize=2 if shuffle else 1)(self._make_order)
+
+    def pieces(self, samples: np.ndarray) -> Pieces:
+        """Parts of these samples; O(log documents) for each."""
+        epochs, within = np.divmod(self.checked(samples), self.samples_per_epoch)
         found = []
         for epoch in np.unique(epochs):
             rows = np.flatnonzero(epochs == epoch)
-            found.append(self._pieces_of_epoch(int(epoch), within[rows], rows))
+            part = self._pieces_of_epoch(int(epoch), within[rows])
+            found.append(dataclasses.replace(part, rows=rows[part.rows]))
         if len(found) == 1:
             return found[0]
         names = [field.name for field in dataclasses.fields(Pieces)]
@@ -146,21 +189,12 @@ class GptSamples:
         by_row = np.argsort(parts[0], kind="stable")
         return Pieces(*(part[by_row].astype(np.int64) for part in parts))
 
-    def _pieces_of_epoch(self, epoch: int, within: np.ndarray, rows: np.ndarray) -> Pieces:
+    def _pieces_of_epoch(self, epoch: int, within: np.ndarray) -> Pieces:
         order, ends = self._order(epoch if self._shuffle else 0)
         if self._shuffle:
             within = Permutation(self.samples_per_epoch, self._seed, epoch, 1)(within)
         start = within * self.sequence_length
-        stop = start + self.sequence_length + 1
-        first = np.searchsorted(ends, start, side="right")
-        count = np.searchsorted(ends, stop - 1, side="right") - first + 1
-        owner = np.repeat(np.arange(len(rows)), count)
-        at = np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count) + first[owner]
-        sequences = order[at].astype(np.int64)
-        document_start = ends[at] - self.lengths[sequences]
-        begin = np.maximum(document_start, start[owner])
-        end = np.minimum(ends[at], stop[owner])
-        return Pieces(rows[owner], sequences, begin - document_start, end - begin)
+        return cut(self.lengths, order, ends, start, start + self.sequence_length + 1)
 
     def _make_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Sequences in the epoch's order, and the token count up to the end of each."""

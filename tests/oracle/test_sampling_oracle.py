@@ -1,0 +1,217 @@
+"""Samples and blends against megatron-core's own datasets: its arrays, and token rows."""
+
+import itertools
+import json
+import types
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what its imports say of optional packages
+    from megatron.core.datasets import helpers
+    from megatron.core.datasets.blended_megatron_dataset_builder import (
+        BlendedMegatronDatasetBuilder,
+    )
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.utils import get_blend_from_list
+
+from maxmeg.config.schema import DataConfig
+from maxmeg.data.blending import blending_index, exhaustive_index, normalized, parse_blend
+from maxmeg.data.build import build_dataset
+from maxmeg.data.indexed import IndexedWriter
+from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
+VOCAB, EOD, ROWS = 1000, 999, 1000
+
+CORPORA = {  # lengths of documents
+    "long": lambda random: random.integers(100, 900, 12),
+    "short": lambda random: random.integers(1, 6, 400),
+    "mixed": lambda random: np.where(random.random(150) < 0.3, 0, random.integers(0, 120, 150)),
+    "one": lambda random: np.array([777]),
+    "one_tiny": lambda random: np.array([5]),
+}
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> dict[str, str]:
+    folder, found = tmp_path_factory.mktemp("corpora"), {}
+    for name, lengths in CORPORA.items():
+        random = np.random.default_rng(7)
+        found[name] = str(folder / name)
+        with IndexedWriter(found[name], VOCAB) as writer:
+            for length in lengths(random):
+                writer.add_document(random.integers(0, VOCAB, length))
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory):
+    """Its blends ask which of the processes this is."""
+    store = tmp_path_factory.mktemp("store") / "store"
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def tokenizer():
+    return types.SimpleNamespace(vocab_size=VOCAB, eod=EOD, unique_identifiers={"class": "none"})
+
+
+def megatron(folder, length: int, seed: int, sizes, **kind) -> list:
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=length,
+        path_to_cache=str(folder),
+        tokenizer=tokenizer(),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        **kind,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+
+
+def assert_rows_equal(ours, theirs, seed: int = 0) -> None:
+    chosen = np.random.default_rng(seed).integers(0, len(theirs), min(ROWS, 3 * len(theirs)))
+    batch = ours.batch(chosen)
+    for row, n in enumerate(chosen.tolist()):
+        wanted = theirs[n]
+        assert np.array_equal(batch["tokens"][row], wanted["tokens"].numpy())
+        assert np.array_equal(batch["targets"][row], wanted["labels"].numpy())
+
+
+def ours(config: DataConfig, index: int, seed: int, size: int | None):
+    return build_dataset(config, list(config.paths), tokenizer(), index, seed, 0, size)
+
+
+GRID = list(
+    itertools.product(
+        CORPORA, (2, 16, 64), (0, 1234), ("1", "8,1,1", "0.5,0.3,0.2"), (1, 30, 130, 400, None)
+    )
+)
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_orders_are_megatrons(corpora, tmp_path, name):
+    """Document, sample and shuffle index, and rows, over lengths, seeds, splits and epochs."""
+    compared = epochs = separate = 0
+    for i, (_, length, seed, split, size) in enumerate(g for g in GRID if g[0] == name):
+        config = DataConfig(paths=(corpora[name],), split=split, sequence_length=length)
+        cut = [len(CORPORA[name](np.random.default_rng(7))) * f > 1 for f in (0.1, 0.2)]
+        sizes = (size, size, size) if all(cut) else (size, 1, 1)
+        if split != "1" and not all(cut):
+            continue  # sets without documents: megatron-core does not come back
+        tokens = int(CORPORA[name](np.random.default_rng(7)).sum())
+        if size is None and tokens <= length:
+            continue  # not one sample
+        theirs = megatron(tmp_path, length, seed, sizes, blend=([corpora[name]], None), split=split)
+        for index, wanted in enumerate(theirs):
+            if wanted is None or not len(wanted):
+                continue
+            found = ours(config, index, seed, size)
+            samples = found.samples
+            assert np.array_equal(samples.documents + found._begins[0], wanted.document_index)
+            assert np.array_equal(samples.shuffle, wanted.shuffle_index)
+            assert samples.shuffle.dtype == wanted.shuffle_index.dtype
+            assert found.num_samples == len(wanted)
+            places, offsets = samples.boundaries(np.arange(len(wanted) + 1))
+            assert np.array_equal(np.stack([places, offsets], 1), wanted.sample_index)
+            compared += 1
+            epochs = max(epochs, samples.plan.num_epochs)
+            separate += samples.plan.has_separate_epoch
+            if i % 7 == 0:
+                assert_rows_equal(found, wanted, i)
+    assert compared >= 20 and epochs > 2 and (separate or "one" in name)
+
+
+def test_boundaries_are_the_compiled_helpers():
+    random = np.random.default_rng(3)
+    for _ in range(200):
+        lengths = random.integers(0, random.integers(2, 60), random.integers(1, 40))
+        lengths = lengths.astype(np.int32)
+        length = int(random.integers(1, 50))
+        if not lengths.sum():
+            continue
+        samples = MegatronSamples(
+            lengths, length, int(random.integers(100)), MegatronOrder(int(random.integers(1, 80)))
+        )
+        wanted = helpers.build_sample_idx(
+            lengths,
+            samples.documents,
+            length,
+            samples.plan.num_epochs,
+            samples.num_tokens,
+            True,
+            True,
+        )
+        found = np.stack(samples.boundaries(np.arange(samples.num_samples + 1)), 1)
+        assert np.array_equal(found, wanted)
+
+
+def test_turns_are_the_compiled_helpers():
+    random = np.random.default_rng(4)
+    for members in [1, 2, 3, 5, 12, 13, 40] * 4:
+        weights = normalized(random.random(members) ** random.integers(1, 6) + 1e-4)
+        size = int(random.integers(1, 6000))
+        turns, numbers = np.zeros(size, np.int16), np.zeros(size, np.int64)
+        helpers.build_blending_indices(turns, numbers, weights, members, size, False)
+        assert np.array_equal(blending_index(weights, size), turns)
+        sizes = random.integers(1, 200, members)
+        turns = np.zeros(sizes.sum(), np.int16)
+        numbers = np.zeros(sizes.sum(), np.int64)
+        helpers.build_exhaustive_blending_indices(turns, numbers, sizes, members)
+        assert np.array_equal(exhaustive_index(sizes.tolist()), turns)
+
+
+BLENDS = (
+    ("0.7", "long", "0.3", "mixed"),
+    ("3", "short", "1", "long", "2.5", "mixed"),
+    ("1", "long"),
+    ("long", "short", "mixed"),
+    ("long", "mixed"),
+)
+
+
+@pytest.mark.parametrize("names", BLENDS, ids=" ".join)
+def test_blends_are_megatrons(corpora, tmp_path, names):
+    items = tuple(corpora.get(name, name) for name in names)
+    blend = get_blend_from_list(list(items))
+    assert parse_blend(items) == (list(blend[0]), blend[1])
+    for length, seed, size in itertools.product((16, 40), (1, 99), (50, 500, None)):
+        if size is None and blend[1] is not None:
+            continue  # megatron-core needs a number of samples for weights
+        sizes = (size, size, size)
+        theirs = megatron(tmp_path, length, seed, sizes, blend=blend, split="6,3,1")
+        config = DataConfig(paths=items, split="6,3,1", sequence_length=length)
+        for index, wanted in enumerate(theirs):
+            if size is not None and len(wanted) < size and index == 0:
+                with pytest.raises(ValueError, match="without weights holds"):
+                    ours(config, index, seed, size)
+                continue
+            found = ours(config, index, seed, size)
+            assert np.array_equal(found.turns, wanted.dataset_index)
+            members, numbers = found.locate(np.arange(len(wanted)))
+            assert np.array_equal(members, wanted.dataset_index)
+            assert np.array_equal(numbers, wanted.dataset_sample_index)
+            assert_rows_equal(found, wanted)
+
+
+def test_sets_of_their_own_are_megatrons(corpora, tmp_path):
+    paths = (("0.4", "long", "0.6", "mixed"), ("2", "short"), ("long", "short"))
+    items = [tuple(corpora.get(name, name) for name in names) for names in paths]
+    blends = [get_blend_from_list(list(each)) for each in items]
+    theirs = megatron(tmp_path, 16, 5, (300, 40, 60), blend_per_split=blends)
+    named = DataConfig(sequence_length=16)
+    named.train_paths, named.validation_paths, named.test_paths = items
+    file = tmp_path / "blend.json"
+    file.write_text(json.dumps(dict(zip(("train", "valid", "test"), items, strict=True))))
+    for config in (named, DataConfig(sequence_length=16, blend=str(file))):
+        for index, size in enumerate((300, 40, 60)):
+            assert_rows_equal(ours(config, index, 5, size), theirs[index])
