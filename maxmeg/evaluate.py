@@ -12,12 +12,19 @@ from maxmeg.config.flags import run_command
 from maxmeg.config.model import DType
 from maxmeg.config.setting import setting
 from maxmeg.config.validate import validate
-from maxmeg.data.build import build_dataset, cache_folder, open_corpus, read_whole
+from maxmeg.data.build import (
+    build_dataset,
+    cache_folder,
+    open_corpus,
+    read_whole,
+    samples_asked,
+)
 from maxmeg.data.gpt import SPLITS
 from maxmeg.data.loader import eval_batches
 from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.load import Trained, load_run
+from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh
 from maxmeg.parallel.placement import local_rows
@@ -64,16 +71,26 @@ def main(options: Options) -> None:
 
 def print_loss(trained: Trained, options: Options) -> None:
     config = trained.config
+    index = SPLITS.index(options.split)
+    training_samples = Schedules(config).consumed_samples(config.train.num_steps)
+    asked = samples_asked(config, index, training_samples)
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
     validate(config, options.tensor)
-    index = SPLITS.index(options.split)
     if options.paths:
         read_whole(config.data, options.paths, index)
     tokenizer, prefixes = open_corpus(config.data, options.run_dir)
-    vocab_size, folder = config.model.vocab_size, cache_folder(config.data, options.run_dir)
+    # The first batches are the run's own; all of a split are an epoch of it.
+    is_part = options.num_batches and not options.paths
     data = build_dataset(
-        config.data, prefixes, tokenizer, index, config.seed, vocab_size, cache_dir=folder
+        config.data,
+        prefixes,
+        tokenizer,
+        index,
+        config.seed,
+        config.model.vocab_size,
+        asked if is_part else None,
+        cache_folder(config.data, options.run_dir),
     )
     if data is None:
         raise ValueError(f"data.split={config.data.split!r} leaves the {options.split} split empty")
