@@ -1,7 +1,8 @@
 """Tokenizes text into .bin/.idx files: `python -m maxmeg.preprocess --input=a.jsonl --output=out`.
 
 Reads JSON lines (.jsonl, .json, .ndjson) and plain text (any other name, the whole file is one
-document), both also as .gz and .zst, and standard input (`-`).
+document), both also as .gz and .zst, and standard input (`-`). What is written has subcommands:
+`python -m maxmeg.preprocess inspect PREFIX`, `merge PREFIX ... --output=PREFIX`, `verify PREFIX`.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from maxmeg.data import commands
 from maxmeg.data.prepare import Options, Report, prepare
 
 _SHOWN = 5  # bad lines named one by one
@@ -48,6 +50,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="leave out and count documents that are not valid UTF-8 or JSON, instead of stopping",
     )  # fmt: skip
     parser.add_argument(
+        "--no_checksums", action="store_true", help="write no PREFIX.sums, which verify reads"
+    )
+    parser.add_argument(
         "--stdin_format", choices=("jsonl", "text"), default="jsonl", help="what - holds"
     )
     return parser.parse_args(arguments)
@@ -68,10 +73,14 @@ def summarize(report: Report) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; 1 after an error that was explained."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in commands.COMMANDS:
+        return commands.run(arguments)
     flags = parse_arguments(arguments)
     options = Options(
-        flags.tokenizer, tuple(flags.json_keys), flags.append_eod, flags.split_sentences
-    )
+        flags.tokenizer, tuple(flags.json_keys), flags.append_eod, flags.split_sentences,
+        not flags.no_checksums,
+    )  # fmt: skip
     shown = 0
 
     def show_bad_line(message: str) -> None:

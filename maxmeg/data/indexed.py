@@ -2,7 +2,8 @@
 
 Layout of .idx (little endian): magic (9 bytes), version 1 (u64), dtype code (u8), number of
 sequences S (u64), number of document indices D (u64), lengths (S x i32), byte offsets (S x i64),
-document indices (D x i64, from 0 to S), and for multimodal files S trailing i8, which are ignored.
+document indices (D x i64, from 0 to S), and for multimodal files the modes (S x i8) of sequences.
+`PREFIX.sums`, where it lies beside them, holds checksums of both (`data/checksum.py`).
 """
 
 import array
@@ -15,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+
+from maxmeg.data import checksum
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -32,6 +35,9 @@ DTYPES = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 MAX_LENGTH = 2**31 - 1  # lengths are stored as int32
 _CHUNK = 1 << 20  # entries checked at once, so that checking needs little memory
+_COPIED = 1 << 24  # bytes copied at once
+_WINDOWS, _WINDOW = 64, 4096  # where ids are sampled: places over the file, tokens at each
+_SHOWN = 5  # damaged blocks named one by one
 _REMEDY = "prepare the corpus again with `python -m maxmeg.preprocess`, or copy both files again"
 
 
@@ -47,26 +53,41 @@ class _Index:
     lengths: np.ndarray
     pointers: np.ndarray
     document_indices: np.ndarray
+    modes: np.ndarray | None
 
 
 class IndexedDataset:
     """Read-only, memory-mapped sequences of `PREFIX.bin` and `PREFIX.idx`.
 
-    Every size, offset and boundary is checked when it opens; ValueError names the file and the
+    Every size, offset and boundary is checked when it opens, .idx against its checksums where
+    there are any, and with `vocab_size` the ids at some places; ValueError names the file and the
     rule. Workers that receive a copy open the same files again without a second check.
+
+    modes: int8 per sequence of a multimodal file (0 text), else None.
     """
 
-    def __init__(self, prefix: str | os.PathLike, check: bool = True) -> None:
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        check: bool = True,
+        vocab_size: int | None = None,
+        check_sums: bool = True,
+    ) -> None:
         self.prefix = os.fspath(prefix)
         index = _read_index(Path(self.prefix + ".idx"))
         if check:
             _check_index(Path(self.prefix + ".idx"), index)
+            if check_sums:
+                checksum.check_index(self.prefix)
         self.dtype = index.dtype
         self.lengths = index.lengths
         self.document_indices = index.document_indices
+        self.modes = index.modes
         self._pointers = index.pointers
         tokens = int(index.pointers[-1]) // index.dtype.itemsize + int(index.lengths[-1])
         self.tokens = _map_tokens(Path(self.prefix + ".bin"), index.dtype, tokens)
+        if vocab_size is not None:
+            self.check_ids(vocab_size)
 
     def __reduce__(self) -> tuple:
         return IndexedDataset, (self.prefix, False)
@@ -99,6 +120,67 @@ class IndexedDataset:
             )
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
+
+    def sequence_at(self, position: int) -> int:
+        """The sequence that holds `tokens[position]`."""
+        start = position * self.dtype.itemsize
+        return int(np.searchsorted(self._pointers, start, side="right")) - 1
+
+    def document_of(self, sequence: int) -> int:
+        """The document that a sequence belongs to."""
+        return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
+
+    def document_starts(self) -> np.ndarray:
+        """Positions in `tokens` at which documents start, and the end: [num_documents + 1]."""
+        last = len(self) - 1
+        starts = self.starts(np.minimum(self.document_indices, last))
+        return np.where(self.document_indices > last, self.num_tokens, starts)
+
+    def check_ids(self, vocab_size: int) -> None:
+        """ValueError where a sampled id is not in [0, vocab_size); the whole of small files."""
+        if self.dtype.kind not in "iu":
+            raise ValueError(f"{self.prefix}.bin holds {self.dtype}, not token ids")
+        rest = max(self.num_tokens - _WINDOW, 0)
+        for begin in np.unique(np.linspace(0, rest, min(_WINDOWS, 1 + rest)).astype(np.int64)):
+            ids = self.tokens[begin : begin + _WINDOW]
+            if ids.max() < vocab_size and ids.min() >= 0:
+                continue
+            position = int(begin) + int(np.argmax((ids < 0) | (ids >= vocab_size)))
+            sequence = self.sequence_at(position)
+            raise ValueError(
+                f"{self.prefix}.bin, sequence {sequence} of document "
+                f"{self.document_of(sequence)}: id {self.tokens[position]} is not in the "
+                f"vocabulary [0, {vocab_size}): the corpus was made with another tokenizer; name "
+                "that one"
+            )
+
+    def verify(self) -> None:
+        """ValueError where .bin differs from its checksums, with the documents that are hit, and
+        where there are no checksums."""
+        sums = checksum.read_sums(self.prefix)
+        if sums is None:
+            raise ValueError(
+                f"there is no {self.prefix}{checksum.SUFFIX} to verify against: make it with "
+                f"`python -m maxmeg.preprocess verify --create {self.prefix}`"
+            )
+        checksum.check_index(self.prefix)
+        damaged = checksum.damaged_blocks(self.prefix, ".bin", sums)
+        if not damaged:
+            return
+        lines = []
+        for begin, end in damaged[:_SHOWN]:
+            bounds = (begin // self.dtype.itemsize, (end - 1) // self.dtype.itemsize)
+            first, last = (self.sequence_at(position) for position in bounds)
+            lines.append(
+                f"bytes [{begin}, {end}): sequences {first} to {last}, documents "
+                f"{self.document_of(first)} to {self.document_of(last)}"
+            )
+        more = len(damaged) - len(lines)
+        lines += [f"and {more} more blocks"] if more else []
+        raise ValueError(
+            f"{self.prefix}.bin differs from {self.prefix}{checksum.SUFFIX} in {len(damaged)} "
+            "blocks; " + "; ".join(lines) + f": it is damaged; {_REMEDY}"
+        )
 
 
 def _map(path: Path) -> mmap.mmap:
@@ -135,7 +217,8 @@ def _read_index(path: Path) -> _Index:
     lengths = np.frombuffer(data, "<i4", sequences, at)
     pointers = np.frombuffer(data, "<i8", sequences, at + 4 * sequences)
     indices = np.frombuffer(data, "<i8", documents, at + 12 * sequences)
-    return _Index(DTYPES[code], lengths, pointers, indices)
+    modes = np.frombuffer(data, "<i1", sequences, size) if len(data) > size else None
+    return _Index(DTYPES[code], lengths, pointers, indices, modes)
 
 
 def _check_index(path: Path, index: _Index) -> None:
@@ -187,9 +270,9 @@ def _map_tokens(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
 
 
 class IndexedWriter:
-    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM does.
+    """Writes `PREFIX.bin` and `PREFIX.idx`, byte for byte as Megatron-LM does, and `PREFIX.sums`.
 
-    A context manager: both files appear when it ends without an error, .idx last; until then the
+    A context manager: the files appear when it ends without an error, .idx last; until then the
     data lies in temporary files beside them, so a killed writer leaves no pair that looks whole.
     """
 
@@ -198,6 +281,8 @@ class IndexedWriter:
         prefix: str | os.PathLike,
         vocab_size: int | None = None,
         dtype: np.dtype | type | str | None = None,
+        multimodal: bool = False,
+        checksums: bool = True,
     ) -> None:
         self.prefix = os.fspath(prefix)
         if dtype is None:
@@ -210,7 +295,10 @@ class IndexedWriter:
         self.num_tokens = 0
         self._lengths = array.array("i")
         self._ends = array.array("q", [0])
-        self._temporary = {s: f"{self.prefix}{s}.{os.getpid()}.tmp" for s in (".bin", ".idx")}
+        self._modes = array.array("b") if multimodal else None
+        self._sums = checksum.BlockSums() if checksums else None
+        suffixes = (".bin", ".idx", checksum.SUFFIX)
+        self._temporary = {s: f"{self.prefix}{s}.{os.getpid()}.tmp" for s in suffixes}
         with _explain_failure(self.prefix):
             Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
             self._bin = open(self._temporary[".bin"], "wb", buffering=1 << 20)  # noqa: SIM115
@@ -224,30 +312,57 @@ class IndexedWriter:
         else:
             self.abandon()
 
-    def add_item(self, tokens: Sequence[int] | np.ndarray) -> None:
-        """One more sequence of the current document."""
-        self._write(tokens)
-        self._lengths.append(len(tokens))
+    def add_item(self, tokens: Sequence[int] | np.ndarray, mode: int = 0) -> None:
+        """One more sequence of the current document; an array of any shape is read row by row."""
+        self._add(np.asarray(tokens).reshape(-1), None, [mode] if mode else None)
 
     def end_document(self) -> None:
         """The next sequence starts another document."""
         self._ends.append(len(self._lengths))
 
     def add_document(
-        self, tokens: Sequence[int] | np.ndarray, lengths: Sequence[int] | None = None
+        self,
+        tokens: Sequence[int] | np.ndarray,
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
     ) -> None:
-        """A document of sequences of these lengths; by default one sequence."""
-        lengths = [len(tokens)] if lengths is None else lengths
-        if sum(lengths) != len(tokens):
-            raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(tokens)} tokens")
-        self._write(tokens)
-        self._lengths.extend(lengths)
+        """A document of sequences of these lengths (by default one) and modes (by default 0)."""
+        self._add(np.asarray(tokens).reshape(-1), lengths, modes)
         self.end_document()
 
-    def _write(self, tokens: Sequence[int] | np.ndarray) -> None:
-        values = np.asarray(tokens)
-        if len(values) > MAX_LENGTH:
-            raise ValueError(f"a sequence of {len(values)} tokens exceeds {MAX_LENGTH}: split it")
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """All documents of a dataset of the same dtype, as they are."""
+        if dataset.dtype != self.dtype or (dataset.modes is None) != (self._modes is None):
+            raise ValueError(
+                f"{dataset.prefix} holds {_describe(dataset.dtype, dataset.modes is not None)}, "
+                f"but {self.prefix} {_describe(self.dtype, self._modes is not None)}: prepare "
+                "both with the same tokenizer"
+            )
+        if self._ends[-1] != len(self._lengths):
+            raise ValueError(f"{self.prefix}: call end_document() before another dataset")
+        data = dataset.tokens.data.cast("B")
+        for begin in range(0, len(data), _COPIED):
+            self._write(data[begin : begin + _COPIED])
+        self.num_tokens += dataset.num_tokens
+        before = len(self._lengths)
+        self._lengths.frombytes(dataset.lengths.astype(np.int32, copy=False).tobytes())
+        self._ends.frombytes((dataset.document_indices[1:] + before).astype(np.int64).tobytes())
+        if self._modes is not None and dataset.modes is not None:
+            self._modes.frombytes(dataset.modes.tobytes())
+
+    def _add(
+        self, values: np.ndarray, lengths: Sequence[int] | None, modes: Sequence[int] | None
+    ) -> None:
+        lengths = [len(values)] if lengths is None else lengths
+        if sum(lengths) != len(values):
+            raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(values)} tokens")
+        if lengths and not 0 <= min(lengths) <= max(lengths) <= MAX_LENGTH:
+            raise ValueError(
+                f"sequences of {min(lengths)} to {max(lengths)} tokens are not within [0, "
+                f"{MAX_LENGTH}]: split them"
+            )
+        if modes is not None:
+            self._check_modes(modes, lengths)
         if self.dtype.kind in "iu" and values.size:
             bounds = np.iinfo(self.dtype.name)
             low, high = int(values.min()), int(values.max())
@@ -255,9 +370,25 @@ class IndexedWriter:
                 raise ValueError(
                     f"ids from {low} to {high} do not fit {self.dtype}: give a larger vocab_size"
                 )
-        with _explain_failure(self.prefix):
-            self._bin.write(np.ascontiguousarray(values, self.dtype).data)
+        self._write(np.ascontiguousarray(values, self.dtype).data)
         self.num_tokens += len(values)
+        self._lengths.extend(lengths)
+        if self._modes is not None:
+            self._modes.extend(modes if modes is not None else [0] * len(lengths))
+
+    def _check_modes(self, modes: Sequence[int], lengths: Sequence[int]) -> None:
+        if self._modes is None:
+            raise ValueError(f"{self.prefix} holds no modes: open it with multimodal=True")
+        if len(modes) != len(lengths) or any(not -128 <= mode < 128 for mode in modes):
+            raise ValueError(
+                f"modes={list(modes)[:8]} must be one int8 for each of {len(lengths)} sequences"
+            )
+
+    def _write(self, data: memoryview) -> None:
+        with _explain_failure(self.prefix):
+            self._bin.write(data)
+        if self._sums is not None:
+            self._sums.update(data)
 
     def finish(self) -> None:
         """Flushes, then makes both files visible."""
@@ -267,12 +398,23 @@ class IndexedWriter:
         try:
             with _explain_failure(self.prefix):
                 _sync_and_close(self._bin)
+                index = checksum.BlockSums()
                 with open(self._temporary[".idx"], "wb") as file:
-                    self._write_index(file)
+                    for part in self._index_parts():
+                        file.write(part)
+                        index.update(part)
                     _sync_and_close(file)
-                Path(self.prefix + ".idx").unlink(missing_ok=True)
-                os.replace(self._temporary[".bin"], self.prefix + ".bin")
-                os.replace(self._temporary[".idx"], self.prefix + ".idx")
+                written = [".bin", ".idx"]
+                if self._sums is not None:
+                    sums = checksum.Sums({".bin": self._sums.finish(), ".idx": index.finish()})
+                    with open(self._temporary[checksum.SUFFIX], "wb") as file:
+                        file.write(checksum.render(sums))
+                        _sync_and_close(file)
+                    written.insert(1, checksum.SUFFIX)
+                for suffix in (".idx", checksum.SUFFIX):
+                    Path(self.prefix + suffix).unlink(missing_ok=True)
+                for suffix in written:
+                    os.replace(self._temporary[suffix], self.prefix + suffix)
                 _sync_folder(Path(self.prefix).parent)
         finally:
             self.abandon()
@@ -284,17 +426,23 @@ class IndexedWriter:
         for path in self._temporary.values():
             Path(path).unlink(missing_ok=True)
 
-    def _write_index(self, file) -> None:
+    def _index_parts(self) -> Iterator[bytes]:
         lengths = np.frombuffer(self._lengths, np.int32)
         code = CODES[self.dtype]
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._ends)))
-        file.write(lengths.astype("<i4", copy=False).tobytes())
+        yield HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._ends))
+        yield lengths.astype("<i4", copy=False).tobytes()
         last = 0
         for begin in range(0, len(lengths), _CHUNK):
             ends = last + np.cumsum(lengths[begin : begin + _CHUNK], dtype=np.int64)
-            file.write((np.concatenate([[last], ends[:-1]]) * self.dtype.itemsize).tobytes())
+            yield (np.concatenate([[last], ends[:-1]]) * self.dtype.itemsize).tobytes()
             last = ends[-1]
-        file.write(np.frombuffer(self._ends, np.int64).astype("<i8", copy=False).tobytes())
+        yield np.frombuffer(self._ends, np.int64).astype("<i8", copy=False).tobytes()
+        if self._modes is not None:
+            yield self._modes.tobytes()
+
+
+def _describe(dtype: np.dtype, multimodal: bool) -> str:
+    return f"{dtype} with modes" if multimodal else str(dtype)
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ class Options:
     json_keys: tuple[str, ...] = ("text",)
     append_eod: bool = False
     split_sentences: bool = False
+    checksums: bool = True  # written beside the tokens, for `verify`
 
 
 @dataclasses.dataclass
@@ -245,7 +246,9 @@ def write_all(
     report = Report(prefixes)
     with contextlib.ExitStack() as stack:
         writers = [
-            stack.enter_context(IndexedWriter(prefix, tokenizer.vocab_size))
+            stack.enter_context(
+                IndexedWriter(prefix, tokenizer.vocab_size, checksums=options.checksums)
+            )
             for prefix in prefixes.values()
         ]
         for document in encoded:

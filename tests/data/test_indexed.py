@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import itertools
 import random
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from maxmeg.data.indexed import DTYPES, IndexedDataset, IndexedWriter
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[500, 600]], [[7, 8, 9, 10]]]
+FLIPS = 10_000
 
 
 def golden_index(code: int, itemsize: int) -> bytes:
@@ -30,7 +32,7 @@ def golden_index(code: int, itemsize: int) -> bytes:
 
 
 def write_golden(prefix: Path, **kind) -> None:
-    with IndexedWriter(prefix, **kind) as writer:
+    with IndexedWriter(prefix, **{"checksums": False} | kind) as writer:
         for document in DOCUMENTS:
             tokens = [token for sequence in document for token in sequence]
             writer.add_document(tokens, [len(sequence) for sequence in document])
@@ -78,11 +80,35 @@ def test_every_dtype_round_trips(tmp_path, dtype):
     assert data.get(0).tolist() == [1, 2, 127]
 
 
-def test_multimodal_modes_are_passed_over(tmp_path):
+def test_multimodal_modes_are_the_last_bytes(tmp_path):
+    with IndexedWriter(tmp_path / "x", vocab_size=1000, multimodal=True) as writer:
+        writer.add_document([1, 2, 3, 4], [3, 1], [0, 1])
+        writer.end_document()
+        writer.add_item(np.array([[500], [600]]), mode=-1)
+        writer.end_document()
+        writer.add_document([7, 8, 9, 10])
+    modes = struct.pack("<4b", 0, 1, -1, 0)
+    assert (tmp_path / "x.idx").read_bytes() == golden_index(8, 2) + modes
+    data = IndexedDataset(tmp_path / "x")
+    assert data.modes is not None and data.modes.tolist() == [0, 1, -1, 0]
     write_golden(tmp_path / "x", vocab_size=1000)
-    with (tmp_path / "x.idx").open("ab") as file:
-        file.write(bytes(4))
-    assert len(IndexedDataset(tmp_path / "x")) == 4
+    assert IndexedDataset(tmp_path / "x").modes is None
+
+
+@pytest.mark.parametrize(
+    ("multimodal", "modes", "message"),
+    [
+        (False, [1, 1], "holds no modes"),
+        (True, [1], "one int8 for each of 2"),
+        (True, [0, 128], "one int8"),
+    ],
+)
+def test_modes_that_cannot_be_stored_are_refused(tmp_path, multimodal, modes, message):
+    with IndexedWriter(tmp_path / "x", 1000, multimodal=multimodal) as writer:
+        with pytest.raises(ValueError, match=message):
+            writer.add_document([1, 2, 3], [1, 2], modes)
+        writer.add_document([1, 2, 3], [1, 2])
+    assert IndexedDataset(tmp_path / "x").num_tokens == 3
 
 
 @settings(max_examples=25, deadline=None)
@@ -152,6 +178,60 @@ def test_bit_flips_of_the_index_are_refused_or_move_only_document_ends(tmp_path)
     assert accepted <= 4  # an end moved by one between its neighbours is a legal file
 
 
+@pytest.mark.parametrize("multimodal", [False, True])
+def test_random_flips_never_read_out_of_range_and_checksums_find_all(tmp_path, multimodal):
+    source = random.Random(0)
+    prefix = tmp_path / "x"
+    with IndexedWriter(prefix, 1000, multimodal=multimodal) as writer:
+        for _ in range(12):
+            lengths = [source.randrange(6) for _ in range(source.randrange(4))]
+            writer.add_document(list(range(sum(lengths))), lengths)
+    path, accepted = Path(f"{prefix}.idx"), 0
+    whole = path.read_bytes()
+    for _ in range(FLIPS // 2):
+        bit = source.randrange(8 * len(whole))
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(ValueError, match=r"x\.(idx|bin)"):
+            IndexedDataset(prefix)
+        try:
+            data = IndexedDataset(prefix, check_sums=False)
+        except ValueError as error:
+            assert "x.idx" in str(error) or "x.bin" in str(error)
+            continue
+        accepted += 1
+        assert sum(len(data.get(i)) for i in range(len(data))) == data.num_tokens
+        assert data.document_starts()[-1] == data.num_tokens
+        ends = data.document_indices
+        assert sum(end - begin for begin, end in itertools.pairwise(ends)) == len(data)
+    assert 0 < accepted < FLIPS // 5  # ends of documents moved by one, and modes
+
+
+def test_foreign_ids_are_found_by_sampling(tmp_path):
+    prefix = tmp_path / "x"
+    write_golden(prefix, vocab_size=1000)
+    assert IndexedDataset(prefix, vocab_size=601).num_tokens == 10
+    with pytest.raises(ValueError, match=r"sequence 2 of document 2: id 600 is not in .*\[0, 600"):
+        IndexedDataset(prefix, vocab_size=600)
+    write_golden(prefix, dtype=np.float32)
+    with pytest.raises(ValueError, match="holds float32, not token ids"):
+        IndexedDataset(prefix, vocab_size=601)
+    with IndexedWriter(prefix) as writer:
+        writer.add_document(np.full(1_000_000, 7))
+        writer.add_document([-1])
+    with pytest.raises(ValueError, match="sequence 1 of document 1: id -1"):
+        IndexedDataset(prefix, vocab_size=8)
+
+
+def test_places_are_told(tmp_path):
+    write_golden(tmp_path / "x", vocab_size=1000)
+    data = IndexedDataset(tmp_path / "x")
+    assert [data.sequence_at(i) for i in range(10)] == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]
+    assert [data.document_of(i) for i in range(4)] == [0, 0, 2, 3]
+    assert data.document_starts().tolist() == [0, 4, 4, 6, 10]
+
+
 def test_random_bytes_never_crash(tmp_path):
     prefix = tmp_path / "x"
     write_golden(prefix, vocab_size=1000)
@@ -196,4 +276,6 @@ def test_unwritable_places_and_dtypes_are_refused(tmp_path):
     with IndexedWriter(tmp_path / "x") as writer:
         with pytest.raises(ValueError, match="lengths sum to 3"):
             writer.add_document([1, 2], [3])
+        with pytest.raises(ValueError, match="not within"):
+            writer.add_document([1, 2], [3, -1])
         writer.add_document([1])

@@ -1,0 +1,91 @@
+"""Pictures of inspected datasets: token lengths and composition, as PNG or as one HTML page."""
+
+import base64
+import html
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxmeg.data.inspection import Inspection, Lengths, bin_range, inspection_text
+
+_INK, _DOCUMENTS, _SHARES = "#333333", "#4c78a8", "#e4572e"
+_STYLE = "body{font:15px sans-serif;max-width:60em;margin:2em auto;color:#333}img{max-width:100%}"
+
+
+def check_report(path: str) -> None:
+    """ValueError for a file that cannot be drawn to, before anything takes time."""
+    if Path(path).suffix not in (".png", ".html"):
+        raise ValueError(f"--report={path} must end in .png or .html")
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise ValueError(f"--report={path}: there is no folder {Path(path).parent} to write it to")
+
+
+def write_report(path: str, found: Sequence[Inspection]) -> None:
+    """Draws a histogram for every dataset and, for several, their shares of the tokens."""
+    check_report(path)
+    picture = _draw(found)
+    if path.endswith(".html"):
+        picture = _page(picture, found).encode()
+    partial = Path(f"{path}.{os.getpid()}.tmp")
+    try:
+        partial.write_bytes(picture)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _draw(found: Sequence[Inspection]) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = len(found) + (len(found) > 1)
+    figure = Figure(figsize=(8, 3 * rows), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(rows, squeeze=False)[:, 0]
+    for axes, one in zip(panels, found, strict=False):
+        _draw_lengths(axes, one.prefix, one.documents)
+    if len(found) > 1:
+        axes = panels[-1]
+        tokens = [one.num_tokens for one in found]
+        axes.barh([_literal(one.prefix) for one in found], tokens, color=_SHARES)
+        axes.invert_yaxis()
+        axes.set_xlabel("tokens", color=_INK)
+        for i, count in enumerate(tokens):
+            axes.annotate(f" {100 * count / sum(tokens):.1f} %", (count, i), va="center")
+        axes.margins(x=0.15)
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    return picture.getvalue()
+
+
+def _draw_lengths(axes, prefix: str, lengths: Lengths) -> None:
+    first = lengths.smallest.bit_length()
+    ranges = [bin_range(i) for i in range(first, len(lengths.counts))]
+    labels = [str(low) if low == high else f"{low}-{high}" for low, high in ranges]
+    positions = range(len(labels))
+    axes.bar(positions, lengths.counts[first:], color=_DOCUMENTS, width=0.9)
+    axes.set_xticks(positions, labels, rotation=45, ha="right", fontsize=8)
+    axes.set_xlabel("tokens a document", color=_INK)
+    axes.set_ylabel("documents", color=_INK)
+    axes.set_title(
+        f"{_literal(prefix)}: {lengths.total:,} documents, median {lengths.median:,.0f} tokens",
+        loc="left", color=_INK, fontsize=10,
+    )  # fmt: skip
+
+
+def _literal(text: str) -> str:
+    """matplotlib reads formulas between dollar signs."""
+    return text.replace("$", r"\$")
+
+
+def _page(picture: bytes, found: Sequence[Inspection]) -> str:
+    texts = "\n".join(f"<pre>{html.escape(inspection_text(one))}</pre>" for one in found)
+    return (
+        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Corpora</title>\n'
+        f"<style>{_STYLE}</style>\n<h1>Corpora</h1>\n"
+        f'<img alt="token lengths" src="data:image/png;base64,'
+        f'{base64.b64encode(picture).decode()}">\n{texts}\n</html>\n'
+    )

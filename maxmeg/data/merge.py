@@ -1,0 +1,68 @@
+"""Several .bin/.idx datasets as one: their documents one dataset after the other."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxmeg.data.checksum import SUFFIX
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+
+
+@dataclasses.dataclass
+class Merged:
+    """What was written; verified: how many of the inputs had checksums."""
+
+    datasets: int = 0
+    verified: int = 0
+    documents: int = 0
+    tokens: int = 0
+
+
+def find_prefixes(names: Sequence[str]) -> list[str]:
+    """Prefixes of datasets: each name is a prefix, a .bin or .idx file, or a folder.
+
+    A folder stands for all datasets in it, by name, as in Megatron-LM's merge_datasets.py.
+    """
+    prefixes = []
+    for name in names:
+        if not os.path.isdir(name):
+            prefixes.append(name.removesuffix(".idx").removesuffix(".bin"))
+            continue
+        found = {p.with_suffix("") for p in Path(name).iterdir() if p.suffix in (".bin", ".idx")}
+        if not found:
+            raise ValueError(f"{name} holds no .bin and .idx files: name a folder that does")
+        prefixes += [str(prefix) for prefix in sorted(found)]
+    return prefixes
+
+
+def merge(names: Sequence[str], output: str, checksums: bool = True) -> Merged:
+    """Writes the datasets as `output`.bin and .idx, byte for byte as Megatron-LM merges them.
+
+    Everything is checked before anything is written. Inputs that have checksums are verified:
+    damage would otherwise be copied under fresh ones. ValueError for damage, for datasets of
+    different kinds and for an output that is one of the inputs.
+    """
+    prefixes = find_prefixes(names)
+    if not prefixes:
+        raise ValueError("nothing to merge: name prefixes of .bin and .idx files, or their folder")
+    report = Merged(len(prefixes))
+    for prefix in prefixes:
+        if os.path.realpath(prefix + ".bin") == os.path.realpath(output + ".bin"):
+            raise ValueError(f"{output} is an input as well: write to another prefix")
+        dataset = IndexedDataset(prefix)
+        if os.path.exists(prefix + SUFFIX):
+            dataset.verify()
+            report.verified += 1
+    # A dataset is open only while it is copied: a map holds a file, and there may be thousands.
+    first = IndexedDataset(prefixes[0], check=False)
+    multimodal = first.modes is not None
+    with IndexedWriter(
+        output, dtype=first.dtype, multimodal=multimodal, checksums=checksums
+    ) as writer:
+        for prefix in prefixes:
+            dataset = IndexedDataset(prefix, check=False)
+            writer.add_dataset(dataset)
+            report.documents += dataset.num_documents
+            report.tokens += dataset.num_tokens
+    return report

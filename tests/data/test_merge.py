@@ -1,0 +1,93 @@
+"""Merging datasets: what one writer would have written, byte for byte."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxmeg.data import indexed
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.merge import find_prefixes, merge
+
+DOCUMENT = st.lists(st.lists(st.integers(0, 60000), max_size=4), max_size=3)
+CORPUS = st.lists(DOCUMENT, max_size=4).filter(
+    lambda corpus: any(sequence for document in corpus for sequence in document)
+)
+
+
+def write(prefix: Path, corpora, **kind) -> None:
+    with IndexedWriter(prefix, **kind) as writer:
+        for document in [document for corpus in corpora for document in corpus]:
+            for sequence in document:
+                writer.add_item(sequence, mode=len(sequence) % 3 if kind.get("multimodal") else 0)
+            writer.end_document()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(CORPUS, min_size=1, max_size=4), st.booleans())
+def test_a_merge_is_what_one_writer_writes(tmp_path_factory, corpora, multimodal):
+    folder = tmp_path_factory.mktemp("merge")
+    kind = {"vocab_size": 60001, "multimodal": multimodal}
+    prefixes = [folder / f"part{i}" for i in range(len(corpora))]
+    for prefix, corpus in zip(prefixes, corpora, strict=True):
+        write(prefix, [corpus], **kind)
+    write(folder / "whole", corpora, **kind)
+    report = merge([str(prefix) for prefix in prefixes], str(folder / "merged"))
+    for suffix in (".bin", ".idx", ".sums"):
+        whole, merged = (Path(f"{folder}/{name}{suffix}") for name in ("whole", "merged"))
+        assert whole.read_bytes() == merged.read_bytes()
+    assert report.documents == sum(len(corpus) for corpus in corpora)
+    assert report.tokens == IndexedDataset(folder / "whole").num_tokens
+    assert report.datasets == report.verified == len(corpora)
+
+
+def test_copies_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "_COPIED", 7)
+    write(tmp_path / "a", [[[list(range(20))]]], vocab_size=100)
+    merge([f"{tmp_path}/a", f"{tmp_path}/a"], f"{tmp_path}/b")
+    assert IndexedDataset(tmp_path / "b").tokens.tolist() == [*range(20)] * 2
+
+
+def test_folders_stand_for_their_datasets(tmp_path):
+    for name in ("b", "a", "a.1"):
+        write(tmp_path / "in" / name, [[[[1]]]])
+    assert find_prefixes([f"{tmp_path}/in"]) == [f"{tmp_path}/in/{n}" for n in ("a", "a.1", "b")]
+    assert find_prefixes(["x/a", "x/b.idx", "x/c.bin"]) == ["x/a", "x/b", "x/c"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"holds no \.bin and .idx files"):
+        find_prefixes([f"{tmp_path}/empty"])
+
+
+def test_what_cannot_be_merged_leaves_no_files(tmp_path):
+    write(tmp_path / "a", [[[[1]]]], vocab_size=100)
+    write(tmp_path / "int32", [[[[1]]]])
+    write(tmp_path / "modes", [[[[1]]]], vocab_size=100, multimodal=True)
+    a, out = f"{tmp_path}/a", f"{tmp_path}/out"
+    with pytest.raises(ValueError, match=r"int32 holds int32, but .*out uint16"):
+        merge([a, f"{tmp_path}/int32"], out)
+    with pytest.raises(ValueError, match=r"modes holds uint16 with modes, but .*out uint16"):
+        merge([a, f"{tmp_path}/modes"], out)
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge([], out)
+    with pytest.raises(ValueError, match="does not exist"):
+        merge([a, f"{tmp_path}/none"], out)
+    with pytest.raises(ValueError, match="an input as well"):
+        merge([a, f"{tmp_path}/../{tmp_path.name}/a"], a)
+    Path(f"{a}.bin").write_bytes(np.array([2], "<u2").tobytes())
+    with pytest.raises(ValueError, match=r"a\.bin differs"):
+        merge([f"{tmp_path}/a", a], out)
+    assert not list(tmp_path.glob("out*"))
+    Path(f"{a}.sums").unlink()
+    assert merge([a, a], out, checksums=False).verified == 0
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
+
+
+def test_an_open_document_cannot_be_followed_by_a_dataset(tmp_path):
+    write(tmp_path / "a", [[[[1]]]])
+    with IndexedWriter(tmp_path / "b") as writer:
+        writer.add_item([1])
+        with pytest.raises(ValueError, match="call end_document"):
+            writer.add_dataset(IndexedDataset(tmp_path / "a"))
+        writer.end_document()
