@@ -19,8 +19,9 @@ XLA_FLAGS = {
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
-# Without torch these cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
-collect_ignore = [] if importlib.util.find_spec("torch") else ["oracle"]
+# Without these it cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
+ORACLES = ("torch", "transformers", "peft", "lm_eval", "megatron")
+collect_ignore = [] if all(map(importlib.util.find_spec, ORACLES)) else ["oracle"]
 
 
 def cache_folder() -> Path:
