@@ -105,6 +105,19 @@ def check_messages(messages: typing.Any, where: str) -> None:
             )
 
 
+def chat_template_of(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
+    """The template in a file, with the tokenizer's special tokens; without one the tokenizer's."""
+    if not path:
+        return load_chat_template(tokenizer)
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.chat_template={path} cannot be read: {error}") from None
+    folder = hugging_face_folder(tokenizer)
+    config = json_object(folder / "tokenizer_config.json") if folder else {}
+    return ChatTemplate(bounded(text, path), path, special_tokens(config))
+
+
 def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     """The template beside a tokenizer.json: chat_template.jinja, else tokenizer_config.json's."""
     folder = hugging_face_folder(tokenizer)
@@ -126,14 +139,23 @@ def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
             f"{folder} has no chat template, neither chat_template.jinja nor one in "
             "tokenizer_config.json: the model was not made for chats; give a plain prompt"
         )
+    return ChatTemplate(bounded(text, source), source, special_tokens(config))
+
+
+def bounded(text: typing.Any, source: str) -> str:
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
         raise ValueError(f"{source}: a chat template is text of at most {MAX_TEMPLATE} characters")
+    return text
+
+
+def special_tokens(config: Mapping[str, typing.Any]) -> dict[str, str]:
+    """Those of a tokenizer_config.json that a template may name."""
     tokens = {}
     for key, value in config.items():
         value = value.get("content") if isinstance(value, dict) else value
         if key.endswith("_token") and isinstance(value, str):
             tokens[key] = value
-    return ChatTemplate(text, source, tokens)
+    return tokens
 
 
 def default_of(named: list, source: str) -> str:

@@ -64,6 +64,11 @@ class ByteTokenizer:
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and the characters [begin, end) of the text that each stands for."""
+        begins = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
+        return self.encode(text), np.stack([begins, begins + 1], axis=1)
+
     def decode(self, ids: Iterable[int]) -> str:
         ids = np.asarray(list(ids), np.int64)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", "replace")
@@ -172,6 +177,11 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_spans(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and the characters [begin, end) of the text that each stands for."""
+        found = self._model.encode(text, add_special_tokens=False)
+        return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)

@@ -1,0 +1,200 @@
+"""Conversations in the messages format as text, with the parts that the assistant said.
+
+A template says which those are by its {% generation %} blocks. Where it has none they are found by
+rendering: the text of the messages before a turn, and that of the messages up to it, must each be
+the beginning of the whole, or the template is refused.
+"""
+
+import dataclasses
+import itertools
+import json
+import re
+import typing
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from maxmeg.data.chat import SHOWN, ChatTemplate, check_messages
+from maxmeg.data.documents import Record
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text holds them
+MAX_ERRORS = 20  # bad rows that one error names
+_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 1024, 2**21  # given to one process
+
+Row = dict[str, typing.Any]  # has "messages", and "tools" where a template reads them
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """A conversation's text, and where in it the assistant speaks: [begin, end) of characters."""
+
+    text: str
+    spans: list[tuple[int, int]]
+
+
+class BadRow(ValueError):
+    """Why one row cannot be used."""
+
+
+def read_row(record: Record) -> Row:
+    """A JSON line as {"messages", "tools"}; BadRow for what is none."""
+    try:
+        row = json.loads(record.data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadRow(f"invalid UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise BadRow("JSON nested too deeply") from None
+    except ValueError as error:
+        raise BadRow(f"invalid JSON: {error}") from None
+    if not isinstance(row, dict) or "messages" not in row:
+        raise BadRow('a row must be an object with "messages"')
+    messages, tools = row["messages"], row.get("tools")
+    try:
+        check_messages(messages, "messages")
+    except ValueError as error:
+        raise BadRow(str(error)) from None
+    for number, message in enumerate(messages, 1):
+        _check_message(message, f"message {number}")
+    if all(message["role"] != "assistant" for message in messages):
+        raise BadRow("no message is the assistant's: there is nothing to learn from it")
+    if tools is not None and not isinstance(tools, list):
+        raise BadRow(f"tools={str(tools)[:SHOWN]!r} is not a list")
+    return {"messages": messages, "tools": tools or None}
+
+
+def _check_message(message: Row, where: str) -> None:
+    role, content = message["role"], message.get("content")
+    if role not in ROLES:
+        raise BadRow(f"{where} has the unknown role {role!r}: known are {', '.join(ROLES)}")
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        raise BadRow(f"{where} has the content {str(content)[:SHOWN]!r}, which is no text")
+    if message.get("weight", 1) != 1:
+        raise BadRow(f"{where} has weight={message['weight']!r}: every turn counts once, remove it")
+
+
+def find_turns(
+    template: ChatTemplate, records: Iterable[Record]
+) -> Iterator[tuple[Record, Turns | BadRow]]:
+    """Every record in order with its turns, or why it has none.
+
+    ValueError where the template as a whole is at fault.
+    """
+    batch: list[tuple[Record, Row | BadRow]] = []
+    size = texts = 0
+    for record in records:
+        try:
+            row: Row | BadRow = read_row(record)
+        except BadRow as error:
+            row = error
+        num_turns = 0 if isinstance(row, BadRow) else len(row["messages"])
+        if batch and (
+            texts + num_turns > _TEXTS_AT_ONCE
+            or size + num_turns * len(record.data) > _CHARACTERS_AT_ONCE
+        ):
+            yield from _turns_of(template, batch)
+            batch, size, texts = [], 0, 0
+        batch.append((record, row))
+        texts, size = texts + num_turns, size + num_turns * len(record.data)
+    yield from _turns_of(template, batch)
+
+
+def _turns_of(template: ChatTemplate, batch: list[tuple[Record, Row | BadRow]]):
+    rows = [row for _, row in batch if not isinstance(row, BadRow)]
+    places = [record.place for record, row in batch if not isinstance(row, BadRow)]
+    found = iter(_find(template, rows, places))
+    for record, row in batch:
+        yield record, row if isinstance(row, BadRow) else next(found)
+
+
+def _find(
+    template: ChatTemplate, rows: Sequence[Row], places: Sequence[str]
+) -> Iterator[Turns | BadRow]:
+    whole = [{**row, "add_generation_prompt": False} for row in rows]
+    texts, has_blocks = _texts(template, whole, places, ("", ""))
+    given = whole if has_blocks else [part for row in rows for part in _parts(row)]
+    owners = places if has_blocks else [p for p, r in zip(places, rows, strict=True)
+                                        for _ in _parts(r)]  # fmt: skip
+    others = iter(_texts(template, given, owners, MARKS)[0])
+    spans_of: Callable = _spans_by_marks if has_blocks else _spans_by_prefixes
+    for row, text in zip(rows, texts, strict=True):
+        mine = [next(others) for _ in range(1 if has_blocks else len(_parts(row)))]
+        try:
+            for part in (text, *mine):
+                if isinstance(part, BadRow):
+                    raise part
+            assert isinstance(text, str)
+            yield Turns(text, spans_of(text, mine))
+        except BadRow as error:
+            yield error
+
+
+def _parts(row: Row) -> list[Row]:
+    """For each turn of the assistant: the messages before it, and with it."""
+    messages, parts = row["messages"], []
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            for end, opened in ((number, True), (number + 1, False)):
+                part = {"messages": messages[:end], "add_generation_prompt": opened}
+                parts.append({**row, **part})
+    return parts
+
+
+def _texts(
+    template: ChatTemplate, given: list[Row], places: Sequence[str], marks: tuple[str, str]
+) -> tuple[list[str | BadRow], bool]:
+    """A text or a fault of each, and whether the template has {% generation %} blocks."""
+    texts: list[str | BadRow] = []
+    has_blocks = False
+    while len(texts) < len(given):
+        rest = given[len(texts) :]
+        answer = _answer(template, rest, places[len(texts) :], marks)
+        has_blocks = answer["generation"]
+        texts += answer["texts"]
+        if "error" in answer:
+            if answer["index"] < 0:
+                raise ValueError(f"{template.source} is no template: {answer['error']}")
+            texts.append(BadRow(f"{template.source} cannot make text of it: {answer['error']}"))
+            if sum(isinstance(text, BadRow) for text in texts) >= MAX_ERRORS:
+                unread = BadRow("not tried, after many that failed")
+                texts += [unread] * (len(given) - len(texts))
+    return texts, has_blocks
+
+
+def _answer(
+    template: ChatTemplate, given: list[Row], places: Sequence[str], marks: tuple[str, str]
+) -> dict[str, typing.Any]:
+    """The template's process's answer; of fewer conversations where these take it too long."""
+    while True:
+        try:
+            return template.answer(given, marks)
+        except ValueError as error:
+            if len(given) == 1:
+                raise ValueError(f"{places[0]}: {error}") from None
+            given = given[: len(given) // 2]
+
+
+def _spans_by_marks(text: str, marked: list[str]) -> list[tuple[int, int]]:
+    pieces = re.split(f"([{MARKS[0]}{MARKS[1]}])", marked[0])  # a mark at each odd place
+    if tuple(pieces[1::2]) != MARKS * (len(pieces) // 4):
+        raise BadRow("the template's {% generation %} blocks stand in each other")
+    if "".join(pieces[::2]) != text:
+        raise BadRow("the template changes the text of its {% generation %} blocks afterwards")
+    ends = list(itertools.accumulate(len(piece) for piece in pieces[::2]))
+    spans = zip(ends[0::2], ends[1::2], strict=False)
+    return [(begin, end) for begin, end in spans if begin < end]
+
+
+def _spans_by_prefixes(text: str, parts: list[str]) -> list[tuple[int, int]]:
+    spans = []
+    for turn, (before, up_to) in enumerate(zip(parts[::2], parts[1::2], strict=True), 1):
+        for shorter, longer, names in (
+            (before, up_to, "before it is not how the text up to its end begins"),
+            (up_to, text, "up to its end is not how the whole begins"),
+        ):
+            if not longer.startswith(shorter):
+                raise BadRow(
+                    f"the assistant's turn {turn} cannot be found: the text {names}. Give a "
+                    "template with {% generation %} blocks around what the assistant says "
+                    "(data.chat_template=FILE)"
+                )
+        spans.append((len(before), len(up_to)))
+    return spans
