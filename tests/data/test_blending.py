@@ -1,0 +1,204 @@
+"""Blends: what names them, whose turn it is, and what their batches hold."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxmeg.data import blending
+from maxmeg.data.blending import (
+    BlendedDataset,
+    blending_index,
+    exhaustive_index,
+    member_sizes,
+    normalized,
+    parse_blend,
+    read_blend,
+)
+
+# megatron-core 0.16.1: build_blending_indices, build_exhaustive_blending_indices
+TURNS = {
+    (0.2, 0.3, 0.5): [2, 1, 0, 2, 1, 2, 0, 2, 1, 2, 0, 2],
+    (0.6, 0.4): [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1],
+}
+EXHAUSTIVE = {(2, 3, 5): [2, 1, 0, 2, 1, 2, 0, 2, 1, 2], (1, 1): [0, 1]}
+
+
+class Numbers:
+    """A dataset whose sample n is the text (name, n)."""
+
+    vocab_size, sequence_length, num_tokens, samples_per_epoch = 100, 2, 40, 20
+
+    def __init__(self, name: int) -> None:
+        self.name = name
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        names = np.full(len(indices), self.name)
+        return {"tokens": np.stack([names, indices], 1), "mask": names > 0}
+
+
+@pytest.mark.parametrize("weights", TURNS)
+def test_turns_are_megatrons(weights):
+    turns = blending_index(weights, 12)
+    assert turns.dtype == np.int16 and turns.tolist() == TURNS[weights]
+
+
+@pytest.mark.parametrize("sizes", EXHAUSTIVE)
+def test_exhaustive_turns_are_megatrons(sizes):
+    turns = exhaustive_index(sizes)
+    assert turns.dtype == np.int16 and turns.tolist() == EXHAUSTIVE[sizes]
+
+
+def plain_turns(shares: list[float], size: int) -> list[int]:
+    counts, turns = [0] * len(shares), []
+    for i in range(size):
+        lags = [share * max(i, 1) - count for share, count in zip(shares, counts, strict=True)]
+        turns.append(max(range(len(shares)), key=lambda member: (lags[member], -member)))
+        counts[turns[-1]] += 1
+    return turns
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.floats(1e-3, 1) | st.integers(1, 3), min_size=1, max_size=20),
+    st.integers(0, 400),
+)
+def test_every_member_gets_its_share(weights, size):
+    shares = normalized(weights)
+    turns = blending_index(shares, size)
+    assert turns.tolist() == plain_turns(shares, size)
+    counts = np.bincount(turns, minlength=len(shares))
+    assert (counts <= np.array(shares) * size + 1 + 1e-6).all()
+    longer = blending_index(shares, size + 50)  # a longer run has the same turns
+    assert np.array_equal(longer[:size], turns)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_exhaustive_turns_take_everything(sizes):
+    assert np.bincount(exhaustive_index(sizes), minlength=len(sizes)).tolist() == sizes
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 100, 4096, 10000])
+def test_a_batch_holds_the_members_next_samples(monkeypatch, size):
+    monkeypatch.setattr(blending, "_BLOCK", 8)
+    weights = [3.0, 1.0, 2.0]
+    blend = BlendedDataset([Numbers(i) for i in range(3)], weights, size)
+    turns = blending_index(normalized(weights), size)
+    counts = np.zeros(3, int)
+    expected = []
+    for turn in turns:
+        expected.append([turn, counts[turn]])
+        counts[turn] += 1
+    assert blend.samples_of_members() == counts.tolist()
+    assert len(blend.turns) == blend.samples_per_epoch == size and blend.num_tokens == 120
+    asked = np.random.default_rng(0).integers(0, 2 * size, 50)
+    batch = blend.batch(asked)
+    assert batch["tokens"].tolist() == [expected[n % size] for n in asked]
+    assert (batch["mask"] == (batch["tokens"][:, 0] > 0)).all()
+    assert blend.batch(np.array([], int))["tokens"].shape == (0, 2)
+    with pytest.raises(ValueError, match="sample -1 is negative"):
+        blend.batch(np.array([-1]))
+
+
+def test_turns_are_made_once_and_mapped(tmp_path, monkeypatch):
+    monkeypatch.setattr(blending, "_SMALL", 0)
+    members = [Numbers(0), Numbers(1)]
+    one = BlendedDataset(members, [0.5, 0.5], 9000, str(tmp_path))
+    monkeypatch.setattr(blending, "blending_index", None)  # from here on none is made
+    twin = copy.copy(one)
+    assert twin is not one and isinstance(twin.turns, np.memmap)
+    asked = np.arange(8990, 9010)
+    assert np.array_equal(one.batch(asked)["tokens"], twin.batch(asked)["tokens"])
+    (file,) = tmp_path.glob("blend-*/turns.npy")
+    np.save(file, np.load(file)[1:])
+    with pytest.raises(ValueError, match="is damaged: delete this folder"):
+        copy.copy(one)
+
+
+def test_sizes_are_megatrons():
+    assert member_sizes([0.3, 0.7], 1000, 0.005) == ([302, 704], 1000)
+    assert member_sizes([1 / 3, 2 / 3], 10, 0.0) == ([4, 7], 11)
+    assert normalized([30, 70]) == [0.3, 0.7]
+
+
+@pytest.mark.parametrize(
+    "items, prefixes, weights",
+    [
+        (["0.7", "a", "0.3", "b"], ["a", "b"], [0.7, 0.3]),
+        ([30, "a ", 70, "b"], ["a", "b"], [30.0, 70.0]),
+        (["a", "b"], ["a", "b"], None),
+        (["1", "2", "3"], ["1", "2", "3"], None),  # odd: prefixes
+        (["1", "2"], ["2"], [1.0]),
+        (["a", "0.5"], ["a", "0.5"], None),
+    ],
+)
+def test_items_of_a_blend(items, prefixes, weights):
+    assert parse_blend(items) == (prefixes, weights)
+
+
+@pytest.mark.parametrize("weight", ["-1", "0", "nan", "inf", "-inf"])
+def test_weights_that_cannot_be_are_named(weight):
+    with pytest.raises(ValueError, match=f"weight {weight} of b must be a positive number"):
+        parse_blend(["0.5", "a", weight, "b"])
+    with pytest.raises(ValueError, match=f"weight {weight} of a must be"):
+        parse_blend([weight, "a", weight, "b"])
+
+
+def test_half_of_the_weights_is_refused():
+    with pytest.raises(ValueError, match="'c' where a weight must stand"):
+        parse_blend(["0.5", "a", "c", "b"])
+    with pytest.raises(ValueError, match="at least one prefix"):
+        parse_blend([])
+    many = [item for i in range(32767) for item in (1, f"c{i}")]
+    with pytest.raises(ValueError, match="at most 32766 corpora, not 32767"):
+        parse_blend(many)
+
+
+BLEND = [0.7, "a", 0.3, "b"]
+FILES = {
+    "[0.7, a, 0.3, b]": BLEND,
+    "0.7 a 0.3 b\n": ["0.7", "a", "0.3", "b"],
+    "- 0.7\n- a\n- 0.3\n- b\n": BLEND,
+    json.dumps(BLEND): BLEND,
+    "a": ["a"],
+    "train: [0.7, a, 0.3, b]\nvalidation: c": {0: BLEND, 1: ["c"]},
+    json.dumps({"train": BLEND, "valid": ["c"], "test": None}): {0: BLEND, 1: ["c"]},
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_files_of_blends(tmp_path, text):
+    (tmp_path / "blend").write_text(text)
+    assert read_blend(str(tmp_path / "blend")) == FILES[text]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[0.5, [a]]", "is not a list of weights and prefixes"),
+        ("[0.5, null]", "is not a list"),
+        ("[true, a]", "is not a list"),
+        ("", "is not a list"),
+        ("7", "is not a list"),
+        ("train: []", "train: .* is not a list"),
+        ("{train: a, training: b}", "the set 'training': the sets are train, validation and test"),
+        ("{valid: a, validation: b}", "the set 'validation'"),
+        ("[0.5, a", "is neither YAML nor JSON"),
+        ("!!python/object:os.system {}", "is neither YAML nor JSON"),
+    ],
+)
+def test_wrong_files_are_explained(tmp_path, text, message):
+    (tmp_path / "blend").write_text(text)
+    with pytest.raises(ValueError, match=f"data.blend=.*blend.*{message}"):
+        read_blend(str(tmp_path / "blend"))
+
+
+def test_a_missing_file_is_explained(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read data.blend=.*: No such file"):
+        read_blend(str(tmp_path / "none"))
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="is neither YAML nor JSON"):
+        read_blend(str(tmp_path / "bytes"))

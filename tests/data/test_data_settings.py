@@ -1,0 +1,164 @@
+"""From settings to datasets: sets by split, by paths and by file; blends; what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Config, DataConfig, DataOrder
+from maxmeg.config.validate import validate
+from maxmeg.data.build import build_dataset, cache_folder, open_corpus, read_whole, samples_asked
+
+ORDERS = list(DataOrder)
+
+
+@pytest.fixture
+def three(make_corpus) -> dict[str, str]:
+    """Corpora whose tokens say which they are, and their document."""
+    return {
+        name: make_corpus([np.full(9, 100 * i + d) for d in range(count)], name)
+        for i, (name, count) in enumerate((("a", 40), ("b", 20), ("c", 3)))
+    }
+
+
+def settings(three, items=(), **kind) -> DataConfig:
+    config = DataConfig(sequence_length=4, tokenizer="null:1000", **kind)
+    config.paths = tuple(three.get(item, item) for item in items)
+    return config
+
+
+def opened(config: DataConfig, index: int, num_samples=None, seed: int = 3):
+    tokenizer, prefixes = open_corpus(config, "unused")
+    return build_dataset(config, prefixes, tokenizer, index, seed, 0, num_samples)
+
+
+def corpora_of(dataset, count: int) -> list[float]:
+    """Of `count` samples, the share of each corpus."""
+    tokens = dataset.batch(np.arange(count))["tokens"]
+    return (np.bincount(tokens[:, 0] // 100, minlength=3) / count).tolist()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_weights_are_kept_at_every_length(three, order):
+    config = settings(three, ("3", "b", "1", "a"), split="1", order=order)
+    blend = opened(config, 0, 400)
+    for count in (4, 40, 400):
+        assert corpora_of(blend, count) == [0.25, 0.75, 0]
+    assert opened(config, 0).samples_per_epoch == (9 * 40 - 1 + 9 * 20 - 1) // 4 + 1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_corpora_without_weights_are_read_once(three, order):
+    config = settings(three, ("a", "b", "c"), split="1", order=order)
+    dataset = opened(config, 0)
+    tokens = dataset.batch(np.arange(dataset.samples_per_epoch))["tokens"]
+    found, counts = np.unique(tokens, return_counts=True)
+    assert len(found) == 63 and counts.max() == 9
+    fewer = opened(config, 0, 30)
+    assert corpora_of(fewer, 30) == pytest.approx([0.63, 0.32, 0.05], abs=0.25)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_sets_of_their_own_are_read_whole(three, tmp_path, order):
+    named = settings(three, order=order)
+    named.train_paths = ("0.5", three["a"], "0.5", three["c"])
+    named.validation_paths = (three["b"],)
+    file = tmp_path / "blend.yaml"
+    sets = {"train": [0.5, three["a"], 0.5, three["c"]], "valid": [three["b"]], "test": None}
+    file.write_text(json.dumps(sets))
+    for config in (named, settings(three, order=order, blend=str(file))):
+        assert corpora_of(opened(config, 0, 40), 40) == [0.5, 0, 0.5]
+        validation = opened(config, 1, 40)
+        tokens = validation.batch(np.arange(validation.num_samples))["tokens"]
+        assert set(tokens.ravel().tolist()) == set(range(100, 120))
+        assert opened(config, 2, 40) is None
+        read_whole(config, (three["c"],), 1)
+        validation = opened(config, 1)
+        tokens = validation.batch(np.arange(validation.num_samples))["tokens"]
+        assert set(tokens.ravel().tolist()) == {200, 201, 202}
+
+
+def test_a_plain_file_is_cut_by_split(three, tmp_path):
+    (tmp_path / "blend").write_text(f"0.5 {three['a']} 0.5 {three['b']}")
+    by_file = settings(three, blend=str(tmp_path / "blend"), split="8,2")
+    by_paths = settings(three, ("0.5", "a", "0.5", "b"), split="8,2")
+    for index in (0, 1):
+        one, two = (opened(config, index, 60) for config in (by_file, by_paths))
+        rows = [dataset.batch(np.arange(60))["tokens"] for dataset in (one, two)]
+        assert np.array_equal(*rows)
+        assert (rows[0].max() < 116) == (index == 0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_samples_depend_on_seed_and_corpus_alone(three, order):
+    """The same of any size of batch, and from any sample on."""
+    config = settings(three, ("0.6", "a", "0.4", "b"), order=order)
+    one, two = opened(config, 0, 90), opened(config, 0, 90)
+    whole = one.batch(np.arange(90))["tokens"]
+    parts = [two.batch(np.arange(i, min(i + 7, 90)))["tokens"] for i in range(0, 90, 7)]
+    assert np.array_equal(np.concatenate(parts), whole)
+    assert not np.array_equal(opened(config, 0, 90, seed=4).batch(np.arange(90))["tokens"], whole)
+
+
+def test_sets_without_documents_are_explained(three):
+    for items in (("a", "c"), ("1", "a", "1", "c")):
+        config = settings(three, items, split="90,10")
+        with pytest.raises(ValueError, match=r"no sequence for validation \(.*/c has 3\): give"):
+            opened(config, 1, 10)
+    assert opened(settings(three, ("c",), split="90,10"), 1, 10) is None
+    with pytest.raises(ValueError, match="no sequence for train"):
+        opened(settings(three, ("c",), split="0,10"), 0, 10)
+
+
+def test_more_than_a_blend_has_is_explained(three):
+    config = settings(three, ("a", "b"), split="1")
+    with pytest.raises(ValueError, match=r"500 samples, but one epoch of 2 corpora .* holds 133"):
+        opened(config, 0, 500)
+    assert opened(config, 1, 500) is None
+    many = [word for i in range(200) for word in (f"{1 + i % 7}", "a")]
+    config = settings(three, many, split="1", blend_surplus=0.0)
+    assert opened(config, 0, 50).samples_per_epoch == 200  # one of each at least
+
+
+def test_a_surplus_that_is_too_small_is_explained(three, monkeypatch):
+    config = settings(three, ("1", "a", "1", "b"), split="1")
+    monkeypatch.setattr("maxmeg.data.build.member_sizes", lambda *_: ([100, 10], 200))
+    with pytest.raises(ValueError, match=r"blend takes 100 samples of .*/b, .* only 44 .* raise"):
+        opened(config, 0, 200)
+
+
+def test_samples_that_a_run_asks_for():
+    config = Config()
+    config.train.num_steps, config.train.global_batch_size = 100, 8
+    config.train.eval_every, config.train.eval_steps = 30, 5
+    asked = [samples_asked(config, index, 777) for index in range(3)]
+    assert asked == [777, (100 // 30 + 1) * 5 * 8, 5 * 8]
+    config.train.eval_every = 0
+    assert samples_asked(config, 1, 777) == 40
+    assert cache_folder(config.data, "run") == "run/data"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"paths": ("a",), "blend": "b"}, "data.paths and data.blend both name corpora"),
+        ({"paths": ("a",), "train_paths": ("b",)}, "data.paths and data.train_paths both"),
+        ({"blend": "a", "train_paths": ("b",)}, "data.blend and data.train_paths both"),
+        ({"test_paths": ("b",)}, "data.test_paths without data.train_paths"),
+        ({"blend_surplus": -0.1}, "data.blend_surplus=-0.1 must be at least 0"),
+    ],
+)
+def test_settings_that_exclude_each_other(changes, message):
+    config = Config()
+    for name, value in changes.items():
+        setattr(config.data, name, value)
+    with pytest.raises(ValueError, match=message):
+        validate(config, 1)
+
+
+def test_megatrons_order_takes_its_seeds_alone():
+    config = Config(seed=2**32)
+    with pytest.raises(ValueError, match=r"seed=4294967296 must lie in \[0, 2\^32\)"):
+        validate(config, 1)
+    config.data.order = DataOrder.native
+    validate(config, 1)
