@@ -24,6 +24,23 @@ class DataOrder(enum.Enum):
     native = "native"
 
 
+class Objective(enum.Enum):
+    gpt = "gpt"
+    sft = "sft"
+
+
+class Packing(enum.Enum):
+    none = "none"
+    greedy = "greedy"
+    first_fit = "first_fit"
+    best_fit = "best_fit"
+
+
+class TooLong(enum.Enum):
+    drop = "drop"
+    truncate = "truncate"
+
+
 class Schedule(enum.Enum):
     gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
@@ -92,6 +109,23 @@ class DataConfig:
         "megatron: the same samples as there, which depend on seed and number of steps; native: "
         "an order that is computed, not stored, and validation in reading order",
     )
+    objective: Objective = setting(
+        Objective.gpt,
+        "gpt: every token of .bin/.idx files | sft: what the assistant says in chats, of which "
+        "paths are .jsonl files (a row: {messages: [{role, content}, ...]})",
+        "--sft",
+    )
+    chat_template: str = setting(
+        "", "Jinja file for sft; empty: the tokenizer's", "--sft-tokenizer-prompt-format"
+    )
+    too_long: TooLong = setting(
+        TooLong.drop, "of chats beyond sequence_length + 1 tokens: drop | truncate, counted"
+    )
+    packing: Packing = setting(
+        Packing.none,
+        "rows of whole documents that do not see each other: greedy | first_fit | best_fit; none: "
+        "gpt cuts through them (order), sft has a chat a row",
+    )
     sequence_length: int = setting(256, "tokens a sample", "--seq-length")
     tokenizer: str = setting(
         "bytes",
@@ -112,6 +146,11 @@ class DataConfig:
     eod_mask_loss: bool = setting(
         False, "no loss where the input is the end of a document", "--eod-mask-loss"
     )
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether attention stays within documents."""
+        return self.reset_attention_mask or self.packing is not Packing.none
 
 
 @dataclasses.dataclass

@@ -6,7 +6,16 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 import math
 
 from maxmeg.config.model import ModelConfig, NormPlace, Position, RotaryScaling
-from maxmeg.config.schema import Config, DataOrder, LoraConfig, ParallelConfig, Schedule
+from maxmeg.config.schema import (
+    Config,
+    DataConfig,
+    DataOrder,
+    LoraConfig,
+    Objective,
+    Packing,
+    ParallelConfig,
+    Schedule,
+)
 from maxmeg.config.stages import layers_of_chunks
 
 UNSUPPORTED_AXES = ("expert", "context")
@@ -75,6 +84,7 @@ def validate(config: Config, num_devices: int) -> None:
         *parallel_problems(config, sizes),
         *pipeline_problems(config, sizes),
         *data_problems(config),
+        *objective_problems(config.data),
         *optim_problems(config),
         *train_problems(config, sizes),
         *lora_problems(config),
@@ -216,6 +226,23 @@ def data_problems(config: Config):
         yield f"data.{named[-1]} without data.train_paths names no corpus to train on: add it"
     if data.order is DataOrder.megatron and not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie in [0, 2^32) with data.order=megatron"
+
+
+def objective_problems(data: DataConfig):
+    is_sft, is_packed = data.objective is Objective.sft, data.packing is not Packing.none
+    if is_sft and data.blend:
+        yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
+    if is_sft and not (data.paths or data.train_paths):
+        yield "data.objective=sft needs chats: set data.paths=FILE.jsonl"
+    for name in ("chat_template", "too_long"):
+        if not is_sft and (value := getattr(data, name)) != getattr(DataConfig(), name):
+            yield f"data.{name}={value} has no effect without data.objective=sft: set it"
+    for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if (is_sft or is_packed) and getattr(data, name):
+            yield (
+                f"data.{name}=True is for samples that are cut through documents; rows of "
+                "data.objective=sft and data.packing keep documents apart: leave it out"
+            )
 
 
 def optim_problems(config: Config):

@@ -1,9 +1,10 @@
 """From a run's settings to its tokenizer and datasets."""
 
+import logging
 import math
 import os
 
-from maxmeg.config.schema import Config, DataConfig, DataOrder
+from maxmeg.config.schema import Config, DataConfig, DataOrder, Objective, Packing
 from maxmeg.data.blending import (
     BlendedDataset,
     check_weights,
@@ -16,8 +17,11 @@ from maxmeg.data.corpus import standard_library
 from maxmeg.data.gpt import SPLITS, Dataset, DocumentRules, GptDataset
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder
+from maxmeg.data.rows import Part, open_rows
 from maxmeg.data.sampling import split_range
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("maxmeg")
 
 Blend = tuple[list[str], list[float] | None]
 
@@ -78,8 +82,17 @@ def build_dataset(
     epoch. cache_dir: of what is made once on a node; empty keeps it in memory. ValueError for
     files that are missing or damaged and for a split with less than one sample.
     """
+    vocab_size = vocab_size or tokenizer.vocab_size
     (names, weights), split = _find_blend(config, prefixes, split_index)
-    corpora = [IndexedDataset(name) for name in names]
+    if config.objective is Objective.sft or config.packing is not Packing.none:
+        if weights is not None:
+            raise ValueError(
+                f"data.paths={','.join(prefixes)} has weights, but objective=sft and packing="
+                f"{config.packing.value} read files one after the other: give paths alone"
+            )
+        part = Part(names, split, split_index)
+        return open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
+    corpora = [IndexedDataset(name, vocab_size=vocab_size) for name in names]
     empty = _without_sequences(corpora, split, split_index)
     if len(empty) == len(corpora) and split_index:
         return None
@@ -97,7 +110,6 @@ def build_dataset(
         config.reset_attention_mask,
         config.eod_mask_loss,
     )
-    vocab_size = vocab_size or tokenizer.vocab_size
 
     def single(members: list[IndexedDataset], size: int | None) -> GptDataset:
         order = None if is_native else MegatronOrder(size, cache_dir)
@@ -119,6 +131,25 @@ def build_dataset(
     if not is_native:
         _check_supply(blend, members, config.blend_surplus)
     return blend
+
+
+def order_of(dataset: object) -> list:
+    """What decides which sample has which number, as plain values that JSON can hold."""
+    if isinstance(dataset, BlendedDataset):
+        return [*dataset.weights, *map(order_of, dataset.members)]
+    if isinstance(dataset, GptDataset):
+        return list(dataset.samples.identity)
+    return []
+
+
+def warn_of_order(saved: list | None, dataset: object) -> None:
+    """Says so where a checkpoint's samples were numbered otherwise; saved: its `order_of`."""
+    if saved is not None and saved != order_of(dataset):
+        logger.warning(
+            "training samples are in another order than before this checkpoint (data settings, "
+            "seed, or with data.order=megatron train.num_steps or batch sizes are others): some "
+            "come again, others never"
+        )
 
 
 def _join(

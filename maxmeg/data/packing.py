@@ -160,11 +160,12 @@ class PackedDataset:
         sequence_length: int,
         policy: str,
         pad: int,
+        vocab_size: int,
         seed: int = 0,
         shuffle: bool = True,
     ) -> None:
-        self._arguments = (source, sequence_length, policy, pad, seed, shuffle)
-        self.source, self.sequence_length = source, sequence_length
+        self._arguments = (source, sequence_length, policy, pad, vocab_size, seed, shuffle)
+        self.source, self.sequence_length, self.vocab_size = source, sequence_length, vocab_size
         lengths = np.asarray(source.lengths, np.int64) - 1
         count = len(lengths)
         if not count:
@@ -175,7 +176,7 @@ class PackedDataset:
             self.packed.num_positions = int(lengths.sum())
         else:
             self.packed = Packed(lengths[self._order], sequence_length, policy)
-        self._pad, self._seed, self._shuffle = pad, seed, shuffle
+        self._pad, self._seed, self._shuffle, self._is_packed = pad, seed, shuffle, policy != "none"
 
     def __reduce__(self) -> tuple:
         return PackedDataset, self._arguments
@@ -194,7 +195,8 @@ class PackedDataset:
         return self.packed.utilisation
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """Rows by number, any >= 0: what fill_rows gives."""
+        """Rows by number, any >= 0: what fill_rows gives, segment_ids only where a row holds more
+        than one document. ValueError for an id beyond the vocabulary."""
         epochs, rows = np.divmod(np.asarray(indices, np.int64), self.samples_per_epoch)
         if rows.size and epochs.min() < 0:
             raise ValueError(f"sample {np.min(indices)} is negative")
@@ -205,4 +207,13 @@ class PackedDataset:
                 order = Permutation(self.samples_per_epoch, self._seed, int(epoch), _ROWS)
                 rows[here] = order(rows[here])
         documents = [[self.source.read(int(self._order[i])) for i in self.packed[r]] for r in rows]
-        return fill_rows(documents, self.sequence_length, self._pad)
+        batch = fill_rows(documents, self.sequence_length, self._pad)
+        largest = max(batch[name].max(initial=0) for name in ("tokens", "targets"))
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"id {largest} is not in the vocabulary [0, {self.vocab_size}): the corpus was "
+                "made with another tokenizer; name that one"
+            )
+        if not self._is_packed:
+            del batch["segment_ids"]
+        return batch

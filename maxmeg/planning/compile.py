@@ -124,7 +124,7 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Sha
     microbatches = rows.microbatches(size)
     shape = (microbatches, size // microbatches, config.data.sequence_length)
     names = ["tokens", "targets", "positions"]
-    names += ["segment_ids"] if config.data.reset_attention_mask else []
+    names += ["segment_ids"] if config.data.has_segments else []
     sharding = NamedSharding(mesh, batch_spec(3))
     batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
     batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)

@@ -300,7 +300,7 @@ def fused_attention(config: Config) -> bool:
     if model.attention_backend in (AttentionBackend.mosaic, AttentionBackend.triton):
         return True
     fits = model.dtype is DType.bfloat16 and model.head_size % 8 == 0 and model.head_size <= 128
-    plain = not config.data.reset_attention_mask and not model.dropout_attention
+    plain = not config.data.has_segments and not model.dropout_attention
     fits = fits and config.data.sequence_length % 2 == 0
     plain = plain and not model.attention_softcap and not model.attention_sinks
     return model.attention_backend is not AttentionBackend.xla and fits and plain

@@ -129,7 +129,7 @@ class Counted:
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_holds_every_document_once(policy, shuffle):
     source = Counted([5, 16, 17, 2, 9, 3, 8])
-    data = PackedDataset(source, CAPACITY, policy, pad=0, seed=3, shuffle=shuffle)
+    data = PackedDataset(source, CAPACITY, policy, 0, 10**4, seed=3, shuffle=shuffle)
     epochs = []
     for epoch in range(2):
         batch = data.batch(np.arange(data.samples_per_epoch) + epoch * data.samples_per_epoch)
@@ -147,6 +147,6 @@ def test_an_epoch_holds_every_document_once(policy, shuffle):
 
 def test_rows_that_are_not():
     with pytest.raises(ValueError, match="no document to pack"):
-        PackedDataset(Counted([]), CAPACITY, "none", 0)
+        PackedDataset(Counted([]), CAPACITY, "none", 0, 10)
     with pytest.raises(ValueError, match="sample -1 is negative"):
-        PackedDataset(Counted([3]), CAPACITY, "none", 0).batch(np.array([-1]))
+        PackedDataset(Counted([3]), CAPACITY, "none", 0, 10).batch(np.array([-1]))

@@ -1,0 +1,98 @@
+"""Packed .bin/.idx files: every token but a document's first is a target once."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Config, DataConfig, Objective, Packing, TooLong
+from maxmeg.config.validate import validate
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.indexed import IndexedWriter
+from maxmeg.data.packing import PackedDataset
+from maxmeg.data.rows import Part, StoredDocuments
+
+LENGTH = 8
+SIZES = [3, 0, 1, 8, 9, 10, 30, 2, 17, 5, 4, 4]
+
+
+def documents(first: int) -> list[np.ndarray]:
+    return [first + 50 * i + np.arange(n) for i, n in enumerate(SIZES)]
+
+
+def targets(parts: list[np.ndarray]) -> list[int]:
+    return sorted(np.concatenate([part[1:] for part in parts]).tolist())
+
+
+def built(data: DataConfig, split: int):
+    tokenizer, prefixes = open_corpus(data, "unused")
+    return build_dataset(data, prefixes, tokenizer, split, seed=1)
+
+
+@pytest.mark.parametrize("policy", [p for p in Packing if p is not Packing.none])
+def test_every_target_once(policy, make_corpus):
+    paths = (make_corpus(documents(0), "a"), make_corpus(documents(600), "b", 70_000))
+    data = DataConfig(paths=paths, packing=policy, split="9,3,0", tokenizer="null:2000")
+    data.sequence_length = LENGTH
+    for split, part in enumerate((slice(0, 9), slice(9, None))):
+        rows = built(data, split)
+        assert isinstance(rows, PackedDataset)
+        batch = rows.batch(np.arange(rows.samples_per_epoch))
+        seen = batch["loss_mask"] > 0
+        expected = targets(documents(0)[part] + documents(600)[part])
+        assert sorted(batch["targets"][seen].tolist()) == expected
+        assert (batch["targets"][seen] == batch["tokens"][seen] + 1).all()
+        again = pickle.loads(pickle.dumps(rows)).batch(np.arange(2))
+        assert (again["tokens"] == batch["tokens"][:2]).all()
+    assert built(data, 2) is None
+
+
+def test_a_document_of_several_sequences(tmp_path):
+    prefix = str(tmp_path / "c")
+    with IndexedWriter(prefix, 100) as writer:
+        writer.add_document(np.arange(7), [3, 4])
+        writer.add_document(np.arange(20, 22), [1, 1])
+    found = StoredDocuments(Part([prefix], "1,0,0", 0), 4)
+    assert [found.read(i)[0].tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [4, 5, 6], [20, 21]]
+    assert str(found) == "3 pieces, 0 too short"
+
+
+def test_ids_and_empty_splits(make_corpus):
+    data = DataConfig(paths=(make_corpus(documents(0)),), packing=Packing.greedy)
+    data.sequence_length, data.split, data.tokenizer = LENGTH, "1,0,0", "null:100"
+    rows = built(data, 0)
+    assert rows is not None
+    with pytest.raises(ValueError, match=r"id \d+ is not in the vocabulary \[0, 100\)"):
+        rows.batch(np.arange(rows.samples_per_epoch))
+    data.paths = (make_corpus([[1], [2]], "short"),)
+    with pytest.raises(
+        ValueError, match=r"train documents .* none is left \(0 pieces, 2 too short"
+    ):
+        built(data, 0)
+    with IndexedWriter(data.paths[0] + "f", dtype="f4") as writer:
+        writer.add_document(np.array([1.5, 2.5]))
+    with pytest.raises(ValueError, match="holds float32, not token ids"):
+        StoredDocuments(Part([data.paths[0] + "f"], "1,0,0", 0), LENGTH)
+
+
+SFT = {"objective": Objective.sft, "paths": ("chats.jsonl",)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"objective": Objective.sft}, "needs chats: set data.paths=FILE.jsonl"),
+        ({"objective": Objective.sft, "blend": "x.yaml"}, "data.blend is for .bin/.idx files"),
+        (SFT | {"eod_mask_loss": True}, "data.eod_mask_loss=True is for samples"),
+        ({"packing": Packing.greedy, "reset_attention_mask": True}, "keep documents apart"),
+        ({"too_long": TooLong.truncate}, "data.too_long=TooLong.truncate has no effect"),
+        ({"chat_template": "x"}, "data.chat_template=x has no effect"),
+    ],
+)
+def test_settings_that_say_nothing_are_refused(settings, error):
+    config = Config()
+    for name, value in settings.items():
+        setattr(config.data, name, value)
+    with pytest.raises(ValueError, match=error):
+        validate(config, 1)
+    assert DataConfig(**SFT, packing=Packing.best_fit).has_segments

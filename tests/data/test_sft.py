@@ -1,0 +1,192 @@
+"""Chats become rows: tokens, what has a loss, what is too long, and what cannot be read."""
+
+import json
+import logging
+import pickle
+import time
+
+import numpy as np
+import pytest
+from tokenizer_files import folder
+
+from maxmeg.config.schema import Config, DataConfig, Objective, Packing, TooLong
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.packing import PackedDataset
+from maxmeg.data.sft import prepare_chats
+from maxmeg.data.tokenizers import load_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '.' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+LENGTHS = [1, 3, 9, 2, 30, 5, 4, 4, 12, 1]  # characters that the assistant says
+LENGTH = 16
+
+
+def chat(answer: str, question: str = "q?") -> dict:
+    roles = (("user", question), ("assistant", answer))
+    return {"messages": [{"role": role, "content": text} for role, text in roles]}
+
+
+@pytest.fixture
+def files(tmp_path):
+    """(chats of LENGTHS, a template)."""
+    rows = [chat(chr(97 + i) * n) for i, n in enumerate(LENGTHS)]
+    (tmp_path / "chats.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    return str(tmp_path / "chats.jsonl"), str(tmp_path / "t.jinja")
+
+
+def settings(files, **changes) -> DataConfig:
+    data = DataConfig(objective=Objective.sft, paths=files[:1], chat_template=files[1])
+    data.sequence_length, data.split = LENGTH, "1,0,0"
+    for name, value in changes.items():
+        setattr(data, name, value)
+    return data
+
+
+def built(data: DataConfig, tmp_path, split: int):
+    tokenizer, prefixes = open_corpus(data, str(tmp_path))
+    cache = str(tmp_path / "cache")
+    return build_dataset(data, prefixes, tokenizer, split, seed=5, cache_dir=cache)
+
+
+def opened(data: DataConfig, tmp_path, split: int = 0) -> PackedDataset:
+    found = built(data, tmp_path, split)
+    assert isinstance(found, PackedDataset)
+    return found
+
+
+def conversations(data) -> dict[str, str]:
+    """Text of each -> what of it has a loss, from one epoch."""
+    batch, texts = data.batch(np.arange(data.samples_per_epoch)), {}
+    for row in range(len(batch["tokens"])):
+        ids = batch.get("segment_ids", np.ones_like(batch["tokens"]))[row]
+        for segment in range(1, ids.max() + 1):
+            has_loss = (ids == segment) & (batch["loss_mask"][row] > 0)
+            here = np.flatnonzero(
+                (ids == segment) & (np.arange(LENGTH) <= has_loss.nonzero()[0][-1])
+            )
+            tokens, targets = batch["tokens"][row], batch["targets"][row]
+            assert (batch["positions"][row, here] == np.arange(len(here))).all()
+            text = bytes([*tokens[here].tolist(), targets[here[-1]]]).decode()
+            texts[text] = bytes(targets[has_loss].tolist()).decode()
+    return texts
+
+
+@pytest.mark.parametrize("packing", Packing)
+def test_every_conversation_once_with_its_loss(files, tmp_path, packing):
+    data = opened(settings(files, packing=packing), tmp_path)
+    said = [chr(97 + i) * n + "." for i, n in enumerate(LENGTHS) if 4 + 2 + n + 1 <= LENGTH + 1]
+    assert conversations(data) == {"u:q?a:" + text: text for text in said}
+    assert str(data.source) == "8 whole, 0 truncated, 2 dropped"
+    assert data.num_tokens == sum(len("u:q?a:" + text) - 1 for text in said)
+    batch = data.batch(np.arange(3))
+    assert ("segment_ids" in batch) == (packing is not Packing.none)
+    again = pickle.loads(pickle.dumps(data)).batch(np.arange(3))
+    assert all((batch[name] == again[name]).all() for name in batch)
+
+
+def test_long_conversations_lose_their_ends(files, tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "maxmeg"):
+        data = opened(settings(files, too_long=TooLong.truncate), tmp_path)
+    assert str(data.source) == "8 whole, 2 truncated, 0 dropped"
+    assert "e" * 11 in conversations(data).values()  # of 30: the row's 17 less those before
+    assert "train documents: 8 whole, 2 truncated, 0 dropped; 10 rows of 16" in caplog.text
+    with open(files[0], "a") as file:
+        file.write("\n" + json.dumps(chat("z", question="q" * 40)))
+    data = opened(settings(files, too_long=TooLong.truncate), tmp_path)
+    assert str(data.source) == "8 whole, 2 truncated, 1 dropped"
+
+
+def test_splits(files, tmp_path):
+    parts = [opened(settings(files, split="6,4,0"), tmp_path, i) for i in range(2)]
+    texts = [conversations(part) for part in parts]
+    assert len(texts[0]) == 5 and len(texts[1]) == 3 and not texts[0].keys() & texts[1].keys()
+    order = [text[6] for text in texts[1]]
+    assert order == sorted(order)  # validation comes as it stands in the file
+    assert built(settings(files, split="6,4,0"), tmp_path, 2) is None
+    own = settings(files, paths=(), train_paths=files[:1], validation_paths=files[:1])
+    assert [len(conversations(opened(own, tmp_path, i))) for i in range(2)] == [8, 8]
+    assert built(own, tmp_path, 2) is None
+    with pytest.raises(ValueError, match=r"none is left \(0 whole, 0 truncated, 10 dropped\)"):
+        opened(settings(files, sequence_length=4), tmp_path)
+
+
+def test_made_once(files, tmp_path, capsys):
+    opened(settings(files), tmp_path)
+    assert "10 conversations of" in capsys.readouterr().err
+    start = time.monotonic()
+    opened(settings(files, too_long=TooLong.truncate, packing=Packing.best_fit), tmp_path)
+    assert time.monotonic() - start < 1 and not capsys.readouterr().err
+    (made,) = (tmp_path / "cache").iterdir()
+    (made / "loss.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"loss\.bin is empty.*or delete .*, which makes it again"):
+        opened(settings(files), tmp_path)
+
+
+def test_tokens_of_a_hugging_face_folder(tmp_path, files):
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer = folder(tmp_path / "hf", {"eos_token": "</s>", "chat_template": template})
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat("a b a", "b")))
+    data = opened(settings(files, chat_template="", tokenizer=tokenizer.spec), tmp_path)
+    batch = data.batch(np.array([0]))
+    assert batch["tokens"][0, :6].tolist() == [2, 5, 3, 4, 5, tokenizer.pad or tokenizer.eod]
+    assert batch["targets"][0, :4].tolist() == [5, 3, 4, 5]
+    assert batch["targets"][0, 4] == 4 or batch["tokens"][0, 5] == 4
+    assert batch["loss_mask"][0].sum() == 3
+
+
+def test_bad_rows_are_named(files, tmp_path):
+    bad = [b'{"messages"', b"\xff", b'{"messages": []}', *[b"1"] * 30]
+    with open(files[0], "ab") as file:
+        file.write(b"\n" + b"\n".join(bad))
+    with pytest.raises(ValueError) as raised:
+        opened(settings(files), tmp_path)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith(f"{files[0]} line 20: invalid JSON")
+    assert lines[1].startswith(f"{files[0]} line 21: invalid UTF-8")
+    assert lines[-2:] == ["and 12 more", "mend these rows or remove them"]
+    assert not list((tmp_path / "cache").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (chat("\ud800"), "half a surrogate pair"),
+        (chat(""), ""),
+        ({"messages": chat("x")["messages"], "tools": 1}, "is not a list"),
+    ],
+)
+def test_rows_that_give_nothing(row, error, files, tmp_path):
+    (tmp_path / "chats.jsonl").write_text(json.dumps(row))
+    if not error:
+        assert conversations(opened(settings(files), tmp_path)) == {"u:q?a:.": "."}
+        return
+    with pytest.raises(ValueError, match=f"line 1: .*{error}"):
+        opened(settings(files), tmp_path)
+
+
+def test_what_cannot_be_opened(files, tmp_path):
+    tokenizer = load_tokenizer("bytes")
+    with pytest.raises(NotImplementedError, match="'null:9' does not say where"):
+        prepare_chats(files[0], load_tokenizer("null:9"), tmp_path, files[1])
+    with pytest.raises(ValueError, match="give cache_dir"):
+        prepare_chats(files[0], tokenizer, "", files[1])
+    with pytest.raises(ValueError, match="has no chat template"):
+        prepare_chats(files[0], tokenizer, tmp_path)
+    with pytest.raises(ValueError, match=r"data\.chat_template=.*none\.jinja cannot be read"):
+        prepare_chats(files[0], tokenizer, tmp_path, str(tmp_path / "none.jinja"))
+    with pytest.raises(ValueError, match=r"is not named \.jsonl"):
+        prepare_chats(files[1], tokenizer, tmp_path, files[1])
+    with pytest.raises(ValueError, match=r"none\.jsonl does not exist"):
+        prepare_chats("none.jsonl", tokenizer, tmp_path, files[1])
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no conversations"):
+        prepare_chats(str(tmp_path / "empty.jsonl"), tokenizer, tmp_path, files[1])
+    with pytest.raises(ValueError, match="has weights, but objective=sft"):
+        opened(settings(files, paths=("0.5", files[0], "0.5", files[0])), tmp_path)
+    assert Config().data.objective is Objective.gpt
