@@ -12,7 +12,14 @@ from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
-from maxmeg.data.build import build_dataset, cache_folder, open_corpus, samples_asked
+from maxmeg.data.build import (
+    build_dataset,
+    cache_folder,
+    open_corpus,
+    order_of,
+    samples_asked,
+    warn_of_order,
+)
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.decode import continue_text
@@ -112,6 +119,7 @@ class Run:
             "tokenizer": self.tokenizer.identity,
             "base": self.base,
             "consumed_samples": self.schedules.consumed_samples(step),
+            "order": order_of(self.data),
         }
         self.checkpointer.save(step, to_tree(state), metadata)
 
@@ -193,6 +201,8 @@ def main(config: Config) -> None:
         start, state = 0, create_state(config, run.optimizer, run.abstract)
     else:
         start, state = found
+        if start in run.checkpointer.steps():  # else it is another run's, with data of its own
+            warn_of_order(run.checkpointer.metadata(start).get("order"), run.data)
         print(f"resumed at step {start}")
     if start < config.train.num_steps:
         state = train(run, state, start)

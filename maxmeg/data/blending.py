@@ -168,7 +168,7 @@ class BlendedDataset:
         cache_dir: str = "",
     ) -> None:
         self._arguments = (members, weights, size, cache_dir)
-        self.members = list(members)
+        self.members, self.weights = list(members), list(weights)
         self.vocab_size = self.members[0].vocab_size
         self.sequence_length = self.members[0].sequence_length
         total = sum(int(weight) for weight in weights) if size is None else size

@@ -84,6 +84,7 @@ class MegatronSamples(Samples):
         num_documents = self.plan.num_epochs * len(self.lengths)
         small = num_documents + self.num_samples < _SMALL
         plan = dataclasses.astuple(self.plan)
+        self.identity = ("megatron", self.num_tokens, sequence_length, seed, *plan)
         name = "" if small or not order.cache_dir else digest(1, plan, seed, self.lengths)
         folder = order.cache_dir if name else ""
         arrays = stored(folder, f"megatron_order-{name}", _KEYS, self._make)

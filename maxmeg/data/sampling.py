@@ -114,6 +114,7 @@ class Samples:
         self.num_tokens = int(self.lengths.sum(dtype=np.int64))
         self.samples_per_epoch = max(0, self.num_tokens - 1) // sequence_length
         self.num_samples = self.samples_per_epoch  # before an order repeats
+        self.identity: tuple = ()  # plain values that decide the order, beside the corpus
 
     def __getitem__(self, n: int) -> list[tuple[int, int, int]]:
         """(sequence, offset, length) of each part of sample n."""
@@ -172,6 +173,7 @@ class GptSamples(Samples):
         if not self.samples_per_epoch:
             raise self.too_small()
         self._seed, self._shuffle = seed, shuffle
+        self.identity = ("native", self.num_tokens, sequence_length, seed, shuffle)
         self._order = functools.lru_cache(maxsize=2 if shuffle else 1)(self._make_order)
 
     def pieces(self, samples: np.ndarray) -> Pieces:

@@ -7,7 +7,15 @@ import pytest
 
 from maxmeg.config.schema import Config, DataConfig, DataOrder
 from maxmeg.config.validate import validate
-from maxmeg.data.build import build_dataset, cache_folder, open_corpus, read_whole, samples_asked
+from maxmeg.data.build import (
+    build_dataset,
+    cache_folder,
+    open_corpus,
+    order_of,
+    read_whole,
+    samples_asked,
+    warn_of_order,
+)
 
 ORDERS = list(DataOrder)
 
@@ -125,6 +133,28 @@ def test_a_surplus_that_is_too_small_is_explained(three, monkeypatch):
     monkeypatch.setattr("maxmeg.data.build.member_sizes", lambda *_: ([100, 10], 200))
     with pytest.raises(ValueError, match=r"blend takes 100 samples of .*/b, .* only 44 .* raise"):
         opened(config, 0, 200)
+
+
+@pytest.mark.parametrize("items", [("a",), ("0.5", "a", "0.5", "b")])
+def test_another_order_than_the_checkpoints_is_told(three, items, caplog):
+    config = settings(three, items, split="1")
+    first = opened(config, 0, 50)
+    saved = json.loads(json.dumps(order_of(first)))
+    rows = first.batch(np.arange(50))["tokens"]
+    for changes, told in (
+        ({}, False),
+        ({"num_samples": 48}, False),  # of the same epoch
+        ({"num_samples": 500}, True),
+        ({"seed": 5}, True),
+    ):
+        other = opened(config, 0, **{"num_samples": 50, **changes})
+        caplog.clear()
+        warn_of_order(saved, other)
+        assert ("in another order" in caplog.text) == told
+        assert told or np.array_equal(other.batch(np.arange(48))["tokens"], rows[:48])
+    caplog.clear()
+    warn_of_order(None, first)  # of a checkpoint that does not say
+    assert not caplog.text
 
 
 def test_samples_that_a_run_asks_for():
