@@ -1,6 +1,7 @@
 """The subcommands of `python -m maxmeg.preprocess` that work on .bin/.idx files.
 
 inspect PREFIX ...                 counts, lengths, a sample and problems
+inspect --config=FILE.py           what a run reads of its corpora
 merge PREFIX ... --output=PREFIX   one dataset of several
 verify PREFIX ...                  compares files with their checksums
 """
@@ -9,7 +10,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from maxmeg.config.flags import parse as parse_config
 from maxmeg.data.checksum import SUFFIX, create_sums
+from maxmeg.data.composition import composition_text, uses_of
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.inspection import inspect, inspection_text
 from maxmeg.data.inspection_page import check_report, write_report
@@ -22,18 +25,37 @@ _PREFIXES = "prefixes of .bin and .idx files, or folders of them"
 def run_inspect(arguments: Sequence[str]) -> int:
     """Prints what datasets hold; 1 where one has a problem."""
     parser = _parser("inspect", "Counts, lengths, a sample and problems of .bin/.idx files.")
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=_PREFIXES)
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help=_PREFIXES)
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="FILE.py",
+        help="what a run reads: documents, tokens, samples, epochs of every split, and its corpora "
+        "where no PREFIX is given; --config.FIELD=VALUE as there",
+    )  # fmt: skip
     parser.add_argument("--tokenizer", help="decodes the sample; its vocabulary bounds the ids")
     parser.add_argument("--vocab_size", type=int, help="bounds the ids instead of the tokenizer's")
     parser.add_argument("--document", type=int, help="shown as a sample; default: the first")
     parser.add_argument("--verify", action="store_true", help=f"compare .bin with PREFIX{SUFFIX}")
     parser.add_argument("--report", metavar="FILE", help="draw the lengths into a .png or .html")
-    flags = parser.parse_args(arguments)
+    of_run = [word for word in arguments if word.startswith("--config.")]
+    flags = parser.parse_args([word for word in arguments if word not in of_run])
+    if not flags.prefixes and not flags.config:
+        parser.error("name a PREFIX, or a run with --config=FILE.py")
+    if of_run and not flags.config:
+        parser.error(f"{of_run[0]} needs --config=FILE.py")
     if flags.report:
         check_report(flags.report)
-    tokenizer = load_tokenizer(flags.tokenizer) if flags.tokenizer else None
+    uses, prefixes, spec = [], find_prefixes(flags.prefixes), flags.tokenizer
+    if flags.config:
+        words = ["maxmeg.preprocess", *(f"--config={file}" for file in flags.config), *of_run]
+        config, _ = parse_config(words)
+        assert config is not None
+        uses = uses_of(config)
+        print(composition_text(uses) + "\n")
+        named = [corpus.name for split in uses for corpus in split.corpora]
+        prefixes, spec = prefixes or list(dict.fromkeys(named)), spec or config.data.tokenizer
+    tokenizer = load_tokenizer(spec) if spec else None
     found, failed = [], False
-    for prefix in find_prefixes(flags.prefixes):
+    for prefix in prefixes:
         try:
             one = inspect(prefix, tokenizer, flags.vocab_size, flags.document, flags.verify)
         except ValueError as error:
@@ -42,8 +64,8 @@ def run_inspect(arguments: Sequence[str]) -> int:
             continue
         print(inspection_text(one) + "\n")
         found.append(one)
-    if flags.report and found:
-        write_report(flags.report, found)
+    if flags.report and (found or uses):
+        write_report(flags.report, found, uses)
         print(f"wrote {flags.report}")
     return int(failed or any(one.problems for one in found))
 
@@ -102,6 +124,6 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the subcommand that the first argument names; 1 after an error that was explained."""
     try:
         return COMMANDS[arguments[0]](arguments[1:])
-    except ValueError as error:
+    except (ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

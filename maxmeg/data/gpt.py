@@ -74,6 +74,7 @@ class GptDataset:
         self.vocab_size = vocab_size
         self.rules = rules
         ranges = [split_range(split, split_index, len(c)) for c in self.corpora]
+        self.ranges = ranges  # the split's sequences [begin, end) of each corpus
         self._begins = np.array([begin for begin, _ in ranges])
         self._bounds = np.cumsum([0] + [end - begin for begin, end in ranges])
         lengths = [c.lengths[a:b] for c, (a, b) in zip(self.corpora, ranges, strict=True)]

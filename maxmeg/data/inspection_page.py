@@ -4,9 +4,10 @@ import base64
 import html
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from maxmeg.data.composition import SplitUse, composition_text
 from maxmeg.data.inspection import Inspection, Lengths, bin_range, inspection_text
 
 _INK, _DOCUMENTS, _SHARES = "#333333", "#4c78a8", "#e4572e"
@@ -21,12 +22,14 @@ def check_report(path: str) -> None:
         raise ValueError(f"--report={path}: there is no folder {Path(path).parent} to write it to")
 
 
-def write_report(path: str, found: Sequence[Inspection]) -> None:
-    """Draws a histogram for every dataset and, for several, their shares of the tokens."""
+def write_report(path: str, found: Sequence[Inspection], uses: Sequence[SplitUse] = ()) -> None:
+    """Draws a histogram for every dataset, for several their shares of the tokens, and the
+    tokens that a run reads of each corpus."""
     check_report(path)
-    picture = _draw(found)
+    picture = _draw(found, uses)
     if path.endswith(".html"):
-        picture = _page(picture, found).encode()
+        texts = [inspection_text(one) for one in found]
+        picture = _page(picture, texts + [composition_text(uses)] * bool(uses)).encode()
     partial = Path(f"{path}.{os.getpid()}.tmp")
     try:
         partial.write_bytes(picture)
@@ -35,25 +38,25 @@ def write_report(path: str, found: Sequence[Inspection]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _draw(found: Sequence[Inspection]) -> bytes:
+def _draw(found: Sequence[Inspection], uses: Sequence[SplitUse]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = len(found) + (len(found) > 1)
+    shares = []
+    if len(found) > 1:
+        shares.append(("tokens", {one.prefix: one.num_tokens for one in found}))
+    for use in uses:
+        parts = use.corpora or (use.whole,)
+        read = {part.name: part.epochs * part.tokens for part in parts}
+        shares.append((f"tokens read: {use.whole.name}", read))
+    rows = len(found) + len(shares)
     figure = Figure(figsize=(8, 3 * rows), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(rows, squeeze=False)[:, 0]
     for axes, one in zip(panels, found, strict=False):
         _draw_lengths(axes, one.prefix, one.documents)
-    if len(found) > 1:
-        axes = panels[-1]
-        tokens = [one.num_tokens for one in found]
-        axes.barh([_literal(one.prefix) for one in found], tokens, color=_SHARES)
-        axes.invert_yaxis()
-        axes.set_xlabel("tokens", color=_INK)
-        for i, count in enumerate(tokens):
-            axes.annotate(f" {100 * count / sum(tokens):.1f} %", (count, i), va="center")
-        axes.margins(x=0.15)
+    for axes, (title, tokens) in zip(panels[len(found) :], shares, strict=True):
+        _draw_shares(axes, title, tokens)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     picture = io.BytesIO()
@@ -76,16 +79,25 @@ def _draw_lengths(axes, prefix: str, lengths: Lengths) -> None:
     )  # fmt: skip
 
 
+def _draw_shares(axes, title: str, tokens: Mapping[str, float]) -> None:
+    axes.barh([_literal(name[-40:]) for name in tokens], list(tokens.values()), color=_SHARES)
+    axes.invert_yaxis()
+    axes.set_xlabel(title, color=_INK)
+    for i, count in enumerate(tokens.values()):
+        axes.annotate(f" {100 * count / sum(tokens.values()):.1f} %", (count, i), va="center")
+    axes.margins(x=0.15)
+
+
 def _literal(text: str) -> str:
     """matplotlib reads formulas between dollar signs."""
     return text.replace("$", r"\$")
 
 
-def _page(picture: bytes, found: Sequence[Inspection]) -> str:
-    texts = "\n".join(f"<pre>{html.escape(inspection_text(one))}</pre>" for one in found)
+def _page(picture: bytes, texts: Sequence[str]) -> str:
+    blocks = "\n".join(f"<pre>{html.escape(text)}</pre>" for text in texts)
     return (
         '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Corpora</title>\n'
         f"<style>{_STYLE}</style>\n<h1>Corpora</h1>\n"
         f'<img alt="token lengths" src="data:image/png;base64,'
-        f'{base64.b64encode(picture).decode()}">\n{texts}\n</html>\n'
+        f'{base64.b64encode(picture).decode()}">\n{blocks}\n</html>\n'
     )

@@ -31,6 +31,26 @@ def test_a_corpus_is_inspected(prefix, tmp_path, capsys):
     assert "must end in .png or .html" in capsys.readouterr().err
 
 
+def test_a_run_is_inspected(prefix, tmp_path, capsys):
+    config = Path(preprocess.__file__).parents[1] / "configs" / "gpt.py"
+    run = [f"--config={config}", f"--config.data.paths={prefix}", "--config.data.split=1,0,0"]
+    run += [f"--config.run_dir={tmp_path}/run", "--config.data.sequence_length=8"]
+    report = tmp_path / "r.html"
+    assert preprocess.main(["inspect", *run, f"--report={report}"]) == 0
+    shown = capsys.readouterr().out
+    assert "train                                         2                 18" in shown
+    assert "\nfirst text" in shown  # by the run's own tokenizer
+    assert "samples read" in report.read_text()
+    assert preprocess.main(["inspect", *run, "--config.data.split=0,1,0"]) == 1
+    assert "leaves no sequence for train" in capsys.readouterr().err
+    assert preprocess.main(["inspect", *run, "--config.data.pats=x"]) == 1
+    assert "did you mean" in capsys.readouterr().err
+    for flags in ([], [prefix, "--config.data.split=1,0,0"]):
+        with pytest.raises(SystemExit):
+            preprocess.main(["inspect", *flags])
+        assert "--config=FILE.py" in capsys.readouterr().err
+
+
 def test_corpora_are_merged_and_verified(prefix, tmp_path, capsys):
     output = f"--output={tmp_path}/m"
     assert preprocess.main(["merge", prefix, f"{prefix}.idx", output]) == 0
