@@ -12,6 +12,8 @@ from maxmeg.data.stored import Arrays, digest, stored
 MOST_MEMBERS = 32766
 _BLOCK = 4096  # turns between two stored counts
 _FEW = 12  # members up to which plain numbers are faster than arrays
+_RUN_IN = 2048  # turns before a piece in which its guessed counts become the true ones
+_LEAST_PIECES, _MOST_PIECES = 16, 1024
 _SMALL = 1 << 12  # turns that are made sooner than found in files
 _KEYS = ("turns", "counts")
 
@@ -116,27 +118,89 @@ def member_sizes(shares: Sequence[float], size: int, surplus: float) -> tuple[li
 def blending_index(shares: Sequence[float], size: int) -> np.ndarray:
     """Whose turn it is at each of `size` samples: the member that lags most behind its share.
 
-    In Megatron-LM's arithmetic, float64; of equal members the first. int16.
+    In Megatron-LM's arithmetic, float64; of equal members the first. int16. Long indices are made
+    in pieces side by side. Where a piece begins the counts are guessed: any start that is nearly
+    right runs into the true turns soon. Each guess is compared with the true end of the piece
+    before, and a piece whose guess was wrong is made again.
     """
+    num_pieces = min(_MOST_PIECES, size // (2 * _RUN_IN))
+    if num_pieces < _LEAST_PIECES:
+        return _take_turns(shares, 0, np.zeros(len(shares)), size)[0]
+    length = -(-size // num_pieces)
+    starts = np.arange(num_pieces) * length
+    begins = np.zeros((len(shares), num_pieces))
+    run_in = starts[1:] - _RUN_IN
+    begins[:, 1:] = _take_turns_abreast(shares, run_in, _rounded(shares, run_in), _RUN_IN)
+    turns = np.empty((num_pieces, length), np.int16)
+    ends = _take_turns_abreast(shares, starts, begins.copy(), length, turns)
+    true_counts = ends[:, 0]
+    for piece in range(1, num_pieces):
+        if np.array_equal(true_counts, begins[:, piece]):
+            true_counts = ends[:, piece]
+        else:
+            start = int(starts[piece])
+            turns[piece], true_counts = _take_turns(shares, start, true_counts, length)
+    return turns.reshape(-1)[:size]
+
+
+def _take_turns(
+    shares: Sequence[float], start: int, counts: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Turns from `start` on, one by one, and the counts after them."""
     turns = np.empty(size, np.int16)
-    if len(shares) <= _FEW:
-        counts = [0] * len(shares)
-        members = range(len(shares))
+    if len(shares) > _FEW:
+        shares_array, counts, lags = np.array(shares), counts.copy(), np.empty(len(shares))
         for i in range(size):
-            at = i or 1
-            lags = [shares[member] * at - counts[member] for member in members]
-            turn = lags.index(max(lags))
+            np.multiply(shares_array, float(start + i or 1), out=lags)
+            np.subtract(lags, counts, out=lags)
+            turn = lags.argmax()
             turns[i] = turn
             counts[turn] += 1
-        return turns
-    shares_array, counts, lags = np.array(shares), np.zeros(len(shares)), np.empty(len(shares))
+        return turns, counts
+    plain, members = counts.tolist(), range(len(shares))
     for i in range(size):
-        np.multiply(shares_array, float(i or 1), out=lags)
-        np.subtract(lags, counts, out=lags)
-        turn = lags.argmax()
+        at = start + i or 1
+        lags = [shares[member] * at - plain[member] for member in members]
+        turn = lags.index(max(lags))
         turns[i] = turn
-        counts[turn] += 1
-    return turns
+        plain[turn] += 1
+    return turns, np.array(plain)
+
+
+def _take_turns_abreast(
+    shares: Sequence[float],
+    starts: np.ndarray,
+    counts: np.ndarray,
+    size: int,
+    turns: np.ndarray | None = None,
+) -> np.ndarray:
+    """As `_take_turns`, for many starts at once; counts [members, starts] become those after."""
+    num_starts = len(starts)
+    at, most, lag = starts.astype(float), np.empty(num_starts), np.empty(num_starts)
+    turn, is_more = np.empty(num_starts, np.int64), np.empty(num_starts, bool)
+    columns, flat = np.arange(num_starts), counts.reshape(-1)
+    for i in range(size):
+        clipped = np.maximum(at, 1.0)
+        most.fill(-np.inf)
+        for member, share in enumerate(shares):
+            np.multiply(clipped, share, out=lag)
+            np.subtract(lag, counts[member], out=lag)
+            np.greater(lag, most, out=is_more)
+            np.maximum(lag, most, out=most)
+            np.copyto(turn, member, where=is_more)
+        if turns is not None:
+            turns[:, i] = turn
+        flat[turn * num_starts + columns] += 1
+        at += 1
+    return counts
+
+
+def _rounded(shares: Sequence[float], places: np.ndarray) -> np.ndarray:
+    """About the counts at these places: shares of each, rounded so that they add up to it."""
+    exact = np.outer(shares, places)
+    counts = np.floor(exact)
+    order = np.argsort(np.argsort(counts - exact, axis=0, kind="stable"), axis=0)
+    return counts + (order < (places - counts.sum(0)))
 
 
 def exhaustive_index(sizes: Sequence[int]) -> np.ndarray:

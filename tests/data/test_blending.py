@@ -76,6 +76,26 @@ def test_every_member_gets_its_share(weights, size):
     assert np.array_equal(longer[:size], turns)
 
 
+@pytest.mark.parametrize("run_in", [1, 4, 40])
+@pytest.mark.parametrize("members", [1, 2, 5, 13])
+def test_pieces_side_by_side_are_the_whole(monkeypatch, members, run_in):
+    """A run-in of one turn leaves wrong guesses, which are made again."""
+    monkeypatch.setattr(blending, "_RUN_IN", run_in)
+    monkeypatch.setattr(blending, "_LEAST_PIECES", 2)
+    again, take_turns = [], blending._take_turns
+    monkeypatch.setattr(
+        blending, "_take_turns", lambda *rest: again.append(rest[1]) or take_turns(*rest)
+    )
+    random = np.random.default_rng(members)
+    for kind in range(12):
+        weights = random.random(members) ** kind + 1e-4
+        shares = normalized((random.integers(1, 4, members) if kind % 4 == 3 else weights).tolist())
+        size = int(random.integers(100, 1500))
+        assert blending_index(shares, size).tolist() == plain_turns(shares, size)
+    if members == 13:
+        assert bool(again) or run_in == 40
+
+
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
 def test_exhaustive_turns_take_everything(sizes):
     assert np.bincount(exhaustive_index(sizes), minlength=len(sizes)).tolist() == sizes
