@@ -63,7 +63,8 @@ class IndexedDataset:
     there are any, and with `vocab_size` the ids at some places; ValueError names the file and the
     rule. Workers that receive a copy open the same files again without a second check.
 
-    modes: int8 per sequence of a multimodal file (0 text), else None.
+    modes: int8 per sequence of a multimodal file (0 text), else None. may_be_empty: a file without
+    tokens, as of a part of a corpus, is no error.
     """
 
     def __init__(
@@ -72,9 +73,10 @@ class IndexedDataset:
         check: bool = True,
         vocab_size: int | None = None,
         check_sums: bool = True,
+        may_be_empty: bool = False,
     ) -> None:
         self.prefix = os.fspath(prefix)
-        index = _read_index(Path(self.prefix + ".idx"))
+        index = _read_index(Path(self.prefix + ".idx"), may_be_empty)
         if check:
             _check_index(Path(self.prefix + ".idx"), index)
             if check_sums:
@@ -84,8 +86,11 @@ class IndexedDataset:
         self.document_indices = index.document_indices
         self.modes = index.modes
         self._pointers = index.pointers
-        tokens = int(index.pointers[-1]) // index.dtype.itemsize + int(index.lengths[-1])
-        self.tokens = _map_tokens(Path(self.prefix + ".bin"), index.dtype, tokens)
+        tokens = 0
+        if len(index.lengths):
+            tokens = int(index.pointers[-1]) // index.dtype.itemsize + int(index.lengths[-1])
+        path = Path(self.prefix + ".bin")
+        self.tokens = _map_tokens(path, index.dtype, tokens, may_be_empty)
         if vocab_size is not None:
             self.check_ids(vocab_size)
 
@@ -183,16 +188,18 @@ class IndexedDataset:
         )
 
 
-def _map(path: Path) -> mmap.mmap:
+def _map(path: Path, may_be_empty: bool = False) -> mmap.mmap | bytes:
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the prefix of a .bin and an .idx file")
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
+            if may_be_empty:
+                return b""
             raise ValueError(f"{path} is empty: {_REMEDY}")
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-def _read_index(path: Path) -> _Index:
+def _read_index(path: Path, may_be_empty: bool) -> _Index:
     data = _map(path)
     if len(data) < HEADER.size:
         raise ValueError(
@@ -211,7 +218,7 @@ def _read_index(path: Path) -> _Index:
             f"{path} has {len(data)} bytes, but {sequences} sequences and {documents} document "
             f"indices need {size}: it is truncated or corrupt; {_REMEDY}"
         )
-    if not sequences:
+    if not sequences and not may_be_empty:
         raise ValueError(f"{path} holds no sequences: its corpus had no text; {_REMEDY}")
     at = HEADER.size
     lengths = np.frombuffer(data, "<i4", sequences, at)
@@ -258,9 +265,9 @@ def _check_index(path: Path, index: _Index) -> None:
             )
 
 
-def _map_tokens(path: Path, dtype: np.dtype, count: int) -> np.ndarray:
+def _map_tokens(path: Path, dtype: np.dtype, count: int, may_be_empty: bool) -> np.ndarray:
     size = count * dtype.itemsize
-    data = _map(path)
+    data = _map(path, may_be_empty)
     if len(data) != size:
         raise ValueError(
             f"{path} has {len(data)} bytes, but its .idx describes {size} ({count} tokens of "
@@ -332,7 +339,9 @@ class IndexedWriter:
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """All documents of a dataset of the same dtype, as they are."""
-        if dataset.dtype != self.dtype or (dataset.modes is None) != (self._modes is None):
+        # Without sequences nothing tells whether a file would have had modes.
+        same_modes = not len(dataset) or (dataset.modes is None) == (self._modes is None)
+        if dataset.dtype != self.dtype or not same_modes:
             raise ValueError(
                 f"{dataset.prefix} holds {_describe(dataset.dtype, dataset.modes is not None)}, "
                 f"but {self.prefix} {_describe(self.dtype, self._modes is not None)}: prepare "

@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from maxmeg.data.checksum import SUFFIX
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 
@@ -46,22 +48,30 @@ def merge(names: Sequence[str], output: str, checksums: bool = True) -> Merged:
     prefixes = find_prefixes(names)
     if not prefixes:
         raise ValueError("nothing to merge: name prefixes of .bin and .idx files, or their folder")
-    report = Merged(len(prefixes))
+    report, tokens = Merged(len(prefixes)), 0
+    kinds: dict[tuple[np.dtype, bool], str] = {}
     for prefix in prefixes:
         if os.path.realpath(prefix + ".bin") == os.path.realpath(output + ".bin"):
             raise ValueError(f"{output} is an input as well: write to another prefix")
-        dataset = IndexedDataset(prefix)
+        dataset = IndexedDataset(prefix, may_be_empty=True)
+        tokens += dataset.num_tokens
+        if len(dataset):  # without sequences nothing tells whether there would have been modes
+            kinds.setdefault((dataset.dtype, dataset.modes is not None), prefix)
         if os.path.exists(prefix + SUFFIX):
             dataset.verify()
             report.verified += 1
+    if len(kinds) > 1:
+        shown = ", ".join(
+            f"{prefix} {dtype}{' with modes' * modes}" for (dtype, modes), prefix in kinds.items()
+        )
+        raise ValueError(f"datasets of different kinds: {shown}; prepare all with one tokenizer")
+    if not tokens:
+        raise ValueError(f"{', '.join(prefixes[:8])} hold no tokens: nothing is written")
+    ((dtype, multimodal),) = kinds
     # A dataset is open only while it is copied: a map holds a file, and there may be thousands.
-    first = IndexedDataset(prefixes[0], check=False)
-    multimodal = first.modes is not None
-    with IndexedWriter(
-        output, dtype=first.dtype, multimodal=multimodal, checksums=checksums
-    ) as writer:
+    with IndexedWriter(output, dtype=dtype, multimodal=multimodal, checksums=checksums) as writer:
         for prefix in prefixes:
-            dataset = IndexedDataset(prefix, check=False)
+            dataset = IndexedDataset(prefix, check=False, may_be_empty=True)
             writer.add_dataset(dataset)
             report.documents += dataset.num_documents
             report.tokens += dataset.num_tokens

@@ -12,9 +12,7 @@ from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.merge import find_prefixes, merge
 
 DOCUMENT = st.lists(st.lists(st.integers(0, 60000), max_size=4), max_size=3)
-CORPUS = st.lists(DOCUMENT, max_size=4).filter(
-    lambda corpus: any(sequence for document in corpus for sequence in document)
-)
+CORPUS = st.lists(DOCUMENT, max_size=4)  # which may be empty, as a part of a corpus may be
 
 
 def write(prefix: Path, corpora, **kind) -> None:
@@ -26,7 +24,12 @@ def write(prefix: Path, corpora, **kind) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(CORPUS, min_size=1, max_size=4), st.booleans())
+@given(
+    st.lists(CORPUS, min_size=1, max_size=4).filter(
+        lambda corpora: any(s for corpus in corpora for document in corpus for s in document)
+    ),
+    st.booleans(),
+)
 def test_a_merge_is_what_one_writer_writes(tmp_path_factory, corpora, multimodal):
     folder = tmp_path_factory.mktemp("merge")
     kind = {"vocab_size": 60001, "multimodal": multimodal}
@@ -65,12 +68,15 @@ def test_what_cannot_be_merged_leaves_no_files(tmp_path):
     write(tmp_path / "int32", [[[[1]]]])
     write(tmp_path / "modes", [[[[1]]]], vocab_size=100, multimodal=True)
     a, out = f"{tmp_path}/a", f"{tmp_path}/out"
-    with pytest.raises(ValueError, match=r"int32 holds int32, but .*out uint16"):
+    with pytest.raises(ValueError, match=r"a uint16, .*int32 int32; prepare"):
         merge([a, f"{tmp_path}/int32"], out)
-    with pytest.raises(ValueError, match=r"modes holds uint16 with modes, but .*out uint16"):
+    with pytest.raises(ValueError, match=r"a uint16, .*modes uint16 with modes; prepare"):
         merge([a, f"{tmp_path}/modes"], out)
     with pytest.raises(ValueError, match="nothing to merge"):
         merge([], out)
+    write(tmp_path / "empty", [[[]]], vocab_size=100)
+    with pytest.raises(ValueError, match="empty hold no tokens"):
+        merge([f"{tmp_path}/empty"], out)
     with pytest.raises(ValueError, match="does not exist"):
         merge([a, f"{tmp_path}/none"], out)
     with pytest.raises(ValueError, match="an input as well"):
@@ -84,9 +90,12 @@ def test_what_cannot_be_merged_leaves_no_files(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
 
 
-def test_an_open_document_cannot_be_followed_by_a_dataset(tmp_path):
+def test_a_dataset_follows_only_what_it_fits(tmp_path):
     write(tmp_path / "a", [[[[1]]]])
+    write(tmp_path / "modes", [[[[1]]]], multimodal=True)
     with IndexedWriter(tmp_path / "b") as writer:
+        with pytest.raises(ValueError, match=r"modes holds int32 with modes, but .*b int32"):
+            writer.add_dataset(IndexedDataset(tmp_path / "modes"))
         writer.add_item([1])
         with pytest.raises(ValueError, match="call end_document"):
             writer.add_dataset(IndexedDataset(tmp_path / "a"))

@@ -83,9 +83,10 @@ def test_each_reads_what_the_other_writes(tmp_path, code, multimodal):
 
 @pytest.mark.parametrize("multimodal", [False, True])
 def test_a_merge_is_megatrons(tmp_path, multimodal):
-    dtype, prefixes = np.dtype("<u2"), [tmp_path / f"part{i}" for i in range(3)]
-    for i, prefix in enumerate(prefixes):
-        write_ours(prefix, some_documents(i, multimodal), dtype, multimodal)
+    dtype, prefixes = np.dtype("<u2"), [tmp_path / f"part{i}" for i in range(4)]
+    parts = [some_documents(i, multimodal) for i in range(3)] + [[[], []]]
+    for prefix, documents in zip(prefixes, parts, strict=True):
+        write_ours(prefix, documents, dtype, multimodal)
     merge([str(prefix) for prefix in prefixes], f"{tmp_path}/ours")
     builder = megatron.IndexedDatasetBuilder(f"{tmp_path}/megatrons.bin", np.uint16, multimodal)
     for prefix in prefixes:
