@@ -146,6 +146,24 @@ class DataConfig:
     eod_mask_loss: bool = setting(
         False, "no loss where the input is the end of a document", "--eod-mask-loss"
     )
+    fim_rate: float = setting(
+        0.0, "share of documents in samples to fill in the middle of, in [0, 1]", "--fim-rate"
+    )
+    fim_spm_rate: float = setting(
+        0.5, "of those, with the suffix before the prefix, in [0, 1]", "--fim-spm-rate"
+    )
+    fim_tokens: tuple[str, ...] = setting(
+        (),
+        "prefix, middle, suffix and padding token, by name or id",
+        "--fim-prefix-token, --fim-middle-token, --fim-suffix-token, --fim-pad-token",
+    )
+    fim_split: str = setting(
+        "", "token that divides documents into fragments; empty: none", "--fim-split-sample"
+    )
+    fim_fragment_rate: float = setting(0.5, "share of fragments, in [0, 1]", "--fim-fragment-rate")
+    fim_no_prefix: str = setting(
+        "", "texts that begin with this stay as they are; empty: none", "--fim-no-prefix"
+    )
 
     @property
     def has_segments(self) -> bool:

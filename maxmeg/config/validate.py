@@ -3,6 +3,7 @@
 Lengths and batch sizes over time are checked where they are computed: `optim/schedules.py`.
 """
 
+import dataclasses
 import math
 
 from maxmeg.config.model import ModelConfig, NormPlace, Position, RotaryScaling
@@ -85,6 +86,7 @@ def validate(config: Config, num_devices: int) -> None:
         *pipeline_problems(config, sizes),
         *data_problems(config),
         *objective_problems(config.data),
+        *fim_problems(config.data),
         *optim_problems(config),
         *train_problems(config, sizes),
         *lora_problems(config),
@@ -243,6 +245,29 @@ def objective_problems(data: DataConfig):
                 f"data.{name}=True is for samples that are cut through documents; rows of "
                 "data.objective=sft and data.packing keep documents apart: leave it out"
             )
+
+
+def fim_problems(data: DataConfig):
+    names = [f.name for f in dataclasses.fields(data) if f.name.startswith("fim_")]
+    for name in names:
+        value = getattr(data, name)
+        if name.endswith("_rate") and not 0 <= value <= 1:
+            yield f"data.{name}={value} must lie in [0, 1]"
+        if not data.fim_rate and value != getattr(DataConfig(), name):
+            yield f"data.{name}={value} has no effect with data.fim_rate=0: set that, as 0.5"
+    if data.fim_fragment_rate != DataConfig().fim_fragment_rate and not data.fim_split:
+        yield f"data.fim_fragment_rate={data.fim_fragment_rate} needs data.fim_split, a token"
+    if data.fim_rate and len(data.fim_tokens) != 4:
+        yield (
+            f"data.fim_rate={data.fim_rate} needs data.fim_tokens, not {data.fim_tokens}: name "
+            "prefix, middle, suffix and padding, as <fim_prefix>,<fim_middle>,<fim_suffix>,"
+            "<fim_pad>"
+        )
+    if data.fim_rate and (data.objective is Objective.sft or data.packing is not Packing.none):
+        yield (
+            f"data.fim_rate={data.fim_rate} is for samples that are cut through documents: leave "
+            "it out with data.objective=sft and data.packing"
+        )
 
 
 def optim_problems(config: Config):

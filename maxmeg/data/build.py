@@ -14,6 +14,7 @@ from maxmeg.data.blending import (
     read_blend,
 )
 from maxmeg.data.corpus import standard_library
+from maxmeg.data.fim import make_fim
 from maxmeg.data.gpt import SPLITS, Dataset, DocumentRules, GptDataset
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder
@@ -109,6 +110,7 @@ def build_dataset(
         config.reset_position_ids,
         config.reset_attention_mask,
         config.eod_mask_loss,
+        make_fim(config, tokenizer, seed, vocab_size),
     )
 
     def single(members: list[IndexedDataset], size: int | None) -> GptDataset:

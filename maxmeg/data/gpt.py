@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 
+from maxmeg.data.fim import Fim
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
 from maxmeg.data.sampling import GptSamples, split_range
@@ -34,12 +35,13 @@ class Dataset(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class DocumentRules:
-    """What happens at the ends of documents inside a sample (DataConfig's fields)."""
+    """What happens to documents inside a sample, and at their ends (DataConfig's fields)."""
 
     eod: int | None = None
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    fim: Fim | None = None
 
     @property
     def any(self) -> bool:
@@ -116,10 +118,15 @@ class GptDataset:
         tokens, targets, positions int32; loss_mask float32; segment_ids int32 where attention
         stays within documents. ValueError for an id beyond the vocabulary.
         """
-        text = self._read(np.asarray(indices))
+        indices, used = np.asarray(indices), None
+        text = self._read(indices)
+        if self.rules.fim is not None:
+            text, used = self.rules.fim(text, indices)
         tokens = np.ascontiguousarray(text[:, :-1])
         batch = {"tokens": tokens, "targets": np.ascontiguousarray(text[:, 1:])}
         loss_mask = np.ones(tokens.shape, np.float32)
+        if used is not None:  # padding is no target
+            loss_mask[np.arange(self.sequence_length) >= used[:, None] - 1] = 0
         positions = np.arange(self.sequence_length, dtype=np.int32)
         batch["positions"] = np.tile(positions, (len(tokens), 1))
         batch["loss_mask"] = loss_mask

@@ -158,6 +158,8 @@ class HuggingFaceTokenizer:
         self._model.no_truncation()
         self._model.no_padding()
         vocabulary = self._model.get_vocab(with_added_tokens=True)
+        added = self._model.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
         size = max(vocabulary.values(), default=-1) + 1
         names = _special_names(path.parent / "tokenizer_config.json", vocabulary)
         ends = [names["eos_token"]] if "eos_token" in names else list(END_NAMES)
@@ -185,6 +187,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token_id(self, name: str) -> int | None:
+        return self._model.token_to_id(name)
 
 
 class Gpt2Tokenizer:

@@ -1,0 +1,168 @@
+"""Fill in the middle: Megatron-LM's samples from the same stream; ours from a sample's own."""
+
+import hashlib
+import pickle
+
+import numpy as np
+import pytest
+from tokenizer_files import folder
+
+from maxmeg.config.schema import Config, DataConfig, DataOrder, Objective
+from maxmeg.config.validate import validate
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.fim import Fim, FimRules, sentinel_ids
+from maxmeg.data.tokenizers import load_tokenizer
+
+PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = 257, 258, 259, 260, 256, 262
+SENTINELS = {"prefix": PREFIX, "middle": MIDDLE, "suffix": SUFFIX, "pad": PAD}
+# Rates, split token, prefix that stays -> digest of what GPTFIMDataset of Megatron-LM's d98e8a64dd
+# made of `samples` from RandomState(11), on the bytes tokenizer.
+GOLDEN = {
+    (1.0, 0.5, 0.5, None, ""): "1fe487e92560b335",
+    (0.5, 0.0, 0.5, None, ""): "b391a1122e9b0664",
+    (0.9, 1.0, 0.5, None, ""): "8515a3c0c89b5417",
+    (0.8, 0.5, 0.5, SPLIT, ""): "be05ba2076c4fbee",
+    (1.0, 0.5, 1.0, SPLIT, ""): "533099bea71fa8bc",
+    (1.0, 0.5, 1.0, SPLIT, "a"): "28f0a09dacd9a342",
+}
+
+
+def samples():
+    """Words of a to d, some ends of documents and split tokens."""
+    made = np.random.RandomState(7)
+    for _ in range(50):
+        tokens = made.randint(97, 101, made.randint(1, 60))
+        tokens[made.random_sample(len(tokens)) < 0.06] = EOD
+        tokens[made.random_sample(len(tokens)) < 0.06] = SPLIT
+        yield tokens
+
+
+def fim(rate=1.0, spm=0.5, fragment=0.5, split=None, no_prefix="", seed=3) -> Fim:
+    rules = FimRules(rate, spm, fragment, SENTINELS, EOD, split, no_prefix)
+    return Fim(rules, load_tokenizer("bytes"), seed)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_samples_are_megatrons(case):
+    made, stream, digest = fim(*case), np.random.RandomState(11), hashlib.sha256()
+    for tokens in samples():
+        new = made.transform(tokens, stream)[: len(tokens)]
+        padding = np.full(len(tokens) - len(new), PAD)
+        digest.update(np.concatenate([new, padding]).astype("<i4").tobytes())
+    assert digest.hexdigest()[:16] == GOLDEN[case]
+
+
+def undone(tokens: list[int]) -> list[int]:
+    """The document that a transformed one was."""
+    if PREFIX not in tokens:
+        return tokens
+    assert tokens[0] == PREFIX and all(tokens.count(s) == 1 for s in (PREFIX, MIDDLE, SUFFIX))
+    end, mid = tokens.index(SUFFIX), tokens.index(MIDDLE)
+    prefix, suffix, rest = tokens[1:end], tokens[end + 1 : mid], tokens[mid + 1 :]
+    if end > 1:
+        return prefix + rest + suffix
+    return rest + suffix  # either variant: without a prefix they are one
+
+
+def test_nothing_is_lost_but_at_the_end():
+    text = np.array([97 + i % 26 for i in range(200)], np.int32)
+    text[[40, 90, 91, 150]] = EOD
+    changed = 0
+    for n in range(40):
+        new = fim(rate=0.7).transform(text, np.random.RandomState(n)).tolist()
+        documents = " ".join(map(str, new)).split(f" {EOD} ")
+        back = [undone([int(t) for t in d.split()]) for d in documents]
+        assert back == [
+            part.tolist() for part in (text[:40], text[41:90], text[92:150], text[151:])
+        ]
+        changed += new.count(PREFIX)
+    assert 90 < changed < 135  # of 160, at a rate of 0.7
+
+
+def test_a_sample_depends_on_its_number_alone():
+    text = np.tile(np.arange(97, 117, dtype=np.int32), (6, 1))
+    rows, used = fim()(text, np.arange(6))
+    assert rows.dtype == np.int32 and (used == 20).all() and len(np.unique(rows, axis=0)) == 6
+    backwards, _ = pickle.loads(pickle.dumps(fim()))(text, np.arange(6)[::-1])
+    assert (backwards == rows[::-1]).all()
+    assert (fim()(text[:1], np.array([2**40]))[0] != rows[:1]).any()
+    assert (fim(seed=4)(text, np.arange(6))[0] != rows).any()
+    assert (fim(rate=0.0)(text, np.arange(6))[0] == text).all()
+
+
+def settings(make_corpus, **changes) -> DataConfig:
+    documents = [[97 + i % 26 for i in range(n)] + [EOD] for n in (30, 3, 50, 41, 7, 64)]
+    data = DataConfig(paths=(make_corpus(documents),), split="1,0,0", sequence_length=24)
+    data.fim_rate, data.fim_tokens = 1.0, ("257", "258", "259", "260")
+    for name, value in changes.items():
+        setattr(data, name, value)
+    return data
+
+
+@pytest.mark.parametrize("order", DataOrder)
+def test_training_samples(make_corpus, order):
+    data = settings(make_corpus, order=order, reset_attention_mask=True)
+    tokenizer, prefixes = open_corpus(data, "unused")
+    found = build_dataset(data, prefixes, tokenizer, 0, seed=1, vocab_size=300)
+    assert found is not None
+    numbers = np.arange(found.samples_per_epoch)
+    batch = found.batch(numbers)
+    assert (batch["tokens"] == PREFIX).any(1).all()
+    assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all()
+    assert batch["segment_ids"].max() > 1
+    again = pickle.loads(pickle.dumps(found)).batch(numbers[3:5])
+    assert all((array == batch[name][3:5]).all() for name, array in again.items())
+    data.fim_rate = 0
+    plain = build_dataset(data, prefixes, tokenizer, 0, seed=1, vocab_size=300)
+    assert plain is not None and (plain.batch(numbers)["tokens"] < PREFIX).all()
+
+
+def test_padding_has_no_loss(make_corpus):
+    ends = settings(make_corpus, paths=(make_corpus([[EOD] * 200 + [97]], "ends"),))
+    tokenizer, prefixes = open_corpus(ends, "unused")
+    found = build_dataset(ends, prefixes, tokenizer, 0, seed=1, vocab_size=300)
+    assert found is not None
+    batch = found.batch(np.arange(8))  # empty documents go with their ends: sentinels are left
+    is_padding = batch["targets"] == PAD
+    assert is_padding.sum(1).min() > 10
+    assert (batch["loss_mask"] == ~is_padding).all()
+
+
+def test_special_tokens_leave_the_text(tmp_path):
+    tokenizer = folder(tmp_path / "hf", {"eos_token": "</s>"})  # <s> </s> <|user|> ... a b
+    found = sentinel_ids(("<s>", "<|user|>", "3", "</s>"), tokenizer, 7)
+    assert found == {"prefix": 0, "middle": 2, "suffix": 3, "pad": 1}
+    rules = FimRules(1.0, 0.0, 0.5, found, tokenizer.eod)
+    new = Fim(rules, tokenizer, 0).transform(np.array([4, 2, 5]), np.random.RandomState(1)).tolist()
+    assert new.count(2) == 1 and sorted(t for t in new if t > 3) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    ("names", "error"),
+    [
+        (("257", "258", "259"), "must name 4 tokens: prefix, middle, suffix, pad"),
+        (("257", "258", "259", "300"), "'300' is no token of bytes, nor an id below 300"),
+        (("257", "258", "<fim>", "9"), "'<fim>' is no token of bytes"),
+        (("257", "258", "258", "9"), "must be different tokens"),
+    ],
+)
+def test_tokens_that_are_none(names, error):
+    with pytest.raises(ValueError, match=error):
+        sentinel_ids(names, load_tokenizer("bytes"), 300)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must lie in \[0, 1\]"),
+        ({"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must lie"),
+        ({"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect with data\.fim_rate=0"),
+        ({"fim_tokens": ()}, r"data\.fim_rate=1\.0 needs data\.fim_tokens"),
+        ({"fim_fragment_rate": 0.9}, r"needs data\.fim_split"),
+        ({"objective": Objective.sft}, r"leave it out with data\.objective=sft"),
+    ],
+)
+def test_settings_that_do_not_fit(make_corpus, changes, error):
+    config = Config(data=settings(make_corpus, **changes))
+    with pytest.raises(ValueError, match=error):
+        validate(config, 1)
