@@ -13,7 +13,8 @@ MOST_MEMBERS = 32766
 _BLOCK = 4096  # turns between two stored counts
 _FEW = 12  # members up to which plain numbers are faster than arrays
 _RUN_IN = 2048  # turns before a piece in which its guessed counts become the true ones
-_LEAST_PIECES, _MOST_PIECES = 16, 1024
+_LEAST_PIECES = 8  # for each member; fewer are slower than turns one by one
+_MOST_PIECES = 1024
 _SMALL = 1 << 12  # turns that are made sooner than found in files
 _KEYS = ("turns", "counts")
 
@@ -124,7 +125,7 @@ def blending_index(shares: Sequence[float], size: int) -> np.ndarray:
     before, and a piece whose guess was wrong is made again.
     """
     num_pieces = min(_MOST_PIECES, size // (2 * _RUN_IN))
-    if num_pieces < _LEAST_PIECES:
+    if num_pieces < _LEAST_PIECES * len(shares):
         return _take_turns(shares, 0, np.zeros(len(shares)), size)[0]
     length = -(-size // num_pieces)
     starts = np.arange(num_pieces) * length

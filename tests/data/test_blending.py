@@ -81,7 +81,7 @@ def test_every_member_gets_its_share(weights, size):
 def test_pieces_side_by_side_are_the_whole(monkeypatch, members, run_in):
     """A run-in of one turn leaves wrong guesses, which are made again."""
     monkeypatch.setattr(blending, "_RUN_IN", run_in)
-    monkeypatch.setattr(blending, "_LEAST_PIECES", 2)
+    monkeypatch.setattr(blending, "_LEAST_PIECES", 0)
     again, take_turns = [], blending._take_turns
     monkeypatch.setattr(
         blending, "_take_turns", lambda *rest: again.append(rest[1]) or take_turns(*rest)
