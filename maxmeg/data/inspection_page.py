@@ -4,13 +4,14 @@ import base64
 import html
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from maxmeg.data.composition import SplitUse, composition_text
 from maxmeg.data.inspection import Inspection, Lengths, bin_range, inspection_text
 
 _INK, _DOCUMENTS, _SHARES = "#333333", "#4c78a8", "#e4572e"
+_DRAWN = 30  # corpora in a picture; a page tells of all in words
 _STYLE = "body{font:15px sans-serif;max-width:60em;margin:2em auto;color:#333}img{max-width:100%}"
 
 
@@ -23,8 +24,8 @@ def check_report(path: str) -> None:
 
 
 def write_report(path: str, found: Sequence[Inspection], uses: Sequence[SplitUse] = ()) -> None:
-    """Draws a histogram for every dataset, for several their shares of the tokens, and the
-    tokens that a run reads of each corpus."""
+    """Draws a histogram for every dataset (the 30 largest), for several their shares of the
+    tokens, and the tokens that a run reads of each corpus."""
     check_report(path)
     picture = _draw(found, uses)
     if path.endswith(".html"):
@@ -42,21 +43,23 @@ def _draw(found: Sequence[Inspection], uses: Sequence[SplitUse]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    drawn = sorted(found, key=lambda one: -one.num_tokens)[:_DRAWN]
     shares = []
     if len(found) > 1:
-        shares.append(("tokens", {one.prefix: one.num_tokens for one in found}))
+        shares.append(("tokens", [(one.prefix, float(one.num_tokens)) for one in found]))
     for use in uses:
         parts = use.corpora or (use.whole,)
-        read = {part.name: part.epochs * part.tokens for part in parts}
+        read = [(part.name, part.epochs * part.tokens) for part in parts]
         shares.append((f"tokens read: {use.whole.name}", read))
-    rows = len(found) + len(shares)
-    figure = Figure(figsize=(8, 3 * rows), dpi=120, layout="constrained")
+    shares = [(title, _largest(bars)) for title, bars in shares]
+    heights = [3.0] * len(drawn) + [1.2 + 0.3 * len(bars) for _, bars in shares]
+    figure = Figure(figsize=(8, sum(heights)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(rows, squeeze=False)[:, 0]
-    for axes, one in zip(panels, found, strict=False):
+    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, one in zip(panels, drawn, strict=False):
         _draw_lengths(axes, one.prefix, one.documents)
-    for axes, (title, tokens) in zip(panels[len(found) :], shares, strict=True):
-        _draw_shares(axes, title, tokens)
+    for axes, (title, bars) in zip(panels[len(drawn) :], shares, strict=True):
+        _draw_shares(axes, title, bars)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)
     picture = io.BytesIO()
@@ -79,12 +82,24 @@ def _draw_lengths(axes, prefix: str, lengths: Lengths) -> None:
     )  # fmt: skip
 
 
-def _draw_shares(axes, title: str, tokens: Mapping[str, float]) -> None:
-    axes.barh([_literal(name[-40:]) for name in tokens], list(tokens.values()), color=_SHARES)
+def _largest(bars: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """The largest in their order, and the sum of the others."""
+    if len(bars) <= _DRAWN:
+        return list(bars)
+    least = sorted((count for _, count in bars), reverse=True)[_DRAWN - 1]
+    shown = [bar for bar in bars if bar[1] >= least][:_DRAWN]
+    rest = sum(count for _, count in bars) - sum(count for _, count in shown)
+    return [*shown, (f"{len(bars) - len(shown)} others", rest)]
+
+
+def _draw_shares(axes, title: str, bars: Sequence[tuple[str, float]]) -> None:
+    counts, total = [count for _, count in bars], sum(count for _, count in bars)
+    axes.barh(range(len(bars)), counts, color=_SHARES)
+    axes.set_yticks(range(len(bars)), [_literal(name[-40:]) for name, _ in bars], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(title, color=_INK)
-    for i, count in enumerate(tokens.values()):
-        axes.annotate(f" {100 * count / sum(tokens.values()):.1f} %", (count, i), va="center")
+    for i, count in enumerate(counts):
+        axes.annotate(f" {100 * count / max(total, 1):.1f} %", (count, i), va="center", fontsize=8)
     axes.margins(x=0.15)
 
 

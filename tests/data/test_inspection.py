@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxmeg.data import inspection_page
 from maxmeg.data.indexed import IndexedWriter
 from maxmeg.data.inspection import bin_range, inspect, inspection_text, summarize_lengths
 from maxmeg.data.inspection_page import check_report, write_report
@@ -91,6 +92,16 @@ def test_reports_are_pictures(tmp_path):
     assert picture and base64.b64decode(picture[1]).startswith(PNG)
     assert "<i>" not in page and "a$b$_&lt;i&gt;: 14 tokens" in page
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_many_corpora_are_drawn_as_the_largest_and_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(inspection_page, "_DRAWN", 3)
+    bars = [(str(i), float(count)) for i, count in enumerate([5, 1, 7, 2, 5, 5])]
+    assert inspection_page._largest(bars) == [("0", 5), ("2", 7), ("4", 5), ("3 others", 8)]
+    assert inspection_page._largest(bars[:3]) == bars[:3]
+    found = [inspect(write(tmp_path / str(i), ["a" * (i + 1)])) for i in range(5)]
+    write_report(f"{tmp_path}/many.html", found)
+    assert (tmp_path / "many.html").read_text().count("<pre>") == 5
 
 
 @pytest.mark.parametrize("name", ["x.svg", "none/x.png", "folder.html"])
