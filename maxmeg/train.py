@@ -14,6 +14,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
 from maxmeg.data.build import (
     build_dataset,
+    build_validation,
     cache_folder,
     open_corpus,
     order_of,
@@ -61,8 +62,7 @@ class Run:
         self.mesh = make_mesh(axis_sizes(config.parallel, jax.device_count()))
         self.rows = local_rows(self.mesh, config.train.micro_batch_size)
         self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)))
-        self.data = self.dataset(prefixes, 0)
-        self.validation = self.dataset(prefixes, 1)
+        self.data, self.validation = self.datasets(prefixes)
         self.optimizer = make_optimizer(config.optim)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         self.train_step = make_train_step(config, self.mesh, self.optimizer, self.abstract)
@@ -74,19 +74,16 @@ class Run:
             asynchronous=config.checkpoint.asynchronous,
         )
 
-    def dataset(self, prefixes: list[str], split: int):
-        """Split 0 (training) or 1 (validation); None where the latter is empty."""
-        config = self.config
-        num_samples = self.schedules.consumed_samples(config.train.num_steps)
-        return build_dataset(
-            config.data,
-            prefixes,
-            self.tokenizer,
-            split,
-            config.seed,
-            config.model.vocab_size,
-            samples_asked(config, split, num_samples),
-            cache_folder(config.data, config.run_dir),
+    def datasets(self, prefixes: list[str]):
+        """That of training, and those of validation by name."""
+        config, total = self.config, self.schedules.consumed_samples(self.config.train.num_steps)
+        vocab_size, folder = config.model.vocab_size, cache_folder(config.data, config.run_dir)
+        common = (config.seed, vocab_size)
+        asked = [samples_asked(config, split, total) for split in (0, 1)]
+        source = (config.data, prefixes, self.tokenizer)
+        return (
+            build_dataset(*source, 0, *common, asked[0], folder),
+            build_validation(*source, *common, asked[1], folder),
         )
 
     def batches(self, start_step: int):
@@ -105,12 +102,14 @@ class Run:
         }
 
     def validate(self, model) -> dict[str, float]:
-        """The mean loss over train.eval_steps batches of the validation split."""
-        assert self.validation is not None
+        """The mean loss over train.eval_steps batches of validation, and of each set's alone."""
         size, rows = self.config.train.global_batch_size, self.rows
-        batches = eval_batches(self.validation, self.config.train.eval_steps, size, rows)
-        loss, _ = mean_loss(self.eval_step, model, batches, self.mesh, size, rows)
-        return {"validation_loss": loss}
+        losses = {}
+        for name, data in self.validation.items():
+            batches = eval_batches(data, self.config.train.eval_steps, size, rows)
+            losses[name], _ = mean_loss(self.eval_step, model, batches, self.mesh, size, rows)
+        each = {f"validation_loss/{name}": loss for name, loss in losses.items() if name}
+        return {"validation_loss": float(np.mean([*losses.values()])), **each}
 
     def save(self, state) -> None:
         step = int(state.step)

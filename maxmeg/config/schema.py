@@ -99,6 +99,12 @@ class DataConfig:
         "YAML or JSON file instead of paths: a list as there, or train, validation, test: lists",
         "--data-args-path, --per-split-data-args-path",
     )
+    validate_each: bool = setting(
+        False,
+        "validation_paths (or those of blend) are sets of their own: the loss of each, and their "
+        "mean",
+        "--multiple-validation-sets",
+    )
     blend_surplus: float = setting(
         0.005,
         "samples made for each corpus of a weighted blend beyond its share, a fraction >= 0",

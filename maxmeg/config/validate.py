@@ -226,6 +226,8 @@ def data_problems(config: Config):
         yield f"data.{' and data.'.join(named)} both name corpora: set one of them"
     if own and not data.train_paths:
         yield f"data.{named[-1]} without data.train_paths names no corpus to train on: add it"
+    if data.validate_each and not (data.validation_paths or data.blend):
+        yield "data.validate_each=True needs data.validation_paths (or data.blend): name the sets"
     if data.order is DataOrder.megatron and not 0 <= config.seed < 2**32:
         yield f"seed={config.seed} must lie in [0, 2^32) with data.order=megatron"
 

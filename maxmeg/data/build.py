@@ -1,5 +1,6 @@
 """From a run's settings to its tokenizer and datasets."""
 
+import dataclasses
 import logging
 import math
 import os
@@ -133,6 +134,39 @@ def build_dataset(
     if not is_native:
         _check_supply(blend, members, config.blend_surplus)
     return blend
+
+
+def build_validation(
+    config: DataConfig,
+    prefixes: list[str],
+    tokenizer: Tokenizer,
+    seed: int,
+    vocab_size: int = 0,
+    num_samples: int | None = None,
+    cache_dir: str = "",
+) -> dict[str, Dataset]:
+    """Validation sets by name, each of `num_samples`; one, named "", unless `validate_each`.
+
+    Nothing where no sequence is left for validation.
+    """
+    rest = (seed, vocab_size, num_samples, cache_dir)
+    if not config.validate_each:
+        whole = build_dataset(config, prefixes, tokenizer, 1, *rest)
+        return {} if whole is None else {"": whole}
+    (paths, weights), split = _find_blend(config, prefixes, 1)
+    if weights is not None or split != _only(1):
+        raise ValueError(
+            f"data.validate_each=True reads every set by itself, not {' '.join(paths)} with "
+            f"weights {weights} and split={split!r}: name prefixes alone, as validation: [a, b] in "
+            "the file data.blend or as data.validation_paths=a,b"
+        )
+    names = [os.path.basename(path) for path in paths]
+    sets = {}
+    for name, path in zip(names if len(set(names)) == len(names) else paths, paths, strict=True):
+        alone = dataclasses.replace(config)
+        read_whole(alone, (path,), 1)
+        sets[name] = build_dataset(alone, [path], tokenizer, 1, *rest)
+    return sets
 
 
 def order_of(dataset: object) -> list:

@@ -9,6 +9,7 @@ from maxmeg.config.schema import Config, DataConfig, DataOrder
 from maxmeg.config.validate import validate
 from maxmeg.data.build import (
     build_dataset,
+    build_validation,
     cache_folder,
     open_corpus,
     order_of,
@@ -84,6 +85,32 @@ def test_sets_of_their_own_are_read_whole(three, tmp_path, order):
         validation = opened(config, 1)
         tokens = validation.batch(np.arange(validation.num_samples))["tokens"]
         assert set(tokens.ravel().tolist()) == {200, 201, 202}
+
+
+def test_validation_sets_by_name(three, tmp_path, make_corpus):
+    def names(config):
+        tokenizer, prefixes = open_corpus(config, "unused")
+        sets = build_validation(config, prefixes, tokenizer, 3, 0, 30)
+        return {name: corpora_of(data, 30) for name, data in sets.items()}
+
+    config = settings(three, train_paths=(three["c"],), validation_paths=(three["a"], three["b"]))
+    (joined,) = names(config).items()
+    assert joined[0] == "" and min(joined[1][:2]) > 0
+    config.validate_each = True
+    assert names(config) == {"a": [1, 0, 0], "b": [0, 1, 0]}
+    (tmp_path / "other").mkdir()
+    config.validation_paths = (three["a"], make_corpus([np.full(9, 200)] * 9, "other/a"))
+    assert list(names(config)) == list(config.validation_paths)  # two are called a
+    config.validation_paths = ("0.5", three["a"], "0.5", three["b"])
+    with pytest.raises(ValueError, match=r"every set by itself, not .* with weights \[0.5, 0.5\]"):
+        names(config)
+    file = tmp_path / "blend"
+    file.write_text(f"{three['a']} {three['b']}")
+    with pytest.raises(ValueError, match="and split='969,30,1': name prefixes alone"):
+        names(settings(three, validate_each=True, blend=str(file)))
+    file.write_text(json.dumps({"train": [three["c"]]}))
+    assert names(settings(three, validate_each=True, blend=str(file))) == {}
+    assert names(settings(three, blend=str(file))) == {}
 
 
 def test_a_plain_file_is_cut_by_split(three, tmp_path):
@@ -174,6 +201,7 @@ def test_samples_that_a_run_asks_for():
         ({"paths": ("a",), "blend": "b"}, "data.paths and data.blend both name corpora"),
         ({"paths": ("a",), "train_paths": ("b",)}, "data.paths and data.train_paths both"),
         ({"blend": "a", "train_paths": ("b",)}, "data.blend and data.train_paths both"),
+        ({"validate_each": True}, "data.validate_each=True needs data.validation_paths"),
         ({"test_paths": ("b",)}, "data.test_paths without data.train_paths"),
         ({"blend_surplus": -0.1}, "data.blend_surplus=-0.1 must be at least 0"),
     ],
