@@ -124,6 +124,9 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the subcommand that the first argument names; 1 after an error that was explained."""
     try:
         return COMMANDS[arguments[0]](arguments[1:])
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130

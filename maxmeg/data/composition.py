@@ -70,6 +70,7 @@ def _split_use(name: str, dataset: Dataset, samples: int) -> SplitUse:
     corpora = []
     for member, share in zip(members, shares, strict=True):
         if not isinstance(member, GptDataset):  # rows of whole documents or conversations
+            assert len(members) == 1, "only GPT data is blended"
             epochs = samples / member.samples_per_epoch
             return SplitUse(Use(name, None, member.num_tokens, samples, epochs), ())
         for corpus, (begin, end) in zip(member.corpora, member.ranges, strict=True):

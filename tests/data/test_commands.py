@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from maxmeg import preprocess
-from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 
 
 @pytest.fixture
@@ -80,6 +80,15 @@ def test_checksums_are_left_out_and_made_later(tmp_path, write_lines, capsys):
     before = sums.read_bytes()
     assert preprocess.main(["verify", "--create", prefix]) == 1  # no fresh sums over damage
     assert sums.read_bytes() == before
+
+
+def test_an_interrupted_merge_writes_nothing(prefix, tmp_path, capsys, monkeypatch):
+    def interrupt(writer, dataset):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IndexedWriter, "add_dataset", interrupt)
+    assert preprocess.main(["merge", prefix, f"--output={tmp_path}/m"]) == 130
+    assert "interrupted" in capsys.readouterr().err and not list(tmp_path.glob("m*"))
 
 
 @pytest.mark.parametrize("name", ["inspect", "merge", "verify"])

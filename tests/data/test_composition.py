@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxmeg.config.schema import Config
+from maxmeg.config.schema import Config, Packing
 from maxmeg.data.composition import composition_text, uses_of
 
 LENGTH = 9
@@ -47,6 +47,15 @@ def test_a_blend_by_weight(config, make_corpus):
     assert [use.epochs for use in train.corpora] == [45 * 8 / 900, 135 * 8 / 450]
     assert (train.whole.documents, train.whole.tokens) == (150, 150 * LENGTH)
     assert len(composition_text([train]).splitlines()) == 4
+
+
+def test_rows_of_whole_documents(config):
+    config.data.packing, config.data.sequence_length = Packing.best_fit, 20
+    train, validation = uses_of(config)
+    assert (train.corpora, train.whole.documents, train.whole.samples) == ((), None, 180)
+    assert train.whole.epochs == 180 / 40  # two of the 80 documents in each row
+    assert validation.whole.epochs == 12 / 10
+    assert " - " in composition_text([train])
 
 
 def test_what_a_run_refuses_is_refused(config):

@@ -248,7 +248,7 @@ def test_random_bytes_never_crash(tmp_path):
 
 
 def test_an_error_while_writing_leaves_what_was_there(tmp_path):
-    write_golden(tmp_path / "x", vocab_size=1000)
+    write_golden(tmp_path / "x", vocab_size=1000, checksums=True)
     before = {p.name: hashlib.sha256(p.read_bytes()).digest() for p in tmp_path.iterdir()}
     with pytest.raises(KeyError), IndexedWriter(tmp_path / "x", 100) as writer:
         writer.add_document([1, 2])
