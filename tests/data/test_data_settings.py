@@ -145,6 +145,12 @@ def test_sets_without_documents_are_explained(three):
         opened(settings(three, ("c",), split="0,10"), 0, 10)
 
 
+def test_sets_without_training_are_explained(three, tmp_path):
+    (tmp_path / "blend").write_text(json.dumps({"valid": [three["a"]]}))
+    with pytest.raises(ValueError, match=r"data.blend=.*blend without a set to train on"):
+        opened(settings(three, blend=str(tmp_path / "blend")), 0)
+
+
 def test_more_than_a_blend_has_is_explained(three):
     config = settings(three, ("a", "b"), split="1")
     with pytest.raises(ValueError, match=r"500 samples, but one epoch of 2 corpora .* holds 133"):
