@@ -3,6 +3,9 @@
     python -m maxmeg.convert --input=SmolLM2-135M --output=runs/smollm2
     python -m maxmeg.train --config=configs/finetune.py:runs/smollm2 --config.data.paths=PREFIX
 
+On chats, with the loss on what the assistant says: `--config.data.objective=sft
+--config.data.paths=chats.jsonl --config.data.packing=best_fit`.
+
 Architecture and tokenizer are the folder's. `--config.model.vocab_size` may grow, and what
 positions and windows depend on may change; `--config.lora.rank=16` trains adapters beside the
 frozen model.

@@ -57,7 +57,8 @@ def main(options: Options) -> None:
     trained.config.model.dtype = dtype or trained.config.model.dtype
     ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
     write = Writer(trained, dataclasses.replace(request, ends=ends), options.batch)
-    prompts = encoded(trained.tokenizer, records, options.system, options.opening)
+    template = trained.config.data.chat_template
+    prompts = encoded(trained.tokenizer, records, options.system, options.opening, template)
     found = write(prompts, options.seed)
     texts = [text_after(trained, ids, new) for ids, new in zip(prompts, found, strict=True)]
     if options.output:

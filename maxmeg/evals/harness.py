@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.config.schema import Config
-from maxmeg.data.chat import hugging_face_folder, load_chat_template
+from maxmeg.data.chat import ChatTemplate, chat_template_of, hugging_face_folder
 from maxmeg.data.tokenizers import Tokenizer, json_object
 from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids
@@ -282,10 +282,13 @@ class HarnessModel:
     ) -> str:
         if not add_generation_prompt:
             raise NotImplementedError("answers that the task begins; supported are whole ones")
-        return load_chat_template(self.trained.tokenizer).render([chat_history])[0]
+        return self._template().render([chat_history])[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        return load_chat_template(self.trained.tokenizer).text if chat_template else None
+        return self._template().text if chat_template else None
+
+    def _template(self) -> ChatTemplate:
+        return chat_template_of(self.trained.tokenizer, self.trained.config.data.chat_template)
 
     @property
     def tokenizer_name(self) -> str:

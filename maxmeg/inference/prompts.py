@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxmeg.data.chat import load_chat_template
+from maxmeg.data.chat import chat_template_of
 from maxmeg.data.tokenizers import Tokenizer
 from maxmeg.inference.chat import with_system
 
@@ -50,15 +50,20 @@ def as_chat(record: Record) -> Record:
 
 
 def encoded(
-    tokenizer: Tokenizer, records: Sequence[Record], system: str = "", opening: bool = True
+    tokenizer: Tokenizer,
+    records: Sequence[Record],
+    system: str = "",
+    opening: bool = True,
+    template: str = "",
 ) -> list[np.ndarray]:
     """Tokens of each record: of a chat those of its template's text, which names all special ones
-    itself; of a prompt its own, after those that open a text."""
+    itself; of a prompt its own, after those that open a text. template: a file; empty: the
+    tokenizer's."""
     before = np.array(tokenizer.opening if opening else (), np.int32)
     chats = [with_system(r["messages"], system) for r in records if "messages" in r]
     if system and not chats:
         raise ValueError(f"system={system!r} is for chats: add --chat, or give messages")
-    texts = iter(load_chat_template(tokenizer).render(chats) if chats else [])
+    texts = iter(chat_template_of(tokenizer, template).render(chats) if chats else [])
     return [
         tokenizer.encode(next(texts))
         if "messages" in record

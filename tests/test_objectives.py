@@ -1,0 +1,102 @@
+"""Objectives in the model: packed chats have the losses of single ones; a run learns from them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from layouts import mesh_of, tiny, tiny_state
+
+from maxmeg.config.schema import Objective, Packing
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.parallel.placement import local_rows, place_batch
+from maxmeg.step import make_eval_step
+
+REPOSITORY = Path(__file__).parent.parent
+TOLERANCE = 2e-6  # relative, float32: the order of sums differs
+LENGTH = 48
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + ';' }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.fixture
+def files(tmp_path) -> tuple[str, str]:
+    """Sums as chats, and a template."""
+    with open(tmp_path / "sums.jsonl", "w") as file:
+        for a in range(6):
+            for b in range(8):
+                said = {"role": "assistant", "content": str(a + b)}
+                row = {"messages": [{"role": "user", "content": f"{a}+{b}"}, said] * (1 + b % 2)}
+                file.write(json.dumps(row) + "\n")
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    return str(tmp_path / "sums.jsonl"), str(tmp_path / "t.jinja")
+
+
+def test_packed_chats_have_the_losses_of_single_ones(files, tmp_path):
+    config = tiny({"vocab_size": 257}, data=1)
+    data = config.data
+    data.objective, data.paths, data.chat_template = Objective.sft, files[:1], files[1]
+    data.sequence_length, data.split = LENGTH, "1,0,0"
+    sums = {}
+    for packing in (Packing.none, Packing.best_fit):
+        data.packing = packing
+        rows = build_dataset(data, *_corpus(config, tmp_path), 0, seed=2, cache_dir=str(tmp_path))
+        assert rows is not None
+        count = config.train.global_batch_size = rows.samples_per_epoch
+        mesh = mesh_of(config)
+        _, abstract, state = tiny_state(config, mesh)
+        batch = place_batch(rows.batch(np.arange(count)), local_rows(mesh), mesh, count)
+        found = make_eval_step(config, mesh, abstract.model)(state.model, batch)
+        sums[packing] = (count, float(found["tokens"]), float(found["loss_sum"]))
+    (single, tokens, loss), (packed, packed_tokens, packed_loss) = sums.values()
+    assert packed < single / 3 and tokens == packed_tokens
+    assert packed_loss == pytest.approx(loss, rel=TOLERANCE)
+
+
+def _corpus(config, folder):
+    tokenizer, prefixes = open_corpus(config.data, str(folder))
+    return prefixes, tokenizer
+
+
+@pytest.mark.slow
+def test_chats_train_and_finetune(files, tmp_path):
+    shared = {
+        "data.objective": "sft",
+        "data.paths": files[0],
+        "data.chat_template": files[1],
+        "data.sequence_length": LENGTH,
+        "data.split": "9,1,0",
+        "train.num_steps": 30,
+        "train.global_batch_size": 8,
+        "train.eval_every": 15,
+        "optim.warmup_steps": 3,
+        "optim.lr": 1e-2,
+        "log.every": 1,
+        "log.sample_prompt": "",
+    }
+    small = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 4}
+    runs = {
+        "first": ("configs/gpt.py", {**shared, **small, "data.packing": "first_fit"}),
+        "second": (f"configs/finetune.py:{tmp_path / 'first'}", shared),
+    }
+    losses = {}
+    for name, (config, settings) in runs.items():
+        settings = {"run_dir": tmp_path / name, **settings}
+        command = [sys.executable, "-m", "maxmeg.train", f"--config={REPOSITORY / config}"]
+        command += [f"--config.{key}={value}" for key, value in settings.items()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stderr
+        assert "train documents: 43 whole, 0 truncated, 0 dropped" in done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert losses["first"][-1] < losses["first"][0] / 2
+    assert losses["second"][0] < losses["first"][0] / 2
+    command = [sys.executable, "-m", "maxmeg.generate", f"--run_dir={tmp_path / 'second'}"]
+    command += ["--chat", "--prompt=1+1", "--num_tokens=3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
