@@ -10,6 +10,7 @@ import numpy as np
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
 from maxmeg.data.build import (
@@ -23,9 +24,6 @@ from maxmeg.data.build import (
 )
 from maxmeg.data.loader import eval_batches, train_loader
 from maxmeg.evals.perplexity import mean_loss
-from maxmeg.inference.decode import continue_text
-from maxmeg.inference.load import Trained, load_run, without_pipeline
-from maxmeg.inference.sampling import Sampling
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.schedules import Schedules
 from maxmeg.parallel import multihost
@@ -46,7 +44,7 @@ from maxmeg.state import (
 )
 from maxmeg.step import make_eval_step, make_train_step
 
-SAMPLE_TOKENS = 200
+closing = Lazy("maxmeg.inference.closing")
 
 
 class Run:
@@ -165,14 +163,7 @@ def finish(run: Run, state) -> None:
     sample = ""
     pipelined = run.mesh.shape["pipe"] > 1  # then the model that writes is the saved one
     if done and config.log.sample_prompt and (saved or not pipelined):
-        trained = Trained(state.model, config, run.tokenizer, step, run.mesh)
-        if pipelined:
-            mesh = without_pipeline(run.mesh, config.model.hidden_size)
-            trained = load_run(config.run_dir, step, mesh)
-        room = config.model.max_position - len(run.tokenizer.encode(config.log.sample_prompt))
-        count = min(SAMPLE_TOKENS, room)
-        sampling = Sampling(temperature=0.8, top_p=0.95)
-        sample = continue_text(trained, config.log.sample_prompt, count, sampling, config.seed)
+        sample = closing.sample(state.model, config, run.tokenizer, step, run.mesh)
     if not multihost.is_primary():
         return
     if sample:

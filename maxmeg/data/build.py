@@ -5,6 +5,7 @@ import logging
 import math
 import os
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config, DataConfig, DataOrder, Objective, Packing
 from maxmeg.data.blending import (
     BlendedDataset,
@@ -14,16 +15,16 @@ from maxmeg.data.blending import (
     parse_blend,
     read_blend,
 )
-from maxmeg.data.corpus import standard_library
 from maxmeg.data.fim import make_fim
 from maxmeg.data.gpt import SPLITS, Dataset, DocumentRules, GptDataset
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder
-from maxmeg.data.rows import Part, open_rows
 from maxmeg.data.sampling import split_range
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("maxmeg")
+default_corpus = Lazy("maxmeg.data.corpus")
+whole_documents = Lazy("maxmeg.data.rows")  # chats, and packed documents
 
 Blend = tuple[list[str], list[float] | None]
 
@@ -37,7 +38,9 @@ def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]
     tokenizer = load_tokenizer(config.tokenizer)
     if config.paths or config.blend or any(_own_paths(config)):
         return tokenizer, list(config.paths)
-    return tokenizer, [standard_library(cache_folder(config, run_dir), config.tokenizer)]
+    return tokenizer, [
+        default_corpus.standard_library(cache_folder(config, run_dir), config.tokenizer)
+    ]
 
 
 def cache_folder(config: DataConfig, run_dir: str) -> str:
@@ -92,8 +95,8 @@ def build_dataset(
                 f"data.paths={','.join(prefixes)} has weights, but objective=sft and packing="
                 f"{config.packing.value} read files one after the other: give paths alone"
             )
-        part = Part(names, split, split_index)
-        return open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
+        part = whole_documents.Part(names, split, split_index)
+        return whole_documents.open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
     corpora = [IndexedDataset(name, vocab_size=vocab_size) for name in names]
     empty = _without_sequences(corpora, split, split_index)
     if len(empty) == len(corpora) and split_index:

@@ -9,7 +9,8 @@ import typing
 
 from jaxtyping import Array, Float
 
-from maxmeg.ops import attention_cudnn, attention_mosaic, attention_triton, attention_xla
+from maxmeg.config.lazy import Lazy
+from maxmeg.ops import attention_cudnn, attention_xla
 from maxmeg.ops.attention_spec import (
     NEGATIVE,
     AttentionDropout,
@@ -25,8 +26,8 @@ __all__ = ["NEGATIVE", "QUERY_BLOCK", "AttentionDropout", "Operands", "ScoreSpec
 CAUSAL, NOTHING_ELSE = ScoreSpec(), Operands()
 BACKENDS = {
     "cudnn": attention_cudnn,
-    "mosaic": attention_mosaic,
-    "triton": attention_triton,
+    "mosaic": Lazy("maxmeg.ops.attention_mosaic"),
+    "triton": Lazy("maxmeg.ops.attention_triton"),
     "xla": attention_xla,
 }
 

@@ -8,7 +8,8 @@ import dataclasses
 
 from jaxtyping import Array, Float, Int
 
-from maxmeg.ops import cross_entropy_mosaic, cross_entropy_tiled, cross_entropy_xla
+from maxmeg.config.lazy import Lazy
+from maxmeg.ops import cross_entropy_tiled, cross_entropy_xla
 from maxmeg.ops.backend import Device, pick, target_device
 from maxmeg.ops.cross_entropy_spec import MASKED, CrossEntropySpec, check_shapes, softcapped
 
@@ -17,7 +18,7 @@ __all__ = ["MASKED", "CrossEntropySpec", "choice", "linear_cross_entropy", "soft
 BACKENDS = {
     "xla": cross_entropy_xla,
     "tiled": cross_entropy_tiled,
-    "mosaic": cross_entropy_mosaic,
+    "mosaic": Lazy("maxmeg.ops.cross_entropy_mosaic"),
 }
 FLOAT32 = 4  # bytes of a logit
 

@@ -12,14 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from maxmeg.ops import decode_attention_mosaic, decode_attention_xla
+from maxmeg.config.lazy import Lazy
+from maxmeg.ops import decode_attention_xla
 from maxmeg.ops.attention_spec import ScoreSpec
 from maxmeg.ops.backend import pick
 from maxmeg.ops.decode_attention_xla import PagedCache
 
 __all__ = ["PagedCache", "decode_attention", "write_pages"]
 
-BACKENDS = {"mosaic": decode_attention_mosaic, "xla": decode_attention_xla}
+BACKENDS = {"mosaic": Lazy("maxmeg.ops.decode_attention_mosaic"), "xla": decode_attention_xla}
 ORDER = ("xla",)  # for "auto", on every device: the kernel has not been measured
 CAUSAL = ScoreSpec()
 

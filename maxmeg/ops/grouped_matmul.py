@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmeg.ops import grouped_matmul_mosaic, grouped_matmul_xla
+from maxmeg.config.lazy import Lazy
+from maxmeg.ops import grouped_matmul_xla
 from maxmeg.ops.backend import pick
 
-BACKENDS = {"mosaic": grouped_matmul_mosaic, "xla": grouped_matmul_xla}
+BACKENDS = {"mosaic": Lazy("maxmeg.ops.grouped_matmul_mosaic"), "xla": grouped_matmul_xla}
 ORDER = ("xla",)  # that "auto" tries: mosaic has not been measured
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
