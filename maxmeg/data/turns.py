@@ -18,7 +18,7 @@ from maxmeg.data.documents import Record
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text holds them
 MAX_ERRORS = 20  # bad rows that one error names
-_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 1024, 2**21  # given to one process
+_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 2048, 2**22  # given to one process
 
 Row = dict[str, typing.Any]  # has "messages", and "tools" where a template reads them
 
@@ -149,7 +149,7 @@ def _texts(
         answer = _answer(template, rest, places[len(texts) :], marks)
         has_blocks = answer["generation"]
         texts += answer["texts"]
-        if "error" in answer:
+        if "error" in answer and answer["index"] < 1:  # a later one is tried with all the room
             if answer["index"] < 0:
                 raise ValueError(f"{template.source} is no template: {answer['error']}")
             texts.append(BadRow(f"{template.source} cannot make text of it: {answer['error']}"))

@@ -159,6 +159,15 @@ def test_many_rows_in_small_parts(monkeypatch):
     assert said == [f"{i}<|im_end|>\n" for i in range(9) if i != 5]
 
 
+def test_rows_that_are_long_together(monkeypatch):
+    monkeypatch.setattr(chat, "MAX_CHARACTERS", 100)
+    rows = [{"messages": [USER, {**SAID, "content": "y" * n}]} for n in (60, 50, 120, 10)]
+    one, two, bad, last = found(BLOCKS, *rows)
+    assert [t.text.count("y") for t in (one, two, last)] == [60, 50, 10]
+    with pytest.raises(BadRow, match="writes more than 100 characters"):
+        raise bad
+
+
 def test_a_template_without_end_is_named_with_the_row(monkeypatch):
     monkeypatch.setattr(chat, "CPU_SECONDS", 1)
     long = (
