@@ -178,7 +178,7 @@ def order_of(dataset: object) -> list:
         return [*dataset.weights, *map(order_of, dataset.members)]
     if isinstance(dataset, GptDataset):
         return list(dataset.samples.identity)
-    return []
+    return list(getattr(dataset, "identity", ()))  # rows of whole documents have one
 
 
 def warn_of_order(saved: list | None, dataset: object) -> None:

@@ -5,6 +5,7 @@ position predicts the first token of another document.
 """
 
 import heapq
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -176,7 +177,7 @@ class PackedDataset:
             self.packed.num_positions = int(lengths.sum())
         else:
             self.packed = Packed(lengths[self._order], sequence_length, policy)
-        self._pad, self._seed, self._shuffle, self._is_packed = pad, seed, shuffle, policy != "none"
+        self._pad, self._seed, self._shuffle, self._policy = pad, seed, shuffle, policy
 
     def __reduce__(self) -> tuple:
         return PackedDataset, self._arguments
@@ -189,6 +190,12 @@ class PackedDataset:
     @property
     def samples_per_epoch(self) -> int:
         return len(self.packed)
+
+    @property
+    def identity(self) -> tuple:
+        """What decides which row has which number, as plain values."""
+        lengths = np.asarray(self.source.lengths, "<i8").tobytes()
+        return self._policy, self._shuffle, self.sequence_length, self._seed, zlib.crc32(lengths)
 
     @property
     def utilisation(self) -> float:
@@ -214,6 +221,6 @@ class PackedDataset:
                 f"id {largest} is not in the vocabulary [0, {self.vocab_size}): the corpus was "
                 "made with another tokenizer; name that one"
             )
-        if not self._is_packed:
+        if self._policy == "none":
             del batch["segment_ids"]
         return batch

@@ -1,5 +1,6 @@
 """Packed .bin/.idx files: every token but a document's first is a target once."""
 
+import json
 import pickle
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from maxmeg.config.schema import Config, DataConfig, Objective, Packing, TooLong
 from maxmeg.config.validate import validate
-from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.build import build_dataset, open_corpus, order_of
 from maxmeg.data.indexed import IndexedWriter
 from maxmeg.data.packing import PackedDataset
 from maxmeg.data.rows import Part, StoredDocuments
@@ -45,6 +46,11 @@ def test_every_target_once(policy, make_corpus):
         again = pickle.loads(pickle.dumps(rows)).batch(np.arange(2))
         assert (again["tokens"] == batch["tokens"][:2]).all()
     assert built(data, 2) is None
+    orders = [order_of(rows := built(data, 0)), order_of(built(data, 1))]
+    assert order_of(pickle.loads(pickle.dumps(rows))) == orders[0]
+    data.split = "8,4,0"
+    orders.append(order_of(built(data, 0)))
+    assert len({json.dumps(order) for order in orders}) == len(orders)
 
 
 def test_a_document_of_several_sequences(tmp_path):
