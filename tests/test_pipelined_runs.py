@@ -12,6 +12,7 @@ from maxmeg.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DataOrder,
     LogConfig,
     OptimConfig,
     ParallelConfig,
@@ -55,7 +56,12 @@ def config(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str =
             dropout_hidden=0.1,
             max_position=64,
         ),
-        data=DataConfig(paths=(corpus,), split="8,1,1", sequence_length=32),
+        data=DataConfig(
+            paths=(corpus,),
+            split="8,1,1",
+            sequence_length=32,
+            order=DataOrder.native,  # Megatron's depends on the number of steps
+        ),
         parallel=ParallelConfig(**parallel),
         optim=OptimConfig(warmup_steps=2, lr=1e-2, decay_steps=total),
         train=TrainConfig(
