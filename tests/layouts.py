@@ -41,7 +41,6 @@ ALTERNATING = {  # units of two layers, the last of one; with dropout that tells
     "attention_window": 5,
     "attention_global_every": 2,
     "rotary_local_base": 50.0,
-    "dropout_attention": 0.1,
     "dropout_hidden": 0.1,
 }
 
