@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 import sys
 import sysconfig
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from maxmeg.data.documents import Record
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.prepare import Options, encode_all, output_prefix, write_all
+from maxmeg.data.stored import appearing
 from maxmeg.data.tokenizers import load_tokenizer
 
 # Packages of others, tests, and long tables that are data more than text.
@@ -53,28 +53,19 @@ def standard_library(cache_dir: str | os.PathLike, tokenizer_spec: str) -> str:
     final = Path(cache_dir) / name
     prefix = output_prefix(str(final / "python"), "text")
     if not final.is_dir():
-        _make(Path(cache_dir), final, tokenizer_spec)
+        _make(final, tokenizer_spec)
     IndexedDataset(prefix)  # names a damaged file, and what to do
     return prefix
 
 
-def _make(cache_dir: Path, final: Path, tokenizer_spec: str) -> None:
+def _make(final: Path, tokenizer_spec: str) -> None:
     tokenizer = load_tokenizer(tokenizer_spec)
     options = Options(tokenizer_spec, append_eod=True)
     start = time.monotonic()
-    temporary = cache_dir / f"{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with appearing(final) as temporary:
         encoded = encode_all(_records(source_files()), options, tokenizer, workers=0)
         whole = (document for document in encoded if not document.error)
         report = write_all(whole, str(temporary / "python"), options, tokenizer)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if not final.is_dir():  # else another process was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     print(
         f"corpus: {report.documents:,} files of Python's standard library, {report.tokens:,} "
         f"tokens, made in {time.monotonic() - start:.1f} s in {final}",

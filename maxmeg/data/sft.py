@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import itertools
 import os
-import shutil
 import sys
 import time
 import typing
@@ -22,6 +21,7 @@ from maxmeg.data.documents import Progress, find_inputs, has_lines, read_records
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.packing import Document
 from maxmeg.data.sampling import split_range
+from maxmeg.data.stored import appearing
 from maxmeg.data.tokenizers import Tokenizer
 from maxmeg.data.turns import MAX_ERRORS, BadRow, Turns, find_turns
 
@@ -58,17 +58,8 @@ def prepare_chats(
     final = folder / f"{Path(path).name.split('.')[0]}-{_digest(path, tokenizer, template)}"
     if final.is_dir():
         return str(final)
-    temporary = folder / f"{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with appearing(final) as temporary:
         _write(path, tokenizer, template, temporary)
-        try:
-            temporary.rename(final)
-        except OSError:
-            if not final.is_dir():  # else another process was first, with the same content
-                raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return str(final)
 
 

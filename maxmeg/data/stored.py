@@ -6,7 +6,7 @@ import hashlib
 import os
 import shutil
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -55,15 +55,27 @@ def stored(folder: str, name: str, keys: Iterable[str], make: Callable[[], Array
 
 
 def _write(final: Path, arrays: Arrays) -> None:
-    temporary = final.with_name(f"{final.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-    try:
+    with appearing(final) as temporary:
         temporary.mkdir()
         for key, values in arrays.items():
             np.save(temporary / f"{key}.npy", values)
+
+
+@contextlib.contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """A name for a folder to fill (it does not exist yet), which becomes `final` at the end.
+
+    `final` appears whole or not at all; where another process was first, with the same content,
+    that one stays.
+    """
+    temporary = final.with_name(f"{final.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        yield temporary
         try:
             temporary.rename(final)
         except OSError:
-            if not final.is_dir():  # else another node was first, with the same content
+            if not final.is_dir():
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

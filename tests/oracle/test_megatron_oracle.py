@@ -1,6 +1,5 @@
 """Checkpoints of Megatron import to models with its logits, and damaged ones are refused."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -41,8 +40,6 @@ def logits_of(run: Path, ids: np.ndarray) -> np.ndarray:
 @pytest.fixture(scope="module")
 def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that megatron_model.py fills."""
-    if not importlib.util.find_spec("megatron") or not importlib.util.find_spec("megatron.core"):
-        pytest.skip("megatron-core is not installed: pip install -e '.[oracle]'")
     folder = tmp_path_factory.mktemp("megatron")
     commands = [[sys.executable, str(MAKER), str(folder), str(rank)] for rank in (0, 1)]
     running = [subprocess.Popen(command, stderr=subprocess.PIPE) for command in commands]
