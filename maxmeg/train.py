@@ -140,7 +140,7 @@ def train(run: Run, state, start_step: int):
             controls = run.controls(step, interrupt.requested)
             state, metrics = run.train_step(state, run.place(step, batch), controls)
             pending.hand_on()  # the metrics of the step before
-            pending.put(step, metrics)
+            pending.put(step, {**metrics, "data_wait_seconds": batches.waited})
             alone = jax.process_count() == 1 and interrupt.requested
             last = step + 1 == config.train.num_steps or pending.stop_agreed or alone
             if run.validation and (due(evaluate, step) or (evaluate and last)):

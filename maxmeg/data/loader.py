@@ -1,6 +1,6 @@
-"""Batches ahead of time, through Grain: what step n reads depends on (config, seed, n) alone."""
+"""Batches ahead of time: what step n reads depends on (config, seed, n) alone."""
 
-import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from maxmeg.data.gpt import Batch, Dataset
-from maxmeg.data.workers import follow_parent
+from maxmeg.data.workers import Workers
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config
@@ -23,7 +23,7 @@ def all_rows(batch_size: int) -> np.ndarray:
 
 
 class _StepSource:
-    """Element i is this process's part of step span[i]; read by Grain in any order."""
+    """Element i is this process's part of step span[i]; read in any order."""
 
     def __init__(self, dataset: Dataset, steps: Steps, rows: Rows, span: range) -> None:
         self._dataset, self._steps, self._rows, self._span = dataset, steps, rows, span
@@ -39,11 +39,44 @@ class _StepSource:
         return f"steps {self._span.start} to {self._span.stop}"
 
 
+class _Threads:
+    """The elements of a source in order, made ahead by Grain's threads."""
+
+    def __init__(self, source: _StepSource, ahead: int) -> None:
+        import grain
+
+        made: set[int] = set()
+        self._made, self._next = made, 0
+
+        def make(index: int) -> Batch:
+            batch = source[index]
+            made.add(index)
+            return batch
+
+        options = grain.ReadOptions(min(ahead, 4), ahead)
+        numbers = grain.MapDataset.range(len(source))
+        self._batches = iter(numbers.map(make).to_iter_dataset(options))
+        self.close = weakref.finalize(self, self._batches.close)  # at the latest as Python ends
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next element is there."""
+        return self._next in self._made
+
+    def __next__(self) -> Batch:
+        batch = next(self._batches)
+        self._made.discard(self._next)
+        self._next += 1
+        return batch
+
+
 class Loader:
     """Yields (step, batch) for each step of `span` in order, made ahead by threads or processes.
 
     A batch holds the rows that `rows` names; together the processes of a run read the same global
     batch however it is divided. Starting at any step costs the same. Close it when done.
+
+    waited: seconds that the last batch was waited for, 0 where it was there when asked for.
     """
 
     def __init__(
@@ -55,29 +88,25 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        import grain
-
         if num_workers < 0 or prefetch < 1:
             raise ValueError(
                 f"num_workers={num_workers} must be >= 0 and prefetch={prefetch} must be >= 1"
             )
         self._span = iter(span)
-        self._batches = None
-        self._has_workers = num_workers > 0
+        self.waited = 0.0
+        self._batches: Workers | _Threads | None = None
         if not len(span):
             return
-        source = grain.MapDataset.source(_StepSource(dataset, steps, rows, span))
-        ahead = 1 if num_workers else prefetch
-        batches = source.to_iter_dataset(grain.ReadOptions(min(ahead, 4), ahead))
+        source = _StepSource(dataset, steps, rows, span)
         if num_workers:
-            _settle_flags()
-            # Through pipes: shared memory would outlive killed runs and is scarce in containers.
-            piped = grain.experimental.DatasetOptions(min_shm_size=1 << 62)
-            batches = grain.experimental.WithOptionsIterDataset(batches, piped)
-            options = grain.MultiprocessingOptions(min(num_workers, len(span)), prefetch)
-            batches = batches.mp_prefetch(options, _start_worker)
-        self._batches = iter(batches)
-        self._end = weakref.finalize(self, self._batches.close)  # at the latest when Python ends
+            self._batches = Workers(source, num_workers, prefetch)
+        else:
+            self._batches = _Threads(source, prefetch)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next batch can be had without waiting."""
+        return self._batches is not None and self._batches.ready
 
     def __iter__(self) -> "Loader":
         return self
@@ -86,7 +115,10 @@ class Loader:
         step = next(self._span)
         if self._batches is None:
             raise ValueError("this loader is closed")
-        return step, next(self._batches)
+        is_ready, begin = self.ready, time.perf_counter()
+        batch = next(self._batches)
+        self.waited = 0.0 if is_ready else time.perf_counter() - begin
+        return step, batch
 
     def __enter__(self) -> "Loader":
         return self
@@ -97,23 +129,8 @@ class Loader:
     def close(self) -> None:
         """Ends threads and processes; may be called twice."""
         if self._batches is not None:
-            self._end()
+            self._batches.close()
             self._batches = None
-            if self._has_workers:  # Grain leaves one that was never read from to the collector
-                gc.collect()
-
-
-def _start_worker(index: int, count: int) -> None:
-    """Called by Grain in worker `index` of `count`."""
-    follow_parent()
-
-
-def _settle_flags() -> None:
-    """Grain's worker processes read absl flags, which outside a command nobody has parsed."""
-    from absl import flags
-
-    if not flags.FLAGS.is_parsed():
-        flags.FLAGS.mark_as_parsed()
 
 
 def train_loader(

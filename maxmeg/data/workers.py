@@ -1,9 +1,20 @@
-"""What every process that reads or tokenizes for another does first."""
+"""Processes that read or tokenize for another one."""
 
 import multiprocessing
+import multiprocessing.util
 import os
+import queue
 import signal
+import sys
 import threading
+import traceback
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any, Protocol
+
+_LAST_WORDS = 5  # seconds in which a process whose pipe is closed has ended
+_JOINED = 0.02  # seconds between looks at a thread that may wait for room
 
 
 def follow_parent() -> None:
@@ -22,3 +33,126 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
+
+
+class Source(Protocol):
+    """What workers read, copied to each: any element at any time."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Workers:
+    """The elements of `source` in order, made ahead by processes: worker i of n makes every n-th.
+
+    Up to `ahead` elements of each wait here. An error in a worker is raised in its element's
+    place, and so is the end of a worker that was killed. A pipe of its own connects each, whose
+    other end it alone holds: that end closes when the worker dies, even in the middle of an
+    element, for the rest of which a queue shared by parent and worker would wait for ever.
+    """
+
+    def __init__(self, source: Source, num_workers: int, ahead: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._workers: list[_Worker] = []
+        # Before multiprocessing's own end of daemons, which signals what they leave to us.
+        end = multiprocessing.util.Finalize(self, _end, (self._workers,), exitpriority=10)
+        self._end, self._next, self._count = end, 0, len(source)
+        for number in range(min(num_workers, len(source))):
+            reader, writer = context.Pipe(duplex=False)
+            arguments = (source, range(number, len(source), num_workers), writer)
+            name = f"loader process {number + 1} of {num_workers}"
+            process = context.Process(target=_work, args=arguments, daemon=True, name=name)
+            process.start()
+            writer.close()
+            self._workers.append(_Worker(process, reader, ahead))
+
+    @property
+    def _worker(self) -> "_Worker":
+        return self._workers[self._next % len(self._workers)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next element is there."""
+        return self._next >= self._count or not self._worker.answers.empty()
+
+    def __iter__(self) -> Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._next >= self._count:
+            raise StopIteration
+        worker = self._worker
+        kind, answer = worker.answers.get()
+        if kind == "error":
+            worker.answers.put((kind, answer))  # for who asks again
+            raise answer
+        self._next += 1
+        return answer
+
+    def close(self) -> None:
+        """Ends the processes; may be called twice."""
+        self._end()
+
+
+class _Worker:
+    """A process, and a thread that takes what it makes."""
+
+    def __init__(self, process: BaseProcess, reader: Connection, ahead: int) -> None:
+        self.process, self.reader = process, reader
+        self.answers: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
+        self.thread = threading.Thread(target=self._take, daemon=True)
+        self.thread.start()
+
+    def _take(self) -> None:
+        kind = "element"
+        while kind == "element":
+            try:
+                kind, answer = self.reader.recv()
+            except (EOFError, OSError):
+                kind, answer = "error", self._explain_end()
+            except Exception as error:  # one that cannot be made here again
+                kind, answer = "error", error
+            self.answers.put((kind, answer))
+
+    def _explain_end(self) -> RuntimeError:
+        self.process.join(_LAST_WORDS)
+        code = self.process.exitcode
+        how = f"with exit code {code}"
+        if code is not None and code < 0:
+            how = f"by signal {-code} ({signal.Signals(-code).name})"
+        return RuntimeError(
+            f"{self.process.name} (process {self.process.pid}) was ended {how}, not by this run. "
+            "Where memory ran out (see `dmesg`, or the job's limits), lower data.num_workers or "
+            "data.prefetch; the same command goes on from the last checkpoint"
+        )
+
+
+def _end(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.process.kill()  # nothing of theirs is lost
+    for worker in workers:
+        while worker.thread.is_alive():  # it may wait for room
+            while not worker.answers.empty():
+                worker.answers.get()
+            worker.thread.join(_JOINED)
+        worker.process.join()
+        worker.reader.close()
+
+
+def _work(source: Source, numbers: range, writer: Connection) -> None:
+    follow_parent()
+    if "jax" in sys.modules:  # imported with the parent's main module: accelerators are its alone
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
+    try:
+        for number in numbers:
+            writer.send(("element", source[number]))
+        writer.send(("end", None))
+    except BrokenPipeError:  # closed
+        return
+    except Exception as error:
+        error.add_note("In a loader process:\n" + traceback.format_exc())
+        try:
+            writer.send(("error", error))
+        except Exception:  # it cannot be sent
+            writer.send(("error", RuntimeError(f"{type(error).__name__}: {error}")))

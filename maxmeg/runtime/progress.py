@@ -8,6 +8,7 @@ from typing import TextIO
 from maxmeg.runtime.hooks import Hook, Metrics
 
 _RATES = ("tokens_per_second", "tflops_per_device", "mfu")
+_SEEN = 0.005  # share of the time that is worth showing
 
 
 class Progress:
@@ -28,7 +29,7 @@ class Progress:
         self._file = file or sys.stdout
         self._clock = clock
         self._first: tuple[int, float] | None = None
-        self._seconds, self._sums = 0.0, dict.fromkeys(_RATES, 0.0)
+        self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
         self._bar, self._task = None, None  # on a terminal, from the first step's dispatch on
 
     def hook(self) -> Hook:
@@ -40,6 +41,7 @@ class Progress:
         self._first = self._first or (step, now)
         seconds = metrics.get("step_seconds", 0.0)
         self._seconds += seconds
+        self._waited += metrics.get("data_wait_seconds", 0.0) if seconds else 0.0
         for name in _RATES:
             self._sums[name] += metrics.get(name, 0.0) * seconds
         last = step == self._num_steps - 1
@@ -47,7 +49,7 @@ class Progress:
         left = self._time_left(step, now, *self._first)
         if due or last or step == self._start_step or "validation_loss" in metrics:
             self._print(self._line(step, metrics, left))
-            self._seconds, self._sums = 0.0, dict.fromkeys(_RATES, 0.0)
+            self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
         if self._bar is not None and self._task is not None:
             text = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "training"
             self._bar.update(self._task, completed=step + 1, text=text, left=left)
@@ -106,6 +108,8 @@ class Progress:
             parts.append(f"{tflops:.3g} TFLOP/s")
             if mfu:
                 parts.append(f"MFU {mfu:.1f}%")
+            if self._waited > _SEEN * self._seconds:
+                parts.append(f"data wait {100 * self._waited / self._seconds:.0f}%")
         return "  ".join([*parts, left]).rstrip()
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from maxmeg.data.loader import Loader, all_rows, eval_batches, train_loader
 
 ROOT = Path(maxmeg.__file__).parents[1]
 STEPS = 9
+PATIENCE = 60  # seconds in which what must happen has happened
 
 
 def growing(step: int) -> tuple[int, int]:
@@ -124,11 +126,16 @@ def test_workers_outlive_signals_to_the_group_but_not_their_parent(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         run = subprocess.run(command, capture_output=True, timeout=120, env=environment)
         assert run.returncode == code, run.stderr.decode()
-        pids, deadline = run.stdout.split(), time.monotonic() + 30
+        pids = run.stdout.split()
         assert len(pids) == 2
-        while any(is_running(pid.decode()) for pid in pids):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: not any(is_running(pid.decode()) for pid in pids))  # noqa: B023
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def is_running(process: str) -> bool:
@@ -136,6 +143,82 @@ def is_running(process: str) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+class Large:
+    """Batches that fill a pipe many times over; those from `last` on are never made."""
+
+    vocab_size, sequence_length, num_tokens, samples_per_epoch = 9, 8, 8, 1
+
+    def __init__(self, last: int = 10**9) -> None:
+        self.last = last
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        while indices[0] >= self.last:
+            time.sleep(1)
+        return {"tokens": np.full((1, 1 << 18), indices[0])}
+
+
+def step_by_step(step: int) -> tuple[int, int]:
+    return step, 1
+
+
+@pytest.mark.parametrize("moment", ["within a batch", "before a batch"])
+def test_a_killed_worker_is_told_at_once(moment):
+    """Killed while the pipe holds half a batch, or while it makes one: the rest never comes."""
+    data = Large() if moment == "within a batch" else Large(2)
+    before = set(multiprocessing.active_children())
+    with Loader(data, step_by_step, all_rows, range(10**6), 2, 1) as loader:
+        for step in range(2):
+            assert next(loader)[1]["tokens"][0, -1] == step
+        if moment == "within a batch":
+            wait_until(lambda: loader.ready)  # one is here, the next in the pipe
+            time.sleep(0.2)
+        for process in set(multiprocessing.active_children()) - before:
+            os.kill(process.pid, signal.SIGKILL)
+        told = []
+
+        def read_on():
+            try:
+                for _ in range(8):
+                    next(loader)
+            except RuntimeError as error:
+                told.append(str(error))
+
+        thread = threading.Thread(target=read_on, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert told and "by signal 9 (SIGKILL)" in told[0] and "data.num_workers" in told[0]
+    assert not set(multiprocessing.active_children()) - before
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_waiting_for_data_is_told_apart_from_waiting_for_steps(num_workers, tmp_path):
+    slow = Gated(str(tmp_path / "gate"))
+    with Loader(slow, step_by_step, all_rows, range(9), num_workers, 1) as loader:
+        threading.Timer(0.05, slow.open).start()  # the step is there before the batch
+        next(loader)
+        assert loader.waited > 0
+        for _ in range(4):  # the batch is there before the step
+            wait_until(lambda: loader.ready)
+            next(loader)
+            assert loader.waited == 0
+
+
+class Gated(Large):
+    """No batch before it is opened."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def open(self) -> None:
+        Path(self.path).touch()
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        while not os.path.exists(self.path):
+            time.sleep(0.01)
+        return {"tokens": indices}
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

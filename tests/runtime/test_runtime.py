@@ -152,6 +152,17 @@ def test_plain_lines_where_stdout_is_no_terminal():
     assert "validation 2.5000" in lines[2] and "MFU" in lines[2] and "MFU" not in lines[3]
 
 
+def test_waiting_for_data_is_shown_where_it_is_worth_it():
+    out = io.StringIO()
+    progress = Progress(100, every=4, file=out, clock=clock_of(range(100)))
+    for step in range(9):
+        waited = 1.0 if 4 < step < 7 else 0.001 if step < 4 else 0.0
+        progress(step, metrics_of(step, data_wait_seconds=waited))
+    lines = out.getvalue().splitlines()
+    assert ["data wait" in line for line in lines] == [False, False, True]
+    assert "data wait 25%" in lines[2]  # 2 of 4 x 2 seconds
+
+
 def test_live_bar_on_a_terminal():
     class Terminal(io.StringIO):
         def isatty(self):
