@@ -15,6 +15,7 @@ from maxmeg.config.validate import validate
 from maxmeg.data.build import (
     build_dataset,
     cache_folder,
+    evaluation_start,
     open_corpus,
     read_whole,
     samples_asked,
@@ -74,13 +75,16 @@ def print_loss(trained: Trained, options: Options) -> None:
     index = SPLITS.index(options.split)
     training_samples = Schedules(config).consumed_samples(config.train.num_steps)
     asked = samples_asked(config, index, training_samples)
+    first = (
+        evaluation_start(config, max(trained.step - 1, 0)) if SPLITS[index] == "validation" else 0
+    )
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
     validate(config, options.tensor)
     if options.paths:
         read_whole(config.data, options.paths, index)
     tokenizer, prefixes = open_corpus(config.data, options.run_dir)
-    # The first batches are the run's own; all of a split are an epoch of it.
+    # Some batches are those of the run's own validation; all of a split are an epoch of it.
     is_part = options.num_batches and not options.paths
     data = build_dataset(
         config.data,
@@ -97,7 +101,7 @@ def print_loss(trained: Trained, options: Options) -> None:
     num_batches = options.num_batches or max(data.samples_per_epoch // options.batch_size, 1)
     eval_step = make_eval_step(config, trained.mesh, trained.model)
     size, rows = options.batch_size, local_rows(trained.mesh)
-    batches = eval_batches(data, num_batches, size, rows)
+    batches = eval_batches(data, num_batches, size, rows, first if is_part else 0)
     loss, tokens = mean_loss(eval_step, trained.model, batches, trained.mesh, size, rows)
     print(
         f"step {trained.step}  {options.split} loss {loss:.4f} nats per token  "

@@ -17,6 +17,7 @@ from maxmeg.data.build import (
     build_dataset,
     build_validation,
     cache_folder,
+    evaluation_start,
     open_corpus,
     order_of,
     samples_asked,
@@ -99,12 +100,12 @@ class Run:
             "stop": place_flag(stop, self.mesh),
         }
 
-    def validate(self, model) -> dict[str, float]:
+    def validate(self, model, step: int) -> dict[str, float]:
         """The mean loss over train.eval_steps batches of validation, and of each set's alone."""
         size, rows = self.config.train.global_batch_size, self.rows
-        losses = {}
+        first, losses = evaluation_start(self.config, step), {}
         for name, data in self.validation.items():
-            batches = eval_batches(data, self.config.train.eval_steps, size, rows)
+            batches = eval_batches(data, self.config.train.eval_steps, size, rows, first)
             losses[name], _ = mean_loss(self.eval_step, model, batches, self.mesh, size, rows)
         each = {f"validation_loss/{name}": loss for name, loss in losses.items() if name}
         return {"validation_loss": float(np.mean([*losses.values()])), **each}
@@ -146,7 +147,7 @@ def train(run: Run, state, start_step: int):
             if run.validation and (due(evaluate, step) or (evaluate and last)):
                 jax.block_until_ready(state.step)
                 with throughput.paused():
-                    pending.add(run.validate(state.model))
+                    pending.add(run.validate(state.model, step))
             if due(save, step) or last:
                 pending.hand_on()  # a loss that is not finite raises here, before the save
                 run.save(state)

@@ -112,8 +112,9 @@ class DataConfig:
     )
     order: DataOrder = setting(
         DataOrder.megatron,
-        "megatron: the same samples as there, which depend on seed and number of steps; native: "
-        "an order that is computed, not stored, and validation in reading order",
+        "megatron: the same samples as there, which depend on seed and number of steps, and each "
+        "validation goes on where the last ended; native: an order that is computed, not stored, "
+        "and every validation reads the same samples, the first in reading order",
     )
     objective: Objective = setting(
         Objective.gpt,

@@ -58,8 +58,7 @@ def read_whole(config: DataConfig, paths: tuple[str, ...], split_index: int) -> 
 def samples_asked(config: Config, split_index: int, training_samples: int) -> int:
     """Samples that a run asks of a split, by Megatron-LM's rule; they decide the epochs' order.
 
-    Of the validation, as many as all its evaluations would read if each went on where the last
-    one ended.
+    Of the validation, as many as all its evaluations read where each goes on where the last ended.
     """
     if split_index == 0:
         return training_samples
@@ -68,6 +67,17 @@ def samples_asked(config: Config, split_index: int, training_samples: int) -> in
     if split_index == 2 or not train.eval_every:
         return per_evaluation
     return (train.num_steps // train.eval_every + 1) * per_evaluation
+
+
+def evaluation_start(config: Config, step: int) -> int:
+    """The first sample that the validation after step `step` reads.
+
+    In Megatron-LM's order each goes on where the last one ended, in ours all begin with the first.
+    """
+    train = config.train
+    if config.data.order is DataOrder.native or not train.eval_every:
+        return 0
+    return step // train.eval_every * train.eval_steps * train.global_batch_size
 
 
 def build_dataset(

@@ -146,11 +146,8 @@ def train_loader(
 
 
 def eval_batches(
-    dataset: Dataset, num_batches: int, batch_size: int, rows: Rows = all_rows
+    dataset: Dataset, num_batches: int, batch_size: int, rows: Rows = all_rows, first: int = 0
 ) -> Iterator[Batch]:
-    """The same `num_batches` batches each time, from the split's first sample on.
-
-    A split with fewer samples starts again from its first.
-    """
+    """`num_batches` batches, from sample `first` on; after the last sample comes the first."""
     for i in range(num_batches):
-        yield dataset.batch(i * batch_size + rows(batch_size))
+        yield dataset.batch(first + i * batch_size + rows(batch_size))

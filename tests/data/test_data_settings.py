@@ -11,6 +11,7 @@ from maxmeg.data.build import (
     build_dataset,
     build_validation,
     cache_folder,
+    evaluation_start,
     open_corpus,
     order_of,
     read_whole,
@@ -196,8 +197,14 @@ def test_samples_that_a_run_asks_for():
     config.train.eval_every, config.train.eval_steps = 30, 5
     asked = [samples_asked(config, index, 777) for index in range(3)]
     assert asked == [777, (100 // 30 + 1) * 5 * 8, 5 * 8]
-    config.train.eval_every = 0
-    assert samples_asked(config, 1, 777) == 40
+    evaluations = [step for step in range(100) if (step + 1) % 30 == 0 or step == 99]
+    starts = [evaluation_start(config, step) for step in evaluations]
+    assert starts == [0, 40, 80, 120] and starts[-1] + 40 == asked[1]  # each once, and no other
+    assert evaluation_start(config, 64) == 80  # stopped and validated early: its number counts
+    config.data.order = DataOrder.native
+    assert evaluation_start(config, 99) == 0
+    config.train.eval_every, config.data.order = 0, DataOrder.megatron
+    assert samples_asked(config, 1, 777) == 40 and evaluation_start(config, 99) == 0
     assert cache_folder(config.data, "run") == "run/data"
 
 

@@ -241,6 +241,10 @@ def test_evaluation_reads_the_same_batches_each_time(dataset):
     assert len(one) == 3
     for a, b in zip(one, two, strict=True):
         assert all(np.array_equal(a[name], b[name]) for name in a)
+    later = list(eval_batches(dataset, 2, 4, first=4))
+    assert all(
+        np.array_equal(a["tokens"], b["tokens"]) for a, b in zip(later, one[1:], strict=True)
+    )
     half = list(eval_batches(dataset, 3, 4, Rows(1)))
     assert np.array_equal(half[2]["tokens"], one[2]["tokens"][1::2])
 
