@@ -48,12 +48,17 @@ def vocabularies(tmp_path_factory) -> dict[str, str]:
     tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" t", b"er"]
     ranks = b"".join(base64.b64encode(t) + f" {i}\n".encode() for i, t in enumerate(tokens))
     (folder / "ranks.tiktoken").write_bytes(ranks)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "##es", "hello"]
+    words += [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")]
+    words += [*"!'(),.-:[]<>|/", "東", "京", "word"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
     return {
         "bytes": "bytes",
         "null": "null:1000",
         "sentencepiece": f"sentencepiece:{folder / 'sp.model'}",
         "huggingface": f"huggingface:{folder / 'hf' / 'tokenizer.json'}",
         "gpt2": f"gpt2:{folder / 'gpt2'}",
+        "wordpiece": f"wordpiece:{folder / 'vocab.txt'}",
         "tiktoken": f"tiktoken:{folder / 'ranks.tiktoken'}",
     }
 

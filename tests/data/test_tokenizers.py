@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from maxmeg.data.tokenizers import KINDS, load_tokenizer
 
 TEXTS = ["hello the world", "", " leading, trailing ", "naïve 東京 🎉\n\n\ttabs", "1234567 it's"]
-LOSSLESS = [kind for kind in KINDS if kind != "null"]
+LOSSLESS = [kind for kind in KINDS if kind not in ("null", "wordpiece")]
 
 
 @pytest.mark.parametrize("kind", LOSSLESS)

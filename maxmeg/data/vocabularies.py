@@ -1,0 +1,318 @@
+"""Tokenizers made of vocabulary files: SentencePiece, tokenizer.json, GPT-2 and BERT."""
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxmeg.data.tokenizers import (
+    Tokenizer,
+    find_sentinels,
+    identity_of,
+    json_object,
+    read_vocabulary,
+)
+
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
+MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is unknown
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece .model; without an end-of-sentence piece one id is appended for it.
+
+    User-defined symbols of the model are found in text, as the model asks; control symbols never.
+    """
+
+    def __init__(self, argument: str, options: Mapping[str, str]) -> None:
+        import sentencepiece
+
+        data = read_vocabulary("sentencepiece", argument)
+        self._model = sentencepiece.SentencePieceProcessor()
+        try:
+            self._model.LoadFromSerializedProto(data)
+        except RuntimeError as error:
+            raise ValueError(f"{argument} is no SentencePiece model: {error}") from error
+        size, end = self._model.GetPieceSize(), self._model.eos_id()
+        self.model_size = size
+        self.eod = end if end >= 0 else size
+        self.vocab_size = max(size, self.eod + 1)
+        self.bos = _or_none(self._model.bos_id())
+        self.pad = _or_none(self._model.pad_id())
+        self.unk = _or_none(self._model.unk_id())
+        control = frozenset(i for i in range(size) if self._model.IsControl(i))
+        self.special_ids = control | {self.eod}
+        self.sentinels = find_sentinels(self.token_id)
+        self._blank = self.token_id(_WORD_START)
+        self.identity = identity_of("sentencepiece", data)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._model.EncodeAsIds(text), np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        size = self._model.GetPieceSize()
+        return self._model.DecodeIds([int(i) for i in ids if 0 <= i < size])
+
+    def encode_after(self, text: str) -> np.ndarray:
+        """As Megatron-LM: the space that the model puts before a text is left out."""
+        ids = self.encode(text)
+        return ids[1:] if self._blank is not None and ids[:1] == self._blank else ids
+
+    def decode_after(self, ids: list[int]) -> str:
+        """With a leading space, which the model takes off a text that begins with it."""
+        if self._inside is None:
+            return self.decode(ids)
+        begin = self.decode([self._inside])
+        return self.decode([self._inside, *ids]).removeprefix(begin)
+
+    @functools.cached_property
+    def _inside(self) -> int | None:
+        """A piece that no space goes with."""
+        model = self._model
+        return next(
+            (
+                i
+                for i in range(model.GetPieceSize())
+                if not (model.IsControl(i) or model.IsUnknown(i) or model.IsByte(i))
+                and _WORD_START not in model.IdToPiece(i)
+            ),
+            None,
+        )
+
+    def token_id(self, name: str) -> int | None:
+        found = self._model.PieceToId(name)
+        # An unknown name has the id of the unknown piece, or, without one, 0.
+        return found if found >= 0 and self._model.IdToPiece(found) == name else None
+
+
+class _LibraryTokenizer(Tokenizer):
+    """Run by the tokenizers library, `_model`."""
+
+    _model: Any
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_spans(
+        self, text: str, marks: Mapping[str, int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Ids, and the characters [begin, end) of the text that each stands for."""
+        marks = marks or {}
+        model = self._with(tuple(marks)) if marks else self._model
+        found = model.encode(text, add_special_tokens=False)
+        ids = found.ids
+        if marks:
+            ids = [marks.get(token, i) for token, i in zip(found.tokens, ids, strict=True)]
+        return np.array(ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def token_id(self, name: str) -> int | None:
+        return self._model.token_to_id(name)
+
+    def encode_marked(self, text: str, marks: Mapping[str, int]) -> np.ndarray:
+        return self.encode_spans(text, marks)[0]
+
+    def decode_marked(self, ids: Iterable[int], names: Mapping[int, str]) -> str:
+        model = self._with(tuple(names.values()))
+        theirs = {i: model.token_to_id(name) for i, name in names.items()}
+        ids = [theirs.get(int(i), int(i)) for i in ids if i in names or i < self.model_size]
+        return model.decode(ids, skip_special_tokens=False)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def _with(self, names: tuple[str, ...]) -> Any:
+        """The model with more tokens, which is how the library itself treats text around them;
+        it gives them ids of its own."""
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(self._model.to_str())
+        added = [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
+        made.add_special_tokens(added)
+        for name in names:
+            theirs = self._model.id_to_token(made.token_to_id(name))
+            if theirs not in (name, None):
+                raise ValueError(
+                    f"tokenizer {self.spec!r}: its ids have gaps, and {name!r} would become "
+                    f"{theirs!r}: number its tokens without gaps"
+                )
+        return made
+
+
+class HuggingFaceTokenizer(_LibraryTokenizer):
+    """A tokenizer.json of the `tokenizers` library.
+
+    Special tokens come from tokenizer_config.json beside it where that exists; otherwise the end
+    is the first of END_NAMES in the vocabulary, or one appended id.
+    """
+
+    def __init__(self, argument: str, options: Mapping[str, str]) -> None:
+        import tokenizers
+
+        path = Path(argument)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        data = read_vocabulary("huggingface", str(path))
+        try:
+            self._model = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(
+                f"{path} is no tokenizer.json of the tokenizers library: {error}"
+            ) from None
+        self._model.no_truncation()
+        self._model.no_padding()
+        vocabulary = self._model.get_vocab(with_added_tokens=True)
+        added = self._model.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.model_size = max(vocabulary.values(), default=-1) + 1
+        names = _special_names(path.parent / "tokenizer_config.json", vocabulary)
+        ends = [names["eos_token"]] if "eos_token" in names else list(END_NAMES)
+        self.eod = next((vocabulary[n] for n in ends if n in vocabulary), self.model_size)
+        self.bos, self.pad, self.cls, self.sep, self.mask, self.unk = (
+            vocabulary.get(names.get(f"{role}_token", ""))
+            for role in ("bos", "pad", "cls", "sep", "mask", "unk")
+        )
+        self.opening = self._opening()
+        self.sentinels = find_sentinels(vocabulary.get)
+        self.vocab_size = max(self.model_size, self.eod + 1)
+        settings = str((self.eod, self.bos, self.pad)).encode()
+        self.identity = identity_of("huggingface", data, settings)
+
+    def _opening(self) -> tuple[int, ...]:
+        """By the tokenizer.json: transformers heeds no add_bos_token beside one."""
+        found = self._model.encode("a", add_special_tokens=True)
+        text = found.special_tokens_mask.index(0) if 0 in found.special_tokens_mask else 0
+        return tuple(found.ids[:text])
+
+
+class Gpt2Tokenizer(Tokenizer):
+    """GPT-2's byte-level BPE: vocab.json and merges.txt (or encoder.json and vocab.bpe)."""
+
+    def __init__(self, argument: str, options: Mapping[str, str]) -> None:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        folder = Path(argument)
+        old = (folder / "encoder.json").is_file() and not (folder / "vocab.json").is_file()
+        names = ("encoder.json", "vocab.bpe") if old else ("vocab.json", "merges.txt")
+        paths = [str(folder / name) for name in names]
+        data = [read_vocabulary("gpt2", path) for path in paths]
+        try:
+            model = models.BPE.from_file(*paths)
+            self._vocabulary: dict[str, int] = json.loads(data[0])
+            self.model_size = max(self._vocabulary.values()) + 1
+        except Exception as error:  # the library raises plain Exception
+            raise ValueError(f"{paths[0]} and {paths[1]} hold no BPE vocabulary: {error}") from None
+        self._model = Tokenizer(model)
+        self._model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._model.decoder = decoders.ByteLevel()
+        self.eod = self._vocabulary.get("<|endoftext|>", self.model_size)
+        self.special_ids = frozenset([self.eod])
+        self.sentinels = find_sentinels(self.token_id)
+        self.vocab_size = max(self.model_size, self.eod + 1)
+        self.identity = identity_of("gpt2", *data)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array(self._model.encode(text).ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._model.decode([int(i) for i in ids if i < self.model_size])
+
+    def token_id(self, name: str) -> int | None:
+        return self._vocabulary.get(name)
+
+
+class WordPieceTokenizer(_LibraryTokenizer):
+    """BERT's: a vocab.txt with a token a line, or the folder of one.
+
+    Options, else tokenizer_config.json in the folder: do_lower_case (else: whether no word of the
+    vocabulary has a capital), strip_accents (else as do_lower_case), tokenize_chinese_chars.
+    """
+
+    def __init__(self, argument: str, options: Mapping[str, str]) -> None:
+        from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+        folder = Path(argument) if Path(argument).is_dir() else None
+        path = folder / "vocab.txt" if folder else Path(argument)
+        vocabulary = _lines_as_ids(path)
+        given = json_object(folder / "tokenizer_config.json") if folder else {}
+        lower, strip, chinese = (
+            _boolean(name, options[name]) if name in options else given.get(name)
+            for name in ("do_lower_case", "strip_accents", "tokenize_chinese_chars")
+        )
+        lower = not any(map(_has_capital, vocabulary)) if lower is None else bool(lower)
+        strip = lower if strip is None else bool(strip)
+        chinese = True if chinese is None else bool(chinese)
+        self._model = Tokenizer(
+            models.WordPiece(
+                vocabulary, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS
+            )
+        )
+        self._model.normalizer = normalizers.BertNormalizer(True, chinese, strip, lower)
+        self._model.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        self._model.decoder = decoders.WordPiece()
+        self.model_size = max(vocabulary.values()) + 1
+        self.pad, self.unk, self.cls, self.sep, self.mask = (
+            vocabulary.get(name) for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+        )
+        self.bos = self.cls
+        self.eod = self.model_size if self.sep is None else self.sep
+        self.opening = () if self.cls is None else (self.cls,)
+        named = (self.eod, self.pad, self.cls, self.mask)
+        self.special_ids = frozenset(token for token in named if token is not None)
+        self.sentinels = find_sentinels(vocabulary.get)
+        self.vocab_size = max(self.model_size, self.eod + 1)
+        lines = "\n".join(vocabulary).encode()
+        self.identity = identity_of("wordpiece", lines, str((lower, strip, chinese)).encode())
+
+
+def _lines_as_ids(path: Path) -> dict[str, int]:
+    data = read_vocabulary("wordpiece", str(path))
+    try:
+        # Not splitlines: a vocabulary may hold Unicode's other ends of lines.
+        lines = data.decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no vocab.txt: invalid UTF-8 at byte {error.start}") from None
+    vocabulary: dict[str, int] = {}
+    for number, line in enumerate(lines):
+        token = line.removesuffix("\r")
+        if token in vocabulary:
+            raise ValueError(
+                f"{path} has {token!r} on lines {vocabulary[token] + 1} and {number + 1}: a token "
+                "stands once"
+            )
+        vocabulary[token] = number
+    if "[UNK]" not in vocabulary:
+        raise ValueError(
+            f"{path} has no [UNK] among its {len(vocabulary):,} lines, which WordPiece needs for "
+            "words it cannot make: is it BERT's vocab.txt, with a token a line?"
+        )
+    return vocabulary
+
+
+def _boolean(name: str, value: str) -> bool:
+    if value not in ("true", "false"):
+        raise ValueError(f"tokenizer option {name}={value}: write true or false")
+    return value == "true"
+
+
+def _has_capital(token: str) -> bool:
+    return token != token.lower() and not (token.startswith("[") and token.endswith("]"))
+
+
+def _or_none(token: int) -> int | None:
+    return token if token >= 0 else None
+
+
+def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
+    """eos_token, bos_token ... of a tokenizer_config.json, if it exists."""
+    config, names = json_object(path), {}
+    for role in ("eos", "bos", "pad", "cls", "sep", "mask", "unk"):
+        value = config.get(f"{role}_token")
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            if value not in vocabulary and role in ("eos", "bos", "pad"):
+                raise ValueError(f"{path}: {role}_token {value!r} is not in the vocabulary")
+            names[f"{role}_token"] = value
+    return names
