@@ -4,6 +4,8 @@ import hashlib
 import importlib.util
 import os
 import platform
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
@@ -53,8 +55,31 @@ jaxtyping.install_import_hook(
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):  # with pytest-xdist: in the order given below
+        config.option.loadscopereorder = False
     config.addinivalue_line("markers", "slow: over about 5 s cold; left out on the newest jax")
     # A killed run can leave half an entry: jax then compiles anew, which is no error.
     config.addinivalue_line(
         "filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning"
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole programs first: the longest files, which must not be left for one worker at the end."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log):
+    """With `-n`, a file stays in one process: its tests share what they compile."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs() -> Iterator[None]:
+    """What one file compiled is no use to the next, and thousands of programs are gigabytes."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()

@@ -9,7 +9,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parent.parent
 FIRST_SCREEN = 50  # lines
 TRAIN_COMMAND = "pip install -e . && python -m maxmeg.train --config=configs/gpt.py"
-TEST_COMMAND = "pip install -e '.[test]' && pytest"
+TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 
 
 def test_kernels_are_installed_from_their_own_folder():
