@@ -1,0 +1,120 @@
+"""Samples of BERT: masked tokens, and two segments whose order is to be told.
+
+`BertDataset` gives, for the same files, seed and number of samples, what Megatron-LM's
+BERTMaskedWordPieceDataset does.
+"""
+
+import numpy as np
+
+from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.masking import Masking, Vocabulary, masked_spans
+from maxmeg.data.sentences import ONE_EPOCH, SentenceDataset, SentenceOrder
+
+WORDS = Masking()  # what Megatron-LM trains BERT with
+_MASKED, _RANDOM = 0.8, 0.5  # share that is masked; of the others, that becomes any token
+
+Batch = dict[str, np.ndarray]
+
+
+class BertDataset(SentenceDataset):
+    """Batches of one split (0 train, 1 validation, 2 test) of a corpus with a sequence a sentence.
+
+    has_pairs: two segments, [CLS] A [SEP] B [SEP], swapped in half of the samples; without, one.
+    Megatron-LM's optional permutation of tokens is left out: it draws from a generator that all
+    samples share, so that no sample can be made again.
+    """
+
+    def __init__(
+        self,
+        corpus: IndexedDataset,
+        split: str,
+        split_index: int,
+        sequence_length: int,
+        vocabulary: Vocabulary,
+        masking: Masking = WORDS,
+        order: SentenceOrder = ONE_EPOCH,
+        has_pairs: bool = True,
+    ) -> None:
+        self._cls, self._sep, self._mask = vocabulary.need("cls", "sep", "mask")
+        part = (corpus, split, split_index)
+        self._arguments = (*part, sequence_length, vocabulary, masking, order, has_pairs)
+        samples = (sequence_length - 3, 2 if has_pairs else 1, masking.short_probability)
+        super().__init__(*part, samples, order)
+        self.sequence_length, self.vocab_size = sequence_length, vocabulary.size
+        self._vocabulary, self._masking, self._has_pairs = vocabulary, masking, has_pairs
+
+    def __reduce__(self) -> tuple:
+        return BertDataset, self._arguments
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """Samples by number, any >= 0; arrays are [len(indices), sequence_length].
+
+        tokens, targets (0 where there is no loss), token_types (0 A, 1 B), positions and
+        segment_ids (1; 0 is padding) int32, loss_mask float32; is_swapped int32 [len(indices)].
+        """
+        shape, names = (len(indices), self.sequence_length), ("tokens", "targets", "token_types")
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in (*names, "segment_ids")}
+        batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        batch["loss_mask"] = np.zeros(shape, np.float32)
+        batch["is_swapped"] = np.zeros(len(indices), np.int32)
+        for row, n in enumerate(np.asarray(indices).tolist()):
+            self._fill({name: values[row : row + 1] for name, values in batch.items()}, n)
+        return batch
+
+    def _fill(self, sample: Batch, n: int) -> None:
+        sentences, target, random = self.sentences(n)
+        first, second, is_swapped = self._segments(sentences, random)
+        first, second = cut_ends(first, second, target, random)
+        vocabulary = self._vocabulary
+        parts = [[self._cls], first, [self._sep]]
+        parts += [second, [self._sep]] if len(second) else []
+        text = np.concatenate(parts).astype(np.int32)
+        vocabulary.check(text, f"{self.corpus.prefix}.bin")
+        masked = text.copy()
+
+        def replace(position: int) -> None:
+            if random.random() < _MASKED:
+                masked[position] = self._mask
+            elif random.random() >= _RANDOM:
+                masked[position] = random.randint(0, vocabulary.size)
+
+        spans = masked_spans(text, target, self._masking, vocabulary, random, replace)
+        chosen = [position for span in spans for position in span]
+        size = len(text)
+        sample["tokens"][0, :size] = np.where(masked == vocabulary.pad, 0, masked)
+        sample["segment_ids"][0, :size] = masked != vocabulary.pad
+        sample["token_types"][0, len(first) + 2 : size] = 1
+        sample["targets"][0, chosen] = np.where(text == vocabulary.pad, 0, text)[chosen]
+        sample["loss_mask"][0, chosen] = 1
+        sample["is_swapped"][0] = is_swapped
+
+    def _segments(
+        self, sentences: list[np.ndarray], random: np.random.RandomState
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        nothing = np.empty(0, np.int32)
+        if not self._has_pairs:
+            return np.concatenate(sentences), nothing, False
+        pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
+        pair = np.concatenate(sentences[:pivot]), np.concatenate(sentences[pivot:])
+        is_swapped = random.random() < 0.5
+        first, second = pair[::-1] if is_swapped else pair
+        return first, second, is_swapped
+
+
+def cut_ends(
+    first: np.ndarray, second: np.ndarray, target: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Both without the tokens above `target`: one by one from the longer, at either end."""
+    excess = len(first) + len(second) - target
+    if excess <= 0:
+        return first, second
+    from_front = random.random(excess) < 0.5
+    # Of equal lengths the second is cut; so the longer one until they are equal, then in turns.
+    from_first = np.full(excess, len(first) > len(second))
+    from_first[abs(len(first) - len(second)) :] = False
+    from_first[abs(len(first) - len(second)) + 1 :: 2] = True
+    cut = []
+    for tokens, mine in ((first, from_first), (second, ~from_first)):
+        begin = int((mine & from_front).sum())
+        cut.append(tokens[begin : len(tokens) - int((mine & ~from_front).sum())])
+    return cut[0], cut[1]

@@ -1,0 +1,261 @@
+"""Which sentences make sample n of BERT and T5, as Megatron-LM has it.
+
+Documents are .bin/.idx files with a sequence a sentence. Each is read from its start; a sample ends
+once it holds the tokens that were drawn for it. One generator draws for all documents in turn, so
+the chain of samples is followed one by one, but on tables that NumPy made; it is made once on a
+node and memory-mapped.
+"""
+
+import array
+import bisect
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+
+from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.sampling import split_range
+from maxmeg.data.stored import Arrays, digest, stored
+
+MAX_SENTENCE = 512  # tokens; documents of several sentences with a longer one are left out
+_BLOCK = 1 << 20  # sentences, or draws, at once
+_SMALL = 1 << 14  # sentences whose samples are made sooner than found in files
+
+_U64 = np.uint64
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceOrder:
+    """What decides the samples beside the corpus and how long they are.
+
+    num_samples: how many are asked for; whole epochs are made until there are as many; None is one
+    epoch. cache_dir: of what is made; empty keeps it in memory.
+    """
+
+    seed: int = 0
+    num_samples: int | None = None
+    cache_dir: str = ""
+
+
+ONE_EPOCH = SentenceOrder()
+
+
+class Mersenne64:
+    """std::mt19937_64, many draws at once."""
+
+    _size, _half = 312, 156
+
+    def __init__(self, seed: int) -> None:
+        state = [seed & 0xFFFFFFFFFFFFFFFF]
+        for i in range(1, self._size):
+            last = state[-1] ^ (state[-1] >> 62)
+            state.append((6364136223846793005 * last + i) & 0xFFFFFFFFFFFFFFFF)
+        self._state = np.array(state, _U64)
+        self._ready = np.empty(0, _U64)
+
+    def draw(self, count: int) -> np.ndarray:
+        """The next numbers, uint64."""
+        blocks = [self._ready]
+        for _ in range(-(-(count - len(self._ready)) // self._size)):
+            self._advance()
+            blocks.append(self._state.copy())
+        raw = np.concatenate(blocks)
+        self._ready, x = raw[count:], raw[:count].copy()
+        x ^= (x >> _U64(29)) & _U64(0x5555555555555555)
+        x ^= (x << _U64(17)) & _U64(0x71D67FFFEDA60000)
+        x ^= (x << _U64(37)) & _U64(0xFFF7EEE000000000)
+        return x ^ (x >> _U64(43))
+
+    def _advance(self) -> None:
+        state, half = self._state, self._half
+        # Each third reads, of what it needs, what is still old and what is new by then.
+        for begin, end in ((0, half), (half, self._size - 1), (self._size - 1, self._size)):
+            here = np.arange(begin, end)
+            after, far = (here + 1) % self._size, (here + half) % self._size
+            x = (state[here] & _U64(0xFFFFFFFF80000000)) | (state[after] & _U64(0x7FFFFFFF))
+            odd = np.where(x & _U64(1), _U64(0xB5026F5AA96619E9), _U64(0))
+            state[here] = state[far] ^ (x >> _U64(1)) ^ odd
+
+
+def shuffled_rows(count: int, seed: int) -> np.ndarray:
+    """Megatron-LM's order of the samples: swaps from the end, int64."""
+    random, order = Mersenne64(seed), np.arange(count)
+    view = order.data
+    for top in range(count - 1, 0, -_BLOCK):
+        places = np.arange(top, max(0, top - _BLOCK), -1)
+        others = random.draw(len(places)) % (places + 1).astype(_U64)
+        for i, j in zip(places.tolist(), others.astype(np.int64).tolist(), strict=True):
+            view[i], view[j] = view[j], view[i]
+    return order
+
+
+class _Targets:
+    """Tokens that samples should hold, in the order in which they are drawn."""
+
+    def __init__(self, longest: int, short_probability: float, seed: int) -> None:
+        self._longest, self._random = longest, np.random.RandomState(seed)
+        # As C rounds: halves away from zero.
+        self._ratio = int(1 / short_probability + 0.5) if short_probability else 0
+        self._ready = np.empty(0, np.int64)
+
+    def ahead(self, count: int) -> np.ndarray:
+        """At least the next `count`, which stay the next until `use`."""
+        missing = count - len(self._ready)
+        if missing > 0:
+            drawn = np.full(missing, self._longest, np.int64)
+            if self._ratio:
+                raw = self._random.randint(0, 2**32, missing, np.uint32).astype(np.int64)
+                is_short = raw % self._ratio == 0
+                drawn[is_short] = 2 + raw[is_short] % (self._longest - 1)
+            self._ready = np.concatenate([self._ready, drawn])
+        return self._ready
+
+    def use(self, count: int) -> None:
+        self._ready = self._ready[count:]
+
+
+@dataclasses.dataclass(frozen=True)
+class SentenceSamples:
+    """Rows [N, 3] of Megatron-LM's `build_mapping`: first sentence, end, tokens drawn.
+
+    lengths: of every sentence of the corpus; bounds: where the split's documents begin, and the
+    end of the last. longest: tokens a sample should hold; fewest: sentences it must.
+    """
+
+    lengths: np.ndarray
+    bounds: np.ndarray
+    longest: int
+    fewest: int
+    short_probability: float
+
+    def rows(self, order: SentenceOrder) -> np.ndarray:
+        """Shuffled; ValueError where no document can be used or a setting is out of its range."""
+        ratio = self.short_probability
+        if self.longest < 2:
+            raise ValueError(f"{self.longest} tokens a sample are too few: raise sequence_length")
+        if not (ratio == 0 or 1e-9 < ratio <= 1):
+            raise ValueError(f"short_probability={ratio} must be 0, or above 1e-9 and at most 1")
+        if not 0 <= order.seed < 2**31:
+            raise ValueError(f"seed={order.seed} must lie in [0, 2^31) for Megatron's samples")
+        if order.num_samples is not None and order.num_samples < 1:
+            raise ValueError(f"num_samples={order.num_samples} must be at least 1")
+        folder, name = order.cache_dir, ""
+        if int(self.bounds[-1] - self.bounds[0]) < _SMALL:
+            folder = ""
+        if folder:
+            used = self.lengths[self.bounds[0] : self.bounds[-1]]
+            parts = (self.longest, self.fewest, ratio, order.seed, order.num_samples)
+            name = digest(1, *parts, self.bounds, used)
+        return stored(folder, f"sentences-{name}", ("rows",), lambda: self._make(order))["rows"]
+
+    def _make(self, order: SentenceOrder) -> Arrays:
+        targets = _Targets(self.longest, self.short_probability, order.seed)
+        found = array.array("q")
+        while True:
+            for block in self._blocks():
+                self._follow(block, targets, found)
+            if not found:
+                raise ValueError(
+                    f"no document of {len(self.bounds) - 1} has {self.fewest} sentences or more, "
+                    f"none above {MAX_SENTENCE} tokens: was the corpus prepared with "
+                    "--split_sentences?"
+                )
+            if order.num_samples is None or len(found) >= 3 * order.num_samples:
+                break
+        wide = len(self.lengths) > np.iinfo(np.uint32).max
+        rows = np.frombuffer(found, np.int64).reshape(-1, 3)
+        shuffle = shuffled_rows(len(rows), order.seed + 1)
+        return {"rows": rows[shuffle].astype(np.uint64 if wide else np.uint32)}
+
+    def _blocks(self) -> Iterator[np.ndarray]:
+        """Bounds of documents, as many as hold about _BLOCK sentences."""
+        at, bounds = 0, self.bounds
+        while at < len(bounds) - 1:
+            end = int(np.searchsorted(bounds, bounds[at] + _BLOCK, side="right")) - 1
+            end = max(at + 1, end)
+            yield bounds[at : end + 1]
+            at = end
+
+    def _follow(self, bounds: np.ndarray, targets: _Targets, found: array.array) -> None:
+        """Adds the samples of a block of documents."""
+        origin, count = int(bounds[0]), int(bounds[-1] - bounds[0])
+        lengths = self.lengths[origin : origin + count]
+        totals = np.zeros(count + 1, np.int64)
+        np.cumsum(lengths, out=totals[1:])
+        firsts, lasts = bounds[:-1] - origin, bounds[1:] - origin
+        too_long = np.zeros(count + 1, np.int64)
+        np.cumsum(lengths > MAX_SENTENCE, out=too_long[1:])
+        sizes = lasts - firsts
+        usable = (sizes >= self.fewest) & ((sizes < 2) | (too_long[lasts] == too_long[firsts]))
+        # Where a sample that starts at each sentence ends, if no shorter one was drawn: not before
+        # it has its tokens and sentences, and never so that one sentence of the document is left.
+        starts, last = np.arange(count), np.repeat(lasts, sizes)
+        ends = np.searchsorted(totals, totals[:-1] + self.longest)
+        ends = np.maximum(ends, starts + self.fewest)
+        ends = np.where(ends > last - 2, last, ends).data
+        drawn = targets.ahead(count + len(sizes)).data
+        sums, longest, fewest, at = totals.data, self.longest, self.fewest, 0
+        for start, stop in zip(firsts[usable].tolist(), lasts[usable].tolist(), strict=True):
+            while start < stop:
+                target = drawn[at]
+                at += 1
+                if target == longest:
+                    end = ends[start]
+                else:
+                    end = bisect.bisect_left(sums, sums[start] + target, start, stop)
+                    end = max(end, start + fewest)
+                    end = stop if end > stop - 2 else end
+                found.extend((origin + start, origin + end, target))
+                start = end
+            at += 1  # drawn after a document's last sample, and not used
+        targets.use(at)
+
+
+class SentenceDataset:
+    """What BERT and T5 share: sample n is a row of sentences and a random state of its own.
+
+    Beyond the samples of the order the rows come again, masked in another way.
+    """
+
+    def __init__(
+        self,
+        corpus: IndexedDataset,
+        split: str,
+        split_index: int,
+        samples: tuple[int, int, float],
+        order: SentenceOrder,
+    ) -> None:
+        longest, fewest, short_probability = samples
+        begin, end = split_range(split, split_index, corpus.num_documents)
+        if begin == end:
+            raise ValueError(
+                f"split={split!r} leaves none of {corpus.num_documents} documents of "
+                f"{corpus.prefix} for split {split_index}: give it more weight"
+            )
+        self.corpus, self._seed = corpus, order.seed
+        bounds = np.asarray(corpus.document_indices[begin : end + 1], np.int64)
+        found = SentenceSamples(corpus.lengths, bounds, longest, fewest, short_probability)
+        try:
+            self.rows = found.rows(order)
+        except ValueError as error:
+            raise ValueError(f"{corpus.prefix}: {error}") from None
+        lengths = corpus.lengths[bounds[0] : bounds[-1]]
+        self.num_tokens = int(lengths.sum(dtype=np.int64))
+        self.identity = ("sentences", self.num_tokens, longest, fewest, short_probability)
+        self.identity += (order.seed, len(self.rows))
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.rows)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self.rows)
+
+    def sentences(self, n: int) -> tuple[list[np.ndarray], int, np.random.RandomState]:
+        """Sample n's sentences, how many tokens they should have, and a random state of its own."""
+        if n < 0:
+            raise ValueError(f"sample {n} is negative")
+        first, end, target = self.rows[n % len(self.rows)].tolist()
+        found = [self.corpus.get(i) for i in range(first, end)]
+        return found, target, np.random.RandomState((self._seed + n) % 2**32)
