@@ -57,9 +57,9 @@ class SentencePieceTokenizer(Tokenizer):
         return self._model.DecodeIds([int(i) for i in ids if 0 <= i < size])
 
     def encode_after(self, text: str) -> np.ndarray:
-        """As Megatron-LM: the space that the model puts before a text is left out."""
+        """As Megatron-LM: a space that the model put before the text by itself is left out."""
         ids = self.encode(text)
-        return ids[1:] if self._blank is not None and ids[:1] == self._blank else ids
+        return ids[1:] if len(ids) and ids[0] == self._blank else ids
 
     def decode_after(self, ids: list[int]) -> str:
         """With a leading space, which the model takes off a text that begins with it."""
