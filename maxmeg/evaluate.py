@@ -73,8 +73,7 @@ def main(options: Options) -> None:
 def print_loss(trained: Trained, options: Options) -> None:
     config = trained.config
     index = SPLITS.index(options.split)
-    training_samples = Schedules(config).consumed_samples(config.train.num_steps)
-    asked = samples_asked(config, index, training_samples)
+    asked = samples_asked(config, index, Schedules(config).consumed_samples)
     first = (
         evaluation_start(config, max(trained.step - 1, 0)) if SPLITS[index] == "validation" else 0
     )

@@ -75,10 +75,10 @@ class Run:
 
     def datasets(self, prefixes: list[str]):
         """That of training, and those of validation by name."""
-        config, total = self.config, self.schedules.consumed_samples(self.config.train.num_steps)
+        config, consumed = self.config, self.schedules.consumed_samples
         vocab_size, folder = config.model.vocab_size, cache_folder(config.data, config.run_dir)
         common = (config.seed, vocab_size)
-        asked = [samples_asked(config, split, total) for split in (0, 1)]
+        asked = [samples_asked(config, split, consumed) for split in (0, 1)]
         source = (config.data, prefixes, self.tokenizer)
         return (
             build_dataset(*source, 0, *common, asked[0], folder),
@@ -112,12 +112,13 @@ class Run:
 
     def save(self, state) -> None:
         step = int(state.step)
+        consumed = self.schedules.consumed_samples(step)
         metadata = {
             "config": files.to_dict(self.config),
             "tokenizer": self.tokenizer.identity,
             "base": self.base,
-            "consumed_samples": self.schedules.consumed_samples(step),
-            "order": order_of(self.data),
+            "consumed_samples": consumed,
+            "order": order_of(self.data, consumed),
         }
         self.checkpointer.save(step, to_tree(state), metadata)
 
@@ -193,7 +194,8 @@ def main(config: Config) -> None:
     else:
         start, state = found
         if start in run.checkpointer.steps():  # else it is another run's, with data of its own
-            warn_of_order(run.checkpointer.metadata(start).get("order"), run.data)
+            order = run.checkpointer.metadata(start).get("order")
+            warn_of_order(order, run.data, run.schedules.consumed_samples(start))
         print(f"resumed at step {start}")
     if start < config.train.num_steps:
         state = train(run, state, start)

@@ -110,6 +110,11 @@ class DataConfig:
         "samples made for each corpus of a weighted blend beyond its share, a fraction >= 0",
         "--mid-level-dataset-surplus",
     )
+    blend_changes: tuple[str, ...] = setting(
+        (),
+        "other training blends from steps on: 1000:0.5,a,0.5,b,5000:0.2,b,0.8,c or 1000:FILE.yaml; "
+        "each corpus goes on with its next sample",
+    )
     order: DataOrder = setting(
         DataOrder.megatron,
         "megatron: the same samples as there, which depend on seed and number of steps, and each "

@@ -238,6 +238,11 @@ def objective_problems(data: DataConfig):
         yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
     if is_sft and not (data.paths or data.train_paths):
         yield "data.objective=sft needs chats: set data.paths=FILE.jsonl"
+    if data.blend_changes and (is_sft or is_packed):
+        yield (
+            "data.blend_changes is for blends of .bin/.idx files: leave it out with "
+            "data.objective=sft and data.packing, which read files one after the other"
+        )
     for name in ("chat_template", "too_long"):
         if not is_sft and (value := getattr(data, name)) != getattr(DataConfig(), name):
             yield f"data.{name}={value} has no effect without data.objective=sft: set it"

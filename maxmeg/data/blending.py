@@ -1,7 +1,7 @@
 """Several datasets as one: their weights, Megatron-LM's order of taking turns, and batches."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import yaml
@@ -218,7 +218,63 @@ def exhaustive_index(sizes: Sequence[int]) -> np.ndarray:
     return turns
 
 
-class BlendedDataset:
+class Mixture:
+    """Batches of several datasets: `locate` says which sample of which one each sample is."""
+
+    def __init__(self, members: Sequence[Dataset]) -> None:
+        self.members = list(members)
+        self.vocab_size = self.members[0].vocab_size
+        self.sequence_length = self.members[0].sequence_length
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all members, once through."""
+        return sum(member.num_tokens for member in self.members)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all, beyond which the first come again."""
+        raise NotImplementedError
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.num_samples
+
+    def samples_of_members(self) -> list[int]:
+        """How many of the samples are of each."""
+        raise NotImplementedError
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The member of each sample, and the sample's number there."""
+        raise NotImplementedError
+
+    def order(self, order_of: Callable[[object], list], before: int | None) -> list:
+        """What decides the samples before number `before`; order_of: the same of a member."""
+        raise NotImplementedError
+
+    def checked(self, indices: np.ndarray) -> np.ndarray:
+        """Numbers of samples, any >= 0, as those below `num_samples`."""
+        indices = np.asarray(indices, np.int64)
+        if indices.size and indices.min() < 0:
+            raise ValueError(f"sample {indices.min()} is negative")
+        return indices % self.num_samples
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """Samples by number, any >= 0, as every member gives them."""
+        members, numbers = self.locate(indices)
+        if not members.size:
+            return self.members[0].batch(numbers)
+        batch = {}
+        for member in np.unique(members):
+            rows = np.flatnonzero(members == member)
+            for name, values in self.members[member].batch(numbers[rows]).items():
+                if name not in batch:
+                    batch[name] = np.empty((len(members), *values.shape[1:]), values.dtype)
+                batch[name][rows] = values
+        return batch
+
+
+class BlendedDataset(Mixture):
     """Batches of several datasets by weight; of those without, each as often as it has samples.
 
     `size` samples in all, beyond which the first come again; None takes every sample of the
@@ -232,10 +288,9 @@ class BlendedDataset:
         size: int | None,
         cache_dir: str = "",
     ) -> None:
+        super().__init__(members)
         self._arguments = (members, weights, size, cache_dir)
-        self.members, self.weights = list(members), list(weights)
-        self.vocab_size = self.members[0].vocab_size
-        self.sequence_length = self.members[0].sequence_length
+        self.weights = list(weights)
         total = sum(int(weight) for weight in weights) if size is None else size
         small = total < _SMALL or not cache_dir
         name = "" if small else digest(1, size, [float(weight) for weight in weights])
@@ -256,17 +311,12 @@ class BlendedDataset:
         return BlendedDataset, self._arguments
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens of all members, once through."""
-        return sum(member.num_tokens for member in self.members)
-
-    @property
     def num_samples(self) -> int:
         return len(self.turns)
 
-    @property
-    def samples_per_epoch(self) -> int:
-        return len(self.turns)
+    def order(self, order_of: Callable[[object], list], before: int | None) -> list:
+        """The weights, and what decides the members' samples."""
+        return [*self.weights, *map(order_of, self.members)]
 
     def samples_of_members(self) -> list[int]:
         """How many samples the blend takes of each."""
@@ -275,10 +325,7 @@ class BlendedDataset:
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The member of each sample, and the sample's number there."""
-        indices = np.asarray(indices, np.int64)
-        if indices.size and indices.min() < 0:
-            raise ValueError(f"sample {indices.min()} is negative")
-        indices = indices % len(self.turns)
+        indices = self.checked(indices)
         members, blocks = self.turns[indices].astype(np.int64), indices // _BLOCK
         numbers = self._counts[blocks, members]
         for row, (member, block, index) in enumerate(
@@ -286,20 +333,6 @@ class BlendedDataset:
         ):
             numbers[row] += np.count_nonzero(self.turns[block * _BLOCK : index] == member)
         return members, numbers
-
-    def batch(self, indices: np.ndarray) -> Batch:
-        """Samples by number, any >= 0, as every member gives them."""
-        members, numbers = self.locate(indices)
-        if not members.size:
-            return self.members[0].batch(numbers)
-        batch = {}
-        for member in np.unique(members):
-            rows = np.flatnonzero(members == member)
-            for name, values in self.members[member].batch(numbers[rows]).items():
-                if name not in batch:
-                    batch[name] = np.empty((len(members), *values.shape[1:]), values.dtype)
-                batch[name][rows] = values
-        return batch
 
 
 def count_blocks(turns: np.ndarray, num_members: int) -> np.ndarray:

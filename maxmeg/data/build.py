@@ -4,11 +4,13 @@ import dataclasses
 import logging
 import math
 import os
+from collections.abc import Callable
 
 from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config, DataConfig, DataOrder, Objective, Packing
 from maxmeg.data.blending import (
     BlendedDataset,
+    Mixture,
     check_weights,
     member_sizes,
     normalized,
@@ -24,9 +26,11 @@ from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("maxmeg")
 default_corpus = Lazy("maxmeg.data.corpus")
+phases = Lazy("maxmeg.data.phases")
 whole_documents = Lazy("maxmeg.data.rows")  # chats, and packed documents
 
 Blend = tuple[list[str], list[float] | None]
+Asked = int | tuple[int, ...] | None  # samples in all, before them those before every change
 
 
 def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]:
@@ -55,14 +59,23 @@ def read_whole(config: DataConfig, paths: tuple[str, ...], split_index: int) -> 
     config.split = _only(split_index)
 
 
-def samples_asked(config: Config, split_index: int, training_samples: int) -> int:
+def samples_asked(config: Config, split_index: int, consumed: Callable[[int], int]) -> Asked:
     """Samples that a run asks of a split, by Megatron-LM's rule; they decide the epochs' order.
 
-    Of the validation, as many as all its evaluations read where each goes on where the last ended.
+    consumed: samples of the steps before one. Of training, also those before each change of its
+    blend; of the validation as many as all its evaluations read, one after the other.
     """
-    if split_index == 0:
-        return training_samples
     train = config.train
+    if split_index == 0:
+        changes = config.data.blend_changes
+        steps = [change.step for change in phases.parse_changes(changes)] if changes else []
+        if steps and steps[-1] >= train.num_steps:
+            raise ValueError(
+                f"data.blend_changes has step {steps[-1]}, but the run ends with step "
+                f"train.num_steps={train.num_steps}: leave out what it never reads"
+            )
+        total = consumed(train.num_steps)
+        return (*map(consumed, steps), total) if steps else total
     per_evaluation = train.eval_steps * train.global_batch_size
     if split_index == 2 or not train.eval_every:
         return per_evaluation
@@ -87,18 +100,22 @@ def build_dataset(
     split_index: int,
     seed: int,
     vocab_size: int = 0,
-    num_samples: int | None = None,
+    asked: Asked = None,
     cache_dir: str = "",
 ) -> Dataset | None:
     """Split 0 (train), 1 (validation) or 2 (test); None where no sequence falls into it.
 
     prefixes: `open_corpus`'s. vocab_size: ids the model knows; 0 takes the tokenizer's.
-    num_samples: how many will be asked for, which Megatron-LM's order depends on; None is an
-    epoch. cache_dir: of what is made once on a node; empty keeps it in memory. ValueError for
-    files that are missing or damaged and for a split with less than one sample.
+    asked: how many samples will be asked for, which Megatron-LM's order depends on; None is an
+    epoch, without changes of the blend. cache_dir: of what is made once on a node; empty keeps it
+    in memory. ValueError for files that are missing or damaged and for a split with less than one
+    sample.
     """
     vocab_size = vocab_size or tokenizer.vocab_size
+    starts, num_samples = (asked[:-1], asked[-1]) if isinstance(asked, tuple) else ((), asked)
     (names, weights), split = _find_blend(config, prefixes, split_index)
+    if starts:
+        phases.check_changeable(names, weights)
     if config.objective is Objective.sft or config.packing is not Packing.none:
         if weights is not None:
             raise ValueError(
@@ -112,13 +129,8 @@ def build_dataset(
     if len(empty) == len(corpora) and split_index:
         return None
     is_native = config.order is DataOrder.native
-    if empty and (len(empty) == len(corpora) or weights or not is_native):
-        counts = ", ".join(f"{c.prefix} has {len(c)}" for c in empty)
-        raise ValueError(
-            f"split={split!r} leaves no sequence for {SPLITS[split_index]} ({counts}): give "
-            f"{SPLITS[split_index]} more weight, use a larger corpus, or name the corpora of "
-            "every set (data.train_paths, ...)"
-        )
+    if len(empty) == len(corpora) or weights or not is_native:
+        _refuse_empty(empty, split, split_index)
     rules = DocumentRules(
         tokenizer.eod,
         config.reset_position_ids,
@@ -132,8 +144,19 @@ def build_dataset(
         length = config.sequence_length
         return GptDataset(members, split, split_index, length, vocab_size, seed, rules, order)
 
+    def added(name: str) -> GptDataset:
+        corpus = IndexedDataset(name, vocab_size=vocab_size)
+        _refuse_empty(_without_sequences([corpus], split, split_index), split, split_index)
+        return single([corpus], None)
+
+    def changing(members: list[GptDataset]) -> Dataset:
+        first = (names, weights or [1.0], members)
+        ends = (*starts, num_samples or 0)
+        return phases.change(first, config.blend_changes, ends, added, cache_dir)
+
     if weights is None and (len(corpora) == 1 or is_native):
-        return single(corpora, num_samples)
+        whole = single(corpora, num_samples)
+        return changing([whole]) if starts else whole
     if weights is None:
         epochs = [single([corpus], None) for corpus in corpora]
         return _join(epochs, num_samples, split_index, cache_dir)
@@ -143,6 +166,8 @@ def build_dataset(
         num_samples = max(1, epochs // config.sequence_length)
     sizes, total = member_sizes(shares, num_samples, config.blend_surplus)
     members = [single([c], size) for c, size in zip(corpora, sizes, strict=True)]
+    if starts:
+        return changing(members)
     blend = BlendedDataset(members, shares, total, cache_dir)
     if not is_native:
         _check_supply(blend, members, config.blend_surplus)
@@ -155,7 +180,7 @@ def build_validation(
     tokenizer: Tokenizer,
     seed: int,
     vocab_size: int = 0,
-    num_samples: int | None = None,
+    num_samples: Asked = None,
     cache_dir: str = "",
 ) -> dict[str, Dataset]:
     """Validation sets by name, each of `num_samples`; one, named "", unless `validate_each`.
@@ -182,18 +207,21 @@ def build_validation(
     return sets
 
 
-def order_of(dataset: object) -> list:
-    """What decides which sample has which number, as plain values that JSON can hold."""
-    if isinstance(dataset, BlendedDataset):
-        return [*dataset.weights, *map(order_of, dataset.members)]
+def order_of(dataset: object, before: int | None = None) -> list:
+    """What decides which sample has which number, as plain values that JSON can hold.
+
+    before: of the samples before that number, which later changes of a blend do not touch.
+    """
+    if isinstance(dataset, Mixture):
+        return dataset.order(order_of, before)
     if isinstance(dataset, GptDataset):
         return list(dataset.samples.identity)
     return list(getattr(dataset, "identity", ()))  # rows of whole documents have one
 
 
-def warn_of_order(saved: list | None, dataset: object) -> None:
+def warn_of_order(saved: list | None, dataset: object, before: int | None = None) -> None:
     """Says so where a checkpoint's samples were numbered otherwise; saved: its `order_of`."""
-    if saved is not None and saved != order_of(dataset):
+    if saved is not None and saved != order_of(dataset, before):
         logger.warning(
             "training samples are in another order than before this checkpoint (data settings, "
             "seed, or with data.order=megatron train.num_steps or batch sizes are others): some "
@@ -264,6 +292,16 @@ def _only(split_index: int) -> str:
 def _without_sequences(corpora, split: str, split_index: int) -> list[IndexedDataset]:
     ranges = [split_range(split, split_index, len(corpus)) for corpus in corpora]
     return [c for c, (begin, end) in zip(corpora, ranges, strict=True) if begin == end]
+
+
+def _refuse_empty(empty: list[IndexedDataset], split: str, split_index: int) -> None:
+    if empty:
+        counts = ", ".join(f"{c.prefix} has {len(c)}" for c in empty)
+        raise ValueError(
+            f"split={split!r} leaves no sequence for {SPLITS[split_index]} ({counts}): give "
+            f"{SPLITS[split_index]} more weight, use a larger corpus, or name the corpora of "
+            "every set (data.train_paths, ...)"
+        )
 
 
 def _tokens(corpus: IndexedDataset, split: str, split_index: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import resolve, validate
-from maxmeg.data.blending import BlendedDataset
+from maxmeg.data.blending import Mixture
 from maxmeg.data.build import build_dataset, cache_folder, open_corpus, samples_asked
 from maxmeg.data.gpt import SPLITS, Dataset, GptDataset
 from maxmeg.data.indexed import IndexedDataset
@@ -43,7 +43,8 @@ def uses_of(config: Config) -> list[SplitUse]:
     validate(config, math.prod(getattr(config.parallel, axis) or 1 for axis in _AXES))
     tokenizer, prefixes = open_corpus(config.data, config.run_dir)
     resolve(config, tokenizer.vocab_size)
-    training = Schedules(config).consumed_samples(config.train.num_steps)
+    consumed = Schedules(config).consumed_samples
+    training = consumed(config.train.num_steps)
     evaluation = config.train.eval_steps * config.train.global_batch_size
     uses = []
     for index, name in enumerate(SPLITS):
@@ -54,7 +55,7 @@ def uses_of(config: Config) -> list[SplitUse]:
             index,
             config.seed,
             config.model.vocab_size,
-            samples_asked(config, index, training),
+            samples_asked(config, index, consumed),
             cache_folder(config.data, config.run_dir),
         )
         if dataset is not None:
@@ -64,7 +65,7 @@ def uses_of(config: Config) -> list[SplitUse]:
 
 def _split_use(name: str, dataset: Dataset, samples: int) -> SplitUse:
     members, shares = [dataset], [1.0]
-    if isinstance(dataset, BlendedDataset):
+    if isinstance(dataset, Mixture):
         members = dataset.members
         shares = [taken / dataset.num_samples for taken in dataset.samples_of_members()]
     corpora = []

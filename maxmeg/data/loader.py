@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.data.gpt import Batch, Dataset
-from maxmeg.data.workers import Workers
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config
+    from maxmeg.data.workers import Workers
+
+workers = Lazy("maxmeg.data.workers")
 
 Steps = Callable[[int], tuple[int, int]]  # step -> (number of its first sample, batch size)
 Rows = Callable[[int], np.ndarray]  # batch size -> rows of the global batch that are read here
@@ -94,12 +97,12 @@ class Loader:
             )
         self._span = iter(span)
         self.waited = 0.0
-        self._batches: Workers | _Threads | None = None
+        self._batches: "Workers | _Threads | None" = None
         if not len(span):
             return
         source = _StepSource(dataset, steps, rows, span)
         if num_workers:
-            self._batches = Workers(source, num_workers, prefetch)
+            self._batches = workers.Workers(source, num_workers, prefetch)
         else:
             self._batches = _Threads(source, prefetch)
 

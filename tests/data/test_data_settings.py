@@ -195,8 +195,11 @@ def test_samples_that_a_run_asks_for():
     config = Config()
     config.train.num_steps, config.train.global_batch_size = 100, 8
     config.train.eval_every, config.train.eval_steps = 30, 5
-    asked = [samples_asked(config, index, 777) for index in range(3)]
+    consumed = {100: 777, 60: 70, 80: 99}.__getitem__
+    asked = [samples_asked(config, index, consumed) for index in range(3)]
     assert asked == [777, (100 // 30 + 1) * 5 * 8, 5 * 8]
+    config.data.blend_changes = ("60:a", "80:b")
+    assert samples_asked(config, 0, consumed) == (70, 99, 777)
     evaluations = [step for step in range(100) if (step + 1) % 30 == 0 or step == 99]
     starts = [evaluation_start(config, step) for step in evaluations]
     assert starts == [0, 40, 80, 120] and starts[-1] + 40 == asked[1]  # each once, and no other
@@ -204,7 +207,7 @@ def test_samples_that_a_run_asks_for():
     config.data.order = DataOrder.native
     assert evaluation_start(config, 99) == 0
     config.train.eval_every, config.data.order = 0, DataOrder.megatron
-    assert samples_asked(config, 1, 777) == 40 and evaluation_start(config, 99) == 0
+    assert samples_asked(config, 1, consumed) == 40 and evaluation_start(config, 99) == 0
     assert cache_folder(config.data, "run") == "run/data"
 
 
