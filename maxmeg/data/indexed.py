@@ -347,17 +347,23 @@ class IndexedWriter:
                 f"but {self.prefix} {_describe(self.dtype, self._modes is not None)}: prepare "
                 "both with the same tokenizer"
             )
-        if self._ends[-1] != len(self._lengths):
-            raise ValueError(f"{self.prefix}: call end_document() before another dataset")
-        data = dataset.tokens.data.cast("B")
-        for begin in range(0, len(data), _COPIED):
-            self._write(data[begin : begin + _COPIED])
-        self.num_tokens += dataset.num_tokens
-        before = len(self._lengths)
-        self._lengths.frombytes(dataset.lengths.astype(np.int32, copy=False).tobytes())
-        self._ends.frombytes((dataset.document_indices[1:] + before).astype(np.int64).tobytes())
+        self.add_documents(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
         if self._modes is not None and dataset.modes is not None:
             self._modes.frombytes(dataset.modes.tobytes())
+
+    def add_documents(self, tokens: np.ndarray, lengths: np.ndarray, ends: np.ndarray) -> None:
+        """Documents as arrays: tokens of the writer's dtype, the lengths of their sequences, and
+        how many sequences there are at the end of each document."""
+        if self._ends[-1] != len(self._lengths):
+            raise ValueError(f"{self.prefix}: call end_document() before more documents")
+        assert tokens.dtype == self.dtype
+        data = tokens.data.cast("B") if len(tokens) else b""
+        for begin in range(0, len(data), _COPIED):
+            self._write(data[begin : begin + _COPIED])
+        self.num_tokens += len(tokens)
+        before = len(self._lengths)
+        self._lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
+        self._ends.frombytes((ends + before).astype(np.int64).tobytes())
 
     def _add(
         self, values: np.ndarray, lengths: Sequence[int] | None, modes: Sequence[int] | None
