@@ -4,6 +4,7 @@
 the token that has one. Names the vocabulary has keep their ids; the others follow its last.
 """
 
+import urllib.parse
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -81,7 +82,7 @@ class ExtendedSpansTokenizer(ExtendedTokenizer):
 
 def extended(base: Tokenizer, options: Mapping[str, str]) -> Tokenizer:
     """`base` with what the options of its spec add."""
-    roles = {role: options[role] for role in ROLES if role in options}
+    roles = {role: urllib.parse.unquote(options[role]) for role in ROLES if role in options}
     spans = hasattr(base, "encode_spans")
     made = ExtendedSpansTokenizer if spans else ExtendedTokenizer
     return made(base, wanted_names(options), roles)
@@ -89,7 +90,8 @@ def extended(base: Tokenizer, options: Mapping[str, str]) -> Tokenizer:
 
 def wanted_names(options: Mapping[str, str]) -> list[str]:
     """special_tokens and extra_ids, in the order of their ids."""
-    names = options["special_tokens"].split(",") if "special_tokens" in options else []
+    words = options["special_tokens"].split(",") if "special_tokens" in options else []
+    names = list(map(urllib.parse.unquote, words))
     if not all(names) or len(set(names)) < len(names):
         twice = [name for name in names if names.count(name) > 1]
         raise ValueError(

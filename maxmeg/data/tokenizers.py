@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import re
-import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -214,7 +213,7 @@ KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A spec's parts; values are percent-decoded, so that they can hold & and commas."""
+    """A spec's parts; names of tokens in values are percent-encoded where they hold & or commas."""
 
     kind: str
     argument: str
@@ -244,7 +243,7 @@ def parse_spec(spec: str) -> Spec:
             )
         if not equals or not value or name in options:
             raise ValueError(f"tokenizer {spec!r}: write {name}=VALUE, and only once")
-        options[name] = urllib.parse.unquote(value)
+        options[name] = value
     return Spec(kind, argument, options)
 
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.data.tokenizers import KINDS, load_tokenizer
+from maxmeg.data.tiktoken_ranks import MEGATRON_SPECIAL
+from maxmeg.data.tokenizers import KINDS, encode_placeholders, load_tokenizer
 
 TEXTS = ["hello the world", "", " leading, trailing ", "naïve 東京 🎉\n\n\ttabs", "1234567 it's"]
+ADDED = "special_tokens=<image>,<|end|>&extra_ids=3"
+EXTENDED = [kind for kind in KINDS if kind != "null"]
 LOSSLESS = [kind for kind in KINDS if kind not in ("null", "wordpiece")]
 
 
@@ -97,7 +100,7 @@ def test_huggingface_takes_special_names_from_its_config(vocabularies, tmp_path)
 
 
 def test_special_names_in_text_are_text(vocabularies):
-    for kind in ("gpt2", "tiktoken", "sentencepiece"):
+    for kind in ("bytes", "gpt2", "tiktoken", "sentencepiece"):
         tokenizer = load_tokenizer(vocabularies[kind])
         for text in ("a<|endoftext|>b", "a</s>b"):
             assert tokenizer.eod not in tokenizer.encode(text)
@@ -119,6 +122,18 @@ def test_special_names_in_text_are_text(vocabularies):
         ("huggingface:/nowhere", "/nowhere: No such file"),
         ("gpt2:/nowhere", "vocab.json: No such file"),
         ("tiktoken:/nowhere", "/nowhere: No such file"),
+        ("wordpiece:", "wordpiece:FILE"),
+        ("wordpiece:/nowhere", "/nowhere: No such file"),
+        ("bytes?special_token=<a>", "did you mean 'special_tokens'"),
+        ("wordpiece:v?do_lowercase=true", "did you mean 'do_lower_case'"),
+        ("null:5?extra_ids=3", "null has no option 'extra_ids'.*none"),
+        ("bytes?pattern=v1", "bytes has no option 'pattern'"),
+        ("bytes?extra_ids", "write extra_ids=VALUE"),
+        ("bytes?extra_ids=1&extra_ids=2", "only once"),
+        ("bytes?extra_ids=-1", "extra_ids=-1 must be a whole number"),
+        ("bytes?extra_ids=9999999", "extra_ids=9999999 must be"),
+        ("bytes?special_tokens=<a>,<b>,<a>", "names '<a>' twice"),
+        ("bytes?special_tokens=<a>,", "has an empty name"),
     ],
 )
 def test_wrong_specs_are_explained(spec, message):
@@ -126,7 +141,7 @@ def test_wrong_specs_are_explained(spec, message):
         load_tokenizer(spec)
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2", "tiktoken"])
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "gpt2", "wordpiece", "tiktoken"])
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"{}", b"\xff\xfe\x00", b"YQ== x\n"])
 def test_wrong_files_are_explained(tmp_path, kind, content):
     names = ("vocab.json", "merges.txt") if kind == "gpt2" else ("file",)
@@ -145,3 +160,198 @@ def test_tiktoken_files_with_gaps_are_refused(vocabularies, tmp_path):
     (tmp_path / "twice").write_bytes(b"\n".join([*ranks, b"YWI= 5"]))
     with pytest.raises(ValueError, match="same rank"):
         load_tokenizer(f"tiktoken:{tmp_path / 'twice'}")
+
+
+def test_wordpiece_ids(vocabularies):
+    """transformers' BertTokenizer of the same vocab.txt."""
+    lower = {
+        "Hello, the Quick foxes!": [9, 86, 5, 6, 7, 8, 82],
+        "Ca\u0301fé naïve": [14, 11, 21, 19, 36, 11, 27, 53, 19],
+        "ab東京cd 東": [10, 13, 96, 97, 14, 17, 96],
+        "a\0b\u200bc\td": [10, 13, 15, 16],
+        "x" * 101: [1],
+        "a🎉 b": [1, 12],
+        "((the)[fox])...": [84, 84, 5, 85, 90, 7, 91, 85, 87, 87, 87],
+        "[SEP] [CLS]": [90, 46, 19, 41, 91, 90, 14, 33, 47, 91],
+        "": [],
+    }
+    cased = lower | {"Hello, the Quick foxes!": [1, 86, 5, 1, 7, 8, 82]}
+    cased |= {"Ca\u0301fé naïve": [1, 1], "[SEP] [CLS]": [90, 1, 91, 90, 1, 91]}
+    # None of its words has a capital.
+    for options, golden in (("", lower), ("?do_lower_case=false", cased)):
+        tokenizer = load_tokenizer(vocabularies["wordpiece"] + options)
+        assert {text: tokenizer.encode(text).tolist() for text in golden} == golden
+        assert (tokenizer.pad, tokenizer.unk, tokenizer.cls, tokenizer.sep) == (0, 1, 2, 3)
+        assert (tokenizer.mask, tokenizer.bos, tokenizer.eod, tokenizer.opening) == (4, 2, 3, (2,))
+        assert tokenizer.decode(tokenizer.encode("the foxes: a, b")) == "the foxes : a, b"
+
+
+def test_wordpiece_settings(tmp_path):
+    (tmp_path / "vocab.txt").write_text("[UNK]\r\nCafe\r\nCafé\r\ncafe\r\ncafé\r\n東", "utf-8")
+    config = tmp_path / "tokenizer_config.json"
+
+    def ids(options="", text="Café東"):
+        return load_tokenizer(f"wordpiece:{tmp_path}{options}").encode(text).tolist()
+
+    assert ids() == [2, 5]  # words with capitals: cased
+    assert ids("?strip_accents=true") == [1, 5]
+    assert ids("?do_lower_case=true") == [3, 5]
+    assert ids("?do_lower_case=true&strip_accents=false") == [4, 5]
+    assert ids("?tokenize_chinese_chars=false") == [0]
+    config.write_text(json.dumps({"do_lower_case": True, "strip_accents": False}))
+    assert ids() == [4, 5]
+    assert ids("?do_lower_case=false&strip_accents=true") == [1, 5]
+    tokenizer = load_tokenizer(f"wordpiece:{tmp_path}")
+    assert (tokenizer.eod, tokenizer.vocab_size, tokenizer.cls) == (6, 7, None)
+    for content, message in (
+        ("a\nb", "no .UNK. among its 2 lines"),
+        ("[UNK]\na\nb\na\n", "'a' on lines 2 and 4"),
+    ):
+        (tmp_path / "vocab.txt").write_text(content)
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(f"wordpiece:{tmp_path}")
+    (tmp_path / "vocab.txt").write_text("[UNK]\na")
+    with pytest.raises(ValueError, match="do_lower_case=yes: write true or false"):
+        load_tokenizer(f"wordpiece:{tmp_path}?do_lower_case=yes")
+
+
+@pytest.mark.parametrize("kind", EXTENDED)
+def test_added_tokens_follow_the_vocabulary(vocabularies, kind):
+    base = load_tokenizer(vocabularies[kind])
+    tokenizer = load_tokenizer(f"{vocabularies[kind]}?{ADDED}")
+    names = ["<image>", "<|end|>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"]
+    new = range(base.vocab_size, base.vocab_size + 5)
+    assert list(map(tokenizer.token_id, names)) == list(new) == list(tokenizer.added.values())
+    assert tokenizer.vocab_size == base.vocab_size + 5
+    assert tokenizer.sentinels == tuple(new[2:])
+    assert tokenizer.special_ids >= set(new) | {base.eod}
+    assert (tokenizer.eod, tokenizer.bos, tokenizer.pad) == (base.eod, base.bos, base.pad)
+    assert tokenizer.identity.startswith(kind) and tokenizer.identity != base.identity
+    assert load_tokenizer(tokenizer.spec).identity == tokenizer.identity
+    other = load_tokenizer(f"{vocabularies[kind]}?special_tokens=<|end|>,<image>&extra_ids=3")
+    assert other.identity != tokenizer.identity
+    text = "hello<image>the <|end|>fox<extra_id_2>"
+    found = encode_placeholders(tokenizer, text, ["<image>", "<extra_id_2>"]).tolist()
+    assert [i for i in found if i >= base.vocab_size] == [new[0], new[4]]
+    assert tokenizer.decode(found[found.index(new[0]) :]).startswith("<image>")
+    if kind in LOSSLESS:
+        assert tokenizer.decode(found) == text
+    if kind != "huggingface":  # there the file itself asks for its tokens
+        assert not set(tokenizer.encode(text)) & tokenizer.special_ids
+    assert not set(tokenizer.encode(text)) & set(new)
+    assert encode_placeholders(tokenizer, text, []).tolist() == base.encode(text).tolist()
+
+
+def test_roles_name_tokens(vocabularies):
+    spec = vocabularies["tiktoken"]  # its end is appended, and gives way to a named one
+    tokenizer = load_tokenizer(f"{spec}?special_tokens=<s>,</s>&bos=<s>&eod=</s>&mask=[M]")
+    assert (tokenizer.bos, tokenizer.eod, tokenizer.mask) == (260, 261, 262)
+    assert tokenizer.vocab_size == 263
+    assert tokenizer.special_ids == {260, 261, 262}
+    spec = vocabularies["sentencepiece"]
+    same = load_tokenizer(f"{spec}?bos=<s>&pad=<pad>")
+    assert same.identity == load_tokenizer(spec).identity
+    changed = load_tokenizer(f"{spec}?special_tokens=<EOD>&eod=<EOD>")
+    assert changed.eod == load_tokenizer(spec).vocab_size and changed.identity != same.identity
+    with pytest.raises(ValueError, match="makes 'dogs' of text already"):
+        load_tokenizer("wordpiece:" + _words(vocabularies, "dogs") + "?special_tokens=dogs")
+    comma = load_tokenizer("bytes?special_tokens=%3Ca%2Cb%3E,%26")
+    assert list(comma.added) == ["<a,b>", "&"]
+
+
+def _words(vocabularies, word) -> str:
+    path = Path(vocabularies["wordpiece"].partition(":")[2])
+    other = path.with_name(f"with-{word}?")
+    other.write_text(path.read_text("utf-8") + word + "\n", "utf-8")
+    return str(other)
+
+
+def test_a_file_with_a_question_mark(vocabularies):
+    path = _words(vocabularies, "cat")
+    assert load_tokenizer(f"wordpiece:{path}?").vocab_size == 100
+    with pytest.raises(ValueError, match=r"cannot read .*with-cat"):
+        load_tokenizer(f"wordpiece:{path}")
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"])), marks=st.lists(st.integers(0, 6)))
+def test_marked_text_round_trips(vocabularies, text, marks):
+    """Of bytes, GPT-2, tiktoken and byte-level tokenizer.json, with marks anywhere."""
+    names = ["<image>", "<|end|>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"]
+    text += "".join(f"{text[:m]}{names[m % 5]}" for m in marks)
+    for kind in ("bytes", "gpt2", "tiktoken", "huggingface"):
+        tokenizer = load_tokenizer(f"{vocabularies[kind]}?{ADDED}")
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert not set(ids.tolist()) & set(tokenizer.added.values())
+        marked = encode_placeholders(tokenizer, text, names)
+        assert tokenizer.decode(marked) == text
+        assert sum(i in tokenizer.added.values() for i in marked.tolist()) >= len(marks)
+
+
+def test_sentencepiece_symbols_and_spaces(tmp_path, vocabularies):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(["hello the world", "a word of it"] * 9), vocab_size=300,
+        model_prefix=str(tmp_path / "m"), byte_fallback=True, hard_vocab_limit=False,
+        user_defined_symbols=["<table>", "<extra_id_0>"], control_symbols=["<ctl>"], minloglevel=2,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(f"sentencepiece:{tmp_path / 'm.model'}?special_tokens=<image>")
+    table, control = tokenizer.token_id("<table>"), tokenizer.token_id("<ctl>")
+    text = "the ﬁ  <table> <ctl> 東"  # normalised: a ligature, spaces; a character of bytes
+    ids = tokenizer.encode(text).tolist()
+    assert table in ids and control not in ids and tokenizer.unk not in ids
+    assert tokenizer.decode(ids) == "the fi <table> <ctl> 東"
+    assert control in tokenizer.special_ids and table not in tokenizer.special_ids
+    assert tokenizer.sentinels == (tokenizer.token_id("<extra_id_0>"),)
+    text = "a<image> word <image>of"
+    marked = encode_placeholders(tokenizer, text, ["<image>"])
+    assert tokenizer.decode(marked) == "a<image> word<image>of"
+    with pytest.raises(ValueError, match="makes '<table>' of text already"):
+        load_tokenizer(f"sentencepiece:{tmp_path / 'm.model'}?special_tokens=<table>")
+
+
+def test_placeholders_are_named(vocabularies):
+    tokenizer = load_tokenizer(f"bytes?{ADDED}")
+    with pytest.raises(ValueError, match="did you mean '<image>'"):
+        encode_placeholders(tokenizer, "a<img>", ["<imag>"])
+    longest = load_tokenizer("bytes?special_tokens=<a,<a>,<a>b")
+    assert encode_placeholders(longest, "<a><a>b<a", longest.added).tolist() == [258, 259, 257]
+
+
+def test_tiktoken_as_megatron(vocabularies, tmp_path):
+    lines = Path(vocabularies["tiktoken"].partition(":")[2]).read_bytes().splitlines()
+    entries = [{"rank": i, "token_bytes": line.split()[0].decode()} for i, line in enumerate(lines)]
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps(entries))
+    tokenizer = load_tokenizer(f"tiktoken:{path}")
+    assert tokenizer.vocab_size == 1260
+    assert list(map(tokenizer.token_id, MEGATRON_SPECIAL)) == list(range(7))
+    roles = (tokenizer.unk, tokenizer.bos, tokenizer.eod, tokenizer.mask, tokenizer.pad)
+    assert (*roles, tokenizer.cls, tokenizer.sep) == tuple(range(7))
+    assert tokenizer.token_id("<SPECIAL_7>") == 7
+    assert tokenizer.encode("the a1<s>").tolist() == [
+        1000 + i for i in (257, 32, 97, 49, 60, 115, 62)
+    ]
+    more = load_tokenizer(f"tiktoken:{path}?num_special_tokens=20&vocab_size=278&{ADDED}")
+    assert (more.vocab_size, more.token_id("<image>"), more.sentinels) == (278, 7, (9, 10, 11))
+    assert more.decode(encode_placeholders(more, "the<image>", ["<image>"])) == "the<image>"
+    shifted = load_tokenizer(f"{vocabularies['tiktoken']}?num_special_tokens=7")
+    assert shifted.encode("the").tolist() == [264] and shifted.vocab_size == 267
+    cut = load_tokenizer(f"{vocabularies['tiktoken']}?vocab_size=258")
+    assert (cut.encode("the").tolist(), cut.eod) == ([256, 101], 257)
+    for options, message in (
+        ("pattern=v3", "none of cl100k"),
+        ("num_special_tokens=6", "must hold the 7"),
+        ("num_special_tokens=x", "must be a whole number"),
+        ("special_tokens=<s>", "name all seven"),
+        ("num_special_tokens=9&extra_ids=3", "and 3 of yours"),
+        ("vocab_size=99999", "choose at most"),
+        ("num_special_tokens=10&vocab_size=200", "at least 266"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_tokenizer(f"tiktoken:{path}?{options}")
+    for content in ("{}", "[1]", '[{"rank": 1, "token_bytes": "YQ=="}]', '[{"rank": 0}]'):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=r"ranks\.json"):
+            load_tokenizer(f"tiktoken:{path}")
