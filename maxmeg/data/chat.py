@@ -13,7 +13,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from maxmeg.data.tokenizers import Tokenizer, json_object
+from maxmeg.data.tokenizers import Tokenizer, json_object, parse_spec
 
 CHILD = Path(__file__).with_name("template_child.py")
 CPU_SECONDS = 4  # of the process that renders, its start among them
@@ -171,8 +171,8 @@ def default_of(named: list, source: str) -> str:
 
 
 def hugging_face_folder(tokenizer: Tokenizer) -> Path | None:
-    kind, _, argument = tokenizer.spec.partition(":")
-    if kind != "huggingface":
+    spec = parse_spec(tokenizer.spec)
+    if spec.kind != "huggingface":
         return None
-    path = Path(argument)
+    path = Path(spec.argument)
     return path if path.is_dir() else path.parent

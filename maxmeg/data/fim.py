@@ -6,7 +6,6 @@ samples depend on which were read before; here every sample has a stream of its 
 """
 
 import dataclasses
-import typing
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -15,15 +14,6 @@ from maxmeg.config.schema import DataConfig
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 
 SENTINELS = ("prefix", "middle", "suffix", "pad")
-
-
-@typing.runtime_checkable
-class Named(typing.Protocol):
-    """A tokenizer whose tokens have names."""
-
-    special_ids: frozenset[int]
-
-    def token_id(self, name: str) -> int | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +34,7 @@ class Fim:
 
     def __init__(self, rules: FimRules, tokenizer: Tokenizer, seed: int) -> None:
         self.rules, self.tokenizer, self.seed = rules, tokenizer, seed
-        self._special = tokenizer.special_ids if isinstance(tokenizer, Named) else frozenset()
+        self._special = tokenizer.special_ids
 
     def __reduce__(self) -> tuple:
         return _remade, (self.rules, self.tokenizer.spec, self.seed)
@@ -130,7 +120,7 @@ def sentinel_ids(names: Sequence[str], tokenizer: Tokenizer, vocab_size: int) ->
 
 def token_of(name: str, setting: str, tokenizer: Tokenizer, vocab_size: int) -> int:
     """The id of a token's name or number."""
-    token = tokenizer.token_id(name) if isinstance(tokenizer, Named) else None
+    token = tokenizer.token_id(name)
     token = int(name) if token is None and name.isdecimal() else token
     if token is None or token >= vocab_size:
         raise ValueError(

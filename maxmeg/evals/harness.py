@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.config.schema import Config
-from maxmeg.data.chat import ChatTemplate, chat_template_of, hugging_face_folder
-from maxmeg.data.tokenizers import Tokenizer, json_object
+from maxmeg.data.chat import ChatTemplate, chat_template_of
+from maxmeg.data.tokenizers import Tokenizer
 from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids
 from maxmeg.inference.load import Trained
@@ -303,11 +303,8 @@ def until(text: str, stops: Sequence[str]) -> str:
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Tokens that are no text: they are left out of what is written."""
-    found = {i for i in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if i is not None}
-    if folder := hugging_face_folder(tokenizer):
-        added = json_object(folder / "tokenizer.json").get("added_tokens", [])
-        found |= {token["id"] for token in added if token.get("special")}
-    return frozenset(found)
+    roles = {i for i in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if i is not None}
+    return tokenizer.special_ids | roles
 
 
 def harness_model(trained: Trained, batch: int = BATCH) -> typing.Any:

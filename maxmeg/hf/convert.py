@@ -18,7 +18,7 @@ from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.tokenizers import load_tokenizer, parse_spec
 from maxmeg.hf import families
 from maxmeg.hf.binding import Binding, Place
 from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
@@ -262,8 +262,9 @@ def _find_tokenizer(folder: Path) -> str:
 
 def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tuple[str, ...]]:
     """Files that go with an exported model and their names there, and notes."""
-    kind, _, argument = config.data.tokenizer.partition(":")
-    place = Path(argument)
+    spec = parse_spec(config.data.tokenizer)
+    kind, place = spec.kind, Path(spec.argument)
+    place = place / "tokenizer.json" if kind == "huggingface" and place.is_dir() else place
     small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
     if kind == "huggingface" and place.parent.absolute() != folder.absolute():
         beside = place.parent / "tokenizer_config.json"
@@ -276,7 +277,9 @@ def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tup
         names = ("vocab.json", "merges.txt")
         small |= {place / name: name for name in names if (place / name).exists()}
     if any(name in ("tokenizer.json", "tokenizer.model", "vocab.json") for name in small.values()):
-        return small, ()
+        lost = "&".join(f"{name}={value}" for name, value in spec.options.items())
+        note = f"the tokenizer's files do not say what data.tokenizer adds to them: {lost}"
+        return small, (note,) * bool(lost)
     return small, (f"no tokenizer was written: {config.data.tokenizer} has no file of its own",)
 
 

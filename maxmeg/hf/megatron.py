@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import typing
+import urllib.parse
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -317,7 +318,16 @@ def tokenizer_name(arguments: Arguments) -> str:
             f"the checkpoint's tokenizer ({kind}, {model}) is not here: give a config with "
             "data.tokenizer and the architecture, --config=..."
         )
-    return f"{prefix}:{file}"
+    options = []
+    if prefix == "tiktoken":
+        given = {"pattern": arguments.get("tiktoken_pattern")}
+        given |= {"num_special_tokens": arguments.get("tiktoken_num_special_tokens")}
+        given |= {"vocab_size": arguments.get("vocab_size")}
+        options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if names := arguments.get("tokenizer_special_tokens"):
+        words = ",".join(urllib.parse.quote(name, safe="<>|[]()/ ") for name in names)
+        options.append(f"special_tokens={words}")
+    return f"{prefix}:{file}" + f"?{'&'.join(options)}" * bool(options)
 
 
 def resolve_sizes(config: Config, tensors: Mapping[str, TensorInfo]) -> str:

@@ -65,7 +65,7 @@ def encoded(
         raise ValueError(f"system={system!r} is for chats: add --chat, or give messages")
     texts = iter(chat_template_of(tokenizer, template).render(chats) if chats else [])
     return [
-        tokenizer.encode(next(texts))
+        tokenizer.encode_marked(next(texts), tokenizer.added)
         if "messages" in record
         else np.concatenate((before, tokenizer.encode(record["prompt"])))
         for record in records

@@ -117,6 +117,12 @@ def test_the_tokenizer_is_that_of_the_arguments_where_it_is_here(tmp_path: Path)
     (tmp_path / "tokenizer.json").write_text("{}")
     here = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
     assert megatron.tokenizer_name(here) == f"huggingface:{tmp_path / 'tokenizer.json'}"
+    more = megatron.tokenizer_name(here | {"tokenizer_special_tokens": ["<a,b>", "<|c d|>"]})
+    assert more == f"huggingface:{tmp_path / 'tokenizer.json'}?special_tokens=<a%2Cb>,<|c d|>"
+    ranks = {"tokenizer_type": "TikTokenizer", "tokenizer_model": str(tmp_path / "tokenizer.json")}
+    ranks |= {"tiktoken_pattern": "v1", "tiktoken_num_special_tokens": 9, "vocab_size": 300}
+    options = "pattern=v1&num_special_tokens=9&vocab_size=300"
+    assert megatron.tokenizer_name(ranks) == f"tiktoken:{tmp_path / 'tokenizer.json'}?{options}"
     null = {"tokenizer_type": "NullTokenizer", "vocab_size": 99}
     assert megatron.tokenizer_name(null) == "null:100"
     for absent in ({}, {**here, "tokenizer_model": "/nowhere"}, {"tokenizer_type": "GPT2BPE"}):
