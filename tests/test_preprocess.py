@@ -117,7 +117,7 @@ def test_a_killed_run_leaves_nothing_that_looks_whole(tmp_path, kill, workers):
         )  # fmt: skip
         os.close(read)
         line = json.dumps({"text": "x" * 1000}).encode() + b"\n"
-        for _ in range(3000):
+        for _ in range(8000):
             os.write(write, line)
         deadline = time.monotonic() + 60
         while not any(p.stat().st_size for p in tmp_path.glob(f"{output}*.tmp")):

@@ -5,12 +5,11 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-from maxmeg.data.documents import Record
+from maxmeg.data.documents import TEXT
+from maxmeg.data.encoding import Chunk, Options, encode_chunk, output_prefix, write_all
 from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.prepare import Options, encode_all, output_prefix, write_all
 from maxmeg.data.stored import appearing
 from maxmeg.data.tokenizers import load_tokenizer
 
@@ -63,16 +62,11 @@ def _make(final: Path, tokenizer_spec: str) -> None:
     options = Options(tokenizer_spec, append_eod=True)
     start = time.monotonic()
     with appearing(final) as temporary:
-        encoded = encode_all(_records(source_files()), options, tokenizer, workers=0)
-        whole = (document for document in encoded if not document.error)
-        report = write_all(whole, str(temporary / "python"), options, tokenizer)
+        chunks = (Chunk(TEXT, (str(path),)) for path in source_files())
+        encoded = (encode_chunk(chunk, options, tokenizer) for chunk in chunks)
+        report = write_all(encoded, str(temporary / "python"), options, tokenizer)
     print(
         f"corpus: {report.documents:,} files of Python's standard library, {report.tokens:,} "
         f"tokens, made in {time.monotonic() - start:.1f} s in {final}",
         file=sys.stderr,
     )
-
-
-def _records(files: list[Path]) -> Iterator[Record]:
-    for path in files:
-        yield Record(str(path), 0, path.read_bytes())

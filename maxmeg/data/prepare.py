@@ -1,190 +1,59 @@
-"""Documents to tokens: reads corpora, tokenizes them in processes, writes .bin and .idx."""
+"""A corpus to .bin and .idx: all of it or one share, in parts that outlive an interruption."""
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import itertools
 import json
-import multiprocessing
+import operator
+import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
 
-import numpy as np
-
-from maxmeg.data import documents
-from maxmeg.data.documents import Record
-from maxmeg.data.indexed import IndexedWriter
+from maxmeg.data import documents, storage
+from maxmeg.data.documents import TEXT, Progress
+from maxmeg.data.encoding import (
+    Chunk,
+    Column,
+    Encoded,
+    Options,
+    Places,
+    Report,
+    Tag,
+    encode_all,
+    output_prefix,
+    write_all,
+)
+from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.pieces import Input, Piece, chunks, cut, open_inputs
+from maxmeg.data.stored import appearing
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
-from maxmeg.data.workers import follow_parent
 
-CHUNK_DOCUMENTS = 32
-CHUNK_BYTES = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """How documents become sequences."""
-
-    tokenizer: str
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    split_sentences: bool = False
-    checksums: bool = True  # written beside the tokens, for `verify`
-
-
-@dataclasses.dataclass
-class Report:
-    """What was written, and which lines were left out."""
-
-    prefixes: dict[str, str]
-    documents: int = 0
-    tokens: int = 0
-    bad_lines: int = 0
-    text_bytes: int = 0
-    seconds: float = 0.0
+PART_BYTES = 256 << 20
+_COUNTS = ("documents", "tokens", "bad_lines", "empty_rows")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Encoded:
-    """A document: for each key its tokens and the lengths of its sequences; or what is wrong."""
+class Share:
+    """Which of the `partitions` of a corpus is made, and how much of the inputs (bytes as stored)
+    is one part, which need not be made again when a run was interrupted."""
 
-    parts: tuple[tuple[np.ndarray, list[int]], ...] = ()
-    error: str = ""
+    partition: int = 0
+    partitions: int = 1
+    part_bytes: int = PART_BYTES
 
-
-def encode_record(record: Record, options: Options, tokenizer: Tokenizer) -> _Encoded:
-    """Tokens of one document; `error` names the file and line of one that cannot be read."""
-    try:
-        texts = _texts(record, options)
-        return _Encoded(tuple(_encode(t, options, tokenizer) for t in texts))
-    except ValueError as error:
-        return _Encoded(error=f"{record.place}: {error}")
-
-
-def _texts(record: Record, options: Options) -> list[list[str]]:
-    """Per key, the text or the texts that become sequences."""
-    try:
-        text = record.data.removeprefix(b"\xef\xbb\xbf").decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"invalid UTF-8 at byte {error.start} ({record.data[error.start]:#04x})"
-        ) from None
-    values = [text] if not record.line else _json_values(text, options.json_keys)
-    texts = []
-    for value in values:
-        parts = value if isinstance(value, list) else [value]
-        if options.split_sentences and not isinstance(value, list):
-            parts = documents.split_sentences(value)
-        texts.append(parts)
-    return texts
+    def name(self, output: str) -> str:
+        """The prefix of what is written: partitions sort in their order."""
+        if self.partitions == 1:
+            return output
+        return f"{output}_{self.partition:05d}-of-{self.partitions:05d}"
 
 
-def _json_values(line: str, keys: Sequence[str]) -> list[str | list[str]]:
-    try:
-        document = json.loads(line)
-    except RecursionError:
-        raise ValueError("JSON nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"invalid JSON: {error}") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"a line must be a JSON object, not {type(document).__name__}")
-    values = []
-    for key in keys:
-        if key not in document:
-            raise ValueError(f"no key {key!r} among {sorted(document)[:8]}: see --json_keys")
-        value = document[key]
-        parts = value if isinstance(value, list) else [value]
-        if not all(isinstance(part, str) for part in parts):
-            raise ValueError(f"{key!r} must be a string or a list of strings")
-        for part in parts:
-            if not part.isascii():
-                _check_unicode(key, part)
-        values.append(value)
-    return values
-
-
-def _check_unicode(key: str, text: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"{key!r} has half a surrogate pair (\\u{ord(text[error.start]):04x}), "
-            "which is no character"
-        ) from None
-
-
-def _encode(
-    texts: list[str], options: Options, tokenizer: Tokenizer
-) -> tuple[np.ndarray, list[int]]:
-    ids = [ids for text in texts if len(ids := tokenizer.encode(text))]
-    lengths = [len(part) for part in ids]
-    if ids and options.append_eod:
-        ids.append(np.array([tokenizer.eod], np.int32))
-        lengths[-1] += 1
-    return np.concatenate(ids) if ids else np.zeros(0, np.int32), lengths
-
-
-_worker: tuple[Options, Tokenizer] | None = None  # of a pool's process, set when it starts
-
-
-def _start_worker(options: Options) -> None:
-    global _worker
-    follow_parent()
-    _worker = (options, load_tokenizer(options.tokenizer))
-
-
-def _encode_chunk(records: list[Record]) -> list[_Encoded]:
-    assert _worker is not None
-    return [encode_record(record, *_worker) for record in records]
-
-
-def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    chunk: list[Record] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
-        size += len(record.data)
-        if len(chunk) == CHUNK_DOCUMENTS or size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
-
-
-def encode_all(
-    records: Iterable[Record], options: Options, tokenizer: Tokenizer, workers: int
-) -> Generator[_Encoded, None, None]:
-    """Encodes documents in order: here with workers=0, else in processes, few chunks ahead."""
-    if workers == 0:
-        for record in records:
-            yield encode_record(record, options, tokenizer)
-        return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (options,)
-    )
-    chunks = _chunks(records)
-    try:
-        first = itertools.islice(chunks, 2 * workers + 2)
-        pending = collections.deque(pool.submit(_encode_chunk, chunk) for chunk in first)
-        while pending:
-            done = pending.popleft().result()
-            pending.extend(pool.submit(_encode_chunk, c) for c in itertools.islice(chunks, 1))
-            yield from done
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise RuntimeError(
-            f"a tokenizing process died, perhaps for lack of memory: use fewer than {workers} "
-            "--workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def output_prefix(output: str, key: str, split_sentences: bool = False) -> str:
-    """Megatron-LM's name for the files of one JSON key."""
-    return f"{output}_{key}_{'sentence' if split_sentences else 'document'}"
+WHOLE = Share()
 
 
 def prepare(
@@ -195,6 +64,7 @@ def prepare(
     skip_bad_lines: bool = False,
     stdin_format: str = "jsonl",
     on_bad_line: Callable[[str], None] = lambda message: None,
+    share: Share = WHOLE,
 ) -> Report:
     """Tokenizes files into `{output}_{key}_document.bin` and `.idx`; all of them or nothing.
 
@@ -203,88 +73,234 @@ def prepare(
     """
     if workers < 0:
         raise ValueError(f"workers={workers} is negative: 0 works in this process")
-    inputs = documents.find_inputs(inputs)
-    _check_keys(inputs, options.json_keys, stdin_format)
+    opened = open_inputs(documents.find_inputs(inputs), stdin_format)
+    _check(opened, options, share)
     tokenizer = load_tokenizer(options.tokenizer)
-    progress = documents.Progress(inputs)
-    records = documents.read_records(inputs, progress, stdin_format)
+    total = sum(one.width for one in opened)
+    begin, end = (total * i // share.partitions for i in (share.partition, share.partition + 1))
+    output = share.name(output)
+    from_stdin = any(one.path == "-" for one in opened)
+    progress = Progress(None if from_stdin else end - begin)
     with show_progress(progress) as show:
-        encoded = encode_all(records, options, tokenizer, workers)
-        with contextlib.closing(encoded):
-            report = write_all(
-                _kept(encoded, skip_bad_lines, on_bad_line, show), output, options, tokenizer
-            )
-    report.bad_lines = show.bad_lines
+        work = _Work(options, tokenizer, workers, skip_bad_lines, on_bad_line, show)
+        if from_stdin or end - begin <= share.part_bytes:
+            stream = (("", c) for c in chunks(cut(opened, begin, end), options.json_keys))
+            with contextlib.closing(work.encode(stream)) as encoded:
+                kept = (found for _, found in encoded)
+                report = write_all(kept, output, options, tokenizer, share.partitions > 1)
+        else:
+            report = _in_parts(work, opened, (begin, end), output, share)
     report.text_bytes, report.seconds = progress.text, show.seconds
     return report
 
 
-def _kept(
-    encoded: Iterable[_Encoded],
-    skip_bad_lines: bool,
-    on_bad_line: Callable[[str], None],
-    show: "_Show",
-) -> Iterator[_Encoded]:
-    for document in encoded:
-        if document.error:
-            if not skip_bad_lines:
-                raise ValueError(f"{document.error}; --skip_bad_lines leaves such lines out")
-            on_bad_line(document.error)
-            show.bad_lines += 1
-        else:
-            yield document
-        show.update()
-
-
-def write_all(
-    encoded: Iterable[_Encoded], output: str, options: Options, tokenizer: Tokenizer
-) -> Report:
-    """Writes documents to one pair of files a key, which appear together at the end."""
-    prefixes = {
-        key: output_prefix(output, key, options.split_sentences) for key in options.json_keys
-    }
-    report = Report(prefixes)
-    with contextlib.ExitStack() as stack:
-        writers = [
-            stack.enter_context(
-                IndexedWriter(prefix, tokenizer.vocab_size, checksums=options.checksums)
-            )
-            for prefix in prefixes.values()
-        ]
-        for document in encoded:
-            for writer, (tokens, lengths) in zip(writers, document.parts, strict=True):
-                writer.add_document(tokens, lengths)
-            report.documents += 1
-        report.tokens = sum(writer.num_tokens for writer in writers)
-        for key, writer in zip(options.json_keys, writers, strict=True):
-            if not writer.num_tokens:
-                raise ValueError(
-                    f"{report.documents} documents hold no text under {key!r}: nothing is written"
-                )
-    return report
-
-
-def _check_keys(inputs: Sequence[str], keys: Sequence[str], stdin_format: str) -> None:
+def _check(inputs: Sequence[Input], options: Options, share: Share) -> None:
+    keys = options.json_keys
     if not keys or len(set(keys)) != len(keys):
         raise ValueError(f"json_keys={list(keys)} must be one or more different keys")
     for key in keys:
         if not re.fullmatch(r"[^/\x00]+", key):
             raise ValueError(f"json key {key!r} cannot be part of a file name")
-    plain = [path for path in inputs if not documents.has_lines(path, stdin_format)]
-    if plain and len(keys) > 1:
+    for one in inputs:
+        if one.kind == TEXT and len(keys) > 1:
+            raise ValueError(
+                f"{one.path} is plain text and has no keys, but json_keys={list(keys)}: give one "
+                "key"
+            )
+        if one.path == "-" and share.partitions > 1:
+            raise ValueError("standard input (-) cannot be read in partitions: name files")
+    if options.aligned and options.split_sentences:
+        raise ValueError("aligned rows have one sequence a key: leave out split_sentences")
+    if not 0 <= share.partition < share.partitions:
         raise ValueError(
-            f"{plain[0]} is plain text and has no keys, but json_keys={list(keys)}: give one key"
+            f"partition={share.partition} is not in [0, partitions={share.partitions}): number "
+            "the jobs from 0"
         )
+    if share.part_bytes < 1:
+        raise ValueError(f"part_bytes={share.part_bytes} must be at least 1")
+
+
+class _Work:
+    """Encodes chunks, shows how far it is, and stops at bad documents or counts them."""
+
+    def __init__(
+        self,
+        options: Options,
+        tokenizer: Tokenizer,
+        workers: int,
+        skip_bad_lines: bool,
+        on_bad_line: Callable[[str], None],
+        show: "_Show",
+    ) -> None:
+        self.options, self.tokenizer, self.show = options, tokenizer, show
+        self._workers, self.skips, self._on_bad_line = workers, skip_bad_lines, on_bad_line
+
+    def encode(
+        self, stream: Iterable[tuple[Tag, Chunk]]
+    ) -> Generator[tuple[Tag, Encoded], None, None]:
+        places = Places()
+        found = encode_all(stream, self.options, self.tokenizer, self._workers)
+        with contextlib.closing(found):
+            for tag, chunk, encoded in found:
+                for place, message in encoded.bad:
+                    message = f"{places.name(chunk, place)}: {message}"
+                    if not self.skips:
+                        raise ValueError(f"{message}; --skip_bad_lines leaves such lines out")
+                    self._on_bad_line(message)
+                self.show.add(chunk.stored, encoded.text_bytes)
+                yield tag, encoded
+
+
+def _in_parts(
+    work: _Work,
+    inputs: Sequence[Input],
+    bounds: tuple[int, int],
+    output: str,
+    share: Share,
+) -> Report:
+    """Makes the parts that are missing in `output`.parts, each of which appears whole, then joins
+    them."""
+    folder, options, begins = (
+        Path(output + ".parts"),
+        work.options,
+        range(*bounds, share.part_bytes),
+    )
+    parts: dict[Path, list[Piece]] = {}
+    for i, begin in enumerate(begins):
+        if pieces := cut(inputs, begin, min(begin + share.part_bytes, bounds[1])):
+            parts[folder / f"{i:06d}"] = pieces
+    with _own(folder, _settings(work, inputs, share)):
+        missing = [path for path in parts if not path.is_dir()]
+        work.show.add(share.part_bytes * (len(parts) - len(missing)), 0)
+        stream = (
+            (path, chunk) for path in missing for chunk in chunks(parts[path], options.json_keys)
+        )
+        whole = dataclasses.replace(options, checksums=True)
+        with contextlib.closing(work.encode(stream)) as encoded:
+            for path, group in itertools.groupby(encoded, key=operator.itemgetter(0)):
+                with appearing(path) as temporary:
+                    found = (one for _, one in group)
+                    report = write_all(found, str(temporary / "part"), whole, work.tokenizer, True)
+                    counts = {name: getattr(report, name) for name in _COUNTS}
+                    _write_json(temporary / "counts.json", counts)
+        report = _join(list(parts), output, work, share.partitions > 1)
+        report.parts_found = len(parts) - len(missing)
+        finished = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        folder.rename(finished)
+    shutil.rmtree(finished)
+    return report
+
+
+def _join(folders: Sequence[Path], output: str, work: _Work, may_be_empty: bool) -> Report:
+    totals = dict.fromkeys(_COUNTS, 0)
+
+    def read(folder: Path) -> Encoded:
+        try:
+            counts = json.loads((folder / "counts.json").read_text())
+            for name in _COUNTS:
+                totals[name] += counts[name]
+            columns = []
+            for key in work.options.json_keys:
+                prefix = output_prefix(str(folder / "part"), key, work.options.split_sentences)
+                data = IndexedDataset(prefix, may_be_empty=True)
+                data.verify()
+                columns.append(Column(data.tokens, data.lengths, data.document_indices[1:]))
+        except (ValueError, KeyError, OSError) as error:
+            raise ValueError(f"{folder} is damaged: delete it and start again; {error}") from error
+        if counts["bad_lines"] and not work.skips:
+            raise ValueError(
+                f"{folder} left out {counts['bad_lines']} bad lines: go on with --skip_bad_lines, "
+                f"or delete {folder.parent}"
+            )
+        return Encoded(tuple(columns), counts["documents"])
+
+    found = (read(folder) for folder in folders)
+    report = write_all(found, output, work.options, work.tokenizer, may_be_empty)
+    return dataclasses.replace(report, **totals)
+
+
+def _settings(work: _Work, inputs: Sequence[Input], share: Share) -> dict:
+    """What decides the parts."""
+    options = dataclasses.asdict(work.options)
+    del options["tokenizer"], options["checksums"]
+    found = {
+        "inputs": [[one.path, one.size, storage.stamp(one.path)] for one in inputs],
+        "tokenizer": work.tokenizer.identity,
+        **options,
+        **dataclasses.asdict(share),
+    }
+    return json.loads(json.dumps(found))
+
+
+@contextlib.contextmanager
+def _own(folder: Path, settings: dict) -> Iterator[None]:
+    """The folder of parts made with these settings, of this run alone while the block lasts."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "a")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(
+            f"cannot write {folder}: {error.strerror or error}; choose an --output that is writable"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another run is writing {folder}: wait for it, or choose another --output"
+            ) from None
+        except OSError:
+            pass  # some network file systems have no locks
+        _check_settings(folder, settings)
+        for left in (*folder.glob("*.tmp"), *folder.parent.glob(f"{folder.name}.*.tmp")):
+            shutil.rmtree(left, ignore_errors=True)
+        try:
+            yield
+        finally:
+            if folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()):
+                shutil.rmtree(folder)
+
+
+def _check_settings(folder: Path, settings: dict) -> None:
+    path = folder / "settings.json"
+    if not path.exists():
+        _write_json(path, settings)
+        return
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete {folder}") from error
+    changed = [name for name in settings if found.get(name) != settings[name]]
+    if changed:
+        shown = [f"{name}: {found.get(name)} there, {settings[name]} now" for name in changed]
+        shown = [text if len(text) < 200 else text.split(":")[0] for text in shown]
+        raise ValueError(
+            f"{folder} holds parts of an interrupted run with other settings ({'; '.join(shown)}): "
+            "go on with those, or delete the folder"
+        )
+
+
+def _write_json(path: Path, content: dict) -> None:
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    with partial.open("w") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(path)
 
 
 class _Show:
     """A progress bar on standard error; MB/s counts text, not stored bytes."""
 
-    def __init__(self, progress: documents.Progress, bar, task) -> None:
-        self.bad_lines = 0
+    def __init__(self, progress: Progress, bar, task) -> None:
         self.seconds = 0.0
         self._progress, self._bar, self._task = progress, bar, task
         self._start = time.monotonic()
+
+    def add(self, stored: int, text: int) -> None:
+        self._progress.stored += stored
+        self._progress.text += text
+        self.update()
 
     def update(self, last: bool = False) -> None:
         seconds = time.monotonic() - self._start
@@ -295,7 +311,7 @@ class _Show:
 
 
 @contextlib.contextmanager
-def show_progress(progress: documents.Progress) -> Iterator[_Show]:
+def show_progress(progress: Progress) -> Iterator[_Show]:
     """Shows a bar on standard error while the block runs; nothing where that is no terminal."""
     from rich import console
     from rich import progress as rich_progress

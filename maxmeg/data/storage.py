@@ -23,7 +23,7 @@ WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between tries
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs"}
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://")
 # Errors of programs, not of connections: they would come again.
-_NEVER_TRIED_AGAIN = (
+_NEVER_AGAIN = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError,
     ValueError,
 )  # fmt: skip
@@ -60,6 +60,15 @@ def size(path: str) -> int:
         return os.path.getsize(path)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
+
+
+def stamp(path: str) -> str:
+    """Changes when a file or an object is written anew."""
+    if not is_remote(path):
+        return str(os.stat(path).st_mtime_ns)
+    about = _try("look at", path, _information)
+    names = ("ETag", "etag", "LastModified", "updated", "mtime", "created")
+    return next((str(about[name]) for name in names if name in about), "")
 
 
 def glob(pattern: str) -> list[str]:
@@ -114,7 +123,7 @@ def _try(
             if missing:
                 return missing["missing"]
             raise ValueError(f"{path} does not exist: check bucket and key") from error
-        except _NEVER_TRIED_AGAIN as error:
+        except _NEVER_AGAIN as error:
             raise ValueError(f"cannot {operation} {path}: {_describe(error)}") from error
         except Exception as error:  # each library has connection errors of its own
             if _is_refusal(error):
@@ -123,6 +132,8 @@ def _try(
                     "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) and that they "
                     "may read and list the bucket"
                 ) from error
+            if type(error).__name__ == "ParamValidationError":  # botocore's, of a bucket's name
+                raise ValueError(f"cannot {operation} {path}: {_describe(error)}") from error
             if i == len(WAITS):
                 raise ValueError(
                     f"cannot {operation} {path}: {len(WAITS) + 1} tries failed, the last with "

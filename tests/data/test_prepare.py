@@ -1,6 +1,8 @@
 """Reading documents: lines, compression, sentences, bad input."""
 
+import bz2
 import gzip
+import lzma
 import re
 from pathlib import Path
 
@@ -10,16 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxmeg.data import documents
-from maxmeg.data.documents import Progress, Record, read_records, split_sentences
+from maxmeg.data.documents import LINES, Progress, Record, read_records, split_sentences
+from maxmeg.data.encoding import Chunk, Options, Places, encode_chunk, output_prefix
 from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.prepare import Options, encode_record, output_prefix, prepare
+from maxmeg.data.prepare import prepare
 from maxmeg.data.tokenizers import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 
 
 def records(path) -> list[Record]:
-    return list(read_records([str(path)], Progress([str(path)])))
+    return list(read_records([str(path)], Progress()))
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
@@ -47,18 +50,21 @@ def test_compression_and_truncation(tmp_path):
     packed = {
         "a.jsonl.gz": gzip.compress(text) + gzip.compress(text),
         "a.jsonl.zst": two.compress(text) + two.compress(text),
+        "a.jsonl.bz2": bz2.compress(text) + bz2.compress(text),
+        "a.jsonl.xz": lzma.compress(text) + bytes(8) + lzma.compress(text),
         "a.jsonl": text + text,
     }
     for name, data in packed.items():
         path = tmp_path / name
         path.write_bytes(data)
-        progress = Progress([str(path)])
+        progress = Progress()
         found = list(read_records([str(path)], progress))
         assert b"".join(r.data + b"\n" for r in found) == text + text
-        assert progress.stored == progress.total == len(data) and progress.text == 2 * len(text)
+        assert progress.stored == len(data) and progress.text == 2 * len(text)
         if name == "a.jsonl":
             continue
-        for damaged in (data[:-3], data[: len(data) // 3], data[:40] + b"\xff\xff\xff" + data[43:]):
+        changed = data[:40] + b"\xff\xff\xff" + data[43:]
+        for damaged in (data[:-3], data[: len(data) // 3], changed, data + b"more"):
             path.write_bytes(damaged)
             with pytest.raises(ValueError, match=f"{name} is truncated or corrupt"):
                 records(path)
@@ -97,8 +103,11 @@ def test_sentences(text, sentences):
 
 
 def lengths(line: str, **options) -> tuple[list[int], str]:
-    found = encode_record(Record("f", 1, line.encode()), Options("bytes", **options), BYTES)
-    return (found.parts[0][1] if found.parts else []), found.error
+    chunk = Chunk(LINES, ("f",), line.encode())
+    found = encode_chunk(chunk, Options("bytes", **options), BYTES)
+    errors = [f"{Places().name(chunk, place)}: {message}" for place, message in found.bad]
+    assert len(errors) + found.documents == 1
+    return found.columns[0].lengths.tolist(), "".join(errors)
 
 
 def test_a_document_becomes_sequences():
