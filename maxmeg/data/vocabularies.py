@@ -259,8 +259,9 @@ class WordPieceTokenizer(_LibraryTokenizer):
         self.bos = self.cls
         self.eod = self.model_size if self.sep is None else self.sep
         self.opening = () if self.cls is None else (self.cls,)
-        named = (self.eod, self.pad, self.cls, self.mask)
-        self.special_ids = frozenset(token for token in named if token is not None)
+        # Brackets are split off words, so no text makes a token that has them.
+        in_brackets = {i for token, i in vocabulary.items() if _is_in_brackets(token)}
+        self.special_ids = frozenset({*in_brackets, self.eod}) - {self.unk}
         self.sentinels = find_sentinels(vocabulary.get)
         self.vocab_size = max(self.model_size, self.eod + 1)
         lines = "\n".join(vocabulary).encode()
@@ -298,7 +299,11 @@ def _boolean(name: str, value: str) -> bool:
 
 
 def _has_capital(token: str) -> bool:
-    return token != token.lower() and not (token.startswith("[") and token.endswith("]"))
+    return token != token.lower() and not _is_in_brackets(token)
+
+
+def _is_in_brackets(token: str) -> bool:
+    return len(token) > 2 and token.startswith("[") and token.endswith("]")
 
 
 def _or_none(token: int) -> int | None:
