@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from maxmeg.data.checksum import SUFFIX
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+
+_PARTITION = re.compile(r"(.*)_(\d{5})-of-(\d{5})_(.*)")  # as `prepare` names partitions
 
 
 @dataclasses.dataclass
@@ -43,9 +46,11 @@ def merge(names: Sequence[str], output: str, checksums: bool = True) -> Merged:
 
     Everything is checked before anything is written. Inputs that have checksums are verified:
     damage would otherwise be copied under fresh ones. ValueError for damage, for datasets of
-    different kinds and for an output that is one of the inputs.
+    different kinds, for partitions of a corpus that are not all there and in order, and for an
+    output that is one of the inputs.
     """
     prefixes = find_prefixes(names)
+    _check_partitions(prefixes)
     if not prefixes:
         raise ValueError("nothing to merge: name prefixes of .bin and .idx files, or their folder")
     report, tokens = Merged(len(prefixes)), 0
@@ -76,3 +81,20 @@ def merge(names: Sequence[str], output: str, checksums: bool = True) -> Merged:
             report.documents += dataset.num_documents
             report.tokens += dataset.num_tokens
     return report
+
+
+def _check_partitions(prefixes: Sequence[str]) -> None:
+    """ValueError where a partition of a corpus is missing, comes twice or in another order."""
+    found: dict[tuple[str, int, str], list[int]] = {}
+    for prefix in prefixes:
+        if match := _PARTITION.fullmatch(prefix):
+            found.setdefault((match[1], int(match[3]), match[4]), []).append(int(match[2]))
+    for (output, count, key), numbers in found.items():
+        if numbers == list(range(count)):
+            continue
+        missing = sorted(set(range(count)) - set(numbers))
+        wrong = f"{missing[:8]} are missing" if missing else f"they come as {numbers[:8]}"
+        raise ValueError(
+            f"of the {count} partitions {output}_*_{key} {wrong}: prepare those, and name each "
+            f"once, as {output}_*-of-{count:05d}_{key}.idx"
+        )

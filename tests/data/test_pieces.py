@@ -1,0 +1,253 @@
+"""A corpus in partitions and parts: the same bytes as in one run, also after a kill."""
+
+import fcntl
+import gzip
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import maxmeg
+from maxmeg.data import documents, prepare_command
+from maxmeg.data.documents import read_span
+from maxmeg.data.encoding import Options
+from maxmeg.data.merge import merge
+from maxmeg.data.pieces import chunks, cut, open_inputs
+from maxmeg.data.prepare import Share, prepare
+
+ROOT = Path(maxmeg.__file__).parents[1]
+SUFFIXES = (".bin", ".idx", ".sums")
+KILLS = 3  # seconds of a process each
+
+
+def some_texts(seed: int, count: int, longest: int = 300) -> list[str]:
+    source = random.Random(seed)
+    words = ["alpha", "beta", "é", "東京", "\n", " "]
+    return ["".join(source.choices(words, k=source.randrange(longest))) for _ in range(count)]
+
+
+def as_lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+@pytest.fixture
+def corpus(tmp_path) -> list[str]:
+    """Every kind of file, some of them empty, in an order that is not by kind."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    texts = some_texts(0, 40)
+    (folder / "a.jsonl").write_bytes(as_lines(texts[:10]))
+    (folder / "b.txt").write_text(texts[10])
+    (folder / "c.txt").write_text("")
+    (folder / "d.jsonl").write_bytes(b"")
+    (folder / "e.jsonl.gz").write_bytes(gzip.compress(as_lines(texts[11:20])))
+    (folder / "f.jsonl.gz").write_bytes(gzip.compress(b""))
+    table = pyarrow.table({"other": range(15), "text": texts[20:35]})
+    pyarrow.parquet.write_table(table, folder / "g.parquet", row_group_size=4)
+    (folder / "h.jsonl").write_bytes(as_lines(texts[35:]).rstrip(b"\n"))
+    return sorted(map(str, folder.iterdir()))
+
+
+def written(prefix: str) -> list[bytes]:
+    return [Path(prefix + suffix).read_bytes() for suffix in SUFFIXES]
+
+
+@given(st.binary(max_size=40), st.lists(st.integers(0, 41), max_size=6))
+@settings(max_examples=200, deadline=None)
+def test_every_line_is_in_one_span(tmp_path_factory, data, cuts):
+    data = data.replace(b"\x00", b"\n")
+    path = tmp_path_factory.getbasetemp() / "spans"
+    path.write_bytes(data)
+    bounds = sorted({0, len(data), *(min(at, len(data)) for at in cuts)})
+    found = b""
+    for begin, end in itertools.pairwise(bounds):
+        at, lines = read_span(str(path), begin, end, len(data))
+        assert not lines or (begin <= at < end and data[at : at + len(lines)] == lines)
+        found += lines
+    assert found == data
+
+
+@pytest.mark.parametrize("line", [10, 1 << 16, (1 << 16) + 1, 3 << 20])
+def test_a_span_reads_on_to_the_end_of_its_last_line(tmp_path, line):
+    data = b"ab\n" + b"x" * line + b"\nlast"
+    (tmp_path / "a").write_bytes(data)
+    path, size = str(tmp_path / "a"), len(data)
+    assert read_span(path, 0, 4, size) == (0, data[:-4])
+    assert read_span(path, 4, line + 4, size)[1] == b""
+    assert read_span(path, 4, size, size) == (line + 4, b"last")
+
+
+@pytest.mark.parametrize("partitions", [2, 11])
+def test_partitions_merge_to_what_one_run_writes(tmp_path, corpus, partitions):
+    options = Options("bytes", append_eod=True)
+    whole = prepare(corpus, str(tmp_path / "whole"), options, 0)
+    assert whole.documents == 41  # an empty .txt is a document
+    output, counts = str(tmp_path / "out"), []
+    for i in range(partitions):
+        share = Share(i, partitions, part_bytes=50 if i % 2 else 1 << 20)
+        counts.append(prepare(corpus, output, options, 0, share=share).documents)
+    assert sum(counts) == 41 and max(counts) < 41
+    folder = sorted(str(p) for p in tmp_path.glob("out_*.idx"))
+    assert len(folder) == partitions and not list(tmp_path.glob("*.parts*"))
+    assert merge(folder, str(tmp_path / "merged")).verified == partitions
+    assert written(str(tmp_path / "merged")) == written(whole.prefixes["text"])
+    if partitions > 2:
+        return
+    for names, message in ((folder[1:], r"\[0\] are missing"), (folder[::-1], r"come as \[1, 0\]")):
+        with pytest.raises(ValueError, match=message):
+            merge(names, str(tmp_path / "other"))
+
+
+def test_partitions_are_all_there_is_once(tmp_path, corpus):
+    """By what is read, for many cuts: no documents are encoded."""
+    inputs = open_inputs(corpus)
+    total = sum(one.width for one in inputs)
+
+    def read(bounds: list[int]) -> list:
+        found = []
+        for begin, end in itertools.pairwise(bounds):
+            for chunk in chunks(cut(inputs, begin, end), ["text"]):
+                if chunk.kind == documents.TEXT:
+                    found += chunk.paths
+                elif chunk.kind == documents.ROWS:
+                    found += [("row", chunk.first, len(chunk.data or b""))]
+                elif chunk.span != (0, 0):
+                    lines = read_span(chunk.paths[0], *chunk.span, chunk.size)[1]
+                    found += [line for line in lines.split(b"\n") if line]
+                elif chunk.data:
+                    found.append((chunk.first, chunk.data))
+        return found
+
+    whole, source = read([0, total]), random.Random(0)
+    for count in (1, 2, 5, 30):
+        bounds = sorted([0, total, *(source.randrange(total + 1) for _ in range(count))])
+        assert read(bounds) == whole
+
+
+def test_a_bad_line_is_named_wherever_it_is_cut(tmp_path):
+    lines = as_lines(some_texts(1, 30, 20)).splitlines(keepends=True)
+    for i in (3, 17, 29):
+        lines[i] = b'{"text": 1}\n'
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\n\n" + b"".join(lines))
+    for part_bytes in (1 << 20, 100):
+        found: list[str] = []
+        output = str(tmp_path / f"out{part_bytes}")
+        report = prepare(
+            [str(path)], output, Options("bytes"), 0, True, on_bad_line=found.append,
+            share=Share(part_bytes=part_bytes),
+        )  # fmt: skip
+        assert [message.split(":")[0] for message in found] == [
+            f"{path} line {i + 3}" for i in (3, 17, 29)
+        ]
+        assert report.bad_lines == 3
+        with pytest.raises(ValueError, match=r"line 6: 'text' must be a string"):
+            prepare([str(path)], output, Options("bytes"), 0, share=Share(part_bytes=part_bytes))
+    assert not list(tmp_path.glob("*.parts"))  # no part was finished
+
+
+def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
+    path, output = tmp_path / "a.jsonl", str(tmp_path / "out")
+    texts = some_texts(2, 60, 50)
+    path.write_bytes(as_lines(texts) + b"{}\n")
+    options, share = Options("bytes"), Share(part_bytes=path.stat().st_size // 8 + 1)
+
+    def run(skip: bool = False, options: Options = options, share: Share = share):
+        return prepare([str(path)], output, options, 0, skip, share=share)
+
+    with pytest.raises(ValueError, match="line 61: no key 'text'"):
+        run()
+    parts = sorted(p.name for p in (tmp_path / "out.parts").iterdir() if p.is_dir())
+    assert parts == [f"{i:06d}" for i in range(6)]
+    for changed, message in (
+        ({"options": Options("bytes", append_eod=True)}, "append_eod: False there, True now"),
+        ({"share": Share(part_bytes=5)}, "part_bytes"),
+        ({"options": Options("null:70000")}, "tokenizer: bytes there, null:70000 now"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(**changed)
+    old = path.stat()
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns + 1))
+    with pytest.raises(ValueError, match=r"other settings \(inputs"):
+        run()
+    os.utime(path, ns=(old.st_atime_ns, old.st_mtime_ns))
+    with (tmp_path / "out.parts" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another run is writing"):
+            run()
+    damaged = tmp_path / "out.parts" / "000002" / "part_text_document.bin"
+    damaged.write_bytes(bytes(len(damaged.read_bytes())))
+    with pytest.raises(ValueError, match=r"000002 is damaged: delete it"):
+        run(skip=True)
+    assert not list(tmp_path.glob("out*.bin"))
+    shutil.rmtree(damaged.parent)
+    report = run(skip=True)
+    assert (report.parts_found, report.documents, report.bad_lines) == (7, 60, 1)
+    assert report.tokens == sum(len(text.encode()) for text in texts)
+    whole = prepare([str(path)], str(tmp_path / "whole"), options, 0, True)
+    assert written(report.prefixes["text"]) == written(whole.prefixes["text"])
+    assert not list(tmp_path.glob("*.parts*"))
+
+
+def test_killed_at_any_point_it_goes_on_to_the_same_bytes(tmp_path):
+    """SIGKILL: what is there is whole, and the same command ends as an unbroken run does."""
+    path, output = tmp_path / "a.jsonl", tmp_path / "out"
+    path.write_bytes(as_lines([text * 40 for text in some_texts(3, 1500)]))
+    command = [sys.executable, "-m", "maxmeg.preprocess", f"--input={path}", f"--output={output}"]
+    command += ["--workers=0", "--part_mb=1", "--append_eod"]
+    source = random.Random(4)
+    final = Path(f"{output}_text_document.idx")
+    for _ in range(KILLS):
+        run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        found = parts_of(output)
+        while run.poll() is None and parts_of(output) == found:
+            time.sleep(0.002)
+        time.sleep(source.random() * 0.1)
+        run.send_signal(signal.SIGKILL)
+        run.wait()
+        assert not final.exists() or run.returncode == 0
+        for part in parts_of(output):
+            assert json.loads((part / "counts.json").read_text())["documents"] > 0
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "parts were there from an interrupted run" in done.stdout
+    whole = prepare([str(path)], str(tmp_path / "whole"), Options("bytes", append_eod=True), 0)
+    assert written(str(final.with_suffix(""))) == written(whole.prefixes["text"])
+    assert not list(tmp_path.glob("*.parts*")) and not list(tmp_path.glob("*.tmp"))
+
+
+def parts_of(output: Path) -> set[Path]:
+    return {p for p in Path(f"{output}.parts").glob("??????") if p.is_dir()}
+
+
+def test_partitions_come_from_flags_or_a_slurm_array(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_lines(["one", "two", "three"]))
+
+    def run(*flags: str) -> int:
+        common = [f"--input={path}", f"--output={tmp_path}/out", "--workers=0", "--partitions=2"]
+        return prepare_command.run("", [*common, *flags])
+
+    monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
+    assert run() == 1 and "--partition, from 0" in capsys.readouterr().err
+    assert run("--partition=2") == 1 and "partition=2 is not in [0" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert run() == 0 and run("--partition=0") == 0
+    assert sorted(p.stem for p in tmp_path.glob("*.idx")) == [
+        "out_00000-of-00002_text_document",
+        "out_00001-of-00002_text_document",
+    ]
+    assert prepare_command.run("", ["--input=-", "--output=x", "--partitions=2"]) == 1
+    assert "standard input (-) cannot be read in partitions" in capsys.readouterr().err
