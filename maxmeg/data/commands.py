@@ -1,9 +1,10 @@
-"""The subcommands of `python -m maxmeg.preprocess` that work on .bin/.idx files.
+"""The subcommands of `python -m maxmeg.preprocess`: on .bin/.idx files, and train-tokenizer.
 
 inspect PREFIX ...                 counts, lengths, a sample and problems
 inspect --config=FILE.py           what a run reads of its corpora
 merge PREFIX ... --output=PREFIX   one dataset of several
 verify PREFIX ...                  compares files with their checksums
+train-tokenizer                    a vocabulary of text
 """
 
 import argparse
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from maxmeg.config.flags import parse as parse_config
+from maxmeg.config.lazy import Lazy
 from maxmeg.data.checksum import SUFFIX, create_sums
 from maxmeg.data.composition import composition_text, uses_of
 from maxmeg.data.indexed import IndexedDataset
@@ -19,6 +21,7 @@ from maxmeg.data.inspection_page import check_report, write_report
 from maxmeg.data.merge import find_prefixes, merge
 from maxmeg.data.tokenizers import load_tokenizer
 
+_tokenizer_command = Lazy("maxmeg.data.tokenizer_command")
 _PREFIXES = "prefixes of .bin and .idx files, or folders of them"
 
 
@@ -117,7 +120,12 @@ def _parser(name: str, description: str) -> argparse.ArgumentParser:
     )
 
 
-COMMANDS = {"inspect": run_inspect, "merge": run_merge, "verify": run_verify}
+COMMANDS = {
+    "inspect": run_inspect,
+    "merge": run_merge,
+    "verify": run_verify,
+    "train-tokenizer": lambda arguments: _tokenizer_command.run(arguments),
+}
 
 
 def run(arguments: Sequence[str]) -> int:

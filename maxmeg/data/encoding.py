@@ -106,10 +106,10 @@ def encode_chunk(chunk: Chunk, options: Options, tokenizer: Tokenizer) -> Encode
     """Tokens of a chunk's documents."""
     columns = [_Growing() for _ in options.json_keys]
     bad, count, empty, size = [], 0, 0, 0
-    for place, length, document in _read(chunk, options.json_keys):
+    for place, length, document in read_documents(chunk, options.json_keys):
         size += length
         try:
-            values = _values(chunk.kind, document, options)
+            values = texts_of(chunk.kind, document, options)
             encoded = [_encode(value, tokenizer) for value in values]
         except ValueError as error:
             bad.append((place, str(error)))
@@ -129,7 +129,7 @@ def encode_chunk(chunk: Chunk, options: Options, tokenizer: Tokenizer) -> Encode
     return Encoded(finished, count, tuple(bad), empty, size)
 
 
-def _read(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, int, bytes | list]]:
+def read_documents(chunk: Chunk, keys: Sequence[str]) -> Iterator[tuple[int, int, bytes | list]]:
     """A chunk's documents: place, bytes of text, and bytes or, of Arrow, the values of the keys."""
     if chunk.kind == LINES:
         at, data = chunk.first, chunk.data
@@ -177,7 +177,7 @@ class Places:
         return self._lines + 1
 
 
-def _values(kind: str, document: bytes | list, options: Options) -> list[list[str]]:
+def texts_of(kind: str, document: bytes | list, options: Options) -> list[list[str]]:
     """Per key, the texts that become sequences."""
     if isinstance(document, bytes):
         text = _decode(document)

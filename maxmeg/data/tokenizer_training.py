@@ -256,11 +256,19 @@ def _add_symbols(model: Any, recipe: Recipe) -> None:
 def _sentencepiece(texts: Iterable[str], recipe: Recipe) -> bytes:
     import sentencepiece
 
-    written = io.BytesIO()
+    written, failed = io.BytesIO(), []
+
+    def lines() -> Iterator[str]:
+        try:
+            yield from _lines(texts)
+        except BaseException as error:
+            failed.append(error)  # of which the library would keep the text alone
+            raise
+
     control = [t for t in recipe.special_tokens if t not in SENTENCEPIECE_TOKENS]
     try:
         sentencepiece.SentencePieceTrainer.Train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=lines(),
             model_writer=written,
             model_type=recipe.model,
             vocab_size=recipe.vocab_size,
@@ -278,6 +286,8 @@ def _sentencepiece(texts: Iterable[str], recipe: Recipe) -> bytes:
             minloglevel=3,
         )
     except RuntimeError as error:
+        if failed:
+            raise failed[0] from None
         reason = str(error).rpartition("]")[2].strip() or str(error)
         raise ValueError(
             f"SentencePiece cannot make vocab_size={recipe.vocab_size} of this text: {reason}"

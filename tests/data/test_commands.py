@@ -1,5 +1,6 @@
 """The subcommands of maxmeg.preprocess: what they print, write and return."""
 
+import gzip
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,53 @@ def test_wrong_flags_are_explained(name, capsys):
             preprocess.main([name, *flags])
         assert stopped.value.code == 2
         assert f"usage: maxmeg.preprocess {name}" in capsys.readouterr().err
+
+
+MODELS = {"bpe": "t/tokenizer.json", "wordpiece": "t/vocab.txt", "unigram": "t.model"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_tokenizer_is_trained(tmp_path, capsys, write_lines, model):
+    """Of lines and texts as preprocess reads them, with which it then works."""
+    words = [chr(97 + i) + "oxes" for i in range(20)]
+    source = write_lines([f"the {word} jump over {word[1:]}s {i}" for i, word in enumerate(words)])
+    packed = tmp_path / "more.txt.gz"
+    packed.write_bytes(gzip.compress(b"the end"))
+    size = 290 if model != "wordpiece" else 90
+    command = ["train-tokenizer", f"--model={model}", f"--vocab_size={size}", "--input"]
+    command += [source, str(packed), f"--output={tmp_path / MODELS[model]}"]
+    assert preprocess.main(command) == 0
+    shown = capsys.readouterr().out
+    assert f"{model} of 20 texts, 0.0 MB: {size} tokens, eod=" in shown
+    assert "bytes a token on 1 texts held out" in shown
+    tokenizer = shown.rpartition("--tokenizer=")[2].strip()
+    run = [f"--input={source}", f"--output={tmp_path}/c", f"--tokenizer={tokenizer}", "--workers=0"]
+    assert preprocess.main(run) == 0
+    assert "20 documents" in capsys.readouterr().out
+    with open(source, "a") as file:
+        file.write("{}\n")
+    assert preprocess.main(command) == 1
+    assert f"{source} line 21: no key 'text'" in capsys.readouterr().err
+    assert preprocess.main([*command, "--skip_bad_lines"]) == 0
+    assert "1 bad lines left out" in capsys.readouterr().out
+    assert preprocess.main([*command, "--max_mb=0.0001"]) == (1 if model == "unigram" else 0)
+
+
+def test_what_cannot_be_trained_is_explained(tmp_path, capsys, write_lines):
+    source = write_lines(["some text"])
+    command = ["train-tokenizer", f"--input={source}", f"--output={tmp_path}/tokenizer.json"]
+    command += ["--model=bpe", "--vocab_size=300"]
+    for words, message in (
+        ([f"--input={tmp_path}/none"], "none does not exist and matches no file"),
+        (["--vocab_size=200"], "leaves no room beside 257 tokens"),
+        (["--output=x.bin"], "output x.bin: bpe is written as"),
+        (["--max_mb=-1"], "max_mb=-1.0 must be positive"),
+        (["--special_tokens", "<a>", "<a>"], "name '<a>' twice"),
+        (["--model=wordpiece", "--input=-"], "which - cannot"),
+    ):
+        assert preprocess.main([*command, *words]) == 1
+        assert message in capsys.readouterr().err
+    for word, message in (("--vocabsize=9", "--vocab_size"), ("--models=bpe", "--model")):
+        with pytest.raises(SystemExit):
+            preprocess.main([*command, word])
+        assert f"did you mean {message}?" in capsys.readouterr().err
