@@ -28,7 +28,8 @@ def parse_arguments(description: str | None, arguments: Sequence[str]) -> argpar
     )
     parser.add_argument(
         "--tokenizer", default="bytes",
-        help="bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | tiktoken:FILE",
+        help="bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | "
+        "wordpiece:FILE | tiktoken:FILE; ?special_tokens=NAME,NAME after it adds tokens",
     )  # fmt: skip
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: only this one"
