@@ -141,7 +141,8 @@ class DataConfig:
     sequence_length: int = setting(256, "tokens a sample", "--seq-length")
     tokenizer: str = setting(
         "bytes",
-        "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | tiktoken:FILE",
+        "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | wordpiece:FILE | "
+        "tiktoken:FILE; ?special_tokens=NAME,NAME after it adds tokens",
         "--tokenizer-type",
     )
     cache_dir: str = setting(
