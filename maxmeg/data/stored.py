@@ -37,10 +37,7 @@ def stored(folder: str, name: str, keys: Iterable[str], make: Callable[[], Array
     final = Path(folder, name)
     try:
         if not final.is_dir():
-            os.makedirs(folder, exist_ok=True)
-            with open(Path(folder, ".lock"), "a") as lock:
-                with contextlib.suppress(OSError):  # some network file systems have no locks
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+            with locked(Path(folder)):
                 if not final.is_dir():
                     _write(final, make())
     except OSError as error:
@@ -52,6 +49,16 @@ def stored(folder: str, name: str, keys: Iterable[str], make: Callable[[], Array
         return {key: np.load(final / f"{key}.npy", mmap_mode="r") for key in keys}
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"{final} is damaged ({error}): delete this folder") from error
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A folder, made where there is none, in which one process at a time makes something."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a") as lock:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _write(final: Path, arrays: Arrays) -> None:

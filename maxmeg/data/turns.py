@@ -18,25 +18,30 @@ from maxmeg.data.documents import Record
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MARKS = ("\ufdd0", "\ufdd1")  # noncharacters: no text holds them
 MAX_ERRORS = 20  # bad rows that one error names
-_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 2048, 2**22  # given to one process
+_TEXTS_AT_ONCE, _CHARACTERS_AT_ONCE = 8192, 2**23  # given to one process
 
-Row = dict[str, typing.Any]  # has "messages", and "tools" where a template reads them
+# "messages", "tools" where a template reads them, and "first", of those that may be learnt
+Row = dict[str, typing.Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Turns:
-    """A conversation's text, and where in it the assistant speaks: [begin, end) of characters."""
+    """A conversation's text, and where in it the assistant speaks: [begin, end) of characters.
+
+    has_end: the end of a document follows, which is learnt too; a template writes its own.
+    """
 
     text: str
     spans: list[tuple[int, int]]
+    has_end: bool = False
 
 
 class BadRow(ValueError):
     """Why one row cannot be used."""
 
 
-def read_row(record: Record) -> Row:
-    """A JSON line as {"messages", "tools"}; BadRow for what is none."""
+def read_object(record: Record, *names: str) -> Row:
+    """A JSON line; BadRow for what is no object with these names."""
     try:
         row = json.loads(record.data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -45,20 +50,30 @@ def read_row(record: Record) -> Row:
         raise BadRow("JSON nested too deeply") from None
     except ValueError as error:
         raise BadRow(f"invalid JSON: {error}") from None
-    if not isinstance(row, dict) or "messages" not in row:
-        raise BadRow('a row must be an object with "messages"')
-    messages, tools = row["messages"], row.get("tools")
+    if not isinstance(row, dict) or any(name not in row for name in names):
+        raise BadRow(f"a row must be an object with {' and '.join(map(json.dumps, names))}")
+    return row
+
+
+def read_row(record: Record) -> Row:
+    """A chat; BadRow for what is none."""
+    row = read_object(record, "messages")
+    return conversation(row["messages"], row.get("tools"))
+
+
+def conversation(messages: typing.Any, tools: typing.Any, first: int = 0) -> Row:
+    """A row of these messages, of which those from `first` on may be learnt; BadRow."""
     try:
         check_messages(messages, "messages")
     except ValueError as error:
         raise BadRow(str(error)) from None
     for number, message in enumerate(messages, 1):
         _check_message(message, f"message {number}")
-    if all(message["role"] != "assistant" for message in messages):
+    if all(message["role"] != "assistant" for message in messages[first:]):
         raise BadRow("no message is the assistant's: there is nothing to learn from it")
     if tools is not None and not isinstance(tools, list):
         raise BadRow(f"tools={str(tools)[:SHOWN]!r} is not a list")
-    return {"messages": messages, "tools": tools or None}
+    return {"messages": messages, "tools": tools or None, "first": first}
 
 
 def _check_message(message: Row, where: str) -> None:
@@ -72,20 +87,23 @@ def _check_message(message: Row, where: str) -> None:
 
 
 def find_turns(
-    template: ChatTemplate, records: Iterable[Record]
+    template: ChatTemplate,
+    records: Iterable[Record],
+    read: Callable[[Record], Row | Turns] = read_row,
 ) -> Iterator[tuple[Record, Turns | BadRow]]:
     """Every record in order with its turns, or why it has none.
 
-    ValueError where the template as a whole is at fault.
+    read: a record's conversation, or its turns where it needs no template. ValueError where the
+    template as a whole is at fault.
     """
-    batch: list[tuple[Record, Row | BadRow]] = []
+    batch: list[tuple[Record, Row | Turns | BadRow]] = []
     size = texts = 0
     for record in records:
         try:
-            row: Row | BadRow = read_row(record)
+            row: Row | Turns | BadRow = read(record)
         except BadRow as error:
             row = error
-        num_turns = 0 if isinstance(row, BadRow) else len(row["messages"])
+        num_turns = len(row["messages"]) if isinstance(row, dict) else 0
         if batch and (
             texts + num_turns > _TEXTS_AT_ONCE
             or size + num_turns * len(record.data) > _CHARACTERS_AT_ONCE
@@ -97,26 +115,26 @@ def find_turns(
     yield from _turns_of(template, batch)
 
 
-def _turns_of(template: ChatTemplate, batch: list[tuple[Record, Row | BadRow]]):
-    rows = [row for _, row in batch if not isinstance(row, BadRow)]
-    places = [record.place for record, row in batch if not isinstance(row, BadRow)]
-    found = iter(_find(template, rows, places))
+def _turns_of(template: ChatTemplate, batch: list[tuple[Record, Row | Turns | BadRow]]):
+    rows = [row for _, row in batch if isinstance(row, dict)]
+    places = [record.place for record, row in batch if isinstance(row, dict)]
+    found = iter(_find(template, rows, places) if rows else ())
     for record, row in batch:
-        yield record, row if isinstance(row, BadRow) else next(found)
+        yield record, next(found) if isinstance(row, dict) else row
 
 
 def _find(
     template: ChatTemplate, rows: Sequence[Row], places: Sequence[str]
 ) -> Iterator[Turns | BadRow]:
-    whole = [{**row, "add_generation_prompt": False} for row in rows]
+    whole = [_part(row, len(row["messages"]), False) for row in rows]
     texts, has_blocks = _texts(template, whole, places, ("", ""))
-    given = whole if has_blocks else [part for row in rows for part in _parts(row)]
-    owners = places if has_blocks else [p for p, r in zip(places, rows, strict=True)
-                                        for _ in _parts(r)]  # fmt: skip
+    parts = [_marked_parts(row) if has_blocks else _parts(row) for row in rows]
+    given = [part for mine in parts for part in mine]
+    owners = [place for place, mine in zip(places, parts, strict=True) for _ in mine]
     others = iter(_texts(template, given, owners, MARKS)[0])
     spans_of: Callable = _spans_by_marks if has_blocks else _spans_by_prefixes
-    for row, text in zip(rows, texts, strict=True):
-        mine = [next(others) for _ in range(1 if has_blocks else len(_parts(row)))]
+    for text, asked in zip(texts, parts, strict=True):
+        mine = [next(others) for _ in asked]
         try:
             for part in (text, *mine):
                 if isinstance(part, BadRow):
@@ -127,15 +145,27 @@ def _find(
             yield error
 
 
+def _part(row: Row, end: int, opened: bool) -> Row:
+    """What a template is given of the messages before `end`."""
+    given = {"messages": row["messages"][:end], "tools": row["tools"]}
+    return {**given, "add_generation_prompt": opened}
+
+
 def _parts(row: Row) -> list[Row]:
-    """For each turn of the assistant: the messages before it, and with it."""
-    messages, parts = row["messages"], []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant":
-            for end, opened in ((number, True), (number + 1, False)):
-                part = {"messages": messages[:end], "add_generation_prompt": opened}
-                parts.append({**row, **part})
+    """For each turn of the assistant that may be learnt: the messages before it, and with it."""
+    parts = []
+    for number, message in enumerate(row["messages"]):
+        if number >= row["first"] and message["role"] == "assistant":
+            parts += [_part(row, number, True), _part(row, number + 1, False)]
     return parts
+
+
+def _marked_parts(row: Row) -> list[Row]:
+    """The whole, and those messages before the ones to learn that have the assistant's turns."""
+    messages, first = row["messages"], row["first"]
+    ends = [len(messages)]
+    ends += [first] if any(m["role"] == "assistant" for m in messages[:first]) else []
+    return [_part(row, end, False) for end in ends]
 
 
 def _texts(
@@ -179,7 +209,9 @@ def _spans_by_marks(text: str, marked: list[str]) -> list[tuple[int, int]]:
     if "".join(pieces[::2]) != text:
         raise BadRow("the template changes the text of its {% generation %} blocks afterwards")
     ends = list(itertools.accumulate(len(piece) for piece in pieces[::2]))
-    spans = zip(ends[0::2], ends[1::2], strict=False)
+    spans = list(zip(ends[0::2], ends[1::2], strict=False))
+    if len(marked) > 1:
+        spans = spans[marked[1].count(MARKS[0]) :]
     return [(begin, end) for begin, end in spans if begin < end]
 
 

@@ -14,6 +14,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
 
 _LAST_WORDS = 5  # seconds in which a process whose pipe is closed has ended
+LOADER_REMEDY = (
+    "lower data.num_workers or data.prefetch; the same command goes on from the last checkpoint"
+)
 _JOINED = 0.02  # seconds between looks at a thread that may wait for room
 
 
@@ -47,12 +50,20 @@ class Workers:
     """The elements of `source` in order, made ahead by processes: worker i of n makes every n-th.
 
     Up to `ahead` elements of each wait here. An error in a worker is raised in its element's
-    place, and so is the end of a worker that was killed. A pipe of its own connects each, whose
-    other end it alone holds: that end closes when the worker dies, even in the middle of an
-    element, for the rest of which a queue shared by parent and worker would wait for ever.
+    place, and so is the end of a worker that was killed; name and remedy are for that. A pipe of
+    its own connects each, whose other end it alone holds: that end closes when the worker dies,
+    even in the middle of an element, for the rest of which a queue shared by parent and worker
+    would wait for ever.
     """
 
-    def __init__(self, source: Source, num_workers: int, ahead: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        num_workers: int,
+        ahead: int,
+        name: str = "loader process",
+        remedy: str = LOADER_REMEDY,
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         # Before multiprocessing's own end of daemons, which signals what they leave to us.
@@ -61,11 +72,11 @@ class Workers:
         for number in range(min(num_workers, len(source))):
             reader, writer = context.Pipe(duplex=False)
             arguments = (source, range(number, len(source), num_workers), writer)
-            name = f"loader process {number + 1} of {num_workers}"
-            process = context.Process(target=_work, args=arguments, daemon=True, name=name)
+            name_of = f"{name} {number + 1} of {num_workers}"
+            process = context.Process(target=_work, args=arguments, daemon=True, name=name_of)
             process.start()
             writer.close()
-            self._workers.append(_Worker(process, reader, ahead))
+            self._workers.append(_Worker(process, reader, ahead, remedy))
 
     @property
     def _worker(self) -> "_Worker":
@@ -98,8 +109,8 @@ class Workers:
 class _Worker:
     """A process, and a thread that takes what it makes."""
 
-    def __init__(self, process: BaseProcess, reader: Connection, ahead: int) -> None:
-        self.process, self.reader = process, reader
+    def __init__(self, process: BaseProcess, reader: Connection, ahead: int, remedy: str) -> None:
+        self.process, self.reader, self._remedy = process, reader, remedy
         self.answers: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
         self.thread = threading.Thread(target=self._take, daemon=True)
         self.thread.start()
@@ -123,8 +134,7 @@ class _Worker:
             how = f"by signal {-code} ({signal.Signals(-code).name})"
         return RuntimeError(
             f"{self.process.name} (process {self.process.pid}) was ended {how}, not by this run. "
-            "Where memory ran out (see `dmesg`, or the job's limits), lower data.num_workers or "
-            "data.prefetch; the same command goes on from the last checkpoint"
+            f"Where memory ran out (see `dmesg`, or the job's limits), {self._remedy}"
         )
 
 
@@ -151,7 +161,7 @@ def _work(source: Source, numbers: range, writer: Connection) -> None:
     except BrokenPipeError:  # closed
         return
     except Exception as error:
-        error.add_note("In a loader process:\n" + traceback.format_exc())
+        error.add_note(f"In {multiprocessing.current_process().name}:\n" + traceback.format_exc())
         try:
             writer.send(("error", error))
         except Exception:  # it cannot be sent

@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -119,7 +120,7 @@ def test_made_once(files, tmp_path, capsys):
     start = time.monotonic()
     opened(settings(files, too_long=TooLong.truncate, packing=Packing.best_fit), tmp_path)
     assert time.monotonic() - start < 1 and not capsys.readouterr().err
-    (made,) = (tmp_path / "cache").iterdir()
+    (made,) = (tmp_path / "cache").glob("chats-*")
     (made / "loss.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"loss\.bin is empty.*or delete .*, which makes it again"):
         opened(settings(files), tmp_path)
@@ -150,7 +151,7 @@ def test_bad_rows_are_named(files, tmp_path):
     assert lines[0].startswith(f"{files[0]} line 20: invalid JSON")
     assert lines[1].startswith(f"{files[0]} line 21: invalid UTF-8")
     assert lines[-2:] == ["and 12 more", "mend these rows or remove them"]
-    assert not list((tmp_path / "cache").iterdir())
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
@@ -190,3 +191,17 @@ def test_what_cannot_be_opened(files, tmp_path):
     with pytest.raises(ValueError, match="has weights, but objective=sft"):
         opened(settings(files, paths=("0.5", files[0], "0.5", files[0])), tmp_path)
     assert Config().data.objective is Objective.gpt
+
+
+def test_processes_make_the_same_files(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("maxmeg.data.answers._ROWS_AT_ONCE", 4)
+    tokenizer, made = load_tokenizer("bytes"), []
+    for number in range(2):
+        cache = tmp_path / str(number)
+        folder = Path(prepare_chats(files[0], tokenizer, cache, files[1], 2 * number))
+        made.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert made[0] == made[1] and len(made[0]) == 6
+    with open(files[0], "a") as file:
+        file.write('\n{"messages": 1}\n')
+    with pytest.raises(ValueError, match=r"line 20: .*not a list of messages"):
+        prepare_chats(files[0], tokenizer, tmp_path, files[1], 2)

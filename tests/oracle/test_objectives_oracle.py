@@ -12,9 +12,9 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from maxmeg.data.answers import encode_turns
 from maxmeg.data.chat import load_chat_template
 from maxmeg.data.documents import Record
-from maxmeg.data.sft import encode_turns
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.data.turns import BadRow, find_turns
 
