@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import json
 import lzma
 import re
 from pathlib import Path
@@ -155,6 +156,24 @@ def test_keys_make_files_of_their_own(tmp_path):
     assert report.prefixes["q"] == output_prefix(str(tmp_path / "out"), "q")
     q, a = (IndexedDataset(report.prefixes[key]) for key in ("q", "a"))
     assert (len(q), q.num_documents, len(a), a.num_documents) == (1, 2, 2, 2)
+
+
+def test_aligned_rows_are_whole_or_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"src": "ja", "tgt": "yes"}, {"src": "", "tgt": "x"}, {"src": "y", "tgt": ["z"]}]
+    rows += [{"src": "only"}, {"src": "a", "tgt": ["b", "c"]}, {"src": "nein", "tgt": "no"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bad: list[str] = []
+    options = Options("bytes", ("src", "tgt"), append_eod=True, aligned=True)
+    report = prepare([str(path)], str(tmp_path / "out"), options, 0, True, on_bad_line=bad.append)
+    assert (report.documents, report.empty_rows, report.bad_lines) == (3, 1, 2)
+    assert "line 4: no key 'tgt'" in bad[0]
+    assert "line 5: 2 texts under one key cannot be aligned" in bad[1]
+    source, target = (IndexedDataset(report.prefixes[key]) for key in ("src", "tgt"))
+    assert source.lengths.tolist() == [3, 2, 5] and target.lengths.tolist() == [4, 2, 3]
+    assert source.document_indices.tolist() == target.document_indices.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="leave out split_sentences"):
+        prepare([str(path)], "x", Options("bytes", aligned=True, split_sentences=True), 0)
 
 
 def test_nothing_is_written_before_input_and_output_are_sound(tmp_path, write_lines):

@@ -1,0 +1,166 @@
+"""Objects of a real S3 server on loopback, and stores that fail in every way."""
+
+import gzip
+import json
+import logging
+from pathlib import Path
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from maxmeg.data import storage
+from maxmeg.data.encoding import Options
+from maxmeg.data.prepare import Share, prepare
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "x",
+    "AWS_SECRET_ACCESS_KEY": "y",
+    "AWS_DEFAULT_REGION": "us-east-1",
+}
+TEXTS = [f"document {i} " * (i % 9) for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def bucket():
+    """`s3://texts` of a server of its own, and fsspec's view of it."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
+            patch.setenv(name, value)
+        store = fsspec.filesystem("s3", use_listings_cache=False)
+        store.mkdir("texts")
+        yield store
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    server.stop()
+
+
+def test_objects_are_prepared_like_files(tmp_path, bucket):
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    table = tmp_path / "c.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:50]}), table, row_group_size=20)
+    files = {
+        "a.jsonl": b"".join(lines),
+        "b.jsonl.gz": gzip.compress(b"".join(lines[:99])),
+        "c.parquet": table.read_bytes(),
+        "d.txt": b"text",
+    }
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        bucket.pipe_file(f"texts/in/{name}", data)
+    bucket.pipe_file("texts/in/deeper/e.txt", b"not matched")
+    here = prepare([str(tmp_path / name) for name in files], str(tmp_path / "here"), OPTIONS, 0)
+    found = []
+    for inputs, workers, part_bytes in (
+        (["s3://texts/in/*"], 1, 1 << 30),
+        ([f"s3://texts/in/{name}" for name in files], 0, 1000),
+    ):
+        output, share = str(tmp_path / f"out{workers}"), Share(part_bytes=part_bytes)
+        report = prepare(inputs, output, OPTIONS, workers, share=share)
+        found.append(report.prefixes["text"])
+    for prefix in found:
+        for suffix in (".bin", ".idx", ".sums"):
+            assert (
+                Path(prefix + suffix).read_bytes()
+                == Path(here.prefixes["text"] + suffix).read_bytes()
+            )
+
+
+OPTIONS = Options("bytes", append_eod=True)
+
+
+def test_what_a_bucket_lacks_is_named(tmp_path, bucket):
+    bucket.pipe_file("texts/a.txt", b"0123456789")
+    assert storage.exists("s3://texts/a.txt") and not storage.exists("s3://texts/b.txt")
+    assert not storage.exists("s3://texts/in") and not storage.exists("s3://nothing/a.txt")
+    assert storage.size("s3://texts/a.txt") == 10
+    assert storage.read_range("s3://texts/a.txt", 3, 6) == b"345"
+    with storage.open_input("s3://texts/a.txt") as file:
+        assert (file.read(4), file.seek(-2, 2), file.read()) == (b"0123", 8, b"89")
+    for address, message in (
+        ("s3://texts/b.txt", "input s3://texts/b.txt does not exist and matches no file"),
+        ("s3://nothing/*.txt", "matches no file"),
+        ("s3://No_Bucket!/a.txt", "Invalid bucket name"),
+        ("s4://texts/a.txt", "Protocol not known: s4; use s3://"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare([address], str(tmp_path / "out"), OPTIONS, 0)
+    for operation, message in (
+        (lambda: storage.size("s3://texts/b.txt"), "s3://texts/b.txt does not exist: check bucket"),
+        (lambda: storage.read_range("s3://texts/b.txt", 0, 1), "b.txt does not exist"),
+        (lambda: storage.read_range("s3://texts/a.txt", 5, 11), "ends at byte 10, before byte 11"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operation()
+
+
+def test_credentials_are_told_from_missing_keys(tmp_path, bucket, monkeypatch):
+    """In the moment of the request: nothing is tried again."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(storage, "WAITS", (60.0,))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    with pytest.raises(ValueError, match=r"not allowed to look for s3://texts/a\.txt: .*AWS_PROF"):
+        storage.exists("s3://texts/a.txt")
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+class Failing:
+    """A store that fails some times, then answers."""
+
+    def __init__(self, failures: list) -> None:
+        self.failures, self.asked = failures, 0
+
+    def info(self, key: str) -> dict:
+        return {"size": 4, "type": "file"}
+
+    def cat_file(self, key: str, start: int, end: int) -> bytes:
+        self.asked += 1
+        failure = self.failures.pop(0) if self.failures else b"data"[start:end]
+        if isinstance(failure, Exception):
+            raise failure
+        return failure
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked", "message"),
+    [
+        ([ConnectionResetError("cut"), TimeoutError("late"), b"da"], 4, ""),
+        ([OSError("cut")] * 9, 4, r"read s3://b/k: 4 tries failed, .* OSError: cut; check the net"),
+        ([b"d"] * 9, 4, "EOFError: 1 of the bytes"),
+        ([PermissionError("Forbidden")], 1, "not allowed to read s3://b/k: .*Forbidden; check the"),
+        ([FileNotFoundError("k")], 1, "s3://b/k does not exist"),
+        ([TypeError("a program's error")], 1, "cannot read s3://b/k: TypeError"),
+    ],
+)
+def test_reads_are_tried_again_where_that_can_help(monkeypatch, failures, asked, message):
+    store, waited = Failing(list(failures)), []
+    monkeypatch.setattr(storage, "_store", lambda path: (store, "b/k"))
+    monkeypatch.setattr(storage, "WAITS", (1.0, 2.0, 4.0))
+    monkeypatch.setattr(storage.time, "sleep", waited.append)
+    if message:
+        with pytest.raises(ValueError, match=message):
+            storage.read_range("s3://b/k", 0, 4)
+    else:
+        assert storage.read_range("s3://b/k", 0, 4) == b"data"
+    assert store.asked == asked and len(waited) == asked - 1
+    assert all(w / 2 <= s <= w for s, w in zip(waited, storage.WAITS, strict=False))
+
+
+def test_libraries_that_are_not_there_are_named(monkeypatch):
+    def missing(*arguments, **settings):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr(fsspec, "filesystem", missing)
+    with pytest.raises(ValueError, match=r"needs s3fs: pip install 'maxmeg\[s3\]'"):
+        storage.size("s3://texts/a.txt")
+    with pytest.raises(ValueError, match="needs gcsfs: pip install gcsfs"):
+        storage.size("gs://texts/a.txt")
