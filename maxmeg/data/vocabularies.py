@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.data.tokenizers import (
     Tokenizer,
     find_sentinels,
@@ -16,7 +17,9 @@ from maxmeg.data.tokenizers import (
     read_vocabulary,
 )
 
+merged_bytes = Lazy("maxmeg.data.merged_bytes")
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
+FAST_AFTER = 1 << 20  # characters; then it pays to look whether tiktoken may encode
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is unknown
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
 
@@ -212,8 +215,15 @@ class Gpt2Tokenizer(Tokenizer):
         self.sentinels = find_sentinels(self.token_id)
         self.vocab_size = max(self.model_size, self.eod + 1)
         self.identity = identity_of("gpt2", *data)
+        self._files, self._seen, self._fast = data, 0, None
 
     def encode(self, text: str) -> np.ndarray:
+        if self._files:
+            self._seen += len(text)
+            if self._seen > FAST_AFTER:
+                self._fast, self._files = merged_bytes.merged_bytes(*self._files), []
+        if self._fast is not None:
+            return np.array(self._fast.encode_ordinary(text), np.int32)
         return np.array(self._model.encode(text).ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
