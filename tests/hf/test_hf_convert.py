@@ -230,6 +230,12 @@ def test_other_tokenizers_and_none(tmp_path):
     given = convert.with_tokenizer(source, tmp_path / "other" / "tokenizer.json")
     convert.import_model(given, tmp_path / "d")
     assert load_run(str(tmp_path / "d")).tokenizer.vocab_size == 33
+    spec = f"huggingface:{tmp_path / 'other'}?special_tokens=<image>"
+    assert convert.import_model(source, tmp_path / "e", tokenizer=spec).tokenizer == spec
+    notes = convert.export_model(tmp_path / "e", tmp_path / "f").notes
+    assert "what data.tokenizer adds to them: special_tokens=<image>" in notes[0]
+    own = (tmp_path / "other" / "tokenizer.json").read_bytes()
+    assert (tmp_path / "f" / "tokenizer.json").read_bytes() == own
     assert (tmp_path / "d" / "huggingface" / "generation_config.json").exists()
 
 

@@ -10,6 +10,7 @@ from maxmeg.data import chat
 from maxmeg.data.chat import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.inference.chat import end_tokens, with_system
+from maxmeg.inference.prompts import encoded
 
 ONE = CHATS["one"]
 LIMIT_SECONDS = 30  # of the clock, for what may use one second of CPU
@@ -129,6 +130,19 @@ def test_special_tokens_of_the_text_are_tokens_and_none_is_added(tmp_path):
     text = "{{ bos_token }}" + PLAIN
     found = template(text).render([[{"role": "user", "content": "a b"}]])[0]
     assert tokenizer.encode(found).tolist() == [0, 2, 4, 5, 1, 3]
+
+
+def test_added_tokens_count_in_chats_alone(tmp_path):
+    folder(tmp_path)
+    spec = f"huggingface:{tmp_path / 'tokenizer.json'}?special_tokens=<|x|>"
+    tokenizer = load_tokenizer(spec)
+    (tmp_path / "t.jinja").write_text("<|x|>{{ messages[0].content }}")
+    records = [{"messages": [{"role": "user", "content": "a b"}]}, {"prompt": "<|x|>a"}]
+    chat, prompt = encoded(tokenizer, records, template=str(tmp_path / "t.jinja"))
+    assert chat.tolist() == [len(WORDS), 4, 5]
+    assert tokenizer.added["<|x|>"] not in prompt
+    (tmp_path / "chat_template.jinja").write_text(PLAIN)
+    assert load_chat_template(tokenizer).text == PLAIN
 
 
 POST = {

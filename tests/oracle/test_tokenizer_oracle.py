@@ -12,6 +12,8 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from maxmeg.data.tiktoken_ranks import PATTERNS
+from maxmeg.data.tokenizer_training import Recipe, train_tokenizer
 from maxmeg.data.tokenizers import encode_placeholders, load_tokenizer
 
 with warnings.catch_warnings():
@@ -197,3 +199,52 @@ def test_tiktoken_is_megatrons(tmp_path):
             assert ids.tolist() == theirs.text_to_ids(text)
             assert ours.decode(ids) == text
             assert not set(ours.encode(text)) & ours.special_ids
+
+
+@pytest.mark.parametrize("pattern", [None, *PATTERNS])
+def test_trained_bpe_loads_in_transformers(tmp_path, pattern):
+    recipe = Recipe("bpe", 400, ("<s>", "</s>", *SPECIAL[2:]), ("<image>",), pattern=pattern)
+    ours = train_tokenizer(TEXTS, str(tmp_path / "tokenizer.json"), recipe).tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert (ours.vocab_size, ours.bos, ours.eod) == (len(theirs), 0, theirs.eos_token_id)
+    assert theirs.bos_token_id == ours.bos
+    for text in MARKED:
+        ids = ours.encode(text).tolist()
+        assert ids == theirs.encode(text)
+        assert ours.decode(ids) == theirs.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+@pytest.mark.parametrize("lower", [True, False])
+@pytest.mark.parametrize("name", ["vocab.txt", "tokenizer.json"])
+def test_trained_wordpiece_loads_in_transformers(tmp_path, name, lower):
+    recipe = Recipe("wordpiece", 500, lower_case=lower)
+    ours = train_tokenizer(TEXTS, str(tmp_path / name), recipe).tokenizer
+    theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert isinstance(theirs, transformers.BertTokenizer) == (name == "vocab.txt")
+    roles = (ours.unk, ours.cls, ours.sep, ours.pad, ours.mask)
+    names = ("unk", "cls", "sep", "pad", "mask")
+    assert roles == tuple(getattr(theirs, f"{n}_token_id") for n in names) == (1, 2, 3, 0, 4)
+    for text in TEXTS:
+        assert [2, *ours.encode(text), 3] == theirs(text).input_ids
+
+
+@pytest.mark.parametrize("model", ["bpe", "unigram"])
+def test_trained_sentencepiece_is_megatrons(tmp_path, model):
+    recipe = Recipe(model, 420, ("<|im_end|>",), ("<image>",))
+    texts = [text.replace("\0", "") for text in TEXTS]
+    ours = train_tokenizer(texts, str(tmp_path / "t.model"), recipe).tokenizer
+    theirs = megatron.SentencePieceTokenizer(str(tmp_path / "t.model"))
+    assert (ours.bos, ours.eod, ours.pad) == (theirs.bos_id, theirs.eos_id, theirs.pad_id)
+    for text in texts:
+        ids = ours.encode(text).tolist()
+        assert ids == theirs.text_to_ids(text)
+        assert ours.decode(ids) == theirs.ids_to_text(ids) == text
+
+
+@pytest.mark.parametrize("text", ["[MASK] <s> <|endoftext|>", "</s><image>"])
+def test_what_theirs_take_from_text(wordpiece, text):
+    """The difference that is meant: a text's words never become special tokens here."""
+    theirs = transformers.BertTokenizer(str(wordpiece), additional_special_tokens=["<s>", "</s>"])
+    ours = load_tokenizer(f"wordpiece:{wordpiece}?special_tokens=<s>,</s>")
+    assert set(theirs.encode(text, add_special_tokens=False)) & ours.special_ids
+    assert not set(ours.encode(text).tolist()) & ours.special_ids
