@@ -19,7 +19,7 @@ from maxmeg.data.tokenizers import (
 
 merged_bytes = Lazy("maxmeg.data.merged_bytes")
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
-FAST_AFTER = 1 << 20  # characters; then it pays to look whether tiktoken may encode
+FAST_AFTER = 1 << 18  # characters; then it pays to look whether tiktoken may encode
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is unknown
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
 
