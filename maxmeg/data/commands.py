@@ -5,6 +5,7 @@ inspect --config=FILE.py           what a run reads of its corpora
 merge PREFIX ... --output=PREFIX   one dataset of several
 verify PREFIX ...                  compares files with their checksums
 train-tokenizer                    a vocabulary of text
+image-text                         images and their texts as one dataset
 """
 
 import argparse
@@ -21,6 +22,7 @@ from maxmeg.data.inspection_page import check_report, write_report
 from maxmeg.data.merge import find_prefixes, merge
 from maxmeg.data.tokenizers import load_tokenizer
 
+_image_text_command = Lazy("maxmeg.data.image_text_command")
 _tokenizer_command = Lazy("maxmeg.data.tokenizer_command")
 _PREFIXES = "prefixes of .bin and .idx files, or folders of them"
 
@@ -124,6 +126,7 @@ COMMANDS = {
     "inspect": run_inspect,
     "merge": run_merge,
     "verify": run_verify,
+    "image-text": lambda arguments: _image_text_command.run(arguments),
     "train-tokenizer": lambda arguments: _tokenizer_command.run(arguments),
 }
 
