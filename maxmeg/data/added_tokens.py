@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from maxmeg.data.tokenizers import (
-    ADDING,
+    ROLES,
     SENTINEL,
+    Spec,
     Tokenizer,
     find_sentinels,
     identity_of,
 )
 
-ROLES = ADDING[2:]
 MAX_EXTRA_IDS = 2**16
 
 
@@ -80,12 +80,11 @@ class ExtendedSpansTokenizer(ExtendedTokenizer):
         return self.base.encode_spans(text, marks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def extended(base: Tokenizer, options: Mapping[str, str]) -> Tokenizer:
+def extended(base: Tokenizer, spec: Spec) -> Tokenizer:
     """`base` with what the options of its spec add."""
-    roles = {role: urllib.parse.unquote(options[role]) for role in ROLES if role in options}
     spans = hasattr(base, "encode_spans")
     made = ExtendedSpansTokenizer if spans else ExtendedTokenizer
-    return made(base, wanted_names(options), roles)
+    return made(base, wanted_names(spec.options), spec.roles)
 
 
 def wanted_names(options: Mapping[str, str]) -> list[str]:

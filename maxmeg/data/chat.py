@@ -115,7 +115,8 @@ def chat_template_of(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
         raise ValueError(f"data.chat_template={path} cannot be read: {error}") from None
     folder = hugging_face_folder(tokenizer)
     config = json_object(folder / "tokenizer_config.json") if folder else {}
-    return ChatTemplate(bounded(text, path), path, special_tokens(config))
+    tokens = special_tokens(config) | roles_of(tokenizer)
+    return ChatTemplate(bounded(text, path), path, tokens)
 
 
 def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
@@ -139,7 +140,8 @@ def load_chat_template(tokenizer: Tokenizer) -> ChatTemplate:
             f"{folder} has no chat template, neither chat_template.jinja nor one in "
             "tokenizer_config.json: the model was not made for chats; give a plain prompt"
         )
-    return ChatTemplate(bounded(text, source), source, special_tokens(config))
+    tokens = special_tokens(config) | roles_of(tokenizer)
+    return ChatTemplate(bounded(text, source), source, tokens)
 
 
 def bounded(text: typing.Any, source: str) -> str:
@@ -156,6 +158,12 @@ def special_tokens(config: Mapping[str, typing.Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(value, str):
             tokens[key] = value
     return tokens
+
+
+def roles_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """Those that the options of its spec name instead."""
+    roles = parse_spec(tokenizer.spec).roles
+    return {f"{'eos' if role == 'eod' else role}_token": name for role, name in roles.items()}
 
 
 def default_of(named: list, source: str) -> str:

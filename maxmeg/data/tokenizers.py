@@ -3,6 +3,13 @@
 A spec is `KIND:FILE`, or `KIND:FILE?NAME=VALUE&NAME=VALUE`. Text is never scanned for special
 tokens, except where a tokenizer.json or a SentencePiece model asks for it itself: the end of a
 document is added by the caller (`eod`), so text cannot forge it.
+
+special_tokens=<image>,<|end|>  tokens behind the vocabulary, unless it has them; chats and
+                                encode_placeholders find them in text, encode never
+extra_ids=100                   T5's <extra_id_0>, <extra_id_1> ... likewise
+eod= bos= pad= cls= sep= mask=  the name of the token with that role, also added
+do_lower_case= strip_accents= tokenize_chinese_chars=   of wordpiece: true or false
+pattern= num_special_tokens= vocab_size=                of tiktoken: Megatron-LM's
 """
 
 import dataclasses
@@ -11,6 +18,7 @@ import hashlib
 import itertools
 import json
 import re
+import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -190,8 +198,8 @@ class Kind:
     options: tuple[str, ...] = ()
 
 
-# Of every kind but null, see added_tokens.py.
-ADDING = ("special_tokens", "extra_ids", "eod", "bos", "pad", "cls", "sep", "mask")
+ROLES = ("eod", "bos", "pad", "cls", "sep", "mask")
+ADDING = ("special_tokens", "extra_ids", *ROLES)
 KINDS = {
     "bytes": Kind("", ByteTokenizer),
     "null": Kind("N", NullTokenizer),
@@ -218,6 +226,13 @@ class Spec:
     kind: str
     argument: str
     options: Mapping[str, str]
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """The names of tokens that have a role."""
+        return {
+            role: urllib.parse.unquote(self.options[role]) for role in ROLES if role in self.options
+        }
 
 
 def parse_spec(spec: str) -> Spec:
@@ -257,7 +272,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
     tokenizer = KINDS[parts.kind].make(parts.argument, parts.options)
     tokenizer.spec = spec
     if any(name in ADDING for name in parts.options):
-        tokenizer = _added.extended(tokenizer, parts.options)
+        tokenizer = _added.extended(tokenizer, parts)
     return tokenizer
 
 

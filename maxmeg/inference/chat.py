@@ -1,7 +1,7 @@
 """What a chat needs before and after its template: the system's message, tokens that end a text."""
 
 from maxmeg.data.chat import Messages, hugging_face_folder
-from maxmeg.data.tokenizers import Tokenizer, json_object
+from maxmeg.data.tokenizers import Tokenizer, json_object, parse_spec
 
 
 def with_system(messages: Messages, system: str) -> Messages:
@@ -13,8 +13,9 @@ def with_system(messages: Messages, system: str) -> Messages:
 
 def end_tokens(tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """Tokens that end a text: eos_token_id of generation_config.json, or of config.json, beside a
-    tokenizer.json; else the end of a document."""
-    folder = hugging_face_folder(tokenizer)
+    tokenizer.json; else, or if the tokenizer's spec names it, the end of a document."""
+    own = "eod" in parse_spec(tokenizer.spec).roles
+    folder = None if own else hugging_face_folder(tokenizer)
     for name in ("generation_config.json", "config.json") if folder else ():
         assert folder is not None
         found = json_object(folder / name).get("eos_token_id")

@@ -1,5 +1,6 @@
 """Every tokenizer: round trips, special ids, identity, and files that are wrong."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from maxmeg.data.tokenizers import KINDS, encode_placeholders, load_tokenizer
 TEXTS = ["hello the world", "", " leading, trailing ", "naïve 東京 🎉\n\n\ttabs", "1234567 it's"]
 ADDED = "special_tokens=<image>,<|end|>&extra_ids=3"
 EXTENDED = [kind for kind in KINDS if kind != "null"]
+loaded = functools.cache(load_tokenizer)
 LOSSLESS = [kind for kind in KINDS if kind not in ("null", "wordpiece")]
 
 
@@ -279,13 +281,24 @@ def test_marked_text_round_trips(vocabularies, text, marks):
     names = ["<image>", "<|end|>", "<extra_id_0>", "<extra_id_1>", "<extra_id_2>"]
     text += "".join(f"{text[:m]}{names[m % 5]}" for m in marks)
     for kind in ("bytes", "gpt2", "tiktoken", "huggingface"):
-        tokenizer = load_tokenizer(f"{vocabularies[kind]}?{ADDED}")
+        tokenizer = loaded(f"{vocabularies[kind]}?{ADDED}")
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert not set(ids.tolist()) & set(tokenizer.added.values())
         marked = encode_placeholders(tokenizer, text, names)
         assert tokenizer.decode(marked) == text
         assert sum(i in tokenizer.added.values() for i in marked.tolist()) >= len(marks)
+
+
+@given(text=st.text(), order=st.lists(st.integers(0, 12)))
+def test_text_never_makes_special_tokens(vocabularies, text, order):
+    names = ["[CLS]", "[SEP]", "[MASK]", "[PAD]", "<s>", "</s>", "<pad>", "<unk>", "<image>"]
+    names += ["<|endoftext|>", "<|end|>", "<extra_id_0>", text]
+    text = "".join(names[i] for i in order)
+    for kind in ("bytes", "gpt2", "tiktoken", "sentencepiece", "wordpiece"):
+        for options in ("", f"?{ADDED}&eod=<|end|>&pad=<pad>"):
+            tokenizer = loaded(vocabularies[kind] + options)
+            assert not set(tokenizer.encode(text).tolist()) & tokenizer.special_ids
 
 
 def test_sentencepiece_symbols_and_spaces(tmp_path, vocabularies):

@@ -143,6 +143,12 @@ def test_added_tokens_count_in_chats_alone(tmp_path):
     assert tokenizer.added["<|x|>"] not in prompt
     (tmp_path / "chat_template.jinja").write_text(PLAIN)
     assert load_chat_template(tokenizer).text == PLAIN
+    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
+    assert end_tokens(tokenizer, 9) == (1,)
+    ended = load_tokenizer(f"{spec}&eod=<|x|>")
+    assert end_tokens(ended, 9) == (ended.eod,) == (len(WORDS),)
+    assert load_chat_template(ended).tokens == {"eos_token": "<|x|>", "bos_token": "<s>"}
 
 
 POST = {
