@@ -1,8 +1,9 @@
-"""What a train step costs on a CPU: `python benchmarks/cpu.py step`.
+"""What a train step costs on a CPU: `python benchmarks/cpu.py step`; tokenizing: `... data`.
 
-4 layers, hidden 256, 8 heads of 32, SwiGLU 1,024, vocabulary 32,000 untied, sequence 512, batch 4,
-float32, full recompute, synthetic tokens. Prints CPU-seconds (all cores, median of 5 steps), and
-seconds from the start of the process to the end of the first step.
+step: 4 layers, hidden 256, 8 heads of 32, SwiGLU 1,024, vocabulary 32,000 untied, sequence 512,
+batch 4, float32, full recompute, synthetic tokens. Prints CPU-seconds (all cores, median of 5
+steps), and seconds from the start of the process to the end of the first step. data: see
+preprocessing.py.
 """
 
 import json
@@ -84,7 +85,12 @@ def step() -> dict:
 
 
 if __name__ == "__main__":
-    commands = {"step": step}
-    if len(sys.argv) != 2 or sys.argv[1] not in commands:
-        sys.exit(f"usage: python benchmarks/cpu.py {'|'.join(commands)}")
-    print(json.dumps(commands[sys.argv[1]]()))
+    command, arguments = sys.argv[1:2], sys.argv[2:]
+    if command == ["step"] and not arguments:
+        print(json.dumps(step()))
+    elif command == ["data"]:
+        import preprocessing
+
+        print(json.dumps(preprocessing.main(arguments), indent=1))
+    else:
+        sys.exit("usage: python benchmarks/cpu.py step|data [--help]")
