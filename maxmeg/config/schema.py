@@ -99,6 +99,9 @@ class DataConfig:
         "YAML or JSON file instead of paths: a list as there, or train, validation, test: lists",
         "--data-args-path, --per-split-data-args-path",
     )
+    mock: bool = setting(
+        False, "documents that count, made without files, a third for each set", "--mock-data"
+    )
     validate_each: bool = setting(
         False,
         "validation_paths (or those of blend) are sets of their own: the loss of each, and their "

@@ -221,7 +221,8 @@ def data_problems(config: Config):
             f"model.max_position={model.max_position}: shorten the one or raise the other"
         )
     own = [n for n in ("train_paths", "validation_paths", "test_paths") if getattr(data, n)]
-    named = [n for n in ("paths", "blend") if getattr(data, n)] + [", ".join(own)] * bool(own)
+    named = [n for n in ("paths", "blend", "mock") if getattr(data, n)]
+    named += [", ".join(own)] * bool(own)
     if len(named) > 1:
         yield f"data.{' and data.'.join(named)} both name corpora: set one of them"
     if own and not data.train_paths:
@@ -243,6 +244,8 @@ def objective_problems(data: DataConfig):
             "data.blend_changes is for blends of .bin/.idx files: leave it out with "
             "data.objective=sft and data.packing, which read files one after the other"
         )
+    if data.mock and (is_sft or is_packed or data.blend_changes):
+        yield "data.mock=True is for data.objective=gpt, without packing and blend_changes"
     for name in ("chat_template", "too_long"):
         if not is_sft and (value := getattr(data, name)) != getattr(DataConfig(), name):
             yield f"data.{name}={value} has no effect without data.objective=sft: set it"

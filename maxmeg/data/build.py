@@ -26,6 +26,7 @@ from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 
 logger = logging.getLogger("maxmeg")
 default_corpus = Lazy("maxmeg.data.corpus")
+mock = Lazy("maxmeg.data.mock")
 phases = Lazy("maxmeg.data.phases")
 whole_documents = Lazy("maxmeg.data.rows")  # chats, and packed documents
 
@@ -40,6 +41,8 @@ def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]
     RUN_DIR/data. None are returned where `blend` or paths of single sets name the corpora.
     """
     tokenizer = load_tokenizer(config.tokenizer)
+    if config.mock:
+        return tokenizer, ["mock"]
     if config.paths or config.blend or any(_own_paths(config)):
         return tokenizer, list(config.paths)
     return tokenizer, [
@@ -54,7 +57,7 @@ def cache_folder(config: DataConfig, run_dir: str) -> str:
 
 def read_whole(config: DataConfig, paths: tuple[str, ...], split_index: int) -> None:
     """Settings with which these corpora, read whole, are the split; nothing else is read."""
-    config.paths, config.blend = paths, ""
+    config.paths, config.blend, config.mock = paths, "", False
     config.train_paths = config.validation_paths = config.test_paths = ()
     config.split = _only(split_index)
 
@@ -124,7 +127,10 @@ def build_dataset(
             )
         part = whole_documents.Part(names, split, split_index)
         return whole_documents.open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
-    corpora = [IndexedDataset(name, vocab_size=vocab_size) for name in names]
+    if config.mock:
+        corpora = [mock.MockCorpus(tokenizer.vocab_size, tokenizer.eod)]
+    else:
+        corpora = [IndexedDataset(name, vocab_size=vocab_size) for name in names]
     empty = _without_sequences(corpora, split, split_index)
     if len(empty) == len(corpora) and split_index:
         return None
@@ -270,7 +276,7 @@ def _find_blend(config: DataConfig, prefixes: list[str], split_index: int) -> tu
     elif any(_own_paths(config)):
         own = {index: list(paths) for index, paths in enumerate(_own_paths(config)) if paths}
     if own is None:
-        return parse_blend(items), config.split
+        return parse_blend(items), mock.SPLIT if config.mock else config.split
     if 0 not in own:
         where = f"data.blend={config.blend}" if config.blend else "data.validation_paths"
         raise ValueError(f"{where} without a set to train on: name train (data.train_paths) too")

@@ -56,7 +56,7 @@ def run_inspect(arguments: Sequence[str]) -> int:
         assert config is not None
         uses = uses_of(config)
         print(composition_text(uses) + "\n")
-        named = [corpus.name for split in uses for corpus in split.corpora]
+        named = [corpus.name for split in uses for corpus in split.corpora if not config.data.mock]
         prefixes, spec = prefixes or list(dict.fromkeys(named)), spec or config.data.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
     found, failed = [], False

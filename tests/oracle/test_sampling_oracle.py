@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     from megatron.core.datasets.blended_megatron_dataset_builder import (
         BlendedMegatronDatasetBuilder,
     )
-    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.core.datasets.utils import get_blend_from_list
 
 from maxmeg.config.schema import DataConfig
@@ -23,6 +23,7 @@ from maxmeg.data.blending import blending_index, exhaustive_index, normalized, p
 from maxmeg.data.build import build_dataset
 from maxmeg.data.indexed import IndexedWriter
 from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
+from maxmeg.data.tokenizers import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
 VOCAB, EOD, ROWS = 1000, 999, 1000
@@ -63,7 +64,7 @@ def tokenizer():
     return types.SimpleNamespace(vocab_size=VOCAB, eod=EOD, unique_identifiers={"class": "none"})
 
 
-def megatron(folder, length: int, seed: int, sizes, **kind) -> list:
+def megatron(folder, length: int, seed: int, sizes, kind=GPTDataset, **blend) -> list:
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=length,
@@ -73,9 +74,9 @@ def megatron(folder, length: int, seed: int, sizes, **kind) -> list:
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        **kind,
+        **blend,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()
+    return BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, config).build()
 
 
 def assert_rows_equal(ours, theirs, seed: int = 0) -> None:
@@ -215,3 +216,19 @@ def test_sets_of_their_own_are_megatrons(corpora, tmp_path):
     for config in (named, DataConfig(sequence_length=16, blend=str(file))):
         for index, size in enumerate((300, 40, 60)):
             assert_rows_equal(ours(config, index, 5, size), theirs[index])
+
+
+def test_mock_data(tmp_path):
+    config = DataConfig(mock=True, tokenizer=f"null:{VOCAB}", sequence_length=512)
+    sizes = [900, 40, 30]
+    parts = megatron(tmp_path, 512, 1234, sizes, kind=MockGPTDataset)
+    for index, (size, theirs) in enumerate(zip(sizes, parts, strict=True)):
+        ours = build_dataset(
+            config, ["mock"], load_tokenizer(config.tokenizer), index, 1234, 0, size
+        )
+        assert ours is not None
+        rows = ours.batch(np.arange(size))
+        for n in range(0, size, 7):
+            sample = theirs[n]
+            assert (rows["tokens"][n] == sample["tokens"].numpy()).all()
+            assert (rows["targets"][n] == sample["labels"].numpy()).all()

@@ -1,0 +1,65 @@
+"""Mock data: a corpus that nobody wrote, read as any other."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import Config, Objective, Packing
+from maxmeg.config.validate import validate
+from maxmeg.data.build import build_dataset, build_validation, open_corpus
+from maxmeg.data.gpt import GptDataset
+from maxmeg.data.mock import MockCorpus
+
+
+def test_documents_count_and_end():
+    data = MockCorpus(100, 99)
+    assert len(data) == 100_000 and data.num_tokens == data.lengths.sum()
+    for i in (0, 7, 99_999):
+        length = int(data.lengths[i])
+        document = data.get(i)
+        assert document.dtype == np.int32 and document[-1] == 99 and len(document) == length
+        assert (document[:-1] == np.arange(1, length) % 100).all()
+        assert (data.get(i, 3, length - 5) == document[3:-2]).all()
+    some = data.tokens[0 : data.starts(np.array([5]))[0]]
+    assert (some == np.concatenate([data.get(i) for i in range(5)])).all()
+    assert not len(data.tokens[4:4])
+
+
+def test_a_run_reads_it_without_files(tmp_path):
+    config = Config()
+    config.data.mock, config.data.sequence_length = True, 64
+    config.data.reset_attention_mask = True
+    validate(config, 1)
+    tokenizer, prefixes = open_corpus(config.data, str(tmp_path))
+    parts = []
+    for index in range(3):
+        data = build_dataset(config.data, prefixes, tokenizer, index, 1234, asked=50)
+        assert isinstance(data, GptDataset)
+        batch = data.batch(np.arange(20))
+        follows = (batch["tokens"] + 1) % tokenizer.vocab_size == batch["targets"]
+        assert follows.mean() > 0.99 and batch["segment_ids"].max() < 5
+        again = pickle.loads(pickle.dumps(data)).batch(np.arange(20))
+        assert all((again[name] == batch[name]).all() for name in batch)
+        parts.append(data.ranges[0])
+    assert parts == [(0, 33_333), (33_333, 66_667), (66_667, 100_000)]
+    assert list(build_validation(config.data, prefixes, tokenizer, 1234)) == [""]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"paths": ("a",)}, "data.paths and data.mock both name corpora"),
+        ({"train_paths": ("a",)}, "data.mock and data.train_paths both name corpora"),
+        ({"packing": Packing.greedy}, "data.mock=True is for data.objective=gpt"),
+        ({"objective": Objective.sft}, "data.mock=True is for data.objective=gpt"),
+    ],
+)
+def test_refused(changes, words):
+    config = Config()
+    config.data.mock = True
+    for name, value in changes.items():
+        setattr(config.data, name, value)
+    with pytest.raises(ValueError, match=words):
+        validate(config, 1)
