@@ -149,7 +149,17 @@ class DataConfig:
         "--tokenizer-type",
     )
     cache_dir: str = setting(
-        "", "prepared corpora and orders of samples; empty: RUN_DIR/data", "--data-cache-path"
+        "",
+        "on a disk of the node: prepared corpora, orders of samples, what is read of corpora in "
+        "object storage (s3://bucket/prefix); empty: RUN_DIR/data",
+        "--data-cache-path, --object-storage-cache-path",
+    )
+    cache_gb: float = setting(
+        50.0, "of .bin files in object storage, GB (10^9 bytes) a node keeps in cache_dir, > 0"
+    )
+    chunk_kb: int = setting(
+        1024,
+        "of them, KiB read at once: more where the cache holds a whole corpus, less where not",
     )
     num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers")
     prefetch: int = setting(2, "batches made ahead, per worker, >= 1")

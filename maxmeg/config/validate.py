@@ -338,6 +338,8 @@ LOWEST = {
     "model.attention_scale": 0,
     "data.blend_surplus": 0,
     "data.sequence_length": 1,
+    "data.cache_gb": 0.01,
+    "data.chunk_kb": 1,
     "data.num_workers": 0,
     "data.prefetch": 1,
     "train.num_steps": 1,

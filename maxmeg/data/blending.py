@@ -259,6 +259,18 @@ class Mixture:
             raise ValueError(f"sample {indices.min()} is negative")
         return indices % self.num_samples
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `read_ahead` fetches anything."""
+        return any(getattr(member, "reads_ahead", False) for member in self.members)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        """Samples that will be asked for soon."""
+        members, numbers = self.locate(indices)
+        for i, member in enumerate(self.members):
+            if getattr(member, "reads_ahead", False):
+                member.read_ahead(numbers[members == i])  # pyright: ignore
+
     def batch(self, indices: np.ndarray) -> Batch:
         """Samples by number, any >= 0, as every member gives them."""
         members, numbers = self.locate(indices)

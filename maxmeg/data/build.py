@@ -1,6 +1,7 @@
 """From a run's settings to its tokenizer and datasets."""
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -17,7 +18,6 @@ from maxmeg.data.blending import (
     parse_blend,
     read_blend,
 )
-from maxmeg.data.fim import make_fim
 from maxmeg.data.gpt import SPLITS, Dataset, DocumentRules, GptDataset
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder
@@ -27,6 +27,8 @@ from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 logger = logging.getLogger("maxmeg")
 default_corpus = Lazy("maxmeg.data.corpus")
 mock = Lazy("maxmeg.data.mock")
+fim = Lazy("maxmeg.data.fim")
+remote = Lazy("maxmeg.data.remote")  # also opens what is not
 phases = Lazy("maxmeg.data.phases")
 whole_documents = Lazy("maxmeg.data.rows")  # chats, and packed documents
 
@@ -125,25 +127,20 @@ def build_dataset(
                 f"data.paths={','.join(prefixes)} has weights, but objective=sft and packing="
                 f"{config.packing.value} read files one after the other: give paths alone"
             )
-        part = whole_documents.Part(names, split, split_index)
+        opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
+        part = whole_documents.Part(names, split, split_index, opened)
         return whole_documents.open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
     if config.mock:
         corpora = [mock.MockCorpus(tokenizer.vocab_size, tokenizer.eod)]
     else:
-        corpora = [IndexedDataset(name, vocab_size=vocab_size) for name in names]
+        corpora = [remote.open_dataset(name, config, cache_dir, vocab_size) for name in names]
     empty = _without_sequences(corpora, split, split_index)
     if len(empty) == len(corpora) and split_index:
         return None
     is_native = config.order is DataOrder.native
     if len(empty) == len(corpora) or weights or not is_native:
         _refuse_empty(empty, split, split_index)
-    rules = DocumentRules(
-        tokenizer.eod,
-        config.reset_position_ids,
-        config.reset_attention_mask,
-        config.eod_mask_loss,
-        make_fim(config, tokenizer, seed, vocab_size),
-    )
+    rules = _rules(config, tokenizer, seed, vocab_size)
 
     def single(members: list[IndexedDataset], size: int | None) -> GptDataset:
         order = None if is_native else MegatronOrder(size, cache_dir)
@@ -151,7 +148,7 @@ def build_dataset(
         return GptDataset(members, split, split_index, length, vocab_size, seed, rules, order)
 
     def added(name: str) -> GptDataset:
-        corpus = IndexedDataset(name, vocab_size=vocab_size)
+        corpus = remote.open_dataset(name, config, cache_dir, vocab_size)
         _refuse_empty(_without_sequences([corpus], split, split_index), split, split_index)
         return single([corpus], None)
 
@@ -298,6 +295,16 @@ def _only(split_index: int) -> str:
 def _without_sequences(corpora, split: str, split_index: int) -> list[IndexedDataset]:
     ranges = [split_range(split, split_index, len(corpus)) for corpus in corpora]
     return [c for c, (begin, end) in zip(corpora, ranges, strict=True) if begin == end]
+
+
+def _rules(config: DataConfig, tokenizer: Tokenizer, seed: int, vocab_size: int) -> DocumentRules:
+    return DocumentRules(
+        tokenizer.eod,
+        config.reset_position_ids,
+        config.reset_attention_mask,
+        config.eod_mask_loss,
+        fim.make_fim(config, tokenizer, seed, vocab_size) if config.fim_rate else None,
+    )
 
 
 def _refuse_empty(empty: list[IndexedDataset], split: str, split_index: int) -> None:

@@ -2,14 +2,16 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from maxmeg.data.fim import Fim
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
-from maxmeg.data.sampling import GptSamples, split_range
+from maxmeg.data.sampling import GptSamples, Pieces, split_range
+
+if TYPE_CHECKING:
+    from maxmeg.data.fim import Fim
 
 _PROBED = 64  # documents searched for an end-of-document id
 
@@ -41,7 +43,7 @@ class DocumentRules:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
-    fim: Fim | None = None
+    fim: "Fim | None" = None
 
     @property
     def any(self) -> bool:
@@ -144,8 +146,23 @@ class GptDataset:
             batch["segment_ids"] = np.cumsum(starts, axis=1, dtype=np.int32) + 1
         return batch
 
-    def _read(self, indices: np.ndarray) -> np.ndarray:
-        """The samples' tokens, [len(indices), sequence_length + 1]."""
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether `read_ahead` fetches anything."""
+        return any(getattr(corpus, "is_remote", False) for corpus in self.corpora)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        """Samples that will be asked for soon."""
+        self._expect(*self._places(np.asarray(indices)), now=False)
+
+    def _expect(self, pieces, corpus, local, starts: np.ndarray, now: bool) -> None:
+        for i, dataset in enumerate(self.corpora if self.reads_ahead else ()):
+            mine = corpus == i
+            if mine.any():
+                dataset.expect(starts[mine], pieces.lengths[mine], now)
+
+    def _places(self, indices: np.ndarray) -> tuple[Pieces, np.ndarray, np.ndarray, np.ndarray]:
+        """Parts of samples; of each the corpus, the sequence there, and the first token."""
         pieces = self.samples.pieces(indices)
         corpus = np.searchsorted(self._bounds, pieces.sequences, side="right") - 1
         local = pieces.sequences - self._bounds[corpus] + self._begins[corpus]
@@ -154,6 +171,12 @@ class GptDataset:
             mine = slice(None) if len(self.corpora) == 1 else corpus == i
             starts[mine] = dataset.starts(local[mine])
         starts += pieces.offsets
+        return pieces, corpus, local, starts
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        """The samples' tokens, [len(indices), sequence_length + 1]."""
+        pieces, corpus, local, starts = self._places(indices)
+        self._expect(pieces, corpus, local, starts, now=True)
         wide = any(dataset.dtype.itemsize > 4 for dataset in self.corpora)
         dtype = np.int64 if wide else np.int32
         text = np.empty((len(indices), self.sequence_length + 1), dtype)

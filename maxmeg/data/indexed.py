@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,11 @@ class IndexedDataset:
     rule. Workers that receive a copy open the same files again without a second check.
 
     modes: int8 per sequence of a multimodal file (0 text), else None. may_be_empty: a file without
-    tokens, as of a part of a corpus, is no error.
+    tokens, as of a part of a corpus, is no error. remote: where they lie in object storage, from
+    `data/remote.py`; then tokens are fetched when they are asked for, or before it (`expect`).
     """
+
+    tokens: Any  # an array, or what is sliced like one
 
     def __init__(
         self,
@@ -74,13 +78,15 @@ class IndexedDataset:
         vocab_size: int | None = None,
         check_sums: bool = True,
         may_be_empty: bool = False,
+        remote: Any = None,
     ) -> None:
-        self.prefix = os.fspath(prefix)
-        index = _read_index(Path(self.prefix + ".idx"), may_be_empty)
+        self.prefix, self._remote, self.is_remote = os.fspath(prefix), remote, remote is not None
+        local = self.prefix if remote is None else remote.local
+        index = _read_index(Path(local + ".idx"), may_be_empty)
         if check:
-            _check_index(Path(self.prefix + ".idx"), index)
+            _check_index(Path(local + ".idx"), index)
             if check_sums:
-                checksum.check_index(self.prefix)
+                checksum.check_index(local)
         self.dtype = index.dtype
         self.lengths = index.lengths
         self.document_indices = index.document_indices
@@ -89,13 +95,20 @@ class IndexedDataset:
         tokens = 0
         if len(index.lengths):
             tokens = int(index.pointers[-1]) // index.dtype.itemsize + int(index.lengths[-1])
-        path = Path(self.prefix + ".bin")
-        self.tokens = _map_tokens(path, index.dtype, tokens, may_be_empty)
+        if remote is None:
+            self.tokens = _map_tokens(Path(local + ".bin"), index.dtype, tokens, may_be_empty)
+        else:
+            self.tokens = remote.tokens(index.dtype, tokens)
         if vocab_size is not None:
             self.check_ids(vocab_size)
 
     def __reduce__(self) -> tuple:
-        return IndexedDataset, (self.prefix, False)
+        return IndexedDataset, (self.prefix, False, None, True, False, self._remote)
+
+    def expect(self, starts: np.ndarray, lengths: np.ndarray, now: bool = False) -> None:
+        """`tokens[start : start + length]` will be read soon, or now."""
+        if self.is_remote:
+            self.tokens.expect(starts, lengths, now)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -146,7 +159,9 @@ class IndexedDataset:
         if self.dtype.kind not in "iu":
             raise ValueError(f"{self.prefix}.bin holds {self.dtype}, not token ids")
         rest = max(self.num_tokens - _WINDOW, 0)
-        for begin in np.unique(np.linspace(0, rest, min(_WINDOWS, 1 + rest)).astype(np.int64)):
+        begins = np.unique(np.linspace(0, rest, min(_WINDOWS, 1 + rest)).astype(np.int64))
+        self.expect(begins, np.full(len(begins), min(_WINDOW, self.num_tokens)), now=True)
+        for begin in begins:
             ids = self.tokens[begin : begin + _WINDOW]
             if ids.max() < vocab_size and ids.min() >= 0:
                 continue

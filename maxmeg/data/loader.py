@@ -25,18 +25,38 @@ def all_rows(batch_size: int) -> np.ndarray:
     return np.arange(batch_size)
 
 
+_AHEAD = 4  # batches whose objects are fetched while one is made
+
+
 class _StepSource:
     """Element i is this process's part of step span[i]; read in any order."""
 
-    def __init__(self, dataset: Dataset, steps: Steps, rows: Rows, span: range) -> None:
+    def __init__(
+        self, dataset: Dataset, steps: Steps, rows: Rows, span: range, stride: int = 1
+    ) -> None:
+        """stride: a process that reads element i reads those after it in such steps."""
         self._dataset, self._steps, self._rows, self._span = dataset, steps, rows, span
+        self._stride, self._expected = stride, -1
+        self._reads_ahead = getattr(dataset, "reads_ahead", False)
 
     def __len__(self) -> int:
         return len(self._span)
 
     def __getitem__(self, index: int) -> Batch:
+        if self._reads_ahead:
+            self._read_ahead(index)
+        return self._dataset.batch(self._samples(index))
+
+    def _samples(self, index: int) -> np.ndarray:
         first, size = self._steps(self._span[index])
-        return self._dataset.batch(first + self._rows(size))
+        return first + self._rows(size)
+
+    def _read_ahead(self, index: int) -> None:
+        last = min(index + _AHEAD * self._stride, len(self._span) - 1)
+        begin = max(self._expected, index) + self._stride
+        for later in range(begin, last + 1, self._stride):
+            self._expected = later
+            self._dataset.read_ahead(self._samples(later))  # pyright: ignore
 
     def __repr__(self) -> str:
         return f"steps {self._span.start} to {self._span.stop}"
@@ -100,7 +120,7 @@ class Loader:
         self._batches: "Workers | _Threads | None" = None
         if not len(span):
             return
-        source = _StepSource(dataset, steps, rows, span)
+        source = _StepSource(dataset, steps, rows, span, max(min(num_workers, len(span)), 1))
         if num_workers:
             self._batches = workers.Workers(source, num_workers, prefetch)
         else:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Part:
     names: Sequence[str]
     split: str
     index: int
+    open: Callable[[str], IndexedDataset] = IndexedDataset
 
 
 class StoredDocuments:
@@ -35,7 +36,7 @@ class StoredDocuments:
 
     def __init__(self, part: Part, sequence_length: int) -> None:
         self._arguments = (part, sequence_length)
-        self.corpora = [IndexedDataset(name) for name in part.names]
+        self.corpora = [part.open(name) for name in part.names]
         numbers, starts, lengths, self.num_short = [], [], [], 0
         for number, corpus in enumerate(self.corpora):
             if corpus.dtype.kind not in "iu":

@@ -1,0 +1,300 @@
+"""Corpora in object storage: the same samples as from files, whatever the network does."""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from maxmeg.config.schema import DataConfig, DataOrder, Packing
+from maxmeg.data import remote, storage
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.gpt import GptDataset
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.loader import Loader, all_rows
+from maxmeg.data.remote import Room, open_dataset, open_remote
+
+CHUNK = 1 << 10
+SAMPLES = 60
+
+
+class Store:
+    """A bucket, and a proxy before it that cuts connections in the middle of answers."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self.address = address
+        self.cuts = 0  # answers of objects that will be cut
+        self.asked: list[str] = []  # ranges of objects that were asked for
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._server.accept()
+            threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
+
+    def _pass_on(self, client: socket.socket) -> None:
+        """One request after the other of a connection."""
+        with client, contextlib.suppress(OSError), socket.create_connection(self.address) as store:
+            while request := client.recv(1 << 16):
+                text = request.decode("latin-1").lower()
+                is_read = text.startswith("get") and "range: bytes=" in text
+                if is_read:
+                    self.asked.append(text.split("range: bytes=")[1].split("\r")[0])
+                store.sendall(request)
+                answer = b""
+                while b"\r\n\r\n" not in answer:
+                    answer += store.recv(1 << 16)
+                head, _, body = answer.partition(b"\r\n\r\n")
+                lengths = [w for w in head.lower().split(b"\r\n") if w.startswith(b"content-len")]
+                size = int(lengths[0].split(b":")[1]) if lengths and text[:4] != "head" else 0
+                while len(body) < size:
+                    body += store.recv(1 << 16)
+                if is_read and self.cuts:
+                    self.cuts -= 1
+                    client.sendall(head + b"\r\n\r\n" + body[: size // 2])
+                    return
+                client.sendall(head + b"\r\n\r\n" + body)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """S3 on loopback, with corpora `bucket/a` and `bucket/b`; the same files lie in `folder`."""
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    found = Store(server.get_host_and_port())
+    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    with pytest.MonkeyPatch.context() as patch:
+        values = (f"http://127.0.0.1:{found.port}", "x", "y", "us-east-1")
+        for name, value in zip(names, values, strict=True):
+            patch.setenv(name, value)
+        import s3fs
+
+        direct = {"endpoint_url": "http://{}:{}".format(*found.address)}
+        found.files = s3fs.S3FileSystem(use_listings_cache=False, client_kwargs=direct)
+        found.files.mkdir("bucket")
+        found.folder = tmp_path_factory.mktemp("corpora")
+        for name, seed in (("a", 1), ("b", 2)):
+            write(found, name, seed)
+        yield found
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
+
+
+def write(store: Store, name: str, seed: int) -> str:
+    source, prefix = np.random.default_rng(seed), str(store.folder / name)
+    with IndexedWriter(prefix, 1000) as writer:
+        for _ in range(60):
+            writer.add_document(source.integers(0, 1000, source.integers(5, 200)))
+    for suffix in (".idx", ".bin", ".sums"):
+        store.files.put(prefix + suffix, f"bucket/{name}{suffix}")
+    return prefix
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(storage, "WAITS", (0.01, 0.01))
+
+
+def opened(cache, *items, **kind):
+    config = DataConfig(sequence_length=16, tokenizer="null:1000", split="1", **kind)
+    config.paths, config.chunk_kb = items, CHUNK >> 10
+    config.cache_dir = str(cache)
+    tokenizer, prefixes = open_corpus(config, "unused")
+    return build_dataset(config, prefixes, tokenizer, 0, 3, 0, SAMPLES)
+
+
+def assert_same(one: GptDataset, two: GptDataset) -> None:
+    for begin in range(0, SAMPLES, 20):
+        a, b = (dataset.batch(np.arange(begin, begin + 20)) for dataset in (one, two))
+        assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+
+
+def chunks(cache) -> list[Path]:
+    return [path for path in Path(cache).glob("objects/*/chunks-*/*")]
+
+
+@pytest.mark.parametrize("order", list(DataOrder))
+def test_samples_are_those_of_files(store, tmp_path, order):
+    addresses = ("0.6", "s3://bucket/a", "0.4", "s3://bucket/b")
+    paths = ("0.6", f"{store.folder}/a", "0.4", f"{store.folder}/b")
+    far, near = (opened(tmp_path, *items, order=order) for items in (addresses, paths))
+    assert_same(far, near)
+    assert far.reads_ahead and not near.reads_ahead
+    asked = len(store.asked)
+    assert_same(opened(tmp_path, *addresses, order=order), near)
+    assert len(store.asked) == asked  # everything is there
+
+
+def test_rows_of_whole_documents_are_those_of_files(store, tmp_path):
+    far, near = (
+        opened(tmp_path, path, packing=Packing.best_fit)
+        for path in ("s3://bucket/a", f"{store.folder}/a")
+    )
+    assert_same(far, near)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_fetches_ahead_of_its_steps(store, tmp_path, num_workers):
+    far, near = (
+        opened(tmp_path / "cache", path) for path in ("s3://bucket/a", f"{store.folder}/a")
+    )
+    for path in chunks(tmp_path / "cache"):  # what the check of ids has read
+        path.unlink()
+    span = range(SAMPLES // 2)
+    with Loader(far, two_by_two, all_rows, span, num_workers, 1) as loader:
+        first = next(loader)
+        deadline = time.monotonic() + 60
+        ahead = near.samples.pieces(np.arange(2 * 4))  # of the steps after the first
+        while len(chunks(tmp_path / "cache")) < min(4, len(ahead.lengths)):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        for step, batch in [first, *loader]:
+            expected = near.batch(np.arange(2 * step, 2 * step + 2))
+            assert all(np.array_equal(batch[name], expected[name]) for name in expected)
+
+
+def two_by_two(step: int) -> tuple[int, int]:
+    return 2 * step, 2
+
+
+def test_a_connection_that_is_cut_is_tried_again(store, tmp_path):
+    near = opened(tmp_path, f"{store.folder}/a")
+    store.cuts = 2
+    far = opened(tmp_path, "s3://bucket/a")
+    assert_same(far, near)
+    assert store.cuts == 0
+
+
+def test_a_store_that_fails_is_told_with_object_and_bytes(store, tmp_path):
+    far = opened(tmp_path, "s3://bucket/a")
+    for path in chunks(tmp_path):
+        path.unlink()
+    store.cuts = 10**6
+    try:
+        with pytest.raises(
+            ValueError, match=r"bytes \[\d+, \d+\): cannot read s3://bucket/a.bin: .*check the net"
+        ):
+            far.batch(np.arange(4))
+    finally:
+        store.cuts = 0
+    assert not chunks(tmp_path)
+    assert_same(far, opened(tmp_path, f"{store.folder}/a"))  # it was the store, not the run
+
+
+def test_the_cache_keeps_to_its_room_and_what_was_read_last(store, tmp_path):
+    room = Room(str(tmp_path), 6 * CHUNK, CHUNK)
+    far = IndexedDataset("s3://bucket/a", remote=open_remote("s3://bucket/a", room))
+    near = IndexedDataset(f"{store.folder}/a")
+    source = np.random.default_rng(0)
+    for _ in range(60):
+        begin, length = int(source.integers(0, near.num_tokens)), int(source.integers(0, 1500))
+        assert np.array_equal(
+            far.tokens[begin : begin + length], near.tokens[begin : begin + length]
+        )
+        assert far.tokens[0] == near.tokens[0]  # never the one that was read longest ago
+        kept = list(tmp_path.glob("*/chunks-*/*"))
+        assert sum(path.stat().st_size for path in kept) <= room.limit
+        assert "0" in {path.name for path in kept} and len(kept) <= 6
+    assert not list(tmp_path.glob("*/chunks-*/*.tmp"))
+
+
+def test_slices_are_those_of_an_array(store, tmp_path):
+    far, near = (
+        open_dataset(path, DataConfig(cache_dir=str(tmp_path)), "")
+        for path in ("s3://bucket/a", f"{store.folder}/a")
+    )
+    for where in (
+        slice(0, 0),
+        slice(5, 2),
+        slice(-3, None),
+        slice(None, 4),
+        slice(7, 10**9),
+        -1,
+        9,
+    ):
+        assert np.array_equal(far.tokens[where], near.tokens[where])
+    assert far.get(3).tolist() == near.get(3).tolist() and far.num_tokens == near.num_tokens
+    with pytest.raises(IndexError):
+        far.tokens[far.num_tokens]
+    with pytest.raises(ValueError, match="not with step 2"):
+        far.tokens[::2]
+
+
+def read_all(cache: str, prefix: str, total) -> None:
+    dataset = open_dataset(prefix, DataConfig(cache_dir=cache, chunk_kb=1), "")
+    total.value = int(dataset.tokens[:].astype(np.int64).sum())
+
+
+def test_processes_of_a_node_share_what_was_read(store, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    totals = [context.Value("q", 0) for _ in range(2)]
+    processes = [
+        context.Process(target=read_all, args=(str(tmp_path), "s3://bucket/b", total))
+        for total in totals
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    near = IndexedDataset(f"{store.folder}/b")
+    expected = int(near.tokens.astype(np.int64).sum())
+    assert [total.value for total in totals] == [expected, expected]
+    assert sum(path.stat().st_size for path in chunks(tmp_path)) == near.tokens.nbytes
+    assert int((tmp_path / "objects/used").read_text()) <= 2 * near.tokens.nbytes
+    asked = len(store.asked)
+    read_all(str(tmp_path), "s3://bucket/b", totals[0])
+    assert len(store.asked) == asked
+
+
+def test_an_object_that_was_replaced_is_noticed(store, tmp_path, monkeypatch):
+    write(store, "c", 3)
+    before = opened(tmp_path, "s3://bucket/c")
+    prefix = write(store, "c", 4)
+    assert_same(opened(tmp_path, "s3://bucket/c"), opened(tmp_path, prefix))
+    monkeypatch.setattr(remote, "_CHECKED", -1)
+    for path in chunks(tmp_path):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"c.bin: it ends|c.bin was replaced while it was read"):
+        before.batch(np.arange(SAMPLES))
+    for suffix in (".idx", ".sums"):
+        store.files.put(str(store.folder / f"a{suffix}"), f"bucket/c{suffix}")
+    with pytest.raises(ValueError, match=r"s3://bucket/c: s3://bucket/c.bin has \d+ bytes, but"):
+        opened(tmp_path, "s3://bucket/c")
+
+
+def test_what_is_missing_or_forbidden_is_told_at_once(store, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=r"s3://bucket/none.idx does not exist"):
+        opened(tmp_path, "s3://bucket/none")
+    store.files.rm("bucket/b.sums")
+    assert_same(opened(tmp_path, "s3://bucket/b"), opened(tmp_path, f"{store.folder}/b"))
+    with pytest.raises(ValueError, match=r"object storage needs a folder .* data.cache_dir"):
+        open_dataset("s3://bucket/a", DataConfig(), "")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot keep s3://bucket/a.idx in .*data.cache_dir"):
+        open_dataset("s3://bucket/a", DataConfig(), str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"give the prefix of a .bin and an .idx file"):
+        IndexedDataset("s3://bucket/a")  # commands read files
+
+
+def test_a_disk_that_is_full_is_told(store, tmp_path, monkeypatch):
+    room = Room(str(tmp_path), 1 << 30, CHUNK)
+    corpus = open_remote("s3://bucket/a", room)
+    far = IndexedDataset("s3://bucket/a", remote=corpus)
+
+    def fail(self, data):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(ValueError, match=r"cannot keep a chunk in .*: No space .*data.cache_gb"):
+        far.get(0)
