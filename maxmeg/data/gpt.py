@@ -1,8 +1,8 @@
 """Batches for language models: tokens, targets, loss mask, positions, segments."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -10,14 +10,13 @@ from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
 from maxmeg.data.sampling import GptSamples, Pieces, split_range
 
-if TYPE_CHECKING:
-    from maxmeg.data.fim import Fim
-
 _PROBED = 64  # documents searched for an end-of-document id
 
 SPLITS = ("train", "validation", "test")
 
 Batch = dict[str, np.ndarray]
+# (text, numbers of the samples) -> other text of that shape, and of each row how much is used
+Transform = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Dataset(Protocol):
@@ -43,7 +42,7 @@ class DocumentRules:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
-    fim: "Fim | None" = None
+    fim: Transform | None = None
 
     @property
     def any(self) -> bool:

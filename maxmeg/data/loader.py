@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from maxmeg.data.gpt import Batch, Dataset
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config
-    from maxmeg.data.workers import Workers
 
 workers = Lazy("maxmeg.data.workers")
 
@@ -60,6 +59,17 @@ class _StepSource:
 
     def __repr__(self) -> str:
         return f"steps {self._span.start} to {self._span.stop}"
+
+
+class _Batches(Protocol):
+    """Made ahead by threads or processes."""
+
+    @property
+    def ready(self) -> bool: ...
+
+    def __next__(self) -> Batch: ...
+
+    def close(self) -> object: ...
 
 
 class _Threads:
@@ -117,7 +127,7 @@ class Loader:
             )
         self._span = iter(span)
         self.waited = 0.0
-        self._batches: "Workers | _Threads | None" = None
+        self._batches: _Batches | None = None
         if not len(span):
             return
         source = _StepSource(dataset, steps, rows, span, max(min(num_workers, len(span)), 1))
