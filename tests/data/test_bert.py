@@ -1,15 +1,19 @@
 """Samples of BERT: golden ones of Megatron-LM's, and what every sample keeps."""
 
+import itertools
+import json
 import pickle
 
 import numpy as np
 import pytest
 from masked_corpus import CLS, MASK, SEP, SIZE, corpus, vocabulary
 
+from maxmeg import preprocess
 from maxmeg.data.bert import BertDataset, cut_ends
-from maxmeg.data.indexed import IndexedWriter
-from maxmeg.data.masking import Masking
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.masking import Masking, Vocabulary
 from maxmeg.data.sentences import SentenceOrder
+from maxmeg.data.tokenizers import load_tokenizer
 
 # megatron-core 0.16.1, seed 1234, 20 tokens, probability 0.3, 6 samples asked for: tokens without
 # padding, {masked position: label}, tokens of the first segment, whether they are swapped
@@ -120,3 +124,27 @@ def test_refused(data, tmp_path):
     foreign = type(data)(tmp_path / "other")
     with pytest.raises(ValueError, match=r"other\.bin holds ids from 1 to 60"):
         BertDataset(foreign, "1,0,0", 0, 20, vocabulary()).batch(np.arange(1))
+
+
+def test_from_text(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "dog", "##s", ".", "run"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    options = "special_tokens=[BOS],[EOS]&bos=[BOS]&eod=[EOS]&extra_ids=2"
+    spec = f"wordpiece:{tmp_path}/vocab.txt?{options}"
+    text = {"text": "The dogs run. The dog runs. The dogs. Run the dog."}
+    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(text)] * 6))
+    flags = [f"--input={tmp_path}/a.jsonl", f"--output={tmp_path}/out", f"--tokenizer={spec}"]
+    assert preprocess.main([*flags, "--split_sentences", "--workers=0"]) == 0
+    names = Vocabulary.of(load_tokenizer(spec))
+    assert (names.cls, names.sep, names.mask, names.pad) == (2, 3, 4, 0)
+    assert (names.bos, names.eos, names.sentinels) == (10, 11, (12, 13))
+    assert np.flatnonzero(names.continues).tolist() == [7]
+    stored = IndexedDataset(tmp_path / "out_text_sentence")
+    batch = BertDataset(stored, "1,0,0", 0, 24, names, order=ORDER).batch(np.arange(6))
+    whole = np.where(batch["loss_mask"] > 0, batch["targets"], batch["tokens"])
+    sentences = [[5, 6, 7, 9, 8], [5, 6, 9, 7, 8], [5, 6, 7, 8], [9, 5, 6, 8]]
+    rows = {tuple(row[row > 3].tolist()) for row in whole}
+    turned = {tuple(itertools.chain(*sentences[i:], *sentences[:i])) for i in range(4)}
+    assert rows <= turned and len(rows) > 1
+    with pytest.raises(ValueError, match="bytes has no padding token"):
+        Vocabulary.of(load_tokenizer("bytes"))
