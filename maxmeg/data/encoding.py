@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -21,7 +21,7 @@ from maxmeg.config.lazy import Lazy
 from maxmeg.data import documents
 from maxmeg.data.documents import LINES, TEXT
 from maxmeg.data.indexed import IndexedWriter, token_dtype
-from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
+from maxmeg.data.tokenizers import Tokenizer, find_marks, load_tokenizer
 from maxmeg.data.workers import follow_parent
 
 CHUNK_BYTES = 1 << 20
@@ -40,6 +40,7 @@ class Options:
     split_sentences: bool = False
     checksums: bool = True  # written beside the tokens, for `verify`
     aligned: bool = False  # one sequence a key and row, or none of any key
+    placeholders: tuple[str, ...] = ()  # names that are their tokens in text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +106,13 @@ class _Growing:
 def encode_chunk(chunk: Chunk, options: Options, tokenizer: Tokenizer) -> Encoded:
     """Tokens of a chunk's documents."""
     columns = [_Growing() for _ in options.json_keys]
+    marks = find_marks(tokenizer, options.placeholders)
     bad, count, empty, size = [], 0, 0, 0
     for place, length, document in read_documents(chunk, options.json_keys):
         size += length
         try:
             values = texts_of(chunk.kind, document, options)
-            encoded = [_encode(value, tokenizer) for value in values]
+            encoded = [_encode(value, tokenizer, marks) for value in values]
         except ValueError as error:
             bad.append((place, str(error)))
             continue
@@ -242,7 +244,9 @@ def _check_unicode(key: str, text: str) -> None:
         ) from None
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer) -> list[np.ndarray]:
+def _encode(texts: list[str], tokenizer: Tokenizer, marks: Mapping[str, int]) -> list[np.ndarray]:
+    if marks:
+        return [ids for text in texts if len(ids := tokenizer.encode_marked(text, marks))]
     return [ids for text in texts if len(ids := tokenizer.encode(text))]
 
 

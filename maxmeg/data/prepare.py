@@ -31,7 +31,7 @@ from maxmeg.data.encoding import (
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.pieces import Input, Piece, chunks, cut, open_inputs
 from maxmeg.data.stored import appearing
-from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
+from maxmeg.data.tokenizers import Tokenizer, find_marks, load_tokenizer
 
 PART_BYTES = 256 << 20
 _COUNTS = ("documents", "tokens", "bad_lines", "empty_rows")
@@ -76,6 +76,7 @@ def prepare(
     opened = open_inputs(documents.find_inputs(inputs), stdin_format)
     _check(opened, options, share)
     tokenizer = load_tokenizer(options.tokenizer)
+    find_marks(tokenizer, options.placeholders)
     total = sum(one.width for one in opened)
     begin, end = (total * i // share.partitions for i in (share.partition, share.partition + 1))
     output = share.name(output)

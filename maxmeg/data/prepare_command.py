@@ -52,6 +52,10 @@ def parse_arguments(description: str | None, arguments: Sequence[str]) -> argpar
         "under any key are left out of all",
     )  # fmt: skip
     parser.add_argument(
+        "--placeholders", nargs="+", default=[], metavar="NAME",
+        help="tokens that text names, like <image>; without, no text makes special tokens",
+    )  # fmt: skip
+    parser.add_argument(
         "--skip_bad_lines", action="store_true",
         help="leave out and count documents that are not valid UTF-8 or JSON, instead of stopping",
     )  # fmt: skip
@@ -83,7 +87,7 @@ def run(description: str | None, arguments: Sequence[str]) -> int:
     flags = parse_arguments(description, arguments)
     options = Options(
         flags.tokenizer, tuple(flags.json_keys), flags.append_eod, flags.split_sentences,
-        not flags.no_checksums, flags.aligned,
+        not flags.no_checksums, flags.aligned, tuple(flags.placeholders),
     )  # fmt: skip
     shown = 0
 

@@ -113,7 +113,7 @@ def run(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     check_recipe(recipe, flags.output)
     texts = _Texts(flags)
-    trained = train_tokenizer(texts, flags.output, recipe)
+    trained = train_tokenizer(texts, flags.output, recipe, sys.stderr.isatty())
     print(_summarize(trained, recipe, texts.bad))
     return 0
 

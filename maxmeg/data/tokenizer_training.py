@@ -24,7 +24,7 @@ BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 SENTENCEPIECE_TOKENS = ("<unk>", "<s>", "</s>", "<pad>")
 WORDPIECE_CHARACTERS = 1000  # BERT's: rarer ones are unknown
 LINE_BYTES = 1 << 14  # SentencePiece passes over longer ones, so they are cut
-THREADS = 4  # SentencePiece adds up by thread: another number, other bytes
+THREADS = 16  # SentencePiece adds up by thread: another number, other bytes
 ROLE_NAMES = {
     "eos_token": END_NAMES,
     "bos_token": ("<s>", "<bos>", "<|begin_of_text|>"),
@@ -86,7 +86,9 @@ class _Reader:
             yield text
 
 
-def train_tokenizer(texts: Iterable[str], output: str, recipe: Recipe) -> Trained:
+def train_tokenizer(
+    texts: Iterable[str], output: str, recipe: Recipe, show_progress: bool = False
+) -> Trained:
     """Trains on texts, of which wordpiece reads twice, and writes the files.
 
     ValueError for what cannot be trained of them; then nothing is written.
@@ -94,7 +96,7 @@ def train_tokenizer(texts: Iterable[str], output: str, recipe: Recipe) -> Traine
     kind = check_recipe(recipe, output)
     reader = _Reader(texts)
     try:
-        files = _files(reader, output, recipe, kind)
+        files = _files(reader, output, recipe, kind, show_progress)
     except ValueError:
         if reader.text_bytes:
             raise
@@ -113,10 +115,12 @@ def train_tokenizer(texts: Iterable[str], output: str, recipe: Recipe) -> Traine
     )  # fmt: skip
 
 
-def _files(texts: Iterable[str], output: str, recipe: Recipe, kind: str) -> dict[str, bytes]:
+def _files(
+    texts: Iterable[str], output: str, recipe: Recipe, kind: str, show: bool
+) -> dict[str, bytes]:
     if kind == "sentencepiece":
-        return {output: _sentencepiece(texts, recipe)}
-    model = _wordpiece(texts, recipe) if recipe.model == "wordpiece" else _bpe(texts, recipe)
+        return {output: _sentencepiece(texts, recipe, show)}
+    model = (_wordpiece if recipe.model == "wordpiece" else _bpe)(texts, recipe, show)
     made = model.get_vocab(with_added_tokens=True)
     lines = "".join(f"{token}\n" for token in sorted(made, key=made.__getitem__))
     text = lines if kind == "wordpiece" else model.to_str(pretty=True)
@@ -181,7 +185,7 @@ def _first_tokens(recipe: Recipe, kind: str) -> list[str]:
     return list(dict.fromkeys([*own, *recipe.special_tokens]))
 
 
-def _bpe(texts: Iterable[str], recipe: Recipe) -> Any:
+def _bpe(texts: Iterable[str], recipe: Recipe, show: bool) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     model = Tokenizer(models.BPE())
@@ -191,7 +195,7 @@ def _bpe(texts: Iterable[str], recipe: Recipe) -> Any:
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=recipe.vocab_size - len(recipe.user_symbols),
-        show_progress=False,
+        show_progress=show,
         special_tokens=_first_tokens(recipe, "huggingface"),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -200,7 +204,7 @@ def _bpe(texts: Iterable[str], recipe: Recipe) -> Any:
     return model
 
 
-def _wordpiece(texts: Iterable[str], recipe: Recipe) -> Any:
+def _wordpiece(texts: Iterable[str], recipe: Recipe, show: bool) -> Any:
     """Read twice: the library would number characters in an order that differs from run to run."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
     from tokenizers import processors as templates
@@ -226,7 +230,7 @@ def _wordpiece(texts: Iterable[str], recipe: Recipe) -> Any:
     merging.normalizer, merging.pre_tokenizer = normalizer, split
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        show_progress=False,
+        show_progress=show,
         special_tokens=list(dict.fromkeys(first)),
         initial_alphabet=letters,
         limit_alphabet=len(letters),
@@ -253,7 +257,7 @@ def _add_symbols(model: Any, recipe: Recipe) -> None:
     model.add_tokens([AddedToken(word, normalized=False) for word in recipe.user_symbols])
 
 
-def _sentencepiece(texts: Iterable[str], recipe: Recipe) -> bytes:
+def _sentencepiece(texts: Iterable[str], recipe: Recipe, show: bool) -> bytes:
     import sentencepiece
 
     written, failed = io.BytesIO(), []
@@ -283,7 +287,7 @@ def _sentencepiece(texts: Iterable[str], recipe: Recipe) -> bytes:
             user_defined_symbols=list(recipe.user_symbols),
             max_sentence_length=LINE_BYTES,
             num_threads=THREADS,
-            minloglevel=3,
+            minloglevel=0 if show else 3,
         )
     except RuntimeError as error:
         if failed:

@@ -109,10 +109,12 @@ def split_marks(text: str, marks: Collection[str]) -> Iterable[tuple[str, bool]]
 
 
 def encode_placeholders(tokenizer: Tokenizer, text: str, names: Collection[str]) -> np.ndarray:
-    """Ids of a text in which these names alone stand for their tokens, as `<image>` does.
+    """Ids of a text in which these names alone stand for their tokens, as `<image>` does."""
+    return tokenizer.encode_marked(text, find_marks(tokenizer, names))
 
-    ValueError for a name that is no token.
-    """
+
+def find_marks(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
+    """The tokens of names, for encode_marked; ValueError for a name that is no token."""
     marks = {}
     for name in names:
         found = tokenizer.token_id(name)
@@ -124,7 +126,7 @@ def encode_placeholders(tokenizer: Tokenizer, text: str, names: Collection[str])
                 "?special_tokens= after the tokenizer's file"
             )
         marks[name] = found
-    return tokenizer.encode_marked(text, marks)
+    return marks
 
 
 class ByteTokenizer(Tokenizer):

@@ -149,3 +149,19 @@ def test_what_cannot_be_trained_is_explained(tmp_path, capsys, write_lines):
         with pytest.raises(SystemExit):
             preprocess.main([*command, word])
         assert f"did you mean {message}?" in capsys.readouterr().err
+
+
+def test_placeholders_are_tokens_where_they_are_asked_for(tmp_path, capsys, write_lines):
+    source = write_lines(["a<image>b<|end|>"])
+    command = [f"--input={source}", f"--output={tmp_path}/c", "--workers=0"]
+    command += ["--tokenizer=bytes?special_tokens=<image>,<|end|>"]
+    for words, tokens in (
+        ([], [*b"a<image>b<|end|>"]),
+        (["--placeholders", "<image>"], [*b"a", 257, *b"b<|end|>"]),
+        (["--placeholders", "<image>", "<|end|>"], [*b"a", 257, *b"b", 258]),
+    ):
+        assert preprocess.main([*command, *words]) == 0
+        assert IndexedDataset(f"{tmp_path}/c_text_document").get(0).tolist() == tokens
+    capsys.readouterr()
+    assert preprocess.main([*command, "--placeholders", "<img>"]) == 1
+    assert "'<img>' is no token of bytes?special" in capsys.readouterr().err
