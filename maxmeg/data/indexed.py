@@ -372,7 +372,7 @@ class IndexedWriter:
         if self._ends[-1] != len(self._lengths):
             raise ValueError(f"{self.prefix}: call end_document() before more documents")
         assert tokens.dtype == self.dtype
-        data = tokens.data.cast("B") if len(tokens) else b""
+        data = tokens.data.cast("B") if len(tokens) else memoryview(b"")
         for begin in range(0, len(data), _COPIED):
             self._write(data[begin : begin + _COPIED])
         self.num_tokens += len(tokens)
