@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 import typing
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,18 +113,21 @@ class Preferences:
         self._files = [open_prepared(folder) for folder in folders]
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self._pad, self._seed, self._shuffle = pad, seed, split_index == 0
-        self._pairs: list[tuple[int, int]] = []
-        counts, self.num_tokens = collections.Counter(), 0
+        counts, pairs, self.num_tokens = collections.Counter(), [], 0
         for number, (tokens, _) in enumerate(self._files):
-            for pair in range(*split_range(split, split_index, tokens.num_documents)):
-                lengths = tokens.lengths[2 * pair : 2 * pair + 2].tolist()
-                fate = self._fate(number, pair, lengths, too_long)
-                counts[fate] += 1
-                if fate != "dropped":
-                    self._pairs.append((number, pair))
-                    self.num_tokens += sum(min(n - 1, sequence_length) for n in lengths)
+            begin, end = split_range(split, split_index, tokens.num_documents)
+            lengths = tokens.lengths[2 * begin : 2 * end].reshape(-1, len(SIDES))
+            keep = np.asarray(lengths.max(axis=1) <= sequence_length + 1)
+            counts["whole"] += int(keep.sum())
+            for i in np.flatnonzero(~keep).tolist():
+                keep[i] = too_long == "truncate" and self._has_answers(number, begin + i)
+                counts["truncated" if keep[i] else "dropped"] += 1
+            kept = np.flatnonzero(keep)
+            pairs.append(np.stack([np.full(len(kept), number), begin + kept], axis=1))
+            self.num_tokens += int(np.minimum(lengths[kept] - 1, sequence_length).sum())
+        self._pairs = np.concatenate(pairs)
         self.counts = Counts(counts["whole"], counts["truncated"], counts["dropped"])
-        if not self._pairs:
+        if not len(self._pairs):
             raise ValueError(
                 f"of the pairs of {', '.join(folders)} none is left ({self.counts}) with "
                 f"split={split!r} and sequence_length={sequence_length}: raise that, choose "
@@ -137,6 +141,12 @@ class Preferences:
     def samples_per_epoch(self) -> int:
         """Pairs."""
         return len(self._pairs)
+
+    @property
+    def identity(self) -> tuple:
+        """What decides which pair has which number, as plain values."""
+        pairs = zlib.crc32(self._pairs.astype("<i8").tobytes())
+        return "preferences", self._shuffle, self.sequence_length, self._seed, pairs
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Pairs by number, any >= 0; arrays are [2 * len(indices), sequence_length]: of each pair
@@ -153,18 +163,18 @@ class Preferences:
             if self._shuffle:
                 order = Permutation(self.samples_per_epoch, self._seed, epoch, _ROWS)
                 place = order(place[None])[0]
-            rows += [[self._read(*self._pairs[int(place)], side)] for side in range(len(SIDES))]
+            number, pair = self._pairs[place].tolist()
+            for side in range(len(SIDES)):
+                rows.append([self._read(number, pair, side)])
         return fill_rows(rows, self.sequence_length, self._pad)
 
-    def _read(self, number: int, pair: int, side: int) -> Document:
+    def _read(self, number: int, pair: int, side: int) -> tuple[np.ndarray, np.ndarray]:
         tokens, loss = self._files[number]
         sequence = 2 * pair + side
         length = min(int(tokens.lengths[sequence]), self.sequence_length + 1)
         return tokens.get(sequence, 0, length), loss.get(sequence, 0, length)
 
-    def _fate(self, number: int, pair: int, lengths: list[int], too_long: str) -> str:
-        if max(lengths) <= self.sequence_length + 1:
-            return "whole"
+    def _has_answers(self, number: int, pair: int) -> bool:
+        """Whether something of both answers is left."""
         answers = [self._read(number, pair, side)[1] for side in range(len(SIDES))]
-        can_stay = all(has_loss is not None and has_loss[1:].any() for has_loss in answers)
-        return "truncated" if can_stay and too_long == "truncate" else "dropped"
+        return all(has_loss[1:].any() for has_loss in answers)

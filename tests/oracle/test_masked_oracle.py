@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     )
 
 from maxmeg.data.bert import BertDataset
+from maxmeg.data.blending import BlendedDataset, member_sizes, normalized
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.masking import Masking, Vocabulary
 from maxmeg.data.sentences import SentenceOrder, SentenceSamples
@@ -96,7 +97,7 @@ def megatron(kind, config, prefix, folder, length, rules: Masking, seed, sizes, 
             sequence_length=length,
             path_to_cache=str(folder),
             tokenizer=tokenizer(pad),
-            blend=([prefix], None),
+            blend=prefix if isinstance(prefix, tuple) else ([prefix], None),
             split=SPLIT,
             masking_probability=rules.probability,
             short_sequence_probability=rules.short_probability,
@@ -165,6 +166,25 @@ def test_bert(prefix, tmp_path, name, length, has_pairs, seed, pad):
             np.testing.assert_array_equal(batch["token_types"][row, :size], sample["types"][:size])
             assert not batch["token_types"][row, size:].any()
         assert batch["loss_mask"].any()
+
+
+def test_blends(prefix, tmp_path):
+    (tmp_path / "other").mkdir()
+    prefixes, rules = [prefix, corpus(tmp_path / "other", fewest=2)], MASKINGS["words"]
+    kind = (BERTMaskedWordPieceDataset, BERTMaskedWordPieceDatasetConfig)
+    blend, sizes = (prefixes, [0.3, 0.7]), [700, 1, 1]
+    theirs, *_ = megatron(*kind, blend, tmp_path, 64, rules, 5, sizes, classification_head=True)
+    weights = normalized(blend[1])
+    each, total = member_sizes(weights, 700, 0.005)
+    members = [
+        BertDataset(IndexedDataset(p), SPLIT, 0, 64, vocabulary(0), rules, SentenceOrder(5, n))
+        for p, n in zip(prefixes, each, strict=True)
+    ]
+    ours = BlendedDataset(members, weights, total)
+    assert ours.num_samples == len(theirs)
+    rows = ours.batch(np.arange(0, 700, 9))["tokens"]
+    for row, n in zip(rows, range(0, 700, 9), strict=True):
+        np.testing.assert_array_equal(row, theirs[n]["text"])
 
 
 @pytest.mark.parametrize(
