@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from maxmeg.data.tokenizers import (
 
 merged_bytes = Lazy("maxmeg.data.merged_bytes")
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
-FAST_AFTER = 1 << 18  # characters; then it pays to look whether tiktoken may encode
+FAST_AFTER = 1 << 19  # characters; then it pays to look whether tiktoken may encode
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is unknown
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
 
@@ -91,13 +91,27 @@ class SentencePieceTokenizer(Tokenizer):
         return found if found >= 0 and self._model.IdToPiece(found) == name else None
 
 
-class _LibraryTokenizer(Tokenizer):
-    """Run by the tokenizers library, `_model`."""
+class _HastenedTokenizer(Tokenizer):
+    """Run by the tokenizers library, `_model`; long texts by tiktoken where that is the same."""
 
     _model: Any
+    _make_fast: Callable[[], Callable[[str], list[int] | None] | None] | None = None
+    _fast: Callable[[str], list[int] | None] | None = None
+    _seen = 0  # characters
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+        if self._make_fast is not None:
+            self._seen += len(text)
+            if self._seen > FAST_AFTER:
+                self._fast, self._make_fast = self._make_fast(), None
+        ids = None if self._fast is None else self._fast(text)
+        if ids is None:
+            ids = self._model.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
+
+
+class _LibraryTokenizer(_HastenedTokenizer):
+    """One that knows where its tokens lie in a text, and takes more tokens."""
 
     def encode_spans(
         self, text: str, marks: Mapping[str, int] | None = None
@@ -148,8 +162,8 @@ class _LibraryTokenizer(Tokenizer):
 class HuggingFaceTokenizer(_LibraryTokenizer):
     """A tokenizer.json of the `tokenizers` library.
 
-    Special tokens come from tokenizer_config.json beside it where that exists; otherwise the end
-    is the first of END_NAMES in the vocabulary, or one appended id.
+    Special tokens come from tokenizer_config.json beside it where that exists; if it names no end,
+    that is the first of END_NAMES in the vocabulary, or one appended id.
     """
 
     def __init__(self, argument: str, options: Mapping[str, str]) -> None:
@@ -171,7 +185,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.model_size = max(vocabulary.values(), default=-1) + 1
         names = _special_names(path.parent / "tokenizer_config.json", vocabulary)
-        ends = [names["eos_token"]] if "eos_token" in names else list(END_NAMES)
+        named = [names[role] for role in ("eos_token", "sep_token") if role in names]
+        ends = named[:1] or list(END_NAMES)
         self.eod = next((vocabulary[n] for n in ends if n in vocabulary), self.model_size)
         self.bos, self.pad, self.cls, self.sep, self.mask, self.unk = (
             vocabulary.get(names.get(f"{role}_token", ""))
@@ -182,6 +197,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.vocab_size = max(self.model_size, self.eod + 1)
         settings = str((self.eod, self.bos, self.pad)).encode()
         self.identity = identity_of("huggingface", data, settings)
+        self._make_fast = functools.partial(merged_bytes.of_tokenizer_json, data)
+        # As Megatron-LM: where one of two roles is named, its token has the other too.
+        self.bos, self.cls = _either(self.bos, self.cls), _either(self.cls, self.bos)
+        self.sep = self.eod if named and self.sep is None else self.sep
 
     def _opening(self) -> tuple[int, ...]:
         """By the tokenizer.json: transformers heeds no add_bos_token beside one."""
@@ -190,7 +209,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return tuple(found.ids[:text])
 
 
-class Gpt2Tokenizer(Tokenizer):
+class Gpt2Tokenizer(_HastenedTokenizer):
     """GPT-2's byte-level BPE: vocab.json and merges.txt (or encoder.json and vocab.bpe)."""
 
     def __init__(self, argument: str, options: Mapping[str, str]) -> None:
@@ -215,16 +234,7 @@ class Gpt2Tokenizer(Tokenizer):
         self.sentinels = find_sentinels(self.token_id)
         self.vocab_size = max(self.model_size, self.eod + 1)
         self.identity = identity_of("gpt2", *data)
-        self._files, self._seen, self._fast = data, 0, None
-
-    def encode(self, text: str) -> np.ndarray:
-        if self._files:
-            self._seen += len(text)
-            if self._seen > FAST_AFTER:
-                self._fast, self._files = merged_bytes.merged_bytes(*self._files), []
-        if self._fast is not None:
-            return np.array(self._fast.encode_ordinary(text), np.int32)
-        return np.array(self._model.encode(text).ids, np.int32)
+        self._make_fast = functools.partial(merged_bytes.of_gpt2, *data)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids if i < self.model_size])
@@ -316,6 +326,10 @@ def _is_in_brackets(token: str) -> bool:
     return len(token) > 2 and token.startswith("[") and token.endswith("]")
 
 
+def _either(token: int | None, other: int | None) -> int | None:
+    return other if token is None else token
+
+
 def _or_none(token: int) -> int | None:
     return token if token >= 0 else None
 
@@ -327,7 +341,8 @@ def _special_names(path: Path, vocabulary: Mapping[str, int]) -> dict[str, str]:
         value = config.get(f"{role}_token")
         value = value.get("content") if isinstance(value, dict) else value
         if isinstance(value, str):
-            if value not in vocabulary and role in ("eos", "bos", "pad"):
+            if value in vocabulary:
+                names[f"{role}_token"] = value
+            elif role in ("eos", "bos", "pad"):
                 raise ValueError(f"{path}: {role}_token {value!r} is not in the vocabulary")
-            names[f"{role}_token"] = value
     return names

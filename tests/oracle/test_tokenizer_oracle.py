@@ -248,3 +248,31 @@ def test_what_theirs_take_from_text(wordpiece, text):
     ours = load_tokenizer(f"wordpiece:{wordpiece}?special_tokens=<s>,</s>")
     assert set(theirs.encode(text, add_special_tokens=False)) & ours.special_ids
     assert not set(ours.encode(text).tolist()) & ours.special_ids
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"eos_token": "</s>", "bos_token": "<s>", "pad_token": "<pad>"},
+        {"eos_token": "</s>"},
+        {"sep_token": "[SEP]", "cls_token": "[CLS]", "mask_token": "[MASK]", "pad_token": "<pad>"},
+        {"eos_token": "</s>", "sep_token": "[SEP]", "bos_token": "<s>", "cls_token": "[CLS]"},
+        {"eos_token": "</s>", "cls_token": "[CLS]", "unk_token": "<unk>"},
+    ],
+)
+def test_roles_are_megatrons(tmp_path, config):
+    made = byte_level()
+    named = ["<s>", "</s>", "<pad>", "[SEP]", "[CLS]", "[MASK]"]
+    made.add_special_tokens(named)
+    made.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    extra = [f"<extra_id_{i}>" for i in range(5)]
+    theirs = megatron.HuggingFaceTokenizer(str(tmp_path), additional_special_tokens=extra)
+    ours = load_tokenizer(f"huggingface:{tmp_path}?extra_ids=5")
+    for role in ("bos", "pad", "cls", "sep", "mask", "unk"):
+        assert getattr(ours, role) == getattr(theirs, f"{role}_id"), role
+    assert (ours.eod, ours.vocab_size) == (theirs.eod, theirs.vocab_size)
+    assert list(ours.sentinels) == theirs.tokens_to_ids(extra)
+    for text in TEXTS:
+        assert ours.encode(text).tolist() == theirs.text_to_ids(text)
