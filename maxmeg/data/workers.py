@@ -1,5 +1,7 @@
 """Processes that read or tokenize for another one."""
 
+import contextlib
+import fcntl
 import multiprocessing
 import multiprocessing.util
 import os
@@ -8,15 +10,17 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol
+
+import numpy as np
 
 _LAST_WORDS = 5  # seconds in which a process whose pipe is closed has ended
 LOADER_REMEDY = (
     "lower data.num_workers or data.prefetch; the same command goes on from the last checkpoint"
 )
+_PIPE = 1 << 20  # bytes; the usual 64 KiB would wake both ends for each
 _JOINED = 0.02  # seconds between looks at a thread that may wait for room
 
 
@@ -38,12 +42,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+Arrays = dict[str, np.ndarray]
+
+
 class Source(Protocol):
     """What workers read, copied to each: any element at any time."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> Arrays: ...
 
 
 class Workers:
@@ -71,6 +78,8 @@ class Workers:
         self._end, self._next, self._count = end, 0, len(source)
         for number in range(min(num_workers, len(source))):
             reader, writer = context.Pipe(duplex=False)
+            with contextlib.suppress(OSError):  # a user may have less
+                fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
             arguments = (source, range(number, len(source), num_workers), writer)
             name_of = f"{name} {number + 1} of {num_workers}"
             process = context.Process(target=_work, args=arguments, daemon=True, name=name_of)
@@ -87,10 +96,7 @@ class Workers:
         """Whether the next element is there."""
         return self._next >= self._count or not self._worker.answers.empty()
 
-    def __iter__(self) -> Iterator:
-        return self
-
-    def __next__(self) -> Any:
+    def __next__(self) -> Arrays:
         if self._next >= self._count:
             raise StopIteration
         worker = self._worker
@@ -120,6 +126,8 @@ class _Worker:
         while kind == "element":
             try:
                 kind, answer = self.reader.recv()
+                if kind == "element":
+                    answer = _receive(self.reader, answer)
             except (EOFError, OSError):
                 kind, answer = "error", self._explain_end()
             except Exception as error:  # one that cannot be made here again
@@ -150,13 +158,36 @@ def _end(workers: list[_Worker]) -> None:
         worker.reader.close()
 
 
+def _send(writer: Connection, arrays: Arrays) -> None:
+    """What the arrays are, then their bytes as they lie in memory: nothing is copied."""
+    whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    writer.send(("element", [(name, a.dtype.str, a.shape) for name, a in whole.items()]))
+    for array in whole.values():
+        view = array.reshape(-1).view(np.uint8).data
+        while view:
+            view = view[os.write(writer.fileno(), view) :]
+
+
+def _receive(reader: Connection, names: list[tuple[str, str, tuple[int, ...]]]) -> Arrays:
+    found = {}
+    for name, dtype, shape in names:
+        found[name] = np.empty(shape, dtype)
+        view = found[name].reshape(-1).view(np.uint8).data
+        while view:
+            count = os.readv(reader.fileno(), [view])
+            if not count:
+                raise EOFError
+            view = view[count:]
+    return found
+
+
 def _work(source: Source, numbers: range, writer: Connection) -> None:
     follow_parent()
     if "jax" in sys.modules:  # imported with the parent's main module: accelerators are its alone
         sys.modules["jax"].config.update("jax_platforms", "cpu")
     try:
         for number in numbers:
-            writer.send(("element", source[number]))
+            _send(writer, source[number])
         writer.send(("end", None))
     except BrokenPipeError:  # closed
         return
