@@ -6,7 +6,6 @@ the chain of samples is followed one by one, but on tables that NumPy made; it i
 node and memory-mapped.
 """
 
-import array
 import bisect
 import dataclasses
 from collections.abc import Iterator
@@ -150,22 +149,21 @@ class SentenceSamples:
 
     def _make(self, order: SentenceOrder) -> Arrays:
         targets = _Targets(self.longest, self.short_probability, order.seed)
-        found = array.array("q")
+        wide = len(self.lengths) > np.iinfo(np.uint32).max
+        found, count = [], 0
         while True:
             for block in self._blocks():
-                self._follow(block, targets, found)
-            if not found:
+                found.append(self._follow(block, targets).astype(np.uint64 if wide else np.uint32))
+                count += len(found[-1])
+            if not count:
                 raise ValueError(
                     f"no document of {len(self.bounds) - 1} has {self.fewest} sentences or more, "
                     f"none above {MAX_SENTENCE} tokens: was the corpus prepared with "
                     "--split_sentences?"
                 )
-            if order.num_samples is None or len(found) >= 3 * order.num_samples:
+            if order.num_samples is None or count >= order.num_samples:
                 break
-        wide = len(self.lengths) > np.iinfo(np.uint32).max
-        rows = np.frombuffer(found, np.int64).reshape(-1, 3)
-        shuffle = shuffled_rows(len(rows), order.seed + 1)
-        return {"rows": rows[shuffle].astype(np.uint64 if wide else np.uint32)}
+        return {"rows": np.concatenate(found)[shuffled_rows(count, order.seed + 1)]}
 
     def _blocks(self) -> Iterator[np.ndarray]:
         """Bounds of documents, as many as hold about _BLOCK sentences."""
@@ -176,8 +174,8 @@ class SentenceSamples:
             yield bounds[at : end + 1]
             at = end
 
-    def _follow(self, bounds: np.ndarray, targets: _Targets, found: array.array) -> None:
-        """Adds the samples of a block of documents."""
+    def _follow(self, bounds: np.ndarray, targets: _Targets) -> np.ndarray:
+        """The samples of a block of documents, [N, 3]."""
         origin, count = int(bounds[0]), int(bounds[-1] - bounds[0])
         lengths = self.lengths[origin : origin + count]
         totals = np.zeros(count + 1, np.int64)
@@ -193,22 +191,28 @@ class SentenceSamples:
         ends = np.searchsorted(totals, totals[:-1] + self.longest)
         ends = np.maximum(ends, starts + self.fewest)
         ends = np.where(ends > last - 2, last, ends).data
-        drawn = targets.ahead(count + len(sizes)).data
-        sums, longest, fewest, at = totals.data, self.longest, self.fewest, 0
+        ahead = targets.ahead(count + len(sizes))
+        drawn, sums, longest, at = ahead.data, totals.data, self.longest, 0
+        made, numbers = [], [0]  # ends of samples; how many there are at each document's end
         for start, stop in zip(firsts[usable].tolist(), lasts[usable].tolist(), strict=True):
             while start < stop:
                 target = drawn[at]
                 at += 1
                 if target == longest:
-                    end = ends[start]
+                    start = ends[start]
                 else:
                     end = bisect.bisect_left(sums, sums[start] + target, start, stop)
-                    end = max(end, start + fewest)
-                    end = stop if end > stop - 2 else end
-                found.extend((origin + start, origin + end, target))
-                start = end
+                    end = max(end, start + self.fewest)
+                    start = stop if end > stop - 2 else end
+                made.append(start)
             at += 1  # drawn after a document's last sample, and not used
+            numbers.append(len(made))
         targets.use(at)
+        begins, document = np.empty(len(made), np.int64), np.diff(numbers)
+        begins[1:] = made[:-1]
+        begins[numbers[:-1]] = firsts[usable]
+        draws = np.arange(len(made)) + np.repeat(np.arange(len(document)), document)
+        return np.stack([origin + begins, origin + np.array(made, np.int64), ahead[draws]], axis=1)
 
 
 class SentenceDataset:
