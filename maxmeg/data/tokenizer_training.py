@@ -68,6 +68,7 @@ class _Reader:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
+        self.is_done = False
         self.documents = self.text_bytes = self.held_out_bytes = 0
         self.held_out: list[str] = []
 
@@ -84,6 +85,7 @@ class _Reader:
             self.documents += 1
             self.text_bytes += size
             yield text
+        self.is_done = True
 
 
 def train_tokenizer(
@@ -94,19 +96,24 @@ def train_tokenizer(
     ValueError for what cannot be trained of them; then nothing is written.
     """
     kind = check_recipe(recipe, output)
+    if recipe.model == "wordpiece" and iter(texts) is texts:
+        raise ValueError("wordpiece reads its texts twice: give a list, no iterator")
     reader = _Reader(texts)
+    Path(output).parent.mkdir(parents=True, exist_ok=True)
+    mark = Path(f"{output}.partial")
+    mark.touch()  # before the work, so that it is not in vain
     try:
         files = _files(reader, output, recipe, kind, show_progress)
+        for name, data in files.items():
+            Path(f"{name}.partial").write_bytes(data)
+        for name in files:
+            os.replace(f"{name}.partial", name)
     except ValueError:
-        if reader.text_bytes:
-            raise
-    if not reader.text_bytes:
-        raise ValueError("the input holds no text to train on")
-    Path(output).parent.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        Path(f"{name}.partial").write_bytes(data)
-    for name in files:
-        os.replace(f"{name}.partial", name)
+        if reader.is_done and not reader.text_bytes:
+            raise ValueError("the input holds no text to train on") from None
+        raise
+    finally:
+        mark.unlink(missing_ok=True)
     tokenizer = load_tokenizer(f"{kind}:{Path(output).parent if kind == 'wordpiece' else output}")
     tokens = sum(len(tokenizer.encode(text)) for text in reader.held_out)
     return Trained(
@@ -115,12 +122,12 @@ def train_tokenizer(
     )  # fmt: skip
 
 
-def _files(
-    texts: Iterable[str], output: str, recipe: Recipe, kind: str, show: bool
-) -> dict[str, bytes]:
+def _files(reader: _Reader, output: str, recipe: Recipe, kind: str, show: bool) -> dict[str, bytes]:
     if kind == "sentencepiece":
-        return {output: _sentencepiece(texts, recipe, show)}
-    model = (_wordpiece if recipe.model == "wordpiece" else _bpe)(texts, recipe, show)
+        return {output: _sentencepiece(reader, recipe, show)}
+    model = (_wordpiece if recipe.model == "wordpiece" else _bpe)(reader, recipe, show)
+    if not reader.text_bytes:
+        raise ValueError("no text")
     made = model.get_vocab(with_added_tokens=True)
     lines = "".join(f"{token}\n" for token in sorted(made, key=made.__getitem__))
     text = lines if kind == "wordpiece" else model.to_str(pretty=True)

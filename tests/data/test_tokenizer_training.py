@@ -128,3 +128,25 @@ def test_what_cannot_be_trained(tmp_path, recipe, name, message):
 def test_no_text(tmp_path, name):
     with pytest.raises(ValueError, match="no text to train on"):
         train_tokenizer([""], str(tmp_path / name), RECIPES[name])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_what_fails_while_it_is_read(tmp_path, name):
+    class Texts:
+        def __init__(self, texts):
+            self.texts = texts
+
+        def __iter__(self):
+            yield from self.texts
+            raise ValueError("line 3 is bad")
+
+    for texts in ([], TEXTS[:2]):
+        with pytest.raises(ValueError, match=r"^line 3 is bad$"):
+            train_tokenizer(Texts(texts), str(tmp_path / name), RECIPES[name])
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        train_tokenizer(Texts([]), str(tmp_path / "file" / name), RECIPES[name])
+    if RECIPES[name].model == "wordpiece":
+        with pytest.raises(ValueError, match="twice: give a list"):
+            train_tokenizer(iter(TEXTS), str(tmp_path / name), RECIPES[name])
