@@ -1,13 +1,20 @@
 """Batches against plain loops: contents, document rules, several corpora, wrong ids."""
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import maxmeg
 from maxmeg.data.gpt import DocumentRules, GptDataset
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset, IndexedWriter
 
+ROOT = Path(maxmeg.__file__).parents[1]
+MOST_MB = 12  # of memory, for a corpus of 20,000 MB
 EOD = 99
 PLAIN = DocumentRules()
 
@@ -131,3 +138,44 @@ def test_a_split_that_is_too_small_is_explained(make_corpus):
     prefix = make_corpus([np.arange(8)] * 10)
     with pytest.raises(ValueError, match=r"validation split '90,10' of .*corpus: 1 sequences"):
         open_dataset(prefix, 1)
+
+
+READING = """
+import sys, numpy as np
+from maxmeg.config.schema import DataConfig, DataOrder
+from maxmeg.data.build import build_dataset, open_corpus
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) / 1024
+
+prefix, order, cache = sys.argv[1:]
+config = DataConfig(paths=(prefix,), split="1", sequence_length=2048, tokenizer="null:1000")
+config.order = DataOrder(order)
+before = anonymous()
+tokenizer, prefixes = open_corpus(config, cache)
+data = build_dataset(config, prefixes, tokenizer, 0, 1, cache_dir=cache)
+source = np.random.default_rng(0)
+for _ in range(4):
+    batch = data.batch(source.integers(0, data.samples_per_epoch, 32))
+assert not batch["tokens"].any()
+print(anonymous() - before)
+"""
+
+
+@pytest.mark.parametrize("order", ["megatron", "native"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, order):
+    """Of 20 GB in 100,000 documents; without pages of files, which the system takes back."""
+    prefix, size = str(tmp_path / "x"), 100_000
+    lengths = np.full(100_000, size, "<i4")
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 8, len(lengths), len(lengths) + 1))
+        file.write(lengths.tobytes())
+        file.write((np.arange(len(lengths), dtype="<i8") * 2 * size).tobytes())
+        file.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(2 * size * len(lengths))  # zeros that take no disk
+    command = [sys.executable, "-c", READING, prefix, order, str(tmp_path / "cache")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True)
+    assert float(done.stdout) < MOST_MB
