@@ -19,6 +19,8 @@ from maxmeg.data.corpus import source_files
 from maxmeg.data.gpt import DocumentRules, GptDataset
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.loader import Loader, all_rows, eval_batches, train_loader
+from maxmeg.data.megatron_order import MegatronOrder
+from maxmeg.data.phases import ChangingBlend, Phase
 
 ROOT = Path(maxmeg.__file__).parents[1]
 STEPS = 9
@@ -31,13 +33,13 @@ def growing(step: int) -> tuple[int, int]:
 
 
 class Rows:
-    """Every second row, from `first` on."""
+    """Every `hosts`-th row, from `first` on."""
 
-    def __init__(self, first: int) -> None:
-        self.first = first
+    def __init__(self, first: int, hosts: int = 2) -> None:
+        self.first, self.hosts = first, hosts
 
     def __call__(self, batch_size: int) -> np.ndarray:
-        return np.arange(self.first, batch_size, 2)
+        return np.arange(self.first, batch_size, self.hosts)
 
 
 @pytest.fixture
@@ -84,6 +86,27 @@ def test_hosts_share_one_global_batch(dataset):
         for name, values in batch.items():
             for i in range(2):
                 assert np.array_equal(parts[i][step][1][name], values[i::2])
+
+
+@pytest.mark.parametrize("order", [None, MegatronOrder(30)], ids=["native", "megatron"])
+@pytest.mark.parametrize("cut", [0, 3, 6])
+def test_a_run_goes_on_with_another_number_of_hosts(make_corpus, order, cut):
+    """In the middle of epochs, of a blend that changes at sample 13, within a step."""
+    source = np.random.default_rng(1)
+    members = []
+    for name in "ab":
+        texts = [source.integers(0, 99, source.integers(1, 40)) for _ in range(7)]
+        corpus = IndexedDataset(make_corpus(texts, name))
+        members.append(GptDataset([corpus], "1", 0, 8, 100, 7, order=order))
+    phases = [Phase(0, (0, 1), (0.7, 0.3)), Phase(13, (1,), (1.0,))]
+    blend = ChangingBlend(members, phases, 60)
+    whole = dict(read(blend))
+    for begin, end, hosts in ((0, cut, 2), (cut, STEPS, 4)):
+        parts = [dict(read(blend, begin, Rows(host, hosts))) for host in range(hosts)]
+        for step in range(begin, end):
+            for name, values in whole[step].items():
+                for host, part in enumerate(parts):
+                    assert np.array_equal(part[step][name], values[host::hosts])
 
 
 def test_worker_processes_change_nothing_and_end(dataset):
