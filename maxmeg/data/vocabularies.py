@@ -319,7 +319,8 @@ def _boolean(name: str, value: str) -> bool:
 
 
 def _has_capital(token: str) -> bool:
-    return token != token.lower() and not _is_in_brackets(token)
+    """Of A to Z: what else has one differs between versions of Unicode."""
+    return any("A" <= c <= "Z" for c in token) and not _is_in_brackets(token)
 
 
 def _is_in_brackets(token: str) -> bool:
