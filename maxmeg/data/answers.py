@@ -18,11 +18,11 @@ import numpy as np
 
 from maxmeg.data.chat import ChatTemplate, chat_template_of
 from maxmeg.data.documents import Progress, Record, find_inputs, has_lines, read_records
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.indexed import IndexedDataset, IndexedWriter, token_dtype
 from maxmeg.data.stored import appearing, locked
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 from maxmeg.data.turns import MAX_ERRORS, BadRow, Row, Turns, find_turns
-from maxmeg.data.workers import Workers
+from maxmeg.data.workers import Arrays, Workers
 
 LAYOUT = b"1"  # of what is kept; another number makes it again
 MAX_WORKERS = 16
@@ -129,28 +129,37 @@ class _Chunks:
         if chunk:
             yield chunk
 
-    def __getitem__(self, index: int, /) -> list[tuple[str, list[Encoded] | str]]:
-        """(place, its texts or why there are none) of each row."""
+    def __getitem__(self, index: int, /) -> Arrays:
+        """tokens and loss of all texts, lengths of these, ends (texts up to the end of each row)
+        and problems, the lines of an error in UTF-8."""
         if self._left is None or index < self._at:
             self._left, self._at = self._read(), 0
             self._tokenizer = load_tokenizer(self.spec)
         records = next(itertools.islice(self._left, index - self._at, None))
         self._at = index + 1
         sides = [find_turns(self.template, records, read) for read in self.kind.readers]
-        return [
-            (record.place, self._encode([side[1] for side in row]))
-            for record, *row in zip(records, *sides, strict=True)
-        ]
+        texts, ends, problems = [(np.empty(0, np.int32), np.empty(0, np.uint8))], [], []
+        for record, *row in zip(records, *sides, strict=True):
+            try:
+                texts += [self._encode(turns) for _, turns in row]
+                ends.append(len(texts) - 1)
+            except BadRow as error:
+                problems.append(f"{record.place}: {error}")
+        lengths = [len(tokens) for tokens, _ in texts]
+        lines = "\0".join(problems[:MAX_ERRORS]).encode("utf-8", "backslashreplace")
+        tokens, loss = (np.concatenate(parts) for parts in zip(*texts, strict=True))
+        return {
+            "tokens": tokens.astype(token_dtype(self._tokenizer.vocab_size)),
+            "loss": loss,
+            "lengths": np.array(lengths[1:], np.int64),
+            "ends": np.array(ends, np.int64),
+            "problems": np.frombuffer(lines, np.uint8),
+        }
 
-    def _encode(self, texts: list[Turns | BadRow]) -> list[Encoded] | str:
-        try:
-            for turns in texts:
-                if isinstance(turns, BadRow):
-                    raise turns
-            return [encode_turns(self._tokenizer, turns) for turns in texts
-                    if isinstance(turns, Turns)]  # fmt: skip
-        except BadRow as error:
-            return str(error)
+    def _encode(self, turns: Turns | BadRow) -> Encoded:
+        if isinstance(turns, BadRow):
+            raise turns
+        return encode_turns(self._tokenizer, turns)
 
 
 def _write(chunks: _Chunks, num_workers: int | None, folder: Path) -> None:
@@ -159,13 +168,13 @@ def _write(chunks: _Chunks, num_workers: int | None, folder: Path) -> None:
         num_workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS, len(chunks) // 2)
     vocab_size = load_tokenizer(chunks.spec).vocab_size
     if num_workers < 2:
-        count, num_tokens = _write_all(
-            map(chunks.__getitem__, range(len(chunks))), vocab_size, folder
-        )
+        made = map(chunks.__getitem__, range(len(chunks)))
+        count, num_tokens = _write_all(made, vocab_size, folder)
     else:
         workers = Workers(chunks, num_workers, _AHEAD, f"process for {name}", _REMEDY)
         try:
-            count, num_tokens = _write_all(workers, vocab_size, folder)
+            made = (next(workers) for _ in range(len(chunks)))
+            count, num_tokens = _write_all(made, vocab_size, folder)
         finally:
             workers.close()
     if not count:
@@ -177,25 +186,20 @@ def _write(chunks: _Chunks, num_workers: int | None, folder: Path) -> None:
     )
 
 
-def _write_all(
-    chunks: Iterable[list[tuple[str, list[Encoded] | str]]], vocab_size: int, folder: Path
-) -> tuple[int, int]:
+def _write_all(chunks: Iterable[Arrays], vocab_size: int, folder: Path) -> tuple[int, int]:
     """Numbers of rows and of tokens."""
     count, problems = 0, []
     tokens = IndexedWriter(folder / "tokens", vocab_size)
     with tokens, IndexedWriter(folder / "loss", dtype=np.uint8) as loss:
-        for place, texts in itertools.chain.from_iterable(chunks):
-            if isinstance(texts, str):
-                problems.append(f"{place}: {texts}")
-                if len(problems) == MAX_ERRORS:
-                    break
-                continue
-            lengths = [len(ids) for ids, _ in texts]
-            tokens.add_document(np.concatenate([ids for ids, _ in texts]), lengths)
-            loss.add_document(np.concatenate([has_loss for _, has_loss in texts]), lengths)
-            count += 1
+        for made in chunks:
+            tokens.add_documents(made["tokens"], made["lengths"], made["ends"])
+            loss.add_documents(made["loss"], made["lengths"], made["ends"])
+            count += len(made["ends"])
+            problems += [line for line in made["problems"].tobytes().decode().split("\0") if line]
+            if len(problems) >= MAX_ERRORS:
+                break
         if problems:
-            more = len(problems) - _LINES_OF_ERRORS
+            more = len(problems[:MAX_ERRORS]) - _LINES_OF_ERRORS
             raise ValueError(
                 "\n".join(problems[:_LINES_OF_ERRORS])
                 + f"\nand {more} more" * (more > 0)
