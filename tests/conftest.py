@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import jaxtyping
@@ -20,6 +21,11 @@ XLA_FLAGS = {
     # As multihost.initialize sets it for runs on virtual devices.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
+if importlib.util.find_spec("jax_cuda13_plugin") is None:  # they would reach GPU code too
+    # Programs are compiled in a third of the time; tests run most of them once.
+    XLA_FLAGS["--xla_backend_optimization_level"] = "0"
+    if metadata.version("jaxlib").startswith("0.10."):  # later ones know it no more
+        XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
 # Without these it cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
 ORACLES = ("torch", "transformers", "peft", "lm_eval", "megatron")

@@ -25,7 +25,6 @@ from maxmeg.step import make_eval_step, make_gradients, make_train_step
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias before a softmax)
 
 MODELS = {
@@ -52,7 +51,7 @@ def gradients(model: str, parallel: dict, train: dict):
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     batch = tiny_batch(config, mesh)
-    found, sums = quick_jit(make_gradients(config, mesh, abstract.model))(
+    found, sums = jax.jit(make_gradients(config, mesh, abstract.model))(
         state.model, batch, state.key
     )
     arrays = {name: np.asarray(array) for name, array in to_arrays(found).items()}

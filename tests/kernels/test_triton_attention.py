@@ -52,7 +52,6 @@ LARGE = {
     "192, 128": Case(150, heads=1, head_dim=192, value_dim=128, segments=(70, 61, 19)),
     "256": Case(101, heads=1, head_dim=256, spec=ScoreSpec(causal=False, softcap=2.0)),
 }
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def interpreted(monkeypatch, tiles: Tiles) -> str:
@@ -68,7 +67,7 @@ def interpreted(monkeypatch, tiles: Tiles) -> str:
 )
 def test_results_and_gradients_equal_the_reference(name: str, dtype: str, monkeypatch):
     arrays, operands = arrays_of(CASES[name], dtype)
-    found = run(CASES[name], arrays, operands, interpreted(monkeypatch, SMALL), quick_jit)
+    found = run(CASES[name], arrays, operands, interpreted(monkeypatch, SMALL), jax.jit)
     wanted = expected(CASES[name], arrays, operands)
     assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
     errors = {key: error(found[key], wanted[key]) for key in found}
@@ -82,8 +81,8 @@ def test_the_tiles_of_each_head_dim_do(name: str, monkeypatch):
     arrays, operands = arrays_of(case, "float32")
     halves = [jnp.asarray(array, jnp.bfloat16) for array in arrays[1:3]]
     tiles = dataclasses.replace(kernels.tiles_of(*halves), interpreted=True)
-    found = run(case, arrays, operands, interpreted(monkeypatch, tiles), quick_jit)
-    wanted = run(case, arrays, operands, "xla", quick_jit)
+    found = run(case, arrays, operands, interpreted(monkeypatch, tiles), jax.jit)
+    wanted = run(case, arrays, operands, "xla", jax.jit)
     errors = {key: error(found[key], wanted[key]) for key in found}
     assert set(found) == set(NAMES) - {"dsinks"}
     assert all(value <= TOLERANCE["float32"] for value in errors.values()), errors
@@ -93,7 +92,7 @@ def test_an_offset_may_be_traced():
     case = CASES["window continued"]
     arrays, operands = arrays_of(case, "float32")
     attend = functools.partial(attention_triton.attend, spec=case.spec, tiles=SMALL)
-    out, lse = quick_jit(lambda qkv, offset: attend(*qkv, operands=Operands(offset)))(
+    out, lse = jax.jit(lambda qkv, offset: attend(*qkv, operands=Operands(offset)))(
         arrays[:3], np.int32(case.offset)
     )
     wanted = expected(case, arrays, operands)
@@ -113,7 +112,7 @@ def test_what_is_not_finite_stays_in_its_document():
     for array in (*arrays[3:], *strange[3:]):
         array[rows] = 0
 
-    @quick_jit
+    @jax.jit
     def both(*arrays):
         *qkv, d_out, d_lse = arrays
         attend = functools.partial(attention_triton.attend, tiles=SMALL)

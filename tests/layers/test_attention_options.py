@@ -1,7 +1,6 @@
 """Options of the attention layer against the reference of the op, and in decoding."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,6 @@ OPTIONS = {
     "everything": {"window": 4, "chunk": 8, "softcap": 0.5, "scale": 0.7, "sinks": True},
 }
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def made(options: dict) -> Attention:
@@ -44,7 +42,7 @@ def context(length: int = L) -> Context:
 def test_each_option_is_that_of_the_op(name):
     layer = made(OPTIONS[name])
     x_BLD = jax.random.normal(jax.random.key(2), (B, L, D))
-    found = quick_jit(lambda layer, x: layer(x, context())[0])(layer, x_BLD)
+    found = jax.jit(lambda layer, x: layer(x, context())[0])(layer, x_BLD)
     x, (q, k, v, out) = (
         np.asarray(x_BLD, np.float64),
         (
@@ -67,7 +65,7 @@ def test_each_option_is_that_of_the_op(name):
 def test_decoding_after_a_prefix_is_the_whole_sequence(name):
     layer = made(OPTIONS[name])
     x_BLD = jax.random.normal(jax.random.key(2), (B, L, D))
-    run = quick_jit(lambda layer, x, ctx, cache: layer(x, ctx, cache)[:2])
+    run = jax.jit(lambda layer, x, ctx, cache: layer(x, ctx, cache)[:2])
     whole, _ = run(layer, x_BLD, context(), None)
     cache, parts = layer.init_cache(B, L + 2), []
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 11)):
@@ -80,9 +78,7 @@ def test_decoding_after_a_prefix_is_the_whole_sequence(name):
 def test_sinks_are_learned_and_sharded_like_heads():
     layer = made({"sinks": True})
     x_BLD = jax.random.normal(jax.random.key(2), (B, L, D))
-    gradient = quick_jit(jax.grad(lambda layer: jnp.sum(jnp.sin(layer(x_BLD, context())[0]))))(
-        layer
-    )
+    gradient = jax.jit(jax.grad(lambda layer: jnp.sum(jnp.sin(layer(x_BLD, context())[0]))))(layer)
     assert (np.abs(gradient.sinks[...]) > 1e-4).all()
     assert layer.sinks.get_metadata()["axes"] == ("heads",)
     assert made({}).sinks is None

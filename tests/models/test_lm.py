@@ -27,7 +27,6 @@ from maxmeg.state import array_name
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 VOCAB, LENGTH = 37, 12
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 KINDS = {
     "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.l2},
     "gpt2": {
@@ -113,7 +112,7 @@ def random_ids(rows: int = 2) -> jax.Array:
 def forward(kind: str):
     """(model, logits of the random ids)."""
     _, model = make(kind)
-    return model, quick_jit(lambda model, ids: model(ids))(model, random_ids())
+    return model, jax.jit(lambda model, ids: model(ids))(model, random_ids())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,7 +160,7 @@ def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
         hidden = model.hidden(batch["tokens"], Context(positions))[0]
         return model.token_losses(hidden, batch, TrainConfig(loss_chunk=7))
 
-    (loss, losses), gradients = quick_jit(jax.value_and_grad(loss_fn, has_aux=True))(model)
+    (loss, losses), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(model)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     expected = jax.nn.logsumexp(logits, axis=-1) - picked
     np.testing.assert_allclose(losses, expected, atol=SAME)
@@ -244,7 +243,7 @@ def test_no_output_depends_on_a_later_input(kind):
         changed.embedding = lambda _: rows
         return jnp.sin(changed.hidden(ids, Context(positions))[0][0]).sum(-1)
 
-    jacobian = quick_jit(jax.jacrev(outputs))(jax.random.normal(jax.random.key(2), (LENGTH, 32)))
+    jacobian = jax.jit(jax.jacrev(outputs))(jax.random.normal(jax.random.key(2), (LENGTH, 32)))
     seen = np.asarray(jnp.abs(jacobian).sum(-1))
     assert not np.triu(seen, 1).any()
     assert (np.tril(seen) + np.triu(np.ones_like(seen), 1) > 0).all()
@@ -254,7 +253,7 @@ def test_no_output_depends_on_a_later_input(kind):
 def test_prefill_and_decode_equal_forward(kind):
     model, logits = forward(kind)
     ids, first = random_ids(), LENGTH // 2
-    step = quick_jit(forward_cached)
+    step = jax.jit(forward_cached)
     last, cache = step(model, ids[:, :first], jnp.int32(0), model.stack.init_cache(2, LENGTH))
     for i in range(first, LENGTH + 1):
         assert float(jnp.abs(last - logits[:, i - 1]).max()) < SAME
@@ -272,9 +271,9 @@ def test_packed_documents_equal_documents_alone(kind):
     def logits(model, ids):
         return model.logits(model.hidden(ids, Context(positions, segments))[0])
 
-    packed = quick_jit(logits)(model, ids)
+    packed = jax.jit(logits)(model, ids)
     both = jnp.concatenate([ids, jnp.roll(ids, -cut, axis=1)])  # each first in a row; causal
-    alone = quick_jit(lambda model, ids: model(ids))(model, both)
+    alone = jax.jit(lambda model, ids: model(ids))(model, both)
     expected = jnp.concatenate([alone[0, :cut], alone[1, : LENGTH - cut]])
     np.testing.assert_allclose(packed[0], expected, atol=SAME)
 
@@ -288,7 +287,7 @@ def test_packed_documents_do_not_leak():
         ctx = Context(jnp.arange(LENGTH)[None], segments)
         return jnp.sum(jnp.sin(model.hidden(ids, ctx)[0][0, cut:]))
 
-    gradient = quick_jit(jax.grad(second))(model).embedding.table[...]
+    gradient = jax.jit(jax.grad(second))(model).embedding.table[...]
     assert not gradient[:cut].any() and gradient[cut:LENGTH].any(axis=-1).all()
 
 
@@ -298,7 +297,7 @@ def test_dropout_needs_a_key_and_differs_by_key(place):
     ids, rows = random_ids(), jnp.arange(2)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
 
-    @quick_jit
+    @jax.jit
     def run(key):
         return model.hidden(ids, Context(positions, rows_B=rows, dropout_key=key))[0]
 
@@ -314,7 +313,7 @@ def test_dropout_needs_a_key_and_differs_by_key(place):
 def test_initial_weights_have_their_deviations(scaled):
     changes = {"num_layers": 8, "hidden_size": 64, "scaled_output_init": scaled}
     config = make_config("gpt2", **changes)
-    model = quick_jit(lambda key: LM(key, config))(jax.random.key(0))
+    model = jax.jit(lambda key: LM(key, config))(jax.random.key(0))
     for path, array in jax.tree_util.tree_leaves_with_path(model):
         name = array_name(path)
         if name.endswith(("norm.weight", "bias")):

@@ -1,6 +1,5 @@
 """What a layer keeps for backward, and that gradients do not depend on it."""
 
-import functools
 import itertools
 
 import jax
@@ -14,7 +13,6 @@ from maxmeg.models.lm import LM
 
 B, L, D, LAYERS = 2, 1024, 64, 3
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 TOLERANCE = 2e-6  # of the largest value, float32
 UNROLLED = ((Recompute.none, False), (Recompute.full, False))  # recompute, scan_layers
 KINDS = {
@@ -70,7 +68,7 @@ def test_gradients_depend_neither_on_recomputation_nor_on_the_loop(kind):
     found = []
     for recompute, scan_layers in (*itertools.product(Recompute, [True]), *UNROLLED):
         _, stack, function = run(kind, recompute.value, scan_layers)
-        gradient = quick_jit(jax.grad(lambda s, x, f=function: jnp.sum(jnp.sin(f(s, x))), (0, 1)))
+        gradient = jax.jit(jax.grad(lambda s, x, f=function: jnp.sum(jnp.sin(f(s, x))), (0, 1)))
         found.append(jax.tree.leaves(gradient(stack, x_BLD)))
     for others in found[1:]:
         for a, b in zip(found[0], others, strict=True):
@@ -84,7 +82,7 @@ def test_a_cache_is_the_same_with_and_without_the_loop():
     found = []
     for scan_layers in (True, False):
         _, stack, _ = run("llama", "none", scan_layers)
-        out = quick_jit(lambda s, x: s(x, ctx, s.init_cache(B, 12))[:2])
+        out = jax.jit(lambda s, x: s(x, ctx, s.init_cache(B, 12))[:2])
         found.append(out(stack, x_BLD))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

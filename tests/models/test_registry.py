@@ -1,6 +1,5 @@
 """Every named architecture has its published size, and a small model of each kind works."""
 
-import functools
 import json
 import typing
 
@@ -23,7 +22,6 @@ SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 REPLICATED = 0.02  # of the parameters
 VOCAB, LENGTH, FIRST = 37, 12, 6
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 # Numbers of the files on Hugging Face or of model cards, each parameter once; of the text part of
 # Gemma 3. Falcon's files hold the tied table twice: 7,217,189,760 and 41,835,970,560.
@@ -231,7 +229,7 @@ def properties(model: LM, ids_BL: jax.Array) -> Found:
 def test_a_small_model_trains_is_causal_and_decodes(family: str):
     model = random_model(small(SMALL[family]))
     ids_BL = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, VOCAB)
-    found = quick_jit(properties)(model, ids_BL)
+    found = jax.jit(properties)(model, ids_BL)
     assert jnp.isfinite(found.loss) and 1 < found.loss < 100
     assert found.seen_L[: FIRST + 1].all() and not found.seen_L[FIRST + 1 :].any()
     assert float(jnp.std(found.forward_BLV)) > 0.1

@@ -1,6 +1,5 @@
 """Every attention backend over one table, against softmax attention in float64 NumPy."""
 
-import functools
 import logging
 import re
 
@@ -29,7 +28,6 @@ from maxmeg.ops.backend import Device
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 CPU = Device("cpu")
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 ROUNDED = ("grouped", "uneven blocks", "documents", "everything", "heads of 128")
 
 
@@ -54,7 +52,7 @@ def attend(arrays, operands, spec, **options):
     def call(arrays, others):
         return attention(*arrays, spec, others._replace(offset=operands.offset), **options)
 
-    return jax.tree.map(np.asarray, quick_jit(call)(arrays, operands))
+    return jax.tree.map(np.asarray, jax.jit(call)(arrays, operands))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -66,10 +64,10 @@ def test_results_and_gradients_equal_the_reference(name, dtype, backend, monkeyp
     device = choice.target_device()
     if reason := module.BACKENDS[backend].refuses(*arrays[:3], case.spec, operands, device):
         with pytest.raises(ValueError, match=re.escape(reason)):  # named, it never gives way
-            run(case, arrays, operands, backend, quick_jit)
+            run(case, arrays, operands, backend, jax.jit)
         return
     wanted = expected(case, arrays, operands)
-    found = run(case, arrays, operands, backend, quick_jit)
+    found = run(case, arrays, operands, backend, jax.jit)
     assert set(found) == set(wanted) - (set() if case.sinks else {"dsinks"})
     assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
     errors = {key: error(found[key], wanted[key]) for key in found}
@@ -89,9 +87,9 @@ def test_gradients_are_differences(name, monkeypatch):
 
     rng = np.random.default_rng(3)
     towards = [rng.normal(size=x.shape).astype(np.float32) for x in inputs]
-    gradient = quick_jit(jax.grad(loss))(inputs, operands)
+    gradient = jax.jit(jax.grad(loss))(inputs, operands)
     slope = sum(np.vdot(g, d) for g, d in zip(gradient, towards, strict=True))
-    value, step = quick_jit(loss), 1e-2
+    value, step = jax.jit(loss), 1e-2
     ends = [
         value([x + way * d for x, d in zip(inputs, towards, strict=True)], operands)
         for way in (step, -step)
@@ -104,7 +102,7 @@ def test_gradients_are_differences(name, monkeypatch):
 )
 def test_a_traced_offset_is_a_static_one(name, monkeypatch):
     case, arrays, operands = prepared(name, "float32", monkeypatch)
-    run = quick_jit(
+    run = jax.jit(
         lambda arrays, operands: attention(
             *arrays, case.spec, operands, with_lse=True, backend="xla"
         )
@@ -152,8 +150,8 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(name, value, 
         array[:, dead] = 0
     for array in strange[3:]:
         array[:, dead] = value
-    wanted = run(case, clean, operands, "xla", quick_jit)
-    found = run(case, strange, operands, "xla", quick_jit)
+    wanted = run(case, clean, operands, "xla", jax.jit)
+    found = run(case, strange, operands, "xla", jax.jit)
     for key in ("out", "lse", "dq"):
         np.testing.assert_allclose(found[key][:, live], wanted[key][:, live], rtol=1e-5, atol=1e-6)
     assert np.isnan(found["out"][:, dead]).all() and np.isnan(found["lse"][:, dead]).all()
@@ -172,7 +170,7 @@ def test_a_document_of_padding_holds_what_it_likes():
         filled = [
             np.where(rows, x, np.float32(value)) for rows, x in zip(live, arrays, strict=True)
         ]
-        return run(case, filled, operands, "xla", quick_jit)
+        return run(case, filled, operands, "xla", jax.jit)
 
     found = padded(np.nan)
     for key, wanted in padded(0).items():
@@ -184,12 +182,12 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
         CASES["before the keys"],
         *arrays_of(CASES["before the keys"], "float32"),
     )
-    found = run(case, arrays, operands, "xla", quick_jit)
+    found = run(case, arrays, operands, "xla", jax.jit)
     assert not found["out"][:, :4].any() and not found["dq"][:, :4].any()
     assert (found["lse"][:, :4] == np.float32(UNSEEN)).all() and np.isfinite(found["lse"]).all()
     case = CASES["sinks alone"]
     arrays, operands = arrays_of(case, "float32")
-    found = run(case, arrays, operands, "xla", quick_jit)
+    found = run(case, arrays, operands, "xla", jax.jit)
     np.testing.assert_allclose(found["lse"][:, :4], np.broadcast_to(operands.sinks_H, (2, 4, 2)))
     assert not found["out"][:, :4].any()
 
@@ -230,7 +228,7 @@ def test_memory_grows_with_the_length_alone(spec, monkeypatch):
         def loss(qkv, segments):
             return jnp.sum(attention(*qkv, spec, Operands(0, segments)))
 
-        compiled = quick_jit(jax.grad(loss)).lower((x, x, x), segments).compile()
+        compiled = jax.jit(jax.grad(loss)).lower((x, x, x), segments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     small, large = temporaries(1024), temporaries(2048)

@@ -25,7 +25,6 @@ from maxmeg.planning import hlo
 FINITE_DIFFERENCES = 1e-3  # float32, steps of 1e-2
 CPU, GPU = Device("cpu"), Device("cuda")
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 P = jax.sharding.PartitionSpec
 ROUNDED = ("sure of itself", "all", "kernels")
 
@@ -53,7 +52,7 @@ def prepared(name: str, dtype: str, monkeypatch) -> tuple[Case, list[np.ndarray]
 )
 def test_losses_and_gradients_equal_the_reference(name, dtype, backend, monkeypatch):
     case, arrays = prepared(name, dtype, monkeypatch)
-    wanted, found = expected(case, arrays), run(case, arrays, backend, quick_jit)
+    wanted, found = expected(case, arrays), run(case, arrays, backend, jax.jit)
     assert found["loss"].dtype == found["losses"].dtype == "float32"
     assert found["dh"].dtype == found["dw"].dtype == dtype
     errors = {key: error(found[key], wanted[key]) for key in wanted}
@@ -69,7 +68,7 @@ def test_without_gradients_the_loss_is_the_same(name, backend, monkeypatch):
     case, arrays = prepared(name, "float32", monkeypatch)
     call = functools.partial(linear_cross_entropy, spec=case.spec, backend=backend)
     wanted = expected(case, arrays)
-    for key, found in zip(("loss", "losses"), quick_jit(call)(*arrays), strict=True):
+    for key, found in zip(("loss", "losses"), jax.jit(call)(*arrays), strict=True):
         assert error(found, wanted[key]) <= TOLERANCE["float32"]
 
 
@@ -83,9 +82,9 @@ def test_gradients_are_differences(name):
 
     rng = np.random.default_rng(3)
     dh, dw = (rng.normal(size=x.shape).astype(np.float32) for x in (h, w))
-    slopes = quick_jit(jax.grad(loss, argnums=(0, 1)))(h, w)
+    slopes = jax.jit(jax.grad(loss, argnums=(0, 1)))(h, w)
     slope = sum(np.vdot(g, d) for g, d in zip(slopes, (dh, dw), strict=True))
-    value, step = quick_jit(loss), 1e-2
+    value, step = jax.jit(loss), 1e-2
     difference = value(h + step * dh, w + step * dw) - value(h - step * dh, w - step * dw)
     assert difference / (2 * step) == pytest.approx(slope, rel=FINITE_DIFFERENCES)
 
@@ -93,7 +92,7 @@ def test_gradients_are_differences(name):
 @EVERY
 def test_huge_logits_stay_finite(backend, monkeypatch):
     case, (h, w, targets, weights) = prepared("plain", "float32", monkeypatch)
-    found = run(case, [1e4 * h, 1e4 * w, targets, weights], backend, quick_jit)
+    found = run(case, [1e4 * h, 1e4 * w, targets, weights], backend, jax.jit)
     assert all(np.isfinite(array).all() for array in found.values())
 
 
@@ -102,7 +101,7 @@ def test_a_token_of_weight_zero_reaches_neither_the_sum_nor_other_tokens(backend
     case, arrays = prepared("all", "float32", monkeypatch)
     strange = arrays[0].copy()
     strange[arrays[3] == 0] = np.nan
-    found = run(case, [strange, *arrays[1:]], backend, quick_jit)
+    found = run(case, [strange, *arrays[1:]], backend, jax.jit)
     wanted = expected(case, arrays)
     assert error(found["loss"], wanted["loss"]) <= TOLERANCE["float32"]
     assert error(found["dh"], wanted["dh"]) <= TOLERANCE["float32"]
@@ -129,7 +128,7 @@ def test_a_vocabulary_over_devices_is_the_whole_one(name, backend, monkeypatch):
     wanted = expected(case, [h, w, targets, weights], scale=1.0)
     padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
     run, _ = over_vocabulary(case, backend)
-    loss, losses, dh, dw = quick_jit(run)(h, padded, targets, weights)
+    loss, losses, dh, dw = jax.jit(run)(h, padded, targets, weights)
     assert not dw[case.words :].any()
     found = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
     for key, array in found.items():
@@ -144,7 +143,7 @@ def test_communication_is_a_few_numbers_a_token(backend, smoothing, numbers, mon
     case = Case(64, 16, 64, label_smoothing=smoothing, chunk=16, tiles=(16, 2, 64, 2))
     monkeypatch.setattr(tiled, "TILES", tiled.Tiles(*case.tiles, multiple=1))
     run, mesh = over_vocabulary(case, backend)
-    compiled = quick_jit(run).lower(*arrays_of(case, "float32")).compile()
+    compiled = jax.jit(run).lower(*arrays_of(case, "float32")).compile()
     rows = hlo.collectives(hlo.parse(compiled.as_text()), dict(mesh.shape))
     assert {(row.kind, row.axes) for row in rows} == {("all-reduce", VOCAB_AXES)}
     assert sum(row.volume for row in rows) == 4 * numbers * case.tokens
@@ -168,7 +167,7 @@ def test_number_of_matrix_products(backend, options, products, monkeypatch):
     arrays = arrays_of(case, "float32")
 
     def count(function) -> float:
-        text = quick_jit(function).lower(*arrays).compile().as_text()
+        text = jax.jit(function).lower(*arrays).compile().as_text()
         each = 2 * case.tokens * case.width * case.words
         return hlo.matrix_flops(hlo.parse(text)) / each
 
@@ -183,7 +182,7 @@ def largest_array(backend: str, chunk: int) -> int:
     spec = CrossEntropySpec(800, 1e-3, 5.0, chunk, 0.1)
     call = functools.partial(linear_cross_entropy, spec=spec, backend=backend)
     gradient = jax.grad(call, argnums=(0, 1), has_aux=True)
-    lowered = quick_jit(gradient).lower(h, w, targets, weights)
+    lowered = jax.jit(gradient).lower(h, w, targets, weights)
     shapes = re.findall(r"\w+\[([\d,]+)\]", lowered.compile().as_text())
     return max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
 

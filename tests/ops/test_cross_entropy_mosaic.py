@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ops.cross_entropy_cases import CASES, TOLERANCE, Case, arrays_of, error, expected, run
-from ops.test_cross_entropy import over_vocabulary, quick_jit
+from ops.test_cross_entropy import over_vocabulary
 
 import maxmeg.ops.cross_entropy_mosaic as mosaic
 from maxmeg.ops.backend import Device
@@ -71,7 +71,7 @@ def test_losses_and_gradients_equal_the_reference(name, modelled):
     modelled.setattr(mosaic, "CHUNK", 8 * case.tokens)
     assert mosaic.chunk_words(case.tokens, case.words) == 8
     arrays = arrays_of(case, "float32")
-    wanted, found = expected(case, arrays), run(case, arrays, "mosaic", quick_jit)
+    wanted, found = expected(case, arrays), run(case, arrays, "mosaic", jax.jit)
     errors = {key: error(found[key], wanted[key]) for key in wanted}
     assert max(errors.values()) <= TOLERANCE["float32"], errors
 
@@ -82,7 +82,7 @@ def test_a_vocabulary_over_devices_is_the_whole_one(modelled):
     wanted = expected(case, [h, w, targets, weights], scale=1.0)
     gradient, _ = over_vocabulary(case, "mosaic")
     padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
-    loss, losses, dh, dw = quick_jit(gradient)(h, padded, targets, weights)
+    loss, losses, dh, dw = jax.jit(gradient)(h, padded, targets, weights)
     found = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
     for key, array in found.items():
         assert error(array, wanted[key]) <= TOLERANCE["float32"], key

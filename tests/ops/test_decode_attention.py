@@ -30,7 +30,6 @@ from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_page
 HOPPER = Device("cuda", (9, 0))
 ROUNDED = ("grouped", "drafts, several blocks", "everything")
 # Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 @pytest.mark.parametrize("backend", module.BACKENDS)
@@ -46,7 +45,7 @@ def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkey
         with pytest.raises(ValueError, match=re.escape(reason)):  # named, it never gives way
             run(case, *arrays, backend)
         return
-    found = run(case, *arrays, backend, quick_jit)
+    found = run(case, *arrays, backend, jax.jit)
     assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
     measured = errors(found, expected(case, *arrays))
     assert all(e <= TOLERANCE[dtype] for e in measured.values()), measured
@@ -55,12 +54,12 @@ def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkey
 def test_it_is_attention_over_the_gathered_cache():
     case = CASES["everything"]
     q, cache, sinks = arrays_of(case, "float32")
-    found = run(case, q, cache, sinks, "auto", quick_jit)
+    found = run(case, q, cache, sinks, "auto", jax.jit)
     for row in (0, 3):
         operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks)
         qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
         call = functools.partial(attention, spec=case.spec, operands=operands, with_lse=True)
-        wanted = quick_jit(call)(*qkv)
+        wanted = jax.jit(call)(*qkv)
         for part, whole in zip((found["out"], found["lse"]), wanted, strict=True):
             np.testing.assert_allclose(part[row], whole[0], rtol=1e-4, atol=1e-5)
 
@@ -78,10 +77,10 @@ def test_what_is_not_finite_reaches_its_own_row_alone():
     """A key that is seen is NaN in the row, as in `attention`; the other rows are as they were."""
     case = CASES["several blocks"]
     q, cache, sinks = arrays_of(case, "float32")
-    wanted = run(case, q, cache, sinks, "xla", quick_jit)
+    wanted = run(case, q, cache, sinks, "xla", jax.jit)
     pages = cache.k_pages_PSGK.copy()
     pages[cache.page_table_BN[1, 2]] = np.nan
-    found = run(case, q, cache._replace(k_pages_PSGK=pages), sinks, "xla", quick_jit)
+    found = run(case, q, cache._replace(k_pages_PSGK=pages), sinks, "xla", jax.jit)
     for key in ("out", "lse"):
         assert np.isnan(found[key][1]).all()
         others = [0, 2, 3, 4]
@@ -103,7 +102,7 @@ def test_memory_does_not_grow_with_the_cache(monkeypatch):
 
     def temporaries(pages: int) -> int:
         arguments = described(Case(pages=pages), jnp.float32, 5 * pages)
-        compiled = quick_jit(decode_attention).lower(*arguments).compile()
+        compiled = jax.jit(decode_attention).lower(*arguments).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
     small, large = temporaries(64), temporaries(1024)
@@ -189,7 +188,7 @@ def test_written_keys_are_the_last_of_their_rows_and_nothing_else_changes(querie
     _, cache, _ = arrays_of(Case(lengths), "float32")
     new = np.random.default_rng(1).normal(size=(6, queries, 2, 64)).astype(np.float32)
     before = jnp.nan_to_num(jnp.asarray(cache.k_pages_PSGK), nan=7.0)
-    after = quick_jit(write_pages)(before, new, cache.page_table_BN, cache.lengths_B)
+    after = jax.jit(write_pages)(before, new, cache.page_table_BN, cache.lengths_B)
     whole = cache._replace(k_pages_PSGK=np.asarray(after))
     for row, length in enumerate(lengths):
         count = min(length, queries)

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from layouts import mesh_of, tiny, tiny_batch
+from hf_cases import VOCAB, families, old
 from safetensors.numpy import load_file, save_file
 
-from maxmeg.checkpoint.layout import on_disk
-from maxmeg.config.model import DType, ModelConfig, Norm
+from maxmeg.config.model import ModelConfig, Norm
 from maxmeg.hf import tables
 from maxmeg.hf.families import (
     FAMILIES,
@@ -30,141 +29,14 @@ from maxmeg.hf.families import (
 )
 from maxmeg.hf.keys import Key
 from maxmeg.models.lm import LM
-from maxmeg.optim.build import make_optimizer
-from maxmeg.state import (
-    VOCABULARY_TABLES,
-    abstract_state,
-    array_name,
-    from_tree,
-    nested,
-    to_arrays,
-)
-from maxmeg.step import make_eval_step
+from maxmeg.state import VOCABULARY_TABLES, array_name
 
-LOSS = 1e-5  # relative
 LOGITS = 1e-4  # largest error over the scale of the logits
 GRADIENTS = 1e-4  # largest error over the largest gradient of each array
 FLOOR = 1e-7  # the key's bias has no gradient in exact arithmetic
-VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 61, 2, 32, 4, 24
-WINDOW = 9  # shorter than the rows
+LENGTH = 24
 PUBLISHED = sorted((Path(__file__).parents[1] / "golden" / "configs").glob("*.json"))
-FACTORS = [1.0 + i / 2 for i in range(HIDDEN // HEADS // 2)]
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
-GATED = {**SIZES, "intermediate_size": 48, "num_key_value_heads": 2}
-OLD = {
-    "vocab_size": VOCAB,
-    "n_embd": HIDDEN,
-    "n_layer": LAYERS,
-    "n_head": HEADS,
-    "n_positions": 40,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 500.0,
-    "short_factor": FACTORS[::-1],
-    "long_factor": FACTORS,
-    "factor": 4.0,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,
-    "beta_fast": 2.0,
-    "beta_slow": 0.5,
-    "truncate": False,
-    "original_max_position_embeddings": 16,
-}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
-LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-GEMMA = {**GATED, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 20}
-GEMMA |= {"sliding_window": WINDOW}
-BY_TYPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
-}
-CASES = {  # name -> (architecture, settings of its configuration class)
-    "llama": ("LlamaForCausalLM", {**GATED, "attention_bias": True, "mlp_bias": True}),
-    "llama 3": (
-        "LlamaForCausalLM",
-        {**GATED, "head_dim": 12, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
-    ),
-    "mistral": ("MistralForCausalLM", {**GATED, "sliding_window": WINDOW, "rope_parameters": YARN}),
-    "qwen 2": (
-        "Qwen2ForCausalLM",
-        {**GATED, "tie_word_embeddings": True, "rope_parameters": DYNAMIC}
-        | {"max_position_embeddings": 16},
-    ),
-    "qwen 3": (
-        "Qwen3ForCausalLM",
-        {**GATED, "head_dim": 12, "use_sliding_window": True, "sliding_window": WINDOW}
-        | {"max_window_layers": 0},
-    ),
-    "gemma 2": (
-        "Gemma2ForCausalLM",
-        {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    ),
-    "gemma 3": (
-        "Gemma3ForCausalLM",
-        {**GEMMA, "sliding_window_pattern": 2, "rope_parameters": BY_TYPE},
-    ),
-    "olmo 2": ("Olmo2ForCausalLM", {**GATED, "rope_parameters": LINEAR}),
-    "phi 3": (
-        "Phi3ForCausalLM",
-        {**GATED, "sliding_window": WINDOW, "rope_parameters": LONGROPE}
-        | {"original_max_position_embeddings": 16},
-    ),
-    "neox": ("GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 48}),
-    "neox, one after the other": (
-        "GPTNeoXForCausalLM",
-        {**SIZES, "intermediate_size": 48, "use_parallel_residual": False},
-    ),
-    "falcon 7b": ("FalconForCausalLM", {**SIZES, "bias": True}),
-    "falcon 40b": (
-        "FalconForCausalLM",
-        {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2},
-    ),
-    "falcon 11b": (
-        "FalconForCausalLM",
-        {**SIZES, "new_decoder_architecture": True, "num_kv_heads": 2}
-        | {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": 48, "tie_word_embeddings": False},
-    ),
-    "falcon, one after the other": (
-        "FalconForCausalLM",
-        {**SIZES, "multi_query": False, "parallel_attn": False},
-    ),
-    "starcoder 2": ("Starcoder2ForCausalLM", {**GATED, "sliding_window": WINDOW}),
-    "nemotron": ("NemotronForCausalLM", {**GATED, "num_key_value_heads": 1}),
-    "gpt 2": ("GPT2LMHeadModel", OLD),
-    "gpt j": ("GPTJForCausalLM", {**OLD, "rotary_dim": 4}),
-}
-
+CASES = families() | {"gpt j": ("GPTJForCausalLM", {**old(), "rotary_dim": 4})}
 IN_FILES = {("GPTNeoXForCausalLM", "lm_head.weight"): "embed_out.weight"}
 
 
@@ -270,7 +142,7 @@ def exported(ours, model: ModelConfig, family: str) -> dict[str, np.ndarray]:
     return found
 
 
-@quick_jit
+@jax.jit
 def evaluated(model: LM, ids_BL: jax.Array):
     """(loss, logits), gradients."""
 
@@ -284,6 +156,15 @@ def evaluated(model: LM, ids_BL: jax.Array):
 
 def close(found: np.ndarray, wanted: np.ndarray, tolerance: float, floor: float = 0.0) -> bool:
     return np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max() + floor
+
+
+def assert_same_gradients(ours, theirs, model: ModelConfig, family: str):
+    """Of every tensor of theirs after its backward."""
+    truth = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
+    truth = {IN_FILES.get((family, name), name): grad for name, grad in truth.items()}
+    for tensor, gradient in exported(ours, model, family).items():
+        assert close(gradient, truth.pop(tensor), GRADIENTS, FLOOR), tensor
+    assert not truth
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -304,11 +185,7 @@ def test_family(name, tmp_path, heard):
     (value, logits), gradients = evaluated(ours, jnp.asarray(ids))
     assert close(np.asarray(logits), wanted, LOGITS)
     assert float(value) == pytest.approx(float(output.loss.detach()), rel=LOGITS)
-    truth = {name: parameter.grad.numpy() for name, parameter in theirs.named_parameters()}
-    truth = {IN_FILES.get((family, name), name): grad for name, grad in truth.items()}
-    for tensor, gradient in exported(gradients, model, family).items():
-        assert close(gradient, truth.pop(tensor), GRADIENTS, FLOOR), tensor
-    assert not truth
+    assert_same_gradients(gradients, theirs, model, family)
 
     back = exported(ours, model, family)
     assert back.keys() == tensors.keys()
@@ -352,41 +229,6 @@ def test_published_files_are_read_as_they_read_them(path):
     told = json.loads(kind.from_dict(written).to_json_string(use_diff=False))
     told.pop("auto_map", None)
     assert not differences(model_config(written), model_config(told))
-
-
-@pytest.mark.parametrize("name", ["gemma 3", "falcon 40b", "phi 3"])
-def test_family_on_a_mesh(name, tmp_path):
-    """The loss of weights cut over pipe, fsdp and tensor is theirs. (tests/test_step.py has the
-    layouts and options; here are layers of two kinds, norms of mixers, and fused tensors.)"""
-    family = CASES[name][0]
-    theirs, settings = saved(name, tmp_path)
-    model = dataclasses.replace(model_config(settings), dtype=DType.float32)
-    ours = imported(load_file(tmp_path / "model.safetensors"), model, family)
-    config = tiny(vars(model), {"micro_batch_size": 2}, pipe=2, fsdp=2, tensor=2)
-    mesh = mesh_of(config)
-    abstract = {"model": abstract_state(config, make_optimizer(config.optim), mesh).model}
-    shapes = on_disk(to_arrays(abstract), abstract["model"].stack.layout)
-    arrays = {}
-    for array, leaf in to_arrays({"model": ours}).items():
-        leaf, rows = np.asarray(leaf), shapes[array].shape[0]
-        padded = np.zeros(shapes[array].shape, leaf.dtype)  # another padding of the vocabulary
-        padded[: len(leaf)] = leaf[:rows]
-        arrays[array] = jax.device_put(padded, shapes[array].sharding)
-    placed = from_tree(nested(arrays), abstract)["model"]
-    batch = tiny_batch(config, mesh)
-    sums = make_eval_step(config, mesh, abstract["model"])(placed, batch)
-
-    tokens, targets, weights = (
-        torch.tensor(np.concatenate(np.asarray(batch[key])))
-        for key in ("tokens", "targets", "loss_mask")
-    )
-    with torch.no_grad():
-        logits = theirs(tokens.long()).logits
-    losses = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1), targets.long().flatten(), reduction="none"
-    )
-    wanted = float((losses * weights.flatten()).sum() / weights.sum())
-    assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(wanted, rel=LOSS)
 
 
 def test_text_part_of_a_model_that_sees(tmp_path):

@@ -16,8 +16,9 @@ import tokenizers
 import torch
 import transformers
 from chats import CHATS, TEMPLATES, TOKENS
+from hf_cases import VOCAB, gated, longrope
 from safetensors.numpy import load_file
-from test_families_oracle import CASES, GATED, LONGROPE, VOCAB, imported, quick_jit, saved
+from test_families_oracle import CASES, imported, saved
 
 from maxmeg.data.chat import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers import load_tokenizer
@@ -28,8 +29,8 @@ from maxmeg.inference.sampling import Sampling
 COUNT = 32
 LENGTHS = (8, 3, 5)
 LONGER = {"phi 3": (20, 17, 18)}  # than the original length, from the first token on
-SETTLED = {**LONGROPE, "original_max_position_embeddings": 64}  # longer than every text
-MORE = {"longrope": ("LlamaForCausalLM", {**GATED, "rope_parameters": SETTLED})}
+SETTLED = {**longrope(8), "original_max_position_embeddings": 64}  # longer than every text
+MORE = {"longrope": ("LlamaForCausalLM", {**gated(), "rope_parameters": SETTLED})}
 
 
 def enlivened(model, folder):
@@ -65,7 +66,7 @@ def theirs_greedy(model, prompts) -> np.ndarray:
 
 def ours_greedy(model, prompts) -> np.ndarray:
     request = Request(COUNT, Sampling(temperature=0))
-    run = quick_jit(lambda model, prompts, key: generate(model, prompts, key, request)[0])
+    run = jax.jit(lambda model, prompts, key: generate(model, prompts, key, request)[0])
     padded = pad(prompts, range(len(prompts)), len(prompts))
     return np.asarray(run(model, padded, jax.random.key(0)))
 

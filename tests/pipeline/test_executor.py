@@ -27,7 +27,6 @@ from maxmeg.step import make_eval_step, make_gradients, make_train_step
 TOLERANCE = 5e-6  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 LAYERS = 8
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 MODELS = {
     "llama": {},
@@ -81,7 +80,7 @@ def run(model: str, parallel: dict, settings: dict, micro: int, layers: int = LA
     config = tiny(fields, {"z_loss": 1e-3, "micro_batch_size": micro}, **parallel)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
-    function = quick_jit(make_gradients(config, mesh, abstract.model))
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
     found, sums = function(state.model, tiny_batch(config, mesh), state.key)
     layout = abstract.model.stack.layout
     arrays = {}
@@ -150,7 +149,7 @@ def test_evaluation_and_learning(chunks):
     assert step._cache_size() == evaluate._cache_size() == 1
 
 
-def compiled(parallel: dict, microbatches: int, optimized: bool = False, **model):
+def compiled(parallel: dict, microbatches: int, **model):
     """(config, the compiled train step) on a batch of `microbatches` a replica."""
     replicas = parallel.get("data", 1) * parallel["fsdp"]
     sizes = {"micro_batch_size": 1, "global_batch_size": microbatches * replicas}
@@ -161,8 +160,7 @@ def compiled(parallel: dict, microbatches: int, optimized: bool = False, **model
     optimizer, abstract, _ = tiny_state(config, mesh)
     step = make_train_step(config, mesh, optimizer, abstract)
     lowered = step.lower(abstract, tiny_batch(config, mesh), controls(mesh))
-    options = None if optimized else {"xla_backend_optimization_level": 0}
-    return config, lowered.compile(options)
+    return config, lowered.compile()
 
 
 def temporary(schedule: dict, microbatches: int) -> int:

@@ -1,7 +1,6 @@
 """Backward in two lanes: the same gradients, every product once, the least stored between."""
 
 import collections
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,6 @@ KINDS = {
         "parallel_block": True,
     },
 }
-quick_jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def layer(kind: str, recompute: Recompute, length: int):
@@ -67,7 +65,7 @@ def test_two_lanes_give_the_gradients_of_one(kind, recompute):
         assert [a.shape for a in deferred] == [s.shape for s in split.deferred]
         return whole, (split.backward_weight(residuals, params, given, deferred), dx), y
 
-    whole, parts, y = quick_jit(run)(params, x, jnp.cos(x))
+    whole, parts, y = jax.jit(run)(params, x, jnp.cos(x))
     np.testing.assert_allclose(y, unit(params, x, given), atol=1e-5)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
         assert np.abs(a - b).max() <= 2e-6 * np.abs(b).max() + 1e-9
