@@ -106,7 +106,7 @@ def test_images_in_colours_and_sizes():
     assert decode_image(grey.getvalue()).shape == (7, 9, 3)
     bomb = data.replace((9).to_bytes(4) + (7).to_bytes(4), (2**15).to_bytes(4) * 2)
     for bad in (b"", b"no image", data[: len(data) // 2], bomb):
-        with pytest.raises(ValueError, match=r"cannot be decoded|pixels are more than"):
+        with pytest.raises(ValueError, match="bytes cannot be decoded: "):
             decode_image(bad)
 
 
