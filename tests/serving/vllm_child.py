@@ -1,0 +1,44 @@
+"""vLLM's greedy tokens of the models in some folders, in a process of its own: it binds its threads
+to cores and logs much. python vllm_child.py JOBS.json ANSWERS.json"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",  # tiny models; and the cores may be busy
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+import vllm
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+
+def answer(folder: str, prompts: list[list[int]], count: int) -> dict:
+    """The tokens after each prompt, in float32."""
+    model = vllm.LLM(folder, dtype="float32", enforce_eager=True, max_num_seqs=len(prompts))
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    choice = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    found = model.generate(given, choice, use_tqdm=False)
+    return {"tokens": [list(one.outputs[0].token_ids) for one in found]}
+
+
+def main(jobs: str, answers: str) -> None:
+    found = {}
+    for name, (folder, prompts, count) in json.loads(Path(jobs).read_text()).items():
+        try:
+            found[name] = answer(folder, prompts, count)
+        except Exception as error:  # whatever it is, the other models are asked too
+            found[name] = {"error": repr(error)}
+        cleanup_dist_env_and_memory()
+    Path(answers).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
