@@ -268,8 +268,9 @@ class Mixture:
         """Samples that will be asked for soon."""
         members, numbers = self.locate(indices)
         for i, member in enumerate(self.members):
-            if getattr(member, "reads_ahead", False):
-                member.read_ahead(numbers[members == i])  # pyright: ignore
+            mine = members == i
+            if getattr(member, "reads_ahead", False) and mine.any():
+                member.read_ahead(numbers[mine])  # pyright: ignore
 
     def batch(self, indices: np.ndarray) -> Batch:
         """Samples by number, any >= 0, as every member gives them."""

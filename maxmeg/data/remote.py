@@ -11,11 +11,12 @@ import dataclasses
 import fcntl
 import functools
 import itertools
+import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,11 +26,14 @@ from maxmeg.data import checksum, storage
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.stored import appearing, digest, locked
 
+logger = logging.getLogger("maxmeg")
 _THREADS = 16  # requests under way in a process: a store answers many at once, each late
 _BLOCK = 1 << 24  # of an .idx, read at once
+_SHARE = 0.1  # of the room, that the chunks of a later batch may take
 _FILLED = 0.9  # of the room, taken after what was read longest ago has gone
 _STALE = 600  # seconds after which a chunk that did not appear was given up
 _CHECKED = 10  # seconds between two looks at an object that is read
+_DIGITS = 20
 _NOW, _LATER = 0, 1
 
 
@@ -160,6 +164,7 @@ class _Chunks:
         self._folder.mkdir(exist_ok=True)
         self._coming: dict[int, concurrent.futures.Future[bytes]] = {}
         self._lock, self._checked = threading.Lock(), time.monotonic()
+        self._warned = False
 
     def read(self, begin: int, end: int) -> bytes:
         parts = []
@@ -181,6 +186,16 @@ class _Chunks:
         wanted: set[int] = set()
         for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
             wanted.update(range(begin // self._chunk, -(-end // self._chunk)))
+        limit, size = self._corpus.room.limit, len(wanted) * self._chunk
+        if when == _LATER and size > _SHARE * limit:
+            return  # chunks would go again before they are read
+        if when == _NOW and size > limit and not self._warned:
+            self._warned = True
+            logger.warning(
+                f"one batch reads {len(wanted)} chunks of {self._path}, {size / 1e9:.3g} GB, more "
+                f"than data.cache_gb={limit / 1e9:g} keeps: all of them are fetched again and "
+                "again; raise it, or lower data.chunk_kb"
+            )
         for number in sorted(wanted):
             if not self._file(number).exists():
                 self._come(number, when)
@@ -276,28 +291,34 @@ class _Used:
 @contextlib.contextmanager
 def _locked(folder: str):
     """Bytes that chunks take, which one process of the node at a time may change."""
-    with open(os.path.join(folder, "used"), "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        used = _Used(int(file.read() or 0))
+    file = os.open(os.path.join(folder, "used"), os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        found = os.pread(file, _DIGITS, 0)
+        used = _Used(int(found) if found else sum(size for _, size, _ in _kept(folder)))
         yield used
-        file.truncate(0)
-        file.write(b"%d" % used.value)
-        file.flush()
+        os.pwrite(file, b"%0*d" % (_DIGITS, used.value), 0)  # as long as before: never half of it
+    finally:
+        os.close(file)
 
 
 def _evict(room: Room, wanted: int) -> int:
     """Removes chunks until `wanted` bytes have room, and some more; returns the bytes left."""
-    found, total = [], 0
-    for path in Path(room.folder).glob("*/chunks-*/*"):
-        with contextlib.suppress(FileNotFoundError):
-            about = path.stat()
-            total += about.st_size
-            if path.suffix != ".tmp" or about.st_mtime < time.time() - _STALE:
-                found.append((about.st_mtime_ns, about.st_size, path))
-    for _, size, path in sorted(found):
+    kept = sorted(_kept(room.folder))
+    total = sum(size for _, size, _ in kept)
+    for read, size, path in kept:
         if total <= _FILLED * room.limit - wanted:
             break
-        path.unlink(missing_ok=True)
-        total -= size
+        if path.suffix != ".tmp" or read < time.time() - _STALE:
+            path.unlink(missing_ok=True)
+            total -= size
     return total
+
+
+def _kept(folder: str) -> Iterator[tuple[float, int, Path]]:
+    """When each chunk was read last, its bytes, and its file."""
+    for path in Path(folder).glob("*/chunks-*/*"):
+        with contextlib.suppress(FileNotFoundError):
+            about = path.stat()
+            yield about.st_mtime, about.st_size, path

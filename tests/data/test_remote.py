@@ -176,7 +176,8 @@ def test_a_connection_that_is_cut_is_tried_again(store, tmp_path):
     assert store.cuts == 0
 
 
-def test_a_store_that_fails_is_told_with_object_and_bytes(store, tmp_path):
+def test_a_store_that_fails_is_told_with_object_and_bytes(store, tmp_path, monkeypatch):
+    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # its own tries, each of ours
     far = opened(tmp_path, "s3://bucket/a")
     for path in chunks(tmp_path):
         path.unlink()
@@ -207,6 +208,19 @@ def test_the_cache_keeps_to_its_room_and_what_was_read_last(store, tmp_path):
         assert sum(path.stat().st_size for path in kept) <= room.limit
         assert "0" in {path.name for path in kept} and len(kept) <= 6
     assert not list(tmp_path.glob("*/chunks-*/*.tmp"))
+
+
+def test_room_for_less_than_a_batch_is_told(store, tmp_path, caplog):
+    """And still every sample comes; nothing is fetched before its time only to go again."""
+    room = Room(str(tmp_path), 3 * CHUNK, CHUNK)
+    corpus = IndexedDataset("s3://bucket/a", remote=open_remote("s3://bucket/a", room))
+    far = GptDataset([corpus], "1", 0, 16, 1000, 3)
+    far.read_ahead(np.arange(20))
+    time.sleep(0.1)
+    assert not list(tmp_path.glob("*/chunks-*/*"))
+    near = GptDataset([IndexedDataset(f"{store.folder}/a")], "1", 0, 16, 1000, 3)
+    assert_same(far, near)
+    assert caplog.text.count("more than data.cache_gb=3.072e-06 keeps") == 1
 
 
 def test_slices_are_those_of_an_array(store, tmp_path):
