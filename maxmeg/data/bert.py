@@ -57,12 +57,14 @@ class BertDataset(SentenceDataset):
         batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
         batch["loss_mask"] = np.zeros(shape, np.float32)
         batch["is_swapped"] = np.zeros(len(indices), np.int32)
+        random = np.random.RandomState(0)
         for row, n in enumerate(np.asarray(indices).tolist()):
-            self._fill({name: values[row : row + 1] for name, values in batch.items()}, n)
+            sample = {name: values[row : row + 1] for name, values in batch.items()}
+            self._fill(sample, n, random)
         return batch
 
-    def _fill(self, sample: Batch, n: int) -> None:
-        sentences, target, random = self.sentences(n)
+    def _fill(self, sample: Batch, n: int, random: np.random.RandomState) -> None:
+        sentences, target = self.sentences(n, random)
         first, second, is_swapped = self._segments(sentences, random)
         first, second = cut_ends(first, second, target, random)
         vocabulary = self._vocabulary

@@ -1,6 +1,8 @@
 """Which tokens of a sample are masked: whole words and runs of them, as Megatron-LM draws them."""
 
+import bisect
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import numpy as np
@@ -136,7 +138,7 @@ def masked_spans(
         if rules.geometric:
             n = min(int(random.geometric(_GEOMETRIC)), rules.max_ngram)
         else:
-            n = int(ngrams.searchsorted(random.random(), side="right")) + 1
+            n = bisect.bisect_right(ngrams, random.random()) + 1
         begin = bounds[word]
         while n and total + bounds[min(word + n, count)] - begin > most:
             n -= 1
@@ -153,7 +155,8 @@ def masked_spans(
     return spans
 
 
-def _ngrams(rules: Masking) -> np.ndarray:
+@functools.cache
+def _ngrams(rules: Masking) -> list[float]:
     """Cumulative probabilities of 1, 2, ... words; in the steps in which NumPy's choice has them,
     as the last bit decides now and then."""
     weights = 1.0 / np.arange(1, rules.max_ngram + 1)
@@ -162,4 +165,4 @@ def _ngrams(rules: Masking) -> np.ndarray:
         weights = weights[::-1]
     weights = weights / weights.sum()
     cumulative = weights.cumsum()
-    return cumulative / cumulative[-1]
+    return (cumulative / cumulative[-1]).tolist()

@@ -55,8 +55,9 @@ class T5Dataset(SentenceDataset):
         batch |= {n: np.zeros(shape, np.int32) for n in ("tokens", "targets", "segment_ids")}
         batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (count, 1))
         batch["loss_mask"] = np.zeros(shape, np.float32)
+        random = np.random.RandomState(0)
         for row, n in enumerate(np.asarray(indices).tolist()):
-            encoder, spans = self._corrupt(n)
+            encoder, spans = self._corrupt(n, random)
             text = np.concatenate([[self._bos], spans])
             pad = self._vocabulary.pad
             for name, values in (("encoder_", encoder), ("", text)):
@@ -67,9 +68,9 @@ class T5Dataset(SentenceDataset):
             batch["loss_mask"][row, : len(text)] = 1
         return batch
 
-    def _corrupt(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+    def _corrupt(self, n: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
         """The text with a sentinel for each span; each sentinel with its span."""
-        sentences, target, random = self.sentences(n)
+        sentences, target = self.sentences(n, random)
         text = np.concatenate(sentences)[:target].astype(np.int32)
         self._vocabulary.check(text, f"{self.corpus.prefix}.bin")
         spans = sorted(masked_spans(text, target, self._masking, self._vocabulary, random))

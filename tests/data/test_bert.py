@@ -71,7 +71,7 @@ def test_what_every_sample_keeps(data, rules, has_pairs):
         tokens = np.where(has_loss, batch["targets"][row], batch["tokens"][row])
         assert tokens[0] == CLS and tokens[np.flatnonzero(real)[-1]] == SEP
         assert (tokens == SEP).sum() == 1 + has_pairs and not tokens[~real].any()
-        sentences, target, _ = ours.sentences(row)
+        sentences, target = ours.sentences(row, np.random.RandomState())
         text, first = np.concatenate(sentences), batch["token_types"][row] == 0
         parts = (tokens[real & first], tokens[real & ~first])
         inside = [part[~np.isin(part, (CLS, SEP))] for part in parts]

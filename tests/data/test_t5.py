@@ -44,7 +44,7 @@ def test_encoder_and_decoder_hold_every_token_once(data):
     ours = T5Dataset(data, "1,0,0", 0, (14, 16), vocabulary(), RULES, SentenceOrder(5, 60))
     batch = ours.batch(np.arange(ours.num_samples))
     for row in range(ours.num_samples):
-        sentences, target, _ = ours.sentences(row)
+        sentences, target = ours.sentences(row, np.random.RandomState())
         decoder = batch["tokens"][row][batch["segment_ids"][row] > 0].tolist()
         assert decoder.pop(0) == BOS
         spans: dict[int, list[int]] = {}
