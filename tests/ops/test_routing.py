@@ -1,0 +1,175 @@
+"""Choice and weights of experts, and losses of their balance, against loops in float64 NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.ops.routing import (
+    RoutingSpec,
+    Score,
+    balance_loss,
+    balance_scores,
+    count_experts,
+    route,
+    sinkhorn,
+    updated_bias,
+    z_loss,
+)
+
+TOLERANCE = 2e-6  # relative, float32
+EVEN = 2e-3  # how far rows and columns that Sinkhorn scaled are from their sums
+TOKENS, EXPERTS = 96, 16
+CASES = {
+    "mixtral": RoutingSpec(EXPERTS, 2),
+    "one": RoutingSpec(EXPERTS, 1),
+    "all of them": RoutingSpec(EXPERTS, EXPERTS),
+    "qwen2": RoutingSpec(EXPERTS, 4, before=True),
+    "qwen3": RoutingSpec(EXPERTS, 4, before=True, normalize=True),
+    "deepseek v2": RoutingSpec(
+        EXPERTS, 6, before=True, scale=16.0, groups=8, groups_kept=3, group_best=1
+    ),
+    "deepseek v3": RoutingSpec(
+        EXPERTS, 4, Score.sigmoid, normalize=True, scale=2.5, groups=4, groups_kept=2
+    ),
+    "one sigmoid": RoutingSpec(EXPERTS, 1, Score.sigmoid, normalize=True),
+    "sqrt softplus": RoutingSpec(EXPERTS, 3, Score.sqrt_softplus, normalize=True),
+}
+
+
+def logits(seed: int = 0, tokens: int = TOKENS) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(tokens, EXPERTS)).astype(np.float32) * 2
+
+
+def softmax(row: np.ndarray) -> np.ndarray:
+    shares = np.exp(row - row.max())
+    return shares / shares.sum()
+
+
+def score(row: np.ndarray, kind: Score) -> np.ndarray:
+    if kind is Score.softmax:
+        return softmax(row)
+    return 1 / (1 + np.exp(-row)) if kind is Score.sigmoid else np.sqrt(np.log1p(np.exp(row)))
+
+
+def expected(row: np.ndarray, spec: RoutingSpec, bias: np.ndarray) -> tuple[list, np.ndarray]:
+    """Experts of one token by decreasing score, and their weights."""
+    late = spec.score is Score.softmax and not spec.before
+    scores = row.astype(np.float64) if late else score(row.astype(np.float64), spec.score)
+    choice = scores + bias
+    size = len(row) // spec.groups
+    groups = choice.reshape(spec.groups, size)
+    values = np.sort(groups, axis=1)[:, -spec.best_of_group :].sum(1)
+    kept = np.argsort(-values)[: spec.groups_kept]
+    allowed = [e for e in range(len(row)) if e // size in kept]
+    experts = sorted(allowed, key=lambda e: -choice[e])[: spec.top_k]
+    weights = scores[experts]
+    weights = softmax(weights) if late else weights
+    if spec.normalize and spec.top_k > 1:
+        weights = weights / weights.sum()
+    return experts, weights * spec.scale
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_choice_and_weights(name, biased):
+    spec, rows = CASES[name], logits()
+    bias = np.random.default_rng(1).normal(size=EXPERTS).astype(np.float32) * biased
+    found = route(jnp.asarray(rows), spec, jnp.asarray(bias) if biased else None)
+    for row, experts, weights in zip(rows, *map(np.asarray, found), strict=True):
+        wanted = expected(row, spec, bias)
+        assert experts.tolist() == wanted[0]
+        np.testing.assert_allclose(weights, wanted[1], rtol=TOLERANCE)
+
+
+def test_gradients_are_those_of_the_weights_alone():
+    """The choice, and what only it depends on, has none."""
+    spec, rows = CASES["deepseek v3"], jnp.asarray(logits(tokens=4))
+    out = jnp.asarray(np.random.default_rng(2).normal(size=(4, spec.top_k)), jnp.float32)
+    experts = route(rows, spec).experts_TK
+
+    def with_fixed_choice(x_TE):
+        chosen = jnp.take_along_axis(jax.nn.sigmoid(x_TE), experts, axis=1)
+        return jnp.sum(out * spec.scale * chosen / chosen.sum(1, keepdims=True))
+
+    def by_routing(x_TE, bias_E):
+        return jnp.sum(out * route(x_TE, spec, bias_E).weights_TK)
+
+    found = jax.grad(by_routing, (0, 1))(rows, jnp.zeros(EXPERTS))
+    np.testing.assert_allclose(found[0], jax.grad(with_fixed_choice)(rows), atol=1e-6)
+    assert not np.any(found[1])
+
+
+def test_low_precision_is_scored_in_float32():
+    found = route(jnp.asarray(logits(), jnp.bfloat16), CASES["qwen3"])
+    assert found.weights_TK.dtype == jnp.float32
+
+
+def test_sinkhorn_evens_tokens_and_experts():
+    rows = logits(3) / 4 + np.linspace(0, 4, EXPERTS, dtype=np.float32)  # one is everyone's
+    shares = np.asarray(sinkhorn(jnp.asarray(rows)))
+    np.testing.assert_allclose(shares.sum(1), 1 / TOKENS, rtol=EVEN)
+    np.testing.assert_allclose(shares.sum(0), 1 / EXPERTS, rtol=EVEN)
+    ratio = shares / np.exp(rows)  # rank one: scaled by rows and columns, nothing else
+    np.testing.assert_allclose(ratio * ratio[0, 0], np.outer(ratio[:, 0], ratio[0]), rtol=1e-3)
+    plain = RoutingSpec(EXPERTS, 1, before=True)
+    loads = [
+        np.asarray(count_experts(route(jnp.asarray(rows), spec).experts_TK, EXPERTS))
+        for spec in (plain, dataclasses.replace(plain, sinkhorn=True))
+    ]
+    assert loads[1].max() < 0.7 * loads[0].max()
+
+
+@pytest.mark.parametrize("large", [1e3, -1e3])
+def test_sinkhorn_of_large_logits_is_finite(large):
+    assert np.isfinite(sinkhorn(jnp.asarray(logits() + large))).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_of_parts_add_up_to_that_of_the_batch(name):
+    spec, rows = CASES[name], jnp.asarray(logits(4))
+    experts = np.asarray(route(rows, spec).experts_TK)
+    counts = np.bincount(experts.reshape(-1), minlength=EXPERTS).astype(np.float64)
+    assert np.array_equal(count_experts(jnp.asarray(experts), EXPERTS), counts)
+    shares = np.stack([score(row, spec.score) for row in np.asarray(rows, np.float64)])
+    shares /= shares.sum(1, keepdims=True)
+    wanted = EXPERTS / (spec.top_k * TOKENS**2) * (shares.sum(0) * counts).sum()
+    scores = balance_scores(rows, spec)
+    parts = [
+        balance_loss(part, jnp.asarray(counts, jnp.float32), spec.top_k, TOKENS)
+        for part in jnp.split(scores, 3)
+    ]
+    assert sum(map(float, parts)) == pytest.approx(wanted, rel=TOLERANCE)
+    squares = np.log(np.exp(np.asarray(rows, np.float64)).sum(1)) ** 2
+    parts = [z_loss(part, TOKENS) for part in jnp.split(rows, 4)]
+    assert sum(map(float, parts)) == pytest.approx(squares.mean(), rel=TOLERANCE)
+
+
+def test_even_loads_cost_one():
+    scores = jnp.full((TOKENS, EXPERTS), 1 / EXPERTS)
+    counts = jnp.full(EXPERTS, TOKENS * 2 / EXPERTS)
+    assert float(balance_loss(scores, counts, 2, TOKENS)) == pytest.approx(1, rel=TOLERANCE)
+
+
+def test_bias_goes_to_where_tokens_are_missing():
+    found = updated_bias(jnp.zeros(4), jnp.asarray([4.0, 0.0, 2.0, 2.0]), 0.5)
+    assert found.tolist() == [-0.5, 0.5, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": 17}, "top_k=17 must be from 1 to the 16"),
+        ({"top_k": 0}, "top_k=0 must be"),
+        ({"groups": 3}, "groups=3 must divide the 16"),
+        ({"groups": 4, "groups_kept": 5}, "groups_kept=5 must be from 1 to the 4"),
+        ({"groups": 8, "groups_kept": 1, "top_k": 3}, "top_k=3 cannot come from"),
+        ({"groups": 8, "groups_kept": 8, "group_best": 3}, "group_best=3 must be at most the 2"),
+        ({"groups": 4, "groups_kept": 2, "sinkhorn": True}, "sinkhorn chooses among all"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        RoutingSpec(**{"num_experts": EXPERTS, "top_k": 2, **fields})

@@ -1,0 +1,93 @@
+"""Experts, weights and losses are those of megatron-core's router functions."""
+
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from maxmeg.ops.routing import (
+    RoutingSpec,
+    Score,
+    balance_loss,
+    balance_scores,
+    count_experts,
+    route,
+    sinkhorn,
+    updated_bias,
+    z_loss,
+)
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what its imports say of optional packages
+    from megatron.core.transformer.moe import moe_utils
+
+TOLERANCE = 1e-6
+TOKENS, EXPERTS = 200, 32
+CASES = [
+    ("softmax", RoutingSpec(EXPERTS, 2)),
+    ("softmax", RoutingSpec(EXPERTS, 6, before=True)),
+    ("softmax", RoutingSpec(EXPERTS, 6, before=True, scale=2.5, groups=8, groups_kept=3)),
+    ("sigmoid", RoutingSpec(EXPERTS, 1, Score.sigmoid, normalize=True)),
+    (
+        "sigmoid",
+        RoutingSpec(EXPERTS, 8, Score.sigmoid, normalize=True, scale=2.5, groups=8, groups_kept=4),
+    ),
+]
+
+
+def logits(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(TOKENS, EXPERTS)).astype(np.float32)
+
+
+def dense(experts: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """[T, E], zero where not chosen."""
+    found = np.zeros((TOKENS, EXPERTS), values.dtype)
+    np.put_along_axis(found, experts, values, axis=1)
+    return found
+
+
+@pytest.mark.parametrize(("score", "spec"), CASES)
+def test_choice_weights_and_loss(score, spec):
+    rows = logits()
+    bias = np.linspace(-0.1, 0.1, EXPERTS, dtype=np.float32) if score == "sigmoid" else None
+    grouped = (spec.groups, spec.groups_kept) if spec.groups > 1 else (None, None)
+    weights, chosen = moe_utils.topk_routing_with_score_function(
+        torch.tensor(rows),
+        spec.top_k,
+        use_pre_softmax=spec.before,
+        num_groups=grouped[0],
+        group_topk=grouped[1],
+        scaling_factor=spec.scale,
+        score_function=score,
+        expert_bias=None if bias is None else torch.tensor(bias),
+    )
+    found = route(jnp.asarray(rows), spec, None if bias is None else jnp.asarray(bias))
+    experts = np.asarray(found.experts_TK)
+    assert np.array_equal(dense(experts, np.ones_like(experts)), chosen.numpy().astype(int))
+    np.testing.assert_allclose(
+        dense(experts, np.asarray(found.weights_TK)), weights.numpy(), rtol=0, atol=TOLERANCE
+    )
+    counts = count_experts(found.experts_TK, EXPERTS)
+    scores = balance_scores(jnp.asarray(rows), spec)
+    wanted = moe_utils.switch_load_balancing_loss_func(
+        torch.tensor(np.asarray(scores)), chosen.sum(0), TOKENS, spec.top_k, EXPERTS, 1.0
+    )
+    loss = balance_loss(scores, counts, spec.top_k, TOKENS)
+    assert float(loss) == pytest.approx(float(wanted), rel=TOLERANCE)
+    _, plain = moe_utils.compute_routing_scores_for_aux_loss(torch.tensor(rows), spec.top_k, score)
+    np.testing.assert_allclose(scores, plain.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_z_loss_and_sinkhorn_and_bias():
+    rows = logits(1)
+    wanted = moe_utils.z_loss_func(torch.tensor(rows), 1.0)
+    assert float(z_loss(jnp.asarray(rows), TOKENS)) == pytest.approx(float(wanted), rel=TOLERANCE)
+    shares = moe_utils.sinkhorn(torch.tensor(rows)).numpy()
+    found = np.asarray(sinkhorn(jnp.asarray(rows)))
+    assert np.array_equal(found.argmax(1), shares.argmax(1))
+    counts = np.arange(EXPERTS, dtype=np.float32)
+    ours = updated_bias(jnp.zeros(EXPERTS), jnp.asarray(counts), 1e-3)
+    theirs = 1e-3 * np.sign(counts.mean() - counts)  # its own needs a process group
+    np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
