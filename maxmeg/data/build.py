@@ -155,7 +155,10 @@ def build_dataset(
     def changing(members: list[GptDataset]) -> Dataset:
         first = (names, weights or [1.0], members)
         ends = (*starts, num_samples or 0)
-        return phases.change(first, config.blend_changes, ends, added, cache_dir)
+        blend = phases.change(first, config.blend_changes, ends, added, cache_dir)
+        if not is_native:
+            _tell_repeats(blend)
+        return blend
 
     if weights is None and (len(corpora) == 1 or is_native):
         whole = single(corpora, num_samples)
@@ -248,6 +251,15 @@ def _join(
     weights = [float(size) for size in sizes]
     check_weights(weights, [member.corpora[0].prefix for member in members])
     return BlendedDataset(members, weights, size, cache_dir)
+
+
+def _tell_repeats(blend: Mixture) -> None:
+    for member, taken in zip(blend.members, blend.samples_of_members(), strict=True):
+        if isinstance(member, GptDataset) and taken > (have := member.num_samples):
+            logger.info(
+                f"{member.corpora[0].prefix}: the blend takes {taken} samples, {have} come in "
+                "Megatron-LM's order, then the same again from the first"
+            )
 
 
 def _check_supply(blend: BlendedDataset, members: list[GptDataset], surplus: float) -> None:

@@ -111,6 +111,18 @@ def test_a_run_changes_its_blend(three, items, order):
         assert np.array_equal(mine, read(member, 0, len(mine)))
 
 
+def test_more_samples_than_an_order_has_are_told(three, caplog):
+    """They come again from the first, in whole rounds of the corpus."""
+    caplog.set_level("INFO")
+    changed = opened(settings_of(three, ("a",), ("20:b",)))
+    assert "b: the blend takes 80 samples, 39 come in Megatron-LM's order, then" in caplog.text
+    tokens = read(changed, 40)
+    assert np.array_equal(tokens[:39], tokens[39:78])
+    caplog.clear()
+    opened(settings_of(three, ("a",), ("20:b",), order=DataOrder.native))
+    assert not caplog.text
+
+
 def test_a_file_may_hold_the_blend(three, tmp_path):
     sets = {"train": [0.5, three["b"], 0.5, three["c"]], "valid": [three["a"]]}
     (tmp_path / "late.yaml").write_text(json.dumps(sets))
