@@ -152,12 +152,13 @@ def _part(row: Row, end: int, opened: bool) -> Row:
 
 
 def _parts(row: Row) -> list[Row]:
-    """For each turn of the assistant that may be learnt: the messages before it, and with it."""
+    """For each turn of the assistant that may be learnt: the messages before it, and with it, but
+    where that is the whole."""
     parts = []
     for number, message in enumerate(row["messages"]):
         if number >= row["first"] and message["role"] == "assistant":
             parts += [_part(row, number, True), _part(row, number + 1, False)]
-    return parts
+    return parts[:-1] if parts and parts[-1]["messages"] == row["messages"] else parts
 
 
 def _marked_parts(row: Row) -> list[Row]:
@@ -217,6 +218,7 @@ def _spans_by_marks(text: str, marked: list[str]) -> list[tuple[int, int]]:
 
 def _spans_by_prefixes(text: str, parts: list[str]) -> list[tuple[int, int]]:
     spans = []
+    parts = [*parts, text] if len(parts) % 2 else parts
     for turn, (before, up_to) in enumerate(zip(parts[::2], parts[1::2], strict=True), 1):
         for shorter, longer, names in (
             (before, up_to, "before it is not how the text up to its end begins"),
