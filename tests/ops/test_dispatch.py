@@ -1,0 +1,99 @@
+"""Sorted copies, grouped products, weighted sums: a loop over experts, forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.ops.dispatch import collect, sort_by_expert, spread
+from maxmeg.ops.grouped_matmul import grouped_matmul
+
+TOLERANCE = 1e-5  # relative, float32
+TOKENS, WIDTH, INNER, EXPERTS = 24, 8, 12, 6
+
+
+def choices(kind: str, top_k: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if kind == "one expert":
+        return np.tile((np.arange(top_k) + 3) % EXPERTS, (TOKENS, 1)).astype(np.int32)
+    return np.stack([rng.permutation(EXPERTS)[:top_k] for _ in range(TOKENS)]).astype(np.int32)
+
+
+def arrays(top_k: int) -> tuple:
+    keys = jax.random.split(jax.random.key(top_k), 4)
+    x = jax.random.normal(keys[0], (TOKENS, WIDTH))
+    weights = jax.random.uniform(keys[1], (TOKENS, top_k))
+    into = jax.random.normal(keys[2], (EXPERTS, WIDTH, INNER))
+    return x, weights, into, jax.random.normal(keys[3], (EXPERTS, INNER, WIDTH))
+
+
+def sorted_experts(experts, first, count):
+    def run(x_TD, weights_TK, into_EDF, out_EFD):
+        order = sort_by_expert(experts, count, first)
+        h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
+        return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), weights_TK, order)
+
+    return run
+
+
+def loop(experts, first, count):
+    def run(x_TD, weights_TK, into_EDF, out_EFD):
+        total_TD = jnp.zeros_like(x_TD)
+        for e in range(count):
+            weight_T = jnp.sum(jnp.where(experts == first + e, weights_TK, 0), axis=1)
+            total_TD += weight_T[:, None] * (jnp.tanh(x_TD @ into_EDF[e]) @ out_EFD[e])
+        return total_TD
+
+    return run
+
+
+@pytest.mark.parametrize("span", [(0, EXPERTS), (2, 3), (5, 1)], ids=str)
+@pytest.mark.parametrize("kind", ["random", "one expert"])
+@pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
+def test_everything_equals_a_loop_over_experts(top_k, kind, span):
+    """Also where only some experts lie here: the rest is zero, forward and in every gradient."""
+    experts, (first, count) = jnp.asarray(choices(kind, top_k)), span
+    x, weights, into, out = arrays(top_k)
+    operands = (x, weights, into[first : first + count], out[first : first + count])
+    slope = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+
+    def both(function):
+        result, pull = jax.vjp(function(experts, first, count), *operands)
+        return result, *pull(slope)
+
+    for found, wanted in zip(both(sorted_experts), both(loop), strict=True):
+        limit = TOLERANCE * (1 + np.abs(wanted).max())
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("kind", ["random", "one expert"])
+def test_nothing_is_dropped_and_tokens_keep_their_order(kind):
+    experts = choices(kind, 2)
+    order = sort_by_expert(jnp.asarray(experts), EXPERTS)
+    assert np.array_equal(order.sizes_E, np.bincount(experts.reshape(-1), minlength=EXPERTS))
+    copies = np.asarray(order.copies_N)
+    assert np.array_equal(copies, np.argsort(experts.reshape(-1), kind="stable"))
+    assert np.array_equal(copies[np.asarray(order.rows_TK)].reshape(-1), np.arange(copies.size))
+
+
+def test_no_array_has_a_dimension_of_experts_beside_that_of_tokens():
+    """No one-hot dispatch, and backward scatters nothing."""
+    experts = jnp.asarray(choices("random", 2))
+
+    def loss(*operands):
+        return jnp.sum(sorted_experts(experts, 0, EXPERTS)(*operands) ** 2)
+
+    text = jax.jit(jax.grad(loss, (0, 1))).lower(*arrays(2)).as_text()
+    assert f"tensor<{TOKENS}x{EXPERTS}x" not in text
+    assert f"tensor<{TOKENS * 2}x{EXPERTS}x" not in text
+
+
+def test_low_precision_sums_in_float32():
+    experts = jnp.asarray(choices("random", 4))
+    order = sort_by_expert(experts, EXPERTS)
+    y = jax.random.normal(jax.random.key(0), (TOKENS * 4, WIDTH), jnp.bfloat16)
+    weights = jax.random.uniform(jax.random.key(1), (TOKENS, 4))
+    found = collect(y, weights, order)
+    wanted = jnp.einsum("tkd,tk->td", y[order.rows_TK].astype(jnp.float32), weights)
+    assert found.dtype == jnp.bfloat16
+    assert np.array_equal(found, wanted.astype(jnp.bfloat16))
