@@ -1,6 +1,6 @@
 """GPT on text: python -m maxmeg.train --config=configs/gpt.py
 
-Alone: a small byte-level model of Python's own standard library; under 2 minutes on two CPU
+Alone: a small byte-level model of Python's own standard library; about 2 minutes on two CPU
 cores, validation loss about 1.8 nats a byte.
 With a name of maxmeg/models/registry.py (gpt2-124m, gpt3-175b, llama3.1-8b, qwen3-8b ...), as in
 --config=configs/gpt.py:qwen3-8b: that architecture from scratch with usual settings, for GPUs; give
