@@ -20,6 +20,7 @@ from maxmeg.data.indexed import IndexedDataset
 from maxmeg.data.inspection import inspect, inspection_text
 from maxmeg.data.inspection_page import check_report, write_report
 from maxmeg.data.merge import find_prefixes, merge
+from maxmeg.data.storage import is_remote
 from maxmeg.data.tokenizers import load_tokenizer
 
 _image_text_command = Lazy("maxmeg.data.image_text_command")
@@ -57,6 +58,7 @@ def run_inspect(arguments: Sequence[str]) -> int:
         uses = uses_of(config)
         print(composition_text(uses) + "\n")
         named = [corpus.name for split in uses for corpus in split.corpora if not config.data.mock]
+        named = [name for name in named if not is_remote(name)]
         prefixes, spec = prefixes or list(dict.fromkeys(named)), spec or config.data.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
     found, failed = [], False

@@ -10,6 +10,7 @@ import numpy as np
 
 from maxmeg.data.checksum import SUFFIX
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.storage import is_remote
 
 _PARTITION = re.compile(r"(.*)_(\d{5})-of-(\d{5})_(.*)")  # as `prepare` names partitions
 
@@ -31,6 +32,11 @@ def find_prefixes(names: Sequence[str]) -> list[str]:
     """
     prefixes = []
     for name in names:
+        if is_remote(name):
+            raise ValueError(
+                f"{name} is in object storage, which runs read (data.paths): copy its .bin, .idx "
+                "and .sums to a folder first"
+            )
         if not os.path.isdir(name):
             prefixes.append(name.removesuffix(".idx").removesuffix(".bin"))
             continue

@@ -134,13 +134,13 @@ class _Worker:
                 kind, answer = "error", error
             self.answers.put((kind, answer))
 
-    def _explain_end(self) -> RuntimeError:
+    def _explain_end(self) -> ChildProcessError:
         self.process.join(_LAST_WORDS)
         code = self.process.exitcode
         how = f"with exit code {code}"
         if code is not None and code < 0:
             how = f"by signal {-code} ({signal.Signals(-code).name})"
-        return RuntimeError(
+        return ChildProcessError(
             f"{self.process.name} (process {self.process.pid}) was ended {how}, not by this run. "
             f"Where memory ran out (see `dmesg`, or the job's limits), {self._remedy}"
         )

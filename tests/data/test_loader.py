@@ -205,7 +205,7 @@ def test_a_killed_worker_is_told_at_once(moment):
             try:
                 for _ in range(8):
                     next(loader)
-            except RuntimeError as error:
+            except ChildProcessError as error:
                 told.append(str(error))
 
         thread = threading.Thread(target=read_on, daemon=True)

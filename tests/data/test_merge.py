@@ -58,6 +58,8 @@ def test_folders_stand_for_their_datasets(tmp_path):
         write(tmp_path / "in" / name, [[[[1]]]])
     assert find_prefixes([f"{tmp_path}/in"]) == [f"{tmp_path}/in/{n}" for n in ("a", "a.1", "b")]
     assert find_prefixes(["x/a", "x/b.idx", "x/c.bin"]) == ["x/a", "x/b", "x/c"]
+    with pytest.raises(ValueError, match="s3://b/c is in object storage, which runs read"):
+        find_prefixes(["x/a", "s3://b/c"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"holds no \.bin and .idx files"):
         find_prefixes([f"{tmp_path}/empty"])

@@ -15,6 +15,7 @@ import pytest
 from maxmeg.config.schema import DataConfig, DataOrder, Packing
 from maxmeg.data import remote, storage
 from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.commands import run_inspect
 from maxmeg.data.gpt import GptDataset
 from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.loader import Loader, all_rows
@@ -221,6 +222,17 @@ def test_room_for_less_than_a_batch_is_told(store, tmp_path, caplog):
     near = GptDataset([IndexedDataset(f"{store.folder}/a")], "1", 0, 16, 1000, 3)
     assert_same(far, near)
     assert caplog.text.count("more than data.cache_gb=3.072e-06 keeps") == 1
+
+
+def test_what_a_run_reads_of_objects_is_reported(store, tmp_path, capsys):
+    text = "from maxmeg.config.schema import Config\n\n\ndef get_config():\n    return Config()\n"
+    (tmp_path / "run.py").write_text(text)
+    settings = {"paths": "s3://bucket/a", "cache_dir": tmp_path / "cache", "sequence_length": 16}
+    settings |= {"tokenizer": "null:1000", "split": "1"}
+    given = [f"--config.data.{name}={value}" for name, value in settings.items()]
+    assert run_inspect([f"--config={tmp_path}/run.py", *given]) == 0
+    near = IndexedDataset(f"{store.folder}/a")
+    assert f"{near.num_documents} " in capsys.readouterr().out
 
 
 def test_slices_are_those_of_an_array(store, tmp_path):
