@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -172,20 +172,39 @@ class StreamReader:
 
     def read(self, path: str, index: int | None = None) -> np.ndarray:
         """A tensor, or entry `index` of its dimension 0."""
+        info, folder = self._opened(path)
+        if index is not None and (not info.shape or not 0 <= index < info.shape[0]):
+            raise ValueError(f"tensor {path} of shape {info.shape} has no entry {index}")
+        rows = slice(0, info.shape[0] if info.shape else 1)
+        rows = rows if index is None else slice(index, index + 1)
+        array = _assemble(folder, info, self._chunks[path], rows)
+        array = array if index is None else array[0]
+        self._verify(path, info, array, index)
+        return array
+
+    def blocks(self, path: str) -> Iterator[np.ndarray]:
+        """A tensor in blocks of rows: one is in memory at a time. Its digest comes at the end."""
+        info, folder = self._opened(path)
+        sums = np.zeros(2, np.uint32)
+        for rows in row_blocks(info.shape, info.dtype.itemsize):
+            block = _assemble(folder, info, self._chunks[path], rows)
+            sums += integrity.digest_piece(block, _numbers((), info.shape, rows.start))
+            yield block
+        found = {path: integrity.render_digest(sums)}
+        integrity.verify_digests(self._folder, self._manifest, found)
+
+    def _opened(self, path: str) -> tuple[TensorInfo, Path]:
+        """What is known of a tensor whose files are as they were written, and their folder."""
         info = self.tensors.get(path)
         if info is None:
             raise ValueError(f"tensor {path} is not in {self._folder}")
-        if index is not None and (not info.shape or not 0 <= index < info.shape[0]):
-            raise ValueError(f"tensor {path} of shape {info.shape} has no entry {index}")
         folder = self._folder / ARRAYS / path.replace("/", ".")
         if path not in self._chunks:
             files = self._manifest.files
             own = [n for n in files if integrity.tensor_of(n, self._manifest.tensors) == path]
             integrity.verify_files(self._folder, self._manifest, own)
             self._chunks[path] = _chunk_shape(folder / "zarr.json", info)
-        array = _assemble(folder / "c", info, self._chunks[path], index)
-        self._verify(path, info, array, index)
-        return array
+        return info, folder / "c"
 
     def _verify(self, path: str, info: TensorInfo, array: np.ndarray, index: int | None) -> None:
         """Adds a piece to the tensor's digest, and compares that when it is complete."""
@@ -282,24 +301,20 @@ def _chunk_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _assemble(
-    folder: Path, info: TensorInfo, chunk: tuple[int, ...], index: int | None
-) -> np.ndarray:
-    """A tensor or one entry of it, copied from the mapped files that hold it."""
-    sizes = list(zip(info.shape, chunk, strict=True))
-    grid = [range(-(-size // part)) for size, part in sizes]
-    if index is not None:
-        grid[0] = range(index // chunk[0], index // chunk[0] + 1)
-    array = np.empty(info.shape if index is None else info.shape[1:], info.dtype)
-    for numbers in itertools.product(*grid):
+def _assemble(folder: Path, info: TensorInfo, chunk: tuple[int, ...], rows: slice) -> np.ndarray:
+    """Rows of a tensor along dimension 0, copied from the mapped files that hold them."""
+    begins = (rows.start, *(0 for _ in info.shape[1:])) if info.shape else ()
+    ends = (rows.stop, *info.shape[1:]) if info.shape else ()
+    spans = list(zip(begins, ends, chunk, strict=True))
+    array = np.empty([end - begin for begin, end, _ in spans], info.dtype)
+    for numbers in itertools.product(*(range(b // part, -(-e // part)) for b, e, part in spans)):
         name = folder.joinpath(*map(str, numbers)) if numbers else folder
         values = np.memmap(name, info.dtype, "r", shape=chunk or (1,))
-        begins = [number * part for number, part in zip(numbers, chunk, strict=True)]
-        ends = [min(b + part, size) for b, (size, part) in zip(begins, sizes, strict=True)]
-        there = [slice(b, e) for b, e in zip(begins, ends, strict=True)]
-        here = [slice(0, e - b) for b, e in zip(begins, ends, strict=True)]
-        if index is None:
-            array[(*there,)] = values[(*here,)] if chunk else values[0]
-        else:
-            array[(*there[1:],)] = values[(index - begins[0], *here[1:])]
+        here, there = [], []
+        for number, (begin, end, part) in zip(numbers, spans, strict=True):
+            first = number * part
+            low, high = max(first, begin), min(first + part, end)
+            here.append(slice(low - first, high - first))
+            there.append(slice(low - begin, high - begin))
+        array[(*there,)] = values[(*here,)] if chunk else values[0]
     return array

@@ -202,6 +202,9 @@ def export_model(
     tensors = {b.theirs: TensorInfo(WRITTEN[dtype], b.shape) for b in bindings}
     with SafetensorsWriter(target, tensors, max_shard_bytes) as writer:
         for binding in bindings:
+            if binding.ours[0].name in VOCABULARY_TABLES:
+                writer.write_rows(binding.theirs, trained.words(binding.ours[0].name))
+                continue
             parts = [trained.read(place) for place in binding.ours]
             writer.write(binding.theirs, binding.join(parts))
     small, notes = _tokenizer_files(folder, config)

@@ -178,22 +178,31 @@ class SafetensorsWriter:
 
         float32 is rounded, to nearest even, where a narrower float was announced.
         """
+        blocks = row_blocks(array.shape, array.dtype.itemsize)
+        self.write_rows(name, (array[rows] if array.shape else array for rows in blocks))
+
+    def write_rows(self, name: str, blocks: Iterable[np.ndarray]) -> None:
+        """As `write`, of a tensor whose rows come in blocks."""
         info = self._tensors.get(name)
         if info is None or name in self._written:
             problem = "was written already" if info else "was not announced"
             raise ValueError(f"tensor {name!r} {problem}: write every tensor once")
-        same = array.dtype == info.dtype or (array.dtype == np.float32 and info.dtype in _NARROW)
-        if not same or array.shape != info.shape:
-            raise ValueError(
-                f"tensor {name!r} is {array.dtype}{list(array.shape)}, announced was "
-                f"{info.dtype}{list(info.shape)}"
-            )
         path, begin = self._places[name]
+        rows, found = 0, TensorInfo(info.dtype, info.shape and (0, *info.shape[1:]))
         with path.open("r+b") as file:
             file.seek(begin)
-            for rows in row_blocks(info.shape, array.dtype.itemsize):
-                block = np.ascontiguousarray(array[rows] if info.shape else array, info.dtype)
+            for block in blocks:
+                rows += len(block) if block.shape else 0
+                found = TensorInfo(block.dtype, block.shape and (rows, *block.shape[1:]))
+                if not _within(found, info):
+                    break
+                block = np.ascontiguousarray(block, info.dtype)
                 file.write(block.reshape(-1).view(np.uint8).data)
+        if found.shape != info.shape or not _within(found, info):
+            raise ValueError(
+                f"tensor {name!r} is {found.dtype}{list(found.shape)}, announced was "
+                f"{info.dtype}{list(info.shape)}"
+            )
         self._written.add(name)
 
     def close(self) -> None:
@@ -255,6 +264,13 @@ class SafetensorsWriter:
             file.truncate(8 + len(text) + end)
         for name in order:
             self._places[name] = (path, 8 + len(text) + header[name]["data_offsets"][0])
+
+
+def _within(found: TensorInfo, info: TensorInfo) -> bool:
+    """Whether a tensor can begin with these rows."""
+    narrower = found.dtype == np.float32 and info.dtype in _NARROW
+    same_rows = len(found.shape) == len(info.shape) and found.shape[1:] == info.shape[1:]
+    return (narrower or found.dtype == info.dtype) and same_rows and found.shape <= info.shape
 
 
 def _read_header(file: Any, size: int, path: Path) -> tuple[int, dict[str, Any]]:

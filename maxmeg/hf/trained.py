@@ -1,7 +1,7 @@
 """The model of a run, one array or layer at a time: adapters merged into their base on the way."""
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,25 +40,34 @@ class TrainedModel:
         check_arrays(self._base, self.model)
 
     def read(self, place: Place) -> np.ndarray:
-        """An array or one layer of it; of a vocabulary's table, the rows that are words."""
-        array = self._base.read(array_path(place.name), place.layer)
-        if place.name in VOCABULARY_TABLES:
-            size = self.model.vocab_size
-            if len(array) < size or array[size:].any():
-                raise ValueError(
-                    f"{place.name} has {len(array)} rows for a vocabulary of {size}, and those "
-                    "beyond it must be zero: the checkpoint's config is not its own"
-                )
-            array = array[:size]
-        if not self.config.lora.rank:
-            return array
-        array = array.astype(WRITTEN[self.model.dtype]).astype(MASTER)
+        """An array or one layer of it."""
+        array = self._frozen(self._base.read(array_path(place.name), place.layer))
         module = array_path(place.name).removesuffix("/weight")
         pair = [f"{module}/lora/{name}" for name in ("a", "b")]
         if pair[0] not in self._own.tensors:
             return array
         a_IR, b_RO = (self._own.read(path, place.layer) for path in pair)
         return merged_weight(array, a_IR, b_RO, self.config.lora.alpha / self.config.lora.rank)
+
+    def words(self, table: str) -> Iterator[np.ndarray]:
+        """The rows of a vocabulary's table that are words, in blocks: no array is larger."""
+        path, size, first = array_path(table), self.model.vocab_size, 0
+        rows = self._base.tensors[path].shape[0]
+        for block in self._base.blocks(path):
+            count = min(max(size - first, 0), len(block))
+            if rows < size or block[count:].any():
+                raise ValueError(
+                    f"{table} has {rows} rows for a vocabulary of {size}, and those beyond it "
+                    "must be zero: the checkpoint's config is not its own"
+                )
+            yield self._frozen(block[:count])
+            first += len(block)
+
+    def _frozen(self, array: np.ndarray) -> np.ndarray:
+        """As adapters saw it: in the dtype of the run, where there are any."""
+        if not self.config.lora.rank:
+            return array
+        return array.astype(WRITTEN[self.model.dtype]).astype(MASTER)
 
 
 def open_run(run: Path, step: int | None = None) -> StreamReader:

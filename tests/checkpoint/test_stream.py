@@ -110,6 +110,8 @@ def check_reader(folder, values):
             for index in (2, 0, 0, 1):
                 assert_same_bits(reader.read(path, index), array[index])
         assert_same_bits(reader.read(path), array)
+        blocks = [*reader.blocks(path)]
+        assert_same_bits(np.concatenate(blocks) if array.shape else blocks[0], array)
 
 
 @pytest.mark.parametrize("spec", [P(), P(None, "x"), P("y", "x")])
@@ -226,6 +228,8 @@ def test_damage_before_the_disk_is_found_when_all_is_read(tmp_path):
     reader.read("w", 0), reader.read("w", 1)
     with pytest.raises(CorruptCheckpointError, match="values differ"):
         reader.read("w", 2)
+    with pytest.raises(CorruptCheckpointError, match="values differ"):
+        [*reader.blocks("w")]
 
 
 def test_absent_checkpoints_and_tensors(tmp_path):

@@ -115,6 +115,11 @@ WRITER_MISTAKES = {
     "unknown": (lambda w: w.write("z", np.zeros(2, "f4")), "'z' was not announced"),
     "dtype": (lambda w: w.write("x", np.zeros(2, "f2")), r"float16\[2\], announced was"),
     "shape": (lambda w: w.write("x", np.zeros((1, 2), "f4")), r"float32\[1, 2\], announced"),
+    "rows": (
+        lambda w: w.write_rows("x", [np.zeros(1, "f4")] * 3),
+        r"float32\[3\], announced was float32\[2\]",
+    ),
+    "few rows": (lambda w: w.write_rows("x", [np.zeros(1, "f4")]), r"float32\[1\], announced"),
     "missing": (lambda w: w.write("x", np.zeros(2, "f4")), "1 tensors were not written: y"),
 }  # fmt: skip
 WRITER_MISTAKES["twice"] = (
