@@ -87,6 +87,8 @@ def prepare(
             if not final.is_dir():
                 with appearing(final) as temporary:
                     _write(_Chunks(path, kind, tokenizer.spec, template), num_workers, temporary)
+    except ChildProcessError:  # says what became of it
+        raise
     except OSError as error:
         raise ValueError(
             f"cannot keep the tokens of {kind.name} in {cache_dir}: {error.strerror or error}; "

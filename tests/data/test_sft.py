@@ -2,7 +2,9 @@
 
 import json
 import logging
+import multiprocessing
 import pickle
+import threading
 import time
 from pathlib import Path
 
@@ -205,3 +207,19 @@ def test_processes_make_the_same_files(files, tmp_path, monkeypatch):
         file.write('\n{"messages": 1}\n')
     with pytest.raises(ValueError, match=r"line 20: .*not a list of messages"):
         prepare_chats(files[0], tokenizer, tmp_path, files[1], 2)
+
+
+def test_a_process_that_is_killed_is_named(files, tmp_path, monkeypatch):
+    monkeypatch.setattr("maxmeg.data.answers._ROWS_AT_ONCE", 4)
+
+    def kill():
+        while not (found := multiprocessing.active_children()):
+            time.sleep(0.01)
+        found[0].kill()
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(ChildProcessError, match=r"process for conversations \d of 2 .*SIGKILL"):
+        prepare_chats(files[0], load_tokenizer("bytes"), tmp_path / "cache", files[1], 2)
+    thread.join()
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]
