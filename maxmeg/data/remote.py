@@ -72,8 +72,9 @@ class RemoteCorpus:
 
 def open_remote(prefix: str, room: Room) -> RemoteCorpus:
     """Finds a corpus, and copies its `.idx` and `.sums`, once on a node."""
-    suffixes = [".idx", ".bin"] + [checksum.SUFFIX] * storage.exists(prefix + checksum.SUFFIX)
-    states = [(s, storage.size(prefix + s), storage.stamp(prefix + s)) for s in suffixes]
+    states = [_state(prefix, suffix) for suffix in (".idx", ".bin")]
+    if _has_sums(prefix):
+        states.append(_state(prefix, checksum.SUFFIX))
     final = Path(room.folder, digest(prefix, states))
     try:
         with locked(final.parent):
@@ -105,6 +106,18 @@ def open_dataset(
         return IndexedDataset(prefix, vocab_size=vocab_size, remote=corpus)
     except ValueError as error:
         raise ValueError(f"{prefix}: {error}") from error
+
+
+def _state(prefix: str, suffix: str) -> tuple[str, int, str]:
+    return suffix, storage.size(prefix + suffix), storage.stamp(prefix + suffix)
+
+
+def _has_sums(prefix: str) -> bool:
+    try:
+        return storage.exists(prefix + checksum.SUFFIX)
+    except ValueError as error:  # who may read objects but not list them is refused what is missing
+        logger.info(f"{prefix}.idx is read without checksums: {error}")
+        return False
 
 
 def _copy(source: str, target: Path, size: int) -> None:

@@ -304,6 +304,9 @@ def test_what_is_missing_or_forbidden_is_told_at_once(store, tmp_path, monkeypat
         opened(tmp_path, "s3://bucket/none")
     store.files.rm("bucket/b.sums")
     assert_same(opened(tmp_path, "s3://bucket/b"), opened(tmp_path, f"{store.folder}/b"))
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "exists", refuse)
+        assert_same(opened(tmp_path, "s3://bucket/b"), opened(tmp_path, f"{store.folder}/b"))
     with pytest.raises(ValueError, match=r"object storage needs a folder .* data.cache_dir"):
         open_dataset("s3://bucket/a", DataConfig(), "")
     (tmp_path / "file").touch()
@@ -311,6 +314,10 @@ def test_what_is_missing_or_forbidden_is_told_at_once(store, tmp_path, monkeypat
         open_dataset("s3://bucket/a", DataConfig(), str(tmp_path / "file"))
     with pytest.raises(ValueError, match=r"give the prefix of a .bin and an .idx file"):
         IndexedDataset("s3://bucket/a")  # commands read files
+
+
+def refuse(path: str) -> bool:
+    raise ValueError(f"not allowed to look for {path}")
 
 
 def test_a_disk_that_is_full_is_told(store, tmp_path, monkeypatch):
