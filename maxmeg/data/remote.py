@@ -205,9 +205,9 @@ class _Chunks:
         if when == _NOW and size > limit and not self._warned:
             self._warned = True
             logger.warning(
-                f"one batch reads {len(wanted)} chunks of {self._path}, {size / 1e9:.3g} GB, more "
-                f"than data.cache_gb={limit / 1e9:g} keeps: all of them are fetched again and "
-                "again; raise it, or lower data.chunk_kb"
+                f"{len(wanted)} chunks of {self._path} are read at once, {size / 1e9:.3g} GB, more "
+                f"than data.cache_gb={limit / 1e9:g} keeps: they are fetched again and again; "
+                "raise it, or lower data.chunk_kb"
             )
         for number in sorted(wanted):
             if not self._file(number).exists():
