@@ -68,13 +68,13 @@ def tokenizers_alone(path: str, vocabulary: str, output: str) -> None:
 
 
 def tiktoken_alone(path: str, vocabulary: str, output: str) -> None:
-    from maxmeg.data.merged_bytes import merged_bytes
+    from maxmeg.data.merged_bytes import of_gpt2
 
     files = [Path(vocabulary, name).read_bytes() for name in ("vocab.json", "merges.txt")]
-    model = merged_bytes(*files)
-    assert model is not None, "these byte pairs are not tiktoken's"
+    encode = of_gpt2(*files)
+    assert encode is not None, "these byte pairs are not tiktoken's"
     for text in texts(path):
-        model.encode_ordinary(text)
+        encode(text)
 
 
 def maxmeg(workers: int) -> Callable[[str, str, str], None]:

@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from maxmeg.data.tokenizers import (
 
 merged_bytes = Lazy("maxmeg.data.merged_bytes")
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
-FAST_AFTER = 1 << 18  # characters; then it pays to look whether tiktoken may encode
+FAST_AFTER = 1 << 19  # characters; then it pays to look whether tiktoken may encode
 MAX_WORD_CHARACTERS = 100  # BERT's: a longer word is unknown
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
 
@@ -91,13 +91,27 @@ class SentencePieceTokenizer(Tokenizer):
         return found if found >= 0 and self._model.IdToPiece(found) == name else None
 
 
-class _LibraryTokenizer(Tokenizer):
-    """Run by the tokenizers library, `_model`."""
+class _HastenedTokenizer(Tokenizer):
+    """Run by the tokenizers library, `_model`; long texts by tiktoken where that is the same."""
 
     _model: Any
+    _make_fast: Callable[[], Callable[[str], list[int] | None] | None] | None = None
+    _fast: Callable[[str], list[int] | None] | None = None
+    _seen = 0  # characters
 
     def encode(self, text: str) -> np.ndarray:
-        return np.array(self._model.encode(text, add_special_tokens=False).ids, np.int32)
+        if self._make_fast is not None:
+            self._seen += len(text)
+            if self._seen > FAST_AFTER:
+                self._fast, self._make_fast = self._make_fast(), None
+        ids = None if self._fast is None else self._fast(text)
+        if ids is None:
+            ids = self._model.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.int32)
+
+
+class _LibraryTokenizer(_HastenedTokenizer):
+    """One that knows where its tokens lie in a text, and takes more tokens."""
 
     def encode_spans(
         self, text: str, marks: Mapping[str, int] | None = None
@@ -183,6 +197,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.vocab_size = max(self.model_size, self.eod + 1)
         settings = str((self.eod, self.bos, self.pad)).encode()
         self.identity = identity_of("huggingface", data, settings)
+        self._make_fast = functools.partial(merged_bytes.of_tokenizer_json, data)
         # As Megatron-LM: where one of two roles is named, its token has the other too.
         self.bos, self.cls = _either(self.bos, self.cls), _either(self.cls, self.bos)
         self.sep = self.eod if named and self.sep is None else self.sep
@@ -194,7 +209,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         return tuple(found.ids[:text])
 
 
-class Gpt2Tokenizer(Tokenizer):
+class Gpt2Tokenizer(_HastenedTokenizer):
     """GPT-2's byte-level BPE: vocab.json and merges.txt (or encoder.json and vocab.bpe)."""
 
     def __init__(self, argument: str, options: Mapping[str, str]) -> None:
@@ -219,16 +234,7 @@ class Gpt2Tokenizer(Tokenizer):
         self.sentinels = find_sentinels(self.token_id)
         self.vocab_size = max(self.model_size, self.eod + 1)
         self.identity = identity_of("gpt2", *data)
-        self._files, self._seen, self._fast = data, 0, None
-
-    def encode(self, text: str) -> np.ndarray:
-        if self._files:
-            self._seen += len(text)
-            if self._seen > FAST_AFTER:
-                self._fast, self._files = merged_bytes.merged_bytes(*self._files), []
-        if self._fast is not None:
-            return np.array(self._fast.encode_ordinary(text), np.int32)
-        return np.array(self._model.encode(text).ids, np.int32)
+        self._make_fast = functools.partial(merged_bytes.of_gpt2, *data)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids if i < self.model_size])
