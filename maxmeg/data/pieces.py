@@ -17,12 +17,13 @@ _REMOTE_BYTES = 8 * CHUNK_BYTES  # read by one request
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """A file: its bytes as stored, and for Parquet how many rows come before each row group, and
-    all rows at the end."""
+    """A file: its bytes as stored, when it was written, and for Parquet how many rows come before
+    each row group, and all rows at the end."""
 
     path: str
     kind: str
     size: int
+    stamp: str = ""
     rows: tuple[int, ...] = ()
 
     @property
@@ -46,12 +47,24 @@ class Piece:
 
 def open_inputs(paths: Sequence[str], stdin_format: str = "jsonl") -> list[Input]:
     """What there is to read."""
+    files = [path for path in paths if path != "-"]
+    found = dict(zip(files, storage.states(files), strict=True))
     inputs = []
     for path in paths:
         kind = documents.kind_of(path, stdin_format)
         rows = parquet.rows_before(path) if kind == ROWS else ()
-        inputs.append(Input(path, kind, 0 if path == "-" else storage.size(path), rows))
+        inputs.append(Input(path, kind, *found.get(path, (0, "")), rows))
     return inputs
+
+
+def check_unchanged(inputs: Sequence[Input]) -> None:
+    """ValueError where a file was written while it was read."""
+    files = [one for one in inputs if one.path != "-"]
+    for one, state in zip(files, storage.states([one.path for one in files]), strict=True):
+        if state != (one.size, one.stamp):
+            raise ValueError(
+                f"{one.path} was changed while it was read: start again when it is whole"
+            )
 
 
 def cut(inputs: Sequence[Input], begin: int, end: int) -> list[Piece]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from maxmeg.data import documents, storage
+from maxmeg.data import documents
 from maxmeg.data.documents import TEXT, Progress
 from maxmeg.data.encoding import (
     Chunk,
@@ -29,7 +29,7 @@ from maxmeg.data.encoding import (
     write_all,
 )
 from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.pieces import Input, Piece, chunks, cut, open_inputs
+from maxmeg.data.pieces import Input, Piece, check_unchanged, chunks, cut, open_inputs
 from maxmeg.data.stored import appearing
 from maxmeg.data.tokenizers import Tokenizer, find_marks, load_tokenizer
 
@@ -83,14 +83,14 @@ def prepare(
     from_stdin = any(one.path == "-" for one in opened)
     progress = Progress(None if from_stdin else end - begin)
     with show_progress(progress) as show:
-        work = _Work(options, tokenizer, workers, skip_bad_lines, on_bad_line, show)
+        work = _Work(opened, options, tokenizer, workers, skip_bad_lines, on_bad_line, show)
         if from_stdin or end - begin <= share.part_bytes:
             stream = (("", c) for c in chunks(cut(opened, begin, end), options.json_keys))
             with contextlib.closing(work.encode(stream)) as encoded:
                 kept = (found for _, found in encoded)
                 report = write_all(kept, output, options, tokenizer, share.partitions > 1)
         else:
-            report = _in_parts(work, opened, (begin, end), output, share)
+            report = _in_parts(work, (begin, end), output, share)
     report.text_bytes, report.seconds = progress.text, show.seconds
     return report
 
@@ -126,15 +126,17 @@ class _Work:
 
     def __init__(
         self,
+        inputs: Sequence[Input],
         options: Options,
         tokenizer: Tokenizer,
         workers: int,
-        skip_bad_lines: bool,
+        skips: bool,
         on_bad_line: Callable[[str], None],
         show: "_Show",
     ) -> None:
-        self.options, self.tokenizer, self.show = options, tokenizer, show
-        self._workers, self.skips, self._on_bad_line = workers, skip_bad_lines, on_bad_line
+        self.inputs, self.options, self.tokenizer = inputs, options, tokenizer
+        self.skips, self.show = skips, show
+        self._workers, self._on_bad_line = workers, on_bad_line
 
     def encode(
         self, stream: Iterable[tuple[Tag, Chunk]]
@@ -150,15 +152,10 @@ class _Work:
                     self._on_bad_line(message)
                 self.show.add(chunk.stored, encoded.text_bytes)
                 yield tag, encoded
+        check_unchanged(self.inputs)
 
 
-def _in_parts(
-    work: _Work,
-    inputs: Sequence[Input],
-    bounds: tuple[int, int],
-    output: str,
-    share: Share,
-) -> Report:
+def _in_parts(work: _Work, bounds: tuple[int, int], output: str, share: Share) -> Report:
     """Makes the parts that are missing in `output`.parts, each of which appears whole, then joins
     them."""
     folder, options, begins = (
@@ -168,9 +165,9 @@ def _in_parts(
     )
     parts: dict[Path, list[Piece]] = {}
     for i, begin in enumerate(begins):
-        if pieces := cut(inputs, begin, min(begin + share.part_bytes, bounds[1])):
+        if pieces := cut(work.inputs, begin, min(begin + share.part_bytes, bounds[1])):
             parts[folder / f"{i:06d}"] = pieces
-    with _own(folder, _settings(work, inputs, share)):
+    with _own(folder, _settings(work, share)):
         missing = [path for path in parts if not path.is_dir()]
         work.show.add(share.part_bytes * (len(parts) - len(missing)), 0)
         stream = (
@@ -220,12 +217,12 @@ def _join(folders: Sequence[Path], output: str, work: _Work, may_be_empty: bool)
     return dataclasses.replace(report, **totals)
 
 
-def _settings(work: _Work, inputs: Sequence[Input], share: Share) -> dict:
+def _settings(work: _Work, share: Share) -> dict:
     """What decides the parts."""
     options = dataclasses.asdict(work.options)
     del options["tokenizer"], options["checksums"]
     found = {
-        "inputs": [[one.path, one.size, storage.stamp(one.path)] for one in inputs],
+        "inputs": [[one.path, one.size, one.stamp] for one in work.inputs],
         "tokenizer": work.tokenizer.identity,
         **options,
         **dataclasses.asdict(share),

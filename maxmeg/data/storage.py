@@ -7,19 +7,21 @@ Credentials and endpoints come from where the library of each store looks, such 
 AWS_ENDPOINT_URL.
 """
 
+import concurrent.futures
 import glob as local
 import io
 import os
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, TypeVar
 
 Found = TypeVar("Found")
 
 BLOCK_BYTES = 1 << 23  # of an object, read at once: long against the time to the first byte
 WAITS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # seconds between tries
+_ASKED = 16  # objects at once
 _LIBRARIES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs"}
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+)://")
 # Errors of programs, not of connections: they would come again.
@@ -69,6 +71,18 @@ def stamp(path: str) -> str:
     about = _try("look at", path, _information)
     names = ("ETag", "etag", "LastModified", "updated", "mtime", "created")
     return next((str(about[name]) for name in names if name in about), "")
+
+
+def states(paths: Sequence[str]) -> list[tuple[int, str]]:
+    """Size and `stamp` of each; objects are asked side by side."""
+
+    def state(path: str) -> tuple[int, str]:
+        return (size(path), stamp(path))
+
+    if not any(map(is_remote, paths)):
+        return [state(path) for path in paths]
+    with concurrent.futures.ThreadPoolExecutor(_ASKED) as pool:
+        return list(pool.map(state, paths))
 
 
 def glob(pattern: str) -> list[str]:

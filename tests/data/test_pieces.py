@@ -201,6 +201,23 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     assert not list(tmp_path.glob("*.parts*"))
 
 
+def test_a_file_that_is_written_meanwhile_is_noticed(tmp_path):
+    path = tmp_path / "a.jsonl"
+
+    def write_more(message: str) -> None:
+        with path.open("ab") as file:
+            file.write(as_lines(["more"]))
+
+    for part_bytes in (1 << 20, 100):
+        path.write_bytes(as_lines(some_texts(5, 20)) + b"{}\n")
+        with pytest.raises(ValueError, match=r"a\.jsonl was changed while it was read"):
+            prepare(
+                [str(path)], str(tmp_path / f"out{part_bytes}"), Options("bytes"), 0, True,
+                on_bad_line=write_more, share=Share(part_bytes=part_bytes),
+            )  # fmt: skip
+    assert not list(tmp_path.glob("out*.*in")) and not list(tmp_path.glob("out*.idx"))
+
+
 def test_killed_at_any_point_it_goes_on_to_the_same_bytes(tmp_path):
     """SIGKILL: what is there is whole, and the same command ends as an unbroken run does."""
     path, output = tmp_path / "a.jsonl", tmp_path / "out"
