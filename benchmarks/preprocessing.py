@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 END = "<|endoftext|>"
+LEAST_MB = 10
 SMALL = 5  # the smaller text is this part of the other
 
 
@@ -156,8 +157,12 @@ def main(arguments: Sequence[str]) -> dict:
     parser = argparse.ArgumentParser("cpu.py data", description=__doc__)
     parser.add_argument("--vocabulary", help="folder of GPT-2's vocab.json and merges.txt")
     parser.add_argument("--text", help="JSON lines; default: Python's standard library")
-    parser.add_argument("--mb", type=float, default=10, help="of text that are encoded")
+    parser.add_argument("--mb", type=float, default=LEAST_MB, help="of text that are encoded")
     flags = parser.parse_args(arguments)
+    if flags.mb < LEAST_MB:
+        parser.error(
+            f"--mb={flags.mb} is less than {LEAST_MB}: starting would be part of the speed"
+        )
     from maxmeg.data.corpus import source_files
 
     def found() -> Iterator[str]:
