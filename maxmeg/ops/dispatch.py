@@ -5,16 +5,18 @@ Forward and backward are gathers alone: JAX's own transpose of a gather adds up 
 GPU does not repeat.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 class Order(NamedTuple):
     """Where copies lie: `copies_N[row]` is token * K + choice, `rows_TK` the row of each copy.
 
+    A row without a copy has the number T * K, a copy without a row the row N; both count as zeros.
     sizes_E: rows of each expert here; copies for experts elsewhere lie behind them.
     """
 
@@ -23,15 +25,65 @@ class Order(NamedTuple):
     sizes_E: Int[Array, " E"]
 
 
-def sort_by_expert(experts_TK: Int[Array, "T K"], num_experts: int, first: int = 0) -> Order:
-    """Copies for experts first .. first + num_experts - 1 in their order, tokens in theirs."""
-    local_N = experts_TK.reshape(-1) - first
-    local_N = jnp.where((local_N >= 0) & (local_N < num_experts), local_N, num_experts)
+def sort_by_expert(
+    experts_TK: Int[Array, "T K"],
+    num_experts: int,
+    first: int = 0,
+    kept_TK: Bool[Array, "T K"] | None = None,
+) -> Order:
+    """Copies for experts first .. first + num_experts - 1 in their order, tokens in theirs.
+
+    kept_TK: those that are not dropped.
+    """
+    local_TK = experts_TK - first
+    is_here_TK = (local_TK >= 0) & (local_TK < num_experts)
+    if kept_TK is not None:
+        is_here_TK &= kept_TK
+    local_N = jnp.where(is_here_TK, local_TK, num_experts).reshape(-1)
     copies_N = jnp.argsort(local_N, stable=True).astype(jnp.int32)
-    places_N = jnp.arange(len(local_N), dtype=jnp.int32)
-    rows_N = jnp.zeros_like(places_N).at[copies_N].set(places_N, unique_indices=True)
     sizes_E = jnp.bincount(local_N, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    return Order(copies_N, rows_N.reshape(experts_TK.shape), sizes_E)
+    return Order(copies_N, _inverse(copies_N).reshape(experts_TK.shape), sizes_E)
+
+
+def capacity_of(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
+    """Copies that an expert takes: `factor` times its even share, rounded up; never more than there
+    are tokens."""
+    return min(num_tokens, math.ceil(num_tokens * top_k / num_experts * factor))
+
+
+def places_in_experts(
+    experts_TK: Int[Array, "T K"],
+    num_experts: int,
+    weights_TK: Float[Array, "T K"] | None = None,
+) -> Int[Array, "T K"]:
+    """How many copies for the same expert come before each: earlier tokens, or with `weights_TK`
+    those that weigh more, of equal ones earlier tokens.
+
+    A copy is within an expert's capacity where this is less than it.
+    """
+    expert_N = experts_TK.reshape(-1)
+    keys = (expert_N,) if weights_TK is None else (-weights_TK.reshape(-1), expert_N)
+    copies_N = jnp.lexsort(keys)  # the last key leads; stable
+    counts_E = jnp.bincount(expert_N, length=num_experts)
+    starts_E = jnp.cumsum(counts_E) - counts_E
+    return (_inverse(copies_N) - starts_E[expert_N]).reshape(experts_TK.shape).astype(jnp.int32)
+
+
+def pad_experts(
+    experts_TK: Int[Array, "T K"],
+    places_TK: Int[Array, "T K"],
+    num_experts: int,
+    capacity: int,
+) -> Order:
+    """As many rows for every expert: `capacity`, of which the last may be empty; copies beyond it
+    are dropped. places_TK: `places_in_experts`."""
+    rows = num_experts * capacity
+    rows_TK = jnp.where(places_TK < capacity, experts_TK * capacity + places_TK, rows)
+    flat_N = rows_TK.reshape(-1)
+    empty = jnp.full(rows, len(flat_N), jnp.int32)
+    numbers_N = jnp.arange(len(flat_N), dtype=jnp.int32)
+    copies_N = empty.at[flat_N].set(numbers_N, mode="drop", unique_indices=True)
+    return Order(copies_N, rows_TK, jnp.full(num_experts, capacity, jnp.int32))
 
 
 def spread(x_TD: Float[Array, "T D"], order: Order) -> Float[Array, "N D"]:
@@ -46,22 +98,33 @@ def collect(
     return _collect(y_ND, weights_TK, order)
 
 
-def _taken(x_TD, order: Order):
-    return x_TD[order.copies_N // order.rows_TK.shape[1]]
+def _inverse(order_N: Int[Array, " N"]) -> Int[Array, " N"]:
+    places_N = jnp.arange(len(order_N), dtype=jnp.int32)
+    return jnp.zeros_like(places_N).at[order_N].set(places_N, unique_indices=True)
+
+
+def _rows_of_tokens(x_TD, order: Order):
+    """Row by row the token's vector, zeros where the row has no copy."""
+    tokens_N = order.copies_N // order.rows_TK.shape[1]
+    return x_TD.at[tokens_N].get(mode="fill", fill_value=0)
+
+
+def _copies_of_tokens(y_ND, order: Order):
+    """[T, K, D] in float32, zeros where the copy has no row."""
+    return y_ND.at[order.rows_TK].get(mode="fill", fill_value=0).astype(jnp.float32)
 
 
 def _spread_forward(x_TD, order: Order):
-    return _taken(x_TD, order), order
+    return _rows_of_tokens(x_TD, order), order
 
 
 def _spread_backward(order: Order, slope_ND):
-    parts_TKD = slope_ND[order.rows_TK].astype(jnp.float32)
-    return jnp.sum(parts_TKD, axis=1).astype(slope_ND.dtype), None
+    return jnp.sum(_copies_of_tokens(slope_ND, order), axis=1).astype(slope_ND.dtype), None
 
 
 def _summed(y_ND, weights_TK, order: Order):
-    parts_TKD = y_ND[order.rows_TK].astype(jnp.float32)
-    return jnp.sum(parts_TKD * weights_TK[:, :, None], axis=1).astype(y_ND.dtype)
+    parts_TKD = _copies_of_tokens(y_ND, order) * weights_TK[:, :, None]
+    return jnp.sum(parts_TKD, axis=1).astype(y_ND.dtype)
 
 
 def _collect_forward(y_ND, weights_TK, order: Order):
@@ -71,14 +134,13 @@ def _collect_forward(y_ND, weights_TK, order: Order):
 def _collect_backward(residuals, slope_TD):
     y_ND, weights_TK, order = residuals
     slope32_TD = slope_TD.astype(jnp.float32)
-    weights_N1 = weights_TK.reshape(-1)[order.copies_N][:, None]
-    d_y_ND = (_taken(slope32_TD, order) * weights_N1).astype(y_ND.dtype)
-    parts_TKD = y_ND[order.rows_TK].astype(jnp.float32)
-    d_weights_TK = jnp.sum(parts_TKD * slope32_TD[:, None], axis=-1)
+    weights_N = weights_TK.reshape(-1).at[order.copies_N].get(mode="fill", fill_value=0)
+    d_y_ND = (_rows_of_tokens(slope32_TD, order) * weights_N[:, None]).astype(y_ND.dtype)
+    d_weights_TK = jnp.sum(_copies_of_tokens(y_ND, order) * slope32_TD[:, None], axis=-1)
     return d_y_ND, d_weights_TK.astype(weights_TK.dtype), None
 
 
-_spread: Any = jax.custom_vjp(_taken)
+_spread: Any = jax.custom_vjp(_rows_of_tokens)
 _spread.defvjp(_spread_forward, _spread_backward)
 _collect: Any = jax.custom_vjp(_summed)
 _collect.defvjp(_collect_forward, _collect_backward)

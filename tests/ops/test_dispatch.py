@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.ops.dispatch import collect, sort_by_expert, spread
+from maxmeg.ops.dispatch import (
+    capacity_of,
+    collect,
+    pad_experts,
+    places_in_experts,
+    sort_by_expert,
+    spread,
+)
 from maxmeg.ops.grouped_matmul import grouped_matmul
 
 TOLERANCE = 1e-5  # relative, float32
@@ -36,6 +43,32 @@ def sorted_experts(experts, first, count):
     return run
 
 
+def limited(experts, capacity, by_weight, pads):
+    """As `sorted_experts`, of the copies within the capacity alone."""
+
+    def run(x_TD, weights_TK, into_EDF, out_EFD):
+        places = places_in_experts(experts, EXPERTS, weights_TK if by_weight else None)
+        if pads:
+            order = pad_experts(experts, places, EXPERTS, capacity)
+        else:
+            order = sort_by_expert(experts, EXPERTS, kept_TK=places < capacity)
+        h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
+        return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), weights_TK, order)
+
+    return run
+
+
+def kept_copies(experts: np.ndarray, weights: np.ndarray, capacity: int, by_weight: bool):
+    """Which copies an expert takes, by a loop."""
+    kept = np.zeros(experts.shape, bool)
+    for e in range(EXPERTS):
+        copies = [tuple(copy) for copy in np.argwhere(experts == e)]
+        copies.sort(key=lambda copy: (-weights[copy] if by_weight else 0, copy))
+        for copy in copies[:capacity]:
+            kept[copy] = True
+    return kept
+
+
 def loop(experts, first, count):
     def run(x_TD, weights_TK, into_EDF, out_EFD):
         total_TD = jnp.zeros_like(x_TD)
@@ -55,15 +88,44 @@ def test_everything_equals_a_loop_over_experts(top_k, kind, span):
     experts, (first, count) = jnp.asarray(choices(kind, top_k)), span
     x, weights, into, out = arrays(top_k)
     operands = (x, weights, into[first : first + count], out[first : first + count])
-    slope = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
-
-    def both(function):
-        result, pull = jax.vjp(function(experts, first, count), *operands)
-        return result, *pull(slope)
-
-    for found, wanted in zip(both(sorted_experts), both(loop), strict=True):
+    both = (both_ways(make(experts, first, count), operands) for make in (sorted_experts, loop))
+    for found, wanted in zip(*both, strict=True):
         limit = TOLERANCE * (1 + np.abs(wanted).max())
         np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+
+
+def both_ways(function, operands) -> tuple:
+    """Result and gradients."""
+    result, pull = jax.vjp(function, *operands)
+    return result, *pull(jnp.cos(jnp.arange(result.size, dtype=jnp.float32)).reshape(result.shape))
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("by_weight", [False, True])
+@pytest.mark.parametrize(("kind", "factor"), [("random", 0.7), ("random", 9), ("one expert", 1)])
+def test_copies_beyond_the_capacity_count_for_nothing(kind, factor, by_weight, pads):
+    experts = choices(kind, 2)
+    operands = arrays(2)
+    capacity = capacity_of(TOKENS, 2, EXPERTS, factor)
+    kept = kept_copies(experts, np.asarray(operands[1]), capacity, by_weight)
+    assert kept.all() == (factor == 9)
+
+    def without_dropped(x_TD, weights_TK, *matrices):
+        return loop(experts, 0, EXPERTS)(x_TD, jnp.where(kept, weights_TK, 0), *matrices)
+
+    run = limited(jnp.asarray(experts), capacity, by_weight, pads)
+    both = (both_ways(function, operands) for function in (run, without_dropped))
+    for found, wanted in zip(*both, strict=True):
+        limit = TOLERANCE * (1 + np.abs(wanted).max())
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts", "factor", "capacity"),
+    [(64, 1, 8, 1.0, 8), (64, 2, 8, 1.25, 20), (10, 1, 4, 1.0, 3), (8, 2, 2, 4.0, 8)],
+)
+def test_capacity_is_a_share_rounded_up(tokens, top_k, experts, factor, capacity):
+    assert capacity_of(tokens, top_k, experts, factor) == capacity
 
 
 @pytest.mark.parametrize("kind", ["random", "one expert"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from maxmeg.ops.dispatch import capacity_of, places_in_experts
 from maxmeg.ops.routing import (
     RoutingSpec,
     Score,
@@ -91,3 +92,17 @@ def test_z_loss_and_sinkhorn_and_bias():
     ours = updated_bias(jnp.zeros(EXPERTS), jnp.asarray(counts), 1e-3)
     theirs = 1e-3 * np.sign(counts.mean() - counts)  # its own needs a process group
     np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_copies_that_a_capacity_keeps(factor):
+    """By weight: by position Megatron-LM leaves it to torch.topk which of equal ones come first."""
+    found = route(jnp.asarray(logits(2)), RoutingSpec(EXPERTS, 4))
+    experts, weights = np.asarray(found.experts_TK), np.asarray(found.weights_TK)
+    chosen = torch.tensor(dense(experts, np.ones_like(experts)).astype(bool))
+    _, kept = moe_utils.apply_router_token_dropping(
+        torch.tensor(dense(experts, weights)), chosen, 4, factor, "probs"
+    )
+    capacity = capacity_of(TOKENS, 4, EXPERTS, factor)
+    ours = np.asarray(places_in_experts(found.experts_TK, EXPERTS, found.weights_TK)) < capacity
+    assert np.array_equal(dense(experts, ours.astype(np.int32)), kept.numpy().astype(np.int32))
