@@ -15,6 +15,7 @@ class Context:
     cache_offset: tokens already in the cache, of all rows or of each [B]; the number 0 and no
     array: there are none, so that attention reads nothing but these tokens.
     sequence_sharded: x_BLD holds a part of the sequence over tensor; off in decoding.
+    share: of this microbatch in the mean of losses that are not of single tokens.
     """
 
     positions_BL: jax.Array
@@ -25,6 +26,7 @@ class Context:
     sublayer: int = dataclasses.field(default=0, metadata={"static": True})
     cache_offset: jax.Array | int | None = None
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
+    share: jax.Array | float = 1.0
 
     def key(self, place: int) -> jax.Array:
         """Dropout key of the `place`-th use of dropout in this sublayer."""

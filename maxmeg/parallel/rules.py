@@ -19,6 +19,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
+    "expert": ("expert",),
     "embed": ("fsdp",),  # the residual width of every matrix
     "position": (),
     "norm": (),  # vectors along the residual width: small, replicated

@@ -1,0 +1,199 @@
+"""A mixture of experts is a loop over experts with balance losses, on one device and on meshes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.layers.context import Context
+from maxmeg.layers.moe import Moe, MoeSpec
+from maxmeg.ops.activation import GATED, activate
+from maxmeg.ops.routing import RoutingSpec, Score
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import AXES, BATCH_AXES, make_mesh
+from maxmeg.parallel.rules import reductions, storage_specs
+from maxmeg.parallel.spmd import spmd
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+B, L, D, F, E = 8, 8, 16, 24, 8
+PLAIN = MoeSpec(D, F, RoutingSpec(E, 2), std=0.5, out_std=0.5)
+SIGMOID = RoutingSpec(E, 3, Score.sigmoid, normalize=True, scale=2.5, groups=4, groups_kept=2)
+SPECS = {
+    "mixtral": PLAIN,
+    "balanced": dataclasses.replace(PLAIN, aux_loss=0.5, sequence_aux_loss=0.3, z_loss=0.1),
+    "deepseek": dataclasses.replace(
+        PLAIN, routing=SIGMOID, shared_size=20, biased=True, sequence_aux_loss=0.2
+    ),
+    "qwen2": dataclasses.replace(
+        PLAIN, routing=RoutingSpec(E, 4, before=True), shared_size=12, shared_gate=True
+    ),
+    "biases": dataclasses.replace(PLAIN, bias=True, activation="gelu", aux_loss=0.1),
+    "one of many": dataclasses.replace(PLAIN, routing=RoutingSpec(E, 1, before=True)),
+}
+MESHES = [
+    {"expert": 4},
+    {"expert": 2, "tensor": 2},
+    {"data": 2, "expert": 2, "fsdp": 2},
+    {"fsdp": 2, "tensor": 4},
+    {"expert": 8},
+]
+
+
+def model(spec: MoeSpec) -> Moe:
+    """Random weights, also of what starts as zeros."""
+    moe, key = Moe(jax.random.key(0), spec), jax.random.key(1)
+    leaves, tree = jax.tree.flatten(moe)
+    keys = jax.random.split(key, len(leaves))
+    noisy = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(tree, noisy)
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    """Vectors, and what their outputs weigh in the loss."""
+    keys = jax.random.split(jax.random.key(2), 2)
+    return jax.random.normal(keys[0], (B, L, D)), jax.random.normal(keys[1], (B, L, D))
+
+
+def expert(spec: MoeSpec, part, x, index=None):
+    """Output of one expert, or of a shared one."""
+
+    def linear(x, weight, bias):
+        weight, bias = weight[...], None if bias is None else bias[...]
+        if index is not None:
+            weight, bias = weight[index], None if bias is None else bias[index]
+        return x @ weight if bias is None else x @ weight + bias
+
+    if index is None:
+        pairs = [(n.weight, n.bias) for n in (part.up, part.gate, part.out) if n is not None]
+    else:
+        pairs = [(part.up, part.up_bias), (part.gate, part.gate_bias), (part.out, part.out_bias)]
+        pairs = [pair for pair in pairs if pair[0] is not None]
+    up = linear(x, *pairs[0])
+    parts = (linear(x, *pairs[1]), up) if spec.activation in GATED else (up,)
+    return linear(activate(spec.activation, *parts), *pairs[-1])
+
+
+def looped(moe: Moe, x_BLD):
+    """(output, balance losses) by the definitions, every expert on every token."""
+    spec, rule = moe.spec, moe.spec.routing
+    x = x_BLD.reshape(-1, D)
+    logits = x @ moe.router[...]
+    by_itself = rule.score is Score.sigmoid
+    scores = jax.nn.sigmoid(logits) if by_itself else jax.nn.softmax(logits)
+    choice = scores if moe.bias is None else scores + moe.bias[...]
+    if rule.groups > 1:
+        each = jnp.sort(choice.reshape(len(x), rule.groups, -1), axis=-1)
+        best = jnp.argsort(-each[..., -rule.best_of_group :].sum(-1))[:, : rule.groups_kept]
+        group = jnp.arange(E) // (E // rule.groups)
+        choice = jnp.where((group[None, :, None] == best[:, None]).any(-1), choice, -1e9)
+    rank = jnp.argsort(jnp.argsort(-choice))
+    is_chosen = rank < rule.top_k
+    if by_itself or rule.before:
+        weights = jnp.where(is_chosen, scores, 0)
+        weights = weights / weights.sum(-1, keepdims=True) if rule.normalize else weights
+    else:
+        weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf))
+    y = jnp.zeros_like(x)
+    for e in range(E):
+        y += weights[:, e, None] * rule.scale * expert(spec, moe.experts, x, e)
+    if moe.shared is not None:
+        shared = expert(spec, moe.shared, x)
+        if moe.shared_gate is not None:
+            shared *= jax.nn.sigmoid(x @ moe.shared_gate.weight[...])
+        y += shared
+    shares = scores / scores.sum(-1, keepdims=True)
+
+    def uneven(shares, chosen):
+        return E / (rule.top_k * len(shares) ** 2) * (shares.sum(0) * chosen.sum(0)).sum()
+
+    rows = zip(jnp.split(shares, B), jnp.split(is_chosen, B), strict=True)
+    loss = spec.aux_loss * uneven(shares, is_chosen)
+    loss += spec.sequence_aux_loss * sum(uneven(*row) for row in rows) / B
+    loss += spec.z_loss * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
+    return y.reshape(x_BLD.shape), loss, is_chosen.sum(0)
+
+
+def expected(spec: MoeSpec):
+    """Output, and gradients of (weighted output + balance losses) in weights and input."""
+    x_BLD, slope_BLD = inputs()
+
+    def loss(moe, x_BLD):
+        y_BLD, balance, counts_E = looped(moe, x_BLD)
+        return jnp.sum(y_BLD * slope_BLD) + balance, (y_BLD, counts_E)
+
+    moe = model(spec)
+    (_, (y_BLD, counts_E)), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
+        moe, x_BLD
+    )
+    if weights.bias is not None:
+        weights.bias[...] = counts_E.astype(jnp.float32)
+    return y_BLD, weights, into
+
+
+def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0):
+    """The same of the layer on a mesh, the sequence sharded over tensor."""
+    sizes = dict.fromkeys(AXES, 1) | sizes
+    count = int(np.prod(list(sizes.values())))
+    mesh, moe = make_mesh(sizes, jax.devices()[:count]), model(spec)
+    specs, places = storage_specs(moe, mesh, zero1=False), reductions(moe, mesh, zero1=False)
+    rows = P(BATCH_AXES, "tensor")
+
+    def local(moe, x_BLD, slope_BLD):
+        def loss(moe, x_BLD):
+            h_BLD = collectives.gather_sequence(x_BLD)
+            ctx = Context(jnp.zeros(h_BLD.shape[:2], int), share=share)
+            y_BLD = collectives.scatter_sequence(moe(h_BLD, ctx)[0])
+            return jnp.sum(y_BLD * slope_BLD), y_BLD
+
+        (_, y_BLD), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(moe, x_BLD)
+        weights = jax.tree.map(
+            lambda place, g: collectives.sum_over(g, place.sum_axes), places, weights
+        )
+        return y_BLD, weights, into
+
+    run = spmd(local, mesh, (specs, rows, rows), (rows, specs, rows))
+    return jax.jit(run)(moe, *inputs())
+
+
+def check_equal(found, wanted) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        limit = TOLERANCE * max(float(jnp.abs(other).max()), 1e-3)
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_output_and_gradients_are_those_of_a_loop_over_experts(name):
+    check_equal(found_on(SPECS[name], {}), expected(SPECS[name]))
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("name", ["balanced", "deepseek", "biases"])
+def test_every_mesh_equals_one_device(name, sizes):
+    check_equal(found_on(SPECS[name], sizes), expected(SPECS[name]))
+
+
+def test_balance_counts_as_the_microbatch_does():
+    """Gradients of the balance losses alone, of one microbatch of four."""
+    spec = SPECS["balanced"]
+    plain = dataclasses.replace(spec, aux_loss=0.0, sequence_aux_loss=0.0, z_loss=0.0)
+    runs = found_on(spec, {}), found_on(spec, {}, 0.25), found_on(plain, {})
+    router = [gradients.router[...] for _, gradients, _ in runs]
+    np.testing.assert_allclose(router[1] - router[2], (router[0] - router[2]) / 4, atol=1e-4)
+
+
+def test_all_tokens_to_one_expert_drop_nothing():
+    moe = model(PLAIN)
+    moe.router[...] = jnp.zeros((D, E))  # every expert scores the same: the first two are chosen
+    x_BLD, _ = inputs()
+    found = moe(x_BLD, Context(jnp.zeros((B, L), int)))[0]
+    both = [expert(PLAIN, moe.experts, x_BLD.reshape(-1, D), e) for e in (0, 1)]
+    np.testing.assert_allclose(found.reshape(-1, D), (both[0] + both[1]) / 2, atol=1e-4)
+    half = dataclasses.replace(PLAIN, capacity=0.5)
+    moe.spec = half
+    found = moe(x_BLD, Context(jnp.zeros((B, L), int)))[0].reshape(-1, D)
+    kept = B * L * 2 // E // 2  # of each of the two, those that come first
+    np.testing.assert_allclose(found[:kept], ((both[0] + both[1]) / 2)[:kept], atol=1e-4)
+    assert not np.any(found[kept:])
