@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.config.schema import Config, LossReduction, TrainConfig
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
-from maxmeg.optim.build import clip
+from maxmeg.optim.build import balanced, clip, counted
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
 from maxmeg.parallel.parts import frozen, joined, trained
@@ -34,7 +34,8 @@ Metrics = dict[str, jax.Array]
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
     key = None if raw_key is None else jax.random.wrap_key_data(raw_key)
     segments_BL = batch.get("segment_ids")
-    return Context(batch["positions"], segments_BL, batch["rows"], dropout_key=key, layer=layer)
+    places = {"rows_B": batch["rows"], "dropout_key": key, "layer": layer}
+    return Context(batch["positions"], segments_BL, **places, share=batch["share"])
 
 
 def head_loss(model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig):
@@ -50,15 +51,16 @@ def loss_fn(
 ) -> tuple[jax.Array, Metrics]:
     """This device's share of the weighted loss, and sums over its tokens.
 
-    batch: tokens, targets, positions, loss_mask [B, L], rows [B], divisor [], and segment_ids
-    [B, L] where documents are kept apart. raw_key None: no dropout.
+    batch: tokens, targets, positions, loss_mask [B, L], rows [B], divisor and share [], and
+    segment_ids [B, L] where documents are kept apart. raw_key None: no dropout.
     """
     h_BLD, _, _ = model.hidden(batch["tokens"], context(batch, raw_key))
     return head_loss(model, h_BLD, batch, train)
 
 
 def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
-    """The batch [M, B, ...] with the rows' numbers in the global batch, and what divides its mask.
+    """The batch [M, B, ...] with the rows' numbers in the global batch, what divides its mask, and
+    its share in means over microbatches.
 
     Losses and gradients then need only be summed. token_mean: a token weighs 1 / (tokens of the
     global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
@@ -72,14 +74,14 @@ def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
         divisors_M = jnp.full(M, jnp.maximum(total, 1))
     else:
         divisors_M = jnp.maximum(jnp.sum(mask_MBL, axis=(1, 2)), 1) * (M * shards)
-    return {**batch, "rows": rows_MB, "divisor": divisors_M}
+    return {**batch, "rows": rows_MB, "divisor": divisors_M, "share": jnp.full(M, 1 / M)}
 
 
 def compute_model(model: LM, places, dtype) -> LM:
     """Masters cast once to the compute dtype and, under ZeRO-1, gathered once over data."""
 
     def one(master, place):
-        value = master.astype(dtype)
+        value = master if place.exact else master.astype(dtype)
         if place.scatter_dim is None:
             return value
         return collectives.gather(value, ("data",), place.scatter_dim)
@@ -235,10 +237,12 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         gradients, sums = gradients_of(state.model, batch, jax.random.key_data(key))
+        counts, gradients = counted(gradients)
         gradients, norm = clip(gradients, config.optim.clip_norm)
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
         own = trained(state.model)
         updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
+        updates = balanced(updates, counts, config.model.router_bias_rate)
         model = joined(jax.tree.map(jnp.add, own, updates), frozen(state.model))
         metrics = {
             "loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1),

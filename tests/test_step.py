@@ -24,7 +24,6 @@ from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step, make_gradients, make_train_step
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias before a softmax)
 
 MODELS = {

@@ -68,6 +68,17 @@ class QkNorm(enum.Enum):
     l2 = "l2"
 
 
+class RouterScore(enum.Enum):
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+    sqrt_softplus = "sqrt_softplus"
+
+
+class ExpertDrop(enum.Enum):
+    position = "position"
+    weight = "weight"
+
+
 @dataclasses.dataclass
 class ModelConfig:
     """Architecture and numerics of the language model."""
@@ -141,6 +152,64 @@ class ModelConfig:
         "without weights (l2)",
         "--qk-layernorm",
     )
+    num_experts: int = setting(
+        0, "experts in place of the MLP, of which a token takes some; 0: none", "--num-experts"
+    )
+    experts_per_token: int = setting(2, "experts that a token goes to", "--moe-router-topk")
+    expert_ffn_size: int = setting(
+        0, "inner width of an expert; 0: that of the MLP", "--moe-ffn-hidden-size"
+    )
+    shared_ffn_size: int = setting(
+        0,
+        "inner width of an expert that every token goes to; 0: none",
+        "--moe-shared-expert-intermediate-size",
+    )
+    shared_gate: bool = setting(
+        False, "the token gates the shared expert", "--moe-shared-expert-gate"
+    )
+    first_dense_layers: int = setting(0, "layers at the start that keep an MLP")
+    router_score: RouterScore = setting(
+        RouterScore.softmax,
+        "of an expert for a token: softmax | sigmoid | sqrt_softplus",
+        "--moe-router-score-function",
+    )
+    router_over_all: bool = setting(
+        False, "softmax over all experts, not over those chosen", "--moe-router-pre-softmax"
+    )
+    router_normalize: bool = setting(False, "a token's weights are divided by their sum")
+    router_scale: float = setting(1.0, "multiplies the weights", "--moe-router-topk-scaling-factor")
+    router_groups: int = setting(
+        1, "groups of experts, of which a token uses some", "--moe-router-num-groups"
+    )
+    router_groups_kept: int = setting(1, "groups that a token uses", "--moe-router-group-topk")
+    router_group_best: int = setting(
+        0, "experts whose scores make a group's; 0: experts_per_token / router_groups_kept"
+    )
+    router_bias: bool = setting(
+        False,
+        "a bias on the scores, for the choice alone, evens loads without a loss",
+        "--moe-router-enable-expert-bias",
+    )
+    router_bias_rate: float = setting(
+        1e-3, "its step, after each global batch", "--moe-router-bias-update-rate"
+    )
+    router_aux_loss: float = setting(
+        0.0, "coefficient of the loss of uneven loads, over a microbatch", "--moe-aux-loss-coeff"
+    )
+    router_sequence_aux_loss: float = setting(0.0, "the same over each sequence")
+    router_z_loss: float = setting(
+        0.0, "of logsumexp^2 of the router's logits", "--moe-z-loss-coeff"
+    )
+    expert_capacity: float = setting(
+        0.0,
+        "an expert takes this times its even share of a device's tokens; 0: all, none is dropped",
+        "--moe-expert-capacity-factor",
+    )
+    expert_drop: ExpertDrop = setting(
+        ExpertDrop.position,
+        "beyond the capacity: the last tokens, or those of least weight",
+        "--moe-token-drop-policy",
+    )
     attention_window: int = setting(
         0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"
     )
@@ -213,6 +282,15 @@ class ModelConfig:
     def ffn(self) -> int:
         gated = int(4 * self.hidden_size * 2 / 3 / 64) * 64
         return self.ffn_size or (gated if self.gated else 4 * self.hidden_size)
+
+    @property
+    def expert_ffn(self) -> int:
+        return self.expert_ffn_size or self.ffn
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers with an MLP before those with experts."""
+        return self.first_dense_layers if self.num_experts else 0
 
     @property
     def layers_of_unit(self) -> int:

@@ -19,7 +19,7 @@ from maxmeg.config.schema import (
 )
 from maxmeg.config.stages import layers_of_chunks
 
-UNSUPPORTED_AXES = ("expert", "context")
+UNSUPPORTED_AXES = ("context",)
 
 
 def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
@@ -78,7 +78,7 @@ def validate(config: Config, num_devices: int) -> None:
         if sizes[name] > 1:
             raise NotImplementedError(
                 f"parallel.{name}={sizes[name]}: this axis must be 1; available are pipe, "
-                "data, fsdp and tensor"
+                "data, fsdp, expert and tensor"
             )
     problems = [
         *model_problems(config.model),
@@ -118,6 +118,41 @@ def model_problems(model: ModelConfig):
         yield from rotary_problems(model)
     yield from norm_problems(model)
     yield from window_problems(model)
+    yield from expert_problems(model)
+
+
+def expert_problems(model: ModelConfig):
+    experts, chosen = model.num_experts, model.experts_per_token
+    if not experts:
+        return
+    groups, kept = model.router_groups, model.router_groups_kept
+    if not 1 <= chosen <= experts:
+        yield f"model.experts_per_token={chosen} must be from 1 to num_experts={experts}"
+    if groups < 1 or experts % groups:
+        yield (
+            f"model.router_groups={groups} does not divide num_experts={experts}: choose it in "
+            f"{divisors(experts)}"
+        )
+    elif not 1 <= kept <= groups or chosen > kept * (experts // groups):
+        yield (
+            f"model.router_groups_kept={kept} of router_groups={groups}, each of "
+            f"{experts // groups} experts, must hold experts_per_token={chosen}: keep more groups, "
+            f"at most {groups}"
+        )
+    elif not 0 <= model.router_group_best <= experts // groups:
+        yield (
+            f"model.router_group_best={model.router_group_best} must be from 0 to the "
+            f"{experts // groups} experts of a group"
+        )
+    if not 0 <= model.first_dense_layers < model.num_layers:
+        yield (
+            f"model.first_dense_layers={model.first_dense_layers} must leave some of "
+            f"num_layers={model.num_layers} for the experts"
+        )
+    if model.first_dense_layers and model.attention_global_every:
+        yield "model.first_dense_layers cannot be beside attention_global_every: set one to 0"
+    if model.parallel_block:
+        yield "model.num_experts cannot be in a parallel_block: set num_experts=0, or that to false"
 
 
 def window_problems(model: ModelConfig):
@@ -180,7 +215,15 @@ def rotary_problems(model: ModelConfig):
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
+    if sizes["expert"] > 1 and not model.num_experts:
+        yield (
+            f"parallel.expert={sizes['expert']} is for models with experts: set model.num_experts, "
+            "or use fsdp or data instead"
+        )
     cut = (
+        ("model.num_experts", model.num_experts, "expert", sizes["expert"]),
+        ("model.expert_ffn_size", model.expert_ffn if model.num_experts else 0, "tensor", tensor),
+        ("model.shared_ffn_size", model.shared_ffn_size, "tensor", tensor),
         ("model.num_heads", model.num_heads, "tensor", tensor),
         ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
         ("model.ffn_size", model.ffn, "tensor", tensor),

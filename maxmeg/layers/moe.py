@@ -29,6 +29,7 @@ from maxmeg.ops.grouped_matmul import grouped_matmul
 from maxmeg.ops.routing import (
     Routing,
     RoutingSpec,
+    Score,
     balance_loss,
     balance_scores,
     count_experts,
@@ -40,6 +41,7 @@ from maxmeg.parallel.collectives import stored, unshard_parameter
 from maxmeg.parallel.mesh import BATCH_AXES
 
 EXPERT_AXES = ("expert",)
+__all__ = ["Experts", "Moe", "MoeSpec", "RoutingSpec", "Score"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Moe(nnx.Module):
         D, E = spec.hidden_size, spec.routing.num_experts
         self.spec = spec
         self.router = nnx.Param(spec.std * jax.random.normal(keys[0], (D, E)), axes=("norm", None))
-        self.bias = nnx.Param(jnp.zeros(E), axes=(None,)) if spec.biased else None
+        self.bias = nnx.Param(jnp.zeros(E), axes=(None,), counts=True) if spec.biased else None
         self.experts = Experts(keys[1], spec)
         shared = MlpSpec(D, spec.shared_size, spec.activation, spec.bias, spec.std, spec.out_std)
         self.shared = Mlp(keys[2], shared) if spec.shared_size else None

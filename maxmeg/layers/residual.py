@@ -1,12 +1,14 @@
 """A residual sublayer: x + dropout(post_norm(mixers(norm(x)))), either norm optional."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.mlp import Mlp, MlpSpec
@@ -16,6 +18,15 @@ from maxmeg.parallel import collectives
 
 DROPOUT_PLACE = 1
 MIXERS = {AttentionSpec: ("attention", Attention), MlpSpec: ("mlp", Mlp)}
+moe = Lazy("maxmeg.layers.moe")
+
+
+def make_mixer(key: jax.Array, spec) -> tuple[str, nnx.Module]:
+    """The name that a mixer's parameters go by, and the mixer."""
+    if type(spec) not in MIXERS:
+        return "moe", moe.Moe(key, spec)
+    name, kind = MIXERS[type(spec)]
+    return name, kind(key, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +38,7 @@ class ResidualSpec:
     """
 
     norm: NormSpec
-    mixers: tuple[AttentionSpec | MlpSpec, ...]
+    mixers: tuple[typing.Any, ...]  # AttentionSpec, MlpSpec or MoeSpec
     dropout: float = 0.0
     place: str = "pre"
     own_norms: bool = False
@@ -41,8 +52,8 @@ class Residual(nnx.Module):
         keys = jax.random.split(key, len(spec.mixers))
         made, norms = {}, {}
         for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
-            name, kind = MIXERS[type(mixer)]
-            made[name] = kind(mixer_key, mixer)
+            name, made_mixer = make_mixer(mixer_key, mixer)
+            made[name] = made_mixer
             norms[name] = Norm(mixer.hidden_size, spec.norm)
         width, before = spec.mixers[0].hidden_size, spec.place in ("pre", "sandwich")
         self.norm = Norm(width, spec.norm) if before and not spec.own_norms else None

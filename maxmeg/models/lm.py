@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.model import ModelConfig, Position, QkNorm
+from maxmeg.config.lazy import Lazy
+from maxmeg.config.model import ExpertDrop, ModelConfig, Position, QkNorm
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec
@@ -23,6 +24,7 @@ from maxmeg.ops.rope import RotaryScaling, RotarySpec
 from maxmeg.parallel import collectives
 from maxmeg.pipeline.layout import Layout, arrange
 
+moe = Lazy("maxmeg.layers.moe")
 ADAPTERS = 1  # keys their initial weights, apart from those of the model
 EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
 
@@ -52,30 +54,34 @@ def rotary_spec(config: ModelConfig, local: bool = False) -> RotarySpec:
 
 
 def pattern(config: ModelConfig) -> Pattern:
-    """((unit, repeats), ...): a unit ends with a global layer, what is left is the last group's."""
-    unit_layers = config.layers_of_unit
+    """((unit, repeats), ...): a unit ends with a global layer, what is left is the last group's.
+
+    Layers without experts before those with them are a group of their own, the first."""
+    unit_layers, dense = config.layers_of_unit, config.dense_layers
     kinds = [layer_spec(config, local=False)]
     if config.attention_global_every:
         kinds = [layer_spec(config, local=True)] * (unit_layers - 1) + kinds
-    whole, left = divmod(config.num_layers, unit_layers)
-    groups = ((kinds, whole), (kinds[:left], 1 if left else 0))
+    whole, left = divmod(config.num_layers - dense, unit_layers)
+    first = [layer_spec(config, local=False, dense=True)]
+    groups = ((first, dense), (kinds, whole), (kinds[:left], 1 if left else 0))
     return tuple((sum(unit, ()), repeats) for unit, repeats in groups if repeats)
 
 
 def layer_places(config: ModelConfig) -> list[tuple[int, int, int]]:
     """Of every layer its group, its repeat in that and the first of its sublayers in the unit."""
-    sublayers = 1 if config.parallel_block else 2
-    places = []
-    for layer in range(config.num_layers):
+    sublayers, dense = 1 if config.parallel_block else 2, config.dense_layers
+    places = [(0, layer, 0) for layer in range(dense)]
+    for layer in range(config.num_layers - dense):
         unit, place = divmod(layer, config.layers_of_unit)
-        whole = config.num_layers // config.layers_of_unit
-        group = int(unit >= whole > 0)
-        places.append((group, 0 if group else unit, place * sublayers))
+        whole = (config.num_layers - dense) // config.layers_of_unit
+        last = int(unit >= whole > 0)
+        places.append((last + bool(dense), 0 if last else unit, place * sublayers))
     return places
 
 
-def layer_spec(config: ModelConfig, local: bool) -> UnitSpec:
-    """Sublayers of one layer; local: a layer with a window beside global ones."""
+def layer_spec(config: ModelConfig, local: bool, dense: bool = False) -> UnitSpec:
+    """Sublayers of one layer; local: a layer with a window beside global ones; dense: one without
+    experts beside those that have them."""
     out_std = config.init_std
     if config.scaled_output_init:
         out_std /= (2 * config.num_layers) ** 0.5
@@ -107,9 +113,42 @@ def layer_spec(config: ModelConfig, local: bool) -> UnitSpec:
         std=config.init_std,
         out_std=out_std,
     )
+    if config.num_experts and not dense:
+        mlp = moe_spec(config, out_std)
     sublayers = ((attention, mlp),) if config.parallel_block else ((attention,), (mlp,))
     options = (config.dropout_hidden, config.norm_place.value, config.parallel_norms)
     return tuple(ResidualSpec(norm, mixers, *options) for mixers in sublayers)
+
+
+def moe_spec(config: ModelConfig, out_std: float):
+    routing = moe.RoutingSpec(
+        num_experts=config.num_experts,
+        top_k=config.experts_per_token,
+        score=moe.Score(config.router_score.value),
+        before=config.router_over_all,
+        normalize=config.router_normalize,
+        scale=config.router_scale,
+        groups=config.router_groups,
+        groups_kept=config.router_groups_kept,
+        group_best=config.router_group_best,
+    )
+    return moe.MoeSpec(
+        hidden_size=config.hidden_size,
+        ffn_size=config.expert_ffn,
+        routing=routing,
+        activation=config.activation.value,
+        bias=config.bias_mlp,
+        shared_size=config.shared_ffn_size,
+        shared_gate=config.shared_gate,
+        biased=config.router_bias,
+        aux_loss=config.router_aux_loss,
+        sequence_aux_loss=config.router_sequence_aux_loss,
+        z_loss=config.router_z_loss,
+        capacity=config.expert_capacity,
+        by_weight=config.expert_drop is ExpertDrop.weight,
+        std=config.init_std,
+        out_std=out_std,
+    )
 
 
 def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:

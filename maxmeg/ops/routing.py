@@ -190,8 +190,8 @@ def z_loss(logits_TE: Float[Array, "T E"], tokens: float) -> Float[Array, ""]:
 
 
 def updated_bias(
-    bias_E: Float[Array, " E"], counts_E: Float[Array, " E"], rate: float
-) -> Float[Array, " E"]:
+    bias_E: Float[Array, "... E"], counts_E: Float[Array, "... E"], rate: float
+) -> Float[Array, "... E"]:
     """Loss-free balance: a step up for experts below the mean load of the global batch, down for
     those above (Wang et al., 2024)."""
-    return bias_E + rate * jnp.sign(jnp.mean(counts_E) - counts_E)
+    return bias_E + rate * jnp.sign(jnp.mean(counts_E, axis=-1, keepdims=True) - counts_E)

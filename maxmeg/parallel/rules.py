@@ -38,6 +38,11 @@ def is_frozen(variable: nnx.Variable) -> bool:
     return variable.get_metadata().get("frozen", False)
 
 
+def is_counted(variable: nnx.Variable) -> bool:
+    """Whether the parameter moves by counts of tokens (its gradient), not by the optimizer."""
+    return variable.get_metadata().get("counts", False)
+
+
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
     """Logical names of the variable's dimensions, "layers" in front where it is stacked."""
     axes = variable.get_metadata()["axes"]
@@ -74,10 +79,13 @@ def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """What a parameter's gradient needs: a scatter over data along `scatter_dim` (ZeRO-1; the
-    master is gathered there), and a sum over the axes on which the parameter is replicated."""
+    master is gathered there), and a sum over the axes on which the parameter is replicated.
+
+    exact: it is not rounded to the compute dtype."""
 
     scatter_dim: int | None
     sum_axes: tuple[str, ...]
+    exact: bool = False
 
 
 def reductions(model, mesh: Mesh, zero1: bool):
@@ -86,7 +94,8 @@ def reductions(model, mesh: Mesh, zero1: bool):
     def one(variable):
         dim = zero1_dim(variable, mesh) if zero1 else None
         used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
-        return variable.replace(Reduction(dim, tuple(a for a in AXES if a not in used)))
+        summed = tuple(axis for axis in AXES if axis not in used)
+        return variable.replace(Reduction(dim, summed, is_counted(variable)))
 
     return jax.tree.map(one, model, is_leaf=is_variable)
 

@@ -17,15 +17,21 @@ def training_flops(
     """FLOPs of one step over `batch_size` sequences; recomputation is not counted.
 
     Projections and logits (of the padded vocabulary), and attention scores, of which a causal
-    model needs half, and a layer with a window those within it. Norms, embeddings and softmax are
-    left out, as in Megatron-LM. frozen: no weight has a gradient (adapters beside them, which are
-    small, are left out).
+    model needs half, and a layer with a window those within it; of experts those that a token
+    goes to. Norms, embeddings and softmax are left out, as in Megatron-LM. frozen: no weight has a
+    gradient (adapters beside them, which are small, are left out).
     """
     tokens = batch_size * sequence_length
     query_size = model.num_heads * model.head_size
     key_size = model.kv_heads * model.head_size
     attention = 2 * model.hidden_size * (query_size + key_size)
-    mlp = model.hidden_size * model.ffn * (3 if model.gated else 2)
+    products = model.hidden_size * (3 if model.gated else 2)
+    mlps = products * model.ffn * model.num_layers
+    if model.num_experts:
+        width = model.experts_per_token * model.expert_ffn + model.shared_ffn_size
+        router = model.hidden_size * (model.num_experts + model.shared_gate)
+        sparse = model.num_layers - model.dense_layers
+        mlps = products * model.ffn * model.dense_layers + (products * width + router) * sparse
     logits = model.hidden_size * model.padded_vocab_size(tensor)
     pairs = model.num_layers * sequence_length**2
     if model.attention_window:
@@ -33,6 +39,6 @@ def training_flops(
         local = model.num_layers - (model.num_layers // every if every else 0)
         pairs -= local * max(sequence_length - model.attention_window, 0) ** 2
     scores = 2 * query_size * batch_size * pairs / (2 if causal else 1)
-    weights = tokens * (model.num_layers * (attention + mlp) + logits)
+    weights = tokens * (model.num_layers * attention + mlps + logits)
     times = _TRAINING - 1 if frozen else _TRAINING
     return float(_MULTIPLY_ADD * (times * weights + _TRAINING * scores))

@@ -222,6 +222,11 @@ def workload(config: Config, num_devices: int) -> Workload:
         raise ValueError(
             "model.vocab_size=0 would be the tokenizer's, and no corpus is read here: set it"
         )
+    if config.model.num_experts:
+        raise ValueError(
+            f"model.num_experts={config.model.num_experts}: what experts need is not planned yet; "
+            "train a few steps, or plan the model with num_experts=0"
+        )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards

@@ -24,7 +24,6 @@ OPTIONS = {
     "causal": {"causal": False},
     "everything": {"window": 4, "chunk": 8, "softcap": 0.5, "scale": 0.7, "sinks": True},
 }
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 
 
 def made(options: dict) -> Attention:

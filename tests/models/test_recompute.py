@@ -12,7 +12,6 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 
 B, L, D, LAYERS = 2, 1024, 64, 3
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 TOLERANCE = 2e-6  # of the largest value, float32
 UNROLLED = ((Recompute.none, False), (Recompute.full, False))  # recompute, scan_layers
 KINDS = {

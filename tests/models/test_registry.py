@@ -21,7 +21,6 @@ from maxmeg.parallel.rules import RULES, is_variable, logical_axes
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 REPLICATED = 0.02  # of the parameters
 VOCAB, LENGTH, FIRST = 37, 12, 6
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 
 # Numbers of the files on Hugging Face or of model cards, each parameter once; of the text part of
 # Gemma 3. Falcon's files hold the tied table twice: 7,217,189,760 and 41,835,970,560.

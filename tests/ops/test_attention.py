@@ -27,7 +27,6 @@ from maxmeg.ops.backend import Device
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 CPU = Device("cpu")
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 ROUNDED = ("grouped", "uneven blocks", "documents", "everything", "heads of 128")
 
 

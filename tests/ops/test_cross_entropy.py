@@ -24,7 +24,6 @@ from maxmeg.planning import hlo
 
 FINITE_DIFFERENCES = 1e-3  # float32, steps of 1e-2
 CPU, GPU = Device("cpu"), Device("cuda")
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 P = jax.sharding.PartitionSpec
 ROUNDED = ("sure of itself", "all", "kernels")
 

@@ -29,7 +29,6 @@ from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_page
 
 HOPPER = Device("cuda", (9, 0))
 ROUNDED = ("grouped", "drafts, several blocks", "everything")
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 
 
 @pytest.mark.parametrize("backend", module.BACKENDS)

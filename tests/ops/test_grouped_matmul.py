@@ -16,7 +16,6 @@ from maxmeg.ops.grouped_matmul import FP8_MAX, grouped_matmul, quantize
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 HALF_STEP = 2.0**-4  # of float8_e4m3fn, relative
-# Half the time to compile; rounding may differ, no more than the tolerances allow.
 ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last")
 
 

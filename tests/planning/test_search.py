@@ -155,6 +155,13 @@ def test_what_no_layout_can_mend_is_said_as_it_is(section, field, value, message
 
 def test_axes_that_are_not_supported_are_not_dropped():
     config = of("345m", 32)
-    config.parallel.expert = 2
-    with pytest.raises(NotImplementedError, match=r"parallel\.expert=2"):
+    config.parallel.context = 2
+    with pytest.raises(NotImplementedError, match=r"parallel\.context=2"):
+        search(config, parse_cluster("h100x8"))
+
+
+def test_experts_are_not_planned_by_mistake():
+    config = of("345m", 32)
+    config.model.num_experts = 4
+    with pytest.raises(ValueError, match="num_experts=4: what experts need is not planned yet"):
         search(config, parse_cluster("h100x8"))

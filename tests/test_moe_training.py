@@ -1,0 +1,151 @@
+"""Models with experts in the train step: every layout gives one device's losses and gradients, and
+loads are evened by counts of the whole batch."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from layouts import controls, mesh_of, tiny, tiny_batch, tiny_state
+
+from maxmeg.config.model import Recompute, RouterScore
+from maxmeg.config.schema import Schedule
+from maxmeg.planning.flops import training_flops
+from maxmeg.state import to_arrays
+from maxmeg.step import make_gradients, make_train_step
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
+RATE = 0.01
+MODELS = {
+    "mixtral": {
+        "num_experts": 8,
+        "router_aux_loss": 0.1,
+        "router_z_loss": 0.01,
+    },
+    "deepseek": {
+        "num_experts": 8,
+        "experts_per_token": 3,
+        "expert_ffn_size": 32,
+        "shared_ffn_size": 32,
+        "first_dense_layers": 1,
+        "router_score": RouterScore.sigmoid,
+        "router_normalize": True,
+        "router_scale": 2.5,
+        "router_groups": 4,
+        "router_groups_kept": 2,
+        "router_bias": True,
+        "router_bias_rate": RATE,
+        "router_sequence_aux_loss": 0.1,
+    },
+}
+# The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
+LAYOUTS = [
+    ("mixtral", {"expert": 4, "fsdp": 2}, {}, 0),
+    ("mixtral", {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2}, {}, 0),
+    ("deepseek", {"expert": 2, "fsdp": 1, "tensor": 2}, {"recompute": Recompute.full}, 2),
+    ("deepseek", {"data": 2, "expert": 2, "fsdp": 2, "zero1": False}, {}, 1),
+    ("deepseek", {"pipe": 2, "expert": 2, "fsdp": 2}, {"recompute": Recompute.selective}, 1),
+    (
+        "deepseek",
+        {"pipe": 2, "expert": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},
+        {},
+        2,
+    ),
+]
+
+
+def configured(model: str, fields: dict, micro: int, **parallel):
+    return tiny(
+        {"num_layers": 4, **MODELS[model], **fields}, {"micro_batch_size": micro}, **parallel
+    )
+
+
+def gradients(model: str, parallel: dict, fields: dict, micro: int):
+    """(loss, gradients by name in model order) of one batch."""
+    config = configured(model, fields, micro, **parallel)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    found, sums = function(state.model, tiny_batch(config, mesh), state.key)
+    layout, arrays = abstract.model.stack.layout, {}
+    for name, array in to_arrays(found).items():
+        array = np.asarray(array)
+        if name.startswith("stack."):
+            array = array[layout.places(int(name.split(".")[2]))]
+        arrays[name] = array
+    return float(sums["loss_sum"] / sums["tokens"]), arrays
+
+
+@functools.cache
+def one_device(model: str):
+    return gradients(model, {"fsdp": 1}, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "fields", "micro"),
+    [*(pytest.param(*one, marks=pytest.mark.slow) for one in LAYOUTS[:-1]), LAYOUTS[-1]],
+)
+def test_layout_equals_single_device(model, parallel, fields, micro):
+    """Also the counts behind the router's bias, whole numbers of all tokens."""
+    loss, found = gradients(model, parallel, fields, micro)
+    reference_loss, reference = one_device(model)
+    assert loss == pytest.approx(reference_loss, rel=TOLERANCE)
+    assert found.keys() == reference.keys()
+    for name, array in found.items():
+        wanted = reference[name]
+        rows = min(len(array), len(wanted))  # the padding of the vocabulary differs
+        error = np.abs(array[:rows] - wanted[:rows]).max()
+        assert error <= TOLERANCE * np.abs(wanted).max() + FLOOR, name
+    biases = [array for name, array in reference.items() if name.endswith("moe.bias")]
+    assert all((counts.sum(-1) == 3 * 16 * 16).all() for counts in biases)
+    assert len(biases) == (model == "deepseek")
+
+
+def test_a_bias_moves_by_counts_and_by_nothing_else():
+    """No decay, no clipping, no moments; the norm of the gradients leaves the counts out."""
+    config = configured("deepseek", {}, 2, data=2, fsdp=1)
+    mesh = mesh_of(config)
+    optimizer, abstract, state = tiny_state(config, mesh)
+    batch = tiny_batch(config, mesh)
+    counts = gradients("deepseek", {"fsdp": 1}, {}, 0)[1]
+    before = {name: np.asarray(array) for name, array in to_arrays(state.model).items()}
+    step = make_train_step(config, mesh, optimizer, abstract)
+    state, metrics = step(state, batch, controls(mesh))
+    (name,) = (name for name in before if name.endswith("moe.bias"))
+    moved = np.asarray(to_arrays(state.model)[name]) - before[name]
+    mean = counts[name].mean(-1, keepdims=True)
+    np.testing.assert_allclose(moved, RATE * np.sign(mean - counts[name]), rtol=1e-5)
+    assert float(metrics["grad_norm"]) < counts[name].max()
+    losses = [float(metrics["loss"])]
+    for _ in range(3):
+        state, metrics = step(state, batch, controls(mesh))
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True) and step._cache_size() == 1
+
+
+def test_flops_count_the_experts_of_a_token():
+    dense = configured("mixtral", {"num_experts": 0}, 0).model
+    sparse = configured("mixtral", {}, 0).model
+    mlp = 3 * dense.hidden_size * dense.ffn
+    router = 8 * dense.hidden_size
+    more = training_flops(sparse, 16) - training_flops(dense, 16)
+    assert more == 6 * 16 * 4 * (mlp + router)  # a second expert and the router, four layers
+
+
+@pytest.mark.parametrize(
+    ("fields", "parallel", "message"),
+    [
+        ({"experts_per_token": 9}, {}, "experts_per_token=9 must be from 1 to num_experts=8"),
+        ({"router_groups": 3}, {}, "router_groups=3 does not divide num_experts=8"),
+        ({"router_groups": 8, "router_groups_kept": 1}, {}, "must hold experts_per_token=2"),
+        ({"first_dense_layers": 4}, {}, "first_dense_layers=4 must leave some"),
+        ({"parallel_block": True}, {}, "cannot be in a parallel_block"),
+        ({"num_experts": 6}, {"expert": 4}, "num_experts=6 is not divisible by parallel.expert=4"),
+        ({"num_experts": 0}, {"expert": 2}, "parallel.expert=2 is for models with experts"),
+        ({"expert_ffn_size": 33}, {"tensor": 2}, "expert_ffn_size=33 is not divisible"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, parallel, message):
+    with pytest.raises(ValueError, match=message):
+        mesh_of(configured("mixtral", fields, 0, **{"fsdp": 1, **parallel}))
