@@ -4,12 +4,15 @@ loads are evened by counts of the whole batch."""
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.model import Recompute, RouterScore
-from maxmeg.config.schema import Schedule
+from maxmeg.config.model import DType, Recompute, RouterScore
+from maxmeg.config.schema import LoraConfig, Schedule
+from maxmeg.models.lm import language_model
+from maxmeg.parallel.parts import frozen, trained
 from maxmeg.planning.flops import training_flops
 from maxmeg.state import to_arrays
 from maxmeg.step import make_gradients, make_train_step
@@ -149,3 +152,19 @@ def test_flops_count_the_experts_of_a_token():
 def test_what_does_not_fit_is_refused(fields, parallel, message):
     with pytest.raises(ValueError, match=message):
         mesh_of(configured("mixtral", fields, 0, **{"fsdp": 1, **parallel}))
+
+
+def test_adapters_leave_the_experts_frozen_and_the_bias_exact():
+    config = configured("deepseek", {"dtype": DType.bfloat16}, 0, fsdp=1)
+    config.lora = LoraConfig(rank=2, targets=("mixers.*",))
+    model = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
+    arrays = to_arrays(frozen(model))
+    experts = [array for name, array in arrays.items() if ".experts." in name]
+    (bias,) = (array for name, array in arrays.items() if name.endswith("moe.bias"))
+    assert len(experts) == 3 and all(array.dtype == jnp.bfloat16 for array in experts)
+    assert bias.dtype == jnp.float32
+    assert {name.split(".")[-3] for name in to_arrays(trained(model)) if "moe" in name} == {
+        "gate",
+        "up",
+        "out",
+    }

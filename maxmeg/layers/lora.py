@@ -16,7 +16,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import kept
 from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index, axis_size, unshard_parameter
-from maxmeg.parallel.rules import is_variable
+from maxmeg.parallel.rules import is_counted, is_variable
 
 FIRST_PLACE = 1024  # of adapters among the uses of dropout in a layer
 
@@ -89,7 +89,8 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
         return model
 
     def freeze(node):
-        return node.replace(node.get_value().astype(dtype), frozen=True)
+        value = node.get_value()
+        return node.replace(value if is_counted(node) else value.astype(dtype), frozen=True)
 
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
     found = linears(model)
