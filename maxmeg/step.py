@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config, LossReduction, TrainConfig
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
@@ -27,6 +28,7 @@ from maxmeg.pipeline.executor import Program, run_pipeline
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only
 from maxmeg.state import TrainState, shardings_of
 
+routing = Lazy("maxmeg.ops.routing")
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -230,7 +232,8 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
     """The jitted (state, batch, controls) -> (state, metrics); the old state is consumed.
 
     controls: learning_rate and weight_decay of this step, and stop, one flag a device. metrics:
-    loss (token mean), grad_norm, tokens, and stop: how many flags are set.
+    loss (token mean), grad_norm, tokens, stop: how many flags are set, and of experts how even
+    their loads are.
     """
     gradients_of = make_gradients(config, mesh, abstract.model)
 
@@ -242,7 +245,7 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
         own = trained(state.model)
         updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
-        updates = balanced(updates, counts, config.model.router_bias_rate)
+        updates = balanced(updates, counts, config.model)
         model = joined(jax.tree.map(jnp.add, own, updates), frozen(state.model))
         metrics = {
             "loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1),
@@ -250,6 +253,8 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
             "tokens": sums["tokens"],
             "stop": jnp.sum(controls["stop"]),
         }
+        if loads := jax.tree.leaves(counts):
+            metrics |= routing.load_metrics(loads)
         return TrainState(state.step + 1, model, opt_state, state.key), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))

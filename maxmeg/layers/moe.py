@@ -119,8 +119,9 @@ class Experts(nnx.Module):
 class Moe(nnx.Module):
     """sum_k weight_k expert_k(x), plus the shared expert's output, gated where the spec says so.
 
-    `bias` (of a biased router) takes part in the choice alone. Its gradient is how many tokens of
-    the microbatches went to each expert, by which loss-free balance moves it.
+    `bias` takes part in the choice alone, and where the spec is biased. Its gradient is how many
+    tokens of the microbatches went to each expert: what loss-free balance moves it by, and metrics
+    tell.
     """
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
@@ -128,7 +129,7 @@ class Moe(nnx.Module):
         D, E = spec.hidden_size, spec.routing.num_experts
         self.spec = spec
         self.router = nnx.Param(spec.std * jax.random.normal(keys[0], (D, E)), axes=("norm", None))
-        self.bias = nnx.Param(jnp.zeros(E), axes=(None,), counts=True) if spec.biased else None
+        self.bias = nnx.Param(jnp.zeros(E), axes=(None,), counts=True)
         self.experts = Experts(keys[1], spec)
         shared = MlpSpec(D, spec.shared_size, spec.activation, spec.bias, spec.std, spec.out_std)
         self.shared = Mlp(keys[2], shared) if spec.shared_size else None
@@ -141,7 +142,7 @@ class Moe(nnx.Module):
         """Partial sums over tensor; no cache, no auxiliary values."""
         x_TD = h_BLD.reshape(-1, h_BLD.shape[-1])
         logits_TE = x_TD.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
-        bias_E = None if self.bias is None else self.bias[...]
+        bias_E = self.bias[...] if self.spec.biased else None
         routing = route(logits_TE, self.spec.routing, bias_E, BATCH_AXES)
         weights_TK = self._balanced(routing, logits_TE, h_BLD.shape[0], ctx)
         y_TD = self._experts(x_TD, Routing(routing.experts_TK, weights_TK))
@@ -201,9 +202,7 @@ class Moe(nnx.Module):
         part = 1 / collectives.axis_size((collectives.SEQUENCE_AXIS,))
         if losses:
             weights_TK = with_loss(weights_TK, part * ctx.share * sum(losses))
-        if self.bias is not None:
-            weights_TK = with_gradient(weights_TK, self.bias[...], part * counts_E)
-        return weights_TK
+        return with_gradient(weights_TK, self.bias[...], part * counts_E)
 
 
 def _first(x, *_):

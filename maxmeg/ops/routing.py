@@ -195,3 +195,24 @@ def updated_bias(
     """Loss-free balance: a step up for experts below the mean load of the global batch, down for
     those above (Wang et al., 2024)."""
     return bias_E + rate * jnp.sign(jnp.mean(counts_E, axis=-1, keepdims=True) - counts_E)
+
+
+def load_metrics(counts: list[Float[Array, "... E"]]) -> dict[str, jax.Array]:
+    """How even loads are, of arrays whose rows are layers (a row of zeros is none).
+
+    expert_load_max: of the layer where it is worst, the fullest expert's load over the mean.
+    expert_load_entropy: mean over layers, over log(E): 1 where loads are even, 0 where one expert
+    has them all.
+    """
+    worst, entropies, layers = [], [], []
+    for counts_E in counts:
+        num_experts, totals = counts_E.shape[-1], jnp.sum(counts_E, axis=-1, keepdims=True)
+        shares_E = counts_E / jnp.maximum(totals, 1)
+        worst.append(jnp.max(shares_E) * num_experts)
+        logs_E = jnp.log(jnp.maximum(shares_E, TINY))
+        entropies.append(-jnp.sum(shares_E * logs_E) / jnp.log(max(num_experts, 2)))
+        layers.append(jnp.sum(totals > 0))
+    return {
+        "expert_load_max": jnp.max(jnp.stack(worst)),
+        "expert_load_entropy": sum(entropies) / jnp.maximum(sum(layers), 1),
+    }

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from maxmeg.config.lazy import Lazy
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.parallel.rules import is_counted, is_variable
 
@@ -71,9 +72,10 @@ def counted(gradients):
     return one(True), one(False)
 
 
-def balanced(updates, counts, rate: float):
+def balanced(updates, counts, model: ModelConfig):
     """`updates` with those of loss-free balance where there are counts (Wang et al., 2024): a step
     up for experts with less than the mean load, down for those with more."""
+    rate = model.router_bias_rate if model.router_bias else 0.0
 
     def one(update, count):
         return (

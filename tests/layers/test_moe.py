@@ -83,7 +83,7 @@ def looped(moe: Moe, x_BLD):
     logits = x @ moe.router[...]
     by_itself = rule.score is Score.sigmoid
     scores = jax.nn.sigmoid(logits) if by_itself else jax.nn.softmax(logits)
-    choice = scores if moe.bias is None else scores + moe.bias[...]
+    choice = scores + moe.bias[...] if spec.biased else scores
     if rule.groups > 1:
         each = jnp.sort(choice.reshape(len(x), rule.groups, -1), axis=-1)
         best = jnp.argsort(-each[..., -rule.best_of_group :].sum(-1))[:, : rule.groups_kept]
@@ -128,8 +128,7 @@ def expected(spec: MoeSpec):
     (_, (y_BLD, counts_E)), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
         moe, x_BLD
     )
-    if weights.bias is not None:
-        weights.bias[...] = counts_E.astype(jnp.float32)
+    weights.bias[...] = counts_E.astype(jnp.float32)
     return y_BLD, weights, into
 
 
