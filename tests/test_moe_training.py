@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from layouts import BATCH, LENGTH, controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.model import DType, Recompute, RouterScore
+from maxmeg.config.model import DType, ExpertBackend, Recompute, RouterScore
 from maxmeg.config.schema import LoraConfig, Schedule
 from maxmeg.models.lm import language_model
 from maxmeg.parallel.parts import frozen, trained
@@ -141,6 +141,16 @@ def test_without_router_bias_it_stays_zero():
     assert len(biases) == 1 and not np.any(biases[0])
     assert 1 <= float(metrics["expert_load_max"]) <= 8
     assert 0 < float(metrics["expert_load_entropy"]) <= 1
+
+
+def test_a_backend_that_cannot_run_here_is_refused():
+    config = configured("mixtral", {"expert_backend": ExpertBackend.mosaic}, 0, fsdp=1)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    with pytest.raises(ValueError, match=r"grouped_matmul.*mosaic"):
+        make_gradients(config, mesh, abstract.model)(
+            state.model, tiny_batch(config, mesh), state.key
+        )
 
 
 def test_flops_count_the_experts_of_a_token():

@@ -74,6 +74,12 @@ class RouterScore(enum.Enum):
     sqrt_softplus = "sqrt_softplus"
 
 
+class ExpertBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    mosaic = "mosaic"
+
+
 class ExpertDrop(enum.Enum):
     position = "position"
     weight = "weight"
@@ -209,6 +215,12 @@ class ModelConfig:
         ExpertDrop.position,
         "beyond the capacity: the last tokens, or those of least weight",
         "--moe-token-drop-policy",
+    )
+    expert_backend: ExpertBackend = setting(
+        ExpertBackend.auto,
+        "of the experts' products: xla, which on a GPU multiplies every token by every expert; "
+        "mosaic on Hopper; auto: xla, until mosaic was measured",
+        "--moe-grouped-gemm",
     )
     attention_window: int = setting(
         0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"

@@ -146,6 +146,7 @@ def moe_spec(config: ModelConfig, out_std: float):
         z_loss=config.router_z_loss,
         capacity=config.expert_capacity,
         by_weight=config.expert_drop is ExpertDrop.weight,
+        backend=config.expert_backend.value,
         std=config.init_std,
         out_std=out_std,
     )
