@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from maxmeg.config.model import Recompute
+from maxmeg.config.model import ExpertBackend, Recompute
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
@@ -165,3 +165,20 @@ def test_nothing_that_layers_keep_is_transposed(tmp_path, stages):
         if kept <= {int(size) for size in re.findall(r"\d+", instruction.shape)}:
             opcodes.add(instruction.opcode)
     assert "parameter" in opcodes and "transpose" not in opcodes
+
+
+def test_experts_are_multiplied_by_kernels_alone():
+    """XLA would multiply every token by every expert, 8 of them: five times the model's FLOPs."""
+    config = llama(1, expert=8, fsdp=2)
+    experts = {"num_layers": 2, "num_experts": 8, "router_aux_loss": 0.01}
+    backend = {"expert_backend": ExpertBackend.mosaic}
+    config.model = dataclasses.replace(config.model, **experts, **backend)
+    report = compile_report(config, "h100", GPUS)
+    model, tokens = config.model, config.data.sequence_length
+    products = 2 * 3 * 3 * model.experts_per_token * model.hidden_size * model.ffn
+    whole = training_flops(model, tokens, GPUS) / GPUS
+    rest = whole - model.num_layers * tokens * products
+    assert rest <= report.flops <= FLOPS * rest  # what kernels multiply is not in the text
+    # Forward, both gradients, and up and gate once more where backward makes them again.
+    assert report.kernels["mosaic_gpu_v2"] >= 3 * 3 * model.num_layers
+    assert report.fits
