@@ -189,6 +189,11 @@ def test_adapters_leave_the_experts_frozen_and_the_bias_exact():
     (bias,) = (array for name, array in arrays.items() if name.endswith("moe.bias"))
     assert len(experts) == 3 and all(array.dtype == jnp.bfloat16 for array in experts)
     assert bias.dtype == jnp.float32
+    mesh = mesh_of(config)
+    optimizer, abstract, state = tiny_state(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    _, metrics = step(state, tiny_batch(config, mesh), controls(mesh))
+    assert float(metrics["grad_norm"]) > 0 and "expert_load_max" not in metrics
     assert {name.split(".")[-3] for name in to_arrays(trained(model)) if "moe" in name} == {
         "gate",
         "up",

@@ -60,10 +60,10 @@ def counted(gradients):
 
     def one(wanted: bool):
         def choose(variable):
-            if not is_variable(variable) or variable.get_value() is None:
-                return None if wanted else variable
+            value = variable.get_value()
+            if value is None:  # of the frozen part
+                return variable
             if is_counted(variable):
-                value = variable.get_value()
                 return variable.replace(value if wanted else jnp.zeros_like(value))
             return variable.replace(None) if wanted else variable
 
