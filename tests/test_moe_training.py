@@ -173,6 +173,10 @@ def test_flops_count_the_experts_of_a_token():
         ({"num_experts": 6}, {"expert": 4}, "num_experts=6 is not divisible by parallel.expert=4"),
         ({"num_experts": 0}, {"expert": 2}, "parallel.expert=2 is for models with experts"),
         ({"expert_ffn_size": 33}, {"tensor": 2}, "expert_ffn_size=33 is not divisible"),
+        ({"num_experts": 0}, {}, "router_aux_loss=0.1, .*has no effect without model.num_experts"),
+        ({"shared_gate": True}, {}, "shared_gate=True has no effect without model.shared_ffn_size"),
+        ({"router_bias_rate": 0.1}, {}, "no effect without model.router_bias"),
+        ({"expert_capacity": -1.0}, {}, "expert_capacity=-1.0"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, parallel, message):

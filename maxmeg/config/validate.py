@@ -121,8 +121,28 @@ def model_problems(model: ModelConfig):
     yield from expert_problems(model)
 
 
+OPTIONS_OF_EXPERTS = {  # the setting without which these have no effect
+    "num_experts": (
+        "experts_per_token", "expert_ffn_size", "shared_ffn_size", "first_dense_layers",
+        "router_score", "router_over_all", "router_normalize", "router_scale", "router_groups",
+        "router_bias", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss",
+        "expert_capacity", "expert_backend",
+    ),
+    "shared_ffn_size": ("shared_gate",),
+    "router_groups": ("router_groups_kept", "router_group_best"),
+    "router_bias": ("router_bias_rate",),
+    "expert_capacity": ("expert_drop",),
+}  # fmt: skip
+
+
 def expert_problems(model: ModelConfig):
-    experts, chosen = model.num_experts, model.experts_per_token
+    experts, chosen, plain = model.num_experts, model.experts_per_token, ModelConfig()
+    for needed, names in OPTIONS_OF_EXPERTS.items():
+        if getattr(model, needed) == getattr(plain, needed):
+            changed = [n for n in names if getattr(model, n) != getattr(plain, n)]
+            if changed:
+                shown = ", ".join(f"model.{n}={getattr(model, n)}" for n in changed)
+                yield f"{shown} has no effect without model.{needed}: set that, or leave this out"
     if not experts:
         return
     groups, kept = model.router_groups, model.router_groups_kept
@@ -352,7 +372,7 @@ def train_problems(config: Config, sizes: dict[str, int]):
         nearest = f"{below} and {below + unit}" if below else f"{unit} and {2 * unit}"
         yield (
             f"train.global_batch_size={train.global_batch_size} is not divisible by {unit} = "
-            f"data {sizes['data']} x fsdp {sizes['fsdp']} x "
+            f"data {sizes['data']} x fsdp {sizes['fsdp']} x expert {sizes['expert']} x "
             f"train.micro_batch_size {max(train.micro_batch_size, 1)}{rounds}: the "
             f"nearest choices are {nearest}"
         )
@@ -370,6 +390,14 @@ LOWEST = {
     "model.hidden_size": 1,
     "model.head_dim": 0,
     "model.ffn_size": 0,
+    "model.num_experts": 0,
+    "model.expert_ffn_size": 0,
+    "model.shared_ffn_size": 0,
+    "model.router_bias_rate": 0,
+    "model.router_aux_loss": 0,
+    "model.router_sequence_aux_loss": 0,
+    "model.router_z_loss": 0,
+    "model.expert_capacity": 0,
     "model.max_position": 0,
     "model.norm_eps": 0,
     "model.rotary_base": 1,

@@ -243,12 +243,11 @@ def _own(folder: Path, settings: dict) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(
-                f"another run is writing {folder}: wait for it, or choose another --output"
-            ) from None
-        except OSError:
-            pass  # some network file systems have no locks
+        except OSError as error:  # some network file systems have no locks
+            if isinstance(error, BlockingIOError):
+                raise ValueError(
+                    f"another run is writing {folder}: wait for it, or choose another --output"
+                ) from None
         _check_settings(folder, settings)
         for left in (*folder.glob("*.tmp"), *folder.parent.glob(f"{folder.name}.*.tmp")):
             shutil.rmtree(left, ignore_errors=True)

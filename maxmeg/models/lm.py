@@ -14,7 +14,6 @@ from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions
-from maxmeg.layers.lora import LoraSpec, adapted
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.residual import ResidualSpec, drop_residual
@@ -24,6 +23,7 @@ from maxmeg.ops.rope import RotaryScaling, RotarySpec
 from maxmeg.parallel import collectives
 from maxmeg.pipeline.layout import Layout, arrange
 
+adapters = Lazy("maxmeg.layers.lora")
 moe = Lazy("maxmeg.layers.moe")
 ADAPTERS = 1  # keys their initial weights, apart from those of the model
 EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
@@ -259,6 +259,8 @@ def language_model(key: jax.Array, config: Config) -> LM:
     """The model of a run: an LM, or with `config.lora` adapters beside an LM that is frozen in the
     compute dtype."""
     model, lora = LM(key, config.model, config.parallel), config.lora
-    spec = LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
+    if not lora.rank:
+        return model
+    spec = adapters.LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
     dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
-    return adapted(jax.random.fold_in(key, ADAPTERS), model, spec, dtype, orders)
+    return adapters.adapted(jax.random.fold_in(key, ADAPTERS), model, spec, dtype, orders)
