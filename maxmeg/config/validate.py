@@ -6,7 +6,7 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 import dataclasses
 import math
 
-from maxmeg.config.model import ModelConfig, NormPlace, Position, RotaryScaling
+from maxmeg.config.architecture import divisors, model_problems
 from maxmeg.config.schema import (
     Config,
     DataConfig,
@@ -65,12 +65,6 @@ def batch_unit(config: Config, sizes: dict[str, int]) -> int:
     return shards * max(config.train.micro_batch_size, 1) * rounds
 
 
-def divisors(number: int, at_most: int = 0) -> str:
-    """ "1, 2, 3, 6" for 6, up to `at_most` if it is given."""
-    highest = min(number, at_most or number)
-    return ", ".join(str(d) for d in range(1, highest + 1) if number % d == 0)
-
-
 def validate(config: Config, num_devices: int) -> None:
     """Raise a ValueError that lists every broken rule with its values and the remedy."""
     sizes = axis_sizes(config.parallel, num_devices)
@@ -94,143 +88,6 @@ def validate(config: Config, num_devices: int) -> None:
     ]
     if problems:
         raise ValueError("\n".join(problems))
-
-
-def model_problems(model: ModelConfig):
-    if model.num_heads < 1 or (not model.head_dim and model.hidden_size % model.num_heads):
-        yield (
-            f"model.hidden_size={model.hidden_size} is not divisible by "
-            f"model.num_heads={model.num_heads}: choose num_heads in "
-            f"{divisors(model.hidden_size)}, or set model.head_dim"
-        )
-    elif model.kv_heads < 1 or model.num_heads % model.kv_heads:
-        yield (
-            f"model.num_heads={model.num_heads} is not divisible by "
-            f"model.num_kv_heads={model.kv_heads}: choose num_kv_heads in "
-            f"{divisors(model.num_heads)}"
-        )
-    elif model.position is Position.rotary and int(model.head_size * model.rotary_fraction) < 2:
-        yield (
-            f"model.rotary_fraction={model.rotary_fraction} of head size {model.head_size} leaves "
-            "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
-        )
-    else:
-        yield from rotary_problems(model)
-    yield from norm_problems(model)
-    yield from window_problems(model)
-    yield from expert_problems(model)
-
-
-OPTIONS_OF_EXPERTS = {  # the setting without which these have no effect
-    "num_experts": (
-        "experts_per_token", "expert_ffn_size", "shared_ffn_size", "first_dense_layers",
-        "router_score", "router_over_all", "router_normalize", "router_scale", "router_groups",
-        "router_bias", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss",
-        "expert_capacity", "expert_backend",
-    ),
-    "shared_ffn_size": ("shared_gate",),
-    "router_groups": ("router_groups_kept", "router_group_best"),
-    "router_bias": ("router_bias_rate",),
-    "expert_capacity": ("expert_drop",),
-}  # fmt: skip
-
-
-def expert_problems(model: ModelConfig):
-    experts, chosen, plain = model.num_experts, model.experts_per_token, ModelConfig()
-    for needed, names in OPTIONS_OF_EXPERTS.items():
-        if getattr(model, needed) == getattr(plain, needed):
-            changed = [n for n in names if getattr(model, n) != getattr(plain, n)]
-            if changed:
-                shown = ", ".join(f"model.{n}={getattr(model, n)}" for n in changed)
-                yield f"{shown} has no effect without model.{needed}: set that, or leave this out"
-    if not experts:
-        return
-    groups, kept = model.router_groups, model.router_groups_kept
-    if not 1 <= chosen <= experts:
-        yield f"model.experts_per_token={chosen} must be from 1 to num_experts={experts}"
-    if groups < 1 or experts % groups:
-        yield (
-            f"model.router_groups={groups} does not divide num_experts={experts}: choose it in "
-            f"{divisors(experts)}"
-        )
-    elif not 1 <= kept <= groups or chosen > kept * (experts // groups):
-        yield (
-            f"model.router_groups_kept={kept} of router_groups={groups}, each of "
-            f"{experts // groups} experts, must hold experts_per_token={chosen}: keep more groups, "
-            f"at most {groups}"
-        )
-    elif not 0 <= model.router_group_best <= experts // groups:
-        yield (
-            f"model.router_group_best={model.router_group_best} must be from 0 to the "
-            f"{experts // groups} experts of a group"
-        )
-    if not 0 <= model.first_dense_layers < model.num_layers:
-        yield (
-            f"model.first_dense_layers={model.first_dense_layers} must leave some of "
-            f"num_layers={model.num_layers} for the experts"
-        )
-    if model.first_dense_layers and model.attention_global_every:
-        yield "model.first_dense_layers cannot be beside attention_global_every: set one to 0"
-    if model.parallel_block:
-        yield "model.num_experts cannot be in a parallel_block: set num_experts=0, or that to false"
-
-
-def window_problems(model: ModelConfig):
-    every, window, base = (
-        *(model.attention_global_every, model.attention_window),
-        model.rotary_local_base,
-    )
-    if every == 1 or every < 0 or (every and not window):
-        yield (
-            f"model.attention_global_every={every} with attention_window={window}: every n-th "
-            "layer beside those with a window needs n >= 2 and a window; 0: no layer is global"
-        )
-    if base and not (every and base >= 1 and model.position is Position.rotary):
-        yield (
-            f"model.rotary_local_base={base} must be at least 1, and needs layers with a window "
-            f"beside global ones (attention_global_every={every}) and position=rotary "
-            f"(it is {model.position.name}): leave it at 0"
-        )
-
-
-def norm_problems(model: ModelConfig):
-    if model.parallel_norms and not model.parallel_block:
-        yield "model.parallel_norms=true needs model.parallel_block=true: set both, or neither"
-    if model.parallel_norms and model.norm_place is NormPlace.post:
-        yield "model.parallel_norms=true has no effect with norm_place=post: choose pre"
-
-
-def rotary_problems(model: ModelConfig):
-    kind, plain = model.rotary_scaling, ModelConfig()
-    used = ROTARY[kind] if model.position is Position.rotary else ()
-    for name in ("rotary_scaling", *ROTARY_FIELDS):
-        value = getattr(model, name)
-        if value == getattr(plain, name) or name in used or (name == "rotary_scaling" and used):
-            continue
-        where = f"rotary_scaling={kind.name} and position={model.position.name}"
-        yield f"model.{name}={getattr(value, 'name', value)} has no effect with {where}: leave it"
-    if kind is RotaryScaling.none or not used:
-        return
-    if not model.rotary_factor >= 1:
-        yield f"model.rotary_factor={model.rotary_factor} must be at least 1"
-    if "rotary_original_length" in used and model.rotary_original_length < 2:
-        yield (
-            f"model.rotary_original_length={model.rotary_original_length} must be the length "
-            f"before scaling (at least 2) with rotary_scaling={kind.name}"
-        )
-    if "rotary_low" in used and not 0 < model.rotary_low < model.rotary_high:
-        yield (
-            f"model.rotary_low={model.rotary_low} and rotary_high={model.rotary_high} must be "
-            "turns with 0 < low < high"
-        )
-    wanted = int(model.head_size * model.rotary_fraction) // 2
-    for name in ("rotary_short_factors", "rotary_long_factors"):
-        values = getattr(model, name)
-        if name in used and (len(values) != wanted or not all(value > 0 for value in values)):
-            yield (
-                f"model.{name} must be {wanted} positive numbers, one for each pair that "
-                f"rotates; they are {len(values)}"
-            )
 
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
@@ -438,21 +295,6 @@ LOWEST = {
     "log.profile_start": 0,
     "log.profile_steps": 1,
 }
-_SCALED = ("rotary_factor", "rotary_original_length")
-ROTARY = {  # what each scaling reads
-    RotaryScaling.none: (),
-    RotaryScaling.linear: ("rotary_factor",),
-    RotaryScaling.ntk: ("rotary_factor",),
-    RotaryScaling.dynamic: _SCALED,
-    RotaryScaling.llama3: (*_SCALED, "rotary_low", "rotary_high"),
-    RotaryScaling.yarn: (
-        *(*_SCALED, "rotary_low", "rotary_high", "rotary_attention_factor", "rotary_truncate"),
-    ),
-    RotaryScaling.longrope: (
-        *(*_SCALED, "rotary_attention_factor", "rotary_short_factors", "rotary_long_factors"),
-    ),
-}
-ROTARY_FIELDS = sorted({name for names in ROTARY.values() for name in names})
 BELOW_ONE = (
     "train.label_smoothing",
     "model.dropout_hidden",

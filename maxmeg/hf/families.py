@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+from maxmeg.config.architecture import model_problems
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.validate import model_problems
 from maxmeg.hf.binding import Binding, Fusion, Place, only, same
 from maxmeg.hf.keys import TOKENS, Keys, refused, resolved
 from maxmeg.hf.tables import FAMILIES, Family

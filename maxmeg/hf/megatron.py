@@ -22,9 +22,10 @@ import numpy as np
 
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
+from maxmeg.config.architecture import model_problems
 from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
 from maxmeg.config.schema import Config
-from maxmeg.config.validate import model_problems, resolve
+from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers import load_tokenizer
 from maxmeg.hf.binding import Binding
 from maxmeg.hf.convert import Report

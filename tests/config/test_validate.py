@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxmeg.config.architecture import divisors
 from maxmeg.config.model import AttentionBackend, NormPlace, Position, RotaryScaling
 from maxmeg.config.schema import Config, LossBackend, ParallelConfig
-from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, divisors, resolve, validate
+from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, resolve, validate
 from maxmeg.models.registry import (
     ARCHITECTURES,
     LONGEST_SAMPLE,
