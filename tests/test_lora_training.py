@@ -29,7 +29,8 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.parts import frozen, trained
 from maxmeg.planning import hlo
 from maxmeg.planning.flops import training_flops
-from maxmeg.planning.memory import device_memory, workload
+from maxmeg.planning.memory import device_memory
+from maxmeg.planning.workload import workload
 from maxmeg.state import abstract_state, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 from maxmeg.train import main

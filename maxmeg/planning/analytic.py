@@ -29,20 +29,17 @@ from maxmeg.planning.hardware import (
     ATTENTION_FORWARD_REACHED,
     Cluster,
 )
+from maxmeg.planning.loss import FLOAT32
 from maxmeg.planning.memory import (
-    FLOAT32,
-    Workload,
     activations_by_mode,
-    architecture_key,
     device_memory,
     fused_attention,
     head,
     keeps_attention,
     moments,
-    parameter_counts,
-    workload,
 )
 from maxmeg.planning.report import Analytic, Traffic
+from maxmeg.planning.workload import Workload, architecture_key, parameter_counts, workload
 
 BACKWARD_SCORES = 2.5  # attention's backward makes the scores again: five products for two
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD, communication.SENT_FORWARD)

@@ -16,8 +16,10 @@ from maxmeg.config.model import Recompute
 from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
-from maxmeg.planning.memory import FLOAT32, Shard, Workload, head
+from maxmeg.planning.loss import FLOAT32
+from maxmeg.planning.memory import head
 from maxmeg.planning.report import Traffic
+from maxmeg.planning.workload import Shard, Workload
 
 GATHER, SCATTER, REDUCE, PERMUTE = (
     "all-gather",

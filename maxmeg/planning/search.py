@@ -8,8 +8,9 @@ from maxmeg.config.schema import Config, Schedule
 from maxmeg.config.validate import validate
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
-from maxmeg.planning.memory import device_memory, workload
+from maxmeg.planning.memory import device_memory
 from maxmeg.planning.report import Analytic
+from maxmeg.planning.workload import workload
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8

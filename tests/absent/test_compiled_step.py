@@ -13,8 +13,9 @@ from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.planning.memory import head, workload
+from maxmeg.planning.memory import head
 from maxmeg.planning.report import Collective, Compiled
+from maxmeg.planning.workload import workload
 
 GPUS, LAYERS = 16, 8
 STAGES, MICROBATCHES = 4, 8

@@ -15,7 +15,7 @@ from maxmeg.planning import analytic
 from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds
 from maxmeg.planning.flops import training_flops
 from maxmeg.planning.hardware import MATMUL_REACHED, Cluster, parse_cluster
-from maxmeg.planning.memory import workload
+from maxmeg.planning.workload import workload
 
 SECONDS = 0.05
 

@@ -16,8 +16,8 @@ from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.communication import span, traffic
 from maxmeg.planning.hardware import LINK_REACHED, parse_cluster
-from maxmeg.planning.memory import workload
 from maxmeg.planning.report import Traffic
+from maxmeg.planning.workload import workload
 from maxmeg.state import abstract_state
 from maxmeg.step import make_gradients
 

@@ -43,11 +43,9 @@ from maxmeg.planning.memory import (
     activations_by_mode,
     device_memory,
     fused_attention,
-    lanes,
-    parameter_counts,
     unit_deferred,
-    workload,
 )
+from maxmeg.planning.workload import lanes, parameter_counts, workload
 from maxmeg.state import abstract_state, parameter_rows
 
 RESIDUALS = 0.05  # of what jax.vjp keeps
