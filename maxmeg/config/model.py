@@ -23,6 +23,7 @@ class Activation(enum.Enum):
     gelu_tanh = "gelu_tanh"
     swiglu = "swiglu"
     geglu = "geglu"
+    quick_geglu = "quick_geglu"
     relu_squared = "relu_squared"
 
 
@@ -106,7 +107,15 @@ class ModelConfig:
         "--ffn-hidden-size",
     )
     activation: Activation = setting(
-        Activation.swiglu, "MLP nonlinearity; swiglu and geglu are gated", "--swiglu"
+        Activation.swiglu, "MLP nonlinearity; those with glu in their names are gated", "--swiglu"
+    )
+    activation_clamp: float = setting(
+        0.0,
+        "of a gated activation: its input is at most this, what it gates within +- this; 0: none",
+        "--activation-func-clamp-value",
+    )
+    glu_offset: float = setting(
+        0.0, "added to what a gated activation gates (GPT-OSS: 1)", "--glu-linear-offset"
     )
     norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
     norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon")
@@ -191,6 +200,7 @@ class ModelConfig:
     router_group_best: int = setting(
         0, "experts whose scores make a group's; 0: experts_per_token / router_groups_kept"
     )
+    router_logit_bias: bool = setting(False, "the router's logits have a trained bias (GPT-OSS)")
     router_bias: bool = setting(
         False,
         "a bias on the scores, for the choice alone, evens loads without a loss",
@@ -288,7 +298,7 @@ class ModelConfig:
 
     @property
     def gated(self) -> bool:
-        return self.activation in (Activation.swiglu, Activation.geglu)
+        return "glu" in self.activation.value
 
     @property
     def ffn(self) -> int:

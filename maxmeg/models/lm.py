@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxmeg.config.lazy import Lazy
-from maxmeg.config.model import ExpertDrop, ModelConfig, Position, QkNorm
+from maxmeg.config.model import ModelConfig, Position, QkNorm
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.layers.attention import AttentionSpec
@@ -24,7 +24,7 @@ from maxmeg.parallel import collectives
 from maxmeg.pipeline.layout import Layout, arrange
 
 adapters = Lazy("maxmeg.layers.lora")
-moe = Lazy("maxmeg.layers.moe")
+experts = Lazy("maxmeg.models.experts")
 ADAPTERS = 1  # keys their initial weights, apart from those of the model
 EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
 
@@ -112,44 +112,14 @@ def layer_spec(config: ModelConfig, local: bool, dense: bool = False) -> UnitSpe
         bias=config.bias_mlp,
         std=config.init_std,
         out_std=out_std,
+        clamp=config.activation_clamp,
+        offset=config.glu_offset,
     )
     if config.num_experts and not dense:
-        mlp = moe_spec(config, out_std)
+        mlp = experts.moe_spec(config, out_std)
     sublayers = ((attention, mlp),) if config.parallel_block else ((attention,), (mlp,))
     options = (config.dropout_hidden, config.norm_place.value, config.parallel_norms)
     return tuple(ResidualSpec(norm, mixers, *options) for mixers in sublayers)
-
-
-def moe_spec(config: ModelConfig, out_std: float):
-    routing = moe.RoutingSpec(
-        num_experts=config.num_experts,
-        top_k=config.experts_per_token,
-        score=moe.Score(config.router_score.value),
-        before=config.router_over_all,
-        normalize=config.router_normalize,
-        scale=config.router_scale,
-        groups=config.router_groups,
-        groups_kept=config.router_groups_kept,
-        group_best=config.router_group_best,
-    )
-    return moe.MoeSpec(
-        hidden_size=config.hidden_size,
-        ffn_size=config.expert_ffn,
-        routing=routing,
-        activation=config.activation.value,
-        bias=config.bias_mlp,
-        shared_size=config.shared_ffn_size,
-        shared_gate=config.shared_gate,
-        biased=config.router_bias,
-        aux_loss=config.router_aux_loss,
-        sequence_aux_loss=config.router_sequence_aux_loss,
-        z_loss=config.router_z_loss,
-        capacity=config.expert_capacity,
-        by_weight=config.expert_drop is ExpertDrop.weight,
-        backend=config.expert_backend.value,
-        std=config.init_std,
-        out_std=out_std,
-    )
 
 
 def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:
