@@ -13,7 +13,8 @@ from maxmeg.ops.activation import GATED, activate
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec:
-    """Sizes, activation, and standard deviations of initial input and output weights."""
+    """Sizes, activation, and standard deviations of initial input and output weights; clamp and
+    offset as `activate` has them."""
 
     hidden_size: int
     ffn_size: int
@@ -21,6 +22,8 @@ class MlpSpec:
     bias: bool = False
     std: float = 0.02
     out_std: float = 0.02
+    clamp: float = 0.0
+    offset: float = 0.0
 
 
 class Mlp(nnx.Module):
@@ -43,4 +46,6 @@ class Mlp(nnx.Module):
         """Partial sums over tensor; no cache, no auxiliary values."""
         up_BLF = self.up(h_BLD, ctx)
         inputs = (up_BLF,) if self.gate is None else (self.gate(h_BLD, ctx), up_BLF)
-        return self.out(activate(self.spec.activation, *inputs), ctx), cache, {}
+        spec = self.spec
+        h_BLF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
+        return self.out(h_BLF, ctx), cache, {}

@@ -51,7 +51,8 @@ class MoeSpec:
     biased: a bias on the scores chooses experts (loss-free balance). Coefficients of losses that
     balance loads: over all tokens of a microbatch, over each sequence, and of the router's z-loss.
     capacity: an expert takes this times its even share of a device's tokens, 0 all; by_weight: it
-    drops those that weigh least, else those that come last.
+    drops those that weigh least, else those that come last. logit_bias: the router's logits have a
+    bias that is trained as weights are.
     """
 
     hidden_size: int
@@ -70,6 +71,9 @@ class MoeSpec:
     backend: str = "auto"
     std: float = 0.02
     out_std: float = 0.02
+    clamp: float = 0.0
+    offset: float = 0.0
+    logit_bias: bool = False
 
 
 class Experts(nnx.Module):
@@ -101,7 +105,8 @@ class Experts(nnx.Module):
         inputs = (up_NF,)
         if self.gate is not None:
             inputs = (stored(self._product(x_ND, self.gate, self.gate_bias, order)), up_NF)
-        h_NF = activate(self.spec.activation, *inputs)
+        spec = self.spec
+        h_NF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
         bias = self.out_bias
         return self._product(h_NF, self.out, bias, order, counted=bias is not None)
 
@@ -130,8 +135,11 @@ class Moe(nnx.Module):
         self.spec = spec
         self.router = nnx.Param(spec.std * jax.random.normal(keys[0], (D, E)), axes=("norm", None))
         self.bias = nnx.Param(jnp.zeros(E), axes=(None,), counts=True)
+        biased = spec.logit_bias
+        self.logit_bias = nnx.Param(jnp.zeros(E), axes=(None,)) if biased else None
         self.experts = Experts(keys[1], spec)
-        shared = MlpSpec(D, spec.shared_size, spec.activation, spec.bias, spec.std, spec.out_std)
+        common = (spec.activation, spec.bias, spec.std, spec.out_std, spec.clamp, spec.offset)
+        shared = MlpSpec(D, spec.shared_size, *common)
         self.shared = Mlp(keys[2], shared) if spec.shared_size else None
         gated = spec.shared_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
@@ -142,6 +150,8 @@ class Moe(nnx.Module):
         """Partial sums over tensor; no cache, no auxiliary values."""
         x_TD = h_BLD.reshape(-1, h_BLD.shape[-1])
         logits_TE = x_TD.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
+        if self.logit_bias is not None:
+            logits_TE += self.logit_bias[...].astype(jnp.float32)
         bias_E = self.bias[...] if self.spec.biased else None
         routing = route(logits_TE, self.spec.routing, bias_E, BATCH_AXES)
         weights_TK = self._balanced(routing, logits_TE, h_BLD.shape[0], ctx)

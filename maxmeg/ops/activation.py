@@ -23,14 +23,27 @@ ACTIVATIONS = {
     "gelu_tanh": gelu_tanh,
     "swiglu": jax.nn.silu,
     "geglu": gelu_tanh,
+    "quick_geglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
-GATED = ("swiglu", "geglu")
+GATED = ("swiglu", "geglu", "quick_geglu")
 
 
 def activate(
-    name: str, x: Float[Array, "..."], up: Float[Array, "..."] | None = None
+    name: str,
+    x: Float[Array, "..."],
+    up: Float[Array, "..."] | None = None,
+    clamp: float = 0.0,
+    offset: float = 0.0,
 ) -> Float[Array, "..."]:
-    """ACTIVATIONS[name](x), times `up` where that is given; in x's dtype."""
-    out = ACTIVATIONS[name](x.astype(jnp.float32))
-    return (out if up is None else out * up.astype(jnp.float32)).astype(x.dtype)
+    """ACTIVATIONS[name](x), times `up` + offset where that is given; in x's dtype.
+
+    clamp: where it is not 0, x is at most that, and `up` from its negative to it (GPT-OSS).
+    """
+    wide = x.astype(jnp.float32)
+    out = ACTIVATIONS[name](jnp.minimum(wide, clamp) if clamp else wide)
+    if up is not None:
+        up = up.astype(jnp.float32)
+        up = jnp.clip(up, -clamp, clamp) if clamp else up
+        out *= up + offset if offset else up
+    return out.astype(x.dtype)

@@ -30,7 +30,9 @@ SPECS = {
     "qwen2": dataclasses.replace(
         PLAIN, routing=RoutingSpec(E, 4, before=True), shared_size=12, shared_gate=True
     ),
-    "biases": dataclasses.replace(PLAIN, bias=True, activation="gelu", aux_loss=0.1),
+    "biases": dataclasses.replace(
+        PLAIN, bias=True, logit_bias=True, activation="gelu", aux_loss=0.1
+    ),
     "one of many": dataclasses.replace(PLAIN, routing=RoutingSpec(E, 1, before=True)),
 }
 MESHES = [
@@ -73,7 +75,8 @@ def expert(spec: MoeSpec, part, x, index=None):
         pairs = [pair for pair in pairs if pair[0] is not None]
     up = linear(x, *pairs[0])
     parts = (linear(x, *pairs[1]), up) if spec.activation in GATED else (up,)
-    return linear(activate(spec.activation, *parts), *pairs[-1])
+    inner = activate(spec.activation, *parts, clamp=spec.clamp, offset=spec.offset)
+    return linear(inner, *pairs[-1])
 
 
 def looped(moe: Moe, x_BLD):
@@ -81,6 +84,7 @@ def looped(moe: Moe, x_BLD):
     spec, rule = moe.spec, moe.spec.routing
     x = x_BLD.reshape(-1, D)
     logits = x @ moe.router[...]
+    logits = logits if moe.logit_bias is None else logits + moe.logit_bias[...]
     by_itself = rule.score is Score.sigmoid
     scores = jax.nn.sigmoid(logits) if by_itself else jax.nn.softmax(logits)
     choice = scores + moe.bias[...] if spec.biased else scores

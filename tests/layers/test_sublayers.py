@@ -42,6 +42,7 @@ FORMULAS = {
     "gelu_tanh": gelu_tanh,
     "swiglu": lambda x: x / (1 + np.exp(-x)),
     "geglu": gelu_tanh,
+    "quick_geglu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "relu_squared": lambda x: np.maximum(x, 0) ** 2,
 }
 

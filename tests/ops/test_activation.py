@@ -46,3 +46,12 @@ def test_bfloat16_is_rounded_once(name):
     assert (np.abs(np.float64(found) - expected) <= BFLOAT16 * np.abs(expected) + 1e-6).all()
     slope = jax.grad(lambda g: jnp.sum(activate(name, **g).astype(jnp.float32)))(given)
     assert {value.dtype for value in slope.values()} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_clamped_and_offset_gates():
+    given = inputs("quick_geglu")
+    found = jax.jit(lambda g: activate("quick_geglu", **g, clamp=1.5, offset=1.0))(given)
+    x, up = (np.float64(given[key]) for key in ("x", "up"))
+    assert (x > 1.5).any() and (x < -1.5).any() and (np.abs(up) > 1.5).any()
+    expected = formula("quick_geglu", np.minimum(x, 1.5), np.clip(up, -1.5, 1.5) + 1)
+    np.testing.assert_allclose(found, expected, rtol=FINITE_DIFFERENCES, atol=FINITE_DIFFERENCES)
