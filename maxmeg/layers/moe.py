@@ -1,8 +1,9 @@
 """The mixture of experts: a router, experts in one grouped product, and experts that all share.
 
-Tokens keep their device: over `expert` their vectors are gathered, each device runs its experts on
-those that chose them, and the sums go back scattered, as in a tensor-parallel layer. Nothing is
-dropped, unless the spec says how much an expert takes.
+Experts lie on other devices along `expert`, or where they are whole also along context and tensor.
+Tokens go there by all-to-all (layers/exchange.py); or their vectors are gathered, each device runs
+its experts on those that chose them, and the sums go back scattered, as in a tensor-parallel layer.
+Nothing is dropped, unless the spec says how much an expert takes.
 """
 
 import dataclasses
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.layers.balance import balanced
 from maxmeg.layers.context import Context
+from maxmeg.layers.exchange import AXES as EXPERT_AXES
+from maxmeg.layers.exchange import FOLDED_AXES, exchanged
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.ops.activation import GATED, activate
@@ -22,6 +26,7 @@ from maxmeg.ops.dispatch import (
     capacity_of,
     collect,
     places_in_experts,
+    rows_of_copies,
     sort_by_expert,
     spread,
 )
@@ -30,17 +35,14 @@ from maxmeg.ops.routing import (
     Routing,
     RoutingSpec,
     Score,
-    balance_loss,
-    balance_scores,
-    count_experts,
+    jittered,
     route,
-    z_loss,
 )
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
 from maxmeg.parallel.mesh import BATCH_AXES
 
-EXPERT_AXES = ("expert",)
+JITTER_PLACE = 2  # of the noise among the uses of randomness in a layer
 __all__ = ["Experts", "Moe", "MoeSpec", "RoutingSpec", "Score"]
 
 
@@ -49,9 +51,14 @@ class MoeSpec:
     """Sizes as of MlpSpec, of one expert; shared_size: of the expert that every token goes to.
 
     biased: a bias on the scores chooses experts (loss-free balance). Coefficients of losses that
-    balance loads: over all tokens of a microbatch, over each sequence, and of the router's z-loss.
+    balance loads: over all tokens of a microbatch, over each sequence, by the loads of the step
+    before; and of the router's z-loss. jitter: in training the router's input is multiplied by
+    noise from 1 - jitter to 1 + jitter. latent_size: experts read and write projections of that
+    width (0: hidden_size); router and shared expert do not.
     capacity: an expert takes this times its even share of a device's tokens, 0 all; by_weight: it
-    drops those that weigh least, else those that come last. logit_bias: the router's logits have a
+    drops those that weigh least, else those that come last. exchange: between devices by "gather",
+    "all_to_all" or "ragged" all-to-all, in rounds of `buffer` times a device's mean load; "auto" is
+    all_to_all. folded: an expert is whole on a device, and they lie along context and tensor too. logit_bias: the router's logits have a
     bias that is trained as weights are.
     """
 
@@ -73,7 +80,13 @@ class MoeSpec:
     out_std: float = 0.02
     clamp: float = 0.0
     offset: float = 0.0
+    exchange: str = "auto"
+    buffer: float = 1.5
+    folded: bool = False
     logit_bias: bool = False
+    global_aux_loss: float = 0.0
+    jitter: float = 0.0
+    latent_size: int = 0
 
 
 class Experts(nnx.Module):
@@ -81,44 +94,57 @@ class Experts(nnx.Module):
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
         keys = jax.random.split(key, 3)
-        E, D, F = spec.routing.num_experts, spec.hidden_size, spec.ffn_size
-        self.spec = spec
-        inward, outward = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+        E, D = spec.routing.num_experts, spec.latent_size or spec.hidden_size
+        F, self.spec = spec.ffn_size, spec
+        mine, inner = ("expert_folded", None) if spec.folded else ("expert", "mlp")
+        inward, outward = (mine, "embed", inner), (mine, inner, "embed")
 
         def matrix(key, sizes, std, axes):
             return nnx.Param(std * jax.random.normal(key, sizes), axes=axes)
 
         def bias(size, axis):
-            return nnx.Param(jnp.zeros((E, size)), axes=("expert", axis)) if spec.bias else None
+            return nnx.Param(jnp.zeros((E, size)), axes=(mine, axis)) if spec.bias else None
 
         gated = spec.activation in GATED
         self.up = matrix(keys[0], (E, D, F), spec.std, inward)
         self.gate = matrix(keys[1], (E, D, F), spec.std, inward) if gated else None
         self.out = matrix(keys[2], (E, F, D), spec.out_std, outward)
-        self.up_bias = bias(F, "mlp")
-        self.gate_bias = bias(F, "mlp") if gated else None
+        self.up_bias = bias(F, inner)
+        self.gate_bias = bias(F, inner) if gated else None
         self.out_bias = bias(D, "norm")
 
-    def __call__(self, x_ND: Float[Array, "N D"], order: Order) -> Float[Array, "N D"]:
-        """Row by row the output of its expert; partial sums over tensor."""
+    def __call__(
+        self, x_ND: Float[Array, "N D"], order: Order, weights_N: Float[Array, " N"]
+    ) -> Float[Array, "N D"]:
+        """Row by row the weighted output of its expert; partial sums over tensor, unless folded.
+
+        The weight is applied before the last product: backward then needs no output for it.
+        """
         up_NF = stored(self._product(x_ND, self.up, self.up_bias, order))
         inputs = (up_NF,)
         if self.gate is not None:
             inputs = (stored(self._product(x_ND, self.gate, self.gate_bias, order)), up_NF)
         spec = self.spec
         h_NF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
-        bias = self.out_bias
-        return self._product(h_NF, self.out, bias, order, counted=bias is not None)
+        h_NF = (h_NF * weights_N[:, None]).astype(h_NF.dtype)
+        y_ND = self._product(h_NF, self.out, None, order)
+        if self.out_bias is None:
+            return y_ND
+        bias_ED = self.out_bias[...]
+        bias_ED = bias_ED if spec.folded else collectives.counted_once(bias_ED)
+        return y_ND + (_of_rows(bias_ED, order, len(x_ND)) * weights_N[:, None]).astype(y_ND.dtype)
 
-    def _product(self, x_NI, weight, bias, order: Order, counted: bool = False):
+    def _product(self, x_NI, weight, bias, order: Order):
         matrices = unshard_parameter(weight)
         y_NO = grouped_matmul(x_NI, matrices, order.sizes_E, backend=self.spec.backend)
-        if bias is None:
-            return y_NO
-        ends_E = jnp.cumsum(order.sizes_E)
-        experts_N = jnp.searchsorted(ends_E, jnp.arange(len(x_NI)), side="right")
-        added_EO = collectives.counted_once(bias[...]) if counted else bias[...]
-        return y_NO + added_EO.at[experts_N].get(mode="fill", fill_value=0)
+        return y_NO if bias is None else y_NO + _of_rows(bias[...], order, len(x_NI))
+
+
+def _of_rows(vectors_EO, order: Order, rows: int):
+    """Row by row the vector of its expert, zeros where it has none here."""
+    ends_E = jnp.cumsum(order.sizes_E)
+    experts_N = jnp.searchsorted(ends_E, jnp.arange(rows), side="right")
+    return vectors_EO.at[experts_N].get(mode="fill", fill_value=0)
 
 
 class Moe(nnx.Module):
@@ -126,15 +152,19 @@ class Moe(nnx.Module):
 
     `bias` takes part in the choice alone, and where the spec is biased. Its gradient is how many
     tokens of the microbatches went to each expert: what loss-free balance moves it by, and metrics
-    tell.
+    tell. `load` holds those of the step before, where a loss needs them.
     """
+
+    writes_shard = True  # sums over tensor, of this device's part of the sequence
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
         keys = jax.random.split(key, 4)
         D, E = spec.hidden_size, spec.routing.num_experts
         self.spec = spec
         self.router = nnx.Param(spec.std * jax.random.normal(keys[0], (D, E)), axes=("norm", None))
-        self.bias = nnx.Param(jnp.zeros(E), axes=(None,), counts=True)
+        self.bias = nnx.Param(jnp.zeros(E), axes=(None,), counts="bias")
+        before = spec.global_aux_loss
+        self.load = nnx.Param(jnp.zeros(E), axes=(None,), counts="load") if before else None
         biased = spec.logit_bias
         self.logit_bias = nnx.Param(jnp.zeros(E), axes=(None,)) if biased else None
         self.experts = Experts(keys[1], spec)
@@ -143,87 +173,87 @@ class Moe(nnx.Module):
         self.shared = Mlp(keys[2], shared) if spec.shared_size else None
         gated = spec.shared_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
+        self.latent_down = self.latent_up = None
+        if width := spec.latent_size:
+            keys = [jax.random.fold_in(key, place) for place in (4, 5)]
+            self.latent_down = Linear(keys[0], (D, width), ("embed", "norm"), spec.std)
+            self.latent_up = Linear(keys[1], (width, D), ("norm", "embed"), spec.out_std)
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
-    ) -> tuple[Float[Array, "B L D"], None, dict]:
-        """Partial sums over tensor; no cache, no auxiliary values."""
-        x_TD = h_BLD.reshape(-1, h_BLD.shape[-1])
-        logits_TE = x_TD.astype(jnp.float32) @ self.router[...].astype(jnp.float32)
-        if self.logit_bias is not None:
-            logits_TE += self.logit_bias[...].astype(jnp.float32)
-        bias_E = self.bias[...] if self.spec.biased else None
-        routing = route(logits_TE, self.spec.routing, bias_E, BATCH_AXES)
-        weights_TK = self._balanced(routing, logits_TE, h_BLD.shape[0], ctx)
-        y_TD = self._experts(x_TD, Routing(routing.experts_TK, weights_TK))
-        y_BLD = y_TD.reshape(h_BLD.shape)
+    ) -> tuple[Float[Array, "B M D"], None, dict]:
+        """Sums of this device's part of the sequence; no cache, no auxiliary values."""
+        logits_TE = self._logits(h_BLD, ctx)
+        num_experts, training = logits_TE.shape[1], ctx.dropout_key is not None
+        bias_E = self.bias[...][:num_experts] if self.spec.biased else None
+        routing = route(logits_TE, self.spec.routing, bias_E, training)
+        weights_TK = balanced(routing, logits_TE, h_BLD.shape[0], self, ctx)
+        routing = Routing(routing.experts_TK, weights_TK)
+        if self.latent_down is None or self.latent_up is None:
+            y_BLD = self._experts(h_BLD, routing, ctx)
+        else:
+            y_BLD = self._experts(self.latent_down(h_BLD, ctx), routing, ctx)
+            y_BLD = self.latent_up(y_BLD, ctx)
         if self.shared is not None:
             shared_BLD, _, _ = self.shared(h_BLD, ctx)
             if self.shared_gate is not None:
                 shared_BLD *= jax.nn.sigmoid(self.shared_gate(h_BLD, ctx))
-            y_BLD += shared_BLD
+            y_BLD += collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
         return y_BLD, cache, {}
 
-    def _experts(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
+    def _logits(self, h_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "T E"]:
+        """In float32, of an input that is jittered in training."""
+        if self.spec.jitter and ctx.dropout_key is not None:
+            rows_B1, positions_1L = ctx.rows()[:, None], jnp.arange(h_BLD.shape[1])[None]
+            key = ctx.key(JITTER_PLACE)
+            h_BLD = jittered(h_BLD, self.spec.jitter, key, rows_B1, positions_1L)
+        x_TD = h_BLD.reshape(-1, h_BLD.shape[-1]).astype(jnp.float32)
+        logits_TE = x_TD @ self.router[...].astype(jnp.float32)
+        if self.logit_bias is not None:
+            logits_TE += self.logit_bias[...].astype(jnp.float32)
+        return logits_TE
+
+    def _experts(
+        self, h_BLD: Float[Array, "B L D"], routing: Routing, ctx: Context
+    ) -> Float[Array, "B M D"]:
+        """Sums over the experts of each token, this device's part of the sequence."""
+        spec, top_k = self.spec, self.spec.routing.top_k
+        axes = FOLDED_AXES if spec.folded else EXPERT_AXES
+        apart = ctx.sequence_sharded and spec.exchange != "gather"
+        if not (apart and collectives.axis_size(axes) > 1):
+            y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing, axes)
+            return collectives.scatter_sequence(y_TD.reshape(h_BLD.shape), ctx.sequence_sharded)
+        rows = h_BLD.shape[0]
+        local = (h_BLD, *(array.reshape(rows, -1, top_k) for array in routing))
+        if spec.folded:
+            length = h_BLD.shape[1] // collectives.axis_size((collectives.SEQUENCE_AXIS,))
+            local = [collectives.local_sequence(array, length) for array in local]
+        x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
+        given = Routing(experts_TK, weights_TK), self._kept(Routing(experts_TK, weights_TK))
+        y_TD = exchanged(self.experts, x_TD, *given, spec.exchange, spec.buffer, axes)
+        y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
+        return y_BLD if spec.folded else collectives.scatter_sequence(y_BLD)
+
+    def _kept(self, routing: Routing):
+        """Which copies of these tokens are within the capacity of their expert."""
         spec, (experts_TK, weights_TK) = self.spec, routing
-        kept_TK = jnp.ones(experts_TK.shape, bool)
-        if spec.capacity:
-            num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
-            order = jax.lax.stop_gradient(weights_TK) if spec.by_weight else None
-            places_TK = places_in_experts(experts_TK, num_experts, order)
-            kept_TK = places_TK < capacity_of(len(x_TD), top_k, num_experts, spec.capacity)
+        if not spec.capacity:
+            return jnp.ones(experts_TK.shape, bool)
+        num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
+        order = jax.lax.stop_gradient(weights_TK) if spec.by_weight else None
+        places_TK = places_in_experts(experts_TK, num_experts, order)
+        return places_TK < capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
+
+    def _gathered(
+        self, x_TD: Float[Array, "T D"], routing: Routing, axes: tuple[str, ...]
+    ) -> Float[Array, "T D"]:
+        """Partial sums over tensor."""
         x_TD, experts_TK, weights_TK, kept_TK = (
             collectives.gather(array, EXPERT_AXES, 0)
-            for array in (x_TD, experts_TK, weights_TK, kept_TK)
+            for array in (x_TD, *routing, self._kept(routing))
         )
         count = self.experts.up.shape[-3]
-        first = collectives.axis_index(EXPERT_AXES) * count
+        first = collectives.axis_index(axes) * count
         order = sort_by_expert(experts_TK - first, count, kept_TK=kept_TK)
-        y_TD = collect(self.experts(spread(x_TD, order), order), weights_TK, order)
-        return collectives.scatter(y_TD, EXPERT_AXES, 0)
-
-    def _balanced(
-        self, routing: Routing, logits_TE: Float[Array, "T E"], rows: int, ctx: Context
-    ) -> Float[Array, "T K"]:
-        """The weights, with the gradients of the balance losses and of the bias behind them."""
-        spec, top_k = self.spec, self.spec.routing.top_k
-        experts_TK, weights_TK = routing
-        tokens, num_experts = logits_TE.shape
-        shards = collectives.axis_size(BATCH_AXES)
-        counts_E = count_experts(experts_TK, num_experts)
-        losses = []
-        if spec.aux_loss or spec.sequence_aux_loss:
-            scores_TE = balance_scores(logits_TE, spec.routing)
-            if spec.aux_loss:
-                all_E = collectives.sum_over(counts_E, BATCH_AXES)
-                loss = balance_loss(scores_TE, all_E, top_k, tokens * shards)
-                losses.append(spec.aux_loss * loss)
-            if spec.sequence_aux_loss:
-                length = tokens // rows
-                each_B = jax.vmap(
-                    lambda scores, experts: balance_loss(
-                        scores, count_experts(experts, num_experts), top_k, length
-                    )
-                )(scores_TE.reshape(rows, length, -1), experts_TK.reshape(rows, length, -1))
-                losses.append(spec.sequence_aux_loss * jnp.sum(each_B) / (rows * shards))
-        if spec.z_loss:
-            losses.append(spec.z_loss * z_loss(logits_TE, tokens * shards))
-        # Every device along tensor has the same tokens and loads: each counts for its part.
-        part = 1 / collectives.axis_size((collectives.SEQUENCE_AXIS,))
-        if losses:
-            weights_TK = with_loss(weights_TK, part * ctx.share * sum(losses))
-        return with_gradient(weights_TK, self.bias[...], part * counts_E)
-
-
-def _first(x, *_):
-    return x
-
-
-with_loss: Any = jax.custom_vjp(_first)  # x; what follows from it has `loss` added to its own loss
-with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, slope: (slope, jnp.ones_like(loss)))
-
-with_gradient: Any = jax.custom_vjp(_first)  # x; the gradient of the second is the third
-with_gradient.defvjp(
-    lambda x, parameter, gradient: (x, (parameter, gradient)),
-    lambda kept, slope: (slope, kept[1].astype(kept[0].dtype), jnp.zeros_like(kept[1])),
-)
+        rows_ND = self.experts(spread(x_TD, order), order, rows_of_copies(weights_TK, order))
+        return collectives.scatter(collect(rows_ND, order), EXPERT_AXES, 0)

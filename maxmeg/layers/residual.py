@@ -18,15 +18,18 @@ from maxmeg.parallel import collectives
 
 DROPOUT_PLACE = 1
 MIXERS = {AttentionSpec: ("attention", Attention), MlpSpec: ("mlp", Mlp)}
+mla = Lazy("maxmeg.layers.mla")
 moe = Lazy("maxmeg.layers.moe")
 
 
 def make_mixer(key: jax.Array, spec) -> tuple[str, nnx.Module]:
     """The name that a mixer's parameters go by, and the mixer."""
-    if type(spec) not in MIXERS:
-        return "moe", moe.Moe(key, spec)
-    name, kind = MIXERS[type(spec)]
-    return name, kind(key, spec)
+    if type(spec) in MIXERS:
+        name, kind = MIXERS[type(spec)]
+        return name, kind(key, spec)
+    if isinstance(spec, AttentionSpec):
+        return "mla", mla.Mla(key, spec)
+    return "moe", moe.Moe(key, spec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,14 +41,15 @@ class ResidualSpec:
     """
 
     norm: NormSpec
-    mixers: tuple[typing.Any, ...]  # AttentionSpec, MlpSpec or MoeSpec
+    mixers: tuple[typing.Any, ...]  # AttentionSpec, MlaSpec, MlpSpec or MoeSpec
     dropout: float = 0.0
     place: str = "pre"
     own_norms: bool = False
 
 
 class Residual(nnx.Module):
-    """The residual stream is sharded over tensor along the sequence; mixers see it whole."""
+    """The residual stream is sharded over tensor along the sequence; mixers see it whole and
+    give partial sums, but those with `reads_shard` and `writes_shard`."""
 
     def __init__(self, key: jax.Array, spec: ResidualSpec):
         self.spec = spec
@@ -65,16 +69,20 @@ class Residual(nnx.Module):
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
     ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
         h_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
-        h_BLD = collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
+        whole_BLD = h_BLD
+        if not all(hasattr(mixer, "reads_shard") for mixer in self.mixers.values()):
+            whole_BLD = collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
         parts_BLD, new_cache, aux = [], {}, {}
         for name, mixer in self.mixers.items():
             part = None if cache is None else cache[name]
-            own_BLD = h_BLD if self.norms is None else self.norms[name](h_BLD)
+            own_BLD = h_BLD if hasattr(mixer, "reads_shard") else whole_BLD
+            own_BLD = own_BLD if self.norms is None else self.norms[name](own_BLD)
             part_BLD, new_cache[name], values = mixer(own_BLD, ctx, part)
             parts_BLD.append(part_BLD)
             aux |= values
-        total_BLD = sum(parts_BLD[1:], parts_BLD[0])
-        y_BLD = collectives.scatter_sequence(total_BLD, ctx.sequence_sharded)
+        y_BLD = sum(parts_BLD[1:], parts_BLD[0])
+        if not any(hasattr(mixer, "writes_shard") for mixer in self.mixers.values()):
+            y_BLD = collectives.scatter_sequence(y_BLD, ctx.sequence_sharded)
         y_BLD = collectives.stored(y_BLD)
         if self.post_norm is not None:
             y_BLD = self.post_norm(y_BLD)

@@ -1,4 +1,4 @@
-"""Tokens to experts and back on one device, without a copy per expert: sort, gather, weighted sum.
+"""Tokens to experts and back on one device, without a copy per expert: sort, gather, sum.
 
 Every token has K copies, one an expert, which lie sorted by expert as `grouped_matmul` wants them.
 Forward and backward are gathers alone: JAX's own transpose of a gather adds up in an order that a
@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 class Order(NamedTuple):
     """Where copies lie: `copies_N[row]` is token * K + choice, `rows_TK` the row of each copy.
 
-    A row without a copy has the number T * K, a copy without a row the row N; both count as zeros.
+    A row without a copy has the number T * K, a copy without a row a row from N on; both count as
+    zeros.
     sizes_E: rows of each expert here; copies for experts elsewhere lie behind them.
     """
 
@@ -30,10 +31,12 @@ def sort_by_expert(
     num_experts: int,
     first: int = 0,
     kept_TK: Bool[Array, "T K"] | None = None,
+    distinct: bool = True,
 ) -> Order:
     """Copies for experts first .. first + num_experts - 1 in their order, tokens in theirs.
 
-    kept_TK: those that are not dropped.
+    kept_TK: those that are not dropped. distinct: a token's experts differ, so that there are no
+    more rows than min(K, num_experts) a token.
     """
     local_TK = experts_TK - first
     is_here_TK = (local_TK >= 0) & (local_TK < num_experts)
@@ -42,7 +45,9 @@ def sort_by_expert(
     local_N = jnp.where(is_here_TK, local_TK, num_experts).reshape(-1)
     copies_N = jnp.argsort(local_N, stable=True).astype(jnp.int32)
     sizes_E = jnp.bincount(local_N, length=num_experts + 1)[:num_experts].astype(jnp.int32)
-    return Order(copies_N, _inverse(copies_N).reshape(experts_TK.shape), sizes_E)
+    tokens, top_k = experts_TK.shape
+    rows = tokens * (min(top_k, num_experts) if distinct else top_k)
+    return Order(copies_N[:rows], _inverse(copies_N).reshape(experts_TK.shape), sizes_E)
 
 
 def capacity_of(num_tokens: int, top_k: int, num_experts: int, factor: float) -> int:
@@ -91,11 +96,16 @@ def spread(x_TD: Float[Array, "T D"], order: Order) -> Float[Array, "N D"]:
     return _spread(x_TD, order)
 
 
-def collect(
-    y_ND: Float[Array, "N D"], weights_TK: Float[Array, "T K"], order: Order
-) -> Float[Array, "T D"]:
-    """Of every token the weighted sum of its copies' rows, summed in float32, in y's dtype."""
-    return _collect(y_ND, weights_TK, order)
+def collect(y_ND: Float[Array, "N D"], order: Order) -> Float[Array, "T D"]:
+    """Of every token the sum of its copies' rows, summed in float32, in y's dtype."""
+    return _collect(y_ND, order)
+
+
+def rows_of_copies(
+    values_TK: Float[Array, "T K"], order: Order, fill: float = 0.0
+) -> Float[Array, " N"]:
+    """A number of every copy, row by row; `fill` where a row has no copy."""
+    return _rows_of_copies(fill, values_TK, order)
 
 
 def _inverse(order_N: Int[Array, " N"]) -> Int[Array, " N"]:
@@ -109,38 +119,27 @@ def _rows_of_tokens(x_TD, order: Order):
     return x_TD.at[tokens_N].get(mode="fill", fill_value=0)
 
 
-def _copies_of_tokens(y_ND, order: Order):
-    """[T, K, D] in float32, zeros where the copy has no row."""
-    return y_ND.at[order.rows_TK].get(mode="fill", fill_value=0).astype(jnp.float32)
+def _sums_of_rows(y_ND, order: Order):
+    copies_TKD = y_ND.at[order.rows_TK].get(mode="fill", fill_value=0)
+    return jnp.sum(copies_TKD, axis=1, dtype=jnp.float32).astype(y_ND.dtype)
 
 
-def _spread_forward(x_TD, order: Order):
-    return _rows_of_tokens(x_TD, order), order
-
-
-def _spread_backward(order: Order, slope_ND):
-    return jnp.sum(_copies_of_tokens(slope_ND, order), axis=1).astype(slope_ND.dtype), None
-
-
-def _summed(y_ND, weights_TK, order: Order):
-    parts_TKD = _copies_of_tokens(y_ND, order) * weights_TK[:, :, None]
-    return jnp.sum(parts_TKD, axis=1).astype(y_ND.dtype)
-
-
-def _collect_forward(y_ND, weights_TK, order: Order):
-    return _summed(y_ND, weights_TK, order), (y_ND, weights_TK, order)
-
-
-def _collect_backward(residuals, slope_TD):
-    y_ND, weights_TK, order = residuals
-    slope32_TD = slope_TD.astype(jnp.float32)
-    weights_N = weights_TK.reshape(-1).at[order.copies_N].get(mode="fill", fill_value=0)
-    d_y_ND = (_rows_of_tokens(slope32_TD, order) * weights_N[:, None]).astype(y_ND.dtype)
-    d_weights_TK = jnp.sum(_copies_of_tokens(y_ND, order) * slope32_TD[:, None], axis=-1)
-    return d_y_ND, d_weights_TK.astype(weights_TK.dtype), None
+def _numbers(fill, values_TK, order: Order):
+    return values_TK.reshape(-1).at[order.copies_N].get(mode="fill", fill_value=fill)
 
 
 _spread: Any = jax.custom_vjp(_rows_of_tokens)
-_spread.defvjp(_spread_forward, _spread_backward)
-_collect: Any = jax.custom_vjp(_summed)
-_collect.defvjp(_collect_forward, _collect_backward)
+_spread.defvjp(
+    lambda x_TD, order: (_rows_of_tokens(x_TD, order), order),
+    lambda order, slope_ND: (_sums_of_rows(slope_ND, order), None),
+)
+_collect: Any = jax.custom_vjp(_sums_of_rows)
+_collect.defvjp(
+    lambda y_ND, order: (_sums_of_rows(y_ND, order), order),
+    lambda order, slope_TD: (_rows_of_tokens(slope_TD, order), None),
+)
+_rows_of_copies: Any = jax.custom_vjp(_numbers, nondiff_argnums=(0,))
+_rows_of_copies.defvjp(
+    lambda fill, values_TK, order: (_numbers(fill, values_TK, order), order),
+    lambda fill, order, slope_N: (slope_N.at[order.rows_TK].get(mode="fill", fill_value=0), None),
+)

@@ -63,6 +63,19 @@ def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 
+def exchange(x_ND: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """All-to-all: block r of dimension 0 goes to rank r, and block s of the result came from s."""
+    axes = present(axes)
+    return lax.all_to_all(x_ND, axes, 0, 0, tiled=True) if axes else x_ND
+
+
+def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes: tuple[str, ...]):
+    """`out_ND` with the slices that all ranks send here, as of lax.ragged_all_to_all; CUDA alone."""
+    names = present(axes)
+    slices = (starts_R, sizes_R, places_R, received_R)
+    return lax.ragged_all_to_all(x_ND, out_ND, *slices, axis_name=names)
+
+
 def gather_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
     """The whole sequence from its shards over tensor (sequence parallelism)."""
     return gather(x_BLD, (SEQUENCE_AXIS,), 1) if sharded else x_BLD
@@ -120,7 +133,13 @@ def stored_attention(weights: jax.Array) -> jax.Array:
     return checkpoint_name(weights, "attention")
 
 
+def stored_exchange(rows: jax.Array) -> jax.Array:
+    """Rows from other devices, which `stores_attention` keeps, so that they are sent once."""
+    return checkpoint_name(rows, "exchange")
+
+
 def stores_attention(prim, *_, **params) -> bool:
-    """`stores`, and what attention needs to run forward once: cuDNN's outputs, or the weights."""
-    named = prim.name == "name" and params["name"] == "attention"
+    """`stores`, and what attention needs to run forward once: cuDNN's outputs, or the weights; and
+    rows that were exchanged."""
+    named = prim.name == "name" and params["name"] in ("attention", "exchange")
     return named or stores(prim, **params) or prim.name == "dot_product_attention_fwd_wrapper"

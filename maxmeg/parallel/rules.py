@@ -20,10 +20,12 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "expert": ("expert",),
+    "expert_folded": ("expert", "context", "tensor"),
     "embed": ("fsdp",),  # the residual width of every matrix
     "position": (),
     "norm": (),  # vectors along the residual width: small, replicated
     "head_dim": (),
+    "latent": (),  # the rank of multi-latent attention: projections to it run on sequence shards
     "lora": (),  # the rank of adapters
     None: (),
 }

@@ -148,7 +148,7 @@ def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0):
         def loss(moe, x_BLD):
             h_BLD = collectives.gather_sequence(x_BLD)
             ctx = Context(jnp.zeros(h_BLD.shape[:2], int), share=share)
-            y_BLD = collectives.scatter_sequence(moe(h_BLD, ctx)[0])
+            y_BLD = moe(h_BLD, ctx)[0]
             return jnp.sum(y_BLD * slope_BLD), y_BLD
 
         (_, y_BLD), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(moe, x_BLD)

@@ -10,6 +10,7 @@ from maxmeg.ops.dispatch import (
     collect,
     pad_experts,
     places_in_experts,
+    rows_of_copies,
     sort_by_expert,
     spread,
 )
@@ -34,11 +35,16 @@ def arrays(top_k: int) -> tuple:
     return x, weights, into, jax.random.normal(keys[3], (EXPERTS, INNER, WIDTH))
 
 
+def weighted(order, x_TD, weights_TK, into_EDF, out_EFD):
+    h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
+    h_NF *= rows_of_copies(weights_TK, order)[:, None]
+    return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), order)
+
+
 def sorted_experts(experts, first, count):
     def run(x_TD, weights_TK, into_EDF, out_EFD):
         order = sort_by_expert(experts, count, first)
-        h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
-        return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), weights_TK, order)
+        return weighted(order, x_TD, weights_TK, into_EDF, out_EFD)
 
     return run
 
@@ -52,8 +58,7 @@ def limited(experts, capacity, by_weight, pads):
             order = pad_experts(experts, places, EXPERTS, capacity)
         else:
             order = sort_by_expert(experts, EXPERTS, kept_TK=places < capacity)
-        h_NF = jnp.tanh(grouped_matmul(spread(x_TD, order), into_EDF, order.sizes_E))
-        return collect(grouped_matmul(h_NF, out_EFD, order.sizes_E), weights_TK, order)
+        return weighted(order, x_TD, weights_TK, into_EDF, out_EFD)
 
     return run
 
@@ -154,8 +159,7 @@ def test_low_precision_sums_in_float32():
     experts = jnp.asarray(choices("random", 4))
     order = sort_by_expert(experts, EXPERTS)
     y = jax.random.normal(jax.random.key(0), (TOKENS * 4, WIDTH), jnp.bfloat16)
-    weights = jax.random.uniform(jax.random.key(1), (TOKENS, 4))
-    found = collect(y, weights, order)
-    wanted = jnp.einsum("tkd,tk->td", y[order.rows_TK].astype(jnp.float32), weights)
+    found = collect(y, order)
+    wanted = jnp.sum(y[order.rows_TK].astype(jnp.float32), axis=1)
     assert found.dtype == jnp.bfloat16
     assert np.array_equal(found, wanted.astype(jnp.bfloat16))
