@@ -19,6 +19,7 @@ ROTARY = {  # what each scaling reads
 }
 ROTARY_FIELDS = sorted({name for names in ROTARY.values() for name in names})
 experts = Lazy("maxmeg.config.experts")
+latent = Lazy("maxmeg.config.latent")
 
 
 def divisors(number: int, at_most: int = 0) -> str:
@@ -40,16 +41,18 @@ def model_problems(model: ModelConfig):
             f"model.num_kv_heads={model.kv_heads}: choose num_kv_heads in "
             f"{divisors(model.num_heads)}"
         )
-    elif model.position is Position.rotary and int(model.head_size * model.rotary_fraction) < 2:
+    elif model.position is Position.rotary and not model.mla_kv_rank and model.rotated_size < 2:
         yield (
             f"model.rotary_fraction={model.rotary_fraction} of head size {model.head_size} leaves "
             "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
         )
     else:
         yield from rotary_problems(model)
+    yield from latent.latent_problems(model)
     yield from norm_problems(model)
     yield from activation_problems(model)
     yield from window_problems(model)
+    yield from mtp_problems(model)
     yield from experts.expert_problems(model)
 
 
@@ -63,6 +66,13 @@ def activation_problems(model: ModelConfig):
                 f"{model.activation.name}, which is not gated: choose swiglu, geglu or "
                 "quick_geglu, or leave it at 0"
             )
+
+
+def mtp_problems(model: ModelConfig):
+    if not model.mtp_depths and model.mtp_loss != ModelConfig().mtp_loss:
+        yield f"model.mtp_loss={model.mtp_loss} has no effect without model.mtp_depths: set that"
+    if model.mtp_depths and not model.mtp_loss > 0:
+        yield f"model.mtp_loss={model.mtp_loss} must be positive; without it set mtp_depths=0"
 
 
 def window_problems(model: ModelConfig):
@@ -113,7 +123,7 @@ def rotary_problems(model: ModelConfig):
             f"model.rotary_low={model.rotary_low} and rotary_high={model.rotary_high} must be "
             "turns with 0 < low < high"
         )
-    wanted = int(model.head_size * model.rotary_fraction) // 2
+    wanted = model.rotated_size // 2
     for name in ("rotary_short_factors", "rotary_long_factors"):
         values = getattr(model, name)
         if name in used and (len(values) != wanted or not all(value > 0 for value in values)):

@@ -100,7 +100,22 @@ class ModelConfig:
     num_kv_heads: int = setting(
         0, "key/value heads, divides num_heads; 0: as many; 1: MQA", "--num-query-groups"
     )
-    head_dim: int = setting(0, "size of a head; 0: hidden_size / num_heads", "--kv-channels")
+    head_dim: int = setting(
+        0,
+        "size of a head; 0: hidden_size / num_heads; with mla_kv_rank: of the part that does not "
+        "rotate (--qk-head-dim)",
+        "--kv-channels",
+    )
+    mla_kv_rank: int = setting(
+        0, "multi-latent attention: size of the keys' and values' latent; 0: off", "--kv-lora-rank"
+    )
+    mla_query_rank: int = setting(
+        0, "size of the queries' latent; 0: one projection makes them", "--q-lora-rank"
+    )
+    mla_rotary_size: int = setting(
+        64, "size of a head's part that rotates; heads share its key", "--qk-pos-emb-head-dim"
+    )
+    mla_value_size: int = setting(0, "size of a head's values; 0: head_dim", "--v-head-dim")
     ffn_size: int = setting(
         0,
         "inner width of the MLP; 0: 4 x hidden_size, or int(8/3 hidden_size / 64) x 64 when gated",
@@ -232,6 +247,12 @@ class ModelConfig:
         "mosaic on Hopper; auto: xla, until mosaic was measured",
         "--moe-grouped-gemm",
     )
+    mtp_depths: int = setting(
+        0, "further tokens that training predicts, each by one layer more", "--mtp-num-layers"
+    )
+    mtp_loss: float = setting(
+        0.1, "times the mean of their losses is added", "--mtp-loss-scaling-factor"
+    )
     attention_window: int = setting(
         0, "tokens that a token attends to, itself among them; 0: all before it", "--window-size"
     )
@@ -242,7 +263,7 @@ class ModelConfig:
         0.0, "base in layers with a window beside global ones, unscaled; 0: rotates as in those"
     )
     attention_softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off")
-    attention_scale: float = setting(0.0, "of the scores; 0: 1 / sqrt(head size)")
+    attention_scale: float = setting(0.0, "of the scores; 0: 1 / sqrt(size of a key)")
     attention_sinks: bool = setting(
         False, "a learned logit a head in the softmax's denominator", "--softmax-type"
     )
@@ -295,6 +316,21 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.head_dim or self.hidden_size // max(self.num_heads, 1)
+
+    @property
+    def key_size(self) -> int:
+        """Of a head's queries and keys."""
+        return self.head_size + (self.mla_rotary_size if self.mla_kv_rank else 0)
+
+    @property
+    def value_size(self) -> int:
+        return (self.mla_value_size if self.mla_kv_rank else 0) or self.head_size
+
+    @property
+    def rotated_size(self) -> int:
+        """Of the part of a head that rotates."""
+        share = int(self.head_size * self.rotary_fraction)
+        return self.mla_rotary_size if self.mla_kv_rank else share
 
     @property
     def gated(self) -> bool:

@@ -106,6 +106,8 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         ("model.ffn_size", model.ffn, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
         ("model.hidden_size", model.hidden_size, "fsdp", fsdp),
+        ("model.mla_kv_rank", model.mla_kv_rank, "fsdp", fsdp),
+        ("model.mla_query_rank", model.mla_query_rank, "fsdp", fsdp),
     )
     for name, value, axis, size in cut:
         if value % size:
@@ -135,6 +137,11 @@ def pipeline_problems(config: Config, sizes: dict[str, int]):
 
 def data_problems(config: Config):
     model, data = config.model, config.data
+    if model.mtp_depths >= data.sequence_length:
+        yield (
+            f"model.mtp_depths={model.mtp_depths} leaves no target in rows of "
+            f"data.sequence_length={data.sequence_length}: predict fewer further tokens"
+        )
     if 0 < model.max_position < data.sequence_length:
         yield (
             f"data.sequence_length={data.sequence_length} is longer than "
@@ -216,6 +223,11 @@ def lora_problems(config: Config):
         return
     if not lora.targets:
         yield "lora.targets is empty: name projections, as query,value, or * for all"
+    if config.model.mtp_depths:
+        yield (
+            f"lora.rank={lora.rank} is not for layers of further tokens (model.mtp_depths="
+            f"{config.model.mtp_depths}): set mtp_depths=0, which leaves those of the base out"
+        )
     if not lora.alpha > 0:
         yield f"lora.alpha={lora.alpha} must be positive: adapters are scaled by alpha / rank"
 
@@ -246,6 +258,10 @@ LOWEST = {
     "model.num_layers": 1,
     "model.hidden_size": 1,
     "model.head_dim": 0,
+    "model.mla_kv_rank": 0,
+    "model.mla_query_rank": 0,
+    "model.mla_rotary_size": 0,
+    "model.mla_value_size": 0,
     "model.ffn_size": 0,
     "model.num_experts": 0,
     "model.expert_ffn_size": 0,
@@ -255,6 +271,7 @@ LOWEST = {
     "model.router_sequence_aux_loss": 0,
     "model.router_z_loss": 0,
     "model.expert_capacity": 0,
+    "model.mtp_depths": 0,
     "model.max_position": 0,
     "model.norm_eps": 0,
     "model.rotary_base": 1,

@@ -15,7 +15,13 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import kept
-from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index, axis_size, unshard_parameter
+from maxmeg.parallel.collectives import (
+    SEQUENCE_AXIS,
+    axis_index,
+    axis_size,
+    local_sequence,
+    unshard_parameter,
+)
 from maxmeg.parallel.rules import is_counted, is_variable
 
 FIRST_PLACE = 1024  # of adapters among the uses of dropout in a layer
@@ -61,7 +67,8 @@ class Lora(nnx.Module):
 
     def kept(self, x_BLI: jax.Array, ctx: Context) -> jax.Array:
         """Which elements dropout keeps: by the global row, position and feature alone."""
-        rows_B1, positions_1L = ctx.rows()[:, None], jnp.arange(x_BLI.shape[1])[None]
+        whole_1L = jnp.arange(ctx.positions_BL.shape[1])[None]  # x may be a part of the sequence
+        rows_B1, positions_1L = ctx.rows()[:, None], local_sequence(whole_1L, x_BLI.shape[1])
         axes, width = (SEQUENCE_AXIS,) if self.row_parallel else (), x_BLI.shape[-1]
         whole = (*x_BLI.shape[:-1], width * axis_size(axes))
         kept_BLI = kept(whole, self.rate, ctx.key(self.place), rows_B1, positions_1L)

@@ -25,6 +25,9 @@ from maxmeg.pipeline.layout import Layout, arrange
 
 adapters = Lazy("maxmeg.layers.lora")
 experts = Lazy("maxmeg.models.experts")
+latent = Lazy("maxmeg.layers.mla")
+mtp = Lazy("maxmeg.models.mtp")
+MTP = 2  # keys the initial weights of layers for further tokens
 ADAPTERS = 1  # keys their initial weights, apart from those of the model
 EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
 
@@ -105,6 +108,10 @@ def layer_spec(config: ModelConfig, local: bool, dense: bool = False) -> UnitSpe
         std=config.init_std,
         out_std=out_std,
     )
+    if config.mla_kv_rank:
+        ranks = {"query_rank": config.mla_query_rank, "kv_rank": config.mla_kv_rank, "norm": norm}
+        sizes = {"rotary_size": config.mla_rotary_size, "value_size": config.value_size}
+        attention = latent.MlaSpec(**vars(attention), **ranks, **sizes)
     mlp = MlpSpec(
         hidden_size=config.hidden_size,
         ffn_size=config.ffn,
@@ -159,6 +166,9 @@ class LM(nnx.Module):
         )
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size)
+        last = pattern(config)[-1][0][-1 if config.parallel_block else -2 :]
+        further = (jax.random.fold_in(key, MTP), config, last, norm_spec(config))
+        self.mtp = mtp.Mtp(*further) if config.mtp_depths else None
 
     def embed(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input; over pipe, a share of it that is to be summed."""

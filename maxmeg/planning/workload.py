@@ -221,6 +221,11 @@ def workload(config: Config, num_devices: int) -> Workload:
             f"model.num_experts={config.model.num_experts}: what experts need is not planned yet; "
             "train a few steps, or plan the model with num_experts=0"
         )
+    if config.model.mla_kv_rank:
+        raise ValueError(
+            f"model.mla_kv_rank={config.model.mla_kv_rank}: what multi-latent attention needs is "
+            "not planned yet; train a few steps, or plan the model with mla_kv_rank=0"
+        )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
