@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpu_parts import checks, kernels, steps
+from gpu_parts import checks, experts, kernels, steps
 from gpu_parts.timing import Item, Sizes, sizes
 
 FOLDER = Path(__file__).parent
@@ -56,6 +56,7 @@ PARTS = {
     "train": Part(steps.train, 200),
     "loss": Part(kernels.loss, 60),
     "grouped": Part(kernels.grouped, 60),
+    "moe": Part(experts.moe, 60),
     "decode": Part(kernels.decode, 40),
     "memory-bound": Part(kernels.memory_bound, 40),
     "split": Part(steps.split, 90),

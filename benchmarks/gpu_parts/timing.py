@@ -20,6 +20,18 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """A layer of gated experts, of which a token takes `chosen`."""
+
+    name: str
+    tokens: int
+    width: int
+    inner: int
+    experts: int
+    chosen: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """On a GPU, a quick look at one, or tiny shapes on a CPU, where numbers mean nothing."""
 
@@ -46,6 +58,10 @@ class Sizes:
         (8, 32768, 4096, 14336),
         (128, 32768, 2048, 768),
         (256, 32768, 7168, 2048),
+    )
+    mixtures: tuple[Mixture, ...] = (
+        Mixture("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
+        Mixture("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
     )
     caches: tuple[tuple[int, int, int], ...] = (  # rows, tokens of each, page
         (64, 8192, 64),
@@ -89,6 +105,7 @@ TINY = Sizes(
     losses=((64, 512, 32),),
     widths=(64,),
     experts=((4, 64, 32, 48),),
+    mixtures=(Mixture("tiny", 32, 16, 24, 4, 2),),
     caches=((2, 40, 16),),
     heads=4,
     models=(
@@ -112,6 +129,7 @@ def sizes(quick: bool, on_gpu: bool) -> Sizes:
         attention=full.attention[:2],
         losses=full.losses[:1],
         experts=full.experts[:1],
+        mixtures=full.mixtures[:1],
         caches=full.caches[:1],
         models=full.models[:1],
         rounds=3,

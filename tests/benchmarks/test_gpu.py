@@ -18,7 +18,7 @@ ABSENT = ["beartype", "grain", "matplotlib", "ml_collections", "sentencepiece", 
 ABSENT += ["tiktoken", "tokenizers", "wandb", "zstandard"]
 MODULES = ["maxmeg.config.schema", "maxmeg.models.registry", "maxmeg.ops.attention"]
 MODULES += ["maxmeg.optim.build", "maxmeg.planning.flops", "maxmeg.planning.hardware"]
-MODULES += ["maxmeg.parallel.placement", "maxmeg.state", "maxmeg.step"]
+MODULES += ["maxmeg.parallel.placement", "maxmeg.state", "maxmeg.step", "maxmeg.layers.moe"]
 MODULES += ["maxmeg.ops.cross_entropy", "maxmeg.ops.decode_attention", "maxmeg.ops.grouped_matmul"]
 MODULES += ["maxmeg.kernels.attention", "maxmeg.kernels.attention_triton", "maxmeg.kernels.matmul"]
 MODULES += ["maxmeg.kernels.decode_attention", "maxmeg.kernels.grouped_matmul"]
@@ -83,6 +83,7 @@ def test_quick_run_on_a_cpu(tmp_path: Path):
     )
     assert rows["train", "tiny, 4 layers, extrapolated"]["extrapolated"]
     assert all(row["ok"] for (part, _), row in rows.items() if part.startswith("check-"))
+    assert rows["moe", "tiny T32"]["both xla of dense MLP"] > 0
     assert "| train | tiny, 2 layers |" in done.stdout
     assert "| train | tiny, 2 layers |" in path.with_suffix(".md").read_text()
 
