@@ -2,7 +2,7 @@
 
 from maxmeg.config.model import ModelConfig, Position, QkNorm
 
-OPTIONS = ("mla_query_rank", "mla_rotary_size", "mla_value_size")
+OPTIONS = ("mla_query_rank", "mla_rotary_size", "mla_value_size", "mla_norm_eps")
 
 
 def latent_problems(model: ModelConfig):
@@ -22,7 +22,6 @@ def latent_problems(model: ModelConfig):
     refused = (
         ("num_kv_heads", model.kv_heads != model.num_heads, "every head has its keys: set it to 0"),
         ("qk_norm", model.qk_norm is not QkNorm.none, "latents are always normalized: set it none"),
-        ("bias_qkv", model.bias_qkv, "its projections have no biases: set it false"),
         ("rotary_fraction", model.rotary_fraction != 1, "mla_rotary_size rotates: set it to 1"),
     )
     for name, broken, remedy in refused:

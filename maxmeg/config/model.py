@@ -116,6 +116,7 @@ class ModelConfig:
         64, "size of a head's part that rotates; heads share its key", "--qk-pos-emb-head-dim"
     )
     mla_value_size: int = setting(0, "size of a head's values; 0: head_dim", "--v-head-dim")
+    mla_norm_eps: float = setting(0.0, "norm_eps of the latents' norms; 0: as of the others")
     ffn_size: int = setting(
         0,
         "inner width of the MLP; 0: 4 x hidden_size, or int(8/3 hidden_size / 64) x 64 when gated",
@@ -267,7 +268,9 @@ class ModelConfig:
     attention_sinks: bool = setting(
         False, "a learned logit a head in the softmax's denominator", "--softmax-type"
     )
-    bias_qkv: bool = setting(False, "biases on query, key, value", "--add-qkv-bias")
+    bias_qkv: bool = setting(
+        False, "biases on query, key, value; with mla_kv_rank: of latents", "--add-qkv-bias"
+    )
     bias_attention_out: bool = setting(
         False, "bias on the attention output (the flag is its negation)", "--disable-bias-linear"
     )

@@ -262,6 +262,7 @@ LOWEST = {
     "model.mla_query_rank": 0,
     "model.mla_rotary_size": 0,
     "model.mla_value_size": 0,
+    "model.mla_norm_eps": 0,
     "model.ffn_size": 0,
     "model.num_experts": 0,
     "model.expert_ffn_size": 0,

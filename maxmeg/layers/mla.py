@@ -28,7 +28,8 @@ from maxmeg.parallel.collectives import gather_sequence, unshard_parameter
 @dataclasses.dataclass(frozen=True)
 class MlaSpec(AttentionSpec):
     """As AttentionSpec, with as many key heads as query heads; head_dim is the part of a head that
-    does not rotate. query_rank 0: queries are one projection. norm: of the latents."""
+    does not rotate. query_rank 0: queries are one projection. norm: of the latents. bias_qkv: on
+    the projections down to latents and to the rotary key."""
 
     query_rank: int = 0
     kv_rank: int = 512
@@ -79,10 +80,10 @@ class Mla(Attention):
         rank, width = spec.query_rank, H * (K + N)
         down, up = ("embed", "latent"), ("embed", "heads")
         self.query = None if rank else Linear(keys[0], (D, width), up, std)
-        self.query_down = Linear(keys[1], (D, rank), down, std) if rank else None
+        self.query_down = Linear(keys[1], (D, rank), down, std, spec.bias_qkv) if rank else None
         self.query_norm = Norm(rank, spec.norm) if rank else None
         self.query_up = Linear(keys[0], (rank, width), up, std) if rank else None
-        self.kv_down = Linear(keys[2], (D, R + N), down, std)
+        self.kv_down = Linear(keys[2], (D, R + N), down, std, spec.bias_qkv)
         self.kv_norm = Norm(R, spec.norm)
         self.key_up = Linear(keys[3], (R, H * K), up, std)
         self.value_up = Linear(keys[4], (R, H * V), up, std)

@@ -109,9 +109,9 @@ def layer_spec(config: ModelConfig, local: bool, dense: bool = False) -> UnitSpe
         out_std=out_std,
     )
     if config.mla_kv_rank:
-        ranks = {"query_rank": config.mla_query_rank, "kv_rank": config.mla_kv_rank, "norm": norm}
-        sizes = {"rotary_size": config.mla_rotary_size, "value_size": config.value_size}
-        attention = latent.MlaSpec(**vars(attention), **ranks, **sizes)
+        sizes = (config.mla_query_rank, config.mla_kv_rank, config.mla_rotary_size)
+        low_norm = NormSpec(norm.kind, config.mla_norm_eps or norm.eps, norm.one_plus)
+        attention = latent.MlaSpec(*vars(attention).values(), *sizes, config.value_size, low_norm)
     mlp = MlpSpec(
         hidden_size=config.hidden_size,
         ffn_size=config.ffn,

@@ -22,9 +22,6 @@ def training_flops(
     gradient (adapters beside them, which are small, are left out).
     """
     tokens = batch_size * sequence_length
-    query_size = model.num_heads * model.head_size
-    key_size = model.kv_heads * model.head_size
-    attention = 2 * model.hidden_size * (query_size + key_size)
     products = model.hidden_size * (3 if model.gated else 2)
     mlps = products * model.ffn * model.num_layers
     if model.num_experts:
@@ -38,7 +35,20 @@ def training_flops(
         every = model.attention_global_every
         local = model.num_layers - (model.num_layers // every if every else 0)
         pairs -= local * max(sequence_length - model.attention_window, 0) ** 2
-    scores = 2 * query_size * batch_size * pairs / (2 if causal else 1)
-    weights = tokens * (model.num_layers * attention + mlps + logits)
+    size = model.num_heads * (model.key_size + model.value_size)
+    scores = size * batch_size * pairs / (2 if causal else 1)
+    weights = tokens * (model.num_layers * attention_weights(model) + mlps + logits)
     times = _TRAINING - 1 if frozen else _TRAINING
     return float(_MULTIPLY_ADD * (times * weights + _TRAINING * scores))
+
+
+def attention_weights(model: ModelConfig) -> int:
+    """Of the projections of a layer; beside latents those of their norms, as Megatron-LM has it."""
+    width, heads, rank = model.hidden_size, model.num_heads, model.mla_query_rank
+    if not model.mla_kv_rank:
+        return 2 * width * model.head_size * (heads + model.kv_heads)
+    queries = (
+        rank * (width + heads * model.key_size + 1) if rank else width * heads * model.key_size
+    )
+    keys = model.mla_kv_rank * (width + heads * (model.head_size + model.value_size) + 1)
+    return queries + keys + width * (model.mla_rotary_size + heads * model.value_size)

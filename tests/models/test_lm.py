@@ -96,6 +96,13 @@ KINDS = {
         "router_groups_kept": 2,
         "router_group_best": 1,
         "router_bias": True,
+        "head_dim": 6,
+        "mla_kv_rank": 12,
+        "mla_query_rank": 20,
+        "mla_rotary_size": 4,
+        "mla_value_size": 5,
+        "mla_norm_eps": 0.1,
+        "rotary_interleaved": True,
     },
     "gated experts": {
         "num_experts": 4,

@@ -1,0 +1,257 @@
+"""Multi-latent attention is its definition, on one device and on meshes; so is decoding."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.config.model import ModelConfig, Position, QkNorm
+from maxmeg.config.schema import Config, LoraConfig
+from maxmeg.config.validate import validate
+from maxmeg.layers.context import Context
+from maxmeg.layers.lora import Lora, LoraSpec, linears
+from maxmeg.layers.mla import Mla, MlaSpec
+from maxmeg.layers.norm import NormSpec
+from maxmeg.models.lm import layer_spec
+from maxmeg.ops.rope import RotarySpec
+from maxmeg.parallel.mesh import AXES, make_mesh
+from maxmeg.parallel.rules import reductions, storage_specs
+from maxmeg.parallel.spmd import spmd
+from maxmeg.planning.workload import workload
+
+TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
+B, L, D, H, K, N, V, R = 2, 8, 16, 4, 6, 4, 5, 8
+PLAIN = MlaSpec(
+    *(D, H, H, K, RotarySpec(interleaved=True)),
+    std=0.5, out_std=0.5, query_rank=12, kv_rank=R, rotary_size=N, value_size=V,
+)  # fmt: skip
+SPECS = {
+    "deepseek-v3": PLAIN,
+    "deepseek-v2-lite": dataclasses.replace(PLAIN, query_rank=0, rotary=RotarySpec(100.0)),
+    "options": dataclasses.replace(
+        PLAIN, bias_qkv=True, bias_out=True, window=5, softcap=2.0, scale=0.4, sinks=True,
+        norm=NormSpec(eps=0.1),
+    ),
+    "without positions": dataclasses.replace(PLAIN, rotary=None, value_size=7),
+}  # fmt: skip
+
+
+def model(spec: MlaSpec, adapters: LoraSpec | None = None) -> Mla:
+    """Random weights, also of what starts as zeros; adapters beside every projection."""
+    layer = Mla(jax.random.key(0), spec)
+    if adapters is not None:
+        for at, linear in enumerate(linears(layer).values()):
+            a, b = (
+                jnp.zeros(s) for s in ((linear.weight.shape[0], 3), (3, linear.weight.shape[1]))
+            )
+            linear.lora = Lora(a, b, linear.weight.get_metadata()["axes"], adapters, at)
+    leaves, tree = jax.tree.flatten(layer)
+    rng = np.random.default_rng(1)
+    return jax.tree.unflatten(
+        tree, [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
+    )
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    """Vectors, and what their outputs weigh in the loss."""
+    rng = np.random.default_rng(2)
+    x_BLD, slope_BLD = (jnp.float32(rng.normal(size=(B, L, D))) for _ in range(2))
+    return x_BLD, slope_BLD
+
+
+def turned(x, rotary: RotarySpec | None):
+    """x [B, L, ..., N] rotated as complex numbers, pairs or halves being their parts."""
+    if rotary is None:
+        return x
+    angle = jnp.arange(L)[:, None] * rotary.base ** (-jnp.arange(0, N, 2) / N)
+    angle = angle.reshape(1, L, *(1,) * (x.ndim - 3), -1)
+    parts = (x[..., ::2], x[..., 1::2]) if rotary.interleaved else jnp.split(x, 2, axis=-1)
+    both = jax.lax.complex(*parts) * jnp.exp(1j * angle)
+    return jnp.concatenate((both.real, both.imag), axis=-1)
+
+
+def defined(layer: Mla, x):
+    """The layer by its definition: every head's queries, keys, values, scores."""
+    spec = layer.spec
+
+    def project(linear, x):
+        y = x @ linear.weight[...]
+        return y if linear.bias is None else y + linear.bias[...]
+
+    def normed(norm, x):
+        return x / jnp.sqrt((x**2).mean(-1, keepdims=True) + spec.norm.eps) * norm.weight[...]
+
+    if spec.query_rank:
+        q = project(layer.query_up, normed(layer.query_norm, project(layer.query_down, x)))
+    else:
+        q = project(layer.query, x)
+    low, k = jnp.split(project(layer.kv_down, x), [R], axis=-1)
+    low, k = normed(layer.kv_norm, low), turned(k, spec.rotary)
+    q = q.reshape(B, L, H, K + N)
+    scores = jnp.einsum(
+        "blhk,bmhk->bhlm", q[..., :K], project(layer.key_up, low).reshape(B, L, H, K)
+    )
+    scores += jnp.einsum("blhn,bmn->bhlm", turned(q[..., K:], spec.rotary), k)
+    scores *= spec.scale or (K + N) ** -0.5
+    scores = spec.softcap * jnp.tanh(scores / spec.softcap) if spec.softcap else scores
+    ago = jnp.arange(L)[:, None] - jnp.arange(L)
+    scores = jnp.where((ago >= 0) & (ago < (spec.window or L)), scores, -jnp.inf)
+    if layer.sinks is not None:
+        sinks = jnp.broadcast_to(layer.sinks[...][:, None, None], (B, H, L, 1))
+        scores = jnp.concatenate((scores, sinks), axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :L]
+    v = project(layer.value_up, low).reshape(B, L, H, -1)
+    return project(layer.out, jnp.einsum("bhlm,bmhv->blhv", weights, v).reshape(B, L, -1))
+
+
+def with_gradients(function, layer, x_BLD, slope_BLD):
+    """Output of function(layer, x), and gradients of its sum weighed by the slope."""
+
+    def loss(layer, x_BLD):
+        y_BLD = function(layer, x_BLD)
+        return jnp.sum(y_BLD * slope_BLD), y_BLD
+
+    (_, y_BLD), slopes = jax.value_and_grad(loss, (0, 1), has_aux=True)(layer, x_BLD)
+    return y_BLD, *slopes
+
+
+def found_on(layer: Mla, dropped: bool = False, **sizes):
+    """Output and gradients on a mesh, the sequence sharded over tensor."""
+    whole = dict.fromkeys(AXES, 1) | sizes
+    mesh = make_mesh(whole, jax.devices()[: int(np.prod(list(whole.values())))])
+    specs, places = storage_specs(layer, mesh, zero1=False), reductions(layer, mesh, zero1=False)
+    positions_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
+    rows = P("fsdp", "tensor")
+
+    def local(layer, x_BLD, slope_BLD):
+        first = jax.lax.axis_index("fsdp") * len(x_BLD)
+        key = jax.random.key(3) if dropped else None
+        ctx = Context(positions_BL[: len(x_BLD)], None, first + jnp.arange(len(x_BLD)), key)
+        y_BLD, weights, into = with_gradients(
+            lambda layer, x: layer(x, ctx)[0], layer, x_BLD, slope_BLD
+        )
+        summed = jax.tree.map(
+            lambda place, g: jax.lax.psum(g, place.sum_axes) if place.sum_axes else g,
+            places,
+            weights,
+        )
+        return jax.lax.psum_scatter(y_BLD, "tensor", scatter_dimension=1, tiled=True), summed, into
+
+    def shared(layer, x_BLD, slope_BLD):
+        slope_BLD = jax.lax.all_gather(slope_BLD, "tensor", axis=1, tiled=True)
+        return local(layer, x_BLD, slope_BLD)
+
+    run = spmd(shared, mesh, (specs, rows, rows), (rows, specs, rows))
+    return jax.jit(run)(layer, *inputs())
+
+
+def check_equal(found, wanted) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        limit = TOLERANCE * max(float(jnp.abs(other).max()), 1e-3)
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_output_and_gradients_are_those_of_the_definition(name):
+    layer = model(SPECS[name])
+    expected = jax.jit(lambda *given: with_gradients(defined, *given))(layer, *inputs())
+    check_equal(found_on(layer), expected)
+
+
+def test_a_mesh_equals_one_device_with_every_dropout():
+    """Of weights, and of adapters' inputs where those are parts of a sequence."""
+    spec = dataclasses.replace(SPECS["options"], dropout=0.3)
+    layer = model(spec, LoraSpec(3, 2.0, 0.4, ()))
+    alone = found_on(layer, dropped=True)
+    check_equal(found_on(layer, dropped=True, fsdp=2, tensor=2), alone)
+    assert float(jnp.abs(alone[0] - found_on(layer)[0]).max()) > 0.01
+
+
+def run_cached(layer: Mla, x_BLD, positions_BL, cache, offset):
+    ctx = Context(positions_BL, cache_offset=offset, sequence_sharded=False)
+    return layer(x_BLD, ctx, cache)[:2]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "options"])
+def test_decoding_by_latents_equals_the_whole_sequence(name):
+    """Rows of 3 and of 5 tokens before, two further at once and one alone, through adapters too."""
+    layer = model(SPECS[name], LoraSpec(3, 2.0, 0.4, ()))
+    x_BLD, _ = inputs()
+    positions_BL, rows_B1 = jnp.broadcast_to(jnp.arange(L), (B, L)), jnp.arange(B)[:, None]
+    whole_BLD = jax.jit(lambda layer, x_BLD: layer(x_BLD, Context(positions_BL))[0])(layer, x_BLD)
+    cache = layer.init_cache(B, L)
+    assert sum(array.size for array in cache) == B * L * (R + N)
+    prompt = jax.jit(functools.partial(run_cached, offset=0))
+    found_BLD, cache = prompt(layer, x_BLD[:, :5], positions_BL[:, :5], cache)
+    check_equal(found_BLD, whole_BLD[:, :5])
+    offset_B = jnp.array([3, 5])
+    for count in (2, 1):
+        places_BL = offset_B[:, None] + jnp.arange(count)
+        next_BLD = x_BLD[rows_B1, places_BL]
+        found_BLD, cache = jax.jit(run_cached)(layer, next_BLD, places_BL, cache, offset_B)
+        check_equal(found_BLD, whole_BLD[rows_B1, places_BL])
+        offset_B += count
+
+
+def test_a_value_of_the_cache_is_not_copied():
+    """In the program of a step nothing as long as the cache is made but the cache itself."""
+    layer, length = model(PLAIN), 640
+    x_BLD, places_BL = jnp.zeros((B, 1, D)), jnp.full((B, 1), 7)
+    cache = layer.init_cache(B, length)
+    traced = jax.make_jaxpr(run_cached)(layer, x_BLD, places_BL, cache, jnp.int32(7))
+    made = [v.aval.shape for eqn in traced.jaxpr.eqns for v in eqn.outvars]
+    long = {shape for shape in made if np.prod(shape) >= B * length * R}
+    assert long and all(np.prod(shape) == B * length * (R + N) for shape in long)
+
+
+SETTINGS = {
+    "num_heads": 4,
+    "hidden_size": 32,
+    "vocab_size": 64,
+    "mla_kv_rank": 8,
+    "mla_rotary_size": 4,
+}
+
+
+def test_settings_reach_the_layer():
+    def spec(**changes) -> MlaSpec:
+        return layer_spec(ModelConfig(**SETTINGS | changes), local=False)[0].mixers[0]
+
+    plain = spec()
+    sizes = (plain.query_rank, plain.kv_rank, plain.rotary_size, plain.head_dim, plain.value_size)
+    assert sizes == (0, 8, 4, 8, 8) and plain.norm.eps == 1e-5
+    other = spec(head_dim=6, mla_query_rank=10, mla_value_size=5, mla_norm_eps=1e-6)
+    assert (other.head_dim, other.query_rank, other.value_size) == (6, 10, 5)
+    assert other.norm.eps == 1e-6 and spec(position=Position.none).rotary is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "devices", "message"),
+    [
+        ({"mla_kv_rank": 0}, 1, "mla_rotary_size=4 has no effect without model.mla_kv_rank"),
+        ({"mla_kv_rank": 0, "mla_rotary_size": 64, "mla_value_size": 3}, 1, "value_size=3 has no"),
+        ({"mla_rotary_size": 3}, 1, "mla_rotary_size=3 must be even"),
+        ({"num_kv_heads": 2}, 1, "num_kv_heads=2 is not for multi-latent attention"),
+        ({"qk_norm": QkNorm.l2}, 1, "qk_norm=l2 is not for .*latents are always normalized"),
+        ({"rotary_fraction": 0.5}, 1, "rotary_fraction=0.5 is not for"),
+        ({"mla_query_rank": 6}, 4, "mla_query_rank=6 is not divisible by parallel.fsdp=4"),
+        ({"mla_kv_rank": 10}, 4, "mla_kv_rank=10 is not divisible by parallel.fsdp=4"),
+        ({"mla_value_size": -1}, 1, "mla_value_size=-1 must be at least 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(fields, devices, message):
+    config = Config(model=ModelConfig(**SETTINGS | fields))
+    config.train.global_batch_size = 4
+    with pytest.raises(ValueError, match=message):
+        validate(config, devices)
+
+
+def test_plans_are_refused_and_adapters_have_targets():
+    config = Config(model=ModelConfig(**SETTINGS), lora=LoraConfig(rank=2, targets=("mla.*_up",)))
+    validate(config, 1)
+    with pytest.raises(ValueError, match=r"mla_kv_rank=8: .* is not planned yet"):
+        workload(config, 1)
