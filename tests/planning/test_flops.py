@@ -20,6 +20,22 @@ LLAMA3_8B = {
     "ffn_size": 14336,
 }
 
+DEEPSEEK_V3 = {
+    "vocab_size": 129280,
+    "num_layers": 62,
+    "hidden_size": 7168,
+    "num_heads": 128,
+    "head_dim": 128,
+    "mla_kv_rank": 512,
+    "mla_query_rank": 1536,
+    "ffn_size": 18432,
+    "num_experts": 256,
+    "experts_per_token": 8,
+    "expert_ffn_size": 2048,
+    "shared_ffn_size": 2048,
+    "first_dense_layers": 3,
+}
+
 
 @pytest.mark.parametrize(
     ("model", "sequence_length", "tensor", "expected"),
@@ -32,6 +48,17 @@ LLAMA3_8B = {
 def test_flops_of_a_sample_equal_megatron(model, sequence_length, tensor, expected):
     flops = training_flops(ModelConfig(**model), sequence_length, tensor=tensor)
     assert flops == pytest.approx(expected, rel=REL)
+
+
+def test_latent_attention_counts_as_megatron_has_it():
+    """DeepSeek-V3 and one further token: a layer more, the logits again, and what joins the two.
+    Megatron-LM leaves routers out."""
+    model, tokens = ModelConfig(**DEEPSEEK_V3), 4096
+    width, sparse = model.hidden_size, model.num_layers - model.first_dense_layers
+    joined = width * (2 * width + 3 + model.padded_vocab_size(1))
+    routers = sparse * width * model.num_experts
+    found = training_flops(model, tokens) + 6 * tokens * (joined - routers)
+    assert found == pytest.approx(1.064931e15, rel=REL)
 
 
 def test_flops_grow_with_the_batch_and_with_full_attention():
