@@ -17,7 +17,7 @@ from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config, LossReduction, TrainConfig
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
-from maxmeg.optim.build import balanced, clip, counted
+from maxmeg.optim.build import clip
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
 from maxmeg.parallel.parts import frozen, joined, trained
@@ -28,7 +28,9 @@ from maxmeg.pipeline.executor import Program, run_pipeline
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only
 from maxmeg.state import TrainState, shardings_of
 
-routing = Lazy("maxmeg.ops.routing")
+mtp = Lazy("maxmeg.models.mtp")
+experts = Lazy("maxmeg.layers.balance")
+loads = Lazy("maxmeg.optim.balance")
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -40,12 +42,19 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
     return Context(batch["positions"], segments_BL, **places, share=batch["share"])
 
 
-def head_loss(model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig):
-    """(this device's share of the weighted loss, sums over its tokens) of normalized outputs."""
+def head_loss(model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig, raw_key=None):
+    """(this device's share of the weighted loss, sums over its tokens) of normalized outputs.
+
+    That of further tokens is in it where the batch says what divides it.
+    """
     mask_BL = batch["loss_mask"]
     weighted = {**batch, "weights": mask_BL / batch["divisor"]}
     loss, losses_BL = model.token_losses(h_BLD, weighted, train)
-    return loss, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+    sums = {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+    if "mtp_divisors" in batch:
+        more, of_depths = mtp.mtp_loss(model, h_BLD, batch, train, context(batch, raw_key))
+        return loss + more, sums | of_depths
+    return loss, sums
 
 
 def loss_fn(
@@ -57,12 +66,12 @@ def loss_fn(
     segment_ids [B, L] where documents are kept apart. raw_key None: no dropout.
     """
     h_BLD, _, _ = model.hidden(batch["tokens"], context(batch, raw_key))
-    return head_loss(model, h_BLD, batch, train)
+    return head_loss(model, h_BLD, batch, train, raw_key)
 
 
-def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
-    """The batch [M, B, ...] with the rows' numbers in the global batch, what divides its mask, and
-    its share in means over microbatches.
+def complete(batch: Batch, reduction: LossReduction, shards: int, depths: int = 0) -> Batch:
+    """The batch [M, B, ...] with the rows' numbers in the global batch, what divides its mask (and
+    those of further tokens), and its share in means over microbatches.
 
     Losses and gradients then need only be summed. token_mean: a token weighs 1 / (tokens of the
     global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
@@ -71,19 +80,25 @@ def complete(batch: Batch, reduction: LossReduction, shards: int) -> Batch:
     M, B, _ = mask_MBL.shape
     first = collectives.axis_index(BATCH_AXES) * B
     rows_MB = jnp.arange(M)[:, None] * B * shards + first + jnp.arange(B)[None]
-    if reduction is LossReduction.token_mean:
-        total = collectives.sum_over(jnp.sum(mask_MBL), BATCH_AXES)
-        divisors_M = jnp.full(M, jnp.maximum(total, 1))
-    else:
-        divisors_M = jnp.maximum(jnp.sum(mask_MBL, axis=(1, 2)), 1) * (M * shards)
-    return {**batch, "rows": rows_MB, "divisor": divisors_M, "share": jnp.full(M, 1 / M)}
+
+    def divisors(mask_MBL: jax.Array) -> jax.Array:
+        if reduction is LossReduction.token_mean:
+            total = collectives.sum_over(jnp.sum(mask_MBL), BATCH_AXES)
+            return jnp.full(M, jnp.maximum(total, 1))
+        return jnp.maximum(jnp.sum(mask_MBL, axis=(1, 2)), 1) * (M * shards)
+
+    whole = {**batch, "rows": rows_MB, "divisor": divisors(mask_MBL), "share": jnp.full(M, 1 / M)}
+    if depths:
+        masks = [mtp.shifted(batch, i + 1)["loss_mask"] for i in range(depths)]
+        whole["mtp_divisors"] = jnp.stack([divisors(mask) for mask in masks], axis=1)
+    return whole
 
 
 def compute_model(model: LM, places, dtype) -> LM:
     """Masters cast once to the compute dtype and, under ZeRO-1, gathered once over data."""
 
     def one(master, place):
-        value = master if place.exact else master.astype(dtype)
+        value = experts.with_room(master) if place.exact else master.astype(dtype)
         if place.scatter_dim is None:
             return value
         return collectives.gather(value, ("data",), place.scatter_dim)
@@ -172,7 +187,7 @@ def pipelined(
     def head(outer: LM, x_BLD, microbatch: Batch):
         whole = joined(outer, fixed_outer)
         h_BLD = whole.normalized(x_BLD, context(microbatch, raw_key))
-        return head_loss(whole, h_BLD, microbatch, config.train)
+        return head_loss(whole, h_BLD, microbatch, config.train, raw_key)
 
     groups = tuple(stack.stack.groups), tuple(fixed_stack.stack.groups)
     program = Program(outer, *groups, batch, embed, unit, head)
@@ -211,10 +226,13 @@ def make_gradients(config: Config, mesh: Mesh, model: LM) -> Callable:
         config.model.dropout_attention,
         config.model.dropout_embedding,
         config.lora.dropout,
+        config.model.router_jitter,
+        config.model.router_sinkhorn,
     )
 
     def local(model, batch, raw_key):
-        batch = complete(batch, config.train.loss_reduction, batch_shards(mesh))
+        depths = config.model.mtp_depths
+        batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), depths)
         gradients, sums = local_gradients(
             compute_model(model, places, dtype), batch, raw_key if dropout else None, config
         )
@@ -232,20 +250,23 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
     """The jitted (state, batch, controls) -> (state, metrics); the old state is consumed.
 
     controls: learning_rate and weight_decay of this step, and stop, one flag a device. metrics:
-    loss (token mean), grad_norm, tokens, stop: how many flags are set, and of experts how even
-    their loads are.
+    loss (token mean), grad_norm, tokens, stop: how many flags are set, the losses of further
+    tokens, and expert_loads: of every layer with experts how many tokens each got, and tallies
+    (layers/balance.py).
     """
     gradients_of = make_gradients(config, mesh, abstract.model)
+    counting = config.model.num_experts > 0 and not config.lora.rank
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         gradients, sums = gradients_of(state.model, batch, jax.random.key_data(key))
-        counts, gradients = counted(gradients)
+        counts, gradients = loads.counted(gradients) if counting else (None, gradients)
         gradients, norm = clip(gradients, config.optim.clip_norm)
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
         own = trained(state.model)
         updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
-        updates = balanced(updates, counts, config.model)
+        if counting:
+            updates = loads.balanced(updates, counts, own, config.model)
         model = joined(jax.tree.map(jnp.add, own, updates), frozen(state.model))
         metrics = {
             "loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1),
@@ -253,8 +274,11 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
             "tokens": sums["tokens"],
             "stop": jnp.sum(controls["stop"]),
         }
-        if loads := jax.tree.leaves(counts):
-            metrics |= routing.load_metrics(loads)
+        if "mtp_loss_sum" in sums:
+            metrics |= mtp.mtp_metrics(sums)
+        if counting:
+            layout = state.model.stack.layout
+            metrics["expert_loads"] = loads.layer_loads(counts, config.model, layout)
         return TrainState(state.step + 1, model, opt_state, state.key), metrics
 
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))

@@ -1,14 +1,16 @@
 """Rules of the settings of experts. No JAX."""
 
 from maxmeg.config.architecture import divisors
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.model import ModelConfig, RouterScore
 
 OPTIONS_OF_EXPERTS = {  # the setting without which these have no effect
     "num_experts": (
         "experts_per_token", "expert_ffn_size", "shared_ffn_size", "first_dense_layers",
         "router_score", "router_over_all", "router_normalize", "router_scale", "router_groups",
         "router_bias", "router_logit_bias", "router_aux_loss", "router_sequence_aux_loss",
-        "router_z_loss", "expert_capacity", "expert_backend",
+        "router_global_aux_loss", "router_z_loss", "router_sinkhorn", "router_jitter",
+        "benchmark_even_experts", "expert_capacity", "expert_backend", "expert_latent_size",
+        "expert_every", "expert_pattern",
     ),
     "shared_ffn_size": ("shared_gate",),
     "router_groups": ("router_groups_kept", "router_group_best"),
@@ -46,12 +48,74 @@ def expert_problems(model: ModelConfig):
             f"model.router_group_best={model.router_group_best} must be from 0 to the "
             f"{experts // groups} experts of a group"
         )
-    if not 0 <= model.first_dense_layers < model.num_layers:
-        yield (
-            f"model.first_dense_layers={model.first_dense_layers} must leave some of "
-            f"num_layers={model.num_layers} for the experts"
-        )
-    if model.first_dense_layers and model.attention_global_every:
-        yield "model.first_dense_layers cannot be beside attention_global_every: set one to 0"
+    yield from placement_problems(model)
+    yield from balance_problems(model)
     if model.parallel_block:
         yield "model.num_experts cannot be in a parallel_block: set num_experts=0, or that to false"
+
+
+def placement_problems(model: ModelConfig):
+    first, every, pattern = model.first_dense_layers, model.expert_every, model.expert_pattern
+    if not 0 <= first < model.num_layers:
+        yield (
+            f"model.first_dense_layers={first} must leave some of num_layers={model.num_layers} "
+            "for the experts"
+        )
+    if every < 1:
+        yield f"model.expert_every={every} must be at least 1 (1: every layer has experts)"
+    if (first > 0) + (every != 1) + bool(pattern) > 1:
+        yield (
+            f"model.first_dense_layers={first}, expert_every={every} and expert_pattern={pattern} "
+            "say it twice: set one of them; a pattern can say anything"
+        )
+    elif pattern and (len(pattern) != model.num_layers or not {1} <= {*pattern} <= {0, 1}):
+        yield (
+            f"model.expert_pattern={pattern} must be num_layers={model.num_layers} numbers, 1 for "
+            "a layer with experts and 0 for one without, some of them 1"
+        )
+    elif every >= 1 and periods(model)[0] and model.attention_global_every:
+        yield (
+            f"layers without experts at the start (model.first_dense_layers={first}, "
+            f"expert_pattern={pattern}) cannot be beside attention_global_every: set that to 0"
+        )
+
+
+def periods(model: ModelConfig) -> tuple[int, int]:
+    """(layers without experts at the start that are apart, layers after which kinds repeat)."""
+    pattern = model.expert_pattern
+    if not pattern:
+        return model.first_dense_layers, model.expert_every
+    first = [*pattern, 1].index(1)
+    for start in (0, first):
+        rest = pattern[start:]
+        for length in range(1, max(len(rest) // 2, 1) + 1):
+            if all(flag == rest[i % length] for i, flag in enumerate(rest)):
+                return start, length
+    return first, len(pattern) - first
+
+
+def balance_problems(model: ModelConfig):
+    losses = ("router_aux_loss", "router_sequence_aux_loss", "router_global_aux_loss")
+    if model.router_sinkhorn:
+        plain = ModelConfig()
+        others = (
+            *(*losses, "router_bias", "router_groups", "expert_capacity", "router_score"),
+            *("router_over_all", "router_normalize", "benchmark_even_experts"),
+        )
+        for name in others:
+            value = getattr(model, name)
+            if value != getattr(plain, name):
+                yield (
+                    f"model.{name}={getattr(value, 'name', value)} cannot be beside "
+                    "router_sinkhorn=True, which evens loads and weighs experts by itself: leave "
+                    "one out (router_z_loss, router_jitter and router_scale can be)"
+                )
+    elif (
+        model.experts_per_token == 1
+        and model.router_score is RouterScore.softmax
+        and not model.router_over_all
+    ):
+        yield (
+            "model.experts_per_token=1 with router_score=softmax over the chosen alone gives the "
+            "router no gradient: set router_over_all=True, or router_score=sigmoid"
+        )

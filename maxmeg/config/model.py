@@ -4,7 +4,10 @@ import dataclasses
 import enum
 import math
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.setting import setting
+
+experts = Lazy("maxmeg.config.experts")
 
 
 class Position(enum.Enum):
@@ -198,7 +201,18 @@ class ModelConfig:
     shared_gate: bool = setting(
         False, "the token gates the shared expert", "--moe-shared-expert-gate"
     )
+    expert_latent_size: int = setting(
+        0,
+        "experts read and write projections of that width, one for all; 0: the residual stream",
+        "--moe-latent-size",
+    )
     first_dense_layers: int = setting(0, "layers at the start that keep an MLP")
+    expert_every: int = setting(
+        1, "layers 0, n, 2n ... have experts, the others an MLP", "--moe-layer-freq"
+    )
+    expert_pattern: tuple[int, ...] = setting(
+        (), "of every layer whether it has experts, 1 or 0; empty: see above", "--moe-layer-freq"
+    )
     router_score: RouterScore = setting(
         RouterScore.softmax,
         "of an expert for a token: softmax | sigmoid | sqrt_softplus",
@@ -229,6 +243,25 @@ class ModelConfig:
         0.0, "coefficient of the loss of uneven loads, over a microbatch", "--moe-aux-loss-coeff"
     )
     router_sequence_aux_loss: float = setting(0.0, "the same over each sequence")
+    router_global_aux_loss: float = setting(
+        0.0, "the same over a global batch, by the loads of the one before it"
+    )
+    router_sinkhorn: bool = setting(
+        False,
+        "instead of these: in training a device's tokens are spread evenly, by Sinkhorn's scaling; "
+        "weights are sigmoids for one expert a token, else softmax over all",
+        "--moe-router-load-balancing-type",
+    )
+    router_jitter: float = setting(
+        0.0,
+        "in training the router's input is multiplied by noise from 1 - this to 1 + this",
+        "--moe-input-jitter-eps",
+    )
+    benchmark_even_experts: bool = setting(
+        False,
+        "for benchmarks alone: tokens take the experts in turn, the router chooses nothing",
+        "--moe-router-force-load-balancing",
+    )
     router_z_loss: float = setting(
         0.0, "of logsumexp^2 of the router's logits", "--moe-z-loss-coeff"
     )
@@ -348,20 +381,28 @@ class ModelConfig:
     def expert_ffn(self) -> int:
         return self.expert_ffn_size or self.ffn
 
+    def has_experts(self, layer: int) -> bool:
+        if not self.num_experts or layer < self.first_dense_layers:
+            return False
+        if self.expert_pattern:
+            return bool(self.expert_pattern[layer % len(self.expert_pattern)])
+        return layer % self.expert_every == 0
+
     @property
     def dense_layers(self) -> int:
-        """Layers with an MLP before those with experts."""
-        return self.first_dense_layers if self.num_experts else 0
+        """Layers with an MLP before those whose kinds repeat."""
+        return experts.periods(self)[0] if self.num_experts else 0
 
     @property
     def layers_of_unit(self) -> int:
         """Layers after which the kinds of layers repeat."""
-        return max(self.attention_global_every, 1)
+        each = experts.periods(self)[1] if self.num_experts else 1
+        return math.lcm(max(self.attention_global_every, 1), each)
 
     @property
     def num_units(self) -> int:
         """What a stack and the chunks of a pipeline count; the last unit may be shorter."""
-        return -(-self.num_layers // self.layers_of_unit)
+        return self.dense_layers - (self.dense_layers - self.num_layers) // self.layers_of_unit
 
     def padded_vocab_size(self, tensor: int, pipe: int = 1) -> int:
         """Vocabulary rounded up as Megatron-LM does, so that every rank gets as much of it."""

@@ -19,7 +19,7 @@ def layers_of_chunks(
             raise
         raise ValueError(
             f"{error}. Here each layer is a unit of {layers_of_unit}, which a pipeline does not "
-            f"cut: model.attention_global_every={layers_of_unit}"
+            "cut: model.attention_global_every, expert_every or expert_pattern makes it so"
         ) from None
 
 

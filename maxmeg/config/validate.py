@@ -11,6 +11,7 @@ from maxmeg.config.schema import (
     Config,
     DataConfig,
     DataOrder,
+    ExpertExchange,
     LoraConfig,
     Objective,
     Packing,
@@ -31,6 +32,14 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size < (0 if name == "fsdp" else 1):
             raise ValueError(f"parallel.{name}={size} must be at least 1 (fsdp may be 0: the rest)")
+    inner = parallel.context * parallel.tensor if parallel.folded else 1
+    if parallel.expert % inner:
+        raise ValueError(
+            f"parallel.expert={parallel.expert} is not divisible by tensor {parallel.tensor} x "
+            f"context {parallel.context}: with expert_tensor=1 experts lie along those devices "
+            f"first; set expert to a multiple of {inner}, or expert_tensor=0"
+        )
+    sizes["expert"] //= inner
     others = math.prod(size for name, size in sizes.items() if name != "fsdp")
     if sizes["fsdp"] == 0 and num_devices % others == 0:
         sizes["fsdp"] = num_devices // others
@@ -92,14 +101,11 @@ def validate(config: Config, num_devices: int) -> None:
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
-    if sizes["expert"] > 1 and not model.num_experts:
-        yield (
-            f"parallel.expert={sizes['expert']} is for models with experts: set model.num_experts, "
-            "or use fsdp or data instead"
-        )
+    yield from expert_layout_problems(config)
+    cut_ffn = model.expert_ffn if model.num_experts and not config.parallel.folded else 0
     cut = (
-        ("model.num_experts", model.num_experts, "expert", sizes["expert"]),
-        ("model.expert_ffn_size", model.expert_ffn if model.num_experts else 0, "tensor", tensor),
+        ("model.num_experts", model.num_experts, "expert", config.parallel.expert),
+        ("model.expert_ffn_size", cut_ffn, "tensor", tensor),
         ("model.shared_ffn_size", model.shared_ffn_size, "tensor", tensor),
         ("model.num_heads", model.num_heads, "tensor", tensor),
         ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
@@ -117,10 +123,45 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
             )
 
 
+def expert_layout_problems(config: Config):
+    parallel, plain = config.parallel, ParallelConfig()
+    changed = [
+        f"parallel.{name}={getattr(value, 'name', value)}"
+        for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer")
+        if (value := getattr(parallel, name)) != getattr(plain, name)
+    ]
+    if changed and not config.model.num_experts:
+        yield (
+            f"{', '.join(changed)}: only for models with experts; set model.num_experts, or leave "
+            "this out (to use more devices: fsdp or data)"
+        )
+    if parallel.expert_tensor not in (0, 1, parallel.tensor):
+        yield (
+            f"parallel.expert_tensor={parallel.expert_tensor} must be 1 (an expert is whole) or "
+            f"tensor={parallel.tensor} (it is cut as the rest of the model is; 0 is that too)"
+        )
+    if not parallel.expert_buffer >= 1:
+        yield f"parallel.expert_buffer={parallel.expert_buffer} must be at least 1, the mean load"
+    if parallel.expert == 1 and any("exchange" in one or "buffer" in one for one in changed):
+        yield (
+            "parallel.expert_exchange and expert_buffer have no effect with expert=1: nothing is "
+            "exchanged; leave them, or set expert"
+        )
+    gathers = parallel.expert_exchange is ExpertExchange.gather
+    if gathers and parallel.expert_buffer != plain.expert_buffer:
+        yield "parallel.expert_buffer has no effect with expert_exchange=gather: leave it"
+
+
 def pipeline_problems(config: Config, sizes: dict[str, int]):
     parallel, pipe = config.parallel, sizes["pipe"]
     if pipe > 1 and not config.model.scan_layers:
         yield f"model.scan_layers=false is not for a pipeline (parallel.pipe={pipe}): set it true"
+    if pipe > 1 and (dense := config.model.dense_layers) and config.model.layers_of_unit > 1:
+        yield (
+            f"model.expert_pattern with {dense} layers without experts and then kinds that repeat "
+            f"after {config.model.layers_of_unit} is not for a pipeline (parallel.pipe={pipe}): "
+            "choose a pattern whose kinds repeat from the first layer on, or pipe=1"
+        )
     if parallel.chunks > 1 and pipe == 1:
         yield f"parallel.chunks={parallel.chunks} needs parallel.pipe > 1: set chunks=1"
     elif parallel.chunks > 1 and parallel.schedule is not Schedule.one_f_one_b:
@@ -270,6 +311,8 @@ LOWEST = {
     "model.router_bias_rate": 0,
     "model.router_aux_loss": 0,
     "model.router_sequence_aux_loss": 0,
+    "model.router_global_aux_loss": 0,
+    "model.expert_latent_size": 0,
     "model.router_z_loss": 0,
     "model.expert_capacity": 0,
     "model.mtp_depths": 0,
@@ -318,6 +361,7 @@ BELOW_ONE = (
     "model.dropout_hidden",
     "model.dropout_attention",
     "model.dropout_embedding",
+    "model.router_jitter",
     "lora.dropout",
     "optim.beta1",
     "optim.beta2",

@@ -7,7 +7,6 @@ Nothing is dropped, unless the spec says how much an expert takes.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,6 @@ from maxmeg.ops.routing import (
 )
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
-from maxmeg.parallel.mesh import BATCH_AXES
 
 JITTER_PLACE = 2  # of the noise among the uses of randomness in a layer
 __all__ = ["Experts", "Moe", "MoeSpec", "RoutingSpec", "Score"]
@@ -213,14 +211,24 @@ class Moe(nnx.Module):
             logits_TE += self.logit_bias[...].astype(jnp.float32)
         return logits_TE
 
+    def _is_exchanged(self, ctx: Context) -> bool:
+        """Whether tokens go to other devices by all-to-all."""
+        apart = ctx.sequence_sharded and self.spec.exchange != "gather"
+        axes = FOLDED_AXES if self.spec.folded else EXPERT_AXES
+        return apart and collectives.axis_size(axes) > 1
+
+    def pieces(self, ctx: Context) -> int:
+        """Parts that the sequence is cut into before experts take of it what they can hold."""
+        cut = self.spec.folded and self._is_exchanged(ctx)
+        return collectives.axis_size((collectives.SEQUENCE_AXIS,)) if cut else 1
+
     def _experts(
         self, h_BLD: Float[Array, "B L D"], routing: Routing, ctx: Context
     ) -> Float[Array, "B M D"]:
         """Sums over the experts of each token, this device's part of the sequence."""
         spec, top_k = self.spec, self.spec.routing.top_k
         axes = FOLDED_AXES if spec.folded else EXPERT_AXES
-        apart = ctx.sequence_sharded and spec.exchange != "gather"
-        if not (apart and collectives.axis_size(axes) > 1):
+        if not self._is_exchanged(ctx):
             y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing, axes)
             return collectives.scatter_sequence(y_TD.reshape(h_BLD.shape), ctx.sequence_sharded)
         rows = h_BLD.shape[0]

@@ -61,9 +61,11 @@ def pattern(config: ModelConfig) -> Pattern:
 
     Layers without experts before those with them are a group of their own, the first."""
     unit_layers, dense = config.layers_of_unit, config.dense_layers
-    kinds = [layer_spec(config, local=False)]
-    if config.attention_global_every:
-        kinds = [layer_spec(config, local=True)] * (unit_layers - 1) + kinds
+    every = config.attention_global_every
+    kinds = [
+        layer_spec(config, bool(every) and (i + 1) % every > 0, not config.has_experts(dense + i))
+        for i in range(unit_layers)
+    ]
     whole, left = divmod(config.num_layers - dense, unit_layers)
     first = [layer_spec(config, local=False, dense=True)]
     groups = ((first, dense), (kinds, whole), (kinds[:left], 1 if left else 0))
@@ -161,9 +163,10 @@ class LM(nnx.Module):
             else None
         )
         places = layout(config, parallel)
-        self.stack = Stack(
-            keys[2], pattern(config), config.recompute.value, places, config.scan_layers
-        )
+        layers = pattern(config)
+        if config.num_experts:
+            layers = experts.placed(layers, parallel)
+        self.stack = Stack(keys[2], layers, config.recompute.value, places, config.scan_layers)
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size)
         last = pattern(config)[-1][0][-1 if config.parallel_block else -2 :]

@@ -25,12 +25,21 @@ def dropout(
 
 def kept(shape: tuple[int, ...], rate: float, key: jax.Array, *coordinates: jax.Array) -> jax.Array:
     """Which elements of an array of that shape `dropout` keeps."""
+
+    def draw(key, size):
+        return jax.random.bernoulli(key, 1.0 - rate, size)
+
+    return drawn(draw, shape, key, *coordinates)
+
+
+def drawn(draw, shape: tuple[int, ...], key: jax.Array, *coordinates: jax.Array) -> jax.Array:
+    """An array whose vectors are draw(key, (size,)), each with the key of its place."""
     flat = [jnp.broadcast_to(c, shape[:-1]).reshape(-1) for c in coordinates]
 
-    def mask(*place):
+    def vector(*place):
         folded = key
         for coordinate in place:
             folded = jax.random.fold_in(folded, coordinate)
-        return jax.random.bernoulli(folded, 1.0 - rate, shape[-1:])
+        return draw(folded, shape[-1:])
 
-    return jax.vmap(mask)(*flat).reshape(shape)
+    return jax.vmap(vector)(*flat).reshape(shape)

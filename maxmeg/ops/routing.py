@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.parallel import collectives
+from maxmeg.ops.dropout import drawn
 
 SINKHORN_TOLERANCE = 1e-4  # of the mean change of the experts' factors
 SINKHORN_STEPS = 200
@@ -35,6 +35,8 @@ class RoutingSpec:
     itself. normalize: the weights of a token are divided by their sum (where top_k > 1). groups,
     groups_kept: experts lie in groups, of which a token's best may be chosen from; a group is as
     good as the sum of its group_best best scores (0: top_k / groups_kept, as in Megatron-LM).
+    sinkhorn: in training the choice is by logits scaled so that loads are even. in_turn: tokens
+    take the experts in turn, whatever their scores, so that loads are even (for benchmarks).
     """
 
     num_experts: int
@@ -47,6 +49,7 @@ class RoutingSpec:
     groups_kept: int = 1
     group_best: int = 0
     sinkhorn: bool = False
+    in_turn: bool = False
 
     def __post_init__(self):
         in_group = self.num_experts // max(self.groups, 1)
@@ -67,6 +70,8 @@ class RoutingSpec:
             raise ValueError(f"group_best={self.group_best} must be at most the {in_group} a group")
         if self.sinkhorn and self.groups > 1:
             raise ValueError("sinkhorn chooses among all experts: use it without groups")
+        if self.sinkhorn and self.in_turn:
+            raise ValueError("in_turn chooses without scores, sinkhorn by them: use one of them")
 
     @property
     def best_of_group(self) -> int:
@@ -94,29 +99,50 @@ def route(
     logits_TE: Float[Array, "T E"],
     spec: RoutingSpec,
     bias_E: Float[Array, " E"] | None = None,
-    over: tuple[str, ...] = (),
+    training: bool = True,
 ) -> Routing:
     """The chosen experts and differentiable weights.
 
-    bias_E is added to the scores for the choice alone (loss-free balance). over: mesh axes that the
-    tokens are cut along, which Sinkhorn's balance counts.
+    bias_E is added to the scores for the choice alone (loss-free balance). training: Sinkhorn, over
+    these tokens, takes part in the choice.
     """
     logits_TE = logits_TE.astype(jnp.float32)
     late = spec.score is Score.softmax and not spec.before
     scores_TE = logits_TE if late else all_scores(logits_TE, spec.score)
     choice_TE = scores_TE if bias_E is None else scores_TE + bias_E.astype(jnp.float32)
     choice_TE = jax.lax.stop_gradient(choice_TE)
-    if spec.sinkhorn:
-        choice_TE = sinkhorn(choice_TE, over)
+    if spec.sinkhorn and training:
+        choice_TE = sinkhorn(jax.lax.stop_gradient(logits_TE))
     elif spec.groups > 1:
         choice_TE = jnp.where(of_kept_groups(choice_TE, spec), choice_TE, -jnp.inf)
-    experts_TK = jax.lax.top_k(choice_TE, spec.top_k)[1]
+    if spec.in_turn:
+        experts_TK = in_turn(*logits_TE.shape, spec.top_k)
+    else:
+        experts_TK = jax.lax.top_k(choice_TE, spec.top_k)[1]
     chosen_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
     if late:
         chosen_TK = jax.nn.softmax(chosen_TK, axis=-1)
     if spec.normalize and spec.top_k > 1:
         chosen_TK /= jnp.sum(chosen_TK, axis=-1, keepdims=True) + TINY
     return Routing(experts_TK, chosen_TK * spec.scale)
+
+
+def in_turn(tokens: int, num_experts: int, top_k: int) -> Int[Array, "T K"]:
+    """Every copy goes to the expert after that of the copy before."""
+    copies_N = jnp.arange(tokens * top_k, dtype=jnp.int32)
+    return (copies_N % num_experts).reshape(tokens, top_k)
+
+
+def jittered(
+    x_BLD: Float[Array, "B L D"], size: float, key: jax.Array, *coordinates: Int[Array, "..."]
+) -> Float[Array, "B L D"]:
+    """x times noise from 1 - size to 1 + size (Switch Transformer), drawn as `dropout` draws, so
+    that it depends on the layout as little."""
+
+    def noise(key, shape):
+        return jax.random.uniform(key, shape, jnp.float32, 1 - size, 1 + size)
+
+    return x_BLD.astype(jnp.float32) * drawn(noise, x_BLD.shape, key, *coordinates)
 
 
 def of_kept_groups(choice_TE: Float[Array, "T E"], spec: RoutingSpec) -> Bool[Array, "T E"]:
@@ -129,15 +155,14 @@ def of_kept_groups(choice_TE: Float[Array, "T E"], spec: RoutingSpec) -> Bool[Ar
     return jnp.repeat(is_kept_TG, experts // spec.groups, axis=1)
 
 
-def sinkhorn(logits_TE: Float[Array, "T E"], over: tuple[str, ...] = ()) -> Float[Array, "T E"]:
+def sinkhorn(logits_TE: Float[Array, "T E"]) -> Float[Array, "T E"]:
     """exp(logits) scaled by rows and columns so that all tokens and all experts weigh the same.
 
     Until the experts' factors change by less than SINKHORN_TOLERANCE; not differentiated. Rows are
     scaled by their maxima first, which changes neither the order in a row nor overflows.
     """
     cost_TE = jnp.exp(logits_TE - jnp.max(logits_TE, axis=-1, keepdims=True))
-    experts = cost_TE.shape[1]
-    tokens = cost_TE.shape[0] * collectives.axis_size(over)
+    tokens, experts = cost_TE.shape
 
     def rows(columns_E):
         return 1 / (tokens * (cost_TE @ columns_E + 1e-8))
@@ -148,8 +173,7 @@ def sinkhorn(logits_TE: Float[Array, "T E"], over: tuple[str, ...] = ()) -> Floa
 
     def again(state):
         step, columns_E, _ = state
-        sums_E = collectives.sum_over(rows(columns_E) @ cost_TE, over)
-        new_E = 1 / (experts * (sums_E + 1e-8))
+        new_E = 1 / (experts * (rows(columns_E) @ cost_TE + 1e-8))
         return step + 1, new_E, jnp.mean(jnp.abs(new_E - columns_E) / jnp.abs(columns_E))
 
     start = (0, jnp.ones(experts, cost_TE.dtype), jnp.asarray(jnp.inf, cost_TE.dtype))
@@ -195,24 +219,3 @@ def updated_bias(
     """Loss-free balance: a step up for experts below the mean load of the global batch, down for
     those above (Wang et al., 2024)."""
     return bias_E + rate * jnp.sign(jnp.mean(counts_E, axis=-1, keepdims=True) - counts_E)
-
-
-def load_metrics(counts: list[Float[Array, "... E"]]) -> dict[str, jax.Array]:
-    """How even loads are, of arrays whose rows are layers (a row of zeros is none).
-
-    expert_load_max: of the layer where it is worst, the fullest expert's load over the mean.
-    expert_load_entropy: mean over layers, over log(E): 1 where loads are even, 0 where one expert
-    has them all.
-    """
-    worst, entropies, layers = [], [], []
-    for counts_E in counts:
-        num_experts, totals = counts_E.shape[-1], jnp.sum(counts_E, axis=-1, keepdims=True)
-        shares_E = counts_E / jnp.maximum(totals, 1)
-        worst.append(jnp.max(shares_E) * num_experts)
-        logs_E = jnp.log(jnp.maximum(shares_E, TINY))
-        entropies.append(-jnp.sum(shares_E * logs_E) / jnp.log(max(num_experts, 2)))
-        layers.append(jnp.sum(totals > 0))
-    return {
-        "expert_load_max": jnp.max(jnp.stack(worst)),
-        "expert_load_entropy": sum(entropies) / jnp.maximum(sum(layers), 1),
-    }

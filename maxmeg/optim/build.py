@@ -6,12 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmeg.config.lazy import Lazy
-from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import OptimConfig, Optimizer
-from maxmeg.parallel.rules import is_counted, is_variable
 
-routing = Lazy("maxmeg.ops.routing")
 NO_DECAY = re.compile(r"norm|bias")  # paths of parameters without weight decay
 
 
@@ -53,33 +49,3 @@ def clip(gradients, limit: float):
         return gradients, norm
     scale = jnp.minimum(1.0, limit / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, gradients), norm
-
-
-def counted(gradients):
-    """(gradients that are counts of tokens, None elsewhere; gradients, zero in their place)."""
-
-    def one(wanted: bool):
-        def choose(variable):
-            value = variable.get_value()
-            if value is None:  # of the frozen part
-                return variable
-            if is_counted(variable):
-                return variable.replace(value if wanted else jnp.zeros_like(value))
-            return variable.replace(None) if wanted else variable
-
-        return jax.tree.map(choose, gradients, is_leaf=is_variable)
-
-    return one(True), one(False)
-
-
-def balanced(updates, counts, model: ModelConfig):
-    """`updates` with those of loss-free balance where there are counts (Wang et al., 2024): a step
-    up for experts with less than the mean load, down for those with more."""
-    rate = model.router_bias_rate if model.router_bias else 0.0
-
-    def one(update, count):
-        return (
-            update if count is None else routing.updated_bias(jnp.zeros_like(update), count, rate)
-        )
-
-    return jax.tree.map(one, updates, counts, is_leaf=lambda leaf: leaf is None)

@@ -42,7 +42,7 @@ def is_frozen(variable: nnx.Variable) -> bool:
 
 def is_counted(variable: nnx.Variable) -> bool:
     """Whether the parameter moves by counts of tokens (its gradient), not by the optimizer."""
-    return variable.get_metadata().get("counts", False)
+    return bool(variable.get_metadata().get("counts"))
 
 
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -55,10 +55,11 @@ def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
     """The dimension that is also sharded over `data` for master and optimizer; None if none can.
 
     The first (after layers) whose size divides by its own mesh axes times data. Of a frozen
-    parameter none: it is itself what computes, and would be gathered every step.
+    parameter none: it is itself what computes, and would be gathered every step. Nor of a counted
+    one, whose gradient is wider.
     """
     names, shape = logical_axes(variable), variable.shape
-    if mesh.shape["data"] == 1 or is_frozen(variable):
+    if mesh.shape["data"] == 1 or is_frozen(variable) or is_counted(variable):
         return None
     for dim, name in enumerate(names):
         parts = mesh.shape["data"]
