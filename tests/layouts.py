@@ -67,6 +67,8 @@ def mesh_of(config: Config):
     """The config's mesh on the first devices, validated."""
     sizes = dataclasses.asdict(config.parallel)
     count = int(np.prod([max(size, 1) for name, size in sizes.items() if name in AXES]))
+    if config.parallel.folded:  # expert counts those too
+        count //= config.parallel.tensor * config.parallel.context
     validate(config, count)
     return make_mesh(axis_sizes(config.parallel, count), jax.devices()[:count])
 

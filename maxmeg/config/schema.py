@@ -47,6 +47,13 @@ class Schedule(enum.Enum):
     zero_bubble = "zero_bubble"
 
 
+class ExpertExchange(enum.Enum):
+    auto = "auto"
+    gather = "gather"
+    all_to_all = "all_to_all"
+    ragged = "ragged"
+
+
 class LossReduction(enum.Enum):
     token_mean = "token_mean"
     megatron = "megatron"
@@ -206,7 +213,26 @@ class ParallelConfig:
     fsdp: int = setting(
         0, "parameters sharded, gathered at use; 0: all other devices", "--use-megatron-fsdp"
     )
-    expert: int = setting(1, "expert parallel", "--expert-model-parallel-size")
+    expert: int = setting(
+        1,
+        "devices that experts are spread over; batches too, but along tensor and context",
+        "--expert-model-parallel-size",
+    )
+    expert_tensor: int = setting(
+        0,
+        "devices that cut an expert; 0: as tensor; 1: none, and expert counts tensor and context",
+        "--expert-tensor-parallel-size",
+    )
+    expert_exchange: ExpertExchange = setting(
+        ExpertExchange.auto,
+        "how tokens reach experts: all_to_all (padded) | ragged | gather (all tokens everywhere); "
+        "auto: all_to_all",
+        "--moe-token-dispatcher-type",
+    )
+    expert_buffer: float = setting(
+        1.5,
+        "what an exchange holds over a device's mean load, at least 1; more goes in further rounds",
+    )
     context: int = setting(1, "sequence of attention sharded", "--context-parallel-size")
     tensor: int = setting(
         1, "heads, MLP and vocabulary sharded; the sequence too", "--tensor-model-parallel-size"
@@ -237,6 +263,11 @@ class ParallelConfig:
     pad_layers: bool = setting(
         False, "layers that do not divide: the last chunks get one less and skip its place"
     )
+
+    @property
+    def folded(self) -> bool:
+        """Whether experts, which are whole, lie along context and tensor before expert."""
+        return self.expert_tensor == 1 and self.context * self.tensor > 1
 
 
 @dataclasses.dataclass

@@ -56,8 +56,8 @@ class MoeSpec:
     capacity: an expert takes this times its even share of a device's tokens, 0 all; by_weight: it
     drops those that weigh least, else those that come last. exchange: between devices by "gather",
     "all_to_all" or "ragged" all-to-all, in rounds of `buffer` times a device's mean load; "auto" is
-    all_to_all. folded: an expert is whole on a device, and they lie along context and tensor too. logit_bias: the router's logits have a
-    bias that is trained as weights are.
+    all_to_all. folded: an expert is whole on a device, and they lie along context and tensor too.
+    logit_bias: the router's logits have a bias that is trained as weights are.
     """
 
     hidden_size: int

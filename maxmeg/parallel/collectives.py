@@ -70,7 +70,7 @@ def exchange(x_ND: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes: tuple[str, ...]):
-    """`out_ND` with the slices that all ranks send here, as of lax.ragged_all_to_all; CUDA alone."""
+    """`out_ND` with the slices that all ranks send here (lax.ragged_all_to_all), on CUDA alone."""
     names = present(axes)
     slices = (starts_R, sizes_R, places_R, received_R)
     return lax.ragged_all_to_all(x_ND, out_ND, *slices, axis_name=names)

@@ -23,7 +23,9 @@ PLAIN = MoeSpec(D, F, RoutingSpec(E, 2), std=0.5, out_std=0.5)
 SIGMOID = RoutingSpec(E, 3, Score.sigmoid, normalize=True, scale=2.5, groups=4, groups_kept=2)
 SPECS = {
     "mixtral": PLAIN,
-    "balanced": dataclasses.replace(PLAIN, aux_loss=0.5, sequence_aux_loss=0.3, z_loss=0.1),
+    "balanced": dataclasses.replace(
+        PLAIN, aux_loss=0.5, sequence_aux_loss=0.3, global_aux_loss=0.4, z_loss=0.1
+    ),
     "deepseek": dataclasses.replace(
         PLAIN, routing=SIGMOID, shared_size=20, biased=True, sequence_aux_loss=0.2
     ),
@@ -31,7 +33,7 @@ SPECS = {
         PLAIN, routing=RoutingSpec(E, 4, before=True), shared_size=12, shared_gate=True
     ),
     "biases": dataclasses.replace(
-        PLAIN, bias=True, logit_bias=True, activation="gelu", aux_loss=0.1
+        PLAIN, bias=True, logit_bias=True, activation="gelu", aux_loss=0.1, latent_size=10
     ),
     "one of many": dataclasses.replace(PLAIN, routing=RoutingSpec(E, 1, before=True)),
 }
@@ -43,6 +45,15 @@ MESHES = [
     {"expert": 8},
 ]
 
+EXCHANGES = [  # how, rows of a round over the mean load, whether an expert is whole
+    ("gather", 1.5, True),
+    ("all_to_all", 1.0, False),
+    ("all_to_all", 1.0, True),
+    ("all_to_all", 4.0, True),
+    ("ragged", 1.0, False),
+    ("ragged", 1.0, True),
+]
+
 
 def model(spec: MoeSpec) -> Moe:
     """Random weights, also of what starts as zeros."""
@@ -50,7 +61,10 @@ def model(spec: MoeSpec) -> Moe:
     leaves, tree = jax.tree.flatten(moe)
     keys = jax.random.split(key, len(leaves))
     noisy = [a + 0.1 * jax.random.normal(k, a.shape) for a, k in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(tree, noisy)
+    moe = jax.tree.unflatten(tree, noisy)
+    if moe.load is not None:
+        moe.load[...] = 1.0 + jnp.arange(E)
+    return moe
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
@@ -100,9 +114,11 @@ def looped(moe: Moe, x_BLD):
         weights = weights / weights.sum(-1, keepdims=True) if rule.normalize else weights
     else:
         weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf))
-    y = jnp.zeros_like(x)
+    inner = x if moe.latent_down is None else x @ moe.latent_down.weight[...]
+    y = jnp.zeros_like(inner)
     for e in range(E):
-        y += weights[:, e, None] * rule.scale * expert(spec, moe.experts, x, e)
+        y += weights[:, e, None] * rule.scale * expert(spec, moe.experts, inner, e)
+    y = y if moe.latent_up is None else y @ moe.latent_up.weight[...]
     if moe.shared is not None:
         shared = expert(spec, moe.shared, x)
         if moe.shared_gate is not None:
@@ -116,6 +132,9 @@ def looped(moe: Moe, x_BLD):
     rows = zip(jnp.split(shares, B), jnp.split(is_chosen, B), strict=True)
     loss = spec.aux_loss * uneven(shares, is_chosen)
     loss += spec.sequence_aux_loss * sum(uneven(*row) for row in rows) / B
+    if moe.load is not None:
+        share = moe.load[...] / moe.load[...].sum()
+        loss += spec.global_aux_loss * E * (shares.mean(0) * jax.lax.stop_gradient(share)).sum()
     loss += spec.z_loss * jnp.mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
     return y.reshape(x_BLD.shape), loss, is_chosen.sum(0)
 
@@ -132,15 +151,17 @@ def expected(spec: MoeSpec):
     (_, (y_BLD, counts_E)), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
         moe, x_BLD
     )
-    weights.bias[...] = counts_E.astype(jnp.float32)
+    for counted in (weights.bias, weights.load):
+        if counted is not None:
+            counted[...] = counts_E.astype(jnp.float32)
     return y_BLD, weights, into
 
 
-def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0):
+def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None):
     """The same of the layer on a mesh, the sequence sharded over tensor."""
     sizes = dict.fromkeys(AXES, 1) | sizes
     count = int(np.prod(list(sizes.values())))
-    mesh, moe = make_mesh(sizes, jax.devices()[:count]), model(spec)
+    mesh, moe = make_mesh(sizes, jax.devices()[:count]), moe or model(spec)
     specs, places = storage_specs(moe, mesh, zero1=False), reductions(moe, mesh, zero1=False)
     rows = P(BATCH_AXES, "tensor")
 
@@ -178,10 +199,47 @@ def test_every_mesh_equals_one_device(name, sizes):
     check_equal(found_on(SPECS[name], sizes), expected(SPECS[name]))
 
 
+@pytest.mark.parametrize(("kind", "buffer", "folded"), EXCHANGES)
+def test_every_exchange_equals_one_device(kind, buffer, folded):
+    """Also where loads are so uneven that most of it goes in further rounds."""
+    sizes = {"expert": 2, "tensor": 2} if folded else {"expert": 4}
+    options = {"exchange": kind, "buffer": buffer, "folded": folded}
+    spec = dataclasses.replace(SPECS["biases"], **options)
+    check_equal(found_on(spec, sizes), expected(spec))
+
+
+@pytest.mark.parametrize("kind", ["all_to_all", "ragged"])
+def test_all_tokens_to_one_device_are_exchanged(kind):
+    """Every router's weight is zero: the first two experts are chosen, both on the first device."""
+    spec = dataclasses.replace(PLAIN, exchange=kind, buffer=1.0)
+    moe = model(spec)
+    moe.router[...] = jnp.zeros((D, E))
+    y_BLD, gradients, into_BLD = found_on(spec, {"expert": 4}, moe=moe)
+    x_BLD, slope_BLD = inputs()
+
+    def both(moe, x_BLD):
+        outputs = [expert(spec, moe.experts, x_BLD.reshape(-1, D), e) for e in (0, 1)]
+        return (sum(outputs) / 2).reshape(x_BLD.shape)
+
+    wanted_BLD, pull = jax.vjp(both, moe, x_BLD)
+    wanted, wanted_into_BLD = pull(slope_BLD)
+    check_equal((y_BLD, into_BLD), (wanted_BLD, wanted_into_BLD))
+    check_equal(gradients.experts, wanted.experts)
+
+
+@pytest.mark.parametrize("by_weight", [False, True])
+@pytest.mark.parametrize("kind", ["all_to_all", "ragged"])
+def test_capacity_drops_the_same_copies_however_they_travel(kind, by_weight):
+    options = {"capacity": 0.5, "by_weight": by_weight}
+    specs = [dataclasses.replace(PLAIN, exchange=k, **options) for k in (kind, "gather")]
+    check_equal(*(found_on(spec, {"expert": 4}) for spec in specs))
+
+
 def test_balance_counts_as_the_microbatch_does():
     """Gradients of the balance losses alone, of one microbatch of four."""
     spec = SPECS["balanced"]
-    plain = dataclasses.replace(spec, aux_loss=0.0, sequence_aux_loss=0.0, z_loss=0.0)
+    none = dict.fromkeys(("aux_loss", "sequence_aux_loss", "global_aux_loss", "z_loss"), 0.0)
+    plain = dataclasses.replace(spec, **none)
     runs = found_on(spec, {}), found_on(spec, {}, 0.25), found_on(plain, {})
     router = [gradients.router[...] for _, gradients, _ in runs]
     np.testing.assert_allclose(router[1] - router[2], (router[0] - router[2]) / 4, atol=1e-4)
