@@ -8,14 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
-from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_pages
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index
 
+decoding = Lazy("maxmeg.ops.decode_attention")
 DROPOUT_PLACE = 0
 PAGE = 128  # tokens of a cache that are read together, where its length is a multiple of them
 
@@ -72,13 +73,13 @@ class Cache(typing.NamedTuple):
     k_BMGK: jax.Array
     v_BMGK: jax.Array
 
-    def paged(self, lengths_B: jax.Array) -> PagedCache:
-        """The cache as pages, each row's one after the other."""
+    def paged(self, lengths_B: jax.Array):
+        """The cache as a PagedCache, each row's one after the other."""
         B, M, G, K = self.k_BMGK.shape
         size = PAGE if M % PAGE == 0 else M
         table_BN = jnp.arange(B * M // size, dtype=jnp.int32).reshape(B, -1)
         k_PSGK, v_PSGK = (x.reshape(-1, size, G, K) for x in self)
-        return PagedCache(k_PSGK, v_PSGK, table_BN, lengths_B)
+        return decoding.PagedCache(k_PSGK, v_PSGK, table_BN, lengths_B)
 
     def with_first(self, k_BLGK: jax.Array, v_BLGK: jax.Array) -> "Cache":
         """An empty cache with the first tokens of all rows."""
@@ -89,8 +90,8 @@ class Cache(typing.NamedTuple):
         """The cache with each row's newest tokens, the last of its lengths_B."""
         pages = self.paged(lengths_B)
         table_BN, shape = pages.page_table_BN, self.k_BMGK.shape
-        k_PSGK = write_pages(pages.k_pages_PSGK, k_BLGK, table_BN, lengths_B)
-        v_PSGK = write_pages(pages.v_pages_PSGV, v_BLGK, table_BN, lengths_B)
+        k_PSGK = decoding.write_pages(pages.k_pages_PSGK, k_BLGK, table_BN, lengths_B)
+        v_PSGK = decoding.write_pages(pages.v_pages_PSGV, v_BLGK, table_BN, lengths_B)
         return Cache(k_PSGK.reshape(shape), v_PSGK.reshape(shape))
 
 
@@ -146,7 +147,8 @@ class Attention(nnx.Module):
         lengths_B = jnp.broadcast_to(ctx.cache_offset + L, (B,)).astype(jnp.int32)
         cache = cache.with_next(k_BLGK, v_BLGK, lengths_B)
         sinks_H = self.sink_logits()
-        return decode_attention(q_BLHK, cache.paged(lengths_B), self.scores(), sinks_H), cache
+        pages, scores = cache.paged(lengths_B), self.scores()
+        return decoding.decode_attention(q_BLHK, pages, scores, sinks_H), cache
 
     def scores(self) -> ScoreSpec:
         spec = self.spec
