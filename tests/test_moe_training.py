@@ -41,6 +41,9 @@ MODELS = {
         "router_bias": True,
         "router_bias_rate": RATE,
         "router_sequence_aux_loss": 0.1,
+        "mla_kv_rank": 16,
+        "mla_query_rank": 12,
+        "mla_rotary_size": 2,
     },
 }
 TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}
