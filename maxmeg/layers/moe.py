@@ -171,11 +171,11 @@ class Moe(nnx.Module):
         self.shared = Mlp(keys[2], shared) if spec.shared_size else None
         gated = spec.shared_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
-        self.latent_down = self.latent_up = None
-        if width := spec.latent_size:
-            keys = [jax.random.fold_in(key, place) for place in (4, 5)]
-            self.latent_down = Linear(keys[0], (D, width), ("embed", "norm"), spec.std)
-            self.latent_up = Linear(keys[1], (width, D), ("norm", "embed"), spec.out_std)
+        width, keys = spec.latent_size, [jax.random.fold_in(key, place) for place in (4, 5)]
+        down = Linear(keys[0], (D, width), ("embed", "norm"), spec.std) if width else None
+        self.latent_down = down
+        up = Linear(keys[1], (width, D), ("norm", "embed"), spec.out_std) if width else None
+        self.latent_up = up
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
