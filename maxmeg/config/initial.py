@@ -8,6 +8,7 @@ from maxmeg.config.model import ModelConfig, Position
 FREE = {
     *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
     *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
+    "mtp_loss",
 }
 # Fields that training can adapt to: longer context, more words.
 ADAPTED = {
@@ -28,8 +29,10 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
         name: " -> ".join(str(getattr(value, "name", value)) for value in pair)
         for name, pair in pairs.items()
     }
-    learned = wanted.position is Position.learned
-    fixed = [name for name in pairs if name not in ADAPTED or (learned and name == "max_position")]
+    able = ADAPTED - ({"max_position"} if wanted.position is Position.learned else set())
+    if wanted.mtp_depths < saved.mtp_depths:  # the last ones are left out
+        able.add("mtp_depths")
+    fixed = [name for name in pairs if name not in able]
     if fixed:
         raise ValueError(
             f"checkpoint.init_from={folder} is another model: "

@@ -167,7 +167,7 @@ ELSEWHERE = (
     "rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high",
     "rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors",
     "router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss",
-    "expert_capacity", "expert_drop", "expert_backend",
+    "expert_capacity", "expert_drop", "expert_backend", "mtp_depths", "mtp_loss",
 )  # fmt: skip
 
 

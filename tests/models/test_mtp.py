@@ -1,0 +1,278 @@
+"""Further tokens: a loop over depths on shortened rows gives the same, whatever the layout."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import BATCH, LENGTH, VOCAB, controls, mesh_of, tiny, tiny_batch, tiny_state
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.model import NormPlace, Position, RouterScore
+from maxmeg.config.schema import LossReduction, TrainConfig
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.models.mtp import shifted
+from maxmeg.planning.flops import training_flops
+from maxmeg.state import restore, to_arrays, to_tree
+from maxmeg.step import complete, loss_fn, make_eval_step, make_gradients, make_train_step
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
+DEPTHS, FACTOR = 2, 0.3
+COUNTS = ("moe.bias", "moe.load")  # what their gradients are, no derivatives
+EXPERTS = {
+    "num_experts": 4,
+    "expert_ffn_size": 16,
+    "shared_ffn_size": 16,
+    "first_dense_layers": 1,
+    "router_score": RouterScore.sigmoid,
+    "router_normalize": True,
+    "router_bias": True,
+}
+MODELS = {
+    "deepseek": {**EXPERTS, "num_layers": 2},
+    "odd": {
+        "num_layers": 3,  # the last has a window
+        "attention_window": 5,
+        "attention_global_every": 2,
+        "position": Position.learned,
+        "max_position": LENGTH,
+        "norm_place": NormPlace.sandwich,
+        "embedding_scale": 3.0,
+        "logit_softcap": 4.0,
+        "tied": True,
+    },
+}
+LOOPED = [*MODELS]
+MODELS["plain"] = {"num_layers": 1}
+
+
+def configured(kind: str, train: dict | None = None, model: dict | None = None, **parallel):
+    fields = {"num_heads": 4, "mtp_depths": DEPTHS, "mtp_loss": FACTOR, **MODELS[kind]}
+    return tiny({**fields, **(model or {})}, train, **parallel)
+
+
+def packed(rows: int) -> dict[str, np.ndarray]:
+    """Three documents a row, apart."""
+    cuts = np.random.default_rng(3).integers(1, LENGTH, (rows, 2, 1))
+    segments = 1 + (np.arange(LENGTH) >= cuts).sum(axis=1)
+    return {"segment_ids": segments.astype(np.int32)}
+
+
+def drawn(kind: str, rows: int):
+    """(model of random arrays, norms too, a batch of packed rows)."""
+    config = configured(kind).model
+    shapes = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    model = jax.tree.map(lambda a: jnp.asarray(0.3 * rng.normal(size=a.shape), a.dtype), shapes)
+    batch = {name: rng.integers(0, VOCAB, (rows, LENGTH)) for name in ("tokens", "targets")}
+    mask = (rng.random((rows, LENGTH)) < 0.7).astype(np.float32)
+    positions = np.broadcast_to(np.arange(LENGTH), (rows, LENGTH))
+    batch = {**batch, **packed(rows), "positions": positions, "loss_mask": mask}
+    return model, {name: jnp.asarray(array) for name, array in batch.items()}
+
+
+def plain_losses(model: LM, batch: dict) -> list[tuple[jax.Array, jax.Array]]:
+    """(sum of masked cross entropies, tokens) of every depth from 0, on rows that are shorter by
+    what has no target."""
+
+    def losses(x_BLD, depth: int):
+        logits = model.logits(x_BLD)
+        targets = batch["targets"][:, depth:, None]
+        each = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets, -1)[..., 0]
+        same = segments[:, depth:] == segments[:, : LENGTH - depth]
+        mask = batch["loss_mask"][:, depth:] * same
+        return (each * mask).sum(), mask.sum()
+
+    segments, positions = batch["segment_ids"], batch["positions"]
+    ctx = Context(positions, segments)
+    x_BLD = model.hidden(batch["tokens"], ctx)[0]
+    found = [losses(x_BLD, 0)]
+    assert model.mtp is not None
+    for d, depth in enumerate(model.mtp.depths, 1):
+        here = dataclasses.replace(
+            ctx, positions_BL=positions[:, :-d], segments_BL=segments[:, :-d], layer=7
+        )
+        there = dataclasses.replace(ctx, positions_BL=positions[:, d:])
+        e_BLD = depth.embedding_norm(model.embed(batch["tokens"][:, d:], there))
+        h_BLD = depth.hidden_norm(x_BLD[:, : LENGTH - d])
+        weight = depth.projection.weight[...]
+        x_BLD = e_BLD @ weight[: e_BLD.shape[-1]] + h_BLD @ weight[e_BLD.shape[-1] :]
+        x_BLD = depth.final_norm(depth.layer(x_BLD, here)[0])
+        found.append(losses(x_BLD, d))
+    return found
+
+
+def assert_same(found, wanted) -> None:
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+    ):
+        error = np.abs(a - b).max()
+        assert error <= TOLERANCE * np.abs(b).max() + FLOOR, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("kind", LOOPED)
+def test_a_loop_over_depths_gives_the_same_loss_and_gradients(kind):
+    """Those of the shared embedding and output weights from all their uses."""
+    model, batch = drawn(kind, 2)
+    whole = complete({n: a[None] for n, a in batch.items()}, LossReduction.token_mean, 1, DEPTHS)
+    whole = {name: array[0] for name, array in whole.items()}
+
+    def ours(model):
+        return loss_fn(model, whole, TrainConfig(loss_chunk=8))
+
+    def plain(model):
+        (main, tokens), *later = plain_losses(model, batch)
+        means = [total / count for total, count in later]
+        return main / tokens + FACTOR * sum(means) / DEPTHS, (main, tokens, later)
+
+    (loss, sums), gradients = jax.jit(jax.value_and_grad(ours, has_aux=True))(model)
+    (wanted, (main, tokens, later)), expected = jax.jit(jax.value_and_grad(plain, has_aux=True))(
+        model
+    )
+    assert float(loss) == pytest.approx(float(wanted), rel=TOLERANCE)
+    assert_same([sums["loss_sum"], sums["tokens"]], [main, tokens])
+    assert_same(
+        [sums["mtp_loss_sum"], sums["mtp_tokens"]], list(map(jnp.stack, zip(*later, strict=True)))
+    )
+    found, expected = to_arrays(gradients), to_arrays(expected)
+    names = [name for name in found if not name.endswith(COUNTS)]
+    assert_same({name: found[name] for name in names}, {name: expected[name] for name in names})
+
+
+def test_what_comes_later():
+    batch = {
+        "tokens": jnp.array([[1, 2, 3, 4, 5, 6]]),
+        "positions": jnp.array([[0, 1, 2, 0, 1, 2]]),
+        "targets": jnp.array([[2, 3, 9, 5, 6, 8]]),
+        "loss_mask": jnp.array([[1.0, 0, 1, 1, 1, 1]]),
+    }
+    later = shifted(batch, 2)
+    assert later["tokens"].tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert later["targets"].tolist() == [[9, 5, 6, 8, 0, 0]]
+    assert later["loss_mask"].tolist() == [[1, 1, 1, 1, 0, 0]]
+    later = shifted({**batch, "segment_ids": jnp.array([[1, 1, 1, 2, 2, 2]])}, 1)
+    assert later["tokens"].tolist() == [[2, 3, 0, 5, 6, 0]]
+    assert later["positions"].tolist() == [[1, 2, 0, 1, 2, 0]]
+    assert later["loss_mask"].tolist() == [[0, 1, 0, 1, 1, 0]]
+
+
+# With dropout, and with losses of experts' balance: what no cotangent scales is counted once.
+NOISY = {"dropout_hidden": 0.1, "dropout_embedding": 0.1, "router_sequence_aux_loss": 0.1}
+LAYOUTS = [
+    {"pipe": 2, "chunks": 2, "expert": 2, "fsdp": 1, "tensor": 2},
+    {"data": 2, "fsdp": 2, "tensor": 2, "zero1": False},
+]
+
+
+@functools.cache
+def gradients(layout: int | None):
+    """(sums, gradients by name in model order) of one batch of packed rows."""
+    parallel = {"fsdp": 1} if layout is None else LAYOUTS[layout]
+    train = {"micro_batch_size": 0 if layout is None else 2}
+    fields = {**NOISY, "num_layers": 4, "first_dense_layers": 0, "mtp_depths": 1}
+    config = configured("deepseek", train, fields, **parallel)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    batch = tiny_batch(config, mesh, 0, **packed(BATCH))
+    found, sums = jax.jit(make_gradients(config, mesh, abstract.model))(
+        state.model, batch, state.key
+    )
+    order, arrays = abstract.model.stack.layout, {}
+    for name, array in to_arrays(found).items():
+        array = np.asarray(array)
+        if name.startswith("stack."):
+            array = array[order.places(int(name.split(".")[2]))]
+        arrays[name] = array
+    return jax.device_get(sums), arrays
+
+
+@pytest.mark.parametrize(
+    "layout", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(LAYOUTS)))]
+)
+def test_layouts_equal_one_device(layout):
+    (sums, found), (wanted_sums, wanted) = gradients(layout), gradients(None)
+    assert found.keys() == wanted.keys() and len(sums["mtp_loss_sum"]) == 1
+    for name, array in {**found, **sums}.items():
+        expected = (wanted | wanted_sums)[name]
+        rows = min(len(array), len(expected)) if array.ndim else None
+        array, expected = (a[:rows] if rows else a for a in (array, expected))  # padded words
+        error = np.abs(array - expected).max()
+        assert error <= TOLERANCE * np.abs(expected).max() + FLOOR, name
+    counts = [a for name, a in wanted.items() if name.startswith("mtp") and "moe.bias" in name]
+    copies = [array[..., : EXPERTS["num_experts"]].sum() for array in counts]
+    assert copies == [2 * BATCH * LENGTH]
+
+
+def test_a_run_reports_further_tokens_saves_them_and_resumes_bitwise(tmp_path):
+    """As Megatron-LM reduces: microbatch by microbatch, with each depth's own tokens."""
+    train = {"loss_reduction": LossReduction.megatron, "micro_batch_size": 8}
+    config = configured("plain", train, {"mtp_depths": 1}, fsdp=1)
+    mesh = mesh_of(config)
+    optimizer, abstract, state = tiny_state(config, mesh)
+    batch = tiny_batch(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    state, first = step(state, batch, controls(mesh))
+    assert first["mtp_loss/1"] == pytest.approx(np.log(VOCAB), rel=0.05)
+    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
+        checkpointer.save(1, to_tree(state), {})
+        again = (restore(checkpointer, abstract) or (0, None))[1]
+    state, second = step(state, batch, controls(mesh))
+    again, same = step(again, batch, controls(mesh))
+    assert float(second["mtp_loss/1"]) < float(first["mtp_loss/1"])
+    jax.tree.map(np.testing.assert_array_equal, (state, second), (again, same))
+    sums = jax.eval_shape(make_eval_step(config, mesh, abstract.model), abstract.model, batch)
+    assert sums.keys() == {"loss_sum", "tokens"}
+
+
+def test_other_weights_and_outputs_are_those_without_further_tokens():
+    config = configured("plain").model
+
+    @jax.jit
+    def made(key):
+        both = (dataclasses.replace(config, mtp_depths=depths) for depths in (1, 0))
+        return [to_arrays(LM(key, one)) for one in both]
+
+    arrays, plain = made(jax.random.key(0))
+    assert {name for name in arrays if not name.startswith("mtp.")} == plain.keys()
+    for name, array in plain.items():
+        np.testing.assert_array_equal(array, arrays[name])
+
+
+def test_flops_are_those_of_a_layer_and_the_logits_once_more():
+    """Of the last kind of layer: with experts, or with a window."""
+    for kind in MODELS:
+        model = configured(kind).model
+        one, none = (dataclasses.replace(model, mtp_depths=depths) for depths in (1, 0))
+        longer = dataclasses.replace(none, num_layers=model.num_layers + 1)
+        if model.attention_global_every:
+            longer = dataclasses.replace(none, num_layers=model.num_layers + 2)
+            shorter = dataclasses.replace(none, num_layers=model.num_layers + 1)
+        else:
+            shorter = none
+        width, length = model.hidden_size, 16
+        more = training_flops(longer, length) - training_flops(shorter, length)
+        more += 6 * length * width * (model.padded_vocab_size(1) + 2 * width + 3)
+        assert training_flops(one, length) - training_flops(none, length) == more
+        both = training_flops(model, length) - training_flops(none, length)
+        assert both == DEPTHS * more
+
+
+@pytest.mark.parametrize(
+    ("model", "lora", "message"),
+    [
+        ({"mtp_depths": -1}, 0, "model.mtp_depths=-1 must be at least 0"),
+        ({"mtp_depths": LENGTH}, 0, f"mtp_depths={LENGTH} leaves no target in rows"),
+        ({"mtp_depths": 0}, 0, "mtp_loss=0.3 has no effect without model.mtp_depths"),
+        ({"mtp_loss": 0.0}, 0, "mtp_loss=0.0 must be positive"),
+        ({}, 2, "lora.rank=2 is not for layers of further tokens .*set mtp_depths=0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model, lora, message):
+    config = configured("deepseek", None, model, fsdp=1)
+    config.lora.rank = lora
+    with pytest.raises(ValueError, match=message):
+        mesh_of(config)
