@@ -46,6 +46,7 @@ from maxmeg.state import (
 from maxmeg.step import make_eval_step, make_train_step
 
 closing = Lazy("maxmeg.inference.closing")
+loads = Lazy("maxmeg.runtime.loads")
 
 
 class Run:
@@ -171,8 +172,13 @@ def finish(run: Run, state) -> None:
     if sample:
         print(f"\n--- sample\n{config.log.sample_prompt}{sample}\n---")
     metrics, curve = (os.path.join(config.run_dir, name) for name in ("metrics.jsonl", "loss.png"))
-    write_curve(metrics, curve, title=os.path.basename(os.path.normpath(config.run_dir)))
+    title = os.path.basename(os.path.normpath(config.run_dir))
+    write_curve(metrics, curve, title=title)
     print(f"loss curve: {curve}")
+    found, picture = (os.path.join(config.run_dir, f"experts.{end}") for end in ("json", "png"))
+    if config.model.num_experts and os.path.exists(found):
+        loads.write_loads(found, picture, title)
+        print(f"loads of experts: {picture}")
     if saved:
         print(f"checkpoint: {run.checkpointer.folder}, step {step}")
     if not done:

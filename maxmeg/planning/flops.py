@@ -28,11 +28,13 @@ def training_flops(
     products = model.hidden_size * (3 if model.gated else 2)
     mlps = products * model.ffn * model.num_layers
     if model.num_experts:
-        width = model.experts_per_token * model.expert_ffn + model.shared_ffn_size
+        latent, sides = model.expert_latent_size, products // model.hidden_size
+        chosen = sides * (latent or model.hidden_size) * model.experts_per_token * model.expert_ffn
+        chosen += products * model.shared_ffn_size + 2 * model.hidden_size * latent
         router = model.hidden_size * (model.num_experts + model.shared_gate)
         sparse = sum(map(model.has_experts, range(model.num_layers)))
         dense = model.num_layers - sparse
-        mlps = products * model.ffn * dense + (products * width + router) * sparse
+        mlps = products * model.ffn * dense + (chosen + router) * sparse
     logits = model.hidden_size * model.padded_vocab_size(tensor)
     pairs = model.num_layers * sequence_length**2
     if model.attention_window:

@@ -2,7 +2,10 @@
 
 import os
 
+import numpy as np
+
 from maxmeg.config import files
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config
 from maxmeg.optim.schedules import Schedules
 from maxmeg.planning.flops import training_flops
@@ -13,6 +16,8 @@ from maxmeg.runtime.profile import profile_hook
 from maxmeg.runtime.progress import Progress
 from maxmeg.runtime.throughput import Throughput
 from maxmeg.runtime.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
+
+loads = Lazy("maxmeg.runtime.loads")
 
 
 def make_throughput(
@@ -52,7 +57,10 @@ class Pending:
         """Wait for the metrics and call the hooks with them."""
         if self._step is None:
             return
-        step, values = self._step, {name: float(v) for name, v in self._metrics.items()}
+        step, counts = self._step, self._metrics.pop("expert_loads", None)
+        values = {name: float(value) for name, value in self._metrics.items()}
+        if counts is not None:
+            values["expert_loads"] = np.asarray(counts)
         self._step = None
         self.stop_agreed |= values.pop("stop", 0.0) > 0
         values["learning_rate"] = self._schedules.learning_rate(step)
@@ -75,6 +83,9 @@ def training_hooks(
     if log.profile_start:
         path = os.path.join(folder, "profile")
         hooks.append(profile_hook(path, log.profile_start, log.profile_steps))
+    if config.model.num_experts:
+        path = os.path.join(folder, "experts.json") if primary else ""
+        hooks.append(loads.ExpertLoads(config.model, schedules.num_steps, log.every, path).hook())
     if primary:
         writers: list[JsonlWriter | TensorBoardWriter | WandbWriter] = [
             JsonlWriter(os.path.join(folder, "metrics.jsonl"), start_step)

@@ -1,0 +1,111 @@
+"""How even the loads of experts are: numbers beside the other metrics, and a picture."""
+
+import json
+import os
+import pathlib
+
+import numpy as np
+
+from maxmeg.config.model import ModelConfig
+from maxmeg.layers.balance import TALLIES
+from maxmeg.runtime.hooks import Hook
+
+_INK, _EVEN = "#333333", "#f7f4ee"
+_SHOWN = 2.0  # the load, over the mean, from which on colours do not change
+
+
+class ExpertLoads:
+    """Takes `expert_loads` [layers, experts + tallies] out of a step's metrics, and adds numbers.
+
+    Every step: the largest load over the mean of its layer, the entropy over log(experts) as a mean
+    over layers (1: even, 0: one expert has all), each loss without its coefficient, and the share
+    of copies dropped. Every `every`-th step and at the last: the first two and the share of every
+    layer; and into `path` the loads since the step before those.
+    """
+
+    def __init__(self, model: ModelConfig, num_steps: int, every: int, path: str = ""):
+        self._num_steps, self._every, self._path = num_steps, every, path
+        self._experts, self._sums = model.num_experts, np.zeros(())
+        self._names = [str(i) for i in range(model.num_layers) if model.has_experts(i)]
+        if model.has_experts(model.num_layers - 1):
+            self._names += [f"mtp_{depth}" for depth in range(model.mtp_depths)]
+        self._first = -1
+
+    def hook(self) -> Hook:
+        """Put it before the hooks that read metrics."""
+        return Hook(self)
+
+    def __call__(self, step: int, metrics: dict) -> None:
+        found = metrics.pop("expert_loads", None)
+        if found is None:  # beside adapters nothing is counted
+            return
+        rows = np.asarray(found, np.float64)
+        counts, tallies = rows[:, : self._experts], rows[:, self._experts :]
+        copies = np.maximum(counts.sum(1), 1)
+        largest, evenness = counts.max(1) / copies * self._experts, entropy(counts)
+        metrics["expert_load_max"] = float(largest.max())
+        metrics["expert_load_entropy"] = float(evenness.mean())
+        for name, values in zip(TALLIES[:-1], tallies.T, strict=False):
+            if values.any():
+                metrics[name] = float(values.mean())
+        dropped = tallies[:, -1] / copies
+        metrics["expert_dropped"] = float(dropped.mean())
+        self._first = step if self._first < 0 else self._first
+        self._sums = self._sums + counts
+        if step % self._every and step != self._num_steps - 1:
+            return
+        each = {"max": largest, "entropy": evenness, "dropped": dropped}
+        for name, values in each.items():
+            for layer, value in zip(self._names, values, strict=True):
+                full = "expert_dropped" if name == "dropped" else f"expert_load_{name}"
+                metrics[f"{full}/layer_{layer}"] = float(value)
+        self._write(step)
+
+    def _write(self, step: int) -> None:
+        if self._path:
+            shares = self._sums / np.maximum(self._sums.sum(1, keepdims=True), 1)
+            loads = np.round(shares * self._experts, 4).tolist()
+            steps = {"first_step": self._first, "last_step": step}
+            text = json.dumps({**steps, "layers": self._names, "loads": loads})
+            partial = f"{self._path}.partial"
+            pathlib.Path(partial).write_text(text, encoding="utf-8")
+            os.replace(partial, self._path)
+        self._first, self._sums = -1, np.zeros(())
+
+
+def entropy(counts: np.ndarray) -> np.ndarray:
+    """Of each row, over the logarithm of its length."""
+    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    logs = np.log(np.where(shares > 0, shares, 1))
+    return -(shares * logs).sum(1) / np.log(max(counts.shape[1], 2))
+
+
+def write_loads(loads_path: str | os.PathLike, image_path: str | os.PathLike, title: str) -> None:
+    """Draw what ExpertLoads has written as a PNG, layers down and experts across."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    found = json.loads(pathlib.Path(loads_path).read_text(encoding="utf-8"))
+    loads = np.array(found["loads"])
+    height = min(max(1.6 + 0.16 * len(loads), 2.6), 12)
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colours = LinearSegmentedColormap.from_list("load", ["#2b5c8a", _EVEN, "#c8442b"])
+    norm = TwoSlopeNorm(1.0, 0.0, _SHOWN)
+    image = axes.imshow(loads, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02)
+    bar.set_label("load / mean load", color=_INK)
+    bar.set_ticks([0, 0.5, 1, 1.5, _SHOWN])
+    axes.set_xlabel("expert", color=_INK)
+    axes.set_ylabel("layer", color=_INK)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    labels = dict(enumerate(found["layers"]))
+    axes.yaxis.set_major_formatter(lambda row, _: labels.get(round(row), ""))
+    steps = f"steps {found['first_step']} to {found['last_step']}, at most {loads.max():.2f}"
+    axes.set_title(f"{title}   {steps}".strip(), loc="left", color=_INK, fontsize=11)
+    partial = pathlib.Path(f"{image_path}.partial")
+    figure.savefig(partial, format="png")
+    os.replace(partial, image_path)
