@@ -15,7 +15,7 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxmeg.ops.attention_spec import Operands, ScoreSpec
-from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus
+from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, target_device
 
 SUPPORTS = (
     "bfloat16 and float16 on CUDA GPUs of capability 8.0 and newer, even lengths, causal "
@@ -24,6 +24,15 @@ SUPPORTS = (
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
 MLA_VERSION = 91000  # of cuDNN, as jax has it
+
+
+def has_capability(wanted: str) -> bool:
+    """Whether the GPU that is compiled for is as new: jax itself would ask one of this process,
+    and refuse large heads and MLA where the GPUs are absent."""
+    return target_device().capability >= tuple(map(int, wanted.split(".")))
+
+
+fused.check_compute_capability = has_capability
 
 
 def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
@@ -58,10 +67,9 @@ def refuses_heads(head_dim: int, value_dim: int, device: Device) -> str:
         if (head_dim, value_dim) != MLA:
             return f"head dims {head_dim} and {value_dim} (of values) differ and are not {MLA}"
         if major not in (HOPPER, BLACKWELL):
-            return f"head dims {MLA} need a Hopper or Blackwell GPU in this process"
-        if fused.check_cudnn_version() < MLA_VERSION:
-            return f"head dims {MLA} need cuDNN 9.10, here is {fused.check_cudnn_version()}"
-        return ""
+            return f"head dims {MLA} need a Hopper or Blackwell GPU"
+        version = fused.check_cudnn_version()
+        return f"head dims {MLA} need cuDNN 9.10, here is {version}" * (version < MLA_VERSION)
     limit = 256 if major == HOPPER else 128
     if head_dim % 8 or head_dim > limit:
         return f"head dim {head_dim} is not a multiple of 8 up to {limit}"

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
+COMPILED_FOR = {"A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": BLACKWELL}  # if absent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +99,18 @@ def kernel_module(name: str) -> Any:
 
 
 def target_device() -> Device:
-    """What the program will run on; the capability is that of a GPU of this process."""
-    platform = target_platform()
-    if jax.default_backend() != "gpu" or platform not in ("cuda", "gpu"):
-        return Device(platform)
+    """What the program will run on; the capability is that of a GPU of this process, or by its name
+    of one that is absent."""
+    device = Device(target_platform())
+    if not device.is_cuda:
+        return device
+    if jax.default_backend() != "gpu":
+        mesh = jax.sharding.get_abstract_mesh()
+        kind = getattr(getattr(mesh, "abstract_device", None), "device_kind", "")
+        majors = [major for name, major in COMPILED_FOR.items() if name in kind]
+        return Device(device.platform, (majors[0], 0)) if majors else device
     major, minor = jax.local_devices()[0].compute_capability.split(".")
-    return Device(platform, (int(major), int(minor)))
+    return Device(device.platform, (int(major), int(minor)))
 
 
 def target_platform() -> str:
