@@ -18,6 +18,7 @@ from maxmeg.checkpoint.integrity import MANIFEST
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.config.initial import changes
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.parts import frozen, joined, trained, without
@@ -26,6 +27,7 @@ from maxmeg.pipeline.layout import Layout
 from maxmeg.runtime.summary import ParameterRow
 
 log = logging.getLogger("maxmeg")
+upcycling = Lazy("maxmeg.checkpoint.upcycling")
 CHECKPOINTS = "checkpoints"  # the folder of a run that holds them
 VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimension 0
 
@@ -118,6 +120,9 @@ def initial_model(config: Config, part: LM) -> LM:
 
     def take(name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
         """One array at a time: of a frozen base float32 is never whole in memory."""
+        if name.endswith(".moe.load") and not saved.router_global_aux_loss:
+            zeros = functools.partial(jnp.zeros, like.shape)
+            return jax.jit(zeros, out_shardings=like.sharding)()
         stored = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
         resizable = {name.replace(".", "/"): 0} if name.endswith(VOCABULARY_TABLES) else {}
         tree, _ = source.restore(step, nested({name: stored}), resizable=resizable, partial=True)
@@ -126,7 +131,15 @@ def initial_model(config: Config, part: LM) -> LM:
             array = with_new_words(array, name, saved.vocab_size, config)
         return array.astype(like.dtype)
 
-    arrays = {name: take(name, like) for name, like in wanted.items()}
+    read, noise = take, config.checkpoint.upcycle_noise
+    if config.model.num_experts and not saved.num_experts:
+        read = upcycling.Upcycling(saved, config.model, noise, config.seed, take).take
+    elif noise:
+        raise ValueError(
+            f"checkpoint.upcycle_noise={noise} is for a dense model in checkpoint.init_from, and "
+            f"{config.checkpoint.init_from} has experts already: set it to 0"
+        )
+    arrays = {name: read(name, like) for name, like in wanted.items()}
     return from_tree(nested(arrays), {"model": part})["model"]
 
 

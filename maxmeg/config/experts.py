@@ -1,5 +1,7 @@
 """Rules of the settings of experts. No JAX."""
 
+import dataclasses
+
 from maxmeg.config.architecture import divisors
 from maxmeg.config.model import ModelConfig, RouterScore
 
@@ -119,3 +121,33 @@ def balance_problems(model: ModelConfig):
             "model.experts_per_token=1 with router_score=softmax over the chosen alone gives the "
             "router no gradient: set router_over_all=True, or router_score=sigmoid"
         )
+
+
+def upcycled(saved: ModelConfig, wanted: ModelConfig, folder: str) -> tuple[list[str], ModelConfig]:
+    """(what a dense model becomes, `wanted` without experts); ValueError where it cannot."""
+    slices, left = divmod(saved.ffn, wanted.expert_ffn)
+    experts, chosen = wanted.num_experts, wanted.experts_per_token
+    of_group = experts // max(wanted.router_groups, 1)
+    unable = [
+        f"model.{name}={getattr(wanted, name)}"
+        for name in ("shared_ffn_size", "expert_latent_size")
+        if getattr(wanted, name)
+    ]
+    if left or any(number % max(slices, 1) for number in (experts, chosen, of_group)):
+        raise ValueError(
+            f"checkpoint.init_from={folder} is dense, and its MLP of width {saved.ffn} cannot "
+            f"become num_experts={experts} of width {wanted.expert_ffn}, experts_per_token={chosen}"
+            f" and router_groups={wanted.router_groups}: an expert's width must divide the MLP's, "
+            "and that many times make the numbers of experts (also of a group) and of those chosen"
+        )
+    if unable:
+        raise ValueError(
+            f"checkpoint.init_from={folder} is dense and has no weights for {', '.join(unable)}: "
+            "leave them out; routed experts alone can begin as copies of an MLP"
+        )
+    plain = ModelConfig()
+    names = {"num_experts", *(n for names in OPTIONS_OF_EXPERTS.values() for n in names)}
+    dense = {name: getattr(plain, name) for name in names}
+    copies = experts // slices
+    text = f"num_experts 0 -> {experts}: {copies} copies of each MLP, each of {slices} experts"
+    return [text], dataclasses.replace(wanted, **dense)

@@ -2,13 +2,16 @@
 
 import dataclasses
 
+from maxmeg.config.lazy import Lazy
 from maxmeg.config.model import ModelConfig, Position
 
+experts = Lazy("maxmeg.config.experts")
 # Fields that change how a model trains or runs, not what it computes.
 FREE = {
     *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
     *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
-    "mtp_loss",
+    *("router_aux_loss", "router_sequence_aux_loss", "router_global_aux_loss", "router_z_loss"),
+    *("router_bias_rate", "router_jitter", "expert_backend", "mtp_loss"),
 }
 # Fields that training can adapt to: longer context, more words.
 ADAPTED = {
@@ -20,6 +23,9 @@ ADAPTED = {
 
 def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
     """What training has to adapt to, "rotary_factor 1.0 -> 8.0"; ValueError for what it cannot."""
+    grown = []
+    if wanted.num_experts and not saved.num_experts:
+        grown, wanted = experts.upcycled(saved, wanted, folder)
     pairs = {
         field.name: (getattr(saved, field.name), getattr(wanted, field.name))
         for field in dataclasses.fields(ModelConfig)
@@ -45,4 +51,4 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
             f"model.vocab_size={wanted.vocab_size} is less than the {saved.vocab_size} of "
             f"checkpoint.init_from={folder}: words can be added, not taken away"
         )
-    return [f"{name} {text}" for name, text in texts.items()]
+    return [*grown, *(f"{name} {text}" for name, text in texts.items())]

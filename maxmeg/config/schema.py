@@ -359,6 +359,12 @@ class CheckpointConfig:
         "begin with the weights in this folder (a run's, or maxmeg.convert's); empty: random",
         "--finetune",
     )
+    upcycle_noise: float = setting(
+        0.0,
+        "experts that begin as copies of a dense model's MLP in init_from differ by noise of this "
+        "times the weights' root mean square",
+        "--moe-use-upcycling",
+    )
     save_every: int = setting(
         100, "steps; the last step is always saved; 0: only the last", "--save-interval"
     )

@@ -93,6 +93,7 @@ def validate(config: Config, num_devices: int) -> None:
         *optim_problems(config),
         *train_problems(config, sizes),
         *lora_problems(config),
+        *upcycling_problems(config),
         *limits(config),
     ]
     if problems:
@@ -273,6 +274,15 @@ def lora_problems(config: Config):
         yield f"lora.alpha={lora.alpha} must be positive: adapters are scaled by alpha / rank"
 
 
+def upcycling_problems(config: Config):
+    noise = config.checkpoint.upcycle_noise
+    if noise and not (config.checkpoint.init_from and config.model.num_experts):
+        yield (
+            f"checkpoint.upcycle_noise={noise} has no effect without checkpoint.init_from=FOLDER "
+            "of a dense model and model.num_experts: set both, or leave it at 0"
+        )
+
+
 def train_problems(config: Config, sizes: dict[str, int]):
     train = config.train
     unit = batch_unit(config, sizes)
@@ -349,6 +359,7 @@ LOWEST = {
     "optim.decay_steps": 0,
     "optim.decay_samples": 0,
     "lora.rank": 0,
+    "checkpoint.upcycle_noise": 0,
     "checkpoint.keep_last": 1,
     "checkpoint.keep_every": 0,
     "checkpoint.save_every": 0,

@@ -1,0 +1,121 @@
+"""A model with experts that begins with a dense one's weights computes what that does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import mesh_of, tiny, tiny_state
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config import files
+from maxmeg.config.initial import changes
+from maxmeg.config.model import Activation, RouterScore
+from maxmeg.models.lm import LM
+from maxmeg.state import CHECKPOINTS, array_name, nested, to_arrays
+
+SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
+WIDTH = 48
+DENSE = {"num_layers": 3, "ffn_size": WIDTH, "num_heads": 4, "init_std": 0.3}
+CASES = {  # fields, those of the parallel layout
+    "copies": ({"num_experts": 4}, {}),
+    "slices": (
+        {"num_experts": 12, "experts_per_token": 6, "expert_ffn_size": 16, "router_scale": 2.0}
+        | {"router_score": RouterScore.sigmoid, "router_normalize": True, "router_bias": True},
+        {"pipe": 3, "expert": 2, "fsdp": 1, "pad_layers": True},
+    ),
+    "placed": (
+        {"num_experts": 4, "expert_ffn_size": 24, "expert_every": 2, "router_over_all": True}
+        | {"router_normalize": True, "router_global_aux_loss": 0.1, "experts_per_token": 4},
+        {"expert": 2, "tensor": 2, "fsdp": 2},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=[Activation.swiglu, Activation.gelu], ids=lambda a: a.name)
+def dense(request, tmp_path_factory):
+    """(folder, config, model) with biases where the activation is not gated."""
+    folder = str(tmp_path_factory.mktemp("dense"))
+    fields = {**DENSE, "activation": request.param, "bias_mlp": request.param is Activation.gelu}
+    config = tiny(fields, fsdp=1)
+    shapes = jax.eval_shape(lambda key: LM(key, config.model), jax.random.key(0))
+    rng = np.random.default_rng(0)
+
+    def draw(path, like):
+        start = array_name(path).endswith("norm.weight")
+        return jnp.asarray(start + 0.2 * rng.normal(size=like.shape), like.dtype)
+
+    model = jax.tree_util.tree_map_with_path(draw, shapes)
+    tree = nested(to_arrays({"model": model}))
+    with Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False) as checkpointer:
+        assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
+    return folder, config, model
+
+
+def begun(dense, fields: dict, parallel: dict | None = None, noise: float = 0.0):
+    """The model in model order, on one device."""
+    folder, config, _ = dense
+    own = {**vars(config.model), **fields}
+    made = tiny(own, {"micro_batch_size": 1}, **({"fsdp": 1} | (parallel or {})))
+    made.checkpoint.init_from, made.checkpoint.upcycle_noise = folder, noise
+    _, abstract, state = tiny_state(made, mesh_of(made))
+    layout = abstract.model.stack.layout
+    plain = jax.eval_shape(lambda key: LM(key, made.model), jax.random.key(0))
+    arrays = {n: np.asarray(a) for n, a in to_arrays(state.model).items()}
+
+    def take(path, like):
+        array = arrays[array_name(path)]
+        if array_name(path).startswith("stack."):
+            array = array[layout.places(int(array_name(path).split(".")[2]))]
+        return jnp.asarray(array[tuple(slice(size) for size in like.shape)])
+
+    return jax.tree_util.tree_map_with_path(take, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_computes_what_the_dense_model_does(dense, name):
+    ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 61)
+    found, wanted = begun(dense, *CASES[name])(ids), dense[2](ids)
+    assert float(jnp.std(wanted)) > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=SAME * float(jnp.abs(wanted).max()))
+
+
+def test_noise_makes_copies_differ(dense):
+    plain, noisy = (begun(dense, CASES["copies"][0], noise=noise) for noise in (0.0, 0.1))
+    experts = [model.stack.groups[0].sublayers[1].mixers["moe"].experts for model in (plain, noisy)]
+    for name in ("up", "out"):
+        own, other = (np.asarray(getattr(part, name)[...]) for part in experts)
+        assert (own == own[:, :1]).all()
+        spread = np.sqrt(np.mean((other - own) ** 2) / np.mean(own**2))
+        assert spread == pytest.approx(0.1, rel=0.1)
+        assert np.abs(other - other[:, :1])[:, 1:].min(axis=(0, 2, 3)).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"expert_ffn_size": 20}, "MLP of width 48 cannot become num_experts=4 of width 20"),
+        ({"expert_ffn_size": 16}, "cannot become num_experts=4 of width 16"),
+        ({"expert_ffn_size": 24, "experts_per_token": 1}, "experts_per_token=1"),
+        ({"expert_ffn_size": 24, "router_groups": 4}, "router_groups=4"),
+        ({"shared_ffn_size": 16}, "no weights for model.shared_ffn_size=16"),
+        ({"expert_latent_size": 16}, "no weights for model.expert_latent_size=16"),
+        ({"num_layers": 4}, "another model: num_layers 3 -> 4"),
+    ],
+)
+def test_what_an_mlp_cannot_become_is_refused(fields, message):
+    saved = tiny(DENSE).model
+    wanted = dataclasses.replace(saved, **{"num_experts": 4, **fields})
+    with pytest.raises(ValueError, match=message):
+        changes(saved, wanted, "runs/dense")
+    assert changes(saved, dataclasses.replace(saved, num_experts=4), "") == [
+        "num_experts 0 -> 4: 4 copies of each MLP, each of 1 experts"
+    ]
+
+
+def test_noise_without_a_dense_model_is_refused(dense):
+    config = tiny({"num_experts": 4})
+    config.checkpoint.upcycle_noise = 0.1
+    with pytest.raises(ValueError, match="upcycle_noise=0.1 has no effect without"):
+        mesh_of(config)
