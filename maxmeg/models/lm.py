@@ -133,10 +133,9 @@ def layer_spec(config: ModelConfig, local: bool, dense: bool = False) -> UnitSpe
 
 def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:
     """Where a pipeline's stages hold the layers; in model order without a pipeline."""
-    repeats = tuple(repeats for _, repeats in pattern(config))
-    return arrange(
-        repeats, parallel.pipe, layers_of_chunks(parallel, config.num_layers, config.layers_of_unit)
-    )
+    repeats, unit = tuple(repeats for _, repeats in pattern(config)), config.layers_of_unit
+    counts = layers_of_chunks(parallel, sum(repeats) * unit, unit)
+    return arrange(repeats, parallel.pipe, counts)
 
 
 class LM(nnx.Module):

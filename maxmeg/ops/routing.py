@@ -116,7 +116,7 @@ def route(
     elif spec.groups > 1:
         choice_TE = jnp.where(of_kept_groups(choice_TE, spec), choice_TE, -jnp.inf)
     if spec.in_turn:
-        experts_TK = in_turn(*logits_TE.shape, spec.top_k)
+        experts_TK = in_turn(len(logits_TE), spec.num_experts, spec.top_k)
     else:
         experts_TK = jax.lax.top_k(choice_TE, spec.top_k)[1]
     chosen_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)

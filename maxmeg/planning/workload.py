@@ -231,7 +231,8 @@ def workload(config: Config, num_devices: int) -> Workload:
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
     blocks, parallel = units(model), config.parallel
-    counts = layers_of_chunks(parallel, model.num_layers, model.layers_of_unit)
+    together = model.layers_of_unit
+    counts = layers_of_chunks(parallel, model.num_units * together, together)
     places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     held = tuple(number * parallel.chunks for number in places)
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)

@@ -85,6 +85,7 @@ def write_loads(loads_path: str | os.PathLike, image_path: str | os.PathLike, ti
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     found = json.loads(pathlib.Path(loads_path).read_text(encoding="utf-8"))
     loads = np.array(found["loads"])
@@ -100,8 +101,8 @@ def write_loads(loads_path: str | os.PathLike, image_path: str | os.PathLike, ti
     bar.set_ticks([0, 0.5, 1, 1.5, _SHOWN])
     axes.set_xlabel("expert", color=_INK)
     axes.set_ylabel("layer", color=_INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
     labels = dict(enumerate(found["layers"]))
     axes.yaxis.set_major_formatter(lambda row, _: labels.get(round(row), ""))
     steps = f"steps {found['first_step']} to {found['last_step']}, at most {loads.max():.2f}"

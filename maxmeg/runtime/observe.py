@@ -58,7 +58,7 @@ class Pending:
         if self._step is None:
             return
         step, counts = self._step, self._metrics.pop("expert_loads", None)
-        values = {name: float(value) for name, value in self._metrics.items()}
+        values: dict = {name: float(value) for name, value in self._metrics.items()}
         if counts is not None:
             values["expert_loads"] = np.asarray(counts)
         self._step = None

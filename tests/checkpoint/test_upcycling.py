@@ -117,5 +117,5 @@ def test_what_an_mlp_cannot_become_is_refused(fields, message):
 def test_noise_without_a_dense_model_is_refused(dense):
     config = tiny({"num_experts": 4})
     config.checkpoint.upcycle_noise = 0.1
-    with pytest.raises(ValueError, match="upcycle_noise=0.1 has no effect without"):
+    with pytest.raises(ValueError, match=r"upcycle_noise=0\.1 has no effect without"):
         mesh_of(config)
