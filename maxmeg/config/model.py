@@ -338,7 +338,8 @@ class ModelConfig:
     )
     recompute: Recompute = setting(
         Recompute.none,
-        "made again in backward: none (what is cheap) | selective (attention too) | full (layers)",
+        "made again in backward: none (what is cheap) | selective (attention and what mla makes of "
+        "latents too) | full (layers)",
         "--recompute-granularity",
     )
     scan_layers: bool = setting(

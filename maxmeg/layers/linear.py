@@ -15,8 +15,11 @@ class Linear(nnx.Module):
     """y = x W (+ b). A row-parallel one (output along "embed") returns partial sums.
 
     axes are the logical axes of (input, output). Weights start normal with deviation std. lora: an
-    adapter whose output, of the same inputs, is added.
+    adapter whose output, of the same inputs, is added. keep: how backward finds a column-parallel
+    output.
     """
+
+    keep = staticmethod(stored)
 
     def __init__(
         self,
@@ -43,4 +46,4 @@ class Linear(nnx.Module):
         if self.lora is not None:
             y_TO = y_TO + self.lora(x, ctx)
         y = y_TO.reshape(*x.shape[:-1], -1)
-        return y if self.row_parallel else stored(y)
+        return y if self.row_parallel else self.keep(y)

@@ -22,7 +22,7 @@ from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_pages
 from maxmeg.ops.rope import rotate
-from maxmeg.parallel.collectives import gather_sequence, unshard_parameter
+from maxmeg.parallel.collectives import gather_sequence, stored_attention, unshard_parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,12 @@ class LatentCache(typing.NamedTuple):
         return LatentCache(kv_PS1Z.reshape(self.kv_BMZ.shape))
 
 
+class Up(Linear):
+    """From a latent, which is so short that backward makes this again as it does attention."""
+
+    keep = staticmethod(stored_attention)
+
+
 class Mla(Attention):
     """Heads are sharded over tensor, the projections down to latents are whole on every device.
 
@@ -82,11 +88,11 @@ class Mla(Attention):
         self.query = None if rank else Linear(keys[0], (D, width), up, std)
         self.query_down = Linear(keys[1], (D, rank), down, std, spec.bias_qkv) if rank else None
         self.query_norm = Norm(rank, spec.norm) if rank else None
-        self.query_up = Linear(keys[0], (rank, width), up, std) if rank else None
+        self.query_up = Up(keys[0], (rank, width), up, std) if rank else None
         self.kv_down = Linear(keys[2], (D, R + N), down, std, spec.bias_qkv)
         self.kv_norm = Norm(R, spec.norm)
-        self.key_up = Linear(keys[3], (R, H * K), up, std)
-        self.value_up = Linear(keys[4], (R, H * V), up, std)
+        self.key_up = Up(keys[3], (R, H * K), up, std)
+        self.value_up = Up(keys[4], (R, H * V), up, std)
         self.out = Linear(keys[5], (H * V, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
 

@@ -18,13 +18,14 @@ KINDS = {
     "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
     "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.head},
 }
+LATENT = {"mla_kv_rank": 8, "mla_query_rank": 12, "mla_rotary_size": 4, "mla_value_size": 10}
 
 
 def run(kind: str, recompute: str, scan_layers: bool = True):
     """(config, stack, function of (stack, x))."""
     config = ModelConfig(vocab_size=64, num_layers=LAYERS, hidden_size=D, num_heads=4)
     config.recompute, config.scan_layers = Recompute(recompute), scan_layers
-    for name, value in KINDS[kind].items():
+    for name, value in (KINDS | {"latent": LATENT})[kind].items():
         setattr(config, name, value)
     stack = LM(jax.random.key(0), config).stack
 
@@ -59,6 +60,14 @@ def test_attention_of_short_sequences_is_kept_unless_selective():
     none, selective, full = (kept("llama", mode.value, L=256)[0] for mode in Recompute)
     assert none - selective == pytest.approx(LAYERS * (4 * 256 / D + 1), rel=0.01)
     assert selective > 2 * full
+
+
+def test_what_is_made_of_latents_is_kept_unless_selective():
+    """Queries, keys and values of 4 heads, of 16 + 4, 16 and 10; latents in any mode but full."""
+    none, selective, full = (kept("latent", mode.value)[0] for mode in Recompute)
+    assert none - selective == pytest.approx(LAYERS * 4 * (20 + 16 + 10) / D, rel=1e-3)
+    ffn = 2 * ModelConfig(hidden_size=D).ffn
+    assert selective - full == pytest.approx(LAYERS * (12 + 8 + 4 + D + ffn) / D, rel=0.02)
 
 
 @pytest.mark.parametrize("kind", KINDS)
