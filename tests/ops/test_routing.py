@@ -10,9 +10,11 @@ import pytest
 from maxmeg.ops.routing import (
     RoutingSpec,
     Score,
+    all_scores,
     balance_loss,
     balance_scores,
     count_experts,
+    jittered,
     route,
     sinkhorn,
     updated_bias,
@@ -122,6 +124,47 @@ def test_sinkhorn_evens_tokens_and_experts():
     assert loads[1].max() < 0.7 * loads[0].max()
 
 
+@pytest.mark.parametrize("chosen", [1, 3])
+def test_sinkhorn_chooses_in_training_and_scores_weigh(chosen):
+    rows = jnp.asarray(logits(5) + np.linspace(0, 4, EXPERTS, dtype=np.float32))
+    score = Score.sigmoid if chosen == 1 else Score.softmax
+    spec = RoutingSpec(EXPERTS, chosen, score, before=True, sinkhorn=True)
+    scores = np.asarray(all_scores(rows, score))
+    for training, choice in ((True, np.asarray(sinkhorn(rows))), (False, scores)):
+        found = route(rows, spec, training=training)
+        wanted = np.argsort(-choice, axis=1)[:, :chosen]
+        np.testing.assert_array_equal(found.experts_TK, wanted)
+        weights = np.take_along_axis(scores, wanted, axis=1)
+        np.testing.assert_allclose(found.weights_TK, weights, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_turn_every_expert_gets_as_many(name):
+    spec = dataclasses.replace(CASES[name], in_turn=True)
+    rows = jnp.asarray(logits(6)).at[:, 0].add(8.0)
+    experts, weights = map(np.asarray, route(rows, spec))
+    counts = np.bincount(experts.reshape(-1), minlength=EXPERTS)
+    assert np.ptp(counts) <= 1 and all(len({*row}) == spec.top_k for row in experts.tolist())
+    late = spec.score is Score.softmax and not spec.before
+    scores = rows if late else all_scores(rows, spec.score)
+    wanted = np.take_along_axis(np.asarray(scores), experts, axis=1)
+    wanted = np.asarray(jax.nn.softmax(wanted)) if late else wanted
+    if spec.normalize and spec.top_k > 1:
+        wanted = wanted / wanted.sum(1, keepdims=True)
+    np.testing.assert_allclose(weights, wanted * spec.scale, rtol=1e-5, atol=1e-7)
+
+
+def test_jitter_is_of_its_size_and_of_a_tokens_place():
+    x_BLD, key = jnp.ones((4, 6, 32), jnp.bfloat16), jax.random.key(0)
+    rows, positions = jnp.arange(4)[:, None], jnp.arange(6)[None]
+    noise = np.asarray(jittered(x_BLD, 0.25, key, rows, positions))
+    assert noise.dtype == np.float32 and 0.75 <= noise.min() < 0.8 and 1.2 < noise.max() <= 1.25
+    assert noise.mean() == pytest.approx(1, abs=0.02)
+    part = jittered(x_BLD[2:], 0.25, key, rows[2:], positions)
+    np.testing.assert_array_equal(part, noise[2:])
+    assert len(np.unique(noise.reshape(-1, 32), axis=0)) == 24
+
+
 @pytest.mark.parametrize("large", [1e3, -1e3])
 def test_sinkhorn_of_large_logits_is_finite(large):
     assert np.isfinite(sinkhorn(jnp.asarray(logits() + large))).all()
@@ -168,6 +211,7 @@ def test_bias_goes_to_where_tokens_are_missing():
         ({"groups": 8, "groups_kept": 1, "top_k": 3}, "top_k=3 cannot come from"),
         ({"groups": 8, "groups_kept": 8, "group_best": 3}, "group_best=3 must be at most the 2"),
         ({"groups": 4, "groups_kept": 2, "sinkhorn": True}, "sinkhorn chooses among all"),
+        ({"in_turn": True, "sinkhorn": True}, "in_turn chooses without scores"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused(fields, message):

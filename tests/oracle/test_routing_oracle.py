@@ -88,6 +88,14 @@ def test_z_loss_and_sinkhorn_and_bias():
     shares = moe_utils.sinkhorn(torch.tensor(rows)).numpy()
     found = np.asarray(sinkhorn(jnp.asarray(rows)))
     assert np.array_equal(found.argmax(1), shares.argmax(1))
+    spec = RoutingSpec(EXPERTS, 2, before=True, sinkhorn=True)
+    routing = route(jnp.asarray(rows), spec)
+    experts, weights = map(np.asarray, routing)
+    chosen = torch.topk(torch.tensor(shares), k=2, dim=1).indices.numpy()
+    assert np.array_equal(np.sort(experts), np.sort(chosen))
+    scores = torch.softmax(torch.tensor(rows), dim=-1).numpy()  # as TopKRouter weighs them
+    wanted = np.take_along_axis(scores, experts, axis=1)
+    np.testing.assert_allclose(weights, wanted, rtol=0, atol=TOLERANCE)
     counts = np.arange(EXPERTS, dtype=np.float32)
     ours = updated_bias(jnp.zeros(EXPERTS), jnp.asarray(counts), 1e-3)
     theirs = 1e-3 * np.sign(counts.mean() - counts)  # its own needs a process group
