@@ -3,27 +3,15 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
+from short_runs import EACH, SAME, curve, digests, write_corpus
+from short_runs import config as short_run
 
 from maxmeg import evaluate, generate
-from maxmeg.config.model import DType, ModelConfig
-from maxmeg.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    DataOrder,
-    LogConfig,
-    OptimConfig,
-    ParallelConfig,
-    Schedule,
-    TrainConfig,
-)
-from maxmeg.data.indexed import IndexedWriter
+from maxmeg.config.schema import Config, Schedule
 from maxmeg.train import main
 
-SAME = 1e-5  # relative, of losses whose sums are made in another order
-LAYERS, EACH = 6, 3  # steps of a part of the run
+LAYERS = 6
 PARTS = [
     {"pipe": 1, "fsdp": 8},
     {"pipe": 4, "fsdp": 2, "pad_layers": True},
@@ -34,55 +22,12 @@ PARTS = [
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
-    prefix = str(tmp_path_factory.mktemp("corpus") / "text")
-    rng = np.random.default_rng(0)
-    with IndexedWriter(prefix, vocab_size=257) as writer:
-        for _ in range(40):
-            words = rng.integers(97, 103, rng.integers(200, 600))
-            writer.add_document(np.append(words, 256), [len(words) + 1])
-    return prefix
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 def config(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
-    """`steps` steps of a schedule of rates that is the same whatever their number."""
-    total = EACH * len(PARTS)
-    return Config(
-        run_dir=str(run_dir),
-        model=ModelConfig(
-            num_layers=LAYERS,
-            hidden_size=32,
-            num_heads=4,
-            dtype=DType.float32,
-            dropout_hidden=0.1,
-            max_position=64,
-        ),
-        data=DataConfig(
-            paths=(corpus,),
-            split="8,1,1",
-            sequence_length=32,
-            order=DataOrder.native,  # Megatron's depends on the number of steps
-        ),
-        parallel=ParallelConfig(**parallel),
-        optim=OptimConfig(warmup_steps=2, lr=1e-2, decay_steps=total),
-        train=TrainConfig(
-            num_steps=steps,
-            global_batch_size=16,
-            micro_batch_size=1,
-            eval_every=EACH,
-            eval_steps=2,
-        ),
-        checkpoint=CheckpointConfig(save_every=0, keep_last=9),
-        log=LogConfig(every=1, tensorboard=False, sample_prompt=prompt),
-    )
-
-
-def curve(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def digests(run_dir: Path, step: int) -> dict:
-    path = run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json"
-    return json.loads(path.read_text())["body"]["tensors"]
+    model, total = {"num_layers": LAYERS}, EACH * len(PARTS)
+    return short_run(corpus, run_dir, steps, total, model, parallel, sample_prompt=prompt)
 
 
 @pytest.mark.slow

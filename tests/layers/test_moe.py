@@ -245,6 +245,24 @@ def test_balance_counts_as_the_microbatch_does():
     np.testing.assert_allclose(router[1] - router[2], (router[0] - router[2]) / 4, atol=1e-4)
 
 
+def test_experts_that_are_whole_decode_tokens_that_are_not_cut():
+    """In decoding every device along tensor has all tokens."""
+    spec = dataclasses.replace(SPECS["deepseek"], folded=True)
+    mesh, moe = (
+        make_mesh(dict.fromkeys(AXES, 1) | {"expert": 2, "tensor": 2}, jax.devices()[:4]),
+        model(spec),
+    )
+    specs, rows = storage_specs(moe, mesh, zero1=False), P(BATCH_AXES)
+
+    def local(moe, h_BLD):
+        ctx = Context(jnp.zeros(h_BLD.shape[:2], int), sequence_sharded=False)
+        return moe(h_BLD, ctx)[0]
+
+    x_BLD, _ = inputs()
+    found = jax.jit(spmd(local, mesh, (specs, rows), rows))(moe, x_BLD)
+    check_equal(found, looped(moe, x_BLD)[0])
+
+
 def test_all_tokens_to_one_expert_drop_nothing():
     moe = model(PLAIN)
     moe.router[...] = jnp.zeros((D, E))  # every expert scores the same: the first two are chosen
