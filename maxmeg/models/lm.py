@@ -168,7 +168,7 @@ class LM(nnx.Module):
         self.stack = Stack(keys[2], layers, config.recompute.value, places, config.scan_layers)
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size)
-        last = pattern(config)[-1][0][-1 if config.parallel_block else -2 :]
+        last = layers[-1][0][-1 if config.parallel_block else -2 :]
         further = (jax.random.fold_in(key, MTP), config, last, norm_spec(config))
         self.mtp = mtp.Mtp(*further) if config.mtp_depths else None
 
