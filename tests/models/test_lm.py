@@ -81,7 +81,12 @@ KINDS = {
         "rotary_factor": 2.0,
         "qk_norm": QkNorm.head,
     },
-    "mixtral": {"num_experts": 4, "num_kv_heads": 2, "router_over_all": True},
+    "mixtral": {
+        "num_experts": 4,
+        "num_kv_heads": 2,
+        "router_over_all": True,
+        "expert_every": 2,
+    },
     "deepseek": {
         "num_layers": 3,
         "num_experts": 8,
@@ -106,6 +111,7 @@ KINDS = {
     },
     "gated experts": {
         "num_experts": 4,
+        "expert_latent_size": 12,
         "shared_ffn_size": 16,
         "shared_gate": True,
         "bias_mlp": True,
@@ -167,7 +173,8 @@ ELSEWHERE = (
     "rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high",
     "rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors",
     "router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss",
-    "expert_capacity", "expert_drop", "expert_backend", "mtp_depths", "mtp_loss",
+    "router_global_aux_loss", "router_sinkhorn", "router_jitter", "benchmark_even_experts",
+    "expert_pattern", "expert_capacity", "expert_drop", "expert_backend", "mtp_depths", "mtp_loss",
 )  # fmt: skip
 
 
