@@ -5,18 +5,23 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.validate import axis_sizes
 from maxmeg.parallel.mesh import AXES, local_mesh, make_mesh
 from maxmeg.parallel.placement import LocalRows, batch_spec, local_rows, place_batch, place_flag
+from maxmeg.parallel.rules import RULES
 
 
 def mesh_with(**sizes: int):
     return make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices()[: np.prod(list(sizes.values()))])
 
 
-def groups(mesh, axis: str) -> list[list[int]]:
-    """Device numbers that differ along one axis only, as Megatron-LM lists its groups."""
+def groups(mesh, *axes: str) -> list[list[int]]:
+    """Device numbers that differ along these axes only, as Megatron-LM lists its groups."""
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    rows = np.moveaxis(ids, AXES.index(axis), -1).reshape(-1, mesh.shape[axis])
+    last = [AXES.index(axis) for axis in axes]
+    others = [i for i in range(len(AXES)) if i not in last]
+    rows = ids.transpose(*others, *last).reshape(-1, np.prod([mesh.shape[axis] for axis in axes]))
     return sorted(rows.tolist())
 
 
@@ -28,6 +33,22 @@ def test_groups_are_megatrons():
     mesh = mesh_with(tensor=2, context=2, data=2)
     assert groups(mesh, "context") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert groups(mesh, "data") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+@pytest.mark.parametrize(
+    ("options", "experts", "copies"),
+    [
+        ({"tensor": 2, "context": 2, "data": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5]]),
+        ({"tensor": 2, "data": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5]]),
+        ({"data": 2}, [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 4], [1, 5]]),
+    ],
+)
+def test_folded_experts_lie_as_megatrons(options, experts, copies):
+    """Expert parallelism 4, expert tensor parallelism 1; what reduces their gradients is data."""
+    parallel = ParallelConfig(**options, fsdp=1, expert=4, expert_tensor=1)
+    mesh = make_mesh(axis_sizes(parallel, 8), jax.devices())
+    assert groups(mesh, *RULES["expert_folded"]) == experts
+    assert groups(mesh, "data")[:2] == copies
 
 
 def test_wrong_number_of_devices():
