@@ -20,7 +20,8 @@ from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, ta
 SUPPORTS = (
     "bfloat16 and float16 on CUDA GPUs of capability 8.0 and newer, even lengths, causal "
     "attention of queries and keys alike from position 0 (with a window) or all keys, "
-    "log-sum-exp, head dims of 8 n up to 128, on Hopper up to 256 and 192 with values of 128"
+    "log-sum-exp, head dims of 8 n up to 128, on Hopper up to 256, on Blackwell 192 with values of "
+    "128; values of other heads shorter than keys are padded"
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
 MLA_VERSION = 91000  # of cuDNN, as jax has it
@@ -63,17 +64,19 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
 def refuses_heads(head_dim: int, value_dim: int, device: Device) -> str:
     """By jax's rules and, of backward on each architecture, those of NVIDIA's cudnn-frontend."""
     major = device.capability[0]
-    if head_dim != value_dim:
-        if (head_dim, value_dim) != MLA:
-            return f"head dims {head_dim} and {value_dim} (of values) differ and are not {MLA}"
-        if major not in (HOPPER, BLACKWELL):
-            return f"head dims {MLA} need a Hopper or Blackwell GPU"
-        version = fused.check_cudnn_version()
-        return f"head dims {MLA} need cuDNN 9.10, here is {version}" * (version < MLA_VERSION)
+    if major in (HOPPER, BLACKWELL) and takes_unpadded(head_dim, value_dim):
+        return ""
+    if value_dim > head_dim:
+        return f"head dim {value_dim} of values is more than {head_dim} of keys"
     limit = 256 if major == HOPPER else 128
     if head_dim % 8 or head_dim > limit:
         return f"head dim {head_dim} is not a multiple of 8 up to {limit}"
     return ""
+
+
+def takes_unpadded(head_dim: int, value_dim: int) -> bool:
+    """Whether values may be shorter than keys."""
+    return (head_dim, value_dim) == MLA and fused.check_cudnn_version() >= MLA_VERSION
 
 
 def refuses_lengths(length: int, keys: int, spec: ScoreSpec, offset) -> str:
@@ -91,7 +94,11 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     """Output [B, L, H, V] and log-sum-exp [B, L, H]; of `operands` nothing is left to heed."""
     assert not any(array is not None for array in operands[1:])
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
+    size, longer = v_BMGV.shape[-1], q_BLHK.shape[-1] - v_BMGV.shape[-1]
+    if longer and not takes_unpadded(q_BLHK.shape[-1], size):
+        v_BMGV = jnp.pad(v_BMGV, ((0, 0), (0, 0), (0, 0), (0, longer)))
     out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV)
+    out_BLHV = out_BLHV[..., :size]
     lse_BLH = jnp.swapaxes(lax.stop_gradient(lse_BHL), 1, 2)
     return out_BLHV, with_gradient(spec, q_BLHK, k_BMGK, lse_BLH)
 

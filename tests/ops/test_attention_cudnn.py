@@ -42,8 +42,8 @@ REFUSED = {  # what the reason says: the call
     "head dim 136 is not a multiple of 8 up to 128": {"sizes": (136, 136), "device": AMPERE},
     "head dim 256 is not a multiple of 8 up to 128": {"sizes": (256, 256), "device": BLACKWELL},
     "head dim 192 is not a multiple of 8 up to 128": {"sizes": (192, 192), "device": ABSENT},
-    "head dims 128 and 64 (of values) differ": {"sizes": (128, 64)},
-    "(192, 128) need a Hopper": {"sizes": (192, 128), "device": AMPERE},
+    "head dim 128 of values is more than 64 of keys": {"sizes": (64, 128)},
+    "192 is not a multiple of 8 up to 128": {"sizes": (192, 128), "device": AMPERE},
     "segment ids": {"segments_BL": GIVEN},
     "dropout": {"dropout": GIVEN},
     "sinks": {"sinks_H": GIVEN},
@@ -76,9 +76,12 @@ def test_nothing_against_the_usual_shapes_on_a_gpu(dtype, size, device):
 
 def test_nothing_against_large_heads_on_hopper(monkeypatch):
     assert refusal(sizes=(256, 256)) == ""
-    for version, reason in ((91000, ""), (90900, "need cuDNN 9.10, here is 90900")):
+    assert refusal(sizes=(96, 64), device=AMPERE) == ""  # values are padded
+    for version, reason in ((91000, ""), (90900, "head dim 192 is not")):
         monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda version=version: version)
-        assert reason in refusal(sizes=(192, 128)) and bool(reason) == bool(refusal((192, 128)))
+        assert refusal(sizes=(192, 128)) == ""
+        found = refusal(sizes=(192, 128), device=BLACKWELL)
+        assert reason in found and bool(reason) == bool(found)
 
 
 def test_auto_takes_cudnn_where_it_can(monkeypatch):
@@ -102,6 +105,7 @@ LOWERED = {  # head dims, queries and keys, spec
     "window": ((80, 80), (64, 64), ScoreSpec(window=16, scale=0.5)),
     "large heads": ((256, 256), (64, 64), ScoreSpec(window=16)),
     "smaller values": ((192, 128), (64, 64), ScoreSpec()),
+    "padded values": ((96, 64), (64, 64), ScoreSpec()),
 }
 
 
@@ -133,7 +137,7 @@ def test_what_is_not_refused_lowers_for_cuda(name, monkeypatch):
 
 def pretended(query, key, value, *, scale, mask_type, sliding_window_length, return_residual):
     """cuDNN's function by XLA; like it, backward drops the cotangent of the log-sum-exp."""
-    assert return_residual
+    assert return_residual and value.shape[-1] == key.shape[-1]
     spec = ScoreSpec(
         mask_type is cudnn.fused.MaskType.CAUSAL, sliding_window_length or 0, 0, 0, scale
     )
@@ -141,8 +145,13 @@ def pretended(query, key, value, *, scale, mask_type, sliding_window_length, ret
     return out, lax.stop_gradient(jnp.swapaxes(lse, 1, 2))
 
 
-@pytest.mark.parametrize("name", ["grouped", "multi-query", "all keys", "window", "scale"])
+CALLS = ["grouped", "multi-query", "all keys", "window", "scale", "heads of 192 and 128"]
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_the_log_sum_exp_has_a_gradient(name, monkeypatch):
+    """Short values are padded, as by an old cuDNN."""
+    monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 90900)
     monkeypatch.setattr(cudnn.fused, "dot_product_attention", pretended)
     monkeypatch.setattr(cudnn, "refuses", lambda *call: "")
     case = CASES[name]
