@@ -1,58 +1,44 @@
-"""Further tokens: a loop over depths on shortened rows gives the same, whatever the layout."""
+"""Further tokens: a loop over depths on shortened rows gives the same. (On meshes and schedules:
+test_moe_training.py and test_pipelined_runs.py.)"""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import BATCH, LENGTH, VOCAB, controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import LENGTH, VOCAB, controls, mesh_of, tiny, tiny_batch, tiny_state
 
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config.model import NormPlace, Position, RouterScore
 from maxmeg.config.schema import LossReduction, TrainConfig
 from maxmeg.layers.context import Context
-from maxmeg.models.lm import LM
+from maxmeg.models.lm import LM, pattern
 from maxmeg.models.mtp import shifted
 from maxmeg.planning.flops import training_flops
 from maxmeg.state import restore, to_arrays, to_tree
-from maxmeg.step import complete, loss_fn, make_eval_step, make_gradients, make_train_step
+from maxmeg.step import complete, loss_fn, make_eval_step, make_train_step
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
 DEPTHS, FACTOR = 2, 0.3
 COUNTS = ("moe.bias", "moe.load")  # what their gradients are, no derivatives
-EXPERTS = {
+MODEL = {  # everything that embeds, ends or repeats in its own way
+    "num_layers": 1,
     "num_experts": 4,
     "expert_ffn_size": 16,
-    "shared_ffn_size": 16,
-    "first_dense_layers": 1,
     "router_score": RouterScore.sigmoid,
-    "router_normalize": True,
     "router_bias": True,
+    "attention_window": 5,
+    "position": Position.learned,
+    "max_position": LENGTH,
+    "norm_place": NormPlace.sandwich,
+    "embedding_scale": 3.0,
+    "logit_softcap": 4.0,
+    "tied": True,
+    "mtp_depths": DEPTHS,
+    "mtp_loss": FACTOR,
 }
-MODELS = {
-    "deepseek": {**EXPERTS, "num_layers": 2},
-    "odd": {
-        "num_layers": 3,  # the last has a window
-        "attention_window": 5,
-        "attention_global_every": 2,
-        "position": Position.learned,
-        "max_position": LENGTH,
-        "norm_place": NormPlace.sandwich,
-        "embedding_scale": 3.0,
-        "logit_softcap": 4.0,
-        "tied": True,
-    },
-}
-LOOPED = [*MODELS]
-MODELS["plain"] = {"num_layers": 1}
-
-
-def configured(kind: str, train: dict | None = None, model: dict | None = None, **parallel):
-    fields = {"num_heads": 4, "mtp_depths": DEPTHS, "mtp_loss": FACTOR, **MODELS[kind]}
-    return tiny({**fields, **(model or {})}, train, **parallel)
 
 
 def packed(rows: int) -> dict[str, np.ndarray]:
@@ -62,9 +48,9 @@ def packed(rows: int) -> dict[str, np.ndarray]:
     return {"segment_ids": segments.astype(np.int32)}
 
 
-def drawn(kind: str, rows: int):
+def drawn(rows: int):
     """(model of random arrays, norms too, a batch of packed rows)."""
-    config = configured(kind).model
+    config = tiny(MODEL).model
     shapes = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
     rng = np.random.default_rng(0)
     model = jax.tree.map(lambda a: jnp.asarray(0.3 * rng.normal(size=a.shape), a.dtype), shapes)
@@ -114,10 +100,9 @@ def assert_same(found, wanted) -> None:
         assert error <= TOLERANCE * np.abs(b).max() + FLOOR, jax.tree_util.keystr(path)
 
 
-@pytest.mark.parametrize("kind", LOOPED)
-def test_a_loop_over_depths_gives_the_same_loss_and_gradients(kind):
+def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
     """Those of the shared embedding and output weights from all their uses."""
-    model, batch = drawn(kind, 2)
+    model, batch = drawn(2)
     whole = complete({n: a[None] for n, a in batch.items()}, LossReduction.token_mean, 1, DEPTHS)
     whole = {name: array[0] for name, array in whole.items()}
 
@@ -160,57 +145,10 @@ def test_what_comes_later():
     assert later["loss_mask"].tolist() == [[0, 1, 0, 1, 1, 0]]
 
 
-# With dropout, and with losses of experts' balance: what no cotangent scales is counted once.
-NOISY = {"dropout_hidden": 0.1, "dropout_embedding": 0.1, "router_sequence_aux_loss": 0.1}
-LAYOUTS = [
-    {"pipe": 2, "chunks": 2, "expert": 2, "fsdp": 1, "tensor": 2},
-    {"data": 2, "fsdp": 2, "tensor": 2, "zero1": False},
-]
-
-
-@functools.cache
-def gradients(layout: int | None):
-    """(sums, gradients by name in model order) of one batch of packed rows."""
-    parallel = {"fsdp": 1} if layout is None else LAYOUTS[layout]
-    train = {"micro_batch_size": 0 if layout is None else 2}
-    fields = {**NOISY, "num_layers": 4, "first_dense_layers": 0, "mtp_depths": 1}
-    config = configured("deepseek", train, fields, **parallel)
-    mesh = mesh_of(config)
-    _, abstract, state = tiny_state(config, mesh)
-    batch = tiny_batch(config, mesh, 0, **packed(BATCH))
-    found, sums = jax.jit(make_gradients(config, mesh, abstract.model))(
-        state.model, batch, state.key
-    )
-    order, arrays = abstract.model.stack.layout, {}
-    for name, array in to_arrays(found).items():
-        array = np.asarray(array)
-        if name.startswith("stack."):
-            array = array[order.places(int(name.split(".")[2]))]
-        arrays[name] = array
-    return jax.device_get(sums), arrays
-
-
-@pytest.mark.parametrize(
-    "layout", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in range(1, len(LAYOUTS)))]
-)
-def test_layouts_equal_one_device(layout):
-    (sums, found), (wanted_sums, wanted) = gradients(layout), gradients(None)
-    assert found.keys() == wanted.keys() and len(sums["mtp_loss_sum"]) == 1
-    for name, array in {**found, **sums}.items():
-        expected = (wanted | wanted_sums)[name]
-        rows = min(len(array), len(expected)) if array.ndim else None
-        array, expected = (a[:rows] if rows else a for a in (array, expected))  # padded words
-        error = np.abs(array - expected).max()
-        assert error <= TOLERANCE * np.abs(expected).max() + FLOOR, name
-    counts = [a for name, a in wanted.items() if name.startswith("mtp") and "moe.bias" in name]
-    copies = [array[..., : EXPERTS["num_experts"]].sum() for array in counts]
-    assert copies == [2 * BATCH * LENGTH]
-
-
 def test_a_run_reports_further_tokens_saves_them_and_resumes_bitwise(tmp_path):
     """As Megatron-LM reduces: microbatch by microbatch, with each depth's own tokens."""
     train = {"loss_reduction": LossReduction.megatron, "micro_batch_size": 8}
-    config = configured("plain", train, {"mtp_depths": 1}, fsdp=1)
+    config = tiny({"num_layers": 1, "mtp_depths": 1}, train, fsdp=1)
     mesh = mesh_of(config)
     optimizer, abstract, state = tiny_state(config, mesh)
     batch = tiny_batch(config, mesh)
@@ -228,37 +166,31 @@ def test_a_run_reports_further_tokens_saves_them_and_resumes_bitwise(tmp_path):
     assert sums.keys() == {"loss_sum", "tokens"}
 
 
-def test_other_weights_and_outputs_are_those_without_further_tokens():
-    config = configured("plain").model
-
-    @jax.jit
-    def made(key):
-        both = (dataclasses.replace(config, mtp_depths=depths) for depths in (1, 0))
-        return [to_arrays(LM(key, one)) for one in both]
-
-    arrays, plain = made(jax.random.key(0))
-    assert {name for name in arrays if not name.startswith("mtp.")} == plain.keys()
-    for name, array in plain.items():
-        np.testing.assert_array_equal(array, arrays[name])
+KINDS = {  # of the last layer
+    "experts": {"num_layers": 3, "num_experts": 4, "first_dense_layers": 2},
+    "no experts": {"num_layers": 2, "num_experts": 4, "expert_every": 2},
+    "window": {"num_layers": 3, "attention_window": 5, "attention_global_every": 2},
+    "whole": {"num_layers": 2, "attention_window": 5, "attention_global_every": 2},
+    "parallel": {"num_layers": 2, "parallel_block": True, "num_heads": 4},
+}
 
 
-def test_flops_are_those_of_a_layer_and_the_logits_once_more():
-    """Of the last kind of layer: with experts, or with a window."""
-    for kind in MODELS:
-        model = configured(kind).model
-        one, none = (dataclasses.replace(model, mtp_depths=depths) for depths in (1, 0))
-        longer = dataclasses.replace(none, num_layers=model.num_layers + 1)
-        if model.attention_global_every:
-            longer = dataclasses.replace(none, num_layers=model.num_layers + 2)
-            shorter = dataclasses.replace(none, num_layers=model.num_layers + 1)
-        else:
-            shorter = none
-        width, length = model.hidden_size, 16
-        more = training_flops(longer, length) - training_flops(shorter, length)
-        more += 6 * length * width * (model.padded_vocab_size(1) + 2 * width + 3)
-        assert training_flops(one, length) - training_flops(none, length) == more
-        both = training_flops(model, length) - training_flops(none, length)
-        assert both == DEPTHS * more
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_depth_has_a_layer_of_the_last_kind(kind):
+    """Its FLOPs are those of that layer and of the logits, once more."""
+    layers, flops = {}, {}
+    for depths, more in ((0, 0), (1, 0), (2, 0), (0, -1)):
+        fields = {**KINDS[kind], "mtp_depths": depths}
+        model = tiny({**fields, "num_layers": fields["num_layers"] + more}).model
+        layers[depths, more] = jax.eval_shape(lambda k, m=model: LM(k, m), jax.random.key(0))
+        flops[depths, more] = training_flops(model, LENGTH)
+    (depth,) = layers[1, 0].mtp.depths
+    last = pattern(tiny(KINDS[kind]).model)[-1][0]
+    own = tuple(sublayer.spec for sublayer in depth.layer.sublayers)
+    assert own == last[-len(own) :] and len(own) == 2 - (kind == "parallel")
+    width, words = 32, tiny().model.padded_vocab_size(1)
+    each = 6 * LENGTH * width * (words + 2 * width + 3) + flops[0, 0] - flops[0, -1]
+    assert flops[1, 0] - flops[0, 0] == each and flops[2, 0] - flops[0, 0] == 2 * each
 
 
 @pytest.mark.parametrize(
@@ -272,7 +204,7 @@ def test_flops_are_those_of_a_layer_and_the_logits_once_more():
     ],
 )
 def test_what_does_not_fit_is_refused(model, lora, message):
-    config = configured("deepseek", None, model, fsdp=1)
+    config = tiny({**MODEL, **model}, fsdp=1)
     config.lora.rank = lora
     with pytest.raises(ValueError, match=message):
         mesh_of(config)
