@@ -113,7 +113,8 @@ def opened(options: Options) -> convert.Source:
 def imported(options: Options) -> convert.Pairs:
     source = opened(options)
     model = families.model_config(source.config)
-    return convert.match(source.weights, model, families.architecture(source.config))
+    family, predicted = families.architecture(source.config), families.num_predicted(source.config)
+    return convert.match(source.weights, model, family, predicted)
 
 
 if __name__ == "__main__":

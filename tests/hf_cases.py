@@ -124,3 +124,34 @@ def families(
         "nemotron": ("NemotronForCausalLM", wide),
         "gpt 2": ("GPT2LMHeadModel", old(hidden, heads)),
     }
+
+
+EXPERTS = {"num_experts_per_tok": 2}
+
+
+def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str, tuple[str, dict]]:
+    """The same of models with experts: their sizes differ from those of dense layers."""
+    wide, own = gated(hidden, heads) | EXPERTS, {"head_dim": own_head_dim}
+    narrow = {"moe_intermediate_size": hidden // 2 + 4}
+    qwen = wide | narrow | {"num_experts": 4}
+    deep = wide | narrow | {"n_routed_experts": 8, "num_hidden_layers": 3}
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    return {
+        "mixtral": ("MixtralForCausalLM", {**wide, "num_local_experts": 4}),
+        "qwen 2 moe": (
+            "Qwen2MoeForCausalLM",
+            {**qwen, "shared_expert_intermediate_size": 24, "num_experts_per_tok": 3}
+            | {"mlp_only_layers": [0]},
+        ),
+        "qwen 3 moe": ("Qwen3MoeForCausalLM", {**qwen, **own, "norm_topk_prob": True}),
+        "gpt oss": (
+            "GptOssForCausalLM",
+            {**wide, **own, "num_local_experts": 4, "sliding_window": WINDOW}
+            | {"swiglu_limit": 1.0, "rope_parameters": YARN},
+        ),
+        "glm 4 moe": (
+            "Glm4MoeForCausalLM",
+            {**deep, **groups, **own, "attention_bias": True, "use_qk_norm": True}
+            | {"partial_rotary_factor": 0.5, "n_shared_experts": 2, "num_mtp_layers": 0},
+        ),
+    }

@@ -1,6 +1,7 @@
 """A checkpoint written and read one piece at a time: the manager's format, in little memory.
 
-A piece is a whole tensor or one entry of its dimension 0 (a layer of a stacked array). Pieces are
+A piece is a whole tensor, one entry of its dimension 0 (a layer of a stacked array), or one of both
+its first dimensions (an expert of a layer). Pieces are
 cast, digested and written in blocks of rows, so what counts is the largest piece that the caller
 holds, never the tensor. Files of the manager's own checkpoints are mapped, not read whole.
 """
@@ -11,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from maxmeg.checkpoint.manager import ARRAYS, Checkpointer
 BLOCK_BYTES = 64 << 20  # of a file, and of what is cast and digested at once
 _BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
 _SHOWN = 5
+Index = tuple[int, ...]  # of a piece: (), (layer,) or (layer, expert)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ class StreamWriter:
                 )
         self._manifest = Manifest(step, json.loads(json.dumps(metadata)), {}, {})
         self._tensors = dict(tensors)
-        self._written: dict[str, set[int | None]] = {path: set() for path in tensors}
+        self._written: dict[str, set[Index]] = {path: set() for path in tensors}
         self._sums = {path: np.zeros(2, np.uint32) for path in tensors}
         self._checkpointer = Checkpointer(folder)
         self._temporary = self._checkpointer.folder_of(step).with_suffix(".tmp")
@@ -68,15 +70,21 @@ class StreamWriter:
         (self._temporary / ARRAYS / "_METADATA").write_text(described, "utf-8")
 
     def write(
-        self, path: str, array: np.ndarray, index: int | None = None, *, pad_rows: bool = False
+        self,
+        path: str,
+        array: np.ndarray,
+        index: Index | int | None = None,
+        *,
+        pad_rows: bool = False,
     ) -> None:
-        """Writes a tensor, or entry `index` of its dimension 0.
+        """Writes a tensor, or entry `index` of its first dimensions.
 
         The dtype may be one that casts exactly (bfloat16 for float32). With pad_rows the array
         may have fewer rows than the piece: zeros follow.
         """
-        info = self._claim(path, index)
-        shape = info.shape if index is None else info.shape[1:]
+        lead = as_index(index)
+        info = self._claim(path, lead)
+        shape = info.shape[len(lead) :]
         padded = array.shape
         if pad_rows and shape and len(padded) == len(shape) and padded[0] < shape[0]:
             padded = (shape[0], *padded[1:])
@@ -85,7 +93,6 @@ class StreamWriter:
                 f"a piece of {path} is {array.dtype}{list(array.shape)}: expected "
                 f"{info.dtype}{list(shape)}"
             )
-        lead = () if index is None else (index,)
         blocks = row_blocks(shape, info.dtype.itemsize)
         chunk = (*(1 for _ in lead), *_block_shape(shape, blocks[0]))
         folder = self._temporary / ARRAYS / path.replace("/", ".")
@@ -112,8 +119,8 @@ class StreamWriter:
             done = self._written[path]
             if not done:
                 missing.append(path)
-            elif None not in done and len(done) < info.shape[0]:
-                missing.append(f"{path} (has {len(done)} of {info.shape[0]} entries)")
+            elif len(done) < (entries := _num_pieces(info, done)):
+                missing.append(f"{path} (has {len(done)} of {entries} entries)")
         if missing:
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise ValueError(
@@ -136,16 +143,15 @@ class StreamWriter:
         finally:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
-    def _claim(self, path: str, index: int | None) -> TensorInfo:
+    def _claim(self, path: str, index: Index) -> TensorInfo:
         """Marks a piece as written."""
         info = self._tensors.get(path)
         if info is None:
             raise ValueError(f"tensor {path} was not announced: announced are {len(self._tensors)}")
-        if index is not None and (not info.shape or not 0 <= index < info.shape[0]):
-            raise ValueError(f"tensor {path} of shape {info.shape} has no entry {index}")
+        _check_index(path, info, index)
         done = self._written[path]
-        if index in done or None in done or (index is None and done):
-            piece = "as a whole" if index is None else f"entry {index}"
+        if index in done or any(len(other) != len(index) for other in itertools.islice(done, 1)):
+            piece = f"entry {_shown(index)}" if index else "as a whole"
             raise ValueError(f"tensor {path}, {piece}, is written twice: write each piece once")
         done.add(index)
         return info
@@ -168,18 +174,16 @@ class StreamReader:
         }
         self._chunks: dict[str, tuple[int, ...]] = {}
         self._sums: dict[str, np.ndarray] = {}
-        self._read: dict[str, set[int | None]] = {}
+        self._read: dict[str, set[Index]] = {}
 
-    def read(self, path: str, index: int | None = None) -> np.ndarray:
-        """A tensor, or entry `index` of its dimension 0."""
+    def read(self, path: str, index: Index | int | None = None) -> np.ndarray:
+        """A tensor, or entry `index` of its first dimensions."""
         info, folder = self._opened(path)
-        if index is not None and (not info.shape or not 0 <= index < info.shape[0]):
-            raise ValueError(f"tensor {path} of shape {info.shape} has no entry {index}")
-        rows = slice(0, info.shape[0] if info.shape else 1)
-        rows = rows if index is None else slice(index, index + 1)
-        array = _assemble(folder, info, self._chunks[path], rows)
-        array = array if index is None else array[0]
-        self._verify(path, info, array, index)
+        lead = as_index(index)
+        _check_index(path, info, lead)
+        array = _assemble(folder, info, self._chunks[path], [slice(i, i + 1) for i in lead])
+        array = array[(0,) * len(lead)] if lead else array
+        self._verify(path, info, array, lead)
         return array
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
@@ -187,7 +191,7 @@ class StreamReader:
         info, folder = self._opened(path)
         sums = np.zeros(2, np.uint32)
         for rows in row_blocks(info.shape, info.dtype.itemsize):
-            block = _assemble(folder, info, self._chunks[path], rows)
+            block = _assemble(folder, info, self._chunks[path], [rows] if info.shape else [])
             sums += integrity.digest_piece(block, _numbers((), info.shape, rows.start))
             yield block
         found = {path: integrity.render_digest(sums)}
@@ -206,24 +210,42 @@ class StreamReader:
             self._chunks[path] = _chunk_shape(folder / "zarr.json", info)
         return info, folder / "c"
 
-    def _verify(self, path: str, info: TensorInfo, array: np.ndarray, index: int | None) -> None:
+    def _verify(self, path: str, info: TensorInfo, array: np.ndarray, lead: Index) -> None:
         """Adds a piece to the tensor's digest, and compares that when it is complete."""
         done = self._read.setdefault(path, set())
-        if index in done or None in done:
+        if lead in done or () in done:
             return
-        if index is None:
+        if any(len(other) != len(lead) for other in itertools.islice(done, 1)):
             done.clear()
             self._sums[path] = np.zeros(2, np.uint32)
-        done.add(index)
+        done.add(lead)
         sums = self._sums.setdefault(path, np.zeros(2, np.uint32))
-        lead = () if index is None else (index,)
         for rows in row_blocks(array.shape, info.dtype.itemsize):
             block = np.ascontiguousarray(array[rows] if array.shape else array)
             block = block.reshape((*(1 for _ in lead), *_block_shape(array.shape, rows)))
             sums += integrity.digest_piece(block, _numbers(lead, array.shape, rows.start))
-        if index is None or len(done) == info.shape[0]:
+        if len(done) == _num_pieces(info, done):
             found = {path: integrity.render_digest(sums)}
             integrity.verify_digests(self._folder, self._manifest, found)
+
+
+def as_index(index: Index | int | None) -> Index:
+    return () if index is None else (index,) if isinstance(index, int) else index
+
+
+def _check_index(path: str, info: TensorInfo, index: Index) -> None:
+    inside = len(index) <= len(info.shape)
+    if not inside or not all(0 <= i < size for i, size in zip(index, info.shape, strict=False)):
+        raise ValueError(f"tensor {path} of shape {info.shape} has no entry {_shown(index)}")
+
+
+def _num_pieces(info: TensorInfo, pieces: set[Index]) -> int:
+    """Of how many pieces such as these a tensor consists."""
+    return math.prod(info.shape[: len(next(iter(pieces)))])
+
+
+def _shown(index: Index) -> str:
+    return ", ".join(map(str, index))
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int, limit: int | None = None) -> list[slice]:
@@ -301,10 +323,13 @@ def _chunk_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _assemble(folder: Path, info: TensorInfo, chunk: tuple[int, ...], rows: slice) -> np.ndarray:
-    """Rows of a tensor along dimension 0, copied from the mapped files that hold them."""
-    begins = (rows.start, *(0 for _ in info.shape[1:])) if info.shape else ()
-    ends = (rows.stop, *info.shape[1:]) if info.shape else ()
+def _assemble(
+    folder: Path, info: TensorInfo, chunk: tuple[int, ...], ranges: Sequence[slice]
+) -> np.ndarray:
+    """A part of a tensor, the ranges being of its first dimensions, copied from the mapped files
+    that hold it."""
+    begins = (*(r.start for r in ranges), *(0 for _ in info.shape[len(ranges) :]))
+    ends = (*(r.stop for r in ranges), *info.shape[len(ranges) :])
     spans = list(zip(begins, ends, chunk, strict=True))
     array = np.empty([end - begin for begin, end, _ in spans], info.dtype)
     for numbers in itertools.product(*(range(b // part, -(-e // part)) for b, e, part in spans)):

@@ -51,7 +51,9 @@ class Weights(typing.Protocol):
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, *index: int) -> np.ndarray:
+        """A tensor, or an entry of its first dimensions."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,14 +103,17 @@ def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
     return dataclasses.replace(source, files=(*others, *beside))
 
 
-def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
+def match(weights: Weights, model: ModelConfig, family: str, predicted: int = 0) -> Pairs:
     """(name in the files, binding) of every tensor of a model, in the bindings' order.
+
+    predicted: so many layers after the last one are left out.
 
     ValueError naming tensors that are missing, unknown, given twice, or of another shape or dtype.
     A tied tensor that is given once more must be equal.
     """
     names: dict[str, str] = {}
-    for name, known in families.canonical_names(weights.tensors, family).items():
+    every = families.canonical_names(weights.tensors, family)
+    for name, known in families.without_predicted(every, model, family, predicted).items():
         if known in names:
             raise ValueError(f"{names[known]} and {name} are both {known}: remove one of them")
         names[known] = name
@@ -147,7 +152,8 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
     tokenizer: as data.tokenizer, in place of the one among the source's files.
     """
     family, model = families.architecture(source.config), families.model_config(source.config)
-    matched = match(source.weights, model, family)
+    predicted = families.num_predicted(source.config)
+    matched = match(source.weights, model, family, predicted)
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty: choose another --output")
@@ -161,11 +167,17 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
         }
         with StreamWriter(target / CHECKPOINTS, 0, array_paths(model), metadata) as writer:
             for name, binding in matched:
-                parts = binding.split(source.weights.read(name))
-                for place, part in zip(binding.ours, parts, strict=True):
-                    padded = place.name in VOCABULARY_TABLES
-                    writer.write(array_path(place.name), part, place.layer, pad_rows=padded)
+                for expert, piece in binding.pieces():
+                    tensor = source.weights.read(name, *(() if expert is None else (expert,)))
+                    for place, part in zip(piece.ours, piece.split(tensor), strict=True):
+                        padded = place.name in VOCABULARY_TABLES
+                        writer.write(array_path(place.name), part, place.index, pad_rows=padded)
+            for name, shape in families.unused_arrays(model).items():
+                writer.write(array_path(name), np.zeros(shape, np.float32))
         files.save(config, target / "config.yaml")
+        every = families.canonical_names(source.weights.tensors, family)
+        if len(families.without_predicted(every, model, family, predicted)) < len(every):
+            notes += (f"{predicted} layers that predict further tokens were left out",)
     except BaseException:
         for path in [target] if new else list(target.iterdir()):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -199,14 +211,20 @@ def export_model(
     described["dtype"] = dtype.value
     described.pop("torch_dtype", None)
     bindings = families.bindings(model, family)
-    tensors = {b.theirs: TensorInfo(WRITTEN[dtype], b.shape) for b in bindings}
+    tensors = {
+        b.theirs: TensorInfo(WRITTEN[DType.float32 if b.exact else dtype], b.shape)
+        for b in bindings
+    }
     with SafetensorsWriter(target, tensors, max_shard_bytes) as writer:
         for binding in bindings:
             if binding.ours[0].name in VOCABULARY_TABLES:
                 writer.write_rows(binding.theirs, trained.words(binding.ours[0].name))
                 continue
-            parts = [trained.read(place) for place in binding.ours]
-            writer.write(binding.theirs, binding.join(parts))
+            joined = (piece.join([*map(trained.read, piece.ours)]) for _, piece in binding.pieces())
+            if binding.stacked:
+                writer.write_rows(binding.theirs, (expert[None] for expert in joined))
+            else:
+                writer.write(binding.theirs, next(joined))
     small, notes = _tokenizer_files(folder, config)
     for path, name in small.items():
         shutil.copyfile(path, target / name)
@@ -325,4 +343,4 @@ def _report(family: str, matched: Pairs, tokenizer: str, notes: tuple[str, ...])
 
 
 def _shown(place: Place) -> str:
-    return place.name if place.layer is None else f"{place.name}[{place.layer}]"
+    return f"{place.name}[{', '.join(map(str, place.index))}]" if place.index else place.name

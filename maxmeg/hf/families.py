@@ -1,5 +1,6 @@
 """config.json <-> ModelConfig, and a model's tensors <-> arrays, of every family in tables.py."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -9,21 +10,25 @@ from collections.abc import Iterable, Mapping
 import jax
 
 from maxmeg.config.architecture import model_problems
-from maxmeg.config.model import ModelConfig
-from maxmeg.hf.binding import Binding, Fusion, Place, only, same
+from maxmeg.config.model import ModelConfig, RouterScore
+from maxmeg.hf import experts
+from maxmeg.hf.binding import Binding, Fusion, Interleaved, Place, only, same
+from maxmeg.hf.expert_tables import SPARSE
 from maxmeg.hf.keys import TOKENS, Keys, refused, resolved
-from maxmeg.hf.tables import FAMILIES, Family
+from maxmeg.hf.tables import DENSE, Family
 from maxmeg.models.lm import LM, layer_places
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE}
 SEES = "Gemma3ForConditionalGeneration"  # its text part is a model of its own
 OF_THE_WHOLE = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields that change how a model trains or runs, not what it is.
 FREE = {
     *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
     *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
+    *("router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss"),
+    "expert_backend",
 }
 CLOSE = 1e-9  # of numbers that go through a root and back
 
@@ -75,6 +80,22 @@ def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
     return model
 
 
+def num_predicted(config: Mapping[str, typing.Any]) -> int:
+    """How many layers follow the last one in a checkpoint to predict further tokens."""
+    table = FAMILIES[architecture(config)]
+    there = any(isinstance(part, experts.Predicted) for part in table.parts)
+    return experts.num_predicted(Keys(config)) if there else 0
+
+
+def without_predicted(
+    names: Mapping[str, str], model: ModelConfig, family: str, count: int
+) -> dict[str, str]:
+    """Canonical names without those of the `count` layers after the last of the model."""
+    layers = range(model.num_layers, model.num_layers + count)
+    prefixes = tuple(f"{table_of(family).layer}{layer}." for layer in layers)
+    return {name: known for name, known in names.items() if not known.startswith(prefixes)}
+
+
 def hf_config(
     model: ModelConfig, family: str, source: Mapping[str, typing.Any] | None = None
 ) -> dict[str, typing.Any]:
@@ -113,8 +134,17 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
 
 
 def plain_value(model: ModelConfig, field: str) -> typing.Any:
+    """A field's value, or what it stands for: equal for models that compute the same."""
     if field == "attention_scale":
         return model.attention_scale or model.head_size**-0.5
+    if field == "ffn_size" and model.num_experts and not model.dense_layers:
+        return None  # no layer has an MLP
+    softmax = model.router_score is RouterScore.softmax
+    if field in ("router_over_all", "router_normalize") and softmax:
+        # Divided by their sum, those chosen of a softmax over all are the softmax over them.
+        late = not model.router_over_all
+        late |= model.router_normalize and model.experts_per_token > 1
+        return field == "router_over_all" and not late
     return resolved(model, field)
 
 
@@ -141,6 +171,24 @@ def array_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+COUNT = ".mixers.moe.bias"  # how an array's name ends
+
+
+def is_count(name: str) -> bool:
+    """Whether an array balances loads by counts: it is exact, and none of the weights."""
+    return name.endswith(COUNT)
+
+
+def unused_arrays(model: ModelConfig) -> dict[str, Shape]:
+    """Arrays that take no part, which no tensor holds: biases for the choice of experts of a
+    router without them, zero."""
+    return unused_of(array_shapes(model), model) if model.num_experts else {}
+
+
+def unused_of(shapes: dict[str, Shape], model: ModelConfig) -> dict[str, Shape]:
+    return {} if model.router_bias else {n: s for n, s in shapes.items() if is_count(n)}
+
+
 def our_module(short: str, model: ModelConfig, first: int) -> str:
     """`attention.query` within a unit: the layer's sublayers begin with number `first`."""
     mixer, _, rest = short.partition(".")
@@ -163,33 +211,73 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
             if (place := f"{ours}.{leaf}") in shapes:
                 shape = shapes[place]
                 found.append(Binding(f"{theirs}.{name}", shape, (Place(place),), same, only))
-    modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
-    for layer, (group, repeat, first) in enumerate(layer_places(model)):
-        for short, theirs in modules.items():
-            names = (short,) if isinstance(short, str) else short
-            ours = [f"stack.groups.{group}.{our_module(name, model, first)}" for name in names]
-            groups = model.kv_heads if theirs in table.grouped else 1
-            for leaf in ("weight", "bias"):
-                places = tuple(Place(f"{name}.{leaf}", repeat) for name in ours)
-                if any(place.name in shapes for place in places):
-                    name = f"{table.layer}{layer}.{theirs}.{leaf}"
-                    found.append(fused(name, places, shapes, groups, table))
+    for layer, place in enumerate(layer_places(model)):
+        found += layer_bindings(layer, place, model, table, shapes)
+    unused = unused_of(shapes, model).keys()
+    found = [binding for binding in found if binding.ours[0].name not in unused]
     bound = {place.name for binding in found for place in binding.ours}
-    if missing := shapes.keys() - bound:
+    if missing := shapes.keys() - bound - unused:
         raise ValueError(f"{table.model_type} has no tensor for {', '.join(sorted(missing))}")
     return found
+
+
+def layer_bindings(
+    layer: int,
+    place: tuple[int, int, int],
+    model: ModelConfig,
+    table: Family,
+    shapes: dict[str, Shape],
+) -> list[Binding]:
+    """The tensors of one layer, which lies at `place` (see layer_places)."""
+    (group, repeat, first), found = place, []
+
+    def places(names: str | tuple[str, ...], leaf: str, expert: int | None) -> tuple[Place, ...]:
+        """The arrays of a binding; none where the model has not all of them."""
+        names = (names,) if isinstance(names, str) else names
+        modules = [our_module(name, model, first) for name in names]
+        ours = [f"stack.groups.{group}.{module}{leaf}" for module in modules]
+        there = all(name in shapes for name in ours)
+        return tuple(Place(name, repeat, expert) for name in ours) if there else ()
+
+    modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
+    for names, theirs in modules.items():
+        groups = model.kv_heads if theirs in table.grouped else 1
+        for leaf in (".weight", ".bias"):
+            if ours := places(names, leaf, None):
+                found.append(fused(f"{theirs}{leaf}", ours, shapes, groups, table))
+    for names, theirs in table.arrays.items():
+        if ours := places(names, "", None):
+            made = fused(theirs, ours, shapes, 1, table)
+            found.append(dataclasses.replace(made, exact=is_count(ours[0].name)))
+    for names, theirs in table.experts.items():
+        by_expert = range(model.num_experts) if "{}" in theirs else [None]
+        for expert in by_expert:
+            if not (ours := places(names, "", expert)):
+                break
+            name = theirs.format(expert)
+            made = stacked if expert is None else functools.partial(fused, groups=1, table=table)
+            found.append(made(name, ours, shapes))
+    return [dataclasses.replace(b, theirs=f"{table.layer}{layer}.{b.theirs}") for b in found]
 
 
 def fused(
     theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape], groups: int, table: Family
 ) -> Binding:
     """The binding of one projection, of several fused ones, or of a vector."""
-    inner = [shapes[place.name][1:] for place in places]
+    inner = [shapes[place.name][len(place.index) :] for place in places]
     widths = tuple(shape[-1] // groups for shape in inner)
     fusion = Fusion(groups, widths, table.outputs_first)
     shape = (*inner[0][:-1], fusion.outputs)
     shape = shape[::-1] if table.outputs_first else shape
     return Binding(theirs, shape, places, fusion.split, fusion.join)
+
+
+def stacked(theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape]) -> Binding:
+    """The binding of a projection of all experts, or of several whose outputs take turns."""
+    *inner, width = shapes[places[0].name][1:]
+    turns = Interleaved(len(places))
+    shape = (*inner, width * len(places))
+    return Binding(theirs, shape, places, turns.split, turns.join, stacked=True)
 
 
 def aliases(model: ModelConfig, family: str) -> dict[str, str]:

@@ -107,7 +107,8 @@ class GgufWeights:
             shape = tuple(int(size) for size in reversed(tensor.shape))
             self.tensors[theirs] = TensorInfo(FLOAT32, shape)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, *index: int) -> np.ndarray:
+        assert not index, "no family of these has stacked experts"
         quants = importlib.import_module("gguf.quants")
         found = self._found[name]
         array = quants.dequantize(found.data, found.tensor_type)

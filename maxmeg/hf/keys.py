@@ -16,7 +16,10 @@ from maxmeg.config.model import ModelConfig
 Found = dict[str, typing.Any]
 
 PLAIN = ModelConfig()
-RESOLVED = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_size": "ffn"}
+RESOLVED = {
+    **{"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_size": "ffn"},
+    "expert_ffn_size": "expert_ffn",
+}
 LARGEST = 2**31 - 1
 MOST_LAYERS = 10_000  # lists are as long
 # Keys that change no result: names, tokens, defaults of generation, what other heads would need.
@@ -32,7 +35,14 @@ HARMLESS = {
     *("attn_implementation", "_attn_implementation", "_attn_implementation_autoset"),
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "use_flash_attention"),
     *("transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version"),
-    *("output_past", "language", "license", "tf_legacy_loss", "use_bfloat16"),
+    *(
+        "output_router_logits",
+        "output_past",
+        "language",
+        "license",
+        "tf_legacy_loss",
+        "use_bfloat16",
+    ),
 }
 # Keys whose every value but these changes the model, whatever the architecture.
 FIXED = {

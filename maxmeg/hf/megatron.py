@@ -145,7 +145,7 @@ def write(
     if padded:
         tensor = tensor[: binding.shape[0]]  # their rows beyond the vocabulary are not zero
     for place, array in zip(binding.ours, binding.split(tensor), strict=True):
-        writer.write(array_path(place.name), array, place.layer, pad_rows=padded)
+        writer.write(array_path(place.name), array, place.index, pad_rows=padded)
 
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:

@@ -96,14 +96,14 @@ def adapted_modules(
 
 def fused(module: Module, reader: StreamReader, outputs_first: bool) -> tuple[np.ndarray, ...]:
     """(A [rank, in], B [out, rank]) of a module, from those of its projections."""
-    a_parts = [reader.read(array_of(place, "a"), place.layer) for place in module.adapted]
+    a_parts = [reader.read(array_of(place, "a"), place.index) for place in module.adapted]
     one = (module.width_out, 1) if outputs_first else (1, module.width_out)
     widths = [part.shape[1] for part in module.binding.split(np.zeros(one, np.float32))]
     parts, first = [], 0
     for place, width in zip(module.binding.ours, widths, strict=True):
         part = np.zeros((module.rank, width), np.float32)
         if place in module.adapted:
-            b = reader.read(array_of(place, "b"), place.layer)
+            b = reader.read(array_of(place, "b"), place.index)
             part[first : first + len(b)] = b
             first += len(b)
         parts.append(part)

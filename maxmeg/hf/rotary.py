@@ -4,6 +4,7 @@
 import dataclasses
 import math
 import typing
+from collections.abc import Mapping
 
 from maxmeg.config.model import ModelConfig, RotaryScaling
 from maxmeg.hf.keys import Found, Keys, checked, refused
@@ -56,7 +57,8 @@ MSCALES = ("mscale", "mscale_all_dim")  # of yarn: another way to say attention_
 class Rotary:
     """theta and part: older names of the base and of the fraction that rotates; part_default 0:
     heads rotate whole; kinds: the scalings that are supported; original: default of a key beside
-    rope_scaling (Phi-3); local: older name of the base of layers with a window (Gemma 3)."""
+    rope_scaling (Phi-3); local: older name of the base of layers with a window (Gemma 3); bare:
+    the settings of a file that says none (GPT-OSS)."""
 
     theta: str = "rope_theta"
     default: float = 10000.0
@@ -65,9 +67,10 @@ class Rotary:
     kinds: tuple[str, ...] = tuple(KINDS)
     original: int = 0
     local: str = ""
+    bare: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict)
 
     def read(self, keys: Keys, found: Found) -> None:
-        settings = joined(keys, "rope_scaling", self.parameters(keys))
+        settings = joined(keys, "rope_scaling", self.parameters(keys)) or dict(self.bare)
         base = agreed(keys, settings, "rope_theta", (self.theta, "rope_theta"), self.default)
         parts = (self.part, "partial_rotary_factor")
         part = agreed(keys, settings, "partial_rotary_factor", parts, self.part_default or 1.0)

@@ -100,9 +100,11 @@ class SafetensorsFolder:
             raise ValueError(_nothing_to_read(self.folder))
         self.tensors = {name: file.tensors[name] for name, file in self._files.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of its mapped file."""
-        return self._files[name].read(name)
+    def read(self, name: str, *index: int) -> np.ndarray:
+        """The tensor, or an entry of its first dimensions, as a read-only view of its mapped
+        file."""
+        tensor = self._files[name].read(name)
+        return tensor[index] if index else tensor
 
     def _shards(self, index: Path) -> dict[str, SafetensorsFile]:
         body = read_json(index)

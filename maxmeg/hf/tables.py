@@ -1,4 +1,5 @@
-"""The families of decoders that Hugging Face's transformers has: names of tensors and of settings.
+"""The families of dense decoders that Hugging Face's transformers has: names of tensors and of
+settings. (Those with experts are in expert_tables.py.)
 
 A family says what all of its models have in common (`constants`), which keys of config.json are
 which fields, and which tensors are which arrays. Defaults are those of transformers' classes: a key
@@ -34,7 +35,9 @@ class Family:
 
     layer: what their names begin with. grouped: fused modules whose outputs are [q.. k v] for each
     key/value head. outputs_first: their projections are [out, in]. own_norms: modules where each
-    mixer of a parallel block has its own norm. ignored: patterns of tensors that hold no weights.
+    mixer of a parallel block has its own norm. arrays: names of tensors, not of modules. experts:
+    of an expert's tensor, its number at {}, or of the stack of all [expert, in, out], several of
+    ours taking turns along `out`. ignored: patterns of tensors that hold no weights.
     renamed: patterns of names in other files. code: of the modules that came with the first files,
     before transformers had the family; they compute the same, and are not run.
     """
@@ -48,6 +51,8 @@ class Family:
     own_norms: Modules = dataclasses.field(default_factory=dict)
     grouped: frozenset[str] = frozenset()
     outputs_first: bool = True
+    arrays: Modules = dataclasses.field(default_factory=dict)
+    experts: Modules = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()
     code: str = ""
@@ -380,7 +385,7 @@ GPT2 = Family(
     ignored=(r"\.attn\.(bias|masked_bias)$",),
 )
 
-FAMILIES: dict[str, Family] = {
+DENSE: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,

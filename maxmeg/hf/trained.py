@@ -40,13 +40,14 @@ class TrainedModel:
         check_arrays(self._base, self.model)
 
     def read(self, place: Place) -> np.ndarray:
-        """An array or one layer of it."""
-        array = self._frozen(self._base.read(array_path(place.name), place.layer))
+        """An array, one layer of it, or an expert of that."""
+        array = self._base.read(array_path(place.name), place.index)
+        array = array if families.is_count(place.name) else self._frozen(array)
         module = array_path(place.name).removesuffix("/weight")
         pair = [f"{module}/lora/{name}" for name in ("a", "b")]
         if pair[0] not in self._own.tensors:
             return array
-        a_IR, b_RO = (self._own.read(path, place.layer) for path in pair)
+        a_IR, b_RO = (self._own.read(path, place.index) for path in pair)
         return merged_weight(array, a_IR, b_RO, self.config.lora.alpha / self.config.lora.rank)
 
     def words(self, table: str) -> Iterator[np.ndarray]:

@@ -40,8 +40,12 @@ def written_types(model: ModelConfig) -> list[str]:
     return types_of(model.attention_global_every if model.attention_window else 1, model.num_layers)
 
 
+@dataclasses.dataclass(frozen=True)
 class LateWindow:
-    """A switch, a window, and the first layer that has it (Qwen)."""
+    """A switch, a window, and the first layer that has it (Qwen); before: the layers before that
+    which have even numbers have it (Qwen 2 with experts)."""
+
+    before: bool = False
 
     def read(self, keys: Keys, found: Found) -> None:
         on = checked("use_sliding_window", keys.take("use_sliding_window", False), bool)
@@ -49,7 +53,9 @@ class LateWindow:
         window = checked("sliding_window", window, int) if on and window is not None else 0
         first = keys.take("max_window_layers", 28)
         first = checked("max_window_layers", 28 if first is None else first, int, zero=True)
-        default = [SLIDING if window and i >= first else FULL for i in range(found["num_layers"])]
+        numbers = range(found["num_layers"])
+        late = [i < first and i % 2 == 0 if self.before else i >= first for i in numbers]
+        default = [SLIDING if window and there else FULL for there in late]
         read_types(keys, found, default, window)
 
     def write(self, model: ModelConfig) -> dict[str, typing.Any]:
@@ -64,16 +70,15 @@ class LateWindow:
 
 @dataclasses.dataclass(frozen=True)
 class AlternatingWindow:
-    """Every n-th layer is global (Gemma); n of the key, or fixed."""
+    """Every n-th layer is global (Gemma); n of the key, or fixed; default: the window."""
 
     every: int
     key: str = ""
+    default: int = 4096
 
     def read(self, keys: Keys, found: Found) -> None:
-        every, window = (
-            self.every,
-            checked("sliding_window", keys.take("sliding_window", 4096), int),
-        )
+        every, window = self.every, keys.take("sliding_window", self.default)
+        window = checked("sliding_window", window, int)
         for name in (self.key, "_" + self.key) if self.key else ():
             every = checked(name, keys.take(name, every), int)
         read_types(keys, found, types_of(every, found["num_layers"]), window)

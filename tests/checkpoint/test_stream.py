@@ -27,6 +27,7 @@ def arrays():
         "model/stack/groups/0/w": rng.integers(0, 2**32, (3, 7, 5), dtype=np.uint32).view("f4"),
         "model/stack/groups/0/b": rng.standard_normal((3, 6)).astype("f4"),
         "model/stack/groups/0/scale": np.float32([0.5, -0.0, 2]),
+        "model/stack/groups/0/experts/up": rng.standard_normal((3, 2, 5, 4)).astype("f4"),
         "model/table": rng.standard_normal((13, 4)).astype("f4"),
         "model/half": rng.standard_normal((4, 6)).astype(BF16),
         "step": np.int32(7).reshape(()),
@@ -39,16 +40,17 @@ def infos(values):
     return {path: TensorInfo(array.dtype, array.shape) for path, array in values.items()}
 
 
-def stacked(path):
-    return "stack" in path
+def indices_of(path, array):
+    """Of the pieces that it is written in: experts of layers, layers, or the whole."""
+    dimensions = 2 if "experts" in path else int("stack" in path)
+    return [*itertools.product(*map(range, array.shape[:dimensions]))]
 
 
 def write_all(folder, values, step=3, order=lambda indices: indices):
     with StreamWriter(folder, step, infos(values), {"note": [1, None]}) as writer:
         for path, array in values.items():
-            indices = order(list(range(len(array)))) if stacked(path) else [None]
-            for index in indices:
-                writer.write(path, array if index is None else array[index], index)
+            for index in order(indices_of(path, array)):
+                writer.write(path, array[index] if index else array, index)
 
 
 def as_tree(values):
@@ -106,9 +108,11 @@ def check_reader(folder, values):
     assert reader.tensors == infos(values)
     assert reader.metadata["note"] == [1, None]
     for path, array in values.items():
-        if stacked(path):
-            for index in (2, 0, 0, 1):
-                assert_same_bits(reader.read(path, index), array[index])
+        indices = indices_of(path, array)
+        for index in [indices[-1], *indices] if "stack" in path else []:
+            assert_same_bits(reader.read(path, index), array[index])
+        if "experts" in path:
+            assert_same_bits(reader.read(path, 1), array[1])  # pieces of another kind
         assert_same_bits(reader.read(path), array)
         blocks = [*reader.blocks(path)]
         assert_same_bits(np.concatenate(blocks) if array.shape else blocks[0], array)
@@ -152,7 +156,7 @@ def test_casts_exactly_and_pads_with_zeros(tmp_path, block_bytes):
     assert_same_bits(reader.read("w"), np.pad(wide, [(0, 0), (0, 2), (0, 0)]))
 
 
-W, B = "model/stack/groups/0/w", "model/stack/groups/0/b"
+W, B, U = (f"model/stack/groups/0/{name}" for name in ("w", "b", "experts/up"))
 MISTAKES = {
     "unknown tensor": (lambda w, v: w.write("model/wv", v[W]), "model/wv was not announced"),
     "no such entry": (lambda w, v: w.write(W, v[W][0], 3), "has no entry 3"),
@@ -176,7 +180,18 @@ MISTAKES = {
     "entry and whole": (lambda w, v: [w.write(B, v[B][0], 0), w.write(B, v[B])], "written twice"),
     "missing": (
         lambda w, v: w.write(B, v[B][0], 0),
-        r"8 tensors are not written: .*b \(has 1 of 3",
+        r"9 tensors are not written: .*b \(has 1 of 3",
+    ),
+    "no such expert": (lambda w, v: w.write(U, v[U][0, 1], (0, 2)), "has no entry 0, 2"),
+    "layer and expert": (
+        lambda w, v: [w.write(U, v[U][0], 0), w.write(U, v[U][0, 1], (0, 1))],
+        "entry 0, 1, is written twice",
+    ),
+    "missing experts": (
+        lambda w, v: (
+            [w.write(path, v[path]) for path in v if path != U] + [w.write(U, v[U][0, 1], (0, 1))]
+        ),
+        r"1 tensors are not written: .*up \(has 1 of 6",
     ),
 }
 

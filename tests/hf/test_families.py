@@ -125,8 +125,8 @@ def test_split_and_join_are_inverses(name):
         theirs = np.arange(size, dtype=np.float32).reshape(binding.shape)
         ours = binding.split(theirs)
         assert len(ours) == len(binding.ours)
-        for part, (array, layer) in zip(ours, binding.ours, strict=True):
-            assert part.shape == (shapes[array] if layer is None else shapes[array][1:])
+        for part, place in zip(ours, binding.ours, strict=True):
+            assert part.shape == shapes[place.name][len(place.index) :]
         np.testing.assert_array_equal(binding.join(ours), theirs, strict=True)
         np.testing.assert_array_equal(np.sort(np.concatenate([p.ravel() for p in ours])),
                                       theirs.ravel())  # fmt: skip

@@ -1,5 +1,6 @@
-"""Every family on a mesh: weights cut over pipe, fsdp and tensor give the loss and the gradients of
-Hugging Face's own models. (tests/test_step.py has the layouts and options.)"""
+"""Every dense family on a mesh: weights cut over pipe, fsdp and tensor give the loss and the
+gradients of Hugging Face's own models. (tests/test_step.py has the layouts and options,
+tests/test_moe_training.py those of experts.)"""
 
 import dataclasses
 
@@ -14,7 +15,8 @@ from test_families_oracle import assert_same_gradients, imported, saved
 
 from maxmeg.checkpoint.layout import on_disk
 from maxmeg.config.model import DType
-from maxmeg.hf.families import FAMILIES, model_config
+from maxmeg.hf.families import model_config
+from maxmeg.hf.tables import DENSE
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.state import abstract_state, from_tree, nested, to_arrays, to_tree
@@ -28,7 +30,7 @@ NAMES = {CASES[name][0]: name for name in [*reversed(CASES), "falcon 40b"]}
 
 
 def test_every_family_is_here():
-    assert NAMES.keys() == FAMILIES.keys()
+    assert NAMES.keys() == DENSE.keys()
 
 
 def on_mesh(ours: LM, abstract: LM) -> LM:
@@ -69,4 +71,5 @@ def test_family_on_a_mesh(name, tmp_path):
     loss = (losses * weights.flatten()).sum() / weights.sum()
     loss.backward()
     assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(float(loss.detach()), rel=LOSS)
-    assert_same_gradients(to_tree({"model": found})["model"], theirs, model, family)
+    gradients = to_tree({"model": found})["model"]
+    assert_same_gradients(gradients, theirs, model, family, tmp_path / "gradients")

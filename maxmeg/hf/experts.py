@@ -1,0 +1,173 @@
+"""Keys of config.json that describe experts and their router, as parts (see keys.py)."""
+
+import dataclasses
+import typing
+
+from maxmeg.config.model import ModelConfig, QkNorm
+from maxmeg.hf.keys import Found, Key, Keys, checked, refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """A key that is true or false, and what the field is then."""
+
+    name: str
+    field: str
+    default: bool
+    values: tuple[typing.Any, typing.Any]  # of false, of true
+
+    def read(self, keys: Keys, found: Found) -> None:
+        value = keys.take(self.name, self.default)
+        found[self.field] = self.values[checked(self.name, value, bool)]
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        return {self.name: getattr(model, self.field) == self.values[True]}
+
+
+# Those chosen of a softmax, divided by their sum, are the softmax over them.
+NORMALIZED_SOFTMAX = "norm_topk_prob", "router_over_all", False, (True, False)
+HEAD_NORM = Flag("use_qk_norm", "qk_norm", False, (QkNorm.none, QkNorm.head))
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalized:
+    """Whether the weights of the chosen, each of which has a score by itself, add up to one."""
+
+    default: bool = True
+
+    def read(self, keys: Keys, found: Found) -> None:
+        name = "norm_topk_prob"
+        value = checked(name, keys.take(name, self.default), bool)
+        if value and found["experts_per_token"] == 1:
+            remedy = "with num_experts_per_tok=1 every weight would be 1; only false is supported"
+            raise refused(name, value, remedy)
+        found["router_normalize"] = value
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        return {"norm_topk_prob": model.router_normalize and model.experts_per_token > 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Groups of experts, of which a token's best are kept: as good as their `best` best."""
+
+    best: int
+    groups: int | None = 1
+    kept: int | None = 1
+
+    def read(self, keys: Keys, found: Found) -> None:
+        count, kept = keys.take("n_group", self.groups), keys.take("topk_group", self.kept)
+        count = 1 if count is None else checked("n_group", count, int)
+        kept = 1 if kept is None else checked("topk_group", kept, int)
+        if count == 1:
+            if kept != 1:
+                raise refused("topk_group", kept, "n_group=1 has one group to keep")
+            return
+        found |= {"router_groups": count, "router_groups_kept": kept}
+        found["router_group_best"] = self.best
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        return {"n_group": model.router_groups, "topk_group": model.router_groups_kept}
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExperts:
+    """Experts that every token goes to, one beside the other: as wide as so many others."""
+
+    default: int
+
+    def read(self, keys: Keys, found: Found) -> None:
+        name = "n_shared_experts"
+        count = checked(name, keys.take(name, self.default), int)
+        found["shared_ffn_size"] = count * found["expert_ffn_size"]
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        count, rest = divmod(model.shared_ffn_size, model.expert_ffn)
+        if rest or not count:
+            raise ValueError(
+                f"model.shared_ffn_size={model.shared_ffn_size} is no multiple of "
+                f"expert_ffn_size={model.expert_ffn}"
+            )
+        return {"n_shared_experts": count}
+
+
+class DenseLayers:
+    """Layers with an MLP in place of experts: those that are named, and all but every n-th."""
+
+    def read(self, keys: Keys, found: Found) -> None:
+        step = checked("decoder_sparse_step", keys.take("decoder_sparse_step", 1), int)
+        named, count = keys.take("mlp_only_layers"), found["num_layers"]
+        named = [] if named is None else named
+        if not isinstance(named, list) or not all(type(i) is int and i >= 0 for i in named):
+            raise refused("mlp_only_layers", named, "it must be a list of numbers of layers")
+        dense = sorted({i for i in range(count) if i in named or (i + 1) % step})
+        if dense != [*range(len(dense))]:
+            name = "mlp_only_layers" if named else "decoder_sparse_step"
+            remedy = "layers without experts are supported at the start alone"
+            raise refused(name, named or step, remedy)
+        found["first_dense_layers"] = len(dense)
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        return {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.dense_layers)]}
+
+
+class SwitchedWindow:
+    """A switch, and the window of every layer (Qwen 3 with experts)."""
+
+    def read(self, keys: Keys, found: Found) -> None:
+        on = checked("use_sliding_window", keys.take("use_sliding_window", False), bool)
+        window = keys.take("sliding_window", 4096)
+        used = on and window is not None
+        found["attention_window"] = checked("sliding_window", window, int) if used else 0
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        window = model.attention_window
+        return {"use_sliding_window": bool(window), "sliding_window": window or None}
+
+
+@dataclasses.dataclass(frozen=True)
+class NumExperts:
+    """How many experts there are and how many a token goes to; names: in files of different
+    years, the first is written."""
+
+    names: tuple[str, ...]
+    default: int
+    per_token: int | None
+
+    def read(self, keys: Keys, found: Found) -> None:
+        given = [(name, keys.take(name)) for name in self.names]
+        given = [pair for pair in given if pair[1] is not None] or [(self.names[0], self.default)]
+        for name, value in given:
+            found["num_experts"] = checked(name, value, int)
+            if value != given[0][1]:
+                raise refused(name, value, f"{given[0][0]}={given[0][1]} contradicts it: keep one")
+        name = "num_experts_per_tok"
+        found["experts_per_token"] = checked(name, keys.take(name, self.per_token), int)
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        count, chosen = model.num_experts, model.experts_per_token
+        return {self.names[0]: count, "num_experts_per_tok": chosen}
+
+
+class Predicted:
+    """Layers after the last that predict further tokens, which inference does without."""
+
+    def read(self, keys: Keys, found: Found) -> None:
+        num_predicted(keys)
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        return {PREDICTED[0]: 0}
+
+
+PREDICTED = "num_nextn_predict_layers", "num_mtp_layers"
+
+
+def num_predicted(keys: Keys) -> int:
+    given = [(name, keys.take(name)) for name in PREDICTED]
+    counts = [checked(name, value, int, zero=True, most=9) for name, value in given if value]
+    return max(counts, default=0)
+
+
+def aux_loss(default: float) -> Key:
+    """A coefficient: theirs balances all layers together, ours each by itself."""
+    return Key("router_aux_loss_coef", "router_aux_loss", default, zero=True)
