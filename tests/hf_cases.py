@@ -135,6 +135,8 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
     narrow = {"moe_intermediate_size": hidden // 2 + 4}
     qwen = wide | narrow | {"num_experts": 4}
     deep = wide | narrow | {"n_routed_experts": 8, "num_hidden_layers": 3}
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 20, "qk_nope_head_dim": own_head_dim}
+    latent |= {"qk_rope_head_dim": 8, "v_head_dim": 10, "num_key_value_heads": heads}
     groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
     return {
         "mixtral": ("MixtralForCausalLM", {**wide, "num_local_experts": 4}),
@@ -153,5 +155,16 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             "Glm4MoeForCausalLM",
             {**deep, **groups, **own, "attention_bias": True, "use_qk_norm": True}
             | {"partial_rotary_factor": 0.5, "n_shared_experts": 2, "num_mtp_layers": 0},
+        ),
+        "deepseek v2": (
+            "DeepseekV2ForCausalLM",
+            {**deep, **latent, "topk_method": "group_limited_greedy", "topk_group": 2}
+            | {"n_group": 4, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+        ),
+        "deepseek v2 lite": ("DeepseekV2ForCausalLM", {**deep, **latent, "q_lora_rank": None}),
+        "deepseek v3": (
+            "DeepseekV3ForCausalLM",
+            {**deep, **groups, **latent, "rope_parameters": YARN, "num_mtp_layers": 0}
+            | {"first_k_dense_replace": 1},
         ),
     }

@@ -6,22 +6,26 @@ from maxmeg.config.model import Activation, QkNorm, RouterScore
 from maxmeg.hf.experts import (
     HEAD_NORM,
     NORMALIZED_SOFTMAX,
+    AuxAlpha,
+    AuxLoss,
     DenseLayers,
     Flag,
     Groups,
+    Methods,
     Normalized,
     NumExperts,
     Predicted,
     SharedExperts,
     SwitchedWindow,
-    aux_loss,
 )
 from maxmeg.hf.keys import Fixed, Ignored, Key
+from maxmeg.hf.latent import LATENT, LatentRotary
 from maxmeg.hf.rotary import ORIGINAL, Rotary
 from maxmeg.hf.tables import (
     ATTENTION_BIAS,
     ATTENTION_DROPOUT,
     ENDS,
+    GATED_MLP,
     HEAD_DIM,
     HEAD_NORMS,
     LLAMA_LAYER,
@@ -68,7 +72,7 @@ MIXTRAL = Family(
         *numerics(131072, 1e-5),
         *(HEAD_DIM, SILU, ATTENTION_DROPOUT, tied(False), Key(*WINDOW, None, null=True)),
         NumExperts(("num_local_experts", "num_experts"), 8, 2),
-        *(aux_loss(0.001), Fixed("router_jitter_noise", 0.0), Rotary(default=1e6)),
+        *(AuxLoss(), Fixed("router_jitter_noise", 0.0), Rotary(default=1e6)),
     ),
     *(ENDS, "model.layers.", {**PROJECTIONS, **PRE_NORMS}, ROOT),
     arrays={"moe.router": "block_sparse_moe.gate.weight"},
@@ -87,7 +91,7 @@ QWEN2_MOE = Family(
         *(LateWindow(before=True), NumExperts(("num_experts",), 60, 4)),
         *(Key(*EXPERT_FFN, 1408), Flag(*NORMALIZED_SOFTMAX), DenseLayers()),
         Key("shared_expert_intermediate_size", "shared_ffn_size", 5632),
-        *(aux_loss(0.001), Rotary()),
+        *(AuxLoss(), Rotary()),
     ),
     ENDS,
     "model.layers.",
@@ -110,7 +114,7 @@ QWEN3_MOE = dataclasses.replace(
         *(SwitchedWindow(), Ignored(("max_window_layers",))),
         NumExperts(("num_experts", "num_local_experts"), 128, 8),
         *(Key(*EXPERT_FFN, 768), Flag(*NORMALIZED_SOFTMAX), DenseLayers()),
-        *(aux_loss(0.001), Rotary()),
+        *(AuxLoss(), Rotary()),
     ),
     layers={**LLAMA_LAYER, **HEAD_NORMS},
     constants={**ROOT, "qk_norm": QkNorm.head},
@@ -125,7 +129,7 @@ GPT_OSS = Family(
         *(AlternatingWindow(2, default=128), Fixed("swiglu_alpha", 1.702)),
         Key("swiglu_limit", "activation_clamp", 7.0),
         NumExperts(("num_local_experts", "num_experts"), 128, 4),
-        *(aux_loss(0.001), Ignored(("initial_context_length", "experts_per_token"))),
+        *(AuxLoss(), Ignored(("initial_context_length", "experts_per_token"))),
         Rotary(
             default=150000.0,
             bare={
@@ -180,6 +184,59 @@ GLM4_MOE = Family(
     arrays=CORRECTED,
     experts=EXPERTS,
 )
+LATENT_ATTENTION = {
+    "mla.query": "self_attn.q_proj",
+    "mla.query_down": "self_attn.q_a_proj",
+    "mla.query_norm": "self_attn.q_a_layernorm",
+    "mla.query_up": "self_attn.q_b_proj",
+    "mla.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "mla.kv_norm": "self_attn.kv_a_layernorm",
+    ("mla.key_up", "mla.value_up"): "self_attn.kv_b_proj",
+    "mla.out": "self_attn.o_proj",
+}
+DEEPSEEK = {**ROOT, "mla_norm_eps": 1e-6}  # of the latents, whatever the others have
+DEEPSEEK_V3 = Family(
+    "deepseek_v3",
+    (
+        *sizes(129280, 7168, 61, 128, 128, 18432),
+        *numerics(4096, 1e-6),
+        *(*LATENT, Ignored(("head_dim", "qk_head_dim", "ep_size")), SILU, tied(False)),
+        *(ATTENTION_BIAS, ATTENTION_DROPOUT, Fixed("pretraining_tp", 1)),
+        NumExperts(("n_routed_experts", "num_local_experts"), 256, 8),
+        *(Key("moe_intermediate_size", "expert_ffn_size", 2048), SharedExperts(1)),
+        *(Groups(2, 8, 4), Normalized(), Key("routed_scaling_factor", "router_scale", 2.5)),
+        *(Fixed("scoring_func", "sigmoid"), Fixed("topk_method", "noaux_tc"), AuxAlpha()),
+        *(Key("first_k_dense_replace", "first_dense_layers", 3, zero=True), Predicted()),
+        Fixed("moe_layer_freq", 1),
+        *(Key("rope_interleave", "rotary_interleaved", True), LatentRotary()),
+    ),
+    *(ENDS, "model.layers."),
+    {**GATED_MLP, **PRE_NORMS, **LATENT_ATTENTION, **shared_expert("shared_experts")},
+    {**SIGMOID, **DEEPSEEK},
+    grouped=frozenset({"self_attn.kv_b_proj"}),
+    arrays=CORRECTED,
+    experts=EXPERTS,
+    code=r"(configuration|modeling)_deepseek\.",
+)
+DEEPSEEK_V2 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    parts=(
+        *sizes(102400, 4096, 32, 32, None, 11008),
+        *numerics(2048, 1e-6),
+        *(*LATENT, Ignored(("head_dim", "qk_head_dim", "ep_size")), SILU, tied(False)),
+        *(ATTENTION_BIAS, ATTENTION_DROPOUT, Fixed("mlp_bias", False)),
+        *(Fixed("pretraining_tp", 1), NumExperts(("n_routed_experts", "num_experts"), 64, None)),
+        *(Key("moe_intermediate_size", "expert_ffn_size", 1407), SharedExperts(2)),
+        *(Methods(), Fixed("norm_topk_prob", False), AuxAlpha()),
+        Key("routed_scaling_factor", "router_scale", 1.0),
+        *(Fixed("scoring_func", "softmax"), Fixed("moe_layer_freq", 1)),
+        Key("first_k_dense_replace", "first_dense_layers", 0, zero=True),
+        LatentRotary(),
+    ),
+    constants={**DEEPSEEK, "router_over_all": True, "rotary_interleaved": True},
+    arrays={"moe.router": "mlp.gate.weight"},
+)
 
 SPARSE: dict[str, Family] = {
     "MixtralForCausalLM": MIXTRAL,
@@ -187,4 +244,6 @@ SPARSE: dict[str, Family] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
 }

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 
 from maxmeg.config.model import ModelConfig, QkNorm
-from maxmeg.hf.keys import Found, Key, Keys, checked, refused
+from maxmeg.hf.keys import Found, Keys, checked, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +100,47 @@ class DenseLayers:
         named = [] if named is None else named
         if not isinstance(named, list) or not all(type(i) is int and i >= 0 for i in named):
             raise refused("mlp_only_layers", named, "it must be a list of numbers of layers")
-        dense = sorted({i for i in range(count) if i in named or (i + 1) % step})
-        if dense != [*range(len(dense))]:
-            name = "mlp_only_layers" if named else "decoder_sparse_step"
-            remedy = "layers without experts are supported at the start alone"
-            raise refused(name, named or step, remedy)
-        found["first_dense_layers"] = len(dense)
+        dense = {i for i in range(count) if i in named or (i + 1) % step}
+        if dense == {*range(len(dense))}:
+            found["first_dense_layers"] = len(dense)
+        else:
+            found["expert_pattern"] = tuple(int(i not in dense) for i in range(count))
 
     def write(self, model: ModelConfig) -> dict[str, typing.Any]:
-        return {"decoder_sparse_step": 1, "mlp_only_layers": [*range(model.dense_layers)]}
+        dense = [i for i in range(model.num_layers) if not model.has_experts(i)]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+class Methods:
+    """How DeepSeek-V2 chooses experts: among all, or among those of the best groups."""
+
+    def read(self, keys: Keys, found: Found) -> None:
+        method = keys.take("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise refused("topk_method", method, "it must be greedy or group_limited_greedy")
+        if method == "greedy":
+            keys.known.update(("n_group", "topk_group"))
+            return
+        Groups(1).read(keys, found)
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        grouped = model.router_groups > 1
+        method = "group_limited_greedy" if grouped else "greedy"
+        return {"topk_method": method, **Groups(1).write(model)}
+
+
+class AuxAlpha:
+    """The coefficient of DeepSeek's loss of uneven loads, over sequences or over all tokens."""
+
+    def read(self, keys: Keys, found: Found) -> None:
+        alpha = checked("aux_loss_alpha", keys.take("aux_loss_alpha", 0.0), float, zero=True)
+        each = checked("seq_aux", keys.take("seq_aux", True), bool)
+        found["router_sequence_aux_loss" if each else "router_aux_loss"] = alpha
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        each = model.router_sequence_aux_loss or not model.router_aux_loss
+        alpha = model.router_sequence_aux_loss if each else model.router_aux_loss
+        return {"aux_loss_alpha": alpha, "seq_aux": bool(each)}
 
 
 class SwitchedWindow:
@@ -168,6 +200,20 @@ def num_predicted(keys: Keys) -> int:
     return max(counts, default=0)
 
 
-def aux_loss(default: float) -> Key:
-    """A coefficient: theirs balances all layers together, ours each by itself."""
-    return Key("router_aux_loss_coef", "router_aux_loss", default, zero=True)
+@dataclasses.dataclass(frozen=True)
+class AuxLoss:
+    """A coefficient, which counts where a switch is on; theirs balances all layers together, ours
+    each by itself."""
+
+    default: float = 0.001
+
+    def read(self, keys: Keys, found: Found) -> None:
+        name, switch = "router_aux_loss_coef", "output_router_logits"
+        coefficient = checked(name, keys.take(name, self.default), float, zero=True)
+        on = checked(switch, keys.take(switch, False), bool)
+        found["router_aux_loss"] = coefficient if on else 0.0
+
+    def write(self, model: ModelConfig) -> dict[str, typing.Any]:
+        coefficient = model.router_aux_loss
+        there = {"router_aux_loss_coef": coefficient} if coefficient else {}
+        return {"output_router_logits": bool(coefficient), **there}

@@ -28,8 +28,9 @@ FREE = {
     *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
     *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
     *("router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss"),
-    "expert_backend",
+    *("router_global_aux_loss", "router_jitter", "mtp_loss", "expert_backend"),
 }
+PLACEMENT = ("first_dense_layers", "expert_every", "expert_pattern")
 CLOSE = 1e-9  # of numbers that go through a root and back
 
 
@@ -136,9 +137,16 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
 def plain_value(model: ModelConfig, field: str) -> typing.Any:
     """A field's value, or what it stands for: equal for models that compute the same."""
     if field == "attention_scale":
-        return model.attention_scale or model.head_size**-0.5
-    if field == "ffn_size" and model.num_experts and not model.dense_layers:
+        return model.attention_scale or model.key_size**-0.5
+    if field == "mla_norm_eps" and model.mla_kv_rank:
+        return model.mla_norm_eps or model.norm_eps
+    placed = [model.has_experts(layer) for layer in range(model.num_layers)]
+    if field in PLACEMENT:
+        return placed
+    if field == "ffn_size" and all(placed):
         return None  # no layer has an MLP
+    if field == "router_group_best" and model.router_groups > 1:
+        return model.router_group_best or model.experts_per_token // model.router_groups_kept
     softmax = model.router_score is RouterScore.softmax
     if field in ("router_over_all", "router_normalize") and softmax:
         # Divided by their sum, those chosen of a softmax over all are the softmax over them.
@@ -171,6 +179,7 @@ def array_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
+ATTENTION = ("attention", "mla")
 COUNT = ".mixers.moe.bias"  # how an array's name ends
 
 
@@ -192,12 +201,12 @@ def unused_of(shapes: dict[str, Shape], model: ModelConfig) -> dict[str, Shape]:
 def our_module(short: str, model: ModelConfig, first: int) -> str:
     """`attention.query` within a unit: the layer's sublayers begin with number `first`."""
     mixer, _, rest = short.partition(".")
-    at = first if mixer == "attention" or model.parallel_block else first + 1
+    at = first if mixer in ATTENTION or model.parallel_block else first + 1
     if rest == "norm" and model.parallel_norms:
         return f"sublayers.{at}.norms.{mixer}"
     if rest in ("norm", "post_norm"):
         # A parallel block has one, which goes by attention's name.
-        shared = mixer != "attention" and model.parallel_block
+        shared = mixer not in ATTENTION and model.parallel_block
         return "" if shared else f"sublayers.{at}.{rest}"
     return f"sublayers.{at}.mixers.{mixer}.{rest}"
 

@@ -81,6 +81,7 @@ class Rotary:
         if self.original and kind != "longrope":
             del settings[ORIGINAL]
         head = found.get("head_dim") or found["hidden_size"] / found["num_heads"]
+        head = found.get("mla_rotary_size", head)
         size = int(head * part)
         odd = head % 1 == 0 and (size < 2 or size % 2)  # heads that do not divide are found later
         if part > 1 or (part != 1 and not self.part_default) or odd:

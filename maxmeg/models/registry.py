@@ -7,6 +7,7 @@ tests/oracle/test_parameter_counts.py against transformers' own model.
 """
 
 import dataclasses
+import math
 import typing
 
 from maxmeg.config.model import (
@@ -17,6 +18,7 @@ from maxmeg.config.model import (
     Position,
     QkNorm,
     RotaryScaling,
+    RouterScore,
 )
 from maxmeg.config.schema import Config
 
@@ -192,6 +194,97 @@ NEMOTRON = {
     "rotary_fraction": 0.5,
     "init_std": 0.0134,
 }
+MIXTRAL = {
+    **LLAMA,
+    "vocab_size": 32000,
+    "max_position": 32768,
+    "rotary_base": 1e6,
+    "num_experts": 8,
+    "router_aux_loss": 0.02,
+}
+QWEN2_MOE = {
+    **QWEN25,
+    "vocab_size": 151936,
+    "shared_gate": True,
+    "router_over_all": True,
+    "router_aux_loss": 0.001,
+}
+QWEN3_MOE = {
+    **QWEN3,
+    "num_experts": 128,
+    "experts_per_token": 8,
+    "router_aux_loss": 0.001,
+}
+GPT_OSS = {
+    **LLAMA,
+    **BIASES,
+    "vocab_size": 201088,
+    "max_position": 131072,
+    "head_dim": 64,
+    "activation": Activation.quick_geglu,
+    "activation_clamp": 7.0,
+    "glu_offset": 1.0,
+    "attention_window": 128,
+    "attention_global_every": 2,
+    "attention_sinks": True,
+    "rotary_base": 150000.0,
+    "rotary_scaling": RotaryScaling.yarn,
+    "rotary_factor": 32.0,
+    "rotary_original_length": 4096,
+    "rotary_high": 32.0,
+    "rotary_truncate": False,
+    "experts_per_token": 4,
+    "router_logit_bias": True,
+    "router_aux_loss": 0.001,  # theirs does not say what it was trained with
+}
+SIGMOID = {
+    "router_score": RouterScore.sigmoid,
+    "router_normalize": True,
+    "router_bias": True,
+}
+GLM45 = {
+    **LLAMA,
+    **SIGMOID,
+    "vocab_size": 151552,
+    "max_position": 131072,
+    "head_dim": 128,
+    "bias_qkv": True,
+    "rotary_base": 1e6,
+    "rotary_fraction": 0.5,
+    "experts_per_token": 8,
+}
+MLA = {
+    **LLAMA,
+    "norm_eps": 1e-6,
+    "head_dim": 128,
+    "mla_kv_rank": 512,
+    "mla_rotary_size": 64,
+    "mla_value_size": 128,
+    "mla_norm_eps": 1e-6,
+    "rotary_interleaved": True,
+    "first_dense_layers": 1,
+    "router_sequence_aux_loss": 0.001,
+}
+MLA_LONG = {
+    **MLA,
+    "max_position": 163840,
+    "rotary_scaling": RotaryScaling.yarn,
+    "rotary_factor": 40.0,
+    "rotary_original_length": 4096,
+    "rotary_high": 32.0,
+    "rotary_attention_factor": 1.0,
+}
+DEEPSEEK_V2 = {
+    **MLA_LONG,
+    "vocab_size": 102400,
+    "experts_per_token": 6,
+    "router_over_all": True,
+}
+
+
+def scores_scale(yarn_scale: float) -> float:
+    """Of attention, by the scale that MLA_LONG's rotation has for all dimensions."""
+    return 192**-0.5 * (0.1 * yarn_scale * math.log(40) + 1) ** 2
 
 
 def gpt(base: Fields, num_layers: int, hidden_size: int, num_heads: int) -> Fields:
@@ -203,6 +296,14 @@ def sized(base: Fields, sizes: tuple[int, int, int, int, int], **others) -> Fiel
     """sizes: layers, hidden size, heads, heads of keys and values, inner width of the MLP."""
     names = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size")
     return {**base, **dict(zip(names, sizes, strict=True)), **others}
+
+
+def sparse(
+    base: Fields, sizes: tuple[int, int, int, int, int], experts: tuple[int, int], **others
+) -> Fields:
+    """experts: how many, and the inner width of one."""
+    numbers = {"num_experts": experts[0], "expert_ffn_size": experts[1]}
+    return sized({**base, **numbers}, sizes, **others)
 
 
 def gemma(base: Fields, sizes: tuple[int, int, int, int, int], **others) -> Fields:
@@ -288,6 +389,52 @@ ARCHITECTURES: dict[str, Fields] = {
     "nemotron4-15b": sized(NEMOTRON, (32, 6144, 48, 8, 24576)),  # Parmar et al. 2024, table 1
     "nemotron4-340b": sized(NEMOTRON, (96, 18432, 96, 8, 73728), init_std=0.0063),  # its report
 }
+SPARSE = {
+    "mixtral-8x7b": sized(MIXTRAL, (32, 4096, 32, 8, 14336)),
+    "mixtral-8x22b": sized(
+        MIXTRAL, (56, 6144, 48, 8, 16384), max_position=65536, router_aux_loss=0.001
+    ),
+    "qwen1.5-moe-a2.7b": sparse(
+        QWEN2_MOE, (24, 2048, 16, 16, 5632), (60, 1408), shared_ffn_size=5632,
+        experts_per_token=4, max_position=8192,
+    ),
+    "qwen2-57b-a14b": sparse(
+        QWEN2_MOE, (28, 3584, 28, 4, 18944), (64, 2560), shared_ffn_size=20480,
+        experts_per_token=8,
+    ),
+    "qwen3-30b-a3b": sparse(QWEN3_MOE, (48, 2048, 32, 4, 6144), (128, 768)),
+    "qwen3-235b-a22b": sparse(QWEN3_MOE, (94, 4096, 64, 4, 12288), (128, 1536)),
+    "gpt-oss-20b": sparse(GPT_OSS, (24, 2880, 64, 8, 2880), (32, 2880)),
+    "gpt-oss-120b": sparse(GPT_OSS, (36, 2880, 64, 8, 2880), (128, 2880)),
+    "glm4.5-air": sparse(
+        GLM45, (46, 4096, 96, 8, 10944), (128, 1408), shared_ffn_size=1408, first_dense_layers=1,
+    ),
+    "glm4.5": sparse(
+        GLM45, (92, 5120, 96, 8, 12288), (160, 1536), shared_ffn_size=1536, first_dense_layers=3,
+        router_scale=2.5, qk_norm=QkNorm.head,
+    ),
+    "deepseek-v2-lite": sparse(
+        DEEPSEEK_V2, (27, 2048, 16, 16, 10944), (64, 1408), shared_ffn_size=2816,
+        attention_scale=scores_scale(0.707),
+    ),
+    "deepseek-v2": sparse(
+        DEEPSEEK_V2, (60, 5120, 128, 128, 12288), (160, 1536), shared_ffn_size=3072,
+        mla_query_rank=1536, attention_scale=scores_scale(1.0), router_scale=16.0,
+        router_groups=8, router_groups_kept=3, router_group_best=1,
+    ),
+    "deepseek-v3": sparse(
+        {**MLA_LONG, **SIGMOID}, (61, 7168, 128, 128, 18432), (256, 2048), vocab_size=129280,
+        attention_scale=scores_scale(1.0), shared_ffn_size=2048,
+        mla_query_rank=1536, first_dense_layers=3, experts_per_token=8, router_scale=2.5,
+        router_groups=8, router_groups_kept=4, router_group_best=2,
+    ),
+    "moonlight-16b-a3b": sparse(
+        {**MLA, **SIGMOID}, (27, 2048, 16, 16, 11264), (64, 1408), vocab_size=163840,
+        max_position=8192, norm_eps=1e-5, rotary_base=50000.0, shared_ffn_size=2816,
+        experts_per_token=6, router_scale=2.446,
+    ),
+}  # fmt: skip
+ARCHITECTURES |= SPARSE
 ALIASES = {  # Megatron-LM's names
     "345m": "gpt2-355m",
     "1.3b": "gpt3-1.3b",

@@ -222,7 +222,10 @@ def test_family(name, tmp_path, heard):
         np.testing.assert_array_equal(again(torch.tensor(ids)).logits.numpy(), wanted)
 
 
-NEEDED = {"Glm4MoeForCausalLM": {"head_dim": 128}}  # its class's own sizes are no model
+NEEDED = {  # without which their classes' own sizes are no model
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+}
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES])
