@@ -113,8 +113,9 @@ def opened(options: Options) -> convert.Source:
 def imported(options: Options) -> convert.Pairs:
     source = opened(options)
     model = families.model_config(source.config)
-    family, predicted = families.architecture(source.config), families.num_predicted(source.config)
-    return convert.match(source.weights, model, family, predicted)
+    family = families.architecture(source.config)
+    model = families.as_saved(model, source.weights.tensors, family)
+    return convert.match(source.weights, model, family)
 
 
 if __name__ == "__main__":

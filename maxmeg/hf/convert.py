@@ -21,6 +21,7 @@ from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers import load_tokenizer, parse_spec
 from maxmeg.hf import families
 from maxmeg.hf.binding import Binding, Place
+from maxmeg.hf.mxfp4 import Mxfp4Weights, is_mxfp4
 from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.trained import (
     CARRIED,
@@ -85,7 +86,12 @@ def open_folder(folder: str | os.PathLike[str]) -> Source:
         raise ValueError(f"{folder} has no config.json, which describes the model: add it")
     found = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
     small = tuple(path for path in found if path.is_file())
-    return Source(read_json(path), weights, small)
+    config = read_json(path)
+    if not is_mxfp4(config):
+        return Source(config, weights, small)
+    del config["quantization_config"]  # no longer so
+    small = tuple(path for path in small if path.name != "config.json")
+    return Source(config, Mxfp4Weights(weights), small)
 
 
 def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
@@ -103,17 +109,14 @@ def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
     return dataclasses.replace(source, files=(*others, *beside))
 
 
-def match(weights: Weights, model: ModelConfig, family: str, predicted: int = 0) -> Pairs:
+def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     """(name in the files, binding) of every tensor of a model, in the bindings' order.
-
-    predicted: so many layers after the last one are left out.
 
     ValueError naming tensors that are missing, unknown, given twice, or of another shape or dtype.
     A tied tensor that is given once more must be equal.
     """
     names: dict[str, str] = {}
-    every = families.canonical_names(weights.tensors, family)
-    for name, known in families.without_predicted(every, model, family, predicted).items():
+    for name, known in families.canonical_names(weights.tensors, family).items():
         if known in names:
             raise ValueError(f"{names[known]} and {name} are both {known}: remove one of them")
         names[known] = name
@@ -121,6 +124,7 @@ def match(weights: Weights, model: ModelConfig, family: str, predicted: int = 0)
         if again in names and first in names:
             _check_equal(weights, names.pop(again), names[first])
     bindings = {binding.theirs: binding for binding in families.bindings(model, family)}
+    _check_experts(weights, names, bindings, model, family)
     problems = []
     if missing := [name for name in bindings if name not in names]:
         problems.append(f"{len(missing)} tensors are missing: {some(missing)}")
@@ -152,8 +156,8 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
     tokenizer: as data.tokenizer, in place of the one among the source's files.
     """
     family, model = families.architecture(source.config), families.model_config(source.config)
-    predicted = families.num_predicted(source.config)
-    matched = match(source.weights, model, family, predicted)
+    said, model = model, families.as_saved(model, source.weights.tensors, family)
+    matched = match(source.weights, model, family)
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} exists and is not empty: choose another --output")
@@ -175,9 +179,8 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             for name, shape in families.unused_arrays(model).items():
                 writer.write(array_path(name), np.zeros(shape, np.float32))
         files.save(config, target / "config.yaml")
-        every = families.canonical_names(source.weights.tensors, family)
-        if len(families.without_predicted(every, model, family, predicted)) < len(every):
-            notes += (f"{predicted} layers that predict further tokens were left out",)
+        if said.mtp_depths > model.mtp_depths:
+            notes += ("the files lack the layers that predict further tokens: mtp_depths=0",)
     except BaseException:
         for path in [target] if new else list(target.iterdir()):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -320,6 +323,25 @@ def _merged(
     except ValueError:
         changed = ["a key that no longer fits"]
     return written if changed else both
+
+
+def _check_experts(
+    weights: Weights,
+    names: Mapping[str, str],
+    bindings: Mapping[str, Binding],
+    model: ModelConfig,
+    family: str,
+) -> None:
+    """The files have as many experts as config.json says; one error for all of their tensors."""
+    counts = {families.num_experts_in(names, family)}
+    for known, binding in bindings.items():
+        if binding.stacked and known in names:
+            counts |= {(*weights.tensors[names[known]].shape, 0)[0]}
+    if others := counts - {0, model.num_experts}:
+        raise ValueError(
+            f"the files hold {', '.join(map(str, sorted(others)))} experts a layer, config.json "
+            f"says {model.num_experts}: one of them is of another model"
+        )
 
 
 def _check_equal(weights: Weights, name: str, other: str) -> None:

@@ -181,23 +181,21 @@ class NumExperts:
         return {self.names[0]: count, "num_experts_per_tok": chosen}
 
 
+@dataclasses.dataclass(frozen=True)
 class Predicted:
-    """Layers after the last that predict further tokens, which inference does without."""
+    """Layers after the last one that predict further tokens; names: of different years."""
+
+    default: int = 1
+    names: tuple[str, ...] = ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, keys: Keys, found: Found) -> None:
-        num_predicted(keys)
+        given = [(name, keys.take(name)) for name in self.names]
+        given = [pair for pair in given if pair[1] is not None] or [(self.names[0], self.default)]
+        for name, value in given:
+            found["mtp_depths"] = checked(name, value, int, zero=True)
 
     def write(self, model: ModelConfig) -> dict[str, typing.Any]:
-        return {PREDICTED[0]: 0}
-
-
-PREDICTED = "num_nextn_predict_layers", "num_mtp_layers"
-
-
-def num_predicted(keys: Keys) -> int:
-    given = [(name, keys.take(name)) for name in PREDICTED]
-    counts = [checked(name, value, int, zero=True, most=9) for name, value in given if value]
-    return max(counts, default=0)
+        return {self.names[0]: model.mtp_depths}
 
 
 @dataclasses.dataclass(frozen=True)

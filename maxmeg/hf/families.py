@@ -11,7 +11,6 @@ import jax
 
 from maxmeg.config.architecture import model_problems
 from maxmeg.config.model import ModelConfig, RouterScore
-from maxmeg.hf import experts
 from maxmeg.hf.binding import Binding, Fusion, Interleaved, Place, only, same
 from maxmeg.hf.expert_tables import SPARSE
 from maxmeg.hf.keys import TOKENS, Keys, refused, resolved
@@ -81,20 +80,12 @@ def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
     return model
 
 
-def num_predicted(config: Mapping[str, typing.Any]) -> int:
-    """How many layers follow the last one in a checkpoint to predict further tokens."""
-    table = FAMILIES[architecture(config)]
-    there = any(isinstance(part, experts.Predicted) for part in table.parts)
-    return experts.num_predicted(Keys(config)) if there else 0
-
-
-def without_predicted(
-    names: Mapping[str, str], model: ModelConfig, family: str, count: int
-) -> dict[str, str]:
-    """Canonical names without those of the `count` layers after the last of the model."""
-    layers = range(model.num_layers, model.num_layers + count)
+def as_saved(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
+    """The model without the layers that predict further tokens where files lack all of them."""
+    layers = range(model.num_layers, model.num_layers + model.mtp_depths)
     prefixes = tuple(f"{table_of(family).layer}{layer}." for layer in layers)
-    return {name: known for name, known in names.items() if not known.startswith(prefixes)}
+    there = any(name.startswith(prefixes) for name in canonical_names(names, family).values())
+    return model if there or not layers else dataclasses.replace(model, mtp_depths=0)
 
 
 def hf_config(
@@ -180,6 +171,12 @@ def array_shapes(model: ModelConfig) -> dict[str, Shape]:
 
 
 ATTENTION = ("attention", "mla")
+PREDICTED = {  # of a layer that predicts further tokens, beside what every layer has
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
 COUNT = ".mixers.moe.bias"  # how an array's name ends
 
 
@@ -220,8 +217,16 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
             if (place := f"{ours}.{leaf}") in shapes:
                 shape = shapes[place]
                 found.append(Binding(f"{theirs}.{name}", shape, (Place(place),), same, only))
-    for layer, place in enumerate(layer_places(model)):
+    for layer, (group, repeat, first) in enumerate(layer_places(model)):
+        place = (f"stack.groups.{group}.", repeat, first)
         found += layer_bindings(layer, place, model, table, shapes)
+    for depth in range(model.mtp_depths):
+        layer, ours = model.num_layers + depth, f"mtp.depths.{depth}."
+        for name, theirs in PREDICTED.items():
+            place = (Place(f"{ours}{name}.weight"),)
+            theirs = f"{table.layer}{layer}.{theirs}.weight"
+            found.append(fused(theirs, place, shapes, 1, table))
+        found += layer_bindings(layer, (f"{ours}layer.", None, 0), model, table, shapes)
     unused = unused_of(shapes, model).keys()
     found = [binding for binding in found if binding.ours[0].name not in unused]
     bound = {place.name for binding in found for place in binding.ours}
@@ -232,19 +237,19 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
 
 def layer_bindings(
     layer: int,
-    place: tuple[int, int, int],
+    place: tuple[str, int | None, int],
     model: ModelConfig,
     table: Family,
     shapes: dict[str, Shape],
 ) -> list[Binding]:
-    """The tensors of one layer, which lies at `place` (see layer_places)."""
-    (group, repeat, first), found = place, []
+    """The tensors of one layer. place: how the names of its unit's arrays begin, its entry in them
+    (None: they are its own) and the first of its sublayers in the unit."""
+    (start, repeat, first), found = place, []
 
     def places(names: str | tuple[str, ...], leaf: str, expert: int | None) -> tuple[Place, ...]:
         """The arrays of a binding; none where the model has not all of them."""
         names = (names,) if isinstance(names, str) else names
-        modules = [our_module(name, model, first) for name in names]
-        ours = [f"stack.groups.{group}.{module}{leaf}" for module in modules]
+        ours = [f"{start}{our_module(name, model, first)}{leaf}" for name in names]
         there = all(name in shapes for name in ours)
         return tuple(Place(name, repeat, expert) for name in ours) if there else ()
 
@@ -283,16 +288,33 @@ def fused(
 
 def stacked(theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape]) -> Binding:
     """The binding of a projection of all experts, or of several whose outputs take turns."""
-    *inner, width = shapes[places[0].name][1:]
+    *inner, width = shapes[places[0].name][len(places[0].index) :]
     turns = Interleaved(len(places))
     shape = (*inner, width * len(places))
     return Binding(theirs, shape, places, turns.split, turns.join, stacked=True)
 
 
+def num_experts_in(names: Iterable[str], family: str) -> int:
+    """How many experts canonical names tell of; 0 where they do not."""
+    table = table_of(family)
+    theirs = [re.escape(name) for name in table.experts.values() if "{}" in name]
+    patterns = [re.escape(table.layer) + r"\d+\." + t.replace(r"\{\}", r"(\d+)") for t in theirs]
+    found = [re.fullmatch("|".join(patterns), name) for name in names] if patterns else []
+    numbers = [int(group) for match in found if match for group in match.groups() if group]
+    return max(numbers, default=-1) + 1
+
+
 def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     """Tensors that a file may hold once more: name -> the name of the binding they must equal."""
-    ends = table_of(family).ends
-    return {f"{ends['output']}.weight": f"{ends['embedding']}.weight"} if model.tied else {}
+    table = table_of(family)
+    ends = {end: f"{name}.weight" for end, name in table.ends.items()}
+    output = ends["embedding" if model.tied else "output"]
+    found = {ends["output"]: output} if model.tied else {}
+    for depth in range(model.mtp_depths):
+        start = f"{table.layer}{model.num_layers + depth}"
+        found[f"{start}.embed_tokens.weight"] = ends["embedding"]
+        found[f"{start}.shared_head.head.weight"] = output
+    return found
 
 
 def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:

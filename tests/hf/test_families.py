@@ -2,7 +2,9 @@
 shapes and exact inverses. (What they compute is proved in tests/oracle.)"""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,8 +40,21 @@ from maxmeg.hf.families import (
     families_of,
     hf_config,
     model_config,
+    unused_arrays,
 )
 
+
+def published(name: str) -> dict:
+    """The config.json of a model with experts, without what says how it is quantized."""
+    return json.loads((CONFIGS / f"{name}.json").read_text())
+
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, GLM45, DEEPSEEK_V2, DEEPSEEK_V3 = (
+    published(name)
+    for name in ("mixtral-8x7b", "qwen2-57b-a14b", "qwen3-30b-a3b", "gpt-oss-120b", "glm4.5",
+                 "deepseek-v2", "deepseek-v3")
+)  # fmt: skip
 PUBLISHED = {  # settings in the form of the published files, parameters, fields
     "smollm2-135m": (SMOLLM2, 134_515_008, {"rotary_base": 1e5, "tied": True, "bias_mlp": False}),
     "llama-3.2-1b": (
@@ -77,7 +92,20 @@ PUBLISHED = {  # settings in the form of the published files, parameters, fields
     "starcoder2-3b": (STARCODER2, 3_030_371_328, {"activation": Activation.gelu_tanh}),
     "nemotron-4-15b": (NEMOTRON, 15_628_775_424, {"norm_one_plus": True, "rotary_fraction": 0.5}),
     "gpt2": (GPT2, 124_439_808, {"position": Position.learned, "norm": Norm.layernorm}),
+    "mixtral": (MIXTRAL, 46_702_792_704, {"num_experts": 8, "experts_per_token": 2}),
+    "qwen2-moe": (QWEN2_MOE, 57_408_658_944, {"shared_gate": True, "router_over_all": True}),
+    "qwen3-moe": (QWEN3_MOE, 30_532_122_624, {"expert_ffn_size": 768, "router_over_all": False}),
+    "gpt-oss": (GPT_OSS, 116_829_156_672, {"activation_clamp": 7.0, "attention_sinks": True}),
+    # With the layer that predicts one more token, but not its copies of embedding and output.
+    "glm-4.5": (GLM45, 356_785_898_816, {"router_bias": True, "mtp_depths": 1}),
+    "deepseek-v2": (DEEPSEEK_V2, 235_741_434_880, {"router_groups": 8, "mla_kv_rank": 512}),
+    "deepseek-v3": (DEEPSEEK_V3, 682_636_487_424, {"router_group_best": 2, "mtp_depths": 1}),
 }
+
+
+def dimensions_of(array: str, by_expert: bool) -> int:
+    """Of an array: those that tensors are entries of, layers and where it is so experts."""
+    return array.startswith("stack.") + by_expert
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -89,13 +117,15 @@ def test_published_models(name):
     assert sum(math.prod(binding.shape) for binding in found) == parameters
     assert len({binding.theirs for binding in found}) == len(found)
     places = [place for binding in found for place in binding.ours]
-    whole = [place for place in places if place.layer is None]
+    whole = [place for place in places if not place.index]
     assert len(set(places)) == len(places)
-    layers = sum(
-        shape[0] for array, shape in array_shapes(model).items() if array.startswith("stack.")
-    )
-    assert len(places) == layers + len(whole)
-    assert not {place.name for place in whole} & {p.name for p in places if p.layer is not None}
+    unused = unused_arrays(model)
+    shapes = {name: s for name, s in array_shapes(model).items() if name not in unused}
+    experts = {place.name for place in places if place.expert is not None}
+    indexed = [dimensions_of(name, name in experts) for name in shapes]
+    pieces = [math.prod(s[:n]) for s, n in zip(shapes.values(), indexed, strict=True) if n]
+    assert len(places) == sum(pieces) + len(whole)
+    assert not {place.name for place in whole} & {p.name for p in places if p.index}
     again = hf_config(model, family)
     assert not differences(model, model_config(again)) and family in families_of(model)
 
@@ -118,6 +148,14 @@ def test_split_and_join_are_inverses(name):
     small = {**SMALL, "head_dim": 8 if family in WIDE else 0, "num_kv_heads": heads}
     if published.rotary_scaling is RotaryScaling.longrope:
         small |= {"rotary_short_factors": (1.0,) * 3, "rotary_long_factors": (1.0,) * 3}
+    if published.num_experts:
+        small |= {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 20}
+        small |= {"shared_ffn_size": 28 if published.shared_ffn_size else 0, "num_layers": 4}
+    if published.router_groups > 1:
+        small |= {"router_groups": 2, "router_groups_kept": 1}
+    if published.mla_kv_rank:
+        small |= {"mla_kv_rank": 12, "mla_query_rank": 14, "mla_rotary_size": 6}
+        small |= {"mla_value_size": 10, "head_dim": 8}
     model = dataclasses.replace(published, **small)
     shapes = array_shapes(model)
     for binding in bindings(model, family):

@@ -29,6 +29,11 @@ FAMILIES = {
     "falcon": "falcon-40b",
     "starcoder2": "starcoder2-3b",
     "nemotron": "minitron-8b",
+    "mixtral": "mixtral-8x7b",
+    "qwen2-moe": "qwen2-57b-a14b",
+    "gpt-oss": "gpt-oss-20b",
+    "glm4.5": "glm4.5",
+    "deepseek": "deepseek-v3",
 }
 
 

@@ -1,6 +1,7 @@
 """Every named architecture has its published size, and a small model of each kind works."""
 
 import json
+import math
 import typing
 
 import jax
@@ -11,12 +12,13 @@ from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from jax import lax
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.hf.families import differences, model_config
+from maxmeg.hf.families import differences, is_count, model_config
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
 from maxmeg.parallel.rules import RULES, is_variable, logical_axes
+from maxmeg.state import array_name
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 REPLICATED = 0.02  # of the parameters
@@ -82,6 +84,16 @@ PUBLISHED = {
     "gpt-neox-20b": 20_554_567_680,
     "falcon-7b": 7_217_189_760 - 65024 * 4544,
     "falcon-40b": 41_835_970_560 - 65024 * 8192,
+    "mixtral-8x7b": 46_702_792_704,
+    "mixtral-8x22b": 140_620_634_112,
+    "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,  # with the biases of its routers, without what predicts
 }
 # (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the sequence
 # parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files.
@@ -102,18 +114,78 @@ ROUNDED = {
     "minitron-8b": (83, 1e8),
     "nemotron4-15b": (31 + 125, 1e8),  # embeddings and the rest
     "nemotron4-340b": (94 + 3316, 1e8),
+    "qwen2-57b-a14b": (574, 1e8),
 }
+# Where the publisher counts no embedding and no output: the papers of GLM-4.5 and of Moonlight.
+INNER = {"glm4.5-air": (106, 1e9), "moonlight-16b-a3b": (1529, 1e7)}
+# What their files hold: with the layer that predicts one more token, which has an embedding and an
+# output of its own that equal the model's. (The paper of GLM-4.5 counts it without those: 355e9.)
+IN_FILES = {
+    "deepseek-v3": 684_489_845_504,
+    "glm4.5": 358_337_791_296,
+    "glm4.5-air": 110_468_824_832,
+}
+# What a token uses of a model with experts: (number, unit, how many of embedding and output are
+# counted), as in its paper, model card or name.
+ACTIVE = {
+    "mixtral-8x7b": (129, 1e8, 2),
+    "mixtral-8x22b": (39, 1e9, 2),
+    "qwen1.5-moe-a2.7b": (27, 1e8, 2),
+    "qwen2-57b-a14b": (14, 1e9, 2),
+    "qwen3-30b-a3b": (3, 1e9, 2),
+    "qwen3-235b-a22b": (22, 1e9, 2),
+    "gpt-oss-20b": (361, 1e7, 1),
+    "gpt-oss-120b": (513, 1e7, 1),
+    "glm4.5-air": (12, 1e9, 0),
+    "glm4.5": (32, 1e9, 0),
+    "deepseek-v2-lite": (24, 1e8, 1),  # rounded down
+    "deepseek-v2": (21, 1e9, 2),
+    "deepseek-v3": (37, 1e9, 1),
+    "moonlight-16b-a3b": (224, 1e7, 0),
+}
+
+
+def num_parameters(model: LM, config: ModelConfig) -> tuple[int, int]:
+    """(all, those of routed experts); biases that take no part are no parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(model)
+    sizes = {array_name(path): array.size for path, array in leaves}
+    unused = set() if config.router_bias else {name for name in sizes if is_count(name)}
+    routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    return sum(size for name, size in sizes.items() if name not in unused), routed
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_has_its_parameters(name: str):
-    leaves = jax.tree.leaves(abstract_model(name, vocab_divisible_by=1))
-    count = sum(array.size for array in leaves)
+    config = architecture(name)
+    count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1), config)
+    ends = 2 * config.vocab_size * config.hidden_size
     if name in PUBLISHED:
         assert count == PUBLISHED[name]
-    else:
+    elif name in INNER:
+        number, unit = INNER[name]
+        assert round((count - ends) / unit) == number
+    elif name in ROUNDED:
         number, unit = ROUNDED[name]
         assert round(count / unit) == number
+    if name in IN_FILES:
+        config.vocab_divisible_by, config.mtp_depths = 1, 1
+        model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+        assert num_parameters(model, config)[0] + ends == IN_FILES[name]
+    assert (name in PUBLISHED) + (name in INNER) + (name in ROUNDED) or name in IN_FILES
+
+
+def test_every_architecture_with_experts_says_what_a_token_uses():
+    assert ACTIVE.keys() == {name for name in ARCHITECTURES if architecture(name).num_experts}
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_uses_as_many_parameters_as_published(name: str):
+    config, (number, unit, ends) = architecture(name), ACTIVE[name]
+    count, routed = num_parameters(abstract_model(name, vocab_divisible_by=1), config)
+    count -= routed * (config.num_experts - config.experts_per_token) // config.num_experts
+    count -= (2 - ends) * config.vocab_size * config.hidden_size
+    rounded = math.floor if name == "deepseek-v2-lite" else round
+    assert rounded(count / unit) == number
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -142,6 +214,7 @@ def test_parameter_tree_is_the_golden_one(family: str):
 def test_architecture_is_that_of_its_published_config(path):
     """Their config.json on Hugging Face, or where that is gated that of a model trained from it."""
     published = model_config(json.loads(path.read_text()))
+    published.mtp_depths = 0  # a choice of training
     assert differences(architecture(path.stem), published) == []
     assert architecture(path.stem).init_std == pytest.approx(published.init_std)
 
