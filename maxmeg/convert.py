@@ -17,7 +17,7 @@ from maxmeg.config.flags import run_command
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import setting
-from maxmeg.hf import convert, families, gguf, megatron, peft
+from maxmeg.hf import convert, gguf, megatron, peft
 
 
 class To(enum.Enum):
@@ -60,7 +60,11 @@ def main(*given: typing.Any) -> None:
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
     if options.list:
-        pairs = imported(options) if inward else convert.exported(options.input, options.family)
+        pairs = (
+            convert.imported(opened(options))
+            if inward
+            else convert.exported(options.input, options.family)
+        )
         print("\n".join(convert.describe_match(pairs)))
         return
     if options.to is To.peft:
@@ -108,14 +112,6 @@ def has_config(argv: Sequence[str]) -> bool:
 def opened(options: Options) -> convert.Source:
     is_gguf = Path(options.input).suffix == ".gguf"
     return gguf.open_file(options.input) if is_gguf else convert.open_folder(options.input)
-
-
-def imported(options: Options) -> convert.Pairs:
-    source = opened(options)
-    model = families.model_config(source.config)
-    family = families.architecture(source.config)
-    model = families.as_saved(model, source.weights.tensors, family)
-    return convert.match(source.weights, model, family)
 
 
 if __name__ == "__main__":

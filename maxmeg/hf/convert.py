@@ -237,6 +237,13 @@ def export_model(
     return _report(family, matched, config.data.tokenizer, notes)
 
 
+def imported(source: Source) -> Pairs:
+    """What import_model would read."""
+    family, model = families.architecture(source.config), families.model_config(source.config)
+    model = families.as_saved(model, source.weights.tensors, family)
+    return match(source.weights, model, family)
+
+
 def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
     """What export_model would write of a run's newest checkpoint."""
     config = TrainedModel(Path(run)).config
