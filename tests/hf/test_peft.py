@@ -45,7 +45,7 @@ def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.n
     found = {}
     for binding in every:
         parts = []
-        for name, layer in binding.ours:
+        for name, layer, _ in binding.ours:
             module = "model/" + name.rpartition(".")[0].replace(".", "/")
             a, b = (made.get(f"{module}/lora/{which}") for which in "ab")
             parts.append(None if a is None else ALPHA / RANK * (a[layer] @ b[layer]))
