@@ -15,9 +15,12 @@ from maxmeg.config.validate import validate
 from maxmeg.layers.context import Context
 from maxmeg.layers.lora import Lora, LoraSpec, linears
 from maxmeg.layers.mla import Mla, MlaSpec
+from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import NormSpec
+from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.models.lm import layer_spec
 from maxmeg.ops.rope import RotarySpec
+from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
@@ -40,20 +43,18 @@ SPECS = {
 }  # fmt: skip
 
 
-def model(spec: MlaSpec, adapters: LoraSpec | None = None) -> Mla:
+def model(spec: MlaSpec | ResidualSpec, adapters: LoraSpec | None = None):
     """Random weights, also of what starts as zeros; adapters beside every projection."""
-    layer = Mla(jax.random.key(0), spec)
+    layer = (Mla if isinstance(spec, MlaSpec) else Residual)(jax.random.key(0), spec)
     if adapters is not None:
         for at, linear in enumerate(linears(layer).values()):
-            a, b = (
-                jnp.zeros(s) for s in ((linear.weight.shape[0], 3), (3, linear.weight.shape[1]))
-            )
-            linear.lora = Lora(a, b, linear.weight.get_metadata()["axes"], adapters, at)
+            (width_in, width_out), axes = linear.weight.shape, linear.weight.get_metadata()["axes"]
+            a, b = jnp.zeros((width_in, 3)), jnp.zeros((3, width_out))
+            linear.lora = Lora(a, b, axes, adapters, at)
     leaves, tree = jax.tree.flatten(layer)
     rng = np.random.default_rng(1)
-    return jax.tree.unflatten(
-        tree, [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
-    )
+    noisy = [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
+    return jax.tree.unflatten(tree, noisy)
 
 
 def inputs() -> tuple[jax.Array, jax.Array]:
@@ -119,7 +120,7 @@ def with_gradients(function, layer, x_BLD, slope_BLD):
     return y_BLD, *slopes
 
 
-def found_on(layer: Mla, dropped: bool = False, **sizes):
+def found_on(layer: Mla | Residual, dropped: bool = False, **sizes):
     """Output and gradients on a mesh, the sequence sharded over tensor."""
     whole = dict.fromkeys(AXES, 1) | sizes
     mesh = make_mesh(whole, jax.devices()[: int(np.prod(list(whole.values())))])
@@ -128,24 +129,22 @@ def found_on(layer: Mla, dropped: bool = False, **sizes):
     rows = P("fsdp", "tensor")
 
     def local(layer, x_BLD, slope_BLD):
-        first = jax.lax.axis_index("fsdp") * len(x_BLD)
+        count = len(x_BLD)
+        rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
         key = jax.random.key(3) if dropped else None
-        ctx = Context(positions_BL[: len(x_BLD)], None, first + jnp.arange(len(x_BLD)), key)
-        y_BLD, weights, into = with_gradients(
-            lambda layer, x: layer(x, ctx)[0], layer, x_BLD, slope_BLD
-        )
-        summed = jax.tree.map(
-            lambda place, g: jax.lax.psum(g, place.sum_axes) if place.sum_axes else g,
-            places,
-            weights,
-        )
-        return jax.lax.psum_scatter(y_BLD, "tensor", scatter_dimension=1, tiled=True), summed, into
+        ctx = Context(positions_BL[:count], rows_B=rows_B, dropout_key=key)
 
-    def shared(layer, x_BLD, slope_BLD):
-        slope_BLD = jax.lax.all_gather(slope_BLD, "tensor", axis=1, tiled=True)
-        return local(layer, x_BLD, slope_BLD)
+        def output(layer, x_BLD):
+            y_BLD = layer(x_BLD, ctx)[0]
+            return collectives.scatter_sequence(y_BLD) if isinstance(layer, Mla) else y_BLD
 
-    run = spmd(shared, mesh, (specs, rows, rows), (rows, specs, rows))
+        y_BLD, weights, into = with_gradients(output, layer, x_BLD, slope_BLD)
+        weights = jax.tree.map(
+            lambda place, g: collectives.sum_over(g, place.sum_axes), places, weights
+        )
+        return y_BLD, weights, into
+
+    run = spmd(local, mesh, (specs, rows, rows), (rows, specs, rows))
     return jax.jit(run)(layer, *inputs())
 
 
@@ -163,12 +162,15 @@ def test_output_and_gradients_are_those_of_the_definition(name):
 
 
 def test_a_mesh_equals_one_device_with_every_dropout():
-    """Of weights, and of adapters' inputs where those are parts of a sequence."""
+    """Beside an MLP, which reads the whole sequence; adapters drop parts of sequences too."""
     spec = dataclasses.replace(SPECS["options"], dropout=0.3)
-    layer = model(spec, LoraSpec(3, 2.0, 0.4, ()))
+    block = ResidualSpec(NormSpec(), (spec, MlpSpec(D, 12)), dropout=0.2, own_norms=True)
+    layer = model(block, LoraSpec(3, 2.0, 0.4, ()))
     alone = found_on(layer, dropped=True)
     check_equal(found_on(layer, dropped=True, fsdp=2, tensor=2), alone)
-    assert float(jnp.abs(alone[0] - found_on(layer)[0]).max()) > 0.01
+    ctx = Context(jnp.broadcast_to(jnp.arange(L), (B, L)))
+    without_BLD = jax.jit(lambda layer, x_BLD: layer(x_BLD, ctx)[0])(layer, inputs()[0])
+    assert float(jnp.abs(alone[0] - without_BLD).max()) > 0.01
 
 
 def run_cached(layer: Mla, x_BLD, positions_BL, cache, offset):
