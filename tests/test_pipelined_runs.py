@@ -26,7 +26,7 @@ def corpus(tmp_path_factory) -> str:
 
 
 def config(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
-    model, total = {"num_layers": LAYERS}, EACH * len(PARTS)
+    model, total = {"num_layers": LAYERS, "mtp_depths": 1}, EACH * len(PARTS)
     return short_run(corpus, run_dir, steps, total, model, parallel, sample_prompt=prompt)
 
 
@@ -41,7 +41,7 @@ def test_a_run_goes_from_pipeline_to_pipeline(corpus, tmp_path, capsys):
     expected = curve(whole)
     assert len(expected) == EACH * len(PARTS)
     for one, other in zip(curve(changing), expected, strict=True):
-        for name in ("loss", "validation_loss"):
+        for name in ("loss", "validation_loss", "mtp_loss/1"):
             assert (name in one) == (name in other)
             if name in one:
                 assert one[name] == pytest.approx(other[name], rel=SAME), one["step"]
@@ -65,5 +65,6 @@ def test_a_resumed_pipeline_is_bitwise_the_uninterrupted(corpus, tmp_path, paral
     main(config(corpus, whole, 2 * EACH, parallel))
     main(config(corpus, broken, EACH, parallel))
     main(config(corpus, broken, 2 * EACH, parallel))
-    assert [row["loss"] for row in curve(broken)] == [row["loss"] for row in curve(whole)]
+    for name in ("loss", "mtp_loss/1"):
+        assert [row[name] for row in curve(broken)] == [row[name] for row in curve(whole)]
     assert digests(broken, 2 * EACH) == digests(whole, 2 * EACH)

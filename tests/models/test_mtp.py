@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import LENGTH, VOCAB, controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import LENGTH, VOCAB, mesh_of, tiny
 
-from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config.model import NormPlace, Position, RouterScore
 from maxmeg.config.schema import LossReduction, TrainConfig
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM, pattern
 from maxmeg.models.mtp import shifted
 from maxmeg.planning.flops import training_flops
-from maxmeg.state import restore, to_arrays, to_tree
-from maxmeg.step import complete, loss_fn, make_eval_step, make_train_step
+from maxmeg.state import to_arrays
+from maxmeg.step import complete, loss_fn
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
@@ -145,25 +144,16 @@ def test_what_comes_later():
     assert later["loss_mask"].tolist() == [[0, 1, 0, 1, 1, 0]]
 
 
-def test_a_run_reports_further_tokens_saves_them_and_resumes_bitwise(tmp_path):
-    """As Megatron-LM reduces: microbatch by microbatch, with each depth's own tokens."""
-    train = {"loss_reduction": LossReduction.megatron, "micro_batch_size": 8}
-    config = tiny({"num_layers": 1, "mtp_depths": 1}, train, fsdp=1)
-    mesh = mesh_of(config)
-    optimizer, abstract, state = tiny_state(config, mesh)
-    batch = tiny_batch(config, mesh)
-    step = make_train_step(config, mesh, optimizer, abstract)
-    state, first = step(state, batch, controls(mesh))
-    assert first["mtp_loss/1"] == pytest.approx(np.log(VOCAB), rel=0.05)
-    with Checkpointer(tmp_path, asynchronous=False) as checkpointer:
-        checkpointer.save(1, to_tree(state), {})
-        again = (restore(checkpointer, abstract) or (0, None))[1]
-    state, second = step(state, batch, controls(mesh))
-    again, same = step(again, batch, controls(mesh))
-    assert float(second["mtp_loss/1"]) < float(first["mtp_loss/1"])
-    jax.tree.map(np.testing.assert_array_equal, (state, second), (again, same))
-    sums = jax.eval_shape(make_eval_step(config, mesh, abstract.model), abstract.model, batch)
-    assert sums.keys() == {"loss_sum", "tokens"}
+@pytest.mark.parametrize("reduction", LossReduction)
+def test_each_depth_is_divided_by_its_own_tokens(reduction):
+    mask = (np.random.default_rng(0).random((2, 3, LENGTH)) < 0.6).astype(np.float32)
+    batch = {name: jnp.zeros(mask.shape, jnp.int32) for name in ("tokens", "targets", "positions")}
+    found = complete({**batch, "loss_mask": jnp.asarray(mask)}, reduction, 1, DEPTHS)
+    for depth in range(DEPTHS):
+        each = mask[:, :, depth + 1 :].sum(axis=(1, 2))
+        wanted = [each.sum()] * 2 if reduction is LossReduction.token_mean else 2 * each
+        np.testing.assert_array_equal(found["mtp_divisors"][:, depth], wanted)
+    assert "mtp_divisors" not in complete(batch | {"loss_mask": mask}, reduction, 1)
 
 
 KINDS = {  # of the last layer
