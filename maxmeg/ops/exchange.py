@@ -53,11 +53,12 @@ def parcels(
 ) -> Parcels:
     """kept_TK: those that are not dropped."""
     order = sort_by_expert(devices_TK, exchange.devices, kept_TK=kept_TK, distinct=False)
+    order = jax.tree.map(collectives.stored, order)
     starts_R = jnp.cumsum(order.sizes_E) - order.sizes_E
     none = jnp.iinfo(jnp.int32).max
     places_TK = jnp.where(kept_TK, order.rows_TK - starts_R[devices_TK], none)
     counts_RR = collectives.gather(order.sizes_E[None], exchange.axes, 0)
-    return Parcels(devices_TK, order, places_TK, counts_RR)
+    return Parcels(devices_TK, order, places_TK, collectives.stored(counts_RR))
 
 
 def count_rounds(given: Parcels, exchange: Exchange) -> jax.Array:
@@ -67,7 +68,7 @@ def count_rounds(given: Parcels, exchange: Exchange) -> jax.Array:
         rounds = -(-most // exchange.rows)
     else:
         rounds = -(-jnp.max(given.counts_RR) // (exchange.rows // exchange.devices))
-    return collectives.max_over(rounds, EVERYWHERE)
+    return collectives.stored(collectives.max_over(rounds, EVERYWHERE))
 
 
 def plan_round(given: Parcels, number, exchange: Exchange) -> tuple[Order, Callable, Callable]:
