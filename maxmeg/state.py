@@ -133,6 +133,11 @@ def initial_model(config: Config, part: LM) -> LM:
 
     read, noise = take, config.checkpoint.upcycle_noise
     if config.model.num_experts and not saved.num_experts:
+        if config.lora.rank:
+            raise ValueError(
+                f"lora.rank={config.lora.rank} would freeze experts that begin as copies of an MLP "
+                "(checkpoint.init_from is dense): train all weights first (lora.rank=0)"
+            )
         read = upcycling.Upcycling(saved, config.model, noise, config.seed, take).take
     elif noise:
         raise ValueError(

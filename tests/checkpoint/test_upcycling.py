@@ -114,6 +114,13 @@ def test_what_an_mlp_cannot_become_is_refused(fields, message):
     ]
 
 
+def test_adapters_beside_copies_are_refused(dense):
+    config = tiny({**vars(dense[1].model), "num_experts": 4}, fsdp=1)
+    config.checkpoint.init_from, config.lora.rank = dense[0], 2
+    with pytest.raises(ValueError, match=r"lora\.rank=2 would freeze experts"):
+        tiny_state(config, mesh_of(config))
+
+
 def test_noise_without_a_dense_model_is_refused(dense):
     config = tiny({"num_experts": 4})
     config.checkpoint.upcycle_noise = 0.1

@@ -1,0 +1,82 @@
+"""What a layer of experts tells of losses and drops, against loops in float64 NumPy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.layers.balance import TALLIES, dropped, with_room
+from maxmeg.layers.context import Context
+from maxmeg.layers.moe import Moe, MoeSpec
+from maxmeg.ops.routing import RoutingSpec
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+B, L, D, E, K = 4, 6, 16, 8, 2
+SPEC = MoeSpec(
+    *(D, 24, RoutingSpec(E, K)),
+    aux_loss=0.5,
+    sequence_aux_loss=0.25,
+    global_aux_loss=0.125,
+    z_loss=2.0,
+    capacity=0.5,
+    std=0.5,
+)
+SHARE = 0.25  # of a microbatch in a step
+LOAD = np.arange(E) + 1.0
+
+
+def uneven(shares, counts, tokens) -> float:
+    return E / (K * tokens**2) * sum(shares[:, e].sum() * counts[e] for e in range(E))
+
+
+def expected(x_TD, router_DE) -> tuple[np.ndarray, dict[str, float]]:
+    logits = np.asarray(x_TD, np.float64) @ np.asarray(router_DE, np.float64)
+    shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    chosen = np.argsort(-logits, axis=1)[:, :K]
+    counts = np.bincount(chosen.reshape(-1), minlength=E)
+    limit = math.ceil(B * L * K / E * SPEC.capacity)
+    seen, beyond = np.zeros(E), 0
+    for expert in chosen.reshape(-1):
+        seen[expert] += 1
+        beyond += seen[expert] > limit
+    rows = [slice(row * L, (row + 1) * L) for row in range(B)]
+    each = [uneven(shares[r], np.bincount(chosen[r].reshape(-1), minlength=E), L) for r in rows]
+    found = {
+        "load_balancing_loss": uneven(shares, counts, B * L),
+        "seq_load_balancing_loss": np.mean(each),
+        "global_load_balancing_loss": E * (shares.mean(0) * LOAD / LOAD.sum()).sum(),
+        "z_loss": np.mean(np.log(np.exp(logits).sum(1)) ** 2),
+    }
+    return counts, {name: SHARE * loss for name, loss in found.items()} | {"expert_dropped": beyond}
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_tallies_are_the_losses_without_coefficients(room):
+    """They are the bias's gradient where it has room for them, else counts alone."""
+    moe, x_BLD = Moe(jax.random.key(0), SPEC), jax.random.normal(jax.random.key(1), (B, L, D))
+    moe.load[...] = jnp.asarray(LOAD, jnp.float32)
+    if room:
+        moe.bias, moe.load = (p.replace(with_room(p[...])) for p in (moe.bias, moe.load))
+
+    def loss(moe):
+        return jnp.sum(moe(x_BLD, Context(jnp.zeros((B, L), int), share=SHARE))[0])
+
+    gradients = jax.grad(loss)(moe)
+    counts, tallies = expected(x_BLD.reshape(-1, D), moe.router[...])
+    wanted = [*counts, *(tallies[name] for name in TALLIES)] if room else counts
+    for found in (gradients.bias[...], gradients.load[...]):
+        np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
+    assert tallies["expert_dropped"] > 0
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3])
+def test_each_piece_of_the_sequence_drops_by_itself(pieces):
+    experts = np.random.default_rng(0).integers(0, E, (B, L, K))
+    length, beyond = L // pieces, 0
+    limit = math.ceil(B * length * K / E * SPEC.capacity)
+    for piece in range(pieces):
+        part = experts[:, piece * length : (piece + 1) * length].reshape(-1)
+        beyond += np.maximum(np.bincount(part, minlength=E) - limit, 0).sum()
+    assert float(dropped(jnp.asarray(experts.reshape(-1, K)), B, pieces, SPEC)) == beyond
