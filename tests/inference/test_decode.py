@@ -61,10 +61,16 @@ def test_bad_sampling_says_what_is_allowed(bad):
 PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 37)]
 
 
+MODELS = {
+    "grouped": {"num_kv_heads": 4},
+    "latent": {"mla_kv_rank": 16, "mla_query_rank": 12, "mla_rotary_size": 4},
+}
+
+
 @functools.cache
-def trained(**parallel: int) -> Trained:
+def trained(kind: str = "grouped", **parallel: int) -> Trained:
     """A tiny model on a layout, one device by default, whose text is not the same all over."""
-    model = {"num_kv_heads": 4, "init_std": 0.3, "max_position": 64, "attention_window": 7}
+    model = MODELS[kind] | {"init_std": 0.3, "max_position": 64, "attention_window": 7}
     config = tiny(model, **parallel or {"fsdp": 1})
     mesh = mesh_of(config)
     _, _, state = tiny_state(config, mesh)
@@ -76,13 +82,17 @@ def writer(request: Request, batch: int = 4, **parallel: int) -> Writer:
     return Writer(trained(**parallel), request, batch)
 
 
-def forward_greedy(prompt: np.ndarray, count: int) -> np.ndarray:
+@functools.cache
+def forward(kind: str):
+    return jax.jit(lambda ids: trained(kind).model(ids))
+
+
+def forward_greedy(prompt: np.ndarray, count: int, kind: str = "grouped") -> np.ndarray:
     """Tokens by whole forward passes, without a cache."""
-    ids, model = prompt, trained().model
-    forward = jax.jit(lambda model, ids: model(ids))
+    ids = prompt
     for _ in range(count):
         padded = np.pad(ids, (0, 32 - len(ids)))[None]  # one compilation; causal
-        logits_V = forward(model, padded)[0, len(ids) - 1]
+        logits_V = forward(kind)(padded)[0, len(ids) - 1]
         ids = np.append(ids, np.argmax(logits_V))
     return ids[len(prompt) :]
 
@@ -150,6 +160,14 @@ def test_layouts_write_the_same():
     for parallel in ({"fsdp": 1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
         for a, b in zip(writer(request, **parallel)(PROMPTS, 3), expected, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.slow
+def test_heads_on_a_mesh_share_the_latents():
+    found = Writer(trained("latent", fsdp=2, tensor=2), Request(8, GREEDY), 4)(PROMPTS, 0)
+    for prompt, ids in zip(PROMPTS, found, strict=True):
+        np.testing.assert_array_equal(ids, forward_greedy(prompt, 8, "latent"))
+    assert len(np.unique(np.concatenate(found))) > 5
 
 
 def test_text_ends_with_its_document():
