@@ -62,9 +62,8 @@ LAYOUTS = [
     ("mixtral", {"expert": 4, "fsdp": 2}, {}, 0),
     ("mixtral", {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2}, {}, 0),
     ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {}, 16),
-    ("deepseek", {"expert": 2, "fsdp": 1, "tensor": 2}, {"recompute": Recompute.full}, 2),
     ("deepseek", {"expert": 4, "fsdp": 1, "tensor": 2, "expert_tensor": 1, **TIGHT}, {}, 2),
-    ("deepseek", {"data": 2, "expert": 2, "fsdp": 2, "zero1": False}, {}, 1),
+    ("deepseek", {"expert": 2, "fsdp": 2, "tensor": 2}, {"recompute": Recompute.full}, 2),
     ("deepseek", {"pipe": 2, "expert": 2, "fsdp": 2}, {"recompute": Recompute.selective}, 1),
     (
         "deepseek",
