@@ -1,6 +1,7 @@
 """How even the loads of experts are: numbers beside the other metrics, and a picture."""
 
 import json
+import logging
 import os
 import pathlib
 
@@ -10,6 +11,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.layers.balance import TALLIES
 from maxmeg.runtime.hooks import Hook
 
+_log = logging.getLogger(__name__)
 _INK, _EVEN = "#333333", "#f7f4ee"
 _SHOWN = 2.0  # the load, over the mean, from which on colours do not change
 
@@ -30,6 +32,11 @@ class ExpertLoads:
         if model.has_experts(model.num_layers - 1):
             self._names += [f"mtp_{depth}" for depth in range(model.mtp_depths)]
         self._first = -1
+        if model.benchmark_even_experts and path:
+            _log.warning(
+                "model.benchmark_even_experts: tokens take the experts in turn, the router chooses "
+                "nothing; what this run measures is speed, its weights are of no use"
+            )
 
     def hook(self) -> Hook:
         """Put it before the hooks that read metrics."""

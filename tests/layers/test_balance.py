@@ -1,6 +1,7 @@
 """What a layer of experts tells of losses and drops, against loops in float64 NumPy."""
 
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def uneven(shares, counts, tokens) -> float:
     return E / (K * tokens**2) * sum(shares[:, e].sum() * counts[e] for e in range(E))
 
 
-def expected(x_TD, router_DE) -> tuple[np.ndarray, dict[str, float]]:
+def expected(x_TD, router_DE) -> tuple[np.ndarray, dict]:
     logits = np.asarray(x_TD, np.float64) @ np.asarray(router_DE, np.float64)
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     chosen = np.argsort(-logits, axis=1)[:, :K]
@@ -55,7 +56,8 @@ def expected(x_TD, router_DE) -> tuple[np.ndarray, dict[str, float]]:
 @pytest.mark.parametrize("room", [False, True])
 def test_tallies_are_the_losses_without_coefficients(room):
     """They are the bias's gradient where it has room for them, else counts alone."""
-    moe, x_BLD = Moe(jax.random.key(0), SPEC), jax.random.normal(jax.random.key(1), (B, L, D))
+    moe: typing.Any = Moe(jax.random.key(0), SPEC)
+    x_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
     moe.load[...] = jnp.asarray(LOAD, jnp.float32)
     if room:
         moe.bias, moe.load = (p.replace(with_room(p[...])) for p in (moe.bias, moe.load))

@@ -52,6 +52,13 @@ def test_loads_are_means_over_the_steps_since_the_last_ones(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["experts.json", "experts.png"]
 
 
+def test_a_run_whose_router_chooses_nothing_says_so(caplog):
+    for even in (False, True):
+        model = ModelConfig(num_experts=EXPERTS, benchmark_even_experts=even)
+        ExpertLoads(model, num_steps=1, every=1, path="experts.json")
+        assert ("its weights are of no use" in caplog.text) == even
+
+
 def test_a_further_token_has_loads_too():
     model = ModelConfig(num_layers=1, num_experts=EXPERTS, mtp_depths=1)
     values = metrics()
