@@ -394,6 +394,10 @@ class ModelConfig:
         """Layers with an MLP before those whose kinds repeat."""
         return experts.periods(self)[0] if self.num_experts else 0
 
+    def without_mtp(self) -> "ModelConfig":
+        """The model that predicts the next token alone."""
+        return dataclasses.replace(self, mtp_depths=0, mtp_loss=ModelConfig.mtp_loss)
+
     @property
     def layers_of_unit(self) -> int:
         """Layers after which the kinds of layers repeat."""

@@ -210,6 +210,7 @@ def export_model(
     folder = carried_folder(run, config)
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
+    model = families.as_written(model, family)
     described = _merged(carried, model, family, config.data.tokenizer)
     described["dtype"] = dtype.value
     described.pop("torch_dtype", None)
@@ -231,6 +232,9 @@ def export_model(
     small, notes = _tokenizer_files(folder, config)
     for path, name in small.items():
         shutil.copyfile(path, target / name)
+    if model.mtp_depths < trained.model.mtp_depths:
+        depths = f"model.mtp_depths={trained.model.mtp_depths}"
+        notes += (f"no {family} predicts further tokens: their layers ({depths}) are left out",)
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
@@ -249,7 +253,8 @@ def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
     config = TrainedModel(Path(run)).config
     carried = carried_config(carried_folder(Path(run), config))
     chosen = choose_family(config.model, carried, family)
-    return [(binding.theirs, binding) for binding in families.bindings(config.model, chosen)]
+    model = families.as_written(config.model, chosen)
+    return [(binding.theirs, binding) for binding in families.bindings(model, chosen)]
 
 
 def _prepare(

@@ -13,6 +13,7 @@ from maxmeg.config.architecture import model_problems
 from maxmeg.config.model import ModelConfig, RouterScore
 from maxmeg.hf.binding import Binding, Fusion, Interleaved, Place, only, same
 from maxmeg.hf.expert_tables import SPARSE
+from maxmeg.hf.experts import Predicted
 from maxmeg.hf.keys import TOKENS, Keys, refused, resolved
 from maxmeg.hf.tables import DENSE, Family
 from maxmeg.models.lm import LM, layer_places
@@ -86,6 +87,12 @@ def as_saved(model: ModelConfig, names: Iterable[str], family: str) -> ModelConf
     prefixes = tuple(f"{table_of(family).layer}{layer}." for layer in layers)
     there = any(name.startswith(prefixes) for name in canonical_names(names, family).values())
     return model if there or not layers else dataclasses.replace(model, mtp_depths=0)
+
+
+def as_written(model: ModelConfig, family: str) -> ModelConfig:
+    """The model without the layers that predict further tokens where a family has none."""
+    parts = table_of(family).parts
+    return model if any(isinstance(p, Predicted) for p in parts) else model.without_mtp()
 
 
 def hf_config(
@@ -177,7 +184,7 @@ PREDICTED = {  # of a layer that predicts further tokens, beside what every laye
     "projection": "eh_proj",
     "final_norm": "shared_head.norm",
 }
-COUNT = ".mixers.moe.bias"  # how an array's name ends
+COUNT, LOAD = ".mixers.moe.bias", ".mixers.moe.load"  # how an array's name ends
 
 
 def is_count(name: str) -> bool:
@@ -187,12 +194,13 @@ def is_count(name: str) -> bool:
 
 def unused_arrays(model: ModelConfig) -> dict[str, Shape]:
     """Arrays that take no part, which no tensor holds: biases for the choice of experts of a
-    router without them, zero."""
+    router without them, zero, and loads of a step for the loss of the next."""
     return unused_of(array_shapes(model), model) if model.num_experts else {}
 
 
 def unused_of(shapes: dict[str, Shape], model: ModelConfig) -> dict[str, Shape]:
-    return {} if model.router_bias else {n: s for n, s in shapes.items() if is_count(n)}
+    idle = (LOAD,) if model.router_bias else (LOAD, COUNT)
+    return {name: shape for name, shape in shapes.items() if name.endswith(idle)}
 
 
 def our_module(short: str, model: ModelConfig, first: int) -> str:

@@ -1,5 +1,6 @@
 """The model of a run, one array or layer at a time: adapters merged into their base on the way."""
 
+import dataclasses
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,8 @@ class TrainedModel:
         self._base = self._own
         if self.config.lora.rank:
             self._base = base_of_adapters(self.config, self._own)
-        check_arrays(self._base, self.model)
+        saved = files.from_dict(self._base.metadata["config"]).model  # adapters leave depths out
+        check_arrays(self._base, dataclasses.replace(self.model, mtp_depths=saved.mtp_depths))
 
     def read(self, place: Place) -> np.ndarray:
         """An array, one layer of it, or an expert of that."""
@@ -161,7 +163,7 @@ def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family:
     """The family asked for, or the one it came from, or the first that has such models."""
     family = family or (families.architecture(carried) if carried else "")
     if not family:
-        fitting = families.families_of(model)
+        fitting = families.families_of(model) or families.families_of(model.without_mtp())
         if not fitting:
             names = ", ".join(families.FAMILIES)
             raise ValueError(f"no family of transformers has such models; compared with {names}")

@@ -51,6 +51,7 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
     check_base(config, saved.get("base", {}))
     sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
     config.parallel = ParallelConfig(**sizes, zero1=False)
+    config.model = config.model.without_mtp()  # whose layers are of no use here
     abstract = abstract_state(config, make_optimizer(config.optim), mesh)
     found = restore(checkpointer, {"model": abstract.model}, step)
     assert found is not None  # there are checkpoints

@@ -1,0 +1,72 @@
+"""Models that predict further tokens: what has no place for those layers leaves them out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from layouts import mesh_of, tiny, tiny_state
+
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config import files
+from maxmeg.hf import convert
+from maxmeg.hf.binding import Place
+from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.hf.trained import TrainedModel
+from maxmeg.inference.load import load_run
+from maxmeg.state import CHECKPOINTS, base_of, to_arrays, to_tree
+
+
+def save(folder, config, state) -> None:
+    """A run's folder whose checkpoint holds the model alone."""
+    config.run_dir = str(folder)
+    metadata = {"config": files.to_dict(config), "base": base_of(config), "consumed_samples": 0}
+    metadata["tokenizer"] = "null:60"
+    tree = {"model": to_tree(state)["model"]}
+    with Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False) as checkpointer:
+        assert checkpointer.save(0, tree, metadata)
+    files.save(config, folder / "config.yaml")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(folder, config, arrays of the model by name)."""
+    folder = tmp_path_factory.mktemp("run")
+    config = tiny({"mtp_depths": 1, "mtp_loss": 0.3, "max_position": 16}, fsdp=1)
+    config.data.tokenizer = "null:60"
+    _, _, state = tiny_state(config, mesh_of(config))
+    save(folder, config, state)
+    return folder, config, {n: np.asarray(a) for n, a in to_arrays(state.model).items()}
+
+
+def test_an_export_says_what_it_leaves_out(run, tmp_path):
+    folder, _, arrays = run
+    report = convert.export_model(folder, tmp_path / "hf")
+    assert "no LlamaForCausalLM predicts further tokens" in report.notes[-1]
+    assert "model.mtp_depths=1" in report.notes[-1]
+    found = SafetensorsFolder(tmp_path / "hf").tensors
+    assert {name for name, _ in convert.exported(folder)} == found.keys()
+    count = sum(int(np.prod(info.shape)) for info in found.values())
+    words = sum(3 * 32 for name in arrays if name.endswith("table"))  # the padding
+    plain = sum(array.size for name, array in arrays.items() if not name.startswith("mtp."))
+    assert count == plain - words
+
+
+def test_what_writes_text_does_not_read_them(run):
+    trained = load_run(str(run[0]))
+    found = to_arrays(trained.model)
+    assert found.keys() == {name for name in run[2] if not name.startswith("mtp.")}
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, run[2][name])
+
+
+def test_adapters_are_beside_a_base_without_them(run, tmp_path):
+    folder, config, arrays = run
+    config = dataclasses.replace(config, model=config.model.without_mtp())
+    config.checkpoint.init_from, config.lora.rank = str(folder), 2
+    _, _, state = tiny_state(config, mesh_of(config))
+    save(tmp_path / "lora", config, state)
+    trained = TrainedModel(tmp_path / "lora")
+    np.testing.assert_array_equal(trained.read(Place("final_norm.weight")), 1)
+    name = "stack.groups.0.sublayers.0.mixers.attention.query.weight"
+    wanted = arrays[name][1]
+    np.testing.assert_array_equal(trained.read(Place(name, 1)), wanted)
