@@ -10,10 +10,14 @@ The model of time, for one device:
 - Recomputation adds products (full: the layer's forward once more; selective: attention's).
 - A tick of a pipeline lasts as long as its lanes, on every stage; ticks beyond the ideal are the
   bubble. Layers that a stage lacks are waited for.
+- Of experts the rows that even loads have: with the kernels (mosaic) their products, or the time
+  to read their matrices; with XLA every row by every expert of the device. What moves rows about
+  goes through memory.
 - Hidden behind the layers' own work, as far as that lasts: gathers and scatters over fsdp, and
-  what is sent between stages. Everything else is exposed.
+  what is sent between stages; and behind the products of shared experts, copies to the others and
+  back. Everything else is exposed.
 
-It does not know kernels' launch times, stragglers, or small messages' latency.
+It does not know kernels' launch times, stragglers, small messages' latency, or uneven loads.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ from maxmeg.config.model import ModelConfig, Recompute
 from maxmeg.config.schema import Config
 from maxmeg.planning import communication
 from maxmeg.planning.communication import traffic
+from maxmeg.planning.experts import shared_seconds, streamed, surplus_seconds
 from maxmeg.planning.flops import training_flops
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
@@ -66,7 +71,7 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
     for S stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds is that ideal with
     embedding, head and update; communication_seconds what is exposed; step_seconds all three.
     """
-    work = workload(config, cluster.count)
+    work, model = workload(config, cluster.count), config.model
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
     layers = work.layers_of_chunk
@@ -78,9 +83,10 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
         ideal + work.microbatches * ends_seconds(work, cluster) + update_seconds(work, cluster)
     )
     forward = units * layers * lane.forward
-    exposed = exposed_seconds(carried, forward, ideal - forward)
+    beside = units * layers * shared_seconds(work, cluster) if model.num_experts else 0.0
+    exposed = exposed_seconds(carried, forward, ideal - forward, beside)
     step = compute + bubble + exposed
-    model, length = config.model, config.data.sequence_length
+    length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
     frozen = config.lora.rank > 0
     flops = training_flops(model, length, size, axes["tensor"], frozen=frozen)
@@ -100,15 +106,20 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
     )
 
 
-def exposed_seconds(carried: tuple[Traffic, ...], forward: float, backward: float) -> float:
-    """Seconds that communication adds to `forward` and `backward` seconds of layers' work."""
+def exposed_seconds(
+    carried: tuple[Traffic, ...], forward: float, backward: float, shared: float = 0.0
+) -> float:
+    """Seconds that communication adds to `forward` and `backward` seconds of layers' work, of which
+    `shared` and twice that are shared experts'."""
 
     def total(purposes: tuple[str, ...]) -> float:
         return sum(entry.seconds for entry in carried if entry.purpose in purposes)
 
     hideable = total(HIDDEN_FORWARD), total(HIDDEN_BACKWARD)
     beyond = max(0.0, hideable[0] - forward) + max(0.0, hideable[1] - backward)
-    return sum(entry.seconds for entry in carried) - sum(hideable) + beyond
+    sent = total((communication.EXCHANGED_FORWARD,)), total((communication.EXCHANGED_BACKWARD,))
+    hidden = min(sent[0], shared) + min(sent[1], 2 * shared)
+    return sum(entry.seconds for entry in carried) - sum(hideable) + beyond - hidden
 
 
 def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
@@ -117,6 +128,7 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     products, scores, _ = forward_flops(model, work.config.data.sequence_length)
     peak = cluster.gpu.bf16_tflops * 1e12
     matmul = work.samples * products / tensor / cluster.matmul_rate
+    matmul += surplus_seconds(work, cluster) if model.num_experts else 0.0
     attention = work.samples * scores / tensor / peak
     streamed = elementwise_bytes(work) / cluster.memory_rate
     forward = matmul + attention / ATTENTION_FORWARD_REACHED + streamed
@@ -144,7 +156,7 @@ def elementwise_bytes(work: Workload) -> float:
     total = 0.0
     for unit in work.units:
         columns = work.itemsize * work.tokens * unit.columns / tensor
-        each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns
+        each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
         if unit.attends and not fused_attention(work.config):
             scores = work.tokens * work.config.data.sequence_length / 2 * model.num_heads / tensor
             each += 6 * FLOAT32 * unit.layers * scores

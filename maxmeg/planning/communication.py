@@ -13,8 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 
 from maxmeg.config.model import Recompute
+from maxmeg.config.schema import ExpertExchange
 from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import AXES
+from maxmeg.planning import experts
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
 from maxmeg.planning.loss import FLOAT32
 from maxmeg.planning.memory import head
@@ -27,10 +29,12 @@ GATHER, SCATTER, REDUCE, PERMUTE = (
     "all-reduce",
     "collective-permute",
 )
+EXCHANGES = ALL_TO_ALL, RAGGED = "all-to-all", "ragged-all-to-all"
 PARAMETERS_FORWARD = "parameters of layers, forward"
 PARAMETERS_BACKWARD = "parameters of layers, backward"
 LAYER_GRADIENTS = "gradients of layers"
 SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to the one before"
+EXCHANGED_FORWARD, EXCHANGED_BACKWARD = "copies to experts and back", "their gradients"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +66,12 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
     """Every axis and purpose with what a device sends in a step.
 
     Of n devices a gather or scatter of `size` bytes (the larger side) sends (n - 1) / n of it, an
-    all-reduce twice that, a permute all. Seconds: at `Cluster.link_rate` of the group's span.
+    all-to-all too, an all-reduce twice that, a permute all. Seconds: at `Cluster.link_rate` of the
+    group's span; of an all-to-all over nodes what leaves the node, through a GPU's own adapter.
     """
     found = [
         *_tensor(work),
+        *_experts(work),
         *_loss(work),
         *_fsdp(work),
         *_data(work),
@@ -79,8 +85,10 @@ def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
     n, nodes, adapters = span(tuple(work.axes.values()), axes)
     share = {REDUCE: 2 * (n - 1) / n, PERMUTE: 1.0}.get(entry.kind, (n - 1) / n)
     volume = int(entry.volume * share)
-    rate = cluster.link_rate(nodes, 1 if entry.kind == PERMUTE else adapters)
-    return dataclasses.replace(entry, volume=volume, seconds=volume / rate)
+    own = entry.kind in (PERMUTE, *EXCHANGES)
+    rate = cluster.link_rate(nodes, 1 if own else adapters)
+    leaving = entry.volume * (n - adapters) / n if entry.kind in EXCHANGES and nodes > 1 else volume
+    return dataclasses.replace(entry, volume=volume, seconds=leaving / rate)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,27 +116,73 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
 
     A sublayer gathers its input and scatters its output, forward; backward gathers its input again
     (it is not kept) and the output's gradient, and scatters the input's. Full recomputation also
-    scatters the output of each sublayer but the last once more.
+    scatters the output of each sublayer but the last once more. Latents are gathered in place of
+    the input they are made of; `experts.sums` says what experts scatter.
     """
     tensor = work.axes["tensor"]
     if tensor == 1:
         return
     size, times = work.hidden_bytes * tensor, runs(work)
     layers = list(zip(work.units, work.places, strict=True))
-    sublayers = sum(unit.sublayers * places for unit, places in layers)
+    read = [width for unit, places in layers for width in unit.read * places]
+    bytes_read = work.itemsize * work.tokens * sum(read)
+    written = sum(sum(experts.sums(work, unit)) * places for unit, places in layers)
     again = 0
     if work.config.model.recompute is Recompute.full:
-        again = sum((unit.sublayers - 1) * places for unit, places in layers)
+        again = sum(sum(experts.sums(work, unit)[:-1]) * places for unit, places in layers)
     forward, backward = work.lanes.forward, work.lanes.backward
     into, out = "sequences into sublayers", "sums of sublayers"
-    yield entry("tensor", f"{into}, forward", GATHER, forward * sublayers, size)
-    yield entry("tensor", f"{out}, forward", SCATTER, forward * sublayers, size)
-    yield entry("tensor", f"{into} and gradients, backward", GATHER, 2 * backward * sublayers, size)
-    scatters = backward * (sublayers + again)
-    yield entry("tensor", f"{out}, backward", SCATTER, scatters, size)
+
+    def both(purpose: str, kind: str, times: int, inputs: int, outputs: int) -> Traffic:
+        """What sublayers read and write; a sum's size is that of a stream."""
+        total = inputs * bytes_read + outputs * size
+        return Traffic(
+            "tensor", purpose, kind, times * (inputs * len(read) + outputs), times * total, 0
+        )
+
+    yield both(f"{into}, forward", GATHER, forward, 1, 0)
+    yield both(f"{out}, forward", SCATTER, forward, 0, written)
+    yield both(f"{into} and gradients, backward", GATHER, backward, 1, written)
+    yield both(f"{out}, backward", SCATTER, backward, 1, again)
     ends = "embedding and head"
     yield entry("tensor", ends, GATHER, times.head + times.embed_backward, size)
     yield entry("tensor", ends, SCATTER, times.embed + times.head, size)
+
+
+def _experts(work: Workload) -> Iterator[Traffic]:
+    """Copies of tokens and sums of outputs, where experts lie on several devices.
+
+    Exchanged: rows and their labels there, outputs back, and all gradients; where rows are made
+    again, rows and labels once more; further rounds, of uneven loads, are left out. Gathered:
+    vectors, labels and, scattered, sums; backward again and the gradients of all.
+    """
+    if not any(unit.sparse for unit in work.units):
+        return
+    given, axes = experts.dispatch(work), experts.axes(work)
+    if not axes:
+        return
+    layers = list(zip(work.units, work.places, strict=True))
+    sparse = sum(unit.sparse * places for unit, places in layers)
+    forward, backward = work.lanes.forward * sparse, work.lanes.backward * sparse
+    name = " x ".join(axes)
+
+    def some(purpose: str, kind: str, times: int, count: int, size: int) -> Traffic:
+        return Traffic(name, purpose, kind, times * count, times * size, 0.0)
+
+    vectors, labels = given.vectors, given.labels
+    if given.gathers:
+        yield some(EXCHANGED_FORWARD, GATHER, forward, 4, vectors + labels)
+        yield some(EXCHANGED_FORWARD, SCATTER, forward, 1, vectors)
+        yield some(EXCHANGED_BACKWARD, GATHER, backward, 5, 2 * vectors + labels)
+        yield some(EXCHANGED_BACKWARD, SCATTER, backward, 2, vectors + given.weights)
+        return
+    again = int(work.config.model.recompute is not Recompute.none)
+    kind = RAGGED if given.kind is ExpertExchange.ragged else ALL_TO_ALL
+    yield some(EXCHANGED_FORWARD, kind, forward, 3, 2 * vectors + labels)
+    sizes = (2 + again) * vectors + (1 + again) * labels
+    yield some(EXCHANGED_BACKWARD, kind, backward, 3 + 2 * again, sizes)
+    counted = forward + (backward if work.config.model.recompute is Recompute.full else 0)
+    yield some("how many copies", GATHER, counted, 1, given.counts)
 
 
 def _loss(work: Workload) -> Iterator[Traffic]:

@@ -68,11 +68,13 @@ class Program:
     runs: how often a step runs each computation; loops count by their known number of trips (1
     where it is not known), and each branch of a conditional as if it were the one that is taken.
     overlapped: computations that run beside others, being called by an asynchronous start.
+    unbounded: those in loops whose number of trips is not known.
     """
 
     computations: dict[str, tuple[Instruction, ...]]
     runs: dict[str, int]
     overlapped: frozenset[str]
+    unbounded: frozenset[str] = frozenset()
 
     def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
         """(computation, instruction, runs a step) of all that runs."""
@@ -98,8 +100,7 @@ def parse(text: str) -> Program:
     if not entry:
         raise ValueError("no ENTRY computation: this is not the text of a compiled module")
     frozen = {name: tuple(instructions) for name, instructions in computations.items()}
-    runs, overlapped = count_runs(frozen, entry)
-    return Program(frozen, runs, overlapped)
+    return Program(frozen, *count_runs(frozen, entry))
 
 
 def parse_instruction(line: str) -> Instruction | None:
@@ -127,27 +128,33 @@ def closing(text: str, start: int) -> int:
 
 def count_runs(
     computations: dict[str, tuple[Instruction, ...]], entry: str
-) -> tuple[dict[str, int], frozenset[str]]:
-    """How often a step runs each computation, and which are called asynchronously."""
+) -> tuple[dict[str, int], frozenset[str], frozenset[str]]:
+    """How often a step runs each computation; which are called asynchronously; which lie in loops
+    of an unknown number of trips."""
     callers: dict[str, list[tuple[str, int]]] = {name: [] for name in computations}
-    overlapped = set()
+    overlapped, unbounded = set(), set()
     for name, instructions in computations.items():
         for instruction in instructions:
             trips = 1
             if instruction.opcode == "while" and (known := _TRIPS.search(instruction.attributes)):
                 trips = int(known[1])
+            endless = instruction.opcode == "while" and not _TRIPS.search(instruction.attributes)
             for found in _CALLED.finditer(instruction.attributes):
                 for callee in re.findall(r"[\w.\-]+", found[2]):
                     if callee in callers:
                         callers[callee].append((name, trips))
                         if starts(instruction):
                             overlapped.add(callee)
+                        if endless:
+                            unbounded.add(callee)
     graph = {name: {caller for caller, _ in of} for name, of in callers.items()}
     runs = dict.fromkeys(computations, 0)
     for name in graphlib.TopologicalSorter(graph).static_order():
         runs[name] = sum(runs[caller] * trips for caller, trips in callers[name])
         runs[name] += name == entry
-    return runs, frozenset(overlapped)
+        if any(caller in unbounded for caller, _ in callers[name]):
+            unbounded.add(name)
+    return runs, frozenset(overlapped), frozenset(unbounded)
 
 
 def starts(instruction: Instruction) -> bool:
@@ -157,7 +164,7 @@ def starts(instruction: Instruction) -> bool:
 
 
 def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...]:
-    """Every collective, gathered by kind, mesh axes, runs of each and asynchrony.
+    """Every collective, gathered by kind, mesh axes, runs of each, asynchrony and certainty.
 
     mesh: size of every axis, slowest first, devices in rank order. Collectives of single numbers
     make rows of their own.
@@ -172,8 +179,9 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
         synchronous = _SYNCHRONOUS.search(instruction.attributes)
         asynchronous = starts(instruction) or (name in program.overlapped and not synchronous)
         results = arrays(result_shape(instruction))
-        key = (kind, axes, runs, asynchronous, all(not dims for _, dims in results))
-        row = rows.get(key) or Collective(kind, axes, 0, 0, 0, asynchronous)
+        unbounded = name in program.unbounded
+        key = (kind, axes, runs, asynchronous, unbounded, all(not dims for _, dims in results))
+        row = rows.get(key) or Collective(kind, axes, 0, 0, 0, asynchronous, unbounded)
         rows[key] = dataclasses.replace(
             row,
             instructions=row.instructions + 1,

@@ -14,6 +14,7 @@ from maxmeg.config.model import AttentionBackend, DType, Recompute
 from maxmeg.config.schema import Config, OptimConfig
 from maxmeg.ops.attention import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
+from maxmeg.planning import experts
 from maxmeg.planning.loss import FLOAT32, Head
 from maxmeg.planning.workload import Unit, Workload
 
@@ -46,18 +47,20 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
     summed) / t. Norms, activations, rotations and gathered sequences are made again.
     none: that, and of fused attention its output and log-sum-exp, (e T H K + 4 T H) / t with H
-    heads of size K;
+    heads whose values have size K;
     on XLA, for a sequence of L <= 512, output and weights, (e T H K + 4 B H L^2) / t.
+    Of experts what `experts.kept` says. What latents are projected to is kept by none alone.
     """
     model, tensor = work.config.model, work.axes["tensor"]
     if model.recompute is Recompute.full:
         return work.hidden_bytes
-    kept = work.itemsize * work.tokens * unit.columns // tensor
-    kept += unit.sublayers * work.hidden_bytes
+    columns = unit.columns - (unit.expanded if model.recompute is Recompute.selective else 0)
+    kept = work.itemsize * work.tokens * (columns // tensor + unit.whole)
+    kept += unit.sublayers * work.hidden_bytes + experts.kept(work, unit)
     if unit.attends and keeps_attention(work.config):
         heads = unit.layers * model.num_heads // tensor
         saved = 1 if fused_attention(work.config) else work.config.data.sequence_length
-        kept += work.tokens * heads * (work.itemsize * model.head_size + FLOAT32 * saved)
+        kept += work.tokens * heads * (work.itemsize * model.value_size + FLOAT32 * saved)
     return kept
 
 
@@ -75,12 +78,13 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     widths, hidden = unit.projected + unit.inner, unit.sublayers
     whole = unit.sublayers if tensor > 1 else 1
     if unit.attends and not keeps_attention(work.config):
-        widths += unit.layers * model.num_heads * model.head_size
+        widths += unit.layers * model.num_heads * model.value_size
     if model.recompute is Recompute.full:
         widths += unit.columns - unit.projected
         hidden += unit.sublayers - 1
         whole += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor
+    kept += experts.deferred(work, unit)
     return kept + (hidden + whole * tensor) * work.hidden_bytes
 
 
@@ -156,7 +160,7 @@ def layer(work: Workload) -> int:
             block = min(QUERY_BLOCK, length)
             rows = work.samples * config.model.num_heads // work.axes["tensor"] * block
             total += 3 * FLOAT32 * rows * length
-        largest = max(largest, total)
+        largest = max(largest, total + experts.working(work, unit))
     return largest
 
 

@@ -233,7 +233,8 @@ def _compiled(report: Compiled) -> str:
             [
                 escape(" + ".join(row.axes) or "-"),
                 escape(row.kind),
-                "yes" if row.asynchronous else '<span class="bad">no</span>',
+                ("yes" if row.asynchronous else '<span class="bad">no</span>')
+                + ", if needed" * row.unbounded,
                 f"{row.instructions:,}",
                 f"{row.runs:,}",
                 gib(row.volume),

@@ -57,7 +57,9 @@ class Collective:
     """Instructions of one kind over the same mesh axes, in loops that run as often.
 
     instructions: in the program; runs: executions a step, of all of them; volume: bytes of their
-    results, a step. asynchronous: whether other work can go on meanwhile.
+    results, a step. asynchronous: whether other work can go on meanwhile. unbounded: in a loop of
+    a number of trips that the program does not say, counted as one: of experts further rounds of
+    uneven loads, which even ones do not need.
     """
 
     kind: str
@@ -66,6 +68,7 @@ class Collective:
     runs: int
     volume: int
     asynchronous: bool
+    unbounded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from maxmeg.config.model import Recompute
-from maxmeg.config.schema import Config, Schedule
+from maxmeg.config.schema import Config, ParallelConfig, Schedule
 from maxmeg.config.validate import validate
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
@@ -18,7 +18,10 @@ MOST_GPUS = 2**16  # where the search for a number that is enough ends
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 VARIED = {
-    "parallel": ("pipe", "data", "fsdp", "tensor", "schedule", "chunks", "pad_layers"),
+    "parallel": (
+        *("pipe", "data", "fsdp", "expert", "expert_tensor", "tensor"),
+        *("schedule", "chunks", "pad_layers"),
+    ),
     "train": ("micro_batch_size",),
     "model": ("recompute",),
 }
@@ -45,15 +48,17 @@ class Candidate:
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
     """Every layout tried that is valid and fits, the fastest first.
 
-    Tried are all sizes of tensor (within a node), pipe, fsdp and data that make the cluster,
+    Tried are all sizes of tensor (within a node), pipe, fsdp, data and, of a model with experts,
+    expert that make the cluster, experts cut over tensor or whole on devices along it,
     micro_batch_size in MICRO_BATCHES, 1F1B with up to MOST_CHUNKS chunks and zero bubble (GPipe
     takes 1F1B's time and more memory), and of the recompute modes the first, from none to full,
     that fits. Everything else is `config`'s; where layers do not divide, pad_layers is set.
     ValueError where nothing fits, saying by how much and how many GPUs would be enough, and for
     what no layout can mend.
     """
-    alone = _with(config, {"pipe": 1, "tensor": 1, "fsdp": 1, "data": 1, **PLAIN}, 1)
-    validate(alone, alone.parallel.expert * alone.parallel.context)
+    one = dict.fromkeys(("pipe", "tensor", "fsdp", "data", "expert"), 1)
+    alone = _with(config, {**one, **_placed(config, 1, 1, 0), **PLAIN}, 1)
+    validate(alone, alone.parallel.context)
     found = []
     for layout in layouts(config, cluster.count):
         for mode in Recompute:
@@ -77,12 +82,34 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
                 if pipe > config.model.num_units or _microbatches(config, replicas, micro) == 0:
                     continue
                 for order in orders(config, pipe, _microbatches(config, replicas, micro)):
-                    for fsdp in divisors(replicas):
-                        sizes = {"tensor": tensor, "pipe": pipe, "fsdp": fsdp}
-                        sizes["data"] = replicas // fsdp
-                        layout = _with(config, {**sizes, **order}, micro)
+                    for sizes in replicated(config, replicas, tensor):
+                        whole = {"tensor": tensor, "pipe": pipe, **sizes, **order}
+                        layout = _with(config, whole, micro)
                         if _is_valid(layout, count):
                             yield layout
+
+
+def replicated(config: Config, replicas: int, tensor: int) -> Iterator[dict]:
+    """Ways to cut so many replicas, as fields of ParallelConfig: fsdp, data and expert."""
+    experts = max(config.model.num_experts, 1)
+    for expert in divisors(replicas):
+        if experts % expert:
+            continue
+        for fsdp in divisors(replicas // expert):
+            sizes = {"fsdp": fsdp, "data": replicas // expert // fsdp}
+            yield sizes | _placed(config, expert, tensor, 0)
+            if tensor > 1 and experts > 1 and experts % (expert * tensor) == 0:
+                yield sizes | _placed(config, expert, tensor, 1)
+
+
+def _placed(config: Config, expert: int, tensor: int, cut: int) -> dict:
+    """Experts over `expert` axis devices, whole (cut 1) or cut over tensor as the rest is (0)."""
+    degree = expert * (tensor if cut else 1)
+    found: dict = {"expert": degree, "expert_tensor": cut}
+    if degree == 1:  # nothing is exchanged
+        plain = ParallelConfig()
+        found |= {name: getattr(plain, name) for name in ("expert_exchange", "expert_buffer")}
+    return found
 
 
 def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
@@ -150,6 +177,10 @@ def least(config: Config, count: int) -> tuple[int, Config | None]:
     return best
 
 
+def _experts(parallel: ParallelConfig) -> str:
+    return f", expert={parallel.expert}" if parallel.expert > 1 else ""
+
+
 def _nothing_fits(config: Config, cluster: Cluster) -> str:
     where = f"{cluster.count} {cluster.name}"
     size, layout = least(config, cluster.count)
@@ -174,6 +205,6 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
     return (
         f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
         f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
-        f"data={parallel.data}, full recompute), {over / GIB:.1f} GiB more than the "
-        f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
+        f"data={parallel.data}{_experts(parallel)}, full recompute), {over / GIB:.1f} GiB more "
+        f"than the {cluster.capacity / GIB:.1f} GiB of one; {remedy}"
     )

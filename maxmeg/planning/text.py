@@ -67,11 +67,31 @@ def plan_of(config: Config, count: int) -> Plan:
         f"{microbatches} microbatch{'es' * (microbatches > 1)}",
         "mesh": " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1),
         "recompute": model.recompute.name,
+        "experts": experts_words(config, sizes),
     }
     name, pipe = pathlib.Path(config.run_dir).name, sizes["pipe"]
     schedule = SCHEDULES[config.parallel.schedule.name]
     table = schedule(microbatches, pipe, config.parallel.chunks) if pipe > 1 else None
     return Plan(name, "", {key: text for key, text in words.items() if text}, table)
+
+
+def experts_words(config: Config, sizes: dict[str, int]) -> str:
+    """How many there are, which a token takes, and where they lie; empty without experts."""
+    model, parallel = config.model, config.parallel
+    if not model.num_experts:
+        return ""
+    layers = sum(map(model.has_experts, range(model.num_layers)))
+    words = f"{model.num_experts} in {layers} layers, {model.experts_per_token} a token"
+    words += f" and a shared one of width {model.shared_ffn_size}" if model.shared_ffn_size else ""
+    words += f", width {model.expert_ffn}, {model.num_experts // parallel.expert} a device"
+    if sizes["tensor"] > 1:
+        whole = parallel.folded or parallel.expert_tensor == 1
+        words += ", whole" if whole else f", cut over tensor {sizes['tensor']}"
+    if parallel.expert > 1:
+        kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")
+        words += f"; {kind}"
+        words += f", buffer {parallel.expert_buffer:g}" if kind != "gather" else ""
+    return words
 
 
 def plan_text(plan: Plan) -> str:
@@ -140,7 +160,7 @@ def compiled_text(report: Compiled) -> str:
             [
                 f"  {'+'.join(c.axes) or '-'}",
                 c.kind,
-                "async" if c.asynchronous else "sync",
+                ("async" if c.asynchronous else "sync") + ", if needed" * c.unbounded,
                 f"{c.instructions:,}",
                 f"{c.runs:,}",
                 gib(c.volume),
@@ -155,10 +175,11 @@ def compiled_text(report: Compiled) -> str:
 
 
 def merged(collectives: Sequence[Collective]) -> list[Collective]:
-    """One row for all of a kind over the same axes, asynchronous or not, however often they run."""
+    """One row for all of a kind over the same axes, asynchronous or not, however often they run;
+    apart those in loops of a number of trips that the program does not say."""
     rows: dict[tuple, Collective] = {}
     for new in collectives:
-        key = (new.axes, new.kind, new.asynchronous)
+        key = (new.axes, new.kind, new.asynchronous, new.unbounded)
         old = rows.get(key, dataclasses.replace(new, instructions=0, runs=0, volume=0))
         rows[key] = dataclasses.replace(
             new,

@@ -4,6 +4,7 @@ Parameters come from the real model by `jax.eval_shape`, their parts on a device
 of `parallel.rules`: a new layer is counted by itself. Nothing is compiled.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.model import DType, ModelConfig, Recompute
-from maxmeg.config.schema import Config, LoraConfig, Schedule
+from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.config.validate import axis_sizes
 from maxmeg.models.lm import language_model
@@ -22,7 +23,9 @@ from maxmeg.parallel.mesh import AXES
 from maxmeg.parallel.rules import is_frozen, is_variable, logical_axes, storage_axes, zero1_dim
 from maxmeg.pipeline.layout import arrange
 
-NORMS = {"norm", "norms", "post_norm", "final_norm"}  # names of modules
+NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
+MIXERS = {"mla": "attention"}
+MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
 
 
@@ -30,7 +33,8 @@ ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
 class Parameter:
     """An array of the model: its path, kind, and abstract variable; group None: not of the stack.
 
-    kind: the mixer that it belongs to (attention, mlp, ...), norm, embedding, positions, output.
+    kind: the mixer that it belongs to (attention, mlp, ...), of a mixture of experts its part
+    (experts, router, shared expert), norm, embedding, positions, output.
     """
 
     path: tuple[str, ...]
@@ -41,6 +45,15 @@ class Parameter:
     @property
     def axes(self) -> tuple[str | None, ...]:
         return logical_axes(self.variable)
+
+    @property
+    def mixer(self) -> str:
+        """Name of the mixer that it lies in; empty: in none."""
+        return self.path[self.path.index("mixers") + 1] if "mixers" in self.path else ""
+
+    @property
+    def sublayer(self) -> int:
+        return int(self.path[4])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +78,38 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """What repeats in a group: layers, sublayers, and widths, summed. columns: of column-parallel
-    products; projected: of query, key and value; inner: of what the MLPs' last products read."""
+    """What repeats in a group: its mixers, a sublayer each ("attention mlp": a parallel block), and
+    widths, summed. columns: of column-parallel products and of those to latents, which run on
+    shards; projected: of what queries, keys and values are made by; inner: of what the MLPs' last
+    products read; whole: of products that each device along tensor makes; expanded: of columns
+    those made of latents; read: of sequences that are gathered, one after the other.
+    expert_columns, expert_inner: as above, of one expert of each sublayer. shares: experts have one
+    beside them that all tokens go to."""
 
     repeats: int
-    layers: int
-    sublayers: int
+    mixers: tuple[str, ...]
     columns: int
     projected: int
     inner: int
+    whole: int
+    expanded: int
+    read: tuple[int, ...]
+    expert_columns: int
+    expert_inner: int
+    shares: bool
+
+    @property
+    def sublayers(self) -> int:
+        return len(self.mixers)
+
+    @property
+    def layers(self) -> int:
+        return sum("attention" in name or "mla" in name for name in self.mixers)
+
+    @property
+    def sparse(self) -> int:
+        """Sublayers of experts."""
+        return self.mixers.count("moe")
 
     @property
     def attends(self) -> bool:
@@ -146,14 +182,19 @@ def architecture_key(model: ModelConfig) -> tuple:
     return tuple(Recompute.none if n == "recompute" else getattr(model, n) for n in names)
 
 
-def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
-    """Every array of the model and its adapters, the vocabulary padded for one device."""
-    return _parameters(architecture_key(model), dataclasses.astuple(lora or LoraConfig()))
+def parameters(
+    model: ModelConfig, lora: LoraConfig | None = None, folded: bool = False
+) -> tuple[Parameter, ...]:
+    """Every array of the model and its adapters, the vocabulary padded for few devices; folded:
+    experts lie along other axes too."""
+    return _parameters(architecture_key(model), dataclasses.astuple(lora or LoraConfig()), folded)
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(key: tuple, adapters: tuple) -> tuple[Parameter, ...]:
+def _parameters(key: tuple, adapters: tuple, folded: bool) -> tuple[Parameter, ...]:
     config = Config(model=ModelConfig(*key), lora=LoraConfig(*adapters))
+    if folded:
+        config.parallel = ParallelConfig(tensor=2, expert=2, expert_tensor=1)
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
     found = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
@@ -161,11 +202,18 @@ def _parameters(key: tuple, adapters: tuple) -> tuple[Parameter, ...]:
             str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path
         )
         stacked = names[0] == "stack"
-        kind = names[names.index("mixers") + 1] if "mixers" in names else names[0]
-        if NORMS & set(names):
-            kind = "norm"
-        found.append(Parameter(names, kind, int(names[2]) if stacked else None, variable))
+        group = int(names[2]) if stacked else None
+        found.append(Parameter(names, kind_of(names), group, variable))
     return tuple(found)
+
+
+def kind_of(path: tuple[str, ...]) -> str:
+    if NORMS & set(path):
+        return "norm"
+    if "mixers" not in path:
+        return path[0]
+    mixer, part, *_ = path[path.index("mixers") + 1 :]
+    return MOE_PARTS.get(part, "router") if mixer == "moe" else MIXERS.get(mixer, mixer)
 
 
 def units(model: ModelConfig) -> tuple[Unit, ...]:
@@ -181,18 +229,56 @@ def _units(every: tuple[Parameter, ...]) -> tuple[Unit, ...]:
             groups.setdefault(parameter.group, []).append(parameter)
     found = []
     for _, members in sorted(groups.items()):
-        columns, inner = {"attention": 0, "mlp": 0}, 0
+        columns, inner = collections.Counter[str](), collections.Counter[str]()
+        whole = expanded = 0
+        read: list[int] = []
+        mixers: dict[int, set[str]] = {}
         for p in members:
+            mixers.setdefault(p.sublayer, set()).add(p.mixer)
             into, out = p.axes[-2:]
             if into == "embed" and out not in ("embed", "norm"):
                 columns[p.kind] += p.variable.shape[-1]
-            elif out == "embed" and p.kind == "mlp":
-                inner += p.variable.shape[-2]
-        sublayers, repeats = 1 + max(int(p.path[4]) for p in members), members[0].variable.shape[0]
-        projected = columns["attention"]
-        layers = len({p.path[4] for p in members if p.kind == "attention"})
-        found.append(Unit(repeats, layers, sublayers, sum(columns.values()), projected, inner))
+                read += [p.variable.shape[-1]] if out == "latent" else []
+                expanded += p.variable.shape[-1] if _expands(p) else 0
+            elif into == "embed" and out == "norm":
+                whole += p.variable.shape[-1]
+            elif out == "embed":
+                inner[p.kind] += p.variable.shape[-2]
+        names = [" ".join(sorted(mixers[place] - {""})) for place in sorted(mixers)]
+        unit = Unit(
+            repeats=members[0].variable.shape[0],
+            mixers=tuple(names),
+            columns=columns.total() - columns["experts"],
+            projected=columns["attention"],
+            inner=inner["mlp"] + inner["shared expert"],
+            whole=whole,
+            expanded=expanded,
+            read=tuple(read + _streams(members)),
+            expert_columns=columns["experts"],
+            expert_inner=inner["experts"],
+            shares=columns["shared expert"] > 0,
+        )
+        found.append(unit)
     return tuple(found)
+
+
+def _streams(members: list[Parameter]) -> list[int]:
+    """Width of the residual stream, once for each sublayer that gathers it: those with products
+    of it that are cut over tensor, or of experts."""
+    places = {p.sublayer: p.variable.shape[-2] for p in members if _reads_stream(p)}
+    return list(places.values())
+
+
+def _reads_stream(p: Parameter) -> bool:
+    if p.mixer == "moe":
+        return p.path[-1] == "router"
+    into, out = p.axes[-2:]
+    return into == "embed" and out in ("heads", "kv_heads", "mlp") and not _expands(p)
+
+
+def _expands(p: Parameter) -> bool:
+    """Whether it multiplies latents."""
+    return p.mixer == "mla" and p.path[-2] in ("query_up", "key_up", "value_up")
 
 
 def parameter_counts(model: ModelConfig, tensor: int = 1, pipe: int = 1) -> dict[str, int]:
@@ -216,15 +302,10 @@ def workload(config: Config, num_devices: int) -> Workload:
         raise ValueError(
             "model.vocab_size=0 would be the tokenizer's, and no corpus is read here: set it"
         )
-    if config.model.num_experts:
+    if config.model.mtp_depths:
         raise ValueError(
-            f"model.num_experts={config.model.num_experts}: what experts need is not planned yet; "
-            "train a few steps, or plan the model with num_experts=0"
-        )
-    if config.model.mla_kv_rank:
-        raise ValueError(
-            f"model.mla_kv_rank={config.model.mla_kv_rank}: what multi-latent attention needs is "
-            "not planned yet; train a few steps, or plan the model with mla_kv_rank=0"
+            f"model.mtp_depths={config.model.mtp_depths}: what predicting further tokens needs is "
+            "not planned yet; plan the model with mtp_depths=0, or compile it (--compile)"
         )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
@@ -236,7 +317,7 @@ def workload(config: Config, num_devices: int) -> Workload:
     places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     held = tuple(number * parallel.chunks for number in places)
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
-    every = parameters(model, config.lora)
+    every = parameters(model, config.lora, parallel.folded)
     return Workload(
         config,
         axes,

@@ -11,7 +11,14 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
 from maxmeg.config.model import Position, Recompute
-from maxmeg.config.schema import Config, LossBackend, ParallelConfig, Schedule, TrainConfig
+from maxmeg.config.schema import (
+    Config,
+    ExpertExchange,
+    LossBackend,
+    ParallelConfig,
+    Schedule,
+    TrainConfig,
+)
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.communication import span, traffic
@@ -25,6 +32,7 @@ PRIMITIVES = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "ppermute": "collective-permute",
+    "all_to_all": "all-to-all",
     "psum": "all-reduce",
     "pmax": "all-reduce",
 }
@@ -52,6 +60,8 @@ def count(jaxpr, times: int, runs: Counter, volume: Counter) -> None:
             key = PRIMITIVES[name], " x ".join(axes)
             runs[key] += times
             volume[key] += times * max(sides)
+        if name == "while":  # of further rounds, which even loads do not need
+            continue
         length = params["length"] if name == "scan" else 1
         for inner in inner_jaxprs(equation):
             count(inner, times * length, runs, volume)
@@ -92,6 +102,29 @@ CASES = {
         {"num_layers": 2, "recompute": Recompute.full},
         MICRO,
         {"pipe": 2, "fsdp": 2, "tensor": 2, "schedule": Schedule.gpipe},
+    ),
+}
+
+
+EXPERTS = {"num_experts": 4, "num_layers": 1, "shared_ffn_size": 16}
+LATENT = {"mla_kv_rank": 8, "mla_query_rank": 12, "mla_rotary_size": 4, "head_dim": 4}
+CASES |= {
+    "exchanged": (EXPERTS, {}, {"fsdp": 1, "expert": 2, "tensor": 2}),
+    "exchanged again": (EXPERTS | {"recompute": Recompute.full}, MICRO, {"fsdp": 2, "expert": 2}),
+    "folded": (
+        EXPERTS | LATENT | {"num_layers": 2, "first_dense_layers": 1},
+        {},
+        {"fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1},
+    ),
+    "gathered": (
+        EXPERTS,
+        {},
+        {"fsdp": 1, "expert": 2, "tensor": 2, "expert_exchange": ExpertExchange.gather},
+    ),
+    "experts in a pipeline": (
+        EXPERTS | {"num_layers": 2},
+        MICRO,
+        {"fsdp": 1, "expert": 2, "pipe": 2, "expert_buffer": 1.0},
     ),
 }
 

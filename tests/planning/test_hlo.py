@@ -48,6 +48,21 @@ def test_flops_of_nested_loops():
     assert hlo.matrix_flops(program) == 3 * (5 + 1) * 2 * 8 * 32 * 32
 
 
+def test_collectives_in_loops_without_a_known_end_are_told_apart():
+    def function(x):
+        def more(state):
+            return state[1] < jnp.max(x)
+
+        def body(state):
+            return lax.psum(state[0], "fsdp") * 0.5, state[1] + 1
+
+        once = lax.psum(x * x, "fsdp")
+        return lax.while_loop(more, body, (once, jnp.float32(0)))[0]
+
+    rows = hlo.collectives(local(function, (4, 8)), SIZES)
+    assert sorted((row.unbounded, row.runs) for row in rows) == [(False, 1), (True, 1)]
+
+
 def test_flops_of_batched_products_convolutions_and_gradients():
     a, b = jnp.ones((4, 8, 16)), jnp.ones((4, 16, 32))
     forward = 2 * 4 * 8 * 16 * 32

@@ -83,6 +83,7 @@ def test_parameters_of_each_kind():
     assert parameter_counts(architecture("345m"))["positions"] == 1024 * 1024
 
 
+EXPERTS = {"num_experts": 4, "first_dense_layers": 1}
 LAYOUTS = {
     "one device": {},
     "fsdp": {"fsdp": 4},
@@ -94,6 +95,8 @@ LAYOUTS = {
     "padded": {"pipe": 4, "data": 2, "fsdp": 1, "pad_layers": True},
     "uneven": {"pipe": 2, "fsdp": 1, "first_stage_layers": 1},
     "units": {"pipe": 2, "fsdp": 1, "chunk_layers": (1, 2)},
+    "experts": {"expert": 2, "tensor": 2, "data": 2, "fsdp": 1},
+    "whole experts": {"expert": 4, "tensor": 2, "fsdp": 2, "expert_tensor": 1},
 }
 
 
@@ -104,6 +107,8 @@ def test_masters_and_optimizer_are_those_of_the_real_state(name):
     model = {"num_layers": layers, "norm": Norm.layernorm, "position": Position.learned}
     if name == "units":
         model = model | ALTERNATING | {"position": Position.rotary}
+    if "experts" in name:
+        model = model | EXPERTS
     config = tiny(model | {"max_position": 16}, {"micro_batch_size": 1}, **parallel)
     mesh = mesh_of(config)
     for optimizer, moments in ((Optimizer.adamw, 2), (Optimizer.sgd, 1)):
@@ -146,6 +151,8 @@ KINDS = {
     "llama": {"num_kv_heads": 2, "activation": Activation.swiglu},
     "parallel block": {"parallel_block": True, "activation": Activation.gelu},
     "alternating": {"attention_window": 200, "attention_global_every": 2},
+    "experts": {"num_experts": 4, "expert_ffn_size": 48, "shared_ffn_size": 32},
+    "latent": {"mla_kv_rank": 32, "mla_query_rank": 48, "mla_rotary_size": 8, "head_dim": 16},
 }
 
 
@@ -198,7 +205,8 @@ def test_deferred_is_what_was_traced_for_gpus(tensor, traced):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mode"), [*((kind, "none") for kind in KINDS), ("gpt", "full"), ("llama", "full")]
+    ("kind", "mode"),
+    [*((k, "none") for k in KINDS), *((k, "full") for k in ("gpt", "llama", "experts"))],
 )
 def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     """Counted on the divided backward of a real layer, on one device. Left out is XLA's attention

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from maxmeg.config.model import Recompute
+from maxmeg.config.model import ExpertBackend, Recompute
 from maxmeg.config.schema import Config, Schedule
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import use_architecture
@@ -160,8 +160,16 @@ def test_axes_that_are_not_supported_are_not_dropped():
         search(config, parse_cluster("h100x8"))
 
 
-def test_experts_are_not_planned_by_mistake():
+def test_experts_are_spread_where_that_is_faster():
     config = of("345m", 32)
-    config.model.num_experts = 4
-    with pytest.raises(ValueError, match="num_experts=4: what experts need is not planned yet"):
-        search(config, parse_cluster("h100x8"))
+    config.model.num_layers, config.model.num_experts = 4, 8
+    config.model.expert_backend = ExpertBackend.mosaic
+    found = search(config, parse_cluster("h100x8"))
+    layouts = [candidate.config.parallel for candidate in found]
+    assert {layout.expert for layout in layouts} == {1, 2, 4, 8}
+    assert {layout.expert_tensor for layout in layouts if layout.tensor > 1} == {0, 1}
+    assert all(8 % layout.expert == 0 for layout in layouts)
+    assert len({tuple(candidate.settings.items()) for candidate in found}) == len(found)
+    for candidate in found[:: max(1, len(found) // 20)]:
+        validate(candidate.config, 8)
+        assert candidate.analytic.fits

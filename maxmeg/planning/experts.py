@@ -1,0 +1,202 @@
+"""Copies of tokens on their way to experts: rows, bytes and seconds of a layer, by formulas.
+
+Letters as in `memory`, and: n devices that the experts lie on, K experts that a token goes to, N
+rows that a device's experts multiply, F width of an expert.
+"""
+
+import dataclasses
+import math
+
+from maxmeg.config.model import ExpertBackend, Recompute
+from maxmeg.config.schema import ExpertExchange
+from maxmeg.planning.hardware import Cluster
+from maxmeg.planning.loss import FLOAT32
+from maxmeg.planning.workload import Unit, Workload
+
+LABELS = 2  # numbers that go with a row, in float32: its weight and its expert
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """Of one layer and microbatch on a device.
+
+    tokens: that a device sends from, T, or where an expert is whole on a device (folded) T / t;
+    devices: that they are sent to, or gathered from. here: experts of a device. width: of what is
+    sent. parts: devices that an expert is cut over. itemsize: e.
+    """
+
+    tokens: int
+    top_k: int
+    devices: int
+    here: int
+    width: int
+    parts: int
+    kind: ExpertExchange
+    buffer: float
+    itemsize: int
+
+    @property
+    def gathers(self) -> bool:
+        return self.devices == 1 or self.kind is ExpertExchange.gather
+
+    @property
+    def most(self) -> int:
+        """Rows that the most uneven loads have: min(K, experts here) for every token."""
+        return self.devices * self.tokens * min(self.top_k, self.here)
+
+    @property
+    def rows(self) -> int:
+        """N: gathered, as many as there may be; exchanged, what a round brings: `buffer` times the
+        mean load, as many from each device."""
+        if self.gathers:
+            return self.most
+        load = self.buffer * self.tokens * self.top_k
+        if self.kind is ExpertExchange.ragged:
+            return min(math.ceil(load), self.most)
+        return min(self.devices * math.ceil(load / self.devices), self.most)
+
+    @property
+    def load(self) -> int:
+        """Rows that even loads have, T K."""
+        return self.tokens * self.top_k
+
+    @property
+    def vectors(self) -> int:
+        """Bytes that one collective of vectors has on a device."""
+        rows = self.devices * self.tokens if self.gathers else self.rows
+        return self.itemsize * rows * self.width
+
+    @property
+    def weights(self) -> int:
+        """Bytes of gathered weights."""
+        return FLOAT32 * self.devices * self.load
+
+    @property
+    def labels(self) -> int:
+        """Bytes of what goes with the vectors: a row's numbers, or gathered experts, weights and
+        whether copies are kept."""
+        return (
+            2 * self.weights + self.devices * self.load
+            if self.gathers
+            else LABELS * FLOAT32 * self.rows
+        )
+
+    @property
+    def counts(self) -> int:
+        """Bytes of the copies' numbers, of every pair of devices."""
+        return 4 * self.devices**2
+
+
+def dispatch(work: Workload) -> Dispatch:
+    model, parallel = work.config.model, work.config.parallel
+    tensor, kind = work.axes["tensor"], parallel.expert_exchange
+    gathers, folded = kind is ExpertExchange.gather, parallel.folded
+    return Dispatch(
+        tokens=work.tokens // (tensor if folded and not gathers else 1),
+        top_k=model.experts_per_token,
+        devices=work.axes["expert"] if gathers else parallel.expert,
+        here=model.num_experts // parallel.expert,
+        width=model.expert_latent_size or model.hidden_size,
+        parts=1 if folded else tensor,
+        kind=kind,
+        buffer=parallel.expert_buffer,
+        itemsize=work.itemsize,
+    )
+
+
+def axes(work: Workload) -> tuple[str, ...]:
+    """Mesh axes along which tokens go to experts."""
+    parallel = work.config.parallel
+    folded = parallel.folded and parallel.expert_exchange is not ExpertExchange.gather
+    names = ("expert", "context", "tensor") if folded else ("expert",)
+    return tuple(name for name in names if work.axes[name] > 1)
+
+
+def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
+    """Of every sublayer how many outputs are scattered over tensor: one, of experts also that of
+    the shared one; those of whole experts on a device come back as sums."""
+    parallel = work.config.parallel
+    whole = parallel.folded and parallel.expert_exchange is not ExpertExchange.gather
+    moe = int(not whole) + unit.shares
+    return tuple(moe if mixer == "moe" else 1 for mixer in unit.mixers)
+
+
+def kept(work: Workload, unit: Unit) -> int:
+    """Bytes that the experts of a unit keep for backward, beside those of `unit_activations`.
+
+    Of their products with the stream, up and gate, e N (widths) / t, where an expert is cut over
+    tensor, else e N (widths). none: also rows that came from other devices, e N D, with 8 N.
+    """
+    if not unit.sparse or work.config.model.recompute is Recompute.full:
+        return 0
+    given = dispatch(work)
+    size = work.itemsize * given.rows * unit.expert_columns // given.parts
+    if work.config.model.recompute is Recompute.none and not given.gathers:
+        size += unit.sparse * given.rows * (work.itemsize * given.width + LABELS * FLOAT32)
+    return size
+
+
+def deferred(work: Workload, unit: Unit) -> int:
+    """Bytes that the experts of a unit keep for a weight lane: gradients of what their last product
+    reads, and rows of vectors, e N (F / t + D); full: also up and gate and what they read, e N
+    (widths / t + D)."""
+    if not unit.sparse:
+        return 0
+    given = dispatch(work)
+    widths = unit.expert_inner // given.parts + unit.sparse * given.width
+    if work.config.model.recompute is Recompute.full:
+        widths += unit.expert_columns // given.parts + unit.sparse * given.width
+    return work.itemsize * given.rows * widths
+
+
+def working(work: Workload, unit: Unit) -> int:
+    """Bytes while one layer of experts runs backward: cotangents of its products and what they
+    read, vectors in the order of experts and of devices, and their gradients, 2 e N (widths / t)
+    and 3 e N D; exchanged, as XLA schedules them, 3 e N (widths / t) and 7 e N D, and where further
+    rounds may be needed, whose gradients are added up, 4 e (the experts' matrices) of a device."""
+    if not unit.sparse:
+        return 0
+    given = dispatch(work)
+    columns = unit.expert_columns // unit.sparse // given.parts
+    if given.gathers:
+        return work.itemsize * given.rows * (2 * columns + 3 * given.width)
+    total = given.rows * (3 * columns + 7 * given.width)
+    if given.rows < given.most:
+        matrices = (unit.expert_columns + unit.expert_inner) // unit.sparse // given.parts
+        total += 4 * given.here * given.width * matrices
+    return work.itemsize * total
+
+
+def streamed(work: Workload, unit: Unit) -> float:
+    """Bytes that experts read and write in forward beside their products: each column twice, and
+    vectors in the order of experts written and read on both ways, exchanged or gathered alike."""
+    if not unit.sparse:
+        return 0.0
+    given = dispatch(work)
+    columns = unit.expert_columns // given.parts
+    return work.itemsize * given.rows * (2 * columns + 6 * unit.sparse * given.width)
+
+
+def surplus_seconds(work: Workload, cluster: Cluster) -> float:
+    """What the products of an average layer's experts take in forward beyond the chosen experts'
+    FLOPs: XLA multiplies all rows by every expert of the device; kernels wait for memory where few
+    rows share an expert's matrices."""
+    total, given = 0.0, dispatch(work)
+    dense = work.config.model.expert_backend is not ExpertBackend.mosaic
+    for unit in work.units:
+        matrices = given.width * (unit.expert_columns + unit.expert_inner) // given.parts
+        needed = 2 * given.load * matrices / cluster.matmul_rate
+        made = needed * (given.rows * given.here / given.load if dense else 1)
+        read = work.itemsize * given.here * matrices / cluster.memory_rate
+        total += unit.repeats * max(made - needed, read - needed, 0.0)
+    return total / work.config.model.num_layers
+
+
+def shared_seconds(work: Workload, cluster: Cluster) -> float:
+    """Of the products of an average layer's shared experts in forward."""
+    model = work.config.model
+    sides = 3 if model.gated else 2
+    products = 2 * work.tokens * sides * model.hidden_size * model.shared_ffn_size
+    sparse = sum(unit.repeats * unit.sparse for unit in work.units)
+    each = products / work.axes["tensor"] / cluster.matmul_rate
+    return sparse * each / model.num_layers

@@ -1,0 +1,184 @@
+"""Rows, bytes and words of experts on their devices, against the layers' own and what compiled."""
+
+import pytest
+
+from maxmeg.config.model import ExpertBackend, ModelConfig, Recompute, RouterScore
+from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig, TrainConfig
+from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.layers import exchange
+from maxmeg.planning import experts
+from maxmeg.planning.analytic import analyze, exposed_seconds
+from maxmeg.planning.communication import EXCHANGED_BACKWARD, EXCHANGED_FORWARD, traffic
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.memory import device_memory
+from maxmeg.planning.text import plan_of
+from maxmeg.planning.workload import parameter_counts, workload
+
+COMPILED = 0.07  # of what XLA allocates
+GIB = 2**30
+MIXTRAL = {  # beside Llama 3 8B's settings
+    **{"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8},
+    **{"ffn_size": 14336, "vocab_size": 32000, "max_position": 4096},
+    **{"num_experts": 8, "experts_per_token": 2, "expert_backend": ExpertBackend.mosaic},
+}
+DEEPSEEK = {
+    **{"hidden_size": 7168, "num_layers": 61, "num_heads": 128, "head_dim": 128},
+    **{"ffn_size": 18432, "vocab_size": 129280, "max_position": 4096, "first_dense_layers": 3},
+    **{"num_experts": 256, "experts_per_token": 8, "expert_ffn_size": 2048},
+    **{"shared_ffn_size": 2048, "router_score": RouterScore.sigmoid, "router_bias": True},
+    **{"mla_kv_rank": 512, "mla_query_rank": 1536, "mla_rotary_size": 64},
+    "expert_backend": ExpertBackend.mosaic,
+}
+
+
+def of(model: dict, gpus: int, microbatches: int = 1, length: int = 4096, **parallel) -> Config:
+    """One sample a microbatch and device."""
+    sizes = ParallelConfig(**parallel)
+    axes = axis_sizes(sizes, gpus)
+    batch = microbatches * axes["data"] * axes["fsdp"] * axes["expert"]
+    train = TrainConfig(global_batch_size=batch, micro_batch_size=1)
+    config = Config(model=ModelConfig(**model), parallel=sizes, train=train)
+    config.data.sequence_length = length
+    validate(config, gpus)
+    return config
+
+
+@pytest.mark.parametrize("kind", [ExpertExchange.all_to_all, ExpertExchange.ragged])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize(("devices", "here"), [(2, 4), (8, 1), (4, 2), (3, 5)])
+def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devices, here):
+    monkeypatch.setattr(exchange.collectives, "axis_size", lambda axes: devices)
+    for tokens in (1, 7, 64):
+        for buffer in (1.0, 1.3, 2.0, 9.0):
+            made, enough = exchange.exchange_of(
+                tokens, top_k, here, ("expert",), kind.value, buffer
+            )
+            found = experts.Dispatch(tokens, top_k, devices, here, 16, 1, kind, buffer, 2)
+            assert (found.rows, found.rows == found.most) == (made.rows, enough)
+
+
+def test_parameters_of_the_published_models():
+    mixtral, deepseek = (parameter_counts(ModelConfig(**m)) for m in (MIXTRAL, DEEPSEEK))
+    assert sum(mixtral.values()) == 46_702_792_704 + 32 * 8  # the last: what the loads even by
+    assert mixtral["experts"] == 32 * 8 * 3 * 4096 * 14336
+    assert deepseek["experts"] == 58 * 256 * 3 * 7168 * 2048
+    assert deepseek["shared expert"] == 58 * 3 * 7168 * 2048
+    assert sum(deepseek.values()) == 671_026_419_200
+
+
+# (model, GPUs, microbatches, tokens, sizes): GiB beside the state under some recompute modes, as
+# XLA allocated them for the real step on absent GPUs, experts' products by kernels.
+SMALL = MIXTRAL | {"num_layers": 2, "vocab_size": 4096, "max_position": 8192}
+FOUR = SMALL | {"num_layers": 4}
+WHOLE = {"tensor": 2, "expert": 8, "expert_tensor": 1}
+STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
+COMPILED_GIB = [
+    (SMALL, 8, 1, 8192, {"expert": 8}, {"none": 11.96, "full": 8.82}),
+    (SMALL, 8, 1, 8192, WHOLE, {"none": 7.03}),
+    (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"none": 8.24}),
+    (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"none": 24.07, "full": 14.06}),
+    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"none": 34.70}),
+    (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 27.25}),
+]
+
+
+@pytest.mark.parametrize("case", COMPILED_GIB, ids=lambda case: f"{case[1]} {case[4]}")
+def test_memory_is_what_was_compiled(case):
+    model, gpus, microbatches, length, parallel, compiled = case
+    for mode, gib in compiled.items():
+        config = of(model, gpus, microbatches, length, **parallel)
+        config.model.recompute = Recompute(mode)
+        memory = device_memory(workload(config, gpus))
+        beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
+        assert beside / GIB == pytest.approx(gib, rel=COMPILED)
+
+
+def test_bytes_of_an_exchange_are_the_least_that_its_buffer_allows():
+    """Every copy goes there and back, and so do their gradients; nothing else is as large."""
+    config = of(DEEPSEEK, 1024, 16, pipe=8, tensor=2, expert=64, pad_layers=True)
+    config.model.recompute = Recompute.none
+    work = workload(config, 1024)
+    rows = [row for row in traffic(work, parse_cluster("h100x1024")) if row.kind == "all-to-all"]
+    ticks, layers = 16 + 8 - 1, 8  # of a stage, with what it holds in place of layers it lacks
+    copies = 1.5 * 4096 * 8 * (2 * 7168 + 4 * 2)  # with two numbers each in one direction
+    copies += 1.5 * 4096 * 8 * 2 * 7168
+    assert {row.axis for row in rows} == {"expert"}
+    expected = 2 * ticks * layers * copies * 63 / 64
+    assert sum(row.volume for row in rows) == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_leaves_a_node_goes_through_one_adapter():
+    config = of(MIXTRAL, 16, fsdp=1, expert=8, data=2)
+    near = traffic(workload(config, 16), parse_cluster("h100x16"))
+    config = of(MIXTRAL | {"num_experts": 16}, 16, fsdp=1, expert=16)
+    far = traffic(workload(config, 16), parse_cluster("h100x16"))
+    rates = []
+    for rows in (near, far):
+        sent = [row for row in rows if row.kind == "all-to-all"]
+        rates.append(sum(row.volume for row in sent) / sum(row.seconds for row in sent) / 0.8e9)
+    assert rates == [pytest.approx(450), pytest.approx(50 * 15 / 8)]
+
+
+def test_shared_experts_hide_what_is_sent():
+    config = of(DEEPSEEK, 1024, 16, pipe=8, tensor=2, expert=64, pad_layers=True)
+    rows = traffic(workload(config, 1024), parse_cluster("h100x1024"))
+    sent = [
+        sum(row.seconds for row in rows if row.purpose == purpose)
+        for purpose in (EXCHANGED_FORWARD, EXCHANGED_BACKWARD)
+    ]
+    before = exposed_seconds(rows, 1e9, 1e9)
+    assert exposed_seconds(rows, 1e9, 1e9, 1e9) == pytest.approx(before - sum(sent))
+    less = sent[0] / 4
+    assert exposed_seconds(rows, 1e9, 1e9, less) == pytest.approx(before - 3 * less)
+
+
+def test_time_of_dense_products_is_told():
+    """XLA multiplies every row by every expert of the device."""
+    config = of(MIXTRAL, 64, expert=2, fsdp=32)
+    cluster = parse_cluster("h100x64")
+    work = workload(config, 64)
+    assert experts.surplus_seconds(work, cluster) == 0
+    config.model.expert_backend = ExpertBackend.xla
+    given = experts.dispatch(work)
+    rows, matrices = given.rows, 3 * 4096 * 14336
+    needed = 2 * given.load * matrices / cluster.matmul_rate
+    dense = 2 * rows * 4 * matrices / cluster.matmul_rate
+    assert experts.surplus_seconds(work, cluster) == pytest.approx(dense - needed)
+    assert (
+        analyze(config, cluster).mfu < 0.5 * analyze(of(MIXTRAL, 64, expert=8, fsdp=8), cluster).mfu
+    )
+
+
+def test_few_rows_wait_for_their_matrices():
+    config = of(MIXTRAL, 8, length=128, expert=8)
+    cluster = parse_cluster("h100x8")
+    read = 2 * 3 * 4096 * 14336 / cluster.memory_rate
+    needed = 2 * 256 * 3 * 4096 * 14336 / cluster.matmul_rate
+    found = experts.surplus_seconds(workload(config, 8), cluster)
+    assert found == pytest.approx(read - needed) and found > 0
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ({}, "8 a device"),
+        ({"expert": 8}, "1 a device; all-to-all, buffer 1.5"),
+        (
+            {"expert": 4, "tensor": 2, "expert_exchange": ExpertExchange.gather},
+            "2 a device, cut over tensor 2; gather",
+        ),
+        (
+            {"expert": 8, "tensor": 2, "expert_tensor": 1, "expert_buffer": 2.0},
+            "1 a device, whole; all-to-all, buffer 2",
+        ),
+    ],
+)
+def test_the_report_says_where_experts_are(parallel, words):
+    found = plan_of(of(MIXTRAL, 8, **parallel), 8).settings["experts"]
+    assert found == f"8 in 32 layers, 2 a token, width 14336, {words}"
+
+
+def test_further_tokens_are_not_planned_by_mistake():
+    config = of(MIXTRAL | {"mtp_depths": 1}, 8, expert=8)
+    with pytest.raises(ValueError, match="mtp_depths=1: what predicting further tokens needs"):
+        workload(config, 8)
