@@ -1,5 +1,6 @@
 """Folders of models with experts to runs and back: bitwise, expert by expert, with their counts."""
 
+import dataclasses
 import json
 
 import ml_dtypes
@@ -60,6 +61,15 @@ def test_there_and_back_is_bitwise_the_same(tmp_path, name):
     reader = StreamReader(tmp_path / "run" / "checkpoints", 0)
     for array in families.unused_arrays(model):  # what no tensor holds is there, and zero
         assert not reader.read("model/" + array.replace(".", "/")).any()
+
+
+def test_a_loss_by_the_loads_of_a_step_changes_no_tensor(tmp_path):
+    config, _ = make_folder(tmp_path / "hf", "glm 4 moe")
+    plain, family = families.model_config(config), CASES["glm 4 moe"][0]
+    model = dataclasses.replace(plain, router_global_aux_loss=0.1)
+    assert not families.differences(plain, model)
+    named = [[b.theirs for b in families.bindings(m, family)] for m in (plain, model)]
+    assert named[0] == named[1] and len(families.unused_arrays(model)) == 1
 
 
 def test_exact_tensors_stay_exact_and_others_are_rounded(tmp_path):
