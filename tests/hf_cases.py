@@ -158,10 +158,9 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
         ),
         "deepseek v2": (
             "DeepseekV2ForCausalLM",
-            {**deep, **latent, "topk_method": "group_limited_greedy", "topk_group": 2}
-            | {"n_group": 4, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1},
+            {**deep, **latent, "topk_method": "group_limited_greedy", "q_lora_rank": None}
+            | {**groups, "first_k_dense_replace": 1},
         ),
-        "deepseek v2 lite": ("DeepseekV2ForCausalLM", {**deep, **latent, "q_lora_rank": None}),
         "deepseek v3": (
             "DeepseekV3ForCausalLM",
             {**deep, **groups, **latent, "rope_parameters": YARN, "num_mtp_layers": 0}

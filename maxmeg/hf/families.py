@@ -127,6 +127,10 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
         both = isinstance(ours, float) and isinstance(theirs, float)
         equal = math.isclose(ours, theirs, rel_tol=CLOSE) if both else ours == theirs
         if field not in FREE and not equal:
+            if field in PLACEMENT:
+                ours, theirs = getattr(model, field), getattr(other, field)
+                if ours == theirs:  # another of them differs
+                    continue
             shown = [getattr(value, "name", value) for value in (ours, theirs)]
             lost.append(f"model.{field}={shown[0]} would become {shown[1]}")
     return lost

@@ -267,6 +267,27 @@ REFUSED = {  # settings, what is changed, what the message must name
     "unscaled": (GPT2, {"scale_attn_weights": False}, "scale_attn_weights=False"),
     "encoder": (GPT2, {"add_cross_attention": True}, "add_cross_attention=True"),
     "phi's biases": (PHI3, {"attention_bias": True}, "attention_bias=True"),
+    "experts, unknown key": (MIXTRAL, {"shared_expert_intermediate_size": 8}, "=8: Mixtral"),
+    "experts, none": (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0"),
+    "experts, too few": (MIXTRAL, {"num_local_experts": 1}, "experts_per_token=2"),
+    "experts, twice": (QWEN3_MOE, {"num_local_experts": 64}, "num_experts=128 contradicts"),
+    "noise of routers": (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
+    "dense layers, text": (QWEN3_MOE, {"mlp_only_layers": ["0"]}, "mlp_only_layers=['0']"),
+    "dense layers, step": (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+    "dense layers, all": (QWEN3_MOE, {"decoder_sparse_step": 99}, "first_dense_layers=48"),
+    "gates, another": (GPT_OSS, {"swiglu_alpha": 2.0}, "swiglu_alpha=2.0"),
+    "shared experts": (GLM45, {"n_shared_experts": 0}, "n_shared_experts=0"),
+    "one group": (GLM45, {"topk_group": 2}, "topk_group=2"),
+    "groups": (DEEPSEEK_V3, {"n_group": 7}, "router_groups=7"),
+    "one expert": (DEEPSEEK_V3, {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
+    "choice": (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
+    "scores": (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    "sums": (DEEPSEEK_V2, {"norm_topk_prob": True}, "norm_topk_prob=True"),
+    "layers with experts": (DEEPSEEK_V3, {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+    "latents": (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank=None"),
+    "latents, heads": (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_kv_heads"),
+    "latents, rotary": (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, "even number of the 63"),
+    "eight bits": (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
     "starcoder's norm": (STARCODER2, {"norm_type": "rms"}, "norm_type='rms'"),
 }
 
@@ -383,6 +404,41 @@ def test_windows(name):
     model = model_config({**QWEN3, **keys})
     assert (model.attention_window, model.attention_global_every) == wanted
     assert not differences(model, model_config(hf_config(model, "Qwen3ForCausalLM")))
+
+
+def test_layers_without_experts_anywhere():
+    some = model_config({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
+    assert some.expert_pattern == (0, 1, 0, 1, 0, 1)
+    named = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1]}
+    first = model_config({**QWEN3_MOE, **named})
+    assert (first.first_dense_layers, first.expert_pattern) == (2, ())
+    every = dataclasses.replace(first, first_dense_layers=0, expert_every=2)
+    for model in (some, first, every):
+        written = hf_config(model, "Qwen3MoeForCausalLM")
+        assert not differences(model, model_config(written))
+    assert written["mlp_only_layers"] == [1, 3, 5]
+    with pytest.raises(ValueError, match="expert_every=2 would become 1"):
+        hf_config(dataclasses.replace(model_config(DEEPSEEK_V3), first_dense_layers=0,
+                                      expert_every=2), "DeepseekV3ForCausalLM")  # fmt: skip
+
+
+def test_losses_of_a_router_count_where_they_are_switched_on():
+    on = {**MIXTRAL, "output_router_logits": True}
+    assert model_config(MIXTRAL).router_aux_loss == 0
+    assert model_config(on).router_aux_loss == 0.02
+    written = hf_config(model_config(on), "MixtralForCausalLM")
+    assert (written["output_router_logits"], written["router_aux_loss_coef"]) == (True, 0.02)
+    each = model_config({**DEEPSEEK_V3, "seq_aux": False})
+    assert (each.router_aux_loss, each.router_sequence_aux_loss) == (0.001, 0)
+    assert not hf_config(each, "DeepseekV3ForCausalLM")["seq_aux"]
+
+
+def test_a_softmax_divided_by_its_sum_is_one_over_the_chosen():
+    late = model_config(MIXTRAL)
+    divided = dataclasses.replace(late, router_over_all=True, router_normalize=True)
+    plain = dataclasses.replace(late, router_over_all=True)
+    assert not differences(late, divided) and families_of(divided) == ["MixtralForCausalLM"]
+    assert differences(late, plain) and "MixtralForCausalLM" not in families_of(plain)
 
 
 def test_gemma_whose_layers_are_all_local_or_all_global():

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sentencepiece
+from hf_cases import sparse
 from hf_folders import (
+    BF16,
     LLAMA,
     MODELS,
     TIED,
@@ -347,8 +349,9 @@ def test_memory_grows_neither_with_layers_nor_with_words(tmp_path, monkeypatch):
     environment = os.environ | {"PYTHONPATH": paths}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    few, *more = json.loads(done.stdout)
+    few, *more, few_experts, experts = json.loads(done.stdout)
     assert max(more) - few < GROWTH_BYTES
+    assert experts - few_experts < GROWTH_BYTES
 
 
 def imported(folder: Path, layers: int, words: int = 70) -> None:
@@ -366,12 +369,32 @@ def imported(folder: Path, layers: int, words: int = 70) -> None:
     convert_in(folder / "hf", folder / "run")
 
 
+def imported_experts(folder: Path, count: int) -> None:
+    """Makes `hf` and `run` of a model whose experts, 1.5 MiB each, lie in two tensors."""
+    settings = {
+        **sparse()["gpt oss"][1],
+        **{"num_hidden_layers": 1, "num_local_experts": count, "hidden_size": 256},
+        **{"intermediate_size": 1024, "architectures": ["GptOssForCausalLM"]},
+    }
+    model = families.model_config(settings)
+    tensors = {
+        binding.theirs: np.broadcast_to(np.ones((), BF16), binding.shape)
+        for binding in families.bindings(model, "GptOssForCausalLM")
+    }
+    write_config(folder / "hf", model, "GptOssForCausalLM")
+    write_tensors(folder / "hf", tensors)
+    convert_in(folder / "hf", folder / "run")
+
+
 def peaks(folder: Path) -> None:
     """Peak memory after a model of 2 layers went there and back, then one of 10, and after one of
-    many words went back."""
+    many words went back; then with 2 and 32 experts there and back."""
     found, stream.BLOCK_BYTES = [], BLOCK_BYTES
-    for name, layers in (("few", 2), ("more", 10), ("words", 0)):
-        if layers:
+    runs = {"few": 2, "more": 10, "words": 0, "few experts": 2, "experts": 32}
+    for name, layers in runs.items():
+        if "experts" in name:
+            imported_experts(folder / name, layers)
+        elif layers:
             imported(folder / name, layers)
         convert.export_model(folder / name / "run", folder / name / "back")
         # What getrusage says begins with the peak of the process that started this one.

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from hf_cases import sparse
 from lora_runs import write_lora_run
 
 from maxmeg.config.schema import Config
@@ -32,6 +33,7 @@ FAMILIES = {
     "GPTNeoXForCausalLM": ("gpt_neox", {**SIZES, "intermediate_size": 48}),
     "FalconForCausalLM": ("falcon", FALCON),
     "GPT2LMHeadModel": ("gpt2", OLD),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", sparse()["deepseek v3"][1]),
 }
 
 
@@ -61,6 +63,9 @@ def changes(made: dict[str, np.ndarray], every: list[Binding]) -> dict[str, np.n
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("targets", [("query", "value"), ("*",), ("attention.out", "mlp.up")])
 def test_adapters_are_the_same_change_of_every_weight(family, targets, tmp_path):
+    if "Deepseek" in family:
+        latent = {"query": "query_up", "value": "value_up", "attention.out": "mla.out"}
+        targets = tuple(latent.get(target, target) for target in targets)
     model = model_config(config_of(family))
     lora = {"rank": RANK, "alpha": ALPHA, "targets": targets}
     made = write_lora_run(tmp_path / "run", Config(model=model), **lora)
