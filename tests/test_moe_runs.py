@@ -21,6 +21,8 @@ MODEL = {
     "router_bias": True,
     "router_bias_rate": 0.01,
     "router_sequence_aux_loss": 0.01,
+    "router_global_aux_loss": 0.01,
+    "router_jitter": 0.05,
 }
 PARTS = [
     {"fsdp": 8},
@@ -59,6 +61,7 @@ def test_a_run_goes_from_one_expert_parallelism_to_another(corpus, tmp_path, cap
     assert tensors.keys() == wanted.keys()
     biases = [name for name in tensors if name.startswith("model") and name.endswith("moe/bias")]
     assert biases and all(tensors[name] == wanted[name] for name in biases)
+    assert all((run / "experts.png").exists() for run in (whole, changing))
     generate.main(generate.Options(prompt=("abc",), run_dir=str(changing), num_tokens=8))
     assert sample.startswith("abc") and capsys.readouterr().out.startswith("abc")
 

@@ -190,6 +190,10 @@ def test_flops_count_the_experts_of_a_token():
     router = 8 * dense.hidden_size
     more = training_flops(sparse, 16) - training_flops(dense, 16)
     assert more == 6 * 16 * 4 * (mlp + router)  # a second expert and the router, four layers
+    latent = configured("mixtral", {"expert_latent_size": 16, "expert_every": 2}, 0).model
+    more = training_flops(latent, 16) - training_flops(dense, 16)
+    inner = 2 * 3 * 16 * dense.ffn + 2 * dense.hidden_size * 16
+    assert more == 6 * 16 * 2 * (inner + router - mlp)
 
 
 @pytest.mark.parametrize(
