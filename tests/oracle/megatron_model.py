@@ -82,7 +82,10 @@ def build(arguments: dict, tensor: int, pipe: int):
     import torch
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     known = {**COMMON, **arguments}
@@ -102,9 +105,13 @@ def build(arguments: dict, tensor: int, pipe: int):
     )
     norm = known.get("normalization")
     tied = not known["untie_embeddings_and_output_weights"]
+    spec = get_gpt_layer_local_spec(
+        qk_layernorm=bool(known.get("qk_layernorm")), normalization=norm
+    )
+    further = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(qk_layernorm=bool(known.get("qk_layernorm")), normalization=norm),
+        spec,
         vocab_size=PADDED,
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -114,6 +121,7 @@ def build(arguments: dict, tensor: int, pipe: int):
         rotary_base=known.get("rotary_base", 10000),
         rotary_percent=known.get("rotary_percent", 1.0),
         share_embeddings_and_output_weights=tied,
+        mtp_block_spec=further,
     )
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in model.named_parameters():
