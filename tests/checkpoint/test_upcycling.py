@@ -33,11 +33,20 @@ CASES = {  # fields, those of the parallel layout
 }
 
 
-@pytest.fixture(scope="module", params=[Activation.swiglu, Activation.gelu], ids=lambda a: a.name)
-def dense(request, tmp_path_factory):
-    """(folder, config, model) with biases where the activation is not gated."""
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return made(tmp_path_factory, {"activation": Activation.swiglu})
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    return made(tmp_path_factory, {"activation": Activation.gelu, "bias_mlp": True})
+
+
+def made(tmp_path_factory, fields: dict):
+    """(folder, config, model)."""
     folder = str(tmp_path_factory.mktemp("dense"))
-    fields = {**DENSE, "activation": request.param, "bias_mlp": request.param is Activation.gelu}
+    fields = {**DENSE, **fields}
     config = tiny(fields, fsdp=1)
     shapes = jax.eval_shape(lambda key: LM(key, config.model), jax.random.key(0))
     rng = np.random.default_rng(0)
@@ -73,10 +82,11 @@ def begun(dense, fields: dict, parallel: dict | None = None, noise: float = 0.0)
     return jax.tree_util.tree_map_with_path(take, plain)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_computes_what_the_dense_model_does(dense, name):
+@pytest.mark.parametrize(("name", "source"), zip(CASES, ("dense", "biased", "dense"), strict=True))
+def test_it_computes_what_the_dense_model_does(request, name, source):
     ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 61)
-    found, wanted = begun(dense, *CASES[name])(ids), dense[2](ids)
+    dense = request.getfixturevalue(source)
+    found, wanted = (jax.jit(model)(ids) for model in (begun(dense, *CASES[name]), dense[2]))
     assert float(jnp.std(wanted)) > 0.1
     np.testing.assert_allclose(found, wanted, rtol=0, atol=SAME * float(jnp.abs(wanted).max()))
 

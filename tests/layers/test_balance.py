@@ -65,7 +65,7 @@ def test_tallies_are_the_losses_without_coefficients(room):
     def loss(moe):
         return jnp.sum(moe(x_BLD, Context(jnp.zeros((B, L), int), share=SHARE))[0])
 
-    gradients = jax.grad(loss)(moe)
+    gradients = jax.jit(jax.grad(loss))(moe)
     counts, tallies = expected(x_BLD.reshape(-1, D), moe.router[...])
     wanted = [*counts, *(tallies[name] for name in TALLIES)] if room else counts
     for found in (gradients.bias[...], gradients.load[...]):
