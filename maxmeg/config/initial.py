@@ -25,6 +25,11 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
     """What training has to adapt to, "rotary_factor 1.0 -> 8.0"; ValueError for what it cannot."""
     grown = []
     if wanted.num_experts and not saved.num_experts:
+        if wanted.mtp_depths:
+            raise ValueError(
+                f"checkpoint.init_from={folder} is dense, and layers of further tokens get no "
+                f"experts from it: set model.mtp_depths=0 (it is {wanted.mtp_depths})"
+            )
         grown, wanted = experts.upcycled(saved, wanted, folder)
     pairs = {
         field.name: (getattr(saved, field.name), getattr(wanted, field.name))

@@ -23,6 +23,12 @@ def test_what_changes_is_told(position):
     assert changes(saved, wanted, "m") == ["vocab_size 100 -> 130", "rotary_scaling none -> yarn"]
 
 
+def test_layers_of_further_tokens_can_be_left_out():
+    saved = dataclasses.replace(SAVED, mtp_depths=2, mtp_loss=0.3)
+    assert changes(saved, dataclasses.replace(saved, mtp_depths=1), "m") == ["mtp_depths 2 -> 1"]
+    assert changes(saved, saved.without_mtp(), "m") == ["mtp_depths 2 -> 0"]
+
+
 @pytest.mark.parametrize(
     ("saved", "wanted", "parts"),
     [
@@ -34,6 +40,8 @@ def test_what_changes_is_told(position):
             {"position": Position.learned, "max_position": 128},
             ["max_position 64 -> 128"],
         ),
+        ({}, {"mtp_depths": 1}, ["mtp_depths 0 -> 1"]),
+        ({"mtp_depths": 1}, {"mtp_depths": 1, "num_experts": 2}, ["set model.mtp_depths=0"]),
     ],
 )
 def test_another_model_is_refused(saved, wanted, parts):
