@@ -270,6 +270,11 @@ def lora_problems(config: Config):
             f"lora.rank={lora.rank} is not for layers of further tokens (model.mtp_depths="
             f"{config.model.mtp_depths}): set mtp_depths=0, which leaves those of the base out"
         )
+    if coefficient := config.model.router_global_aux_loss:
+        yield (
+            f"model.router_global_aux_loss={coefficient} needs the loads of each step, which are "
+            f"not counted beside lora.rank={lora.rank}: use router_aux_loss, or none"
+        )
     if not lora.alpha > 0:
         yield f"lora.alpha={lora.alpha} must be positive: adapters are scaled by alpha / rank"
 

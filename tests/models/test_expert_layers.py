@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+from layouts import tiny
 
 from maxmeg.config.architecture import model_problems
 from maxmeg.config.model import ModelConfig, RouterScore
 from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.validate import validate
 from maxmeg.layers.moe import MoeSpec
 from maxmeg.models.lm import layer_places, layout, pattern
 
@@ -96,6 +98,39 @@ def test_what_cannot_be_together_is_refused(fields, message):
 @pytest.mark.parametrize("fields", ALLOWED)
 def test_what_can_be_together_is_not(fields):
     assert not [*model_problems(ModelConfig(num_layers=4, num_experts=4, **fields))]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ((0, 0, 0, 1, 0, 1, 0, 1), r"3 layers without experts.*is not for a pipeline"),
+        ((1, 1, 0, 1, 0, 0, 1, 1), r"a unit of 8, which a pipeline does not cut.*expert_pattern"),
+    ],
+)
+def test_patterns_that_a_pipeline_cannot_cut_are_refused(pattern, message):
+    config = tiny({"num_layers": 8, "num_experts": 4, "expert_pattern": pattern}, pipe=2)
+    config.train.micro_batch_size = 2
+    with pytest.raises(ValueError, match=message):
+        validate(config, 2)
+    config.model.expert_pattern = (0, 1) * 4
+    validate(config, 2)
+    config.parallel.pipe, config.model.expert_pattern = 1, pattern
+    validate(config, 2)
+
+
+def test_adapters_count_no_loads():
+    config = tiny({"num_experts": 4, "router_global_aux_loss": 0.1}, fsdp=1)
+    config.lora.rank = 2
+    with pytest.raises(ValueError, match=r"router_global_aux_loss=0\.1 needs the loads of each"):
+        validate(config, 1)
+
+
+def test_every_setting_reaches_the_layer():
+    fields = {"router_global_aux_loss": 0.25, "router_jitter": 0.125, "expert_latent_size": 24}
+    config = ModelConfig(num_experts=4, benchmark_even_experts=True, **fields)
+    spec = pattern(config)[0][0][1].mixers[0]
+    assert spec.routing.in_turn and not spec.routing.sinkhorn
+    assert (spec.global_aux_loss, spec.jitter, spec.latent_size) == (0.25, 0.125, 24)
 
 
 def test_sinkhorn_weighs_as_megatron_does():
