@@ -1,6 +1,6 @@
 """What the train step compiles to on H100s that are not here: `python benchmarks/absent_gpus.py`.
 
-    python benchmarks/absent_gpus.py [CASE ...] [--recompute=none] [--hlo=FOLDER] [--hardware=h100]
+    python benchmarks/absent_gpus.py [CASE ...] [--recompute=full] [--hlo=FOLDER] [--hardware=h100]
 
 Compiles the real train step, nothing allocated, and prints for each case as JSON: the memory of a
 device, the collectives by mesh axes, the kernels, the seconds that it took, and the most memory
@@ -18,19 +18,26 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.model import AttentionBackend, Recompute
+from maxmeg.config.model import AttentionBackend, ExpertBackend, Recompute
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
+from maxmeg.planning import experts
+from maxmeg.planning.communication import traffic
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.flops import training_flops
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.memory import device_memory
+from maxmeg.planning.report import Compiled
 from maxmeg.planning.text import verdict
+from maxmeg.planning.workload import workload
 
 GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A named architecture on `gpus` GPUs, samples a device and microbatch, microbatches."""
+    """A named architecture on `gpus` GPUs, samples a device and microbatch, microbatches;
+    recompute: where the command does not say."""
 
     model: str
     gpus: int = 1
@@ -38,8 +45,10 @@ class Case:
     micro_batch: int = 1
     microbatches: int = 1
     length: int = 0  # 0: the architecture's
+    recompute: str = "none"
 
 
+STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 CASES = {
     "gpt2-124m": Case("gpt2-124m", micro_batch=16),
     "1.3b": Case("1.3b", micro_batch=4),
@@ -48,6 +57,11 @@ CASES = {
     "8b-16-accumulated": Case("llama3-8b", 16, {"fsdp": 16}, 1, 4),
     "8b-16-pipe": Case("llama3-8b", 16, {"pipe": 4, "fsdp": 2, "tensor": 2}, 1, 16),
     "175b-1024": Case("175b", 1024, {"pipe": 16, "fsdp": 8, "tensor": 8}, 1, 64),
+    "mixtral-64": Case("mixtral-8x7b", 64, {"expert": 8, "fsdp": 8}, length=4096),
+    "deepseek-v3-1024": Case("deepseek-v3", 1024, STAGES, 1, 16, 4096, "full"),
+    "deepseek-v3-1024-whole": Case(
+        "deepseek-v3", 1024, STAGES | {"expert_tensor": 1}, 1, 16, 4096, "full"
+    ),
 }
 
 
@@ -62,7 +76,9 @@ def config_of(case: Case, recompute: str) -> Config:
     )
     config = use_architecture(config, case.model)
     config.model.attention_backend = AttentionBackend.cudnn
-    config.model.recompute = Recompute(recompute)
+    config.model.recompute = Recompute(recompute or case.recompute)
+    if config.model.num_experts:
+        config.model.expert_backend = ExpertBackend.mosaic
     config.data.sequence_length = case.length or config.data.sequence_length
     return config
 
@@ -71,11 +87,13 @@ def report(name: str, recompute: str, hardware: str, folder: str) -> dict:
     """Everything that is known of one case."""
     case = CASES[name]
     config = config_of(case, recompute)
+    recompute = config.model.recompute.value
     path = str(Path(folder, f"{name}-{recompute}.hlo.txt")) if folder else ""
     compiled = compile_report(config, hardware, case.gpus, path)
     parts = config.parallel.tensor * config.parallel.pipe
     size, length = config.train.global_batch_size, config.data.sequence_length
     model = training_flops(config.model, length, size, tensor=parts) / case.gpus
+    formulas = device_memory(workload(config, case.gpus))
     seconds = ("lower_seconds", "compile_seconds")
     return {
         "case": name,
@@ -84,6 +102,8 @@ def report(name: str, recompute: str, hardware: str, folder: str) -> dict:
         "verdict": verdict(compiled),
         "arguments_gib": round(compiled.arguments / GIB, 2),
         "temporary_gib": round(compiled.temporaries / GIB, 2),
+        "formulas_gib": {part: round(size / GIB, 2) for part, size in formulas.items()},
+        "exchanged_gb": exchanged(config, case.gpus, compiled),
         "collectives": [dataclasses.asdict(row) for row in compiled.collectives],
         "kernels": compiled.kernels,
         "tflops": round(compiled.flops / 1e12, 2),
@@ -95,10 +115,30 @@ def report(name: str, recompute: str, hardware: str, folder: str) -> dict:
     }
 
 
+def exchanged(config: Config, gpus: int, compiled: Compiled) -> dict[str, float]:
+    """What experts receive, by the compiled step without further rounds, by the formulas, and the
+    least there is: every copy there and back, and its gradients."""
+    if not config.model.num_experts:
+        return {}
+    work = workload(config, gpus)
+    rows = [row for row in compiled.collectives if row.kind.endswith("all-to-all")]
+    sent = experts.dispatch(work)
+    cluster = parse_cluster(f"h100x{gpus}")
+    planned = [row for row in traffic(work, cluster) if row.kind.endswith("all-to-all")]
+    whole = sent.devices / (sent.devices - 1)
+    layers = sum(u.sparse * places for u, places in zip(work.units, work.places, strict=True))
+    found = {
+        "compiled": sum(row.volume for row in rows if not row.unbounded),
+        "formulas": sum(row.volume for row in planned) * whole,
+        "least": 4 * work.lanes.forward * layers * sent.vectors,
+    }
+    return {name: round(size / 1e9, 3) for name, size in found.items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles for absent GPUs.")
     parser.add_argument("cases", nargs="*", help=f"of {list(CASES)}; none: all")
-    parser.add_argument("--recompute", default="none", help="none, selective, full; with commas")
+    parser.add_argument("--recompute", default="", help="none, selective, full; with commas")
     parser.add_argument("--hlo", default="", help="folder for the compiled text")
     parser.add_argument("--hardware", default="h100", help="a100, b200, h100, h200")
     given = parser.parse_args()

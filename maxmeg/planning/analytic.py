@@ -14,8 +14,8 @@ The model of time, for one device:
   to read their matrices; with XLA every row by every expert of the device. What moves rows about
   goes through memory.
 - Hidden behind the layers' own work, as far as that lasts: gathers and scatters over fsdp, and
-  what is sent between stages; and behind the products of shared experts, copies to the others and
-  back. Everything else is exposed.
+  what is sent between stages; and behind the products of shared experts one of two directions in
+  which copies are sent, as XLA schedules them. Everything else is exposed.
 
 It does not know kernels' launch times, stragglers, small messages' latency, or uneven loads.
 """
@@ -118,7 +118,7 @@ def exposed_seconds(
     hideable = total(HIDDEN_FORWARD), total(HIDDEN_BACKWARD)
     beyond = max(0.0, hideable[0] - forward) + max(0.0, hideable[1] - backward)
     sent = total((communication.EXCHANGED_FORWARD,)), total((communication.EXCHANGED_BACKWARD,))
-    hidden = min(sent[0], shared) + min(sent[1], 2 * shared)
+    hidden = min(sent[0] / 2, shared) + min(sent[1] / 2, 2 * shared)
     return sum(entry.seconds for entry in carried) - sum(hideable) + beyond - hidden
 
 

@@ -152,8 +152,9 @@ def deferred(work: Workload, unit: Unit) -> int:
 def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward: cotangents of its products and what they
     read, vectors in the order of experts and of devices, and their gradients, 2 e N (widths / t)
-    and 3 e N D; exchanged, as XLA schedules them, 3 e N (widths / t) and 7 e N D, and where further
-    rounds may be needed, whose gradients are added up, 4 e (the experts' matrices) of a device."""
+    and 3 e N D; exchanged, as XLA schedules them (ragged: less), 3 e N (widths / t) and 7 e N D,
+    and where further rounds may be needed, whose gradients are added up, 4 e (the experts'
+    matrices) of a device."""
     if not unit.sparse:
         return 0
     given = dispatch(work)
@@ -163,7 +164,7 @@ def working(work: Workload, unit: Unit) -> int:
     total = given.rows * (3 * columns + 7 * given.width)
     if given.rows < given.most:
         matrices = (unit.expert_columns + unit.expert_inner) // unit.sparse // given.parts
-        total += 4 * given.here * given.width * matrices
+        total += 4 * given.here * given.width * matrices // work.axes["fsdp"]
     return work.itemsize * total
 
 

@@ -369,6 +369,41 @@ def instruction_flops(instruction: Instruction, shapes: dict[str, str]) -> float
     return 0.0
 
 
+def flops_beside(program: Program, kind: str, least: int = 0) -> list[float]:
+    """Of every asynchronous collective of a kind with results of at least so many bytes the FLOPs
+    of the matrix products that the schedule has between its start and its end."""
+    found = []
+    for name, instructions in program.computations.items():
+        if not program.runs[name]:
+            continue
+        shapes: dict[str, str] = {}
+        pending: dict[str, float] = {}
+        for instruction in instructions:
+            shapes[instruction.name] = instruction.shape
+            done = _OPERAND.search(instruction.attributes)
+            if instruction.opcode == f"{kind}-done" and done and done[1] in pending:
+                found.append(pending.pop(done[1]))
+            elif instruction.opcode == f"{kind}-start" and starts(instruction):
+                sizes = (array_bytes(*array) for array in arrays(result_shape(instruction)))
+                if sum(sizes) >= least:
+                    pending[instruction.name] = 0.0
+            elif pending:
+                flops = flops_within(program, instruction, shapes)
+                pending = {key: value + flops for key, value in pending.items()}
+    return found
+
+
+def flops_within(program: Program, instruction: Instruction, shapes: dict[str, str]) -> float:
+    """FLOPs of one run of an instruction and of what a fusion holds."""
+    total = instruction_flops(instruction, shapes)
+    if instruction.opcode == "fusion" and (called := _CALLED.search(instruction.attributes)):
+        inside: dict[str, str] = {}
+        for inner in program.computations.get(called[2].lstrip("%"), ()):
+            inside[inner.name] = inner.shape
+            total += instruction_flops(inner, inside)
+    return total
+
+
 def first_size(instruction: Instruction) -> int:
     """Number of elements of the first array that an instruction gives."""
     return math.prod(arrays(instruction.shape)[0][1])
