@@ -47,7 +47,8 @@ def exchanged(
     """
     experts_TK, weights_TK = routing
     count = experts.up.shape[-3]
-    exchange, enough = exchange_of(*experts_TK.shape, count, axes, kind, buffer)
+    tokens, top_k = experts_TK.shape
+    exchange, enough = exchange_of(tokens, top_k, count, axes, kind, buffer)
     given = parcels(experts_TK // count, kept_TK, exchange)
     numbers_TK = experts_TK % count
     y_TD = one_round(exchange, 0, experts, x_TD, weights_TK, numbers_TK, given)
@@ -90,15 +91,19 @@ def _further_forward(exchange, *operands):
 
 
 def _further_backward(exchange, operands, slope_TD):
-    *variables, numbers_TK, given, rounds = operands
+    experts, x_TD, weights_TK, numbers_TK, given, rounds = operands
+    variables = (experts, x_TD, weights_TK)
 
     def body(state):
         number, total = state
-        run = functools.partial(one_round, exchange, number)
-        _, pull = jax.vjp(lambda *differ: run(*differ, numbers_TK, given), *variables)
+
+        def run(experts, x_TD, weights_TK):
+            return one_round(exchange, number, experts, x_TD, weights_TK, numbers_TK, given)
+
+        _, pull = jax.vjp(run, *variables)
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
-    start = (jnp.int32(1), jax.tree.map(jnp.zeros_like, tuple(variables)))
+    start = (jnp.int32(1), jax.tree.map(jnp.zeros_like, variables))
     gradients = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     return (*gradients, None, None, None)
 
