@@ -4,7 +4,6 @@ The first round is differentiated as it stands. Loads so uneven that more are ne
 run in a loop that backward makes again, so that memory is that of one round.
 """
 
-import functools
 import math
 from typing import Any
 
