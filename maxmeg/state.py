@@ -102,8 +102,8 @@ def base_model(config: Config, model: LM) -> LM:
 def initial_model(config: Config, part: LM) -> LM:
     """`part` of an abstract model with the weights of checkpoint.init_from, in its own dtypes.
 
-    Words that it does not know keep the random rows of the run's seed. ValueError where the folder
-    holds another model (config/initial.py).
+    Words that it does not know keep the random rows of the run's seed, layers of further tokens
+    that it lacks the weights. ValueError where the folder holds another model (config/initial.py).
     """
     source, step, metadata = initial_source(config.checkpoint.init_from)
     saved = files.from_dict(metadata["config"]).model
@@ -123,6 +123,9 @@ def initial_model(config: Config, part: LM) -> LM:
         if name.endswith(".moe.load") and not saved.router_global_aux_loss:
             zeros = functools.partial(jnp.zeros, like.shape)
             return jax.jit(zeros, out_shardings=like.sharding)()
+        depth = name.removeprefix("model.mtp.depths.").partition(".")[0]
+        if depth.isdecimal() and int(depth) >= saved.mtp_depths:
+            return random_array(name, like.sharding, config)
         stored = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
         resizable = {name.replace(".", "/"): 0} if name.endswith(VOCABULARY_TABLES) else {}
         tree, _ = source.restore(step, nested({name: stored}), resizable=resizable, partial=True)
@@ -158,6 +161,16 @@ def initial_source(folder: str) -> tuple[Checkpointer, int, dict[str, typing.Any
             "of a run, or a folder that python -m maxmeg.convert has written"
         )
     return source, step, source.metadata(step)
+
+
+def random_array(name: str, sharding, config: Config) -> jax.Array:
+    """An array as a new model of the run's seed has it."""
+
+    def made(key):
+        return to_arrays({"model": LM(key, config.model, config.parallel)})[name]
+
+    key = jax.random.split(jax.random.key(config.seed))[0]
+    return jax.jit(made, out_shardings=sharding)(key)
 
 
 def with_new_words(table_VD: jax.Array, name: str, known: int, config: Config) -> jax.Array:

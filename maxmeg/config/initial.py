@@ -15,6 +15,7 @@ FREE = {
 }
 # Fields that training can adapt to: longer context, more words.
 ADAPTED = {
+    "mtp_depths",  # the last ones are left out, new ones begin at random
     *("vocab_size", "max_position", "attention_window", "rotary_base", "rotary_local_base"),
     *("rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high"),
     *("rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors"),
@@ -25,7 +26,7 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
     """What training has to adapt to, "rotary_factor 1.0 -> 8.0"; ValueError for what it cannot."""
     grown = []
     if wanted.num_experts and not saved.num_experts:
-        if wanted.mtp_depths:
+        if min(saved.mtp_depths, wanted.mtp_depths):
             raise ValueError(
                 f"checkpoint.init_from={folder} is dense, and layers of further tokens get no "
                 f"experts from it: set model.mtp_depths=0 (it is {wanted.mtp_depths})"
@@ -41,15 +42,13 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
         for name, pair in pairs.items()
     }
     able = ADAPTED - ({"max_position"} if wanted.position is Position.learned else set())
-    if wanted.mtp_depths < saved.mtp_depths:  # the last ones are left out
-        able.add("mtp_depths")
     fixed = [name for name in pairs if name not in able]
     if fixed:
         raise ValueError(
             f"checkpoint.init_from={folder} is another model: "
             + ", ".join(f"{name} {texts[name]}" for name in fixed)
             + "; take its own architecture (--config=configs/finetune.py:FOLDER), or only change "
-            "the vocabulary and what positions and windows depend on"
+            "the vocabulary, mtp_depths and what positions and windows depend on"
         )
     if wanted.vocab_size < saved.vocab_size:
         raise ValueError(

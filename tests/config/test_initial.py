@@ -23,8 +23,9 @@ def test_what_changes_is_told(position):
     assert changes(saved, wanted, "m") == ["vocab_size 100 -> 130", "rotary_scaling none -> yarn"]
 
 
-def test_layers_of_further_tokens_can_be_left_out():
+def test_layers_of_further_tokens_come_and_go():
     saved = dataclasses.replace(SAVED, mtp_depths=2, mtp_loss=0.3)
+    assert changes(saved, dataclasses.replace(saved, mtp_depths=3), "m") == ["mtp_depths 2 -> 3"]
     assert changes(saved, dataclasses.replace(saved, mtp_depths=1), "m") == ["mtp_depths 2 -> 1"]
     assert changes(saved, saved.without_mtp(), "m") == ["mtp_depths 2 -> 0"]
 
@@ -40,7 +41,6 @@ def test_layers_of_further_tokens_can_be_left_out():
             {"position": Position.learned, "max_position": 128},
             ["max_position 64 -> 128"],
         ),
-        ({}, {"mtp_depths": 1}, ["mtp_depths 0 -> 1"]),
         ({"mtp_depths": 1}, {"mtp_depths": 1, "num_experts": 2}, ["set model.mtp_depths=0"]),
     ],
 )

@@ -59,6 +59,24 @@ def test_what_writes_text_does_not_read_them(run):
         np.testing.assert_array_equal(array, run[2][name])
 
 
+def test_a_run_goes_on_with_more_of_them(run):
+    """Those that its weights lack begin as in a new model, on any mesh."""
+    folder, config, arrays = run
+    made = []
+    for parallel, start in (({"fsdp": 1}, ""), ({"pipe": 2, "tensor": 2, "fsdp": 1}, str(folder))):
+        fields = {**vars(config.model), "mtp_depths": 2}
+        new = tiny(fields, {"micro_batch_size": 8}, **parallel)
+        new.checkpoint.init_from, new.seed = start, 7
+        state = tiny_state(new, mesh_of(new))[2]
+        made.append({n: np.asarray(a) for n, a in to_arrays(state.model).items()})
+    fresh, found = made
+    assert found.keys() == fresh.keys() > arrays.keys()
+    for name, array in found.items():
+        wanted = arrays.get(name, fresh[name])
+        rows = min(len(array), len(wanted))  # the padding of the vocabulary differs
+        np.testing.assert_array_equal(array[:rows], wanted[:rows], err_msg=name)
+
+
 def test_adapters_are_beside_a_base_without_them(run, tmp_path):
     folder, config, arrays = run
     config = dataclasses.replace(config, model=config.model.without_mtp())
