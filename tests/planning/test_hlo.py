@@ -329,3 +329,23 @@ def test_what_nothing_calls_is_not_counted():
 def test_text_of_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.parse("module @jit_step {\n}\n")
+
+
+BESIDE = """  %x = bf16[64,16]{1,0} parameter(0)
+  %y = bf16[32,64]{1,0} parameter(1)
+  %before = bf16[16,32]{1,0} fusion(%x, %y), kind=kCustom, calls=%gemm
+  %s = ((bf16[64,16]{1,0}), bf16[64,16]{1,0}) all-to-all-start(%x), replica_groups={{0,1}}
+  %beside = bf16[16,32]{1,0} fusion(%x, %y), kind=kCustom, calls=%gemm
+  %small = ((bf16[2]{0}), bf16[2]{0}) all-to-all-start(%v), replica_groups={{0,1}}
+  %d = bf16[64,16]{1,0} all-to-all-done(%s)
+  %e = bf16[2]{0} all-to-all-done(%small)
+  %t = ((bf16[64,16]{1,0}), bf16[64,16]{1,0}) all-to-all-start(%d), replica_groups={{0,1}}
+  ROOT %f = bf16[64,16]{1,0} all-to-all-done(%t)
+"""
+
+
+def test_products_between_start_and_end_of_a_collective():
+    program = hlo.parse(MODULE.format(body=BESIDE))
+    assert hlo.flops_beside(program, "all-to-all", 1024) == [2 * 64 * 16 * 32, 0]
+    assert hlo.flops_beside(program, "all-to-all") == [2 * 64 * 16 * 32, 0, 0]
+    assert hlo.flops_beside(program, "all-gather") == []
