@@ -124,6 +124,19 @@ def test_what_an_mlp_cannot_become_is_refused(fields, message):
     ]
 
 
+def test_a_model_with_experts_goes_on_with_other_losses_and_as_many_experts(tmp_path_factory):
+    source = made(tmp_path_factory, {"num_experts": 4, "router_z_loss": 0.1})
+    found = begun(source, {"router_z_loss": 0.0, "router_global_aux_loss": 0.1})
+    moe, before = (m.stack.groups[0].sublayers[1].mixers["moe"] for m in (found, source[2]))
+    np.testing.assert_array_equal(moe.router[...], before.router[...])
+    np.testing.assert_array_equal(moe.experts.up[...], before.experts.up[...])
+    assert moe.load.shape == (3, 4) and not moe.load[...].any()
+    with pytest.raises(ValueError, match=r"is another model: num_experts 4 -> 8"):
+        begun(source, {"num_experts": 8})
+    with pytest.raises(ValueError, match=r"upcycle_noise=0\.1 is for a dense model"):
+        begun(source, {}, noise=0.1)
+
+
 def test_adapters_beside_copies_are_refused(dense):
     config = tiny({**vars(dense[1].model), "num_experts": 4}, fsdp=1)
     config.checkpoint.init_from, config.lora.rank = dense[0], 2
