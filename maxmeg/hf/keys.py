@@ -56,6 +56,11 @@ FIXED = {
     "tie_last_hidden_states": (None,),
 }
 
+REMEDIES = {
+    "quantization_config": "weights in safetensors are read in full or in mxfp4; take the model's "
+    "files in bfloat16, or make them by its publisher's script",
+}
+
 
 def refused(name: str, value: object, remedy: str) -> ValueError:
     shown = repr(value)
@@ -87,7 +92,8 @@ class Keys:
             )
         for name, allowed in FIXED.items():
             if (value := self.take(name, allowed[0])) not in allowed:
-                raise refused(name, value, f"only {allowed[0]!r} is supported")
+                remedy = REMEDIES.get(name, f"only {allowed[0]!r} is supported")
+                raise refused(name, value, remedy)
         for name, value in self.values.items():
             if name not in self.known and not name.endswith("_token_id"):
                 remedy = f"{architecture} has no such key here, and it may change the results; "
