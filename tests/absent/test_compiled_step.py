@@ -18,9 +18,11 @@ from maxmeg.planning.report import Collective, Compiled
 from maxmeg.planning.workload import workload
 
 GPUS, LAYERS = 16, 8
+EXPERTS = 8  # one a GPU
 STAGES, MICROBATCHES = 4, 8
 TICKS = MICROBATCHES + STAGES - 1  # of each lane, the bubble's included
 CAPACITY = 80 * 10**9
+MIB = 2**20
 SCALARS = 256  # bytes: norms, counts and flags that are summed beside the gradients
 FLOPS = 1.03  # compiled over model's where nothing is recomputed; cuDNN makes its scores again
 
@@ -168,13 +170,22 @@ def test_nothing_that_layers_keep_is_transposed(tmp_path, stages):
     assert "parameter" in opcodes and "transpose" not in opcodes
 
 
-def test_experts_are_multiplied_by_kernels_alone():
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory) -> tuple[Config, Compiled, hlo.Program]:
+    """Two layers, of experts and a shared one, on a node."""
+    config = llama(1, expert=EXPERTS, fsdp=1)
+    config.train.global_batch_size = EXPERTS
+    experts = {"num_layers": 2, "num_experts": EXPERTS, "router_aux_loss": 0.01}
+    more = {"expert_backend": ExpertBackend.mosaic, "shared_ffn_size": 4096}
+    config.model = dataclasses.replace(config.model, **experts, **more)
+    text = tmp_path_factory.mktemp("sparse") / "step.hlo.txt"
+    report = compile_report(config, "h100", EXPERTS, str(text))
+    return config, report, hlo.parse(text.read_text())
+
+
+def test_experts_are_multiplied_by_kernels_alone(sparse):
     """XLA would multiply every token by every expert, 8 of them: five times the model's FLOPs."""
-    config = llama(1, expert=8, fsdp=2)
-    experts = {"num_layers": 2, "num_experts": 8, "router_aux_loss": 0.01}
-    backend = {"expert_backend": ExpertBackend.mosaic}
-    config.model = dataclasses.replace(config.model, **experts, **backend)
-    report = compile_report(config, "h100", GPUS)
+    config, report, _ = sparse
     model, tokens = config.model, config.data.sequence_length
     products = 2 * 3 * 3 * model.experts_per_token * model.hidden_size * model.ffn
     whole = training_flops(model, tokens, GPUS) / GPUS
@@ -183,3 +194,25 @@ def test_experts_are_multiplied_by_kernels_alone():
     # Forward, both gradients, and up and gate once more where backward makes them again.
     assert report.kernels["mosaic_gpu_v2"] >= 3 * 3 * model.num_layers
     assert report.fits
+
+
+def test_what_experts_send_is_the_least_that_the_buffer_allows(sparse):
+    """Every copy's vector goes there and back and so do their gradients, with two numbers in one
+    direction; the loop of further rounds is for uneven loads."""
+    config, report, _ = sparse
+    model, buffer = config.model, config.parallel.expert_buffer
+    copies = buffer * config.data.sequence_length * model.experts_per_token * model.num_layers
+    sent = [row for row in report.collectives if row.kind == "all-to-all" and not row.unbounded]
+    assert {row.axes for row in sent} == {("expert",)}
+    assert sum(row.volume for row in sent) == 4 * copies * 2 * model.hidden_size + 2 * copies * 8
+
+
+def test_shared_experts_run_beside_what_is_sent(sparse):
+    """Products are scheduled between start and end of an exchange, in forward and in backward."""
+    config, report, program = sparse
+    model = config.model
+    product = 2 * config.data.sequence_length * model.hidden_size * model.shared_ffn_size
+    vectors = [row for row in report.collectives if row.kind == "all-to-all" and not row.unbounded]
+    assert any(row.asynchronous for row in vectors if row.volume > row.runs * MIB)
+    beside = hlo.flops_beside(program, "all-to-all", MIB)
+    assert sum(flops >= product for flops in beside) >= 2
