@@ -17,6 +17,7 @@ MOST_CHUNKS = 8
 MOST_GPUS = 2**16  # where the search for a number that is enough ends
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
+EXCHANGE = ("expert_exchange", "expert_buffer")
 VARIED = {
     "parallel": (
         *("pipe", "data", "fsdp", "expert", "expert_tensor", "tensor"),
@@ -49,15 +50,17 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     """Every layout tried that is valid and fits, the fastest first.
 
     Tried are all sizes of tensor (within a node), pipe, fsdp, data and, of a model with experts,
-    expert that make the cluster, experts cut over tensor or whole on devices along it,
-    micro_batch_size in MICRO_BATCHES, 1F1B with up to MOST_CHUNKS chunks and zero bubble (GPipe
-    takes 1F1B's time and more memory), and of the recompute modes the first, from none to full,
-    that fits. Everything else is `config`'s; where layers do not divide, pad_layers is set.
+    expert that make the cluster (1 only where nothing is said of what experts exchange), experts
+    cut over tensor or whole on devices along it, micro_batch_size in MICRO_BATCHES, 1F1B with up to
+    MOST_CHUNKS chunks and zero bubble (GPipe takes 1F1B's time and more memory), and of the
+    recompute modes the first, from none to full, that fits. Everything else is `config`'s; where
+    layers do not divide, pad_layers is set.
     ValueError where nothing fits, saying by how much and how many GPUs would be enough, and for
     what no layout can mend.
     """
     one = dict.fromkeys(("pipe", "tensor", "fsdp", "data", "expert"), 1)
-    alone = _with(config, {**one, **_placed(config, 1, 1, 0), **PLAIN}, 1)
+    nothing_sent = {name: getattr(ParallelConfig(), name) for name in EXCHANGE}
+    alone = _with(config, {**one, "expert_tensor": 0, **nothing_sent, **PLAIN}, 1)
     validate(alone, alone.parallel.context)
     found = []
     for layout in layouts(config, cluster.count):
@@ -90,26 +93,17 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
 
 
 def replicated(config: Config, replicas: int, tensor: int) -> Iterator[dict]:
-    """Ways to cut so many replicas, as fields of ParallelConfig: fsdp, data and expert."""
+    """Ways to cut so many replicas, as fields of ParallelConfig: fsdp, data and expert, experts cut
+    over tensor as the rest is, or whole."""
     experts = max(config.model.num_experts, 1)
     for expert in divisors(replicas):
         if experts % expert:
             continue
         for fsdp in divisors(replicas // expert):
             sizes = {"fsdp": fsdp, "data": replicas // expert // fsdp}
-            yield sizes | _placed(config, expert, tensor, 0)
+            yield sizes | {"expert": expert, "expert_tensor": 0}
             if tensor > 1 and experts > 1 and experts % (expert * tensor) == 0:
-                yield sizes | _placed(config, expert, tensor, 1)
-
-
-def _placed(config: Config, expert: int, tensor: int, cut: int) -> dict:
-    """Experts over `expert` axis devices, whole (cut 1) or cut over tensor as the rest is (0)."""
-    degree = expert * (tensor if cut else 1)
-    found: dict = {"expert": degree, "expert_tensor": cut}
-    if degree == 1:  # nothing is exchanged
-        plain = ParallelConfig()
-        found |= {name: getattr(plain, name) for name in ("expert_exchange", "expert_buffer")}
-    return found
+                yield sizes | {"expert": expert * tensor, "expert_tensor": 1}
 
 
 def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:

@@ -305,7 +305,7 @@ def workload(config: Config, num_devices: int) -> Workload:
     if config.model.mtp_depths:
         raise ValueError(
             f"model.mtp_depths={config.model.mtp_depths}: what predicting further tokens needs is "
-            "not planned yet; plan the model with mtp_depths=0, or compile it (--compile)"
+            "not planned yet; plan the model with mtp_depths=0"
         )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]

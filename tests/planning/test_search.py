@@ -173,3 +173,6 @@ def test_experts_are_spread_where_that_is_faster():
     for candidate in found[:: max(1, len(found) // 20)]:
         validate(candidate.config, 8)
         assert candidate.analytic.fits
+    config.parallel.expert_buffer = 2.0  # which nothing would read with expert=1
+    layouts = [candidate.config.parallel for candidate in search(config, parse_cluster("h100x2"))]
+    assert layouts and all(layout.expert > 1 for layout in layouts)
