@@ -9,7 +9,6 @@ timeline alone.
 """
 
 import dataclasses
-import math
 import pathlib
 import sys
 
@@ -18,7 +17,6 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import setting
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers import load_tokenizer
-from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.absent import check_plugins
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
@@ -51,7 +49,7 @@ def main(config: Config, options: Options) -> None:
     if options.hardware:
         plan = plan_for(config, parse_cluster(options.hardware), options)
     else:
-        plan = plan_of(config, math.prod(getattr(config.parallel, axis) or 1 for axis in AXES))
+        plan = plan_of(config, config.parallel.devices)
     if plan.table is None and options.timeline:
         raise ValueError(
             f"--timeline={options.timeline}: parallel.pipe=1 has none; set --config.parallel.pipe=4"

@@ -59,7 +59,9 @@ class Run:
         resolve(config, self.tokenizer.vocab_size)
         self.config = config
         self.base = base_of(config)
-        self.mesh = make_mesh(axis_sizes(config.parallel, jax.device_count()))
+        self.mesh = make_mesh(
+            axis_sizes(config.parallel, jax.device_count()), fold=config.parallel.fold
+        )
         self.rows = local_rows(self.mesh, config.train.micro_batch_size)
         self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)))
         self.data, self.validation = self.datasets(prefixes)

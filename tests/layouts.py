@@ -1,7 +1,5 @@
 """Tiny configs and batches that tests of layouts share."""
 
-import dataclasses
-
 import jax
 import numpy as np
 
@@ -9,7 +7,7 @@ from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position, Q
 from maxmeg.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import AXES, make_mesh
+from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.state import abstract_state, create_state
 
@@ -65,12 +63,10 @@ def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Co
 
 def mesh_of(config: Config):
     """The config's mesh on the first devices, validated."""
-    sizes = dataclasses.asdict(config.parallel)
-    count = int(np.prod([max(size, 1) for name, size in sizes.items() if name in AXES]))
-    if config.parallel.folded:  # expert counts those too
-        count //= config.parallel.tensor * config.parallel.context
-    validate(config, count)
-    return make_mesh(axis_sizes(config.parallel, count), jax.devices()[:count])
+    parallel = config.parallel
+    validate(config, parallel.devices)
+    sizes = axis_sizes(parallel, parallel.devices)
+    return make_mesh(sizes, jax.devices()[: parallel.devices], parallel.fold)
 
 
 def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> dict:

@@ -7,6 +7,7 @@ fields live in `validate.py`; nothing derived is stored.
 
 import dataclasses
 import enum
+import math
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import setting
@@ -220,7 +221,8 @@ class ParallelConfig:
     )
     expert_tensor: int = setting(
         0,
-        "devices that cut an expert; 0: as tensor; 1: none, and expert counts tensor and context",
+        "devices that an expert is cut over; 0: as tensor; fewer: experts lie along the rest of "
+        "tensor too, and of context, which expert counts",
         "--expert-tensor-parallel-size",
     )
     expert_exchange: ExpertExchange = setting(
@@ -265,9 +267,20 @@ class ParallelConfig:
     )
 
     @property
-    def folded(self) -> bool:
-        """Whether experts, which are whole, lie along context and tensor before expert."""
-        return self.expert_tensor == 1 and self.context * self.tensor > 1
+    def fold(self) -> int:
+        """Devices along tensor that hold different experts."""
+        return max(self.tensor // (self.expert_tensor or self.tensor or 1), 1)
+
+    @property
+    def expert_axis(self) -> int:
+        """The mesh's `expert`: devices that hold different experts, of those along data."""
+        return self.expert // (self.fold * self.context) if self.expert > 1 else 1
+
+    @property
+    def devices(self) -> int:
+        """Those that the sizes name; fsdp=0 counts as one."""
+        others = (self.pipe, self.data, max(self.fsdp, 1), self.context, self.tensor)
+        return math.prod(others) * self.expert_axis
 
 
 @dataclasses.dataclass

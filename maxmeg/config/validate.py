@@ -32,14 +32,20 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size < (0 if name == "fsdp" else 1):
             raise ValueError(f"parallel.{name}={size} must be at least 1 (fsdp may be 0: the rest)")
-    inner = parallel.context * parallel.tensor if parallel.folded else 1
-    if parallel.expert % inner:
+    cut = parallel.expert_tensor
+    if cut and (cut < 0 or parallel.tensor % cut):
         raise ValueError(
-            f"parallel.expert={parallel.expert} is not divisible by tensor {parallel.tensor} x "
-            f"context {parallel.context}: with expert_tensor=1 experts lie along those devices "
-            f"first; set expert to a multiple of {inner}, or expert_tensor=0"
+            f"parallel.expert_tensor={cut} does not divide tensor={parallel.tensor}: choose it in "
+            f"{divisors(parallel.tensor)}, or 0 for tensor"
         )
-    sizes["expert"] //= inner
+    inner = parallel.context * parallel.fold
+    if parallel.expert % inner and (parallel.expert > 1 or parallel.fold > 1):
+        raise ValueError(
+            f"parallel.expert={parallel.expert} is not divisible by {inner}: with expert_tensor="
+            f"{cut} experts lie along {parallel.fold} of the devices along tensor and along "
+            f"context {parallel.context} first; set expert to a multiple, or expert_tensor=0"
+        )
+    sizes["expert"] = parallel.expert_axis
     others = math.prod(size for name, size in sizes.items() if name != "fsdp")
     if sizes["fsdp"] == 0 and num_devices % others == 0:
         sizes["fsdp"] = num_devices // others
@@ -103,10 +109,11 @@ def validate(config: Config, num_devices: int) -> None:
 def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
     yield from expert_layout_problems(config)
-    cut_ffn = model.expert_ffn if model.num_experts and not config.parallel.folded else 0
+    expert_ffn = model.expert_ffn if model.num_experts else 0
+    expert_tensor = tensor // config.parallel.fold
     cut = (
         ("model.num_experts", model.num_experts, "expert", config.parallel.expert),
-        ("model.expert_ffn_size", cut_ffn, "tensor", tensor),
+        ("model.expert_ffn_size", expert_ffn, "expert_tensor", expert_tensor),
         ("model.shared_ffn_size", model.shared_ffn_size, "tensor", tensor),
         ("model.num_heads", model.num_heads, "tensor", tensor),
         ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
@@ -135,11 +142,6 @@ def expert_layout_problems(config: Config):
         yield (
             f"{', '.join(changed)}: only for models with experts; set model.num_experts, or leave "
             "this out (to use more devices: fsdp or data)"
-        )
-    if parallel.expert_tensor not in (0, 1, parallel.tensor):
-        yield (
-            f"parallel.expert_tensor={parallel.expert_tensor} must be 1 (an expert is whole) or "
-            f"tensor={parallel.tensor} (it is cut as the rest of the model is; 0 is that too)"
         )
     if not parallel.expert_buffer >= 1:
         yield f"parallel.expert_buffer={parallel.expert_buffer} must be at least 1, the mean load"

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,8 +13,6 @@ from maxmeg.data.build import build_dataset, cache_folder, open_corpus, samples_
 from maxmeg.data.gpt import SPLITS, Dataset, GptDataset
 from maxmeg.data.indexed import IndexedDataset
 from maxmeg.optim.schedules import Schedules
-
-_AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +37,7 @@ class SplitUse:
 def uses_of(config: Config) -> list[SplitUse]:
     """Every split that has samples, opened as a run opens it: what it would refuse is refused."""
     config = copy.deepcopy(config)  # `resolve` writes to it
-    validate(config, math.prod(getattr(config.parallel, axis) or 1 for axis in _AXES))
+    validate(config, config.parallel.devices)
     tokenizer, prefixes = open_corpus(config.data, config.run_dir)
     resolve(config, tokenizer.vocab_size)
     consumed = Schedules(config).consumed_samples

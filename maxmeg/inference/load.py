@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import typing
 
 from jax.sharding import Mesh
 
@@ -11,7 +12,7 @@ from maxmeg.config.schema import Config, ParallelConfig
 from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import local_mesh, make_mesh
+from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
 from maxmeg.parallel.parts import joined
 from maxmeg.state import (
     CHECKPOINTS,
@@ -49,7 +50,7 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
     saved = checkpointer.metadata(steps[-1] if step is None else step)
     config = files.from_dict(saved["config"])
     check_base(config, saved.get("base", {}))
-    sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
+    sizes: dict[str, typing.Any] = {**sizes_of(mesh)}
     config.parallel = ParallelConfig(**sizes, zero1=False)
     config.model = config.model.without_mtp()  # whose layers are of no use here
     abstract = abstract_state(config, make_optimizer(config.optim), mesh)
@@ -63,7 +64,8 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
 
 def without_pipeline(mesh: Mesh, hidden_size: int) -> Mesh:
     """A mesh of the same devices for generation: those along pipe go to fsdp, or else to data."""
-    sizes = {axis: mesh.shape[axis] for axis in mesh.axis_names}
+    sizes, devices = sizes_of(mesh), list(mesh.devices.flat)
     stages = sizes["pipe"]
     other = "data" if hidden_size % (sizes["fsdp"] * stages) else "fsdp"
-    return make_mesh(sizes | {"pipe": 1, other: sizes[other] * stages}, list(mesh.devices.flat))
+    sizes |= {"pipe": 1, other: sizes[other] * stages}
+    return make_mesh(sizes, devices, mesh.shape["fold"])

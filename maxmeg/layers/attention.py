@@ -14,7 +14,8 @@ from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
 from maxmeg.ops.rope import RotarySpec, rotate
-from maxmeg.parallel.collectives import SEQUENCE_AXIS, axis_index
+from maxmeg.parallel.collectives import axis_index
+from maxmeg.parallel.mesh import TENSOR_AXES
 
 decoding = Lazy("maxmeg.ops.decode_attention")
 DROPOUT_PLACE = 0
@@ -56,7 +57,7 @@ def qk_norm(spec: AttentionSpec, num_heads: int, axis: str) -> Norm | None:
     if spec.qk_norm is None:
         return None
     if spec.qk_norm_over == "heads":
-        return Norm(num_heads * spec.head_dim, spec.qk_norm, axis, over=(SEQUENCE_AXIS,))
+        return Norm(num_heads * spec.head_dim, spec.qk_norm, axis, over=TENSOR_AXES)
     return Norm(spec.head_dim, spec.qk_norm, "head_dim", weighted=spec.qk_norm_over == "head")
 
 
@@ -131,7 +132,7 @@ class Attention(nnx.Module):
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
         spec, drop = self.spec, None
         if spec.dropout and ctx.dropout_key is not None:
-            first = axis_index((SEQUENCE_AXIS,)) * q_BLHK.shape[2]
+            first = axis_index(TENSOR_AXES) * q_BLHK.shape[2]
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
         operands = Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
         return attention(q_BLHK, k_BMGK, v_BMGK, self.scores(), operands, backend=spec.backend)

@@ -14,7 +14,7 @@ from maxmeg.layers.context import Context
 from maxmeg.ops.dispatch import capacity_of
 from maxmeg.ops.routing import Routing, balance_loss, balance_scores, count_experts, z_loss
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import BATCH_AXES
+from maxmeg.parallel.mesh import BATCH_AXES, TENSOR_AXES
 
 # What a step adds up beside each expert's tokens: means of the losses, without coefficients, over
 # a step's microbatches; and how many copies were dropped.
@@ -44,7 +44,7 @@ def balanced(
     found = losses(routing, logits_TE, counts_E, rows, moe)
     wanted = coefficients(spec)
     # Every device along tensor has the same tokens and loads: each counts for its part.
-    part = 1 / collectives.axis_size((collectives.SEQUENCE_AXIS,))
+    part = 1 / collectives.axis_size(TENSOR_AXES)
     if found:
         total = sum(wanted[name] * loss for name, loss in found.items())
         weights_TK = with_loss(weights_TK, part * ctx.share * total)

@@ -17,9 +17,6 @@ from maxmeg.ops.exchange import Exchange, Parcels, count_rounds, parcels, plan_r
 from maxmeg.ops.routing import Routing
 from maxmeg.parallel import collectives
 
-AXES = ("expert",)
-FOLDED_AXES = ("expert", "context", "tensor")  # where an expert is not cut over tensor
-
 
 def exchange_of(
     tokens: int, top_k: int, count: int, axes: tuple[str, ...], kind: str, buffer: float

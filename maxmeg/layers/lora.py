@@ -16,12 +16,12 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import kept
 from maxmeg.parallel.collectives import (
-    SEQUENCE_AXIS,
     axis_index,
     axis_size,
     local_sequence,
     unshard_parameter,
 )
+from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import is_counted, is_variable
 
 FIRST_PLACE = 1024  # of adapters among the uses of dropout in a layer
@@ -69,7 +69,7 @@ class Lora(nnx.Module):
         """Which elements dropout keeps: by the global row, position and feature alone."""
         whole_1L = jnp.arange(ctx.positions_BL.shape[1])[None]  # x may be a part of the sequence
         rows_B1, positions_1L = ctx.rows()[:, None], local_sequence(whole_1L, x_BLI.shape[1])
-        axes, width = (SEQUENCE_AXIS,) if self.row_parallel else (), x_BLI.shape[-1]
+        axes, width = TENSOR_AXES if self.row_parallel else (), x_BLI.shape[-1]
         whole = (*x_BLI.shape[:-1], width * axis_size(axes))
         kept_BLI = kept(whole, self.rate, ctx.key(self.place), rows_B1, positions_1L)
         return jax.lax.dynamic_slice_in_dim(kept_BLI, axis_index(axes) * width, width, axis=-1)

@@ -1,6 +1,6 @@
 """The mixture of experts: a router, experts in one grouped product, and experts that all share.
 
-Experts lie on other devices along `expert`, or where they are whole also along context and tensor.
+Experts lie on other devices along EXPERT_AXES of the mesh, and are cut over its tensor.
 Tokens go there by all-to-all (layers/exchange.py); or their vectors are gathered, each device runs
 its experts on those that chose them, and the sums go back scattered, as in a tensor-parallel layer.
 Nothing is dropped, unless the spec says how much an expert takes.
@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 
 from maxmeg.layers.balance import balanced
 from maxmeg.layers.context import Context
-from maxmeg.layers.exchange import AXES as EXPERT_AXES
-from maxmeg.layers.exchange import FOLDED_AXES, exchanged
+from maxmeg.layers.exchange import exchanged
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.ops.activation import GATED, activate
@@ -39,7 +38,10 @@ from maxmeg.ops.routing import (
 )
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
+from maxmeg.parallel.mesh import EXPERT_AXES
 
+TOKEN_AXES = ("expert", "context")  # those of EXPERT_AXES along which tokens differ as they are
+FOLD_AXES, CUT_AXES = ("fold",), ("tensor",)  # tensor where experts differ, and where one is cut
 JITTER_PLACE = 2  # of the noise among the uses of randomness in a layer
 __all__ = ["Experts", "Moe", "MoeSpec", "RoutingSpec", "Score"]
 
@@ -56,7 +58,7 @@ class MoeSpec:
     capacity: an expert takes this times its even share of a device's tokens, 0 all; by_weight: it
     drops those that weigh least, else those that come last. exchange: between devices by "gather",
     "all_to_all" or "ragged" all-to-all, in rounds of `buffer` times a device's mean load; "auto" is
-    all_to_all. folded: an expert is whole on a device, and they lie along context and tensor too.
+    all_to_all.
     logit_bias: the router's logits have a bias that is trained as weights are.
     """
 
@@ -80,7 +82,6 @@ class MoeSpec:
     offset: float = 0.0
     exchange: str = "auto"
     buffer: float = 1.5
-    folded: bool = False
     logit_bias: bool = False
     global_aux_loss: float = 0.0
     jitter: float = 0.0
@@ -94,27 +95,26 @@ class Experts(nnx.Module):
         keys = jax.random.split(key, 3)
         E, D = spec.routing.num_experts, spec.latent_size or spec.hidden_size
         F, self.spec = spec.ffn_size, spec
-        mine, inner = ("expert_folded", None) if spec.folded else ("expert", "mlp")
-        inward, outward = (mine, "embed", inner), (mine, inner, "embed")
+        inward, outward = ("expert", "embed", "expert_mlp"), ("expert", "expert_mlp", "embed")
 
         def matrix(key, sizes, std, axes):
             return nnx.Param(std * jax.random.normal(key, sizes), axes=axes)
 
         def bias(size, axis):
-            return nnx.Param(jnp.zeros((E, size)), axes=(mine, axis)) if spec.bias else None
+            return nnx.Param(jnp.zeros((E, size)), axes=("expert", axis)) if spec.bias else None
 
         gated = spec.activation in GATED
         self.up = matrix(keys[0], (E, D, F), spec.std, inward)
         self.gate = matrix(keys[1], (E, D, F), spec.std, inward) if gated else None
         self.out = matrix(keys[2], (E, F, D), spec.out_std, outward)
-        self.up_bias = bias(F, inner)
-        self.gate_bias = bias(F, inner) if gated else None
+        self.up_bias = bias(F, "expert_mlp")
+        self.gate_bias = bias(F, "expert_mlp") if gated else None
         self.out_bias = bias(D, "norm")
 
     def __call__(
         self, x_ND: Float[Array, "N D"], order: Order, weights_N: Float[Array, " N"]
     ) -> Float[Array, "N D"]:
-        """Row by row the weighted output of its expert; partial sums over tensor, unless folded.
+        """Row by row the weighted output of its expert; partial sums over the mesh's tensor.
 
         The weight is applied before the last product: backward then needs no output for it.
         """
@@ -128,8 +128,7 @@ class Experts(nnx.Module):
         y_ND = self._product(h_NF, self.out, None, order)
         if self.out_bias is None:
             return y_ND
-        bias_ED = self.out_bias[...]
-        bias_ED = bias_ED if spec.folded else collectives.counted_once(bias_ED)
+        bias_ED = collectives.counted_once(self.out_bias[...], CUT_AXES)
         return y_ND + (_of_rows(bias_ED, order, len(x_ND)) * weights_N[:, None]).astype(y_ND.dtype)
 
     def _product(self, x_NI, weight, bias, order: Order):
@@ -214,33 +213,29 @@ class Moe(nnx.Module):
     def _is_exchanged(self, ctx: Context) -> bool:
         """Whether tokens go to other devices by all-to-all."""
         apart = ctx.sequence_sharded and self.spec.exchange != "gather"
-        axes = FOLDED_AXES if self.spec.folded else EXPERT_AXES
-        return apart and collectives.axis_size(axes) > 1
+        return apart and collectives.axis_size(EXPERT_AXES) > 1
 
     def pieces(self, ctx: Context) -> int:
         """Parts that the sequence is cut into before experts take of it what they can hold."""
-        cut = self.spec.folded and self._is_exchanged(ctx)
-        return collectives.axis_size((collectives.SEQUENCE_AXIS,)) if cut else 1
+        return collectives.axis_size(FOLD_AXES) if self._is_exchanged(ctx) else 1
 
     def _experts(
         self, h_BLD: Float[Array, "B L D"], routing: Routing, ctx: Context
     ) -> Float[Array, "B M D"]:
         """Sums over the experts of each token, this device's part of the sequence."""
         spec, top_k = self.spec, self.spec.routing.top_k
-        axes = FOLDED_AXES if spec.folded else EXPERT_AXES
         if not self._is_exchanged(ctx):
-            y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing, axes)
+            y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing)
             return collectives.scatter_sequence(y_TD.reshape(h_BLD.shape), ctx.sequence_sharded)
         rows = h_BLD.shape[0]
         local = (h_BLD, *(array.reshape(rows, -1, top_k) for array in routing))
-        if spec.folded:
-            length = h_BLD.shape[1] // collectives.axis_size((collectives.SEQUENCE_AXIS,))
-            local = [collectives.local_sequence(array, length) for array in local]
+        length = h_BLD.shape[1] // collectives.axis_size(FOLD_AXES)
+        local = [collectives.local_sequence(array, length, FOLD_AXES) for array in local]
         x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
         given = Routing(experts_TK, weights_TK), self._kept(Routing(experts_TK, weights_TK))
-        y_TD = exchanged(self.experts, x_TD, *given, spec.exchange, spec.buffer, axes)
+        y_TD = exchanged(self.experts, x_TD, *given, spec.exchange, spec.buffer, EXPERT_AXES)
         y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
-        return y_BLD if spec.folded else collectives.scatter_sequence(y_BLD)
+        return collectives.scatter(y_BLD, CUT_AXES, 1)
 
     def _kept(self, routing: Routing):
         """Which copies of these tokens are within the capacity of their expert."""
@@ -252,16 +247,14 @@ class Moe(nnx.Module):
         places_TK = places_in_experts(experts_TK, num_experts, order)
         return places_TK < capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
 
-    def _gathered(
-        self, x_TD: Float[Array, "T D"], routing: Routing, axes: tuple[str, ...]
-    ) -> Float[Array, "T D"]:
-        """Partial sums over tensor."""
+    def _gathered(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
+        """Partial sums over TENSOR_AXES."""
         x_TD, experts_TK, weights_TK, kept_TK = (
-            collectives.gather(array, EXPERT_AXES, 0)
+            collectives.gather(array, TOKEN_AXES, 0)
             for array in (x_TD, *routing, self._kept(routing))
         )
         count = self.experts.up.shape[-3]
-        first = collectives.axis_index(axes) * count
+        first = collectives.axis_index(EXPERT_AXES) * count
         order = sort_by_expert(experts_TK - first, count, kept_TK=kept_TK)
         rows_ND = self.experts(spread(x_TD, order), order, rows_of_copies(weights_TK, order))
-        return collectives.scatter(collect(rows_ND, order), EXPERT_AXES, 0)
+        return collectives.scatter(collect(rows_ND, order), TOKEN_AXES, 0)

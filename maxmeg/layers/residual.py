@@ -15,6 +15,7 @@ from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.dropout import dropout
 from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import TENSOR_AXES
 
 DROPOUT_PLACE = 1
 MIXERS = {AttentionSpec: ("attention", Attention), MlpSpec: ("mlp", Mlp)}
@@ -101,5 +102,5 @@ class Residual(nnx.Module):
 def drop_residual(x_BLD: jax.Array, rate: float, key: jax.Array, ctx: Context) -> jax.Array:
     """Dropout of a sequence shard, keyed by (row of the global batch, place in the sequence)."""
     length = x_BLD.shape[1]
-    first = collectives.axis_index((collectives.SEQUENCE_AXIS,)) * length
+    first = collectives.axis_index(TENSOR_AXES) * length
     return dropout(x_BLD, rate, key, ctx.rows()[:, None], first + jnp.arange(length)[None, :])

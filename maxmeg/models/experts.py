@@ -55,7 +55,6 @@ def placed(pattern, parallel: ParallelConfig):
     options = {
         "exchange": parallel.expert_exchange.value,
         "buffer": parallel.expert_buffer,
-        "folded": parallel.folded,
     }
 
     def mixer(spec):

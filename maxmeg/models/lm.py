@@ -180,7 +180,7 @@ class LM(nnx.Module):
         if self.positions is not None:
             length = x_BLD.shape[1]
             added_BLD = self.positions(collectives.local_sequence(ctx.positions_BL, length))
-            x_BLD += collectives.counted_once(added_BLD, collectives.PIPE_AXIS)
+            x_BLD += collectives.counted_once(added_BLD, (collectives.PIPE_AXIS,))
         if self.dropout and ctx.dropout_key is not None:
             key = jax.random.fold_in(ctx.dropout_key, EMBEDDING_LAYER)
             x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)

@@ -20,7 +20,8 @@ from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.models.stack import Unit, UnitSpec
 from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import PIPE_AXIS, SEQUENCE_AXIS
+from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import is_counted, is_variable
 
 SHIFTED = ("tokens", "positions", "targets", "loss_mask")
@@ -88,7 +89,7 @@ def mtp_loss(
     factor, depths = model.mtp.factor, model.mtp.depths
     first = collectives.axis_index((PIPE_AXIS,)) == 0
     ctx = dataclasses.replace(ctx, share=jnp.where(first, ctx.share, 0.0))
-    length = h_BLD.shape[1] // collectives.axis_size((SEQUENCE_AXIS,))
+    length = h_BLD.shape[1] // collectives.axis_size(TENSOR_AXES)
     x_BLD, total = collectives.local_sequence(h_BLD, length), jnp.zeros(())
     units, sums, tokens = sum(model.stack.repeats), [], []
     for i, depth in enumerate(depths):

@@ -19,9 +19,9 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmeg.ops.backend import target_device
 from maxmeg.ops.dispatch import Order, pad_experts, sort_by_expert
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import AXES
+from maxmeg.parallel.mesh import MESH_AXES
 
-EVERYWHERE = tuple(axis for axis in AXES if axis != collectives.PIPE_AXIS)
+EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
 
 
 @dataclasses.dataclass(frozen=True)

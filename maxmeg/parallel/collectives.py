@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-SEQUENCE_AXIS = "tensor"
+from maxmeg.parallel.mesh import TENSOR_AXES
+
 PIPE_AXIS = "pipe"
-VOCAB_AXES = ("pipe", "tensor")
+VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
 
 def present(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -78,7 +79,7 @@ def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes:
 
 def gather_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
     """The whole sequence from its shards over tensor (sequence parallelism)."""
-    return gather(x_BLD, (SEQUENCE_AXIS,), 1) if sharded else x_BLD
+    return gather(x_BLD, TENSOR_AXES, 1) if sharded else x_BLD
 
 
 def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
@@ -86,15 +87,14 @@ def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
 
     With sharded=False (decoding, where a sequence is one token) every device keeps all of it.
     """
-    axes = (SEQUENCE_AXIS,)
-    return scatter(x_BLD, axes, 1) if sharded else sum_over(x_BLD, axes)
+    return scatter(x_BLD, TENSOR_AXES, 1) if sharded else sum_over(x_BLD, TENSOR_AXES)
 
 
-def local_sequence(x_BL: jax.Array, length: int) -> jax.Array:
+def local_sequence(x_BL: jax.Array, length: int, axes: tuple[str, ...] = TENSOR_AXES) -> jax.Array:
     """This device's part, `length` long, of an array whose dimension 1 is the whole sequence."""
     if x_BL.shape[1] == length:
         return x_BL
-    return lax.dynamic_slice_in_dim(x_BL, axis_index((SEQUENCE_AXIS,)) * length, length, axis=1)
+    return lax.dynamic_slice_in_dim(x_BL, axis_index(axes) * length, length, axis=1)
 
 
 def unshard_parameter(parameter) -> jax.Array:
@@ -105,9 +105,9 @@ def unshard_parameter(parameter) -> jax.Array:
     return value
 
 
-def counted_once(x: jax.Array, axis: str = SEQUENCE_AXIS) -> jax.Array:
-    """`x` on rank 0 of an axis, zero elsewhere: to be added to partial sums."""
-    rank = axis_index((axis,))
+def counted_once(x: jax.Array, axes: tuple[str, ...] = TENSOR_AXES) -> jax.Array:
+    """`x` on rank 0 of axes, zero elsewhere: to be added to partial sums."""
+    rank = axis_index(axes)
     return x if isinstance(rank, int) else jnp.where(rank == 0, x, 0)
 
 

@@ -1,27 +1,47 @@
-"""The device mesh: six named axes, slowest first, so that groups are Megatron-LM's."""
+"""The device mesh: six named axes, slowest first, so that groups are Megatron-LM's.
+
+The mesh has the last, tensor, in two parts: along `fold` lie experts that are cut over fewer
+devices than the rest of the model, over `tensor` alone. Everything else is cut over both.
+"""
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+MESH_AXES = (*AXES[:-1], "fold", "tensor")
+TENSOR_AXES = ("fold", "tensor")
+EXPERT_AXES = ("expert", "context", "fold")  # where experts lie
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch dimension is sharded over these
 
 
-def make_mesh(sizes: dict[str, int], devices: list | None = None) -> Mesh:
-    """Mesh with `sizes[axis]` devices along each of AXES, devices in rank order.
+def make_mesh(sizes: dict[str, int], devices: list | None = None, fold: int = 1) -> Mesh:
+    """Mesh with `sizes[axis]` devices along each of AXES, devices in rank order; fold: what of the
+    devices along tensor holds different experts.
 
     With tensor=2, pipe=4, data=2 on 16 devices the groups are Megatron-LM's: tensor [0,1], [2,3];
     data [0,2], [1,3]; pipe [0,4,8,12].
     """
     devices = jax.devices() if devices is None else devices
-    shape = tuple(sizes[axis] for axis in AXES)
+    shape = mesh_shape(sizes, fold)
     if int(np.prod(shape)) != len(devices):
         raise ValueError(
             f"the mesh {sizes} needs {int(np.prod(shape))} devices and {len(devices)} are here: "
             "change config.parallel so that the product of its sizes is the number of devices"
         )
-    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    kinds = (AxisType.Auto,) * len(MESH_AXES)
+    return Mesh(np.array(devices).reshape(shape), MESH_AXES, axis_types=kinds)
+
+
+def mesh_shape(sizes: dict[str, int], fold: int = 1) -> tuple[int, ...]:
+    """Sizes of MESH_AXES."""
+    return (*(sizes[axis] for axis in AXES[:-1]), fold, sizes["tensor"] // fold)
+
+
+def sizes_of(mesh: Mesh) -> dict[str, int]:
+    """Sizes of AXES."""
+    sizes = {axis: mesh.shape[axis] for axis in AXES}
+    return sizes | {"tensor": sizes["tensor"] * mesh.shape["fold"]}
 
 
 def local_mesh(tensor: int = 1) -> Mesh:

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.parallel.mesh import AXES, BATCH_AXES, batch_shards
+from maxmeg.parallel.mesh import BATCH_AXES, MESH_AXES, batch_shards
 
 
 def batch_spec(num_dims: int) -> P:
@@ -73,7 +73,7 @@ def place_batch(
 
 def place_flag(flag: bool, mesh: Mesh) -> jax.Array:
     """int32 [devices]: each process's own `flag` on its devices."""
-    sharding = NamedSharding(mesh, P(AXES))
+    sharding = NamedSharding(mesh, P(MESH_AXES))
     return jax.make_array_from_callback(
         (mesh.size,), sharding, lambda index: np.full(1, flag, np.int32)
     )

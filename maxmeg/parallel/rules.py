@@ -11,16 +11,16 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.parallel.mesh import AXES
+from maxmeg.parallel.mesh import EXPERT_AXES, MESH_AXES, TENSOR_AXES
 
 RULES: dict[str | None, tuple[str, ...]] = {
     "layers": ("pipe",),
-    "vocab": ("pipe", "tensor"),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "mlp": ("tensor",),
-    "expert": ("expert",),
-    "expert_folded": ("expert", "context", "tensor"),
+    "vocab": ("pipe", *TENSOR_AXES),
+    "heads": TENSOR_AXES,
+    "kv_heads": TENSOR_AXES,
+    "mlp": TENSOR_AXES,
+    "expert": EXPERT_AXES,
+    "expert_mlp": ("tensor",),
     "embed": ("fsdp",),  # the residual width of every matrix
     "position": (),
     "norm": (),  # vectors along the residual width: small, replicated
@@ -97,7 +97,7 @@ def reductions(model, mesh: Mesh, zero1: bool):
     def one(variable):
         dim = zero1_dim(variable, mesh) if zero1 else None
         used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
-        summed = tuple(axis for axis in AXES if axis not in used)
+        summed = tuple(axis for axis in MESH_AXES if axis not in used)
         return variable.replace(Reduction(dim, summed, is_counted(variable)))
 
     return jax.tree.map(one, model, is_leaf=is_variable)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 from jax.sharding import Mesh
 
-from maxmeg.parallel.mesh import AXES
+from maxmeg.parallel.mesh import MESH_AXES
 
 
 def spmd(function: Callable, mesh: Mesh, in_specs, out_specs) -> Callable:
@@ -15,6 +15,6 @@ def spmd(function: Callable, mesh: Mesh, in_specs, out_specs) -> Callable:
         mesh=mesh,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names=frozenset(AXES),
+        axis_names=frozenset(MESH_AXES),
         check_vma=False,
     )

@@ -14,7 +14,6 @@ import numpy as np
 
 from maxmeg.config.model import Recompute
 from maxmeg.config.schema import ExpertExchange
-from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning import experts
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
@@ -190,7 +189,7 @@ def _loss(work: Workload) -> Iterator[Traffic]:
 
     (The sum of all logits enters the smoothed loss, not its gradient: no step asks for it.)
     """
-    axes = [axis for axis in VOCAB_AXES if work.axes[axis] > 1]
+    axes = [axis for axis in ("pipe", "tensor") if work.axes[axis] > 1]
     if not axes:
         return
     loss = head(work)

@@ -17,14 +17,14 @@ import time
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.mesh import AXES, batch_shards, make_mesh
+from maxmeg.parallel.mesh import MESH_AXES, batch_shards, make_mesh, sizes_of
 from maxmeg.parallel.placement import LocalRows, batch_spec
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.hardware import cluster, parse_cluster
@@ -70,7 +70,8 @@ def compile_report(config: Config, hardware: str, count: int, hlo_path: str = ""
 def compile_here(config: Config, hardware: str, count: int) -> tuple[Compiled, str]:
     """(report, compiled text); this process must have the environment of absent GPUs."""
     started = time.monotonic()
-    mesh = make_mesh(axis_sizes(config.parallel, count), absent.absent_gpus(hardware, count))
+    devices = absent.absent_gpus(hardware, count)
+    mesh = make_mesh(axis_sizes(config.parallel, count), devices, config.parallel.fold)
     step, arguments = abstract_step(config, mesh)
     try:
         lowered = step.trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -88,13 +89,19 @@ def compile_here(config: Config, hardware: str, count: int) -> tuple[Compiled, s
         temporaries=memory.temp_size_in_bytes,
         outputs_not_aliased=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         capacity=cluster(hardware, count).capacity,
-        collectives=hlo.collectives(program, dict(mesh.shape)),
+        collectives=hlo.collectives(program, named_sizes(mesh)),
         kernels=hlo.kernels(program),
         flops=hlo.matrix_flops(program),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
     )
     return report, text
+
+
+def named_sizes(mesh: Mesh) -> dict[str, int]:
+    """Sizes of the mesh's axes; tensor is one where one of its parts is all of it."""
+    one = 1 in (mesh.shape["fold"], mesh.shape["tensor"])
+    return sizes_of(mesh) if one else dict(mesh.shape)
 
 
 def missing_part(error: str) -> str:
@@ -134,7 +141,7 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.Sha
 def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Rates of one step, and a flag a device."""
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
-    stop = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=NamedSharding(mesh, P(AXES)))
+    stop = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=NamedSharding(mesh, P(MESH_AXES)))
     return {"learning_rate": rate, "weight_decay": rate, "stop": stop}
 
 

@@ -90,7 +90,7 @@ class Dispatch:
 def dispatch(work: Workload) -> Dispatch:
     model, parallel = work.config.model, work.config.parallel
     tensor, kind = work.axes["tensor"], parallel.expert_exchange
-    gathers, folded = kind is ExpertExchange.gather, parallel.folded
+    gathers, folded = kind is ExpertExchange.gather, parallel.fold > 1
     return Dispatch(
         tokens=work.tokens // (tensor if folded and not gathers else 1),
         top_k=model.experts_per_token,
@@ -107,7 +107,7 @@ def dispatch(work: Workload) -> Dispatch:
 def axes(work: Workload) -> tuple[str, ...]:
     """Mesh axes along which tokens go to experts."""
     parallel = work.config.parallel
-    folded = parallel.folded and parallel.expert_exchange is not ExpertExchange.gather
+    folded = parallel.fold > 1 and parallel.expert_exchange is not ExpertExchange.gather
     names = ("expert", "context", "tensor") if folded else ("expert",)
     return tuple(name for name in names if work.axes[name] > 1)
 
@@ -116,7 +116,7 @@ def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
     """Of every sublayer how many outputs are scattered over tensor: one, of experts also that of
     the shared one; those of whole experts on a device come back as sums."""
     parallel = work.config.parallel
-    whole = parallel.folded and parallel.expert_exchange is not ExpertExchange.gather
+    whole = parallel.fold > 1 and parallel.expert_exchange is not ExpertExchange.gather
     moe = int(not whole) + unit.shares
     return tuple(moe if mixer == "moe" else 1 for mixer in unit.mixers)
 

@@ -85,7 +85,7 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
     words += f" and a shared one of width {model.shared_ffn_size}" if model.shared_ffn_size else ""
     words += f", width {model.expert_ffn}, {model.num_experts // parallel.expert} a device"
     if sizes["tensor"] > 1:
-        whole = parallel.folded or parallel.expert_tensor == 1
+        whole = parallel.expert_tensor == 1
         words += ", whole" if whole else f", cut over tensor {sizes['tensor']}"
     if parallel.expert > 1:
         kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")

@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.model import DType, ModelConfig, Recompute
-from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
+from maxmeg.config.schema import Config, LoraConfig, Schedule
 from maxmeg.config.stages import layers_of_chunks
 from maxmeg.config.validate import axis_sizes
 from maxmeg.models.lm import language_model
-from maxmeg.parallel.mesh import AXES
+from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import is_frozen, is_variable, logical_axes, storage_axes, zero1_dim
 from maxmeg.pipeline.layout import arrange
 
@@ -182,19 +182,14 @@ def architecture_key(model: ModelConfig) -> tuple:
     return tuple(Recompute.none if n == "recompute" else getattr(model, n) for n in names)
 
 
-def parameters(
-    model: ModelConfig, lora: LoraConfig | None = None, folded: bool = False
-) -> tuple[Parameter, ...]:
-    """Every array of the model and its adapters, the vocabulary padded for few devices; folded:
-    experts lie along other axes too."""
-    return _parameters(architecture_key(model), dataclasses.astuple(lora or LoraConfig()), folded)
+def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
+    """Every array of the model and its adapters, the vocabulary padded for few devices."""
+    return _parameters(architecture_key(model), dataclasses.astuple(lora or LoraConfig()))
 
 
 @functools.lru_cache(maxsize=64)
-def _parameters(key: tuple, adapters: tuple, folded: bool) -> tuple[Parameter, ...]:
+def _parameters(key: tuple, adapters: tuple) -> tuple[Parameter, ...]:
     config = Config(model=ModelConfig(*key), lora=LoraConfig(*adapters))
-    if folded:
-        config.parallel = ParallelConfig(tensor=2, expert=2, expert_tensor=1)
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
     found = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
@@ -302,6 +297,11 @@ def workload(config: Config, num_devices: int) -> Workload:
         raise ValueError(
             "model.vocab_size=0 would be the tokenizer's, and no corpus is read here: set it"
         )
+    if 1 < config.parallel.expert_tensor < config.parallel.tensor:
+        raise ValueError(
+            f"parallel.expert_tensor={config.parallel.expert_tensor} between 1 and tensor="
+            f"{config.parallel.tensor} is not planned yet: plan with 1, or with 0 for tensor"
+        )
     if config.model.mtp_depths:
         raise ValueError(
             f"model.mtp_depths={config.model.mtp_depths}: what predicting further tokens needs is "
@@ -317,7 +317,7 @@ def workload(config: Config, num_devices: int) -> Workload:
     places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     held = tuple(number * parallel.chunks for number in places)
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
-    every = parameters(model, config.lora, parallel.folded)
+    every = parameters(model, config.lora)
     return Workload(
         config,
         axes,
@@ -325,7 +325,7 @@ def workload(config: Config, num_devices: int) -> Workload:
         samples,
         places,
         blocks,
-        _shards(every, tuple(axes.values()), held, vocabulary, parallel.zero1),
+        _shards(every, mesh_shape(axes, parallel.fold), held, vocabulary, parallel.zero1),
         lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
     )
 
@@ -339,7 +339,7 @@ def _places(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> t
 @functools.lru_cache(maxsize=4096)
 def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
     """Of every parameter; `places`: layers of each group that a device holds."""
-    mesh = typing.cast(Mesh, AbstractMesh(axes, AXES))
+    mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
     found = []
     for parameter in every:
         variable, shape = parameter.variable, list(parameter.variable.shape)
@@ -355,8 +355,9 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
         computed = stored * (mesh.shape["data"] if scattered else 1)
         whole = computed * (mesh.shape["fsdp"] if "embed" in parameter.axes else 1)
-        summed = AXES if not is_frozen(variable) else ()
-        sums = tuple(name for name in summed if name not in used and mesh.shape[name] > 1)
+        summed = MESH_AXES if not is_frozen(variable) else ()
+        left = (name for name in summed if name not in used and mesh.shape[name] > 1)
+        sums = tuple("tensor" if name == "fold" else name for name in left)
         found.append(Shard(parameter, stored, computed, whole, scattered, sums))
     return tuple(found)
 

@@ -220,9 +220,10 @@ def test_an_unknown_architecture_names_those_there_are():
 
 
 POWERS = st.sampled_from([1, 2, 3, 4, 8])
+ALONE = {"context": st.just(1)}  # experts lie along it first: see below
 
 
-@given(sizes=st.fixed_dictionaries({axis: POWERS for axis in AXES}), rest=st.booleans())
+@given(sizes=st.fixed_dictionaries(dict.fromkeys(AXES, POWERS) | ALONE), rest=st.booleans())
 def test_a_mesh_makes_exactly_its_devices(sizes, rest):
     count = math.prod(sizes.values())
     given_sizes = {**sizes, "fsdp": 0} if rest else sizes
@@ -232,7 +233,7 @@ def test_a_mesh_makes_exactly_its_devices(sizes, rest):
 
 @given(
     sizes=st.fixed_dictionaries(
-        {axis: st.integers(0 if axis == "fsdp" else 1, 6) for axis in AXES}
+        {axis: st.integers(0 if axis == "fsdp" else 1, 6) for axis in AXES} | ALONE
     ),
     count=st.integers(1, 64),
 )
@@ -244,6 +245,26 @@ def test_a_mesh_fits_or_says_why(sizes, count):
     else:
         with pytest.raises(ValueError, match=rf"does not make {count} devices"):
             axis_sizes(ParallelConfig(**sizes), count)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expert_axis", "fold"),
+    [
+        ({"tensor": 4, "expert": 8}, 8, 1),
+        ({"tensor": 4, "expert": 8, "expert_tensor": 4}, 8, 1),
+        ({"tensor": 4, "expert": 8, "expert_tensor": 2}, 4, 2),
+        ({"tensor": 4, "expert": 8, "expert_tensor": 1}, 2, 4),
+        ({"tensor": 2, "context": 2, "expert": 4, "expert_tensor": 1}, 1, 2),
+        ({"tensor": 2, "context": 2, "expert": 4}, 2, 1),
+        ({"expert": 4, "expert_tensor": 1}, 4, 1),
+    ],
+)
+def test_experts_lie_along_tensor_and_context_first(sizes, expert_axis, fold):
+    parallel = ParallelConfig(**sizes, fsdp=2)
+    assert parallel.fold == fold and parallel.expert_axis == expert_axis
+    others = parallel.tensor * parallel.context * 2
+    assert parallel.devices == others * expert_axis
+    assert axis_sizes(parallel, parallel.devices)["expert"] == expert_axis
 
 
 @given(st.integers(1, 500), st.integers(0, 40))

@@ -13,7 +13,7 @@ from maxmeg.layers.moe import Moe, MoeSpec
 from maxmeg.ops.activation import GATED, activate
 from maxmeg.ops.routing import RoutingSpec, Score
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import AXES, BATCH_AXES, make_mesh
+from maxmeg.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, make_mesh
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 
@@ -45,13 +45,13 @@ MESHES = [
     {"expert": 8},
 ]
 
-EXCHANGES = [  # how, rows of a round over the mean load, whether an expert is whole
-    ("gather", 1.5, True),
-    ("all_to_all", 1.0, False),
-    ("all_to_all", 1.0, True),
-    ("all_to_all", 4.0, True),
-    ("ragged", 1.0, False),
-    ("ragged", 1.0, True),
+EXCHANGES = [  # how, rows of a round over the mean load, sizes, what of tensor holds other experts
+    ("gather", 1.5, {"expert": 2, "tensor": 2}, 2),
+    ("all_to_all", 1.0, {"expert": 4}, 1),
+    ("all_to_all", 1.0, {"tensor": 4, "expert": 2}, 2),
+    ("all_to_all", 4.0, {"tensor": 4}, 4),
+    ("ragged", 1.0, {"expert": 4}, 1),
+    ("ragged", 1.0, {"expert": 2, "tensor": 2}, 2),
 ]
 
 
@@ -157,13 +157,13 @@ def expected(spec: MoeSpec):
     return y_BLD, weights, into
 
 
-def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None):
+def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None, fold: int = 1):
     """The same of the layer on a mesh, the sequence sharded over tensor."""
     sizes = dict.fromkeys(AXES, 1) | sizes
     count = int(np.prod(list(sizes.values())))
-    mesh, moe = make_mesh(sizes, jax.devices()[:count]), moe or model(spec)
+    mesh, moe = make_mesh(sizes, jax.devices()[:count], fold), moe or model(spec)
     specs, places = storage_specs(moe, mesh, zero1=False), reductions(moe, mesh, zero1=False)
-    rows = P(BATCH_AXES, "tensor")
+    rows = P(BATCH_AXES, TENSOR_AXES)
 
     def local(moe, x_BLD, slope_BLD):
         def loss(moe, x_BLD):
@@ -199,13 +199,11 @@ def test_every_mesh_equals_one_device(name, sizes):
     check_equal(found_on(SPECS[name], sizes), expected(SPECS[name]))
 
 
-@pytest.mark.parametrize(("kind", "buffer", "folded"), EXCHANGES)
-def test_every_exchange_equals_one_device(kind, buffer, folded):
+@pytest.mark.parametrize(("kind", "buffer", "sizes", "fold"), EXCHANGES)
+def test_every_exchange_equals_one_device(kind, buffer, sizes, fold):
     """Also where loads are so uneven that most of it goes in further rounds."""
-    sizes = {"expert": 2, "tensor": 2} if folded else {"expert": 4}
-    options = {"exchange": kind, "buffer": buffer, "folded": folded}
-    spec = dataclasses.replace(SPECS["biases"], **options)
-    check_equal(found_on(spec, sizes), expected(spec))
+    spec = dataclasses.replace(SPECS["biases"], exchange=kind, buffer=buffer)
+    check_equal(found_on(spec, sizes, fold=fold), expected(spec))
 
 
 @pytest.mark.parametrize("kind", ["all_to_all", "ragged"])
@@ -247,9 +245,9 @@ def test_balance_counts_as_the_microbatch_does():
 
 def test_experts_that_are_whole_decode_tokens_that_are_not_cut():
     """In decoding every device along tensor has all tokens."""
-    spec = dataclasses.replace(SPECS["deepseek"], folded=True)
+    spec = SPECS["deepseek"]
     mesh, moe = (
-        make_mesh(dict.fromkeys(AXES, 1) | {"expert": 2, "tensor": 2}, jax.devices()[:4]),
+        make_mesh(dict.fromkeys(AXES, 1) | {"expert": 2, "tensor": 2}, jax.devices()[:4], fold=2),
         model(spec),
     )
     specs, rows = storage_specs(moe, mesh, zero1=False), P(BATCH_AXES)

@@ -7,9 +7,8 @@ from jax.sharding import NamedSharding
 
 from maxmeg.config.schema import ParallelConfig
 from maxmeg.config.validate import axis_sizes
-from maxmeg.parallel.mesh import AXES, local_mesh, make_mesh
+from maxmeg.parallel.mesh import AXES, EXPERT_AXES, MESH_AXES, TENSOR_AXES, local_mesh, make_mesh
 from maxmeg.parallel.placement import LocalRows, batch_spec, local_rows, place_batch, place_flag
-from maxmeg.parallel.rules import RULES
 
 
 def mesh_with(**sizes: int):
@@ -19,8 +18,8 @@ def mesh_with(**sizes: int):
 def groups(mesh, *axes: str) -> list[list[int]]:
     """Device numbers that differ along these axes only, as Megatron-LM lists its groups."""
     ids = np.vectorize(lambda device: device.id)(mesh.devices)
-    last = [AXES.index(axis) for axis in axes]
-    others = [i for i in range(len(AXES)) if i not in last]
+    last = [MESH_AXES.index(axis) for axis in axes]
+    others = [i for i in range(len(MESH_AXES)) if i not in last]
     rows = ids.transpose(*others, *last).reshape(-1, np.prod([mesh.shape[axis] for axis in axes]))
     return sorted(rows.tolist())
 
@@ -46,9 +45,20 @@ def test_groups_are_megatrons():
 def test_folded_experts_lie_as_megatrons(options, experts, copies):
     """Expert parallelism 4, expert tensor parallelism 1; what reduces their gradients is data."""
     parallel = ParallelConfig(**options, fsdp=1, expert=4, expert_tensor=1)
-    mesh = make_mesh(axis_sizes(parallel, 8), jax.devices())
-    assert groups(mesh, *RULES["expert_folded"]) == experts
+    mesh = make_mesh(axis_sizes(parallel, 8), jax.devices(), parallel.fold)
+    assert groups(mesh, *EXPERT_AXES) == experts
+    width = options.get("tensor", 1)
+    assert groups(mesh, *TENSOR_AXES) == np.arange(8).reshape(-1, width).tolist()
     assert groups(mesh, "data")[:2] == copies
+
+
+def test_experts_that_are_cut_less_than_the_model():
+    """Tensor parallelism 4, of experts 2, expert parallelism 4: as Megatron-LM's ETP 2, EP 4."""
+    parallel = ParallelConfig(data=1, fsdp=1, tensor=4, expert=4, expert_tensor=2)
+    mesh = make_mesh(axis_sizes(parallel, 8), jax.devices(), parallel.fold)
+    assert groups(mesh, *TENSOR_AXES) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert groups(mesh, "tensor") == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups(mesh, *EXPERT_AXES) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_wrong_number_of_devices():

@@ -53,6 +53,7 @@ def count(jaxpr, times: int, runs: Counter, volume: Counter) -> None:
         if name in PRIMITIVES:
             axes = params.get("axis_name") or params.get("axes")
             axes = axes if isinstance(axes, tuple) else (axes,)
+            axes = ["tensor" if axis == "fold" else axis for axis in axes]  # all of it here
             sides = (
                 sum(v.aval.size * v.aval.dtype.itemsize for v in variables)
                 for variables in (equation.invars, equation.outvars)
