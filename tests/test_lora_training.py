@@ -49,9 +49,7 @@ TARGETS = {
 }  # dropout compiles slowly
 COUNTS = {"llama": 7, "everything": 2}
 LAYOUTS = [
-    ("llama", {"data": 4, "fsdp": 1, "tensor": 2}, {"recompute": Recompute.full}, 2),
     ("everything", {"data": 2, "fsdp": 2, "tensor": 2}, {}, 2),
-    ("everything", {"pipe": 2, "fsdp": 2, "tensor": 2, "schedule": Schedule.gpipe}, {}, 1),
     ("everything", {"pipe": 2, "fsdp": 2, "chunks": 2}, {"recompute": Recompute.full}, 2),
     ("llama", {"pipe": 4, "fsdp": 1, "data": 2, "pad_layers": True}, {"num_layers": 5}, 2),
     (

@@ -62,8 +62,12 @@ LAYOUTS = [
     ("mixtral", {"expert": 4, "fsdp": 2}, {}, 0),
     ("mixtral", {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2}, {}, 0),
     ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": Recompute.selective}, 16),
-    ("deepseek", {"expert": 4, "fsdp": 1, "tensor": 4, "expert_tensor": 2, **TIGHT}, {}, 2),
-    ("deepseek", {"expert": 2, "fsdp": 2, "tensor": 2}, {"recompute": Recompute.full}, 2),
+    (
+        "deepseek",
+        {"expert": 4, "fsdp": 1, "tensor": 4, "expert_tensor": 2, **TIGHT},
+        {"recompute": Recompute.full},
+        2,
+    ),
     (
         "deepseek",
         {"pipe": 2, "expert": 4, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble}

@@ -118,7 +118,9 @@ def checked(
 
 
 def resolved(model: ModelConfig, field: str) -> typing.Any:
-    """A field's value, what 0 stands for put in its place."""
+    """A field's value, what 0 stands for put in its place; of experts where there are some."""
+    if field == "expert_ffn_size" and not model.num_experts:
+        return model.expert_ffn_size
     return getattr(model, RESOLVED.get(field, field))
 
 
