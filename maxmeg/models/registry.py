@@ -252,6 +252,7 @@ GLM45 = {
     "rotary_base": 1e6,
     "rotary_fraction": 0.5,
     "experts_per_token": 8,
+    "router_sequence_aux_loss": 1e-4,  # section 2.4 of its paper
 }
 MLA = {
     **LLAMA,
@@ -417,9 +418,9 @@ SPARSE = {
         DEEPSEEK_V2, (27, 2048, 16, 16, 10944), (64, 1408), shared_ffn_size=2816,
         attention_scale=scores_scale(0.707),
     ),
-    "deepseek-v2": sparse(
+    "deepseek-v2": sparse(  # whose scale of YaRN is not that of DeepSeek-V2.5
         DEEPSEEK_V2, (60, 5120, 128, 128, 12288), (160, 1536), shared_ffn_size=3072,
-        mla_query_rank=1536, attention_scale=scores_scale(1.0), router_scale=16.0,
+        mla_query_rank=1536, attention_scale=scores_scale(0.707), router_scale=16.0,
         router_groups=8, router_groups_kept=3, router_group_best=1,
     ),
     "deepseek-v3": sparse(
@@ -427,6 +428,7 @@ SPARSE = {
         attention_scale=scores_scale(1.0), shared_ffn_size=2048,
         mla_query_rank=1536, first_dense_layers=3, experts_per_token=8, router_scale=2.5,
         router_groups=8, router_groups_kept=4, router_group_best=2,
+        router_sequence_aux_loss=1e-4,  # section 4.2 of its paper; config.json has 0.001
     ),
     "moonlight-16b-a3b": sparse(
         {**MLA, **SIGMOID}, (27, 2048, 16, 16, 11264), (64, 1408), vocab_size=163840,

@@ -46,7 +46,8 @@ from maxmeg.hf.families import (
 
 def published(name: str) -> dict:
     """The config.json of a model with experts, without what says how it is quantized."""
-    return json.loads((CONFIGS / f"{name}.json").read_text())
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    return {key: value for key, value in config.items() if key != "quantization_config"}
 
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"

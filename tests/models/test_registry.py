@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import typing
 
 import jax
@@ -12,7 +13,7 @@ from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from jax import lax
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.hf.families import differences, is_count, model_config
+from maxmeg.hf.families import bindings, differences, is_count, model_config
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
@@ -25,7 +26,8 @@ REPLICATED = 0.02  # of the parameters
 VOCAB, LENGTH, FIRST = 37, 12, 6
 
 # Numbers of the files on Hugging Face or of model cards, each parameter once; of the text part of
-# Gemma 3. Falcon's files hold the tied table twice: 7,217,189,760 and 41,835,970,560.
+# Gemma 3. Falcon's files hold the tied table twice: 7,217,189,760 and 41,835,970,560. Moonlight's
+# hold 64 numbers a layer more, of the rotation.
 PUBLISHED = {
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
@@ -87,6 +89,7 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "mixtral-8x22b": 140_620_634_112,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
+    "qwen2-57b-a14b": 57_408_658_944,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "gpt-oss-20b": 20_914_757_184,
@@ -94,6 +97,7 @@ PUBLISHED = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # with the biases of its routers, without what predicts
+    "moonlight-16b-a3b": 15_960_111_936 - 27 * 64,
 }
 # (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the sequence
 # parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files.
@@ -114,16 +118,30 @@ ROUNDED = {
     "minitron-8b": (83, 1e8),
     "nemotron4-15b": (31 + 125, 1e8),  # embeddings and the rest
     "nemotron4-340b": (94 + 3316, 1e8),
-    "qwen2-57b-a14b": (574, 1e8),
 }
-# Where the publisher counts no embedding and no output: the papers of GLM-4.5 and of Moonlight.
-INNER = {"glm4.5-air": (106, 1e9), "moonlight-16b-a3b": (1529, 1e7)}
+# (number, its unit, layers that predict) where the publisher counts no embedding and no output:
+# model cards of Qwen 3, papers of Moonlight and of GLM-4.5, which says that it counts what
+# predicts in both of its models: with it, Air would have 108e9.
+INNER = {
+    "qwen3-30b-a3b": (299, 1e8, 0),
+    "qwen3-235b-a22b": (234, 1e9, 0),
+    "glm4.5-air": (106, 1e9, 0),
+    "glm4.5": (355, 1e9, 1),
+    "moonlight-16b-a3b": (1529, 1e7, 0),
+}
 # What their files hold: with the layer that predicts one more token, which has an embedding and an
-# output of its own that equal the model's. (The paper of GLM-4.5 counts it without those: 355e9.)
+# output of its own that equal the model's.
 IN_FILES = {
     "deepseek-v3": 684_489_845_504,
     "glm4.5": 358_337_791_296,
     "glm4.5-air": 110_468_824_832,
+}
+# Bytes of the tensors in files that are quantized: total_size of GPT-OSS's indices, and of all
+# tensors of DeepSeek-V3, which are 684,531,386,000 numbers with the scales of blocks.
+QUANTIZED = {
+    "gpt-oss-20b": 13_761_264_768,
+    "gpt-oss-120b": 65_248_815_744,
+    "deepseek-v3": 688_574_839_360,
 }
 # What a token uses of a model with experts: (number, unit, how many of embedding and output are
 # counted), as in its paper, model card or name.
@@ -132,17 +150,18 @@ ACTIVE = {
     "mixtral-8x22b": (39, 1e9, 2),
     "qwen1.5-moe-a2.7b": (27, 1e8, 2),
     "qwen2-57b-a14b": (14, 1e9, 2),
-    "qwen3-30b-a3b": (3, 1e9, 2),
+    "qwen3-30b-a3b": (33, 1e8, 2),
     "qwen3-235b-a22b": (22, 1e9, 2),
     "gpt-oss-20b": (361, 1e7, 1),
     "gpt-oss-120b": (513, 1e7, 1),
     "glm4.5-air": (12, 1e9, 0),
     "glm4.5": (32, 1e9, 0),
-    "deepseek-v2-lite": (24, 1e8, 1),  # rounded down
+    "deepseek-v2-lite": (24, 1e8, 1),
     "deepseek-v2": (21, 1e9, 2),
-    "deepseek-v3": (37, 1e9, 1),
+    "deepseek-v3": (366, 1e8, 1),
     "moonlight-16b-a3b": (224, 1e7, 0),
 }
+CUT = ("deepseek-v2-lite", "qwen3-30b-a3b")  # rounded down
 
 
 def num_parameters(model: LM, config: ModelConfig) -> tuple[int, int]:
@@ -159,19 +178,42 @@ def test_architecture_has_its_parameters(name: str):
     config = architecture(name)
     count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1), config)
     ends = 2 * config.vocab_size * config.hidden_size
-    if name in PUBLISHED:
-        assert count == PUBLISHED[name]
-    elif name in INNER:
-        number, unit = INNER[name]
-        assert round((count - ends) / unit) == number
-    elif name in ROUNDED:
-        number, unit = ROUNDED[name]
-        assert round(count / unit) == number
+    longer = count
     if name in IN_FILES:
         config.vocab_divisible_by, config.mtp_depths = 1, 1
         model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
-        assert num_parameters(model, config)[0] + ends == IN_FILES[name]
-    assert (name in PUBLISHED) + (name in INNER) + (name in ROUNDED) or name in IN_FILES
+        longer, _ = num_parameters(model, config)
+        assert longer + ends == IN_FILES[name]
+    if name in PUBLISHED:
+        assert count == PUBLISHED[name]
+    if name in INNER:
+        number, unit, depths = INNER[name]
+        assert round(((longer if depths else count) - ends) / unit) == number
+    if name in ROUNDED:
+        number, unit = ROUNDED[name]
+        assert round(count / unit) == number
+    assert (name in PUBLISHED) + (name in ROUNDED) + (name in IN_FILES)
+
+
+def stored_bytes(tensor: str, shape: tuple[int, ...], method: str) -> int:
+    """Of a tensor in a file: what a matrix is quantized to, in blocks, and bfloat16."""
+    size = math.prod(shape)
+    if method == "mxfp4" and tensor.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return size // 2 + size // 32  # a scale of a byte for 32
+    if method == "fp8" and re.search(r"\.(self_attn|mlp)\..*_proj", tensor):
+        return size + 4 * math.prod(-(-length // 128) for length in shape)
+    return (4 if tensor.endswith("e_score_correction_bias") else 2) * size
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_tensors_of_quantized_files_have_as_many_bytes_as_published(name: str):
+    said = json.loads((FOLDER / f"configs/{name}.json").read_text())
+    method = said.pop("quantization_config")["quant_method"]
+    model, family = model_config(said), said["architectures"][0]
+    tensors = {b.theirs: b.shape for b in bindings(model, family)}
+    count = sum(stored_bytes(tensor, shape, method) for tensor, shape in tensors.items())
+    copies = 2 * math.prod(tensors["lm_head.weight"])  # for each layer that predicts
+    assert count + 2 * copies * model.mtp_depths == QUANTIZED[name]
 
 
 def test_every_architecture_with_experts_says_what_a_token_uses():
@@ -184,7 +226,7 @@ def test_a_token_uses_as_many_parameters_as_published(name: str):
     count, routed = num_parameters(abstract_model(name, vocab_divisible_by=1), config)
     count -= routed * (config.num_experts - config.experts_per_token) // config.num_experts
     count -= (2 - ends) * config.vocab_size * config.hidden_size
-    rounded = math.floor if name == "deepseek-v2-lite" else round
+    rounded = math.floor if name in CUT else round
     assert rounded(count / unit) == number
 
 
@@ -213,7 +255,9 @@ def test_parameter_tree_is_the_golden_one(family: str):
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("configs/*.json")), ids=lambda path: path.stem)
 def test_architecture_is_that_of_its_published_config(path):
     """Their config.json on Hugging Face, or where that is gated that of a model trained from it."""
-    published = model_config(json.loads(path.read_text()))
+    said = json.loads(path.read_text())
+    said.pop("quantization_config", None)  # of the files, not of the model
+    published = model_config(said)
     published.mtp_depths = 0  # a choice of training
     assert differences(architecture(path.stem), published) == []
     assert architecture(path.stem).init_std == pytest.approx(published.init_std)
