@@ -3,7 +3,8 @@
 import dataclasses
 
 from maxmeg.config.architecture import divisors
-from maxmeg.config.model import ModelConfig, RouterScore
+from maxmeg.config.model import ExpertBackend, ModelConfig, RouterScore
+from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig
 
 OPTIONS_OF_EXPERTS = {  # the setting without which these have no effect
     "num_experts": (
@@ -17,7 +18,7 @@ OPTIONS_OF_EXPERTS = {  # the setting without which these have no effect
     "shared_ffn_size": ("shared_gate",),
     "router_groups": ("router_groups_kept", "router_group_best"),
     "router_bias": ("router_bias_rate",),
-    "expert_capacity": ("expert_drop",),
+    "expert_capacity": ("expert_drop", "expert_pad"),
 }  # fmt: skip
 
 
@@ -50,10 +51,48 @@ def expert_problems(model: ModelConfig):
             f"model.router_group_best={model.router_group_best} must be from 0 to the "
             f"{experts // groups} experts of a group"
         )
+    if model.expert_pad and model.expert_backend is not ExpertBackend.auto:
+        yield (
+            f"model.expert_backend={model.expert_backend.name} has no effect with expert_pad=True, "
+            "whose products are of as many rows an expert: leave one out"
+        )
     yield from placement_problems(model)
     yield from balance_problems(model)
     if model.parallel_block:
         yield "model.num_experts cannot be in a parallel_block: set num_experts=0, or that to false"
+
+
+def layout_problems(config: Config):
+    parallel, plain = config.parallel, ParallelConfig()
+    changed = [
+        f"parallel.{name}={getattr(value, 'name', value)}"
+        for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer")
+        if (value := getattr(parallel, name)) != getattr(plain, name)
+    ]
+    if changed and not config.model.num_experts:
+        yield (
+            f"{', '.join(changed)}: only for models with experts; set model.num_experts, or leave "
+            "this out (to use more devices: fsdp or data)"
+        )
+    if not parallel.expert_buffer >= 1:
+        yield f"parallel.expert_buffer={parallel.expert_buffer} must be at least 1, the mean load"
+    if parallel.expert == 1 and any("exchange" in one or "buffer" in one for one in changed):
+        yield (
+            "parallel.expert_exchange and expert_buffer have no effect with expert=1: nothing is "
+            "exchanged; leave them, or set expert"
+        )
+    gathers = parallel.expert_exchange is ExpertExchange.gather
+    if gathers and parallel.expert_buffer != plain.expert_buffer:
+        yield "parallel.expert_buffer has no effect with expert_exchange=gather: leave it"
+    if config.model.expert_pad and (
+        parallel.expert_buffer != plain.expert_buffer
+        or parallel.expert_exchange is ExpertExchange.ragged
+    ):
+        yield (
+            f"parallel.expert_exchange={parallel.expert_exchange.name}, expert_buffer="
+            f"{parallel.expert_buffer}: model.expert_pad=True sends as many rows for every expert, "
+            "at once: leave the buffer, and choose auto, all_to_all or gather"
+        )
 
 
 def placement_problems(model: ModelConfig):

@@ -11,11 +11,12 @@ FREE = {
     *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
     *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
     *("router_aux_loss", "router_sequence_aux_loss", "router_global_aux_loss", "router_z_loss"),
-    *("router_bias_rate", "router_jitter", "expert_backend", "mtp_loss"),
+    *("router_bias_rate", "router_jitter", "expert_backend", "expert_pad", "mtp_loss"),
 }
 # Fields that training can adapt to: longer context, more words.
 ADAPTED = {
     "mtp_depths",  # the last ones are left out, new ones begin at random
+    *("expert_capacity", "expert_drop"),
     *("vocab_size", "max_position", "attention_window", "rotary_base", "rotary_local_base"),
     *("rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high"),
     *("rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors"),

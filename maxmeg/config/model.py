@@ -275,6 +275,11 @@ class ModelConfig:
         "beyond the capacity: the last tokens, or those of least weight",
         "--moe-token-drop-policy",
     )
+    expert_pad: bool = setting(
+        False,
+        "every expert computes as many rows as it takes at most, some of them empty",
+        "--moe-pad-expert-input-to-capacity",
+    )
     expert_backend: ExpertBackend = setting(
         ExpertBackend.auto,
         "of the experts' products: xla, which on a GPU multiplies every token by every expert; "

@@ -6,12 +6,11 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 import dataclasses
 import math
 
-from maxmeg.config.architecture import divisors, model_problems
+from maxmeg.config.architecture import divisors, experts, model_problems
 from maxmeg.config.schema import (
     Config,
     DataConfig,
     DataOrder,
-    ExpertExchange,
     LoraConfig,
     Objective,
     Packing,
@@ -108,7 +107,7 @@ def validate(config: Config, num_devices: int) -> None:
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
-    yield from expert_layout_problems(config)
+    yield from experts.layout_problems(config)
     expert_ffn = model.expert_ffn if model.num_experts else 0
     expert_tensor = tensor // config.parallel.fold
     cut = (
@@ -129,30 +128,6 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
                 f"{name}={value} is not divisible by parallel.{axis}={size}: choose {axis} in "
                 f"{divisors(value, at_most=2 * size)}, or change {name}"
             )
-
-
-def expert_layout_problems(config: Config):
-    parallel, plain = config.parallel, ParallelConfig()
-    changed = [
-        f"parallel.{name}={getattr(value, 'name', value)}"
-        for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer")
-        if (value := getattr(parallel, name)) != getattr(plain, name)
-    ]
-    if changed and not config.model.num_experts:
-        yield (
-            f"{', '.join(changed)}: only for models with experts; set model.num_experts, or leave "
-            "this out (to use more devices: fsdp or data)"
-        )
-    if not parallel.expert_buffer >= 1:
-        yield f"parallel.expert_buffer={parallel.expert_buffer} must be at least 1, the mean load"
-    if parallel.expert == 1 and any("exchange" in one or "buffer" in one for one in changed):
-        yield (
-            "parallel.expert_exchange and expert_buffer have no effect with expert=1: nothing is "
-            "exchanged; leave them, or set expert"
-        )
-    gathers = parallel.expert_exchange is ExpertExchange.gather
-    if gathers and parallel.expert_buffer != plain.expert_buffer:
-        yield "parallel.expert_buffer has no effect with expert_exchange=gather: leave it"
 
 
 def pipeline_problems(config: Config, sizes: dict[str, int]):

@@ -1,7 +1,8 @@
-"""Experts on other devices: copies go there and their outputs come back, without dropping any.
+"""Experts on other devices: copies go there and their outputs come back.
 
-The first round is differentiated as it stands. Loads so uneven that more are needed are rare: those
-run in a loop that backward makes again, so that memory is that of one round.
+Padded, every expert gets as many rows from every device, in one exchange. Else what is kept goes in
+rounds: the first is differentiated as it stands. Loads so uneven that more are needed are rare:
+those run in a loop that backward makes again, so that memory is that of one round.
 """
 
 import math
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from maxmeg.ops.dispatch import collect, rows_of_copies, sort_by_expert, spread
+from maxmeg.ops.dispatch import collect, pad_experts, rows_of_copies, sort_by_expert, spread
 from maxmeg.ops.exchange import Exchange, Parcels, count_rounds, parcels, plan_round
 from maxmeg.ops.routing import Routing
 from maxmeg.parallel import collectives
@@ -39,7 +40,7 @@ def exchanged(
 ) -> Float[Array, "T D"]:
     """Weighted sums of the outputs of each token's experts, wherever along `axes` they are.
 
-    experts(x_ND, order, weights_N) computes those of this device.
+    experts(x_ND, sizes_E, weights_N) computes those of this device.
     """
     experts_TK, weights_TK = routing
     count = experts.up.shape[-3]
@@ -66,8 +67,32 @@ def one_round(
     labels_NI = collectives.stored_exchange(there(labels_NI))
     numbers_NK = labels_NI[:, 1:].astype(jnp.int32) - 1
     local = sort_by_expert(numbers_NK, experts.up.shape[-3])
-    rows_ND = experts(spread(x_ND, local), local, rows_of_copies(labels_NI[:, :1], local))
+    weights_N = rows_of_copies(labels_NI[:, :1], local)
+    rows_ND = experts(spread(x_ND, local), local.sizes_E, weights_N)
     return collect(back(collect(rows_ND, local)), order)
+
+
+def padded(
+    experts, x_TD: Float[Array, "T D"], routing: Routing, places_TK, capacity: int, axes
+) -> Float[Array, "T D"]:
+    """As `exchanged`, of `capacity` copies an expert: blocks that are rows of their experts as they
+    arrive. places_TK: `places_in_experts`."""
+    num_experts = experts.up.shape[-3] * collectives.axis_size(axes)
+    order = pad_experts(routing.experts_TK, places_TK, num_experts, capacity)
+    order = jax.tree.map(collectives.stored, order)
+
+    def there(rows):
+        rows_EC = rows.reshape(num_experts, capacity, *rows.shape[1:])
+        return collectives.exchange(rows_EC, axes, cut=0, joined=1).reshape(rows.shape)
+
+    def back(rows):
+        rows_EC = rows.reshape(experts.up.shape[-3], -1, *rows.shape[1:])
+        return collectives.exchange(rows_EC, axes, cut=1, joined=0).reshape(rows.shape)
+
+    x_ND = collectives.stored_exchange(there(spread(x_TD, order)))
+    weights_N = there(rows_of_copies(routing.weights_TK, order))
+    rows_ND = experts(x_ND, None, collectives.stored_exchange(weights_N))
+    return collect(back(rows_ND), order)
 
 
 def _further(exchange, experts, x_TD, weights_TK, numbers_TK, given: Parcels, rounds):

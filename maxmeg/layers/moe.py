@@ -11,18 +11,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxmeg.layers.balance import balanced
 from maxmeg.layers.context import Context
-from maxmeg.layers.exchange import exchanged
+from maxmeg.layers.exchange import exchanged, padded
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.ops.activation import GATED, activate
 from maxmeg.ops.dispatch import (
-    Order,
     capacity_of,
     collect,
+    pad_experts,
     places_in_experts,
     rows_of_copies,
     sort_by_expert,
@@ -56,9 +56,10 @@ class MoeSpec:
     noise from 1 - jitter to 1 + jitter. latent_size: experts read and write projections of that
     width (0: hidden_size); router and shared expert do not.
     capacity: an expert takes this times its even share of a device's tokens, 0 all; by_weight: it
-    drops those that weigh least, else those that come last. exchange: between devices by "gather",
+    drops those that weigh least, else those that come last; pad: it always computes as many rows,
+    some of them empty, so that its product is a plain one. exchange: between devices by "gather",
     "all_to_all" or "ragged" all-to-all, in rounds of `buffer` times a device's mean load; "auto" is
-    all_to_all.
+    all_to_all; with pad there are no rounds.
     logit_bias: the router's logits have a bias that is trained as weights are.
     """
 
@@ -86,6 +87,7 @@ class MoeSpec:
     global_aux_loss: float = 0.0
     jitter: float = 0.0
     latent_size: int = 0
+    pad: bool = False
 
 
 class Experts(nnx.Module):
@@ -112,34 +114,45 @@ class Experts(nnx.Module):
         self.out_bias = bias(D, "norm")
 
     def __call__(
-        self, x_ND: Float[Array, "N D"], order: Order, weights_N: Float[Array, " N"]
+        self,
+        x_ND: Float[Array, "N D"],
+        sizes_E: Int[Array, " E"] | None,
+        weights_N: Float[Array, " N"],
     ) -> Float[Array, "N D"]:
         """Row by row the weighted output of its expert; partial sums over the mesh's tensor.
 
-        The weight is applied before the last product: backward then needs no output for it.
+        sizes_E: rows of each expert, None: as many of every one. The weight is applied before the
+        last product: backward then needs no output for it.
         """
-        up_NF = stored(self._product(x_ND, self.up, self.up_bias, order))
+        up_NF = stored(self._product(x_ND, self.up, self.up_bias, sizes_E))
         inputs = (up_NF,)
         if self.gate is not None:
-            inputs = (stored(self._product(x_ND, self.gate, self.gate_bias, order)), up_NF)
+            inputs = (stored(self._product(x_ND, self.gate, self.gate_bias, sizes_E)), up_NF)
         spec = self.spec
         h_NF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
         h_NF = (h_NF * weights_N[:, None]).astype(h_NF.dtype)
-        y_ND = self._product(h_NF, self.out, None, order)
+        y_ND = self._product(h_NF, self.out, None, sizes_E)
         if self.out_bias is None:
             return y_ND
         bias_ED = collectives.counted_once(self.out_bias[...], CUT_AXES)
-        return y_ND + (_of_rows(bias_ED, order, len(x_ND)) * weights_N[:, None]).astype(y_ND.dtype)
+        bias_ND = _of_rows(bias_ED, sizes_E, len(x_ND))
+        return y_ND + (bias_ND * weights_N[:, None]).astype(y_ND.dtype)
 
-    def _product(self, x_NI, weight, bias, order: Order):
+    def _product(self, x_NI, weight, bias, sizes_E):
         matrices = unshard_parameter(weight)
-        y_NO = grouped_matmul(x_NI, matrices, order.sizes_E, backend=self.spec.backend)
-        return y_NO if bias is None else y_NO + _of_rows(bias[...], order, len(x_NI))
+        if sizes_E is None:
+            x_ECI = x_NI.reshape(len(matrices), -1, x_NI.shape[-1])
+            y_NO = (x_ECI @ matrices).reshape(len(x_NI), -1)
+        else:
+            y_NO = grouped_matmul(x_NI, matrices, sizes_E, backend=self.spec.backend)
+        return y_NO if bias is None else y_NO + _of_rows(bias[...], sizes_E, len(x_NI))
 
 
-def _of_rows(vectors_EO, order: Order, rows: int):
+def _of_rows(vectors_EO, sizes_E, rows: int):
     """Row by row the vector of its expert, zeros where it has none here."""
-    ends_E = jnp.cumsum(order.sizes_E)
+    if sizes_E is None:
+        return jnp.repeat(vectors_EO, rows // len(vectors_EO), axis=0)
+    ends_E = jnp.cumsum(sizes_E)
     experts_N = jnp.searchsorted(ends_E, jnp.arange(rows), side="right")
     return vectors_EO.at[experts_N].get(mode="fill", fill_value=0)
 
@@ -232,29 +245,43 @@ class Moe(nnx.Module):
         length = h_BLD.shape[1] // collectives.axis_size(FOLD_AXES)
         local = [collectives.local_sequence(array, length, FOLD_AXES) for array in local]
         x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
-        given = Routing(experts_TK, weights_TK), self._kept(Routing(experts_TK, weights_TK))
-        y_TD = exchanged(self.experts, x_TD, *given, spec.exchange, spec.buffer, EXPERT_AXES)
+        routing = Routing(experts_TK, weights_TK)
+        places_TK, room = self._places(routing)
+        if spec.pad:
+            y_TD = padded(self.experts, x_TD, routing, places_TK, room, EXPERT_AXES)
+        else:
+            rounds = spec.exchange, spec.buffer, EXPERT_AXES
+            y_TD = exchanged(self.experts, x_TD, routing, places_TK < room, *rounds)
         y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
         return collectives.scatter(y_BLD, CUT_AXES, 1)
 
-    def _kept(self, routing: Routing):
-        """Which copies of these tokens are within the capacity of their expert."""
+    def _places(self, routing: Routing) -> tuple[Int[Array, "T K"], int]:
+        """(places of these tokens' copies at their experts, how many of them an expert takes); all
+        are first where nothing is dropped."""
         spec, (experts_TK, weights_TK) = self.spec, routing
         if not spec.capacity:
-            return jnp.ones(experts_TK.shape, bool)
+            return jnp.zeros(experts_TK.shape, jnp.int32), 1
         num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
         order = jax.lax.stop_gradient(weights_TK) if spec.by_weight else None
-        places_TK = places_in_experts(experts_TK, num_experts, order)
-        return places_TK < capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
+        room = capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
+        return places_in_experts(experts_TK, num_experts, order), room
 
     def _gathered(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
         """Partial sums over TENSOR_AXES."""
-        x_TD, experts_TK, weights_TK, kept_TK = (
-            collectives.gather(array, TOKEN_AXES, 0)
-            for array in (x_TD, *routing, self._kept(routing))
+        count, devices = self.experts.up.shape[-3], collectives.axis_size(TOKEN_AXES)
+        places_TK, room = self._places(routing)
+        given_TK = is_kept_TK = places_TK < room
+        if self.spec.pad:  # an expert has rows for each device's copies, one device's after another
+            places_TK += collectives.axis_index(TOKEN_AXES) * room
+            given_TK = jnp.where(is_kept_TK, places_TK, devices * room)
+        x_TD, experts_TK, weights_TK, given_TK = (
+            collectives.gather(array, TOKEN_AXES, 0) for array in (x_TD, *routing, given_TK)
         )
-        count = self.experts.up.shape[-3]
-        first = collectives.axis_index(EXPERT_AXES) * count
-        order = sort_by_expert(experts_TK - first, count, kept_TK=kept_TK)
-        rows_ND = self.experts(spread(x_TD, order), order, rows_of_copies(weights_TK, order))
+        local_TK = experts_TK - collectives.axis_index(EXPERT_AXES) * count
+        if self.spec.pad:
+            order, sizes_E = pad_experts(local_TK, given_TK, count, devices * room), None
+        else:
+            order = sort_by_expert(local_TK, count, kept_TK=given_TK)
+            sizes_E = order.sizes_E
+        rows_ND = self.experts(spread(x_TD, order), sizes_E, rows_of_copies(weights_TK, order))
         return collectives.scatter(collect(rows_ND, order), TOKEN_AXES, 0)

@@ -41,6 +41,7 @@ def moe_spec(config: ModelConfig, out_std: float) -> MoeSpec:
         latent_size=config.expert_latent_size,
         capacity=config.expert_capacity,
         by_weight=config.expert_drop is ExpertDrop.weight,
+        pad=config.expert_pad,
         backend=config.expert_backend.value,
         std=config.init_std,
         out_std=out_std,

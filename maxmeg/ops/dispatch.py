@@ -80,10 +80,11 @@ def pad_experts(
     num_experts: int,
     capacity: int,
 ) -> Order:
-    """As many rows for every expert: `capacity`, of which the last may be empty; copies beyond it
-    are dropped. places_TK: `places_in_experts`."""
+    """As many rows for every expert: `capacity`, of which some may be empty; copies beyond it and
+    those for other experts are dropped. places_TK: of an expert's copies all different."""
     rows = num_experts * capacity
-    rows_TK = jnp.where(places_TK < capacity, experts_TK * capacity + places_TK, rows)
+    is_here_TK = (experts_TK >= 0) & (experts_TK < num_experts) & (places_TK < capacity)
+    rows_TK = jnp.where(is_here_TK, experts_TK * capacity + places_TK, rows)
     flat_N = rows_TK.reshape(-1)
     empty = jnp.full(rows, len(flat_N), jnp.int32)
     numbers_N = jnp.arange(len(flat_N), dtype=jnp.int32)

@@ -64,10 +64,11 @@ def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 
-def exchange(x_ND: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """All-to-all: block r of dimension 0 goes to rank r, and block s of the result came from s."""
+def exchange(x: jax.Array, axes: tuple[str, ...], cut: int = 0, joined: int = 0) -> jax.Array:
+    """All-to-all: block r of dimension `cut` goes to rank r, and block s of dimension `joined` of
+    the result came from s."""
     axes = present(axes)
-    return lax.all_to_all(x_ND, axes, 0, 0, tiled=True) if axes else x_ND
+    return lax.all_to_all(x, axes, cut, joined, tiled=True) if axes else x
 
 
 def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes: tuple[str, ...]):

@@ -21,6 +21,9 @@ def test_what_changes_is_told(position):
     assert changes(saved, dataclasses.replace(saved, dtype=DType.float32, init_std=1.0), "m") == []
     wanted = dataclasses.replace(saved, vocab_size=130, rotary_scaling=RotaryScaling.yarn)
     assert changes(saved, wanted, "m") == ["vocab_size 100 -> 130", "rotary_scaling none -> yarn"]
+    saved = dataclasses.replace(saved, num_experts=4)
+    wanted = dataclasses.replace(saved, expert_capacity=1.25, expert_pad=True)
+    assert changes(saved, wanted, "m") == ["expert_capacity 0.0 -> 1.25"]
 
 
 def test_layers_of_further_tokens_come_and_go():

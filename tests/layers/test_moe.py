@@ -1,6 +1,8 @@
 """A mixture of experts is a loop over experts with balance losses, on one device and on meshes."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +57,17 @@ EXCHANGES = [  # how, rows of a round over the mean load, sizes, what of tensor 
 ]
 
 
+CAPACITIES = [  # padded, how, what is dropped, and of which model and layout
+    (True, "auto", "position", "biases", {}, 1),
+    (True, "auto", "weight", "mixtral", {"expert": 4}, 1),
+    (True, "auto", "position", "biases", {"expert": 2, "tensor": 4}, 2),
+    (True, "gather", "weight", "mixtral", {"expert": 2, "tensor": 2}, 2),
+    (False, "gather", "weight", "mixtral", {"expert": 4}, 1),
+    (False, "ragged", "weight", "mixtral", {"expert": 4}, 1),
+    (False, "all_to_all", "position", "mixtral", {"expert": 2, "tensor": 2}, 2),
+]
+
+
 def model(spec: MoeSpec) -> Moe:
     """Random weights, also of what starts as zeros."""
     moe, key = Moe(jax.random.key(0), spec), jax.random.key(1)
@@ -93,8 +106,27 @@ def expert(spec: MoeSpec, part, x, index=None):
     return linear(inner, *pairs[-1])
 
 
-def looped(moe: Moe, x_BLD):
-    """(output, balance losses) by the definitions, every expert on every token."""
+def dropped(spec: MoeSpec, is_chosen_TE, weights_TE, parts: tuple[int, int]):
+    """Which copies are beyond the capacity of their expert, each device for itself."""
+    rows, pieces = parts
+    shape = (rows, B // rows, pieces, L // pieces, E)
+
+    def cut(x):
+        return x.reshape(shape).swapaxes(1, 2).reshape(rows * pieces, -1, E)
+
+    chosen, weights = cut(is_chosen_TE), cut(weights_TE)
+    limit = math.ceil(spec.capacity * spec.routing.top_k * chosen.shape[1] / E)
+    keys = -weights if spec.by_weight else jnp.arange(chosen.shape[1])[:, None]
+    places = jnp.argsort(jnp.argsort(jnp.where(chosen, keys, jnp.inf), axis=1), axis=1)
+    beyond = (chosen & (places >= limit)).reshape(rows, pieces, B // rows, -1, E)
+    return beyond.swapaxes(1, 2).reshape(-1, E)
+
+
+def looped(moe: Moe, x_BLD, parts: tuple[int, int] = (1, 1)):
+    """(output, balance losses) by the definitions, every expert on every token.
+
+    parts: rows and sequences are cut into for what an expert takes.
+    """
     spec, rule = moe.spec, moe.spec.routing
     x = x_BLD.reshape(-1, D)
     logits = x @ moe.router[...]
@@ -114,6 +146,8 @@ def looped(moe: Moe, x_BLD):
         weights = weights / weights.sum(-1, keepdims=True) if rule.normalize else weights
     else:
         weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf))
+    if spec.capacity:
+        weights = jnp.where(dropped(spec, is_chosen, weights, parts), 0, weights)
     inner = x if moe.latent_down is None else x @ moe.latent_down.weight[...]
     y = jnp.zeros_like(inner)
     for e in range(E):
@@ -139,12 +173,12 @@ def looped(moe: Moe, x_BLD):
     return y.reshape(x_BLD.shape), loss, is_chosen.sum(0)
 
 
-def expected(spec: MoeSpec):
+def expected(spec: MoeSpec, parts: tuple[int, int] = (1, 1)):
     """Output, and gradients of (weighted output + balance losses) in weights and input."""
     x_BLD, slope_BLD = inputs()
 
     def loss(moe, x_BLD):
-        y_BLD, balance, counts_E = looped(moe, x_BLD)
+        y_BLD, balance, counts_E = looped(moe, x_BLD, parts)
         return jnp.sum(y_BLD * slope_BLD) + balance, (y_BLD, counts_E)
 
     moe = model(spec)
@@ -157,8 +191,8 @@ def expected(spec: MoeSpec):
     return y_BLD, weights, into
 
 
-def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None, fold: int = 1):
-    """The same of the layer on a mesh, the sequence sharded over tensor."""
+def on_mesh(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None, fold: int = 1):
+    """(what makes the same of the layer on a mesh, the sequence sharded over tensor; of what)."""
     sizes = dict.fromkeys(AXES, 1) | sizes
     count = int(np.prod(list(sizes.values())))
     mesh, moe = make_mesh(sizes, jax.devices()[:count], fold), moe or model(spec)
@@ -179,7 +213,12 @@ def found_on(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = N
         return y_BLD, weights, into
 
     run = spmd(local, mesh, (specs, rows, rows), (rows, specs, rows))
-    return jax.jit(run)(moe, *inputs())
+    return jax.jit(run), (moe, *inputs())
+
+
+def found_on(*arguments, **options):
+    run, operands = on_mesh(*arguments, **options)
+    return run(*operands)
 
 
 def check_equal(found, wanted) -> None:
@@ -225,12 +264,25 @@ def test_all_tokens_to_one_device_are_exchanged(kind):
     check_equal(gradients.experts, wanted.experts)
 
 
-@pytest.mark.parametrize("by_weight", [False, True])
-@pytest.mark.parametrize("kind", ["all_to_all", "ragged"])
-def test_capacity_drops_the_same_copies_however_they_travel(kind, by_weight):
-    options = {"capacity": 0.5, "by_weight": by_weight}
-    specs = [dataclasses.replace(PLAIN, exchange=k, **options) for k in (kind, "gather")]
-    check_equal(*(found_on(spec, {"expert": 4}) for spec in specs))
+@pytest.mark.parametrize(("pads", "how", "drop", "name", "sizes", "fold"), CAPACITIES)
+def test_capacity_drops_the_same_copies_however_they_travel(pads, how, drop, name, sizes, fold):
+    options = {"capacity": 0.5, "by_weight": drop == "weight", "exchange": how, "pad": pads}
+    spec = dataclasses.replace(SPECS[name], **options)
+    parts = sizes.get("expert", 1), 1 if how == "gather" else fold
+    check_equal(found_on(spec, sizes, fold=fold), expected(spec, parts))
+
+
+def test_padded_experts_take_one_exchange_each_way():
+    """Of blocks as large as capacities, and of weights; no loop, no grouped product."""
+    spec = dataclasses.replace(PLAIN, capacity=0.5, pad=True)
+    run, operands = on_mesh(spec, {"expert": 4})
+    text = run.lower(*operands).as_text()
+    sent = re.findall(r"all_to_all.*\(tensor<([0-9x]+)xf32>\)", text)
+    room = B * L * 2 // 4 // E // 2
+    rows = (f"{E}x{room}", f"{E // 4}x{4 * room}")
+    wanted = [f"{row}{width}" for row in rows for width in (f"x{D}", f"x{D}", "")]
+    assert sorted(sent) == sorted(wanted)
+    assert "while" not in text and "ragged_dot" not in text
 
 
 def test_balance_counts_as_the_microbatch_does():

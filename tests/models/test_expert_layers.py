@@ -6,8 +6,9 @@ import pytest
 from layouts import tiny
 
 from maxmeg.config.architecture import model_problems
-from maxmeg.config.model import ModelConfig, RouterScore
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.experts import layout_problems
+from maxmeg.config.model import ExpertBackend, ExpertDrop, ModelConfig, RouterScore
+from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig
 from maxmeg.config.validate import validate
 from maxmeg.layers.moe import MoeSpec
 from maxmeg.models.lm import layer_places, layout, pattern
@@ -79,6 +80,11 @@ REFUSED = [
     ({**EVEN, "benchmark_even_experts": True}, "benchmark_even_experts=True cannot be beside"),
     ({"num_experts": 0, **EVEN}, "router_sinkhorn=True has no effect without model.num_experts"),
     ({"num_experts": 0, "expert_every": 2}, "expert_every=2 has no effect without"),
+    ({"expert_pad": True}, "expert_pad=True has no effect without model.expert_capacity: set that"),
+    (
+        {"expert_pad": True, "expert_capacity": 1.0, "expert_backend": ExpertBackend.mosaic},
+        "expert_backend=mosaic has no effect with expert_pad=True",
+    ),
 ]
 ALLOWED = [
     {**EVEN, "router_z_loss": 0.1, "router_jitter": 0.1, "router_scale": 2.0},
@@ -86,6 +92,7 @@ ALLOWED = [
     {"experts_per_token": 1, "router_score": RouterScore.sigmoid},
     {"router_aux_loss": 0.1, "router_sequence_aux_loss": 0.1, "router_global_aux_loss": 0.1}
     | {"router_bias": True, "router_z_loss": 0.1, "expert_latent_size": 8},
+    {"expert_capacity": 1.25, "expert_pad": True, "expert_drop": ExpertDrop.weight},
 ]
 
 
@@ -98,6 +105,22 @@ def test_what_cannot_be_together_is_refused(fields, message):
 @pytest.mark.parametrize("fields", ALLOWED)
 def test_what_can_be_together_is_not(fields):
     assert not [*model_problems(ModelConfig(num_layers=4, num_experts=4, **fields))]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"expert_exchange": ExpertExchange.ragged}, "choose auto, all_to_all or gather"),
+        ({"expert_buffer": 2.0}, "leave the buffer"),
+        ({"expert_exchange": ExpertExchange.gather}, ""),
+        ({"expert_exchange": ExpertExchange.all_to_all}, ""),
+    ],
+)
+def test_padded_experts_are_exchanged_at_once(parallel, message):
+    model = ModelConfig(num_experts=4, expert_capacity=1.0, expert_pad=True)
+    config = Config(model=model, parallel=ParallelConfig(expert=2, **parallel))
+    found = [*layout_problems(config)]
+    assert (len(found) == 1 and message in found[0]) if message else not found
 
 
 @pytest.mark.parametrize(

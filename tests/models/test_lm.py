@@ -174,7 +174,8 @@ ELSEWHERE = (
     "rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors",
     "router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss",
     "router_global_aux_loss", "router_sinkhorn", "router_jitter", "benchmark_even_experts",
-    "expert_pattern", "expert_capacity", "expert_drop", "expert_backend", "mtp_depths", "mtp_loss",
+    "expert_pattern", "expert_capacity", "expert_drop", "expert_pad", "expert_backend",
+    "mtp_depths", "mtp_loss",
 )  # fmt: skip
 
 
