@@ -21,7 +21,7 @@ from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers import load_tokenizer, parse_spec
 from maxmeg.hf import families
 from maxmeg.hf.binding import Binding, Place
-from maxmeg.hf.mxfp4 import Mxfp4Weights, is_mxfp4
+from maxmeg.hf.quantized import in_full
 from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.trained import (
     CARRIED,
@@ -86,12 +86,11 @@ def open_folder(folder: str | os.PathLike[str]) -> Source:
         raise ValueError(f"{folder} has no config.json, which describes the model: add it")
     found = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
     small = tuple(path for path in found if path.is_file())
-    config = read_json(path)
-    if not is_mxfp4(config):
-        return Source(config, weights, small)
-    del config["quantization_config"]  # no longer so
-    small = tuple(path for path in small if path.name != "config.json")
-    return Source(config, Mxfp4Weights(weights), small)
+    said = read_json(path)
+    config, full = in_full(said, weights)
+    if config is not said:  # of a model that is quantized, which the run is not
+        small = tuple(path for path in small if path.name != "config.json")
+    return Source(config, full, small)
 
 
 def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:

@@ -6,7 +6,6 @@ exactly: bfloat16 has all of their products (OCP Microscaling Formats, 1.0).
 """
 
 import typing
-from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
@@ -61,8 +60,3 @@ def dequantized(name: str, blocks: np.ndarray, scales: np.ndarray) -> np.ndarray
     pairs = np.stack([VALUES[blocks & 15], VALUES[blocks >> 4]], axis=-1)
     pairs = np.ldexp(pairs, scales.astype(np.int32)[..., None, None] - EXPONENT)
     return pairs.astype(BFLOAT16).reshape(*scales.shape[:-1], -1).swapaxes(-1, -2)
-
-
-def is_mxfp4(config: Mapping[str, typing.Any]) -> bool:
-    settings = config.get("quantization_config")
-    return isinstance(settings, dict) and settings.get("quant_method") == "mxfp4"

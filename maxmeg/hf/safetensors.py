@@ -26,6 +26,8 @@ MAX_DIMENSIONS = 16
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
     "I8": np.dtype(np.int8),
     "I16": np.dtype(np.int16),
     "U16": np.dtype(np.uint16),

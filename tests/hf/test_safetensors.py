@@ -88,7 +88,7 @@ def test_what_is_written_is_read(tmp_path, max_shard_bytes):
 
 def test_the_library_reads_ours_and_we_read_the_librarys(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
-    values = {name: array for name, array in arrays().items() if array.dtype != BF16}
+    values = {name: array for name, array in arrays().items() if array.dtype.isbuiltin == 1}
     write(tmp_path / "ours", values)
     found = library.load_file(tmp_path / "ours" / SINGLE)
     assert set(found) == set(values)
@@ -142,10 +142,8 @@ def test_a_folder_with_weights_is_not_written_over(tmp_path):
     write(tmp_path, {"x": np.zeros(2, "f4")})
     with pytest.raises(ValueError, match=r"already holds model\.safetensors"):
         SafetensorsWriter(tmp_path, {"y": TensorInfo(np.dtype("f4"), (2,))})
-    with pytest.raises(ValueError, match="float8_e4m3fn: safetensors has BOOL"):
-        SafetensorsWriter(
-            tmp_path / "b", {"y": TensorInfo(np.dtype(ml_dtypes.float8_e4m3fn), (2,))}
-        )
+    with pytest.raises(ValueError, match="float8_e5m2: safetensors has BOOL"):
+        SafetensorsWriter(tmp_path / "b", {"y": TensorInfo(np.dtype(ml_dtypes.float8_e5m2), (2,))})
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8), **more):
@@ -172,7 +170,7 @@ HOSTILE = {
     "no entry": (file_of({"a": 1}), "expected dtype, shape and data_offsets"),
     "missing field": (file_of({"a": {"dtype": "F32", "shape": [2]}}), "expected dtype, shape"),
     "more fields": (file_of({"a": entry(more=1)}, EIGHT), "expected dtype, shape"),
-    "unknown dtype": (file_of({"a": entry("F8_E4M3", [8])}, EIGHT), "has dtype 'F8_E4M3'"),
+    "unknown dtype": (file_of({"a": entry("F8_E5M2", [8])}, EIGHT), "has dtype 'F8_E5M2'"),
     "dtype is a list": (file_of({"a": entry(["F32"])}, EIGHT), "has dtype"),
     "negative size": (file_of({"a": entry(shape=[-2])}, EIGHT), "sizes >= 0"),
     "negative sizes": (file_of({"a": entry(shape=[-1, -2])}, EIGHT), "sizes >= 0"),

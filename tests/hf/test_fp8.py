@@ -1,0 +1,192 @@
+"""Weights in FP8 by blocks: as many bits as they have, one matrix at a time, or refused by name."""
+
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+from fp8_folders import E4M3, POWERS, in_full, quantized, write_both
+from hf_cases import sparse
+from hf_folders import BF16, LLAMA, random_tensors, write_config, write_tensors
+
+from maxmeg.checkpoint.stream import TensorInfo
+from maxmeg.hf import convert, families
+from maxmeg.hf.fp8 import Fp8Weights
+from maxmeg.hf.quantized import in_full as view
+from maxmeg.hf.safetensors import SafetensorsFolder
+
+NAME, BLOCK = "w.weight", (4, 8)
+SCALES = NAME + "_scale_inv"
+DEEPSEEK = "DeepseekV3ForCausalLM"
+SMALL_BYTES = 1 << 16  # scales, and what Python itself makes
+KINDS = {
+    "float32": (np.float32, {}),
+    "bfloat16": (BF16, {}),
+    "float16": (np.float16, {}),
+    "powers of two": (POWERS, {}),
+    "powers of two, announced": (POWERS, {"scale_fmt": "ue8m0"}),
+    "floats, announced as powers": (np.float32, {"scale_fmt": "ue8m0"}),
+}
+
+
+class Held:
+    """Weights in memory."""
+
+    def __init__(self, **tensors):
+        self.arrays = tensors
+        self.tensors = {n: TensorInfo(a.dtype, a.shape) for n, a in tensors.items()}
+
+    def read(self, name, *index):
+        return self.arrays[name][index]
+
+
+def settings(**changes):
+    return {"quant_method": "fp8", "weight_block_size": list(BLOCK)} | changes
+
+
+def same_bits(found, wanted):
+    assert found.dtype == wanted.dtype == BF16 and found.shape == wanted.shape
+    return found.tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(8, 16), (4, 8), (1, 1), (9, 8), (3, 20), (2, 3, 7, 17)])
+def test_every_number_times_the_scale_of_its_block(kind, shape):
+    dtype, more = KINDS[kind]
+    rng = np.random.default_rng(0)
+    scale = np.exp2(rng.integers(-8, 8, (*shape[:-1], 1)))
+    numbers, scales = quantized(rng.standard_normal(shape) * scale, BLOCK, dtype)
+    wanted = in_full(numbers, scales, BLOCK)
+    weights = Fp8Weights(Held(**{NAME: numbers, SCALES: scales}), settings(**more))
+    assert weights.tensors == {NAME: TensorInfo(BF16, shape)}
+    assert same_bits(weights.read(NAME), wanted)
+    for index in np.ndindex(*shape[:-2]):
+        assert same_bits(weights.read(NAME, *index), wanted[index])
+    if dtype == POWERS and more:  # as bytes too
+        held = Held(**{NAME: numbers, SCALES: scales.view(np.uint8)})
+        assert same_bits(Fp8Weights(held, settings(**more)).read(NAME), wanted)
+
+
+def test_all_numbers_and_what_is_not_quantized():
+    every = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]).view(E4M3).reshape(2, 127)
+    scales = np.array([[3e-41, 0.1, 1, *range(5, 18)]], np.float32)
+    other = np.ones(3, np.float32)
+    weights = Fp8Weights(Held(**{NAME: every, SCALES: scales, "b": other}), settings())
+    assert same_bits(weights.read(NAME), in_full(every, scales, BLOCK))
+    assert weights.read("b") is not None and weights.read("b").dtype == np.float32
+    zero = Fp8Weights(Held(**{NAME: every, SCALES: 0 * scales}), settings())
+    assert not zero.read(NAME).astype(np.float32).any()  # a block without a number but zero
+
+
+def damaged(**arrays):
+    numbers, scales = quantized(np.ones((8, 16)), BLOCK)
+    return {n: a for n, a in ({NAME: numbers, SCALES: scales} | arrays).items() if a is not None}
+
+
+def with_value(value, dtype=np.float32):
+    return {SCALES: np.array([[1, 1], [1, value]], dtype)}
+
+
+TENSORS = {
+    "no scale": ({SCALES: None}, "w.weight_scale_inv missing: .* a matrix has .*\\[2, 2\\]"),
+    "transposed": ({SCALES: np.ones((2, 3), "f4")}, r"scale_inv float32\[2, 3\]: .*\[2, 2\]"),
+    "of a tensor": ({SCALES: np.ones((), "f4")}, r"scale_inv float32\[\]"),
+    "integers": ({SCALES: np.ones((2, 2), "i4")}, "scale_inv int32"),
+    "bytes": ({SCALES: np.ones((2, 2), "u1")}, "scale_inv uint8"),
+    "a vector": ({NAME: np.ones(8, E4M3)}, r"float8_e4m3fn\[8\]"),
+    "of none": ({"v_scale_inv": np.ones((2, 2), "f4")}, "v_scale_inv scales no .* v is missing"),
+    "of others": (
+        {"v": np.ones((8, 16), BF16), "v_scale_inv": np.ones((2, 2), "f4")},
+        "v_scale_inv scales no tensor of float8_e4m3fn: v is bfloat16",
+    ),
+    "scale that is no number": (with_value(np.nan), "scale_inv has a number that is not in"),
+    "infinite scale": (with_value(np.inf), "scale_inv has a number that is not in"),
+    "scale below zero": (with_value(-1), "scale_inv has a number that is not in"),
+    "large scale": (with_value(1e37), "scale_inv has a number that is not in"),
+    "power that is no number": (with_value(np.nan, POWERS), "scale_inv has a number"),
+    "no number": ({NAME: np.full((8, 16), 0x7F, "u1").view(E4M3)}, "a byte that is no number"),
+    "nor this": ({NAME: np.full((8, 16), 0xFF, "u1").view(E4M3)}, "a byte that is no number"),
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_what_does_not_fit_is_refused(case):
+    arrays, message = TENSORS[case]
+    with pytest.raises(ValueError, match=f"{message}.*; download|{message}.*: download"):
+        Fp8Weights(Held(**damaged(**arrays)), settings()).read(NAME)
+
+
+CONFIGS = {
+    **{m: ({"quant_method": m}, m) for m in ("gptq", "awq", "bitsandbytes", "fbgemm_fp8")},
+    "compressed-tensors": ({"quant_method": "compressed-tensors", "format": "x"}, "compressed"),
+    "no method": ({"bits": 4}, "bits"),
+    "a word": ("fp8", "fp8"),
+    "five bits": (settings(fmt="e5m2"), "fmt='e5m2': e4m3"),
+    "static": (settings(activation_scheme="static"), "activation_scheme='static'"),
+    "other scales": (settings(scale_fmt="e5m3"), "scale_fmt='e5m3'"),
+    "some in four bits": (settings(expert_dtype="fp4"), "expert_dtype='fp4'"),
+    **{
+        f"blocks of {block}": (settings(weight_block_size=block), "weight_block_size=")
+        for block in (None, 128, [128], [0, 128], [True, 8], [128, 128, 1], ["1", "1"])
+    },
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_other_methods_are_refused_with_what_is_read(case):
+    said, message = CONFIGS[case]
+    with pytest.raises(ValueError, match=rf"config\.json has quantization_config.*{message}"):
+        view({"quantization_config": said}, Held(**damaged()))
+    if "fp8" not in str(said):
+        with pytest.raises(ValueError, match=r"in full, in fp8 \(e4m3 by blocks\) or in mxfp4"):
+            view({"quantization_config": said}, Held(**damaged()))
+
+
+def test_deepseek_in_eight_bits_is_what_it_is_in_full(tmp_path):
+    """Latents, experts, a layer that predicts; sizes that are no multiples of the blocks."""
+    config = sparse()["deepseek v3"][1] | {"architectures": [DEEPSEEK], "num_mtp_layers": 1}
+    config |= {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
+    tensors = random_tensors(families.model_config(config), DEEPSEEK)
+    exact = "e_score_correction_bias"
+    tensors = {n: a.astype("f4") if exact in n else a for n, a in tensors.items()}
+    fp8, full = write_both(tmp_path, config, tensors, (16, 12), modules_to_not_convert=["lm_head"])
+    stored = [name for name in fp8 if fp8[name].dtype == E4M3]
+    assert any("layers.2.mlp.experts.3" in name for name in stored)  # of the layer that predicts
+    assert any(fp8[n].shape[0] % 16 and fp8[n].shape[1] % 12 for n in stored)
+    sources = [convert.open_folder(tmp_path / name) for name in ("fp8", "full")]
+    assert sources[0].config == sources[1].config
+    assert sources[0].weights.tensors == sources[1].weights.tensors
+    convert.import_model(sources[0], tmp_path / "run")
+    convert.export_model(tmp_path / "run", tmp_path / "back")
+    back = SafetensorsFolder(tmp_path / "back")
+    assert back.tensors.keys() == full.keys()
+    assert all(back.read(n).tobytes() == full[n].tobytes() for n in full)
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in written and written["dtype"] == "bfloat16"
+
+
+def test_no_more_is_held_than_what_is_read(tmp_path):
+    """NumPy tells tracemalloc of all its arrays; those of the file are mapped."""
+    count, rows, columns = 4, 512, 512
+    numbers, scales = quantized(np.ones((count, rows, columns)), (128, 128))
+    write_tensors(tmp_path, {NAME: numbers, SCALES: scales})
+    said = settings(weight_block_size=[128, 128])
+    weights = Fp8Weights(SafetensorsFolder(tmp_path), said)
+    matrix, row_of_blocks = 2 * rows * columns, 128 * columns
+    scales_bytes = 4 * rows // 128 * columns  # one for each column
+    for index, parts in (((), count), ((1,), 1)):
+        tracemalloc.start()
+        read = weights.read(NAME, *index)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert read.nbytes == parts * matrix
+        # Of a row of blocks at a time: indices of 8 bytes, values in float32, their products.
+        assert peak < parts * (matrix + 16 * row_of_blocks + scales_bytes) + SMALL_BYTES
+
+
+def test_a_plain_file_in_eight_bits_needs_its_description(tmp_path):
+    write_config(tmp_path / "hf", LLAMA, "LlamaForCausalLM")
+    tensors = random_tensors(LLAMA, "LlamaForCausalLM", E4M3)
+    write_tensors(tmp_path / "hf", tensors)
+    with pytest.raises(ValueError, match="dtypes that are read are float32"):
+        convert.import_model(convert.open_folder(tmp_path / "hf"), tmp_path / "run")
