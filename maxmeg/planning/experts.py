@@ -9,11 +9,10 @@ import math
 
 from maxmeg.config.model import ExpertBackend, Recompute
 from maxmeg.config.schema import ExpertExchange
+from maxmeg.ops.dispatch import capacity_of
 from maxmeg.planning.hardware import Cluster
 from maxmeg.planning.loss import FLOAT32
 from maxmeg.planning.workload import Unit, Workload
-
-LABELS = 2  # numbers that go with a row, in float32: its weight and its expert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +21,8 @@ class Dispatch:
 
     tokens: that a device sends from, T, or where an expert is whole on a device (folded) T / t;
     devices: that they are sent to, or gathered from. here: experts of a device. width: of what is
-    sent. parts: devices that an expert is cut over. itemsize: e.
+    sent. parts: devices that an expert is cut over. itemsize: e. room: rows that a device has for
+    each expert, padded; 0: as many as there are.
     """
 
     tokens: int
@@ -34,6 +34,7 @@ class Dispatch:
     kind: ExpertExchange
     buffer: float
     itemsize: int
+    room: int = 0
 
     @property
     def gathers(self) -> bool:
@@ -47,13 +48,20 @@ class Dispatch:
     @property
     def rows(self) -> int:
         """N: gathered, as many as there may be; exchanged, what a round brings: `buffer` times the
-        mean load, as many from each device."""
+        mean load, as many from each device; padded, `room` of each for every expert."""
+        if self.room:
+            return self.devices * self.here * self.room
         if self.gathers:
             return self.most
         load = self.buffer * self.tokens * self.top_k
         if self.kind is ExpertExchange.ragged:
             return min(math.ceil(load), self.most)
         return min(self.devices * math.ceil(load / self.devices), self.most)
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether uneven loads need more of them."""
+        return not self.room and self.rows < self.most
 
     @property
     def load(self) -> int:
@@ -73,13 +81,11 @@ class Dispatch:
 
     @property
     def labels(self) -> int:
-        """Bytes of what goes with the vectors: a row's numbers, or gathered experts, weights and
-        whether copies are kept."""
-        return (
-            2 * self.weights + self.devices * self.load
-            if self.gathers
-            else LABELS * FLOAT32 * self.rows
-        )
+        """Bytes of what goes with the vectors: a row's weight and, where it may be of any, its
+        expert; or gathered experts, weights and whether copies are kept or, padded, their rows."""
+        if self.gathers:
+            return 2 * self.weights + (FLOAT32 if self.room else 1) * self.devices * self.load
+        return (1 if self.room else 2) * FLOAT32 * self.rows
 
     @property
     def counts(self) -> int:
@@ -90,34 +96,38 @@ class Dispatch:
 def dispatch(work: Workload) -> Dispatch:
     model, parallel = work.config.model, work.config.parallel
     tensor, kind = work.axes["tensor"], parallel.expert_exchange
-    gathers, folded = kind is ExpertExchange.gather, parallel.fold > 1
+    tokens = work.tokens // (tensor if folded(work) else 1)
+    given = (tokens, model.experts_per_token, model.num_experts, model.expert_capacity)
     return Dispatch(
-        tokens=work.tokens // (tensor if folded and not gathers else 1),
+        tokens=tokens,
         top_k=model.experts_per_token,
-        devices=work.axes["expert"] if gathers else parallel.expert,
+        devices=work.axes["expert"] if kind is ExpertExchange.gather else parallel.expert,
         here=model.num_experts // parallel.expert,
         width=model.expert_latent_size or model.hidden_size,
-        parts=1 if folded else tensor,
+        parts=1 if parallel.fold > 1 else tensor,
         kind=kind,
         buffer=parallel.expert_buffer,
         itemsize=work.itemsize,
+        room=capacity_of(*given) if model.expert_pad else 0,
     )
+
+
+def folded(work: Workload) -> bool:
+    """Whether devices along tensor each send their own tokens, to experts that are whole."""
+    parallel = work.config.parallel
+    return parallel.fold > 1 and parallel.expert_exchange is not ExpertExchange.gather
 
 
 def axes(work: Workload) -> tuple[str, ...]:
     """Mesh axes along which tokens go to experts."""
-    parallel = work.config.parallel
-    folded = parallel.fold > 1 and parallel.expert_exchange is not ExpertExchange.gather
-    names = ("expert", "context", "tensor") if folded else ("expert",)
+    names = ("expert", "context", "tensor") if folded(work) else ("expert",)
     return tuple(name for name in names if work.axes[name] > 1)
 
 
 def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
     """Of every sublayer how many outputs are scattered over tensor: one, of experts also that of
     the shared one; those of whole experts on a device come back as sums."""
-    parallel = work.config.parallel
-    whole = parallel.fold > 1 and parallel.expert_exchange is not ExpertExchange.gather
-    moe = int(not whole) + unit.shares
+    moe = int(not folded(work)) + unit.shares
     return tuple(moe if mixer == "moe" else 1 for mixer in unit.mixers)
 
 
@@ -125,14 +135,14 @@ def kept(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit keep for backward, beside those of `unit_activations`.
 
     Of their products with the stream, up and gate, e N (widths) / t, where an expert is cut over
-    tensor, else e N (widths). none: also rows that came from other devices, e N D, with 8 N.
+    tensor, else e N (widths). none: also rows that came from other devices, e N D, and labels.
     """
     if not unit.sparse or work.config.model.recompute is Recompute.full:
         return 0
     given = dispatch(work)
     size = work.itemsize * given.rows * unit.expert_columns // given.parts
     if work.config.model.recompute is Recompute.none and not given.gathers:
-        size += unit.sparse * given.rows * (work.itemsize * given.width + LABELS * FLOAT32)
+        size += unit.sparse * (given.vectors + given.labels)
     return size
 
 
@@ -154,18 +164,22 @@ def working(work: Workload, unit: Unit) -> int:
     read, vectors in the order of experts and of devices, and their gradients, 2 e N (widths / t)
     and 3 e N D; exchanged, as XLA schedules them (ragged: less), 3 e N (widths / t) and 7 e N D,
     and where further rounds may be needed, whose gradients are added up, 4 e (the experts'
-    matrices) of a device."""
+    matrices) of a device. Padded as gathered, and under full recomputation what is made again,
+    e N (widths / t + D); in a pipeline also gradients of the experts' matrices in float32."""
     if not unit.sparse:
         return 0
-    given = dispatch(work)
+    given, e = dispatch(work), work.itemsize
     columns = unit.expert_columns // unit.sparse // given.parts
+    widths = (unit.expert_columns + unit.expert_inner) // unit.sparse // given.parts
+    matrices = given.here * given.width * widths // work.axes["fsdp"]
+    if given.room:
+        again = work.config.model.recompute is Recompute.full
+        total = e * given.rows * ((2 + again) * columns + (3 + again) * given.width)
+        return total + FLOAT32 * matrices * work.pipelined
     if given.gathers:
-        return work.itemsize * given.rows * (2 * columns + 3 * given.width)
-    total = given.rows * (3 * columns + 7 * given.width)
-    if given.rows < given.most:
-        matrices = (unit.expert_columns + unit.expert_inner) // unit.sparse // given.parts
-        total += 4 * given.here * given.width * matrices // work.axes["fsdp"]
-    return work.itemsize * total
+        return e * given.rows * (2 * columns + 3 * given.width)
+    total = e * given.rows * (3 * columns + 7 * given.width)
+    return total + (4 * e * matrices if given.in_rounds else 0)
 
 
 def streamed(work: Workload, unit: Unit) -> float:
@@ -180,14 +194,18 @@ def streamed(work: Workload, unit: Unit) -> float:
 
 def surplus_seconds(work: Workload, cluster: Cluster) -> float:
     """What the products of an average layer's experts take in forward beyond the chosen experts'
-    FLOPs: XLA multiplies all rows by every expert of the device; kernels wait for memory where few
-    rows share an expert's matrices."""
+    FLOPs: XLA multiplies all rows by every expert of the device, padded ones by their own; all wait
+    for memory where few rows share an expert's matrices."""
     total, given = 0.0, dispatch(work)
-    dense = work.config.model.expert_backend is not ExpertBackend.mosaic
+    rows = given.load
+    if given.room:
+        rows = given.rows
+    elif work.config.model.expert_backend is not ExpertBackend.mosaic:
+        rows = given.rows * given.here
     for unit in work.units:
         matrices = given.width * (unit.expert_columns + unit.expert_inner) // given.parts
         needed = 2 * given.load * matrices / cluster.matmul_rate
-        made = needed * (given.rows * given.here / given.load if dense else 1)
+        made = needed * rows / given.load
         read = work.itemsize * given.here * matrices / cluster.memory_rate
         total += unit.repeats * max(made - needed, read - needed, 0.0)
     return total / work.config.model.num_layers

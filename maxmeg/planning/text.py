@@ -90,7 +90,11 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
     if parallel.expert > 1:
         kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")
         words += f"; {kind}"
-        words += f", buffer {parallel.expert_buffer:g}" if kind != "gather" else ""
+        in_rounds = kind != "gather" and not model.expert_pad
+        words += f", buffer {parallel.expert_buffer:g}" if in_rounds else ""
+    if model.expert_capacity:
+        kept = "padded to" if model.expert_pad else "dropped beyond"
+        words += f"; {kept} {model.expert_capacity:g} times an even share"
     return words
 
 

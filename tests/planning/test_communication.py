@@ -108,6 +108,7 @@ CASES = {
 
 
 EXPERTS = {"num_experts": 4, "num_layers": 1, "shared_ffn_size": 16}
+PADDED = {"expert_capacity": 0.7, "expert_pad": True}
 LATENT = {"mla_kv_rank": 8, "mla_query_rank": 12, "mla_rotary_size": 4, "head_dim": 4}
 CASES |= {
     "exchanged": (EXPERTS, {}, {"fsdp": 1, "expert": 2, "tensor": 2}),
@@ -126,6 +127,16 @@ CASES |= {
         EXPERTS | {"num_layers": 2},
         MICRO,
         {"fsdp": 1, "expert": 2, "pipe": 2, "expert_buffer": 1.0},
+    ),
+    "padded": (
+        EXPERTS | PADDED,
+        {},
+        {"fsdp": 1, "expert": 2, "tensor": 2, "expert_tensor": 1},
+    ),
+    "padded and gathered": (
+        EXPERTS | PADDED,
+        {},
+        {"fsdp": 1, "expert": 2, "tensor": 2, "expert_exchange": ExpertExchange.gather},
     ),
 }
 

@@ -6,6 +6,7 @@ from maxmeg.config.model import ExpertBackend, ModelConfig, Recompute, RouterSco
 from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig, TrainConfig
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.layers import exchange
+from maxmeg.ops.dispatch import capacity_of
 from maxmeg.planning import experts
 from maxmeg.planning.analytic import analyze, exposed_seconds
 from maxmeg.planning.communication import EXCHANGED_BACKWARD, EXCHANGED_FORWARD, traffic
@@ -21,6 +22,7 @@ MIXTRAL = {  # beside Llama 3 8B's settings
     **{"ffn_size": 14336, "vocab_size": 32000, "max_position": 4096},
     **{"num_experts": 8, "experts_per_token": 2, "expert_backend": ExpertBackend.mosaic},
 }
+PADDED = {"expert_capacity": 1.25, "expert_pad": True, "expert_backend": ExpertBackend.auto}
 DEEPSEEK = {
     **{"hidden_size": 7168, "num_layers": 61, "num_heads": 128, "head_dim": 128},
     **{"ffn_size": 18432, "vocab_size": 129280, "max_position": 4096, "first_dense_layers": 3},
@@ -57,6 +59,15 @@ def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devic
             assert (found.rows, found.rows == found.most) == (made.rows, enough)
 
 
+@pytest.mark.parametrize("parallel", [{}, {"expert": 4}, {"expert": 4, "expert_tensor": 1}])
+def test_padded_rows_are_what_experts_take_of_each_device(parallel):
+    config = of(MIXTRAL | PADDED, 8, length=1000, **parallel | {"tensor": 2})
+    given = experts.dispatch(workload(config, 8))
+    tokens = 500 if "expert_tensor" in parallel else 1000
+    room = capacity_of(tokens, 2, 8, 1.25)
+    assert (given.rows, given.in_rounds) == (8 * room, False)
+
+
 def test_parameters_of_the_published_models():
     mixtral, deepseek = (parameter_counts(ModelConfig(**m)) for m in (MIXTRAL, DEEPSEEK))
     assert sum(mixtral.values()) == 46_702_792_704 + 32 * 8  # the last: what the loads even by
@@ -71,6 +82,7 @@ def test_parameters_of_the_published_models():
 SMALL = MIXTRAL | {"num_layers": 2, "vocab_size": 4096, "max_position": 8192}
 FOUR = SMALL | {"num_layers": 4}
 WHOLE = {"tensor": 2, "expert": 8, "expert_tensor": 1}
+GATHERED = {"expert": 8, "expert_exchange": ExpertExchange.gather}
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 COMPILED_GIB = [
     (SMALL, 8, 1, 8192, {"expert": 8}, {"none": 11.96, "full": 8.82}),
@@ -78,6 +90,11 @@ COMPILED_GIB = [
     (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"none": 8.24}),
     (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"none": 24.07, "full": 14.06}),
     (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"none": 34.70}),
+    (SMALL | PADDED, 8, 1, 8192, {"expert": 8}, {"none": 7.57, "full": 6.18}),
+    (SMALL | PADDED, 8, 1, 8192, WHOLE, {"none": 4.55}),
+    (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"none": 4.96}),
+    (SMALL | PADDED, 8, 1, 8192, GATHERED, {"none": 7.71, "full": 6.18}),
+    (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"none": 18.39, "full": 11.09}),
     (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 27.25}),
     (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.48}),
 ]
@@ -150,6 +167,13 @@ def test_time_of_dense_products_is_told():
     )
 
 
+def test_empty_rows_take_time_too():
+    cluster = parse_cluster("h100x64")
+    work = workload(of(MIXTRAL | PADDED, 64, expert=2, fsdp=32), 64)
+    needed = 2 * 2 * 4096 * 3 * 4096 * 14336 / cluster.matmul_rate
+    assert experts.surplus_seconds(work, cluster) == pytest.approx(needed / 4)
+
+
 def test_few_rows_wait_for_their_matrices():
     config = of(MIXTRAL, 8, length=128, expert=8)
     cluster = parse_cluster("h100x8")
@@ -177,6 +201,9 @@ def test_few_rows_wait_for_their_matrices():
 def test_the_report_says_where_experts_are(parallel, words):
     found = plan_of(of(MIXTRAL, 8, **parallel), 8).settings["experts"]
     assert found == f"8 in 32 layers, 2 a token, width 14336, {words}"
+    if "expert_buffer" not in parallel:
+        found = plan_of(of(MIXTRAL | PADDED, 8, **parallel), 8).settings["experts"]
+        assert found.endswith(f"{words.split(', buffer')[0]}; padded to 1.25 times an even share")
 
 
 def test_further_tokens_are_not_planned_by_mistake():
