@@ -20,7 +20,7 @@ import numpy as np
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-_READ_BYTES = 1 << 22
+_READ_BYTES = 1 << 20
 _AXIS_ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 
 
@@ -161,10 +161,11 @@ def list_files(folder: Path) -> list[str]:
 
 def _checksum(path: Path) -> tuple[int, str]:
     size = crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            size += len(block)
-            crc = zlib.crc32(block, crc)
+    with path.open("rb", buffering=0) as file:
+        block = memoryview(bytearray(_READ_BYTES))
+        while count := file.readinto(block):
+            size += count
+            crc = zlib.crc32(block[:count], crc)
     return size, f"{crc:08x}"
 
 

@@ -4,6 +4,9 @@ A piece is a whole tensor, one entry of its dimension 0 (a layer of a stacked ar
 its first dimensions (an expert of a layer). Pieces are
 cast, digested and written in blocks of rows, so what counts is the largest piece that the caller
 holds, never the tensor. Files of the manager's own checkpoints are mapped, not read whole.
+
+A file holds many pieces, each written in its place as it comes: one each would be 45,000 files for
+DeepSeek-V3. They are chunks of one of Zarr's shards, so that whoever wants one reads no other.
 """
 
 import dataclasses
@@ -23,7 +26,8 @@ from maxmeg.checkpoint import integrity
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
 from maxmeg.checkpoint.manager import ARRAYS, Checkpointer
 
-BLOCK_BYTES = 64 << 20  # of a file, and of what is cast and digested at once
+BLOCK_BYTES = 64 << 20  # of a chunk, and of what is cast and digested at once
+FILE_BYTES = 1 << 30  # of a file of several chunks
 _BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
 _SHOWN = 5
 Index = tuple[int, ...]  # of a piece: (), (layer,) or (layer, expert)
@@ -63,6 +67,7 @@ class StreamWriter:
         self._tensors = dict(tensors)
         self._written: dict[str, set[Index]] = {path: set() for path in tensors}
         self._sums = {path: np.zeros(2, np.uint32) for path in tensors}
+        self._cuts: dict[str, _Cut] = {}
         self._checkpointer = Checkpointer(folder)
         self._temporary = self._checkpointer.folder_of(step).with_suffix(".tmp")
         self._checkpointer.begin(self._temporary)
@@ -94,11 +99,12 @@ class StreamWriter:
                 f"{info.dtype}{list(shape)}"
             )
         blocks = row_blocks(shape, info.dtype.itemsize)
-        chunk = (*(1 for _ in lead), *_block_shape(shape, blocks[0]))
         folder = self._temporary / ARRAYS / path.replace("/", ".")
-        if len(self._written[path]) == 1:  # the first piece decides how the tensor is cut
+        if path not in self._cuts:  # the first piece decides how the tensor is cut
+            chunk = (*(1 for _ in lead), *_block_shape(shape, blocks[0]))
+            cut = self._cuts[path] = _cut(info, chunk, 0 if len(blocks) > 1 else len(lead))
             folder.mkdir()
-            (folder / "zarr.json").write_text(json.dumps(_describe_array(info, chunk)), "utf-8")
+            (folder / "zarr.json").write_text(json.dumps(_describe_array(info, cut)), "utf-8")
         for number, rows in enumerate(blocks):
             block = np.zeros(_block_shape(shape, rows), info.dtype)
             values = array[rows] if shape else array
@@ -106,11 +112,7 @@ class StreamWriter:
             target[...] = values
             block = block.reshape((*(1 for _ in lead), *block.shape))
             self._sums[path] += integrity.digest_piece(block, _numbers(lead, shape, rows.start))
-            file = folder.joinpath("c", *map(str, _numbers(lead, shape, number)))
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("wb") as opened:
-                opened.write(block.reshape(-1).view(np.uint8).data)
-                opened.truncate(math.prod(chunk) * info.dtype.itemsize)
+            self._cuts[path].store(folder / "c", _numbers(lead, shape, number), block)
 
     def close(self) -> None:
         """Publishes the checkpoint; ValueError where pieces are missing."""
@@ -229,6 +231,49 @@ class StreamReader:
             integrity.verify_digests(self._folder, self._manifest, found)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Shapes of a tensor's chunks, and of its files: of several chunks where those are larger."""
+
+    chunk: tuple[int, ...]
+    file: tuple[int, ...]
+
+    def store(self, folder: Path, numbers: Index, block: np.ndarray) -> None:
+        """Writes a chunk, or the first rows of one, at its place in its file."""
+        counts = [whole // part for whole, part in zip(self.file, self.chunk, strict=True)]
+        places = [divmod(n, count) for n, count in zip(numbers, counts, strict=True)]
+        file = folder.joinpath(*(str(number) for number, _ in places))
+        chunk_bytes, total = math.prod(self.chunk) * block.itemsize, math.prod(counts)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as opened:
+                opened.truncate(total * chunk_bytes)
+                opened.seek(total * chunk_bytes)
+                if total > 1:  # where each begins, and its length
+                    begins = np.arange(total, dtype="<u8") * chunk_bytes
+                    index = np.stack([begins, np.full_like(begins, chunk_bytes)], axis=1)
+                    opened.write(index.tobytes())
+        position = 0
+        for (_, inside), count in zip(places, counts, strict=True):
+            position = position * count + inside
+        with file.open("r+b") as opened:
+            opened.seek(position * chunk_bytes)
+            opened.write(block.reshape(-1).view(np.uint8).data)
+
+
+def _cut(info: TensorInfo, chunk: tuple[int, ...], lead: int) -> _Cut:
+    """Of the first `lead` dimensions, a file holds as many entries of the last as FILE_BYTES have
+    room for; if that is all of them, then of the one before it."""
+    file = list(chunk)
+    for dimension in reversed(range(lead)):
+        size = info.shape[dimension]
+        file_bytes = math.prod(file) * info.dtype.itemsize
+        file[dimension] = row_blocks((size,), file_bytes, FILE_BYTES)[0].stop
+        if file[dimension] < size:
+            break
+    return _Cut(chunk, tuple(file))
+
+
 def as_index(index: Index | int | None) -> Index:
     return () if index is None else (index,) if isinstance(index, int) else index
 
@@ -289,31 +334,41 @@ def _describe_tree(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     }
 
 
-def _describe_array(info: TensorInfo, chunk: tuple[int, ...]) -> dict[str, Any]:
-    """zarr.json of an array whose chunks are plain bytes."""
+def _describe_array(info: TensorInfo, cut: _Cut) -> dict[str, Any]:
+    """zarr.json of an array whose chunks are plain bytes, in files of one or, in order, more."""
+    codecs: list[Any] = [_BYTES_CODEC if info.dtype.itemsize > 1 else {"name": "bytes"}]
+    if cut.file != cut.chunk:
+        shard = {"chunk_shape": list(cut.chunk), "codecs": codecs, "index_codecs": [_BYTES_CODEC]}
+        shard["index_location"] = "end"
+        codecs = [{"name": "sharding_indexed", "configuration": shard}]
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(info.shape),
         "data_type": str(info.dtype),
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunk)}},
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(cut.file)}},
         "chunk_key_encoding": {"name": "default"},
         "fill_value": np.zeros((), info.dtype).astype(object).item(),
-        "codecs": [_BYTES_CODEC if info.dtype.itemsize > 1 else {"name": "bytes"}],
+        "codecs": codecs,
     }
 
 
 def _chunk_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
     """How a tensor is cut into files; each begins with its values, whoever wrote it.
 
-    Orbax writes one chunk a file as a shard: its values, then an index of 20 bytes.
+    Orbax writes one chunk a file as a shard: its values, then an index of 20 bytes. StreamWriter's
+    shards, alone without a checksum of their index, have all of their chunks in C's order.
     """
     described = json.loads(path.read_bytes())
     chunk = described["chunk_grid"]["configuration"]["chunk_shape"]
     codecs = described["codecs"]
     if codecs[0]["name"] == "sharding_indexed":
         shard = codecs[0]["configuration"]
-        whole = shard["chunk_shape"] == chunk and shard.get("index_location", "end") == "end"
+        ours = shard.get("index_codecs") == [_BYTES_CODEC] and _in_order(
+            shard["chunk_shape"], chunk
+        )
+        first = shard.get("index_location", "end") == "end"
+        whole = first and (shard["chunk_shape"] == chunk or ours)
         codecs = shard["codecs"] if whole else codecs
     plain = codecs in ([_BYTES_CODEC], [{"name": "bytes"}])
     if not plain or described["chunk_key_encoding"] != {"name": "default"}:
@@ -321,6 +376,12 @@ def _chunk_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
     if tuple(described["shape"]) != info.shape or described["data_type"] != str(info.dtype):
         raise CorruptCheckpointError(f"{path} is not of the {info} that the manifest names")
     return tuple(chunk)
+
+
+def _in_order(part: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether parts of this shape, one after the other, are the bytes of the whole."""
+    cut = next((i for i, size in enumerate(part) if size > 1), len(part))
+    return len(part) == len(whole) and [*part[cut + 1 :]] == [*whole[cut + 1 :]]
 
 
 def _assemble(

@@ -66,11 +66,11 @@ def assert_same_bits(found, wanted):
     assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
 
 
-@pytest.fixture(params=[64 << 20, 40])
+@pytest.fixture(params=[(64 << 20, 1 << 30), (64 << 20, 330), (40, 330)])
 def block_bytes(request, monkeypatch):
-    """One block a piece, and several."""
-    monkeypatch.setattr(stream, "BLOCK_BYTES", request.param)
-    return request.param
+    """One block a piece, and several; files of all pieces, and of some."""
+    monkeypatch.setattr(stream, "BLOCK_BYTES", request.param[0])
+    monkeypatch.setattr(stream, "FILE_BYTES", request.param[1])
 
 
 def test_the_manager_restores_what_was_streamed(tmp_path, block_bytes):
@@ -138,6 +138,41 @@ def test_reads_what_the_manager_wrote(tmp_path, spec, monkeypatch):
     with Checkpointer(tmp_path) as checkpointer:
         assert checkpointer.save(3, tree, {"note": [1, None]}) and checkpointer.wait()
     check_reader(tmp_path, values)
+
+
+# Of a piece of 80 bytes, and of 6 layers of 5 experts: bytes of a file, (layers, experts) of one.
+FILES = {79: (1, 1), 80: (1, 1), 170: (1, 2), 399: (1, 4), 400: (1, 5), 800: (2, 5), 1999: (3, 5)}
+
+
+@pytest.mark.parametrize("file_bytes", FILES)
+def test_files_of_many_pieces(tmp_path, monkeypatch, file_bytes):
+    """Each as large as there is room for; a device that wants some pieces reads no others."""
+    monkeypatch.setattr(stream, "FILE_BYTES", file_bytes)
+    layers, experts = FILES[file_bytes]
+    values = np.random.default_rng(0).standard_normal((6, 5, 5, 4)).astype("f4")
+    order = np.random.default_rng(1).permutation([*np.ndindex(6, 5)])
+    with StreamWriter(tmp_path, 0, infos({"w": values}), {}) as writer:
+        for layer, expert in order.tolist():
+            writer.write("w", values[layer, expert], (layer, expert))
+    folder = tmp_path / "step_00000000" / "arrays" / "w"
+    files = [path for path in (folder / "c").rglob("*") if path.is_file()]
+    assert len(files) == 6 // layers * -(-5 // experts)
+    index = 16 * layers * experts if layers * experts > 1 else 0
+    assert {path.stat().st_size for path in files} == {80 * layers * experts + index}
+    described = json.loads((folder / "zarr.json").read_text())
+    if index:
+        assert described["codecs"][0]["configuration"]["chunk_shape"] == [1, 1, 5, 4]
+
+    mesh = jax.make_mesh((2, 3), ("x", "y"), axis_types=(AxisType.Auto,) * 2,
+                         devices=jax.devices()[:6])  # fmt: skip
+    for spec in (P(("x", "y")), P("y", None, None, "x")):
+        sharding = NamedSharding(mesh, spec)
+        wanted = {"w": jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=sharding)}
+        assert_same_bits(Checkpointer(tmp_path).restore(0, wanted)[0]["w"], values)
+    reader = StreamReader(tmp_path, 0)
+    assert_same_bits(reader.read("w", (5, 4)), values[5, 4])
+    assert_same_bits(reader.read("w", 1), values[1])
+    assert_same_bits(np.concatenate([*reader.blocks("w")]), values)
 
 
 def test_casts_exactly_and_pads_with_zeros(tmp_path, block_bytes):
@@ -221,11 +256,11 @@ def test_every_flipped_byte_of_a_file_is_found(tmp_path):
             writer.write("model/w", values["model/w"][index], index)
     files = sorted(p for p in (tmp_path / "good").rglob("*") if p.is_file())
     files = [path.relative_to(tmp_path / "good") for path in files if path.name != "_METADATA"]
-    assert len(files) == 5
-    for file in files:
+    assert len(files) == 3  # the manifest, what describes the tensor, its values and their places
+    for file, part in itertools.product(files, (0.1, 0.5)):
         shutil.copytree(tmp_path / "good", tmp_path / "bad")
         data = bytearray((tmp_path / "bad" / file).read_bytes())
-        data[len(data) // 2] ^= 4
+        data[int(len(data) * part)] ^= 4
         (tmp_path / "bad" / file).write_bytes(data)
         with pytest.raises(CorruptCheckpointError):
             StreamReader(tmp_path / "bad", 0).read("model/w", 0)
