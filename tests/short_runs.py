@@ -1,6 +1,8 @@
 """Short runs of a tiny model that tests of whole runs share: parts of one schedule."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +19,11 @@ from maxmeg.config.schema import (
     TrainConfig,
 )
 from maxmeg.data.indexed import IndexedWriter
+from maxmeg.train import main
 
 SAME = 1e-5  # relative, of losses whose sums are made in another order
-EACH = 3  # steps of a part of the run
+EACH = 2  # steps from one checkpoint to the next
+ENDS = (EACH, 2 * EACH, 4 * EACH)  # steps after which the layout changes, and the run is over
 
 
 def write_corpus(folder: Path) -> str:
@@ -33,10 +37,8 @@ def write_corpus(folder: Path) -> str:
     return prefix
 
 
-def config(
-    corpus: str, run_dir: Path, steps: int, total: int, model: dict, parallel: dict, **log
-) -> Config:
-    """`steps` steps of a schedule of rates over `total`, the same whatever `steps` is."""
+def config(corpus: str, run_dir: Path, steps: int, model: dict, parallel: dict, **log) -> Config:
+    """`steps` steps of a schedule of rates that is the same whatever `steps` is."""
     fields = {"hidden_size": 32, "num_heads": 4, "dropout_hidden": 0.1, "max_position": 64}
     return Config(
         run_dir=str(run_dir),
@@ -48,7 +50,7 @@ def config(
             order=DataOrder.native,  # Megatron's depends on the number of steps
         ),
         parallel=ParallelConfig(**parallel),
-        optim=OptimConfig(warmup_steps=2, lr=1e-2, decay_steps=total),
+        optim=OptimConfig(warmup_steps=2, lr=1e-2, decay_steps=ENDS[-1]),
         train=TrainConfig(
             num_steps=steps,
             global_batch_size=16,
@@ -56,9 +58,32 @@ def config(
             eval_every=EACH,
             eval_steps=2,
         ),
-        checkpoint=CheckpointConfig(save_every=0, keep_last=9),
+        checkpoint=CheckpointConfig(save_every=EACH, keep_last=9),
         log=LogConfig(every=1, tensorboard=False, **log),
     )
+
+
+def run_layouts(part: Callable[..., Config], layouts: list[dict], folder: Path) -> list[Path]:
+    """A run that stays on the first layout, and one that went on the others from its first end.
+
+    part(run directory, steps, layout) is a run's config.
+    """
+    whole, changing = folder / "whole", folder / "changing"
+    main(part(whole, ENDS[-1], layouts[0]))
+    copy_run(whole, changing, ENDS[0])
+    for steps, parallel in zip(ENDS[1:], layouts[1:], strict=True):
+        main(part(changing, steps, parallel))
+    return [whole, changing]
+
+
+def copy_run(run_dir: Path, to: Path, step: int) -> None:
+    """The run as it was after so many steps."""
+    shutil.copytree(run_dir, to)
+    for later in (to / "checkpoints").iterdir():
+        if later.name > f"step_{step:08d}":
+            shutil.rmtree(later)
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (to / "metrics.jsonl").write_text("".join(rows[:step]))
 
 
 def curve(run_dir: Path) -> list[dict]:

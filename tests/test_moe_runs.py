@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from short_runs import EACH, SAME, config, curve, digests, write_corpus
+from short_runs import EACH, ENDS, SAME, config, copy_run, curve, digests, run_layouts, write_corpus
 
 from maxmeg import generate
 from maxmeg.config.model import RouterScore
@@ -24,11 +24,13 @@ MODEL = {
     "router_global_aux_loss": 0.01,
     "router_jitter": 0.05,
 }
-PARTS = [
+LAYOUTS = [
     {"fsdp": 8},
     {"fsdp": 2, "expert": 4},
-    {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1},
+    {"data": 2, "fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1}
+    | {"expert_exchange": ExpertExchange.ragged},
 ]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -36,42 +38,40 @@ def corpus(tmp_path_factory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def part(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
-    total = EACH * len(PARTS)
-    made = config(corpus, run_dir, steps, total, MODEL, parallel, sample_prompt=prompt)
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory) -> list[Path]:
+    """One that stayed on the first layout, one that went over all of them."""
+    return run_layouts(
+        lambda *part: config_of(corpus, *part), LAYOUTS, tmp_path_factory.mktemp("runs")
+    )
+
+
+def config_of(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
+    made = config(corpus, run_dir, steps, MODEL, parallel, sample_prompt=prompt)
     made.train.eval_every = 0
     return made
 
 
-@pytest.mark.slow
-def test_a_run_goes_from_one_expert_parallelism_to_another(corpus, tmp_path, capsys):
+def test_a_run_goes_from_one_expert_parallelism_to_another(runs, capsys):
     """Losses are those of one that stayed, and the biases are those to the last digit."""
-    whole, changing = tmp_path / "whole", tmp_path / "changing"
-    main(part(corpus, whole, EACH * len(PARTS), PARTS[0]))
-    for i, parallel in enumerate(PARTS):
-        prompt = "abc" if i == len(PARTS) - 1 else ""
-        main(part(corpus, changing, EACH * (i + 1), parallel, prompt))
-    sample = capsys.readouterr().out.split("--- sample\n")[1]
-    rows = list(zip(curve(changing), curve(whole), strict=True))
-    assert len(rows) == EACH * len(PARTS)
-    for one, other in rows:
+    whole, changing = runs
+    for one, other in zip(curve(changing), curve(whole), strict=True):
         for name in ("loss", "expert_load_max"):
             assert one[name] == pytest.approx(other[name], rel=SAME), one["step"]
-    tensors, wanted = (digests(run, EACH * len(PARTS)) for run in (changing, whole))
+    assert len(curve(whole)) == ENDS[-1]
+    tensors, wanted = (digests(run, ENDS[-1]) for run in (changing, whole))
     assert tensors.keys() == wanted.keys()
     biases = [name for name in tensors if name.startswith("model") and name.endswith("moe/bias")]
     assert biases and all(tensors[name] == wanted[name] for name in biases)
     assert all((run / "experts.png").exists() for run in (whole, changing))
     generate.main(generate.Options(prompt=("abc",), run_dir=str(changing), num_tokens=8))
-    assert sample.startswith("abc") and capsys.readouterr().out.startswith("abc")
+    assert capsys.readouterr().out.startswith("abc")
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_bitwise_the_uninterrupted(corpus, tmp_path):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    parallel = PARTS[2] | {"expert_exchange": ExpertExchange.ragged}
-    main(part(corpus, whole, 2 * EACH, parallel))
-    main(part(corpus, broken, EACH, parallel))
-    main(part(corpus, broken, 2 * EACH, parallel))
+def test_a_resumed_run_is_bitwise_the_uninterrupted(corpus, runs, tmp_path, capsys):
+    whole, broken = runs[1], tmp_path / "broken"
+    copy_run(whole, broken, ENDS[-1] - EACH)
+    main(config_of(corpus, broken, ENDS[-1], LAYOUTS[-1], "abc"))
+    assert "--- sample\nabc" in capsys.readouterr().out
     assert [row["loss"] for row in curve(broken)] == [row["loss"] for row in curve(whole)]
-    assert digests(broken, 2 * EACH) == digests(whole, 2 * EACH)
+    assert digests(broken, ENDS[-1]) == digests(whole, ENDS[-1])

@@ -4,19 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-from short_runs import EACH, SAME, curve, digests, write_corpus
-from short_runs import config as short_run
+from short_runs import EACH, ENDS, SAME, config, copy_run, curve, digests, run_layouts, write_corpus
 
 from maxmeg import evaluate, generate
 from maxmeg.config.schema import Config, Schedule
 from maxmeg.train import main
 
-LAYERS = 6
-PARTS = [
+MODEL = {"num_layers": 6, "mtp_depths": 1}
+LAYOUTS = [
     {"pipe": 1, "fsdp": 8},
-    {"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 3},
     {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},
+    {"pipe": 2, "fsdp": 2, "tensor": 2, "chunks": 3},
 ]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -24,30 +24,30 @@ def corpus(tmp_path_factory) -> str:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def config(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
-    model, total = {"num_layers": LAYERS, "mtp_depths": 1}, EACH * len(PARTS)
-    return short_run(corpus, run_dir, steps, total, model, parallel, sample_prompt=prompt)
+@pytest.fixture(scope="module")
+def runs(corpus, tmp_path_factory) -> list[Path]:
+    """One that stayed on the first layout, one that went over all of them."""
+    return run_layouts(
+        lambda *part: config_of(corpus, *part), LAYOUTS, tmp_path_factory.mktemp("runs")
+    )
 
 
-@pytest.mark.slow
-def test_a_run_goes_from_pipeline_to_pipeline(corpus, tmp_path, capsys):
-    whole, changing = tmp_path / "whole", tmp_path / "changing"
-    main(config(corpus, whole, EACH * len(PARTS), PARTS[0]))
-    for i, parallel in enumerate(PARTS):
-        prompt = "abc" if i == len(PARTS) - 1 else ""
-        main(config(corpus, changing, EACH * (i + 1), parallel, prompt))
-    assert "--- sample\nabc" in capsys.readouterr().out
-    expected = curve(whole)
-    assert len(expected) == EACH * len(PARTS)
-    for one, other in zip(curve(changing), expected, strict=True):
+def config_of(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: str = "") -> Config:
+    return config(corpus, run_dir, steps, MODEL, parallel, sample_prompt=prompt)
+
+
+def test_a_run_goes_from_pipeline_to_pipeline(runs, capsys):
+    whole, changing = runs
+    for one, other in zip(curve(changing), curve(whole), strict=True):
         for name in ("loss", "validation_loss", "mtp_loss/1"):
             assert (name in one) == (name in other)
             if name in one:
                 assert one[name] == pytest.approx(other[name], rel=SAME), one["step"]
-    tensors = digests(changing, EACH * len(PARTS))
-    assert tensors.keys() == digests(whole, EACH * len(PARTS)).keys()
+    assert len(curve(whole)) == ENDS[-1]
+    tensors = digests(changing, ENDS[-1])
+    assert tensors.keys() == digests(whole, ENDS[-1]).keys()
     shapes = {json.dumps(t["shape"]) for name, t in tensors.items() if "stack" in name}
-    assert shapes and all(json.loads(shape)[0] == LAYERS for shape in shapes)
+    assert shapes and all(json.loads(shape)[0] == MODEL["num_layers"] for shape in shapes)
 
     evaluate.main(evaluate.Options(run_dir=str(changing), num_batches=2))
     last = curve(changing)[-1]["validation_loss"]
@@ -57,12 +57,11 @@ def test_a_run_goes_from_pipeline_to_pipeline(corpus, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("abc")
 
 
-@pytest.mark.slow
-def test_a_resumed_pipeline_is_bitwise_the_uninterrupted(corpus, tmp_path):
-    whole, broken, parallel = tmp_path / "whole", tmp_path / "broken", PARTS[1]
-    main(config(corpus, whole, 2 * EACH, parallel))
-    main(config(corpus, broken, EACH, parallel))
-    main(config(corpus, broken, 2 * EACH, parallel))
+def test_a_resumed_pipeline_is_bitwise_the_uninterrupted(corpus, runs, tmp_path, capsys):
+    whole, broken = runs[1], tmp_path / "broken"
+    copy_run(whole, broken, ENDS[-1] - EACH)
+    main(config_of(corpus, broken, ENDS[-1], LAYOUTS[-1], "abc"))
+    assert "--- sample\nabc" in capsys.readouterr().out
     for name in ("loss", "mtp_loss/1"):
         assert [row[name] for row in curve(broken)] == [row[name] for row in curve(whole)]
-    assert digests(broken, 2 * EACH) == digests(whole, 2 * EACH)
+    assert digests(broken, ENDS[-1]) == digests(whole, ENDS[-1])
