@@ -60,7 +60,12 @@ TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}
 # The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
 LAYOUTS = [
     ("mixtral", {"expert": 4, "fsdp": 2}, {}, 0),
-    ("mixtral", {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2}, {}, 0),
+    (
+        "mixtral",
+        {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2},
+        {"expert_capacity": 4.0, "expert_pad": True},  # all that there may be: nothing is dropped
+        0,
+    ),
     ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": Recompute.selective}, 16),
     (
         "deepseek",

@@ -13,7 +13,8 @@ def moe(size: Sizes) -> Iterator[Item]:
 
 
 def measure(size: Sizes, mixture: Mixture) -> dict:
-    """TFLOP/s and MFU of each backend of the products, and as ratios to the MLP."""
+    """TFLOP/s and MFU of each backend of the products, and of plain ones of experts padded to their
+    even share; and as ratios to the MLP."""
     import jax
     import jax.numpy as jnp
 
@@ -34,12 +35,13 @@ def measure(size: Sizes, mixture: Mixture) -> dict:
         layer = jax.jit(lambda key: kind(key, spec))(jax.random.key(0))
         return jax.tree.map(lambda a: a.astype(jnp.bfloat16), layer)
 
+    routing = RoutingSpec(mixture.experts, mixture.chosen)
     layers = {"dense MLP": made(Mlp, MlpSpec(width, mixture.chosen * inner))}
     for backend in size.backends("grouped", tuple(BACKENDS)):
         if backend == "xla" and mixture.experts > 8 and size.on_gpu:
             continue  # it multiplies every token with every expert
-        routing = RoutingSpec(mixture.experts, mixture.chosen)
         layers[backend] = made(Moe, MoeSpec(width, inner, routing, backend=backend))
+    layers["padded"] = made(Moe, MoeSpec(width, inner, routing, capacity=1.0, pad=True))
     forward: dict[str, Callable] = {}
     both: dict[str, Callable] = {}
     for name, layer in layers.items():

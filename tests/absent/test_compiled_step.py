@@ -9,6 +9,7 @@ import pytest
 from maxmeg.config.model import ExpertBackend, Recompute
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
+from maxmeg.ops.dispatch import capacity_of
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.flops import training_flops
@@ -205,6 +206,27 @@ def test_what_experts_send_is_the_least_that_the_buffer_allows(sparse):
     sent = [row for row in report.collectives if row.kind == "all-to-all" and not row.unbounded]
     assert {row.axes for row in sent} == {("expert",)}
     assert sum(row.volume for row in sent) == 4 * copies * 2 * model.hidden_size + 2 * copies * 8
+
+
+def test_padded_experts_are_plain_products_and_one_exchange_each_way():
+    """FLOPs are of every expert's capacity, none of another expert's; nothing goes in rounds."""
+    config = llama(1, expert=EXPERTS, fsdp=1)
+    config.train.global_batch_size = EXPERTS
+    experts = {"num_layers": 2, "num_experts": EXPERTS, "expert_capacity": 1.25, "expert_pad": True}
+    config.model = dataclasses.replace(config.model, **experts)
+    report = compile_report(config, "h100", EXPERTS)
+    model, tokens = config.model, config.data.sequence_length
+    rows = EXPERTS * capacity_of(tokens, model.experts_per_token, EXPERTS, 1.25)
+    copies = tokens * model.experts_per_token
+    empty = 2 * 3 * 3 * (rows - copies) * model.hidden_size * model.ffn * model.num_layers
+    whole = training_flops(model, tokens, GPUS) / GPUS + empty
+    assert whole <= report.flops <= FLOPS * whole
+    assert not any("mosaic" in name for name in report.kernels)
+    sent = [row for row in report.collectives if row.kind == "all-to-all"]
+    assert sum(row.runs for row in sent) == 6 * model.num_layers  # of vectors 4, of weights 2
+    assert not any(row.unbounded for row in sent)
+    volume = (4 * 2 * model.hidden_size + 2 * 4) * rows * model.num_layers
+    assert sum(row.volume for row in sent) == volume
 
 
 def test_shared_experts_run_beside_what_is_sent(sparse):
