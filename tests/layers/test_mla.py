@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from sharded_layers import check_equal, on_mesh, with_gradients
 
 from maxmeg.config.model import ModelConfig, Position, QkNorm
 from maxmeg.config.schema import Config
@@ -21,11 +21,7 @@ from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.models.lm import layer_spec
 from maxmeg.ops.rope import RotarySpec
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import AXES, make_mesh
-from maxmeg.parallel.rules import reductions, storage_specs
-from maxmeg.parallel.spmd import spmd
 
-TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
 B, L, D, H, K, N, V, R = 2, 8, 16, 4, 6, 4, 5, 8
 PLAIN = MlaSpec(
     *(D, H, H, K, RotarySpec(interleaved=True)),
@@ -108,49 +104,18 @@ def defined(layer: Mla, x):
     return project(layer.out, jnp.einsum("bhlm,bmhv->blhv", weights, v).reshape(B, L, -1))
 
 
-def with_gradients(function, layer, x_BLD, slope_BLD):
-    """Output of function(layer, x), and gradients of its sum weighed by the slope."""
-
-    def loss(layer, x_BLD):
-        y_BLD = function(layer, x_BLD)
-        return jnp.sum(y_BLD * slope_BLD), y_BLD
-
-    (_, y_BLD), slopes = jax.value_and_grad(loss, (0, 1), has_aux=True)(layer, x_BLD)
-    return y_BLD, *slopes
-
-
 def found_on(layer: Mla | Residual, dropped: bool = False, **sizes):
     """Output and gradients on a mesh, the sequence sharded over tensor."""
-    whole = dict.fromkeys(AXES, 1) | sizes
-    mesh = make_mesh(whole, jax.devices()[: int(np.prod(list(whole.values())))])
-    specs, places = storage_specs(layer, mesh, zero1=False), reductions(layer, mesh, zero1=False)
     positions_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
-    rows = P("fsdp", "tensor")
 
-    def local(layer, x_BLD, slope_BLD):
+    def output(layer, x_BLD):
         count = len(x_BLD)
-        rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
+        rows_B = collectives.axis_index(("fsdp",)) * count + jnp.arange(count)
         key = jax.random.key(3) if dropped else None
-        ctx = Context(positions_BL[:count], rows_B=rows_B, dropout_key=key)
+        y_BLD = layer(x_BLD, Context(positions_BL[:count], rows_B=rows_B, dropout_key=key))[0]
+        return collectives.scatter_sequence(y_BLD) if isinstance(layer, Mla) else y_BLD
 
-        def output(layer, x_BLD):
-            y_BLD = layer(x_BLD, ctx)[0]
-            return collectives.scatter_sequence(y_BLD) if isinstance(layer, Mla) else y_BLD
-
-        y_BLD, weights, into = with_gradients(output, layer, x_BLD, slope_BLD)
-        weights = jax.tree.map(
-            lambda place, g: collectives.sum_over(g, place.sum_axes), places, weights
-        )
-        return y_BLD, weights, into
-
-    run = spmd(local, mesh, (specs, rows, rows), (rows, specs, rows))
-    return jax.jit(run)(layer, *inputs())
-
-
-def check_equal(found, wanted) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        limit = TOLERANCE * max(float(jnp.abs(other).max()), 1e-3)
-        np.testing.assert_allclose(one, other, rtol=0, atol=limit)
+    return on_mesh(output, layer, sizes)(layer, *inputs())
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -9,17 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from sharded_layers import check_equal, on_mesh
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe, MoeSpec
 from maxmeg.ops.activation import GATED, activate
 from maxmeg.ops.routing import RoutingSpec, Score
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, make_mesh
-from maxmeg.parallel.rules import reductions, storage_specs
+from maxmeg.parallel.mesh import AXES, BATCH_AXES, make_mesh
+from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.spmd import spmd
 
-TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 B, L, D, F, E = 8, 8, 16, 24, 8
 PLAIN = MoeSpec(D, F, RoutingSpec(E, 2), std=0.5, out_std=0.5)
 SIGMOID = RoutingSpec(E, 3, Score.sigmoid, normalize=True, scale=2.5, groups=4, groups_kept=2)
@@ -191,40 +191,22 @@ def expected(spec: MoeSpec, parts: tuple[int, int] = (1, 1)):
     return y_BLD, weights, into
 
 
-def on_mesh(spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None, fold: int = 1):
-    """(what makes the same of the layer on a mesh, the sequence sharded over tensor; of what)."""
-    sizes = dict.fromkeys(AXES, 1) | sizes
-    count = int(np.prod(list(sizes.values())))
-    mesh, moe = make_mesh(sizes, jax.devices()[:count], fold), moe or model(spec)
-    specs, places = storage_specs(moe, mesh, zero1=False), reductions(moe, mesh, zero1=False)
-    rows = P(BATCH_AXES, TENSOR_AXES)
+def on_devices(
+    spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None, fold: int = 1
+):
+    """(what makes the same of the layer on a mesh, of what)."""
 
-    def local(moe, x_BLD, slope_BLD):
-        def loss(moe, x_BLD):
-            h_BLD = collectives.gather_sequence(x_BLD)
-            ctx = Context(jnp.zeros(h_BLD.shape[:2], int), share=share)
-            y_BLD = moe(h_BLD, ctx)[0]
-            return jnp.sum(y_BLD * slope_BLD), y_BLD
+    def output(moe, x_BLD):
+        h_BLD = collectives.gather_sequence(x_BLD)
+        return moe(h_BLD, Context(jnp.zeros(h_BLD.shape[:2], int), share=share))[0]
 
-        (_, y_BLD), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(moe, x_BLD)
-        weights = jax.tree.map(
-            lambda place, g: collectives.sum_over(g, place.sum_axes), places, weights
-        )
-        return y_BLD, weights, into
-
-    run = spmd(local, mesh, (specs, rows, rows), (rows, specs, rows))
-    return jax.jit(run), (moe, *inputs())
+    moe = moe or model(spec)
+    return on_mesh(output, moe, sizes, fold), (moe, *inputs())
 
 
 def found_on(*arguments, **options):
-    run, operands = on_mesh(*arguments, **options)
+    run, operands = on_devices(*arguments, **options)
     return run(*operands)
-
-
-def check_equal(found, wanted) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        limit = TOLERANCE * max(float(jnp.abs(other).max()), 1e-3)
-        np.testing.assert_allclose(one, other, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -275,7 +257,7 @@ def test_capacity_drops_the_same_copies_however_they_travel(pads, how, drop, nam
 def test_padded_experts_take_one_exchange_each_way():
     """Of blocks as large as capacities, and of weights; no loop, no grouped product."""
     spec = dataclasses.replace(PLAIN, capacity=0.5, pad=True)
-    run, operands = on_mesh(spec, {"expert": 4})
+    run, operands = on_devices(spec, {"expert": 4})
     text = run.lower(*operands).as_text()
     sent = re.findall(r"all_to_all.*\(tensor<([0-9x]+)xf32>\)", text)
     room = B * L * 2 // 4 // E // 2

@@ -1,0 +1,52 @@
+"""One layer's output and gradients, also on meshes, and whether others are equal."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, make_mesh
+from maxmeg.parallel.rules import reductions, storage_specs
+from maxmeg.parallel.spmd import spmd
+
+TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
+
+
+def with_gradients(output: Callable, layer, x_BLD: jax.Array, slope_BLD: jax.Array) -> tuple:
+    """output(layer, x), and gradients of its sum weighed by the slope."""
+
+    def loss(layer, x_BLD):
+        y_BLD = output(layer, x_BLD)
+        return jnp.sum(y_BLD * slope_BLD), y_BLD
+
+    (_, y_BLD), slopes = jax.value_and_grad(loss, (0, 1), has_aux=True)(layer, x_BLD)
+    return y_BLD, *slopes
+
+
+def on_mesh(output: Callable, layer, sizes: dict[str, int], fold: int = 1) -> Any:
+    """What makes the same of (layer, x, slope) on a mesh, sequences sharded over tensor; `output`
+    sees a device's part."""
+    sizes = dict.fromkeys(AXES, 1) | sizes
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    mesh = make_mesh(sizes, devices, fold)
+    specs, places = storage_specs(layer, mesh, zero1=False), reductions(layer, mesh, zero1=False)
+    rows = P(BATCH_AXES, TENSOR_AXES)
+
+    def local(layer, x_BLD, slope_BLD):
+        y_BLD, weights, into = with_gradients(output, layer, x_BLD, slope_BLD)
+        weights = jax.tree.map(
+            lambda place, g: collectives.sum_over(g, place.sum_axes), places, weights
+        )
+        return y_BLD, weights, into
+
+    return jax.jit(spmd(local, mesh, (specs, rows, rows), (rows, specs, rows)))
+
+
+def check_equal(found, wanted) -> None:
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        limit = TOLERANCE * max(float(jnp.abs(other).max()), 1e-3)
+        np.testing.assert_allclose(one, other, rtol=0, atol=limit)
