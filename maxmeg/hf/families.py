@@ -30,6 +30,7 @@ FREE = {
     *("router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss"),
     *("router_global_aux_loss", "router_jitter", "mtp_loss", "expert_backend"),
 }
+DROPS = {"expert_capacity", "expert_drop", "expert_pad"}  # of training: what is published has none
 PLACEMENT = ("first_dense_layers", "expert_every", "expert_pattern")
 CLOSE = 1e-9  # of numbers that go through a root and back
 
@@ -126,7 +127,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
         ours, theirs = plain_value(model, field), plain_value(other, field)
         both = isinstance(ours, float) and isinstance(theirs, float)
         equal = math.isclose(ours, theirs, rel_tol=CLOSE) if both else ours == theirs
-        if field not in FREE and not equal:
+        if field not in FREE | DROPS and not equal:
             if field in PLACEMENT:
                 ours, theirs = getattr(model, field), getattr(other, field)
                 if ours == theirs:  # another of them differs

@@ -423,6 +423,12 @@ def test_layers_without_experts_anywhere():
                                       expert_every=2), "DeepseekV3ForCausalLM")  # fmt: skip
 
 
+def test_models_that_dropped_in_training_are_published_without():
+    model = model_config(MIXTRAL)
+    dropped = dataclasses.replace(model, expert_capacity=1.25, expert_pad=True)
+    assert hf_config(dropped, "MixtralForCausalLM") == hf_config(model, "MixtralForCausalLM")
+
+
 def test_losses_of_a_router_count_where_they_are_switched_on():
     on = {**MIXTRAL, "output_router_logits": True}
     assert model_config(MIXTRAL).router_aux_loss == 0
