@@ -56,7 +56,8 @@ MODELS = {
         "mtp_depths": 1,  # every stage runs that layer: its experts' tokens are counted once
     },
 }
-TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}
+TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}  # several rounds
+WIDE = {"expert_buffer": 3.0}  # one
 # The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
 LAYOUTS = [
     ("mixtral", {"expert": 4, "fsdp": 2}, {}, 0),
@@ -76,7 +77,7 @@ LAYOUTS = [
     (
         "deepseek",
         {"pipe": 2, "expert": 4, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble}
-        | {"expert_tensor": 1},
+        | {"expert_tensor": 1, **WIDE},
         {},
         2,
     ),
