@@ -3,6 +3,7 @@
 Layers lie stacked under one name (`decoder.layers.mlp.linear_fc2.weight` [L, ...]) or each under
 its own; norms are named as Transformer Engine fuses them or as they stand; queries, keys and values
 are interleaved by groups of heads, [gate; up] are one tensor or two (`weight_w`, `weight_v`).
+Experts are stacked too, or each by itself (see megatron_experts.py).
 Optimizer, schedules and random states are left out.
 """
 
@@ -27,9 +28,10 @@ from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm,
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.hf import megatron_experts
 from maxmeg.hf.binding import Binding
 from maxmeg.hf.convert import Report
-from maxmeg.hf.families import FREE, bindings
+from maxmeg.hf.families import FREE, bindings, plain_value, unused_arrays
 from maxmeg.hf.keys import resolved
 from maxmeg.hf.tables import QKV, Family
 from maxmeg.hf.torch_dist import METADATA, TorchDistReader
@@ -37,10 +39,16 @@ from maxmeg.hf.trained import array_path, array_paths
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 Arguments = Mapping[str, typing.Any]
-Piece = tuple[str, int | None]  # a tensor of the checkpoint, or one entry of it
+# A tensor of the checkpoint, or an entry of it: of a layer, of an expert, or of both.
+Piece = tuple[str, tuple[int, ...]]
 
 LATEST = "latest_checkpointed_iteration.txt"
 LAYER = "decoder.layers."
+# A layer's number, an expert's: how names with them begin to be those of stacked tensors.
+NUMBERED = {
+    LAYER: re.compile(r"^decoder\.layers\.(\d+)\."),
+    ".experts.experts.": re.compile(r"\.experts\.experts\.(\d+)\."),
+}
 ENDS = {
     "embedding": "embedding.word_embeddings",
     "positions": "embedding.position_embeddings",
@@ -68,7 +76,6 @@ LEFT_OUT = re.compile(
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
 # Arguments that would change the maths, and the values with which they do not.
 WITHOUT_EFFECT: dict[str, tuple] = {
-    "num_experts": (None, 0),
     "multi_latent_attention": (None, False),
     "attention_output_gate": (None, False),
     "experimental_attention_variant": (None,),
@@ -127,6 +134,8 @@ def import_megatron(
             ) as writer:
                 for binding in bound:
                     write(writer, reader, binding, pieces[binding.theirs])
+                for name, shape in unused_arrays(config.model).items():
+                    writer.write(array_path(name), np.zeros(shape, np.float32))
         except BaseException:
             shutil.rmtree(target / CHECKPOINTS, ignore_errors=True)
             raise
@@ -139,7 +148,7 @@ def write(
     writer: StreamWriter, reader: TorchDistReader, binding: Binding, pieces: list[Piece]
 ) -> None:
     """One tensor of theirs as arrays of ours."""
-    tensors = [reader.read(*piece) for piece in pieces]
+    tensors = [reader.read(name, *index) for name, index in pieces]
     tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
     padded = binding.ours[0].name in VOCABULARY_TABLES
     if padded:
@@ -190,11 +199,13 @@ def decided(config: Config | None, arguments: Arguments, tokenizer: str) -> Conf
         config.data.sequence_length = arguments.get("seq_length") or config.data.sequence_length
         return config
     given = {field: resolved(config.model, field) for field in fields}
+    theirs = ModelConfig(**fields)
     wrong = [
         f"model.{field}={getattr(given[field], 'name', given[field])}, in the checkpoint "
         f"{getattr(value, 'name', value)}"
         for field, value in fields.items()
-        if field != "max_position" and given[field] != value
+        if field != "max_position"
+        and plain_value(config.model, field) != plain_value(theirs, field)
     ]
     if wrong:
         raise ValueError(f"the config is not of the checkpoint's model: {'; '.join(wrong)}")
@@ -244,6 +255,7 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
         "tied": not flag("untie_embeddings_and_output_weights"),
         "max_position": arguments.get("max_position_embeddings") or 0,
         **windows(arguments, refused),
+        **megatron_experts.fields(arguments, refused),
     }
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)
@@ -347,8 +359,14 @@ def resolve_sizes(config: Config, tensors: Mapping[str, TensorInfo]) -> str:
 
 def family(model: ModelConfig) -> Family:
     up = ("mlp.gate", "mlp.up") if model.gated else "mlp.up"
-    modules = {**LAYERS, up: "mlp.linear_fc1"}
-    return Family("megatron", (), ENDS, LAYER, modules, {}, grouped=frozenset({LAYERS[QKV]}))
+    shared, arrays, experts = megatron_experts.names(model.gated)
+    return Family(
+        "megatron",
+        *((), ENDS, LAYER, {**LAYERS, up: "mlp.linear_fc1", **shared}, {}),
+        grouped=frozenset({LAYERS[QKV]}),
+        arrays=arrays,
+        experts=experts,
+    )
 
 
 def locate(
@@ -378,11 +396,7 @@ def locate(
     used = {key for pieces in found.values() for key, _ in pieces}
     extra = [key for key in dtypes if key not in used and not LEFT_OUT.match(key)]
     problems += [f"{key} ({dtypes[key]}) has no place in this model" for key in extra]
-    stacked = {key for pieces in found.values() for key, index in pieces if index is not None}
-    layers = {index for pieces in found.values() for _, index in pieces if index is not None}
-    for key in stacked:
-        if tensors[key].shape[0] > len(layers):
-            problems.append(f"{key} has {tensors[key].shape[0]} layers, the model {len(layers)}")
+    problems += left_over(found, tensors)
     if problems:
         more = f"\nand {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(
@@ -394,14 +408,27 @@ def locate(
 
 
 def piece_of(name: str, names: Mapping[str, str]) -> Piece | None:
-    """A tensor under its own name, or a layer of a stacked one."""
-    if name in names:
-        return names[name], None
-    numbered = re.match(re.escape(LAYER) + r"(\d+)\.", name)
-    if numbered is None:
-        return None
-    key = names.get(LAYER + name[numbered.end() :])
-    return None if key is None else (key, int(numbered[1]))
+    """A tensor under its own name, or an entry of one in which layers, experts or both lie."""
+    ways: list[Piece] = [(name, ())]
+    for plain, numbered in NUMBERED.items():
+        for known, index in [*ways]:
+            if number := numbered.search(known):
+                whole = known[: number.start()] + plain + known[number.end() :]
+                ways.append((whole, (*index, int(number[1]))))
+    return next(((names[known], index) for known, index in ways if known in names), None)
+
+
+def left_over(found: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
+    """Entries of stacked tensors that the model has no place for."""
+    used: dict[str, set[tuple[int, ...]]] = {}
+    for key, index in (piece for pieces in found.values() for piece in pieces if piece[1]):
+        used.setdefault(key, set()).add(index)
+    for key, entries in used.items():
+        kinds = ["experts"] if NUMBERED[LAYER].match(key) else ["layers", "experts"]
+        for dimension, kind in enumerate(kinds[: len(next(iter(entries)))]):
+            count = len({index[dimension] for index in entries})
+            if tensors[key].shape[dimension] > count:
+                yield f"{key} has {tensors[key].shape[dimension]} {kind}, the model {count}"
 
 
 def misfits(
@@ -413,11 +440,11 @@ def misfits(
         return
     shapes = []
     for key, index in pieces:
-        shape = tensors[key].shape
-        if index is not None and not (shape and index < shape[0]):
-            yield f"{key} {list(shape)} has no layer {index}"
+        shape, lead = tensors[key].shape, len(index)
+        if len(shape) < lead or any(i >= size for i, size in zip(index, shape, strict=False)):
+            yield f"{key} {list(shape)} has no entry {', '.join(map(str, index))}"
             return
-        shapes.append(shape if index is None else shape[1:])
+        shapes.append(shape[lead:])
     whole = shapes[0]
     if count > 1:
         whole = (sum(shape[0] for shape in shapes if shape), *whole[1:])

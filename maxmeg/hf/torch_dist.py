@@ -63,6 +63,7 @@ class TorchDistReader:
             found = self._ask("catalogue", str(self._folder / METADATA))
             self._objects = found["objects"]
             self.dtypes = {name: str(s["dtype"]) for name, s in found["tensors"].items()}
+            self._by_entry: dict[str, dict[int, list[Part]]] = {}
             self._shapes = {name: tuple(s["shape"]) for name, s in found["tensors"].items()}
             self._parts = {
                 name: [self._part(name, chunk) for chunk in stored["chunks"]]
@@ -88,23 +89,35 @@ class TorchDistReader:
         name, start, length = self._place(OBJECT, place)
         return self._ask("arguments", str(self._folder / name), start, length)
 
-    def read(self, name: str, index: int | None = None) -> np.ndarray:
-        """A tensor, or entry `index` of its dimension 0."""
+    def read(self, name: str, *index: int) -> np.ndarray:
+        """A tensor, or an entry of its first dimensions."""
         if name not in self.tensors:
             raise ValueError(f"{self._folder} has no weights named {name}")
-        shape = self._shapes[name]
-        if index is not None and (not shape or not 0 <= index < shape[0]):
-            raise ValueError(f"tensor {name} of shape {shape} has no entry {index}")
-        wanted: Box = tuple((0, size) for size in shape)
-        if index is not None:
-            wanted = ((index, index + 1), *wanted[1:])
-        parts = [(part, common(part.box, wanted)) for part in self._parts[name]]
+        shape, lead = self._shapes[name], len(index)
+        inside = all(0 <= i < size for i, size in zip(index, shape, strict=False))
+        if lead > len(shape) or not inside:
+            shown = ", ".join(map(str, index))
+            raise ValueError(f"tensor {name} of shape {shape} has no entry {shown}")
+        entries, rest = [(i, i + 1) for i in index], [(0, size) for size in shape[lead:]]
+        wanted: Box = (*entries, *rest)
+        near = self._entries(name).get(index[0], []) if index else self._parts[name]
+        parts = [(part, common(part.box, wanted)) for part in near]
         parts = [(part, box) for part, box in parts if volume(box)]
         self._check_cover(name, [box for _, box in parts], wanted)
         array = np.empty([end - begin for begin, end in wanted], DTYPES[self.dtypes[name]])
         for part, box in parts:
             array[slices(box, wanted)] = self._receive(name, part, box)
-        return array if index is None else array[0]
+        return array[(0,) * lead] if lead else array
+
+    def _entries(self, name: str) -> dict[int, list[Part]]:
+        """The parts of every entry of dimension 0: of experts of all layers there are thousands."""
+        if name not in self._by_entry:
+            entries: dict[int, list[Part]] = {}
+            for part in self._parts[name]:
+                for entry in range(*part.box[0]):
+                    entries.setdefault(entry, []).append(part)
+            self._by_entry[name] = entries
+        return self._by_entry[name]
 
     def close(self) -> None:
         """Ends the process that reads."""

@@ -1,13 +1,23 @@
 """Megatron's arguments as fields of ours, and tensors by whatever names it gave them."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
+from maxmeg.config.model import (
+    Activation,
+    ExpertDrop,
+    ModelConfig,
+    Norm,
+    Position,
+    QkNorm,
+    RotaryScaling,
+    RouterScore,
+)
 from maxmeg.config.schema import Config
 from maxmeg.hf import megatron
 from maxmeg.hf.families import bindings
@@ -69,6 +79,44 @@ GIVEN = [
     ),
 ]
 
+# The same of arguments beside num_experts.
+ROUTED = [
+    (
+        {},
+        {"experts_per_token": 2, "expert_every": 1, "router_score": RouterScore.softmax}
+        | {"router_over_all": False, "router_normalize": False, "router_logit_bias": True}
+        | {"expert_ffn_size": 256, "router_bias": False, "expert_capacity": 0.0},
+    ),
+    ({"moe_ffn_hidden_size": 24, "ffn_hidden_size": 48}, {"expert_ffn_size": 24, "ffn_size": 48}),
+    ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {"router_over_all": True}),
+    (
+        {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+        {"router_score": RouterScore.sigmoid, "router_normalize": True, "router_bias": True},
+    ),
+    (
+        {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
+        {"router_normalize": False, "experts_per_token": 1},
+    ),
+    (
+        {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
+        | {"moe_router_topk_scaling_factor": 2.5},
+        {"router_groups": 4, "router_groups_kept": 2, "router_scale": 2.5},
+    ),
+    (
+        {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+        {"shared_ffn_size": 24, "shared_gate": True},
+    ),
+    ({"moe_layer_freq": 2}, {"expert_every": 2}),
+    ({"moe_layer_freq": [0, 1]}, {"expert_pattern": (0, 1)}),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, {"router_sinkhorn": True}),
+    ({"moe_router_load_balancing_type": ["aux_loss"]}, {"router_sinkhorn": False}),
+    (
+        {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
+        {"expert_capacity": 1.5, "expert_drop": ExpertDrop.weight, "expert_pad": True},
+    ),
+]
+GIVEN += [({"num_experts": 8, **arguments}, fields) for arguments, fields in ROUTED]
+
 
 @pytest.mark.parametrize(("arguments", "fields"), GIVEN)
 def test_arguments_are_fields(arguments: dict, fields: dict):
@@ -78,7 +126,11 @@ def test_arguments_are_fields(arguments: dict, fields: dict):
 
 
 REFUSED = [
-    ({"num_experts": 8}, "num_experts=8"),
+    ({"num_experts": 8, "moe_latent_size": 4}, "moe_latent_size=4"),
+    ({"num_experts": 8, "moe_router_score_function": "x"}, "score_function='x' .supported are"),
+    ({"num_experts": 8, "moe_layer_freq": [1, 0, 1]}, "moe_layer_freq=.* of 2 layers"),
+    ({"num_experts": 8, "moe_layer_freq": 0}, "moe_layer_freq=0"),
+    ({"num_experts": 8, "moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "x"}, "='x'"),
     ({"multi_latent_attention": True}, "multi_latent_attention=True"),
     ({"position_embedding_type": "yarn"}, r"position_embedding_type='yarn' \(supported are"),
     ({"normalization": "L2Norm"}, "normalization='L2Norm'"),
@@ -109,6 +161,14 @@ def test_a_config_is_held_against_the_arguments():
     )
     with pytest.raises(ValueError, match=message):
         megatron.decided(config, SIZES, "")
+    placed = SIZES | {"num_experts": 4, "moe_layer_freq": [0, 1], "add_bias_linear": False}
+    config = Config(model=ModelConfig(**megatron.architecture(placed)))
+    config.data.tokenizer = "null:9"
+    config.model.expert_pattern, config.model.first_dense_layers = (), 1  # the same layers
+    assert megatron.decided(config, placed, "").model.first_dense_layers == 1
+    config.model.first_dense_layers = 0
+    with pytest.raises(ValueError, match=r"model.expert_pattern=\(\), in the checkpoint \(0, 1\)"):
+        megatron.decided(config, placed, "")
     with pytest.raises(ValueError, match="no readable arguments: give its architecture"):
         megatron.decided(None, {}, "")
 
@@ -228,6 +288,45 @@ def test_every_naming_has_every_tensor(naming: str):
     assert [name[-2:] for name in halves] in (["_w", "_v"], ["ht"])
 
 
+SPARSE = dataclasses.replace(
+    MODEL, num_experts=3, expert_ffn_size=6, shared_ffn_size=4, shared_gate=True, bias_mlp=True
+)
+
+
+def stack_experts(shapes: dict) -> dict:
+    found = {}
+    for name, shape in shapes.items():
+        plain = re.sub(r"\.experts\.experts\.\d+\.", ".experts.experts.", name)
+        found[plain] = shape if plain == name else (SPARSE.num_experts, *shape)
+    return found
+
+
+@pytest.mark.parametrize("changes", [[], [stack_experts], [stack_experts, stack], [halve]])
+@pytest.mark.parametrize("pattern", [(), (0, 1)])
+def test_experts_lie_by_themselves_or_stacked(changes, pattern):
+    if pattern and stack in changes:
+        return  # layers that differ are never stacked
+    model = dataclasses.replace(SPARSE, expert_pattern=pattern)
+    shapes = tensors_of(model)
+    for change in changes:
+        shapes = change(shapes)
+    found = locate(shapes, model)
+    pieces = [piece for parts in found.values() for piece in parts]
+    assert {name for name, _ in pieces} == set(shapes) and len(set(pieces)) == len(pieces)
+    lead = (1,) * (stack in changes) + (2,) * (stack_experts in changes)
+    assert found[f"{STACKED}1.mlp.experts.experts.2.linear_fc2.weight"][0][1] == lead
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_another_number_of_experts_is_named(layers):
+    shapes = stack_experts(tensors_of(SPARSE))
+    shapes = stack(shapes) if layers else shapes
+    kind = "linear_fc2.weight has 3 experts, the model 2"
+    for count, message in ((2, kind), (4, r"linear_fc2\.weight .* has no entry (\d, )?3")):
+        with pytest.raises(ValueError, match=message):
+            locate(shapes, dataclasses.replace(SPARSE, num_experts=count))
+
+
 def changed(**changes) -> dict:
     """The stacked names with some shapes changed, by the end of a name; None takes it away."""
     shapes = stack(tensors_of(MODEL))
@@ -239,7 +338,7 @@ def changed(**changes) -> dict:
 
 MISFITS = [
     (changed(linear_proj__weight=None), r"0.self_attention.linear_proj.weight \[8, 8\] is missing"),
-    (changed(linear_fc2__weight=(1, 8, 16)), r"linear_fc2.weight \[1, 8, 16\] has no layer 1"),
+    (changed(linear_fc2__weight=(1, 8, 16)), r"linear_fc2.weight \[1, 8, 16\] has no entry 1"),
     (changed(linear_fc2__weight=(3, 8, 16)), "linear_fc2.weight has 3 layers, the model 2"),
     (changed(linear_qkv__weight=(2, 16, 8)), r"is \[16, 8\], the model needs \[24, 8\]"),
     (changed(word_embeddings__weight=(9, 8)), "has 9 words, the model 10"),

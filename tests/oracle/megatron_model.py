@@ -3,7 +3,8 @@
     pip install torch megatron-core
     python tests/oracle/megatron_model.py FOLDER RANK   # RANK 0 and 1, at the same time
 
-Two processes on CPU: `gpt` over two pipeline stages, `llama` over two tensor-parallel ranks. Of
+Two processes on CPU: `gpt`, `mixtral` and `biased` (experts with biases) over two pipeline stages,
+`llama` over two tensor-parallel ranks, `shared` over two expert-parallel ones. Of
 each FOLDER gets NAME.npy, the logits of `tokens()`, and NAME_KEYS/iter_0000010 for the ways to name
 tensors: layers stacked, apart, and with halves of [gate; up] apart too.
 """
@@ -50,12 +51,41 @@ LLAMA = {
     "untie_embeddings_and_output_weights": True,
     "bias_swiglu_fusion": False,
 }
+MIXTRAL = {
+    **{name: value for name, value in LLAMA.items() if name != "qk_layernorm"},
+    "num_layers": 4,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 20,
+    "moe_router_load_balancing_type": "none",
+}
+# Beside a dense layer; the biases of the choice are counts, not trained.
+SHARED = {
+    **MIXTRAL,
+    "num_layers": LAYERS,
+    "moe_layer_freq": [0, 1, 1],
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_num_groups": 2,
+    "moe_router_group_topk": 1,
+    "moe_shared_expert_intermediate_size": 24,
+    "moe_shared_expert_gate": True,
+}
+BIASED = {
+    **{**GPT, "num_layers": 2, "num_experts": 2, "moe_router_topk": 1},
+    **{"moe_router_pre_softmax": True, "moe_router_load_balancing_type": "none"},
+    "bias_gelu_fusion": False,
+}
 STACKED, APART = {}, {"non_homogeneous_layers": True}
 HALVES = {"singleton_local_shards": True}
-# name: arguments, (tensor, pipe), how tensors are named
+# name: arguments, (tensor, pipe, expert), how tensors are named
 MODELS = {
-    "gpt": (GPT, (1, 2), {"stacked": STACKED, "apart": APART}),
-    "llama": (LLAMA, (2, 1), {"stacked": STACKED, "halves": HALVES}),
+    "gpt": (GPT, (1, 2, 1), {"stacked": STACKED, "apart": APART}),
+    "llama": (LLAMA, (2, 1, 1), {"stacked": STACKED, "halves": HALVES}),
+    "mixtral": (MIXTRAL, (1, 2, 1), {"stacked": STACKED, "halves": HALVES}),
+    "shared": (SHARED, (1, 1, 2), {"apart": APART}),
+    "biased": (BIASED, (1, 2, 1), {"stacked": STACKED}),
 }
 
 
@@ -70,7 +100,9 @@ def without_cuda():
     """megatron-core asks for a GPU where none is needed."""
     import torch
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
 
+    moe_utils.te_general_gemm = None  # it is asked for without Transformer Engine too
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *_: None
     torch.Tensor.cuda = lambda self, *_, **__: self
@@ -83,15 +115,20 @@ def build(arguments: dict, tensor: int, pipe: int):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
         get_gpt_mtp_block_spec,
     )
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    torch.manual_seed(0)  # what is on both ranks is the same there
     known = {**COMMON, **arguments}
     fields = {k: v for k, v in known.items() if k in TransformerConfig.__dataclass_fields__}
     if known.get("swiglu"):
         fields |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    if known.get("num_experts"):
+        ranks = parallel_state.get_expert_model_parallel_world_size()
+        fields |= {"num_moe_experts": known["num_experts"], "expert_model_parallel_size": ranks}
     config = TransformerConfig(
         **fields,
         layernorm_epsilon=known.get("norm_epsilon", 1e-5),
@@ -108,6 +145,8 @@ def build(arguments: dict, tensor: int, pipe: int):
     spec = get_gpt_layer_local_spec(
         qk_layernorm=bool(known.get("qk_layernorm")), normalization=norm
     )
+    if known.get("num_experts"):
+        spec = get_gpt_decoder_block_spec(config, False, normalization=norm)
     further = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
     model = GPTModel(
         config,
@@ -124,10 +163,13 @@ def build(arguments: dict, tensor: int, pipe: int):
         mtp_block_spec=further,
     )
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in model.named_parameters():
+    counts = [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
+    for name, parameter in [*model.named_parameters(), *counts]:
         if tied:
             name = name.replace("output_layer", "embedding.word_embeddings")
         shard = rank if getattr(parameter, "tensor_model_parallel", False) else 0
+        if ".local_experts." in name:
+            shard = parallel_state.get_expert_model_parallel_rank()
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {shard}".encode()))
         noise = torch.randn(parameter.shape, generator=generator)
         # bfloat16 holds the sums, so that such checkpoints are exact.
@@ -147,7 +189,8 @@ def forward(model, pipe: int):
         hidden = torch.empty(LENGTH, 1, HIDDEN)
         dist.recv(hidden, 0)
         model.set_input_tensor(hidden)
-    out = model(ids, positions, mask).detach()
+    with torch.no_grad():
+        out = model(ids, positions, mask)
     if pipe > 1 and dist.get_rank() == 0:
         dist.send(out.contiguous(), 1)
     return out
@@ -194,8 +237,8 @@ def main(folder: pathlib.Path, rank: int) -> None:
     from megatron.core import parallel_state
 
     without_cuda()
-    for name, (arguments, (tensor, pipe), namings) in MODELS.items():
-        parallel_state.initialize_model_parallel(tensor, pipe)
+    for name, (arguments, (tensor, pipe, expert), namings) in MODELS.items():
+        parallel_state.initialize_model_parallel(tensor, pipe, expert_model_parallel_size=expert)
         model = build(arguments, tensor, pipe)
         logits = forward(model, pipe)
         if rank == 1:
