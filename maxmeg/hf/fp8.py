@@ -1,4 +1,4 @@
-"""Weights in FP8 by blocks, as DeepSeek V3, Kimi K2 and Qwen 3 are published.
+"""Weights in FP8 by blocks, as DeepSeek V3 and R1 and `-FP8` folders of Qwen 3 are published.
 
 `X` float8_e4m3fn [..., out, in] times `X_scale_inv` [..., ceil(out / rows), ceil(in / columns)],
 one number for each block of weight_block_size=[rows, columns]. Together they are X in bfloat16:

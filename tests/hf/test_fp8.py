@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hf_folders import BF16, LLAMA, random_tensors, write_config, write_tensors
 
 from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.hf import convert, families
-from maxmeg.hf.fp8 import Fp8Weights
+from maxmeg.hf.fp8 import Fp8Weights, block_size
 from maxmeg.hf.quantized import in_full as view
 from maxmeg.hf.safetensors import SafetensorsFolder
 
@@ -140,6 +141,21 @@ def test_other_methods_are_refused_with_what_is_read(case):
     if "fp8" not in str(said):
         with pytest.raises(ValueError, match=r"in full, in fp8 \(e4m3 by blocks\) or in mxfp4"):
             view({"quantization_config": said}, Held(**damaged()))
+
+
+def test_published_settings_are_read():
+    """Of every config.json here that has such; DeepSeek V3.1's has powers of two beside."""
+    folder = Path(__file__).parents[1] / "golden" / "configs"
+    configs = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    configs = [c for c in configs if c.get("quantization_config", {}).get("quant_method") == "fp8"]
+    assert configs
+    for config in configs:
+        said = config["quantization_config"]
+        assert block_size(said) == block_size(said | {"scale_fmt": "ue8m0"}) == (128, 128)
+        plain, _ = view(config, Held())
+        assert families.model_config(plain) == families.model_config(
+            {name: value for name, value in config.items() if name != "quantization_config"}
+        )
 
 
 def test_deepseek_in_eight_bits_is_what_it_is_in_full(tmp_path):
