@@ -4,6 +4,8 @@ import dataclasses
 
 import jax
 
+from maxmeg.ops.dropout import fold
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +33,7 @@ class Context:
     def key(self, place: int) -> jax.Array:
         """Dropout key of the `place`-th use of dropout in this sublayer."""
         assert self.dropout_key is not None
-        key = jax.random.fold_in(self.dropout_key, self.layer)
-        return jax.random.fold_in(jax.random.fold_in(key, self.sublayer), place)
+        return fold(self.dropout_key, self.layer, self.sublayer, place)
 
     def rows(self) -> jax.Array:
         """rows_B where dropout needs them."""

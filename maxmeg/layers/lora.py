@@ -17,7 +17,6 @@ from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import kept
 from maxmeg.parallel.collectives import (
     axis_index,
-    axis_size,
     local_sequence,
     unshard_parameter,
 )
@@ -69,10 +68,9 @@ class Lora(nnx.Module):
         """Which elements dropout keeps: by the global row, position and feature alone."""
         whole_1L = jnp.arange(ctx.positions_BL.shape[1])[None]  # x may be a part of the sequence
         rows_B1, positions_1L = ctx.rows()[:, None], local_sequence(whole_1L, x_BLI.shape[1])
-        axes, width = TENSOR_AXES if self.row_parallel else (), x_BLI.shape[-1]
-        whole = (*x_BLI.shape[:-1], width * axis_size(axes))
-        kept_BLI = kept(whole, self.rate, ctx.key(self.place), rows_B1, positions_1L)
-        return jax.lax.dynamic_slice_in_dim(kept_BLI, axis_index(axes) * width, width, axis=-1)
+        first = axis_index(TENSOR_AXES) * x_BLI.shape[-1] if self.row_parallel else 0
+        place = rows_B1, positions_1L
+        return kept(x_BLI.shape, self.rate, ctx.key(self.place), *place, first=first)
 
 
 def is_linear(node) -> bool:

@@ -19,6 +19,7 @@ from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.residual import ResidualSpec, drop_residual
 from maxmeg.models.stack import Pattern, Stack, UnitSpec
 from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy, softcapped
+from maxmeg.ops.dropout import fold
 from maxmeg.ops.rope import RotaryScaling, RotarySpec
 from maxmeg.parallel import collectives
 from maxmeg.pipeline.layout import Layout, arrange
@@ -182,7 +183,7 @@ class LM(nnx.Module):
             added_BLD = self.positions(collectives.local_sequence(ctx.positions_BL, length))
             x_BLD += collectives.counted_once(added_BLD, (collectives.PIPE_AXIS,))
         if self.dropout and ctx.dropout_key is not None:
-            key = jax.random.fold_in(ctx.dropout_key, EMBEDDING_LAYER)
+            key = fold(ctx.dropout_key, EMBEDDING_LAYER)
             x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
         return x_BLD
 

@@ -19,6 +19,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.models.stack import Unit, UnitSpec
+from maxmeg.ops.dropout import fold
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.parallel.mesh import TENSOR_AXES
@@ -95,7 +96,7 @@ def mtp_loss(
     for i, depth in enumerate(depths):
         later = shifted(batch, i + 1)
         key = ctx.dropout_key
-        own = {"dropout_key": key if key is None else jax.random.fold_in(key, FIRST_KEY + i)}
+        own = {"dropout_key": key if key is None else fold(key, FIRST_KEY + i)}
         there = dataclasses.replace(ctx, positions_BL=later["positions"], **own)
         later_BLD = summed(model.embed(later["tokens"], there))
         x_BLD = depth.joined(x_BLD, later_BLD)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.ops.dropout import drawn
+from maxmeg.ops.dropout import random_bits
 
 SINKHORN_TOLERANCE = 1e-4  # of the mean change of the experts' factors
 SINKHORN_STEPS = 200
@@ -138,11 +138,9 @@ def jittered(
 ) -> Float[Array, "B L D"]:
     """x times noise from 1 - size to 1 + size (Switch Transformer), drawn as `dropout` draws, so
     that it depends on the layout as little."""
-
-    def noise(key, shape):
-        return jax.random.uniform(key, shape, jnp.float32, 1 - size, 1 + size)
-
-    return x_BLD.astype(jnp.float32) * drawn(noise, x_BLD.shape, key, *coordinates)
+    bits_BLD = random_bits(x_BLD.shape, key, *coordinates) >> 8  # float32 has all of these
+    noise_BLD = 1 - size + 2 * size * (bits_BLD.astype(jnp.float32) / 2**24)
+    return x_BLD.astype(jnp.float32) * noise_BLD
 
 
 def of_kept_groups(choice_TE: Float[Array, "T E"], spec: RoutingSpec) -> Bool[Array, "T E"]:
