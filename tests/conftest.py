@@ -1,5 +1,6 @@
 """Eight CPU devices, run-time checked annotations and a compilation cache, set before jax loads."""
 
+import gc
 import hashlib
 import importlib.util
 import os
@@ -54,6 +55,7 @@ def set_environment() -> None:
 
 
 set_environment()
+gc.set_threshold(10_000)  # tracing makes so many objects that looking them over takes a fifth of it
 # An int may stand for a float, as PEP 484 says; everything else must be what it is declared.
 jaxtyping.install_import_hook(
     CHECKED, "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

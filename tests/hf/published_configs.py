@@ -1,5 +1,9 @@
 """Settings in the form that published config.json files have."""
 
+import json
+from pathlib import Path
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 NAMES = dict.fromkeys(("torch_dtype", "transformers_version", "use_cache", "_name_or_path"), "x")
 
 
@@ -214,3 +218,16 @@ GPT2 = {
     "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
     "vocab_size": 50257,
 }
+
+
+def published(name: str) -> dict:
+    """The config.json of a model with experts, without what says how it is quantized."""
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    return {key: value for key, value in config.items() if key != "quantization_config"}
+
+
+MIXTRAL, QWEN2_MOE, QWEN3_MOE, GPT_OSS, GLM45, DEEPSEEK_V2, DEEPSEEK_V3 = (
+    published(name)
+    for name in ("mixtral-8x7b", "qwen2-57b-a14b", "qwen3-30b-a3b", "gpt-oss-120b", "glm4.5",
+                 "deepseek-v2", "deepseek-v3")
+)  # fmt: skip

@@ -40,7 +40,6 @@ ORDERS = {
     "zero_bubble": {"schedule": Schedule.zero_bubble},
 }
 MESHES = [
-    {"pipe": 2, "fsdp": 1},
     {"pipe": 2, "fsdp": 1, "tensor": 2},
     {"pipe": 2, "fsdp": 2},
     {"pipe": 2, "fsdp": 2, "tensor": 2},
@@ -55,12 +54,12 @@ def grid() -> list:
     microbatches a stage in turn."""
     cases = []
     for i, (order, settings) in enumerate(ORDERS.items()):
-        for j, mesh in enumerate([*MESHES[:4], MESHES[4 + i % 3]]):
+        for j, mesh in enumerate([*MESHES[:3], MESHES[3 + i % 3]]):
             recompute = list(Recompute)[(i + j) % 3]
             rounds = (1, 2, 4)[(i + j // 2) % 3]
             micro = BATCH // (mesh["pipe"] * rounds * mesh["fsdp"])
             if micro * mesh["pipe"] * rounds * mesh["fsdp"] == BATCH:
-                kept = order == "zero_bubble" and j == 3  # the one among the quick tests
+                kept = order == "zero_bubble" and j == 2  # the one among the quick tests
                 case = ("llama", mesh | settings, {"recompute": recompute}, micro)
                 cases.append(case if kept else pytest.param(*case, marks=pytest.mark.slow))
     return cases
@@ -171,7 +170,7 @@ def temporary(schedule: dict, microbatches: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zero_bubble"])
 def test_memory_does_not_grow_with_microbatches(order):
-    sizes = [temporary(ORDERS[order], rounds * 4) for rounds in (4, 16, 64)]
+    sizes = [temporary(ORDERS[order], rounds * 4) for rounds in (4, 64)]
     assert max(sizes) < 1.01 * min(sizes)
 
 
