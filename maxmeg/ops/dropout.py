@@ -28,7 +28,11 @@ def dropout(
 
 
 def kept(
-    shape: tuple[int, ...], rate: float, key: jax.Array, *coordinates: jax.Array, first=0
+    shape: tuple[int, ...],
+    rate: float,
+    key: jax.Array,
+    *coordinates: jax.Array,
+    first: jax.Array | int = 0,
 ) -> jax.Array:
     """Which elements of an array of that shape `dropout` keeps; first: as of `random_bits`."""
     limit = np.uint32(min(round(rate * 2**32), 2**32 - 1))
@@ -36,7 +40,10 @@ def kept(
 
 
 def random_bits(
-    shape: tuple[int, ...], key: jax.Array, *coordinates: jax.Array, first=0
+    shape: tuple[int, ...],
+    key: jax.Array,
+    *coordinates: jax.Array,
+    first: jax.Array | int = 0,
 ) -> UInt32[Array, "..."]:
     """32 bits an element. first: number of the first element of a vector that is a part of one."""
     words = _folded(jax.random.key_data(key), *coordinates)
