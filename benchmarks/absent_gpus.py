@@ -18,18 +18,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.model import AttentionBackend, ExpertBackend, Recompute
+from maxmeg.config.mixers import AttentionBackend, ExpertBackend
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
-from maxmeg.planning import experts
-from maxmeg.planning.communication import traffic
 from maxmeg.planning.compile import compile_report
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost import experts
+from maxmeg.planning.cost.communication import traffic
+from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.planning.memory import device_memory
 from maxmeg.planning.report import Compiled
-from maxmeg.planning.text import verdict
-from maxmeg.planning.workload import workload
+from maxmeg.planning.show.text import verdict
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ class Case:
     micro_batch: int = 1
     microbatches: int = 1
     length: int = 0  # 0: the architecture's
-    recompute: str = "none"
+    recompute: str = "minimal"
 
 
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
@@ -75,10 +75,10 @@ def config_of(case: Case, recompute: str) -> Config:
         ),
     )
     config = use_architecture(config, case.model)
-    config.model.attention_backend = AttentionBackend.cudnn
-    config.model.recompute = Recompute(recompute or case.recompute)
-    if config.model.num_experts:
-        config.model.expert_backend = ExpertBackend.mosaic
+    config.model.attention.backend = AttentionBackend.cudnn
+    config.model.recompute = recompute or case.recompute
+    if config.model.has("moe"):
+        config.model.moe.backend = ExpertBackend.mosaic
     config.data.sequence_length = case.length or config.data.sequence_length
     return config
 
@@ -87,7 +87,7 @@ def report(name: str, recompute: str, hardware: str, folder: str) -> dict:
     """Everything that is known of one case."""
     case = CASES[name]
     config = config_of(case, recompute)
-    recompute = config.model.recompute.value
+    recompute = config.model.recompute
     path = str(Path(folder, f"{name}-{recompute}.hlo.txt")) if folder else ""
     compiled = compile_report(config, hardware, case.gpus, path)
     parts = config.parallel.tensor * config.parallel.pipe
@@ -118,7 +118,7 @@ def report(name: str, recompute: str, hardware: str, folder: str) -> dict:
 def exchanged(config: Config, gpus: int, compiled: Compiled) -> dict[str, float]:
     """What experts receive, by the compiled step without further rounds, by the formulas, and the
     least there is: every copy there and back, and its gradients."""
-    if not config.model.num_experts:
+    if not config.model.has("moe"):
         return {}
     work = workload(config, gpus)
     rows = [row for row in compiled.collectives if row.kind.endswith("all-to-all")]
@@ -138,7 +138,7 @@ def exchanged(config: Config, gpus: int, compiled: Compiled) -> dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compiles for absent GPUs.")
     parser.add_argument("cases", nargs="*", help=f"of {list(CASES)}; none: all")
-    parser.add_argument("--recompute", default="", help="none, selective, full; with commas")
+    parser.add_argument("--recompute", default="", help="minimal, selective, full; with commas")
     parser.add_argument("--hlo", default="", help="folder for the compiled text")
     parser.add_argument("--hardware", default="h100", help="a100, b200, h100, h200")
     given = parser.parse_args()

@@ -18,12 +18,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.model import AttentionBackend
+from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.schema import Config
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
 
 COPIED, MULTIPLIED = 4.18e12, 795e12  # bytes and FLOPs a second that an H200 reaches
 CASES = ("gpt2-124m:16", "1.3b:4", "llama3-8b:1:4")
@@ -120,7 +120,7 @@ def config_of(case: str, unrolled: bool) -> Config:
     name, samples, layers = (*given, *("1", "0")[len(given) - 1 :])
     config = use_architecture(Config(), name)
     config.train.global_batch_size = int(samples)
-    config.model.attention_backend = AttentionBackend.cudnn
+    config.model.attention.backend = AttentionBackend.cudnn
     config.model.num_layers = int(layers) or config.model.num_layers
     config.model.scan_layers = not unrolled
     return config

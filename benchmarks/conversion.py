@@ -25,16 +25,20 @@ def make(folder: Path) -> None:
 
     from maxmeg.checkpoint.stream import TensorInfo
     from maxmeg.config.model import ModelConfig
-    from maxmeg.hf import families
-    from maxmeg.hf.safetensors import SafetensorsWriter
+    from maxmeg.config.setting import with_fields
+    from maxmeg.hf.families import read as families
+    from maxmeg.hf.formats.safetensors import SafetensorsWriter
 
-    model = ModelConfig(
-        vocab_size=32000,
-        num_layers=LAYERS,
-        hidden_size=1536,
-        num_heads=12,
-        ffn_size=4096,
-        max_position=2048,
+    model = with_fields(
+        ModelConfig(),
+        {
+            "vocab_size": 32000,
+            "num_layers": LAYERS,
+            "hidden_size": 1536,
+            "attention.num_heads": 12,
+            "mlp.ffn_size": 4096,
+            "max_position": 2048,
+        },
     )
     dtype = np.dtype(ml_dtypes.bfloat16)
     tensors = {b.theirs: TensorInfo(dtype, b.shape) for b in families.bindings(model, FAMILY)}

@@ -1,15 +1,21 @@
-"""What a train step costs on a CPU: `python benchmarks/cpu.py step`; tokenizing: `... data`.
+"""CPU time of a train step, of planning, of packing and of tokenizing.
+
+    python benchmarks/cpu.py step|plan|packing|data
 
 step: 4 layers, hidden 256, 8 heads of 32, SwiGLU 1,024, vocabulary 32,000 untied, sequence 512,
 batch 4, float32, full recompute, synthetic tokens. Prints CPU-seconds (all cores, median of 5
-steps), and seconds from the start of the process to the end of the first step. data: see
+steps), and seconds from the start of the process to the end of the first step. plan: CPU-seconds of
+one analysis of GPT-3 175B on 1,024 H100 and of the search over its layouts. packing: documents per
+CPU-second of each policy, 20,000 documents of 1 to 4,096 tokens in rows of 4,096. data: see
 preprocessing.py.
 """
 
+import functools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 
 STARTED = time.time() - time.process_time()  # near enough: nothing has waited yet
 
@@ -19,24 +25,30 @@ def step() -> dict:
     import jax
     import numpy as np
 
-    from maxmeg.config.model import DType, ModelConfig, Recompute
-    from maxmeg.config.schema import Config, DataConfig, TrainConfig
+    from maxmeg.checkpoint.initialize import create_state
+    from maxmeg.config.data import DataConfig
+    from maxmeg.config.model import DType, ModelConfig
+    from maxmeg.config.schema import Config, TrainConfig
+    from maxmeg.config.setting import with_fields
     from maxmeg.optim.build import make_optimizer
     from maxmeg.parallel.mesh import local_mesh
     from maxmeg.parallel.placement import local_rows, place_batch, place_flag
-    from maxmeg.state import abstract_state, create_state
+    from maxmeg.state import abstract_state
     from maxmeg.step import make_train_step
 
     batch_size, length, vocab = 4, 512, 32000
     config = Config(
-        model=ModelConfig(
-            vocab_size=vocab,
-            num_layers=4,
-            hidden_size=256,
-            num_heads=8,
-            ffn_size=1024,
-            dtype=DType.float32,
-            recompute=Recompute.full,
+        model=with_fields(
+            ModelConfig(),
+            {
+                "vocab_size": vocab,
+                "num_layers": 4,
+                "hidden_size": 256,
+                "attention.num_heads": 8,
+                "mlp.ffn_size": 1024,
+                "dtype": DType.float32,
+                "recompute": "full",
+            },
         ),
         data=DataConfig(sequence_length=length),
         train=TrainConfig(global_batch_size=batch_size),
@@ -84,13 +96,50 @@ def step() -> dict:
     }
 
 
+def cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
+
+
+def plan() -> dict:
+    """Measure the planner; returns the numbers."""
+    from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+    from maxmeg.models.registry import use_architecture
+    from maxmeg.planning.analytic import analyze
+    from maxmeg.planning.hardware import parse_cluster
+    from maxmeg.planning.search import search
+
+    train = TrainConfig(global_batch_size=1536, micro_batch_size=1)
+    parallel = ParallelConfig(pipe=16, tensor=8, data=8)
+    config = use_architecture(Config(parallel=parallel, train=train), "175b")
+    cluster = parse_cluster("h100x1024")
+    return {
+        "analysis_cpu_seconds": round(cpu_seconds(lambda: analyze(config, cluster)), 3),
+        "search_cpu_seconds": round(cpu_seconds(lambda: search(config, cluster)), 2),
+    }
+
+
+def packing() -> dict:
+    """Measure the packing policies; returns the numbers."""
+    import numpy as np
+
+    from maxmeg.data.samples.packing import POLICIES, Packed
+
+    lengths = np.random.default_rng(1).integers(1, 4097, 20_000)
+    seconds = {p: cpu_seconds(functools.partial(Packed, lengths, 4096, p)) for p in POLICIES}
+    return {policy: round(len(lengths) / seconds[policy]) for policy in POLICIES}
+
+
+MEASUREMENTS = {"step": step, "plan": plan, "packing": packing}
+
 if __name__ == "__main__":
     command, arguments = sys.argv[1:2], sys.argv[2:]
-    if command == ["step"] and not arguments:
-        print(json.dumps(step()))
+    if len(sys.argv) == 2 and sys.argv[1] in MEASUREMENTS:
+        print(json.dumps(MEASUREMENTS[sys.argv[1]]()))
     elif command == ["data"]:
         import preprocessing
 
         print(json.dumps(preprocessing.main(arguments), indent=1))
     else:
-        sys.exit("usage: python benchmarks/cpu.py step|data [--help]")
+        sys.exit("usage: python benchmarks/cpu.py step|plan|packing|data [--help]")

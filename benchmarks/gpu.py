@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--quick] [--only=context,check-attention,train] [--readme]
 
-Needs jax, flax, optax, orbax and numpy. Each part runs in a process of its own with its share of
+Needs jax, flax, optax and numpy. Each part runs in a process of its own with its share of
 the time; what failed is recorded with its traceback, what did not fit as skipped, and the rest
 goes on. A kernel that crashed or hung when it was checked is not timed. Results: after every part
 benchmarks/results/DEVICE-DATE.json, and a table beside it and at the end (--readme: also in the
@@ -15,7 +15,6 @@ import datetime
 import functools
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -92,6 +91,9 @@ def prepare(quick: bool, skipped: tuple[str, ...]) -> Sizes:
         assert spec is not None and spec.loader is not None
         sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+    from maxmeg.runtime.gpu_environment import set_gpu_environment
+
+    set_gpu_environment()
     import jax
 
     device = jax.local_devices()[0]
@@ -104,10 +106,9 @@ def child(names: list[str], quick: bool, skipped: list[str], seconds: float) -> 
     """Rows of parts from a process of their own; a crash or a timeout is a row as well."""
     command = [sys.executable, __file__, f"--only={','.join(names)}", "--child"]
     command += [f"--seconds={seconds:.0f}", f"--skip={','.join(skipped)}"] + ["--quick"] * quick
-    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ}
     problem = ""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds + 15, env=environment)
+        done = subprocess.run(command, capture_output=True, timeout=seconds + 15)
         out, err = done.stdout, done.stderr
         problem = f"exit code {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired as error:

@@ -28,7 +28,7 @@ WARM = 4  # steps before the clock starts
 
 def write_corpora(folder: Path, tokens: int) -> list[str]:
     """Two corpora of `tokens` tokens together."""
-    from maxmeg.data.indexed import IndexedWriter
+    from maxmeg.data.corpus.indexed import IndexedWriter
 
     random, prefixes = np.random.default_rng(0), []
     for name in "ab":
@@ -81,7 +81,7 @@ def megatron_batches(
 def maxmeg_batches(
     blend: list[str], steps: int, asked: int, num_workers: int, folder: Path
 ) -> Iterator:
-    from maxmeg.config.schema import DataConfig
+    from maxmeg.config.data import DataConfig
     from maxmeg.data.build import build_dataset, open_corpus
     from maxmeg.data.loader import Loader, all_rows
 

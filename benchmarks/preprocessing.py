@@ -59,7 +59,7 @@ def megatron(path: str, vocabulary: str, output: str) -> None:
 
 def tokenizers_alone(path: str, vocabulary: str, output: str) -> None:
     """Batches of 32 documents, one thread."""
-    from maxmeg.data.tokenizers import load_tokenizer
+    from maxmeg.data.tokenizers.load import load_tokenizer
 
     model = load_tokenizer(f"gpt2:{vocabulary}")._model  # pyright: ignore
     found = texts(path)
@@ -69,7 +69,7 @@ def tokenizers_alone(path: str, vocabulary: str, output: str) -> None:
 
 
 def tiktoken_alone(path: str, vocabulary: str, output: str) -> None:
-    from maxmeg.data.merged_bytes import of_gpt2
+    from maxmeg.data.tokenizers.merged_bytes import of_gpt2
 
     files = [Path(vocabulary, name).read_bytes() for name in ("vocab.json", "merges.txt")]
     encode = of_gpt2(*files)
@@ -80,8 +80,8 @@ def tiktoken_alone(path: str, vocabulary: str, output: str) -> None:
 
 def maxmeg(workers: int) -> Callable[[str, str, str], None]:
     def run(path: str, vocabulary: str, output: str) -> None:
-        from maxmeg.data.encoding import Options
-        from maxmeg.data.prepare import prepare
+        from maxmeg.data.prepare.encoding import Options
+        from maxmeg.data.prepare.run import prepare
 
         options = Options(f"gpt2:{vocabulary}", append_eod=True)
         prepare([path], output, options, workers)
@@ -163,7 +163,7 @@ def main(arguments: Sequence[str]) -> dict:
         parser.error(
             f"--mb={flags.mb} is less than {LEAST_MB}: starting would be part of the speed"
         )
-    from maxmeg.data.corpus import source_files
+    from maxmeg.data.prepare.standard_library import source_files
 
     def found() -> Iterator[str]:
         if flags.text:

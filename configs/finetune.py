@@ -30,5 +30,5 @@ def get_config(folder: str = "") -> Config:
     config.checkpoint.init_from = folder
     config.data.tokenizer = source.data.tokenizer
     config.data.sequence_length = min(config.model.max_position, LONGEST)
-    config.optim.lr, config.optim.warmup_steps, config.optim.decay = 1e-5, 10, LrDecay.cosine
+    config.optim.lr, config.optim.warmup_fraction, config.optim.decay = 1e-5, 0.1, LrDecay.cosine
     return config

@@ -1,7 +1,7 @@
 """GPT on text: python -m maxmeg.train --config=configs/gpt.py
 
 Alone: a small byte-level model of Python's own standard library; about 2 minutes on two CPU
-cores, validation loss about 1.8 nats a byte.
+cores, losses of validation and test about 1.9 nats per byte.
 With a name of maxmeg/models/registry.py (gpt2-124m, gpt3-175b, llama3.1-8b, qwen3-8b ...), as in
 --config=configs/gpt.py:qwen3-8b: that architecture from scratch with usual settings, for GPUs; give
 it --config.data.paths=PREFIX.
@@ -22,18 +22,19 @@ def get_config(size: str = "") -> Config:
         config.train.micro_batch_size = 1
         config.train.num_steps = 100_000
         config.train.eval_every = config.checkpoint.save_every = 1000
-        config.optim.lr, config.optim.min_lr, config.optim.warmup_steps = 3e-4, 3e-5, 2000
+        config.optim.lr, config.optim.min_lr, config.optim.warmup_fraction = 3e-4, 3e-5, 0.02
         config.optim.weight_decay = 0.1
         return config
     config.model.dtype = DType.float32
     config.model.hidden_size = 128
     config.model.num_layers = 4
     config.data.sequence_length = 256
+    config.data.split = "92,4,4"  # 21 files each; of 98,1,1 there are 5, whose losses differ
     config.train.global_batch_size = 8
     config.train.num_steps = 400
     config.train.eval_every = config.checkpoint.save_every = 100
     config.train.eval_steps = 16
     config.log.every = 20
-    config.optim.lr, config.optim.min_lr, config.optim.warmup_steps = 3e-3, 3e-4, 20
+    config.optim.lr, config.optim.min_lr, config.optim.warmup_fraction = 3e-3, 3e-4, 0.05
     config.log.sample_prompt = "def "
     return config

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from maxmeg.parallel.collectives import stored_attention
+from maxmeg.parallel.collectives import stored
 
 from .attention_backward import Residuals, backward
 from .attention_forward import FORWARD_TILES, forward
@@ -122,7 +122,7 @@ def attend_plainly(
 
 def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec):
     found = forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
-    out_BLHV, lse_BHL = map(stored_attention, found)
+    out_BLHV, lse_BHL = stored(found[0], "attention_output"), stored(found[1], "attention_lse")
     residuals = Residuals(q_BLHK, k_BMGK, v_BMGV, out_BLHV, lse_BHL, lower_AL, upper_AL)
     return (out_BLHV, lse_BHL), residuals
 

@@ -31,7 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
-from maxmeg.parallel.collectives import stored_attention
+from maxmeg.parallel.collectives import stored
 
 from .intervals import (
     FlashSpec,
@@ -201,7 +201,7 @@ def attend_plainly(
 
 def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec, tiles):
     found = forward(q_BLHK, k_BMGK, v_BMGV, (lower_AL, upper_AL), spec, tiles)
-    out_BLHV, lse_BHL = map(stored_attention, found)
+    out_BLHV, lse_BHL = stored(found[0], "attention_output"), stored(found[1], "attention_lse")
     residuals = (q_BLHK, k_BMGK, v_BMGV, out_BLHV, lse_BHL, lower_AL, upper_AL)
     return (out_BLHV, lse_BHL), residuals
 

@@ -2,8 +2,11 @@
 
     python launch/local.py -n 2 --devices-per-process 4 -- python -m maxmeg.train ...
 
-Each line of output is prefixed with [rank]. SIGINT and SIGTERM are passed on; when one process
-fails the others are ended, and its exit code (128 + N for signal N) is returned.
+Each line of output is prefixed with [rank]. SIGINT and SIGTERM are passed on. When one process
+fails, its rank and how it ended are printed, the others are ended, and its exit code (128 + N for
+signal N) is returned. With --restarts=N all are started again, up to N times, when a process was
+killed by a signal or ended with code 75 (a hang or a lost process; see
+maxmeg/runtime/faults/watchdog.py): a training run goes on from its newest checkpoint.
 """
 
 import argparse
@@ -19,37 +22,50 @@ from collections.abc import Sequence
 from typing import IO, TextIO
 
 POLL_SECONDS = 0.05
+RESTART_CODE = 75  # as in maxmeg/runtime/faults/peers.py
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parse the command line and run it; returns the exit code."""
     options = _parse(arguments)
+    signals: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: signals.append(number))
+    for attempt in range(options.restarts + 1):
+        code = run(options, signals)
+        if signals or not asks_for_restart(code) or attempt == options.restarts:
+            break
+        _say(f"restart {attempt + 1} of {options.restarts}")
+    return code
+
+
+def asks_for_restart(code: int) -> bool:
+    """Whether a hang, a lost process or a crash caused the exit code: no error of the user's."""
+    on_purpose = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+    return code == RESTART_CODE or (code > 128 and code not in on_purpose)
+
+
+def run(options: argparse.Namespace, signals: list[int]) -> int:
+    """Run the command once per rank, until all processes have ended or one has failed.
+
+    `signals` fills up with the signals that this launcher receives. Returns the exit code.
+    """
     port = _free_port()
     environments = [_environment(options, rank, port) for rank in range(options.num_processes)]
-    return run(options.command, environments, options.grace_seconds)
-
-
-def run(
-    command: Sequence[str], environments: Sequence[dict[str, str]], grace_seconds: float
-) -> int:
-    """Run the command once per environment, until all have ended or one has failed."""
-    received: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, _: received.append(number))
     write = threading.Lock()
     processes: list[subprocess.Popen[bytes]] = []
     pumps: list[threading.Thread] = []
     try:
         for rank, environment in enumerate(environments):
-            process = _start(command, environment)
+            process = _start(options.command, environment)
             processes.append(process)
             for source, sink in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
                 pump = threading.Thread(target=_copy_lines, args=(source, sink, rank, write))
                 pump.start()
                 pumps.append(pump)
-        code = _wait(processes, received)
+        code = _wait(processes, signals)
     finally:  # also when a process could not be started
-        _end(processes, grace_seconds)
+        _end(processes, options.grace_seconds)
         for pump in pumps:
             pump.join()
     return code
@@ -74,7 +90,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=float,
         default=10.0,
         metavar="S",
-        help="time between SIGTERM and SIGKILL for the others when one has failed (default: 10)",
+        help="when one has failed, time for the others to end by themselves before SIGTERM, and "
+        "again between SIGTERM and SIGKILL (default: 10)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start all again up to N times after a hang or a killed process (default: 0)",
     )
     parser.add_argument("command", nargs="+", help="program and arguments, after --")
     return parser.parse_args(arguments)
@@ -83,6 +107,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
@@ -142,34 +172,58 @@ def _copy_lines(source: IO[bytes], sink: TextIO, rank: int, write: threading.Loc
             sink.flush()
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], received: list[int]) -> int:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: list[int]) -> int:
     """Pass signals on until a process fails (returns its code) or all have succeeded (0)."""
+    passed_on = len(signals)
     while True:
         codes = [process.poll() for process in processes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None:
-            return failed if failed > 0 else 128 - failed
+        for rank, code in enumerate(codes):
+            if code:
+                _say(f"rank {rank} {_how(code)}")
+                return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
-        while received:
-            number = received.pop(0)
+        for number in signals[passed_on:]:
             for process in processes:
                 process.send_signal(number)
+            passed_on += 1
         time.sleep(POLL_SECONDS)
+
+
+def _how(code: int) -> str:
+    if code > 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"was killed by signal {-code}"
+
+
+def _say(text: str) -> None:
+    print(f"launch/local.py: {text}", file=sys.stderr, flush=True)
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], grace_seconds: float) -> None:
-    """SIGTERM to those still running; after the grace, SIGKILL to them and all they started."""
-    running = [process for process in processes if process.poll() is None]
-    for process in running:
-        process.terminate()
-    deadline = time.monotonic() + grace_seconds
-    while time.monotonic() < deadline and any(process.poll() is None for process in running):
-        time.sleep(POLL_SECONDS)
+    """Give processes time to end by themselves, then SIGTERM, then SIGKILL to all they started."""
+    if not _ended(processes, grace_seconds):
+        for process in processes:
+            if process.poll() is None:
+                process.terminate()
+        _ended(processes, grace_seconds)
     for process in processes:
         with contextlib.suppress(ProcessLookupError):  # nothing of it is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _ended(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> bool:
+    """Wait up to `seconds` until no process runs any more."""
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
 
 
 if __name__ == "__main__":

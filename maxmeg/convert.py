@@ -17,7 +17,10 @@ from maxmeg.config.flags import run_command
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import setting
-from maxmeg.hf import convert, gguf, megatron, peft
+from maxmeg.hf import convert, peft
+from maxmeg.hf.formats import gguf
+from maxmeg.hf.formats.source import Source
+from maxmeg.megatron import convert as megatron
 
 
 class To(enum.Enum):
@@ -45,10 +48,10 @@ class Options:
     family: str = setting("", "architecture of transformers; empty: the model's own")
 
 
-def main(*given: typing.Any) -> None:
-    """Options alone, or after a config."""
-    *before, options = given
-    config: Config | None = before[0] if before else None
+def main(*arguments: typing.Any) -> None:
+    """Convert as `arguments` say: (options,) or (config, options)."""
+    config: Config | None = arguments[0] if len(arguments) == 2 else None
+    options: Options = arguments[-1]
     # Nothing is computed but checksums: an accelerator would only be taken from others.
     jax.config.update("jax_platforms", "cpu")
     if not options.output and not options.list:
@@ -60,19 +63,18 @@ def main(*given: typing.Any) -> None:
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
     if options.list:
-        pairs = (
-            convert.imported(opened(options))
-            if inward
-            else convert.exported(options.input, options.family)
-        )
+        if inward:
+            pairs = convert.imported(opened(options))
+        else:
+            pairs = convert.exported(options.input, options.family)
         print("\n".join(convert.describe_match(pairs)))
         return
+    step = None if options.step < 0 else options.step
     if options.to is To.peft:
-        step = None if options.step < 0 else options.step
         peft.export_adapter(options.input, options.output, step=step, family=options.family)
         print(f"adapters -> {options.output}")
         return
-    report = to_maxmeg(options, config) if inward else to_huggingface(options)
+    report = to_maxmeg(options, config) if inward else to_huggingface(options, step)
     print(
         f"{report.family}: {report.num_tensors} tensors, {report.num_parameters:,} parameters"
         f" -> {options.output}\ntokenizer: {report.tokenizer}"
@@ -80,13 +82,13 @@ def main(*given: typing.Any) -> None:
     for note in report.notes:
         print(f"note: {note}")
     if inward:
-        print(f"next: python -m maxmeg.generate --run_dir={options.output} --prompt=TEXT")
+        prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"
+        print(f"next: python -m maxmeg.generate --run_dir={options.output} --prompt={prompt}")
     else:
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')")
 
 
-def to_huggingface(options: Options) -> convert.Report:
-    step = None if options.step < 0 else options.step
+def to_huggingface(options: Options, step: int | None) -> convert.Report:
     limit = int(options.shard_gb * 1e9)
     return convert.export_model(
         options.input, options.output, options.dtype, limit, step, options.family
@@ -109,7 +111,7 @@ def has_config(argv: Sequence[str]) -> bool:
     return any(argument.partition("=")[0] == "--config" for argument in argv)
 
 
-def opened(options: Options) -> convert.Source:
+def opened(options: Options) -> Source:
     is_gguf = Path(options.input).suffix == ".gguf"
     return gguf.open_file(options.input) if is_gguf else convert.open_folder(options.input)
 

@@ -15,20 +15,21 @@ from maxmeg.config.validate import validate
 from maxmeg.data.build import (
     build_dataset,
     cache_folder,
-    evaluation_start,
     open_corpus,
     read_whole,
     samples_asked,
 )
-from maxmeg.data.gpt import SPLITS
 from maxmeg.data.loader import eval_batches
+from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.load import Trained, load_run
-from maxmeg.optim.schedules import Schedules
+from maxmeg.optim.schedules import Origin, Schedules
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh
 from maxmeg.parallel.placement import local_rows
+from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
+from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.step import make_eval_step
 
 
@@ -49,7 +50,9 @@ class Options:
     limit: int = setting(0, "questions of each task; 0: all")
 
 
+@explains_out_of_memory("lower --batch_size, set --dtype=bfloat16 or raise --tensor")
 def main(options: Options) -> None:
+    set_gpu_environment()
     multihost.order_cpu_collectives()
     if options.split not in SPLITS:
         raise ValueError(f"split={options.split!r} must be one of {', '.join(SPLITS)}")
@@ -73,13 +76,14 @@ def main(options: Options) -> None:
 def print_loss(trained: Trained, options: Options) -> None:
     config = trained.config
     index = SPLITS.index(options.split)
-    asked = samples_asked(config, index, Schedules(config).consumed_samples)
-    first = (
-        evaluation_start(config, max(trained.step - 1, 0)) if SPLITS[index] == "validation" else 0
-    )
+    origin = Origin.of_checkpoint(trained.step, trained.metadata)
+    schedules = Schedules(config, origin=origin)
+    asked = samples_asked(config, index, schedules, trained.metadata.get("data_order", ()))
+    last = max(trained.step - 1, 0)
+    first = schedules.evaluation_start(last) if SPLITS[index] == "validation" else 0
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
-    validate(config, options.tensor)
+    validate(config, options.tensor, training=False)
     if options.paths:
         read_whole(config.data, options.paths, index)
     tokenizer, prefixes = open_corpus(config.data, options.run_dir)
@@ -98,13 +102,15 @@ def print_loss(trained: Trained, options: Options) -> None:
     if data is None:
         raise ValueError(f"data.split={config.data.split!r} leaves the {options.split} split empty")
     num_batches = options.num_batches or max(data.samples_per_epoch // options.batch_size, 1)
-    eval_step = make_eval_step(config, trained.mesh, trained.model)
+    byte_lengths = tokenizer.byte_lengths()
+    eval_step = make_eval_step(config, trained.mesh, trained.model, byte_lengths)
     size, rows = options.batch_size, local_rows(trained.mesh)
     batches = eval_batches(data, num_batches, size, rows, first if is_part else 0)
-    loss, tokens = mean_loss(eval_step, trained.model, batches, trained.mesh, size, rows)
+    loss = mean_loss(eval_step, trained.model, batches, trained.mesh, size, rows)
+    per_byte = "" if loss.per_byte is None else f"{loss.per_byte:.4f} nats per byte  "
     print(
-        f"step {trained.step}  {options.split} loss {loss:.4f} nats per token  "
-        f"perplexity {math.exp(min(loss, 700)):.3f}  {tokens:.0f} tokens"
+        f"step {trained.step}  {options.split} loss {loss.per_token:.4f} nats per token  {per_byte}"
+        f"perplexity {math.exp(min(loss.per_token, 700)):.3f}  {loss.tokens:.0f} tokens"
     )
 
 

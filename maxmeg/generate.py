@@ -21,6 +21,8 @@ from maxmeg.inference.prompts import as_chat, encoded, read_records
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh
+from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
+from maxmeg.runtime.gpu_environment import set_gpu_environment
 
 
 @dataclasses.dataclass
@@ -45,7 +47,9 @@ class Options:
     tensor: int = setting(1, "devices that share the model")
 
 
+@explains_out_of_memory("lower --batch, set --dtype=bfloat16 or raise --tensor")
 def main(options: Options) -> None:
+    set_gpu_environment()
     multihost.order_cpu_collectives()
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     request = Request(options.num_tokens, sampling)

@@ -16,15 +16,17 @@ from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import setting
 from maxmeg.config.validate import resolve
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.planning.absent import check_plugins
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.hardware import Cluster, parse_cluster
-from maxmeg.planning.page import plan_html
+from maxmeg.planning.remedies import flags_text, remedies
 from maxmeg.planning.search import search
-from maxmeg.planning.text import Choice, Plan, plan_json, plan_of, plan_text
-from maxmeg.planning.timeline import timeline_svg
+from maxmeg.planning.show.page import plan_html
+from maxmeg.planning.show.text import Choice, Plan, plan_json, plan_of, plan_text
+from maxmeg.planning.show.timeline import timeline_svg
+from maxmeg.runtime.platform import choose_platform
 
 BEST_COMPILED = 3
 SHOWN = 10  # layouts of a search
@@ -44,6 +46,7 @@ class Options:
 
 def main(config: Config, options: Options) -> None:
     check_options(options)
+    choose_platform()
     vocabulary = config.model.vocab_size
     resolve(config, vocabulary or load_tokenizer(config.data.tokenizer).vocab_size)
     if options.hardware:
@@ -89,9 +92,10 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
         choices = [Choice(candidate.settings, candidate.analytic) for candidate in found]
     plan = plan_of(chosen[0], cluster.count)
     if choices:
-        flags = (f"--config.{path}={value}".lower() for path, value in choices[0].settings.items())
-        plan.settings["flags"] = " ".join(flags)
-    compiled = []
+        plan.settings["flags"] = flags_text(choices[0].settings)
+    analytic, compiled = analyze(chosen[0], cluster), []
+    if not analytic.fits:
+        analytic = dataclasses.replace(analytic, remedies=remedies(chosen[0], cluster))
     for layout in chosen[: BEST_COMPILED * options.compile]:
         print(f"compiling for {cluster.count} {cluster.name} ...", file=sys.stderr, flush=True)
         compiled.append(compile_report(layout, cluster.name, cluster.count))
@@ -100,7 +104,7 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
     return dataclasses.replace(
         plan,
         hardware=f"{cluster.count} x {cluster.name}",
-        analytic=analyze(chosen[0], cluster),
+        analytic=analytic,
         compiled=compiled[0] if compiled else None,
         choices=tuple(choices),
     )

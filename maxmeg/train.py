@@ -1,99 +1,117 @@
 """Train a language model: python -m maxmeg.train --config=configs/gpt.py [--config.FIELD=VALUE]"""
 
 import contextlib
-import logging
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.resume import Start, start
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
-from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
+from maxmeg.data import run_folder
 from maxmeg.data.build import (
     build_dataset,
     build_validation,
     cache_folder,
-    evaluation_start,
     open_corpus,
-    order_of,
     samples_asked,
-    warn_of_order,
 )
+from maxmeg.data.inspect.composition import print_data
 from maxmeg.data.loader import eval_batches, train_loader
-from maxmeg.evals.perplexity import mean_loss
+from maxmeg.data.resuming import record_order, warn_of_order
+from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
+from maxmeg.inference.decode import sample_at_end
 from maxmeg.optim.build import make_optimizer
-from maxmeg.optim.schedules import Schedules
+from maxmeg.optim.schedules import Origin, Schedules
 from maxmeg.parallel import multihost
+from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
-from maxmeg.runtime.curve import write_curve
-from maxmeg.runtime.observe import Pending, make_throughput, training_hooks
-from maxmeg.runtime.signals import Interrupt
-from maxmeg.runtime.summary import print_mesh, print_parameters
-from maxmeg.state import (
-    CHECKPOINTS,
-    abstract_state,
-    base_of,
-    create_state,
-    parameter_rows,
-    resume,
-    to_tree,
-)
+from maxmeg.runtime.determinism import check_deterministic
+from maxmeg.runtime.faults.deadline import warn_of_late_save
+from maxmeg.runtime.faults.lock import lock_run
+from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
+from maxmeg.runtime.faults.peers import ending_together
+from maxmeg.runtime.faults.rerun import with_rerun
+from maxmeg.runtime.faults.signals import Interrupt
+from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
+from maxmeg.runtime.gpu_environment import set_gpu_environment
+from maxmeg.runtime.logs import start_logging
+from maxmeg.runtime.metrics.memory import CompiledStep, print_memory
+from maxmeg.runtime.metrics.pictures import write_pictures
+from maxmeg.runtime.metrics.summary import print_mesh, print_parameters
+from maxmeg.runtime.observe import Observer
+from maxmeg.state import CHECKPOINTS, abstract_state, orders_of, parameter_rows, to_tree
 from maxmeg.step import make_eval_step, make_train_step
-
-closing = Lazy("maxmeg.inference.closing")
-loads = Lazy("maxmeg.runtime.loads")
 
 
 class Run:
     """Everything a run needs before its first step, checked and opened."""
 
-    def __init__(self, config: Config):
-        validate(config, jax.device_count())
+    def __init__(self, config: Config, watchdog: Watchdog | None = None):
+        self.watchdog = watchdog or Watchdog(config)
+        validate(config, jax.device_count(), jax.default_backend())
         os.makedirs(config.run_dir, exist_ok=True)
-        self.tokenizer, prefixes = open_corpus(config.data, config.run_dir)
+        self.tokenizer, self.prefixes = open_corpus(config.data, config.run_dir)
         resolve(config, self.tokenizer.vocab_size)
         self.config = config
-        self.base = base_of(config)
+        self.base: dict = {}  # identity of the frozen base, set when the state is there
         self.mesh = make_mesh(
             axis_sizes(config.parallel, jax.device_count()), fold=config.parallel.fold
         )
         self.rows = local_rows(self.mesh, config.train.micro_batch_size)
-        self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)))
-        self.data, self.validation = self.datasets(prefixes)
         self.optimizer = make_optimizer(config.optim)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
-        self.train_step = make_train_step(config, self.mesh, self.optimizer, self.abstract)
-        self.eval_step = make_eval_step(config, self.mesh, self.abstract.model)
+        step = make_train_step(config, self.mesh, self.optimizer, self.abstract)
+        self.train_step = CompiledStep(step, lambda compiled: print_memory(compiled, config))
+        if config.train.rerun_bad_steps:
+            self.train_step = with_rerun(self.train_step)
+        byte_lengths = self.tokenizer.byte_lengths()
+        self.eval_step = make_eval_step(config, self.mesh, self.abstract.model, byte_lengths)
         self.checkpointer = Checkpointer(
             os.path.join(config.run_dir, CHECKPOINTS),
             keep_last=config.checkpoint.keep_last,
             keep_every=config.checkpoint.keep_every,
             asynchronous=config.checkpoint.asynchronous,
+            verify=config.checkpoint.verify,
+            timeout_seconds=config.checkpoint.timeout_seconds,
         )
+        self.watchdog.wait_for_save = self.checkpointer.wait
 
-    def datasets(self, prefixes: list[str]):
-        """That of training, and those of validation by name."""
-        config, consumed = self.config, self.schedules.consumed_samples
+    def open_data(self, step: int, metadata: Mapping[str, Any]) -> None:
+        """Open the schedules, the training set and the validation sets by name.
+
+        step, metadata: of the checkpoint that is resumed, whose samples and their order are kept;
+        0 and empty for a new run.
+        """
+        config = self.config
+        origin = Origin.of_checkpoint(step, metadata) if metadata else Origin()
+        self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)), origin)
+        saved = metadata.get("data_order")
         vocab_size, folder = config.model.vocab_size, cache_folder(config.data, config.run_dir)
         common = (config.seed, vocab_size)
-        asked = [samples_asked(config, split, consumed) for split in (0, 1)]
-        source = (config.data, prefixes, self.tokenizer)
-        return (
-            build_dataset(*source, 0, *common, asked[0], folder),
-            build_validation(*source, *common, asked[1], folder),
-        )
+        asked = [samples_asked(config, split, self.schedules, saved or ()) for split in (0, 1)]
+        source = (config.data, self.prefixes, self.tokenizer)
+        self.data = build_dataset(*source, 0, *common, asked[0], folder)
+        self.validation = build_validation(*source, *common, asked[1], folder)
+        if multihost.is_primary():
+            warn_of_order(saved, self.data, self.schedules.consumed_samples(step))
+            named = {f"validation {name}".rstrip(): data for name, data in self.validation.items()}
+            sets = {"train": self.data, **named}
+            print_data(config, self.prefixes, self.tokenizer, sets, self.schedules)
 
     def batches(self, start_step: int):
         """A loader of (step, this process's rows) from `start_step` on."""
         assert self.data is not None  # an empty training split is an error
         return train_loader(self.data, self.config, start_step, self.schedules.extent, self.rows)
 
-    def place(self, step: int, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    def place(self, step: int, batch: dict[str, np.ndarray]) -> Batch:
         return place_batch(batch, self.rows, self.mesh, self.schedules.batch_size(step))
 
     def controls(self, step: int, stop: bool) -> dict[str, jax.Array | np.floating]:
@@ -103,61 +121,75 @@ class Run:
             "stop": place_flag(stop, self.mesh),
         }
 
-    def validate(self, model, step: int) -> dict[str, float]:
-        """The mean loss over train.eval_steps batches of validation, and of each set's alone."""
+    def validate(self, model, step: int, losses: dict[str, float], interrupt: Interrupt) -> bool:
+        """Add to `losses` the mean loss over train.eval_steps batches of each validation set.
+
+        False where a process was asked to stop meanwhile; then nothing is added.
+        """
         size, rows = self.config.train.global_batch_size, self.rows
-        first, losses = evaluation_start(self.config, step), {}
+        first, found = self.schedules.evaluation_start(step), {}
         for name, data in self.validation.items():
             batches = eval_batches(data, self.config.train.eval_steps, size, rows, first)
-            losses[name], _ = mean_loss(self.eval_step, model, batches, self.mesh, size, rows)
-        each = {f"validation_loss/{name}": loss for name, loss in losses.items() if name}
-        return {"validation_loss": float(np.mean([*losses.values()])), **each}
+            evaluated = (self.eval_step, model, batches, self.mesh, size, rows)
+            try:
+                found[name] = mean_loss(
+                    *evaluated, lambda: place_flag(interrupt.requested, self.mesh)
+                )
+            except StopRequested:
+                return False
+        losses |= validation_metrics(found)
+        return True
 
-    def save(self, state) -> None:
+    def save(self, state, stopping: bool = False) -> None:
+        """Begin to save the state; stopping: as the last act of a run that was asked to stop."""
+        if stopping:
+            warn_of_late_save(self.checkpointer.seconds)
         step = int(state.step)
-        consumed = self.schedules.consumed_samples(step)
+        progress = self.schedules.progress(step)
         metadata = {
-            "config": files.to_dict(self.config),
+            "config": files.to_dict(run_folder.stored(self.config)),
             "tokenizer": self.tokenizer.identity,
             "base": self.base,
-            "consumed_samples": consumed,
-            "order": order_of(self.data, consumed),
+            **progress,
+            "data_order": record_order(self.data, progress["consumed_samples"]),
         }
-        self.checkpointer.save(step, to_tree(state), metadata)
+        with self.watchdog.phase(SAVING):
+            self.checkpointer.save(step, to_tree(state), metadata, orders_of(state))
 
 
 def train(run: Run, state, start_step: int):
-    """Steps until the end, or until the processes agree to stop; the last state, saved."""
-    config, primary = run.config, multihost.is_primary()
-    device_kind = jax.devices()[0].device_kind
-    throughput = make_throughput(config, run.schedules, jax.device_count(), device_kind)
-    hooks = training_hooks(config, run.schedules, throughput, start_step, primary)
-    pending = Pending(hooks, run.schedules)
-    evaluate, save = config.train.eval_every, config.checkpoint.save_every
+    """Run the training loop. Returns the final state, which has been saved.
 
-    def due(every: int, step: int) -> bool:
-        return every > 0 and (step + 1) % every == 0
-
-    saves = contextlib.closing(run.checkpointer)
-    with saves, Interrupt() as interrupt, hooks, run.batches(start_step) as batches:
+    A stop request saves at the next step that all processes agree on, and never validates.
+    """
+    settings, save_every = run.config.train, run.config.checkpoint.save_every
+    observer = Observer(run.config, run.schedules, start_step, run.watchdog)
+    interrupt, saves = Interrupt(settings.exit_after_minutes), contextlib.closing(run.checkpointer)
+    postponed = False  # a save that was due after a skipped step
+    with saves, interrupt, observer, run.batches(start_step) as batches:
         for step, batch in batches:
-            hooks.before(step)
+            observer.before(step)
             controls = run.controls(step, interrupt.requested)
             state, metrics = run.train_step(state, run.place(step, batch), controls)
-            pending.hand_on()  # the metrics of the step before
-            pending.put(step, {**metrics, "data_wait_seconds": batches.waited})
-            alone = jax.process_count() == 1 and interrupt.requested
-            last = step + 1 == config.train.num_steps or pending.stop_agreed or alone
-            if run.validation and (due(evaluate, step) or (evaluate and last)):
-                jax.block_until_ready(state.step)
-                with throughput.paused():
-                    pending.add(run.validate(state.model, step))
-            if due(save, step) or last:
-                pending.hand_on()  # a loss that is not finite raises here, before the save
-                run.save(state)
-            if last:
+            observer.dispatched(step, {**metrics, "data_wait_seconds": batches.waited})
+            last = step + 1 == settings.num_steps
+            stopping = observer.stops(interrupt.requested) or due(settings.exit_at, step)
+            if due(settings.eval_every, step, last) and run.validation and not stopping:
+                with observer.validation(state) as losses:
+                    stopping = not run.validate(state.model, step, losses, interrupt)
+            if due(save_every, step) or postponed or stopping or last:
+                observer.flush()  # too many skipped steps raise here, before the save
+                postponed = observer.skipped and not (stopping or last)
+                if not postponed:
+                    run.save(state, stopping)
+            if stopping or last:
                 break
     return state
+
+
+def due(every: int, step: int, last: bool = False) -> bool:
+    """Whether something happens after step `step`: every so many steps (0: never), or the last."""
+    return every > 0 and ((step + 1) % every == 0 or last)
 
 
 def finish(run: Run, state) -> None:
@@ -168,48 +200,55 @@ def finish(run: Run, state) -> None:
     sample = ""
     pipelined = run.mesh.shape["pipe"] > 1  # then the model that writes is the saved one
     if done and config.log.sample_prompt and (saved or not pipelined):
-        sample = closing.sample(state.model, config, run.tokenizer, step, run.mesh)
+        sample = sample_at_end(state.model, config, run.tokenizer, step, run.mesh)
     if not multihost.is_primary():
         return
     if sample:
         print(f"\n--- sample\n{config.log.sample_prompt}{sample}\n---")
-    metrics, curve = (os.path.join(config.run_dir, name) for name in ("metrics.jsonl", "loss.png"))
-    title = os.path.basename(os.path.normpath(config.run_dir))
-    write_curve(metrics, curve, title=title)
-    print(f"loss curve: {curve}")
-    found, picture = (os.path.join(config.run_dir, f"experts.{end}") for end in ("json", "png"))
-    if config.model.num_experts and os.path.exists(found):
-        loads.write_loads(found, picture, title)
-        print(f"loads of experts: {picture}")
+    for shown, path in write_pictures(config.run_dir).items():
+        print(f"{shown}: {path}")
     if saved:
         print(f"checkpoint: {run.checkpointer.folder}, step {step}")
     if not done:
         print(f"stopped after step {step}; the same command goes on from there")
 
 
+def announce(run: Run, begun: Start) -> None:
+    """Print what is about to be trained, and what changed since the checkpoint that it resumes."""
+    config, step = run.config, begun.step
+    if not multihost.is_primary():
+        return
+    if begun.metadata:
+        print(f"resumed at step {step}, sample {begun.metadata['consumed_samples']:,}")
+        if changed := files.differences(begun.metadata["config"], run_folder.stored(config)):
+            print(f"changed since step {step}: {', '.join(changed)}")
+    if step >= config.train.num_steps:
+        print(
+            f"this run is finished (train.num_steps={config.train.num_steps}): raise "
+            "train.num_steps to train further, or choose another run_dir"
+        )
+        return
+    print_mesh(dict(run.mesh.shape), jax.devices()[0].device_kind)
+    print_parameters(parameter_rows(run.abstract.model))
+
+
+@explains_out_of_memory()
 def main(config: Config) -> None:
-    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
-    logging.getLogger("maxmeg").setLevel(logging.INFO)
-    multihost.initialize()
-    run = Run(config)
-    found = resume(config, run.checkpointer, run.abstract, run.tokenizer.identity)
-    if multihost.is_primary():
-        files.save(config, os.path.join(config.run_dir, "config.yaml"))
-        print_mesh(dict(run.mesh.shape), jax.devices()[0].device_kind)
-        print_parameters(parameter_rows(run.abstract.model))
-    if found is None:
-        start, state = 0, create_state(config, run.optimizer, run.abstract)
-    else:
-        start, state = found
-        if start in run.checkpointer.steps():  # else it is another run's, with data of its own
-            order = run.checkpointer.metadata(start).get("order")
-            warn_of_order(order, run.data, run.schedules.consumed_samples(start))
-        print(f"resumed at step {start}")
-    if start < config.train.num_steps:
-        state = train(run, state, start)
-    finish(run, state)
+    set_gpu_environment(config.train.deterministic)
+    multihost.initialize(config.watchdog.silence)
+    start_logging()
+    check_deterministic(config)
+    with Watchdog(config) as watchdog, lock_run(config.run_dir):
+        run = Run(config, watchdog)
+        begun = start(config, run.checkpointer, run.optimizer, run.abstract, run.tokenizer.identity)
+        run.base = begun.base
+        announce(run, begun)
+        if begun.step < config.train.num_steps:
+            run.open_data(begun.step, begun.metadata)
+            finish(run, train(run, begun.state, begun.step))
     multihost.shutdown()
+    run.checkpointer.check()
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(ending_together(main))

@@ -55,6 +55,14 @@ def set_environment() -> None:
 
 
 set_environment()
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    # On a busy machine any example may take long.
+    settings.register_profile(
+        "busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("busy machine")
 gc.set_threshold(10_000)  # tracing makes so many objects that looking them over takes a fifth of it
 # An int may stand for a float, as PEP 484 says; everything else must be what it is declared.
 jaxtyping.install_import_hook(
@@ -65,7 +73,9 @@ jaxtyping.install_import_hook(
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):  # with pytest-xdist: in the order given below
         config.option.loadscopereorder = False
-    config.addinivalue_line("markers", "slow: over about 5 s cold; left out on the newest jax")
+    config.addinivalue_line(
+        "markers", "slow: over about 5 s cold, or a long table; run by `pytest -m slow`, as CI does"
+    )
     # A killed run can leave half an entry: jax then compiles anew, which is no error.
     config.addinivalue_line(
         "filterwarnings", "ignore:Error reading persistent compilation cache:UserWarning"

@@ -122,6 +122,15 @@ def families(
         ),
         "starcoder 2": ("Starcoder2ForCausalLM", {**wide, **window}),
         "nemotron": ("NemotronForCausalLM", wide),
+        "lfm 2": (
+            "Lfm2ForCausalLM",
+            {
+                **wide,
+                "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
+                "conv_bias": True,
+                "conv_L_cache": 4,
+            },
+        ),
         "gpt 2": ("GPT2LMHeadModel", old(hidden, heads)),
     }
 

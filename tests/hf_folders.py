@@ -8,35 +8,43 @@ import numpy as np
 import tokenizers
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.model import Activation, ModelConfig, Norm, Position
-from maxmeg.hf import families
-from maxmeg.hf.safetensors import SafetensorsWriter
+from maxmeg.config.mixers import Activation
+from maxmeg.config.model import ModelConfig, Norm, Position
+from maxmeg.config.setting import with_fields
+from maxmeg.hf.families import read as families
+from maxmeg.hf.formats.safetensors import SafetensorsWriter
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-LLAMA = ModelConfig(
-    vocab_size=70,
-    num_layers=3,
-    hidden_size=32,
-    num_heads=4,
-    num_kv_heads=2,
-    ffn_size=48,
-    max_position=64,
+LLAMA = with_fields(
+    ModelConfig(),
+    {
+        "vocab_size": 70,
+        "num_layers": 3,
+        "hidden_size": 32,
+        "attention.num_heads": 4,
+        "attention.num_kv_heads": 2,
+        "mlp.ffn_size": 48,
+        "max_position": 64,
+    },
 )
 TIED = dataclasses.replace(LLAMA, tied=True)
-GPT2 = ModelConfig(
-    vocab_size=70,
-    num_layers=2,
-    hidden_size=32,
-    num_heads=4,
-    ffn_size=128,
-    activation=Activation.gelu_tanh,
-    norm=Norm.layernorm,
-    position=Position.learned,
-    max_position=64,
-    bias_qkv=True,
-    bias_attention_out=True,
-    bias_mlp=True,
-    tied=True,
+GPT2 = with_fields(
+    ModelConfig(),
+    {
+        "vocab_size": 70,
+        "num_layers": 2,
+        "hidden_size": 32,
+        "attention.num_heads": 4,
+        "mlp.ffn_size": 128,
+        "mlp.activation": Activation.gelu_tanh,
+        "norm": Norm.layernorm,
+        "position": Position.learned,
+        "max_position": 64,
+        "attention.bias_qkv": True,
+        "attention.bias_out": True,
+        "mlp.bias": True,
+        "tied": True,
+    },
 )
 MODELS = {"LlamaForCausalLM": LLAMA, "GPT2LMHeadModel": GPT2}
 

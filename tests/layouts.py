@@ -3,42 +3,55 @@
 import jax
 import numpy as np
 
-from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position, QkNorm
-from maxmeg.config.schema import Config, DataConfig, ParallelConfig, TrainConfig
+from maxmeg.checkpoint.initialize import create_state
+from maxmeg.config.data import DataConfig
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
+from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
-from maxmeg.state import abstract_state, create_state
+from maxmeg.state import abstract_state, nested, orders_of, to_arrays
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
-EVERYTHING = {  # fields of a model that has every feature
+EVERYTHING = {
     "dropout_hidden": 0.2,
-    "dropout_attention": 0.1,
+    "attention.dropout": 0.1,
     "dropout_embedding": 0.1,
     "tied": True,
-    "num_kv_heads": 4,
-    "bias_qkv": True,
-    "bias_attention_out": True,
-    "bias_mlp": True,
-    "qk_norm": QkNorm.heads,
+    "attention.num_kv_heads": 2,
+    "attention.bias_qkv": True,
+    "attention.bias_out": True,
+    "mlp.bias": True,
+    "attention.qk_norm": QkNorm.heads,
     "parallel_norms": True,
     "norm_place": NormPlace.sandwich,
-    "attention_sinks": True,
-    "attention_window": 9,
+    "attention.sinks": True,
+    "layers": "*(local+mlp)",
+    "attention.window": 9,
     "embedding_scale": 3.0,
     "norm": Norm.layernorm,
     "position": Position.learned,
     "max_position": 16,
-    "parallel_block": True,
     "logit_softcap": 5.0,
 }
 
-ALTERNATING = {  # units of two layers, the last of one; with dropout that tells layers apart
+ALTERNATING = {
     "num_layers": 5,
-    "attention_window": 5,
-    "attention_global_every": 2,
-    "rotary_local_base": 50.0,
+    "layers": "*(local,mlp attention,mlp)",
+    "attention.window": 5,
+    "rotary.local_base": 50.0,
+    "dropout_hidden": 0.1,
+}
+
+CONVOLUTIONS = {
+    "num_layers": 5,
+    "layers": "*(conv,mlp attention,mlp)",
+    "conv.kernel_size": 4,
+    "conv.bias": True,
     "dropout_hidden": 0.1,
 }
 
@@ -50,11 +63,11 @@ def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Co
         "vocab_divisible_by": 8,
         "num_layers": 2,
         "hidden_size": 32,
-        "num_heads": 8,
+        "attention.num_heads": 8,
         "dtype": DType.float32,
     }
     return Config(
-        model=ModelConfig(**fields | (model or {})),
+        model=with_fields(ModelConfig(), fields | (model or {})),
         train=TrainConfig(**{"global_batch_size": BATCH, "loss_chunk": 24} | (train or {})),
         data=DataConfig(sequence_length=LENGTH),
         parallel=ParallelConfig(**parallel),
@@ -69,7 +82,7 @@ def mesh_of(config: Config):
     return make_mesh(sizes, jax.devices()[: parallel.devices], parallel.fold)
 
 
-def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> dict:
+def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> Batch:
     """A random batch on the mesh, the same for every layout."""
     rng = np.random.default_rng(seed)
     shape = (config.train.global_batch_size, config.data.sequence_length)
@@ -90,6 +103,15 @@ def tiny_state(config: Config, mesh):
     optimizer = make_optimizer(config.optim)
     abstract = abstract_state(config, optimizer, mesh)
     return optimizer, abstract, create_state(config, optimizer, abstract)
+
+
+def in_model_order(tree) -> dict:
+    """Nested dicts of the arrays of {"model": a model}, layers in model order, without padding."""
+    arrays, orders = to_arrays(tree), orders_of(tree)
+    for name, array in arrays.items():
+        if order := orders.get(name.replace(".", "/")):
+            arrays[name] = array[np.array([order.index(n) for n in range(max(order) + 1)])]
+    return nested(arrays)
 
 
 def controls(mesh) -> dict:

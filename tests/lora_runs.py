@@ -5,12 +5,14 @@ import functools
 import jax
 import numpy as np
 
+from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.schema import Config, LoraConfig
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data import run_folder
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.models.lm import language_model
-from maxmeg.state import base_of, to_arrays
+from maxmeg.state import to_arrays
 
 
 def write_lora_run(run_dir, config: Config, **lora) -> dict[str, np.ndarray]:
@@ -24,10 +26,12 @@ def write_lora_run(run_dir, config: Config, **lora) -> dict[str, np.ndarray]:
             made[name.replace(".", "/")] = 0.2 * rng.standard_normal(array.shape, np.float32)
     infos = {path: TensorInfo(array.dtype, array.shape) for path, array in made.items()}
     identity = load_tokenizer(config.data.tokenizer).identity
-    metadata = {"config": files.to_dict(config), "tokenizer": identity, "base": base_of(config)}
+    settings = files.to_dict(run_folder.stored(config))
+    metadata = {"config": settings, "tokenizer": identity, "base": base_of(config)}
     with StreamWriter(run_dir / "checkpoints", 3, infos or empty(), metadata) as writer:
         for path, array in (made or {"step": np.zeros((), np.int32)}).items():
             writer.write(path, array)
+    run_folder.write(config)
     return made
 
 

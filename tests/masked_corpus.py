@@ -4,8 +4,8 @@ from pathlib import Path
 
 import numpy as np
 
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
-from maxmeg.data.masking import Vocabulary
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.masked.masking import Vocabulary
 
 SIZE, CLS, SEP, MASK, BOS, EOS = 60, 1, 2, 3, 4, 5
 SENTINELS = (54, 55, 56, 57, 58, 59)

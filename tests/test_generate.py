@@ -118,7 +118,7 @@ def test_what_to_continue_comes_from_one_place(command, tmp_path):
     with pytest.raises(ValueError, match="holds no prompt"):
         command(f"--prompts={path}")
     for flags in ((), ("--prompt=a", f"--prompts={path}")):
-        with pytest.raises(ValueError, match="one of the two"):
+        with pytest.raises(ValueError, match="give either --prompt"):
             command(*flags)
     with pytest.raises(ValueError, match=r"dtype='float8'.*expected one of float32, bfloat16"):
         command("--prompt=a", "--dtype=float8")

@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
 
+from maxmeg.checkpoint.initialize import create_state
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.resume import resume, start
 from maxmeg.config import files
-from maxmeg.config.model import Position, RotaryScaling
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.model import Position
 from maxmeg.config.schema import Config
-from maxmeg.state import CHECKPOINTS, create_state, nested, resume, to_arrays, to_tree
+from maxmeg.state import CHECKPOINTS, nested, to_arrays, to_tree
 
 LAYOUT = {"pipe": 2, "fsdp": 2, "tensor": 2}
 
@@ -55,7 +58,7 @@ def begun(source, parallel: dict, **model) -> tuple[Config, dict[str, np.ndarray
 @pytest.mark.parametrize("parallel", [{"fsdp": 1}, LAYOUT])
 def test_weights_are_the_sources_on_every_layout(source, parallel):
     """Also with another padding of the vocabulary, and with rotary scaling."""
-    scaling = {"rotary_scaling": RotaryScaling.linear, "rotary_factor": 4.0}
+    scaling = {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 4.0}
     _, found = begun(source, parallel, **scaling)
     for name, wanted in source[2].items():
         rows = min(len(found[name]), len(wanted))
@@ -78,7 +81,7 @@ def test_new_words_begin_as_random_ones(source):
 def test_adapters_add_no_words(source):
     config = tiny({"num_layers": 2, "max_position": 16, "vocab_size": 90}, fsdp=1)
     config.checkpoint.init_from, config.lora.rank = source[0], 2
-    with pytest.raises(ValueError, match=r"vocab_size=90 adds words to the 61.*at random"):
+    with pytest.raises(ValueError, match=r"vocab_size=90 adds tokens to the 61.*at random"):
         tiny_state(config, mesh_of(config))
 
 
@@ -88,8 +91,10 @@ def test_another_model_tokenizer_or_an_empty_folder_is_refused(source, tmp_path)
     optimizer, abstract, _ = tiny_state(source[1], mesh_of(source[1]))
     own = Checkpointer(tmp_path)
     assert resume(config, own, abstract, "words") is None
+    begun = start(config, own, optimizer, abstract, "words")
+    assert (begun.step, begun.metadata, begun.base) == (0, {}, {})
     with pytest.raises(ValueError, match=r"vocabulary \(letters\) is not the checkpoint's"):
-        resume(config, own, abstract, "letters")
+        start(config, own, optimizer, abstract, "letters")
     config.model = dataclasses.replace(config.model, position=Position.none)
     with pytest.raises(ValueError, match="is another model: position rotary -> none"):
         create_state(config, optimizer, abstract)

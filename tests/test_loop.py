@@ -2,13 +2,25 @@
 
 import contextlib
 import json
+import signal
 import types
 
+import jax
 import numpy as np
+import pytest
+from hf_folders import write_tokenizer
 
 from maxmeg import train
+from maxmeg.checkpoint.resume import Start
+from maxmeg.config import files
 from maxmeg.config.schema import Config
+from maxmeg.evals.perplexity import StopRequested, mean_loss
 from maxmeg.optim.schedules import Schedules
+from maxmeg.parallel import multihost
+from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.placement import LocalRows
+from maxmeg.runtime.faults.watchdog import Watchdog
+from maxmeg.runtime.metrics import memory
 
 STEPS = 5
 
@@ -25,6 +37,12 @@ class Later:
         return 1.0
 
 
+class State(int):
+    """The number of steps made."""
+
+    model = None
+
+
 class Batches(contextlib.AbstractContextManager):
     waited = 0.0
 
@@ -37,11 +55,14 @@ class Batches(contextlib.AbstractContextManager):
         return None
 
 
-def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
-    """It is placed when the step has been dispatched, before anything waits for that step."""
-    config, events = Config(run_dir=str(tmp_path)), []
+def run_of(tmp_path, events: list, metrics=lambda step: {}, **settings) -> types.SimpleNamespace:
+    """A run of STEPS steps whose device appends to `events`; metrics(step): more of a step."""
+    config = Config(run_dir=str(tmp_path))
     config.model.vocab_size, config.log.tensorboard = 64, False
     config.train.num_steps, config.train.eval_every, config.checkpoint.save_every = STEPS, 0, 0
+    for name, value in settings.items():
+        section = config.checkpoint if name == "save_every" else config.train
+        setattr(section, name, value)
 
     def place(step, batch):
         events.append(("place", step))
@@ -49,20 +70,33 @@ def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
 
     def train_step(state, batch, controls):
         events.append(("step", state))
-        return state + 1, {"loss": Later(events, state), "grad_norm": Later(events, state)}
+        numbers = {"loss": Later(events, state), "grad_norm": Later(events, state)}
+        return State(state + 1), numbers | metrics(state)
 
-    run = types.SimpleNamespace(
+    def validate(model, step, losses, interrupt):
+        events.append(("validate", step))
+        losses["validation_loss"] = 1.0
+        return not interrupt.requested
+
+    return types.SimpleNamespace(
         config=config,
+        watchdog=Watchdog(config),
         schedules=Schedules(config),
         checkpointer=types.SimpleNamespace(close=lambda: None),
         batches=lambda start: Batches(),
         controls=lambda step, stop: {},
         place=place,
         train_step=train_step,
-        validation={},
-        save=lambda state: events.append(("save", state)),
+        validation={"": None},
+        validate=validate,
+        save=lambda state, stopping=False: events.append(("save", state)),
     )
-    assert train.train(run, 0, 0) == STEPS
+
+
+def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
+    """It is placed when the step has been dispatched, before anything waits for that step."""
+    events: list = []
+    assert train.train(run_of(tmp_path, events), 0, 0) == STEPS
     at = {event: number for number, event in enumerate(events)}
     for step in range(STEPS - 1):
         assert at["step", step] < at["place", step + 1] < at["wait for", step]
@@ -70,3 +104,102 @@ def test_the_next_batch_is_on_its_way_while_a_step_runs(tmp_path):
     assert events[-1] == ("save", STEPS) and events[-2] == ("wait for", STEPS - 1)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["data_wait_seconds"] for line in lines] == [step / 8 for step in range(STEPS)]
+
+
+def kill_at(step: int):
+    """Metrics, with a real SIGTERM to this process while step `step` is dispatched."""
+    return lambda now: signal.raise_signal(signal.SIGTERM) or {} if now == step else {}
+
+
+def acts(events: list) -> list:
+    return [event for event in events if event[0] in ("validate", "save")]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "settings", "expected"),
+    [
+        (kill_at(2), {"eval_every": 3}, [("save", 3)]),  # its own signal: at once
+        (lambda step: {"stop": float(step == 2)}, {"eval_every": 4}, [("save", 4)]),
+        (kill_at(9), {"exit_at": 2, "eval_every": 2}, [("save", 2)]),
+        (kill_at(9), {"exit_after_minutes": 1e-9, "eval_every": 1}, [("save", 1)]),
+        (kill_at(9), {"eval_every": 3}, [("validate", 2), ("validate", 4), ("save", 5)]),
+    ],
+    ids=["signal", "agreed", "exit_at", "exit_after_minutes", "not stopped"],
+)
+def test_a_stop_saves_and_never_validates(tmp_path, metrics, settings, expected):
+    events: list = []
+    train.train(run_of(tmp_path, events, metrics, **settings), 0, 0)
+    assert acts(events) == expected
+
+
+def test_a_stop_during_validation_saves_at_once(tmp_path):
+    events: list = []
+    run = run_of(tmp_path, events, eval_every=2)
+    validate = run.validate
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+        return validate(*arguments)
+
+    run.validate = interrupted
+    train.train(run, 0, 0)
+    assert acts(events) == [("validate", 1), ("save", 2)]
+
+
+def test_evaluation_ends_where_a_flag_is_set():
+    seen: list[int] = []
+
+    def eval_step(model, batch, stop):
+        seen.append(stop)
+        return {"tokens": 1.0, "loss_sum": 2.0, "stop": stop}
+
+    rows = LocalRows(shards=1, owned=(0,), micro_batch_size=0)
+    mesh = jax.make_mesh((1,) * 7, MESH_AXES, devices=jax.devices()[:1])
+    flags = iter([0, 0, 1, 1, 1])
+    names = ("tokens", "targets", "positions", "loss_mask")
+    batches = [dict.fromkeys(names, np.zeros((1, 4), np.int32))] * 5
+    with pytest.raises(StopRequested):
+        mean_loss(eval_step, None, batches, mesh, 1, rows, lambda: next(flags))
+    assert seen == [0, 0, 1, 1]  # known when the next batch has been dispatched
+
+
+def test_saves_wait_for_a_step_that_was_not_skipped(tmp_path):
+    events: list = []
+    skipped = {1: 1.0, 2: 1.0}
+    metrics = lambda step: {"skipped": skipped.get(step, 0.0)}  # noqa: E731
+    train.train(run_of(tmp_path, events, metrics, save_every=2), 0, 0)
+    assert acts(events) == [("save", 4), ("save", 5)]
+
+
+def test_the_run_folder_is_complete_once_a_step_is_made(tmp_path, monkeypatch):
+    """It then holds config.yaml, the tokenizer, and the peak memory of every step."""
+    source, folder = tmp_path / "source", tmp_path / "run"
+    source.mkdir()
+    write_tokenizer(source)
+    monkeypatch.setattr(memory, "_statistics", lambda _: [{"peak_bytes_in_use": 3 * memory.GIB}])
+    run = run_of(folder, [])
+    run.config.data.tokenizer = f"huggingface:{source}"
+    train_step = run.train_step
+
+    def fails(state, batch, controls):
+        raise RuntimeError("out of memory")
+
+    run.train_step = fails
+    with pytest.raises(RuntimeError):
+        train.train(run, 0, 0)
+    assert not (folder / "config.yaml").exists()
+    run.train_step = train_step
+    train.train(run, 0, 0)
+    assert (folder / "config.yaml").exists() and (folder / "tokenizer/tokenizer.json").exists()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["peak_memory_gib"] for line in lines] == [3.0] * STEPS
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_process_0_alone_prints_what_is_resumed(tmp_path, monkeypatch, capsys, rank):
+    config = run_of(tmp_path, []).config
+    begun = Start(STEPS, None, {"consumed_samples": 9, "config": files.to_dict(config)}, {})
+    monkeypatch.setattr(multihost.jax, "process_index", lambda: rank)
+    train.announce(types.SimpleNamespace(config=config), begun)
+    out = capsys.readouterr().out
+    assert ("resumed at step 5, sample 9" in out and "is finished" in out) if rank == 0 else not out

@@ -13,7 +13,7 @@ import pytest
 from layouts import EVERYTHING, controls, mesh_of, tiny, tiny_batch, tiny_state
 
 from maxmeg import generate
-from maxmeg.config.model import DType, Recompute
+from maxmeg.config.model import DType
 from maxmeg.config.schema import (
     Config,
     LogConfig,
@@ -22,15 +22,15 @@ from maxmeg.config.schema import (
     ParallelConfig,
     Schedule,
 )
-from maxmeg.data.indexed import IndexedWriter
+from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
 from maxmeg.layers.lora import linears
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.parts import frozen, trained
 from maxmeg.planning import hlo
-from maxmeg.planning.flops import training_flops
-from maxmeg.planning.memory import device_memory
-from maxmeg.planning.workload import workload
+from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import workload
 from maxmeg.state import abstract_state, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 from maxmeg.train import main
@@ -39,23 +39,23 @@ TOLERANCE = 1e-5  # relative, float32: the order of sums differs, and sums of lo
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 MODELS = {
     "llama": {},
-    "everything": EVERYTHING,
+    "everything": EVERYTHING | {"attention.num_kv_heads": 1},
 }
 REDUCED = 0.25  # of the base's bytes: gradients of adapters, and a pipeline's sums of activations
 # Dropout compiles slowly: all projections without it, or two with it.
 ADAPTERS = {
     "llama": {"rank": 3, "alpha": 6.0, "targets": ("mixers.*",)},
-    "everything": {"rank": 3, "alpha": 6.0, "targets": ("query", "mlp.out"), "dropout": 0.2},
+    "everything": {"rank": 3, "alpha": 6.0, "targets": ("key", "mlp.out"), "dropout": 0.2},
 }
 COUNTS = {"llama": 7, "everything": 2}
 LAYOUTS = [
     ("everything", {"data": 2, "fsdp": 2, "tensor": 2}, {}, 2),
-    ("everything", {"pipe": 2, "fsdp": 2, "chunks": 2}, {"recompute": Recompute.full}, 2),
+    ("everything", {"pipe": 2, "fsdp": 2, "chunks": 2}, {"recompute": "full"}, 2),
     ("llama", {"pipe": 4, "fsdp": 1, "data": 2, "pad_layers": True}, {"num_layers": 5}, 2),
     (
         "everything",
         {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},
-        {"recompute": Recompute.selective},
+        {"recompute": "selective"},
         2,
     ),
 ]
@@ -204,6 +204,7 @@ def tensors(run_dir: Path, step: int) -> dict:
     return json.loads(path.read_text())["body"]["tensors"]
 
 
+@pytest.mark.slow
 def test_a_run_saves_its_adapters_alone_and_resumes_bitwise(tmp_path, capsys):
     prefix, base = corpus(tmp_path), tmp_path / "base"
     main(settings(prefix, base, 2))
@@ -229,7 +230,10 @@ def test_a_run_saves_its_adapters_alone_and_resumes_bitwise(tmp_path, capsys):
     assert capsys.readouterr().out.startswith("abc")
 
     shutil.rmtree(base / "checkpoints" / "step_00000002")  # an older one is left: another base
-    with pytest.raises(ValueError, match=r"beside the frozen base .*'step': 2.*'step': 1"):
+    with pytest.raises(
+        ValueError,
+        match=r"frozen base .* no checkpoint of step 2 .*has .1.",
+    ):
         load_run(str(whole))
-    with pytest.raises(ValueError, match="the very same base"):
+    with pytest.raises(ValueError, match="cannot be read: no checkpoint of step 2"):
         main(settings(prefix, broken, 5, base))

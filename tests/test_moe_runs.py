@@ -6,23 +6,23 @@ import pytest
 from short_runs import EACH, ENDS, SAME, config, copy_run, curve, digests, run_layouts, write_corpus
 
 from maxmeg import generate
-from maxmeg.config.model import RouterScore
+from maxmeg.config.mixers import RouterScore
 from maxmeg.config.schema import Config, ExpertExchange
 from maxmeg.train import main
 
 MODEL = {
     "num_layers": 2,
-    "num_experts": 4,
-    "experts_per_token": 2,
-    "expert_ffn_size": 32,
-    "shared_ffn_size": 32,
-    "first_dense_layers": 1,
-    "router_score": RouterScore.sigmoid,
-    "router_bias": True,
-    "router_bias_rate": 0.01,
-    "router_sequence_aux_loss": 0.01,
-    "router_global_aux_loss": 0.01,
-    "router_jitter": 0.05,
+    "layers": "attention,mlp *(attention,moe)",
+    "moe.num_experts": 4,
+    "moe.top_k": 2,
+    "moe.ffn_size": 32,
+    "moe.shared_ffn_size": 32,
+    "moe.score": RouterScore.sigmoid,
+    "moe.bias_balancing": True,
+    "moe.bias_rate": 0.01,
+    "moe.sequence_aux_loss": 0.01,
+    "moe.global_aux_loss": 0.01,
+    "moe.jitter": 0.05,
 }
 LAYOUTS = [
     {"fsdp": 8},

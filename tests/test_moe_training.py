@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from layouts import BATCH, LENGTH, controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.model import DType, ExpertBackend, Recompute, RouterScore
+from maxmeg.config.mixers import ExpertBackend, RouterScore
+from maxmeg.config.model import DType
 from maxmeg.config.schema import ExpertExchange, LoraConfig, Schedule
-from maxmeg.layers.balance import TALLIES
+from maxmeg.layers.auxiliary import by_layer
 from maxmeg.models.lm import language_model
 from maxmeg.parallel.parts import frozen, trained
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
 from maxmeg.state import array_name, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 
@@ -23,39 +24,41 @@ FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
 RATE = 0.01
 MODELS = {
     "mixtral": {
-        "num_experts": 8,
-        "router_aux_loss": 0.1,
-        "router_z_loss": 0.01,
+        "layers": "*(attention,moe)",
+        "moe.num_experts": 8,
+        "moe.aux_loss": 0.1,
+        "moe.z_loss": 0.01,
     },
     "by turns": {
-        "num_experts": 4,
-        "expert_every": 2,
-        "router_sinkhorn": True,
-        "router_z_loss": 0.01,
+        "layers": "*(attention,moe attention,mlp)",
+        "moe.num_experts": 4,
+        "moe.sinkhorn": True,
+        "moe.z_loss": 0.01,
     },
     "deepseek": {
-        "num_experts": 8,
-        "experts_per_token": 3,
-        "expert_ffn_size": 32,
-        "shared_ffn_size": 32,
-        "first_dense_layers": 1,
-        "router_score": RouterScore.sigmoid,
-        "router_normalize": True,
-        "router_scale": 2.5,
-        "router_groups": 4,
-        "router_groups_kept": 2,
-        "router_bias": True,
-        "router_bias_rate": RATE,
-        "router_sequence_aux_loss": 0.1,
-        "router_global_aux_loss": 0.1,
-        "router_jitter": 0.1,
-        "expert_latent_size": 16,
-        "mla_kv_rank": 16,
-        "mla_query_rank": 12,
-        "mla_rotary_size": 2,
-        "mtp_depths": 1,  # every stage runs that layer: its experts' tokens are counted once
+        "layers": "mla,mlp *(mla,moe)",
+        "moe.num_experts": 8,
+        "moe.top_k": 3,
+        "moe.ffn_size": 32,
+        "moe.shared_ffn_size": 32,
+        "moe.score": RouterScore.sigmoid,
+        "moe.normalize_weights": True,
+        "moe.scale": 2.5,
+        "moe.num_groups": 4,
+        "moe.topk_groups": 2,
+        "moe.bias_balancing": True,
+        "moe.bias_rate": RATE,
+        "moe.sequence_aux_loss": 0.1,
+        "moe.global_aux_loss": 0.1,
+        "moe.jitter": 0.1,
+        "moe.latent_size": 16,
+        "mla.kv_rank": 16,
+        "mla.query_rank": 12,
+        "mla.rotary_size": 2,
+        "mtp.num_layers": 1,
     },
 }
+DENSE = {"layers": "*(attention,mlp)"}
 TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}  # several rounds
 WIDE = {"expert_buffer": 3.0}  # one
 # The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
@@ -64,14 +67,17 @@ LAYOUTS = [
     (
         "mixtral",
         {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2},
-        {"expert_capacity": 4.0, "expert_pad": True},  # all that there may be: nothing is dropped
+        {
+            "moe.capacity_factor": 4.0,
+            "moe.pad_to_capacity": True,
+        },  # all that there may be: nothing is dropped
         0,
     ),
-    ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": Recompute.selective}, 16),
+    ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": "selective"}, 16),
     (
         "deepseek",
         {"expert": 4, "fsdp": 1, "tensor": 4, "expert_tensor": 2, **TIGHT},
-        {"recompute": Recompute.full},
+        {"recompute": "full"},
         2,
     ),
     (
@@ -91,13 +97,14 @@ def configured(model: str, fields: dict, micro: int, **parallel):
 
 
 def gradients(model: str, parallel: dict, fields: dict, micro: int):
-    """(loss, gradients by name in model order) of one batch."""
+    """(loss, gradients and auxiliary values by name in model order) of one batch."""
     config = configured(model, fields, micro, **parallel)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     function = jax.jit(make_gradients(config, mesh, abstract.model))
     found, sums = function(loaded(state.model), tiny_batch(config, mesh), state.key)
-    layout, arrays = abstract.model.stack.layout, {}
+    layout = abstract.model.stack.layout
+    arrays = {name: np.asarray(rows) for name, rows in by_layer(sums).items()}
     for name, array in to_arrays(found).items():
         array = np.asarray(array)
         if name.startswith("stack."):
@@ -126,7 +133,7 @@ def one_device(model: str):
     [*(pytest.param(*one, marks=pytest.mark.slow) for one in LAYOUTS[:-1]), LAYOUTS[-1]],
 )
 def test_layout_equals_single_device(model, parallel, fields, micro):
-    """Also the counts behind the router's bias, whole numbers of all tokens."""
+    """Also the auxiliary values; the counts of tokens are whole numbers."""
     loss, found = gradients(model, parallel, fields, micro)
     reference_loss, reference = one_device(model)
     assert loss == pytest.approx(reference_loss, rel=TOLERANCE)
@@ -136,15 +143,15 @@ def test_layout_equals_single_device(model, parallel, fields, micro):
         rows = min(len(array), len(wanted))  # the padding of the vocabulary differs
         error = np.abs(array[:rows] - wanted[:rows]).max()
         assert error <= TOLERANCE * np.abs(wanted).max() + FLOOR, name
-    counts = [a for name, a in reference.items() if name.endswith("moe.bias")]
-    counts = [a[..., : MODELS[model]["num_experts"]].sum(-1) for a in counts]
-    copies = MODELS[model].get("experts_per_token", 2) * BATCH * LENGTH
-    assert len(counts) == 1 + (model == "deepseek") and all((c == copies).all() for c in counts)
+    copies = MODELS[model].get("moe.top_k", 2) * BATCH * LENGTH
+    sparse = {"mixtral": 4, "by turns": 2, "deepseek": 3 + 1}[model]  # layers with experts
+    assert reference["expert_tokens"].sum(-1).tolist() == [copies] * sparse
 
 
+@pytest.mark.slow
 def test_a_bias_moves_by_counts_and_by_nothing_else():
     """No decay, no clipping, no moments; the norm of the gradients leaves the counts out."""
-    plain = {"router_jitter": 0.0, "mtp_depths": 0}  # whose noise is another in every step
+    plain = {"moe.jitter": 0.0, "mtp.num_layers": 0}  # whose noise is another in every step
     config = configured("deepseek", plain, 2, data=2, fsdp=1)
     mesh = mesh_of(config)
     optimizer, abstract, state = tiny_state(config, mesh)
@@ -155,15 +162,16 @@ def test_a_bias_moves_by_counts_and_by_nothing_else():
     state, metrics = step(state, batch, controls(mesh))
     (name,) = (name for name in before if name.endswith("moe.bias"))
     after = {name: np.asarray(array) for name, array in to_arrays(state.model).items()}
-    moved, found = after[name] - before[name], np.asarray(metrics["expert_loads"])
-    is_even = np.arange(found.shape[1]) == 8 + TALLIES.index("global_load_balancing_loss")
-    wanted = np.where(is_even, 1, counts[name])  # no step before it has counted
-    np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
-    counts = counts[name][:, :8]
-    assert np.array_equal(after[name.replace("bias", "load")], counts)
-    mean = counts.mean(-1, keepdims=True)
-    np.testing.assert_allclose(moved, RATE * np.sign(mean - counts), rtol=1e-5)
-    assert float(metrics["grad_norm"]) < counts.max()
+    moved, found = after[name] - before[name], metrics["layers"]
+    tokens = np.asarray(found["expert_tokens"])
+    assert np.array_equal(tokens, counts["expert_tokens"])
+    even = tokens.sum(-1)  # a loss of 1: no step before it has counted
+    np.testing.assert_allclose(found["global_load_balancing_loss"], even, rtol=TOLERANCE)
+    assert np.array_equal(after[name.replace("bias", "load")], tokens)
+    mean = tokens.mean(-1, keepdims=True)
+    np.testing.assert_allclose(moved, RATE * np.sign(mean - tokens), rtol=1e-5)
+    assert float(metrics["grad_norm"]) < tokens.max()
+    assert not any(name.endswith(("moe.bias", "moe.load")) for name in to_arrays(state.optimizer))
     losses = [float(metrics["loss"])]
     for _ in range(3):
         state, metrics = step(state, batch, controls(mesh))
@@ -171,19 +179,8 @@ def test_a_bias_moves_by_counts_and_by_nothing_else():
     assert losses == sorted(losses, reverse=True) and step._cache_size() == 1
 
 
-def test_without_router_bias_it_stays_zero():
-    config = configured("mixtral", {}, 0, fsdp=1)
-    mesh = mesh_of(config)
-    optimizer, abstract, state = tiny_state(config, mesh)
-    step = make_train_step(config, mesh, optimizer, abstract)
-    state, metrics = step(state, tiny_batch(config, mesh), controls(mesh))
-    biases = [a for name, a in to_arrays(state.model).items() if name.endswith("moe.bias")]
-    assert len(biases) == 1 and not np.any(biases[0])
-    assert metrics["expert_loads"].shape == (4, 8 + len(TALLIES))
-
-
 def test_a_backend_that_cannot_run_here_is_refused():
-    config = configured("mixtral", {"expert_backend": ExpertBackend.mosaic}, 0, fsdp=1)
+    config = configured("mixtral", {"moe.backend": ExpertBackend.mosaic}, 0, fsdp=1)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     with pytest.raises(ValueError, match=r"grouped_matmul.*mosaic"):
@@ -193,13 +190,15 @@ def test_a_backend_that_cannot_run_here_is_refused():
 
 
 def test_flops_count_the_experts_of_a_token():
-    dense = configured("mixtral", {"num_experts": 0}, 0).model
+    dense = configured("mixtral", DENSE, 0).model
     sparse = configured("mixtral", {}, 0).model
     mlp = 3 * dense.hidden_size * dense.ffn
     router = 8 * dense.hidden_size
     more = training_flops(sparse, 16) - training_flops(dense, 16)
     assert more == 6 * 16 * 4 * (mlp + router)  # a second expert and the router, four layers
-    latent = configured("mixtral", {"expert_latent_size": 16, "expert_every": 2}, 0).model
+    latent = configured(
+        "mixtral", {"moe.latent_size": 16, "layers": "*(attention,moe attention,mlp)"}, 0
+    ).model
     more = training_flops(latent, 16) - training_flops(dense, 16)
     inner = 2 * 3 * 16 * dense.ffn + 2 * dense.hidden_size * 16
     assert more == 6 * 16 * 2 * (inner + router - mlp)
@@ -208,14 +207,18 @@ def test_flops_count_the_experts_of_a_token():
 @pytest.mark.parametrize(
     ("fields", "parallel", "message"),
     [
-        ({"experts_per_token": 9}, {}, "experts_per_token=9 must be from 1 to num_experts=8"),
-        ({"router_groups": 3}, {}, "router_groups=3 does not divide num_experts=8"),
-        ({"router_groups": 8, "router_groups_kept": 1}, {}, "must hold experts_per_token=2"),
-        ({"first_dense_layers": 4}, {}, "first_dense_layers=4 must leave some"),
-        ({"parallel_block": True}, {}, "cannot be in a parallel_block"),
-        ({"num_experts": 6}, {"expert": 4}, "num_experts=6 is not divisible by parallel.expert=4"),
-        ({"num_experts": 0}, {"expert": 2}, "parallel.expert=2: only for models with experts"),
-        ({"expert_ffn_size": 33}, {"tensor": 2}, "expert_ffn_size=33 is not divisible"),
+        ({"moe.top_k": 9}, {}, "top_k=9 must be from 1 to num_experts=8"),
+        ({"moe.num_groups": 3}, {}, "moe.num_groups=3 does not divide num_experts=8"),
+        ({"moe.num_groups": 8, "moe.topk_groups": 1}, {}, "must hold top_k=2"),
+        ({"layers": "4(attention,mlp) *(attention,moe)"}, {}, "num_layers=4 must be at least 5"),
+        ({"layers": "*(attention+moe)"}, {}, "moe cannot be in a parallel block"),
+        (
+            {"layers": "*(attention,moe)", "moe.num_experts": 6},
+            {"expert": 4},
+            "num_experts=6 is not divisible by parallel.expert=4",
+        ),
+        (DENSE, {"expert": 2}, "parallel.expert=2: only for models with experts"),
+        ({"moe.ffn_size": 33}, {"tensor": 2}, "moe.ffn_size=33 is not divisible"),
         (
             {},
             {"tensor": 2, "expert_tensor": 1},
@@ -224,10 +227,18 @@ def test_flops_count_the_experts_of_a_token():
         ({}, {"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 does not divide tensor=4: choose"),
         ({}, {"expert": 2, "expert_buffer": 0.5}, "expert_buffer=0.5 must be at least 1"),
         ({}, {"expert_exchange": ExpertExchange.ragged}, "have no effect with expert=1"),
-        ({"num_experts": 0}, {}, "router_aux_loss=0.1, .*has no effect without model.num_experts"),
-        ({"shared_gate": True}, {}, "shared_gate=True has no effect without model.shared_ffn_size"),
-        ({"router_bias_rate": 0.1}, {}, "no effect without model.router_bias"),
-        ({"expert_capacity": -1.0}, {}, "expert_capacity=-1.0"),
+        (
+            DENSE,
+            {},
+            "moe.aux_loss=0.1, model.moe.z_loss=0.01: no layer of model.layers=",
+        ),
+        (
+            {"moe.shared_gate": True},
+            {},
+            "shared_gate=True has no effect without model.moe.shared_ffn_size",
+        ),
+        ({"moe.bias_rate": 0.1}, {}, "no effect without model.moe.bias_balancing"),
+        ({"moe.capacity_factor": -1.0}, {}, "moe.capacity_factor=-1.0"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, parallel, message):
@@ -235,8 +246,9 @@ def test_what_does_not_fit_is_refused(fields, parallel, message):
         mesh_of(configured("mixtral", fields, 0, **{"fsdp": 1, **parallel}))
 
 
+@pytest.mark.slow
 def test_adapters_leave_the_experts_frozen_and_the_bias_exact():
-    fields = {"dtype": DType.bfloat16, "mtp_depths": 0, "router_global_aux_loss": 0.0}
+    fields = {"dtype": DType.bfloat16, "mtp.num_layers": 0, "moe.global_aux_loss": 0.0}
     config = configured("deepseek", fields, 0, fsdp=1)
     config.lora = LoraConfig(rank=2, targets=("mixers.*",))
     model = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
@@ -248,8 +260,10 @@ def test_adapters_leave_the_experts_frozen_and_the_bias_exact():
     mesh = mesh_of(config)
     optimizer, abstract, state = tiny_state(config, mesh)
     step = make_train_step(config, mesh, optimizer, abstract)
-    _, metrics = step(state, tiny_batch(config, mesh), controls(mesh))
-    assert float(metrics["grad_norm"]) > 0 and "expert_loads" not in metrics
+    state, metrics = step(state, tiny_batch(config, mesh), controls(mesh))
+    assert float(metrics["grad_norm"]) > 0 and metrics["layers"]["expert_tokens"].shape == (3, 8)
+    (bias,) = (a for name, a in to_arrays(state.model).items() if name.endswith("moe.bias"))
+    assert not np.any(bias)  # the base's own state does not change
     assert {name.split(".")[-3] for name in to_arrays(trained(model)) if "moe" in name} == {
         "gate",
         "up",

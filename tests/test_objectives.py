@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
 
-from maxmeg.config.schema import Objective, Packing
+from maxmeg.config.data import Objective, Packing
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.step import make_eval_step
@@ -79,7 +79,7 @@ def test_chats_train_and_finetune(files, tmp_path):
         "log.every": 1,
         "log.sample_prompt": "",
     }
-    small = {"model.num_layers": 2, "model.hidden_size": 32, "model.num_heads": 4}
+    small = {"model.num_layers": 2, "model.hidden_size": 32, "model.attention.num_heads": 4}
     runs = {
         "first": ("configs/gpt.py", {**shared, **small, "data.packing": "first_fit"}),
         "second": (f"configs/finetune.py:{tmp_path / 'first'}", shared),

@@ -1,15 +1,28 @@
 """What is installed, and that the README's first screen is what the checks run."""
 
 import importlib.metadata
+import importlib.util
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 REPOSITORY = Path(__file__).parent.parent
 FIRST_SCREEN = 50  # lines
 TRAIN_COMMAND = "pip install -e . && python -m maxmeg.train --config=configs/gpt.py"
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
+# Their private or fast-moving interfaces are used: a newer minor version may break a run.
+BOUNDED_ABOVE = {"flax", "grain", "jax", "optax"}
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+CHECK_VERSIONS = REPOSITORY / ".ci" / "check_versions.py"
+SPEC = importlib.util.spec_from_file_location("check_versions", CHECK_VERSIONS)
+assert SPEC and SPEC.loader
+check_versions = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(check_versions)
 
 
 def test_kernels_are_installed_from_their_own_folder():
@@ -58,3 +71,43 @@ def test_the_first_screen_of_the_readme_holds_the_two_commands():
 
 def test_the_checks_run_the_readme_command():
     assert f'test_command="{TEST_COMMAND}"' in (REPOSITORY / ".ci" / "run").read_text()
+
+
+def test_every_requirement_has_bounds():
+    project = PYPROJECT["project"]
+    lists = [PYPROJECT["build-system"]["requires"], project["dependencies"]]
+    lists += project["optional-dependencies"].values()
+    every = [Requirement(text) for entries in lists for text in entries]
+    others = [requirement for requirement in every if requirement.name != "maxmeg"]
+    assert len(others) > 30
+    assert [r.name for r in others if check_versions.lower_bound(r) is None] == []
+    bounded = {r.name for r in others if "<" in {s.operator for s in r.specifier}}
+    assert bounded >= BOUNDED_ABOVE
+
+
+def test_the_installed_versions_are_within_the_bounds():
+    """An installer that satisfies a conflict with a very old version fails here, by name."""
+    entries = PYPROJECT["project"]["dependencies"] + ["maxmeg[test]"]
+    wanted = list(check_versions.requirements(entries))
+    assert {"jax", "s3fs", "pyarrow"} <= {requirement.name for requirement in wanted}
+    assert [f"{r}: {p}" for r in wanted if (p := check_versions.problem(r))] == []
+
+
+@pytest.mark.parametrize(
+    ("requirement", "installed", "lowest", "problem"),
+    [
+        ("s3fs>=2025.9", "0.4.2", False, "s3fs 0.4.2 is outside the bounds"),
+        ("s3fs>=2025.9", "2026.9.0", False, ""),
+        ("s3fs>=2025.9", "2026.9.0", True, "not at its lower bound"),
+        ("s3fs>=2025.9", "2025.9.0", True, ""),
+        ("jax>=0.10,<0.13", "0.13.0", False, "outside the bounds"),
+        ("jax>=0.10,<0.13", "0.12.0.1", False, ""),
+        ("s3fs>=2025.9", None, False, "s3fs is not installed"),
+    ],
+)
+def test_a_version_outside_the_bounds_is_reported(
+    requirement, installed, lowest, problem, monkeypatch
+):
+    monkeypatch.setattr(check_versions, "installed_version", lambda name: installed)
+    reported = check_versions.problem(Requirement(requirement), lowest)
+    assert problem in reported and bool(problem) == bool(reported)

@@ -10,7 +10,7 @@ from maxmeg import evaluate, generate
 from maxmeg.config.schema import Config, Schedule
 from maxmeg.train import main
 
-MODEL = {"num_layers": 6, "mtp_depths": 1}
+MODEL = {"num_layers": 6, "mtp.num_layers": 1}
 LAYOUTS = [
     {"pipe": 1, "fsdp": 8},
     {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},

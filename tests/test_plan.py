@@ -12,7 +12,7 @@ from maxmeg import plan
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
 from maxmeg.planning.report import Collective, Compiled
-from maxmeg.planning.text import GIB, VERSION
+from maxmeg.planning.show.text import GIB, VERSION
 
 CONFIG = Path(maxmeg.__file__).parents[1] / "configs" / "gpt.py"
 PIPELINE = ["--config.parallel.pipe=8", "--config.parallel.tensor=8"]
@@ -144,6 +144,25 @@ def test_flags_of_the_best_layout_give_the_same_plan(capsys, tmp_path: Path):
     assert again == best | {"layouts": []}
 
 
+def test_flags_that_make_a_plan_fit(capsys, tmp_path: Path):
+    base = ["--hardware=h100x64", *PIPELINE, "--config.train.micro_batch_size=4"]
+    run("175b", *base, f"--json={tmp_path}/a", f"--html={tmp_path}/a.html")
+    out = capsys.readouterr().out
+    assert "does not fit by 16.4 GiB" in out and "it fits with any one of" in out
+    before = json.loads((tmp_path / "a").read_text())["analytic"]
+    assert len(before["remedies"]) == 2
+    for remedy in before["remedies"]:
+        assert remedy["flags"] in out and remedy["flags"] in (tmp_path / "a.html").read_text()
+        run("175b", *base, *remedy["flags"].split(), f"--json={tmp_path}/b")
+        after = json.loads((tmp_path / "b").read_text())["analytic"]
+        assert after["fits"] and after["total"] == remedy["total"] and after["remedies"] == []
+        slowdown = after["step_seconds"] / before["step_seconds"]
+        assert slowdown == pytest.approx(remedy["slowdown"])
+    capsys.readouterr()
+    run("175b", "--hardware=h100x8", "--config.parallel.tensor=8")
+    assert "--search tries all layouts" in capsys.readouterr().out
+
+
 BAD = [
     (["--hardware=h900x8"], ["no GPU is named 'h900'", "a100, h100"]),
     (["--hardware=h100x12"], ["12 GPUs do not make nodes"]),
@@ -154,7 +173,10 @@ BAD = [
     (["--hardware=h100x64", "--timeline=a.svg"], ["--timeline=a.svg", "parallel.pipe=1 has none"]),
     (["--hardware=h100x64", "--json=/no/such/a.json"], ["--json=", "no folder /no/such"]),
     (["--hardware=h100x64", "--html=/"], ["--html=/ is a folder"]),
-    (["--hardware=h100x64", "--config.parallel.pipe=3"], ["pipe=3", "does not make 64"]),
+    (
+        ["--hardware=h100x64", "--config.parallel.pipe=3"],
+        ["pipe=3", "3 devices or a multiple, there are 64"],
+    ),
     (["--config.parallel.pipe=5"], ["num_layers=96", "pipe=5", "pad_layers"]),
     (["--config.parallel.pipe=0"], ["parallel.pipe=0"]),
     (["--config.parallel.pipe=128"], ["num_layers=96 cannot fill", "at most 96"]),

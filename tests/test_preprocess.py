@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 import maxmeg
-from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.corpus.indexed import IndexedDataset
 
 ROOT = Path(maxmeg.__file__).parents[1]
 TEXTS = ["hello world", "", "second: naïve 東京"]

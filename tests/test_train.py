@@ -1,7 +1,9 @@
 """Whole runs: stop and resume, several processes, other meshes, bad input, failing disks."""
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,26 +11,34 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from maxmeg import evaluate, generate
-from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.initialize import create_state
+from maxmeg.checkpoint.manager import Checkpointer, SaveError
+from maxmeg.checkpoint.resume import resume
+from maxmeg.config.data import DataConfig
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import (
     CheckpointConfig,
     Config,
-    DataConfig,
     LogConfig,
     OptimConfig,
     ParallelConfig,
     TrainConfig,
 )
-from maxmeg.data.indexed import IndexedWriter
+from maxmeg.config.setting import with_fields
+from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
+from maxmeg.optim.schedules import learning_rate_at
 from maxmeg.parallel.mesh import local_mesh
-from maxmeg.runtime.guard import NonFiniteLoss
-from maxmeg.state import create_state, resume, to_arrays
+from maxmeg.runtime.faults.guard import NonFiniteLoss
+from maxmeg.runtime.faults.lock import lock_folder
+from maxmeg.runtime.faults.rerun import with_rerun
+from maxmeg.state import to_arrays
+from maxmeg.step import make_train_step
 from maxmeg.train import Run, finish, main, train
 
 REPOSITORY = Path(__file__).parent.parent
@@ -52,8 +62,15 @@ def small(corpus: str, run_dir, **parallel: int) -> Config:
     """A run of a few steps of a tiny model on all eight devices."""
     return Config(
         run_dir=str(run_dir),
-        model=ModelConfig(
-            num_layers=1, hidden_size=32, num_heads=8, dtype=DType.float32, dropout_hidden=0.1
+        model=with_fields(
+            ModelConfig(),
+            {
+                "num_layers": 1,
+                "hidden_size": 32,
+                "attention.num_heads": 8,
+                "dtype": DType.float32,
+                "dropout_hidden": 0.1,
+            },
         ),
         data=DataConfig(paths=(corpus,), split="8,1,1", sequence_length=32),
         parallel=ParallelConfig(**parallel),
@@ -70,7 +87,7 @@ def flags(corpus: str, run_dir: Path, steps: int, **other: int) -> list[str]:
         "run_dir": run_dir,
         "model.num_layers": 2,
         "model.hidden_size": 32,
-        "model.num_heads": 4,
+        "model.attention.num_heads": 4,
         "model.dropout_hidden": 0.1,
         "data.paths": corpus,
         "data.split": "8,1,1",
@@ -134,6 +151,46 @@ def test_interrupted_run_resumes_bit_for_bit(corpus, tmp_path):
     assert digests(broken, steps) == digests(whole, steps)
 
 
+STOPPED_ONCE = """
+import os, signal, sys
+from maxmeg import train
+from maxmeg.config.flags import run_command
+from maxmeg.parallel import multihost
+from maxmeg.runtime.faults.peers import ending_together
+
+marker, place = sys.argv.pop(1), train.Run.place
+
+def stop_once(run, step, batch):
+    if step == 5 and multihost.rank() == 1 and not os.path.exists(marker):
+        open(marker, "x").close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return place(run, step, batch)
+
+train.Run.place = stop_once
+run_command(ending_together(train.main))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_lost_a_process_restarts_bit_for_bit(corpus, tmp_path):
+    steps, whole, broken = 9, tmp_path / "whole", tmp_path / "broken"
+    launch = [sys.executable, str(REPOSITORY / "launch/local.py"), "-n", "2"]
+    launch += ["--devices-per-process=1", "--restarts=1", "--grace-seconds=1", "--"]
+    settings = ["--config.checkpoint.save_every=3", "--config.watchdog.silence=4"]
+    one = [*launch, *flags(corpus, whole, steps, tensor=1), *settings]
+    subprocess.run(one, env=environment(1), check=True, capture_output=True)
+    python, _, _, *rest = flags(corpus, broken, steps, tensor=1)
+    other = [*launch, python, "-c", STOPPED_ONCE, str(tmp_path / "marker"), *rest, *settings]
+    done = subprocess.run(other, env=environment(1), check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "it is stopped (SIGSTOP or a debugger)" in done.stderr
+    assert "launch/local.py: rank 0 ended with exit code 75" in done.stderr
+    assert "launch/local.py: restart 1 of 1" in done.stderr
+    assert done.stdout.count("resumed at step 3") == 1  # process 0 alone prints
+    assert losses(broken) == losses(whole)
+    assert digests(broken, steps) == digests(whole, steps)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "data": 1}], ids=["data", "pipe"])
 def test_processes_give_the_losses_of_one_process(corpus, tmp_path, mesh):
@@ -149,19 +206,35 @@ def test_processes_give_the_losses_of_one_process(corpus, tmp_path, mesh):
     assert len(expected) == 8
 
 
-def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys):
-    config = small(corpus, tmp_path / "run", data=2, fsdp=2, tensor=2)
+def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small(corpus, "run", data=2, fsdp=2, tensor=2)
+    config.checkpoint.timeout_seconds = 77
     run = Run(config)
+    assert run.checkpointer.processes.timeout_seconds == 77
+    run.open_data(0, {})
     state = create_state(config, run.optimizer, run.abstract)
+    compiled = []
+
+    def listen(event: str, duration_secs: float, **details: str | int) -> None:
+        if details.get("fun_name") == "jit(train_step)":
+            compiled.append(event.rpartition("/")[-1])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     state = train(run, state, 0)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled.count("backend_compile_duration") == 1
+    assert capsys.readouterr().out.count("train step compiled: ") == 1
     finish(run, state)
-    assert run.train_step._cache_size() == run.eval_step._cache_size() == 1
+    assert run.train_step.jitted._cache_size() == run.eval_step._cache_size() == 1
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     saved = {name: np.asarray(array) for name, array in to_arrays(state).items()}
 
     other = Run(small(corpus, tmp_path / "run", data=1, fsdp=1, tensor=8))
-    step, restored = resume(other.config, other.checkpointer, other.abstract, "bytes")
+    begun = resume(other.config, other.checkpointer, other.abstract, "bytes")
+    step, restored = begun.step, begun.state
     assert step == STEPS
+    assert begun.metadata["config"]["run_dir"] == str(tmp_path / "run")  # not "run"
     for name, array in to_arrays(restored).items():
         array, expected = np.asarray(array), saved[name]
         if array.shape != expected.shape:  # the vocabulary's padding: all zeros
@@ -175,8 +248,11 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     capsys.readouterr()
     evaluate.main(evaluate.Options(run_dir=config.run_dir, num_batches=2))
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    printed = float(capsys.readouterr().out.split(" loss ")[1].split()[0])
-    assert printed == pytest.approx(last["validation_loss"], abs=1e-4)
+    printed = capsys.readouterr().out.split(" loss ")[1].split()
+    assert float(printed[0]) == pytest.approx(last["validation_loss"], abs=1e-4)
+    assert float(printed[4]) == pytest.approx(last["validation_loss_per_byte"], abs=1e-4)
+    # The ends of documents (1 of about 400 bytes) have a loss, but are no bytes.
+    assert 1 < last["validation_loss_per_byte"] / last["validation_loss"] < 1.01
     generate.main(generate.Options(prompt=("abc",), run_dir=config.run_dir, num_tokens=8))
     assert capsys.readouterr().out.startswith("abc")
     with pytest.raises(ValueError, match="exceed the context of 32"):
@@ -195,26 +271,73 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     with pytest.raises(ValueError, match="already holds checkpoints"):
         main(fresh)
 
+    newest = tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json"
+    newest.write_bytes(newest.read_bytes()[:100])
+    short = small(corpus, tmp_path / "run")
+    short.train.num_steps = 3
+    capsys.readouterr()
+    main(short)
+    assert "resumed at step 3" in capsys.readouterr().out
+
 
 @pytest.mark.slow
-def test_loss_that_is_not_finite_stops_before_a_save(corpus, tmp_path):
+def test_a_diverged_run_stops_and_keeps_its_last_checkpoint(corpus, tmp_path):
     config = small(corpus, tmp_path)
     config.optim.lr = config.optim.warmup_init_lr = 1e30
-    config.checkpoint.save_every = 1
-    with pytest.raises(NonFiniteLoss, match=r"step 1: .* Its batch holds samples 16, 17"):
+    config.checkpoint.save_every, config.train.max_skipped_steps = 1, 2
+    with pytest.raises(NonFiniteLoss, match=r"steps 1 to 2 were skipped: .* samples 16, 17"):
         main(config)
     checkpointer = Checkpointer(tmp_path / "checkpoints")
     assert checkpointer.steps() == [1]
     assert np.isfinite(losses(tmp_path)[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("transient", [False, True], ids=["persistent", "transient"])
+def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, caplog):
+    """NaN weights in step 3's loss; with rerun_bad_steps they may be gone the second time."""
+    bad, steps = 3, []
+    config = small(corpus, tmp_path / "run", data=2, fsdp=2, tensor=2)
+    config.train.rerun_bad_steps, config.train.eval_every = transient, 0
+    run = Run(config)
+    run.open_data(0, {})
+    place, compiled = run.place, make_train_step(config, run.mesh, run.optimizer, run.abstract)
+
+    def damaged(state, batch, controls):
+        steps.append(int(state.step))
+        if steps[-1] == bad and not (transient and steps.count(bad) == 2):
+            batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * jnp.nan)
+        return compiled(state, batch, controls)
+
+    run.train_step = with_rerun(damaged) if transient else damaged
+    state = train(run, create_state(config, run.optimizer, run.abstract), 0)
+    assert compiled._cache_size() == 1
+    told = "step 3 ran twice .* a transient fault" if transient else "step 3 was skipped: loss=nan"
+    assert re.search(told, caplog.text)
+
+    expected = create_state(config, run.optimizer, run.abstract)
+    with run.batches(0) as batches:
+        for step, batch in batches:
+            if step == bad and not transient:  # as if it had been left out of the optimizer
+                expected = dataclasses.replace(expected, step=expected.step + 1)
+            else:
+                controls = run.controls(step, False)
+                expected, _ = compiled(expected, place(step, batch), controls)
+    for name, array in to_arrays(expected).items():
+        np.testing.assert_array_equal(to_arrays(state)[name], array, err_msg=name)
+    rows = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["skipped"] for row in rows] == [float(i == bad and not transient) for i in range(6)]
+
+
 def test_training_outlives_a_failing_save(corpus, tmp_path, caplog, capsys):
     (tmp_path / "checkpoints").write_text("in the way")
     config = small(corpus, tmp_path)
     config.checkpoint.load = "none"
-    main(config)
+    with pytest.raises(SaveError, match=r"the last checkpoint was not saved .* FileExistsError"):
+        main(config)
     assert len(losses(tmp_path)) == STEPS
-    assert any(record.levelname in ("ERROR", "CRITICAL") for record in caplog.records)
+    failures = [r for r in caplog.records if "WAS NOT SAVED, training continues" in r.getMessage()]
+    assert len(failures) == STEPS // config.checkpoint.save_every
     assert "checkpoint:" not in capsys.readouterr().out
 
 
@@ -222,6 +345,12 @@ def test_run_folder_that_cannot_be_made(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         main(small(corpus, tmp_path / "file" / "run"))
+
+
+def test_a_run_folder_in_use_is_refused(corpus, tmp_path):
+    with lock_folder(tmp_path), pytest.raises(OSError, match="is in use by another run"):
+        main(small(corpus, tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_corpus_of_another_tokenizer(corpus, tmp_path):
@@ -240,12 +369,39 @@ def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     config.train.global_batch_size, config.train.batch_rampup = 24, (8, 8, 32)
     config.data.num_workers = 1
     run = Run(config)
+    run.open_data(0, {})
     state = create_state(config, run.optimizer, run.abstract)
     train(run, state, 0)
     sizes = [run.schedules.batch_size(step) for step in range(STEPS)]
-    assert sizes[0] == 8 and sizes[-1] == 24 and run.train_step._cache_size() == len(set(sizes))
+    assert sizes[0] == 8 and sizes[-1] == 24
+    assert run.train_step.jitted._cache_size() == len(set(sizes))
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["consumed_samples"] == sum(sizes)
+
+
+@pytest.mark.slow
+def test_a_run_continues_with_twice_the_batch_where_its_samples_end(corpus, tmp_path, caplog):
+    """Each sample is read once, at the learning rate of its place; a new seed is told."""
+    config = small(corpus, tmp_path)
+    config.train.num_steps, config.train.eval_every = 3, 1
+    config.optim.decay_samples = 160
+    main(config)
+    config.train.global_batch_size, config.train.num_steps = 32, 6
+    main(config)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["consumed_samples"] for row in rows] == [16, 32, 48, 80, 112, 144]
+    rates = [
+        learning_rate_at(before, config.optim, warmup=32, decay=160)
+        for before in (0, 16, 32, 48, 80, 112)
+    ]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(rates)
+    saved = Checkpointer(tmp_path / "checkpoints").manifest(6).metadata
+    assert saved["batches"] == [[0, 0, 16], [3, 48, 32]]
+    assert saved["validation_samples"] == 3 * 32 + 3 * 64
+    assert saved["data_order"][0]["samples"] == 144 and "After sample" not in caplog.text
+    config.seed, config.train.num_steps = 5, 7
+    main(config)
+    assert caplog.text.count("(changed: seed). After sample 144, ") == 1
 
 
 @pytest.mark.slow
@@ -256,6 +412,14 @@ def test_loads_another_run(corpus, tmp_path, capsys):
     config.checkpoint.load, config.train.num_steps = str(tmp_path / "first"), STEPS + 1
     config.parallel.fsdp = 0
     main(config)
-    assert f"resumed at step {STEPS}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"resumed at step {STEPS}" in out and f"num_steps {STEPS} -> {STEPS + 1}" in out
     assert Checkpointer(tmp_path / "second" / "checkpoints").latest_step() == STEPS + 1
+    saved = (tmp_path / "second" / "config.yaml").read_text()
+    config.optim.lr = 1.0
+    main(config)  # it has no step to make
+    out = capsys.readouterr().out
+    assert "changed since step 7: optim.lr 0.01 -> 1.0" in out
+    assert "this run is finished (train.num_steps=7): raise" in out
+    assert (tmp_path / "second" / "config.yaml").read_text() == saved
     assert jax.process_count() == 1

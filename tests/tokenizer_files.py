@@ -2,7 +2,7 @@
 
 import json
 
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 WORDS = ["<s>", "</s>", "<|user|>", "<|assistant|>", "a", "b", "[UNK]"]
 

@@ -21,7 +21,7 @@ def measure(size: Sizes, mixture: Mixture) -> dict:
     from maxmeg.layers.context import Context
     from maxmeg.layers.mlp import Mlp, MlpSpec
     from maxmeg.layers.moe import Moe, MoeSpec, RoutingSpec
-    from maxmeg.ops.grouped_matmul import BACKENDS
+    from maxmeg.ops.experts.grouped_matmul import BACKENDS
     from maxmeg.planning.hardware import peak_tflops
 
     tokens, width, inner = mixture.tokens, mixture.width, mixture.inner

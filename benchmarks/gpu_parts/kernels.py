@@ -55,8 +55,8 @@ def measure_attention(size: Sizes, shape: tuple, masks: dict, documents: int) ->
     import jax
     import jax.numpy as jnp
 
-    from maxmeg.ops.attention import BACKENDS, Operands, ScoreSpec
-    from maxmeg.ops.attention import attention as attend
+    from maxmeg.ops.attention.call import BACKENDS, Operands, ScoreSpec
+    from maxmeg.ops.attention.call import attention as attend
 
     batch, length, heads, groups, head_dim = shape
     *qkv, slope = random(
@@ -96,7 +96,7 @@ def measure_loss(size: Sizes, tokens: int, vocab: int, width: int) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from maxmeg.ops.cross_entropy import BACKENDS, CrossEntropySpec, linear_cross_entropy
+    from maxmeg.ops.cross_entropy.call import BACKENDS, CrossEntropySpec, linear_cross_entropy
 
     h_TD, w_VD = random([(tokens, width), (vocab, width)])
     w_VD = w_VD / width**0.5
@@ -207,7 +207,7 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     import jax.numpy as jnp
     import numpy as np
 
-    from maxmeg.ops.grouped_matmul import BACKENDS, grouped_matmul
+    from maxmeg.ops.experts.grouped_matmul import BACKENDS, grouped_matmul
 
     shares = np.random.default_rng(0).dirichlet(np.full(experts, 4.0))
     bounds = np.round(np.cumsum(shares) * tokens).astype(np.int32)
@@ -244,7 +244,7 @@ def measure_decode(size: Sizes, rows: int, tokens: int, page: int) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from maxmeg.ops.decode_attention import BACKENDS, PagedCache, decode_attention
+    from maxmeg.ops.decode_attention.call import BACKENDS, PagedCache, decode_attention
 
     head_dim, groups = 128 if size.on_gpu else 16, size.heads // 4
     pages = rows * -(-tokens // page)

@@ -12,18 +12,18 @@ ALL_LAYERS = {"llama3-8b": 32, "tiny": 4}  # of what is measured with fewer
 
 def run_config(model: Model, samples: int, recompute: str):
     """Config of one microbatch on one device."""
-    from maxmeg.config.model import Recompute
     from maxmeg.config.schema import Config
+    from maxmeg.config.setting import get, set_field
     from maxmeg.models.registry import use_architecture
 
     config = Config()
     config.model.vocab_size = 512
     config = config if model.name == "tiny" else use_architecture(config, model.name)
-    config.model.recompute = Recompute(recompute)
+    config.model.recompute = recompute
     config.model.num_layers = model.layers or config.model.num_layers
     for name, value in model.settings:
-        kind = type(getattr(config.model, name))
-        setattr(config.model, name, kind(value))
+        kind = type(get(config.model, name))
+        set_field(config.model, name, kind(value))
     config.data.sequence_length = model.length
     config.train.global_batch_size = samples
     return config
@@ -33,10 +33,11 @@ def make_run(config):
     """(train step, state, batch, controls) on one device, random tokens."""
     import numpy as np
 
+    from maxmeg.checkpoint.initialize import create_state
     from maxmeg.optim.build import make_optimizer
     from maxmeg.parallel.mesh import local_mesh
     from maxmeg.parallel.placement import local_rows, place_batch, place_flag
-    from maxmeg.state import abstract_state, create_state
+    from maxmeg.state import abstract_state
     from maxmeg.step import make_train_step
 
     mesh, optimizer = local_mesh(), make_optimizer(config.optim)
@@ -64,7 +65,7 @@ def make_run(config):
 def train_once(size: Sizes, model: Model, samples: int, recompute: str) -> dict:
     import jax
 
-    from maxmeg.planning.flops import training_flops
+    from maxmeg.planning.cost.flops import training_flops
     from maxmeg.planning.hardware import peak_tflops
 
     config = run_config(model, samples, recompute)
@@ -125,7 +126,7 @@ def extrapolate(model: Model, layers: int, more: dict, fewer: dict) -> dict:
     """A step of all layers, from two depths that ran: each layer more costs the same."""
     import jax
 
-    from maxmeg.planning.flops import training_flops
+    from maxmeg.planning.cost.flops import training_flops
     from maxmeg.planning.hardware import peak_tflops
 
     each = (more["step_ms"] - fewer["step_ms"]) / (more["layers"] - fewer["layers"])
@@ -183,7 +184,7 @@ def split_model(size: Sizes, config) -> dict:
 
     from maxmeg.layers.context import Context
     from maxmeg.models.lm import LM
-    from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy
+    from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy
     from maxmeg.optim.build import clip, make_optimizer
 
     shape = (config.train.global_batch_size, config.data.sequence_length)
@@ -231,4 +232,4 @@ def split_model(size: Sizes, config) -> dict:
 
     seconds |= interleaved({"optimizer": optimize}, size.rounds, size.half)
     found = {f"{name} ms": value * 1e3 for name, value in seconds.items()}
-    return {"samples": shape[0], "recompute": config.model.recompute.value, **found}
+    return {"samples": shape[0], "recompute": config.model.recompute, **found}

@@ -70,15 +70,15 @@ class Sizes:
     )
     heads: int = 32  # of attention over a paged cache, with a quarter as many of keys, of 128
     models: tuple[Model, ...] = (
-        Model("gpt2-124m", 1024, ((32, "none"), (16, "none"), (16, "full"))),
-        Model("1.3b", 2048, ((8, "none"), (4, "none"), (4, "selective"), (4, "full"))),
+        Model("gpt2-124m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
+        Model("1.3b", 2048, ((8, "minimal"), (4, "minimal"), (4, "selective"), (4, "full"))),
         Model(
-            *("1.3b", 2048, ((8, "none"), (4, "none"), (4, "selective"), (4, "full"))),
+            *("1.3b", 2048, ((8, "minimal"), (4, "minimal"), (4, "selective"), (4, "full"))),
             settings=(("scan_layers", False),),
         ),
-        Model("llama3-8b", 8192, ((1, "none"), (1, "selective"), (1, "full")), layers=8),
-        Model("llama3-8b", 8192, ((1, "none"), (1, "selective"), (1, "full")), layers=4),
-        Model("345m", 1024, ((32, "none"), (16, "none"), (16, "full"))),
+        Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=8),
+        Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=4),
+        Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
     )
     steps: int = 6
     rounds: int = 5
@@ -109,8 +109,8 @@ TINY = Sizes(
     caches=((2, 40, 16),),
     heads=4,
     models=(
-        Model("tiny", 32, ((2, "none"),), layers=2),
-        Model("tiny", 32, ((2, "none"),), layers=1),
+        Model("tiny", 32, ((2, "minimal"),), layers=2),
+        Model("tiny", 32, ((2, "minimal"),), layers=1),
     ),
     steps=4,
     rounds=2,

@@ -1,7 +1,7 @@
-"""Checksums of tensors (on device, the same for every sharding) and of files, and the manifest.
+"""Digests of tensors (on device, the same for every sharding), checksums of files, the manifest.
 
-A tensor's digest is taken from the arrays on the devices before anything is copied, so it also
-covers the copy to the host and the way to the disk; file checksums name the file that went bad.
+A tensor's digest is computed on the devices before anything is copied, so it also covers the copy
+to the host and the write to the disk; file checksums name the damaged file.
 """
 
 import concurrent.futures
@@ -24,13 +24,13 @@ _READ_BYTES = 1 << 20
 _AXIS_ODD = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 
 
-class CorruptCheckpointError(Exception):
+class CorruptCheckpointError(ValueError):
     """A checkpoint that does not hold what was saved; names the files and tensors."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What the manifest knows of an array."""
+    """Entry of an array in the manifest."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -39,16 +39,21 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Contents of a checkpoint: tensors by path, (size, CRC-32) of files by relative name."""
+    """Contents of a checkpoint: tensors by path, (size, CRC-32 or "") of files by relative name.
+
+    digest: SHA-256 of the manifest's own file, which identifies the checkpoint; "" before it is
+    written.
+    """
 
     step: int
     metadata: dict[str, Any]
     tensors: dict[str, Tensor]
     files: dict[str, tuple[int, str]]
+    digest: str = ""
 
 
 def flatten(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Leaves of nested dicts by path: {"model": {"w": x}} -> {"model/w": x}."""
+    """Return the leaves of nested dicts by path: {"model": {"w": x}} -> {"model/w": x}."""
     leaves: dict[str, Any] = {}
     for key, value in tree.items():
         if not isinstance(key, str) or not key or "/" in key or "." in key:
@@ -63,20 +68,14 @@ def flatten(tree: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[str, 
     return leaves
 
 
-def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Inverse of flatten."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
+def some(texts: Sequence[str], between: str = ", ", most: int = 8) -> str:
+    """Join the first few texts, and say how many more there are."""
+    more = f"{between}and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of x as uint32; 8-byte items become two along a new last axis."""
+    """Return the bits of x as uint32; 8-byte items become two words along a new last axis."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -88,50 +87,65 @@ def _words(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _digest(x: jax.Array, starts: jax.Array | None = None) -> jax.Array:
-    """Two 32-bit sums over hashed (word, global index): for one index a bijection of the word.
+def _digest(
+    x: jax.Array, starts: jax.Array | None = None, rows: jax.Array | np.ndarray | None = None
+) -> jax.Array:
+    """Return two 32-bit sums over hashes of (word, global index).
 
-    Sums do not depend on order, hence not on the sharding; one changed word always shows. A piece
-    of a tensor begins at index `starts` of it (uint32, one an axis); sums of pieces add up.
+    At a fixed index the hash is a bijection of the word, so a single changed word is always found.
+    Sums do not depend on order, hence not on the sharding. starts: index of a piece in its tensor
+    (uint32, one per axis); the sums of pieces add up. rows: index of each entry of axis 0 in the
+    tensor on disk (int32); -1: not on disk, not summed.
     """
     words = _words(x)
     key = jnp.zeros(words.shape, jnp.uint32)
     for axis in range(words.ndim):
         odd = np.uint32(_AXIS_ODD[axis % len(_AXIS_ODD)] + 2 * (axis // len(_AXIS_ODD)))
         index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        if axis == 0 and rows is not None:
+            rows = rows.reshape(-1, *(1,) * (words.ndim - 1))
+            index = jnp.broadcast_to(rows.astype(jnp.uint32), words.shape)
         if starts is not None and axis < x.ndim:
             index += starts[axis]
         key += index * odd
     mixed = (words ^ key) * np.uint32(0x7FEB352D)
     mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
     mixed = mixed ^ (mixed >> 16)
+    if rows is not None:
+        mixed = jnp.where(rows >= 0, mixed, jnp.uint32(0))
     weighted = mixed * (key | np.uint32(1))
     return jnp.stack([jnp.sum(mixed, dtype=jnp.uint32), jnp.sum(weighted, dtype=jnp.uint32)])
 
 
 @jax.jit
-def _digest_all(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [_digest(x) for x in arrays]
+def digest_all(arrays: list[jax.Array], rows: list[np.ndarray | None]) -> list[jax.Array]:
+    """Return the sums of each array; every shard contributes without communication."""
+    return [_digest(x, rows=order) for x, order in zip(arrays, rows, strict=True)]
 
 
 _digest_piece = jax.jit(_digest)
 
 
 def digest_piece(piece: np.ndarray, starts: Sequence[int]) -> np.ndarray:
-    """The digest's two sums over a piece that begins at index `starts` of its tensor.
+    """Return the digest's two sums over a piece that begins at index `starts` of its tensor.
 
-    Added up (modulo 2^32) over all pieces they are the tensor's, which `render_digest` writes.
+    The tensor's sums are the sums over all pieces (modulo 2^32).
     """
     return np.asarray(_digest_piece(jnp.asarray(piece), np.array(starts, np.uint32)))
 
 
 def render_digest(sums: np.ndarray) -> str:
-    """16 hexadecimal digits."""
+    """Return the two sums as 16 hexadecimal digits."""
     return f"{int(sums[0]):08x}{int(sums[1]):08x}"
 
 
-def start_digests(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Dispatches the digests and returns at once; every process calls it with the same leaves."""
+def start_digests(
+    leaves: Mapping[str, jax.Array], orders: Mapping[str, Sequence[int]]
+) -> dict[str, jax.Array]:
+    """Dispatch the digests and return at once; all processes must pass the same leaves.
+
+    orders: the row on disk of each row of a tensor, -1: not on disk.
+    """
     groups: dict[Any, list[str]] = {}
     for path, x in leaves.items():
         mesh = getattr(x.sharding, "mesh", None)
@@ -139,18 +153,19 @@ def start_digests(leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         groups.setdefault(tuple(device.id for device in devices), []).append(path)
     digests: dict[str, jax.Array] = {}
     for paths in groups.values():
-        results = _digest_all([leaves[path] for path in paths])
+        rows = [np.array(orders[p], np.int32) if p in orders else None for p in paths]
+        results = digest_all([leaves[path] for path in paths], rows)
         digests |= dict(zip(paths, results, strict=True))
     return digests
 
 
 def finish_digests(digests: Mapping[str, jax.Array]) -> dict[str, str]:
-    """Waits for the devices and returns 16 hexadecimal digits a tensor."""
+    """Wait for the devices. Returns 16 hexadecimal digits per tensor."""
     return {path: render_digest(np.asarray(digest)) for path, digest in digests.items()}
 
 
 def list_files(folder: Path) -> list[str]:
-    """Relative names of the files below a checkpoint's folder, sorted, without the manifest."""
+    """Return the sorted relative names of a checkpoint's files, without the manifest."""
     names = [
         os.path.relpath(os.path.join(root, name), folder).replace(os.sep, "/")
         for root, _, files in os.walk(folder)
@@ -170,21 +185,21 @@ def _checksum(path: Path) -> tuple[int, str]:
 
 
 def checksum_files(folder: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """(size, CRC-32) of files as they are on the disk now; raises OSError."""
+    """Return (size, CRC-32) of files as they are on disk; OSError if one cannot be read."""
     names = list(names)
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         return dict(zip(names, pool.map(lambda n: _checksum(folder / n), names), strict=True))
 
 
 def tensor_of(name: str, tensors: Mapping[str, Tensor]) -> str:
-    """Path of the tensor whose values a file holds; "" for files that describe the tree."""
+    """Return the path of the tensor in a file; "" for a file that describes the tree."""
     parts = name.split("/")
     path = parts[1].replace(".", "/") if len(parts) > 2 else ""
     return path if path in tensors else ""
 
 
 def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Compares files with the manifest; raises CorruptCheckpointError naming file and tensor."""
+    """Compare files with the manifest; CorruptCheckpointError naming file and tensor."""
 
     def problem(name: str) -> str:
         size, crc = manifest.files[name]
@@ -193,9 +208,9 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
         except OSError as error:
             found = f"cannot be read ({error.strerror})"
         else:
-            if now == (size, crc):
+            if now == (size, crc or now[1]):
                 return ""
-            found = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc} and {size}"
+            found = f"has CRC-32 {now[1]} and {now[0]} bytes instead of {crc or 'any'} and {size}"
         path = tensor_of(name, manifest.tensors)
         holds = f"of tensor {path}" if path else "which describes all tensors,"
         return f"file {folder / name} {holds} {found}"
@@ -203,22 +218,22 @@ def verify_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> None
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         problems = [text for text in pool.map(problem, names) if text]
     if problems:
-        more = f"; and {len(problems) - 8} more files" if len(problems) > 8 else ""
-        raise CorruptCheckpointError("; ".join(problems[:8]) + more)
+        raise CorruptCheckpointError(some(problems, "; "))
 
 
-def verify_digests(folder: Path, manifest: Manifest, found: Mapping[str, str]) -> None:
-    """Compares restored tensors with what was on the devices at save."""
-    bad = [path for path, digest in found.items() if digest != manifest.tensors[path].digest]
+def verify_digests(folder: Path, manifest: Manifest, digests: Mapping[str, str]) -> None:
+    """Compare restored tensors with the digests computed on the devices at save."""
+    bad = [path for path, digest in digests.items() if digest != manifest.tensors[path].digest]
     if bad:
         files = {
             path: next((n for n in manifest.files if tensor_of(n, manifest.tensors) == path), "")
             for path in bad[:8]
         }
         places = "; ".join(f"tensor {p} in {(folder / name).parent}" for p, name in files.items())
+        known = any(crc for _, crc in manifest.files.values())
         raise CorruptCheckpointError(
-            f"{places}: values differ from those that were saved, though the files are as they"
-            " were written: damaged on the way to the disk"
+            f"{places}: values differ from those that were saved"
+            + (", though the files are as they were written" if known else "")
         )
 
 
@@ -229,8 +244,9 @@ def _render(body: Mapping[str, Any]) -> bytes:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest, which makes a folder a checkpoint, and flushes it to the disk."""
+    """Write the manifest and flush it to the disk."""
     body = {"version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    del body["digest"]
     with (folder / MANIFEST).open("wb") as file:
         file.write(_render(body))
         file.flush()
@@ -238,7 +254,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies a manifest; raises CorruptCheckpointError."""
+    """Read and verify a manifest; CorruptCheckpointError if it is damaged."""
     path = folder / MANIFEST
     try:
         raw = path.read_bytes()
@@ -248,9 +264,9 @@ def read_manifest(folder: Path) -> Manifest:
         body = json.loads(raw)["body"]
         intact = _render(body) == raw
     except (ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"file {path} of all tensors is damaged: {error}") from error
+        raise CorruptCheckpointError(f"file {path} is no manifest: {error!r}") from error
     if not intact:
-        raise CorruptCheckpointError(f"file {path} of all tensors does not match its checksum")
+        raise CorruptCheckpointError(f"file {path} does not match its checksum")
     if body["version"] != FORMAT_VERSION:
         raise ValueError(
             f"{path} has format version {body['version']}, this program reads {FORMAT_VERSION}:"
@@ -261,4 +277,5 @@ def read_manifest(folder: Path) -> Manifest:
         for name, t in body["tensors"].items()
     }
     files = {name: (size, crc) for name, (size, crc) in body["files"].items()}
-    return Manifest(body["step"], body["metadata"], tensors, files)
+    digest = hashlib.sha256(raw).hexdigest()
+    return Manifest(body["step"], body["metadata"], tensors, files, digest)

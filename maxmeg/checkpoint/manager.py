@@ -1,7 +1,7 @@
-"""Saves and restores the state of a run: asynchronous, atomic, verified, on any mesh.
+"""Save and restore the state of a run: asynchronously, atomically, verified, on any mesh.
 
 FOLDER/step_00000100/manifest.json   metadata, digests of tensors, checksums of files
-FOLDER/step_00000100/arrays/         an Orbax checkpoint, one folder a tensor
+FOLDER/step_00000100/arrays/         an Orbax checkpoint: a Zarr array per tensor
 FOLDER/step_00000200.tmp/            a save in progress, or one that was interrupted
 """
 
@@ -12,36 +12,63 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
-from maxmeg.checkpoint.processes import Processes, describe
+from maxmeg.checkpoint.layout import Order, disk_shape
+from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
+from maxmeg.checkpoint.storage import TensorInfo
+from maxmeg.config.schema import Verify
 
 ARRAYS = "arrays"
 _OLD = ".old"
 _STEP = re.compile(r"step_(\d{8,})")
+_VISIBLE_SECONDS = 90  # a network file system may show a new file to other hosts a minute later
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Tree = Mapping[str, Any]
 
 
-class SaveError(Exception):
+class SaveError(OSError):
     """A checkpoint that could not be saved."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _TensorOnDisk:
+    """Shape and dtype of a tensor on disk, and its zarr.json."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    zarr_json: bytes
+
+    @classmethod
+    def of(cls, array: jax.Array, order: Order | None) -> "_TensorOnDisk":
+        info = TensorInfo(np.dtype(array.dtype), disk_shape(array.shape, order))
+        chunk = storage.chunk_shape(array, order)
+        return cls(info.shape, str(info.dtype), storage.describe(info, chunk, chunk))
+
+
 class Checkpointer:
-    """The checkpoints in one folder, which every process of the run sees.
+    """The checkpoints in one folder, which must be visible to every process of the run.
 
     Keeps the newest `keep_last` and every step divisible by `keep_every` (0: none); nothing is
-    deleted before a newer checkpoint is on the disk and read back. All processes call `save`,
-    `restore` and `restore_latest` alike. One run writes to a folder; others may read it meanwhile.
+    deleted before a newer checkpoint is on the disk. All processes must call `save`, `manifest`,
+    `restore` and `latest` in the same order; process 0 decides which checkpoint is read. Only one
+    run may write to a folder; others may read it at the same time.
+
+    Every restore compares the values with digests that were computed on the devices at save.
+    verify: whether the manifest also has checksums of the files, computed in memory while they are
+    written, so that errors name the damaged file; and whether files are read back after the save.
     """
 
     def __init__(
@@ -51,6 +78,8 @@ class Checkpointer:
         keep_last: int = 2,
         keep_every: int = 0,
         asynchronous: bool = True,
+        verify: Verify = Verify.crc,
+        timeout_seconds: int = TIMEOUT_SECONDS,
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
@@ -58,55 +87,83 @@ class Checkpointer:
             )
         self.folder = Path(folder).absolute()
         self.last_error: Exception | None = None
+        self.seconds: float | None = None  # duration of the last save, until it was published
         self._keep_last = keep_last
         self._keep_every = keep_every
         self._asynchronous = asynchronous
-        self._processes = Processes()
+        self._verify = verify
+        self.processes = Processes(f"checkpoint/{folder}", timeout_seconds)
         self._thread: threading.Thread | None = None
         self._corrupt: set[int] = set()
 
-    def save(self, step: int, tree: Tree, metadata: dict[str, Any]) -> bool:
-        """Saves nested dicts of jax.Array; returns when they are copied to the host.
+    def save(
+        self,
+        step: int,
+        tree: Tree,
+        metadata: dict[str, Any],
+        orders: Mapping[str, Order] | None = None,
+    ) -> bool:
+        """Save nested dicts of jax.Array; return when they are copied to the host.
 
-        False, an alarm in the log and `last_error` if the save could not begin; a failure in the
-        background sets `last_error` and makes `wait` return False. Raises ValueError for a tree
-        or metadata that can never be saved. Waits first for the previous save.
+        orders: path ("model/stack/w") -> the model's layer in each row of a stacked array, -1 for
+        padding: on disk the layers are in the model's order, without padding. Waits first for the
+        previous save. If the save cannot begin, logs an error, sets `last_error` and returns False;
+        a failure in the background sets `last_error` and makes `wait` return False. Raises
+        ValueError for a tree or metadata that can never be saved.
         """
         if step < 0:
             raise ValueError(f"step={step} must be >= 0")
-        leaves = _saveable(tree, self._processes.count)
+        leaves, orders = _saveable(tree, self.processes.count), orders or {}
         try:
             metadata = json.loads(json.dumps(metadata))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"metadata of a checkpoint must be JSON-able: {error}") from error
+            raise ValueError(f"checkpoint metadata must be JSON-serializable: {error}") from error
         self.wait()
+        begin = time.monotonic()
         temporary = self.folder_of(step).with_suffix(".tmp")
-        digests: dict[str, jax.Array] = {}
-        futures: Sequence[Any] = ()
-        problem = None
         try:
-            self._processes.together("begin", lambda: self.begin(temporary), SaveError)
+            self.processes.together("begin", lambda: self.begin(temporary), SaveError)
         except Exception as error:
             return self._failed(step, error)
-        shapes = {path: (x.shape, str(x.dtype)) for path, x in leaves.items()}
+        problem, chunks, digests = None, [], {}
         try:
-            leaves = storage.snapshot(leaves)
-            futures = storage.start_write(temporary / ARRAYS, leaves)
-        except Exception as error:  # the others hear of it in _finish
+            chunks = storage.take_snapshot(leaves, orders)
+        except Exception as error:  # `write` raises it on all processes
             problem = error
-        try:  # in any case: this runs on all processes or hangs
-            digests = integrity.start_digests(leaves)
+        try:  # also after a problem: a computation over all processes hangs if one is missing
+            digests = integrity.start_digests(leaves, orders)
         except Exception as error:
             problem = problem or error
+        infos = {p: _TensorOnDisk.of(x, orders.get(p)) for p, x in leaves.items()}
+        rendered: dict[str, str] = {}
         del leaves
+
+        def write() -> dict[str, tuple[int, str]]:
+            if problem is not None:
+                raise problem
+            arrays = temporary / ARRAYS
+            written = storage.write(arrays, chunks, self._verify)
+            chunks.clear()  # frees the snapshot
+            rendered.update(integrity.finish_digests(digests))
+            if self.processes.primary:
+                described = {
+                    f"{storage.tensor_folder(path)}/zarr.json": info.zarr_json
+                    for path, info in infos.items()
+                }
+                described[storage.TREE] = storage.describe_tree(infos)
+                for name, data in described.items():
+                    written[name] = storage.write_file(arrays / name, data, self._verify)
+            return {f"{ARRAYS}/{name}": sums for name, sums in written.items()}
 
         def commit() -> bool:
             try:
-                tensors = self._finish(temporary, shapes, digests, futures, problem)
-                self.publish(Manifest(step, metadata, tensors, {}), temporary)
+                parts = self.processes.gather("written", write, SaveError)
+                files = {n: (size, crc) for part in parts for n, (size, crc) in part.items()}
+                tensors = {p: Tensor(i.shape, i.dtype, rendered[p]) for p, i in infos.items()}
+                self.publish(Manifest(step, metadata, tensors, files), temporary)
             except Exception as error:
                 return self._failed(step, error, temporary)
-            self.last_error = None
+            self.last_error, self.seconds = None, time.monotonic() - begin
             self._corrupt.discard(step)
             self._prune(step)
             return True
@@ -118,14 +175,23 @@ class Checkpointer:
         return True
 
     def wait(self) -> bool:
-        """Waits for the save in the background; False if the last save failed."""
+        """Wait for the save in the background. Returns False if the last save failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         return self.last_error is None
 
+    def check(self) -> None:
+        """Wait for the save in the background; SaveError if the last save failed."""
+        self.wait()
+        if self.last_error is not None:
+            raise SaveError(
+                f"the last checkpoint was not saved in {self.folder} (the last good one is "
+                f"{self._newest()}): {describe(self.last_error)}"
+            )
+
     def close(self) -> None:
-        """Waits for the save in the background; a program that ends without it loses that save."""
+        """Wait for the save in the background, which would be lost if the program ended before."""
         self.wait()
 
     def __enter__(self) -> "Checkpointer":
@@ -135,7 +201,7 @@ class Checkpointer:
         self.close()
 
     def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
+        """Return the steps with a complete checkpoint, oldest first."""
         try:
             names = os.listdir(self.folder)
         except (FileNotFoundError, NotADirectoryError):
@@ -144,75 +210,37 @@ class Checkpointer:
         return sorted({int(match[1]) for match in matches if match})
 
     def latest_step(self) -> int | None:
-        """The newest step with a complete checkpoint."""
+        """Return the newest step with a complete checkpoint."""
         return max(self.steps(), default=None)
 
-    def metadata(self, step: int) -> dict[str, Any]:
-        """What was passed to `save`, verified; no array is read."""
-        return integrity.read_manifest(self.existing(step)).metadata
+    def manifest(self, step: int) -> Manifest:
+        """Return the verified manifest of a step, the same on all processes; read no array.
 
-    def restore(
-        self,
-        step: int,
-        abstract_tree: Tree,
-        *,
-        resizable: Mapping[str, int] | None = None,
-        partial: bool = False,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Tree and metadata of a step, every bit verified.
-
-        abstract_tree: nested dicts of jax.ShapeDtypeStruct with shardings of any mesh.
-        resizable: path ("model/embedding/w") -> axis along which the tensor is cut or filled up
-        with zeros to the wanted size; only zeros may be cut off.
-        partial: read and verify only what abstract_tree holds.
-        Raises ValueError where tree and checkpoint differ, CorruptCheckpointError for damage.
+        ValueError if there is no such checkpoint, CorruptCheckpointError if it is damaged.
         """
-        self.wait()
-        self.existing(step)
-        return self._restore(step, abstract_tree, resizable or {}, partial)
+        return self.find(step)[1]
 
-    def _restore(
-        self, step: int, abstract_tree: Tree, resizable: Mapping[str, int], partial: bool
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        folder = self._existing(step)
-        manifest = self._together("manifest", lambda: integrity.read_manifest(folder))
-        wanted = integrity.flatten(abstract_tree)
-        check_tree(manifest, wanted, resizable, partial)
-        names = sorted(
-            name
-            for name in manifest.files
-            if (path := integrity.tensor_of(name, manifest.tensors)) == "" or path in wanted
-        )
-        share = names[self._processes.index :: self._processes.count]
-        self._together("verify", lambda: integrity.verify_files(folder, manifest, share))
-        leaves = read_tree(folder / ARRAYS, manifest, wanted, resizable, self._together)
-        return _like(abstract_tree, leaves), manifest.metadata
+    def latest(self, use: Callable[[int, Manifest], T]) -> T | None:
+        """Return use(step, manifest) for the newest intact checkpoint; None if there is none.
 
-    def restore_latest(
-        self,
-        abstract_tree: Tree,
-        *,
-        resizable: Mapping[str, int] | None = None,
-        partial: bool = False,
-    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Step, tree and metadata of the newest intact checkpoint; None if there is none at all.
-
-        Damaged ones are reported loudly and passed over; if all are, CorruptCheckpointError.
+        If reading the manifest or `use` raises CorruptCheckpointError, logs the error and tries the
+        next older checkpoint; raises it if all checkpoints are damaged.
         """
         self.wait()
         problems = []
-        steps = self._processes.gather("steps", self.steps, CorruptCheckpointError)[0]
-        for step in reversed(steps):
+        for step in reversed(self.processes.broadcast("steps", self.steps, ValueError)):
             try:
-                tree, metadata = self._restore(step, abstract_tree, resizable or {}, partial)
+                found = use(step, self.manifest(step))
             except CorruptCheckpointError as error:
                 problems.append(f"step {step}: {error}")
                 self._corrupt.add(step)
-                _log.error("CHECKPOINT OF STEP %d IS DAMAGED, trying an older: %s", step, error)
+                self._alarm(
+                    "CHECKPOINT OF STEP %d IS DAMAGED, trying an older one: %s", step, error
+                )
                 continue
             if problems:
-                _log.error("RESTORED THE OLDER STEP %d of %s instead", step, self.folder)
-            return step, tree, metadata
+                self._alarm("USED THE OLDER STEP %d of %s instead", step, self.folder)
+            return found
         if problems:
             raise CorruptCheckpointError(
                 f"all {len(problems)} checkpoints in {self.folder} are damaged: "
@@ -220,29 +248,96 @@ class Checkpointer:
             )
         return None
 
+    def restore(
+        self,
+        step: int,
+        abstract_tree: Tree,
+        *,
+        resizable: Mapping[str, int] | None = None,
+        orders: Mapping[str, Order] | None = None,
+        partial: bool = False,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return tree and metadata of a step, every value verified.
+
+        abstract_tree: nested dicts of jax.ShapeDtypeStruct with shardings of any mesh.
+        resizable: path ("model/embedding/w") -> axis along which the tensor is cut or zero-padded
+        to the size in abstract_tree; only zeros may be cut off.
+        orders: as for `save`, for the restored arrays.
+        partial: the checkpoint may have other tensors, which are neither read nor verified.
+        Raises ValueError if tree and checkpoint differ, CorruptCheckpointError for damage.
+        """
+        self.wait()
+        folder, manifest = self.find(step)
+        wanted = integrity.flatten(abstract_tree)
+        resizable, orders = resizable or {}, orders or {}
+        check_tree(manifest, wanted, resizable, orders, partial)
+        names = [n for n in manifest.files if integrity.tensor_of(n, manifest.tensors) in wanted]
+        described = [name for name in names if name.endswith("/zarr.json")]
+        described += [name for name in manifest.files if name == f"{ARRAYS}/{storage.TREE}"]
+        try:
+            self._together("describe", lambda: integrity.verify_files(folder, manifest, described))
+            leaves = read_tree(folder / ARRAYS, manifest, wanted, resizable, orders, self._together)
+        except CorruptCheckpointError:  # checksums name the damaged file
+            share = names[self.processes.index :: self.processes.count]
+            self._together("verify", lambda: integrity.verify_files(folder, manifest, share))
+            raise
+        return _like(abstract_tree, leaves), manifest.metadata
+
+    def restore_latest(
+        self, abstract_tree: Tree
+    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+        """Return step, tree and metadata of the newest intact checkpoint."""
+        return self.latest(lambda step, _: (step, *self.restore(step, abstract_tree)))
+
     def folder_of(self, step: int) -> Path:
-        """Where a step's checkpoint is, or will be."""
+        """Return the folder of a step's checkpoint."""
         return self.folder / f"step_{step:08d}"
 
     def _existing(self, step: int) -> Path:
-        """The step's folder; its predecessor if a crash came between the two renames."""
+        """Return the step's folder, or its `.old` folder after a crash between two renames."""
         folder = self.folder_of(step)
         old = folder.with_suffix(_OLD)
         return old if old.exists() and not folder.exists() else folder
 
-    def existing(self, step: int) -> Path:
-        """The folder of a step's checkpoint; ValueError where there is none."""
-        folder = self._existing(step)
-        if not folder.exists():
-            raise ValueError(f"no checkpoint of step {step} in {self.folder}: has {self.steps()}")
-        return folder
+    def find(self, step: int) -> tuple[Path, Manifest]:
+        """Return the folder of a step, as process 0 chooses it, and its manifest.
+
+        Raises the errors of `manifest`.
+        """
+
+        def decide() -> tuple[str, str, list[int]]:
+            folder = self._existing(step)
+            if not folder.exists():
+                return "", "", self.steps()
+            return folder.name, integrity.read_manifest(folder).digest, []
+
+        name, digest, steps = self.processes.broadcast("newest", decide, CorruptCheckpointError)
+        if not name:
+            raise ValueError(f"no checkpoint of step {step} in {self.folder}: has {steps}")
+        folder = self.folder / name
+
+        def read() -> Manifest:
+            path, end = folder / integrity.MANIFEST, time.monotonic() + _VISIBLE_SECONDS
+            while not path.exists() and time.monotonic() < end:
+                time.sleep(1)
+            manifest = integrity.read_manifest(folder)
+            if manifest.digest != digest:
+                raise CorruptCheckpointError(f"file {path} is not the one that process 0 reads")
+            return manifest
+
+        return folder, self._together("manifest", read)
+
+    def _alarm(self, message: str, *arguments: object) -> None:
+        """Log an error on process 0; all processes have it."""
+        if self.processes.primary:
+            _log.error(message, *arguments)
 
     def _together(self, tag: str, function: Callable[[], Any]) -> Any:
-        return self._processes.together(tag, function, CorruptCheckpointError)
+        return self.processes.together(tag, function, CorruptCheckpointError)
 
     def begin(self, temporary: Path) -> None:
-        """Removes what interrupted saves left and makes the new folder."""
-        if not self._processes.primary:
+        """Remove the leftovers of interrupted saves, and create the new folder."""
+        if not self.processes.primary:
             return
         self.folder.mkdir(parents=True, exist_ok=True)
         for path in self.folder.iterdir():
@@ -252,48 +347,14 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
         (temporary / ARRAYS).mkdir(parents=True)
 
-    def _finish(
-        self,
-        temporary: Path,
-        shapes: Mapping[str, tuple[tuple[int, ...], str]],
-        digests: Mapping[str, jax.Array],
-        futures: Sequence[Any],
-        problem: Exception | None,
-    ) -> dict[str, Tensor]:
-        """Waits for the devices and for the disk."""
-
-        def finish() -> dict[str, str]:
-            first = problem
-            for future in futures:  # all: when the folder is removed, no one writes any more
-                try:
-                    future.result()
-                except Exception as error:
-                    first = first or error
-            if first is not None:
-                raise first
-            return integrity.finish_digests(digests)
-
-        found = self._processes.together("written", finish, SaveError)
-        return {path: Tensor(shape, dtype, found[path]) for path, (shape, dtype) in shapes.items()}
-
     def publish(self, manifest: Manifest, temporary: Path) -> None:
-        """Reads all files back, writes the manifest, gives the folder its name."""
-        processes = self._processes
-
-        def read_back() -> dict[str, tuple[int, str]]:
-            names = integrity.list_files(temporary)[processes.index :: processes.count]
-            return integrity.checksum_files(temporary, names)
-
-        parts = processes.gather("files", read_back, SaveError)
+        """Write the manifest and rename the folder, which makes it a checkpoint."""
+        processes = self.processes
 
         def publish() -> None:
             if not processes.primary:
                 return
-            found = {name: (size, crc) for part in parts for name, (size, crc) in part.items()}
-            names = integrity.list_files(temporary)
-            found |= integrity.checksum_files(temporary, [n for n in names if n not in found])
-            whole = dataclasses.replace(manifest, files={name: found[name] for name in names})
-            integrity.write_manifest(temporary, whole)
+            integrity.write_manifest(temporary, manifest)
             _flush(temporary)
             folder = self.folder_of(manifest.step)
             if folder.exists():
@@ -306,8 +367,8 @@ class Checkpointer:
         processes.together("publish", publish, SaveError)
 
     def _prune(self, saved: int) -> None:
-        """Deletes what is older than the step just saved, neither new nor kept for good."""
-        if not self._processes.primary:
+        """Delete checkpoints older than the saved one, by keep_last and keep_every."""
+        if not self.processes.primary:
             return
         try:
             past = [step for step in self.steps() if step <= saved]
@@ -318,29 +379,33 @@ class Checkpointer:
                     folder = self.folder_of(step)
                     shutil.rmtree(folder.rename(folder.with_suffix(".deleted.tmp")))
         except OSError as error:
-            _log.error("OLD CHECKPOINTS IN %s ARE NOT DELETED: %s", self.folder, error)
+            _log.error("OLD CHECKPOINTS IN %s WERE NOT DELETED: %s", self.folder, error)
+
+    def _newest(self) -> str:
+        """Return "step N" for the newest step that is not known to be damaged, or "unknown"."""
+        try:
+            kept = [step for step in self.steps() if step not in self._corrupt]
+        except OSError:
+            kept = []
+        return f"step {kept[-1]}" if kept else "unknown"
 
     def _failed(self, step: int, error: Exception, temporary: Path | None = None) -> bool:
         self.last_error = error
-        try:
-            kept = [saved for saved in self.steps() if saved not in self._corrupt]
-        except OSError:
-            kept = []
-        _log.error(
-            "CHECKPOINT OF STEP %d WAS NOT SAVED, training goes on; the last good one is %s: %s."
+        self._alarm(
+            "CHECKPOINT OF STEP %d WAS NOT SAVED, training continues; the last good one is %s: %s."
             " Check space and permissions of %s",
             step,
-            f"step {kept[-1]}" if kept else "unknown",
+            self._newest(),
             describe(error),
             self.folder,
         )
-        if temporary is not None and self._processes.primary:
+        if temporary is not None and self.processes.primary:
             shutil.rmtree(temporary, ignore_errors=True)
         return False
 
 
 def _flush(folder: Path) -> None:
-    """Makes renames in a folder survive a power failure."""
+    """Flush the renames in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -349,13 +414,13 @@ def _flush(folder: Path) -> None:
 
 
 def _saveable(tree: Tree, num_processes: int) -> dict[str, jax.Array]:
-    """Leaves by path; raises ValueError for what a checkpoint cannot hold."""
+    """Return leaves by path; ValueError for a leaf that a checkpoint cannot hold."""
     leaves = integrity.flatten(tree)
     if not leaves:
         raise ValueError("the tree to save has no arrays")
     for path, x in leaves.items():
         if not isinstance(x, jax.Array):
-            remedy = "put it into the metadata or make it a jax.Array"
+            remedy = "put it into the metadata or convert it to a jax.Array"
         elif jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             remedy = "save jax.random.key_data(key)"
         elif x.size == 0:
@@ -369,7 +434,7 @@ def _saveable(tree: Tree, num_processes: int) -> dict[str, jax.Array]:
 
 
 def _like(tree: Tree, leaves: Mapping[str, jax.Array], prefix: str = "") -> dict[str, Any]:
-    """The leaves in the structure of a tree, empty dicts included."""
+    """Return the leaves in the structure of a tree, including empty dicts."""
     return {
         key: _like(value, leaves, f"{prefix}{key}/")
         if isinstance(value, Mapping)

@@ -1,11 +1,10 @@
 """Agreement between the processes of a run, usable from a background thread.
 
-It goes through the coordinator's key-value store: device collectives may only be issued by the
-main thread, and a process that fails must be able to tell the others instead of leaving them at a
-barrier.
+It uses the coordinator's key-value store, because only the main thread may issue device
+collectives, and because a failing process must be able to notify the others, which would otherwise
+wait at a barrier.
 """
 
-import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -13,34 +12,52 @@ from typing import Any, TypeVar
 
 import jax
 
+from maxmeg.checkpoint.integrity import some
+from maxmeg.parallel import multihost
+
 T = TypeVar("T")
 
 TIMEOUT_SECONDS = 1800
-_instances = itertools.count()
+# Rounds so far of each (channel, process), shared by all objects of a channel.
+_rounds: Counter[tuple[str, int]] = Counter()
 
 
 class Processes:
-    """One channel; every process creates its channels, and uses each, in the same order."""
+    """Calls that all processes make together, in the same order for each name and tag.
 
-    def __init__(self) -> None:
+    name: the same on all processes. Objects of different names count calls independently, so
+    processes may create them in different orders.
+    timeout_seconds: how long process 0 waits for the others in each call.
+    """
+
+    def __init__(self, name: str, timeout_seconds: int = TIMEOUT_SECONDS) -> None:
         self.index = jax.process_index()
         self.count = jax.process_count()
-        self._name = f"maxmeg/checkpoint/{next(_instances)}"
-        self._rounds: Counter[str] = Counter()
+        self._name = f"maxmeg/{name}"
+        self.timeout_seconds = timeout_seconds
 
     @property
     def primary(self) -> bool:
         return self.index == 0
 
     def together(self, tag: str, function: Callable[[], T], failure: type[Exception]) -> T:
-        """Calls the function; raises `failure` in every process if it raised in any."""
+        """Call the function; raise `failure` on all processes if it raised on any of them."""
         value, _ = self._call(tag, function, failure, share=False)
         return value
 
     def gather(self, tag: str, function: Callable[[], T], failure: type[Exception]) -> list[T]:
-        """As `together`, with JSON-able values: all on process 0, only its own elsewhere."""
+        """As `together`; return all processes' JSON values on process 0, elsewhere its value."""
         _, values = self._call(tag, function, failure, share=True)
         return values
+
+    def broadcast(self, tag: str, function: Callable[[], T], failure: type[Exception]) -> T:
+        """Return the JSON value of the function, which process 0 calls; `failure` if it raised."""
+
+        def decide() -> Any:
+            return function() if self.primary else None
+
+        _, values = self._call(tag, decide, failure, share=True)
+        return values[0]
 
     def _call(
         self, tag: str, function: Callable[[], T], failure: type[Exception], share: bool
@@ -61,15 +78,16 @@ class Processes:
         return value, values
 
     def _exchange(self, tag: str, error: str, payload: Any) -> tuple[str, list[Any]]:
-        client = _client()
-        number = self._rounds[tag]
-        self._rounds[tag] += 1
-        here = f"{self._name}/{tag}/{number}"
-        timeout = TIMEOUT_SECONDS * 1000
+        client = multihost.store()
+        channel = f"{self._name}/{tag}"
+        number = _rounds[channel, self.index]
+        _rounds[channel, self.index] += 1
+        here = f"{channel}/{number}"
+        timeout = self.timeout_seconds * 1000
         client.key_value_set(f"{here}/{self.index}", json.dumps([error, payload]))
         if not self.primary:
-            together, first = json.loads(client.blocking_key_value_get(f"{here}/all", 2 * timeout))
-            return together, [first]
+            problems, first = json.loads(client.blocking_key_value_get(f"{here}/all", 2 * timeout))
+            return problems, [first]
         answers = []
         for index in range(self.count):
             try:
@@ -77,22 +95,16 @@ class Processes:
                     json.loads(client.blocking_key_value_get(f"{here}/{index}", timeout))
                 )
             except jax.errors.JaxRuntimeError:
-                answers.append([f"no answer to {tag!r} in {TIMEOUT_SECONDS} s", None])
+                answers.append([f"no answer to {tag!r} in {self.timeout_seconds} s", None])
         errors = [f"process {index}: {text}" for index, (text, _) in enumerate(answers) if text]
-        together = "; ".join(errors[:4]) + (f"; and {len(errors) - 4} more" * (len(errors) > 4))
-        client.key_value_set(f"{here}/all", json.dumps([together, payload]))
-        if number:  # whoever answered this round has read the last
-            client.key_value_delete(f"{self._name}/{tag}/{number - 1}")
-        return together, [payload for _, payload in answers]
+        problems = some(errors, "; ", 4)
+        client.key_value_set(f"{here}/all", json.dumps([problems, payload]))
+        if number:  # all processes have read the previous round
+            client.key_value_delete(f"{channel}/{number - 1}")
+        return problems, [payload for _, payload in answers]
 
 
 def describe(problem: BaseException) -> str:
-    """One line: the kind of an exception and the start of its text."""
+    """Return one line: the type of an exception and the start of its message."""
     text = " ".join(str(problem).split())
     return f"{type(problem).__name__}: {text[:1000]}"
-
-
-def _client() -> Any:
-    from jax._src import distributed  # no public access to the key-value store
-
-    return distributed.global_state.client

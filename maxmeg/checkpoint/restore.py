@@ -1,4 +1,4 @@
-"""Reading a checkpoint's tensors for another mesh or another padding, and verifying them."""
+"""Read and verify a checkpoint's tensors, for any mesh and any padding of the vocabulary."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,32 +9,31 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from maxmeg.checkpoint import integrity, storage
-from maxmeg.checkpoint.integrity import Manifest
+from maxmeg.checkpoint.integrity import Manifest, some
+from maxmeg.checkpoint.layout import Order, disk_shape
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
-_SHOWN = 5
-
-
-def _some(paths: list[str]) -> str:
-    more = f" and {len(paths) - _SHOWN} more" if len(paths) > _SHOWN else ""
-    return ", ".join(paths[:_SHOWN]) + more
 
 
 def check_tree(
-    manifest: Manifest, wanted: Wanted, resizable: Mapping[str, int], partial: bool
+    manifest: Manifest,
+    wanted: Wanted,
+    resizable: Mapping[str, int],
+    orders: Mapping[str, Order],
+    partial: bool,
 ) -> None:
-    """Raises ValueError naming the tensors in which checkpoint and wanted tree differ."""
+    """Raise ValueError naming the tensors in which the checkpoint and the wanted tree differ."""
     where = f"the checkpoint of step {manifest.step}"
     absent = [path for path in wanted if path not in manifest.tensors]
     if absent:
         raise ValueError(
-            f"{len(absent)} tensors are not in {where}: {_some(absent)}; choose the architecture"
+            f"{len(absent)} tensors are not in {where}: {some(absent)}; choose the architecture"
             " and optimizer that it was saved with"
         )
     extra = [path for path in manifest.tensors if path not in wanted]
     if extra and not partial:
         raise ValueError(
-            f"{where} has {len(extra)} tensors that are not wanted: {_some(extra)}; choose the"
+            f"{where} has {len(extra)} unexpected tensors: {some(extra)}; choose the"
             " architecture and optimizer that it was saved with, or restore with partial=True"
         )
     for path, leaf in wanted.items():
@@ -44,11 +43,10 @@ def check_tree(
                 f"tensor {path} is {stored.dtype} in {where}, {leaf.dtype} here: choose the dtype"
                 " that it was saved with"
             )
-        if stored.shape != leaf.shape and not _resizes(
-            stored.shape, leaf.shape, resizable.get(path)
-        ):
+        shape = disk_shape(leaf.shape, orders.get(path))
+        if stored.shape != shape and not _resizes(stored.shape, shape, resizable.get(path)):
             raise ValueError(
-                f"tensor {path} has shape {stored.shape} in {where}, {leaf.shape} here: choose the"
+                f"tensor {path} has shape {stored.shape} in {where}, {shape} here: choose the"
                 " sizes that it was saved with"
             )
 
@@ -66,7 +64,7 @@ def _target(leaf: jax.ShapeDtypeStruct) -> Any:
 
 
 def _sharding(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], axis: int | None) -> Any:
-    """How a tensor is read: as wanted, but whole along an axis that does not divide."""
+    """Return the sharding for reading: as wanted, unsharded along an axis that is not divisible."""
     sharding = _target(leaf)
     if axis is None or shape == leaf.shape or not isinstance(sharding, NamedSharding):
         return sharding
@@ -109,19 +107,19 @@ def read_tree(
     manifest: Manifest,
     wanted: Wanted,
     resizable: Mapping[str, int],
+    orders: Mapping[str, Order],
     together: Callable[[str, Callable[[], Any]], Any],
 ) -> dict[str, jax.Array]:
-    """Reads, verifies against the digests of the manifest, then resizes."""
-    stored = {
-        path: jax.ShapeDtypeStruct(
-            (shape := manifest.tensors[path].shape),
-            leaf.dtype,
-            sharding=_sharding(leaf, shape, resizable.get(path)),
-        )
-        for path, leaf in wanted.items()
-    }
-    leaves = together("read", lambda: storage.read(folder, stored))
-    digests = integrity.finish_digests(integrity.start_digests(leaves))
+    """Read tensors, verify them against the digests of the manifest, and resize them."""
+
+    def stored(path: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        shape = leaf.shape if path in orders else manifest.tensors[path].shape
+        sharding = _sharding(leaf, shape, resizable.get(path))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+    on_disk = {path: stored(path, leaf) for path, leaf in wanted.items()}
+    leaves = together("read", lambda: storage.read(folder, on_disk, orders))
+    digests = integrity.finish_digests(integrity.start_digests(leaves, orders))
     integrity.verify_digests(folder, manifest, digests)
     for path, leaf in wanted.items():
         if leaves[path].shape != leaf.shape:

@@ -1,12 +1,11 @@
-"""A checkpoint written and read one piece at a time: the manager's format, in little memory.
+"""Write and read a checkpoint one piece at a time, in the manager's format and with little memory.
 
-A piece is a whole tensor, one entry of its dimension 0 (a layer of a stacked array), or one of both
-its first dimensions (an expert of a layer). Pieces are
-cast, digested and written in blocks of rows, so what counts is the largest piece that the caller
-holds, never the tensor. Files of the manager's own checkpoints are mapped, not read whole.
+A piece is a whole tensor, one entry of its dimension 0 (a layer of a stacked array), or one entry
+of its first two dimensions (an expert of a layer). Pieces are cast, digested and written in blocks
+of rows, so memory is bounded by the largest piece. Files are memory-mapped for reading.
 
-A file holds many pieces, each written in its place as it comes: one each would be 45,000 files for
-DeepSeek-V3. They are chunks of one of Zarr's shards, so that whoever wants one reads no other.
+Each file holds many pieces (one file per piece would be 45,000 files for DeepSeek-V3). They are
+chunks of a Zarr shard, so that each can be read without the others.
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +22,28 @@ import jax
 import numpy as np
 
 from maxmeg.checkpoint import integrity
-from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
+from maxmeg.checkpoint.integrity import Manifest, Tensor, some
 from maxmeg.checkpoint.manager import ARRAYS, Checkpointer
+from maxmeg.checkpoint.storage import (
+    TREE,
+    TensorInfo,
+    describe,
+    describe_tree,
+    file_shape,
+    read_block,
+    tensor_folder,
+)
 
-BLOCK_BYTES = 64 << 20  # of a chunk, and of what is cast and digested at once
-FILE_BYTES = 1 << 30  # of a file of several chunks
-_BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
-_SHOWN = 5
+BLOCK_BYTES = 64 << 20  # largest chunk, and largest block that is cast and digested at once
+FILE_BYTES = 1 << 30  # largest file of several chunks
 Index = tuple[int, ...]  # of a piece: (), (layer,) or (layer, expert)
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorInfo:
-    """What is known of a tensor before its values."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
 
 
 class StreamWriter:
     """Writes a checkpoint piece by piece; `with` publishes it at the end, or leaves nothing.
 
-    tensors: what will be written, by path ("model/embedding/table"). ValueError for a tensor that
-    no checkpoint can hold, for a piece given twice, of another shape, or missing at the end.
+    tensors: all tensors to write, by path ("model/embedding/table"). ValueError for a tensor that
+    no checkpoint can hold, and for a piece that is written twice, of another shape, or missing.
     """
 
     def __init__(
@@ -71,8 +69,6 @@ class StreamWriter:
         self._checkpointer = Checkpointer(folder)
         self._temporary = self._checkpointer.folder_of(step).with_suffix(".tmp")
         self._checkpointer.begin(self._temporary)
-        described = json.dumps(_describe_tree(self._tensors))
-        (self._temporary / ARRAYS / "_METADATA").write_text(described, "utf-8")
 
     def write(
         self,
@@ -82,10 +78,10 @@ class StreamWriter:
         *,
         pad_rows: bool = False,
     ) -> None:
-        """Writes a tensor, or entry `index` of its first dimensions.
+        """Write a tensor, or entry `index` of its first dimensions.
 
-        The dtype may be one that casts exactly (bfloat16 for float32). With pad_rows the array
-        may have fewer rows than the piece: zeros follow.
+        The dtype may be one that casts exactly (bfloat16 for float32). With pad_rows an array with
+        fewer rows than the piece is zero-padded.
         """
         lead = as_index(index)
         info = self._claim(path, lead)
@@ -99,12 +95,12 @@ class StreamWriter:
                 f"{info.dtype}{list(shape)}"
             )
         blocks = row_blocks(shape, info.dtype.itemsize)
-        folder = self._temporary / ARRAYS / path.replace("/", ".")
-        if path not in self._cuts:  # the first piece decides how the tensor is cut
+        folder = self._temporary / ARRAYS / tensor_folder(path)
+        if path not in self._cuts:  # the first piece decides the chunks of the tensor
             chunk = (*(1 for _ in lead), *_block_shape(shape, blocks[0]))
             cut = self._cuts[path] = _cut(info, chunk, 0 if len(blocks) > 1 else len(lead))
             folder.mkdir()
-            (folder / "zarr.json").write_text(json.dumps(_describe_array(info, cut)), "utf-8")
+            (folder / "zarr.json").write_bytes(describe(info, cut.chunk, cut.file))
         for number, rows in enumerate(blocks):
             block = np.zeros(_block_shape(shape, rows), info.dtype)
             values = array[rows] if shape else array
@@ -115,7 +111,7 @@ class StreamWriter:
             self._cuts[path].store(folder / "c", _numbers(lead, shape, number), block)
 
     def close(self) -> None:
-        """Publishes the checkpoint; ValueError where pieces are missing."""
+        """Publish the checkpoint; ValueError if pieces are missing."""
         missing = []
         for path, info in self._tensors.items():
             done = self._written[path]
@@ -124,15 +120,15 @@ class StreamWriter:
             elif len(done) < (entries := _num_pieces(info, done)):
                 missing.append(f"{path} (has {len(done)} of {entries} entries)")
         if missing:
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-            raise ValueError(
-                f"{len(missing)} tensors are not written: {', '.join(missing[:_SHOWN])}{more}"
-            )
+            raise ValueError(f"{len(missing)} tensors are not written: {some(missing)}")
         tensors = {
             path: Tensor(info.shape, str(info.dtype), integrity.render_digest(self._sums[path]))
             for path, info in self._tensors.items()
         }
-        manifest = dataclasses.replace(self._manifest, tensors=tensors)
+        (self._temporary / ARRAYS / TREE).write_bytes(describe_tree(tensors))
+        names = integrity.list_files(self._temporary)
+        sums = integrity.checksum_files(self._temporary, names)
+        manifest = dataclasses.replace(self._manifest, tensors=tensors, files=sums)
         self._checkpointer.publish(manifest, self._temporary)
 
     def __enter__(self) -> "StreamWriter":
@@ -146,7 +142,7 @@ class StreamWriter:
             shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _claim(self, path: str, index: Index) -> TensorInfo:
-        """Marks a piece as written."""
+        """Mark a piece as written; ValueError if it was written before."""
         info = self._tensors.get(path)
         if info is None:
             raise ValueError(f"tensor {path} was not announced: announced are {len(self._tensors)}")
@@ -160,60 +156,65 @@ class StreamWriter:
 
 
 class StreamReader:
-    """Reads a checkpoint piece by piece: `tensors` by path, `metadata`, and `read`.
+    """Reads a checkpoint piece by piece: `tensors` by path, `metadata`, `digest`, and `read`.
 
-    The files of a tensor are verified when it is first read, its digest when all of it was read.
-    ValueError where there is no such checkpoint, CorruptCheckpointError for damage.
+    A tensor's files are verified at its first read, its digest once all of its pieces were read.
+    ValueError if there is no such checkpoint, CorruptCheckpointError if it is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: int) -> None:
-        self._folder = Checkpointer(folder).existing(step)
-        self._manifest = integrity.read_manifest(self._folder)
-        self.metadata = self._manifest.metadata
+        self._folder, self._manifest = Checkpointer(folder).find(step)
+        self.metadata, self.digest = self._manifest.metadata, self._manifest.digest
         self.tensors = {
             path: TensorInfo(np.dtype(jax.numpy.dtype(tensor.dtype)), tensor.shape)
             for path, tensor in self._manifest.tensors.items()
         }
-        self._chunks: dict[str, tuple[int, ...]] = {}
+        self._verified: set[str] = set()
+        self._files: dict[str, tuple[int, ...]] = {}
         self._sums: dict[str, np.ndarray] = {}
         self._read: dict[str, set[Index]] = {}
 
     def read(self, path: str, index: Index | int | None = None) -> np.ndarray:
-        """A tensor, or entry `index` of its first dimensions."""
+        """Return a tensor, or entry `index` of its first dimensions."""
         info, folder = self._opened(path)
         lead = as_index(index)
         _check_index(path, info, lead)
-        array = _assemble(folder, info, self._chunks[path], [slice(i, i + 1) for i in lead])
+        array = read_block(folder, info, self._files[path], [slice(i, i + 1) for i in lead])
         array = array[(0,) * len(lead)] if lead else array
         self._verify(path, info, array, lead)
         return array
 
     def blocks(self, path: str) -> Iterator[np.ndarray]:
-        """A tensor in blocks of rows: one is in memory at a time. Its digest comes at the end."""
+        """Yield a tensor in blocks of rows, one in memory at a time; then verify its digest."""
         info, folder = self._opened(path)
         sums = np.zeros(2, np.uint32)
         for rows in row_blocks(info.shape, info.dtype.itemsize):
-            block = _assemble(folder, info, self._chunks[path], [rows] if info.shape else [])
+            block = read_block(folder, info, self._files[path], [rows] if info.shape else [])
             sums += integrity.digest_piece(block, _numbers((), info.shape, rows.start))
             yield block
         found = {path: integrity.render_digest(sums)}
         integrity.verify_digests(self._folder, self._manifest, found)
 
+    def verify_files(self, paths: Iterable[str]) -> None:
+        """CorruptCheckpointError if files of these tensors are damaged; verify each file once."""
+        new, tensors = set(paths) - self._verified, self._manifest.tensors
+        names = [n for n in self._manifest.files if integrity.tensor_of(n, tensors) in new]
+        integrity.verify_files(self._folder, self._manifest, names)
+        self._verified |= new
+
     def _opened(self, path: str) -> tuple[TensorInfo, Path]:
-        """What is known of a tensor whose files are as they were written, and their folder."""
+        """Return dtype and shape of a tensor, and the folder of its files, which are verified."""
         info = self.tensors.get(path)
         if info is None:
             raise ValueError(f"tensor {path} is not in {self._folder}")
-        folder = self._folder / ARRAYS / path.replace("/", ".")
-        if path not in self._chunks:
-            files = self._manifest.files
-            own = [n for n in files if integrity.tensor_of(n, self._manifest.tensors) == path]
-            integrity.verify_files(self._folder, self._manifest, own)
-            self._chunks[path] = _chunk_shape(folder / "zarr.json", info)
-        return info, folder / "c"
+        folder = self._folder / ARRAYS / tensor_folder(path)
+        if path not in self._files:
+            self.verify_files([path])
+            self._files[path] = file_shape(folder / "zarr.json", info)
+        return info, folder
 
     def _verify(self, path: str, info: TensorInfo, array: np.ndarray, lead: Index) -> None:
-        """Adds a piece to the tensor's digest, and compares that when it is complete."""
+        """Add a piece to the tensor's digest; verify the digest when it is complete."""
         done = self._read.setdefault(path, set())
         if lead in done or () in done:
             return
@@ -233,13 +234,13 @@ class StreamReader:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Shapes of a tensor's chunks, and of its files: of several chunks where those are larger."""
+    """Shapes of a tensor's chunks, and of its files, which hold one chunk or several."""
 
     chunk: tuple[int, ...]
     file: tuple[int, ...]
 
     def store(self, folder: Path, numbers: Index, block: np.ndarray) -> None:
-        """Writes a chunk, or the first rows of one, at its place in its file."""
+        """Write a chunk, or its first rows, at its offset in its file."""
         counts = [whole // part for whole, part in zip(self.file, self.chunk, strict=True)]
         places = [divmod(n, count) for n, count in zip(numbers, counts, strict=True)]
         file = folder.joinpath(*(str(number) for number, _ in places))
@@ -249,7 +250,7 @@ class _Cut:
             with file.open("wb") as opened:
                 opened.truncate(total * chunk_bytes)
                 opened.seek(total * chunk_bytes)
-                if total > 1:  # where each begins, and its length
+                if total > 1:  # Zarr's index: offset and length of each chunk
                     begins = np.arange(total, dtype="<u8") * chunk_bytes
                     index = np.stack([begins, np.full_like(begins, chunk_bytes)], axis=1)
                     opened.write(index.tobytes())
@@ -262,8 +263,8 @@ class _Cut:
 
 
 def _cut(info: TensorInfo, chunk: tuple[int, ...], lead: int) -> _Cut:
-    """Of the first `lead` dimensions, a file holds as many entries of the last as FILE_BYTES have
-    room for; if that is all of them, then of the one before it."""
+    """Choose the shape of files: as many entries of dimension lead - 1 as FILE_BYTES can hold; if
+    all fit, as many entries of the dimension before it, and so on."""
     file = list(chunk)
     for dimension in reversed(range(lead)):
         size = info.shape[dimension]
@@ -285,7 +286,7 @@ def _check_index(path: str, info: TensorInfo, index: Index) -> None:
 
 
 def _num_pieces(info: TensorInfo, pieces: set[Index]) -> int:
-    """Of how many pieces such as these a tensor consists."""
+    """Return the number of pieces of a tensor that is cut like these."""
     return math.prod(info.shape[: len(next(iter(pieces)))])
 
 
@@ -294,9 +295,9 @@ def _shown(index: Index) -> str:
 
 
 def row_blocks(shape: tuple[int, ...], itemsize: int, limit: int | None = None) -> list[slice]:
-    """Slices along dimension 0, each of at most `limit` bytes or one row; one for a scalar.
+    """Return slices along dimension 0, each of at most `limit` bytes or one row; one for a scalar.
 
-    As many rows in each as can be, but in equal parts where that costs less than half of them.
+    Slices are equal if more than half of the largest number of rows divides dimension 0.
     """
     if not shape:
         return [slice(0, 1)]
@@ -311,96 +312,5 @@ def _block_shape(shape: tuple[int, ...], rows: slice) -> tuple[int, ...]:
 
 
 def _numbers(lead: tuple[int, ...], shape: tuple[int, ...], first: int) -> tuple[int, ...]:
-    """Index in the whole tensor of a block of a piece: its rows are the dimension after lead."""
+    """Return the index in the tensor at which a block of a piece begins."""
     return (*lead, *((first, *(0 for _ in shape[1:])) if shape else ()))
-
-
-def _describe_tree(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Orbax's `_METADATA` of nested dicts."""
-
-    def one(parts: list[str]) -> dict[str, Any]:
-        return {
-            "key_metadata": [{"key": part, "key_type": 2} for part in parts],  # a dict's key
-            "value_metadata": {"value_type": "jax.Array", "skip_deserialize": False},
-        }
-
-    split = [path.split("/") for path in tensors]
-    return {
-        "tree_metadata": {str(tuple(parts)): one(parts) for parts in split},
-        "use_ocdbt": False,
-        "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
-
-
-def _describe_array(info: TensorInfo, cut: _Cut) -> dict[str, Any]:
-    """zarr.json of an array whose chunks are plain bytes, in files of one or, in order, more."""
-    codecs: list[Any] = [_BYTES_CODEC if info.dtype.itemsize > 1 else {"name": "bytes"}]
-    if cut.file != cut.chunk:
-        shard = {"chunk_shape": list(cut.chunk), "codecs": codecs, "index_codecs": [_BYTES_CODEC]}
-        shard["index_location"] = "end"
-        codecs = [{"name": "sharding_indexed", "configuration": shard}]
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": list(info.shape),
-        "data_type": str(info.dtype),
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(cut.file)}},
-        "chunk_key_encoding": {"name": "default"},
-        "fill_value": np.zeros((), info.dtype).astype(object).item(),
-        "codecs": codecs,
-    }
-
-
-def _chunk_shape(path: Path, info: TensorInfo) -> tuple[int, ...]:
-    """How a tensor is cut into files; each begins with its values, whoever wrote it.
-
-    Orbax writes one chunk a file as a shard: its values, then an index of 20 bytes. StreamWriter's
-    shards, alone without a checksum of their index, have all of their chunks in C's order.
-    """
-    described = json.loads(path.read_bytes())
-    chunk = described["chunk_grid"]["configuration"]["chunk_shape"]
-    codecs = described["codecs"]
-    if codecs[0]["name"] == "sharding_indexed":
-        shard = codecs[0]["configuration"]
-        ours = shard.get("index_codecs") == [_BYTES_CODEC] and _in_order(
-            shard["chunk_shape"], chunk
-        )
-        first = shard.get("index_location", "end") == "end"
-        whole = first and (shard["chunk_shape"] == chunk or ours)
-        codecs = shard["codecs"] if whole else codecs
-    plain = codecs in ([_BYTES_CODEC], [{"name": "bytes"}])
-    if not plain or described["chunk_key_encoding"] != {"name": "default"}:
-        raise ValueError(f"{path} has codecs {codecs}: read this checkpoint with Checkpointer")
-    if tuple(described["shape"]) != info.shape or described["data_type"] != str(info.dtype):
-        raise CorruptCheckpointError(f"{path} is not of the {info} that the manifest names")
-    return tuple(chunk)
-
-
-def _in_order(part: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether parts of this shape, one after the other, are the bytes of the whole."""
-    cut = next((i for i, size in enumerate(part) if size > 1), len(part))
-    return len(part) == len(whole) and [*part[cut + 1 :]] == [*whole[cut + 1 :]]
-
-
-def _assemble(
-    folder: Path, info: TensorInfo, chunk: tuple[int, ...], ranges: Sequence[slice]
-) -> np.ndarray:
-    """A part of a tensor, the ranges being of its first dimensions, copied from the mapped files
-    that hold it."""
-    begins = (*(r.start for r in ranges), *(0 for _ in info.shape[len(ranges) :]))
-    ends = (*(r.stop for r in ranges), *info.shape[len(ranges) :])
-    spans = list(zip(begins, ends, chunk, strict=True))
-    array = np.empty([end - begin for begin, end, _ in spans], info.dtype)
-    for numbers in itertools.product(*(range(b // part, -(-e // part)) for b, e, part in spans)):
-        name = folder.joinpath(*map(str, numbers)) if numbers else folder
-        values = np.memmap(name, info.dtype, "r", shape=chunk or (1,))
-        here, there = [], []
-        for number, (begin, end, part) in zip(numbers, spans, strict=True):
-            first = number * part
-            low, high = max(first, begin), min(first + part, end)
-            here.append(slice(low - first, high - first))
-            there.append(slice(low - begin, high - begin))
-        array[(*there,)] = values[(*here,)] if chunk else values[0]
-    return array

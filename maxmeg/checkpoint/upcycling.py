@@ -1,12 +1,12 @@
-"""A model with experts that begins with the weights of a dense one (He et al., arXiv:2410.07524).
+"""Upcycling: initialize a mixture-of-experts model from a dense one (He et al., arXiv:2410.07524).
 
-The dense MLP is cut into G slices along its inner width, each expert being one of them, so that
-G = (its width) / (an expert's). Experts c G .. c G + G - 1 are the c-th copy of the whole MLP, and
-their columns of the router begin alike ("virtual groups"): a token that takes k G experts takes k
-whole copies. Output weights are multiplied by G / (sum of a token's weights), so that the model
-computes what the dense one did; that sum is exact where weights are normalized, else it is that of
-a router whose scores are all the same. (Megatron-LM spreads the factor over all matrices, which is
-not exact for a nonlinear activation.) Noise on the copies makes them differ.
+The dense MLP is cut along its inner width into G = (width of the MLP) / (width of an expert)
+slices, one per expert. Experts c G .. c G + G - 1 are the c-th copy of the whole MLP and have equal
+columns of the router ("virtual groups"), so that a token with top-k = k G uses k whole copies.
+Output weights are multiplied by G / (sum of a token's routing weights), so that the model computes
+what the dense model did; the sum is exact if routing weights are normalized, else it is that of a
+router with equal scores. (Megatron-LM spreads the factor over all matrices, which is not exact for
+a nonlinear activation.) Noise makes the copies differ.
 """
 
 import dataclasses
@@ -17,15 +17,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.config.model import ModelConfig, RouterScore
-from maxmeg.models.lm import LM, layer_places
+from maxmeg.config.layers import places
+from maxmeg.config.mixers import RouterScore
+from maxmeg.config.model import ModelConfig
+from maxmeg.models.lm import LM
+from maxmeg.pipeline.layout import Layout
 
-Read = Callable[[str, jax.ShapeDtypeStruct], jax.Array]  # of the dense model's checkpoint
+Rows = list[tuple[int, int] | None]  # layer and sublayer of each row; None: padding
+Read = Callable[[str, jax.ShapeDtypeStruct], jax.Array]  # reads the dense checkpoint
 STACKED = re.compile(r"^model\.stack\.groups\.(\d+)\.sublayers\.(\d+)\.(.*)$")
-EVEN = {  # an expert's score where all logits are zero, of softmax times the number of experts
+SCORES = {  # an expert's score if all logits are 0; for softmax times the number of experts
     RouterScore.softmax: 1.0,
     RouterScore.sigmoid: 0.5,
     RouterScore.sqrt_softplus: 0.8325546,
@@ -34,14 +39,15 @@ EVEN = {  # an expert's score where all logits are zero, of softmax times the nu
 
 @dataclasses.dataclass(frozen=True)
 class Upcycling:
-    """From the dense model `saved` to `wanted`.
+    """Converts the dense model `saved` to `wanted`, whose layers are in memory in `layout`'s order.
 
-    noise: of the copies, its deviation over the root mean square of a matrix; drawn, as routers
-    are, by the run's seed.
+    noise: standard deviation of the noise on the copies, relative to the root mean square of a
+    layer's matrix. Noise and routers are drawn with the run's seed.
     """
 
     saved: ModelConfig
     wanted: ModelConfig
+    layout: Layout
     noise: float
     seed: int
     read: Read
@@ -51,39 +57,43 @@ class Upcycling:
         return self.saved.ffn // self.wanted.expert_ffn
 
     def take(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """An array of the new model in model order, as `like` says."""
-        return self.made(name, like).astype(like.dtype)
+        """Return an array of the new model with the shape, dtype and sharding of `like`."""
+        return self.convert(name, like).astype(like.dtype)
 
-    def made(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        found = STACKED.match(name)
-        if found is None:
+    def convert(self, name: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return an array of the new model; padding is zero."""
+        match = STACKED.match(name)
+        if match is None:
             return self.read(name, like)
-        group, sublayer, rest = int(found[1]), int(found[2]), found[3]
-        kept = [
-            (layer, sublayer - first)
-            for layer, (g, _, first) in enumerate(layer_places(self.wanted))
-            if g == group and 0 <= sublayer - first < 2
+        group, sublayer, rest = int(match[1]), int(match[2]), match[3]
+        kinds = self.wanted.layer_kinds
+        layers = [
+            (layer, sublayer - place.sublayer)
+            for layer, place in enumerate(places(self.wanted.groups))
+            if place.group == group and 0 <= sublayer - place.sublayer < len(kinds[layer])
         ]
+        rows = [layers[n] if n >= 0 else None for n in self.layout.orders[group]]
         part = rest.removeprefix("mixers.moe.")
         if part == rest:
-            return self.rows(kept, rest, like.shape, like.sharding)
+            return self.stacked(rows, rest, like.shape, like.sharding)
         if part == "router":
             return self.router(group, sublayer, like)
-        if not part.startswith("experts."):  # what moves by counts, and biases of logits
+        if not part.startswith("experts."):  # load-balancing bias, expert loads, biases of logits
             zeros = functools.partial(jnp.zeros, like.shape)
             return jax.jit(zeros, out_shardings=like.sharding)()
-        return self.experts(kept, name, part.removeprefix("experts."), like)
+        return self.experts(rows, name, part.removeprefix("experts."), like)
 
-    def rows(self, kept: list[tuple[int, int]], rest: str, shape, sharding) -> jax.Array:
-        """The dense model's arrays of these layers and sublayers, stacked."""
-        places = layer_places(self.saved)
-        counts = [0] * (1 + max(group for group, _, _ in places))
-        for group, repeat, _ in places:
-            counts[group] = max(counts[group], repeat + 1)
+    def stacked(self, rows: Rows, rest: str, shape, sharding) -> jax.Array:
+        """Stack the dense model's arrays of these layers and sublayers; None gives zeros."""
+        dense, counts = places(self.saved.groups), [count for _, count in self.saved.groups]
         arrays: dict[str, jax.Array] = {}
-        picked = []
-        for layer, at in kept:
-            group, repeat, first = places[layer]
+        picked: list[tuple[str, int] | None] = []
+        for row in rows:
+            if row is None:
+                picked.append(None)
+                continue
+            layer, at = row
+            group, repeat, first = dense[layer].group, dense[layer].repeat, dense[layer].sublayer
             name = f"model.stack.groups.{group}.sublayers.{first + at}.{rest}"
             if name not in arrays:
                 stored = (counts[group], *shape[1:])
@@ -95,15 +105,16 @@ class Upcycling:
             picked.append((name, repeat))
 
         def stack(arrays):
-            return jnp.stack([arrays[name][repeat] for name, repeat in picked])
+            zeros = jnp.zeros(shape[1:], jnp.float32)
+            return jnp.stack([arrays[pick[0]][pick[1]] if pick else zeros for pick in picked])
 
         return jax.jit(stack, out_shardings=sharding)(arrays)
 
-    def experts(self, kept, name: str, part: str, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """up, gate, out [layers, E, in, out] and their biases [layers, E, out]."""
+    def experts(self, rows: Rows, name: str, part: str, like: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return a projection [layers, E, in, out] of the experts, or a bias [layers, E, out]."""
         matrix, _, kind = part.partition("_")
         width, slices = self.saved.ffn, self.slices
-        dim = 1 if matrix == "out" else -1  # of the inner width, in [layers, in, out]
+        dim = 1 if matrix == "out" else -1  # the inner width, in [layers, in, out]
         shape = [like.shape[0], *like.shape[2:]]
         is_cut = not (matrix == "out" and kind)
         if is_cut:
@@ -111,17 +122,22 @@ class Upcycling:
         axes = tuple(like.sharding.spec) + (None,) * (len(like.shape) - len(like.sharding.spec))
         sharding = NamedSharding(like.sharding.mesh, P(axes[0], *axes[2:]))
         rest = f"mixers.mlp.{matrix}.{kind or 'weight'}"
-        dense = self.rows(kept, rest, tuple(shape), sharding)
+        dense = self.stacked(rows, rest, tuple(shape), sharding)
         copies, scale = like.shape[1] // slices, self.scale()
         noise = 0.0 if kind else self.noise
         key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(name.encode()))
+        order = np.array([row[0] if row else 0 for row in rows])
+
+        def draw(layer):
+            return jax.random.normal(jax.random.fold_in(key, layer), like.shape[1:], dense.dtype)
 
         def cut(dense):
             parts = jnp.split(dense, slices, axis=dim) if is_cut else [dense] * slices
             cut = jnp.tile(jnp.stack(parts, axis=1), (1, copies) + (1,) * (dense.ndim - 1))
             if noise:
-                size = jnp.sqrt(jnp.mean(jnp.square(dense)))
-                cut += noise * size * jax.random.normal(key, cut.shape, cut.dtype)
+                axes = tuple(range(1, cut.ndim))
+                size = jnp.sqrt(jnp.mean(jnp.square(cut), axes, keepdims=True))
+                cut += noise * size * jax.vmap(draw)(order)
             if matrix != "out":
                 return cut
             return cut * (scale / slices if kind else scale)
@@ -129,26 +145,28 @@ class Upcycling:
         return jax.jit(cut, out_shardings=like.sharding)(dense)
 
     def router(self, group: int, sublayer: int, like: jax.ShapeDtypeStruct) -> jax.Array:
-        """Random columns, one for each copy of the MLP."""
+        """Return random columns, one per copy of the MLP, repeated for the experts of the copy."""
+        order = np.array(self.layout.orders[group]).reshape(-1, 1, 1)
 
-        def columns(key):
+        def draw(key):
             stack = LM(jax.random.split(key)[0], self.wanted).stack
             router = stack.groups[group].sublayers[sublayer].mixers["moe"].router[...]
-            kept = router[..., : like.shape[-1] // self.slices]
-            return jnp.repeat(kept, self.slices, axis=-1)
+            columns = router[..., : like.shape[-1] // self.slices]
+            columns = jnp.where(order >= 0, columns[np.maximum(order, 0)[:, 0, 0]], 0)
+            return jnp.repeat(columns, self.slices, axis=-1)
 
-        return jax.jit(columns, out_shardings=like.sharding)(jax.random.key(self.seed))
+        return jax.jit(draw, out_shardings=like.sharding)(jax.random.key(self.seed))
 
     def scale(self) -> float:
-        """What an expert's output is multiplied by."""
+        """Return the factor of the output weights of every expert."""
         model = self.wanted
-        chosen, score = model.experts_per_token, model.router_score
-        late = score is RouterScore.softmax and not model.router_over_all
-        if (late and not model.router_sinkhorn) or (model.router_normalize and chosen > 1):
+        chosen, score = model.moe.top_k, model.moe.score
+        late = score is RouterScore.softmax and not model.moe.softmax_before_topk
+        if (late and not model.moe.sinkhorn) or (model.moe.normalize_weights and chosen > 1):
             total = 1.0
         else:
-            if model.router_sinkhorn:
+            if model.moe.sinkhorn:
                 score = RouterScore.sigmoid if chosen == 1 else RouterScore.softmax
-            experts = model.num_experts if score is RouterScore.softmax else 1
-            total = chosen * EVEN[score] / experts
-        return self.slices / (total * model.router_scale)
+            experts = model.moe.num_experts if score is RouterScore.softmax else 1
+            total = chosen * SCORES[score] / experts
+        return self.slices / (total * model.moe.scale)

@@ -10,9 +10,15 @@ import typing
 
 import yaml
 
+from maxmeg.config.hints import hub_command, nearest
+from maxmeg.config.paths import relocated
 from maxmeg.config.schema import Config
 
-_HEADER = "# A resolved run; start it again with --config=configs/yaml.py:{name}\n"
+CONFIG_FILE, CHECKPOINTS = "config.yaml", "checkpoints"  # in a run folder
+_HEADER = """\
+# The settings of a run; start it again with --config=configs/yaml.py:{name}
+# run_dir is the folder of this file, even after a move; start another with --config.run_dir=FOLDER
+"""
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -45,18 +51,62 @@ def save(config: Config, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> Config:
-    """Config from a YAML file, which may name only some of the fields."""
+    """Config from a YAML file, which may name only some of the fields.
+
+    The config.yaml of a run folder with checkpoints is that of the folder it lies in: its paths
+    are found again if the folder was moved. ValueError for files that are no such config.
+    """
     path = pathlib.Path(path)
     if not path.is_file():
-        raise ValueError(f"no config file {path}: check the path (working folder {os.getcwd()})")
+        hint = hub_command(str(path.parent)) if path.name == CONFIG_FILE else ""
+        raise ValueError(
+            f"no config file {path}: check the path (working folder {os.getcwd()}){hint}"
+        )
     try:
         values = _Loader(path.read_text(encoding="utf-8")).get_single_data()
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    except OSError:
+        raise
+    except Exception as error:  # PyYAML raises errors of many kinds for text that is not YAML
+        raise ValueError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     try:
-        return from_dict({} if values is None else values)
+        config = from_dict({} if values is None else values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+    is_run = path.name == CONFIG_FILE and (path.parent / CHECKPOINTS).is_dir()
+    return relocated(config, path.parent) if is_run else config
+
+
+def differences(saved: dict[str, typing.Any], config: Config) -> list[str]:
+    """Settings that differ from those of a checkpoint: ["optim.lr 0.003 -> 0.001", ...].
+
+    config: as a run folder stores it (`data.run_folder.stored`). A run folder that was moved has
+    not changed. Settings that a checkpoint lacks had defaults.
+    """
+    both = (relocated(from_dict(saved), config.run_dir), config)
+    before, now = (dict(flattened(to_dict(c))) for c in both)
+    return [
+        f"{path} {text(before[path])} -> {text(value)}"
+        for path, value in now.items()
+        if value != before[path] and path != "run_dir"
+    ]
+
+
+def flattened(
+    values: dict[str, typing.Any], prefix: str = ""
+) -> typing.Iterator[tuple[str, typing.Any]]:
+    """(dotted path, value) of every field of a nested dict."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def text(value: typing.Any) -> str:
+    """A plain value as it is written on a command line."""
+    if isinstance(value, list):
+        return ",".join(map(str, value)) or "''"
+    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
 
 
 def fields(section: type) -> dict[str, typing.Any]:
@@ -77,12 +127,10 @@ def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
 
 def unknown_field(path: str, names: typing.Iterable[str]) -> str:
     """Message for a field that does not exist, with the nearest that does."""
-    names = list(names)
-    last = path.rsplit(".", 1)[-1].replace("-", "_")
-    near = [name for name in names if name.rsplit(".", 1)[-1] == last]  # in the wrong section
-    near = near or difflib.get_close_matches(path, names, 1, 0.6)
-    hint = f"did you mean {near[0]}?" if near else "docs/config.md lists all fields"
-    return f"unknown field {path}: {hint}"
+    near = nearest(path, names)
+    return f"unknown field {path}: " + (
+        f"did you mean {near}?" if near else "docs/config.md lists all fields"
+    )
 
 
 def convert(path: str, value: typing.Any, kind: typing.Any) -> typing.Any:
@@ -195,9 +243,21 @@ class _Loader(yaml.SafeLoader):
     """Refuses a key given twice, of which YAML would keep the last without a word."""
 
 
+def _yaml_problem(error):
+    """One line: what is wrong, and where."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+
+
 def _mapping(loader, node):
     seen = set()
     for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                None, None, "the name of a field must be text", key.start_mark
+            )
         if key.value in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"{key.value} is given twice", key.start_mark

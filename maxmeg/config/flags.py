@@ -8,7 +8,9 @@ import dataclasses
 import difflib
 import enum
 import linecache
+import os
 import pathlib
+import signal
 import sys
 import sysconfig
 import traceback
@@ -19,14 +21,17 @@ from absl import flags
 from ml_collections import config_flags
 
 from maxmeg.config import files
+from maxmeg.config.hints import nearest
 from maxmeg.config.schema import Config
 
 Texts = Sequence[str]  # an option that may be repeated, each value as it stands
 
 # Raised with a `raise` statement of this program, these speak to the user: no traceback.
-_EXIT_CODES = {ValueError: 2, NotImplementedError: 2, OSError: 2, FloatingPointError: 1}
+_EXIT_CODES = {ValueError: 2, NotImplementedError: 2, OSError: 2}
+_EXIT_CODES |= {FloatingPointError: 1, MemoryError: 1}
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
+_STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).resolve()
+_LIBRARIES = {"site-packages", "dist-packages"}  # where others' packages are installed
 
 
 def run_command(
@@ -41,6 +46,7 @@ def run_command(
     What a user can correct ends as one line on stderr and exit code 2.
     """
     argv = list(sys.argv if argv is None else argv)
+    config = chosen = None
     if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
         print(describe(sys.modules[main.__module__].__doc__ or "", options, needs_config))
         return
@@ -50,9 +56,22 @@ def run_command(
     except tuple(_EXIT_CODES) as error:
         if not _speaks_to_user(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        code = next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
-        raise SystemExit(code) from None
+        raise SystemExit(report(error, config, chosen)) from None
+
+
+def report(error: BaseException, config: Config | None, options: typing.Any = None) -> int:
+    """Print an error that ends a command: one line if it speaks to the user, else a traceback.
+
+    Returns the command's exit code.
+    """
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if not isinstance(error, tuple(_EXIT_CODES)) or not _speaks_to_user(error):
+        traceback.print_exception(error)
+        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    text = _os_error_text(error, config, options) if isinstance(error, OSError) else error
+    print(f"error: {text}", file=sys.stderr)
+    return next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
 
 
 def parse(
@@ -176,8 +195,12 @@ def _config_file(value):
     if path.suffix in (".yaml", ".yml"):
         raise ValueError(f"--config={value} is YAML: write --config=configs/yaml.py:{value}")
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
-        hint = f"did you mean {path.parent / near[0]}?" if near else "check the path"
+        found = [
+            p for folder in (path.parent, "configs") for p in pathlib.Path(folder).glob("*.py")
+        ]
+        near = difflib.get_close_matches(path.name, [p.name for p in found], 1)
+        same = [p for p in found if [p.name] == near]
+        hint = f"did you mean {same[0]}?" if same else "check the path"
         raise ValueError(f"no config file {path} (working folder {pathlib.Path.cwd()}): {hint}")
     return value
 
@@ -188,11 +211,12 @@ def _unknown_flag(flag, own_kinds, needs_config):
         megatron.setdefault(metadata["flag"], f"--config.{path}")
     if needs_config and flag in megatron:
         return f"unknown flag {flag}: here it is {megatron[flag]}"
-    known = [f"--{name}" for name in own_kinds]
-    if needs_config:
-        known += ["--config"] + [f"--config.{path}" for path in files.leaves(Config)]
-    near = difflib.get_close_matches(flag, known, 1)
-    return f"unknown flag {flag}: " + (f"did you mean {near[0]}?" if near else "see --help")
+    name = flag.lstrip("-").removeprefix("config.")
+    if near := nearest(name, own_kinds):
+        return f"unknown flag {flag}: did you mean --{near}?"
+    if needs_config and (near := nearest(name, files.leaves(Config))):
+        return f"unknown flag {flag}: did you mean --config.{near}?"
+    return f"unknown flag {flag}: see --help"
 
 
 def _metadata(section, prefix=""):
@@ -202,6 +226,16 @@ def _metadata(section, prefix=""):
             yield from _metadata(value, f"{prefix}{field.name}.")
         else:
             yield prefix + field.name, field.metadata
+
+
+def _values(section, prefix=""):
+    """(dotted path, value) of every field; of None nothing."""
+    for field in dataclasses.fields(section) if section is not None else ():
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _values(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
 
 
 def _arguments(own):
@@ -274,18 +308,47 @@ def _checked(config):
 
 
 def _root_cause(error):
-    """The exception under absl's and ml_collections' wrapping of it."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error if not isinstance(error, flags.Error) else ValueError(str(error))
+    """What a config file or this program raised, under absl's and ml_collections' wrapping of it:
+    the message for the user if there is one, else the innermost error."""
+    chain = [error]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    kinds = tuple(_EXIT_CODES)
+    ours = (cause for cause in chain if isinstance(cause, kinds) and _speaks_to_user(cause))
+    root = next(ours, chain[-1])
+    return ValueError(str(root)) if isinstance(root, flags.Error) else root
+
+
+def _os_error_text(error, config, options):
+    """What the system refused, with the setting whose path it was."""
+    if not isinstance(error.filename, str) or not error.strerror:
+        return str(error)
+    place = os.path.abspath(error.filename)
+    settings = [
+        (f"{prefix}{name}", value)
+        for section, prefix in ((config, "config."), (options, ""))
+        for name, value in _values(section)
+        if isinstance(value, str) and value
+    ]
+    inside = [s for s in settings if _is_inside(place, s[1])]
+    above = [s for s in settings if _is_inside(s[1], place)]  # its parents are made as well
+    if not inside + above:
+        return str(error)
+    name, value = max(inside or above[:1], key=lambda setting: len(os.path.abspath(setting[1])))
+    where = "" if value == error.filename else f" ({error.filename})"
+    return f"--{name}={value}: {error.strerror}{where}; name a path that can be used"
+
+
+def _is_inside(path, folder):
+    return pathlib.Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
 
 
 def _speaks_to_user(error):
     """Whether a `raise` statement of this program or of a config file raised it."""
     if isinstance(error, OSError):
         return True
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    *_, frame = traceback.extract_tb(error.__traceback__)
     path = pathlib.Path(frame.filename).resolve()
-    library = any(pathlib.Path(folder) in path.parents for folder in _LIBRARIES)
+    library = not _LIBRARIES.isdisjoint(path.parts) or _STANDARD_LIBRARY in path.parents
     line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     return line.startswith("raise ") and (_PACKAGE in path.parents or not library)

@@ -1,59 +1,89 @@
 """Which model can begin with the weights of which. No JAX."""
 
-import dataclasses
-
-from maxmeg.config.lazy import Lazy
+from maxmeg.config.layers import layer_text
+from maxmeg.config.mixers import MoeConfig
 from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.setting import walk, with_fields
 
-experts = Lazy("maxmeg.config.experts")
-# Fields that change how a model trains or runs, not what it computes.
-FREE = {
-    *("vocab_divisible_by", "dropout_hidden", "dropout_attention", "dropout_embedding"),
-    *("init_std", "scaled_output_init", "dtype", "attention_backend", "recompute", "scan_layers"),
-    *("router_aux_loss", "router_sequence_aux_loss", "router_global_aux_loss", "router_z_loss"),
-    *("router_bias_rate", "router_jitter", "expert_backend", "expert_pad", "mtp_loss"),
-}
+# Fields that change how a model trains or runs, but not the function that it computes.
+FREE = {path for path, _, field in walk(ModelConfig()) if field.metadata["effect"] == "none"}
 # Fields that training can adapt to: longer context, more words.
-ADAPTED = {
-    "mtp_depths",  # the last ones are left out, new ones begin at random
-    *("expert_capacity", "expert_drop"),
-    *("vocab_size", "max_position", "attention_window", "rotary_base", "rotary_local_base"),
-    *("rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high"),
-    *("rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors"),
-}
+ADAPTED = {path for path, _, field in walk(ModelConfig()) if field.metadata["effect"] == "adapted"}
 
 
 def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
-    """What training has to adapt to, "rotary_factor 1.0 -> 8.0"; ValueError for what it cannot."""
+    """What training has to adapt to, "rotary.factor 1.0 -> 8.0"; ValueError for what it cannot."""
     grown = []
-    if wanted.num_experts and not saved.num_experts:
-        if min(saved.mtp_depths, wanted.mtp_depths):
+    if wanted.has("moe") and not saved.has("moe"):
+        if min(saved.mtp.num_layers, wanted.mtp.num_layers):
             raise ValueError(
-                f"checkpoint.init_from={folder} is dense, and layers of further tokens get no "
-                f"experts from it: set model.mtp_depths=0 (it is {wanted.mtp_depths})"
+                f"checkpoint.init_from={folder} is dense, and MTP layers get no experts from it: "
+                f"set model.mtp.num_layers=0 (it is {wanted.mtp.num_layers})"
             )
-        grown, wanted = experts.upcycled(saved, wanted, folder)
-    pairs = {
-        field.name: (getattr(saved, field.name), getattr(wanted, field.name))
-        for field in dataclasses.fields(ModelConfig)
-        if field.name not in FREE and getattr(saved, field.name) != getattr(wanted, field.name)
-    }
+        grown, wanted = upcycled(saved, wanted, folder)
+    if saved.num_layers == wanted.num_layers and (text := first_difference(saved, wanted)):
+        raise ValueError(f"checkpoint.init_from={folder} is another model: {text}")
+    before = {path: value for path, value, _ in walk(saved)} | {"layers": wanted.layers}
     texts = {
-        name: " -> ".join(str(getattr(value, "name", value)) for value in pair)
-        for name, pair in pairs.items()
+        path: f"{getattr(before[path], 'name', before[path])} -> {getattr(value, 'name', value)}"
+        for path, value, _ in walk(wanted)
+        if path not in FREE and before[path] != value
     }
     able = ADAPTED - ({"max_position"} if wanted.position is Position.learned else set())
-    fixed = [name for name in pairs if name not in able]
+    fixed = [path for path in texts if path not in able]
     if fixed:
         raise ValueError(
             f"checkpoint.init_from={folder} is another model: "
-            + ", ".join(f"{name} {texts[name]}" for name in fixed)
+            + ", ".join(f"{path} {texts[path]}" for path in fixed)
             + "; take its own architecture (--config=configs/finetune.py:FOLDER), or only change "
-            "the vocabulary, mtp_depths and what positions and windows depend on"
+            "the vocabulary, mtp.num_layers and what positions and windows depend on"
         )
     if wanted.vocab_size < saved.vocab_size:
         raise ValueError(
             f"model.vocab_size={wanted.vocab_size} is less than the {saved.vocab_size} of "
             f"checkpoint.init_from={folder}: words can be added, not taken away"
         )
-    return [*grown, *(f"{name} {text}" for name, text in texts.items())]
+    return [*grown, *(f"{path} {text}" for path, text in texts.items())]
+
+
+def upcycled(saved: ModelConfig, wanted: ModelConfig, folder: str) -> tuple[list[str], ModelConfig]:
+    """Return what a dense model becomes, as text, and `wanted` without experts.
+
+    ValueError where experts cannot be cut from the dense model's MLP.
+    """
+    moe = wanted.moe
+    slices, left = divmod(saved.ffn, wanted.expert_ffn)
+    experts, chosen, of_group = moe.num_experts, moe.top_k, moe.num_experts // moe.num_groups
+    if left or any(number % max(slices, 1) for number in (experts, chosen, of_group)):
+        raise ValueError(
+            f"checkpoint.init_from={folder} is dense, and its MLP of width {saved.ffn} cannot "
+            f"become moe.num_experts={experts} of width {wanted.expert_ffn}, top_k={chosen} and "
+            f"num_groups={moe.num_groups}: an expert's width must divide the MLP's, and that many "
+            "times make the numbers of experts (also of a group) and of those chosen"
+        )
+    unable = [
+        f"model.moe.{name}={getattr(moe, name)}"
+        for name in ("shared_ffn_size", "latent_size")
+        if getattr(moe, name)
+    ]
+    if unable:
+        raise ValueError(
+            f"checkpoint.init_from={folder} is dense and has no weights for {', '.join(unable)}: "
+            "leave them out; only routed experts can begin as copies of an MLP"
+        )
+    copies = experts // slices
+    layers = wanted.layers.replace("moe", "mlp")
+    text = f"moe in model.layers: {copies} copies of each MLP, each of {slices} experts"
+    return [text], with_fields(wanted, {"moe": MoeConfig(), "layers": layers})
+
+
+def first_difference(saved: ModelConfig, wanted: ModelConfig) -> str:
+    """Describe the first layer in which two models of equally many layers differ, or ""."""
+    pairs = zip(saved.layer_kinds, wanted.layer_kinds, strict=True)
+    for number, (before, now) in enumerate(pairs):
+        if before != now:
+            return (
+                f"layer {number} is {layer_text(now)} in model.layers={wanted.layers!r}, and "
+                f"{layer_text(before)} there ({saved.layers!r})"
+            )
+    return ""

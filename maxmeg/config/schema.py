@@ -9,8 +9,10 @@ import dataclasses
 import enum
 import math
 
+from maxmeg.config.data import DataConfig
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import setting
+from maxmeg.config.watchdog import WatchdogConfig
 
 
 class LossBackend(enum.Enum):
@@ -20,26 +22,10 @@ class LossBackend(enum.Enum):
     mosaic = "mosaic"
 
 
-class DataOrder(enum.Enum):
-    megatron = "megatron"
-    native = "native"
-
-
-class Objective(enum.Enum):
-    gpt = "gpt"
-    sft = "sft"
-
-
-class Packing(enum.Enum):
-    none = "none"
-    greedy = "greedy"
-    first_fit = "first_fit"
-    best_fit = "best_fit"
-
-
-class TooLong(enum.Enum):
-    drop = "drop"
-    truncate = "truncate"
+class Verify(enum.Enum):
+    readback = "readback"
+    crc = "crc"
+    off = "off"
 
 
 class Schedule(enum.Enum):
@@ -87,125 +73,6 @@ class WeightDecayRamp(enum.Enum):
 
 
 @dataclasses.dataclass
-class DataConfig:
-    """Corpus, tokenizer and how samples are cut."""
-
-    paths: tuple[str, ...] = setting(
-        (),
-        "prefixes of .bin/.idx files, with weights (0.7,a,0.3,b) or, for one epoch of each, "
-        "without; cut by split; empty, as all that names corpora: Python's own sources",
-        "--data-path",
-    )
-    split: str = setting("969,30,1", "weights of train, validation and test", "--split")
-    train_paths: tuple[str, ...] = setting(
-        (), "as paths, each read whole; instead of paths and split", "--train-data-path"
-    )
-    validation_paths: tuple[str, ...] = setting((), "as train_paths", "--valid-data-path")
-    test_paths: tuple[str, ...] = setting((), "as train_paths", "--test-data-path")
-    blend: str = setting(
-        "",
-        "YAML or JSON file instead of paths: a list as there, or train, validation, test: lists",
-        "--data-args-path, --per-split-data-args-path",
-    )
-    mock: bool = setting(
-        False, "documents that count, made without files, a third for each set", "--mock-data"
-    )
-    validate_each: bool = setting(
-        False,
-        "validation_paths (or those of blend) are sets of their own: the loss of each, and their "
-        "mean",
-        "--multiple-validation-sets",
-    )
-    blend_surplus: float = setting(
-        0.005,
-        "samples made for each corpus of a weighted blend beyond its share, a fraction >= 0",
-        "--mid-level-dataset-surplus",
-    )
-    blend_changes: tuple[str, ...] = setting(
-        (),
-        "other training blends from steps on: 1000:0.5,a,0.5,b,5000:0.2,b,0.8,c or 1000:FILE.yaml; "
-        "each corpus goes on with its next sample",
-    )
-    order: DataOrder = setting(
-        DataOrder.megatron,
-        "megatron: the same samples as there, which depend on seed and number of steps, and each "
-        "validation goes on where the last ended; native: an order that is computed, not stored, "
-        "and every validation reads the same samples, the first in reading order",
-    )
-    objective: Objective = setting(
-        Objective.gpt,
-        "gpt: every token of .bin/.idx files | sft: what the assistant says in chats, of which "
-        "paths are .jsonl files (a row: {messages: [{role, content}, ...]})",
-        "--sft",
-    )
-    chat_template: str = setting(
-        "", "Jinja file for sft; empty: the tokenizer's", "--sft-tokenizer-prompt-format"
-    )
-    too_long: TooLong = setting(
-        TooLong.drop, "of chats beyond sequence_length + 1 tokens: drop | truncate, counted"
-    )
-    packing: Packing = setting(
-        Packing.none,
-        "rows of whole documents that do not see each other: greedy | first_fit | best_fit; none: "
-        "gpt cuts through them (order), sft has a chat a row",
-    )
-    sequence_length: int = setting(256, "tokens a sample", "--seq-length")
-    tokenizer: str = setting(
-        "bytes",
-        "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | wordpiece:FILE | "
-        "tiktoken:FILE; ?special_tokens=NAME,NAME after it adds tokens",
-        "--tokenizer-type",
-    )
-    cache_dir: str = setting(
-        "",
-        "on a disk of the node: prepared corpora, orders of samples, what is read of corpora in "
-        "object storage (s3://bucket/prefix); empty: RUN_DIR/data",
-        "--data-cache-path, --object-storage-cache-path",
-    )
-    cache_gb: float = setting(
-        50.0, "of .bin files in object storage, GB (10^9 bytes) a node keeps in cache_dir, > 0"
-    )
-    chunk_kb: int = setting(
-        1024,
-        "of them, KiB read at once: more where the cache holds a whole corpus, less where not",
-    )
-    num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers")
-    prefetch: int = setting(2, "batches made ahead, per worker, >= 1")
-    reset_position_ids: bool = setting(
-        False, "positions restart after each end of document", "--reset-position-ids"
-    )
-    reset_attention_mask: bool = setting(
-        False, "no attention across documents", "--reset-attention-mask"
-    )
-    eod_mask_loss: bool = setting(
-        False, "no loss where the input is the end of a document", "--eod-mask-loss"
-    )
-    fim_rate: float = setting(
-        0.0, "share of documents in samples to fill in the middle of, in [0, 1]", "--fim-rate"
-    )
-    fim_spm_rate: float = setting(
-        0.5, "of those, with the suffix before the prefix, in [0, 1]", "--fim-spm-rate"
-    )
-    fim_tokens: tuple[str, ...] = setting(
-        (),
-        "prefix, middle, suffix and padding token, by name or id",
-        "--fim-prefix-token, --fim-middle-token, --fim-suffix-token, --fim-pad-token",
-    )
-    fim_split: str = setting(
-        "", "token that divides documents into fragments; empty: none", "--fim-split-sample"
-    )
-    fim_fragment_rate: float = setting(0.5, "share of fragments, in [0, 1]", "--fim-fragment-rate")
-    fim_no_prefix: str = setting(
-        "", "texts that begin with this stay as they are; empty: none", "--fim-no-prefix"
-    )
-
-    @property
-    def has_segments(self) -> bool:
-        """Whether attention stays within documents."""
-        return self.reset_attention_mask or self.packing is not Packing.none
-
-
-@dataclasses.dataclass
 class ParallelConfig:
     """Sizes of the mesh axes, slowest first; fsdp=0 takes all devices that are left."""
 
@@ -250,6 +117,7 @@ class ParallelConfig:
         1,
         "chunks of layers a stage, interleaved (one_f_one_b alone)",
         "--num-virtual-stages-per-pipeline-rank",
+        at_least=1,
     )
     chunk_layers: tuple[int, ...] = setting(
         (),
@@ -257,10 +125,16 @@ class ParallelConfig:
         "--pipeline-model-parallel-layout",
     )
     first_stage_layers: int = setting(
-        0, "layers of the first stage; 0: as the others", "--decoder-first-pipeline-num-layers"
+        0,
+        "layers of the first stage; 0: as the others",
+        "--decoder-first-pipeline-num-layers",
+        at_least=0,
     )
     last_stage_layers: int = setting(
-        0, "layers of the last stage; 0: as the others", "--decoder-last-pipeline-num-layers"
+        0,
+        "layers of the last stage; 0: as the others",
+        "--decoder-last-pipeline-num-layers",
+        at_least=0,
     )
     pad_layers: bool = setting(
         False, "layers that do not divide: the last chunks get one less and skip its place"
@@ -288,19 +162,33 @@ class OptimConfig:
     """Optimizer, learning-rate and weight-decay schedules (Megatron-LM's formulas)."""
 
     optimizer: Optimizer = setting(Optimizer.adamw, "update rule", "--optimizer")
-    lr: float = setting(3e-4, "peak learning rate, >= 0", "--lr")
+    lr: float = setting(3e-4, "peak learning rate, >= 0", "--lr", at_least=0)
     min_lr: float = setting(0.0, "floor of the learning rate, in [0, lr]", "--min-lr")
     warmup_init_lr: float = setting(0.0, "where warm-up begins, in [0, lr]", "--lr-warmup-init")
     decay: LrDecay = setting(LrDecay.cosine, "shape after warm-up", "--lr-decay-style")
-    warmup_steps: int = setting(0, "steps of linear warm-up", "--lr-warmup-iters")
+    warmup_steps: int = setting(
+        0,
+        "steps of linear warm-up: the samples that the first steps of the run consume, like all "
+        "lengths in steps here; steps before a resume count with the batch size that they had",
+        "--lr-warmup-iters",
+        at_least=0,
+    )
     warmup_samples: int = setting(
-        0, "the same in samples; give one of the two", "--lr-warmup-samples"
+        0, "the same in samples; give one of the two", "--lr-warmup-samples", at_least=0
+    )
+    warmup_fraction: float = setting(
+        0.0,
+        "warm-up as a fraction of the decay's length, in [0, 1); used where warmup_steps and "
+        "warmup_samples are 0",
+        "--lr-warmup-fraction",
+        at_least=0,
+        below=1,
     )
     decay_steps: int = setting(
-        0, "step at which min_lr is reached; 0: train.num_steps", "--lr-decay-iters"
+        0, "step at which min_lr is reached; 0: train.num_steps", "--lr-decay-iters", at_least=0
     )
     decay_samples: int = setting(
-        0, "the same in samples; give one of the two", "--lr-decay-samples"
+        0, "the same in samples; give one of the two", "--lr-decay-samples", at_least=0
     )
     wsd_decay: WsdDecay = setting(
         WsdDecay.exponential, "shape of the last part of wsd", "--lr-wsd-decay-style"
@@ -309,7 +197,10 @@ class OptimConfig:
         0, "length of the last part of wsd, steps", "--lr-wsd-decay-iters"
     )
     weight_decay: float = setting(
-        0.01, "decoupled weight decay (--start-weight-decay with a ramp)", "--weight-decay"
+        0.01,
+        "decoupled weight decay (--start-weight-decay with a ramp)",
+        "--weight-decay",
+        at_least=0,
     )
     weight_decay_end: float = setting(
         -1.0, "weight decay at train.num_steps; negative: as at start", "--end-weight-decay"
@@ -317,21 +208,29 @@ class OptimConfig:
     weight_decay_ramp: WeightDecayRamp = setting(
         WeightDecayRamp.constant, "from start to end", "--weight-decay-incr-style"
     )
-    beta1: float = setting(0.9, "decay of Adam's first moment", "--adam-beta1")
-    beta2: float = setting(0.95, "decay of Adam's second moment", "--adam-beta2")
-    eps: float = setting(1e-8, "Adam's epsilon", "--adam-eps")
-    momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum")
-    clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad")
+    beta1: float = setting(0.9, "decay of Adam's first moment", "--adam-beta1", at_least=0, below=1)
+    beta2: float = setting(
+        0.95, "decay of Adam's second moment", "--adam-beta2", at_least=0, below=1
+    )
+    eps: float = setting(1e-8, "Adam's epsilon", "--adam-eps", at_least=0)
+    momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1)
+    clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
 
 
 @dataclasses.dataclass
 class TrainConfig:
     """Length and batches of the run."""
 
-    num_steps: int = setting(100, "optimizer steps", "--train-iters")
-    global_batch_size: int = setting(32, "samples a step", "--global-batch-size")
+    num_steps: int = setting(
+        100, "optimizer steps, with those before a resume", "--train-iters", at_least=1
+    )
+    global_batch_size: int = setting(
+        32,
+        "samples per step; a resumed run with another size continues from its consumed samples",
+        "--global-batch-size",
+    )
     micro_batch_size: int = setting(
-        0, "samples a device and microbatch; 0: no accumulation", "--micro-batch-size"
+        0, "samples a device and microbatch; 0: no accumulation", "--micro-batch-size", at_least=0
     )
     batch_rampup: tuple[int, ...] = setting(
         (), "(start, increment, samples) of a growing batch", "--rampup-batch-size"
@@ -344,18 +243,52 @@ class TrainConfig:
         "token_mean over the global batch, or megatron's mean of microbatch means",
         "--calculate-per-token-loss",
     )
-    z_loss: float = setting(0.0, "weight of mean(logsumexp^2)")
+    z_loss: float = setting(0.0, "weight of mean(logsumexp^2)", at_least=0)
     label_smoothing: float = setting(
-        0.0, "share of the target that all other words get, in [0, 1); evaluation has none"
+        0.0,
+        "share of the target that all other words get, in [0, 1); evaluation has none",
+        at_least=0,
+        below=1,
     )
-    loss_chunk: int = setting(2048, "tokens whose logits exist at once on a device; backend xla")
+    loss_chunk: int = setting(
+        2048, "tokens whose logits exist at once on a device; backend xla", at_least=1
+    )
     loss_backend: LossBackend = setting(
         LossBackend.auto,
         "auto: xla, or tiled where a chunk's logits take over 1 GiB (on a CPU 512 MiB)",
         "--cross-entropy-fusion-impl",
     )
-    eval_every: int = setting(50, "steps between validations; 0: never", "--eval-interval")
-    eval_steps: int = setting(8, "batches of a validation", "--eval-iters")
+    eval_every: int = setting(
+        50, "steps between validations; 0: never", "--eval-interval", at_least=0
+    )
+    eval_steps: int = setting(8, "batches of a validation", "--eval-iters", at_least=1)
+    exit_after_minutes: float = setting(
+        0.0,
+        "save and stop once the process has run for so many minutes; 0: no limit",
+        "--exit-duration-in-mins",
+        at_least=0,
+    )
+    exit_at: int = setting(
+        0, "save and stop after each step divisible by this; 0: off", "--exit-interval", at_least=0
+    )
+    max_skipped_steps: int = setting(
+        10,
+        "a step whose loss or gradient norm is not finite is skipped: it changes nothing; the run "
+        "stops after so many skipped steps in a row, >= 1",
+        at_least=1,
+    )
+    rerun_bad_steps: bool = setting(
+        False,
+        "run a skipped step again from the same state: another result is a transient fault of the "
+        "hardware, the same result is not; waits for every step before the next is dispatched",
+        "--rerun-mode",
+    )
+    deterministic: bool = setting(
+        False,
+        "on GPUs the same program gives bitwise the same result, also after a restart; slower: no "
+        "atomic additions, no tuned products, no NVLink SHARP; on CPUs it always does",
+        "--deterministic-mode",
+    )
 
 
 @dataclasses.dataclass
@@ -377,28 +310,46 @@ class CheckpointConfig:
         "experts that begin as copies of a dense model's MLP in init_from differ by noise of this "
         "times the weights' root mean square",
         "--moe-use-upcycling",
+        at_least=0,
     )
     save_every: int = setting(
-        100, "steps; the last step is always saved; 0: only the last", "--save-interval"
+        100, "steps; the last step is always saved; 0: only the last", "--save-interval", at_least=0
     )
-    keep_last: int = setting(2, "newest checkpoints kept, >= 1")
+    keep_last: int = setting(2, "newest checkpoints kept, >= 1", at_least=1)
     keep_every: int = setting(
-        0, "also keep steps divisible by this; 0: none", "--save-retain-interval"
+        0, "also keep steps divisible by this; 0: none", "--save-retain-interval", at_least=0
     )
     asynchronous: bool = setting(True, "write while training goes on", "--async-save")
+    verify: Verify = setting(
+        Verify.crc,
+        "crc: the manifest has a checksum of every file | readback: and files are read from the "
+        "disk again before older checkpoints are deleted | off: values alone are checked, at load",
+    )
+    timeout_seconds: int = setting(
+        1800,
+        "how long a process waits for the others while they save or restore, > 0",
+        "--distributed-timeout-minutes",
+        at_least=1,
+    )
 
 
 @dataclasses.dataclass
 class LogConfig:
     """What is shown and written while the run goes on."""
 
-    every: int = setting(10, "steps between console lines", "--log-interval")
+    every: int = setting(10, "steps between console lines", "--log-interval", at_least=1)
     tensorboard: bool = setting(True, "event files in RUN_DIR/tensorboard", "--tensorboard-dir")
     wandb_project: str = setting("", "Weights & Biases project; empty: off", "--wandb-project")
     profile_start: int = setting(
-        0, "first step of a jax.profiler trace; 0: none", "--profile-step-start"
+        0, "first step of a jax.profiler trace; 0: none", "--profile-step-start", at_least=0
     )
-    profile_steps: int = setting(3, "steps in the trace", "--profile-step-end")
+    profile_steps: int = setting(3, "steps in the trace", "--profile-step-end", at_least=1)
+    spike_zscore: float = setting(
+        6.0,
+        "warn when a loss is so many standard deviations above the mean of the last 100; 0: never",
+        "--check-for-spiky-loss",
+        at_least=0,
+    )
     sample_prompt: str = setting("", "text to continue when training ends; empty: none")
 
 
@@ -406,12 +357,15 @@ class LogConfig:
 class LoraConfig:
     """Low-rank adapters, trained beside a base that is frozen in the model's dtype."""
 
-    rank: int = setting(0, "of the adapters; 0: none, all parameters are trained")
-    alpha: float = setting(16.0, "their output is scaled by alpha / rank")
-    dropout: float = setting(0.0, "of what adapters read, in [0, 1)")
+    rank: int = setting(0, "of the adapters; 0: none, all parameters are trained", at_least=0)
+    alpha: float = setting(16.0, "their output is scaled by alpha / rank", needs="rank")
+    dropout: float = setting(
+        0.0, "of what adapters read, in [0, 1)", at_least=0, below=1, needs="rank"
+    )
     targets: tuple[str, ...] = setting(
         ("query", "value"),
         "projections by patterns of their paths or path endings: query, mixers.attention.*, mlp.up",
+        needs="rank",
     )
 
 
@@ -419,7 +373,11 @@ class LoraConfig:
 class Config:
     """One training run."""
 
-    run_dir: str = setting("runs/gpt", "holds config, checkpoints, metrics, data cache", "--save")
+    run_dir: str = setting(
+        "runs/gpt",
+        "holds config, tokenizer, checkpoints, metrics, data cache; it may be moved",
+        "--save",
+    )
     seed: int = setting(1234, "of weights, dropout and data order", "--seed")
     model: ModelConfig = setting(ModelConfig, "the network")
     data: DataConfig = setting(DataConfig, "the corpus")
@@ -429,3 +387,4 @@ class Config:
     checkpoint: CheckpointConfig = setting(CheckpointConfig, "saving and resuming")
     log: LogConfig = setting(LogConfig, "seeing it")
     lora: LoraConfig = setting(LoraConfig, "adapters")
+    watchdog: WatchdogConfig = setting(WatchdogConfig, "hangs and dead processes")

@@ -1,26 +1,59 @@
 """How many layers each chunk of a pipeline holds. No JAX."""
 
+from maxmeg.config.layers import stage_layers
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.setting import with_fields
 
 
-def layers_of_chunks(
-    parallel: ParallelConfig, num_layers: int, layers_of_unit: int = 1
-) -> tuple[int, ...]:
-    """Layers of every chunk in model order: chunk c lies on stage c % pipe.
+def units_of_chunks(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Number of units (see `ModelConfig.groups`) of every chunk in model order.
 
-    Where kinds of layers alternate, units of `layers_of_unit` layers (the last may have fewer) take
-    the place of layers. ValueError, with the choices, where they do not divide and nothing says
-    how to.
+    Chunk c lies on stage c % pipe. Raises ValueError, with the nearest choices, where the units
+    cannot be divided among the chunks.
     """
+    if parallel.pipe == 1:  # the stages that a hybrid string names do not matter
+        return _counts(parallel, model.num_units)
+    sizes = [len(unit) for unit, _ in model.groups]
+    if any(size != sizes[0] for size in sizes[:-1]) or sizes[-1] > sizes[0]:
+        raise ValueError(
+            f"model.layers={model.layers!r} repeats units of {', '.join(map(str, sizes))} layers, "
+            f"which parallel.pipe={parallel.pipe} cannot divide among stages: choose a pattern "
+            "that repeats from the first layer on, or pipe=1"
+        )
+    named = stage_layers(model.layers)
+    if named:
+        parallel = _with_chunks(parallel, named, sizes[0], model.layers)
     try:
-        return _counts(parallel, -(-num_layers // layers_of_unit))
+        return _counts(parallel, model.num_units)
     except ValueError as error:
-        if layers_of_unit == 1:
+        if sizes[0] == 1:
             raise
         raise ValueError(
-            f"{error}. Here each layer is a unit of {layers_of_unit}, which a pipeline does not "
-            "cut: model.attention_global_every, expert_every or expert_pattern makes it so"
+            f"{error}. Here model.layers={model.layers!r} repeats units of {sizes[0]} layers, "
+            f"which stages do not cut: model.num_layers={model.num_layers} layers are "
+            f"{model.num_units} units"
         ) from None
+
+
+def _with_chunks(
+    parallel: ParallelConfig, named: tuple[int, ...], unit: int, pattern: str
+) -> ParallelConfig:
+    """`parallel` with the chunks that a hybrid string names by `|`, in units of `unit` layers."""
+    chunks = parallel.pipe * parallel.chunks
+    if len(named) != chunks:
+        raise ValueError(
+            f"model.layers={pattern!r} names {len(named)} pipeline chunks by '|', and "
+            f"parallel.pipe={parallel.pipe} x chunks={parallel.chunks} are {chunks}: make them "
+            "equal"
+        )
+    if parallel.chunk_layers or any(count % unit for count in named):
+        raise ValueError(
+            f"model.layers={pattern!r} names chunks of {named} layers by '|': leave "
+            f"parallel.chunk_layers={parallel.chunk_layers} out, and put '|' after a multiple of "
+            f"{unit} layers"
+        )
+    return with_fields(parallel, {"chunk_layers": tuple(count // unit for count in named)})
 
 
 def _counts(parallel: ParallelConfig, num_layers: int) -> tuple[int, ...]:

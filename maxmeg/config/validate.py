@@ -6,24 +6,28 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 import dataclasses
 import math
 
-from maxmeg.config.architecture import divisors, experts, model_problems
-from maxmeg.config.schema import (
-    Config,
-    DataConfig,
-    DataOrder,
-    LoraConfig,
-    Objective,
-    Packing,
-    ParallelConfig,
-    Schedule,
+from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.model_rules import (
+    expert_layout_problems,
+    has_pattern,
+    model_problems,
+    training_problems,
 )
-from maxmeg.config.stages import layers_of_chunks
+from maxmeg.config.schema import Config, ParallelConfig, Schedule
+from maxmeg.config.setting import declared_problems, divisors
+from maxmeg.config.stages import units_of_chunks
+from maxmeg.config.watchdog import watchdog_problems
 
+VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
 UNSUPPORTED_AXES = ("context",)
 
 
-def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
-    """Size of every mesh axis; fsdp=0 takes the devices that the others leave."""
+def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -> dict[str, int]:
+    """Size of every mesh axis; fsdp=0 takes the devices that the others leave.
+
+    platform: "cpu", "gpu" if the devices are those that JAX sees; for the error.
+    """
     sizes = {
         name: getattr(parallel, name)
         for name in ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -50,11 +54,14 @@ def axis_sizes(parallel: ParallelConfig, num_devices: int) -> dict[str, int]:
         sizes["fsdp"] = num_devices // others
     total = math.prod(sizes.values())
     if total != num_devices:
-        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size != 1)
+        shown = " x ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        needed = math.prod(max(size, 1) for size in sizes.values())
+        there = f"JAX sees {num_devices} {platform}" if platform else f"there are {num_devices}"
+        virtual = f"; on a CPU: XLA_FLAGS={VIRTUAL_DEVICES}={needed}" * (platform == "cpu")
         raise ValueError(
-            f"the mesh {shown or 'of size 1'} does not make {num_devices} devices: set the sizes "
-            f"of config.parallel to divisors of {num_devices} ({divisors(num_devices)}) whose "
-            "product it is (fsdp=0 takes what the others leave)"
+            f"the mesh {shown or 'of size 1'} needs {needed} devices"
+            f"{' or a multiple' * (sizes['fsdp'] == 0)}, {there}: set sizes of config.parallel "
+            f"whose product is {num_devices} (fsdp=0 takes what the others leave){virtual}"
         )
     return sizes
 
@@ -79,27 +86,34 @@ def batch_unit(config: Config, sizes: dict[str, int]) -> int:
     return shards * max(config.train.micro_batch_size, 1) * rounds
 
 
-def validate(config: Config, num_devices: int) -> None:
-    """Raise a ValueError that lists every broken rule with its values and the remedy."""
-    sizes = axis_sizes(config.parallel, num_devices)
+def validate(config: Config, num_devices: int, platform: str = "", training: bool = True) -> None:
+    """Raise a ValueError that lists every broken rule with its values and the remedy.
+
+    training: also the rules for models that are trained.
+    """
+    sizes = axis_sizes(config.parallel, num_devices, platform)
     for name in UNSUPPORTED_AXES:
         if sizes[name] > 1:
             raise NotImplementedError(
                 f"parallel.{name}={sizes[name]}: this axis must be 1; available are pipe, "
                 "data, fsdp, expert and tensor"
             )
-    problems = [
-        *model_problems(config.model),
+    problems = [*declared_problems(config), *model_problems(config.model)]
+    if not has_pattern(config.model):
+        raise ValueError("\n".join(problems))
+    problems += [
         *parallel_problems(config, sizes),
         *pipeline_problems(config, sizes),
         *data_problems(config),
         *objective_problems(config.data),
+        *bidirectional_problems(config),
         *fim_problems(config.data),
         *optim_problems(config),
         *train_problems(config, sizes),
         *lora_problems(config),
         *upcycling_problems(config),
-        *limits(config),
+        *watchdog_problems(config.watchdog),
+        *(training_problems(config) if training else ()),
     ]
     if problems:
         raise ValueError("\n".join(problems))
@@ -107,21 +121,23 @@ def validate(config: Config, num_devices: int) -> None:
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
-    yield from experts.layout_problems(config)
-    expert_ffn = model.expert_ffn if model.num_experts else 0
+    yield from expert_layout_problems(config)
+    expert_ffn = model.expert_ffn if model.has("moe") else 0
+    num_experts = model.moe.num_experts if model.has("moe") else 0
+    latents = (model.mla.kv_rank, model.mla.query_rank) if model.is_mla else (0, 0)
     expert_tensor = tensor // config.parallel.fold
     cut = (
-        ("model.num_experts", model.num_experts, "expert", config.parallel.expert),
-        ("model.expert_ffn_size", expert_ffn, "expert_tensor", expert_tensor),
-        ("model.shared_ffn_size", model.shared_ffn_size, "tensor", tensor),
-        ("model.num_heads", model.num_heads, "tensor", tensor),
-        ("model.num_kv_heads", model.kv_heads, "tensor", tensor),
-        ("model.ffn_size", model.ffn, "tensor", tensor),
+        ("model.moe.num_experts", num_experts, "expert", config.parallel.expert),
+        ("model.moe.ffn_size", expert_ffn, "expert_tensor", expert_tensor),
+        ("model.moe.shared_ffn_size", model.moe.shared_ffn_size, "tensor", tensor),
+        ("model.mlp.ffn_size", model.ffn, "tensor", tensor),
+        ("model.hidden_size", model.hidden_size if model.has("conv") else 0, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
         ("model.hidden_size", model.hidden_size, "fsdp", fsdp),
-        ("model.mla_kv_rank", model.mla_kv_rank, "fsdp", fsdp),
-        ("model.mla_query_rank", model.mla_query_rank, "fsdp", fsdp),
+        ("model.mla.kv_rank", latents[0], "fsdp", fsdp),
+        ("model.mla.query_rank", latents[1], "fsdp", fsdp),
     )
+    yield from head_problems(model, tensor)
     for name, value, axis, size in cut:
         if value % size:
             yield (
@@ -130,16 +146,28 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
             )
 
 
+def head_problems(model: ModelConfig, tensor: int):
+    """Each device along tensor needs whole query heads, and either whole key/value heads or one
+    key/value head, which other devices then have too."""
+    heads, kv_heads = model.attention.num_heads, model.kv_heads
+    sizes = [
+        str(size)
+        for size in range(1, 2 * tensor + 1)
+        if heads % size == 0 and kv_heads > 0 and 0 in (kv_heads % size, size % kv_heads)
+    ]
+    if heads % tensor:
+        rule = f"model.attention.num_heads={heads} is not divisible by parallel.tensor={tensor}"
+        yield f"{rule}: choose tensor in {', '.join(sizes)}, or change model.attention.num_heads"
+    elif str(tensor) not in sizes and kv_heads > 0:
+        rule = f"model.attention.num_kv_heads={kv_heads} is neither a multiple nor a divisor of "
+        rule += f"parallel.tensor={tensor}"
+        yield f"{rule}: choose tensor in {', '.join(sizes)}, or change model.attention.num_kv_heads"
+
+
 def pipeline_problems(config: Config, sizes: dict[str, int]):
     parallel, pipe = config.parallel, sizes["pipe"]
     if pipe > 1 and not config.model.scan_layers:
         yield f"model.scan_layers=false is not for a pipeline (parallel.pipe={pipe}): set it true"
-    if pipe > 1 and (dense := config.model.dense_layers) and config.model.layers_of_unit > 1:
-        yield (
-            f"model.expert_pattern with {dense} layers without experts and then kinds that repeat "
-            f"after {config.model.layers_of_unit} is not for a pipeline (parallel.pipe={pipe}): "
-            "choose a pattern whose kinds repeat from the first layer on, or pipe=1"
-        )
     if parallel.chunks > 1 and pipe == 1:
         yield f"parallel.chunks={parallel.chunks} needs parallel.pipe > 1: set chunks=1"
     elif parallel.chunks > 1 and parallel.schedule is not Schedule.one_f_one_b:
@@ -147,18 +175,18 @@ def pipeline_problems(config: Config, sizes: dict[str, int]):
             f"parallel.schedule={parallel.schedule.name} does not support "
             f"parallel.chunks={parallel.chunks}: set chunks=1, or schedule=one_f_one_b"
         )
-    elif parallel.chunks >= 1 and config.model.num_layers >= 1:
+    elif parallel.chunks >= 1:
         try:
-            layers_of_chunks(parallel, config.model.num_layers, config.model.layers_of_unit)
+            units_of_chunks(config.model, parallel)
         except ValueError as error:
             yield str(error)
 
 
 def data_problems(config: Config):
     model, data = config.model, config.data
-    if model.mtp_depths >= data.sequence_length:
+    if model.mtp.num_layers >= data.sequence_length:
         yield (
-            f"model.mtp_depths={model.mtp_depths} leaves no target in rows of "
+            f"model.mtp.num_layers={model.mtp.num_layers} leaves no target in rows of "
             f"data.sequence_length={data.sequence_length}: predict fewer further tokens"
         )
     if 0 < model.max_position < data.sequence_length:
@@ -180,27 +208,54 @@ def data_problems(config: Config):
 
 
 def objective_problems(data: DataConfig):
-    is_sft, is_packed = data.objective is Objective.sft, data.packing is not Packing.none
+    is_sft, is_masked = (data.objective is o for o in (Objective.sft, Objective.masked))
+    is_packed = data.packing is not Packing.none
+    is_whole = is_sft or is_masked or is_packed
     if is_sft and data.blend:
         yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
     if is_sft and not (data.paths or data.train_paths):
         yield "data.objective=sft needs chats: set data.paths=FILE.jsonl"
-    if data.blend_changes and (is_sft or is_packed):
+    if is_masked and is_packed:
+        yield f"data.packing={data.packing.value} is not for data.objective=masked: leave it out"
+    if is_masked and data.order is not DataOrder.megatron:
+        yield f"data.order={data.order.value} is not for data.objective=masked: set order=megatron"
+    if is_masked and not (data.paths or data.train_paths or data.blend):
+        yield "data.objective=masked needs a corpus of sentences: set data.paths=PREFIX"
+    if data.blend_changes and is_whole:
         yield (
-            "data.blend_changes is for blends of .bin/.idx files: leave it out with "
-            "data.objective=sft and data.packing, which read files one after the other"
+            "data.blend_changes is for blends of .bin/.idx files with data.objective=gpt and "
+            "packing=none: leave it out"
         )
-    if data.mock and (is_sft or is_packed or data.blend_changes):
+    if data.mock and (is_whole or data.blend_changes):
         yield "data.mock=True is for data.objective=gpt, without packing and blend_changes"
-    for name in ("chat_template", "too_long"):
-        if not is_sft and (value := getattr(data, name)) != getattr(DataConfig(), name):
-            yield f"data.{name}={value} has no effect without data.objective=sft: set it"
     for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
-        if (is_sft or is_packed) and getattr(data, name):
+        if is_whole and getattr(data, name):
             yield (
-                f"data.{name}=True is for samples that are cut through documents; rows of "
-                "data.objective=sft and data.packing keep documents apart: leave it out"
+                f"data.{name}=True is for samples that are cut through documents (data.objective="
+                "gpt, packing=none); all others keep documents apart: leave it out"
             )
+
+
+def bidirectional_problems(config: Config):
+    """Whether the model can serve the objective."""
+    objective, causal = config.data.objective, config.model.attention.causal
+    if objective.is_causal != causal:
+        able = ", ".join(o.value for o in Objective if o.is_causal == causal)
+        yield (
+            f"data.objective={objective.value} cannot train a model with model.attention.causal="
+            f"{str(causal).lower()}, which serves {able}: choose one of these, or set "
+            f"model.attention.causal={str(not causal).lower()}"
+        )
+    if not causal and config.model.has("conv"):
+        yield (
+            f"model.layers={config.model.layers!r} has the mixer conv, which is causal: set "
+            "model.attention.causal=true, or use other mixers"
+        )
+    if not causal and config.log.sample_prompt:
+        yield (
+            f"log.sample_prompt={config.log.sample_prompt!r}: a model with model.attention.causal="
+            'false does not continue text: set log.sample_prompt=""'
+        )
 
 
 def fim_problems(data: DataConfig):
@@ -209,8 +264,6 @@ def fim_problems(data: DataConfig):
         value = getattr(data, name)
         if name.endswith("_rate") and not 0 <= value <= 1:
             yield f"data.{name}={value} must lie in [0, 1]"
-        if not data.fim_rate and value != getattr(DataConfig(), name):
-            yield f"data.{name}={value} has no effect with data.fim_rate=0: set that, as 0.5"
     if data.fim_fragment_rate != DataConfig().fim_fragment_rate and not data.fim_split:
         yield f"data.fim_fragment_rate={data.fim_fragment_rate} needs data.fim_split, a token"
     if data.fim_rate and len(data.fim_tokens) != 4:
@@ -219,10 +272,10 @@ def fim_problems(data: DataConfig):
             "prefix, middle, suffix and padding, as <fim_prefix>,<fim_middle>,<fim_suffix>,"
             "<fim_pad>"
         )
-    if data.fim_rate and (data.objective is Objective.sft or data.packing is not Packing.none):
+    if data.fim_rate and (data.objective is not Objective.gpt or data.packing is not Packing.none):
         yield (
-            f"data.fim_rate={data.fim_rate} is for samples that are cut through documents: leave "
-            "it out with data.objective=sft and data.packing"
+            f"data.fim_rate={data.fim_rate} is for samples that are cut through documents "
+            "(data.objective=gpt, packing=none): leave it out"
         )
 
 
@@ -234,23 +287,20 @@ def optim_problems(config: Config):
 
 
 def lora_problems(config: Config):
-    lora, plain = config.lora, LoraConfig()
+    lora = config.lora
     if not lora.rank:
-        for name in ("alpha", "dropout", "targets"):
-            if (value := getattr(lora, name)) != getattr(plain, name):
-                yield f"lora.{name}={value} has no effect with lora.rank=0: set lora.rank, as 8"
         return
     if not lora.targets:
         yield "lora.targets is empty: name projections, as query,value, or * for all"
-    if config.model.mtp_depths:
+    if config.model.mtp.num_layers:
         yield (
-            f"lora.rank={lora.rank} is not for layers of further tokens (model.mtp_depths="
-            f"{config.model.mtp_depths}): set mtp_depths=0, which leaves those of the base out"
+            f"lora.rank={lora.rank} cannot train MTP layers (model.mtp.num_layers="
+            f"{config.model.mtp.num_layers}): set it to 0, which leaves out those of the base"
         )
-    if coefficient := config.model.router_global_aux_loss:
+    if coefficient := config.model.moe.global_aux_loss:
         yield (
-            f"model.router_global_aux_loss={coefficient} needs the loads of each step, which are "
-            f"not counted beside lora.rank={lora.rank}: use router_aux_loss, or none"
+            f"model.moe.global_aux_loss={coefficient} needs the loads of each step, which are "
+            f"frozen with the base of lora.rank={lora.rank}: use moe.aux_loss, or none"
         )
     if not lora.alpha > 0:
         yield f"lora.alpha={lora.alpha} must be positive: adapters are scaled by alpha / rank"
@@ -258,10 +308,10 @@ def lora_problems(config: Config):
 
 def upcycling_problems(config: Config):
     noise = config.checkpoint.upcycle_noise
-    if noise and not (config.checkpoint.init_from and config.model.num_experts):
+    if noise and not (config.checkpoint.init_from and config.model.has("moe")):
         yield (
             f"checkpoint.upcycle_noise={noise} has no effect without checkpoint.init_from=FOLDER "
-            "of a dense model and model.num_experts: set both, or leave it at 0"
+            "of a dense model and the mixer moe in model.layers: set both, or leave it at 0"
         )
 
 
@@ -283,93 +333,3 @@ def train_problems(config: Config, sizes: dict[str, int]):
             f"parallel.pipe={sizes['pipe']} needs microbatches: set train.micro_batch_size to the "
             "samples a device and microbatch, for at least as many microbatches as stages"
         )
-
-
-LOWEST = {
-    "model.vocab_size": 0,
-    "model.vocab_divisible_by": 1,
-    "model.num_layers": 1,
-    "model.hidden_size": 1,
-    "model.head_dim": 0,
-    "model.mla_kv_rank": 0,
-    "model.mla_query_rank": 0,
-    "model.mla_rotary_size": 0,
-    "model.mla_value_size": 0,
-    "model.mla_norm_eps": 0,
-    "model.ffn_size": 0,
-    "model.num_experts": 0,
-    "model.expert_ffn_size": 0,
-    "model.shared_ffn_size": 0,
-    "model.router_bias_rate": 0,
-    "model.router_aux_loss": 0,
-    "model.router_sequence_aux_loss": 0,
-    "model.router_global_aux_loss": 0,
-    "model.expert_latent_size": 0,
-    "model.router_z_loss": 0,
-    "model.expert_capacity": 0,
-    "model.mtp_depths": 0,
-    "model.max_position": 0,
-    "model.norm_eps": 0,
-    "model.rotary_base": 1,
-    "model.rotary_attention_factor": 0,
-    "model.init_std": 0,
-    "model.logit_softcap": 0,
-    "model.attention_window": 0,
-    "model.attention_softcap": 0,
-    "model.attention_scale": 0,
-    "data.blend_surplus": 0,
-    "data.sequence_length": 1,
-    "data.cache_gb": 0.01,
-    "data.chunk_kb": 1,
-    "data.num_workers": 0,
-    "data.prefetch": 1,
-    "train.num_steps": 1,
-    "train.micro_batch_size": 0,
-    "train.loss_chunk": 1,
-    "train.z_loss": 0,
-    "train.eval_every": 0,
-    "train.eval_steps": 1,
-    "parallel.chunks": 1,
-    "parallel.first_stage_layers": 0,
-    "parallel.last_stage_layers": 0,
-    "optim.lr": 0,
-    "optim.eps": 0,
-    "optim.clip_norm": 0,
-    "optim.weight_decay": 0,
-    "optim.warmup_steps": 0,
-    "optim.warmup_samples": 0,
-    "optim.decay_steps": 0,
-    "optim.decay_samples": 0,
-    "lora.rank": 0,
-    "checkpoint.upcycle_noise": 0,
-    "checkpoint.keep_last": 1,
-    "checkpoint.keep_every": 0,
-    "checkpoint.save_every": 0,
-    "log.every": 1,
-    "log.profile_start": 0,
-    "log.profile_steps": 1,
-}
-BELOW_ONE = (
-    "train.label_smoothing",
-    "model.dropout_hidden",
-    "model.dropout_attention",
-    "model.dropout_embedding",
-    "model.router_jitter",
-    "lora.dropout",
-    "optim.beta1",
-    "optim.beta2",
-    "optim.momentum",
-)
-
-
-def limits(config: Config):
-    """Bounds of single fields."""
-    for path in (*LOWEST, *BELOW_ONE):
-        section, name = path.split(".")
-        value, lowest = getattr(getattr(config, section), name), LOWEST.get(path, 0)
-        if not value >= lowest:  # nan too
-            yield f"{path}={value} must be at least {lowest}"
-        if path in BELOW_ONE and value >= 1:
-            yield f"{path}={value} must be below 1"
-    if not 0 < config.model.rotary_fraction <= 1:
-        yield f"model.rotary_fraction={config.model.rotary_fraction} must lie in (0, 1]"

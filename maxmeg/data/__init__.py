@@ -1,4 +1,5 @@
-"""Corpora: .bin/.idx files, tokenizers, preprocessing, samples and the loader.
+"""Training data: .bin/.idx files, tokenizers, preprocessing, samples, and the loader that makes
+batches.
 
-Nothing here imports JAX; `loader` imports Grain when a loader is made.
+No module of this package imports JAX; `loader` imports Grain when a loader is constructed.
 """

@@ -1,15 +1,24 @@
-"""From a run's settings to its tokenizer and datasets."""
+"""Open the tokenizer and the datasets that a run's settings name."""
 
 import dataclasses
 import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Sequence
 
-from maxmeg.config.lazy import Lazy
-from maxmeg.config.schema import Config, DataConfig, DataOrder, Objective, Packing
-from maxmeg.data.blending import (
+from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.schema import Config
+from maxmeg.data.corpus import mock, remote
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.masked.bert import BertDataset
+from maxmeg.data.masked.masking import Vocabulary
+from maxmeg.data.masked.sentences import SentenceOrder
+from maxmeg.data.prepare import standard_library as default_corpus
+from maxmeg.data.resuming import Record, kept_parts
+from maxmeg.data.samples import fim, phases
+from maxmeg.data.samples import rows as whole_documents  # for chats and packed documents
+from maxmeg.data.samples.blending import (
     BlendedDataset,
     Mixture,
     check_weights,
@@ -18,34 +27,48 @@ from maxmeg.data.blending import (
     parse_blend,
     read_blend,
 )
-from maxmeg.data.gpt import SPLITS, Dataset, DocumentRules, GptDataset
-from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.megatron_order import MegatronOrder
-from maxmeg.data.sampling import split_range
-from maxmeg.data.tokenizers import Tokenizer, load_tokenizer
+from maxmeg.data.samples.gpt import SPLITS, Dataset, DocumentRules, GptDataset
+from maxmeg.data.samples.megatron_order import MegatronOrder
+from maxmeg.data.samples.sampling import parse_split, split_range
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.optim.schedules import Schedules
 
 logger = logging.getLogger("maxmeg")
-default_corpus = Lazy("maxmeg.data.corpus")
-mock = Lazy("maxmeg.data.mock")
-fim = Lazy("maxmeg.data.fim")
-remote = Lazy("maxmeg.data.remote")  # also opens what is not
-phases = Lazy("maxmeg.data.phases")
-whole_documents = Lazy("maxmeg.data.rows")  # chats, and packed documents
 
 Blend = tuple[list[str], list[float] | None]
-Asked = int | tuple[int, ...] | None  # samples in all, before them those before every change
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The samples that a run reads of a split; Megatron-LM's order and changes of a blend depend on
+    them.
+
+    num_samples: samples of the whole run; None means one epoch. changes: the sample numbers at
+    which the changes of the blend take effect. saved: `record_order` of the checkpoint to resume
+    from.
+    """
+
+    num_samples: int | None = None
+    changes: tuple[int, ...] = ()
+    saved: tuple[Record, ...] = ()
+
+
+Asked = Request | int | None  # a number n means Request(n)
 
 
 def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer, and `paths`: prefixes of .bin/.idx files, with weights where it has them.
+    """Load the tokenizer, and return the prefixes of the .bin/.idx files in data.paths (with
+    weights if given).
 
-    Where the settings name no corpus, the default one is prepared on first use, in `cache_dir` or
-    RUN_DIR/data. None are returned where `blend` or paths of single sets name the corpora.
+    Where the settings name no corpus, the default corpus is tokenized on first use, into
+    data.cache_dir or RUN_DIR/data. The list is empty where data.blend or the paths of single splits
+    name the corpora.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     if config.mock:
         return tokenizer, ["mock"]
-    if config.paths or config.blend or any(_own_paths(config)):
+    if config.paths or config.blend or any(_paths_of_splits(config)):
         return tokenizer, list(config.paths)
     return tokenizer, [
         default_corpus.standard_library(cache_folder(config, run_dir), config.tokenizer)
@@ -53,22 +76,23 @@ def open_corpus(config: DataConfig, run_dir: str) -> tuple[Tokenizer, list[str]]
 
 
 def cache_folder(config: DataConfig, run_dir: str) -> str:
-    """Where what is made from the corpora is kept."""
+    """The folder that keeps files derived from the corpora, such as the order of samples."""
     return config.cache_dir or os.path.join(run_dir, "data")
 
 
 def read_whole(config: DataConfig, paths: tuple[str, ...], split_index: int) -> None:
-    """Settings with which these corpora, read whole, are the split; nothing else is read."""
+    """Change `config` so that the split consists of all of these corpora, and of nothing else."""
     config.paths, config.blend, config.mock = paths, "", False
     config.train_paths = config.validation_paths = config.test_paths = ()
-    config.split = _only(split_index)
+    config.split = _whole_split(split_index)
 
 
-def samples_asked(config: Config, split_index: int, consumed: Callable[[int], int]) -> Asked:
-    """Samples that a run asks of a split, by Megatron-LM's rule; they decide the epochs' order.
+def samples_asked(
+    config: Config, split_index: int, schedules: Schedules, saved: Sequence[Record] = ()
+) -> Request:
+    """The samples that a run reads of a split: for validation, the sum over all its evaluations.
 
-    consumed: samples of the steps before one. Of training, also those before each change of its
-    blend; of the validation as many as all its evaluations read, one after the other.
+    This is Megatron-LM's rule. saved: `record_order` of the checkpoint that the run resumes from.
     """
     train = config.train
     if split_index == 0:
@@ -77,25 +101,12 @@ def samples_asked(config: Config, split_index: int, consumed: Callable[[int], in
         if steps and steps[-1] >= train.num_steps:
             raise ValueError(
                 f"data.blend_changes has step {steps[-1]}, but the run ends with step "
-                f"train.num_steps={train.num_steps}: leave out what it never reads"
+                f"train.num_steps={train.num_steps}: leave out the changes that it does not reach"
             )
-        total = consumed(train.num_steps)
-        return (*map(consumed, steps), total) if steps else total
-    per_evaluation = train.eval_steps * train.global_batch_size
-    if split_index == 2 or not train.eval_every:
-        return per_evaluation
-    return (train.num_steps // train.eval_every + 1) * per_evaluation
-
-
-def evaluation_start(config: Config, step: int) -> int:
-    """The first sample that the validation after step `step` reads.
-
-    In Megatron-LM's order each goes on where the last one ended, in ours all begin with the first.
-    """
-    train = config.train
-    if config.data.order is DataOrder.native or not train.eval_every:
-        return 0
-    return step // train.eval_every * train.eval_steps * train.global_batch_size
+        begins = tuple(map(schedules.consumed_samples, steps))
+        return Request(schedules.total_samples, begins, tuple(saved))
+    before = schedules.validation_samples(train.num_steps) if split_index == 1 else 0
+    return Request(before + train.eval_steps * train.global_batch_size)
 
 
 def build_dataset(
@@ -105,36 +116,34 @@ def build_dataset(
     split_index: int,
     seed: int,
     vocab_size: int = 0,
-    asked: Asked = None,
+    samples: Asked = None,
     cache_dir: str = "",
 ) -> Dataset | None:
-    """Split 0 (train), 1 (validation) or 2 (test); None where no sequence falls into it.
+    """Open split 0 (train), 1 (validation) or 2 (test); None where the split holds no sequence.
 
-    prefixes: `open_corpus`'s. vocab_size: ids the model knows; 0 takes the tokenizer's.
-    asked: how many samples will be asked for, which Megatron-LM's order depends on; None is an
-    epoch, without changes of the blend. cache_dir: of what is made once on a node; empty keeps it
-    in memory. ValueError for files that are missing or damaged and for a split with less than one
-    sample.
+    prefixes: from `open_corpus`. vocab_size: of the model; 0 means the tokenizer's. samples: the
+    samples that the run reads; n means Request(n), None one epoch. cache_dir: for files that are
+    made once per node; empty: memory. ValueError for bad files and a split without a sample.
     """
     vocab_size = vocab_size or tokenizer.vocab_size
-    starts, num_samples = (asked[:-1], asked[-1]) if isinstance(asked, tuple) else ((), asked)
+    request = samples if isinstance(samples, Request) else Request(samples)
+    starts, num_samples, saved = request.changes, request.num_samples, list(request.saved)
     (names, weights), split = _find_blend(config, prefixes, split_index)
     if starts:
         phases.check_changeable(names, weights)
+    if config.objective is Objective.masked:
+        order = SentenceOrder(seed, num_samples, cache_dir)
+        return _open_masked(config, names, (split, split_index), tokenizer, order)
     if config.objective is Objective.sft or config.packing is not Packing.none:
-        if weights is not None:
-            raise ValueError(
-                f"data.paths={','.join(prefixes)} has weights, but objective=sft and packing="
-                f"{config.packing.value} read files one after the other: give paths alone"
-            )
+        _refuse_weights(config, prefixes, weights)
         opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
         part = whole_documents.Part(names, split, split_index, opened)
         return whole_documents.open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
     if config.mock:
-        corpora = [mock.MockCorpus(tokenizer.vocab_size, tokenizer.eod)]
+        corpora: list[IndexedDataset] = [mock.MockCorpus(tokenizer.vocab_size, tokenizer.eod)]
     else:
         corpora = [remote.open_dataset(name, config, cache_dir, vocab_size) for name in names]
-    empty = _without_sequences(corpora, split, split_index)
+    empty = _empty_corpora(corpora, split, split_index)
     if len(empty) == len(corpora) and split_index:
         return None
     is_native = config.order is DataOrder.native
@@ -143,13 +152,15 @@ def build_dataset(
     rules = _rules(config, tokenizer, seed, vocab_size)
 
     def single(members: list[IndexedDataset], size: int | None) -> GptDataset:
-        order = None if is_native else MegatronOrder(size, cache_dir)
-        length = config.sequence_length
+        length, order = config.sequence_length, None
+        if not is_native:
+            parts = kept_parts(saved, members, (split, split_index, length, seed), size)
+            order = MegatronOrder(size, cache_dir, parts)
         return GptDataset(members, split, split_index, length, vocab_size, seed, rules, order)
 
     def added(name: str) -> GptDataset:
         corpus = remote.open_dataset(name, config, cache_dir, vocab_size)
-        _refuse_empty(_without_sequences([corpus], split, split_index), split, split_index)
+        _refuse_empty(_empty_corpora([corpus], split, split_index), split, split_index)
         return single([corpus], None)
 
     def changing(members: list[GptDataset]) -> Dataset:
@@ -157,7 +168,7 @@ def build_dataset(
         ends = (*starts, num_samples or 0)
         blend = phases.change(first, config.blend_changes, ends, added, cache_dir)
         if not is_native:
-            _tell_repeats(blend)
+            _log_repeats(blend)
         return blend
 
     if weights is None and (len(corpora) == 1 or is_native):
@@ -167,9 +178,9 @@ def build_dataset(
         epochs = [single([corpus], None) for corpus in corpora]
         return _join(epochs, num_samples, split_index, cache_dir)
     shares = normalized(weights)
-    if num_samples is None:  # as many as the corpora have, though not the same ones
-        epochs = sum(max(0, _tokens(c, split, split_index) - 1) for c in corpora)
-        num_samples = max(1, epochs // config.sequence_length)
+    if num_samples is None:  # as many as one epoch of the corpora has
+        tokens = sum(max(0, _tokens(c, split, split_index) - 1) for c in corpora)
+        num_samples = max(1, tokens // config.sequence_length)
     sizes, total = member_sizes(shares, num_samples, config.blend_surplus)
     members = [single([c], size) for c, size in zip(corpora, sizes, strict=True)]
     if starts:
@@ -189,20 +200,21 @@ def build_validation(
     num_samples: Asked = None,
     cache_dir: str = "",
 ) -> dict[str, Dataset]:
-    """Validation sets by name, each of `num_samples`; one, named "", unless `validate_each`.
+    """The validation sets by name; one set, named "", unless data.validate_each is set.
 
-    Nothing where no sequence is left for validation.
+    num_samples: samples read of each set. The dict is empty where no sequence is left for
+    validation.
     """
     rest = (seed, vocab_size, num_samples, cache_dir)
     if not config.validate_each:
         whole = build_dataset(config, prefixes, tokenizer, 1, *rest)
         return {} if whole is None else {"": whole}
     (paths, weights), split = _find_blend(config, prefixes, 1)
-    if weights is not None or split != _only(1):
+    if weights is not None or split != _whole_split(1):
         raise ValueError(
-            f"data.validate_each=True reads every set by itself, not {' '.join(paths)} with "
-            f"weights {weights} and split={split!r}: name prefixes alone, as validation: [a, b] in "
-            "the file data.blend or as data.validation_paths=a,b"
+            f"data.validate_each=True cannot read {' '.join(paths)} with weights {weights} and "
+            f"split={split!r}: name prefixes without weights, as validation: [a, b] in the file "
+            "data.blend or as data.validation_paths=a,b"
         )
     names = [os.path.basename(path) for path in paths]
     sets = {}
@@ -213,32 +225,10 @@ def build_validation(
     return sets
 
 
-def order_of(dataset: object, before: int | None = None) -> list:
-    """What decides which sample has which number, as plain values that JSON can hold.
-
-    before: of the samples before that number, which later changes of a blend do not touch.
-    """
-    if isinstance(dataset, Mixture):
-        return dataset.order(order_of, before)
-    if isinstance(dataset, GptDataset):
-        return list(dataset.samples.identity)
-    return list(getattr(dataset, "identity", ()))  # rows of whole documents have one
-
-
-def warn_of_order(saved: list | None, dataset: object, before: int | None = None) -> None:
-    """Says so where a checkpoint's samples were numbered otherwise; saved: its `order_of`."""
-    if saved is not None and saved != order_of(dataset, before):
-        logger.warning(
-            "training samples are in another order than before this checkpoint (data settings, "
-            "seed, or with data.order=megatron train.num_steps or batch sizes are others): some "
-            "come again, others never"
-        )
-
-
 def _join(
     members: list[GptDataset], num_samples: int | None, split_index: int, cache_dir: str
 ) -> BlendedDataset:
-    """An epoch of each, in turns; fewer where fewer are asked for."""
+    """Read one epoch of each corpus, taking turns; less where the run asks for fewer samples."""
     sizes = [member.samples_per_epoch for member in members]
     total = sum(sizes)
     if split_index == 0 and num_samples is not None and num_samples > total:
@@ -253,12 +243,12 @@ def _join(
     return BlendedDataset(members, weights, size, cache_dir)
 
 
-def _tell_repeats(blend: Mixture) -> None:
+def _log_repeats(blend: Mixture) -> None:
     for member, taken in zip(blend.members, blend.samples_of_members(), strict=True):
         if isinstance(member, GptDataset) and taken > (have := member.num_samples):
             logger.info(
-                f"{member.corpora[0].prefix}: the blend takes {taken} samples, {have} come in "
-                "Megatron-LM's order, then the same again from the first"
+                f"{member.corpora[0].prefix}: the blend takes {taken} samples: {have} in "
+                "Megatron-LM's order, which then repeats"
             )
 
 
@@ -266,45 +256,57 @@ def _check_supply(blend: BlendedDataset, members: list[GptDataset], surplus: flo
     for member, taken in zip(members, blend.samples_of_members(), strict=True):
         if taken > (have := member.num_samples):
             raise ValueError(
-                f"the blend takes {taken} samples of {member.corpora[0].prefix}, of which only "
-                f"{have} are made with data.blend_surplus={surplus}: raise it, as to "
+                f"the blend takes {taken} samples of {member.corpora[0].prefix}, but only "
+                f"{have} exist with data.blend_surplus={surplus}: raise it, for example to "
                 f"{max(2 * surplus, math.ceil(100 * taken / have) / 100 - 1):g}"
             )
 
 
 def _find_blend(config: DataConfig, prefixes: list[str], split_index: int) -> tuple[Blend, str]:
-    """Corpora and weights of a split, and the split string that cuts it out of them."""
-    own: dict[int, list] | None = None
+    """The corpora and weights of a split, and the split string to apply to each corpus."""
+    splits: dict[int, list] | None = None
     items = list(prefixes)
     if config.blend:
         read = read_blend(config.blend)
         if isinstance(read, dict):
-            own = {index: list(found) for index, found in read.items()}
+            splits = {index: list(blend) for index, blend in read.items()}
         else:
             items = list(read)
-    elif any(_own_paths(config)):
-        own = {index: list(paths) for index, paths in enumerate(_own_paths(config)) if paths}
-    if own is None:
+    elif any(_paths_of_splits(config)):
+        splits = {
+            index: list(paths) for index, paths in enumerate(_paths_of_splits(config)) if paths
+        }
+    if splits is None:
         return parse_blend(items), mock.SPLIT if config.mock else config.split
-    if 0 not in own:
+    if 0 not in splits:
         where = f"data.blend={config.blend}" if config.blend else "data.validation_paths"
-        raise ValueError(f"{where} without a set to train on: name train (data.train_paths) too")
-    if split_index not in own:
-        return ([], None), _only(split_index)
-    names, weights = parse_blend(own[split_index])
-    # A set of one corpus is that corpus, as in Megatron-LM: no blend, no surplus.
-    return (names, weights if len(names) > 1 else None), _only(split_index)
+        raise ValueError(f"{where} has no training set: name train (data.train_paths) too")
+    if split_index not in splits:
+        return ([], None), _whole_split(split_index)
+    names, weights = parse_blend(splits[split_index])
+    # As in Megatron-LM, a set with one corpus is not a blend and has no surplus.
+    return (names, weights if len(names) > 1 else None), _whole_split(split_index)
 
 
-def _own_paths(config: DataConfig) -> tuple[tuple[str, ...], ...]:
+def split_weights(config: DataConfig, prefixes: list[str]) -> dict[str, float] | None:
+    """The weights by which one corpus is split; None where the splits have corpora of their own."""
+    strings = [_find_blend(config, prefixes, index)[1] for index in range(len(SPLITS))]
+    if len(set(strings)) > 1:
+        return None
+    return dict(zip(SPLITS, parse_split(strings[0]), strict=True))
+
+
+def _paths_of_splits(config: DataConfig) -> tuple[tuple[str, ...], ...]:
     return config.train_paths, config.validation_paths, config.test_paths
 
 
-def _only(split_index: int) -> str:
+def _whole_split(split_index: int) -> str:
+    """The split string that assigns a whole corpus to one split."""
     return ",".join(str(int(i == split_index)) for i in range(len(SPLITS)))
 
 
-def _without_sequences(corpora, split: str, split_index: int) -> list[IndexedDataset]:
+def _empty_corpora(corpora, split: str, split_index: int) -> list[IndexedDataset]:
+    """The corpora without a sequence in this split."""
     ranges = [split_range(split, split_index, len(corpus)) for corpus in corpora]
     return [c for c, (begin, end) in zip(corpora, ranges, strict=True) if begin == end]
 
@@ -319,6 +321,14 @@ def _rules(config: DataConfig, tokenizer: Tokenizer, seed: int, vocab_size: int)
     )
 
 
+def _refuse_weights(config: DataConfig, prefixes: list[str], weights: list[float] | None) -> None:
+    if weights is not None:
+        raise ValueError(
+            f"data.paths={','.join(prefixes)} has weights, but objective=sft and packing="
+            f"{config.packing.value} read files one after the other: give paths without weights"
+        )
+
+
 def _refuse_empty(empty: list[IndexedDataset], split: str, split_index: int) -> None:
     if empty:
         counts = ", ".join(f"{c.prefix} has {len(c)}" for c in empty)
@@ -327,6 +337,31 @@ def _refuse_empty(empty: list[IndexedDataset], split: str, split_index: int) -> 
             f"{SPLITS[split_index]} more weight, use a larger corpus, or name the corpora of "
             "every set (data.train_paths, ...)"
         )
+
+
+def _open_masked(
+    config: DataConfig,
+    names: list[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    order: SentenceOrder,
+) -> BertDataset | None:
+    """Samples of one segment each from a split of a corpus of sentences; None where another split
+    than training has no document."""
+    if not names:
+        return None
+    if len(names) > 1:
+        raise ValueError(
+            f"data.objective=masked reads one corpus, not {len(names)} ({', '.join(names)}): merge "
+            "them (maxmeg.preprocess reads several files), or name one"
+        )
+    corpus = remote.open_dataset(names[0], config, order.cache_dir, tokenizer.vocab_size)
+    begin, end = split_range(*part, corpus.num_documents)
+    if begin == end and part[1]:
+        return None
+    vocabulary = Vocabulary.of(tokenizer)
+    rest = {"order": order, "has_pairs": False}
+    return BertDataset(corpus, *part, config.sequence_length, vocabulary, **rest)
 
 
 def _tokens(corpus: IndexedDataset, split: str, split_index: int) -> int:

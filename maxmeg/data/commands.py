@@ -1,10 +1,10 @@
-"""The subcommands of `python -m maxmeg.preprocess`: on .bin/.idx files, and train-tokenizer.
+"""The subcommands of `python -m maxmeg.preprocess`.
 
-inspect PREFIX ...                 counts, lengths, a sample and problems
+inspect PREFIX ...                 counts, lengths, a text sample and problems of datasets
 inspect --config=FILE.py           what a run reads of its corpora
-merge PREFIX ... --output=PREFIX   one dataset of several
-verify PREFIX ...                  compares files with their checksums
-train-tokenizer                    a vocabulary of text
+merge PREFIX ... --output=PREFIX   one dataset from several
+verify PREFIX ...                  compare files with their checksums
+train-tokenizer                    train a vocabulary on text
 image-text                         images and their texts as one dataset
 """
 
@@ -13,23 +13,22 @@ import sys
 from collections.abc import Sequence
 
 from maxmeg.config.flags import parse as parse_config
-from maxmeg.config.lazy import Lazy
-from maxmeg.data.checksum import SUFFIX, create_sums
-from maxmeg.data.composition import composition_text, uses_of
-from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.inspection import inspect, inspection_text
-from maxmeg.data.inspection_page import check_report, write_report
-from maxmeg.data.merge import find_prefixes, merge
-from maxmeg.data.storage import is_remote
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data import image_text_command as _image_text_command
+from maxmeg.data import tokenizer_command as _tokenizer_command
+from maxmeg.data.corpus.checksum import SUFFIX, create_sums
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.corpus.storage import is_remote
+from maxmeg.data.inspect.composition import composition_text, uses_of
+from maxmeg.data.inspect.contents import inspect, inspection_text
+from maxmeg.data.inspect.page import check_report, write_report
+from maxmeg.data.prepare.merge import find_prefixes, merge
+from maxmeg.data.tokenizers.load import load_tokenizer
 
-_image_text_command = Lazy("maxmeg.data.image_text_command")
-_tokenizer_command = Lazy("maxmeg.data.tokenizer_command")
 _PREFIXES = "prefixes of .bin and .idx files, or folders of them"
 
 
 def run_inspect(arguments: Sequence[str]) -> int:
-    """Prints what datasets hold; 1 where one has a problem."""
+    """Print what datasets hold; returns 1 where one of them has a problem."""
     parser = _parser("inspect", "Counts, lengths, a sample and problems of .bin/.idx files.")
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help=_PREFIXES)
     parser.add_argument(
@@ -39,7 +38,9 @@ def run_inspect(arguments: Sequence[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--tokenizer", help="decodes the sample; its vocabulary bounds the ids")
     parser.add_argument("--vocab_size", type=int, help="bounds the ids instead of the tokenizer's")
-    parser.add_argument("--document", type=int, help="shown as a sample; default: the first")
+    parser.add_argument(
+        "--document", type=int, help="number of the document to show; default: the first"
+    )
     parser.add_argument("--verify", action="store_true", help=f"compare .bin with PREFIX{SUFFIX}")
     parser.add_argument("--report", metavar="FILE", help="draw the lengths into a .png or .html")
     of_run = [word for word in arguments if word.startswith("--config.")]
@@ -61,30 +62,34 @@ def run_inspect(arguments: Sequence[str]) -> int:
         named = [name for name in named if not is_remote(name)]
         prefixes, spec = prefixes or list(dict.fromkeys(named)), spec or config.data.tokenizer
     tokenizer = load_tokenizer(spec) if spec else None
-    found, failed = [], False
+    inspections, failed = [], False
     for prefix in prefixes:
         try:
-            one = inspect(prefix, tokenizer, flags.vocab_size, flags.document, flags.verify)
+            inspection = inspect(prefix, tokenizer, flags.vocab_size, flags.document, flags.verify)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             failed = True
             continue
-        print(inspection_text(one) + "\n")
-        found.append(one)
-    if flags.report and (found or uses):
-        write_report(flags.report, found, uses)
+        print(inspection_text(inspection) + "\n")
+        inspections.append(inspection)
+    if flags.report and (inspections or uses):
+        write_report(flags.report, inspections, uses)
         print(f"wrote {flags.report}")
-    return int(failed or any(one.problems for one in found))
+    return int(failed or any(inspection.problems for inspection in inspections))
 
 
 def run_merge(arguments: Sequence[str]) -> int:
-    """Writes several datasets as one."""
+    """Write several datasets as one."""
     parser = _parser("merge", "One .bin/.idx of several, their documents in the order given.")
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=_PREFIXES)
     parser.add_argument("--output", required=True, metavar="PREFIX", help="what is written")
     parser.add_argument("--no_checksums", action="store_true", help=f"write no PREFIX{SUFFIX}")
+    parser.add_argument(
+        "--shuffle_documents", type=int, metavar="SEED",
+        help="in a random order that depends on SEED alone, instead of one dataset after the other",
+    )  # fmt: skip
     flags = parser.parse_args(arguments)
-    report = merge(flags.prefixes, flags.output, not flags.no_checksums)
+    report = merge(flags.prefixes, flags.output, not flags.no_checksums, flags.shuffle_documents)
     print(
         f"merged {report.datasets:,} datasets ({report.verified:,} verified by checksums): "
         f"{report.documents:,} documents, {report.tokens:,} tokens\n"
@@ -94,7 +99,7 @@ def run_merge(arguments: Sequence[str]) -> int:
 
 
 def run_verify(arguments: Sequence[str]) -> int:
-    """Compares files with their checksums; 1 where one differs or has none."""
+    """Compare files with their checksums; returns 1 where one differs or has none."""
     parser = _parser("verify", f"Compares .bin and .idx with their checksums in PREFIX{SUFFIX}.")
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help=_PREFIXES)
     parser.add_argument(
@@ -111,7 +116,7 @@ def run_verify(arguments: Sequence[str]) -> int:
                 print(f"wrote {prefix}{SUFFIX}")
             else:
                 IndexedDataset(prefix).verify()
-                print(f"{prefix}: .bin and .idx agree with their checksums")
+                print(f"{prefix}: .bin and .idx match their checksums")
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             failed = True
@@ -134,7 +139,8 @@ COMMANDS = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the subcommand that the first argument names; 1 after an error that was explained."""
+    """Run the subcommand that the first argument names; returns 1 after an error, which is
+    printed."""
     try:
         return COMMANDS[arguments[0]](arguments[1:])
     except (ValueError, NotImplementedError, OSError) as error:

@@ -1,4 +1,4 @@
-"""`python -m maxmeg.preprocess image-text`: images and their texts as one dataset."""
+"""`python -m maxmeg.preprocess image-text`: write images and their texts as one dataset."""
 
 import argparse
 import dataclasses
@@ -8,22 +8,29 @@ from pathlib import Path
 
 import numpy as np
 
-from maxmeg.data.documents import Progress, Record, find_inputs, has_lines, read_records
-from maxmeg.data.image_text import IMAGE, TEXT, WORD, decode_image, image_words
-from maxmeg.data.indexed import IndexedWriter
-from maxmeg.data.tokenizers import Tokenizer, encode_placeholders, load_tokenizer
-from maxmeg.data.turns import MAX_ERRORS, BadRow, read_object
-
-_LINES_OF_ERRORS = 8
+from maxmeg.data.chat.turns import MAX_ERRORS, BadRow, bad_rows_error, read_object
+from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.prepare.documents import (
+    LINES,
+    Record,
+    check_unicode,
+    find_inputs,
+    kind_of,
+    read_records,
+)
+from maxmeg.data.samples.image_text import IMAGE, TEXT, WORD, decode_image, image_words
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, encode_placeholders
 
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
     """How rows {"image": FILE, "text" or "caption": TEXT} become documents.
 
-    folder: which names of images are relative to. length: ids of every text, cut or filled up with
-    ends of documents, as Megatron-LM's own script writes them; 0 leaves them as they are.
-    placeholder: a token that may stand in texts. checks_images: whether each is decoded once.
+    folder: the folder that image paths are relative to. append_eod: end each text with the
+    end-of-document token. length: tokens per text, truncated or filled up with end-of-document
+    tokens as in Megatron-LM's script; 0 keeps the texts' lengths. placeholder: a special token that
+    texts may contain. checks_images: decode each image once.
     """
 
     tokenizer: Tokenizer
@@ -34,7 +41,7 @@ class Pairs:
     checks_images: bool = True
 
     def read(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
-        """A row's text and image as sequences; BadRow for what is none."""
+        """The text and the image of a row as sequences; BadRow for an invalid row."""
         row = read_object(record, "image")
         text, path = row.get("text", row.get("caption")), row["image"]
         if not isinstance(text, str) or not isinstance(path, str):
@@ -42,11 +49,11 @@ class Pairs:
                 'a row must be an object with "image" and "text" (or "caption"), both text'
             )
         try:
-            text.encode("utf-8")
-            names = (self.placeholder,) if self.placeholder else ()
-            ids = encode_placeholders(self.tokenizer, text, names)
-        except UnicodeEncodeError:
-            raise BadRow("half a surrogate pair is no character") from None
+            check_unicode(text, "the text")
+        except ValueError as error:
+            raise BadRow(str(error)) from None
+        names = (self.placeholder,) if self.placeholder else ()
+        ids = encode_placeholders(self.tokenizer, text, names)
         if not len(ids):
             raise BadRow("its text is empty")
         ids = ids[: self.length or None]
@@ -64,13 +71,14 @@ class Pairs:
 
 
 def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
-    """Writes OUTPUT.bin and .idx and returns how many pairs; ValueError that names bad rows."""
+    """Write OUTPUT.bin and .idx; returns the number of pairs. ValueError that names invalid
+    rows."""
     files, count, problems = find_inputs(inputs), 0, []
     for file in files:
-        if not has_lines(file):
-            raise ValueError(f"{file} is not named .jsonl: give a JSON object a line")
+        if kind_of(file) != LINES:
+            raise ValueError(f"{file} is not named .jsonl: give one JSON object per line")
     with IndexedWriter(output, dtype=WORD, multimodal=True) as writer:
-        for record in read_records(files, Progress()):
+        for record in read_records(files):
             try:
                 text, image = pairs.read(record)
             except BadRow as error:
@@ -81,32 +89,33 @@ def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
             values = np.concatenate([text.astype(WORD), image])
             writer.add_document(values, [len(text), len(image)], [TEXT, IMAGE])
             count += 1
-        if problems or not count:
-            more = len(problems) - _LINES_OF_ERRORS
-            lines = problems[:_LINES_OF_ERRORS] + [f"and {more} more"] * (more > 0)
-            raise ValueError("\n".join([*lines, "mend these rows or remove them"])
-                             if lines else f"{', '.join(files)}: no rows")  # fmt: skip
+        if problems:
+            raise bad_rows_error(problems, ", ".join(files))
+        if not count:
+            raise ValueError(f"{', '.join(files)}: no rows")
     return count
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The subcommand."""
+    """Run the subcommand."""
     parser = argparse.ArgumentParser(
         "maxmeg.preprocess image-text", allow_abbrev=False,
         description='Rows {"image": FILE, "text" or "caption": TEXT} as multimodal .bin/.idx.',
     )  # fmt: skip
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE.jsonl")
     parser.add_argument("--output", required=True, metavar="PREFIX", help="what is written")
-    parser.add_argument("--tokenizer", required=True, help="as data.tokenizer of a run")
-    parser.add_argument("--images", default=".", metavar="FOLDER", help="where images lie")
-    parser.add_argument("--append_eod", action="store_true", help="an end of document after texts")
+    parser.add_argument("--tokenizer", required=True, help="as in data.tokenizer of a run")
+    parser.add_argument("--images", default=".", metavar="FOLDER", help="the folder of the images")
+    parser.add_argument(
+        "--append_eod", action="store_true", help="end every text with the end-of-document token"
+    )
     parser.add_argument(
         "--length", type=int, default=0, metavar="IDS",
-        help="with --append_eod: every text is cut or filled up with ends of documents to this",
+        help="with --append_eod: cut every text, or fill it up with end-of-document tokens, to IDS",
     )  # fmt: skip
-    parser.add_argument("--placeholder", default="", help="a token that may stand in texts")
+    parser.add_argument("--placeholder", default="", help="a special token that texts may contain")
     parser.add_argument(
-        "--unchecked", action="store_true", help="do not decode every image to see that it is one"
+        "--unchecked", action="store_true", help="do not check that every image can be decoded"
     )
     flags = parser.parse_args(arguments)
     if flags.length < 0 or (flags.length and not flags.append_eod):

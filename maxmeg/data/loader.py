@@ -1,4 +1,4 @@
-"""Batches ahead of time: what step n reads depends on (config, seed, n) alone."""
+"""The data loader. The batch of step n depends on (config, seed, n) alone."""
 
 import time
 import weakref
@@ -7,33 +7,33 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from maxmeg.config.lazy import Lazy
-from maxmeg.data.gpt import Batch, Dataset
+from maxmeg.data import workers
+from maxmeg.data.samples.gpt import Batch, Dataset
 
 if TYPE_CHECKING:
     from maxmeg.config.schema import Config
 
-workers = Lazy("maxmeg.data.workers")
 
 Steps = Callable[[int], tuple[int, int]]  # step -> (number of its first sample, batch size)
-Rows = Callable[[int], np.ndarray]  # batch size -> rows of the global batch that are read here
+Rows = Callable[[int], np.ndarray]  # batch size -> rows of the global batch that this process reads
 
 
 def all_rows(batch_size: int) -> np.ndarray:
-    """The rows of a process that reads the whole batch."""
+    """All rows of the global batch, for a process that reads the whole batch."""
     return np.arange(batch_size)
 
 
-_AHEAD = 4  # batches whose objects are fetched while one is made
+_AHEAD = 4  # later batches whose objects are fetched while a batch is made
 
 
 class _StepSource:
-    """Element i is this process's part of step span[i]; read in any order."""
+    """Element i is this process's rows of the batch of step span[i]; elements can be read in any
+    order."""
 
     def __init__(
         self, dataset: Dataset, steps: Steps, rows: Rows, span: range, stride: int = 1
     ) -> None:
-        """stride: a process that reads element i reads those after it in such steps."""
+        """stride: the caller reads elements i, i + stride, i + 2 * stride, ... in turn."""
         self._dataset, self._steps, self._rows, self._span = dataset, steps, rows, span
         self._stride, self._expected = stride, -1
         self._reads_ahead = getattr(dataset, "reads_ahead", False)
@@ -62,7 +62,7 @@ class _StepSource:
 
 
 class _Batches(Protocol):
-    """Made ahead by threads or processes."""
+    """An iterator over batches that are made ahead of time by threads or processes."""
 
     @property
     def ready(self) -> bool: ...
@@ -73,43 +73,45 @@ class _Batches(Protocol):
 
 
 class _Threads:
-    """The elements of a source in order, made ahead by Grain's threads."""
+    """Iterates over a source in order; Grain's threads read ahead."""
 
     def __init__(self, source: _StepSource, ahead: int) -> None:
         import grain
 
-        made: set[int] = set()
-        self._made, self._next = made, 0
+        ready: set[int] = set()
+        self._ready, self._next = ready, 0
 
         def make(index: int) -> Batch:
             batch = source[index]
-            made.add(index)
+            ready.add(index)
             return batch
 
         options = grain.ReadOptions(min(ahead, 4), ahead)
         numbers = grain.MapDataset.range(len(source))
         self._batches = iter(numbers.map(make).to_iter_dataset(options))
-        self.close = weakref.finalize(self, self._batches.close)  # at the latest as Python ends
+        self.close = weakref.finalize(self, self._batches.close)  # at the latest when Python exits
 
     @property
     def ready(self) -> bool:
-        """Whether the next element is there."""
-        return self._next in self._made
+        """Whether the next batch is available without waiting."""
+        return self._next in self._ready
 
     def __next__(self) -> Batch:
         batch = next(self._batches)
-        self._made.discard(self._next)
+        self._ready.discard(self._next)
         self._next += 1
         return batch
 
 
 class Loader:
-    """Yields (step, batch) for each step of `span` in order, made ahead by threads or processes.
+    """Yields (step, batch) for each step of `span` in order; threads or processes make batches
+    ahead.
 
-    A batch holds the rows that `rows` names; together the processes of a run read the same global
-    batch however it is divided. Starting at any step costs the same. Close it when done.
+    A batch holds the rows of the global batch that `rows` selects for this process. The global
+    batch does not depend on the number of processes. Starting at any step costs the same. Close the
+    loader when it is no longer needed.
 
-    waited: seconds that the last batch was waited for, 0 where it was there when asked for.
+    waited: seconds spent waiting for the last batch; 0 if it was ready.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class Loader:
 
     @property
     def ready(self) -> bool:
-        """Whether the next batch can be had without waiting."""
+        """Whether the next batch is available without waiting."""
         return self._batches is not None and self._batches.ready
 
     def __iter__(self) -> "Loader":
@@ -160,7 +162,7 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Ends threads and processes; may be called twice."""
+        """Stop threads and processes; may be called twice."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
@@ -169,10 +171,10 @@ class Loader:
 def train_loader(
     dataset: Dataset, config: "Config", start_step: int, steps: Steps, rows: Rows = all_rows
 ) -> Loader:
-    """Batches of steps start_step to train.num_steps - 1.
+    """The batches of steps start_step to train.num_steps - 1.
 
-    steps: a pure function, step -> (samples consumed before it, its batch size); rows: a pure
-    function, batch size -> the rows that this process reads. Worker processes get copies of both.
+    steps: step -> (samples consumed before it, batch size). rows: batch size -> the rows that this
+    process reads. Both are pure functions, which are copied to worker processes.
     """
     span = range(start_step, config.train.num_steps)
     return Loader(dataset, steps, rows, span, config.data.num_workers, config.data.prefetch)
@@ -181,6 +183,7 @@ def train_loader(
 def eval_batches(
     dataset: Dataset, num_batches: int, batch_size: int, rows: Rows = all_rows, first: int = 0
 ) -> Iterator[Batch]:
-    """`num_batches` batches, from sample `first` on; after the last sample comes the first."""
+    """`num_batches` batches, beginning with sample `first`; the dataset repeats after its last
+    sample."""
     for i in range(num_batches):
         yield dataset.batch(first + i * batch_size + rows(batch_size))

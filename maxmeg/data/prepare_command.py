@@ -1,4 +1,4 @@
-"""The flags of `python -m maxmeg.preprocess` itself, and what it prints."""
+"""The flags and the output of `python -m maxmeg.preprocess` without a subcommand."""
 
 import argparse
 import os
@@ -6,23 +6,20 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxmeg.data.encoding import Options, Report
-from maxmeg.data.prepare import PART_BYTES, Share, prepare
+from maxmeg.data.prepare.encoding import Options, Report
+from maxmeg.data.prepare.run import PART_BYTES, Share, prepare
 from maxmeg.runtime.slurm_array import array_task
 
-_SHOWN = 5  # bad lines named one by one
+_SHOWN = 5  # bad lines that are listed
 
 
 def parse_arguments(description: str | None, arguments: Sequence[str]) -> argparse.Namespace:
-    """The command's flags; the names are Megatron-LM's."""
+    """Parse the command's flags, which have Megatron-LM's names."""
     parser = argparse.ArgumentParser(
         "maxmeg.preprocess", description=description, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument(
-        "--input", nargs="+", action="extend", required=True, metavar="FILE",
-        help="files or objects, globs of them, or - for standard input; may be repeated",
-    )  # fmt: skip
+    add_input_flags(parser)
     parser.add_argument(
         "--output", required=True, metavar="PREFIX", help="writes PREFIX_KEY_document.bin and .idx"
     )
@@ -32,84 +29,109 @@ def parse_arguments(description: str | None, arguments: Sequence[str]) -> argpar
         "wordpiece:FILE | tiktoken:FILE; ?special_tokens=NAME,NAME after it adds tokens",
     )  # fmt: skip
     parser.add_argument(
-        "--workers", type=int, default=os.cpu_count() or 1, help="processes; 0: only this one"
+        "--workers",
+        type=int,
+        default=os.cpu_count() or 1,
+        help="number of processes; 0: this process alone",
     )
-    parser.add_argument(
-        "--json_keys", nargs="+", default=["text"], metavar="KEY",
-        help="fields of a JSON line or columns of Parquet, each written to its own files; a list "
-        "is taken as sentences",
-    )  # fmt: skip
     parser.add_argument(
         "--append_eod", action="store_true", help="end every document with the tokenizer's eod"
     )
     parser.add_argument(
         "--split_sentences", action="store_true",
-        help="one sequence a sentence (. ! ? before a capital), written to PREFIX_KEY_sentence",
+        help="one sequence per sentence (. ! ? before a capital), written to PREFIX_KEY_sentence",
     )  # fmt: skip
     parser.add_argument(
         "--aligned", action="store_true",
-        help="parallel texts: sequence n of every key is of one row; rows with an empty text "
-        "under any key are left out of all",
+        help="parallel texts: sequence n of every key is from the same row; rows with an empty "
+        "text under any key are left out",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shuffle_documents", type=int, metavar="SEED",
+        help="write the documents in a random order that depends on SEED alone, so that "
+        "data.split takes a fair part for validation; the tokens are written and read twice, and "
+        "need twice the space meanwhile",
     )  # fmt: skip
     parser.add_argument(
         "--placeholders", nargs="+", default=[], metavar="NAME",
-        help="tokens that text names, like <image>; without, no text makes special tokens",
-    )  # fmt: skip
-    parser.add_argument(
-        "--skip_bad_lines", action="store_true",
-        help="leave out and count documents that are not valid UTF-8 or JSON, instead of stopping",
+        help="names of special tokens in texts, such as <image>; other names are plain text",
     )  # fmt: skip
     parser.add_argument(
         "--no_checksums", action="store_true", help="write no PREFIX.sums, which verify reads"
     )
     parser.add_argument(
-        "--stdin_format", choices=("jsonl", "text"), default="jsonl", help="what - holds"
-    )
-    parser.add_argument(
         "--partitions", type=int, default=1, metavar="N",
-        help="make one of N parts of the output, PREFIX_0000I-of-0000N_...; `merge` of all of them "
-        "is what one run writes",
+        help="make one of N parts of the output, PREFIX_0000I-of-0000N_...; `merge` of all "
+        "partitions gives the output of a single run",
     )  # fmt: skip
     parser.add_argument(
         "--partition", type=int, metavar="I",
-        help="which one, from 0; default: SLURM_ARRAY_TASK_ID",
+        help="number of the partition, from 0; default: SLURM_ARRAY_TASK_ID",
     )  # fmt: skip
     parser.add_argument(
         "--part_mb", type=int, default=PART_BYTES >> 20, metavar="MB",
         help="of the inputs, as stored: kept in PREFIX.parts until the end, so that the same "
-        "command goes on where an interrupted run was",
+        "command continues an interrupted run",
     )  # fmt: skip
     return parser.parse_args(arguments)
 
 
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which documents a command reads."""
+    parser.add_argument(
+        "--input", nargs="+", action="extend", required=True, metavar="FILE",
+        help="files or objects (.jsonl, .parquet or text, compressed or not), globs of them, or - "
+        "for standard input; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json_keys", nargs="+", default=["text"], metavar="KEY",
+        help="fields of a JSON line or columns of Parquet; preprocess writes each to its own "
+        "files, and takes a list as sentences",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stdin_format", choices=("jsonl", "text"), default="jsonl",
+        help="the format of standard input",
+    )  # fmt: skip
+    parser.add_argument(
+        "--skip_bad_lines", action="store_true",
+        help="skip and count documents that are not valid UTF-8 or JSON, instead of stopping",
+    )  # fmt: skip
+
+
+class BadLines:
+    """Counts the documents that are skipped, and prints the first errors."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, message: str) -> None:
+        self.count += 1
+        if self.count <= _SHOWN:
+            print(f"left out: {message}", file=sys.stderr)
+
+
 def run(description: str | None, arguments: Sequence[str]) -> int:
-    """Prepares a corpus; 1 after an error that was explained."""
+    """Tokenize a corpus; returns 1 after an error, which is printed."""
     flags = parse_arguments(description, arguments)
     options = Options(
         flags.tokenizer, tuple(flags.json_keys), flags.append_eod, flags.split_sentences,
-        not flags.no_checksums, flags.aligned, tuple(flags.placeholders),
+        not flags.no_checksums, flags.aligned, tuple(flags.placeholders), flags.shuffle_documents,
     )  # fmt: skip
-    shown = 0
-
-    def show_bad_line(message: str) -> None:
-        nonlocal shown
-        shown += 1
-        if shown <= _SHOWN:
-            print(f"left out: {message}", file=sys.stderr)
-
     share = Share()
     try:
         share = _share(flags)
         report = prepare(
             flags.input, flags.output, options, flags.workers,
-            flags.skip_bad_lines, flags.stdin_format, show_bad_line, share,
+            flags.skip_bad_lines, flags.stdin_format, BadLines(), share,
         )  # fmt: skip
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         parts = Path(share.name(flags.output) + ".parts")
-        said = f"the same command goes on from {parts}" if parts.is_dir() else "nothing is written"
+        said = (
+            f"the same command continues from {parts}" if parts.is_dir() else "nothing is written"
+        )
         print(f"interrupted: {said}", file=sys.stderr)
         return 130
     print(_summarize(report))
@@ -122,21 +144,21 @@ def _share(flags: argparse.Namespace) -> Share:
         partition = array_task() if flags.partitions > 1 else 0
         if partition is None:
             raise ValueError(
-                f"partitions={flags.partitions}: say which with --partition, from 0, or start an "
-                "array of Slurm jobs"
+                f"partitions={flags.partitions}: give the number of one with --partition, from 0, "
+                "or start an array of Slurm jobs"
             )
     return Share(partition, flags.partitions, flags.part_mb << 20)
 
 
 def _summarize(report: Report) -> str:
-    """What was written, in a few lines."""
+    """A few lines that say what was written."""
     speed = report.text_bytes / 1e6 / max(report.seconds, 1e-9)
     lines = [
         f"{report.documents:,} documents, {report.tokens:,} tokens, "
         f"{report.text_bytes / 1e6:,.1f} MB of text in {report.seconds:.1f} s ({speed:.1f} MB/s)"
     ]
     if report.parts_found:
-        lines.append(f"{report.parts_found:,} parts were there from an interrupted run")
+        lines.append(f"{report.parts_found:,} parts were kept from an interrupted run")
     if report.bad_lines:
         lines.append(f"{report.bad_lines:,} bad lines left out")
     if report.empty_rows:

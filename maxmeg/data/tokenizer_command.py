@@ -1,35 +1,32 @@
-"""`python -m maxmeg.preprocess train-tokenizer`: its flags, the text it reads, what it prints."""
+"""`python -m maxmeg.preprocess train-tokenizer`: its flags, its input, and its output."""
 
 import argparse
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
 
-from maxmeg.data import documents
-from maxmeg.data.encoding import Options, Places, read_documents, texts_of
-from maxmeg.data.pieces import chunks, cut, open_inputs
-from maxmeg.data.tiktoken_ranks import PATTERNS
-from maxmeg.data.tokenizer_training import Recipe, Trained, check_recipe, train_tokenizer
-
-_SHOWN = 5  # bad lines named one by one
+from maxmeg.data.prepare import documents
+from maxmeg.data.prepare.encoding import DocumentNames, Options, read_documents, texts_of
+from maxmeg.data.prepare.pieces import chunks, cut, open_inputs
+from maxmeg.data.prepare.run import SKIP_HINT
+from maxmeg.data.prepare_command import BadLines, add_input_flags
+from maxmeg.data.tokenizers.tiktoken_ranks import PATTERNS
+from maxmeg.data.tokenizers.training import Recipe, Trained, check_recipe, train_tokenizer
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "maxmeg.preprocess train-tokenizer",
-        description="Makes a vocabulary of text, for --tokenizer and data.tokenizer.",
+        description="Train a vocabulary on text, for --tokenizer and data.tokenizer.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--input", nargs="+", action="extend", required=True, metavar="FILE",
-        help="as of preprocess: .jsonl, .parquet or text, packed or not; globs; - once",
-    )  # fmt: skip
+    add_input_flags(parser)
     parser.add_argument(
         "--model", choices=("bpe", "unigram", "wordpiece"), required=True,
         help="bpe: of bytes (FOLDER/tokenizer.json) or SentencePiece's (FILE.model); unigram: "
         "SentencePiece's; wordpiece: BERT's",
     )  # fmt: skip
-    parser.add_argument("--vocab_size", type=int, required=True, help="all tokens")
+    parser.add_argument("--vocab_size", type=int, required=True, help="number of all tokens")
     parser.add_argument(
         "--output", required=True, metavar="FILE",
         help="FOLDER/tokenizer.json | FOLDER/vocab.txt | FILE.model",
@@ -41,23 +38,20 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--user_symbols", nargs="*", default=[], metavar="NAME",
-        help="always one token where text has them",
+        help="texts that always become one token",
     )  # fmt: skip
     parser.add_argument(
         "--pattern", choices=PATTERNS, help="how bpe of bytes splits text; default: cl100k"
     )
-    parser.add_argument("--lower_case", action="store_true", help="of wordpiece; also no accents")
     parser.add_argument(
-        "--character_coverage", type=float,
-        help="of SentencePiece: share of characters that are no bytes; default: 0.9995",
-    )  # fmt: skip
-    parser.add_argument("--json_keys", nargs="+", default=["text"], metavar="KEY")
-    parser.add_argument("--stdin_format", choices=("jsonl", "text"), default="jsonl")
-    parser.add_argument(
-        "--max_mb", type=float, metavar="MB", help="of text, from the start; default: all of it"
+        "--lower_case", action="store_true", help="wordpiece only; also removes accents"
     )
     parser.add_argument(
-        "--skip_bad_lines", action="store_true", help="leave them out, instead of stopping"
+        "--character_coverage", type=float,
+        help="SentencePiece only: share of characters not encoded as bytes; default: 0.9995",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max_mb", type=float, metavar="MB", help="megabytes of text to read; default: all of it"
     )
     known = [name for action in parser._actions for name in action.option_strings]
     for word in arguments:
@@ -69,41 +63,39 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 class _Texts:
-    """The documents' texts, read anew by every iteration."""
+    """The texts of the documents; each iteration reads the files again."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        self._flags, self.bad = flags, 0
+        self._flags, self.bad = flags, BadLines()
         self._inputs = open_inputs(documents.find_inputs(flags.input), flags.stdin_format)
-        if flags.model == "wordpiece" and any(one.path == "-" for one in self._inputs):
-            raise ValueError("wordpiece reads its input twice, which - cannot: give a file")
+        if flags.model == "wordpiece" and any(file.path == "-" for file in self._inputs):
+            raise ValueError(
+                "wordpiece reads its input twice, which is impossible for -: give a file"
+            )
 
     def __iter__(self) -> Iterator[str]:
-        keys, self.bad, size = self._flags.json_keys, 0, 0
-        options, places = Options("bytes", tuple(keys)), Places()
+        keys, self.bad, size = self._flags.json_keys, BadLines(), 0
+        options, places = Options("bytes", tuple(keys)), DocumentNames()
         limit = float("inf") if self._flags.max_mb is None else self._flags.max_mb * 1e6
-        everything = cut(self._inputs, 0, sum(one.width for one in self._inputs))
+        everything = cut(self._inputs, 0, sum(file.width for file in self._inputs))
         for chunk in chunks(everything, keys):
             for place, length, document in read_documents(chunk, keys):
                 try:
                     texts = texts_of(chunk.kind, document, options)
                 except ValueError as error:
-                    self._report(f"{places.name(chunk, place)}: {error}")
+                    message = f"{places.name(chunk, place)}: {error}"
+                    if not self._flags.skip_bad_lines:
+                        raise ValueError(f"{message}; {SKIP_HINT}") from None
+                    self.bad(message)
                     continue
                 if size and size + length > limit:
                     return
                 size += length
                 yield from (text for parts in texts for text in parts)
 
-    def _report(self, message: str) -> None:
-        if not self._flags.skip_bad_lines:
-            raise ValueError(f"{message}; --skip_bad_lines leaves such lines out")
-        self.bad += 1
-        if self.bad <= _SHOWN:
-            print(f"left out: {message}", file=sys.stderr)
-
 
 def run(arguments: Sequence[str]) -> int:
-    """Trains a tokenizer and says how it does on text it has not seen."""
+    """Train a tokenizer, and print how many bytes per token it has on held-out text."""
     flags = parse_arguments(arguments)
     if flags.max_mb is not None and not flags.max_mb > 0:
         raise ValueError(f"max_mb={flags.max_mb} must be positive: leave it out to read all")
@@ -114,24 +106,24 @@ def run(arguments: Sequence[str]) -> int:
     check_recipe(recipe, flags.output)
     texts = _Texts(flags)
     trained = train_tokenizer(texts, flags.output, recipe, sys.stderr.isatty())
-    print(_summarize(trained, recipe, texts.bad))
+    print(_summarize(trained, recipe, texts.bad.count))
     return 0
 
 
 def _summarize(trained: Trained, recipe: Recipe, bad: int) -> str:
     tokenizer, size = trained.tokenizer, trained.tokenizer.vocab_size
-    asked = f" of the {recipe.vocab_size:,} asked for: there are no more in the text"
+    requested = f" of the requested {recipe.vocab_size:,}: the text has no more"
     lines = [
-        f"{recipe.model} of {trained.documents:,} texts, {trained.text_bytes / 1e6:,.1f} MB: "
-        f"{size:,} tokens" + asked * (size < recipe.vocab_size) + f", eod={tokenizer.eod}"
+        f"{recipe.model} from {trained.documents:,} texts, {trained.text_bytes / 1e6:,.1f} MB: "
+        f"{size:,} tokens" + requested * (size < recipe.vocab_size) + f", eod={tokenizer.eod}"
     ]
     if trained.held_out_tokens:
         lines.append(
-            f"{trained.held_out_bytes / trained.held_out_tokens:.2f} bytes a token on "
-            f"{trained.held_out:,} texts held out ({trained.held_out_bytes / 1e6:,.1f} MB)"
+            f"{trained.held_out_bytes / trained.held_out_tokens:.2f} bytes per token on "
+            f"{trained.held_out:,} held-out texts ({trained.held_out_bytes / 1e6:,.1f} MB)"
         )
     else:
-        lines.append("too few texts to hold any out: bytes a token are not measured")
+        lines.append("too few texts to hold some out: bytes per token are not measured")
     if bad:
         lines.append(f"{bad:,} bad lines left out")
     lines.append(f"wrote {' and '.join(trained.files)}: --tokenizer={tokenizer.spec}")

@@ -1,7 +1,8 @@
-"""Processes that read or tokenize for another one."""
+"""Processes that read or tokenize for a parent process."""
 
 import contextlib
 import fcntl
+import functools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -12,23 +13,23 @@ import threading
 import traceback
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
-_LAST_WORDS = 5  # seconds in which a process whose pipe is closed has ended
+_LAST_WORDS = 5  # seconds to wait for the exit of a process whose pipe is closed
 LOADER_REMEDY = (
-    "lower data.num_workers or data.prefetch; the same command goes on from the last checkpoint"
+    "lower data.num_workers or data.prefetch; the same command resumes from the last checkpoint"
 )
-_PIPE = 1 << 20  # bytes; the usual 64 KiB would wake both ends for each
-_JOINED = 0.02  # seconds between looks at a thread that may wait for room
+_PIPE = 1 << 20  # bytes in a pipe; the default of 64 KiB would wake both processes too often
+_JOINED = 0.02  # seconds between checks of a thread that may wait for the queue
 
 
 def follow_parent() -> None:
-    """Leaves signals to the parent process, which ends its workers; ends when the parent is gone.
+    """Ignore SIGINT and SIGTERM, which the parent handles; exit when the parent has exited.
 
-    A terminal and Slurm signal the whole group, and the parent may want to finish its step first;
-    a parent that was killed would leave its workers waiting for ever.
+    A terminal or Slurm signals the whole process group, but the parent may want to finish its step
+    first. If the parent is killed, its workers would otherwise wait forever.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -46,21 +47,38 @@ Arrays = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """What workers read, copied to each: any element at any time."""
+    """The sequence that workers read; each worker has a copy, and reads elements in any order."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Arrays: ...
 
 
-class Workers:
-    """The elements of `source` in order, made ahead by processes: worker i of n makes every n-th.
+class RebuiltInWorkers:
+    """An object that is sent to a worker as its constructor's arguments and constructed there.
 
-    Up to `ahead` elements of each wait here. An error in a worker is raised in its element's
-    place, and so is the end of a worker that was killed; name and remedy are for that. A pipe of
-    its own connects each, whose other end it alone holds: that end closes when the worker dies,
-    even in the middle of an element, for the rest of which a queue shared by parent and worker
-    would wait for ever.
+    Its arrays, open files and memory maps are not copied.
+    """
+
+    _arguments: tuple[tuple, dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self._arguments = args, kwargs
+        return self
+
+    def __reduce__(self) -> tuple:
+        args, kwargs = self._arguments
+        return functools.partial(type(self), *args, **kwargs), ()
+
+
+class Workers:
+    """Iterates over `source` in order; of n processes, process i makes the elements i, i + n, ...
+
+    Up to `ahead` elements of each process wait in this process. An exception in a worker is raised
+    in place of its element; if a worker is killed, a ChildProcessError with `name` and `remedy` is
+    raised. Each worker alone holds the writing end of its pipe, so the pipe closes when the worker
+    dies, even in the middle of an element; with a shared queue the parent would wait forever.
     """
 
     def __init__(
@@ -73,12 +91,12 @@ class Workers:
     ) -> None:
         context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
-        # Before multiprocessing's own end of daemons, which signals what they leave to us.
+        # Runs before multiprocessing terminates its daemons by SIGTERM, which workers ignore.
         end = multiprocessing.util.Finalize(self, _end, (self._workers,), exitpriority=10)
         self._end, self._next, self._count = end, 0, len(source)
         for number in range(min(num_workers, len(source))):
             reader, writer = context.Pipe(duplex=False)
-            with contextlib.suppress(OSError):  # a user may have less
+            with contextlib.suppress(OSError):  # users may be limited to smaller pipes
                 fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
             arguments = (source, range(number, len(source), num_workers), writer)
             name_of = f"{name} {number + 1} of {num_workers}"
@@ -93,7 +111,7 @@ class Workers:
 
     @property
     def ready(self) -> bool:
-        """Whether the next element is there."""
+        """Whether the next element is available without waiting."""
         return self._next >= self._count or not self._worker.answers.empty()
 
     def __next__(self) -> Arrays:
@@ -102,18 +120,18 @@ class Workers:
         worker = self._worker
         kind, answer = worker.answers.get()
         if kind == "error":
-            worker.answers.put((kind, answer))  # for who asks again
+            worker.answers.put((kind, answer))  # for the next call
             raise answer
         self._next += 1
         return answer
 
     def close(self) -> None:
-        """Ends the processes; may be called twice."""
+        """Stop the processes; may be called twice."""
         self._end()
 
 
 class _Worker:
-    """A process, and a thread that takes what it makes."""
+    """A process, and the thread that receives its elements."""
 
     def __init__(self, process: BaseProcess, reader: Connection, ahead: int, remedy: str) -> None:
         self.process, self.reader, self._remedy = process, reader, remedy
@@ -130,7 +148,7 @@ class _Worker:
                     answer = _receive(self.reader, answer)
             except (EOFError, OSError):
                 kind, answer = "error", self._explain_end()
-            except Exception as error:  # one that cannot be made here again
+            except Exception as error:  # one that cannot be unpickled
                 kind, answer = "error", error
             self.answers.put((kind, answer))
 
@@ -148,9 +166,9 @@ class _Worker:
 
 def _end(workers: list[_Worker]) -> None:
     for worker in workers:
-        worker.process.kill()  # nothing of theirs is lost
+        worker.process.kill()  # they hold no state
     for worker in workers:
-        while worker.thread.is_alive():  # it may wait for room
+        while worker.thread.is_alive():  # it may wait for the queue
             while not worker.answers.empty():
                 worker.answers.get()
             worker.thread.join(_JOINED)
@@ -159,7 +177,7 @@ def _end(workers: list[_Worker]) -> None:
 
 
 def _send(writer: Connection, arrays: Arrays) -> None:
-    """What the arrays are, then their bytes as they lie in memory: nothing is copied."""
+    """Send names, dtypes and shapes, then the bytes of each array without a copy."""
     whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     writer.send(("element", [(name, a.dtype.str, a.shape) for name, a in whole.items()]))
     for array in whole.values():
@@ -169,31 +187,33 @@ def _send(writer: Connection, arrays: Arrays) -> None:
 
 
 def _receive(reader: Connection, names: list[tuple[str, str, tuple[int, ...]]]) -> Arrays:
-    found = {}
+    arrays = {}
     for name, dtype, shape in names:
-        found[name] = np.empty(shape, dtype)
-        view = found[name].reshape(-1).view(np.uint8).data
+        arrays[name] = np.empty(shape, dtype)
+        view = arrays[name].reshape(-1).view(np.uint8).data
         while view:
             count = os.readv(reader.fileno(), [view])
             if not count:
                 raise EOFError
             view = view[count:]
-    return found
+    return arrays
 
 
 def _work(source: Source, numbers: range, writer: Connection) -> None:
     follow_parent()
-    if "jax" in sys.modules:  # imported with the parent's main module: accelerators are its alone
+    if (
+        "jax" in sys.modules
+    ):  # imported with the parent's main module; only the parent uses accelerators
         sys.modules["jax"].config.update("jax_platforms", "cpu")
     try:
         for number in numbers:
             _send(writer, source[number])
         writer.send(("end", None))
-    except BrokenPipeError:  # closed
+    except BrokenPipeError:  # the parent has closed the pipe
         return
     except Exception as error:
         error.add_note(f"In {multiprocessing.current_process().name}:\n" + traceback.format_exc())
         try:
             writer.send(("error", error))
-        except Exception:  # it cannot be sent
+        except Exception:  # it cannot be pickled
             writer.send(("error", RuntimeError(f"{type(error).__name__}: {error}")))

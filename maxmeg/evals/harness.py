@@ -1,7 +1,7 @@
-"""A trained model as lm-evaluation-harness asks for one: the scores of its tasks.
+"""Evaluate a trained model on the tasks of lm-evaluation-harness.
 
-Numbers are those of the harness's own model for transformers (HFLM). Needs the `lm_eval` package:
-pip install 'maxmeg[evals]'. Nothing else here imports it.
+Scores are equal to those of the harness's model class for transformers (HFLM). Needs the `lm_eval`
+package: pip install 'maxmeg[evals]'.
 """
 
 import difflib
@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.config.schema import Config
-from maxmeg.data.chat import ChatTemplate, chat_template_of
-from maxmeg.data.tokenizers import Tokenizer
+from maxmeg.data.chat.template import ChatTemplate, load_chat_template
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.chat import end_tokens
-from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids
+from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_causal, check_ids
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
@@ -31,14 +31,17 @@ from maxmeg.parallel.rules import reductions
 from maxmeg.parallel.spmd import spmd
 from maxmeg.step import compute_model
 
-CHUNK = 128  # tokens whose logits exist at once
-MAX_NEW = 256  # tokens written where a task names no number, as in HFLM
+CHUNK = 128  # tokens whose logits are in memory at once
+MAX_NEW = 256  # default number of new tokens, as in HFLM
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class Tokens(typing.NamedTuple):
-    """Rows of tokens, and of which of all their outputs (row * L + position) how likely a token
-    is; of these the first num_T are wanted."""
+    """Right-padded rows of tokens, and the tokens to score.
+
+    Target targets_T[i] is scored by the output at places_T[i] = row * L + position. Only the first
+    num_T targets count; the others are padding.
+    """
 
     ids_BL: Int[Array, "B L"]
     lengths_B: Int[Array, " B"]
@@ -48,24 +51,24 @@ class Tokens(typing.NamedTuple):
 
 
 class Packed(typing.NamedTuple):
-    """Tokens, and the number of each request in them with its share of their T."""
+    """A batch of tokens, and the slice of its targets that belongs to each request."""
 
     tokens: Tokens
-    shares: list[tuple[int, slice]]
+    slices: list[tuple[int, slice]]  # (number of the request, its targets)
 
 
-Pair = tuple[Sequence[int], Sequence[int]]  # tokens, and those that follow them
+Pair = tuple[Sequence[int], Sequence[int]]  # tokens of the context, and of its continuation
 
 
 def score(model: LM, tokens: Tokens) -> tuple[Float[Array, " T"], Bool[Array, " T"]]:
-    """Log-probability of every wanted token, and whether it is the likeliest."""
+    """Return the log-probability of every target, and whether it is the likeliest token."""
     B, L = tokens.ids_BL.shape
     last_B1 = jnp.maximum(tokens.lengths_B - 1, 0)[:, None]
-    positions_BL = jnp.minimum(jnp.arange(L), last_B1)  # a row's length decides some rotations
+    positions_BL = jnp.minimum(jnp.arange(L), last_B1)  # LongRoPE depends on the length
     h_BLD, _, _ = model.hidden(tokens.ids_BL, Context(positions_BL, sequence_sharded=False))
     h_ND = h_BLD.reshape(B * L, -1)
 
-    def one(chunk, found):
+    def score_chunk(chunk, scores):
         def part(array_T):
             return lax.dynamic_slice_in_dim(array_T, chunk * CHUNK, CHUNK)
 
@@ -78,64 +81,68 @@ def score(model: LM, tokens: Tokens) -> tuple[Float[Array, " T"], Bool[Array, " 
         )
         return tuple(
             lax.dynamic_update_slice_in_dim(array_T, value_C, chunk * CHUNK, 0)
-            for array_T, value_C in zip(found, values, strict=True)
+            for array_T, value_C in zip(scores, values, strict=True)
         )
 
     T = tokens.places_T.shape
     chunks = (tokens.num_T + CHUNK - 1) // CHUNK
-    return lax.fori_loop(0, chunks, one, (jnp.zeros(T, jnp.float32), jnp.zeros(T, bool)))
+    return lax.fori_loop(0, chunks, score_chunk, (jnp.zeros(T, jnp.float32), jnp.zeros(T, bool)))
 
 
 def make_score(config: Config, mesh: Mesh, model: LM) -> Callable:
-    """The jitted (model, tokens) -> (log-probabilities, are likeliest) for a model laid out over
-    `mesh`; every device sees all rows."""
-    places = reductions(model, mesh, config.parallel.zero1)
+    """Return the jitted `score` for a model on `mesh`; every device has all rows.
+
+    ValueError for a model that is not causal.
+    """
+    check_causal(config.model)
+    grad_layout = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, tokens):
-        return score(compute_model(model, places, dtype), tokens)
+        return score(compute_model(model, grad_layout, dtype), tokens)
 
     return jax.jit(spmd(local, mesh, (specs, P()), P()))
 
 
 def packed(pairs: Sequence[Pair], batch: int) -> Iterator[Packed]:
-    """The pairs in batches of at most `batch` rows of like lengths.
+    """Yield the pairs in batches of at most `batch` rows of similar lengths.
 
-    Pairs that differ in their last token alone, like the answers A to D, share a row.
+    Pairs that differ only in their last token, like the answers A to D, share a row.
     """
     inputs = [(*context, *following)[:-1] for context, following in pairs]
     batch = min(batch, len(set(inputs)))
     rows: list[Sequence[int]] = []
     places: list[int] = []
     targets: list[int] = []
-    shares: list[tuple[int, slice]] = []
+    slices: list[tuple[int, slice]] = []
     for number in sorted(range(len(pairs)), key=lambda i: (len(inputs[i]), inputs[i])):
         row, following = inputs[number], pairs[number][1]
         length = bucket(len(row))
-        another = not rows or row != rows[-1]
-        full = another and len(rows) == batch
+        is_new = not rows or row != rows[-1]
+        full = is_new and len(rows) == batch
         full |= len(places) + len(following) > batch * length
         if rows and (full or length != bucket(len(rows[-1]))):
-            yield Packed(padded(rows, batch, places, targets), shares)
-            rows, places, targets, shares = [], [], [], []
-            another = True
-        if another:
+            yield Packed(padded(rows, batch, places, targets), slices)
+            rows, places, targets, slices = [], [], [], []
+            is_new = True
+        if is_new:
             rows.append(row)
         first = (len(rows) - 1) * length + len(row) - len(following)
-        shares.append((number, slice(len(places), len(places) + len(following))))
+        slices.append((number, slice(len(places), len(places) + len(following))))
         places += range(first, first + len(following))
         targets += following
     if rows:
-        yield Packed(padded(rows, batch, places, targets), shares)
+        yield Packed(padded(rows, batch, places, targets), slices)
 
 
 def bucket(length: int) -> int:
-    """The length that a row is padded to: one of few, so that few programs are compiled."""
+    """Return the length that a row is padded to: one of few, so that few programs are compiled."""
     return SHORTEST << (-(-length // SHORTEST) - 1).bit_length()
 
 
 def padded(rows, batch: int, places: Sequence[int], targets: Sequence[int]) -> Tokens:
+    """Return rows and targets as arrays of the shapes that `score` is compiled for."""
     L = bucket(len(rows[-1]))
     ids_BL = np.zeros((batch, L), np.int32)
     lengths_B = np.zeros(batch, np.int32)
@@ -148,15 +155,15 @@ def padded(rows, batch: int, places: Sequence[int], targets: Sequence[int]) -> T
 
 
 class HarnessModel:
-    """What the harness asks of a model; `harness_model` makes one that it takes.
+    """The methods of lm_eval.api.model.LM; `harness_model` makes it a subclass of that class.
 
-    A request is anything with `args`, texts: (context, continuation), (text,), (context, settings).
+    The `args` of a request are (context, continuation), (text,) or (context, settings).
     """
 
     def __init__(self, trained: Trained, batch: int = BATCH):
         super().__init__()
         if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1: rows at once")
+            raise ValueError(f"batch={batch} must be at least 1 row")
         self.trained, self.batch = trained, batch
         tokenizer: Tokenizer = trained.tokenizer
         self.max_length = trained.config.model.max_position
@@ -165,13 +172,13 @@ class HarnessModel:
         self.hidden_ids = special_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """With the tokens that open a text, unless it begins with them itself."""
+        """Return the tokens of a text, after BOS if the tokenizer adds it and the text has none."""
         tokenizer = self.trained.tokenizer
-        begun = text.startswith(tokenizer.decode([self.prefix]))
-        return [*(() if begun else tokenizer.opening), *tokenizer.encode(text).tolist()]
+        has_prefix = text.startswith(tokenizer.decode([self.prefix]))
+        return [*(() if has_prefix else tokenizer.opening), *tokenizer.encode(text).tolist()]
 
     def encode_pair(self, context: str, following: str) -> Pair:
-        """Tokens of both together, cut where those of the context alone end."""
+        """Tokenize context and continuation together; split after the tokens of the context."""
         kept = context.rstrip()
         following = context[len(kept) :] + following
         if kept:
@@ -182,15 +189,15 @@ class HarnessModel:
             whole = ids if ids[:1] == before else before + ids
         if len(whole) <= len(before):
             raise ValueError(
-                f"{following!r} after {context[-40:]!r} has no token of its own: give a "
+                f"{following!r} after {context[-40:]!r} adds no token: give a "
                 "continuation that is not empty"
             )
         return before, whole[len(before) :]
 
     def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """(log-probability, are all the likeliest) of the tokens that follow each context.
+        """Return (log-probability, whether greedy decoding gives it) of each continuation.
 
-        Contexts lose their first tokens where both are longer than the model's.
+        Where both exceed the model's context length, the context is truncated from the left.
         """
         for _, following in pairs:
             if len(following) > self.max_length:
@@ -203,19 +210,19 @@ class HarnessModel:
             (tuple(context)[-max(self.max_length + 1 - len(following), 1) :], following)
             for context, following in pairs
         ]
-        found = [(0.0, True)] * len(pairs)
-        for tokens, shares in packed(cut, self.batch):
+        results = [(0.0, True)] * len(pairs)
+        for tokens, slices in packed(cut, self.batch):
             values_T, likeliest_T = map(np.asarray, self.run(self.trained.model, tokens))
-            for number, share in shares:
-                total = float(values_T[share].astype(np.float64).sum())
-                found[number] = total, bool(likeliest_T[share].all())
-        return found
+            for number, targets in slices:
+                total = float(values_T[targets].astype(np.float64).sum())
+                results[number] = total, bool(likeliest_T[targets].all())
+        return results
 
     def loglikelihood(self, requests, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         return self.scores([self.encode_pair(*request.args) for request in requests])
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of the context's length."""
+        """Return the log-probability of whole texts, in windows of the context length."""
         pairs, owners = [], []
         for number, request in enumerate(requests):
             ids = self.encode(request.args[0])
@@ -228,50 +235,50 @@ class HarnessModel:
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Texts up to the first stop of each; those with equal settings are written together."""
+        """Generate text up to its first stop string; requests with equal settings share batches."""
         groups: dict[tuple[Request, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(self.settings(request.args[1]), []).append(number)
         texts = [""] * len(requests)
-        for (wanted, stops), numbers in groups.items():
-            room = self.max_length - wanted.num_tokens
+        for (request, stops), numbers in groups.items():
+            room = self.max_length - request.num_tokens
             if room < 1:
                 raise ValueError(
-                    f"{wanted.num_tokens} new tokens leave no room for a prompt in the context of "
+                    f"{request.num_tokens} new tokens leave no room for a prompt in the context of "
                     f"{self.max_length}: ask for fewer (max_gen_toks)"
                 )
             prompts = [self.encode(requests[n].args[0]) or [self.prefix] for n in numbers]
-            write = Writer(self.trained, wanted, self.batch)
-            found = write([np.array(ids[-room:], np.int32) for ids in prompts], 0)
-            for number, ids in zip(numbers, found, strict=True):
+            write = Writer(self.trained, request, self.batch)
+            results = write([np.array(ids[-room:], np.int32) for ids in prompts], 0)
+            for number, ids in zip(numbers, results, strict=True):
                 shown = [i for i in ids.tolist() if i not in self.hidden_ids]
                 texts[number] = until(self.trained.tokenizer.decode(shown), stops)
         return texts
 
-    def settings(self, given: Mapping[str, typing.Any]) -> tuple[Request, tuple[str, ...]]:
-        """How a task wants texts written, and what ends them; ValueError for what is unknown."""
-        given = dict(given)
-        stops = given.pop("until", None) or []
+    def settings(self, options: Mapping[str, typing.Any]) -> tuple[Request, tuple[str, ...]]:
+        """Return a task's generation settings and stop strings; ValueError for unknown options."""
+        options = dict(options)
+        stops = options.pop("until", None) or []
         stops = (stops,) if isinstance(stops, str) else tuple(stop for stop in stops if stop)
-        counts = [given.pop(name, None) for name in LENGTHS]
+        counts = [options.pop(name, None) for name in LENGTHS]
         count = next((int(count) for count in counts if count is not None), MAX_NEW)
-        temperature = float(given.pop("temperature", None) or 0)
-        samples = given.pop("do_sample", None)
+        temperature = float(options.pop("temperature", None) or 0)
+        samples = options.pop("do_sample", None)
         if samples and not temperature:
             raise ValueError("do_sample=True with temperature 0: give a temperature > 0")
         sampling = Sampling(
             0.0 if samples is False else temperature,
-            int(given.pop("top_k", None) or 0),
-            float(given.pop("top_p", None) or 1),
+            int(options.pop("top_k", None) or 0),
+            float(options.pop("top_p", None) or 1),
         )
-        if given:
+        if options:
             raise ValueError(
-                f"generation settings {given} are not known: until, do_sample, temperature, top_k, "
-                f"top_p and {LENGTHS[0]} are"
+                f"generation settings {options} are not known: supported are until, do_sample, "
+                f"temperature, top_k, top_p and {LENGTHS[0]}"
             )
         tokenizer = self.trained.tokenizer
         ends = {*end_tokens(tokenizer, self.trained.config.model.vocab_size), tokenizer.eod}
-        for stop in stops:  # a stop that is one token ends the writing there
+        for stop in stops:  # a stop string of one token ends generation
             ids = tokenizer.encode(stop)
             if len(ids) == 1 and tokenizer.decode(ids) == stop:
                 ends.add(int(ids[0]))
@@ -281,14 +288,14 @@ class HarnessModel:
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
         if not add_generation_prompt:
-            raise NotImplementedError("answers that the task begins; supported are whole ones")
+            raise NotImplementedError("continuing a message that the task begins is not supported")
         return self._template().render([chat_history])[0]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         return self._template().text if chat_template else None
 
     def _template(self) -> ChatTemplate:
-        return chat_template_of(self.trained.tokenizer, self.trained.config.data.chat_template)
+        return load_chat_template(self.trained.tokenizer, self.trained.config.data.chat_template)
 
     @property
     def tokenizer_name(self) -> str:
@@ -296,19 +303,20 @@ class HarnessModel:
 
 
 def until(text: str, stops: Sequence[str]) -> str:
+    """Return the text before the first stop string."""
     for stop in stops:
         text = text.split(stop)[0]
     return text
 
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Tokens that are no text: they are left out of what is written."""
+    """Return the special tokens, which are removed from generated text."""
     roles = {i for i in (tokenizer.eod, tokenizer.bos, tokenizer.pad) if i is not None}
     return tokenizer.special_ids | roles
 
 
 def harness_model(trained: Trained, batch: int = BATCH) -> typing.Any:
-    """`trained` as an lm_eval.api.model.LM, for lm_eval.simple_evaluate."""
+    """Return `trained` as an lm_eval.api.model.LM, for lm_eval.simple_evaluate."""
     return type("Model", (HarnessModel, part_of_harness("lm_eval.api.model").LM), {})(
         trained, batch
     )
@@ -321,20 +329,20 @@ def run_tasks(
     shots: int | None = None,
     limit: int | None = None,
 ) -> str:
-    """A table of the scores. tasks: the harness's names, or YAML files that describe one each.
+    """Return a table of the scores. tasks: names of the harness's tasks, or YAML files of tasks.
 
-    shots: examples before each question, None: as the task says. limit: questions of each task.
-    ValueError for a task that is neither.
+    shots: number of examples (None: as the task says). limit: number of questions per task.
+    ValueError for a task that is neither a name nor a file.
     """
     model, managers = harness_model(trained, batch), part_of_harness("lm_eval.tasks")
     files = [name for name in tasks if Path(name).is_file()]
-    # The harness's own are thousands of files, which are all read to know their names.
+    # To list its own tasks the harness reads thousands of files.
     manager = managers.TaskManager(include_defaults=len(files) < len(tasks))
     for name in tasks:
         if name not in files and name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, manager.all_tasks, 3, 0.5)
-            hint = f"near are {', '.join(near)}" if near else "give a name or a YAML file"
-            raise ValueError(f"task {name!r} is neither one of lm_eval nor a file: {hint}")
+            nearest = difflib.get_close_matches(name, manager.all_tasks, 3, 0.5)
+            hint = f"nearest are {', '.join(nearest)}" if nearest else "give a name or a YAML file"
+            raise ValueError(f"task {name!r} is neither a task of lm_eval nor a file: {hint}")
     results = part_of_harness("lm_eval").simple_evaluate(
         model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager
     )
@@ -346,5 +354,5 @@ def part_of_harness(module: str) -> typing.Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ValueError(
-            "tasks of lm-evaluation-harness need it: pip install 'maxmeg[evals]'"
+            "--tasks needs lm-evaluation-harness: pip install 'maxmeg[evals]'"
         ) from error

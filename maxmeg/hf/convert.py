@@ -1,7 +1,7 @@
-"""A Hugging Face folder to a run's folder and back, one tensor at a time.
+"""Import a Hugging Face folder as a run folder, and export a run, one tensor at a time.
 
-What is made by an import is a folder like a run's: config.yaml, a checkpoint of step 0 that holds
-the model alone (float32 masters), and huggingface/ with the tokenizer and what else came along.
+An import writes a run folder: config.yaml, a checkpoint of step 0 that holds only the model (fp32
+master weights), and huggingface/ with the tokenizer and the other small files of the source.
 """
 
 import dataclasses
@@ -14,15 +14,18 @@ from pathlib import Path
 
 import numpy as np
 
+from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.data.tokenizers import load_tokenizer, parse_spec
-from maxmeg.hf import families
-from maxmeg.hf.binding import Binding, Place
-from maxmeg.hf.quantized import in_full
-from maxmeg.hf.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
+from maxmeg.data import run_folder
+from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
+from maxmeg.hf.families import read as families
+from maxmeg.hf.families.binding import Binding, Place
+from maxmeg.hf.formats.quantized import dequantized
+from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
+from maxmeg.hf.formats.source import Source, Weights
 from maxmeg.hf.trained import (
     CARRIED,
     WRITTEN,
@@ -32,43 +35,21 @@ from maxmeg.hf.trained import (
     carried_config,
     carried_folder,
     choose_family,
-    some,
+    newest,
 )
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
-TOKENIZER_FILES = (
-    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"),
-)
+TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
+TOKENIZER_FILES += ["vocab.txt", "merges.txt", "tokenizer.model", "*.jinja", "chat_template.json"]
 GENERATION = "generation_config.json"
 SMALL_FILES = ("config.json", GENERATION, *TOKENIZER_FILES, "LICENSE*", "NOTICE*")  # never code
-EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 holds
+EXACT = [DTYPES[name] for name in ("F32", "BF16", "F16")]  # dtypes that float32 represents exactly
 Pairs: typing.TypeAlias = list[tuple[str, Binding]]
-
-
-class Weights(typing.Protocol):
-    """Tensors by name, read one at a time."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def read(self, name: str, *index: int) -> np.ndarray:
-        """A tensor, or an entry of its first dimensions."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A model elsewhere: its config.json, weights by their names there, and small files."""
-
-    config: Mapping[str, typing.Any]
-    weights: Weights
-    files: tuple[Path, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a conversion made."""
+    """What a conversion read and wrote."""
 
     family: str
     num_tensors: int
@@ -78,71 +59,70 @@ class Report:
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Source:
-    """A folder as transformers' save_pretrained writes it; ValueError for any other."""
+    """Open a folder that transformers' save_pretrained wrote; ValueError for any other."""
     folder = Path(folder)
     weights = SafetensorsFolder(folder)
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json, which describes the model: add it")
-    found = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
-    small = tuple(path for path in found if path.is_file())
-    said = read_json(path)
-    config, full = in_full(said, weights)
-    if config is not said:  # of a model that is quantized, which the run is not
+    paths = (path for pattern in SMALL_FILES for path in sorted(folder.glob(pattern)))
+    small = tuple(path for path in paths if path.is_file())
+    original = read_json(path)
+    config, weights = dequantized(original, weights)
+    if config is not original:  # the original describes quantized weights, which the run has not
         small = tuple(path for path in small if path.name != "config.json")
-    return Source(config, full, small)
+    return Source(config, weights, small)
 
 
 def with_tokenizer(source: Source, path: str | os.PathLike[str]) -> Source:
-    """The source with the tokenizer.json at `path`, and what lies beside it, for its own."""
+    """Replace the source's tokenizer by the tokenizer.json at `path` and the files beside it."""
     path = Path(path)
     if path.name != "tokenizer.json" or not path.is_file():
         raise ValueError(f"--tokenizer={path}: give a tokenizer.json, or KIND:FILE")
-    beside = [found for pattern in TOKENIZER_FILES for found in sorted(path.parent.glob(pattern))]
-    others = [
-        own for own in source.files if not any(own.match(pattern) for pattern in TOKENIZER_FILES)
-    ]
-    if not any(own.name == GENERATION for own in others):  # it names the end tokens
-        beside += path.parent.glob(GENERATION)
-    beside = [found for found in beside if found.is_file()]
-    return dataclasses.replace(source, files=(*others, *beside))
+    kept = [file for file in source.files if not any(map(file.match, TOKENIZER_FILES))]
+    patterns = TOKENIZER_FILES
+    if not any(file.name == GENERATION for file in kept):  # it names the end tokens
+        patterns = [*patterns, GENERATION]
+    new = [file for pattern in patterns for file in sorted(path.parent.glob(pattern))]
+    files = (*kept, *(file for file in new if file.is_file()))
+    return dataclasses.replace(source, files=files, texts={})
 
 
 def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
-    """(name in the files, binding) of every tensor of a model, in the bindings' order.
+    """Return (name in the files, binding) for every tensor of a model, in the bindings' order.
 
-    ValueError naming tensors that are missing, unknown, given twice, or of another shape or dtype.
-    A tied tensor that is given once more must be equal.
+    ValueError naming tensors that are missing, unknown, duplicate, or of another shape or dtype.
+    The repetition of a tied tensor must be equal to it.
     """
     names: dict[str, str] = {}
     for name, known in families.canonical_names(weights.tensors, family).items():
         if known in names:
             raise ValueError(f"{names[known]} and {name} are both {known}: remove one of them")
         names[known] = name
-    for again, first in families.aliases(model, family).items():
-        if again in names and first in names:
-            _check_equal(weights, names.pop(again), names[first])
+    for alias, original in families.aliases(model, family).items():
+        if alias in names and original in names:
+            _check_equal(weights, names.pop(alias), names[original])
     bindings = {binding.theirs: binding for binding in families.bindings(model, family)}
     _check_experts(weights, names, bindings, model, family)
     problems = []
     if missing := [name for name in bindings if name not in names]:
         problems.append(f"{len(missing)} tensors are missing: {some(missing)}")
     if extra := [name for known, name in names.items() if known not in bindings]:
-        problems.append(f"{len(extra)} tensors are no part of a {family}: {some(extra)}")
+        problems.append(f"{len(extra)} tensors do not belong to a {family}: {some(extra)}")
     for known, binding in bindings.items():
         info = weights.tensors[names[known]] if known in names else None
         if info and (info.shape != binding.shape or info.dtype not in EXACT):
             problems.append(
-                f"{names[known]} is {info.dtype}{list(info.shape)}, by config.json it has shape "
-                f"{list(binding.shape)}; dtypes that are read are float32, bfloat16 and float16"
+                f"{names[known]} is {info.dtype}{list(info.shape)}: config.json needs shape "
+                f"{list(binding.shape)}, in float32, bfloat16 or float16"
             )
     if problems:
-        raise ValueError("the tensors are not those of config.json:\n" + some(problems, "\n"))
+        raise ValueError("the tensors do not fit config.json:\n" + some(problems, "\n"))
     return [(names[known], binding) for known, binding in bindings.items()]
 
 
 def describe_match(matched: Pairs) -> list[str]:
-    """One line a tensor: its name and shape, and our arrays."""
+    """Return one line per tensor: its name, its shape and the arrays that hold it."""
     return [
         f"{name} {list(binding.shape)} <-> {', '.join(_shown(place) for place in binding.ours)}"
         for name, binding in matched
@@ -150,12 +130,12 @@ def describe_match(matched: Pairs) -> list[str]:
 
 
 def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str = "") -> Report:
-    """Makes a run's folder of a model; ValueError, and no folder, where it cannot be exact.
+    """Write a run folder of a model; ValueError, and no folder, if the import would not be exact.
 
-    tokenizer: as data.tokenizer, in place of the one among the source's files.
+    tokenizer: a value of data.tokenizer, to replace the tokenizer among the source's files.
     """
-    family, model = families.architecture(source.config), families.model_config(source.config)
-    said, model = model, families.as_saved(model, source.weights.tensors, family)
+    family, described = families.architecture(source.config), families.model_config(source.config)
+    model = families.with_saved_mtp(described, source.weights.tensors, family)
     matched = match(source.weights, model, family)
     target = Path(target).absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -164,7 +144,7 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
     try:
         config, identity, notes = _prepare(source, model, target, tokenizer)
         metadata = {
-            "config": files.to_dict(config),
+            "config": files.to_dict(run_folder.stored(config)),
             "tokenizer": identity,
             "consumed_samples": 0,
         }
@@ -177,14 +157,14 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
                         writer.write(array_path(place.name), part, place.index, pad_rows=padded)
             for name, shape in families.unused_arrays(model).items():
                 writer.write(array_path(name), np.zeros(shape, np.float32))
-        files.save(config, target / "config.yaml")
-        if said.mtp_depths > model.mtp_depths:
-            notes += ("the files lack the layers that predict further tokens: mtp_depths=0",)
+        run_folder.write(config)
+        if described.mtp.num_layers > model.mtp.num_layers:
+            notes += ("the files have no MTP layers: mtp.num_layers=0",)
     except BaseException:
         for path in [target] if new else list(target.iterdir()):
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
-    return _report(family, matched, config.data.tokenizer, notes)
+    return _report(family, matched, run_folder.stored(config).data.tokenizer, notes)
 
 
 def export_model(
@@ -195,11 +175,11 @@ def export_model(
     step: int | None = None,
     family: str = "",
 ) -> Report:
-    """Writes a run's model as a folder that transformers' from_pretrained loads.
+    """Write a run's model as a folder that transformers' from_pretrained loads; merge adapters.
 
-    step: default the newest. family: default that of the folder the model came from, or the first
-    that has such models. Adapters are merged. ValueError where no family fits, or the checkpoint is
-    not what its config says.
+    step: default the newest. family: default that of the folder the model was imported from, else
+    the first that can express the model. ValueError where no family fits, or where the checkpoint
+    does not fit its config.
     """
     run, target = Path(run), Path(target)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -209,7 +189,7 @@ def export_model(
     folder = carried_folder(run, config)
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
-    model = families.as_written(model, family)
+    model = families.with_writable_mtp(model, family)
     described = _merged(carried, model, family, config.data.tokenizer)
     described["dtype"] = dtype.value
     described.pop("torch_dtype", None)
@@ -231,9 +211,9 @@ def export_model(
     small, notes = _tokenizer_files(folder, config)
     for path, name in small.items():
         shutil.copyfile(path, target / name)
-    if model.mtp_depths < trained.model.mtp_depths:
-        depths = f"model.mtp_depths={trained.model.mtp_depths}"
-        notes += (f"no {family} predicts further tokens: their layers ({depths}) are left out",)
+    if model.mtp.num_layers < trained.model.mtp.num_layers:
+        left_out = f"model.mtp.num_layers={trained.model.mtp.num_layers}"
+        notes += (f"{family} has no MTP layers: they are left out ({left_out})",)
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
@@ -241,29 +221,32 @@ def export_model(
 
 
 def imported(source: Source) -> Pairs:
-    """What import_model would read."""
+    """Return the tensors that import_model would read."""
     family, model = families.architecture(source.config), families.model_config(source.config)
-    model = families.as_saved(model, source.weights.tensors, family)
+    model = families.with_saved_mtp(model, source.weights.tensors, family)
     return match(source.weights, model, family)
 
 
 def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
-    """What export_model would write of a run's newest checkpoint."""
-    config = TrainedModel(Path(run)).config
+    """Return the tensors that export_model would write for a run's newest checkpoint."""
+    step = newest(Path(run), lambda step, _: step)  # the values are not read
+    config = TrainedModel(Path(run), step).config
     carried = carried_config(carried_folder(Path(run), config))
     chosen = choose_family(config.model, carried, family)
-    model = families.as_written(config.model, chosen)
+    model = families.with_writable_mtp(config.model, chosen)
     return [(binding.theirs, binding) for binding in families.bindings(model, chosen)]
 
 
 def _prepare(
     source: Source, model: ModelConfig, target: Path, tokenizer: str
 ) -> tuple[Config, str, tuple[str, ...]]:
-    """Copies the small files; the run's config, its tokenizer's identity, and notes."""
+    """Copy the small files. Returns the run's config, its tokenizer's identity, and notes."""
     folder = target / CARRIED
     folder.mkdir(parents=True)
     for path in source.files:
         shutil.copyfile(path, folder / path.name)
+    for name, text in source.texts.items():
+        (folder / name).write_text(text, "utf-8")
     if not (folder / "config.json").exists():
         text = json.dumps(source.config, indent=2) + "\n"
         (folder / "config.json").write_text(text, "utf-8")
@@ -271,21 +254,23 @@ def _prepare(
     config.data.tokenizer = tokenizer or _find_tokenizer(folder)
     if not config.data.tokenizer:
         config.data.tokenizer = f"null:{model.vocab_size}"
-        notes = ("there is no tokenizer: neither tokenizer.json nor tokenizer.model was found; "
-                 f"data.tokenizer is {config.data.tokenizer}, which reads numbers",)  # fmt: skip
+        notes = (
+            f"there is no tokenizer: {source.no_tokenizer}; data.tokenizer is "
+            f"{config.data.tokenizer}, which reads token ids: give one with --tokenizer=FILE",
+        )
     loaded = load_tokenizer(config.data.tokenizer)
     if loaded.vocab_size > model.vocab_size:
         raise ValueError(
-            f"tokenizer {config.data.tokenizer} has {loaded.vocab_size} ids with its end of a "
-            f"document, the model {model.vocab_size}: name its eos_token in tokenizer_config.json, "
-            "or choose a tokenizer with --tokenizer"
+            f"tokenizer {config.data.tokenizer} has {loaded.vocab_size} tokens with the end of "
+            f"a document, the model {model.vocab_size}: name its eos_token in "
+            "tokenizer_config.json, or choose a tokenizer with --tokenizer"
         )
     config.data.sequence_length = min(config.data.sequence_length, model.max_position)
     return config, loaded.identity, notes
 
 
 def _find_tokenizer(folder: Path) -> str:
-    """data.tokenizer for the files in a folder; empty where there is none."""
+    """Return data.tokenizer for the tokenizer in a folder; empty if there is none."""
     if (folder / "tokenizer.json").exists():
         return f"huggingface:{folder / 'tokenizer.json'}"
     if (folder / "tokenizer.model").exists():
@@ -296,32 +281,33 @@ def _find_tokenizer(folder: Path) -> str:
 
 
 def _tokenizer_files(folder: Path, config: Config) -> tuple[dict[Path, str], tuple[str, ...]]:
-    """Files that go with an exported model and their names there, and notes."""
+    """Return the small files of an exported model with their names in its folder, and notes."""
     spec = parse_spec(config.data.tokenizer)
-    kind, place = spec.kind, Path(spec.argument)
-    place = place / "tokenizer.json" if kind == "huggingface" and place.is_dir() else place
+    kind, source = spec.kind, Path(spec.argument)
+    source = source / "tokenizer.json" if kind == "huggingface" and source.is_dir() else source
     small = {path: path.name for path in sorted(folder.glob("*")) if path.name != "config.json"}
-    if kind == "huggingface" and place.parent.absolute() != folder.absolute():
-        beside = place.parent / "tokenizer_config.json"
+    if kind == "huggingface" and source.parent.absolute() != folder.absolute():
+        settings = source.parent / "tokenizer_config.json"
         small = {path: name for path, name in small.items() if not name.startswith("tokenizer")}
-        small |= {place: "tokenizer.json"} | ({beside: beside.name} if beside.exists() else {})
+        small |= {source: "tokenizer.json"}
+        small |= {settings: settings.name} if settings.exists() else {}
     elif kind == "sentencepiece":
         small = {path: name for path, name in small.items() if name != "tokenizer.model"}
-        small |= {place: "tokenizer.model"}
+        small |= {source: "tokenizer.model"}
     elif kind == "gpt2":
         names = ("vocab.json", "merges.txt")
-        small |= {place / name: name for name in names if (place / name).exists()}
+        small |= {source / name: name for name in names if (source / name).exists()}
     if any(name in ("tokenizer.json", "tokenizer.model", "vocab.json") for name in small.values()):
         lost = "&".join(f"{name}={value}" for name, value in spec.options.items())
-        note = f"the tokenizer's files do not say what data.tokenizer adds to them: {lost}"
+        note = f"the tokenizer's files lack the options of data.tokenizer: {lost}"
         return small, (note,) * bool(lost)
-    return small, (f"no tokenizer was written: {config.data.tokenizer} has no file of its own",)
+    return small, (f"no tokenizer was written: {config.data.tokenizer} has no file",)
 
 
 def _merged(
     carried: Mapping[str, typing.Any], model: ModelConfig, family: str, tokenizer: str
 ) -> dict[str, typing.Any]:
-    """config.json: what the model decides, over what came along and says nothing else."""
+    """Return config.json: the keys of the model, over the imported ones if they do not conflict."""
     if not carried:
         loaded = load_tokenizer(tokenizer)
         carried = {"bos_token_id": loaded.bos, "eos_token_id": loaded.eod}
@@ -343,20 +329,20 @@ def _check_experts(
     model: ModelConfig,
     family: str,
 ) -> None:
-    """The files have as many experts as config.json says; one error for all of their tensors."""
+    """ValueError if the files have another number of experts than config.json says."""
     counts = {families.num_experts_in(names, family)}
     for known, binding in bindings.items():
         if binding.stacked and known in names:
             counts |= {(*weights.tensors[names[known]].shape, 0)[0]}
-    if others := counts - {0, model.num_experts}:
+    if others := counts - {0, model.moe.num_experts}:
         raise ValueError(
-            f"the files hold {', '.join(map(str, sorted(others)))} experts a layer, config.json "
-            f"says {model.num_experts}: one of them is of another model"
+            f"the files hold {', '.join(map(str, sorted(others)))} experts per layer, config.json "
+            f"has {model.moe.num_experts}: one of them belongs to another model"
         )
 
 
 def _check_equal(weights: Weights, name: str, other: str) -> None:
-    """Tied weights that are given twice are equal, bit for bit."""
+    """ValueError if two tied tensors differ in any bit."""
     a, b = weights.tensors[name], weights.tensors[other]
     equal = a == b
     if equal:

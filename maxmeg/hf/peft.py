@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
-from maxmeg.config import files
 from maxmeg.config.schema import LoraConfig
-from maxmeg.hf.binding import Binding, Place
-from maxmeg.hf.families import bindings, table_of
-from maxmeg.hf.safetensors import SINGLE, SafetensorsWriter
+from maxmeg.data import run_folder
+from maxmeg.hf.families.binding import Binding, Place
+from maxmeg.hf.families.read import bindings, table_of
+from maxmeg.hf.formats.safetensors import SINGLE, SafetensorsWriter
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 
 WEIGHTS = "adapter_model.safetensors"
@@ -55,7 +55,7 @@ def export_adapter(
     model that peft is to name, default that folder. ValueError for a run without adapters.
     """
     reader = open_run(Path(run_dir), step)
-    config = files.from_dict(reader.metadata["config"])
+    config = run_folder.read(reader.metadata["config"], run_dir)
     if not config.lora.rank:
         raise ValueError(f"{run_dir} has lora.rank=0, no adapters: export its whole model instead")
     carried = carried_folder(run_dir, config)

@@ -1,113 +1,129 @@
-"""The model of a run, one array or layer at a time: adapters merged into their base on the way."""
+"""Read the model of a run one array or layer at a time, with adapters merged into their base."""
 
-import dataclasses
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
+from maxmeg.checkpoint.initialize import check_base
+from maxmeg.checkpoint.integrity import Manifest, some
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.hf import families
-from maxmeg.hf.binding import Place
-from maxmeg.hf.safetensors import DTYPES, read_json
+from maxmeg.config.setting import with_fields
+from maxmeg.data import run_folder
+from maxmeg.hf.families import read as families
+from maxmeg.hf.families.binding import Place
+from maxmeg.hf.formats.safetensors import DTYPES, read_json
 from maxmeg.layers.lora import merged_weight
-from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES, check_base
+from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
-CARRIED = "huggingface"  # the folder of a run with the files that came with its model
+CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
 MASTER = DTYPES["F32"]
 WRITTEN = {DType.float32: DTYPES["F32"], DType.bfloat16: DTYPES["BF16"]}
-_SHOWN = 8
+T = typing.TypeVar("T")
 
 
 class TrainedModel:
     """The arrays of a run's checkpoint, the newest by default; `config` is the run's.
 
-    Of a LoRA run they are the base's, in the dtype it was frozen in, with the adapters merged.
-    ValueError where checkpoint and config differ.
+    In a LoRA run they are the frozen base's arrays, in the dtype of the run, with the adapters
+    merged. ValueError where checkpoint and config differ.
     """
 
     def __init__(self, run: str | Path, step: int | None = None) -> None:
-        self._own = open_run(Path(run), step)
-        self.config = files.from_dict(self._own.metadata["config"])
+        self._reader = open_run(Path(run), step)
+        self.config = run_folder.read(self._reader.metadata["config"], run)
         self.model = self.config.model
-        self._base = self._own
+        self._base = self._reader
         if self.config.lora.rank:
-            self._base = base_of_adapters(self.config, self._own)
-        saved = files.from_dict(self._base.metadata["config"]).model  # adapters leave depths out
-        check_arrays(self._base, dataclasses.replace(self.model, mtp_depths=saved.mtp_depths))
+            self._base = base_of_adapters(self.config, self._reader)
+        saved = files.from_dict(self._base.metadata["config"]).model
+        check_arrays(self._base, with_fields(self.model, {"mtp.num_layers": saved.mtp.num_layers}))
 
     def read(self, place: Place) -> np.ndarray:
-        """An array, one layer of it, or an expert of that."""
+        """Return an array, one layer of it, or one expert of a layer."""
         array = self._base.read(array_path(place.name), place.index)
-        array = array if families.is_count(place.name) else self._frozen(array)
+        array = array if families.is_exact(place.name) else self._frozen(array)
         module = array_path(place.name).removesuffix("/weight")
         pair = [f"{module}/lora/{name}" for name in ("a", "b")]
-        if pair[0] not in self._own.tensors:
+        if pair[0] not in self._reader.tensors:
             return array
-        a_IR, b_RO = (self._own.read(path, place.index) for path in pair)
+        a_IR, b_RO = (self._reader.read(path, place.index) for path in pair)
         return merged_weight(array, a_IR, b_RO, self.config.lora.alpha / self.config.lora.rank)
 
     def words(self, table: str) -> Iterator[np.ndarray]:
-        """The rows of a vocabulary's table that are words, in blocks: no array is larger."""
+        """Yield the rows of a vocabulary table without its padding, in blocks of bounded size."""
         path, size, first = array_path(table), self.model.vocab_size, 0
         rows = self._base.tensors[path].shape[0]
         for block in self._base.blocks(path):
             count = min(max(size - first, 0), len(block))
             if rows < size or block[count:].any():
                 raise ValueError(
-                    f"{table} has {rows} rows for a vocabulary of {size}, and those beyond it "
-                    "must be zero: the checkpoint's config is not its own"
+                    f"{table} has {rows} rows for a vocabulary of {size}, and the rows beyond "
+                    "it must be zero: the config belongs to another checkpoint"
                 )
             yield self._frozen(block[:count])
             first += len(block)
 
     def _frozen(self, array: np.ndarray) -> np.ndarray:
-        """As adapters saw it: in the dtype of the run, where there are any."""
+        """Round to the dtype of the run if there are adapters, which were trained beside that."""
         if not self.config.lora.rank:
             return array
         return array.astype(WRITTEN[self.model.dtype]).astype(MASTER)
 
 
 def open_run(run: Path, step: int | None = None) -> StreamReader:
-    """A checkpoint of a run, the newest by default."""
+    """Open a checkpoint of a run, by default the newest whose model is intact."""
+    folder = run / CHECKPOINTS
+
+    def use(step: int, _: Manifest) -> StreamReader:
+        reader = StreamReader(folder, step)
+        reader.verify_files(path for path in reader.tensors if path.startswith("model/"))
+        return reader
+
+    return StreamReader(folder, step) if step is not None else newest(run, use)
+
+
+def newest(run: Path, use: Callable[[int, Manifest], T]) -> T:
+    """Return use(step, manifest) for a run's newest intact checkpoint."""
     checkpointer = Checkpointer(run / CHECKPOINTS)
-    steps = checkpointer.steps()
-    if not steps:
+    found = checkpointer.latest(use)
+    if found is None:
         raise ValueError(f"{checkpointer.folder} holds no checkpoint: give the folder of a run")
-    return StreamReader(checkpointer.folder, steps[-1] if step is None else step)
+    return found
 
 
-def base_of_adapters(config: Config, own: StreamReader) -> StreamReader:
-    """The frozen base of a LoRA run; every adapter must belong to an array of it."""
+def base_of_adapters(config: Config, reader: StreamReader) -> StreamReader:
+    """Open the frozen base of a LoRA run; ValueError for adapters that do not belong to it."""
     if not config.checkpoint.init_from:
         raise ValueError(
             "the adapters were trained beside random weights (checkpoint.init_from is empty): "
             "there is no model to export"
         )
-    check_base(config, own.metadata.get("base", {}))
-    base = open_run(Path(config.checkpoint.init_from))
+    saved = reader.metadata.get("base", {})
+    check_base(config, saved)
+    base = open_run(Path(config.checkpoint.init_from), saved["step"])
     size = files.from_dict(base.metadata["config"]).model.vocab_size
     if size < config.model.vocab_size:
         raise ValueError(
-            f"the frozen base has {size} words, the run {config.model.vocab_size}: rows that are "
-            "random and were never trained are not exported; train without lora, or those words"
+            f"the frozen base has {size} tokens, the run {config.model.vocab_size}: the new rows "
+            "are random and were never trained; train without lora, or keep the vocabulary"
         )
     weights = {path.removesuffix("/weight") for path in array_paths(config.model)}
     ends = ("/lora/a", "/lora/b")
-    saved = [path for path in own.tensors if path.startswith("model/")]
+    saved = [path for path in reader.tensors if path.startswith("model/")]
     others = [p for p in saved if not p.endswith(ends) or p.rpartition("/lora/")[0] not in weights]
     if others:
-        raise ValueError(f"{len(others)} arrays are no adapters of the model: {some(others)}")
+        raise ValueError(f"{len(others)} arrays are not adapters of the model: {some(others)}")
     return base
 
 
 def array_infos(model: ModelConfig) -> dict[str, TensorInfo]:
-    """All arrays of a model as a checkpoint holds them: float32, the vocabulary padded."""
+    """Return dtype and shape on disk of all arrays of a model: float32, the vocabulary padded."""
     infos = {}
     for name, shape in families.array_shapes(model).items():
         if name in VOCABULARY_TABLES:
@@ -117,7 +133,7 @@ def array_infos(model: ModelConfig) -> dict[str, TensorInfo]:
 
 
 def array_path(name: str) -> str:
-    """Where a checkpoint holds an array of the model."""
+    """Return the path in a checkpoint of an array of the model."""
     return "model/" + name.replace(".", "/")
 
 
@@ -126,54 +142,48 @@ def array_paths(model: ModelConfig) -> dict[str, TensorInfo]:
 
 
 def check_arrays(reader: StreamReader, model: ModelConfig) -> None:
-    """ValueError where a checkpoint's model is not the one that its config describes."""
+    """ValueError where a checkpoint's arrays differ from the model that its config describes."""
     saved = {path for path in reader.tensors if path.startswith("model/")}
     infos = array_paths(model)
     if missing := sorted(infos.keys() - saved):
         raise ValueError(f"the checkpoint lacks {len(missing)} arrays: {some(missing)}")
     if extra := sorted(saved - infos.keys()):
-        raise ValueError(f"the checkpoint has {len(extra)} arrays too many: {some(extra)}")
+        raise ValueError(f"the checkpoint has {len(extra)} unexpected arrays: {some(extra)}")
     tables = [array_path(name) for name in VOCABULARY_TABLES]
     for path, info in infos.items():
-        found = reader.tensors[path]
+        stored = reader.tensors[path]
         first = int(path in tables)  # the vocabulary's padding depends on the mesh
-        if found.shape[first:] != info.shape[first:] or found.dtype != info.dtype:
-            raise ValueError(f"{path} is {found} in the checkpoint, expected {info}")
+        if stored.shape[first:] != info.shape[first:] or stored.dtype != info.dtype:
+            raise ValueError(f"{path} is {stored} in the checkpoint, expected {info}")
 
 
 def carried_folder(run: str | Path, config: Config) -> Path:
-    """The folder with what came along with a run's model, or with the one it began from."""
+    """Return the folder of imported small files of a run, or of the run it was initialized from."""
     folder, seen = Path(run), set()
     while not (folder / CARRIED / "config.json").is_file():
         seen.add(folder)
         if not config.checkpoint.init_from or Path(config.checkpoint.init_from) in seen:
             return Path(run) / CARRIED
         folder = Path(config.checkpoint.init_from)
-        config = files.from_dict(open_run(folder).metadata["config"])
+        config = run_folder.read(newest(folder, lambda _, m: m.metadata)["config"], folder)
     return folder / CARRIED
 
 
 def carried_config(folder: Path) -> dict[str, typing.Any]:
-    """The config.json in such a folder; empty where there is none."""
+    """Return the config.json in a folder of imported files; empty if there is none."""
     path = folder / "config.json"
     return dict(families.text_part(read_json(path))) if path.is_file() else {}
 
 
 def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family: str) -> str:
-    """The family asked for, or the one it came from, or the first that has such models."""
+    """Return `family`, else that of the imported config.json, else the first that fits."""
     family = family or (families.architecture(carried) if carried else "")
     if not family:
         fitting = families.families_of(model) or families.families_of(model.without_mtp())
         if not fitting:
             names = ", ".join(families.FAMILIES)
-            raise ValueError(f"no family of transformers has such models; compared with {names}")
+            raise ValueError(f"no supported family of transformers can express this model: {names}")
         return fitting[0]
     if family not in families.FAMILIES:
         raise ValueError(f"--family={family}: choose one of {', '.join(families.FAMILIES)}")
     return family
-
-
-def some(texts: Sequence[str], between: str = ", ") -> str:
-    """The first few, and how many more there are."""
-    more = f"{between}and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-    return between.join(texts[:_SHOWN]) + more

@@ -1,7 +1,7 @@
-"""Continuing prompts with a key/value cache: one prefill, then one token a row and step.
+"""Generate text with a key/value cache: one prefill, then one token per row and step.
 
-Prompts of different lengths lie in one array, padded behind their last tokens. What padding leaves
-in the cache is never seen: each row's new tokens are written over it, and attention is causal.
+Prompts of different lengths are right-padded to one array. Keys and values of padding are never
+attended to: the new tokens of a row overwrite them, and attention is causal.
 """
 
 import dataclasses
@@ -16,9 +16,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.chat import end_tokens
-from maxmeg.inference.load import Trained
+from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.sampling import Sampling, sample
 from maxmeg.layers.attention import PAGE
 from maxmeg.layers.context import Context
@@ -27,13 +30,14 @@ from maxmeg.parallel.rules import reductions
 from maxmeg.parallel.spmd import spmd
 from maxmeg.step import compute_model
 
-SHORTEST = 16  # prompts are padded to this length, or the next of its doubles
-BATCH = 8  # prompts continued at once
+SHORTEST = 16  # prompts are padded to this length times a power of two
+SAMPLE_TOKENS = 200  # that a run generates when training ends
+BATCH = 8  # prompts per batch
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """At most `num_tokens` for each prompt, chosen as `sampling` says, until one of `ends`."""
+    """What to generate for each prompt: at most `num_tokens`, stopping at a token in `ends`."""
 
     num_tokens: int
     sampling: Sampling
@@ -45,8 +49,8 @@ class Request:
 
 
 class Prompts(typing.NamedTuple):
-    """Tokens and how many of a row are its prompt (0: the row is not wanted); rows_B: what each
-    row's choices depend on beside the key."""
+    """Right-padded prompts. lengths_B: tokens of each prompt; 0: the row is empty. rows_B: a number
+    per row, folded into the sampling key."""
 
     ids_BL: Int[Array, "B L"]
     lengths_B: Int[Array, " B"]
@@ -54,7 +58,7 @@ class Prompts(typing.NamedTuple):
 
 
 class Progress(typing.NamedTuple):
-    """Tokens so far, `step` in each row, of which counts_B precede the row's end."""
+    """State of the decoding loop: `step` new tokens per row, counts_B of them before its end."""
 
     step: jax.Array
     ids_BN: jax.Array
@@ -66,8 +70,10 @@ class Progress(typing.NamedTuple):
 def forward_cached(
     model: LM, ids_BL: Int[Array, "B L"], offset: Int[Array, "*B"], cache: list
 ) -> tuple[jax.Array, list]:
-    """Logits after the last of `ids_BL`, which follow `offset` tokens of all or of each row in
-    the cache; new cache."""
+    """Return the logits after the last token of `ids_BL`, and the new cache.
+
+    offset: number of tokens in the cache before `ids_BL`, for all rows or per row.
+    """
     positions_BL = jnp.expand_dims(offset, -1) + jnp.arange(ids_BL.shape[1])
     positions_BL = jnp.broadcast_to(positions_BL, ids_BL.shape)
     ctx = Context(positions_BL, cache_offset=offset, sequence_sharded=False)
@@ -79,9 +85,9 @@ def forward_cached(
 def prefill(
     model: LM, ids_BL: Int[Array, "B L"], lengths_B: Int[Array, " B"], cache: list
 ) -> tuple[jax.Array, list]:
-    """Logits after each row's last token, and the cache, which was empty.
+    """Return the logits after each row's last token, and a cache of these rows.
 
-    Padding has the position of the last token: a row's length decides some rotations.
+    Padding has the position of the last token, because LongRoPE depends on the row's length.
     """
     last_B1 = jnp.maximum(lengths_B - 1, 0)[:, None]
     positions_BL = jnp.minimum(jnp.arange(ids_BL.shape[1]), last_B1)
@@ -92,79 +98,122 @@ def prefill(
     return model.logits(h_B1D)[:, 0], filled
 
 
-def generate(
-    model: LM, prompts: Prompts, key: jax.Array, request: Request
-) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
-    """New ids of each row, and how many precede its end (what follows them means nothing).
+def rotary_switch(config: ModelConfig) -> int:
+    """Return the row length above which LongRoPE uses its long factors; 0 for other models."""
+    is_longrope = config.rotary.scaling is RotaryScaling.longrope
+    return config.rotary.original_length if is_longrope else 0
 
-    A row's tokens depend on its own prompt and number alone.
+
+def rows_so_far(prompts: Prompts, new_BN: Int[Array, "B N"], length: int) -> Int[Array, "B M"]:
+    """Return each prompt followed by its new tokens, padded to `length`."""
+    added = length - prompts.ids_BL.shape[1]
+    prompt_BM = jnp.pad(prompts.ids_BL, ((0, 0), (0, added)))
+    place_BM = jnp.arange(length) - prompts.lengths_B[:, None]
+    last = new_BN.shape[1] - 1
+    new_BM = jnp.take_along_axis(new_BN, jnp.clip(place_BM, 0, last), axis=1)
+    return jnp.where(place_BM < 0, prompt_BM, new_BM)
+
+
+def generate(
+    model: LM, prompts: Prompts, key: jax.Array, request: Request, switch: int = 0
+) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
+    """Return the new ids of each row, and how many of them precede its end.
+
+    Ids after the end have no meaning. A row depends only on its prompt and its number. switch: the
+    model's rotary_switch; when a row grows past it, the cache is recomputed, because the cached
+    keys have the rotation of shorter rows.
     """
     B, L = prompts.ids_BL.shape
     N, ends = request.num_tokens, jnp.array(request.ends, jnp.int32)
+    length = L + N if L + N < PAGE else -(-(L + N) // PAGE) * PAGE
     keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(prompts.rows_B)
 
     def choose(logits_V, row_key, step):
         row_key = jax.random.fold_in(row_key, step)
         return sample(logits_V[None], row_key, request.sampling)[0]
 
-    def choose_next(logits_BV, cache, so_far: Progress) -> Progress:
-        ids_B = jax.vmap(choose, (0, 0, None))(logits_BV, keys_B, so_far.step)
-        ended_B = so_far.ended_B | jnp.isin(ids_B, ends)
+    def choose_next(logits_BV, cache, progress: Progress) -> Progress:
+        ids_B = jax.vmap(choose, (0, 0, None))(logits_BV, keys_B, progress.step)
+        ended_B = progress.ended_B | jnp.isin(ids_B, ends)
         return Progress(
-            so_far.step + 1,
-            so_far.ids_BN.at[:, so_far.step].set(ids_B),
-            so_far.counts_B + ~ended_B,
+            progress.step + 1,
+            progress.ids_BN.at[:, progress.step].set(ids_B),
+            progress.counts_B + ~ended_B,
             ended_B,
             cache,
         )
 
-    def unfinished(so_far: Progress):
-        return (so_far.step < N) & ~jnp.all(so_far.ended_B)
+    def unfinished(progress: Progress):
+        return (progress.step < N) & ~jnp.all(progress.ended_B)
 
-    def advance(so_far: Progress) -> Progress:
-        ids_B1 = lax.dynamic_slice_in_dim(so_far.ids_BN, so_far.step - 1, 1, axis=1)
-        offset_B = prompts.lengths_B + so_far.step - 1
-        return choose_next(*forward_cached(model, ids_B1, offset_B, so_far.cache), so_far)
+    def advance(progress: Progress) -> Progress:
+        offset_B = prompts.lengths_B + progress.step - 1  # number of cached tokens per row
 
-    length = L + N if L + N < PAGE else -(-(L + N) // PAGE) * PAGE
+        def decode(cache: list):
+            ids_B1 = lax.dynamic_slice_in_dim(progress.ids_BN, progress.step - 1, 1, axis=1)
+            return forward_cached(model, ids_B1, offset_B, cache)
+
+        def recompute(cache: list):
+            ids_BM = rows_so_far(prompts, progress.ids_BN, length)
+            return prefill(model, ids_BM, offset_B + 1, cache)
+
+        if 0 < switch < length:
+            crosses = jnp.any((offset_B == switch) & ~progress.ended_B)
+            logits_BV, cache = lax.cond(crosses, recompute, decode, progress.cache)
+        else:
+            logits_BV, cache = decode(progress.cache)
+        return choose_next(logits_BV, cache, progress)
+
     first = prefill(model, prompts.ids_BL, prompts.lengths_B, model.stack.init_cache(B, length))
-    none = jnp.zeros((B, N), jnp.int32), jnp.zeros(B, jnp.int32), prompts.lengths_B == 0
-    found = lax.while_loop(
-        unfinished, advance, choose_next(*first, Progress(jnp.int32(0), *none, first[1]))
+    initial = jnp.zeros((B, N), jnp.int32), jnp.zeros(B, jnp.int32), prompts.lengths_B == 0
+    final = lax.while_loop(
+        unfinished, advance, choose_next(*first, Progress(jnp.int32(0), *initial, first[1]))
     )
-    return found.ids_BN, found.counts_B
+    return final.ids_BN, final.counts_B
+
+
+def check_causal(model: ModelConfig) -> None:
+    """ValueError for a model that does not predict next tokens."""
+    if not model.attention.causal:
+        raise ValueError(
+            "model.attention.causal=false: a bidirectional model predicts masked tokens and does "
+            "not continue text; its loss can be measured (python -m maxmeg.evaluate)"
+        )
 
 
 def make_generate(config: Config, mesh: Mesh, model: LM, request: Request) -> Callable:
-    """The jitted (model, prompts, raw key) -> (ids_BN, counts_B) for a model laid out over `mesh`.
+    """Return the jitted (model, prompts, raw key) -> (ids_BN, counts_B) for a model on `mesh`.
 
-    Weights are cast to the compute dtype. Every device sees all prompts.
+    Weights are cast to the compute dtype. Every device has all prompts. ValueError for a model
+    that is not causal.
     """
-    places = reductions(model, mesh, config.parallel.zero1)
+    check_causal(config.model)
+    grad_layout = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, prompts, raw_key):
         key = jax.random.wrap_key_data(raw_key)
-        return generate(compute_model(model, places, dtype), prompts, key, request)
+        model = compute_model(model, grad_layout, dtype)
+        return generate(model, prompts, key, request, rotary_switch(config.model))
 
     return jax.jit(spmd(local, mesh, (specs, P(), P()), P()))
 
 
 class Writer:
-    """Continues prompts with one model, at most `batch` at once.
+    """Generates continuations of prompts, in batches of at most `batch` prompts.
 
-    Prompts of like lengths go together; there is one program for each length they are padded to.
+    Prompts are sorted by length into batches; one program is compiled per padded length.
     """
 
     def __init__(self, trained: Trained, request: Request, batch: int = BATCH):
         if batch < 1:
-            raise ValueError(f"batch={batch} must be at least 1: prompts continued at once")
+            raise ValueError(f"batch={batch} must be at least 1 prompt")
         self.trained, self.request, self.batch = trained, request, batch
         self.run = make_generate(trained.config, trained.mesh, trained.model, request)
 
     def __call__(self, prompts: Sequence[np.ndarray], seed: int) -> list[np.ndarray]:
-        """The ids that follow each prompt, without its end; ValueError as check_length."""
+        """Return the new ids of each prompt, without the end token; ValueError as check_length."""
         model = self.trained.config.model
         for number, ids in enumerate(prompts, 1):
             where = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
@@ -172,19 +221,19 @@ class Writer:
             check_ids(ids, model.vocab_size, where)
         key = jax.random.key_data(jax.random.key(seed))
         order = np.argsort([len(ids) for ids in prompts], kind="stable")
-        found = [np.empty(0, np.int32)] * len(prompts)
+        results = [np.empty(0, np.int32)] * len(prompts)
         batch = min(self.batch, len(prompts))
         for start in range(0, len(prompts), max(batch, 1)):
             numbers = order[start : start + batch].tolist()
             padded = pad([prompts[i] for i in numbers], numbers, batch)
             ids_BN, counts_B = map(np.asarray, self.run(self.trained.model, padded, key))
             for row, number in enumerate(numbers):
-                found[number] = ids_BN[row, : counts_B[row]]
-        return found
+                results[number] = ids_BN[row, : counts_B[row]]
+        return results
 
 
 def pad(prompts: Sequence[np.ndarray], numbers: Sequence[int], batch: int) -> Prompts:
-    """Prompts with their numbers as `batch` rows, padded to one of few lengths."""
+    """Return prompts and their numbers as `batch` rows, padded to one of few lengths."""
     longest, length = max(map(len, prompts)), SHORTEST
     while length < longest:
         length *= 2
@@ -197,7 +246,7 @@ def pad(prompts: Sequence[np.ndarray], numbers: Sequence[int], batch: int) -> Pr
 
 
 def text_after(trained: Trained, prompt: np.ndarray, following: np.ndarray) -> str:
-    """The text of `following` as it continues the prompt's: some tokenizers drop a first space."""
+    """Decode the tokens `following` a prompt together with it, which keeps a leading space."""
     decode = trained.tokenizer.decode
     before, whole = decode(prompt), decode(np.concatenate((prompt, following)))
     return whole.removeprefix(before) if whole.startswith(before) else decode(following)
@@ -206,8 +255,10 @@ def text_after(trained: Trained, prompt: np.ndarray, following: np.ndarray) -> s
 def continue_text(
     trained: Trained, prompt: str, num_tokens: int, sampling: Sampling, seed: int
 ) -> str:
-    """The prompt's continuation, up to the first end of a document, as a sample of training: the
-    prompt opens with nothing, as documents do."""
+    """Return the continuation of a prompt up to the first end of a document.
+
+    No BOS token is prepended: documents in training have none.
+    """
     ids = trained.tokenizer.encode(prompt)
     ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
     request = Request(num_tokens, sampling, ends)
@@ -215,7 +266,7 @@ def continue_text(
 
 
 def check_length(prompt_length: int, num_tokens: int, max_position: int, where: str = "") -> None:
-    """ValueError where a prompt is empty or, with what follows, longer than the context."""
+    """ValueError if a prompt is empty, or exceeds the context with its new tokens."""
     if prompt_length == 0:
         raise ValueError(f"{where}the prompt is empty: give at least one token to continue")
     if prompt_length + num_tokens > max_position:
@@ -227,9 +278,23 @@ def check_length(prompt_length: int, num_tokens: int, max_position: int, where: 
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, where: str = "") -> None:
-    """ValueError where the model has no embedding for a token."""
+    """ValueError if a token has no embedding."""
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(
             f"{where}token {ids.max()} is not in the model's vocabulary of {vocab_size}: the "
             "tokenizer is not the model's, or has grown since"
         )
+
+
+def sample_at_end(model: LM, config: Config, tokenizer: Tokenizer, step: int, mesh: Mesh) -> str:
+    """Return how the trained model continues log.sample_prompt.
+
+    With a pipeline, the model is read from the checkpoint of `step` onto a mesh without one.
+    """
+    prompt = config.log.sample_prompt
+    trained = Trained(model, config, tokenizer, step, mesh)
+    if mesh.shape["pipe"] > 1:
+        trained = load_run(config.run_dir, step, without_pipeline(mesh, config.model.hidden_size))
+    room = config.model.max_position - len(tokenizer.encode(prompt))
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    return continue_text(trained, prompt, min(SAMPLE_TOKENS, room), sampling, config.seed)

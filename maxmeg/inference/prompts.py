@@ -1,4 +1,4 @@
-"""What to continue: prompts and chats, from a command line or a file with one in JSON a line."""
+"""Prompts and chats from the command line or a JSON Lines file, and their tokens."""
 
 import json
 import typing
@@ -6,26 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxmeg.data.chat import chat_template_of
-from maxmeg.data.tokenizers import Tokenizer
+from maxmeg.data.chat.template import load_chat_template
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.chat import with_system
 
-Record = dict[str, typing.Any]  # has a "prompt", or "messages", and whatever else
+Record = dict[str, typing.Any]  # has a "prompt" or "messages", and any other keys
 
 
 def read_records(texts: Sequence[str], path: str) -> list[Record]:
-    """From either; ValueError where both are given or none, and for lines that are no prompt."""
+    """Return the prompts in `texts` or in a file; ValueError for both, neither, or a bad line."""
     if bool(texts) == bool(path):
-        raise ValueError(
-            "give --prompt=TEXT, once or more, or --prompts=FILE.jsonl, one of the two"
-        )
+        raise ValueError("give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl")
     if texts:
         return [{"prompt": text} for text in texts]
     with open(path, encoding="utf-8") as file:
         lines = list(enumerate(file, 1))
     records = [read_record(line, f"{path} line {n}") for n, line in lines if line.strip()]
     if not records:
-        raise ValueError(f"{path} holds no prompt: write a JSON object a line")
+        raise ValueError(f"{path} holds no prompt: write one JSON object per line")
     return records
 
 
@@ -42,7 +40,7 @@ def read_record(line: str, where: str) -> Record:
 
 
 def as_chat(record: Record) -> Record:
-    """A prompt as the message of a user; chats as they are."""
+    """Return a prompt as a chat with one user message; chats are returned as they are."""
     if "messages" in record:
         return record
     rest = {name: value for name, value in record.items() if name != "prompt"}
@@ -56,14 +54,17 @@ def encoded(
     opening: bool = True,
     template: str = "",
 ) -> list[np.ndarray]:
-    """Tokens of each record: of a chat those of its template's text, which names all special ones
-    itself; of a prompt its own, after those that open a text. template: a file; empty: the
-    tokenizer's."""
+    """Return the tokens of each record.
+
+    A chat is rendered by the template, which writes all special tokens itself. A prompt follows the
+    special tokens that open a text, unless opening=False. system: system message for the chats.
+    template: a file; empty: the tokenizer's template.
+    """
     before = np.array(tokenizer.opening if opening else (), np.int32)
     chats = [with_system(r["messages"], system) for r in records if "messages" in r]
     if system and not chats:
         raise ValueError(f"system={system!r} is for chats: add --chat, or give messages")
-    texts = iter(chat_template_of(tokenizer, template).render(chats) if chats else [])
+    texts = iter(load_chat_template(tokenizer, template).render(chats) if chats else [])
     return [
         tokenizer.encode_marked(next(texts), tokenizer.added)
         if "messages" in record

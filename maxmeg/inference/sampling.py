@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """temperature 0: the likeliest token. top_k 0: all. top_p: smallest set with that mass."""
+    """How tokens are sampled. temperature=0: greedy. top_k=0: all tokens. top_p: the smallest
+    set of tokens with at least that probability mass."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -23,7 +24,7 @@ class Sampling:
 
 
 def sample(logits_BV: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:
-    """One token id a row; top-k first, then top-p of what is left (Holtzman et al., 2020)."""
+    """Sample one token id per row: top-k, then top-p of the rest (Holtzman et al., 2020)."""
     if sampling.temperature == 0:
         return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     logits_BV = logits_BV / sampling.temperature
@@ -34,7 +35,9 @@ def sample(logits_BV: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -
         descending_BV = jnp.where(descending_BV < least_B1, -jnp.inf, descending_BV)
     if sampling.top_p < 1:
         mass_BV = jnp.cumsum(jax.nn.softmax(descending_BV, axis=-1), axis=-1)
-        kept_B1 = jnp.sum(mass_BV < sampling.top_p, axis=-1, keepdims=True)  # before the last kept
+        kept_B1 = jnp.sum(
+            mass_BV < sampling.top_p, axis=-1, keepdims=True
+        )  # number of tokens before the last kept one
         least_B1 = jnp.take_along_axis(descending_BV, kept_B1, axis=-1)
         logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
     return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)

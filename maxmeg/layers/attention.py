@@ -8,31 +8,34 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.config.lazy import Lazy
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
+from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.decode_attention import call as decoding
 from maxmeg.ops.rope import RotarySpec, rotate
-from maxmeg.parallel.collectives import axis_index
+from maxmeg.parallel.collectives import first_index, stored
 from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.rules import set_kv_heads
 
-decoding = Lazy("maxmeg.ops.decode_attention")
 DROPOUT_PLACE = 0
 PAGE = 128  # tokens of a cache that are read together, where its length is a multiple of them
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionSpec:
-    """rotary None: no rotation; qk_norm None: none, else over each "head", or all "heads" of a
-    token together, or "l2": each head without a weight.
+class AttentionSpec(MixerSpec):
+    """rotary None: no rotary embedding. qk_norm: normalization of queries and keys, None for none;
+    qk_norm_over: of each "head", of all "heads" of a token together, or "l2", of each head without
+    a weight.
 
     causal, window, chunk, softcap and scale as in ops.attention.ScoreSpec. sinks: a learned logit
-    a head in the denominator of its softmax.
-    std and out_std are the deviations of the initial input and output weights.
+    per head in the denominator of its softmax.
+    std, out_std: standard deviations of the initial input and output weights.
     """
 
-    hidden_size: int
+    name = "attention"
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -51,6 +54,43 @@ class AttentionSpec:
     backend: str = "auto"
     std: float = 0.02
     out_std: float = 0.02
+
+    @property
+    def key_size(self) -> int:
+        """Size of a head's queries and keys."""
+        return self.head_dim
+
+    @property
+    def head_output_size(self) -> int:
+        """Size of a head's values and outputs."""
+        return self.head_dim
+
+    def make(self, key: jax.Array) -> "Attention":
+        return Attention(key, self)
+
+    def weights(self) -> int:
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    def scores(self, length: int) -> int:
+        """Products of queries and keys, and of scores and values. Pairs of tokens that a window
+        excludes are not counted."""
+        pairs = length**2 - (max(length - self.window, 0) ** 2 if self.window else 0)
+        return self.num_heads * (self.key_size + self.head_output_size) * pairs
+
+    def widths(self, kv_copies: int = 1) -> Widths:
+        keys = self.num_kv_heads * self.head_dim * kv_copies
+        return self._with_heads(
+            {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
+        )
+
+    def _with_heads(self, stored: dict[str, int], gathered: tuple[int, ...] = ()) -> Widths:
+        return Widths(
+            stored=stored,
+            queries_keys_values=sum(stored.values()),
+            gathered=gathered,
+            heads=self.num_heads,
+            head_outputs=self.num_heads * self.head_output_size,
+        )
 
 
 def qk_norm(spec: AttentionSpec, num_heads: int, axis: str) -> Norm | None:
@@ -96,8 +136,12 @@ class Cache(typing.NamedTuple):
         return Cache(k_PSGK.reshape(shape), v_PSGK.reshape(shape))
 
 
-class Attention(nnx.Module):
-    """out(attention(query x, key x, value x)); heads are sharded over tensor."""
+class Attention(Mixer):
+    """out(attention(query x, key x, value x)); heads are sharded over tensor.
+
+    With fewer key/value heads than devices along tensor each device has one of them (see
+    parallel.rules.KvSlice).
+    """
 
     def __init__(self, key: jax.Array, spec: AttentionSpec):
         keys = jax.random.split(key, 4)
@@ -111,15 +155,17 @@ class Attention(nnx.Module):
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")
         self.key_norm = qk_norm(spec, G, "kv_heads")
+        set_kv_heads((self.key, self.value, self.key_norm), G)
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
         """Partial sums over tensor, the cache with this call's keys and values, no auxiliary."""
         heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
-        q_BLHK = normalized(self.query(h_BLD, ctx), self.query_norm, heads)
-        k_BLGK = normalized(self.key(h_BLD, ctx), self.key_norm, heads)
-        v_BLGK = self.value(h_BLD, ctx).reshape(heads)
+        q_BLI, k_BLI = stored(self.query(h_BLD, ctx), "query"), stored(self.key(h_BLD, ctx), "key")
+        q_BLHK = normalized(q_BLI, self.query_norm, heads)
+        k_BLGK = normalized(k_BLI, self.key_norm, heads)
+        v_BLGK = stored(self.value(h_BLD, ctx), "value").reshape(heads)
         if self.spec.rotary is not None:
             q_BLHK = rotate(q_BLHK, ctx.positions_BL, self.spec.rotary)
             k_BLGK = rotate(k_BLGK, ctx.positions_BL, self.spec.rotary)
@@ -131,8 +177,8 @@ class Attention(nnx.Module):
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
         spec, drop = self.spec, None
-        if spec.dropout and ctx.dropout_key is not None:
-            first = axis_index(TENSOR_AXES) * q_BLHK.shape[2]
+        if spec.dropout and ctx.training:
+            first = first_index(TENSOR_AXES, q_BLHK.shape[2])
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
         operands = Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
         return attention(q_BLHK, k_BMGK, v_BMGK, self.scores(), operands, backend=spec.backend)

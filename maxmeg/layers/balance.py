@@ -1,7 +1,7 @@
-"""What keeps the loads of experts even, and what is told of them, behind a layer's weights.
+"""Balance of the experts' loads: auxiliary losses, and the auxiliary values that report loads.
 
-Neither losses nor counts are outputs of the layer, which a pipeline would have to carry: losses add
-their gradients to those of the weights, and counts are the gradient of a parameter.
+The losses add their gradients to those of the routing weights (`with_loss`), so that no layer and
+no stage of a pipeline has to hand on a loss.
 """
 
 from typing import Any
@@ -11,86 +11,78 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxmeg.layers.context import Context
-from maxmeg.ops.dispatch import capacity_of
-from maxmeg.ops.routing import Routing, balance_loss, balance_scores, count_experts, z_loss
+from maxmeg.ops.experts.dispatch import capacity_of
+from maxmeg.ops.experts.routing import Routing, balance_loss, balance_scores, count_experts, z_loss
 from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import BATCH_AXES, TENSOR_AXES
+from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, TOKEN_AXES
 
-# What a step adds up beside each expert's tokens: means of the losses, without coefficients, over
-# a step's microbatches; and how many copies were dropped.
-TALLIES = (
+LOSSES = (
     "load_balancing_loss",
     "seq_load_balancing_loss",
     "global_load_balancing_loss",
     "z_loss",
-    "expert_dropped",
 )
-
-
-def with_room(counted_E: Float[Array, "... E"]) -> Float[Array, "... N"]:
-    """A parameter whose gradient is counts, with room for tallies behind them."""
-    return jnp.pad(counted_E, [(0, 0)] * (counted_E.ndim - 1) + [(0, len(TALLIES))])
+TOKENS, DROPPED = "expert_tokens", "expert_dropped"  # names of the other auxiliary values
 
 
 def balanced(
     routing: Routing, logits_TE: Float[Array, "T E"], rows: int, moe: Any, ctx: Context
-) -> Float[Array, "T K"]:
-    """The weights, with the gradients of the balance losses and of the layer's counts behind them.
+) -> tuple[Float[Array, "T K"], dict[str, Array]]:
+    """The routing weights, which carry the gradients of the balance losses, and auxiliary values.
 
-    moe: a layers.moe.Moe; rows: sequences that the tokens are of.
+    The auxiliary values are the tokens of each expert [E], the number of copies that were dropped,
+    and each loss without its coefficient, summed over all copies of tokens.
+
+    moe: a layers.moe.Moe; rows: number of sequences.
     """
     spec, (experts_TK, weights_TK) = moe.spec, routing
     counts_E = count_experts(experts_TK, logits_TE.shape[1])
     found = losses(routing, logits_TE, counts_E, rows, moe)
     wanted = coefficients(spec)
-    # Every device along tensor has the same tokens and loads: each counts for its part.
-    part = 1 / collectives.axis_size(TENSOR_AXES)
     if found:
         total = sum(wanted[name] * loss for name, loss in found.items())
+        # Every device along tensor has the same tokens: each adds its part of the gradient.
+        part = 1 / collectives.axis_size(TENSOR_AXES)
         weights_TK = with_loss(weights_TK, part * ctx.share * total)
-    tallies = [found[name] * ctx.share if name in found else 0.0 for name in TALLIES]
-    tallies[-1] = dropped(experts_TK, rows, moe.pieces(ctx), spec)
-    gradient_N = part * jnp.concatenate([counts_E, jnp.stack([*map(jnp.float32, tallies)])])
-    for parameter in (moe.bias, moe.load):
-        if parameter is not None:
-            weights_TK = with_gradient(weights_TK, parameter[...], gradient_N)
-    return weights_TK
+    copies = experts_TK.size * collectives.axis_size(TOKEN_AXES)
+    aux = {name: loss * copies for name, loss in found.items()}
+    aux |= {TOKENS: counts_E, DROPPED: dropped(experts_TK, rows, moe.pieces(ctx), spec)}
+    return weights_TK, aux
 
 
 def coefficients(spec: Any) -> dict[str, float]:
-    """Of a layers.moe.MoeSpec: what each loss is multiplied by, those without effect left out."""
+    """The nonzero coefficients of the losses, from a layers.moe.MoeSpec."""
     values = (spec.aux_loss, spec.sequence_aux_loss, spec.global_aux_loss, spec.z_loss)
-    return {name: value for name, value in zip(TALLIES, values, strict=False) if value}
+    return {name: value for name, value in zip(LOSSES, values, strict=True) if value}
 
 
 def losses(
     routing: Routing, logits_TE: Float[Array, "T E"], counts_E: Array, rows: int, moe: Any
 ) -> dict[str, Float[Array, ""]]:
-    """This device's share of those losses that have coefficients, without these."""
+    """This device's share of every loss that has a coefficient, without the coefficient."""
     spec, found = moe.spec, {}
     wanted, (tokens, num_experts) = coefficients(spec), logits_TE.shape
     if not wanted:
         return found
-    top_k, shards = spec.routing.top_k, collectives.axis_size(BATCH_AXES)
+    top_k, shards = spec.routing.top_k, collectives.axis_size(TOKEN_AXES)
     scores_TE = balance_scores(logits_TE, spec.routing)
     if "load_balancing_loss" in wanted:
-        all_E = collectives.sum_over(counts_E, BATCH_AXES)
+        all_E = collectives.stored_always(collectives.sum_over(counts_E, TOKEN_AXES))
         found["load_balancing_loss"] = balance_loss(scores_TE, all_E, top_k, tokens * shards)
     if "seq_load_balancing_loss" in wanted:
-        length = tokens // rows
-        each_B = jax.vmap(
-            lambda scores, experts: balance_loss(
-                scores, count_experts(experts, num_experts), top_k, length
-            )
-        )(
-            scores_TE.reshape(rows, length, -1),
-            routing.experts_TK.reshape(rows, length, -1),
+        experts_BLK = routing.experts_TK.reshape(rows, -1, top_k)
+        counts_BE = jax.vmap(lambda experts: count_experts(experts, num_experts))(experts_BLK)
+        counts_BE = collectives.stored_always(collectives.sum_over(counts_BE, CONTEXT_AXES))
+        length = tokens // rows * collectives.axis_size(CONTEXT_AXES)
+        each_B = jax.vmap(lambda scores, counts: balance_loss(scores, counts, top_k, length))(
+            scores_TE.reshape(rows, -1, num_experts), counts_BE
         )
-        found["seq_load_balancing_loss"] = jnp.sum(each_B) / (rows * shards)
+        samples = rows * collectives.axis_size(BATCH_AXES)
+        found["seq_load_balancing_loss"] = jnp.sum(each_B) / samples
     if "global_load_balancing_loss" in wanted:
-        # The counts of a step are known after its last microbatch, in a pipeline after the first
-        # ones are through: these are of the step before, evenly spread before the first step.
-        load_E = moe.load[...][:num_experts]
+        # The counts of a step are known after its last microbatch only: these are the counts of
+        # the previous step, or even loads before the first step.
+        load_E = moe.load[...]
         total = jnp.sum(load_E)
         shares_E = jnp.where(total > 0, load_E / jnp.maximum(total, 1), 1 / num_experts)
         counted_E = shares_E * (top_k * tokens * shards)
@@ -102,7 +94,8 @@ def losses(
 
 
 def dropped(experts_TK: Int[Array, "T K"], rows: int, pieces: int, spec: Any) -> Float[Array, ""]:
-    """Copies beyond the experts' capacity, which is of each of `pieces` of the sequence."""
+    """Number of copies beyond the capacity of their experts, which holds for each of `pieces` of
+    the sequence."""
     if not spec.capacity:
         return jnp.float32(0)
     num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
@@ -112,19 +105,6 @@ def dropped(experts_TK: Int[Array, "T K"], rows: int, pieces: int, spec: Any) ->
     return jnp.sum(jnp.maximum(counts - limit, 0))
 
 
-def _first(x, *_):
-    return x
-
-
-with_loss: Any = jax.custom_vjp(_first)  # x; what follows from it has `loss` added to its own loss
+# with_loss(x, loss) is x; the gradient of `loss` is added to that of the model's own loss.
+with_loss: Any = jax.custom_vjp(lambda x, loss: x)
 with_loss.defvjp(lambda x, loss: (x, loss), lambda loss, slope: (slope, jnp.ones_like(loss)))
-
-with_gradient: Any = jax.custom_vjp(_first)  # x; the second's gradient is as much of the third
-with_gradient.defvjp(
-    lambda x, parameter, gradient: (x, (parameter, gradient)),
-    lambda kept, slope: (
-        slope,
-        kept[1][: kept[0].shape[-1]].astype(kept[0].dtype),
-        jnp.zeros_like(kept[1]),
-    ),
-)

@@ -13,25 +13,23 @@ from maxmeg.parallel.collectives import VOCAB_AXES
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def lookup(
-    table_VD: Float[Array, "V D"], ids_BL: Int[Array, "B L"], num_rows: int
+    table_VD: Float[Array, "V D"], rows_BL: Int[Array, "B L"], num_rows: int
 ) -> Float[Array, "B L D"]:
-    """Rows of this device's part of the table, zero for ids that lie elsewhere.
+    """table_VD[rows_BL], zero for rows outside of the table. num_rows is table_VD.shape[0].
 
-    num_rows is table_VD.shape[0]. The table's gradient is summed in float32.
+    The table's gradient is summed in float32 over the tokens, then cast to the table's dtype.
     """
-    local_BL = ids_BL - collectives.axis_index(VOCAB_AXES) * num_rows
-    here_BL = (local_BL >= 0) & (local_BL < num_rows)
-    rows_BLD = jnp.take(table_VD, jnp.clip(local_BL, 0, num_rows - 1), axis=0)
-    return jnp.where(here_BL[..., None], rows_BLD, 0)
+    inside_BL = (rows_BL >= 0) & (rows_BL < num_rows)
+    found_BLD = jnp.take(table_VD, jnp.clip(rows_BL, 0, num_rows - 1), axis=0)
+    return jnp.where(inside_BL[..., None], found_BLD, 0)
 
 
-def lookup_forward(table_VD, ids_BL, num_rows):
-    return lookup(table_VD, ids_BL, num_rows), ids_BL
+def lookup_forward(table_VD, rows_BL, num_rows):
+    return lookup(table_VD, rows_BL, num_rows), rows_BL
 
 
-def lookup_backward(num_rows, ids_BL, d_BLD):
-    local_BL = ids_BL - collectives.axis_index(VOCAB_AXES) * num_rows
-    place_BL = jnp.where(local_BL >= 0, local_BL, num_rows)  # out of range: dropped
+def lookup_backward(num_rows, rows_BL, d_BLD):
+    place_BL = jnp.where(rows_BL >= 0, rows_BL, num_rows)  # out of range: dropped
     zeros_VD = jnp.zeros((num_rows, d_BLD.shape[-1]), jnp.float32)
     d_VD = zeros_VD.at[place_BL].add(d_BLD.astype(jnp.float32), mode="drop")
     return d_VD.astype(d_BLD.dtype), None
@@ -53,7 +51,8 @@ class Embedding(nnx.Module):
     def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
         """Partial sums over the vocabulary's axes."""
         table_VD = collectives.unshard_parameter(self.table)
-        return lookup(table_VD, ids_BL, table_VD.shape[0])
+        first = collectives.first_index(VOCAB_AXES, table_VD.shape[0])
+        return lookup(table_VD, ids_BL - first, table_VD.shape[0])
 
 
 class Positions(nnx.Module):
@@ -64,4 +63,5 @@ class Positions(nnx.Module):
         self.table = nnx.Param(table, axes=("position", "embed"))
 
     def __call__(self, positions_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-        return jnp.take(collectives.unshard_parameter(self.table), positions_BL, axis=0)
+        table_VD = collectives.unshard_parameter(self.table)
+        return lookup(table_VD, positions_BL, table_VD.shape[0])

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from maxmeg.ops.dispatch import collect, pad_experts, rows_of_copies, sort_by_expert, spread
-from maxmeg.ops.exchange import Exchange, Parcels, count_rounds, parcels, plan_round
-from maxmeg.ops.routing import Routing
+from maxmeg.ops.experts.dispatch import collect, pad_experts, rows_of_copies, sort_by_expert, spread
+from maxmeg.ops.experts.exchange import Exchange, Parcels, count_rounds, parcels, plan_round
+from maxmeg.ops.experts.routing import Routing
 from maxmeg.parallel import collectives
 
 
@@ -60,11 +60,11 @@ def one_round(
 ) -> Float[Array, "T D"]:
     """What the copies sent in this round add; numbers_TK: experts as their devices count them."""
     order, there, back = plan_round(given, number, exchange)
-    x_ND = collectives.stored_exchange(there(spread(x_TD, order)))
+    x_ND = collectives.stored(there(spread(x_TD, order)), "dispatched_tokens")
     # Rows without a copy have the number 0, also where nothing arrived.
     labels = (weights_TK, (numbers_TK + 1).astype(weights_TK.dtype))
     labels_NI = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
-    labels_NI = collectives.stored_exchange(there(labels_NI))
+    labels_NI = collectives.stored(there(labels_NI), "dispatched_weights")
     numbers_NK = labels_NI[:, 1:].astype(jnp.int32) - 1
     local = sort_by_expert(numbers_NK, experts.up.shape[-3])
     weights_N = rows_of_copies(labels_NI[:, :1], local)
@@ -79,7 +79,7 @@ def padded(
     arrive. places_TK: `places_in_experts`."""
     num_experts = experts.up.shape[-3] * collectives.axis_size(axes)
     order = pad_experts(routing.experts_TK, places_TK, num_experts, capacity)
-    order = jax.tree.map(collectives.stored, order)
+    order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
 
     def there(rows):
         rows_EC = rows.reshape(num_experts, capacity, *rows.shape[1:])
@@ -89,9 +89,9 @@ def padded(
         rows_EC = rows.reshape(experts.up.shape[-3], -1, *rows.shape[1:])
         return collectives.exchange(rows_EC, axes, cut=1, joined=0).reshape(rows.shape)
 
-    x_ND = collectives.stored_exchange(there(spread(x_TD, order)))
+    x_ND = collectives.stored(there(spread(x_TD, order)), "dispatched_tokens")
     weights_N = there(rows_of_copies(routing.weights_TK, order))
-    rows_ND = experts(x_ND, None, collectives.stored_exchange(weights_N))
+    rows_ND = experts(x_ND, None, collectives.stored(weights_N, "dispatched_weights"))
     return collect(back(rows_ND), order)
 
 

@@ -8,18 +8,15 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
-from maxmeg.parallel.collectives import counted_once, stored, unshard_parameter
+from maxmeg.parallel.collectives import counted_once, unshard_parameter
 
 
 class Linear(nnx.Module):
     """y = x W (+ b). A row-parallel one (output along "embed") returns partial sums.
 
     axes are the logical axes of (input, output). Weights start normal with deviation std. lora: an
-    adapter whose output, of the same inputs, is added. keep: how backward finds a column-parallel
-    output.
+    adapter whose output, of the same inputs, is added.
     """
-
-    keep = staticmethod(stored)
 
     def __init__(
         self,
@@ -45,5 +42,4 @@ class Linear(nnx.Module):
             y_TO = y_TO + (counted_once(bias) if self.row_parallel else bias)
         if self.lora is not None:
             y_TO = y_TO + self.lora(x, ctx)
-        y = y_TO.reshape(*x.shape[:-1], -1)
-        return y if self.row_parallel else self.keep(y)
+        return y_TO.reshape(*x.shape[:-1], -1)

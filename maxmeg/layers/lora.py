@@ -15,13 +15,9 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import kept
-from maxmeg.parallel.collectives import (
-    axis_index,
-    local_sequence,
-    unshard_parameter,
-)
+from maxmeg.parallel.collectives import first_index, unshard_parameter
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rules import is_counted, is_variable
+from maxmeg.parallel.rules import is_state, is_variable, set_kv_heads
 
 FIRST_PLACE = 1024  # of adapters among the uses of dropout in a layer
 
@@ -58,7 +54,7 @@ class Lora(nnx.Module):
         self, x_BLI: Float[Array, "B L I"], ctx: Context | None
     ) -> Float[Array, "tokens O"]:
         scale = self.scale
-        if self.rate and ctx is not None and ctx.dropout_key is not None:
+        if self.rate and ctx is not None and ctx.training:
             x_BLI = jnp.where(self.kept(x_BLI, ctx), x_BLI, 0)
             scale /= 1 - self.rate
         low_TR = x_BLI.reshape(-1, x_BLI.shape[-1]) @ unshard_parameter(self.a)
@@ -66,10 +62,8 @@ class Lora(nnx.Module):
 
     def kept(self, x_BLI: jax.Array, ctx: Context) -> jax.Array:
         """Which elements dropout keeps: by the global row, position and feature alone."""
-        whole_1L = jnp.arange(ctx.positions_BL.shape[1])[None]  # x may be a part of the sequence
-        rows_B1, positions_1L = ctx.rows()[:, None], local_sequence(whole_1L, x_BLI.shape[1])
-        first = axis_index(TENSOR_AXES) * x_BLI.shape[-1] if self.row_parallel else 0
-        place = rows_B1, positions_1L
+        first = first_index(TENSOR_AXES, x_BLI.shape[-1]) if self.row_parallel else 0
+        place = ctx.rows()[:, None], ctx.places(x_BLI.shape[1])
         return kept(x_BLI.shape, self.rate, ctx.key(self.place), *place, first=first)
 
 
@@ -95,7 +89,7 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
 
     def freeze(node):
         value = node.get_value()
-        return node.replace(value if is_counted(node) else value.astype(dtype), frozen=True)
+        return node.replace(value if is_state(node) else value.astype(dtype), frozen=True)
 
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
     found = linears(model)
@@ -109,6 +103,7 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
         own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         a = initial(own, order, (width_in, spec.rank))
         linear.lora = Lora(a, jnp.zeros((len(order), spec.rank, width_out)), axes, spec, at)
+        set_kv_heads(linear.lora, linear.weight.get_metadata().get("num_kv_heads", 0))
     return model
 
 

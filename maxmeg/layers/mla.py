@@ -19,23 +19,57 @@ from jaxtyping import Array, Float
 from maxmeg.layers.attention import Attention, AttentionSpec, Cache
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
+from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.ops.decode_attention import PagedCache, decode_attention, write_pages
+from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
 from maxmeg.ops.rope import rotate
-from maxmeg.parallel.collectives import gather_sequence, stored_attention, unshard_parameter
+from maxmeg.parallel.collectives import gather_sequence, stored, unshard_parameter
 
 
 @dataclasses.dataclass(frozen=True)
 class MlaSpec(AttentionSpec):
-    """As AttentionSpec, with as many key heads as query heads; head_dim is the part of a head that
-    does not rotate. query_rank 0: queries are one projection. norm: of the latents. bias_qkv: on
-    the projections down to latents and to the rotary key."""
+    """As AttentionSpec, with as many key heads as query heads; head_dim is the size of the part of
+    a head that is not rotated. query_rank 0: queries are one projection. norm: of the latents.
+    bias_qkv: of the projections down to the latents and to the rotary key."""
+
+    name = "mla"
+    reads = "shard"  # latents are shorter than the residual stream
 
     query_rank: int = 0
     kv_rank: int = 512
     rotary_size: int = 64
     value_size: int = 128
     norm: NormSpec = NormSpec()
+
+    @property
+    def key_size(self) -> int:
+        return self.head_dim + self.rotary_size
+
+    @property
+    def head_output_size(self) -> int:
+        return self.value_size
+
+    def make(self, key: jax.Array) -> "Mla":
+        return Mla(key, self)
+
+    def weights(self) -> int:
+        """Those of the latents' norms are counted too, as in Megatron-LM."""
+        D, rank, size = self.hidden_size, self.query_rank, self.num_heads * self.key_size
+        queries = rank * (D + size + 1) if rank else D * size
+        up = self.num_heads * (self.head_dim + self.value_size)
+        keys = self.kv_rank * (D + up + 1)
+        return queries + keys + D * (self.rotary_size + self.num_heads * self.value_size)
+
+    def widths(self, kv_copies: int = 1) -> Widths:
+        queries, latent = self.num_heads * self.key_size, self.kv_rank + self.rotary_size
+        stored = {
+            **({"query_down": self.query_rank} if self.query_rank else {}),
+            "query_up" if self.query_rank else "query": queries,
+            "kv_down": latent,
+            "key_up": self.num_heads * self.head_dim,
+            "value_up": self.num_heads * self.value_size,
+        }
+        return self._with_heads(stored, (latent, self.query_rank or self.hidden_size))
 
 
 class LatentCache(typing.NamedTuple):
@@ -61,12 +95,6 @@ class LatentCache(typing.NamedTuple):
         return LatentCache(kv_PS1Z.reshape(self.kv_BMZ.shape))
 
 
-class Up(Linear):
-    """From a latent, which is so short that backward makes this again as it does attention."""
-
-    keep = staticmethod(stored_attention)
-
-
 class Mla(Attention):
     """Heads are sharded over tensor, the projections down to latents are whole on every device.
 
@@ -75,8 +103,6 @@ class Mla(Attention):
     in a row, and value_up values. In Hugging Face's DeepSeek: q_a_proj, q_a_layernorm, q_b_proj
     (q_proj); kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj (a head's [K | V] in a row); o_proj.
     """
-
-    reads_shard = True  # of the sequence: latents are shorter than what they are made of
 
     def __init__(self, key: jax.Array, spec: MlaSpec):
         keys = jax.random.split(key, 6)
@@ -88,11 +114,11 @@ class Mla(Attention):
         self.query = None if rank else Linear(keys[0], (D, width), up, std)
         self.query_down = Linear(keys[1], (D, rank), down, std, spec.bias_qkv) if rank else None
         self.query_norm = Norm(rank, spec.norm) if rank else None
-        self.query_up = Up(keys[0], (rank, width), up, std) if rank else None
+        self.query_up = Linear(keys[0], (rank, width), up, std) if rank else None
         self.kv_down = Linear(keys[2], (D, R + N), down, std, spec.bias_qkv)
         self.kv_norm = Norm(R, spec.norm)
-        self.key_up = Up(keys[3], (R, H * K), up, std)
-        self.value_up = Up(keys[4], (R, H * V), up, std)
+        self.key_up = Linear(keys[3], (R, H * K), up, std)
+        self.value_up = Linear(keys[4], (R, H * V), up, std)
         self.out = Linear(keys[5], (H * V, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
 
@@ -114,11 +140,13 @@ class Mla(Attention):
     def queries(self, h_BLD: jax.Array, ctx: Context) -> jax.Array:
         """[B, L, H, K + N] of the whole sequence, the last N rotated."""
         if self.query is not None:
-            q_BLI = self.query(gather_sequence(h_BLD, ctx.sequence_sharded), ctx)
+            h_BLD = gather_sequence(h_BLD, ctx.sequence_sharded)
+            q_BLI = stored(self.query(h_BLD, ctx), "query")
         else:
             assert self.query_down is not None and self.query_norm is not None and self.query_up
-            low_BLR = self.query_norm(self.query_down(h_BLD, ctx))
-            q_BLI = self.query_up(gather_sequence(low_BLR, ctx.sequence_sharded), ctx)
+            low_BLR = self.query_norm(stored(self.query_down(h_BLD, ctx), "query_down"))
+            low_BLR = gather_sequence(low_BLR, ctx.sequence_sharded)
+            q_BLI = stored(self.query_up(low_BLR, ctx), "query_up")
         spec = self.spec
         q_BLHI = q_BLI.reshape(*q_BLI.shape[:2], -1, spec.head_dim + spec.rotary_size)
         q_BLHK, q_BLHN = jnp.split(q_BLHI, [spec.head_dim], axis=-1)
@@ -126,7 +154,7 @@ class Mla(Attention):
 
     def latents(self, h_BLD: jax.Array, ctx: Context) -> jax.Array:
         """[B, L, Z] of the whole sequence: normalized latents and rotated keys."""
-        down_BLZ = self.kv_down(h_BLD, ctx)
+        down_BLZ = stored(self.kv_down(h_BLD, ctx), "kv_down")
         low_BLR, k_BLN = jnp.split(down_BLZ, [self.spec.kv_rank], axis=-1)
         kv_BLZ = jnp.concatenate((self.kv_norm(low_BLR), k_BLN), axis=-1)
         kv_BLZ = gather_sequence(kv_BLZ, ctx.sequence_sharded)
@@ -141,8 +169,8 @@ class Mla(Attention):
         """Attention of queries [B, L, H, K + N] with every head's own keys and values."""
         heads = q_BLHI.shape[:3]
         low_BLR, k_BLN = jnp.split(kv_BLZ, [self.spec.kv_rank], axis=-1)
-        k_BLHK = self.key_up(low_BLR, ctx).reshape(*heads, -1)
-        v_BLHV = self.value_up(low_BLR, ctx).reshape(*heads, -1)
+        k_BLHK = stored(self.key_up(low_BLR, ctx), "key_up").reshape(*heads, -1)
+        v_BLHV = stored(self.value_up(low_BLR, ctx), "value_up").reshape(*heads, -1)
         k_BLHN = jnp.broadcast_to(k_BLN[:, :, None], (*heads, k_BLN.shape[-1]))
         return self.core(q_BLHI, jnp.concatenate((k_BLHK, k_BLHN), axis=-1), v_BLHV, ctx)
 

@@ -3,20 +3,22 @@
 import dataclasses
 
 import jax
-from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
+from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.ops.activation import GATED, activate
+from maxmeg.parallel.collectives import stored
 
 
 @dataclasses.dataclass(frozen=True)
-class MlpSpec:
-    """Sizes, activation, and standard deviations of initial input and output weights; clamp and
-    offset as `activate` has them."""
+class MlpSpec(MixerSpec):
+    """Sizes, activation, and standard deviations of the initial input and output weights; clamp
+    and offset as in `activate`."""
 
-    hidden_size: int
+    name = "mlp"
+
     ffn_size: int
     activation: str = "swiglu"
     bias: bool = False
@@ -25,27 +27,40 @@ class MlpSpec:
     clamp: float = 0.0
     offset: float = 0.0
 
+    @property
+    def is_gated(self) -> bool:
+        return self.activation in GATED
 
-class Mlp(nnx.Module):
+    def make(self, key: jax.Array) -> "Mlp":
+        return Mlp(key, self)
+
+    def weights(self) -> int:
+        return (2 + self.is_gated) * self.hidden_size * self.ffn_size
+
+    def widths(self, kv_copies: int = 1) -> Widths:
+        names = ("mlp_up", "mlp_gate") if self.is_gated else ("mlp_up",)
+        return Widths(stored=dict.fromkeys(names, self.ffn_size), last_input=self.ffn_size)
+
+
+class Mlp(Mixer):
     """out(act(gate x) * up x), or out(act(up x)) where the activation is not gated."""
 
     def __init__(self, key: jax.Array, spec: MlpSpec):
         keys = jax.random.split(key, 3)
         D, F = spec.hidden_size, spec.ffn_size
         self.spec = spec
-        self.up = Linear(keys[0], (D, F), ("embed", "mlp"), spec.std, spec.bias)
-        gated = spec.activation in GATED
-        self.gate = (
-            Linear(keys[1], (D, F), ("embed", "mlp"), spec.std, spec.bias) if gated else None
-        )
+        inward = (D, F), ("embed", "mlp"), spec.std, spec.bias
+        self.up = Linear(keys[0], *inward)
+        self.gate = Linear(keys[1], *inward) if spec.is_gated else None
         self.out = Linear(keys[2], (F, D), ("mlp", "embed"), spec.out_std, spec.bias)
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
         """Partial sums over tensor; no cache, no auxiliary values."""
-        up_BLF = self.up(h_BLD, ctx)
-        inputs = (up_BLF,) if self.gate is None else (self.gate(h_BLD, ctx), up_BLF)
+        inputs = (stored(self.up(h_BLD, ctx), "mlp_up"),)
+        if self.gate is not None:
+            inputs = (stored(self.gate(h_BLD, ctx), "mlp_gate"), *inputs)
         spec = self.spec
         h_BLF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
         return self.out(h_BLF, ctx), cache, {}

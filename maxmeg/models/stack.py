@@ -1,6 +1,7 @@
 """The residual stack: a pattern ((unit, repeats), ...) of sublayers, run by scans."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,14 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from maxmeg.config.recompute import kept_names
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
-from maxmeg.parallel.collectives import stores, stores_attention
+from maxmeg.parallel.collectives import keeps
 from maxmeg.pipeline.layout import Layout, arrange
 
 UnitSpec = tuple[ResidualSpec, ...]
 Pattern = tuple[tuple[UnitSpec, int], ...]
-
-
-POLICIES = {"none": stores_attention, "selective": stores, "full": None}
 
 
 class Unit(nnx.Module):
@@ -30,14 +29,21 @@ class Unit(nnx.Module):
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
-    ) -> tuple[Float[Array, "B L D"], list | None, dict]:
-        caches, aux = [], {}
+    ) -> tuple[Float[Array, "B L D"], list | None, list]:
+        """Output, new caches and auxiliary values, the last two of each sublayer."""
+        caches, auxes = [], []
         for i, sublayer in enumerate(self.sublayers):
             inside = dataclasses.replace(ctx, sublayer=i)
             x_BLD, new, values = sublayer(x_BLD, inside, None if cache is None else cache[i])
             caches.append(new)
-            aux |= values
-        return x_BLD, None if cache is None else caches, aux
+            auxes.append(values)
+        return x_BLD, None if cache is None else caches, auxes
+
+    def update(self, aux: list) -> None:
+        """Set the state of the layers from their auxiliary values of a whole step."""
+        for sublayer, mixers in zip(self.sublayers, aux, strict=True):
+            for name, values in mixers.items():
+                sublayer.mixers[name].update(values)
 
 
 def make_group(key: jax.Array, spec: UnitSpec, repeats: int, order: np.ndarray) -> Unit:
@@ -58,22 +64,21 @@ class Stack(nnx.Module):
     """`groups[i]` holds the parameters of all repeats of a unit, stacked on dimension 0.
 
     They lie in model order, or with a `layout` in the order of a pipeline's places, those without
-    a layer being zero. recompute: "none" keeps the results of matrix products and attention,
-    "selective" those of matrix products, "full" only the units' inputs. scan: one loop over the
-    repeats of a unit, else a program as long as the stack is deep.
+    a layer being zero. recompute: as of ModelConfig. scan: one loop over the
+    repeats of a unit that has several, else a program as long as the stack is deep.
     """
 
     def __init__(
         self,
         key: jax.Array,
         pattern: Pattern,
-        recompute: str = "none",
+        recompute: str = "minimal",
         layout: Layout | None = None,
         scan: bool = True,
     ):
         self.scan = scan
         self.repeats = tuple(repeats for _, repeats in pattern)
-        self.recompute = recompute
+        self.kept = kept_names(recompute)
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
         keys = jax.random.split(key, len(pattern))
         self.groups = nnx.List(
@@ -94,32 +99,58 @@ class Stack(nnx.Module):
         """
         assert self.layout.trivial and self.layout.stages == 1
 
-        def body(x_BLD, layer):
+        def body(looped, x_BLD, layer):
             unit, index, unit_cache = layer
-            x_BLD, new_cache, aux = self.run_unit(unit, x_BLD, ctx, index, unit_cache)
+            run = functools.partial(self.run_unit, prevent_cse=not looped)
+            x_BLD, new_cache, aux = run(unit, x_BLD, ctx, index, unit_cache)
             return x_BLD, (new_cache, aux)
 
         first, caches, auxes = 0, [], []
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
+            looped = self.scan and repeats > 1  # XLA inlines a loop of one trip
             indices = first + jnp.arange(repeats)
             part = None if cache is None else cache[i]
-            run = lax.scan if self.scan else one_by_one
-            x_BLD, (new_cache, aux) = run(body, x_BLD, (group, indices, part))
+            run = lax.scan if looped else one_by_one
+            layers = (group, indices, part)
+            x_BLD, (new_cache, aux) = run(functools.partial(body, looped), x_BLD, layers)
             caches.append(new_cache)
             auxes.append(aux)
             first += repeats
         return x_BLD, None if cache is None else caches, auxes
 
     def run_unit(
-        self, unit: Unit, x_BLD: jax.Array, ctx: Context, layer, cache: list | None = None
+        self,
+        unit: Unit,
+        x_BLD: jax.Array,
+        ctx: Context,
+        layer,
+        cache: list | None = None,
+        *,
+        prevent_cse: bool,
     ):
-        """One layer, number `layer` of the model, keeping for backward what `recompute` says."""
+        """Run one unit as layer number `layer` of the model. Backward reads the activations named
+        in `kept` and computes the others again.
+
+        prevent_cse: True where forward and backward of the unit lie in the same computation, as
+        without a loop: XLA would merge the recomputation with forward and so keep everything.
+        False where two loops, or the ring buffer of a pipeline, separate them: then the barrier
+        would only hinder fusion.
+        """
 
         def run(unit, x_BLD, layer, cache):
-            return unit(x_BLD, dataclasses.replace(ctx, layer=layer), cache)
+            x_BLD, cache, aux = unit(x_BLD, dataclasses.replace(ctx, layer=layer), cache)
+            return x_BLD, cache, lax.stop_gradient(aux)
 
-        kept = jax.checkpoint(run, policy=POLICIES[self.recompute], prevent_cse=not self.scan)
-        return kept(unit, x_BLD, layer, cache)
+        checkpointed = jax.checkpoint(run, policy=keeps(self.kept), prevent_cse=prevent_cse)
+        return checkpointed(unit, x_BLD, layer, cache)
+
+    def update(self, aux: list) -> None:
+        """Set the state of all layers from the auxiliary values of a whole step, which are stacked
+        in model order for each group. Places without a layer get zeros."""
+        for group, order, values in zip(self.groups, self.layout.orders, aux, strict=True):
+            rows = np.array([n if n >= 0 else len(order) for n in order])
+            placed = functools.partial(jnp.take, indices=rows, axis=0, mode="fill", fill_value=0)
+            group.update(jax.tree.map(placed, values))
 
     def init_cache(self, batch: int, length: int) -> list:
         """Empty caches, stacked over the repeats of each group."""

@@ -64,9 +64,10 @@ def normalized(x_TD, weight_D, bias_D, statistics: Statistics) -> jax.Array:
 
 def forward(x_TD, weight_D, bias_D, statistics: Statistics) -> tuple[jax.Array, tuple]:
     x32_TD = x_TD.astype(jnp.float32)
-    mean_T1 = stored(statistics.mean(x32_TD)) if statistics.centred else None
+    mean_T1 = stored(statistics.mean(x32_TD), "norm_mean") if statistics.centred else None
     x32_TD = x32_TD if mean_T1 is None else x32_TD - mean_T1
-    scale_T1 = stored(jax.lax.rsqrt(statistics.mean(jnp.square(x32_TD)) + statistics.eps))
+    variance_T1 = statistics.mean(jnp.square(x32_TD))
+    scale_T1 = stored(jax.lax.rsqrt(variance_T1 + statistics.eps), "norm_scale")
     out_TD = x32_TD * scale_T1
     out_TD = out_TD if weight_D is None else out_TD * weight_D.astype(jnp.float32)
     out_TD = out_TD if bias_D is None else out_TD + bias_D.astype(jnp.float32)

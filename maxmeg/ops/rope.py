@@ -19,7 +19,10 @@ class RotaryScaling:
     than `high` kept); "yarn" (likewise by dimension, `low` its beta slow and `high` its beta fast,
     `truncate`: to whole dimensions; Peng et al., 2023); "longrope" (each frequency is divided by
     its own of short_factors, or of long_factors in rows longer than original_length; Ding et al.,
-    2024). attention_factor multiplies cos and sin, 0: as the papers of yarn and longrope say.
+    2024). With "dynamic" and "longrope" the length of a row changes the rotation of all its
+    positions: decoding recomputes the cache where "longrope" changes (inference/decode.py), and
+    keeps the cached keys of "dynamic", as transformers does. attention_factor multiplies cos and
+    sin, 0: as the papers of yarn and longrope say.
     """
 
     kind: str = "none"

@@ -1,14 +1,14 @@
 """OptimConfig -> one optax chain whose learning rate and weight decay come in with each update."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from maxmeg.config.schema import OptimConfig, Optimizer
+from maxmeg.parallel.rules import is_variable
 
-NO_DECAY = re.compile(r"norm|bias")  # paths of parameters without weight decay
+STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
 
 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
@@ -24,17 +24,33 @@ def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs
     return optax.chain(direction, descend())
 
 
+def decays(variable: nnx.Variable) -> bool:
+    """Whether weight decay applies: to matrices, as in Megatron-LM, which exempts every parameter
+    of one dimension and every `.bias`.
+
+    The logical axes decide, not names: decayed are embeddings, projections, experts, routers and
+    LoRA matrices; exempt are norms, biases (those of experts, [E, F], are one vector per expert)
+    and attention sinks.
+    """
+    axes = variable.get_metadata()["axes"]
+    return sum(axis not in STACKING_AXES for axis in axes) >= 2
+
+
 def descend() -> optax.GradientTransformationExtraArgs:
-    """u -> -learning_rate * (u + weight_decay * p), without decay on norms and biases."""
+    """u -> -learning_rate * (u + weight_decay * p), with decay only where `decays` says so."""
 
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
 
-        def one(path, u, p):
-            decay = 0.0 if NO_DECAY.search(jax.tree_util.keystr(path)) else weight_decay
-            return -learning_rate * (u + decay * p)
+        def one(update, parameter):
+            decay = weight_decay if decays(parameter) else 0.0
 
-        return jax.tree_util.tree_map_with_path(one, updates, params), state
+            def step(u, p):
+                return -learning_rate * (u + decay * p)
+
+            return jax.tree.map(step, update, parameter)
+
+        return jax.tree.map(one, updates, params, is_leaf=is_variable), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

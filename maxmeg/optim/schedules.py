@@ -1,47 +1,87 @@
 """Learning rate, weight decay and batch size of every step, as Megatron-LM computes them.
 
-Schedules run over consumed samples, so that they mean the same at every batch size. Pure Python on
-the host: the step receives the numbers. A length in steps is the samples those steps consume.
+Schedules are functions of the consumed samples. Pure Python on the host: the step receives the
+numbers. A length of n steps means the samples that the first n steps of the run consume. Where a
+run was resumed with another batch size, the steps before count with the batch size that they had
+and the steps to come with the new one: a warm-up that is over stays as it was, while the end of a
+decay over `train.num_steps` steps moves to where the run now ends. Lengths in samples never move.
 """
 
 import bisect
+import dataclasses
 import fractions
 import math
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from maxmeg.config.data import DataOrder
 from maxmeg.config.schema import Config, LrDecay, OptimConfig, WeightDecayRamp, WsdDecay
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
 
 
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The step from which a resumed run continues, and what the steps before it consumed.
+
+    consumed_samples: training samples. validation_samples: samples of the periodic validations.
+    batches: (first step, samples before it, batch size) of each stretch of equal batches.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    validation_samples: int = 0
+    batches: tuple[tuple[int, int, int], ...] = ()
+
+    @classmethod
+    def of_checkpoint(cls, step: int, metadata: Mapping[str, Any]) -> "Origin":
+        """The origin of a run that resumes the checkpoint of `step`, from `Schedules.progress`."""
+        consumed = metadata["consumed_samples"]
+        # Without a record of the batch sizes, every step had the mean one.
+        batches = metadata.get("batches", [(0, 0, consumed // max(step, 1))])
+        return cls(
+            step,
+            consumed,
+            metadata.get("validation_samples", 0),
+            tuple((first, before, size) for first, before, size in batches if first < step),
+        )
+
+
 class Schedules:
     """Values of step n (from 0) of a run, each a function of the samples before that step."""
 
-    def __init__(self, config: Config, batch_multiple: int = 1):
+    batch_sizes: tuple[int, ...]  # in the order in which the run may reach them, each once
+
+    def __init__(self, config: Config, batch_multiple: int = 1, origin: Origin = Origin()):
         """Every batch size must be a multiple of `batch_multiple`, the samples of one microbatch
         over all replicas. Raises ValueError for settings that contradict each other."""
-        self._optim = config.optim
-        self.num_steps = config.train.num_steps
-        self._segments = _segments(config)
+        self._optim, self._origin, train = config.optim, origin, config.train
+        self._eval_every = train.eval_every
+        self._eval_samples = train.eval_steps * train.global_batch_size  # of one validation
+        self._validates_in_turn = config.data.order is not DataOrder.native
+        self.num_steps = train.num_steps
+        coming = _segments(config, origin)
+        self.batch_sizes = tuple(dict.fromkeys(size for _, _, size in coming))
+        self._segments = _merged([*origin.batches, *coming])
         self._starts = [segment[0] for segment in self._segments]
         for size in self.batch_sizes:
             _check_divisible(size, batch_multiple)
         _check_optim(self._optim)
         optim = self._optim
         self.total_samples = self.consumed_samples(self.num_steps)
-        self.warmup_samples = optim.warmup_samples or self.consumed_samples(optim.warmup_steps)
         decay_steps = optim.decay_steps or self.num_steps
         self.decay_samples = optim.decay_samples or self.consumed_samples(decay_steps)
+        self.warmup_samples = (
+            optim.warmup_samples
+            or self.consumed_samples(optim.warmup_steps)
+            or min(round(optim.warmup_fraction * self.decay_samples), self.decay_samples - 1)
+        )
         end = self.step_at(self.decay_samples)
         start = max(end - optim.wsd_decay_steps, 0)
         self.wsd_samples = self.consumed_samples(end) - self.consumed_samples(start)
         self._check_lengths()
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Batch sizes in the order in which the run may reach them, each once."""
-        return tuple(dict.fromkeys(size for _, _, size in self._segments))
 
     def batch_size(self, step: int) -> int:
         """Samples of step `step`."""
@@ -56,6 +96,29 @@ class Schedules:
         """(number of the first sample of step `step`, its batch size)."""
         first, consumed, size = self._segment(step)
         return consumed + (step - first) * size, size
+
+    def validation_samples(self, step: int) -> int:
+        """Samples of all periodic validations before step `step`."""
+        before, every = self._origin.validation_samples, self._eval_every
+        if not every:
+            return before
+        return before + (step // every - self._origin.step // every) * self._eval_samples
+
+    def evaluation_start(self, step: int) -> int:
+        """Number of the first sample that the validation after step `step` reads.
+
+        In Megatron-LM's order each validation continues after the last one; in the native order
+        every validation reads the same samples.
+        """
+        return self.validation_samples(step) if self._validates_in_turn else 0
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """What the steps before `step` consumed, JSON-able, for `Origin.of_checkpoint`."""
+        return {
+            "consumed_samples": self.consumed_samples(step),
+            "validation_samples": self.validation_samples(step),
+            "batches": [list(segment) for segment in self._segments if segment[0] < step],
+        }
 
     def step_at(self, samples: int) -> int:
         """First step before which at least `samples` samples were consumed."""
@@ -82,14 +145,25 @@ class Schedules:
             raise ValueError(f"step={step} is negative: steps count from 0")
         return self._segments[bisect.bisect_right(self._starts, step) - 1]
 
+    def _length(self, name):
+        """(setting, its value, unit) that decides the length of "warmup" or "decay"."""
+        for unit in ("samples", "steps"):
+            if value := getattr(self._optim, f"{name}_{unit}"):
+                return f"optim.{name}_{unit}", value, unit
+        return "train.num_steps", self.num_steps, "steps"
+
     def _check_lengths(self):
+        """ValueError unless the warm-up ends before the decay does, in the units that were set."""
         warmup, decay = self.warmup_samples, self.decay_samples
         if self._optim.decay is LrDecay.constant:
             return
         if warmup >= decay > 0:
+            begin, begin_value, unit = self._length("warmup")
+            end, end_value, end_unit = self._length("decay")
+            samples = f" ({warmup} >= {decay} samples)" if unit != end_unit else ""
             raise ValueError(
-                f"warm-up of {warmup} samples does not end before the decay at {decay} samples:"
-                " shorten optim.warmup_steps or lengthen optim.decay_steps"
+                f"{begin}={begin_value} >= {end}={end_value}{samples}: warm-up must end before the"
+                f" decay does; lower {begin} or raise {end}"
             )
         if self._optim.decay is LrDecay.wsd and self.wsd_samples > decay - warmup:
             raise ValueError(
@@ -145,8 +219,21 @@ def _wsd_fraction(shape, done):
     }[shape]
 
 
-def _segments(config):
-    """(first step, samples before it, batch size) of each stretch of equal batches."""
+def _merged(segments):
+    """Segments without those that only continue the segment before them."""
+    kept = []
+    for first, consumed, size in segments:
+        if kept:
+            last_first, last_consumed, last_size = kept[-1]
+            reached = last_consumed + (first - last_first) * last_size
+            if (reached, last_size) == (consumed, size):
+                continue
+        kept.append((first, consumed, size))
+    return kept
+
+
+def _segments(config, origin):
+    """(first step, samples before it, batch size) of each stretch of equal batches to come."""
     train = config.train
     if train.global_batch_size < 1:
         raise ValueError(f"train.global_batch_size={train.global_batch_size}: must be at least 1")
@@ -156,15 +243,15 @@ def _segments(config):
             f"{train.batch_schedule!r} both set the batch size: give one of the two"
         )
     if train.batch_rampup:
-        return _rampup_segments(train.batch_rampup, train.global_batch_size)
+        return _rampup_segments(train.batch_rampup, train.global_batch_size, origin)
     if train.batch_schedule:
         return _schedule_segments(
-            train.batch_schedule, config.data.sequence_length, train.global_batch_size
+            train.batch_schedule, config.data.sequence_length, train.global_batch_size, origin
         )
-    return [(0, 0, train.global_batch_size)]
+    return [(origin.step, origin.consumed_samples, train.global_batch_size)]
 
 
-def _rampup_segments(rampup, final):
+def _rampup_segments(rampup, final, origin):
     if len(rampup) != 3:
         raise ValueError(
             f"train.batch_rampup={rampup}: give three numbers, start,increment,samples"
@@ -180,14 +267,15 @@ def _rampup_segments(rampup, final):
             f"train.batch_rampup={rampup} does not reach train.global_batch_size={final} in whole"
             f" increments: {final} - {start} is not divisible by {increment}"
         )
+    step, consumed = origin.step, origin.consumed_samples
     if start == final:
-        return [(0, 0, final)]
+        return [(step, consumed, final)]
     each = samples / ((final - start) // increment)
 
     def size_at(consumed):
         return final if consumed > samples else start + int(consumed / each) * increment
 
-    segments, step, consumed = [], 0, 0
+    segments = []
     while True:
         size = size_at(consumed)
         segments.append((step, consumed, size))
@@ -203,7 +291,7 @@ def _rampup_segments(rampup, final):
         step, consumed = step + count, consumed + count * size
 
 
-def _schedule_segments(schedule, sequence_length, final):
+def _schedule_segments(schedule, sequence_length, final, origin):
     entries = []
     for entry in schedule.split():
         match = _ENTRY.fullmatch(entry)
@@ -225,7 +313,7 @@ def _schedule_segments(schedule, sequence_length, final):
             f"train.batch_schedule={schedule!r} ends with batches of {entries[-1][1]} but"
             f" train.global_batch_size={final}: set it to {entries[-1][1]}"
         )
-    segments, step, consumed = [], 0, 0
+    segments, step, consumed = [], origin.step, origin.consumed_samples
     for (_, size), following in zip(entries, [*thresholds[1:], None], strict=True):
         if following is not None and consumed >= following:
             continue  # the step before already passed this entry

@@ -6,16 +6,20 @@ one device. Autodiff's duality all_gather <-> psum_scatter is Megatron-LM's f/g 
 here is ever differentiated: losses carry their own vjp.
 """
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.mesh import TENSOR_AXES
 
 PIPE_AXIS = "pipe"
+ALWAYS = "always"  # name of the activations that every recompute policy keeps
 VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
 
@@ -38,6 +42,20 @@ def axis_size(axes: tuple[str, ...]) -> int:
     return math.prod(lax.axis_size(axis) for axis in present(axes))
 
 
+def first_index(axes: tuple[str, ...], count: int) -> jax.Array | int:
+    """Global index of this device's first element along a dimension that is sharded over `axes`,
+    `count` elements on each device."""
+    return axis_index(axes) * count
+
+
+def local_part(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+    """This device's part along `dim` of an array that all devices along `axes` hold entirely."""
+    count = x.shape[dim] // axis_size(axes)
+    if count == x.shape[dim]:
+        return x
+    return lax.dynamic_slice_in_dim(x, first_index(axes, count), count, axis=dim)
+
+
 def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     axes = present(axes)
     return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
@@ -54,7 +72,8 @@ def sum_over(x, axes: tuple[str, ...]):
     return lax.psum(x, axes) if axes else x
 
 
-def max_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def max_over(x, axes: tuple[str, ...]):
+    """Maximum of a tree over mesh axes in one collective; not to be differentiated."""
     axes = present(axes)
     return lax.pmax(x, axes) if axes else x
 
@@ -91,13 +110,6 @@ def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
     return scatter(x_BLD, TENSOR_AXES, 1) if sharded else sum_over(x_BLD, TENSOR_AXES)
 
 
-def local_sequence(x_BL: jax.Array, length: int, axes: tuple[str, ...] = TENSOR_AXES) -> jax.Array:
-    """This device's part, `length` long, of an array whose dimension 1 is the whole sequence."""
-    if x_BL.shape[1] == length:
-        return x_BL
-    return lax.dynamic_slice_in_dim(x_BL, axis_index(axes) * length, length, axis=1)
-
-
 def unshard_parameter(parameter) -> jax.Array:
     """The parameter gathered over fsdp along its "embed" dimension (ZeRO-3)."""
     value, axes = parameter[...], parameter.get_metadata()["axes"]
@@ -106,41 +118,57 @@ def unshard_parameter(parameter) -> jax.Array:
     return value
 
 
+def local_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:
+    """The one key/value head of `num_heads` along `dim` that this device's query heads attend to.
+
+    tensor is a multiple of num_heads: that many consecutive devices share a head.
+    """
+    size = x.shape[dim] // num_heads
+    return lax.dynamic_slice_in_dim(x, kv_head_index(num_heads) * size, size, dim)
+
+
+def at_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:
+    """The transpose of `local_kv_head`: x in its head's place along `dim`, other heads zero."""
+    size = x.shape[dim]
+    shape = (*x.shape[:dim], num_heads * size, *x.shape[dim + 1 :])
+    zeros = jnp.zeros(shape, x.dtype)
+    return lax.dynamic_update_slice_in_dim(zeros, x, kv_head_index(num_heads) * size, dim)
+
+
+def kv_head_index(num_heads: int) -> jax.Array | int:
+    return axis_index(TENSOR_AXES) * num_heads // axis_size(TENSOR_AXES)
+
+
 def counted_once(x: jax.Array, axes: tuple[str, ...] = TENSOR_AXES) -> jax.Array:
     """`x` on rank 0 of axes, zero elsewhere: to be added to partial sums."""
     rank = axis_index(axes)
     return x if isinstance(rank, int) else jnp.where(rank == 0, x, 0)
 
 
-def stored(x: jax.Array) -> jax.Array:
-    """An activation that backward reads instead of making it again; see `stores`.
-
-    Named are the outputs of matrix products that backward needs and cannot make cheaply. What is
-    not (norms, activations, rotations, gathered sequences and parameters) is made again.
-    """
-    return checkpoint_name(x, "stored")
+def stored(x: jax.Array, name: str) -> jax.Array:
+    """x, under a name of config/recompute.py: backward reads it from memory instead of computing it
+    again where `model.recompute` keeps that name."""
+    assert name in NAMES, name
+    return checkpoint_name(x, name)
 
 
-def stores(prim, *_, **params) -> bool:
-    """jax.checkpoint policy: keep what is `stored`.
+def stored_always(x: jax.Array) -> jax.Array:
+    """x, a small array that a collective has made: backward reads it from memory whatever
+    `model.recompute` keeps, so that the collective runs once."""
+    return checkpoint_name(x, ALWAYS)
 
+
+@functools.cache
+def keeps(names: frozenset[str]) -> Callable[..., bool]:
+    """jax.checkpoint policy that keeps the activations `stored` under these names.
+
+    cuDNN's attention is one primitive that cannot name its outputs: it is "attention_output".
     A policy also rules inside a nested jax.checkpoint: one that keeps all but some would undo it.
     """
-    return prim.name == "name" and params["name"] == "stored"
 
+    def policy(primitive, *_, **params) -> bool:
+        if primitive.name == "dot_product_attention_fwd_wrapper":
+            return "attention_output" in names
+        return primitive.name == "name" and params["name"] in (ALWAYS, *names)
 
-def stored_attention(weights: jax.Array) -> jax.Array:
-    """Attention's weights for a short sequence, or its output, which `stores_attention` keeps."""
-    return checkpoint_name(weights, "attention")
-
-
-def stored_exchange(rows: jax.Array) -> jax.Array:
-    """Rows from other devices, which `stores_attention` keeps, so that they are sent once."""
-    return checkpoint_name(rows, "exchange")
-
-
-def stores_attention(prim, *_, **params) -> bool:
-    """`stores`, and what attention needs to run forward once: cuDNN's outputs, or the weights; and
-    rows that were exchanged."""
-    named = prim.name == "name" and params["name"] in ("attention", "exchange")
-    return named or stores(prim, **params) or prim.name == "dot_product_attention_fwd_wrapper"
+    return policy

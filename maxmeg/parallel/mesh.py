@@ -8,11 +8,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from maxmeg.config.validate import VIRTUAL_DEVICES
+
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 MESH_AXES = (*AXES[:-1], "fold", "tensor")
 TENSOR_AXES = ("fold", "tensor")
 EXPERT_AXES = ("expert", "context", "fold")  # where experts lie
 BATCH_AXES = ("data", "fsdp", "expert")  # the batch dimension is sharded over these
+CONTEXT_AXES = ("context",)  # the sequence dimension of a batch is sharded over these
+TOKEN_AXES = (*BATCH_AXES, *CONTEXT_AXES)  # devices along these hold different tokens
 
 
 def make_mesh(sizes: dict[str, int], devices: list | None = None, fold: int = 1) -> Mesh:
@@ -48,7 +52,12 @@ def local_mesh(tensor: int = 1) -> Mesh:
     """A mesh of this process's first `tensor` devices, all along tensor."""
     devices = jax.local_devices()
     if not 1 <= tensor <= len(devices):
-        raise ValueError(f"tensor={tensor} must lie in 1..{len(devices)}, the devices here")
+        platform = devices[0].platform
+        virtual = f"; on a CPU: XLA_FLAGS={VIRTUAL_DEVICES}={tensor}" * (platform == "cpu")
+        raise ValueError(
+            f"--tensor={tensor} must lie in 1..{len(devices)}: JAX sees {len(devices)} {platform}"
+            f"{virtual}"
+        )
     return make_mesh(dict.fromkeys(AXES, 1) | {"tensor": tensor}, devices[:tensor])
 
 

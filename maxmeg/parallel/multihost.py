@@ -6,17 +6,25 @@ JAX detects Slurm and Open MPI too, but always gives a process the one GPU of it
 the GPUs of a node are divided among the node's processes, so one process a node drives them all.
 """
 
+import contextlib
 import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import jax
+from jax._src import distributed  # no public access to the key-value store
+
+from maxmeg.config.validate import VIRTUAL_DEVICES
+from maxmeg.parallel.coordinator import Coordinator
 
 FIRST_PORT = 61440  # the last 4096 ports, where JAX puts its coordinator as well
 NUM_PORTS = 4096
-VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
 CPU_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
+LINGER_SECONDS = 30  # that the coordinator stays, after the others should have noticed
+HEARTBEAT_SECONDS = 100  # JAX's own: after this it ends a run with a C++ stack trace
+_closing = contextlib.ExitStack()  # the coordinator, in process 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +49,15 @@ class Rendezvous:
             )
 
 
-def initialize() -> None:
+def initialize(silence: float = 60.0) -> None:
     """Connect to the other processes of the job, once, before any other use of JAX.
 
-    Does nothing when no launcher is recognized, or when it started a single process.
+    Does nothing when no launcher is recognized, or when it started a single process. `silence`:
+    seconds after which `runtime/faults/peers.py` takes a process that does not answer for dead.
 
     Raises:
-      ValueError: a launcher's variables are incomplete or contradict each other.
+      ValueError: a launcher's variables are incomplete or contradict each other, or the
+        coordinator's port is in use.
     """
     if jax.distributed.is_initialized():
         return
@@ -56,12 +66,24 @@ def initialize() -> None:
     if rendezvous is None:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    heartbeat = max(HEARTBEAT_SECONDS, int(2 * silence))
+    options: dict[str, Any] = {}
+    if rendezvous.process_id == 0:
+        address = f"[::]:{rendezvous.coordinator.rpartition(':')[2]}"
+        address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+        linger = silence + LINGER_SECONDS
+        coordinator = Coordinator(address, rendezvous.num_processes, heartbeat, linger)
+        _closing.callback(coordinator.close)
+        # JAX starts a service in process 0 in any case: an idle one, on a port of its choice.
+        options["coordinator_bind_address"] = "127.0.0.1:0"
     jax.distributed.initialize(
         rendezvous.coordinator,
         rendezvous.num_processes,
         rendezvous.process_id,
         local_device_ids=rendezvous.local_device_ids,
         cluster_detection_method="deactivate",
+        heartbeat_timeout_seconds=heartbeat,
+        **options,
     )
 
 
@@ -85,6 +107,31 @@ def shutdown() -> None:
     """Wait for the other processes and disconnect; nothing when there are none."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
+        _closing.close()
+
+
+def store() -> Any:
+    """The client of the coordinator's key-value store. None in a run of one process."""
+    return distributed.global_state.client
+
+
+def rank() -> int:
+    """This process's number; unlike jax.process_index, it does not start the devices."""
+    return distributed.global_state.process_id
+
+
+def size() -> int:
+    """How many processes the run has."""
+    return distributed.global_state.num_processes
+
+
+def meet(name: str, seconds: float = 0.0) -> None:
+    """Wait until every process has called this with the same name, at most once per name.
+
+    seconds: limit; 0: a day. Raises JaxRuntimeError when it has passed.
+    """
+    if (client := store()) is not None:
+        client.wait_at_barrier(f"maxmeg/{name}", int(1000 * (seconds or 86400)))
 
 
 def detect(environ: Mapping[str, str]) -> Rendezvous | None:

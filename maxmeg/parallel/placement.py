@@ -7,12 +7,15 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.parallel.mesh import BATCH_AXES, MESH_AXES, batch_shards
+from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, MESH_AXES, batch_shards
+from maxmeg.parallel.sequence import context_order
 
 
 def batch_spec(num_dims: int) -> P:
-    """Spec of a batch [microbatch, sample, ...]: samples lie over the batch axes."""
-    return P(None, BATCH_AXES, *(None,) * (num_dims - 2))
+    """PartitionSpec of a batch array [microbatch, sample, token, ...] that has `num_dims`
+    dimensions: samples are sharded over the batch axes, tokens over context."""
+    return P(*(None, BATCH_AXES, CONTEXT_AXES)[:num_dims])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,25 +53,32 @@ def local_rows(mesh: Mesh, micro_batch_size: int = 0) -> LocalRows:
 
 
 def place_batch(
-    batch: dict[str, np.ndarray], rows: LocalRows, mesh: Mesh, batch_size: int
-) -> dict[str, jax.Array]:
-    """Arrays [microbatch, sample, ...] over the mesh from this process's rows of the batch."""
+    arrays: dict[str, np.ndarray], rows: LocalRows, mesh: Mesh, batch_size: int
+) -> Batch:
+    """The global batch on the mesh, from the arrays of this process's rows by name."""
+    return Batch.of({name: place(array, rows, mesh, batch_size) for name, array in arrays.items()})
+
+
+def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> jax.Array:
+    """A global array [microbatch, sample, token, ...] on the mesh from this process's rows of it.
+
+    The tokens of a row are in the order of `context_order`.
+    """
+    context = mesh.shape["context"]
     microbatches, numbers = rows.microbatches(batch_size), rows(batch_size)
     width = batch_size // microbatches
+    shape = (microbatches, width, *local.shape[1:])
 
-    def place(local: np.ndarray) -> jax.Array:
-        shape = (microbatches, width, *local.shape[1:])
+    def piece(index):
+        columns = np.arange(width)[index[1]]
+        wanted = np.arange(microbatches)[:, None] * width + columns[None]
+        held = local[np.searchsorted(numbers, wanted)]
+        if context == 1 or held.ndim < 3:
+            return held
+        return held[:, :, context_order(shape[2], context)[index[2]]]
 
-        def piece(index):
-            columns = np.arange(width)[index[1]]
-            wanted = np.arange(microbatches)[:, None] * width + columns[None]
-            found = np.searchsorted(numbers, wanted)
-            return local[found]
-
-        sharding = NamedSharding(mesh, batch_spec(len(shape)))
-        return jax.make_array_from_callback(shape, sharding, piece)
-
-    return {name: place(array) for name, array in batch.items()}
+    sharding = NamedSharding(mesh, batch_spec(len(shape)))
+    return jax.make_array_from_callback(shape, sharding, piece)
 
 
 def place_flag(flag: bool, mesh: Mesh) -> jax.Array:

@@ -1,10 +1,12 @@
 """The one table from logical axes to mesh axes, and every partition spec derived from it.
 
-Each parameter is an `nnx.Param` with metadata `axes`, a logical name (or None) a dimension. A
-parameter stacked over layers has one dimension more, in front: "layers".
+Each parameter is an `nnx.Param`, and each state of a layer another `nnx.Variable`, with metadata
+`axes`: a logical name (or None) for each dimension. One that is stacked over layers has one more
+dimension, in front: "layers".
 """
 
 import dataclasses
+import math
 
 import jax
 from flax import nnx
@@ -19,6 +21,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "heads": TENSOR_AXES,
     "kv_heads": TENSOR_AXES,
     "mlp": TENSOR_AXES,
+    "channels": TENSOR_AXES,
     "expert": EXPERT_AXES,
     "expert_mlp": ("tensor",),
     "embed": ("fsdp",),  # the residual width of every matrix
@@ -36,13 +39,19 @@ def is_variable(node) -> bool:
 
 
 def is_frozen(variable: nnx.Variable) -> bool:
-    """Whether the parameter is not trained, by its metadata."""
+    """Whether the variable belongs to the frozen base of adapters."""
     return variable.get_metadata().get("frozen", False)
 
 
-def is_counted(variable: nnx.Variable) -> bool:
-    """Whether the parameter moves by counts of tokens (its gradient), not by the optimizer."""
-    return bool(variable.get_metadata().get("counts"))
+def is_state(variable: nnx.Variable) -> bool:
+    """Whether the train step itself sets the variable, from auxiliary values of its layer: it has
+    no gradient and no optimizer state, and is never rounded to the compute dtype."""
+    return variable.get_metadata().get("state", False)
+
+
+def is_trained(variable: nnx.Variable) -> bool:
+    """Whether the optimizer updates the variable."""
+    return not (is_frozen(variable) or is_state(variable))
 
 
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
@@ -51,28 +60,65 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
     return ("layers",) * (variable.ndim - len(axes)) + axes
 
 
-def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
-    """The dimension that is also sharded over `data` for master and optimizer; None if none can.
+def set_kv_heads(module, num_kv_heads: int) -> None:
+    """Record the number of key/value heads in the metadata of every parameter of `module` that has
+    a "kv_heads" dimension. That dimension is never sharded inside a head."""
+    for variable in jax.tree.leaves(module, is_leaf=is_variable):
+        if "kv_heads" in variable.get_metadata()["axes"]:
+            variable.set_metadata(num_kv_heads=num_kv_heads)
 
-    The first (after layers) whose size divides by its own mesh axes times data. Of a frozen
-    parameter none: it is itself what computes, and would be gathered every step. Nor of a counted
-    one, whose gradient is wider.
+
+@dataclasses.dataclass(frozen=True)
+class KvSlice:
+    """Dimension `dim` of a parameter holds `num_heads` key/value heads and is replicated over
+    tensor; each device computes with the one head that its query heads attend to."""
+
+    dim: int
+    num_heads: int
+
+
+def kv_slice(variable: nnx.Variable, mesh: Mesh) -> KvSlice | None:
+    """The parameter's KvSlice; None where tensor has no more devices than it has key/value heads,
+    or it has none. Then RULES shard the dimension as any other."""
+    num_heads = variable.get_metadata().get("num_kv_heads", 0)
+    tensor = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
+    if not 0 < num_heads < tensor:
+        return None
+    assert tensor % num_heads == 0  # by config.validate
+    return KvSlice(logical_axes(variable).index("kv_heads"), num_heads)
+
+
+def mesh_axes(variable: nnx.Variable, mesh: Mesh) -> list[tuple[str, ...]]:
+    """Mesh axes over which each dimension of the parameter is sharded, ZeRO-1's left out."""
+    axes, replicated = [RULES[name] for name in logical_axes(variable)], kv_slice(variable, mesh)
+    if replicated is not None:
+        axes[replicated.dim] = ()
+    return axes
+
+
+def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
+    """The dimension that ZeRO-1 also shards over `data` for master and optimizer; None if none can.
+
+    It is the first dimension (after layers) whose size divides by its own mesh axes times data,
+    but not a KvSlice's. A variable that is not trained has none: it has no optimizer state, and
+    would be gathered every step.
     """
     names, shape = logical_axes(variable), variable.shape
-    if mesh.shape["data"] == 1 or is_frozen(variable) or is_counted(variable):
+    if mesh.shape["data"] == 1 or not is_trained(variable):
         return None
-    for dim, name in enumerate(names):
-        parts = mesh.shape["data"]
-        for axis in RULES[name]:
-            parts *= mesh.shape[axis]
-        if name != "layers" and shape[dim] % parts == 0:
+    sliced = kv_slice(variable, mesh)
+    for dim, axes in enumerate(mesh_axes(variable, mesh)):
+        parts = mesh.shape["data"] * math.prod(mesh.shape[axis] for axis in axes)
+        if names[dim] == "layers" or (sliced is not None and sliced.dim == dim):
+            continue
+        if shape[dim] % parts == 0:
             return dim
     return None
 
 
 def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[str, ...]]:
-    """Mesh axes of each dimension of masters, moments and checkpoints: RULES, and ZeRO-1's data."""
-    axes = [RULES[name] for name in logical_axes(variable)]
+    """Mesh axes of each dimension of masters, moments and checkpoints, ZeRO-1's included."""
+    axes = mesh_axes(variable, mesh)
     dim = zero1_dim(variable, mesh) if zero1 else None
     if dim is not None:
         axes[dim] = (*axes[dim], "data")
@@ -81,14 +127,20 @@ def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """What a parameter's gradient needs: a scatter over data along `scatter_dim` (ZeRO-1; the
-    master is gathered there), and a sum over the axes on which the parameter is replicated.
+    """How a step gets the parameter that computes from its master, and reduces its gradient.
 
-    exact: it is not rounded to the compute dtype."""
+    scatter_dim: the gradient is scattered over data along it, and the master gathered (ZeRO-1).
+    sum_axes: the gradient is summed over these, on which the parameter is replicated.
+    exact: the parameter is not rounded to the compute dtype.
+    kv_slice: the device computes with this part of the parameter, and its gradient is zero outside
+    of it. Devices that share a head differentiate different query heads, so the sum over tensor
+    counts each head's gradient once.
+    """
 
     scatter_dim: int | None
     sum_axes: tuple[str, ...]
     exact: bool = False
+    kv_slice: KvSlice | None = None
 
 
 def reductions(model, mesh: Mesh, zero1: bool):
@@ -98,7 +150,8 @@ def reductions(model, mesh: Mesh, zero1: bool):
         dim = zero1_dim(variable, mesh) if zero1 else None
         used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
         summed = tuple(axis for axis in MESH_AXES if axis not in used)
-        return variable.replace(Reduction(dim, summed, is_counted(variable)))
+        sliced = kv_slice(variable, mesh)
+        return variable.replace(Reduction(dim, summed, is_state(variable), sliced))
 
     return jax.tree.map(one, model, is_leaf=is_variable)
 

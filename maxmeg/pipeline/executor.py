@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from maxmeg.layers.auxiliary import choose, combine, start_values
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.pipeline.layout import Layout
-from maxmeg.pipeline.residuals import Arrays, UnitVjp, add_at, empty_ring, read, write
+from maxmeg.pipeline.residuals import Arrays, UnitVjp, combine_at, empty_ring, read, write
 from maxmeg.pipeline.schedule import Lane, Table, runs
 from maxmeg.pipeline.split import SplitVjp
 
@@ -36,7 +37,8 @@ class Program:
     this stage's places [chunks x slots]; fixed[g]: what else a unit is given, stacked alike. A
     microbatch is what `batches` hold at one index.
     embed(outer, microbatch) -> x: a share of the stack's input, to be summed over pipe.
-    unit(params, x, (microbatch, layer, fixed)) -> x. head(outer, x, microbatch) -> (loss, sums).
+    unit(params, x, (microbatch, layer, fixed)) -> (x, auxiliary values of the layer).
+    head(outer, x, microbatch) -> (loss, sums, which may hold auxiliary values too).
     """
 
     outer: typing.Any
@@ -50,7 +52,8 @@ class Program:
 
 class Carry(typing.NamedTuple):
     """x, dy: what the stages before and after have sent. rings: residuals by slot and layer.
-    deferred: what the weight lane needs of the backward lane. outputs: of the last stage."""
+    deferred: what the weight lane needs of the backward lane. outputs: of the last stage.
+    aux: auxiliary values of each group, stacked over all its layers in model order."""
 
     x: jax.Array
     dy: jax.Array
@@ -60,6 +63,7 @@ class Carry(typing.NamedTuple):
     outer: typing.Any
     groups: list
     sums: typing.Any
+    aux: list
 
 
 class Work(typing.NamedTuple):
@@ -72,10 +76,11 @@ class Work(typing.NamedTuple):
 
 
 def run_pipeline(program: Program, table: Table, layout: Layout):
-    """((gradients of outer, of groups), sums of the head); gradients are float32, unreduced.
+    """((gradients of outer, of groups), sums of the head, auxiliary values of each group).
 
-    Each device has the gradients of its own share of the work. With a table of forwards alone the
-    gradients are None.
+    Gradients are float32 and unreduced: each device has those of its own share of the work. The
+    auxiliary values lie in model order [layers, ...]; a stage has start values for the layers of
+    others. A table of forward passes alone gives neither.
     """
     executor = Executor(program, table, layout)
     carry = executor.start()
@@ -87,7 +92,7 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         always = bool((table.head[first:stop] >= 0).all())
         tick = functools.partial(executor.tick, lanes, always)
         carry, _ = lax.scan(tick, carry, rows)
-    return (carry.outer, carry.groups), carry.sums
+    return (carry.outer, carry.groups), carry.sums, carry.aux
 
 
 def work_of(lane: Lane, first: int, stop: int) -> Work:
@@ -127,7 +132,11 @@ class Executor:
         trained = table.backward is not None
         outer = zeros(program.outer) if trained else None
         groups = [zeros(group) for group in program.groups] if trained else []
-        return Carry(x, x, rings, deferred, outputs, outer, groups, zeros(sums))
+        aux = [
+            start_values(stacked(vjp.aux, repeats))
+            for vjp, repeats in zip(self.vjps, self.layout.repeats, strict=False)
+        ]
+        return Carry(x, x, rings, deferred, outputs, outer, groups, start_values(sums), aux)
 
     def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
         """One tick of a run with `lanes` on; always: the head has work at every tick."""
@@ -154,26 +163,30 @@ class Executor:
 
     def forward(self, carry: Carry, work: Work) -> tuple[jax.Array, Carry]:
         """This stage's chunk on its microbatch; residuals go into the rings."""
-        own, x, rings = self.own(work), self.enter(carry.x, work), []
+        own, x, rings, auxes = self.own(work), self.enter(carry.x, work), [], []
         microbatch = self.microbatch(own.microbatch)
         for g, group in enumerate(self.program.groups):
-            slots = self.layout.slots(g)
+            slots, first = self.layout.slots(g), sum(self.layout.repeats[:g])
 
-            def body(state, slot, g=g, group=group, slots=slots):
-                x, ring = state
+            def body(state, slot, g=g, group=group, slots=slots, first=first):
+                x, ring, total = state
                 place = jnp.maximum(own.chunk, 0) * slots + slot
                 params, given = read(group, place), self.given(g, microbatch, place)
                 if self.vjps:
-                    y, residuals = self.vjps[g].forward(params, x, given)
+                    y, residuals, aux = self.vjps[g].forward(params, x, given)
                     ring = write(ring, residuals, own.slot, slot)
+                    used = (own.microbatch >= 0) & (given[1] >= 0)
+                    aux = choose(used, aux, start_values(aux))
+                    total = combine_at(total, jnp.maximum(given[1] - first, 0), aux)
                 else:
-                    y = self.program.unit(params, x, given)
-                return (self.unless_skipped(y, x, given[1]), ring), None
+                    y, _ = self.program.unit(params, x, given)
+                return (self.unless_skipped(y, x, given[1]), ring, total), None
 
-            ring = carry.rings[g] if self.vjps else []
-            (x, ring), _ = lax.scan(body, (x, ring), jnp.arange(slots))
+            memory = (carry.rings[g], carry.aux[g]) if self.vjps else ([], [])
+            (x, ring, aux), _ = lax.scan(body, (x, *memory), jnp.arange(slots))
             rings.append(ring)
-        return x, carry._replace(rings=rings if self.vjps else [])
+            auxes.append(aux)
+        return x, carry._replace(rings=rings, aux=auxes) if self.vjps else carry
 
     def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work) -> Carry:
         """Gradients of this stage's chunk, added up, and of its input, sent back.
@@ -234,7 +247,8 @@ class Executor:
     def sum_at(self, total, place, gradients, own: Work, layer):
         """`total` with a layer's gradients added, unless the stage idles or skips the place."""
         used = (own.microbatch >= 0) & (layer >= 0)
-        return add_at(total, place, jax.tree.map(lambda d: jnp.where(used, d, 0), gradients))
+        gradients = jax.tree.map(lambda d: jnp.where(used, d, 0), gradients)
+        return combine_at(total, place, gradients)
 
     def enter(self, arrived: jax.Array, work: Work) -> jax.Array:
         """The chunk's input: embedded by all stages together for the first, else what arrived."""
@@ -263,7 +277,7 @@ class Executor:
             left = jnp.where((self.stage == 0) & leaving, dx, 0)
             left = collectives.sum_over(left, (PIPE_AXIS,))
             _, pull = jax.vjp(lambda outer: self.program.embed(outer, microbatch), outer)
-            return added(total, pull(left)[0])
+            return combine(total, pull(left)[0])
 
         return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, keep, total)
 
@@ -276,13 +290,13 @@ class Executor:
             x = collectives.sum_over(jnp.where(self.stage == self.last, y, 0), (PIPE_AXIS,))
             if not trained:
                 _, sums = self.program.head(outer, x, microbatch)
-                return None, (None, added(total[1], sums))
+                return None, (None, combine(total[1], sums))
             _, pull, sums = jax.vjp(
                 lambda outer, x: self.program.head(outer, x, microbatch), outer, x, has_aux=True
             )
             gradients, dx = pull(jnp.ones((), jnp.float32))
             dx = collectives.sum_over(dx, (PIPE_AXIS,))
-            return dx, (added(total[0], gradients), added(total[1], sums))
+            return dx, (combine(total[0], gradients), combine(total[1], sums))
 
         def idle(total):
             return jnp.zeros_like(y) if trained else None, total
@@ -317,5 +331,6 @@ def keep(total):
     return total
 
 
-def added(total, values):
-    return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, values)
+def stacked(shapes, size: int):
+    """Shapes with one more dimension in front."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), shapes)

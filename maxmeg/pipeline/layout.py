@@ -31,9 +31,14 @@ class Layout:
         """Places of a chunk."""
         return len(self.orders[group]) // (self.stages * self.chunks)
 
+    @property
+    def repeats(self) -> tuple[int, ...]:
+        """Number of layers in each group."""
+        return tuple(max(order) + 1 for order in self.orders)
+
     def layers(self, group: int) -> np.ndarray:
         """[stages, chunks x slots]: number of each place's layer in the whole model, or -1."""
-        first = sum(max(order) + 1 for order in self.orders[:group])
+        first = sum(self.repeats[:group])
         order = np.array(self.orders[group], np.int32).reshape(self.stages, -1)
         return np.where(order >= 0, order + first, -1)
 

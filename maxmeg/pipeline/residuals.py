@@ -1,16 +1,19 @@
 """What a layer keeps between forward and backward, as a flat list of arrays for a ring buffer."""
 
+import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxmeg.layers.auxiliary import combine
+
 Arrays = list[jax.Array]
 
 
 class UnitVjp:
-    """`jax.vjp` of function(params, x, given) -> y in two halves, at two times.
+    """`jax.vjp` of function(params, x, given) -> (y, aux) in two halves, at two times.
 
     What backward needs and is given again there (parameters, the microbatch) is not kept: it is
     known by being the very same tracer. The structure of the vjp is learned by tracing.
@@ -21,18 +24,20 @@ class UnitVjp:
         self.structure = None
         self.sources: list[int | None] = []  # place among the given leaves, None: kept
         shapes = jax.eval_shape(self.forward, params, x, given)
-        self.residuals = shapes[1]  # shapes and dtypes
+        self.residuals, self.aux = shapes[1:]  # shapes and dtypes
 
-    def forward(self, params, x: jax.Array, given) -> tuple[jax.Array, Arrays]:
-        """(y, what backward needs beside params and given)."""
-        y, pull = jax.vjp(lambda params, x: self.function(params, x, given), params, x)
+    def forward(self, params, x: jax.Array, given) -> tuple[jax.Array, Arrays, typing.Any]:
+        """(y, what backward needs beside params and given, auxiliary values)."""
+        y, pull, aux = jax.vjp(
+            lambda params, x: self.function(params, x, given), params, x, has_aux=True
+        )
         leaves, structure = jax.tree.flatten(pull)
         known = jax.tree.leaves((params, given))
         sources = [next((i for i, k in enumerate(known) if k is leaf), None) for leaf in leaves]
         if self.structure is None:
             self.structure, self.sources = structure, sources
         assert sources == self.sources  # every trace keeps the same
-        return y, [leaf for leaf, i in zip(leaves, sources, strict=True) if i is None]
+        return y, [leaf for leaf, i in zip(leaves, sources, strict=True) if i is None], aux
 
     def backward(self, residuals: Arrays, params, given, dy: jax.Array):
         """(gradients of params, gradient of x)."""
@@ -68,11 +73,10 @@ def read(ring, *place: jax.Array | int):
     return jax.tree.map(one, ring)
 
 
-def add_at(total, place: jax.Array, values):
-    """`total` with `values` added, in its dtype, at index `place` of dimension 0."""
-
-    def one(buffer, value):
-        summed = read(buffer, place) + value.astype(buffer.dtype)
-        return lax.dynamic_update_slice_in_dim(buffer, summed[None], place, axis=0)
-
-    return jax.tree.map(one, total, values)
+def combine_at(total, place: jax.Array, values):
+    """`total` with `values` combined into it at index `place` of dimension 0."""
+    return jax.tree.map(
+        lambda buffer, row: lax.dynamic_update_slice_in_dim(buffer, row[None], place, axis=0),
+        total,
+        combine(read(total, place), values),
+    )

@@ -54,7 +54,7 @@ class SplitVjp(UnitVjp):
         self.params_tree = jax.tree.structure(params)
 
     def output_shape(self, params, x, given):
-        return jax.eval_shape(self.function, params, x, given)
+        return jax.eval_shape(self.function, params, x, given)[0]
 
     def backward_input(self, residuals: Arrays, params, given, dy) -> tuple[jax.Array, Arrays]:
         """(gradient of x, what backward_weight needs beside the same residuals)."""

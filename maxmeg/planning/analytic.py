@@ -13,9 +13,12 @@ The model of time, for one device:
 - Of experts the rows that even loads have: with the kernels (mosaic) their products, or the time
   to read their matrices; with XLA every row by every expert of the device. What moves rows about
   goes through memory.
-- Hidden behind the layers' own work, as far as that lasts: gathers and scatters over fsdp, and
-  what is sent between stages; and behind the products of shared experts one of two directions in
-  which copies are sent, as XLA schedules them. Everything else is exposed.
+- Key/value heads fewer than tensor are projected by every device that attends to them.
+- Counted as hidden behind the layers' own work, as far as that lasts: gathers and scatters over
+  fsdp, and what is sent between stages; and behind the products of shared experts one of the two
+  directions in which copies are sent. Everything else is counted as exposed. XLA hides less: in the
+  compiled step the first gathers of every layer and the sends between stages have no matrix product
+  beside them ("exposed" in `plan --compile`), so the step time is a lower bound.
 
 It does not know kernels' launch times, stragglers, small messages' latency, or uneven loads.
 """
@@ -23,19 +26,15 @@ It does not know kernels' launch times, stragglers, small messages' latency, or 
 import dataclasses
 import functools
 
-from maxmeg.config.model import ModelConfig, Recompute
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.planning import communication
-from maxmeg.planning.communication import traffic
-from maxmeg.planning.experts import shared_seconds, streamed, surplus_seconds
-from maxmeg.planning.flops import training_flops
-from maxmeg.planning.hardware import (
-    ATTENTION_BACKWARD_REACHED,
-    ATTENTION_FORWARD_REACHED,
-    Cluster,
-)
-from maxmeg.planning.loss import FLOAT32
-from maxmeg.planning.memory import (
+from maxmeg.config.setting import with_fields
+from maxmeg.planning.cost import communication
+from maxmeg.planning.cost.communication import traffic
+from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
+from maxmeg.planning.cost.flops import logit_flops, training_flops
+from maxmeg.planning.cost.loss import FLOAT32
+from maxmeg.planning.cost.memory import (
     activations_by_mode,
     device_memory,
     fused_attention,
@@ -43,8 +42,18 @@ from maxmeg.planning.memory import (
     keeps_attention,
     moments,
 )
+from maxmeg.planning.cost.workload import (
+    Workload,
+    architecture_key,
+    parameter_counts,
+    workload,
+)
+from maxmeg.planning.hardware import (
+    ATTENTION_BACKWARD_REACHED,
+    ATTENTION_FORWARD_REACHED,
+    Cluster,
+)
 from maxmeg.planning.report import Analytic, Traffic
-from maxmeg.planning.workload import Workload, architecture_key, parameter_counts, workload
 
 BACKWARD_SCORES = 2.5  # attention's backward makes the scores again: five products for two
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD, communication.SENT_FORWARD)
@@ -83,7 +92,7 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
         ideal + work.microbatches * ends_seconds(work, cluster) + update_seconds(work, cluster)
     )
     forward = units * layers * lane.forward
-    beside = units * layers * shared_seconds(work, cluster) if model.num_experts else 0.0
+    beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
     exposed = exposed_seconds(carried, forward, ideal - forward, beside)
     step = compute + bubble + exposed
     length = config.data.sequence_length
@@ -127,13 +136,14 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     model, tensor = work.config.model, work.axes["tensor"]
     products, scores, _ = forward_flops(model, work.config.data.sequence_length)
     peak = cluster.gpu.bf16_tflops * 1e12
-    matmul = work.samples * products / tensor / cluster.matmul_rate
-    matmul += surplus_seconds(work, cluster) if model.num_experts else 0.0
+    products = work.samples * products + repeated_products(work)
+    matmul = products / tensor / cluster.matmul_rate
+    matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = work.samples * scores / tensor / peak
     streamed = elementwise_bytes(work) / cluster.memory_rate
     forward = matmul + attention / ATTENTION_FORWARD_REACHED + streamed
     again = streamed
-    if model.recompute is Recompute.full:
+    if not work.kept:
         again = forward
     elif not keeps_attention(work.config):
         again += attention / ATTENTION_FORWARD_REACHED
@@ -148,18 +158,29 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     return LayerSeconds(forward, backward, (0 if work.config.lora.rank else matmul) + summed)
 
 
+def repeated_products(work: Workload) -> float:
+    """Forward FLOPs of the average layer for keys and values that several devices along tensor
+    compute, beyond those of one of the devices."""
+    total = 0
+    for unit in work.units:
+        more = unit.columns - dataclasses.replace(unit, kv_copies=1).columns
+        total += unit.repeats * 2 * more * work.config.model.hidden_size * work.tokens
+    return total / work.config.model.num_layers
+
+
 def elementwise_bytes(work: Workload) -> float:
     """Bytes that a layer's forward reads and writes outside of its matrix products: five residual
     streams a sublayer (norm 2, sum 3) and each column-parallel output twice, of the average layer;
-    on XLA also six passes over the causal half of the float32 scores."""
+    on XLA also six passes over the float32 scores, half of them in a causal model."""
     model, tensor = work.config.model, work.axes["tensor"]
     total = 0.0
     for unit in work.units:
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
-        if unit.attends and not fused_attention(work.config):
-            scores = work.tokens * work.config.data.sequence_length / 2 * model.num_heads / tensor
-            each += 6 * FLOAT32 * unit.layers * scores
+        if not fused_attention(work.config):
+            pairs = work.tokens * work.config.data.sequence_length
+            pairs /= 2 if model.attention.causal else 1
+            each += 6 * FLOAT32 * pairs * unit.heads / tensor
         total += unit.repeats * each
     return total / model.num_layers
 
@@ -183,17 +204,18 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
 
 
 def forward_flops(model: ModelConfig, length: int) -> tuple[float, float, float]:
-    """Forward FLOPs of one sample: a layer's products, its attention scores (the causal half), the
-    logits; taken apart from `training_flops`."""
+    """Forward FLOPs of one sample: a layer's products, its attention scores (half of them in
+    a causal model), the logits; taken apart from `training_flops`."""
     return _forward_flops(architecture_key(model), length)
 
 
 @functools.lru_cache(maxsize=64)
-def _forward_flops(key: tuple, length: int) -> tuple[float, float, float]:
-    model = ModelConfig(*key)
-    every = training_flops(model, length)
+def _forward_flops(key: frozenset, length: int) -> tuple[float, float, float]:
+    model = with_fields(ModelConfig(), dict(key))
+    every = training_flops(model, length, causal=True)
     whole = training_flops(model, length, causal=False)
-    logits = training_flops(dataclasses.replace(model, num_layers=0), length)
-    scores = whole - every
+    logits = logit_flops(model, length)
+    half = whole - every
+    scores = half if model.attention.causal else 2 * half
     layers = 3 * model.num_layers
-    return (every - logits - scores) / layers, scores / layers, logits / 3
+    return (every - logits - half) / layers, scores / layers, logits / 3

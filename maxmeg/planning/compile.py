@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import MESH_AXES, batch_shards, make_mesh, sizes_of
 from maxmeg.parallel.placement import LocalRows, batch_spec
 from maxmeg.planning import absent, hlo
@@ -50,7 +52,7 @@ def compile_report(config: Config, hardware: str, count: int, hlo_path: str = ""
     done = subprocess.run(
         [sys.executable, "-m", "maxmeg.planning.compile"],
         input=json.dumps({**request, "hlo_path": path}),
-        env=absent_environment(),
+        env=absent_environment(config.train.deterministic),
         cwd=pathlib.Path(__file__).parents[2],  # finds the package even where it is not installed
         capture_output=True,
         text=True,
@@ -111,7 +113,7 @@ def missing_part(error: str) -> str:
     if "cudnn" in error.lower() and not absent.has_cudnn():
         return (
             f"attention uses cuDNN, which is not installed: {absent.EXTRA}, "
-            "or set config.model.attention_backend=xla"
+            "or set config.model.attention.backend=xla"
         )
     return ""
 
@@ -124,18 +126,16 @@ def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
     return train_step, (abstract, abstract_batch(config, mesh), abstract_controls(mesh))
 
 
-def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
     """Arrays [microbatch, sample, length] of one step."""
     size = config.train.global_batch_size
     rows = LocalRows(batch_shards(mesh), (), config.train.micro_batch_size)
     microbatches = rows.microbatches(size)
     shape = (microbatches, size // microbatches, config.data.sequence_length)
-    names = ["tokens", "targets", "positions"]
-    names += ["segment_ids"] if config.data.has_segments else []
     sharding = NamedSharding(mesh, batch_spec(3))
-    batch = {name: jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding) for name in names}
-    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return batch
+    ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
+    mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return Batch(ids, ids, ids, mask, ids if config.data.has_segments else None)
 
 
 def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:

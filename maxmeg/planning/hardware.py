@@ -3,25 +3,29 @@
 import dataclasses
 import re
 
+from maxmeg.runtime.gpu_environment import MEMORY_FRACTION
+
+GIB = 2**30
 GPUS_A_NODE = 8
 
-# What is reached of the datasheet. Products and memory: measured on one H200 (795 of 989 TFLOP/s,
-# 4.18 of 4.8 TB/s). Attention: cuDNN's causal kernels there at 4,096 tokens, heads of 128 (591
-# forward and 474 backward of 989). Links: an assumption, NCCL's rings with large messages.
+# Share of the datasheet's rate that is reached. MATMUL, MEMORY and ATTENTION: single operations in
+# plain JAX, timed on one H200: a bf16 matrix product (795 of 989 TFLOP/s), a copy (4.18 of
+# 4.8 TB/s), cuDNN's causal attention at 4,096 tokens with heads of size 128 (591 forward and 474
+# backward of 989). LINK: an assumption, for NCCL's rings with large messages. No GPU has timed a
+# training step of maxmeg yet, so step times and MFU from these formulas are upper bounds.
 MATMUL_REACHED = 0.80
 MEMORY_REACHED = 0.87
 ATTENTION_FORWARD_REACHED = 0.60
 ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
-USABLE_MEMORY = 0.95  # of the datasheet's GB; CUDA's context and NCCL's buffers take the rest
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """Peak dense bf16 tensor-core rate with fp32 sums (TFLOP/s), memory (GB) and HBM (TB/s).
 
-    nvlink: GB/s of a GPU in one direction; network: GB/s of a GPU's share of the node's adapters,
-    in one direction (0: not listed).
+    nvlink: GB/s per GPU in one direction; network: GB/s in one direction of one GPU's share of the
+    node's network adapters; cuda_gib: the total memory that CUDA reports, in GiB. 0: not listed.
     """
 
     bf16_tflops: float
@@ -29,6 +33,7 @@ class Gpu:
     memory_tb_per_s: float
     nvlink_gb_per_s: float = 0.0
     network_gb_per_s: float = 0.0
+    cuda_gib: float = 0.0
 
 
 # Matched on the words of the name, first row first: variants before the plain name.
@@ -36,18 +41,18 @@ _GPUS = (
     ("GB300", Gpu(2500.0, 288, 8.0)),
     ("GB200", Gpu(2500.0, 192, 8.0)),
     ("B300", Gpu(2250.0, 288, 8.0)),
-    ("B200", Gpu(2250.0, 192, 8.0, 900.0, 50.0)),
+    ("B200", Gpu(2250.0, 192, 8.0, 900.0, 50.0, 178.3)),
     ("GH200 480GB", Gpu(989.4, 96, 4.0)),
     ("GH200", Gpu(989.4, 144, 4.9)),
     ("H200 NVL", Gpu(835.5, 141, 4.8)),
-    ("H200", Gpu(989.4, 141, 4.8, 450.0, 50.0)),
+    ("H200", Gpu(989.4, 141, 4.8, 450.0, 50.0, 139.7)),
     ("H100 PCIe", Gpu(756.0, 80, 2.0)),
     ("H100 NVL", Gpu(835.5, 94, 3.9)),
-    ("H100", Gpu(989.4, 80, 3.35, 450.0, 50.0)),
+    ("H100", Gpu(989.4, 80, 3.35, 450.0, 50.0, 79.1)),
     ("H800 PCIe", Gpu(756.0, 80, 2.0)),
     ("H800", Gpu(989.4, 80, 3.35)),
     ("H20", Gpu(148.0, 96, 4.0)),
-    ("A100-SXM4-80GB", Gpu(312.0, 80, 2.04, 300.0, 25.0)),
+    ("A100-SXM4-80GB", Gpu(312.0, 80, 2.04, 300.0, 25.0, 79.1)),
     ("A100 80GB PCIe", Gpu(312.0, 80, 1.94)),
     ("A100", Gpu(312.0, 40, 1.56)),
     ("A800", Gpu(312.0, 80, 2.04)),
@@ -78,8 +83,8 @@ class Cluster:
 
     @property
     def capacity(self) -> int:
-        """Bytes of a GPU that a program may use."""
-        return int(self.gpu.memory_gb * 1e9 * USABLE_MEMORY)
+        """Bytes of XLA's memory pool on one GPU, as `runtime.gpu_environment` sets it."""
+        return int(self.gpu.cuda_gib * GIB * MEMORY_FRACTION)
 
     @property
     def memory_rate(self) -> float:
@@ -126,6 +131,12 @@ def cluster(name: str, count: int) -> Cluster:
     sheet = gpu(_CLUSTER_GPUS[name])
     assert sheet is not None
     return Cluster(name, sheet, count)
+
+
+def cluster_name(device_kind: str) -> str:
+    """The name that parse_cluster knows a GPU by; empty for others."""
+    sheet = gpu(device_kind)
+    return next((name for name, kind in _CLUSTER_GPUS.items() if gpu(kind) is sheet), "")
 
 
 def gpu(device_kind: str) -> Gpu | None:

@@ -170,6 +170,7 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
     make rows of their own.
     """
     rows: dict[tuple, Collective] = {}
+    beside = flops_beside(program)
     for name, instruction, runs in program.instructions():
         kind = instruction.opcode.removesuffix("-start")
         if kind not in KINDS:
@@ -187,6 +188,7 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
             instructions=row.instructions + 1,
             runs=row.runs + runs,
             volume=row.volume + runs * sum(array_bytes(*array) for array in results),
+            exposed=row.exposed + (0 if beside.get(instruction.name, beside.get(name)) else runs),
         )
     return tuple(sorted(rows.values(), key=lambda row: (row.axes, row.kind, -row.volume)))
 
@@ -369,10 +371,10 @@ def instruction_flops(instruction: Instruction, shapes: dict[str, str]) -> float
     return 0.0
 
 
-def flops_beside(program: Program, kind: str, least: int = 0) -> list[float]:
-    """Of every asynchronous collective of a kind with results of at least so many bytes the FLOPs
-    of the matrix products that the schedule has between its start and its end."""
-    found = []
+def flops_beside(program: Program) -> dict[str, float]:
+    """FLOPs of the matrix products that one run of the schedule has between the start and the end
+    of each asynchronous instruction, by its name and by those of the computations that it calls."""
+    found = {}
     for name, instructions in program.computations.items():
         if not program.runs[name]:
             continue
@@ -381,26 +383,32 @@ def flops_beside(program: Program, kind: str, least: int = 0) -> list[float]:
         for instruction in instructions:
             shapes[instruction.name] = instruction.shape
             done = _OPERAND.search(instruction.attributes)
-            if instruction.opcode == f"{kind}-done" and done and done[1] in pending:
-                found.append(pending.pop(done[1]))
-            elif instruction.opcode == f"{kind}-start" and starts(instruction):
-                sizes = (array_bytes(*array) for array in arrays(result_shape(instruction)))
-                if sum(sizes) >= least:
-                    pending[instruction.name] = 0.0
+            if instruction.opcode.endswith("-done") and done and done[1] in pending:
+                found[done[1]] = pending.pop(done[1])
+            elif starts(instruction):
+                pending[instruction.name] = 0.0
             elif pending:
                 flops = flops_within(program, instruction, shapes)
                 pending = {key: value + flops for key, value in pending.items()}
+        for instruction in instructions:
+            if instruction.name in found:
+                for called in _CALLED.finditer(instruction.attributes):
+                    found[called[2].lstrip("%")] = found[instruction.name]
     return found
 
 
 def flops_within(program: Program, instruction: Instruction, shapes: dict[str, str]) -> float:
-    """FLOPs of one run of an instruction and of what a fusion holds."""
-    total = instruction_flops(instruction, shapes)
-    if instruction.opcode == "fusion" and (called := _CALLED.search(instruction.attributes)):
-        inside: dict[str, str] = {}
-        for inner in program.computations.get(called[2].lstrip("%"), ()):
-            inside[inner.name] = inner.shape
-            total += instruction_flops(inner, inside)
+    """FLOPs of one run of an instruction and of the computations that it calls: a fusion's, and
+    all trips of a loop."""
+    total, trips = instruction_flops(instruction, shapes), 1
+    if instruction.opcode == "while" and (known := _TRIPS.search(instruction.attributes)):
+        trips = int(known[1])
+    for found in _CALLED.finditer(instruction.attributes):
+        for callee in re.findall(r"[\w.\-]+", found[2]):
+            inside: dict[str, str] = {}
+            for inner in program.computations.get(callee, ()):
+                inside[inner.name] = inner.shape
+                total += trips * flops_within(program, inner, inside)
     return total
 
 

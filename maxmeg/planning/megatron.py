@@ -5,7 +5,7 @@ import math
 
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes
-from maxmeg.planning.workload import parameters
+from maxmeg.planning.cost.workload import parameters
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,16 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class Remedy:
+    """Flags under which the config fits, its bytes per device then, and the time of a step divided
+    by that without the flags."""
+
+    flags: str
+    total: int
+    slowdown: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Analytic:
     """Computed from formulas, in milliseconds.
 
@@ -28,6 +38,7 @@ class Analytic:
     at its fullest, by purpose (masters, optimizer, weights, gradients, activations, loss).
     activations: bytes of activations under each recompute mode. flops: of a step, as the training
     log counts them. step_seconds: compute, bubble and what communication cannot hide behind it.
+    remedies: changes under which a config that does not fit would; `analyze` leaves them out.
     """
 
     parameters: dict[str, int]
@@ -42,6 +53,7 @@ class Analytic:
     step_seconds: float
     tokens_per_second: float
     mfu: float
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def total(self) -> int:
@@ -56,10 +68,11 @@ class Analytic:
 class Collective:
     """Instructions of one kind over the same mesh axes, in loops that run as often.
 
-    instructions: in the program; runs: executions a step, of all of them; volume: bytes of their
-    results, a step. asynchronous: whether other work can go on meanwhile. unbounded: in a loop of
-    a number of trips that the program does not say, counted as one: of experts further rounds of
-    uneven loads, which even ones do not need.
+    instructions: in the program; runs: executions per step, of all of them; volume: bytes of their
+    results per step. asynchronous: whether other work can go on meanwhile; exposed: how many of the
+    runs have no matrix product scheduled between start and end, so that nothing hides them.
+    unbounded: in a loop whose number of trips the program does not say, counted as one: further
+    rounds of experts with uneven loads, which even loads do not need.
     """
 
     kind: str
@@ -69,6 +82,7 @@ class Collective:
     volume: int
     asynchronous: bool
     unbounded: bool = False
+    exposed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,15 @@
 import dataclasses
 from collections.abc import Iterator
 
-from maxmeg.config.model import Recompute
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, ParallelConfig, Schedule
+from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
 from maxmeg.planning.analytic import analyze
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
-from maxmeg.planning.memory import device_memory
 from maxmeg.planning.report import Analytic
-from maxmeg.planning.workload import workload
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
@@ -20,8 +21,15 @@ PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 EXCHANGE = ("expert_exchange", "expert_buffer")
 VARIED = {
     "parallel": (
-        *("pipe", "data", "fsdp", "expert", "expert_tensor", "tensor"),
-        *("schedule", "chunks", "pad_layers"),
+        "pipe",
+        "data",
+        "fsdp",
+        "expert",
+        "expert_tensor",
+        "tensor",
+        "schedule",
+        "chunks",
+        "pad_layers",
     ),
     "train": ("micro_batch_size",),
     "model": ("recompute",),
@@ -53,8 +61,8 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     expert that make the cluster (1 only where nothing is said of what experts exchange), experts
     cut over tensor or whole on devices along it, micro_batch_size in MICRO_BATCHES, 1F1B with up to
     MOST_CHUNKS chunks and zero bubble (GPipe takes 1F1B's time and more memory), and of the
-    recompute modes the first, from none to full, that fits. Everything else is `config`'s; where
-    layers do not divide, pad_layers is set.
+    recomputation policies the first, from minimal to full, that fits. Everything else is
+    `config`'s; where layers do not divide, pad_layers is set.
     ValueError where nothing fits, saying by how much and how many GPUs would be enough, and for
     what no layout can mend.
     """
@@ -64,8 +72,8 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     validate(alone, alone.parallel.context)
     found = []
     for layout in layouts(config, cluster.count):
-        for mode in Recompute:
-            tried = with_recompute(layout, mode)
+        for policy in POLICIES:
+            tried = with_recompute(layout, policy)
             if needed(tried, cluster.count) <= cluster.capacity:
                 found.append(Candidate(tried, analyze(tried, cluster)))
                 break
@@ -95,7 +103,7 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
 def replicated(config: Config, replicas: int, tensor: int) -> Iterator[dict]:
     """Ways to cut so many replicas, as fields of ParallelConfig: fsdp, data and expert, experts cut
     over tensor as the rest is, or whole."""
-    experts = max(config.model.num_experts, 1)
+    experts = max(config.model.moe.num_experts, 1)
     for expert in divisors(replicas):
         if experts % expert:
             continue
@@ -130,8 +138,8 @@ def needed(config: Config, count: int) -> int:
     return sum(device_memory(workload(config, count)).values())
 
 
-def with_recompute(config: Config, mode: Recompute) -> Config:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=mode))
+def with_recompute(config: Config, policy: str) -> Config:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, recompute=policy))
 
 
 def _with(config: Config, parallel: dict, micro: int) -> Config:
@@ -139,7 +147,7 @@ def _with(config: Config, parallel: dict, micro: int) -> Config:
     own = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
     return dataclasses.replace(
         config,
-        parallel=dataclasses.replace(config.parallel, **own, **parallel),
+        parallel=with_fields(config.parallel, {**own, **parallel}),
         train=dataclasses.replace(config.train, micro_batch_size=micro),
     )
 
@@ -164,7 +172,7 @@ def least(config: Config, count: int) -> tuple[int, Config | None]:
     for layout in layouts(config, count):
         if layout.train.micro_batch_size > 1:
             continue
-        tried = with_recompute(layout, Recompute.full)
+        tried = with_recompute(layout, "full")
         size = needed(tried, count)
         if best[1] is None or size < best[0]:
             best = size, tried
@@ -181,7 +189,8 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
     if layout is None:
         unit = max(cluster.count // GPUS_A_NODE, 1)
         return (
-            f"no layout of {where} is valid for model.num_heads={config.model.num_heads}, "
+            f"no layout of {where} is valid for model.attention.num_heads="
+            f"{config.model.attention.num_heads}, "
             f"model.num_layers={config.model.num_layers} and "
             f"train.global_batch_size={config.train.global_batch_size}: let the batch divide by "
             f"the replicas (a multiple of {unit} has most choices), or take another number of GPUs"

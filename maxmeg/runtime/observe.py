@@ -1,23 +1,27 @@
 """The hooks of a training run, from its settings."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
-import numpy as np
+import jax
 
 from maxmeg.config import files
-from maxmeg.config.lazy import Lazy
 from maxmeg.config.schema import Config
+from maxmeg.data import run_folder
 from maxmeg.optim.schedules import Schedules
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.hardware import peak_tflops
-from maxmeg.runtime.guard import guard_hook
-from maxmeg.runtime.hooks import Hook, Hooks, Metrics
-from maxmeg.runtime.profile import profile_hook
-from maxmeg.runtime.progress import Progress
-from maxmeg.runtime.throughput import Throughput
-from maxmeg.runtime.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
-
-loads = Lazy("maxmeg.runtime.loads")
+from maxmeg.runtime.faults.guard import Guard
+from maxmeg.runtime.faults.stragglers import Stragglers
+from maxmeg.runtime.faults.watchdog import VALIDATING, Watchdog
+from maxmeg.runtime.metrics import loads
+from maxmeg.runtime.metrics.hooks import Hook, Hooks, Metrics
+from maxmeg.runtime.metrics.memory import peak_memory_hook
+from maxmeg.runtime.metrics.profile import profile_hook
+from maxmeg.runtime.metrics.progress import Progress
+from maxmeg.runtime.metrics.throughput import Throughput
+from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
 
 
 def make_throughput(
@@ -37,56 +41,102 @@ def make_throughput(
     return Throughput(tokens, flops, num_devices, peak_tflops(kind))
 
 
-class Pending:
-    """Metrics of the newest step, still on the device: handed on when the next is dispatched."""
+class Observer:
+    """Calls the hooks of a run with the metrics of each step, and closes them on leaving.
 
-    def __init__(self, hooks: Hooks, schedules: Schedules):
-        self._hooks, self._schedules = hooks, schedules
+    The metrics of the newest step stay on the device until the next step is dispatched.
+    skipped: whether the last step that was flushed changed nothing.
+    """
+
+    def __init__(self, config: Config, schedules: Schedules, start_step: int, watchdog: Watchdog):
+        kind = jax.devices()[0].device_kind
+        self._throughput = make_throughput(config, schedules, jax.device_count(), kind)
+        self._hooks = training_hooks(config, schedules, self._throughput, start_step, watchdog)
+        self._schedules, self._watchdog = schedules, watchdog
         self._step: int | None = None
         self._metrics: dict = {}
-        self.stop_agreed = False
+        self.before = self._hooks.before
+        self._stop_agreed, self.skipped = False, False
 
-    def put(self, step: int, metrics: dict) -> None:
-        """Metrics of step `step`; those of the step before must have been handed on."""
+    def dispatched(self, step: int, metrics: dict) -> None:
+        """Flush the metrics of the step before, and hold those of step `step`."""
+        self.flush()
         self._step, self._metrics = step, dict(metrics)
 
-    def add(self, values: Metrics) -> None:
-        self._metrics.update(values)
+    def stops(self, requested: bool) -> bool:
+        """Whether the processes agree to stop; a request to this one suffices if it is alone."""
+        return self._stop_agreed or (requested and jax.process_count() == 1)
 
-    def hand_on(self) -> None:
-        """Wait for the metrics and call the hooks with them."""
+    @contextlib.contextmanager
+    def validation(self, state) -> Iterator[Metrics]:
+        """A dict for validation losses of the newest step, whose time is not one of training."""
+        jax.block_until_ready(state)
+        with self._throughput.paused(), self._watchdog.phase(VALIDATING):
+            yield self._metrics
+
+    def flush(self) -> None:
+        """Wait for the metrics that are held, and call the hooks with them."""
         if self._step is None:
             return
-        step, counts = self._step, self._metrics.pop("expert_loads", None)
+        step, layers = self._step, self._metrics.pop("layers", {})
         values: dict = {name: float(value) for name, value in self._metrics.items()}
-        if counts is not None:
-            values["expert_loads"] = np.asarray(counts)
+        if layers:
+            values["layers"] = jax.device_get(layers)
         self._step = None
-        self.stop_agreed |= values.pop("stop", 0.0) > 0
+        self._stop_agreed |= values.pop("stop", 0.0) > 0
+        self.skipped = values.get("skipped", 0.0) > 0
         values["learning_rate"] = self._schedules.learning_rate(step)
         values["weight_decay"] = self._schedules.weight_decay(step)
         values["consumed_samples"] = self._schedules.consumed_samples(step + 1)
         self._hooks(step, values)
 
+    def __enter__(self) -> "Observer":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> bool | None:
+        return self._hooks.__exit__(*exception)
+
+
+def config_hook(config: Config) -> Hook:
+    """Completes the run folder (config.yaml, tokenizer) after the first step of this process."""
+    unwritten = [config]
+
+    def call(step: int, metrics: Metrics) -> None:
+        if unwritten:
+            run_folder.write(unwritten.pop())
+
+    return Hook(call)
+
 
 def training_hooks(
-    config: Config, schedules: Schedules, throughput: Throughput, start_step: int, primary: bool
+    config: Config,
+    schedules: Schedules,
+    throughput: Throughput,
+    start_step: int,
+    watchdog: Watchdog,
 ) -> Hooks:
-    """Guard and profile on every process; console, metrics.jsonl, TensorBoard, wandb on one."""
+    """Watchdog, guard and profile in every process; console and metrics files in process 0."""
+    primary = jax.process_index() == 0
 
     def samples(step: int) -> range:
         first = schedules.consumed_samples(step)
         return range(first, first + schedules.batch_size(step))
 
-    hooks: list[Hook] = [guard_hook(samples), throughput.hook()]
     log, folder = config.log, config.run_dir
+    guard = Guard(samples, config.train.max_skipped_steps, log.spike_zscore)
+    hooks = [watchdog.hook(schedules.batch_size), guard.hook(), throughput.hook()]
+    if watchdog.peers is not None and config.watchdog.straggler:
+        hooks.append(Stragglers(watchdog, config.watchdog.straggler, log.every).hook())
     if log.profile_start:
         path = os.path.join(folder, "profile")
         hooks.append(profile_hook(path, log.profile_start, log.profile_steps))
-    if config.model.num_experts:
+    if config.model.has("moe"):
         path = os.path.join(folder, "experts.json") if primary else ""
         hooks.append(loads.ExpertLoads(config.model, schedules.num_steps, log.every, path).hook())
     if primary:
+        hooks.append(peak_memory_hook())
+        hooks.append(config_hook(config))
         writers: list[JsonlWriter | TensorBoardWriter | WandbWriter] = [
             JsonlWriter(os.path.join(folder, "metrics.jsonl"), start_step)
         ]
@@ -96,4 +146,5 @@ def training_hooks(
             writers.append(WandbWriter(log.wandb_project, folder, files.to_dict(config)))
         hooks += [writer_hook(writer) for writer in writers]
         hooks.append(Progress(schedules.num_steps, start_step, log.every).hook())
+    hooks.append(watchdog.last_hook())
     return Hooks(hooks, schedules.num_steps)

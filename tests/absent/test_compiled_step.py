@@ -6,17 +6,20 @@ import re
 
 import pytest
 
-from maxmeg.config.model import ExpertBackend, Recompute
+from maxmeg.config.mixers import AttentionBackend, ExpertBackend
+from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.models.registry import use_architecture
-from maxmeg.ops.dispatch import capacity_of
+from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.planning import hlo
 from maxmeg.planning.compile import compile_report
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.memory import head
+from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.planning.memory import head
 from maxmeg.planning.report import Collective, Compiled
-from maxmeg.planning.workload import workload
 
 GPUS, LAYERS = 16, 8
 EXPERTS = 8  # one a GPU
@@ -28,7 +31,7 @@ SCALARS = 256  # bytes: norms, counts and flags that are summed beside the gradi
 FLOPS = 1.03  # compiled over model's where nothing is recomputed; cuDNN makes its scores again
 
 
-def llama(microbatches: int, recompute: Recompute = Recompute.none, **parallel) -> Config:
+def llama(microbatches: int, recompute: str = "minimal", **parallel) -> Config:
     """Llama 3 8B with fewer layers."""
     shards = GPUS // parallel.get("tensor", 1) // parallel.get("pipe", 1)
     config = Config(
@@ -56,13 +59,25 @@ def sharded() -> tuple[Config, Compiled]:
     return config, compile_report(config, "h100", GPUS)
 
 
-def test_sharded_step_fits_and_hides_its_communication():
+def test_sharded_step_fits_and_what_it_hides():
+    """What has no matrix product between start and end: in forward the gathers of query, key and
+    value of every layer, in backward the first gather of every layer; outside of the loops tables
+    and a backward layer's first gathers, and the last scatters. The norms' sum is synchronous."""
     config, report = sharded()
     assert report.fits and report.total < report.capacity == parse_cluster("h100x16").capacity
     arrays = [row for row in report.collectives if row.volume > SCALARS * row.runs]
-    assert {row.kind for row in arrays} == {"all-gather", "reduce-scatter", "all-reduce"}
     assert all(row.axes == ("fsdp",) for row in report.collectives)
-    assert all(row.asynchronous for row in arrays)
+    loops = LAYERS, LAYERS - 1  # XLA peels the first trip of backward
+    exposed = {(row.kind, row.runs): row.exposed for row in arrays}
+    assert exposed == {
+        ("all-gather", 6 * loops[0]): 2 * loops[0],
+        ("all-gather", 6 * loops[1]): loops[1],
+        ("all-gather", 8): 3,
+        ("all-reduce", 1): 1,
+        ("reduce-scatter", loops[1]): 0,
+        ("reduce-scatter", 3): 3,
+    }
+    assert all(row.asynchronous for row in arrays if row.kind != "all-reduce")
     assert report.kernels == {
         "__cudnn$fmhaSoftmax": LAYERS,
         "__cudnn$fmhaSoftmaxBackward": LAYERS,
@@ -75,7 +90,7 @@ def test_arguments_are_the_state_and_the_batch():
     model, tokens = config.model, config.data.sequence_length
     vectors = (2 * LAYERS + 1) * model.hidden_size
     matrices = 2 * model.vocab_size * model.hidden_size
-    heads = 2 * (model.num_heads + model.kv_heads) * model.head_size
+    heads = 2 * (model.attention.num_heads + model.kv_heads) * model.head_size
     matrices += LAYERS * model.hidden_size * (heads + 3 * model.ffn)
     states = 3  # masters and two moments
     expected = 4 * (states * (matrices / GPUS + vectors) + 4 * tokens)
@@ -87,7 +102,7 @@ def test_gathered_bytes_are_the_models_twice():
     """Every matrix is gathered in bfloat16 for forward and again for backward."""
     config, report = sharded()
     model = config.model
-    layer = model.hidden_size * (2 * (model.num_heads + model.kv_heads) * model.head_size)
+    layer = model.hidden_size * (2 * (model.attention.num_heads + model.kv_heads) * model.head_size)
     layer += model.hidden_size * 3 * model.ffn
     gathered = sum(row.volume for row in report.collectives if row.kind == "all-gather")
     head = model.vocab_size * model.hidden_size
@@ -104,12 +119,13 @@ def outside_loops(row: Collective) -> bool:
     return row.runs == row.instructions
 
 
-def test_pipelined_step_fits_and_sends_asynchronously():
+def test_pipelined_step_fits_and_sends_once_a_tick():
+    """Sends are asynchronous, but XLA schedules no layer between their start and their end."""
     config, report = piped()
     assert report.fits and report.total < CAPACITY
     sent = [row for row in report.collectives if row.kind == "collective-permute"]
     assert {row.axes for row in sent} == {("pipe",)}
-    assert all(row.asynchronous for row in sent)
+    assert all(row.asynchronous and row.exposed == row.runs for row in sent)
     activation = 2 * config.data.sequence_length // 2 * config.model.hidden_size
     assert sum(row.runs for row in sent) == 2 * TICKS
     assert sum(row.volume for row in sent) == 2 * TICKS * activation
@@ -135,7 +151,7 @@ def test_backward_gathers_no_more_than_its_own():
     assert {row.axes for row in gathers} == {("tensor",), ("fsdp",)}
     sequences = [row for row in gathers if row.axes == ("tensor",)]
     assert sum(row.runs for row in sequences) <= (6 * layers + 2) * TICKS
-    layer = model.hidden_size * (2 * (model.num_heads + model.kv_heads) * model.head_size)
+    layer = model.hidden_size * (2 * (model.attention.num_heads + model.kv_heads) * model.head_size)
     layer = (layer + model.hidden_size * 3 * model.ffn) // config.parallel.tensor
     ends = 2 * model.vocab_size * model.hidden_size // (config.parallel.tensor * STAGES)
     volume = sum(row.volume for row in gathers if row.axes == ("fsdp",))
@@ -176,9 +192,14 @@ def sparse(tmp_path_factory) -> tuple[Config, Compiled, hlo.Program]:
     """Two layers, of experts and a shared one, on a node."""
     config = llama(1, expert=EXPERTS, fsdp=1)
     config.train.global_batch_size = EXPERTS
-    experts = {"num_layers": 2, "num_experts": EXPERTS, "router_aux_loss": 0.01}
-    more = {"expert_backend": ExpertBackend.mosaic, "shared_ffn_size": 4096}
-    config.model = dataclasses.replace(config.model, **experts, **more)
+    experts = {
+        "num_layers": 2,
+        "layers": "*(attention,moe)",
+        "moe.num_experts": EXPERTS,
+        "moe.aux_loss": 0.01,
+    }
+    more = {"moe.backend": ExpertBackend.mosaic, "moe.shared_ffn_size": 4096}
+    config.model = with_fields(config.model, {**experts, **more})
     text = tmp_path_factory.mktemp("sparse") / "step.hlo.txt"
     report = compile_report(config, "h100", EXPERTS, str(text))
     return config, report, hlo.parse(text.read_text())
@@ -188,7 +209,7 @@ def test_experts_are_multiplied_by_kernels_alone(sparse):
     """XLA would multiply every token by every expert, 8 of them: five times the model's FLOPs."""
     config, report, _ = sparse
     model, tokens = config.model, config.data.sequence_length
-    products = 2 * 3 * 3 * model.experts_per_token * model.hidden_size * model.ffn
+    products = 2 * 3 * 3 * model.moe.top_k * model.hidden_size * model.ffn
     whole = training_flops(model, tokens, GPUS) / GPUS
     rest = whole - model.num_layers * tokens * products
     assert rest <= report.flops <= FLOPS * rest  # what kernels multiply is not in the text
@@ -202,7 +223,7 @@ def test_what_experts_send_is_the_least_that_the_buffer_allows(sparse):
     direction; the loop of further rounds is for uneven loads."""
     config, report, _ = sparse
     model, buffer = config.model, config.parallel.expert_buffer
-    copies = buffer * config.data.sequence_length * model.experts_per_token * model.num_layers
+    copies = buffer * config.data.sequence_length * model.moe.top_k * model.num_layers
     sent = [row for row in report.collectives if row.kind == "all-to-all" and not row.unbounded]
     assert {row.axes for row in sent} == {("expert",)}
     assert sum(row.volume for row in sent) == 4 * copies * 2 * model.hidden_size + 2 * copies * 8
@@ -212,12 +233,18 @@ def test_padded_experts_are_plain_products_and_one_exchange_each_way():
     """FLOPs are of every expert's capacity, none of another expert's; nothing goes in rounds."""
     config = llama(1, expert=EXPERTS, fsdp=1)
     config.train.global_batch_size = EXPERTS
-    experts = {"num_layers": 2, "num_experts": EXPERTS, "expert_capacity": 1.25, "expert_pad": True}
-    config.model = dataclasses.replace(config.model, **experts)
+    experts = {
+        "num_layers": 2,
+        "layers": "*(attention,moe)",
+        "moe.num_experts": EXPERTS,
+        "moe.capacity_factor": 1.25,
+        "moe.pad_to_capacity": True,
+    }
+    config.model = with_fields(config.model, experts)
     report = compile_report(config, "h100", EXPERTS)
     model, tokens = config.model, config.data.sequence_length
-    rows = EXPERTS * capacity_of(tokens, model.experts_per_token, EXPERTS, 1.25)
-    copies = tokens * model.experts_per_token
+    rows = EXPERTS * capacity_of(tokens, model.moe.top_k, EXPERTS, 1.25)
+    copies = tokens * model.moe.top_k
     empty = 2 * 3 * 3 * (rows - copies) * model.hidden_size * model.ffn * model.num_layers
     whole = training_flops(model, tokens, GPUS) / GPUS + empty
     assert whole <= report.flops <= FLOPS * whole
@@ -229,12 +256,68 @@ def test_padded_experts_are_plain_products_and_one_exchange_each_way():
     assert sum(row.volume for row in sent) == volume
 
 
+def test_recomputation_stays_where_there_is_no_loop():
+    """One layer, and that of a further token; XLA once merged recomputation with forward."""
+    flops = {}
+    for recompute in POLICIES:
+        train = TrainConfig(global_batch_size=1)
+        config = Config(parallel=ParallelConfig(fsdp=1), train=train)
+        sizes = {"vocab_size": 1024, "num_layers": 1, "hidden_size": 256, "attention.num_heads": 4}
+        config.model = with_fields(
+            ModelConfig(), {**sizes, "mtp.num_layers": 1, "recompute": recompute}
+        )
+        config.model.attention.backend = AttentionBackend.xla
+        flops[recompute] = compile_report(config, "h100", 1).flops
+    model, tokens = config.model, config.data.sequence_length
+    scores = 2 * 2 * tokens**2 * model.hidden_size  # two products
+    matrices = 2 * tokens * model.hidden_size * (4 * model.hidden_size + 2 * model.ffn)
+    assert flops["selective"] - flops["minimal"] == 2 * scores
+    assert flops["full"] - flops["minimal"] == 2 * (scores + matrices)
+
+
+def test_deterministic_programs_add_in_a_fixed_order(tmp_path):
+    """Gradients of tables and of experts' biases are sorted and summed before they are scattered;
+    counts, whole numbers, may be added by atomics."""
+    added = {}
+    for deterministic in (False, True):
+        train = TrainConfig(global_batch_size=2, micro_batch_size=1, deterministic=deterministic)
+        config = Config(parallel=ParallelConfig(expert=2, fsdp=1), train=train)
+        sizes = {"vocab_size": 1024, "num_layers": 1, "hidden_size": 256, "attention.num_heads": 4}
+        learned = {"position": Position.learned, "max_position": 512}
+        experts = {
+            "layers": "*(attention,moe)",
+            "moe.num_experts": 4,
+            "moe.ffn_size": 256,
+            "mlp.bias": True,
+        }
+        config.model = with_fields(ModelConfig(), {**sizes, **learned, **experts})
+        config.data.sequence_length = 512
+        text = tmp_path / "step.hlo.txt"
+        compile_report(config, "h100", 2, str(text))
+        floats = [
+            instruction
+            for _, instruction, _ in hlo.parse(text.read_text()).instructions()
+            if instruction.opcode == "scatter" and "s32[" not in instruction.shape
+        ]
+        unique = ["unique_indices=true" in each.attributes for each in floats]
+        added[deterministic] = {each.shape.split("{")[0] for each in floats}, unique
+    (shapes, atomic), (same, unique) = added[False], added[True]
+    assert {"f32[1024,256]", "f32[512,256]"} <= shapes and shapes == same
+    assert not any(atomic) and all(unique)
+
+
 def test_shared_experts_run_beside_what_is_sent(sparse):
     """Products are scheduled between start and end of an exchange, in forward and in backward."""
     config, report, program = sparse
     model = config.model
-    product = 2 * config.data.sequence_length * model.hidden_size * model.shared_ffn_size
+    product = 2 * config.data.sequence_length * model.hidden_size * model.moe.shared_ffn_size
     vectors = [row for row in report.collectives if row.kind == "all-to-all" and not row.unbounded]
     assert any(row.asynchronous for row in vectors if row.volume > row.runs * MIB)
-    beside = hlo.flops_beside(program, "all-to-all", MIB)
-    assert sum(flops >= product for flops in beside) >= 2
+    beside = hlo.flops_beside(program)
+    large = [
+        instruction.name
+        for _, instruction, _ in program.instructions()
+        if instruction.opcode == "all-to-all-start"
+        and sum(hlo.array_bytes(*a) for a in hlo.arrays(hlo.result_shape(instruction))) >= MIB
+    ]
+    assert sum(beside.get(name, 0) >= product for name in large) >= 2

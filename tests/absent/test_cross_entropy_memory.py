@@ -6,8 +6,8 @@ import pytest
 from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, kernels_in, output_of
 from maxmeg.kernels.linear_cross_entropy import TUNED_SHAPES
 
-from maxmeg.ops.cross_entropy_mosaic import CHUNK
-from maxmeg.planning.loss import Head, LossBackend
+from maxmeg.ops.cross_entropy.mosaic import CHUNK
+from maxmeg.planning.cost.loss import Head, LossBackend
 
 TOKENS, WIDTH = 8192, 4096
 MOST = 64 * MIB  # above inputs and gradients at 8,192 tokens
@@ -27,7 +27,7 @@ CALLS = [
 
 COMPILE = """
 from maxmeg.kernels import linear_cross_entropy as kernels
-from maxmeg.ops import cross_entropy
+from maxmeg.ops.cross_entropy import call as cross_entropy
 from maxmeg.planning import hlo
 
 cross_entropy.target_device = lambda: cross_entropy.Device("cuda")

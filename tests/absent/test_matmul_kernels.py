@@ -12,7 +12,7 @@ ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
 COMPILE = """
 from maxmeg.kernels import grouped_matmul, matmul
 from maxmeg.ops import backend
-from maxmeg.ops.grouped_matmul import grouped_matmul as product
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul as product
 
 backend.target_device = lambda: backend.Device("cuda", (9, 0))
 

@@ -16,10 +16,15 @@ sys.path.append(str(BENCHMARK.parent))  # as Python does for the script that it 
 PATHS = os.pathsep.join((str(REPOSITORY), str(BENCHMARK.parent)))
 ABSENT = ["beartype", "grain", "matplotlib", "ml_collections", "sentencepiece", "tensorboardX"]
 ABSENT += ["tiktoken", "tokenizers", "wandb", "zstandard"]
-MODULES = ["maxmeg.config.schema", "maxmeg.models.registry", "maxmeg.ops.attention"]
-MODULES += ["maxmeg.optim.build", "maxmeg.planning.flops", "maxmeg.planning.hardware"]
+MODULES = ["maxmeg.config.schema", "maxmeg.models.registry", "maxmeg.ops.attention.call"]
+MODULES += ["maxmeg.optim.build", "maxmeg.planning.cost.flops", "maxmeg.planning.hardware"]
 MODULES += ["maxmeg.parallel.placement", "maxmeg.state", "maxmeg.step", "maxmeg.layers.moe"]
-MODULES += ["maxmeg.ops.cross_entropy", "maxmeg.ops.decode_attention", "maxmeg.ops.grouped_matmul"]
+MODULES += ["maxmeg.checkpoint.initialize"]
+MODULES += [
+    "maxmeg.ops.cross_entropy.call",
+    "maxmeg.ops.decode_attention.call",
+    "maxmeg.ops.experts.grouped_matmul",
+]
 MODULES += ["maxmeg.kernels.attention", "maxmeg.kernels.attention_triton", "maxmeg.kernels.matmul"]
 MODULES += ["maxmeg.kernels.decode_attention", "maxmeg.kernels.grouped_matmul"]
 MODULES += ["maxmeg.kernels.linear_cross_entropy"]

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax_checkpoints import restored_by_orbax
 
 from maxmeg.checkpoint import manager
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
@@ -96,19 +97,15 @@ def test_restores_bitwise_on_any_mesh(tmp_path, shape):
     restored, metadata = checkpointer.restore(7, wanted)
     assert_same_bits(restored, tree)
     assert restored["optimizer"]["empty"] == {}
-    assert metadata["samples"] == 3 and checkpointer.metadata(7)["loss"][:2] == [0.1, None]
+    assert metadata["samples"] == 3 and checkpointer.manifest(7).metadata["loss"][:2] == [0.1, None]
     assert restored["model"]["w"].sharding.is_equivalent_to(wanted["model"]["w"].sharding, 2)
 
 
-def test_is_a_plain_orbax_checkpoint(two_steps):
-    import orbax.checkpoint as ocp
-
+def test_orbax_restores_the_arrays(two_steps):
     checkpointer, trees = two_steps
-    path = checkpointer.folder / "step_00000002" / "arrays"
-    to_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), trees[2])
-    del to_numpy["optimizer"]["empty"]  # has no array, so it is not stored
-    read = ocp.PyTreeCheckpointer().restore(path, restore_args=to_numpy)
-    np.testing.assert_array_equal(read["model"]["bias"], trees[2]["model"]["bias"])
+    restored = restored_by_orbax(checkpointer.folder / "step_00000002" / "arrays")
+    del trees[2]["optimizer"]["empty"]  # only arrays are listed
+    assert_same_bits(restored, trees[2])
 
 
 def test_buffers_may_be_donated_after_save(tmp_path):
@@ -156,7 +153,7 @@ def test_a_step_is_saved_again(tmp_path):
         assert checkpointer.save(3, {"w": jnp.full(4, value)}, {"value": value})
     assert checkpointer.wait() and os.listdir(tmp_path) == ["step_00000003"]
     os.rename(tmp_path / "step_00000003", tmp_path / "step_00000003.old")  # between two renames
-    assert checkpointer.steps() == [3] and checkpointer.metadata(3) == {"value": 2.0}
+    assert checkpointer.steps() == [3] and checkpointer.manifest(3).metadata == {"value": 2.0}
     assert checkpointer.save(4, {"w": jnp.ones(4)}, {}) and checkpointer.wait()
     assert sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004"]
 
@@ -242,7 +239,7 @@ def test_digest_is_that_of_the_values():
     mesh = make_mesh(4, 2)
 
     def digest(x):
-        return manager.integrity.finish_digests(manager.integrity.start_digests({"x": x}))["x"]
+        return manager.integrity.finish_digests(manager.integrity.start_digests({"x": x}, {}))["x"]
 
     expected = digest(jnp.asarray(values))
     for spec in [(), ("x",), ("x", "y"), (("x", "y"),), (None, "y")]:
@@ -262,7 +259,7 @@ def test_partial_restore_reads_only_its_part(two_steps):
         if "/optimizer." in str(path):
             path.unlink()
     wanted = abstract({"model": trees[2]["model"]})
-    with pytest.raises(ValueError, match=r"tensors that are not wanted: .*partial=True"):
+    with pytest.raises(ValueError, match=r"unexpected tensors: .*partial=True"):
         checkpointer.restore(2, wanted)
     restored, _ = checkpointer.restore(2, wanted, partial=True)
     assert_same_bits(restored, {"model": trees[2]["model"]})
@@ -391,10 +388,14 @@ def test_full_disk_and_kill(tmp_path, run_python):
 def test_rejects_what_cannot_be_saved(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     for tree, metadata, message in [
-        ({"a": {"w": np.ones(2)}}, {}, "a/w .ndarray. cannot be saved: .* make it a jax.Array"),
+        (
+            {"a": {"w": np.ones(2)}},
+            {},
+            "a/w .ndarray. cannot be saved: .* convert it to a jax.Array",
+        ),
         ({"key": jax.random.key(0)}, {}, "key_data"),
         ({"a.b": jnp.ones(2)}, {}, "not 'a.b' below the root"),
-        ({"w": jnp.ones(2)}, {"x": jnp.ones(2)}, "JSON-able"),
+        ({"w": jnp.ones(2)}, {"x": jnp.ones(2)}, "JSON-serializable"),
         ({"w": {}}, {}, "no arrays"),
         ({"w": jnp.ones((0, 2))}, {}, "leave it out"),
     ]:
@@ -426,14 +427,14 @@ MULTI_PROCESS = """
     saver = manager.Checkpointer(folder)
     for step in (1, 2):
         assert saver.save(step, tree, {"step": step}) and saver.wait()
-    checksum_files = manager.integrity.checksum_files
+    write_file = manager.storage.write_file
     if index == 1:  # fails on one process only, in the background
         def broken(*_):
             raise OSError(28, "No space left on device")
-        manager.integrity.checksum_files = broken
+        manager.storage.write_file = broken
     assert saver.save(3, tree, {}) and not saver.wait()
     assert "process 1: OSError: [Errno 28]" in str(saver.last_error), saver.last_error
-    manager.integrity.checksum_files = checksum_files
+    manager.storage.write_file = write_file
     assert saver.steps() == [1, 2]
     if index == 0:
         path = saver.folder / "step_00000002" / "arrays" / "w" / "c" / "3" / "0"
@@ -462,7 +463,8 @@ def test_two_processes(tmp_path, run_python):
     for index, child in enumerate(children):
         output, _ = child.communicate(timeout=120)
         assert f"done {index}" in output, output
-        assert "STEP 2 IS DAMAGED" in output and "tensor w " in output
+        damage = "STEP 2 IS DAMAGED" in output and "tensor w " in output
+        assert damage == (index == 0), output
     wanted = {
         "w": jax.ShapeDtypeStruct(
             (8, 4), jnp.float32, sharding=NamedSharding(make_mesh(1, 2), P(None, "y"))
@@ -473,8 +475,3 @@ def test_two_processes(tmp_path, run_python):
     assert step == 4 and tree["n"] == 5
     assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000004"]  # 2 was damaged
     np.testing.assert_array_equal(tree["w"], np.arange(32).reshape(8, 4))
-
-
-def test_import_is_light(run_python):
-    child = run_python("import maxmeg.checkpoint.manager; print('orbax' in sys.modules)")
-    assert child.communicate()[0].endswith("False\n")

@@ -1,12 +1,17 @@
-"""Layers in model order on disk, whatever the pipeline in memory."""
+"""Layers in model order on disk, whatever the pipeline in memory; nothing is gathered for it."""
+
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.checkpoint.layout import evenly_sharded, from_disk, on_disk, to_disk
+from maxmeg.checkpoint.integrity import digest_all
+from maxmeg.checkpoint.layout import row_orders
+from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.pipeline.layout import arrange
 
@@ -17,44 +22,64 @@ LAYOUTS = [
     (7, 2, (2, 2, 2, 1)),
     (6, 4, (2, 2, 1, 1)),
 ]
+COMMUNICATION = re.compile(r"(all-gather|all-to-all|collective-permute|reduce-scatter)")
+
+
+def placed(layers: int, stages: int, counts: tuple[int, ...]):
+    """(layout, sharding, arrays in model order, their rows as the pipeline places them)."""
+    layout = arrange((layers,), stages, counts)
+    sizes = dict.fromkeys(AXES, 1) | {"pipe": stages, "fsdp": 2}
+    sharding = NamedSharding(make_mesh(sizes, jax.devices()[: 2 * stages]), P("pipe", None, "fsdp"))
+    order = np.array(layout.orders[0])
+    model = np.random.default_rng(0).normal(size=(layers, 4, 8)).astype(np.float32)
+    return layout, sharding, model, np.where(order[:, None, None] >= 0, model[order], 0)
+
+
+def tree_of(values, sharding) -> dict:
+    weight = jax.device_put(values, sharding)
+    table = jax.device_put(jnp.ones((4, 8)), NamedSharding(sharding.mesh, P(None, "fsdp")))
+    return {"model": {"stack": {"groups": {"0": {"weight": weight}}}, "table": table}}
 
 
 @pytest.mark.parametrize(("layers", "stages", "counts"), LAYOUTS)
-def test_there_and_back(layers, stages, counts):
-    layout = arrange((layers,), stages, counts)
-    mesh = make_mesh(
-        dict.fromkeys(AXES, 1) | {"pipe": stages, "fsdp": 2}, jax.devices()[: 2 * stages]
-    )
-    sharding = NamedSharding(mesh, P("pipe", None, "fsdp"))
-    order = np.array(layout.orders[0])
-    model = np.random.default_rng(0).normal(size=(layers, 4, 8)).astype(np.float32)
-    placed = np.where(order[:, None, None] >= 0, model[np.maximum(order, 0)], 0)
-    arrays = {
-        "model.stack.groups.0.weight": jax.device_put(placed, sharding),
-        "model.embedding.table": jax.device_put(model[0], NamedSharding(mesh, P(None, "fsdp"))),
+def test_a_checkpoint_does_not_depend_on_the_pipeline(tmp_path, layers, stages, counts):
+    layout, sharding, model, rows = placed(layers, stages, counts)
+    names = ["model.stack.groups.0.weight", "model.table"]
+    orders = row_orders(names, layout)
+    assert set(orders) == (set() if layout.trivial else {"model/stack/groups/0/weight"})
+    plain = NamedSharding(sharding.mesh, P(None, "fsdp"))
+    trees = {"placed": tree_of(rows, sharding), "plain": tree_of(model, plain)}
+    saved = {
+        "placed": Checkpointer(tmp_path / "placed", asynchronous=False),
+        "plain": Checkpointer(tmp_path / "plain", asynchronous=False),
     }
-    abstract = {
-        name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
-        for name, a in arrays.items()
-    }
-    wanted, saved = on_disk(abstract, layout), to_disk(arrays, layout)
-    for name, array in saved.items():
-        assert array.shape == wanted[name].shape
-        assert array.sharding.is_equivalent_to(wanted[name].sharding, array.ndim)
-    np.testing.assert_array_equal(saved["model.stack.groups.0.weight"], model)
-    assert saved["model.embedding.table"] is arrays["model.embedding.table"]
-    assert layout.trivial == (saved["model.stack.groups.0.weight"] is next(iter(arrays.values())))
-    again = from_disk(saved, abstract, layout)
-    for name, array in again.items():
-        assert array.sharding.is_equivalent_to(abstract[name].sharding, array.ndim)
-    np.testing.assert_array_equal(again["model.stack.groups.0.weight"], placed)
+    known = {"placed": orders, "plain": {}}
+    for name, tree in trees.items():
+        assert saved[name].save(1, tree, {}, known[name])
+    assert saved["placed"].manifest(1).tensors == saved["plain"].manifest(1).tensors
+    for source in saved.values():  # each restores as either
+        for name, tree in trees.items():
+            wanted = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), tree
+            )
+            restored, _ = source.restore(1, wanted, orders=known[name])
+            for array, expected in zip(
+                jax.tree.leaves(restored), jax.tree.leaves(tree), strict=True
+            ):
+                np.testing.assert_array_equal(array, expected)
+                assert array.sharding == expected.sharding
 
 
-def test_axes_that_do_not_divide_the_layers_move_to_another_dimension():
-    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"pipe": 4, "fsdp": 2}, jax.devices())
-    sharding = NamedSharding(mesh, P("pipe", "fsdp", None))
-    assert evenly_sharded((8, 6, 5), sharding).spec == P("pipe", "fsdp", None)
-    assert evenly_sharded((6, 16, 5), sharding).spec == P(None, ("fsdp", "pipe"), None)
-    assert evenly_sharded((6, 6, 12), sharding).spec == P(None, "fsdp", "pipe")
-    assert evenly_sharded((6, 6, 5), sharding).spec == P(None, "fsdp", None)
-    assert evenly_sharded((6, 6), NamedSharding(mesh, P("pipe"))).spec == P(None, None)
+@pytest.mark.parametrize(("layers", "stages", "counts"), LAYOUTS[1:])
+def test_digests_are_computed_where_the_layers_are(layers, stages, counts):
+    """The one program of a save or restore: it sends sums alone, and holds no second copy."""
+    layout, sharding, _, rows = placed(layers, stages, counts)
+    shape = jax.ShapeDtypeStruct((len(rows), 256, 256), jnp.float32, sharding=sharding)
+    compiled = digest_all.lower([shape], [np.array(layout.orders[0], np.int32)]).compile()
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert text and memory
+    assert not COMMUNICATION.search(text)
+    reduced = re.findall(r"= (.*) all-reduce\(", text)
+    assert reduced and set(re.findall(r"\w+\[[\d,]*\]", " ".join(reduced))) <= {"u32[]", "u32[2]"}
+    shard = np.prod(sharding.shard_shape(shape.shape)) * 4
+    assert memory.temp_size_in_bytes <= 2 * shard + 1024

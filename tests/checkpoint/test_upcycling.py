@@ -1,7 +1,5 @@
 """A model with experts that begins with a dense one's weights computes what that does."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,23 +9,39 @@ from layouts import mesh_of, tiny, tiny_state
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.config.initial import changes
-from maxmeg.config.model import Activation, RouterScore
+from maxmeg.config.mixers import Activation, RouterScore
+from maxmeg.config.setting import with_fields
 from maxmeg.models.lm import LM
 from maxmeg.state import CHECKPOINTS, array_name, nested, to_arrays
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 WIDTH = 48
-DENSE = {"num_layers": 3, "ffn_size": WIDTH, "num_heads": 4, "init_std": 0.3}
+DENSE = {"num_layers": 3, "mlp.ffn_size": WIDTH, "attention.num_heads": 4, "init_std": 0.3}
 CASES = {  # fields, those of the parallel layout
-    "copies": ({"num_experts": 4}, {}),
+    "copies": ({"layers": "*(attention,moe)", "moe.num_experts": 4}, {}),
     "slices": (
-        {"num_experts": 12, "experts_per_token": 6, "expert_ffn_size": 16, "router_scale": 2.0}
-        | {"router_score": RouterScore.sigmoid, "router_normalize": True, "router_bias": True},
+        {
+            "layers": "*(attention,moe)",
+            "moe.num_experts": 12,
+            "moe.top_k": 6,
+            "moe.ffn_size": 16,
+            "moe.scale": 2.0,
+        }
+        | {
+            "moe.score": RouterScore.sigmoid,
+            "moe.normalize_weights": True,
+            "moe.bias_balancing": True,
+        },
         {"pipe": 3, "expert": 2, "fsdp": 1, "pad_layers": True},
     ),
     "placed": (
-        {"num_experts": 4, "expert_ffn_size": 24, "expert_every": 2, "router_over_all": True}
-        | {"router_normalize": True, "router_global_aux_loss": 0.1, "experts_per_token": 4},
+        {
+            "layers": "*(attention,moe attention,mlp)",
+            "moe.num_experts": 4,
+            "moe.ffn_size": 24,
+            "moe.softmax_before_topk": True,
+        }
+        | {"moe.normalize_weights": True, "moe.global_aux_loss": 0.1, "moe.top_k": 4},
         {"expert": 2, "tensor": 2, "fsdp": 2},
     ),
 }
@@ -35,12 +49,12 @@ CASES = {  # fields, those of the parallel layout
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory):
-    return made(tmp_path_factory, {"activation": Activation.swiglu})
+    return made(tmp_path_factory, {"mlp.activation": Activation.swiglu})
 
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory):
-    return made(tmp_path_factory, {"activation": Activation.gelu, "bias_mlp": True})
+    return made(tmp_path_factory, {"mlp.activation": Activation.gelu, "mlp.bias": True})
 
 
 def made(tmp_path_factory, fields: dict):
@@ -105,47 +119,51 @@ def test_noise_makes_copies_differ(dense):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"expert_ffn_size": 20}, "MLP of width 48 cannot become num_experts=4 of width 20"),
-        ({"expert_ffn_size": 16}, "cannot become num_experts=4 of width 16"),
-        ({"expert_ffn_size": 24, "experts_per_token": 1}, "experts_per_token=1"),
-        ({"expert_ffn_size": 24, "router_groups": 4}, "router_groups=4"),
-        ({"shared_ffn_size": 16}, "no weights for model.shared_ffn_size=16"),
-        ({"expert_latent_size": 16}, "no weights for model.expert_latent_size=16"),
+        ({"moe.ffn_size": 20}, "MLP of width 48 cannot become moe.num_experts=4 of width 20"),
+        ({"moe.ffn_size": 16}, "cannot become moe.num_experts=4 of width 16"),
+        ({"moe.ffn_size": 24, "moe.top_k": 1}, "top_k=1"),
+        ({"moe.ffn_size": 24, "moe.num_groups": 4}, "num_groups=4"),
+        ({"moe.shared_ffn_size": 16}, "no weights for model.moe.shared_ffn_size=16"),
+        ({"moe.latent_size": 16}, "no weights for model.moe.latent_size=16"),
         ({"num_layers": 4}, "another model: num_layers 3 -> 4"),
     ],
 )
 def test_what_an_mlp_cannot_become_is_refused(fields, message):
     saved = tiny(DENSE).model
-    wanted = dataclasses.replace(saved, **{"num_experts": 4, **fields})
+    wanted = with_fields(saved, {"layers": "*(attention,moe)", "moe.num_experts": 4, **fields})
     with pytest.raises(ValueError, match=message):
         changes(saved, wanted, "runs/dense")
-    assert changes(saved, dataclasses.replace(saved, num_experts=4), "") == [
-        "num_experts 0 -> 4: 4 copies of each MLP, each of 1 experts"
-    ]
+    assert changes(
+        saved, with_fields(saved, {"layers": "*(attention,moe)", "moe.num_experts": 4}), ""
+    ) == ["moe in model.layers: 4 copies of each MLP, each of 1 experts"]
 
 
 def test_a_model_with_experts_goes_on_with_other_losses_and_as_many_experts(tmp_path_factory):
-    source = made(tmp_path_factory, {"num_experts": 4, "router_z_loss": 0.1})
-    found = begun(source, {"router_z_loss": 0.0, "router_global_aux_loss": 0.1})
+    source = made(
+        tmp_path_factory, {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.z_loss": 0.1}
+    )
+    found = begun(source, {"moe.z_loss": 0.0, "moe.global_aux_loss": 0.1})
     moe, before = (m.stack.groups[0].sublayers[1].mixers["moe"] for m in (found, source[2]))
     np.testing.assert_array_equal(moe.router[...], before.router[...])
     np.testing.assert_array_equal(moe.experts.up[...], before.experts.up[...])
     assert moe.load.shape == (3, 4) and not moe.load[...].any()
-    with pytest.raises(ValueError, match=r"is another model: num_experts 4 -> 8"):
-        begun(source, {"num_experts": 8})
+    with pytest.raises(ValueError, match=r"is another model: moe.num_experts 4 -> 8"):
+        begun(source, {"layers": "*(attention,moe)", "moe.num_experts": 8})
     with pytest.raises(ValueError, match=r"upcycle_noise=0\.1 is for a dense model"):
         begun(source, {}, noise=0.1)
 
 
 def test_adapters_beside_copies_are_refused(dense):
-    config = tiny({**vars(dense[1].model), "num_experts": 4}, fsdp=1)
+    config = tiny(
+        {**vars(dense[1].model), "layers": "*(attention,moe)", "moe.num_experts": 4}, fsdp=1
+    )
     config.checkpoint.init_from, config.lora.rank = dense[0], 2
     with pytest.raises(ValueError, match=r"lora\.rank=2 would freeze experts"):
         tiny_state(config, mesh_of(config))
 
 
 def test_noise_without_a_dense_model_is_refused(dense):
-    config = tiny({"num_experts": 4})
+    config = tiny({"layers": "*(attention,moe)", "moe.num_experts": 4})
     config.checkpoint.upcycle_noise = 0.1
     with pytest.raises(ValueError, match=r"upcycle_noise=0\.1 has no effect without"):
         mesh_of(config)

@@ -1,14 +1,20 @@
 """Config dicts, YAML files and the command line, right and wrong."""
 
 import dataclasses
+import os
 import pathlib
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from maxmeg.config import docs, files, flags
+from maxmeg import evaluate, generate
+from maxmeg.config import docs, files, flags, hints
 from maxmeg.config.model import Norm
 from maxmeg.config.schema import Config, LrDecay
 from maxmeg.config.setting import setting
@@ -26,6 +32,12 @@ def get_config(size="tiny"):
         raise ValueError(f"unknown size {size!r}: choose tiny")
     return config
 """
+
+
+SETTINGS = files.to_dict(Config())
+SAVED = yaml.safe_dump({name: SETTINGS[name] for name in ("run_dir", "optim", "log")}).encode()
+PIECES = [*(bytes([c]) for c in b"[]{}:,&*!|>'\"%@`#?-\t\n \\\0\x80"), b"&a ", b"*a", b"<<: "]
+PIECES += [b"!!binary ", b"!!timestamp ", b"!!int x", b"!!set ", b"? ", b"[1]: 2\n", b"1" * 5000]
 
 
 @dataclasses.dataclass
@@ -55,7 +67,7 @@ def changed():
     config.train.batch_rampup = (16, 8, 300000)
     config.train.batch_schedule = "0:768 250B:1536"
     config.model.norm, config.optim.decay = Norm.layernorm, LrDecay.inverse_square_root
-    config.model.bias_qkv, config.run_dir = True, "läuft/π"
+    config.model.attention.bias_qkv, config.run_dir = True, "läuft/π"
     return config
 
 
@@ -85,7 +97,10 @@ def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
         ("lr: 3", "unknown field lr: did you mean optim.lr"),
         ("model: {num_layers: 2.5}", "model.num_layers=2.5 .float.: expected a whole number"),
         ("model: {num_layers: true}", "expected a whole number"),
-        ("model: {bias_qkv: 1}", "model.bias_qkv=1 .int.: expected true or false"),
+        (
+            "model: {attention: {bias_qkv: 1}}",
+            "model.attention.bias_qkv=1 .int.: expected true or false",
+        ),
         ("model: {norm: rmsnrm}", "one of rmsnorm, layernorm; did you mean rmsnorm"),
         ("optim: {lr: .nan}", "expected a finite number"),
         ("optim: {lr: [1]}", "optim.lr"),
@@ -95,7 +110,10 @@ def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
         ("model: 3", "expected a section"),
         ("- 1", "expected a section"),
         ("seed: 1\nseed: 2", "given twice"),
-        ("seed: [", "not valid YAML"),
+        ("seed: [", "^.*run.yaml is not valid YAML: line 1, column 8: expected the node [^\n]*$"),
+        ("[1]: 3", "line 1, column 1: the name of a field must be text"),
+        ("[" * 1000, "not valid YAML: maximum recursion depth"),
+        ("seed: !!timestamp x", "not valid YAML"),
         ("run_dir: !!python/object/apply:os.getcwd []", "not valid YAML"),
     ],
 )
@@ -106,17 +124,34 @@ def test_yaml_mistakes_are_named(tmp_path, text, message):
         files.load(path)
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_damaged_yaml_file_is_a_config_or_one_line(tmp_path_factory, data):
+    """Bytes of a saved config are taken out, put in and replaced, by signs of YAML's syntax."""
+    text = bytearray(SAVED)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(text)))
+        gone = data.draw(st.sampled_from([0, 0, 1, 1, 7, len(text)]))
+        text[at : at + gone] = data.draw(st.sampled_from(PIECES) | st.binary(max_size=2))
+    path = tmp_path_factory.getbasetemp() / "damaged.yaml"
+    path.write_bytes(text)
+    try:
+        assert isinstance(files.load(path), Config)
+    except ValueError as error:
+        assert str(path) in str(error) and "\n" not in str(error)
+
+
 def test_overrides_of_every_type(config_file):
     line = (
         "prog --config.optim.lr=3e-4 --config.data.paths=a,b --config.data.paths=c"
-        " --config.train.batch_rampup 16,8,300000 --config.model.bias_qkv"
+        " --config.train.batch_rampup 16,8,300000 --config.model.attention.bias_qkv"
         f" --noconfig.log.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
         " --config.model.num_layers=1e1 --config.train.batch_schedule=0:8"
     )
     config, options = flags.parse(line.split())
     assert options is None
     assert config.optim.lr == 3e-4 and config.data.paths == ("a", "b", "c")
-    assert config.train.batch_rampup == (16, 8, 300000) and config.model.bias_qkv
+    assert config.train.batch_rampup == (16, 8, 300000) and config.model.attention.bias_qkv
     assert not config.log.tensorboard and config.model.norm is Norm.layernorm
     assert config.model.num_layers == 10 and config.train.batch_schedule == "0:8"
     assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()
@@ -142,6 +177,13 @@ def test_options_of_a_command(config_file):
         ("--config.optim.lr=abc", "optim.lr='abc'"),
         ("--config.optim.decay=cosin", "did you mean cosine"),
         ("--config.seed", "write --config.seed=VALUE"),
+        ("--config.optim.learning_rate=1", "optim.learning_rate: did you mean optim.lr[?]"),
+        ("--config.batch_size=8", "did you mean train.global_batch_size[?]"),
+        ("--config.data.seq_length=8", "did you mean data.sequence_length[?]"),
+        ("--config.model.n_layer=8", "did you mean model.num_layers[?]"),
+        ("--config.model.dropout=0", "did you mean model.dropout_hidden[?]"),
+        ("--max_steps=8", "unknown flag --max_steps: did you mean --config.train.num_steps[?]"),
+        ("--candidates=8", "unknown flag --candidates: see --help"),
         ("--num-layers", "here it is --config.model.num_layers"),
         ("--promt=x", "unknown flag --promt: did you mean --prompt"),
         ("extra", "unexpected argument 'extra'"),
@@ -159,6 +201,7 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         config_file + ":typo": "unknown field model.num_layer: did you mean model.num_layers",
         config_file.replace("small", "smal"): "did you mean .*small.py",
         str(tmp_path / "run.yaml"): "write --config=configs/yaml.py:",
+        "yml.py": "no config file yml.py .*did you mean configs/yaml.py",
     }
     for value, message in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -175,7 +218,7 @@ def fail_inside(config):
     int("x")
 
 
-def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, capsys):
+def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, capsys, tmp_path):
     argv = ["prog", f"--config={config_file}"]
     with pytest.raises(SystemExit) as stop:
         flags.run_command(fail_for_user, argv=argv)
@@ -183,10 +226,60 @@ def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, cap
     assert capsys.readouterr().err == (
         "error: num_heads=30 is not divisible by 4: choose 28 or 32\n"
     )
+    bad = tmp_path / "bad.yaml"
+    bad.write_text("seed: [\n")
+    with pytest.raises(SystemExit) as stop:
+        flags.run_command(fail_inside, argv=["prog", f"--config={ROOT}/configs/yaml.py:{bad}"])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {bad} is not valid YAML: line 2, column 1: expected")
     with pytest.raises(ValueError, match="invalid literal"):
         flags.run_command(fail_inside, argv=argv)
     with pytest.raises(ValueError, match="invalid literal"):
         flags.run_command(fail_inside, argv=[argv[0], argv[1] + ":bug"])
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        (
+            "--config.run_dir={file}/runs/x",
+            "--config.run_dir={file}/runs/x: Not a directory ({file}/",
+        ),
+        ("--config.run_dir={file}", "--config.run_dir={file}: File exists;"),
+    ],
+)
+def test_what_the_system_refuses_names_the_setting(config_file, capsys, argument, shown):
+    argv = ["prog", f"--config={config_file}", argument.format(file=config_file)]
+    with pytest.raises(SystemExit) as stop:
+        flags.run_command(lambda config: os.makedirs(config.run_dir), argv=argv)
+    assert stop.value.code == 2
+    assert shown.format(file=config_file) in capsys.readouterr().err
+
+
+def test_names_of_other_frameworks_are_of_fields_that_exist():
+    options = [f.name for kind in (generate.Options, evaluate.Options) for f in fields(kind)]
+    assert set(hints.SYNONYMS) <= {*files.leaves(Config), *options}
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        (
+            "meta-llama/Llama-3.1-8B",
+            "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B &&",
+        ),
+        ("runs/gpt", ""),
+        ("tests/gpt", ""),
+        ("/a/b", ""),
+        ("a/b/c", ""),
+    ],
+)
+def test_names_on_the_hub_come_with_the_command_that_downloads(name, shown):
+    assert (shown in hints.hub_command(name)) and bool(shown) == bool(hints.hub_command(name))
+    with pytest.raises(ValueError, match="no config file") as refused:
+        flags.parse(["prog", f"--config={ROOT}/configs/finetune.py:{name}"])
+    assert ("hf download" in str(refused.value)) == bool(shown)
 
 
 def test_help_names_every_field_and_option(capsys):

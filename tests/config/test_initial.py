@@ -5,32 +5,38 @@ import dataclasses
 import pytest
 
 from maxmeg.config.initial import ADAPTED, FREE, changes
-from maxmeg.config.model import DType, ModelConfig, Position, RotaryScaling
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.model import DType, ModelConfig, Position
+from maxmeg.config.setting import walk, with_fields
 
 SAVED = ModelConfig(vocab_size=100, max_position=64)
 
 
 def test_fields_are_named_once_and_exist():
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
-    assert fields > FREE and fields > ADAPTED and not FREE & ADAPTED
+    fields = {path for path, _, _ in walk(ModelConfig())}
+    assert fields > FREE > {"dtype"} and fields > ADAPTED > {"vocab_size"}
 
 
 @pytest.mark.parametrize("position", Position)
 def test_what_changes_is_told(position):
     saved = dataclasses.replace(SAVED, position=position)
     assert changes(saved, dataclasses.replace(saved, dtype=DType.float32, init_std=1.0), "m") == []
-    wanted = dataclasses.replace(saved, vocab_size=130, rotary_scaling=RotaryScaling.yarn)
-    assert changes(saved, wanted, "m") == ["vocab_size 100 -> 130", "rotary_scaling none -> yarn"]
-    saved = dataclasses.replace(saved, num_experts=4)
-    wanted = dataclasses.replace(saved, expert_capacity=1.25, expert_pad=True)
-    assert changes(saved, wanted, "m") == ["expert_capacity 0.0 -> 1.25"]
+    wanted = with_fields(saved, {"vocab_size": 130, "rotary.scaling": RotaryScaling.yarn})
+    assert changes(saved, wanted, "m") == ["vocab_size 100 -> 130", "rotary.scaling none -> yarn"]
+    saved = with_fields(saved, {"layers": "*(attention,moe)", "moe.num_experts": 4})
+    wanted = with_fields(saved, {"moe.capacity_factor": 1.25, "moe.pad_to_capacity": True})
+    assert changes(saved, wanted, "m") == ["moe.capacity_factor 0.0 -> 1.25"]
 
 
 def test_layers_of_further_tokens_come_and_go():
-    saved = dataclasses.replace(SAVED, mtp_depths=2, mtp_loss=0.3)
-    assert changes(saved, dataclasses.replace(saved, mtp_depths=3), "m") == ["mtp_depths 2 -> 3"]
-    assert changes(saved, dataclasses.replace(saved, mtp_depths=1), "m") == ["mtp_depths 2 -> 1"]
-    assert changes(saved, saved.without_mtp(), "m") == ["mtp_depths 2 -> 0"]
+    saved = with_fields(SAVED, {"mtp.num_layers": 2, "mtp.loss_weight": 0.3})
+    assert changes(saved, with_fields(saved, {"mtp.num_layers": 3}), "m") == [
+        "mtp.num_layers 2 -> 3"
+    ]
+    assert changes(saved, with_fields(saved, {"mtp.num_layers": 1}), "m") == [
+        "mtp.num_layers 2 -> 1"
+    ]
+    assert changes(saved, saved.without_mtp(), "m") == ["mtp.num_layers 2 -> 0"]
 
 
 @pytest.mark.parametrize(
@@ -44,10 +50,14 @@ def test_layers_of_further_tokens_come_and_go():
             {"position": Position.learned, "max_position": 128},
             ["max_position 64 -> 128"],
         ),
-        ({"mtp_depths": 1}, {"mtp_depths": 1, "num_experts": 2}, ["set model.mtp_depths=0"]),
+        (
+            {"mtp.num_layers": 1},
+            {"mtp.num_layers": 1, "layers": "*(attention,moe)", "moe.num_experts": 2},
+            ["set model.mtp.num_layers=0"],
+        ),
     ],
 )
 def test_another_model_is_refused(saved, wanted, parts):
     with pytest.raises(ValueError) as error:
-        changes(dataclasses.replace(SAVED, **saved), dataclasses.replace(SAVED, **wanted), "runs/m")
+        changes(with_fields(SAVED, saved), with_fields(SAVED, wanted), "runs/m")
     assert all(part in str(error.value) for part in parts), str(error.value)

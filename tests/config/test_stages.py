@@ -2,8 +2,13 @@
 
 import pytest
 
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import ParallelConfig
-from maxmeg.config.stages import layers_of_chunks
+from maxmeg.config.stages import units_of_chunks
+
+
+def layers_of_chunks(parallel: ParallelConfig, num_layers: int, layers: str = "*(attention,mlp)"):
+    return units_of_chunks(ModelConfig(num_layers=num_layers, layers=layers), parallel)
 
 
 @pytest.mark.parametrize("stages", range(1, 9))
@@ -46,9 +51,25 @@ def test_layers_of_chunks(num_layers: int, settings: dict, expected: tuple[int, 
 
 
 def test_units_of_several_layers_take_the_place_of_layers():
-    assert layers_of_chunks(ParallelConfig(pipe=2, chunk_layers=(2, 3)), 26, 6) == (2, 3)
-    with pytest.raises(ValueError, match=r"num_layers=5 is not.*each layer is a unit of 6"):
-        layers_of_chunks(ParallelConfig(pipe=2), 26, 6)
+    six = "*(5(local,mlp) attention,mlp)"
+    assert layers_of_chunks(ParallelConfig(pipe=2, chunk_layers=(2, 3)), 26, six) == (2, 3)
+    with pytest.raises(ValueError, match=r"num_layers=5 is not.*repeats units of 6 layers"):
+        layers_of_chunks(ParallelConfig(pipe=2), 26, six)
+    apart = "2(attention,mlp) *(local,mlp attention,mlp)"
+    with pytest.raises(ValueError, match=r"repeats units of 1, 2 layers, which parallel.pipe=2"):
+        layers_of_chunks(ParallelConfig(pipe=2), 8, apart)
+    assert layers_of_chunks(ParallelConfig(), 8, apart) == (5,)
+
+
+def test_hybrid_strings_name_stages():
+    parallel = ParallelConfig(pipe=2)
+    assert layers_of_chunks(parallel, 6, "**|****") == (2, 4)
+    assert layers_of_chunks(parallel, 6, "*-|*-*-") == (1, 2)
+    assert layers_of_chunks(ParallelConfig(), 6, "*-|*-*-") == (3,)
+    with pytest.raises(ValueError, match=r"put '\|' after a multiple of 2 layers"):
+        layers_of_chunks(parallel, 6, "*-*|-*-")
+    with pytest.raises(ValueError, match=r"leave parallel.chunk_layers=\(2, 4\) out"):
+        layers_of_chunks(ParallelConfig(pipe=2, chunk_layers=(2, 4)), 6, "**|****")
 
 
 UNEVEN = {"pipe": 4, "first_stage_layers": 7, "last_stage_layers": 7}

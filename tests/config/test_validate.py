@@ -7,116 +7,179 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.config.architecture import divisors
-from maxmeg.config.model import AttentionBackend, NormPlace, Position, RotaryScaling
+from maxmeg.config.data import DataOrder, Objective, Packing
+from maxmeg.config.mixers import AttentionBackend, RotaryScaling
+from maxmeg.config.model import NormPlace, Position
 from maxmeg.config.schema import Config, LossBackend, ParallelConfig
-from maxmeg.config.validate import BELOW_ONE, LOWEST, axis_sizes, resolve, validate
+from maxmeg.config.setting import divisors, walk, with_fields
+from maxmeg.config.validate import axis_sizes, resolve, validate
 from maxmeg.models.registry import (
     ARCHITECTURES,
     LONGEST_SAMPLE,
     architecture,
     use_architecture,
 )
-from maxmeg.ops import attention, cross_entropy
+from maxmeg.ops.attention import call as attention
+from maxmeg.ops.cross_entropy import call as cross_entropy
 
+DECLARED = {path: field.metadata for path, _, field in walk(Config())}
+LOWEST = {path: rule["at_least"] for path, rule in DECLARED.items() if rule["at_least"] is not None}
+BELOW_ONE = [path for path, rule in DECLARED.items() if rule["below"] is not None]
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 
 def config_with(settings: dict) -> Config:
     """The default config with `settings` by dotted path."""
-    config = Config()
-    for path, value in settings.items():
-        section, name = path.split(".")
-        assert hasattr(getattr(config, section), name), path
-        setattr(getattr(config, section), name, value)
-    return config
+    return with_fields(Config(), settings)
 
 
 # settings, number of devices, what the error must hold
+MASKED = {
+    "data.objective": Objective.masked,
+    "data.paths": ("a",),
+    "model.attention.causal": False,
+}
 BAD = [
-    ({"model.num_heads": 5}, 1, ["hidden_size=128", "num_heads=5", "1, 2, 4, 8", "head_dim"]),
-    ({"model.num_heads": 0}, 1, ["num_heads=0", "choose num_heads in 1, 2, 4"]),
-    ({"model.num_heads": -4}, 1, ["num_heads=-4", "choose num_heads in 1, 2, 4"]),
-    ({"model.num_kv_heads": 3}, 1, ["num_heads=4", "num_kv_heads=3", "in 1, 2, 4"]),
-    ({"model.num_kv_heads": 8}, 1, ["num_heads=4", "num_kv_heads=8", "in 1, 2, 4"]),
-    ({"model.num_kv_heads": -1}, 1, ["num_kv_heads=-1", "in 1, 2, 4"]),
-    ({"model.head_dim": -8}, 1, ["head_dim=-8", "at least 0"]),
-    ({"model.head_dim": -8, "model.position": Position.none}, 1, ["head_dim=-8", "at least 0"]),
-    ({"model.rotary_fraction": 0.01}, 1, ["rotary_fraction=0.01", "head size 32", "raise it"]),
-    ({"model.rotary_fraction": 1.5}, 1, ["rotary_fraction=1.5", "(0, 1]"]),
-    ({"model.rotary_fraction": 0.0}, 1, ["rotary_fraction=0.0", "(0, 1]"]),
-    ({"model.parallel_norms": True}, 1, ["parallel_norms=true needs", "parallel_block=true"]),
+    (
+        MASKED | {"model.layers": "*(conv,mlp attention,mlp)"},
+        1,
+        ["has the mixer conv, which is causal", "use other mixers"],
+    ),
+    (
+        MASKED | {"model.attention.causal": True},
+        1,
+        ["objective=masked cannot train", "causal=true, which serves gpt, sft", "causal=false"],
+    ),
+    (
+        MASKED | {"data.objective": Objective.gpt},
+        1,
+        ["objective=gpt cannot train", "causal=false, which serves masked"],
+    ),
+    (MASKED | {"model.mtp.num_layers": 1}, 1, ["mtp.num_layers=1 predicts later", "set it to 0"]),
+    (MASKED | {"log.sample_prompt": "a"}, 1, ["does not continue text", 'sample_prompt=""']),
+    (MASKED | {"data.packing": Packing.greedy}, 1, ["packing=greedy", "objective=masked"]),
+    (MASKED | {"data.order": DataOrder.native}, 1, ["order=native", "set order=megatron"]),
+    (MASKED | {"data.paths": ()}, 1, ["needs a corpus of sentences", "data.paths=PREFIX"]),
+    (MASKED | {"data.eod_mask_loss": True}, 1, ["eod_mask_loss=True", "leave it out"]),
+    (
+        {"model.attention.num_heads": 5},
+        1,
+        ["hidden_size=128", "num_heads=5", "1, 2, 4, 8", "attention.head_dim"],
+    ),
+    ({"model.attention.num_heads": 0}, 1, ["num_heads=0", "choose num_heads in 1, 2, 4"]),
+    ({"model.attention.num_heads": -4}, 1, ["num_heads=-4", "choose num_heads in 1, 2, 4"]),
+    ({"model.attention.num_kv_heads": 3}, 1, ["num_heads=4", "num_kv_heads=3", "in 1, 2, 4"]),
+    ({"model.attention.num_kv_heads": 8}, 1, ["num_heads=4", "num_kv_heads=8", "in 1, 2, 4"]),
+    ({"model.attention.num_kv_heads": -1}, 1, ["num_kv_heads=-1", "in 1, 2, 4"]),
+    ({"model.attention.head_dim": -8}, 1, ["head_dim=-8", "at least 0"]),
+    (
+        {"model.attention.head_dim": -8, "model.position": Position.none},
+        1,
+        ["head_dim=-8", "at least 0"],
+    ),
+    ({"model.rotary.fraction": 0.01}, 1, ["rotary.fraction=0.01", "head size 32", "raise it"]),
+    ({"model.rotary.fraction": 1.5}, 1, ["rotary.fraction=1.5", "(0, 1]"]),
+    ({"model.rotary.fraction": 0.0}, 1, ["rotary.fraction=0.0", "(0, 1]"]),
+    ({"model.parallel_norms": True}, 1, ["parallel_norms=true needs", "*(attention+mlp)"]),
+    (
+        {"model.recompute": "selective,atention_lse"},
+        1,
+        ["'atention_lse' is neither", "nearest are attention_lse", "query, key, value"],
+    ),
+    ({"model.recompute": "none"}, 1, ["'none' is neither a policy (minimal, selective, full)"]),
     (
         {
             "model.parallel_norms": True,
-            "model.parallel_block": True,
+            "model.layers": "*(attention+mlp)",
             "model.norm_place": NormPlace.post,
         },
         1,
         ["parallel_norms=true has no effect with norm_place=post"],
     ),
-    ({"model.attention_global_every": 6}, 1, ["attention_global_every=6", "attention_window=0"]),
+    ({"model.layers": "*(local,mlp)"}, 1, ["attention.window=0 must be at least 1", "local"]),
+    ({"model.rotary.local_base": 1e4}, 1, ["rotary.local_base=10000.0: no layer", "local"]),
+    ({"model.conv.bias": True}, 1, ["model.conv.bias=True: no layer", "the mixer conv"]),
     (
-        {"model.attention_global_every": 1, "model.attention_window": 8},
-        1,
-        ["attention_global_every=1", "n >= 2"],
+        {"model.layers": "*(conv,mlp)", "model.hidden_size": 132, "parallel.tensor": 8},
+        8,
+        ["model.hidden_size=132 is not divisible by parallel.tensor=8"],
     ),
-    ({"model.rotary_local_base": 1e4}, 1, ["rotary_local_base=10000.0", "global_every=0"]),
-    ({"model.attention_window": -1}, 1, ["attention_window=-1", "at least 0"]),
+    ({"model.attention.window": 8}, 1, ["attention.window=8: no layer", "the mixer local"]),
+    ({"model.moe.top_k": 3, "model.moe.z_loss": 0.1}, 1, ["moe.top_k=3, model.moe.z_loss=0.1: no"]),
+    ({"model.layers": "*(attention,mpl)"}, 1, ["unknown mixer 'mpl'", "did you mean mlp"]),
+    (
+        {"model.layers": "*-*-|*-*-|", "model.num_layers": 8, "parallel.pipe": 2},
+        2,
+        ["names 3 pipeline chunks", "are 2"],
+    ),
+    ({"model.attention.window": -1}, 1, ["attention.window=-1", "at least 0"]),
     ({"lora.rank": -1}, 1, ["lora.rank=-1", "at least 0"]),
     ({"lora.rank": 8, "lora.targets": ()}, 1, ["lora.targets is empty", "query,value"]),
     ({"lora.rank": 8, "lora.alpha": 0.0}, 1, ["lora.alpha=0.0", "positive"]),
-    ({"lora.alpha": 32.0}, 1, ["lora.alpha=32.0 has no effect with lora.rank=0"]),
-    ({"model.rotary_factor": 2.0}, 1, ["model.rotary_factor=2.0 has no effect with", "=none"]),
+    ({"lora.alpha": 32.0}, 1, ["lora.alpha=32.0 has no effect without lora.rank: set that"]),
     (
-        {"model.rotary_scaling": RotaryScaling.linear, "model.position": Position.learned},
+        {"model.rotary.factor": 2.0},
         1,
-        ["model.rotary_scaling=linear has no effect", "position=learned"],
+        ["model.rotary.factor=2.0 has no effect without", "linear or"],
     ),
     (
-        {"model.rotary_scaling": RotaryScaling.linear, "model.rotary_low": 2.0},
+        {"model.rotary.scaling": RotaryScaling.linear, "model.position": Position.learned},
         1,
-        ["model.rotary_low=2.0 has no effect with rotary_scaling=linear"],
+        ["model.rotary.scaling=linear has no effect", "position=rotary"],
     ),
     (
-        {"model.rotary_scaling": RotaryScaling.linear, "model.rotary_factor": 0.5},
+        {"model.rotary.scaling": RotaryScaling.linear, "model.rotary.low": 2.0},
         1,
-        ["model.rotary_factor=0.5 must be at least 1"],
+        ["model.rotary.low=2.0 has no effect without model.rotary.scaling=llama3 or"],
     ),
     (
-        {"model.rotary_scaling": RotaryScaling.llama3, "model.rotary_factor": 8.0},
+        {"model.rotary.scaling": RotaryScaling.linear, "model.rotary.factor": 0.5},
         1,
-        ["model.rotary_original_length=0", "at least 2", "llama3"],
+        ["model.rotary.factor=0.5 must be at least 1"],
     ),
     (
-        {
-            "model.rotary_scaling": RotaryScaling.yarn,
-            "model.rotary_original_length": 64,
-            "model.rotary_low": 40.0,
-        },
+        {"model.rotary.scaling": RotaryScaling.llama3, "model.rotary.factor": 8.0},
         1,
-        ["rotary_low=40.0", "rotary_high=4.0", "0 < low < high"],
+        ["model.rotary.original_length=0", "at least 2", "llama3"],
     ),
     (
         {
-            "model.rotary_scaling": RotaryScaling.longrope,
-            "model.rotary_original_length": 64,
-            "model.rotary_short_factors": (1.0,),
+            "model.rotary.scaling": RotaryScaling.yarn,
+            "model.rotary.original_length": 64,
+            "model.rotary.low": 40.0,
         },
         1,
-        ["rotary_short_factors must be 16 positive numbers", "are 1", "rotary_long_factors"],
+        ["rotary.low=40.0", "high=4.0", "0 < low < high"],
+    ),
+    (
+        {
+            "model.rotary.scaling": RotaryScaling.longrope,
+            "model.rotary.original_length": 64,
+            "model.rotary.short_factors": (1.0,),
+        },
+        1,
+        ["rotary.short_factors must be 16 positive numbers", "are 1", "rotary.long_factors"],
     ),
     ({"parallel.pipe": 2, "model.scan_layers": False}, 2, ["scan_layers=false", "pipe=2"]),
-    ({"parallel.tensor": 8}, 8, ["model.num_heads=4", "parallel.tensor=8", "tensor in 1, 2, 4"]),
     (
-        {"model.num_kv_heads": 1, "parallel.tensor": 2},
-        2,
-        ["model.num_kv_heads=1", "parallel.tensor=2", "tensor in 1", "change model.num_kv_heads"],
+        {"parallel.tensor": 8},
+        8,
+        ["model.attention.num_heads=4", "parallel.tensor=8", "tensor in 1, 2, 4"],
     ),
     (
-        {"model.ffn_size": 130, "parallel.tensor": 4},
+        {
+            "model.hidden_size": 96,
+            "model.attention.num_heads": 12,
+            "model.attention.num_kv_heads": 6,
+            "parallel.tensor": 4,
+        },
         4,
-        ["model.ffn_size=130", "parallel.tensor=4", "tensor in 1, 2, 5"],
+        ["num_kv_heads=6 is neither", "parallel.tensor=4", "tensor in 1, 2, 3, 6, or change"],
+    ),
+    (
+        {"model.mlp.ffn_size": 130, "parallel.tensor": 4},
+        4,
+        ["model.mlp.ffn_size=130", "parallel.tensor=4", "tensor in 1, 2, 5"],
     ),
     (
         {"data.sequence_length": 250, "parallel.tensor": 4},
@@ -128,10 +191,10 @@ BAD = [
         3,
         ["model.hidden_size=128", "parallel.fsdp=3", "fsdp in 1, 2, 4"],
     ),
-    ({"parallel.tensor": 3}, 8, ["tensor=3", "8 devices", "product", "fsdp=0"]),
-    ({"parallel.data": 4, "parallel.fsdp": 1}, 8, ["data=4", "8 devices", "product"]),
-    ({"parallel.fsdp": 1}, 8, ["mesh of size 1", "8 devices", "product"]),
-    ({"parallel.data": 16}, 8, ["data=16", "8 devices", "product"]),
+    ({"parallel.tensor": 3}, 8, ["tensor=3", "there are 8", "product", "fsdp=0"]),
+    ({"parallel.data": 4, "parallel.fsdp": 1}, 8, ["data=4", "there are 8", "product"]),
+    ({"parallel.fsdp": 1}, 8, ["mesh of size 1", "there are 8", "product"]),
+    ({"parallel.data": 16}, 8, ["data=16", "there are 8", "product"]),
     ({"parallel.data": 0}, 8, ["parallel.data=0", "at least 1"]),
     ({"parallel.fsdp": -1}, 8, ["parallel.fsdp=-1", "at least 1"]),
     ({"train.global_batch_size": 30}, 8, ["=30", "divisible by 8", "fsdp 8", "24 and 32"]),
@@ -168,7 +231,11 @@ def test_bad_settings_name_values_and_remedy(settings, num_devices, fragments):
 
 
 def test_every_broken_rule_is_listed_at_once():
-    settings = {"model.num_kv_heads": 3, "train.num_steps": 0, "train.global_batch_size": 7}
+    settings = {
+        "model.attention.num_kv_heads": 3,
+        "train.num_steps": 0,
+        "train.global_batch_size": 7,
+    }
     with pytest.raises(ValueError) as error:
         validate(config_with(settings), 2)
     lines = str(error.value).splitlines()
@@ -207,16 +274,19 @@ def test_named_architectures_are_valid_where_their_heads_divide(name):
         config.parallel = ParallelConfig(**parallel)
         model, tensor = config.model, config.parallel.tensor
         assert config.data.sequence_length == min(model.max_position, LONGEST_SAMPLE)
-        if model.num_heads % tensor or model.kv_heads % tensor:
-            with pytest.raises(ValueError, match=rf"heads=\d+ is not .* parallel.tensor={tensor}:"):
+        if model.attention.num_heads % tensor or (
+            model.kv_heads % tensor and tensor % model.kv_heads
+        ):
+            with pytest.raises(ValueError, match=rf"heads=\d+ is n.* parallel.tensor={tensor}:"):
                 validate(config, num_devices)
         else:
             validate(config, num_devices)
 
 
-def test_an_unknown_architecture_names_those_there_are():
-    with pytest.raises(ValueError, match=r"'gpt5'.*gpt2-124m.*llama3-8b"):
-        architecture("gpt5")
+def test_an_unknown_architecture_names_the_three_nearest():
+    near = "llama3-8b, llama3.1-8b or llama2-7b"
+    with pytest.raises(ValueError, match=rf"'llama4-8b': did you mean {near}\?.*registry.py"):
+        architecture("llama4-8b")
 
 
 POWERS = st.sampled_from([1, 2, 3, 4, 8])
@@ -243,7 +313,7 @@ def test_a_mesh_fits_or_says_why(sizes, count):
     if fits:
         assert math.prod(axis_sizes(ParallelConfig(**sizes), count).values()) == count
     else:
-        with pytest.raises(ValueError, match=rf"does not make {count} devices"):
+        with pytest.raises(ValueError, match=rf"needs \d+ devices.*there are {count}"):
             axis_sizes(ParallelConfig(**sizes), count)
 
 

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from maxmeg.data.indexed import IndexedWriter
+from maxmeg.data.corpus.indexed import IndexedWriter
 
 TEXT = "The quick brown fox jumps over the lazy dog. It's 1234 o'clock: naïve café, 東京 🎉!\n"
 

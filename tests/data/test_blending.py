@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data import blending
-from maxmeg.data.blending import (
+from maxmeg.data.samples import blending
+from maxmeg.data.samples.blending import (
     BlendedDataset,
     blending_index,
     exhaustive_index,
@@ -61,7 +61,7 @@ def plain_turns(shares: list[float], size: int) -> list[int]:
     return turns
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.floats(1e-3, 1) | st.integers(1, 3), min_size=1, max_size=20),
     st.integers(0, 400),
@@ -168,7 +168,7 @@ def test_weights_that_cannot_be_are_named(weight):
 
 
 def test_half_of_the_weights_is_refused():
-    with pytest.raises(ValueError, match="'c' where a weight must stand"):
+    with pytest.raises(ValueError, match="'c' in place of a weight"):
         parse_blend(["0.5", "a", "c", "b"])
     with pytest.raises(ValueError, match="at least one prefix"):
         parse_blend([])
@@ -198,12 +198,12 @@ def test_files_of_blends(tmp_path, text):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("[0.5, [a]]", "is not a list of weights and prefixes"),
-        ("[0.5, null]", "is not a list"),
-        ("[true, a]", "is not a list"),
-        ("", "is not a list"),
-        ("7", "is not a list"),
-        ("train: []", "train: .* is not a list"),
+        ("[0.5, [a]]", "is neither a list of weights and prefixes"),
+        ("[0.5, null]", "is neither a list"),
+        ("[true, a]", "is neither a list"),
+        ("", "is neither a list"),
+        ("7", "is neither a list"),
+        ("train: []", "train: .* is neither a list"),
         ("{train: a, training: b}", "the set 'training': the sets are train, validation and test"),
         ("{valid: a, validation: b}", "the set 'validation'"),
         ("[0.5, a", "is neither YAML nor JSON"),

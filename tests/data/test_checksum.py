@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data import checksum
-from maxmeg.data.checksum import BlockSums, FileSums, Sums, create_sums, read_sums, sums_of_file
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.corpus import checksum
+from maxmeg.data.corpus.checksum import (
+    BlockSums,
+    FileSums,
+    Sums,
+    create_sums,
+    read_sums,
+    sums_of_file,
+)
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 
 DOCUMENTS = 200
 LENGTH = 5000  # 2 MB in all: two blocks
@@ -33,7 +40,7 @@ def flip(path: Path, byte: int) -> None:
         file.write(bytes([old ^ 16]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=60), st.lists(st.integers(0, 60), max_size=5), st.integers(1, 20))
 def test_a_stream_in_any_parts_has_the_sums_of_its_file(tmp_path_factory, data, cuts, block_bytes):
     stream, bounds = BlockSums(block_bytes), sorted([0, *cuts, 60])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from maxmeg import preprocess
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_a_corpus_is_inspected(prefix, tmp_path, capsys):
     assert preprocess.main(["inspect", prefix, "--tokenizer=bytes", "--verify", report]) == 0
     shown = capsys.readouterr().out
     assert "18 tokens of uint16" in shown and "\nfirst text\n" in shown
-    assert "verified, all agree" in shown and Path(f"{tmp_path}/r.html").is_file()
+    assert "verified, all match" in shown and Path(f"{tmp_path}/r.html").is_file()
     assert preprocess.main(["inspect", prefix, "--vocab_size=100"]) == 1
     assert "problem: " in capsys.readouterr().out
     assert preprocess.main(["inspect", f"{tmp_path}/none", prefix]) == 1
@@ -39,7 +39,7 @@ def test_a_run_is_inspected(prefix, tmp_path, capsys):
     report = tmp_path / "r.html"
     assert preprocess.main(["inspect", *run, f"--report={report}"]) == 0
     shown = capsys.readouterr().out
-    assert "train                                         2                 18" in shown
+    assert "train                              2                 18" in shown
     assert "\nfirst text" in shown  # by the run's own tokenizer
     assert "samples read" in report.read_text()
     assert preprocess.main(["inspect", *run, "--config.data.split=0,1,0"]) == 1
@@ -58,11 +58,11 @@ def test_corpora_are_merged_and_verified(prefix, tmp_path, capsys):
     assert "2 datasets (2 verified by checksums): 4 documents, 36 tokens" in capsys.readouterr().out
     assert IndexedDataset(tmp_path / "m").num_documents == 4
     assert preprocess.main(["verify", f"{tmp_path}/m", prefix]) == 0
-    assert capsys.readouterr().out.count("agree with their checksums") == 2
+    assert capsys.readouterr().out.count("match their checksums") == 2
     Path(f"{prefix}.bin").write_bytes(bytes(36))
     assert preprocess.main(["verify", f"{tmp_path}/m", prefix]) == 1
     shown = capsys.readouterr()
-    assert "c_text_document.bin differs" in shown.err and "m: .bin and .idx agree" in shown.out
+    assert "c_text_document.bin differs" in shown.err and "m: .bin and .idx match" in shown.out
     assert preprocess.main(["merge", prefix, output]) == 1
     assert IndexedDataset(tmp_path / "m").num_documents == 4
 
@@ -116,8 +116,8 @@ def test_a_tokenizer_is_trained(tmp_path, capsys, write_lines, model):
     command += [source, str(packed), f"--output={tmp_path / MODELS[model]}"]
     assert preprocess.main(command) == 0
     shown = capsys.readouterr().out
-    assert f"{model} of 20 texts, 0.0 MB: {size} tokens, eod=" in shown
-    assert "bytes a token on 1 texts held out" in shown
+    assert f"{model} from 20 texts, 0.0 MB: {size} tokens, eod=" in shown
+    assert "bytes per token on 1 held-out texts" in shown
     tokenizer = shown.rpartition("--tokenizer=")[2].strip()
     run = [f"--input={source}", f"--output={tmp_path}/c", f"--tokenizer={tokenizer}", "--workers=0"]
     assert preprocess.main(run) == 0
@@ -141,7 +141,7 @@ def test_what_cannot_be_trained_is_explained(tmp_path, capsys, write_lines):
         (["--output=x.bin"], "output x.bin: bpe is written as"),
         (["--max_mb=-1"], "max_mb=-1.0 must be positive"),
         (["--special_tokens", "<a>", "<a>"], "name '<a>' twice"),
-        (["--model=wordpiece", "--input=-"], "which - cannot"),
+        (["--model=wordpiece", "--input=-"], "which is impossible for -"),
     ):
         assert preprocess.main([*command, *words]) == 1
         assert message in capsys.readouterr().err
@@ -164,4 +164,4 @@ def test_placeholders_are_tokens_where_they_are_asked_for(tmp_path, capsys, writ
         assert IndexedDataset(f"{tmp_path}/c_text_document").get(0).tolist() == tokens
     capsys.readouterr()
     assert preprocess.main([*command, "--placeholders", "<img>"]) == 1
-    assert "'<img>' is no token of bytes?special" in capsys.readouterr().err
+    assert "'<img>' is not a token of bytes?special" in capsys.readouterr().err

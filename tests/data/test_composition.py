@@ -2,8 +2,11 @@
 
 import pytest
 
-from maxmeg.config.schema import Config, Packing
-from maxmeg.data.composition import composition_text, uses_of
+from maxmeg.config.data import Packing
+from maxmeg.config.schema import Config
+from maxmeg.data.build import open_corpus, split_weights
+from maxmeg.data.inspect.composition import composition_text, print_data, split_warnings, uses_of
+from maxmeg.optim.schedules import Schedules
 
 LENGTH = 9
 DOCUMENTS = 100
@@ -65,3 +68,36 @@ def test_what_a_run_refuses_is_refused(config):
     config.data.split, config.data.tokenizer = "1,0,0", "null:50"
     with pytest.raises(ValueError, match="not in the vocabulary"):
         uses_of(config)
+
+
+def test_splits_that_mislead_are_told(config, make_corpus, capsys, caplog):
+    """One long document at the end; few documents; shares of the tokens that are as they should."""
+    weights = split_weights(config.data, list(config.data.paths))
+    assert weights == {"train": 0.8, "validation": 0.2, "test": 0}
+    assert not split_warnings(uses_of(config), weights)
+    config.data.split = "90,9,1"
+    validation, test = split_warnings(uses_of(config), split_weights(config.data, ["a"]))
+    assert (
+        "the validation split has 9 documents and 9 % of the tokens at a weight of 9 %"
+        in validation
+    )
+    assert "the test split has 1 document and" in test and "--shuffle_documents=SEED" in test
+    lengths = [LENGTH] * (DOCUMENTS - 1) + [10 * LENGTH * DOCUMENTS]
+    config.data.paths = (make_corpus([[1] * n for n in lengths], "long"),)
+    config.data.split = "70,30,0"
+    tokenizer, prefixes = open_corpus(config.data, config.run_dir)
+    uses = uses_of(config)
+    told = split_warnings(uses, split_weights(config.data, prefixes))
+    assert [text.split(" % of")[0].split()[-1] for text in told] == ["6.37", "93.6"]
+
+    config.data.train_paths = config.data.validation_paths = config.data.paths
+    config.data.paths = ()
+    assert split_weights(config.data, []) is None
+    assert not split_warnings(uses_of(config), None)  # sets of their own are as they were chosen
+    config.data.paths, config.data.train_paths = config.data.train_paths, ()
+    config.data.validation_paths, config.data.split = (), "70,29,1"
+    sets = {use.whole.name: None for use in uses}
+    config.model.vocab_size = 1000
+    print_data(config, prefixes, tokenizer, sets, Schedules(config))
+    assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["test,", "each"]
+    assert caplog.text.count("its loss may be unlike") == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import maxmeg
-from maxmeg.data.corpus import source_files, standard_library
-from maxmeg.data.indexed import IndexedDataset
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.prepare.standard_library import source_files, standard_library
 
 ROOT = Path(maxmeg.__file__).parents[1]
 
@@ -29,8 +29,8 @@ def test_a_folder_without_sources_is_explained(tmp_path):
 
 def test_processes_that_start_at_once_agree(tmp_path):
     code = (
-        "import sys; from maxmeg.data.corpus import standard_library as s; "
-        "from maxmeg.data.indexed import IndexedDataset as d; "
+        "import sys; from maxmeg.data.prepare.standard_library import standard_library as s; "
+        "from maxmeg.data.corpus.indexed import IndexedDataset as d; "
         "print(d(s(sys.argv[1], 'bytes')).num_tokens)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "cache")]

@@ -5,19 +5,19 @@ import json
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Config, DataConfig, DataOrder
+from maxmeg.config.data import DataConfig, DataOrder
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
 from maxmeg.data.build import (
+    Request,
     build_dataset,
     build_validation,
     cache_folder,
-    evaluation_start,
     open_corpus,
-    order_of,
     read_whole,
     samples_asked,
-    warn_of_order,
 )
+from maxmeg.optim.schedules import Schedules
 
 ORDERS = list(DataOrder)
 
@@ -103,11 +103,13 @@ def test_validation_sets_by_name(three, tmp_path, make_corpus):
     config.validation_paths = (three["a"], make_corpus([np.full(9, 200)] * 9, "other/a"))
     assert list(names(config)) == list(config.validation_paths)  # two are called a
     config.validation_paths = ("0.5", three["a"], "0.5", three["b"])
-    with pytest.raises(ValueError, match=r"every set by itself, not .* with weights \[0.5, 0.5\]"):
+    with pytest.raises(
+        ValueError, match=r"data.validate_each=True cannot read .* with weights \[0.5, 0.5\]"
+    ):
         names(config)
     file = tmp_path / "blend"
     file.write_text(f"{three['a']} {three['b']}")
-    with pytest.raises(ValueError, match="and split='969,30,1': name prefixes alone"):
+    with pytest.raises(ValueError, match="and split='969,30,1': name prefixes without weights"):
         names(settings(three, validate_each=True, blend=str(file)))
     file.write_text(json.dumps({"train": [three["c"]]}))
     assert names(settings(three, validate_each=True, blend=str(file))) == {}
@@ -148,7 +150,7 @@ def test_sets_without_documents_are_explained(three):
 
 def test_sets_without_training_are_explained(three, tmp_path):
     (tmp_path / "blend").write_text(json.dumps({"valid": [three["a"]]}))
-    with pytest.raises(ValueError, match=r"data.blend=.*blend without a set to train on"):
+    with pytest.raises(ValueError, match=r"data.blend=.*blend has no training set"):
         opened(settings(three, blend=str(tmp_path / "blend")), 0)
 
 
@@ -169,45 +171,28 @@ def test_a_surplus_that_is_too_small_is_explained(three, monkeypatch):
         opened(config, 0, 200)
 
 
-@pytest.mark.parametrize("items", [("a",), ("0.5", "a", "0.5", "b")])
-def test_another_order_than_the_checkpoints_is_told(three, items, caplog):
-    config = settings(three, items, split="1")
-    first = opened(config, 0, 50)
-    saved = json.loads(json.dumps(order_of(first)))
-    rows = first.batch(np.arange(50))["tokens"]
-    for changes, told in (
-        ({}, False),
-        ({"num_samples": 48}, False),  # of the same epoch
-        ({"num_samples": 500}, True),
-        ({"seed": 5}, True),
-    ):
-        other = opened(config, 0, **{"num_samples": 50, **changes})
-        caplog.clear()
-        warn_of_order(saved, other)
-        assert ("in another order" in caplog.text) == told
-        assert told or np.array_equal(other.batch(np.arange(48))["tokens"], rows[:48])
-    caplog.clear()
-    warn_of_order(None, first)  # of a checkpoint that does not say
-    assert not caplog.text
-
-
 def test_samples_that_a_run_asks_for():
     config = Config()
-    config.train.num_steps, config.train.global_batch_size = 100, 8
-    config.train.eval_every, config.train.eval_steps = 30, 5
-    consumed = {100: 777, 60: 70, 80: 99}.__getitem__
-    asked = [samples_asked(config, index, consumed) for index in range(3)]
-    assert asked == [777, (100 // 30 + 1) * 5 * 8, 5 * 8]
-    config.data.blend_changes = ("60:a", "80:b")
-    assert samples_asked(config, 0, consumed) == (70, 99, 777)
+    train = config.train
+    train.num_steps, train.global_batch_size, train.batch_rampup = 100, 8, (4, 4, 80)
+    train.eval_every, train.eval_steps = 30, 5
+    schedules = Schedules(config)
+    asked = [samples_asked(config, index, schedules) for index in range(3)]
+    total = 4 * 20 + 8 * 80
+    assert asked == [Request(total), Request((100 // 30 + 1) * 5 * 8), Request(5 * 8)]
+    config.data.blend_changes = ("10:a", "80:b")
+    assert samples_asked(config, 0, schedules) == Request(total, (40, total - 8 * 20))
     evaluations = [step for step in range(100) if (step + 1) % 30 == 0 or step == 99]
-    starts = [evaluation_start(config, step) for step in evaluations]
-    assert starts == [0, 40, 80, 120] and starts[-1] + 40 == asked[1]  # each once, and no other
-    assert evaluation_start(config, 64) == 80  # stopped and validated early: its number counts
+    starts = [schedules.evaluation_start(step) for step in evaluations]
+    assert starts == [0, 40, 80, 120]  # each once, and no other
+    assert starts[-1] + 40 == asked[1].num_samples
+    assert schedules.evaluation_start(64) == 80  # stopped and validated early: its number counts
     config.data.order = DataOrder.native
-    assert evaluation_start(config, 99) == 0
-    config.train.eval_every, config.data.order = 0, DataOrder.megatron
-    assert samples_asked(config, 1, consumed) == 40 and evaluation_start(config, 99) == 0
+    assert Schedules(config).evaluation_start(99) == 0
+    train.eval_every, config.data.order = 0, DataOrder.megatron
+    schedules = Schedules(config)
+    assert samples_asked(config, 1, schedules) == Request(40)
+    assert schedules.evaluation_start(99) == 0
     assert cache_folder(config.data, "run") == "run/data"
 
 

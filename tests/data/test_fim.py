@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tokenizer_files import folder
 
-from maxmeg.config.schema import Config, DataConfig, DataOrder, Objective
+from maxmeg.config.data import DataConfig, DataOrder, Objective
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
 from maxmeg.data.build import build_dataset, open_corpus
-from maxmeg.data.fim import Fim, FimRules, sentinel_ids
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.samples.fim import Fim, FimRules, sentinel_ids
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = 257, 258, 259, 260, 256, 262
 SENTINELS = {"prefix": PREFIX, "middle": MIDDLE, "suffix": SUFFIX, "pad": PAD}
@@ -141,9 +142,9 @@ def test_special_tokens_leave_the_text(tmp_path):
     ("names", "error"),
     [
         (("257", "258", "259"), "must name 4 tokens: prefix, middle, suffix, pad"),
-        (("257", "258", "259", "300"), "'300' is no token of bytes, nor an id below 300"),
-        (("257", "258", "<fim>", "9"), "'<fim>' is no token of bytes"),
-        (("257", "258", "258", "9"), "must be different tokens"),
+        (("257", "258", "259", "300"), "'300' is neither a token of bytes nor an id below 300"),
+        (("257", "258", "<fim>", "9"), "'<fim>' is neither a token of bytes"),
+        (("257", "258", "258", "9"), "must be distinct tokens"),
     ],
 )
 def test_tokens_that_are_none(names, error):
@@ -156,10 +157,10 @@ def test_tokens_that_are_none(names, error):
     [
         ({"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must lie in \[0, 1\]"),
         ({"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must lie"),
-        ({"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect with data\.fim_rate=0"),
+        ({"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect without data\.fim_rate"),
         ({"fim_tokens": ()}, r"data\.fim_rate=1\.0 needs data\.fim_tokens"),
         ({"fim_fragment_rate": 0.9}, r"needs data\.fim_split"),
-        ({"objective": Objective.sft}, r"leave it out with data\.objective=sft"),
+        ({"objective": Objective.sft}, r"fim_rate=1\.0 is for samples that are cut"),
     ],
 )
 def test_settings_that_do_not_fit(make_corpus, changes, error):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import maxmeg
-from maxmeg.data.gpt import DocumentRules, GptDataset
-from maxmeg.data.indexed import HEADER, MAGIC, VERSION, IndexedDataset, IndexedWriter
+from maxmeg.data.corpus.indexed import HEADER, MAGIC, VERSION, IndexedDataset, IndexedWriter
+from maxmeg.data.samples.gpt import DocumentRules, GptDataset
 
 ROOT = Path(maxmeg.__file__).parents[1]
 MOST_MB = 12  # of memory, for a corpus of 20,000 MB
@@ -142,7 +142,7 @@ def test_a_split_that_is_too_small_is_explained(make_corpus):
 
 READING = """
 import sys, numpy as np
-from maxmeg.config.schema import DataConfig, DataOrder
+from maxmeg.config.data import DataConfig, DataOrder
 from maxmeg.data.build import build_dataset, open_corpus
 
 def anonymous():

@@ -9,14 +9,14 @@ import pytest
 from PIL import Image
 
 from maxmeg import preprocess
-from maxmeg.data.image_text import (
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.samples.image_text import (
     ImageTextDataset,
     ImageTokens,
     decode_image,
     image_bytes,
     image_words,
 )
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
 
 EOD, HOLDER, LENGTH = 256, 33, 12  # HOLDER: "!"
 TOKENS = ImageTokens(HOLDER, 3, EOD, EOD, 257)
@@ -54,7 +54,7 @@ def test_an_images_file_is_kept_to_the_byte():
         words = image_words(data)
         assert words.dtype == np.int32 and image_bytes(words) == data
     for words in ([], [0], [4, 1], [-1, 1]):
-        with pytest.raises(ValueError, match="not how a sequence of an image begins"):
+        with pytest.raises(ValueError, match="not the beginning of an image's sequence"):
             image_bytes(np.array(words, np.int32))
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data.indexed import DTYPES, IndexedDataset, IndexedWriter
+from maxmeg.data.corpus.indexed import DTYPES, IndexedDataset, IndexedWriter
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[500, 600]], [[7, 8, 9, 10]]]
 FLIPS = 10_000
@@ -83,9 +83,8 @@ def test_every_dtype_round_trips(tmp_path, dtype):
 def test_multimodal_modes_are_the_last_bytes(tmp_path):
     with IndexedWriter(tmp_path / "x", vocab_size=1000, multimodal=True) as writer:
         writer.add_document([1, 2, 3, 4], [3, 1], [0, 1])
-        writer.end_document()
-        writer.add_item(np.array([[500], [600]]), mode=-1)
-        writer.end_document()
+        writer.add_document([], [])
+        writer.add_document(np.array([[500], [600]]), modes=[-1])
         writer.add_document([7, 8, 9, 10])
     modes = struct.pack("<4b", 0, 1, -1, 0)
     assert (tmp_path / "x.idx").read_bytes() == golden_index(8, 2) + modes
@@ -111,7 +110,7 @@ def test_modes_that_cannot_be_stored_are_refused(tmp_path, multimodal, modes, me
     assert IndexedDataset(tmp_path / "x").num_tokens == 3
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.lists(st.integers(0, 65000), max_size=5), max_size=4), max_size=6).filter(
         lambda documents: any(tokens for sequences in documents for tokens in sequences)
@@ -121,9 +120,7 @@ def test_any_documents_round_trip(tmp_path_factory, documents):
     prefix = tmp_path_factory.mktemp("any") / "x"
     with IndexedWriter(prefix, 65000) as writer:
         for document in documents:
-            for sequence in document:
-                writer.add_item(sequence)
-            writer.end_document()
+            writer.add_document(list(itertools.chain(*document)), list(map(len, document)))
     data = IndexedDataset(prefix)
     found = [
         [data.get(i).tolist() for i in range(begin, end)]
@@ -136,7 +133,14 @@ def test_missing_empty_and_truncated_files_are_named(tmp_path):
     prefix = tmp_path / "x"
     with pytest.raises(ValueError, match=r"x\.idx does not exist"):
         IndexedDataset(prefix)
+    for name in ("corpus.jsonl", "corpus.txt"):
+        (tmp_path / name).write_text("text")
+        shown = rf"maxmeg.preprocess --input={tmp_path}/{name} --output=corpus .*corpus_text_docum"
+        with pytest.raises(ValueError, match=shown):
+            IndexedDataset(tmp_path / name)
     write_golden(prefix, vocab_size=1000)
+    with pytest.raises(ValueError, match=f"without the ending: {prefix}$"):
+        IndexedDataset(f"{prefix}.bin")
     for suffix in (".idx", ".bin"):
         path = Path(f"{prefix}{suffix}")
         whole = path.read_bytes()
@@ -253,8 +257,6 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path):
     with pytest.raises(KeyError), IndexedWriter(tmp_path / "x", 100) as writer:
         writer.add_document([1, 2])
         raise KeyError
-    with pytest.raises(ValueError, match="end_document"), IndexedWriter(tmp_path / "x") as writer:
-        writer.add_item([1])
     after = {p.name: hashlib.sha256(p.read_bytes()).digest() for p in tmp_path.iterdir()}
     assert before == after
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.data import inspection_page
-from maxmeg.data.indexed import IndexedWriter
-from maxmeg.data.inspection import bin_range, inspect, inspection_text, summarize_lengths
-from maxmeg.data.inspection_page import check_report, write_report
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.inspect import page as inspection_page
+from maxmeg.data.inspect.contents import bin_range, inspect, inspection_text, summarize_lengths
+from maxmeg.data.inspect.page import check_report, write_report
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 PNG = b"\x89PNG\r\n\x1a\n"
 BYTES = load_tokenizer("bytes")
@@ -43,12 +43,12 @@ def test_a_clean_corpus_has_no_problems(tmp_path):
     found = inspect(prefix, BYTES, verify=True)
     assert (found.num_tokens, found.num_bytes, found.dtype) == (26, 52, "uint16")
     assert (found.documents.total, found.documents.median, found.modes) == (3, 8, None)
-    assert (found.problems, found.notes, found.checksums) == ((), (), "verified, all agree")
+    assert (found.problems, found.notes, found.checksums) == ((), (), "verified, all match")
     text = inspection_text(found)
     assert "26 tokens of uint16 (52 bytes) in 3 sequences of 3 documents" in text
-    assert "tokens a document: min 6, median 8, mean 8.7, max 12" in text
+    assert "tokens per document: min 6, median 8, mean 8.7, max 12" in text
     assert re.search(r"^ +4 to 7 +1 #{20}\n +8 to 15 +2 #{40}$", text, re.MULTILINE)
-    assert "tokens a sequence" not in text and "problems: none found" in text
+    assert "tokens per sequence" not in text and "problems: none found" in text
     assert "document 0, 6 of its 6 tokens:\nhello" in text
     # Control sequences of a corpus do not reach the terminal.
     shown = inspection_text(inspect(prefix, BYTES, document=1))
@@ -60,8 +60,8 @@ def test_everything_worth_knowing_is_told(tmp_path):
     text = inspection_text(inspect(prefix, BYTES))
     assert "2 of 3 documents are empty" in text
     assert "1 of 1 sampled documents do not end with the tokenizer's end-of-document id" in text
-    assert "x.sums: damage to .bin would go unseen" in text
-    assert "multimodal: 1 of mode 0" in text and "tokens a sequence" in text
+    assert "x.sums: damage to .bin would not be noticed" in text
+    assert "multimodal: 1 of mode 0" in text and "tokens per sequence" in text
     assert "document 1, 2 of its 2 tokens:\nab" in text
     assert "97 98" in inspection_text(inspect(prefix))
 

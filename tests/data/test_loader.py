@@ -15,12 +15,12 @@ import pytest
 import maxmeg
 from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset, open_corpus
-from maxmeg.data.corpus import source_files
-from maxmeg.data.gpt import DocumentRules, GptDataset
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.loader import Loader, all_rows, eval_batches, train_loader
-from maxmeg.data.megatron_order import MegatronOrder
-from maxmeg.data.phases import ChangingBlend, Phase
+from maxmeg.data.prepare.standard_library import source_files
+from maxmeg.data.samples.gpt import DocumentRules, GptDataset
+from maxmeg.data.samples.megatron_order import MegatronOrder
+from maxmeg.data.samples.phases import ChangingBlend, Phase
 
 ROOT = Path(maxmeg.__file__).parents[1]
 STEPS = 9
@@ -129,8 +129,8 @@ def test_workers_outlive_signals_to_the_group_but_not_their_parent(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import multiprocessing, os, signal, sys\n"
-        "from maxmeg.data.gpt import GptDataset\n"
-        "from maxmeg.data.indexed import IndexedDataset\n"
+        "from maxmeg.data.samples.gpt import GptDataset\n"
+        "from maxmeg.data.corpus.indexed import IndexedDataset\n"
         "from maxmeg.data.loader import Loader, all_rows\n"
         "def steps(n): return n, 1\n"
         "if __name__ == '__main__':\n"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data import megatron_order
-from maxmeg.data.gpt import GptDataset
-from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples, plan_epochs
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.samples import megatron_order
+from maxmeg.data.samples.gpt import GptDataset
+from maxmeg.data.samples.megatron_order import MegatronOrder, MegatronSamples, plan_epochs
 
 LENGTHS = np.array([5, 0, 3, 9, 1, 4], np.int32)
 # megatron-core 0.16.1, seed 1234; (samples asked for, sequence length): document index, places
@@ -77,7 +77,7 @@ def test_validation_is_in_megatrons_order_too(make_corpus):
     assert not np.array_equal(one["tokens"], two["tokens"])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=12).filter(any),
     st.integers(1, 25),

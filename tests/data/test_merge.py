@@ -1,5 +1,6 @@
 """Merging datasets: what one writer would have written, byte for byte."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -7,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data import indexed
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
-from maxmeg.data.merge import find_prefixes, merge
+from maxmeg.data.corpus import indexed
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.prepare.merge import find_prefixes, merge
 
 DOCUMENT = st.lists(st.lists(st.integers(0, 60000), max_size=4), max_size=3)
 CORPUS = st.lists(DOCUMENT, max_size=4)  # which may be empty, as a part of a corpus may be
@@ -18,12 +19,12 @@ CORPUS = st.lists(DOCUMENT, max_size=4)  # which may be empty, as a part of a co
 def write(prefix: Path, corpora, **kind) -> None:
     with IndexedWriter(prefix, **kind) as writer:
         for document in [document for corpus in corpora for document in corpus]:
-            for sequence in document:
-                writer.add_item(sequence, mode=len(sequence) % 3 if kind.get("multimodal") else 0)
-            writer.end_document()
+            tokens, lengths = list(itertools.chain(*document)), list(map(len, document))
+            modes = [length % 3 for length in lengths] if kind.get("multimodal") else None
+            writer.add_document(tokens, lengths, modes)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(CORPUS, min_size=1, max_size=4).filter(
         lambda corpora: any(s for corpus in corpora for document in corpus for s in document)
@@ -44,6 +45,12 @@ def test_a_merge_is_what_one_writer_writes(tmp_path_factory, corpora, multimodal
     assert report.documents == sum(len(corpus) for corpus in corpora)
     assert report.tokens == IndexedDataset(folder / "whole").num_tokens
     assert report.datasets == report.verified == len(corpora)
+
+
+def test_multimodal_datasets_are_not_shuffled(tmp_path):
+    write(tmp_path / "a", [[[[1]]]], vocab_size=100, multimodal=True)
+    with pytest.raises(ValueError, match="leave out --shuffle_documents"):
+        merge([f"{tmp_path}/a"], f"{tmp_path}/b", shuffle_seed=1)
 
 
 def test_copies_in_parts(tmp_path, monkeypatch):
@@ -81,7 +88,7 @@ def test_what_cannot_be_merged_leaves_no_files(tmp_path):
         merge([f"{tmp_path}/empty"], out)
     with pytest.raises(ValueError, match="does not exist"):
         merge([a, f"{tmp_path}/none"], out)
-    with pytest.raises(ValueError, match="an input as well"):
+    with pytest.raises(ValueError, match="is also an input"):
         merge([a, f"{tmp_path}/../{tmp_path.name}/a"], a)
     Path(f"{a}.bin").write_bytes(np.array([2], "<u2").tobytes())
     with pytest.raises(ValueError, match=r"a\.bin differs"):
@@ -98,7 +105,4 @@ def test_a_dataset_follows_only_what_it_fits(tmp_path):
     with IndexedWriter(tmp_path / "b") as writer:
         with pytest.raises(ValueError, match=r"modes holds int32 with modes, but .*b int32"):
             writer.add_dataset(IndexedDataset(tmp_path / "modes"))
-        writer.add_item([1])
-        with pytest.raises(ValueError, match="call end_document"):
-            writer.add_dataset(IndexedDataset(tmp_path / "a"))
-        writer.end_document()
+        writer.add_dataset(IndexedDataset(tmp_path / "a"))

@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
-from maxmeg.data import vocabularies
-from maxmeg.data.corpus import source_files
-from maxmeg.data.merged_bytes import (
+from maxmeg.data.prepare.standard_library import source_files
+from maxmeg.data.tokenizers import vocabularies
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.merged_bytes import (
     DIGITS,
     GPT2,
     PATTERNS,
     byte_letters,
-    left_to_the_library,
     merged_bytes,
+    needs_library,
     of_gpt2,
     of_tokenizer_json,
 )
-from maxmeg.data.tokenizers import load_tokenizer
 
 LETTERS = list(byte_letters())
 ODD = [*range(0x2100), *range(0x2100, 0xD800, 97), *range(0xE000, 0x110000, 397)]
@@ -134,10 +134,10 @@ def test_other_tokenizers_are_refused(folder, changed):
 
 def test_bytes_that_are_no_token_are_told_by_their_characters():
     letters = byte_letters()
-    always = left_to_the_library(letters)
+    always = needs_library(letters)
     assert always is not None and always[0x378] and not always[[0x41, 0xE9, 0x6771, 0x1F389]].any()
     for byte in (0x2D, 0x80, 0xC1, 0xC2, 0xE0, 0xF0, 0xF4):
-        found = left_to_the_library(letter for letter in letters if letters[letter] != byte)
+        found = needs_library(letter for letter in letters if letters[letter] != byte)
         if byte == 0x80:
             assert found is None
             continue

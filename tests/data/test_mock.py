@@ -5,11 +5,12 @@ import pickle
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Config, Objective, Packing
+from maxmeg.config.data import Objective, Packing
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
 from maxmeg.data.build import build_dataset, build_validation, open_corpus
-from maxmeg.data.gpt import GptDataset
-from maxmeg.data.mock import MockCorpus
+from maxmeg.data.corpus.mock import MockCorpus
+from maxmeg.data.samples.gpt import GptDataset
 
 
 def test_documents_count_and_end():
@@ -34,7 +35,7 @@ def test_a_run_reads_it_without_files(tmp_path):
     tokenizer, prefixes = open_corpus(config.data, str(tmp_path))
     parts = []
     for index in range(3):
-        data = build_dataset(config.data, prefixes, tokenizer, index, 1234, asked=50)
+        data = build_dataset(config.data, prefixes, tokenizer, index, 1234, samples=50)
         assert isinstance(data, GptDataset)
         batch = data.batch(np.arange(20))
         follows = (batch["tokens"] + 1) % tokenizer.vocab_size == batch["targets"]

@@ -1,12 +1,11 @@
 """Packing: every document once and whole, in the row that the policy names; positions, masks."""
 
 import pickle
-import time
 
 import numpy as np
 import pytest
 
-from maxmeg.data.packing import POLICIES, Packed, PackedDataset, fill_rows, packed_rows
+from maxmeg.data.samples.packing import POLICIES, Packed, PackedDataset, fill_rows, pack
 
 CAPACITY = 16
 LENGTHS = {
@@ -16,10 +15,9 @@ LENGTHS = {
     "ones": [1] * 40,
     "mixed": np.random.default_rng(0).integers(1, 17, 200).tolist(),
 }
-DOCUMENTS_PER_SECOND = 10_000  # at the least, also on a busy machine
 
 
-def simple(lengths, policy: str, window: int) -> list[list[int]]:
+def simple(lengths, policy: str) -> list[list[int]]:
     """The same by trying every open row."""
     rows: list[list[int]] = []
     room: dict[int, int] = {}
@@ -28,8 +26,8 @@ def simple(lengths, policy: str, window: int) -> list[list[int]]:
         if policy == "best_fit":
             fits.sort(key=lambda r: room[r])
         if not fits:
-            if len(room) == (1 if policy == "greedy" else window or -1):
-                del room[min(room)]
+            if policy == "greedy":
+                room.clear()
             fits = [len(rows)]
             rows.append([])
             room[fits[0]] = CAPACITY
@@ -42,13 +40,10 @@ def simple(lengths, policy: str, window: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", LENGTHS)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("window", [0, 1, 3])
-def test_rows_are_those_of_the_policy(policy, window, name):
+def test_rows_are_those_of_the_policy(policy, name):
     lengths = LENGTHS[name]
-    packed = Packed(lengths, CAPACITY, policy, window)
-    assert [row.tolist() for row in (packed[i] for i in range(len(packed)))] == simple(
-        lengths, policy, window
-    )
+    packed = Packed(lengths, CAPACITY, policy)
+    assert [packed[i].tolist() for i in range(len(packed))] == simple(lengths, policy)
     assert sorted(packed.documents) == list(range(len(lengths)))
     used = [sum(lengths[d] for d in packed[i]) for i in range(len(packed))]
     assert max(used) <= CAPACITY
@@ -61,29 +56,6 @@ def test_better_policies_use_more():
     assert len(Packed(LENGTHS["halves"], CAPACITY, "best_fit")) == 3  # 8 + 8, 9 + 7, 8
 
 
-def test_a_window_streams():
-    seen = []
-
-    def endless():
-        for i in range(10**6):
-            seen.append(i)
-            yield 5 + i % 7
-
-    rows = packed_rows(endless(), CAPACITY, "best_fit", window=4)
-    for _ in range(50):
-        documents = next(rows)[1]
-        assert len(seen) - documents[0] < 200
-    assert len(seen) < 200
-
-
-def test_many_documents_take_little_time():
-    lengths = np.random.default_rng(1).integers(1, 4097, 20_000)
-    for policy in POLICIES:
-        start = time.process_time()
-        Packed(lengths, 4096, policy)
-        assert len(lengths) / (time.process_time() - start) > DOCUMENTS_PER_SECOND
-
-
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -91,12 +63,11 @@ def test_many_documents_take_little_time():
         (([0], 16, "greedy"), "document 0 takes 0"),
         (([1], 16, "worst_fit"), "packing='worst_fit' must be one of greedy, first_fit"),
         (([1], 0, "greedy"), "capacity=0"),
-        (([1], 16, "greedy", -1), "window=-1"),
     ],
 )
 def test_bad_arguments(arguments, error):
     with pytest.raises(ValueError, match=error):
-        list(packed_rows(*arguments))
+        pack(*arguments)
 
 
 def test_a_row_by_hand():

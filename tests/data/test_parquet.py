@@ -6,10 +6,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxmeg.data import parquet
-from maxmeg.data.encoding import Options
-from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.prepare import prepare
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.prepare import parquet
+from maxmeg.data.prepare.encoding import Options
+from maxmeg.data.prepare.run import prepare
 
 
 def write(path, columns: dict, **settings) -> str:
@@ -70,7 +70,7 @@ def test_bad_rows_and_files_are_named(tmp_path, monkeypatch):
     assert prepare([path], output, Options("bytes"), 0, True).bad_lines == 1
     cut = tmp_path / "cut.parquet"
     cut.write_bytes((tmp_path / "a.parquet").read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"cut\.parquet is no Parquet file, or was cut"):
+    with pytest.raises(ValueError, match=r"cut\.parquet is not a Parquet file, or is truncated"):
         prepare([str(cut)], output, Options("bytes"), 0)
     imported = builtins.__import__
 

@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.config.schema import Config, DataConfig, DataOrder, Packing
+from maxmeg.config.data import DataConfig, DataOrder, Packing
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
-from maxmeg.data.blending import BlendedDataset, blending_index, normalized
-from maxmeg.data.build import build_dataset, open_corpus, order_of, samples_asked, warn_of_order
-from maxmeg.data.phases import Change, ChangingBlend, Phase, parse_changes
+from maxmeg.data.build import build_dataset, open_corpus, samples_asked
+from maxmeg.data.resuming import record_order, warn_of_order
+from maxmeg.data.samples.blending import BlendedDataset, blending_index, normalized
+from maxmeg.data.samples.phases import Change, ChangingBlend, Phase, parse_changes
+from maxmeg.optim.schedules import Schedules
 
 ORDERS = list(DataOrder)
 SIZE = 120  # samples of a run
@@ -43,7 +46,7 @@ def plans(draw):
     return phases
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(plans(), st.integers(0, 99))
 def test_every_corpus_goes_on_with_its_next_sample(phases, resumed):
     blend = ChangingBlend([Numbers(i) for i in range(4)], phases, 100)
@@ -52,6 +55,10 @@ def test_every_corpus_goes_on_with_its_next_sample(phases, resumed):
         mine = read[read[:, 0] == corpus, 1]
         assert mine.tolist() == list(range(len(mine)))
     assert np.bincount(read[:, 0], minlength=4).tolist() == blend.samples_of_members()
+    before = np.bincount(read[:resumed, 0], minlength=4)
+    assert blend.samples_before(resumed) == before.tolist()
+    twice = before + 2 * np.array(blend.samples_of_members())
+    assert blend.samples_before(200 + resumed) == twice.tolist()
     for phase, end in zip(phases, [*(p.start for p in phases[1:]), 100], strict=True):
         turns = blending_index(normalized(phase.weights), end - phase.start)
         assert read[phase.start : end, 0].tolist() == np.array(phase.members)[turns].tolist()
@@ -85,7 +92,7 @@ def settings_of(three, items, changes=(), **kind) -> Config:
 def opened(config: Config):
     validate(config, 1)
     tokenizer, prefixes = open_corpus(config.data, "unused")
-    asked = samples_asked(config, 0, lambda step: 2 * step)
+    asked = samples_asked(config, 0, Schedules(config))
     return build_dataset(config.data, prefixes, tokenizer, 0, 3, 0, asked)
 
 
@@ -115,7 +122,7 @@ def test_more_samples_than_an_order_has_are_told(three, caplog):
     """They come again from the first, in whole rounds of the corpus."""
     caplog.set_level("INFO")
     changed = opened(settings_of(three, ("a",), ("20:b",)))
-    assert "b: the blend takes 80 samples, 39 come in Megatron-LM's order, then" in caplog.text
+    assert "b: the blend takes 80 samples: 39 in Megatron-LM's order, which" in caplog.text
     tokens = read(changed, 40)
     assert np.array_equal(tokens[:39], tokens[39:78])
     caplog.clear()
@@ -153,7 +160,7 @@ def test_a_resume_may_change_what_is_to_come_alone(three, order, caplog):
         (25, "early", "at 30", False),
         (20, "early", "at 30", True),
     ):
-        saved = json.loads(json.dumps(order_of(runs[one], 2 * step)))
+        saved = json.loads(json.dumps(record_order(runs[one], 2 * step)))
         caplog.clear()
         warn_of_order(saved, runs[two], 2 * step)
         assert bool(caplog.text) == (not same), (step, one, two)
@@ -182,12 +189,12 @@ def test_what_changes_may_be():
     "items, message",
     [
         (("0.5", "a"), "begins with '0.5': each change begins with its step"),
-        (("0:a",), "step 0 after step 0: steps grow, from 1 on"),
+        (("0:a",), "step 0 after step 0: steps must increase, from 1 on"),
         (("9:a", "9:b"), "step 9 after step 9"),
         (("9:a", "b"), "step 9 has no weights: give each prefix one, as 9:0.5,a,0.5,b"),
         (("9:0", "a", "1", "b"), "step 9: weight 0 of a must be a positive number"),
         (("9:nan", "a", "1", "b"), "step 9: weight nan of a"),
-        (("9:1", "a", "1", "a"), "step 9 names a twice: add the weights up"),
+        (("9:1", "a", "1", "a"), "step 9 names a twice: add up the two weights"),
         (("9:none.yaml",), "cannot read data.blend=none.yaml"),
     ],
 )

@@ -1,5 +1,6 @@
 """A corpus in partitions and parts: the same bytes as in one run, also after a kill."""
 
+import dataclasses
 import fcntl
 import gzip
 import itertools
@@ -20,12 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import maxmeg
-from maxmeg.data import documents, prepare_command
-from maxmeg.data.documents import read_span
-from maxmeg.data.encoding import Options
-from maxmeg.data.merge import merge
-from maxmeg.data.pieces import chunks, cut, open_inputs
-from maxmeg.data.prepare import Share, prepare
+from maxmeg.data import prepare_command
+from maxmeg.data.prepare import documents
+from maxmeg.data.prepare.documents import read_span
+from maxmeg.data.prepare.encoding import Options
+from maxmeg.data.prepare.merge import merge
+from maxmeg.data.prepare.pieces import chunks, cut, open_inputs
+from maxmeg.data.prepare.run import Share, prepare
 
 ROOT = Path(maxmeg.__file__).parents[1]
 SUFFIXES = (".bin", ".idx", ".sums")
@@ -65,7 +67,7 @@ def written(prefix: str) -> list[bytes]:
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(0, 41), max_size=6))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_every_line_is_in_one_span(tmp_path_factory, data, cuts):
     data = data.replace(b"\x00", b"\n")
     path = tmp_path_factory.getbasetemp() / "spans"
@@ -103,9 +105,18 @@ def test_partitions_merge_to_what_one_run_writes(tmp_path, corpus, partitions):
     assert len(folder) == partitions and not list(tmp_path.glob("*.parts*"))
     assert merge(folder, str(tmp_path / "merged")).verified == partitions
     assert written(str(tmp_path / "merged")) == written(whole.prefixes["text"])
+    options = dataclasses.replace(options, shuffle_seed=5)
+    shuffled = prepare(corpus, str(tmp_path / "shuffled"), options, 0)
+    merge(folder, str(tmp_path / "merged"), shuffle_seed=5)
+    assert written(str(tmp_path / "merged")) == written(shuffled.prefixes["text"])
     if partitions > 2:
         return
-    for names, message in ((folder[1:], r"\[0\] are missing"), (folder[::-1], r"come as \[1, 0\]")):
+    with pytest.raises(ValueError, match=r"partitions=2 are shuffled when they are joined"):
+        prepare(corpus, output, options, 0, share=Share(0, 2))
+    for names, message in (
+        (folder[1:], r"\[0\] are missing"),
+        (folder[::-1], r"the order is \[1, 0\]"),
+    ):
         with pytest.raises(ValueError, match=message):
             merge(names, str(tmp_path / "other"))
 
@@ -239,7 +250,7 @@ def test_killed_at_any_point_it_goes_on_to_the_same_bytes(tmp_path):
             assert json.loads((part / "counts.json").read_text())["documents"] > 0
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "parts were there from an interrupted run" in done.stdout
+    assert "parts were kept from an interrupted run" in done.stdout
     whole = prepare([str(path)], str(tmp_path / "whole"), Options("bytes", append_eod=True), 0)
     assert written(str(final.with_suffix(""))) == written(whole.prefixes["text"])
     assert not list(tmp_path.glob("*.parts*")) and not list(tmp_path.glob("*.tmp"))

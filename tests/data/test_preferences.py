@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxmeg.data.preferences import Preferences, prepare_preferences
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.chat.answers import prepare
+from maxmeg.data.chat.preferences import PREFERENCES, Preferences
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 END, LENGTH = 256, 24
 CHATML = (
@@ -60,19 +61,19 @@ ROWS = {
     ),
 }
 BAD = {
-    "the same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are the same"),
+    "the same": ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are equal"),
     "one missing": ({"prompt": "q", "chosen": "a"}, '"chosen" and "rejected"'),
     "mixed": ({"chosen": "a", "rejected": say("a:b")}, "both be texts or both lists"),
     "numbers": ({"chosen": 1, "rejected": 2}, "both be texts or both lists"),
-    "no text": ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt='3' is no text"),
+    "no text": ({"prompt": 3, "chosen": "a", "rejected": "b"}, "prompt='3' is not text"),
     "nothing shared": ({"chosen": say("a:x"), "rejected": say("a:y")}, "begin with 0 equal ones"),
     "another prompt": (
         {"prompt": "z", "chosen": say("u:q", "a:x"), "rejected": say("u:q", "a:y")},
-        "'z' is none of them",
+        "'z' is not one of them",
     ),
     "not of the assistant": (
         {"prompt": say("u:q"), "chosen": say("u:x"), "rejected": say("a:y")},
-        "no message is the assistant's",
+        "no message has the role assistant",
     ),
     "an unknown role": (
         {"prompt": [{"role": "x", "content": ""}], "chosen": say("a:x"), "rejected": say("a:y")},
@@ -85,7 +86,7 @@ def opened(tmp_path, rows: list[dict], template=CHATML, length=LENGTH, too_long=
     (tmp_path / "t.jinja").write_text(template)
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
     arguments = (load_tokenizer("bytes"), tmp_path / "cache", str(tmp_path / "t.jinja"))
-    made = prepare_preferences(str(tmp_path / "pairs.jsonl"), *arguments)
+    made = prepare(str(tmp_path / "pairs.jsonl"), PREFERENCES, *arguments)
     split = ",".join(str(int(i == index)) for i in range(3))
     return Preferences([made], split, index, length, too_long, 257, END, seed=3)
 
@@ -115,7 +116,7 @@ def test_bad_rows_are_named_by_line(tmp_path):
     lines = str(raised.value).splitlines()
     for number, (line, (_, error)) in enumerate(zip(lines[:8], BAD.values(), strict=False), 2):
         assert f"line {number}: " in line and error in line
-    assert lines[-2:] == ["and 1 more", "mend these rows or remove them"]
+    assert lines[-2:] == ["and 1 more", "fix these rows or remove them"]
 
 
 def test_long_pairs_are_dropped_or_cut_together(tmp_path):
@@ -130,7 +131,7 @@ def test_long_pairs_are_dropped_or_cut_together(tmp_path):
     losses = data.batch(np.arange(4))["loss_mask"].sum(1).astype(int).tolist()
     assert losses == [5, 4, 13, 4, 4, 13, 13, 13]
     assert data.num_tokens == 8 + 7 + 16 + 7 + 7 + 16 + 16 + 16
-    with pytest.raises(ValueError, match=r"none is left \(0 whole, 0 truncated, 5 dropped\)"):
+    with pytest.raises(ValueError, match=r"is left \(0 whole, 0 truncated, 5 dropped\)"):
         opened(tmp_path, rows, length=5)
 
 

@@ -2,6 +2,7 @@
 
 import bz2
 import gzip
+import itertools
 import json
 import lzma
 import re
@@ -12,18 +13,25 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.data import documents
-from maxmeg.data.documents import LINES, Progress, Record, read_records, split_sentences
-from maxmeg.data.encoding import Chunk, Options, Places, encode_chunk, output_prefix
-from maxmeg.data.indexed import IndexedDataset
-from maxmeg.data.prepare import prepare
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.prepare import documents, merge
+from maxmeg.data.prepare.documents import (
+    LINES,
+    Progress,
+    Record,
+    read_blocks,
+    read_records,
+    split_sentences,
+)
+from maxmeg.data.prepare.encoding import Chunk, DocumentNames, Options, encode_chunk, output_prefix
+from maxmeg.data.prepare.run import Share, prepare
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 BYTES = load_tokenizer("bytes")
 
 
 def records(path) -> list[Record]:
-    return list(read_records([str(path)], Progress()))
+    return list(read_records([str(path)]))
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7, 1 << 20])
@@ -59,9 +67,9 @@ def test_compression_and_truncation(tmp_path):
         path = tmp_path / name
         path.write_bytes(data)
         progress = Progress()
-        found = list(read_records([str(path)], progress))
-        assert b"".join(r.data + b"\n" for r in found) == text + text
-        assert progress.stored == len(data) and progress.text == 2 * len(text)
+        assert b"".join(read_blocks(str(path), progress)) == text + text
+        assert b"".join(r.data + b"\n" for r in records(path)) == text + text
+        assert progress.stored == len(data)
         if name == "a.jsonl":
             continue
         changed = data[:40] + b"\xff\xff\xff" + data[43:]
@@ -106,7 +114,7 @@ def test_sentences(text, sentences):
 def lengths(line: str, **options) -> tuple[list[int], str]:
     chunk = Chunk(LINES, ("f",), line.encode())
     found = encode_chunk(chunk, Options("bytes", **options), BYTES)
-    errors = [f"{Places().name(chunk, place)}: {message}" for place, message in found.bad]
+    errors = [f"{DocumentNames().name(chunk, place)}: {message}" for place, message in found.bad]
     assert len(errors) + found.documents == 1
     return found.columns[0].lengths.tolist(), "".join(errors)
 
@@ -149,6 +157,31 @@ def test_workers_change_nothing(tmp_path, write_lines):
     assert IndexedDataset(prefix).num_documents == 200
 
 
+def test_documents_in_a_random_order(tmp_path, monkeypatch):
+    """The seed alone decides it, for all keys alike; nothing but the order changes."""
+    path, lines = tmp_path / "a.jsonl", [{"q": f"question {i}", "a": "x" * i} for i in range(60)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def prepared(name: str, seed: int | None, workers: int = 0, **share) -> list[list[str]]:
+        options = Options("bytes", ("q", "a"), append_eod=True, shuffle_seed=seed)
+        made = prepare([str(path)], str(tmp_path / name), options, workers, share=Share(**share))
+        assert made.documents == 60
+        columns = []
+        for prefix in made.prefixes.values():
+            dataset = IndexedDataset(prefix)
+            bounds = itertools.pairwise(dataset.document_starts())
+            columns.append([BYTES.decode(dataset.tokens[a:b]) for a, b in bounds])
+        return [list(row) for row in zip(*columns, strict=True)]
+
+    plain = [[line["q"], line["a"]] for line in lines]
+    assert prepared("plain", None) == plain
+    one = prepared("one", 1)
+    assert one != plain and sorted(one) == sorted(plain)
+    monkeypatch.setattr(merge, "_TOKENS", 100)
+    assert prepared("two", 1, workers=1, part_bytes=300) == one != prepared("three", 2)
+    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
+
+
 def test_keys_make_files_of_their_own(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"q": "why", "a": "so"}\n{"q": "", "a": "it is"}\n')
@@ -185,7 +218,7 @@ def test_nothing_is_written_before_input_and_output_are_sound(tmp_path, write_li
         ([path], str(tmp_path / "file" / "out"), Options("bytes"), "cannot write"),
         ([path], out, Options("byte"), "did you mean 'bytes'"),
         ([path], out, Options("bytes", ("a/b",)), "part of a file name"),
-        ([path], out, Options("bytes", ("a", "a")), "different keys"),
+        ([path], out, Options("bytes", ("a", "a")), "distinct keys"),
         ([str(tmp_path / "a.txt")], out, Options("bytes", ("a", "b")), "give one key"),
         ([empty], out, Options("bytes"), "2 documents hold no text"),
     ):

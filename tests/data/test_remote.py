@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import DataConfig, DataOrder, Packing
-from maxmeg.data import remote, storage
+from maxmeg.config.data import DataConfig, DataOrder, Packing
 from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.commands import run_inspect
-from maxmeg.data.gpt import GptDataset
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.corpus import remote, storage
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.corpus.remote import Room, open_dataset, open_remote
 from maxmeg.data.loader import Loader, all_rows
-from maxmeg.data.remote import Room, open_dataset, open_remote
+from maxmeg.data.samples.gpt import GptDataset
 
 CHUNK = 1 << 10
 SAMPLES = 60
@@ -221,7 +221,7 @@ def test_room_for_less_than_a_batch_is_told(store, tmp_path, caplog):
     assert not list(tmp_path.glob("*/chunks-*/*"))
     near = GptDataset([IndexedDataset(f"{store.folder}/a")], "1", 0, 16, 1000, 3)
     assert_same(far, near)
-    assert caplog.text.count("more than data.cache_gb=3.072e-06 keeps") == 1
+    assert caplog.text.count("more than data.cache_gb=3.072e-06 allows") == 1
 
 
 def test_what_a_run_reads_of_objects_is_reported(store, tmp_path, capsys):

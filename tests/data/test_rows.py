@@ -6,12 +6,13 @@ import pickle
 import numpy as np
 import pytest
 
-from maxmeg.config.schema import Config, DataConfig, Objective, Packing, TooLong
+from maxmeg.config.data import DataConfig, Objective, Packing, TooLong
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import validate
-from maxmeg.data.build import build_dataset, open_corpus, order_of
-from maxmeg.data.indexed import IndexedWriter
-from maxmeg.data.packing import PackedDataset
-from maxmeg.data.rows import Part, StoredDocuments
+from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.samples.packing import PackedDataset
+from maxmeg.data.samples.rows import Part, StoredDocuments
 
 LENGTH = 8
 SIZES = [3, 0, 1, 8, 9, 10, 30, 2, 17, 5, 4, 4]
@@ -46,10 +47,10 @@ def test_every_target_once(policy, make_corpus):
         again = pickle.loads(pickle.dumps(rows)).batch(np.arange(2))
         assert (again["tokens"] == batch["tokens"][:2]).all()
     assert built(data, 2) is None
-    orders = [order_of(rows := built(data, 0)), order_of(built(data, 1))]
-    assert order_of(pickle.loads(pickle.dumps(rows))) == orders[0]
+    orders = [(rows := built(data, 0)).description, built(data, 1).description]
+    assert pickle.loads(pickle.dumps(rows)).description == orders[0]
     data.split = "8,4,0"
-    orders.append(order_of(built(data, 0)))
+    orders.append(built(data, 0).description)
     assert len({json.dumps(order) for order in orders}) == len(orders)
 
 
@@ -71,9 +72,7 @@ def test_ids_and_empty_splits(make_corpus):
     with pytest.raises(ValueError, match=r"id \d+ is not in the vocabulary \[0, 100\)"):
         rows.batch(np.arange(rows.samples_per_epoch))
     data.paths = (make_corpus([[1], [2]], "short"),)
-    with pytest.raises(
-        ValueError, match=r"train documents .* none is left \(0 pieces, 2 too short"
-    ):
+    with pytest.raises(ValueError, match=r"no train document .* is left \(0 pieces, 2 too short"):
         built(data, 0)
     with IndexedWriter(data.paths[0] + "f", dtype="f4") as writer:
         writer.add_document(np.array([1.5, 2.5]))
@@ -91,7 +90,7 @@ SFT = {"objective": Objective.sft, "paths": ("chats.jsonl",)}
         ({"objective": Objective.sft, "blend": "x.yaml"}, "data.blend is for .bin/.idx files"),
         (SFT | {"eod_mask_loss": True}, "data.eod_mask_loss=True is for samples"),
         ({"packing": Packing.greedy, "reset_attention_mask": True}, "keep documents apart"),
-        ({"too_long": TooLong.truncate}, "data.too_long=TooLong.truncate has no effect"),
+        ({"too_long": TooLong.truncate}, "data.too_long=truncate has no effect"),
         ({"chat_template": "x"}, "data.chat_template=x has no effect"),
     ],
 )

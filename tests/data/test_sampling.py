@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data.sampling import GptSamples, Permutation, parse_split, shuffled, split_range
+from maxmeg.data.samples.sampling import GptSamples, Permutation, parse_split, shuffled, split_range
 
 
 def test_split_is_megatrons():
@@ -35,7 +35,6 @@ def test_wrong_splits_are_explained(split):
         parse_split(split)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 10**6))
 def test_permutation_is_a_bijection(size, seed, epoch):
     values = Permutation(size, seed, epoch)(np.arange(size))
@@ -68,7 +67,7 @@ def flat_tokens(samples: GptSamples, n: int) -> list[tuple[int, int]]:
     return [(s, o + i) for s, o, length in samples[n] for i in range(length)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=12).filter(lambda x: sum(x) > 8),
     st.integers(1, 7),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data.sentences import Mersenne64, SentenceOrder, SentenceSamples, shuffled_rows
+from maxmeg.data.masked.sentences import Mersenne64, SentenceOrder, SentenceSamples, shuffled_rows
 
 LENGTHS = np.array([3, 4, 2, 5, 6, 1, 0, 2, 9, 9, 9, 2, 4, 600, 2, 2], np.int32)
 ENDS = np.array([0, 4, 5, 5, 8, 13, 16])
@@ -43,7 +43,7 @@ def test_the_generator_is_the_standard_librarys():
 documents = st.lists(st.lists(st.integers(0, 40), max_size=9), min_size=1, max_size=8)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(documents, st.integers(2, 60), st.integers(1, 2), st.sampled_from([0.0, 0.1, 0.5, 1.0]))
 def test_an_epoch_holds_every_sentence_once(texts, longest, fewest, probability):
     lengths = np.array([n for text in texts for n in text], np.int32)
@@ -69,9 +69,9 @@ def test_blocks_do_not_change_the_samples(monkeypatch, tmp_path):
     lengths = random.integers(0, 30, bounds[-1]).astype(np.int32)
     samples = SentenceSamples(lengths, bounds, 50, 2, 0.3)
     whole = samples.rows(SentenceOrder(3, 900))
-    monkeypatch.setattr("maxmeg.data.sentences._BLOCK", 7)
+    monkeypatch.setattr("maxmeg.data.masked.sentences._BLOCK", 7)
     assert (samples.rows(SentenceOrder(3, 900)) == whole).all()
-    monkeypatch.setattr("maxmeg.data.sentences._SMALL", 0)
+    monkeypatch.setattr("maxmeg.data.masked.sentences._SMALL", 0)
     for _ in range(2):
         kept = samples.rows(SentenceOrder(3, 900, str(tmp_path)))
         assert isinstance(kept, np.memmap) and (kept == whole).all()

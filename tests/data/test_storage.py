@@ -10,9 +10,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from maxmeg.data import storage
-from maxmeg.data.encoding import Options
-from maxmeg.data.prepare import Share, prepare
+from maxmeg.data.corpus import storage
+from maxmeg.data.prepare.encoding import Options
+from maxmeg.data.prepare.run import Share, prepare
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "x",
@@ -79,7 +79,7 @@ def test_what_a_bucket_lacks_is_named(tmp_path, bucket):
     bucket.pipe_file("texts/a.txt", b"0123456789")
     assert storage.exists("s3://texts/a.txt") and not storage.exists("s3://texts/b.txt")
     assert not storage.exists("s3://texts/in") and not storage.exists("s3://nothing/a.txt")
-    assert storage.size("s3://texts/a.txt") == 10
+    assert storage.state("s3://texts/a.txt")[0] == 10
     assert storage.read_range("s3://texts/a.txt", 3, 6) == b"345"
     with storage.open_input("s3://texts/a.txt") as file:
         assert (file.read(4), file.seek(-2, 2), file.read()) == (b"0123", 8, b"89")
@@ -92,7 +92,10 @@ def test_what_a_bucket_lacks_is_named(tmp_path, bucket):
         with pytest.raises(ValueError, match=message):
             prepare([address], str(tmp_path / "out"), OPTIONS, 0)
     for operation, message in (
-        (lambda: storage.size("s3://texts/b.txt"), "s3://texts/b.txt does not exist: check bucket"),
+        (
+            lambda: storage.state("s3://texts/b.txt"),
+            "s3://texts/b.txt does not exist: check bucket",
+        ),
         (lambda: storage.read_range("s3://texts/b.txt", 0, 1), "b.txt does not exist"),
         (lambda: storage.read_range("s3://texts/a.txt", 5, 11), "ends at byte 10, before byte 11"),
     ):
@@ -134,7 +137,11 @@ class Failing:
     ("failures", "asked", "message"),
     [
         ([ConnectionResetError("cut"), TimeoutError("late"), b"da"], 4, ""),
-        ([OSError("cut")] * 9, 4, r"read s3://b/k: 4 tries failed, .* OSError: cut; check the net"),
+        (
+            [OSError("cut")] * 9,
+            4,
+            r"read s3://b/k: 4 attempts failed, .* OSError: cut; check the net",
+        ),
         ([b"d"] * 9, 4, "EOFError: 1 of the bytes"),
         ([PermissionError("Forbidden")], 1, "not allowed to read s3://b/k: .*Forbidden; check the"),
         ([FileNotFoundError("k")], 1, "s3://b/k does not exist"),
@@ -161,6 +168,6 @@ def test_libraries_that_are_not_there_are_named(monkeypatch):
 
     monkeypatch.setattr(fsspec, "filesystem", missing)
     with pytest.raises(ValueError, match=r"needs s3fs: pip install 'maxmeg\[s3\]'"):
-        storage.size("s3://texts/a.txt")
+        storage.state("s3://texts/a.txt")
     with pytest.raises(ValueError, match="needs gcsfs: pip install gcsfs"):
-        storage.size("gs://texts/a.txt")
+        storage.state("gs://texts/a.txt")

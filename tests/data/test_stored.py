@@ -7,11 +7,11 @@ import sys
 import numpy as np
 import pytest
 
-from maxmeg.data.stored import digest, stored
+from maxmeg.data.corpus.stored import cached, digest
 
 MAKER = """
 import sys, time, numpy as np
-from maxmeg.data.stored import stored
+from maxmeg.data.corpus.stored import cached
 
 def make():
     with open(sys.argv[1] + "/made", "a") as file:
@@ -19,7 +19,7 @@ def make():
     time.sleep(0.3)
     return {"a": np.arange(9)}
 
-print(stored(sys.argv[1], "name", ["a"], make)["a"].sum())
+print(cached(sys.argv[1], "name", ["a"], make)["a"].sum())
 """
 
 
@@ -41,14 +41,14 @@ def test_nothing_is_left_of_a_failure(tmp_path):
         raise KeyError("no")
 
     with pytest.raises(KeyError):
-        stored(str(tmp_path), "name", ["a"], fail)
+        cached(str(tmp_path), "name", ["a"], fail)
     with pytest.raises(TypeError):  # in the middle of writing
         made = {"a": np.arange(3), "b": Unwritable()}
-        stored(str(tmp_path), "name", ["a"], lambda: made)
+        cached(str(tmp_path), "name", ["a"], lambda: made)
     assert os.listdir(tmp_path) == [".lock"]
-    found = stored(str(tmp_path), "name", ["a"], lambda: {"a": np.arange(3)})
+    found = cached(str(tmp_path), "name", ["a"], lambda: {"a": np.arange(3)})
     assert isinstance(found["a"], np.memmap) and found["a"].tolist() == [0, 1, 2]
-    assert isinstance(stored("", "name", ["a"], lambda: {"a": np.arange(3)})["a"], np.ndarray)
+    assert isinstance(cached("", "name", ["a"], lambda: {"a": np.arange(3)})["a"], np.ndarray)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     with pytest.raises(
         ValueError, match=r"not keep .* in .*/file/x: .*; name a folder .* data.cache_dir"
     ):
-        stored(str(tmp_path / "file" / "x"), "name", [], dict)
+        cached(str(tmp_path / "file" / "x"), "name", [], dict)
 
 
 def test_digests_tell_contents_apart():

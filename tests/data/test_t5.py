@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from masked_corpus import BOS, EOS, SENTINELS, corpus, vocabulary
 
-from maxmeg.data.masking import Masking
-from maxmeg.data.sentences import SentenceOrder
-from maxmeg.data.t5 import T5Dataset
+from maxmeg.data.masked.masking import Masking
+from maxmeg.data.masked.sentences import SentenceOrder
+from maxmeg.data.masked.t5 import T5Dataset
 
 # megatron-core 0.16.1, seed 1234, 20 and 16 tokens, probability 0.3: encoder, decoder
 GOLDEN = [

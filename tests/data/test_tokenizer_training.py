@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from maxmeg.data.tokenizer_training import Recipe, train_tokenizer
-from maxmeg.data.tokenizers import encode_placeholders, load_tokenizer
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tokenizer import encode_placeholders
+from maxmeg.data.tokenizers.training import Recipe, train_tokenizer
 
 SPECIAL = ("[END]", "[user]")
 RECIPES = {
@@ -108,14 +109,18 @@ BPE = RECIPES["bytes/tokenizer.json"]
         (Recipe("wordpiece", 40), "vocab.txt", "smaller than the .* tokens that single"),
         (Recipe("bpe", 400, ("<a>", "<a>")), "tokenizer.json", "name '<a>' twice"),
         (Recipe("bpe", 400, ("<a>",), ("<a>",)), "tokenizer.json", "name '<a>' twice"),
-        (Recipe("bpe", 400, ("",)), "tokenizer.json", "are empty"),
+        (Recipe("bpe", 400, ("",)), "tokenizer.json", "have an empty name"),
         (Recipe("wordpiece", 400, ("NEWS",)), "vocab.txt", "cannot say what 'NEWS' is"),
         (Recipe("wordpiece", 400, (), ("<a>",)), "vocab.txt", "cannot say what '<a>' is"),
-        (dataclasses.replace(BPE, pattern="v3"), "tokenizer.json", "none of cl100k"),
-        (dataclasses.replace(BPE, pattern="v1"), "a.model", "pattern=v1 says nothing"),
-        (dataclasses.replace(BPE, lower_case=True), "tokenizer.json", "lower_case=True says"),
+        (dataclasses.replace(BPE, pattern="v3"), "tokenizer.json", "not one of cl100k"),
+        (dataclasses.replace(BPE, pattern="v1"), "a.model", "pattern=v1 has no effect"),
+        (
+            dataclasses.replace(BPE, lower_case=True),
+            "tokenizer.json",
+            "lower_case=True has no effect",
+        ),
         (Recipe("unigram", 400, character_coverage=0.5), "a.model", "must lie in"),
-        (dataclasses.replace(BPE, character_coverage=1.0), "tokenizer.json", "says nothing"),
+        (dataclasses.replace(BPE, character_coverage=1.0), "tokenizer.json", "has no effect"),
     ],
 )
 def test_what_cannot_be_trained(tmp_path, recipe, name, message):

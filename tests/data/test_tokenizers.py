@@ -3,19 +3,50 @@
 import functools
 import json
 import shutil
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.data.tiktoken_ranks import MEGATRON_SPECIAL
-from maxmeg.data.tokenizers import KINDS, encode_placeholders, load_tokenizer
+from maxmeg.data.tokenizers.load import KINDS, load_tokenizer
+from maxmeg.data.tokenizers.tiktoken_ranks import MEGATRON_SPECIAL
+from maxmeg.data.tokenizers.tokenizer import encode_placeholders
 
 TEXTS = ["hello the world", "", " leading, trailing ", "naïve 東京 🎉\n\n\ttabs", "1234567 it's"]
 ADDED = "special_tokens=<image>,<|end|>&extra_ids=3"
 EXTENDED = [kind for kind in KINDS if kind != "null"]
+DAMAGE = [None, 0, -1, 2**40, "", "x", [], {}, 1e308, True, [["a", "b"]], "ByteLevel", "<s>"]
+UNIGRAM_MODEL = {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}
+UNIGRAM = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [{"id": 0, "content": "<unk>", "special": True, "single_word": False}],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "_"},
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"},
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}]},
+        "model": UNIGRAM_MODEL,
+    }
+)
+BPE_MODEL = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "<s>": 3}, "merges": [["a", "b"]]}
+SMALL = json.dumps(
+    {
+        "version": "1.0",
+        "added_tokens": [{"id": 3, "content": "<s>", "special": True, "single_word": False}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [3], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "ByteLevel"},
+        "model": {**BPE_MODEL, "continuing_subword_prefix": "", "unk_token": None},
+    }
+)
 loaded = functools.cache(load_tokenizer)
 LOSSLESS = [kind for kind in KINDS if kind not in ("null", "wordpiece")]
 
@@ -101,6 +132,56 @@ def test_huggingface_takes_special_names_from_its_config(vocabularies, tmp_path)
         load_tokenizer(f"huggingface:{tmp_path}")
 
 
+def damaged(whole: str, data) -> str:
+    """A tokenizer.json with some of its values taken out or replaced."""
+    root = json.loads(whole)
+    for _ in range(data.draw(st.integers(1, 3))):
+        node, inside = root, True
+        while inside:
+            keys = list(node) if isinstance(node, dict) else range(len(node))
+            key = data.draw(st.sampled_from(keys))
+            inside = isinstance(node[key], dict | list) and node[key] and data.draw(st.booleans())
+            node, parent = node[key], node
+        if data.draw(st.booleans()):
+            parent[key] = deepcopy(data.draw(st.sampled_from(DAMAGE)))
+        else:
+            del parent[key]
+        if not root:
+            break
+    return json.dumps(root)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_a_damaged_tokenizer_json_is_told(vocabularies, tmp_path_factory, data):
+    """Whatever the library does with it, panics among them: it works, or it is a ValueError."""
+    whole = SMALL if data.draw(st.booleans()) else UNIGRAM
+    path = tmp_path_factory.getbasetemp() / "tokenizer.json"
+    path.write_text(damaged(whole, data))
+    try:
+        tokenizer = load_tokenizer(f"huggingface:{path}")
+        tokenizer.decode(tokenizer.encode("ab a <s> z"))
+        tokenizer.encode_spans("ab a")
+    except ValueError as error:
+        assert str(path) in str(error)
+
+
+def test_a_panic_of_the_library_is_told(tmp_path):
+    model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0, "": 1, "ab": 2}}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "model": {**model, "merges": [["a", ""]]}}))
+    with pytest.raises(ValueError, match=f"{path}.*(range end index|out of bounds)"):
+        load_tokenizer(f"huggingface:{path}")
+
+
+def test_a_character_that_a_vocabulary_lacks_is_told(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps({"version": "1.0", "model": {**UNIGRAM_MODEL, "unk_id": None}}))
+    tokenizer = load_tokenizer(f"huggingface:{path}")
+    with pytest.raises(ValueError, match=f"{path}.*unknown token but `unk_id` is missing"):
+        tokenizer.encode("z")
+
+
 def test_special_names_in_text_are_text(vocabularies):
     for kind in ("bytes", "gpt2", "tiktoken", "sentencepiece"):
         tokenizer = load_tokenizer(vocabularies[kind])
@@ -118,6 +199,9 @@ def test_special_names_in_text_are_text(vocabularies):
         ("gpt2", "gpt2:FOLDER"),
         ("huggingface:", "huggingface:FILE"),
         ("bytes:3", "takes no argument"),
+        ("meta-llama/L-3", "did you mean huggingface:meta-llama/L-3.*hf download meta-llama/L-3"),
+        ("huggingface:meta-llama/L-3", "hf download meta-llama/L-3 --local-dir L-3.$"),
+        ("huggingface:meta-llama/L-3/tokenizer.json", "hf download meta-llama/L-3 --local-dir"),
         ("null:", "like null:32000"),
         ("null:-3", "like null:32000"),
         ("sentencepiece:/nowhere", "/nowhere: No such file"),
@@ -255,7 +339,7 @@ def test_roles_name_tokens(vocabularies):
     assert same.identity == load_tokenizer(spec).identity
     changed = load_tokenizer(f"{spec}?special_tokens=<EOD>&eod=<EOD>")
     assert changed.eod == load_tokenizer(spec).vocab_size and changed.identity != same.identity
-    with pytest.raises(ValueError, match="makes 'dogs' of text already"):
+    with pytest.raises(ValueError, match="already encodes the plain text 'dogs'"):
         load_tokenizer("wordpiece:" + _words(vocabularies, "dogs") + "?special_tokens=dogs")
     comma = load_tokenizer("bytes?special_tokens=%3Ca%2Cb%3E,%26")
     assert list(comma.added) == ["<a,b>", "&"]
@@ -320,7 +404,7 @@ def test_sentencepiece_symbols_and_spaces(tmp_path, vocabularies):
     text = "a<image> word <image>of"
     marked = encode_placeholders(tokenizer, text, ["<image>"])
     assert tokenizer.decode(marked) == "a<image> word<image>of"
-    with pytest.raises(ValueError, match="makes '<table>' of text already"):
+    with pytest.raises(ValueError, match="already encodes the plain text '<table>'"):
         load_tokenizer(f"sentencepiece:{tmp_path / 'm.model'}?special_tokens=<table>")
 
 
@@ -354,11 +438,11 @@ def test_tiktoken_as_megatron(vocabularies, tmp_path):
     cut = load_tokenizer(f"{vocabularies['tiktoken']}?vocab_size=258")
     assert (cut.encode("the").tolist(), cut.eod) == ([256, 101], 257)
     for options, message in (
-        ("pattern=v3", "none of cl100k"),
+        ("pattern=v3", "not one of cl100k"),
         ("num_special_tokens=6", "must hold the 7"),
         ("num_special_tokens=x", "must be a whole number"),
         ("special_tokens=<s>", "name all seven"),
-        ("num_special_tokens=9&extra_ids=3", "and 3 of yours"),
+        ("num_special_tokens=9&extra_ids=3", "and 3 other tokens"),
         ("vocab_size=99999", "choose at most"),
         ("num_special_tokens=10&vocab_size=200", "at least 266"),
     ):
@@ -368,3 +452,49 @@ def test_tiktoken_as_megatron(vocabularies, tmp_path):
         path.write_text(content)
         with pytest.raises(ValueError, match=r"ranks\.json"):
             load_tokenizer(f"tiktoken:{path}")
+
+
+EXACT = ("bytes", "gpt2", "tiktoken", "huggingface", "sentencepiece")
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_lengths_of_ids_sum_to_the_bytes_of_the_text(vocabularies, kind):
+    """Also with added tokens; SentencePiece puts a space before a text."""
+    for options in ("", "?special_tokens=<image>,<|end|>"):
+        tokenizer = load_tokenizer(vocabularies[kind] + options)
+        lengths, space = tokenizer.byte_lengths(), kind == "sentencepiece"
+        assert lengths is not None and lengths.shape == (tokenizer.vocab_size,)
+        for text in ("The fox jumps 1234.", "naïve 東京 🎉\n\n", "a", "  two  "):
+            ids = tokenizer.encode(text)
+            told = tokenizer.decode(ids) if kind == "sentencepiece" else text
+            assert lengths[ids].sum() == len(told.encode()) + space
+        assert not lengths[[tokenizer.eod, *tokenizer.special_ids]].any()
+
+
+def test_lengths_of_a_vocabulary_of_pieces(tmp_path):
+    """A tokenizer.json like Llama 2's: words begin with a sign, unknown characters are bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    in_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces = ["<unk>", "<s>", *in_bytes, "▁", "a", "b", "▁a", "▁ab"]
+    ids = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("▁", "a"), ("▁a", "b")]
+    model = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", byte_fallback=True))
+    model.normalizer = normalizers.Replace(" ", "▁")
+    model.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    model.add_special_tokens(["<s>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(f"huggingface:{tmp_path}")
+    lengths = tokenizer.byte_lengths()
+    assert lengths is not None and lengths[ids["<s>"]] == 0
+    for text in (" ab a b", "東京\n", " é"):
+        assert lengths[tokenizer.encode(text)].sum() == len(text.encode())
+
+
+@pytest.mark.parametrize("kind", ["null", "wordpiece"])
+def test_ids_that_do_not_tell_their_bytes(vocabularies, kind):
+    assert load_tokenizer(vocabularies[kind]).byte_lengths() is None
+    if kind == "wordpiece":
+        assert load_tokenizer(vocabularies[kind] + "?special_tokens=<image>").byte_lengths() is None

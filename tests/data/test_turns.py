@@ -5,10 +5,11 @@ import json
 import pytest
 from chats import TOKENS
 
-from maxmeg.data import chat, turns
-from maxmeg.data.chat import ChatTemplate
-from maxmeg.data.documents import Record
-from maxmeg.data.turns import MARKS, BadRow, find_turns
+from maxmeg.data.chat import template as chat
+from maxmeg.data.chat import turns
+from maxmeg.data.chat.template import ChatTemplate
+from maxmeg.data.chat.turns import MARKS, BadRow, find_turns
+from maxmeg.data.prepare.documents import Record
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
@@ -96,9 +97,9 @@ REFUSED = {
     ),
     "blocks in blocks": (
         "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
-        "stand in each other",
+        "are nested",
     ),
-    "refusal": ("{{ raise_exception('no system') }}", "the template cannot make text of it: .*no"),
+    "refusal": ("{{ raise_exception('no system') }}", "the template cannot render it: .*no"),
 }
 
 
@@ -122,12 +123,12 @@ ROWS = {
     "none": ({"messages": []}, "is not a list of messages"),
     "no role": ({"messages": [{"content": "x"}]}, "is not an object like"),
     "unknown role": ({"messages": [USER, {"role": "bot", "content": ""}]}, "message 2 .* 'bot'"),
-    "number": ({"messages": [{"role": "user", "content": 1}, SAID]}, "content '1', which is no"),
+    "number": ({"messages": [{"role": "user", "content": 1}, SAID]}, "content '1', which is not"),
     "nothing": ({"messages": [{"role": "user"}, SAID]}, "content 'None'"),
-    "no assistant": ({"messages": [USER]}, "nothing to learn"),
+    "no assistant": ({"messages": [USER]}, "no message has the role assistant"),
     "weight": ({"messages": [USER, {**SAID, "weight": 0}]}, "weight=0"),
     "tools": ({"messages": [USER, SAID], "tools": "x"}, "tools='x' is not a list"),
-    "a mark": ({"messages": [USER, {**SAID, "content": MARKS[0]}]}, "stand in each other"),
+    "a mark": ({"messages": [USER, {**SAID, "content": MARKS[0]}]}, "are nested"),
 }
 
 
@@ -164,7 +165,7 @@ def test_rows_that_are_long_together(monkeypatch):
     rows = [{"messages": [USER, {**SAID, "content": "y" * n}]} for n in (60, 50, 120, 10)]
     one, two, bad, last = found(BLOCKS, *rows)
     assert [t.text.count("y") for t in (one, two, last)] == [60, 50, 10]
-    with pytest.raises(BadRow, match="writes more than 100 characters"):
+    with pytest.raises(BadRow, match="renders more than 100 characters"):
         raise bad
 
 
@@ -177,5 +178,7 @@ def test_a_template_without_end_is_named_with_the_row(monkeypatch):
     row = {"messages": [{**USER, "content": "long"}, SAID]}
     with pytest.raises(ValueError, match=r"chat\.jsonl line 2: the template ran for more than 1"):
         found(long, {"messages": [USER, SAID]}, row)
-    with pytest.raises(ValueError, match="the template is no template: TemplateSyntaxError"):
+    with pytest.raises(
+        ValueError, match="the template is not a valid template: TemplateSyntaxError"
+    ):
         found("{% for %}", row)

@@ -1,6 +1,5 @@
 """Folders of models with experts to runs and back: bitwise, expert by expert, with their counts."""
 
-import dataclasses
 import json
 
 import ml_dtypes
@@ -11,9 +10,11 @@ from hf_folders import BF16, random_tensors, write_tensors
 
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config.model import DType
-from maxmeg.hf import convert, families
-from maxmeg.hf.mxfp4 import VALUES
-from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.config.setting import with_fields
+from maxmeg.hf import convert
+from maxmeg.hf.families import read as families
+from maxmeg.hf.formats.quantized import MXFP4_VALUES
+from maxmeg.hf.formats.safetensors import SafetensorsFolder
 
 CASES = sparse() | {
     "deepseek v3, predicting": (
@@ -66,7 +67,7 @@ def test_there_and_back_is_bitwise_the_same(tmp_path, name):
 def test_a_loss_by_the_loads_of_a_step_changes_no_tensor(tmp_path):
     config, _ = make_folder(tmp_path / "hf", "glm 4 moe")
     plain, family = families.model_config(config), CASES["glm 4 moe"][0]
-    model = dataclasses.replace(plain, router_global_aux_loss=0.1)
+    model = with_fields(plain, {"moe.global_aux_loss": 0.1})
     assert not families.differences(plain, model)
     named = [[b.theirs for b in families.bindings(m, family)] for m in (plain, model)]
     assert named[0] == named[1] and len(families.unused_arrays(model)) == 1
@@ -100,7 +101,7 @@ def test_layers_that_predict_may_be_missing_and_their_ends_given_twice(tmp_path)
         write_tensors(tmp_path / folder, files)
     assert convert_in(tmp_path / "twice", tmp_path / "run").num_tensors == len(tensors)
     report = convert_in(tmp_path / "none", tmp_path / "plain")
-    assert "mtp_depths=0" in report.notes[-1]
+    assert "mtp.num_layers=0" in report.notes[-1]
     convert.export_model(tmp_path / "plain", tmp_path / "back")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert written["num_nextn_predict_layers"] == 0
@@ -119,7 +120,7 @@ def test_another_number_of_experts_is_one_error(tmp_path, name, change):
     config[key] = count + change
     config |= {"n_group": 1, "topk_group": 1} if "glm" in name else {}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    wanted = rf"the files hold {count} experts a layer, config\.json says {count + change}:"
+    wanted = rf"the files hold {count} experts per layer, config\.json has {count + change}:"
     with pytest.raises(ValueError, match=wanted) as caught:
         convert_in(tmp_path / "hf", tmp_path / "run")
     assert len(str(caught.value)) < 200 and not (tmp_path / "run").exists()
@@ -136,7 +137,7 @@ def test_numbers_of_four_bits(tmp_path):
         codes = rng.integers(0, 16, (count, outward, inward), np.uint8)
         scales = rng.integers(110, 140, (count, outward, inward // 32), np.uint8)
         powers = np.ldexp(np.ones(scales.shape), scales.astype(int) - 127)
-        values = np.float64(VALUES)[codes] * np.repeat(powers, 32, axis=-1)
+        values = np.float64(MXFP4_VALUES)[codes] * np.repeat(powers, 32, axis=-1)
         tensors[name] = values.swapaxes(1, 2).astype(ml_dtypes.bfloat16)
         assert (np.float64(tensors[name]) == values.swapaxes(1, 2)).all()
         blocks = codes[..., ::2] | codes[..., 1::2] << 4

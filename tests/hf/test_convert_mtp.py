@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
 
+from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.hf import convert
-from maxmeg.hf.binding import Place
-from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.hf.families.binding import Place
+from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.hf.trained import TrainedModel
 from maxmeg.inference.load import load_run
-from maxmeg.state import CHECKPOINTS, base_of, to_arrays, to_tree
+from maxmeg.state import CHECKPOINTS, to_arrays, to_tree
 
 
 def save(folder, config, state) -> None:
@@ -31,7 +32,7 @@ def save(folder, config, state) -> None:
 def run(tmp_path_factory):
     """(folder, config, arrays of the model by name)."""
     folder = tmp_path_factory.mktemp("run")
-    config = tiny({"mtp_depths": 1, "mtp_loss": 0.3, "max_position": 16}, fsdp=1)
+    config = tiny({"mtp.num_layers": 1, "mtp.loss_weight": 0.3, "max_position": 16}, fsdp=1)
     config.data.tokenizer = "null:60"
     _, _, state = tiny_state(config, mesh_of(config))
     save(folder, config, state)
@@ -41,8 +42,8 @@ def run(tmp_path_factory):
 def test_an_export_says_what_it_leaves_out(run, tmp_path):
     folder, _, arrays = run
     report = convert.export_model(folder, tmp_path / "hf")
-    assert "no LlamaForCausalLM predicts further tokens" in report.notes[-1]
-    assert "model.mtp_depths=1" in report.notes[-1]
+    assert "LlamaForCausalLM has no MTP layers" in report.notes[-1]
+    assert "model.mtp.num_layers=1" in report.notes[-1]
     found = SafetensorsFolder(tmp_path / "hf").tensors
     assert {name for name, _ in convert.exported(folder)} == found.keys()
     count = sum(int(np.prod(info.shape)) for info in found.values())
@@ -59,12 +60,13 @@ def test_what_writes_text_does_not_read_them(run):
         np.testing.assert_array_equal(array, run[2][name])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_more_of_them(run):
     """Those that its weights lack begin as in a new model, on any mesh."""
     folder, config, arrays = run
     made = []
     for parallel, start in (({"fsdp": 1}, ""), ({"pipe": 2, "tensor": 2, "fsdp": 1}, str(folder))):
-        fields = {**vars(config.model), "mtp_depths": 2}
+        fields = {**vars(config.model), "mtp.num_layers": 2}
         new = tiny(fields, {"micro_batch_size": 8}, **parallel)
         new.checkpoint.init_from, new.seed = start, 7
         state = tiny_state(new, mesh_of(new))[2]

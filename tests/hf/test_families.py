@@ -17,6 +17,7 @@ from published_configs import (
     GLM45,
     GPT2,
     GPT_OSS,
+    LFM2,
     LLAMA32,
     MISTRAL,
     MIXTRAL,
@@ -32,9 +33,11 @@ from published_configs import (
     STARCODER2,
 )
 
-from maxmeg.config.model import Activation, ModelConfig, Norm, Position, QkNorm, RotaryScaling
-from maxmeg.hf.binding import Fusion
-from maxmeg.hf.families import (
+from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling
+from maxmeg.config.model import ModelConfig, Norm, Position
+from maxmeg.config.setting import get, with_fields
+from maxmeg.hf.families.binding import Fusion
+from maxmeg.hf.families.read import (
     FAMILIES,
     aliases,
     architecture,
@@ -49,50 +52,87 @@ from maxmeg.hf.families import (
 )
 
 PUBLISHED = {  # settings in the form of the published files, parameters, fields
-    "smollm2-135m": (SMOLLM2, 134_515_008, {"rotary_base": 1e5, "tied": True, "bias_mlp": False}),
+    "smollm2-135m": (SMOLLM2, 134_515_008, {"rotary.base": 1e5, "tied": True, "mlp.bias": False}),
     "llama-3.2-1b": (
         LLAMA32,
         1_235_814_400,
-        {"rotary_scaling": RotaryScaling.llama3, "rotary_factor": 32, "rotary_high": 4},
+        {"rotary.scaling": RotaryScaling.llama3, "rotary.factor": 32, "rotary.high": 4},
     ),
-    "mistral-7b": (MISTRAL, 7_241_732_096, {"attention_window": 4096, "num_kv_heads": 8}),
-    "qwen2.5-0.5b": (QWEN25, 494_032_768, {"bias_qkv": True, "attention_window": 0}),
-    "qwen3-0.6b": (QWEN3, 596_049_920, {"head_dim": 128, "qk_norm": QkNorm.head}),
+    "mistral-7b": (
+        MISTRAL,
+        7_241_732_096,
+        {"layers": "*(local,mlp)", "attention.window": 4096, "attention.num_kv_heads": 8},
+    ),
+    "qwen2.5-0.5b": (
+        QWEN25,
+        494_032_768,
+        {"attention.bias_qkv": True, "layers": "*(attention,mlp)"},
+    ),
+    "qwen3-0.6b": (
+        QWEN3,
+        596_049_920,
+        {"attention.head_dim": 128, "attention.qk_norm": QkNorm.head},
+    ),
     "gemma-2-2b": (
         GEMMA2,
         2_614_341_888,
-        {"attention_global_every": 2, "attention_softcap": 50, "embedding_scale": 48},
+        {"layers": "*(local,mlp attention,mlp)", "attention.softcap": 50, "embedding_scale": 48},
     ),
     "gemma-3-1b": (
         GEMMA3,
         999_885_952,
-        {"attention_global_every": 6, "rotary_local_base": 1e4, "rotary_base": 1e6},
+        {"layers": "*(5(local,mlp) attention,mlp)", "rotary.local_base": 1e4, "rotary.base": 1e6},
     ),
     "gemma-3-4b": (
         GEMMA3_4B,
         3_880_263_168,
-        {"rotary_scaling": RotaryScaling.linear, "rotary_factor": 8, "num_kv_heads": 4},
+        {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 8, "attention.num_kv_heads": 4},
     ),
-    "olmo-2-1b": (OLMO2, 1_484_916_736, {"qk_norm": QkNorm.heads, "tied": False}),
+    "olmo-2-1b": (OLMO2, 1_484_916_736, {"attention.qk_norm": QkNorm.heads, "tied": False}),
     "phi-3-mini-128k": (
         PHI3,
         3_821_079_552,
-        {"rotary_factor": 32, "rotary_original_length": 4096, "rotary_long_factors": (2.0,) * 48},
+        {"rotary.factor": 32, "rotary.original_length": 4096, "rotary.long_factors": (2.0,) * 48},
     ),
-    "pythia-160m": (PYTHIA, 162_322_944, {"rotary_fraction": 0.25, "parallel_norms": True}),
-    "falcon-7b": (FALCON_7B, 6_921_720_704, {"num_kv_heads": 1, "parallel_norms": False}),
-    "falcon-40b": (FALCON_40B, 41_303_293_952, {"num_kv_heads": 8, "parallel_norms": True}),
-    "starcoder2-3b": (STARCODER2, 3_030_371_328, {"activation": Activation.gelu_tanh}),
-    "nemotron-4-15b": (NEMOTRON, 15_628_775_424, {"norm_one_plus": True, "rotary_fraction": 0.5}),
+    "pythia-160m": (PYTHIA, 162_322_944, {"rotary.fraction": 0.25, "parallel_norms": True}),
+    "falcon-7b": (FALCON_7B, 6_921_720_704, {"attention.num_kv_heads": 1, "parallel_norms": False}),
+    "falcon-40b": (
+        FALCON_40B,
+        41_303_293_952,
+        {"attention.num_kv_heads": 8, "parallel_norms": True},
+    ),
+    "starcoder2-3b": (STARCODER2, 3_030_371_328, {"mlp.activation": Activation.gelu_tanh}),
+    "nemotron-4-15b": (NEMOTRON, 15_628_775_424, {"norm_one_plus": True, "rotary.fraction": 0.5}),
+    "lfm2-1.2b": (
+        LFM2,
+        1_170_340_608,
+        {"num_layers": 16, "mlp.ffn_size": 8192, "conv.kernel_size": 3, "rotary.base": 1e6},
+    ),
     "gpt2": (GPT2, 124_439_808, {"position": Position.learned, "norm": Norm.layernorm}),
-    "mixtral": (MIXTRAL, 46_702_792_704, {"num_experts": 8, "experts_per_token": 2}),
-    "qwen2-moe": (QWEN2_MOE, 57_408_658_944, {"shared_gate": True, "router_over_all": True}),
-    "qwen3-moe": (QWEN3_MOE, 30_532_122_624, {"expert_ffn_size": 768, "router_over_all": False}),
-    "gpt-oss": (GPT_OSS, 116_829_156_672, {"activation_clamp": 7.0, "attention_sinks": True}),
+    "mixtral": (
+        MIXTRAL,
+        46_702_792_704,
+        {"layers": "*(attention,moe)", "moe.num_experts": 8, "moe.top_k": 2},
+    ),
+    "qwen2-moe": (
+        QWEN2_MOE,
+        57_408_658_944,
+        {"moe.shared_gate": True, "moe.softmax_before_topk": True},
+    ),
+    "qwen3-moe": (
+        QWEN3_MOE,
+        30_532_122_624,
+        {"moe.ffn_size": 768, "moe.softmax_before_topk": False},
+    ),
+    "gpt-oss": (GPT_OSS, 116_829_156_672, {"mlp.activation_clamp": 7.0, "attention.sinks": True}),
     # With the layer that predicts one more token, but not its copies of embedding and output.
-    "glm-4.5": (GLM45, 356_785_898_816, {"router_bias": True, "mtp_depths": 1}),
-    "deepseek-v2": (DEEPSEEK_V2, 235_741_434_880, {"router_groups": 8, "mla_kv_rank": 512}),
-    "deepseek-v3": (DEEPSEEK_V3, 682_636_487_424, {"router_group_best": 2, "mtp_depths": 1}),
+    "glm-4.5": (GLM45, 356_785_898_816, {"moe.bias_balancing": True, "mtp.num_layers": 1}),
+    "deepseek-v2": (
+        DEEPSEEK_V2,
+        235_741_434_880,
+        {"moe.num_groups": 8, "layers": "mla,mlp *(mla,moe)", "mla.kv_rank": 512},
+    ),
+    "deepseek-v3": (DEEPSEEK_V3, 682_636_487_424, {"moe.group_score_topk": 2, "mtp.num_layers": 1}),
 }
 
 
@@ -105,7 +145,7 @@ def dimensions_of(array: str, by_expert: bool) -> int:
 def test_published_models(name):
     config, parameters, fields = PUBLISHED[name]
     model, family = model_config(config), architecture(config)
-    assert {field: getattr(model, field) for field in fields} == fields
+    assert {field: get(model, field) for field in fields} == fields
     found = bindings(model, family)
     assert sum(math.prod(binding.shape) for binding in found) == parameters
     assert len({binding.theirs for binding in found}) == len(found)
@@ -128,28 +168,51 @@ def test_every_family_is_here():
 
 
 # Sizes at which every fused and every transposed tensor has a shape of its own.
-SMALL = {"vocab_size": 61, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "ffn_size": 40}
+SMALL = {
+    "vocab_size": 61,
+    "num_layers": 2,
+    "hidden_size": 24,
+    "attention.num_heads": 4,
+    "mlp.ffn_size": 40,
+}
 SMALL |= {"max_position": 32}
-WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM")
+WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_split_and_join_are_inverses(name):
     config, _, _ = PUBLISHED[name]
     family, published = architecture(config), model_config(config)
-    heads = min(published.kv_heads, 2) if published.kv_heads < published.num_heads else 4
-    small = {**SMALL, "head_dim": 8 if family in WIDE else 0, "num_kv_heads": heads}
-    if published.rotary_scaling is RotaryScaling.longrope:
-        small |= {"rotary_short_factors": (1.0,) * 3, "rotary_long_factors": (1.0,) * 3}
-    if published.num_experts:
-        small |= {"num_experts": 4, "experts_per_token": 2, "expert_ffn_size": 20}
-        small |= {"shared_ffn_size": 28 if published.shared_ffn_size else 0, "num_layers": 4}
-    if published.router_groups > 1:
-        small |= {"router_groups": 2, "router_groups_kept": 1}
-    if published.mla_kv_rank:
-        small |= {"mla_kv_rank": 12, "mla_query_rank": 14, "mla_rotary_size": 6}
-        small |= {"mla_value_size": 10, "head_dim": 8}
-    model = dataclasses.replace(published, **small)
+    heads = min(published.kv_heads, 2) if published.kv_heads < published.attention.num_heads else 4
+    small = {
+        **SMALL,
+        "attention.head_dim": 8 if family in WIDE else 0,
+        "attention.num_kv_heads": heads,
+    }
+    if published.rotary.scaling is RotaryScaling.longrope:
+        small |= {"rotary.short_factors": (1.0,) * 3, "rotary.long_factors": (1.0,) * 3}
+    if published.has("moe"):
+        small |= {
+            "moe.num_experts": 4,
+            "moe.top_k": 2,
+            "moe.ffn_size": 20,
+        }
+        small |= {
+            "moe.shared_ffn_size": 28 if published.moe.shared_ffn_size else 0,
+            "num_layers": 4,
+        }
+    if published.moe.num_groups > 1:
+        small |= {"moe.num_groups": 2, "moe.topk_groups": 1}
+    if published.has("conv"):
+        small |= {"layers": "*(conv,mlp attention,mlp)", "conv.kernel_size": 5}
+    if published.has("mla"):
+        small |= {
+            "mla.kv_rank": 12,
+            "mla.query_rank": 14,
+            "mla.rotary_size": 6,
+        }
+        small |= {"mla.value_size": 10, "attention.head_dim": 8}
+    model = with_fields(published, small)
     shapes = array_shapes(model)
     for binding in bindings(model, family):
         size = math.prod(binding.shape)
@@ -226,7 +289,7 @@ REFUSED = {  # settings, what is changed, what the message must name
     "longrope, short": (
         PHI3,
         {"rope_scaling": {**PHI3["rope_scaling"], "long_factor": [1.0]}},
-        "rotary_long_factors",
+        "rotary.long_factors",
     ),
     "longrope, text": (
         PHI3,
@@ -237,16 +300,11 @@ REFUSED = {  # settings, what is changed, what the message must name
     "window": (MISTRAL, {"sliding_window": 0}, "sliding_window=0"),
     "late window": (
         QWEN25,
-        {"use_sliding_window": True, "max_window_layers": 12},
-        "layer_types",
+        {"use_sliding_window": True, "max_window_layers": -1},
+        "max_window_layers",
     ),
     "layer types, count": (GEMMA2, {"layer_types": ["full_attention"]}, "list of 26"),
     "layer types, kind": (GEMMA2, {"layer_types": ["chunked_attention"] * 26}, "chunked"),
-    "layer types, order": (
-        GEMMA2,
-        {"layer_types": ["full_attention"] + ["sliding_attention"] * 25},
-        "every n-th",
-    ),
     "layer types, no window": (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "window"),
     "soft-cap": (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
     "both ways": (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
@@ -262,16 +320,15 @@ REFUSED = {  # settings, what is changed, what the message must name
     "phi's biases": (PHI3, {"attention_bias": True}, "attention_bias=True"),
     "experts, unknown key": (MIXTRAL, {"shared_expert_intermediate_size": 8}, "=8: Mixtral"),
     "experts, none": (MIXTRAL, {"num_local_experts": 0}, "num_local_experts=0"),
-    "experts, too few": (MIXTRAL, {"num_local_experts": 1}, "experts_per_token=2"),
+    "experts, too few": (MIXTRAL, {"num_local_experts": 1}, "moe.top_k=2"),
     "experts, twice": (QWEN3_MOE, {"num_local_experts": 64}, "num_experts=128 contradicts"),
     "noise of routers": (MIXTRAL, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     "dense layers, text": (QWEN3_MOE, {"mlp_only_layers": ["0"]}, "mlp_only_layers=['0']"),
     "dense layers, step": (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
-    "dense layers, all": (QWEN3_MOE, {"decoder_sparse_step": 99}, "first_dense_layers=48"),
     "gates, another": (GPT_OSS, {"swiglu_alpha": 2.0}, "swiglu_alpha=2.0"),
     "shared experts": (GLM45, {"n_shared_experts": 0}, "n_shared_experts=0"),
     "one group": (GLM45, {"topk_group": 2}, "topk_group=2"),
-    "groups": (DEEPSEEK_V3, {"n_group": 7}, "router_groups=7"),
+    "groups": (DEEPSEEK_V3, {"n_group": 7}, "moe.num_groups=7"),
     "one expert": (DEEPSEEK_V3, {"num_experts_per_tok": 1}, "norm_topk_prob=True"),
     "choice": (DEEPSEEK_V2, {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'"),
     "scores": (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
@@ -318,17 +375,25 @@ def test_nothing_but_a_value_error_comes_of_any_value():
 LLAMA = model_config(SMOLLM2)
 LOST = {  # family, fields, what the message must name
     "norm": ("LlamaForCausalLM", {"norm": Norm.layernorm}, "model.norm=layernorm"),
-    "pairs": ("LlamaForCausalLM", {"rotary_interleaved": True}, "model.rotary_interleaved"),
-    "sinks": ("LlamaForCausalLM", {"attention_sinks": True}, "model.attention_sinks"),
-    "window": ("LlamaForCausalLM", {"attention_window": 8}, "model.attention_window=8"),
-    "one bias": ("LlamaForCausalLM", {"bias_qkv": True}, "model.bias_attention_out=False"),
-    "activation": ("LlamaForCausalLM", {"activation": Activation.gelu}, "activation=gelu"),
+    "pairs": ("LlamaForCausalLM", {"rotary.interleaved": True}, "model.rotary.interleaved"),
+    "sinks": ("LlamaForCausalLM", {"attention.sinks": True}, "model.attention.sinks"),
+    "window": (
+        "LlamaForCausalLM",
+        {"layers": "*(local,mlp)", "attention.window": 8},
+        "model.attention.window=8",
+    ),
+    "one bias": (
+        "LlamaForCausalLM",
+        {"attention.bias_qkv": True},
+        "model.attention.bias_out=False",
+    ),
+    "activation": ("LlamaForCausalLM", {"mlp.activation": Activation.gelu}, "activation=gelu"),
     "ntk": (
         "LlamaForCausalLM",
-        {"rotary_scaling": RotaryScaling.ntk, "rotary_factor": 2.0},
-        "rotary_scaling=ntk",
+        {"rotary.scaling": RotaryScaling.ntk, "rotary.factor": 2.0},
+        "rotary.scaling=ntk",
     ),
-    "qwen without biases": ("Qwen2ForCausalLM", {}, "model.bias_qkv=False"),
+    "qwen without biases": ("Qwen2ForCausalLM", {}, "model.attention.bias_qkv=False"),
     "no length": ("LlamaForCausalLM", {"max_position": 0}, "model.max_position=0"),
     "no vocabulary": ("LlamaForCausalLM", {"vocab_size": 0}, "model.vocab_size=0"),
     "no family": ("Llama", {}, "choose from LlamaForCausalLM"),
@@ -339,12 +404,12 @@ LOST = {  # family, fields, what the message must name
 def test_a_model_that_a_family_cannot_say_is_refused(name):
     family, fields, named = LOST[name]
     with pytest.raises(ValueError, match=r"model|family") as caught:
-        hf_config(dataclasses.replace(LLAMA, **fields), family)
+        hf_config(with_fields(LLAMA, fields), family)
     assert named in str(caught.value)
 
 
 def test_arrays_that_no_tensor_holds_are_named():
-    model = dataclasses.replace(LLAMA, attention_sinks=True)
+    model = with_fields(LLAMA, {"attention.sinks": True})
     with pytest.raises(ValueError, match=r"no tensor for .*attention\.sinks"):
         bindings(model, "LlamaForCausalLM")
 
@@ -352,112 +417,7 @@ def test_arrays_that_no_tensor_holds_are_named():
 def test_families_that_can_say_a_model():
     assert families_of(LLAMA) == ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"]
     gpt = ModelConfig(vocab_size=50257, max_position=1024)
-    assert families_of(dataclasses.replace(gpt, rotary_interleaved=True)) == []
-
-
-def test_both_forms_of_rotary_settings_are_one():
-    kinds = {
-        "yarn": {"factor": 4.0, "beta_fast": 16, "truncate": False, "attention_factor": None},
-        "dynamic": {"factor": 3.0},
-        "linear": {"factor": 2.0},
-    }
-    for kind, settings in kinds.items():
-        old = {**SMOLLM2, "rope_scaling": {"type": kind, **settings}}
-        new = {k: v for k, v in SMOLLM2.items() if not k.startswith("rope_")}
-        new |= {"rope_parameters": {"rope_type": kind, "rope_theta": 100000, **settings}}
-        both = {**new, **old, "rope_scaling": {"type": kind, **settings}}
-        model = model_config(old)
-        assert model.rotary_scaling.value == kind
-        assert model == model_config(new) == model_config(both)
-
-
-def test_yarn_by_mscales():
-    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
-    model = model_config({**SMOLLM2, "rope_scaling": scaling})
-    grown = 0.1 * math.log(40)
-    assert model.rotary_attention_factor == pytest.approx((grown + 1) / (0.5 * grown + 1))
-    assert not differences(model, model_config(hf_config(model, "LlamaForCausalLM")))
-
-
-WINDOWS = {  # keys of Qwen 3 -> (window, every n-th is global)
-    "none": ({}, (0, 0)),
-    "all": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, (9, 0)),
-    "too late": ({"use_sliding_window": True, "sliding_window": 9}, (0, 0)),
-    "by type": (
-        {"use_sliding_window": True, "sliding_window": 9}
-        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7},
-        (9, 4),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WINDOWS)
-def test_windows(name):
-    keys, wanted = WINDOWS[name]
-    model = model_config({**QWEN3, **keys})
-    assert (model.attention_window, model.attention_global_every) == wanted
-    assert not differences(model, model_config(hf_config(model, "Qwen3ForCausalLM")))
-
-
-def test_layers_without_experts_anywhere():
-    some = model_config({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
-    assert some.expert_pattern == (0, 1, 0, 1, 0, 1)
-    named = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1]}
-    first = model_config({**QWEN3_MOE, **named})
-    assert (first.first_dense_layers, first.expert_pattern) == (2, ())
-    every = dataclasses.replace(first, first_dense_layers=0, expert_every=2)
-    for model in (some, first, every):
-        written = hf_config(model, "Qwen3MoeForCausalLM")
-        assert not differences(model, model_config(written))
-    assert written["mlp_only_layers"] == [1, 3, 5]
-    with pytest.raises(ValueError, match="expert_every=2 would become 1"):
-        hf_config(dataclasses.replace(model_config(DEEPSEEK_V3), first_dense_layers=0,
-                                      expert_every=2), "DeepseekV3ForCausalLM")  # fmt: skip
-
-
-def test_models_that_dropped_in_training_are_published_without():
-    model = model_config(MIXTRAL)
-    dropped = dataclasses.replace(model, expert_capacity=1.25, expert_pad=True)
-    assert hf_config(dropped, "MixtralForCausalLM") == hf_config(model, "MixtralForCausalLM")
-
-
-def test_losses_of_a_router_count_where_they_are_switched_on():
-    on = {**MIXTRAL, "output_router_logits": True}
-    assert model_config(MIXTRAL).router_aux_loss == 0
-    assert model_config(on).router_aux_loss == 0.02
-    written = hf_config(model_config(on), "MixtralForCausalLM")
-    assert (written["output_router_logits"], written["router_aux_loss_coef"]) == (True, 0.02)
-    each = model_config({**DEEPSEEK_V3, "seq_aux": False})
-    assert (each.router_aux_loss, each.router_sequence_aux_loss) == (0.001, 0)
-    assert not hf_config(each, "DeepseekV3ForCausalLM")["seq_aux"]
-
-
-def test_a_softmax_divided_by_its_sum_is_one_over_the_chosen():
-    late = model_config(MIXTRAL)
-    divided = dataclasses.replace(late, router_over_all=True, router_normalize=True)
-    plain = dataclasses.replace(late, router_over_all=True)
-    assert not differences(late, divided) and families_of(divided) == ["MixtralForCausalLM"]
-    assert differences(late, plain) and "MixtralForCausalLM" not in families_of(plain)
-
-
-def test_gemma_whose_layers_are_all_local_or_all_global():
-    local = model_config({**GEMMA3, "num_hidden_layers": 5})
-    assert (local.attention_window, local.attention_global_every) == (512, 0)
-    assert (local.rotary_base, local.rotary_local_base) == (1e4, 0)
-    everywhere = model_config({**GEMMA3, "layer_types": ["full_attention"] * 26})
-    assert (everywhere.attention_window, everywhere.rotary_base) == (0, 1e6)
-    for model in (local, everywhere):
-        assert not differences(model, model_config(hf_config(model, "Gemma3ForCausalLM")))
-
-
-def test_special_tokens_are_carried_along():
-    source = {**SMOLLM2, "bos_token_id": 7, "eos_token_id": [8, 9]}
-    written = hf_config(LLAMA, "LlamaForCausalLM", source)
-    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [8, 9], None]
-    assert hf_config(model_config(GEMMA3_4B), "Gemma3ForCausalLM", GEMMA3_4B)["eos_token_id"] == [
-        1,
-        106,
-    ]
+    assert families_of(with_fields(gpt, {"rotary.interleaved": True})) == []
 
 
 IN_FILES = {  # family -> name in a file -> name of a binding, None for what holds no weights

@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 from hf_folders import LLAMA, TIED, random_tensors
 
-from maxmeg.config.model import QkNorm, RotaryScaling
-from maxmeg.hf import convert, families, gguf
-from maxmeg.hf.gguf import describe, halves_from_pairs, llama3_factors
+from maxmeg import convert as command
+from maxmeg.config.flags import run_command
+from maxmeg.config.mixers import QkNorm, RotaryScaling
+from maxmeg.config.setting import get
+from maxmeg.data.chat.template import load_chat_template
+from maxmeg.hf import convert
+from maxmeg.hf.families import read as families
+from maxmeg.hf.formats import gguf
+from maxmeg.hf.formats.gguf import describe, halves_from_pairs, llama3_factors
+from maxmeg.inference.load import load_run
 
 Q8_ERROR = 1 / 127  # half a step of 1 / 127 of a block's largest value, and its own rounding
 
@@ -33,23 +40,24 @@ WORKING = {
     "llama": ("llama", {"rope__dimension_count": 8, "vocab_size": 70}, None, {"norm_eps": 1e-5}),
     "llama 3.2": (
         "llama", {"rope__freq_base": 5e5}, FACTORS.astype(np.float32),
-        {"rotary_scaling": RotaryScaling.llama3, "rotary_factor": 32, "rotary_base": 5e5},
+        {"rotary.scaling": RotaryScaling.llama3, "rotary.factor": 32, "rotary.base": 5e5},
     ),
     "linear": (
         "llama", {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}, None,
-        {"rotary_scaling": RotaryScaling.linear, "rotary_factor": 4},
+        {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 4},
     ),
-    "qwen2": ("qwen2", {}, None, {"bias_qkv": True, "num_kv_heads": 2}),
+    "qwen2": ("qwen2", {}, None, {"attention.bias_qkv": True, "attention.num_kv_heads": 2}),
     "qwen3": ("qwen3", {"attention__key_length": 16}, None, 
-              {"qk_norm": QkNorm.head, "head_dim": 16}),
+              {"attention.qk_norm": QkNorm.head, "attention.head_dim": 16}),
     "gemma2": (
         "gemma2", GEMMA2, None,
-        {"attention_softcap": 50, "logit_softcap": 30, "attention_window": 8,
-         "attention_global_every": 2, "norm_one_plus": True, "attention_scale": 0.25},
+        {"attention.softcap": 50, "logit_softcap": 30,
+         "layers": "*(local,mlp attention,mlp)",
+         "attention.window": 8, "norm_one_plus": True, "attention.scale": 0.25},
     ),
     "gemma3": (
         "gemma3", GEMMA | {"block_count": 12, "rope__freq_base": 1e6}, None,
-        {"attention_global_every": 6, "rotary_base": 1e6, "rotary_local_base": 1e4},
+        {"layers": "*(5(local,mlp) attention,mlp)", "rotary.base": 1e6, "rotary.local_base": 1e4},
     ),
 }  # fmt: skip
 
@@ -61,7 +69,7 @@ def test_metadata_describe_the_model(case):
     model = families.model_config(config)
     assert families.architecture(config) == family.name
     assert model.vocab_size == 70 and model.max_position == 64 and model.tied == (name != "qwen2")
-    found = {field: getattr(model, field) or model.head_size**-0.5 for field in wanted}
+    found = {field: get(model, field) or model.head_size**-0.5 for field in wanted}
     assert found == pytest.approx(wanted) or found == wanted
 
 
@@ -118,16 +126,26 @@ def ggml_name(name):
     return f"blk.{layer}.{OURS[inner]}.{leaf}"
 
 
-def write_gguf(path, model, tensors, quantised=False):
+def write_gguf(path, model, tensors, quantised=False, tokenizer=False):
     library = pytest.importorskip("gguf")
     writer = library.GGUFWriter(path, "llama")
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([1] * (len(TOKENS) - 1) + [3])
+        writer.add_token_merges(["a b"])
+        writer.add_eos_token_id(len(TOKENS) - 1)
+        writer.add_chat_template("{{ messages[0].content }}<end>")
     for key, value in metadata("llama").items():
         if key == "general.architecture":
             continue
         add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
         add(key, value)
     for name, array in tensors.items():
-        heads = {"q_proj": model.num_heads, "k_proj": model.kv_heads}.get(name.split(".")[-2])
+        heads = {"q_proj": model.attention.num_heads, "k_proj": model.kv_heads}.get(
+            name.split(".")[-2]
+        )
         array = permuted(array, heads) if heads else array
         if quantised and array.ndim == 2:
             kind = library.GGMLQuantizationType.Q8_0
@@ -141,6 +159,26 @@ def write_gguf(path, model, tensors, quantised=False):
     writer.close()
 
 
+TOKENS = ["a", "b", "ab", "\u0120", "<end>"]
+
+
+def test_the_tokenizer_of_the_file_is_kept(tmp_path, capsys):
+    """The printed next step works: text and chats; an export has the tokenizer's files."""
+    tensors = random_tensors(LLAMA, "LlamaForCausalLM", np.float32)
+    write_gguf(tmp_path / "x.gguf", LLAMA, tensors, tokenizer=True)
+    argv = ["convert", f"--input={tmp_path / 'x.gguf'}", f"--output={tmp_path / 'run'}"]
+    run_command(command.main, command.Options, needs_config=False, argv=argv)
+    said = capsys.readouterr().out
+    assert f"--run_dir={tmp_path / 'run'} --prompt=TEXT" in said and "note" not in said
+    tokenizer = load_run(str(tmp_path / "run")).tokenizer
+    assert tokenizer.encode("ab a<end>").tolist() == [2, 3, 0, 4] and tokenizer.eod == 4
+    (text,) = load_chat_template(tokenizer).render([[{"role": "user", "content": "b"}]])
+    assert text == "b<end>"
+    convert.export_model(tmp_path / "run", tmp_path / "hf")
+    names = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert names <= {path.name for path in (tmp_path / "hf").iterdir()}
+
+
 @pytest.mark.parametrize("model", [LLAMA, TIED], ids=["untied", "tied"])
 def test_a_file_holds_the_same_model_as_a_folder(tmp_path, model):
     tensors = random_tensors(model, "LlamaForCausalLM", np.float32)
@@ -151,7 +189,8 @@ def test_a_file_holds_the_same_model_as_a_folder(tmp_path, model):
     for name, array in tensors.items():
         assert source.weights.read(name).tobytes() == array.tobytes(), name
     report = convert.import_model(source, tmp_path / "run")
-    assert report.num_tensors == len(tensors) and "there is no tokenizer" in report.notes[0]
+    assert report.num_tensors == len(tensors)
+    assert "there is no tokenizer: the file has no tokenizer.ggml.tokens" in report.notes[0]
     convert.export_model(tmp_path / "run", tmp_path / "hf")
 
 

@@ -31,10 +31,13 @@ from maxmeg.checkpoint.stream import StreamWriter
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
-from maxmeg.hf import convert, families, trained
-from maxmeg.hf.safetensors import SafetensorsFolder
+from maxmeg.config.setting import with_fields
+from maxmeg.hf import convert, trained
+from maxmeg.hf.families import read as families
+from maxmeg.hf.formats.safetensors import SafetensorsFolder
 from maxmeg.inference.load import load_run
 from maxmeg.layers import lora
+from maxmeg.parallel.mesh import local_mesh
 from maxmeg.state import to_arrays
 
 BLOCK_BYTES = 1 << 20
@@ -88,6 +91,8 @@ def test_the_run_is_the_model(tmp_path):
     assert families.differences(loaded.config.model, LLAMA) == []
     assert loaded.config.data.sequence_length == LLAMA.max_position
     assert loaded.tokenizer.decode([2, 5]) == "w2 w5" and loaded.tokenizer.eod == 0
+    with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by parallel\.tensor=3"):
+        load_run(str(tmp_path / "run"), mesh=local_mesh(3))
     arrays = {name: np.asarray(array) for name, array in to_arrays(loaded.model).items()}
     for table in ("embedding.table", "output.table"):
         assert arrays[table].shape[0] == 128 and not arrays[table][LLAMA.vocab_size :].any()
@@ -115,11 +120,11 @@ TENSORS = {  # of an untied Llama
     ),
     "extra": (
         lambda t: t | {"model.layers.3.mlp.up_proj.weight": t[NORM]},
-        "1 tensors are no part of a LlamaForCausalLM: model.layers.3.mlp.up_proj.weight",
+        "1 tensors do not belong to a LlamaForCausalLM: model.layers.3.mlp.up_proj.weight",
     ),
     "misshapen": (
         lambda t: t | {QUERY: t[QUERY][:16]},
-        rf"{QUERY} is bfloat16\[16, 32\], by config.json it has shape \[32, 32\]",
+        rf"{QUERY} is bfloat16\[16, 32\]: config.json needs shape \[32, 32\]",
     ),
     "rows": (lambda t: t | {EMBEDDING: t[EMBEDDING][:69]}, r"bfloat16\[69, 32\]"),
     "dtype": (lambda t: t | {NORM: t[NORM].astype("f8")}, "is float64"),
@@ -129,7 +134,7 @@ TENSORS = {  # of an untied Llama
     ),
     "several": (
         lambda t: renamed(t, NORM, "model.norm.bias"),
-        f"are missing: {NORM}\n.*no part of a LlamaForCausalLM: model.norm.bias",
+        f"are missing: {NORM}\n.*do not belong to a LlamaForCausalLM: model.norm.bias",
     ),
 }
 
@@ -194,7 +199,7 @@ FOLDERS = {
     unknown_key: "config.json has rotary_emb_magic=3",
     broken_config: "'vocab_size' is given twice",
     pickled: "holds pytorch_model.bin.*save_pretrained",
-    large_tokenizer: "has 90 ids with its end of a document, the model 70",
+    large_tokenizer: "has 90 tokens with the end of a document, the model 70",
 }
 
 
@@ -234,9 +239,10 @@ def test_other_tokenizers_and_none(tmp_path):
     convert.import_model(given, tmp_path / "d")
     assert load_run(str(tmp_path / "d")).tokenizer.vocab_size == 33
     spec = f"huggingface:{tmp_path / 'other'}?special_tokens=<image>"
-    assert convert.import_model(source, tmp_path / "e", tokenizer=spec).tokenizer == spec
+    copy = f"huggingface:{tmp_path / 'e' / 'tokenizer'}?special_tokens=<image>"
+    assert convert.import_model(source, tmp_path / "e", tokenizer=spec).tokenizer == copy
     notes = convert.export_model(tmp_path / "e", tmp_path / "f").notes
-    assert "what data.tokenizer adds to them: special_tokens=<image>" in notes[0]
+    assert "lack the options of data.tokenizer: special_tokens=<image>" in notes[0]
     own = (tmp_path / "other" / "tokenizer.json").read_bytes()
     assert (tmp_path / "f" / "tokenizer.json").read_bytes() == own
     assert (tmp_path / "d" / "huggingface" / "generation_config.json").exists()
@@ -286,7 +292,7 @@ def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
     shape = dataclasses.replace(infos["final_norm.weight"], shape=(31,))
     cases = {
         "the checkpoint lacks 3 arrays": some,
-        "1 arrays too many: model/stack/lora": more,
+        "1 unexpected arrays: model/stack/lora": more,
         "model/final_norm/weight is .*31": infos | {"final_norm.weight": shape},
     }
     for number, (message, arrays) in enumerate(cases.items()):
@@ -298,7 +304,7 @@ def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
     write_run(tmp_path / "good", config, None)
     with pytest.raises(ValueError, match="--family=Llama: choose one of"):
         convert.export_model(tmp_path / "good", tmp_path / "hf", family="Llama")
-    with pytest.raises(ValueError, match="no GPT2LMHeadModel is such a model"):
+    with pytest.raises(ValueError, match="GPT2LMHeadModel cannot express this model"):
         convert.export_model(tmp_path / "good", tmp_path / "hf", family="GPT2LMHeadModel")
     assert not (tmp_path / "hf").exists()
 
@@ -307,7 +313,7 @@ def write_adapters(folder, base, **changes):
     """A run with adapters beside a converted base."""
     config = files.load(base / "config.yaml")
     config.checkpoint.init_from = str(base)
-    config.model = dataclasses.replace(config.model, **changes)
+    config.model = with_fields(config.model, changes)
     return write_lora_run(folder, config, rank=2)
 
 
@@ -329,16 +335,17 @@ def test_adapters_are_merged_as_they_were_trained(tmp_path):
         np.testing.assert_allclose(found.read(binding.theirs), wanted, rtol=MERGED, atol=MERGED)
     assert (tmp_path / "merged" / "chat_template.jinja").is_file()
     write_adapters(tmp_path / "grown", tmp_path / "base", vocab_size=90)
-    with pytest.raises(ValueError, match="base has 70 words, the run 90"):
+    with pytest.raises(ValueError, match="base has 70 tokens, the run 90"):
         convert.export_model(tmp_path / "grown", tmp_path / "other")
 
 
 def test_rows_beyond_the_vocabulary_must_be_zero(tmp_path):
     write_run(tmp_path / "run", Config(model=dataclasses.replace(LLAMA, vocab_size=65)), None)
-    with pytest.raises(ValueError, match="128 rows for a vocabulary of 65, and those beyond"):
+    with pytest.raises(ValueError, match="128 rows for a vocabulary of 65, and the rows beyond"):
         convert.export_model(tmp_path / "run", tmp_path / "hf")
 
 
+@pytest.mark.slow
 def test_memory_grows_neither_with_layers_nor_with_words(tmp_path, monkeypatch):
     """In a process of its own, whose peak is that of the conversion."""
     monkeypatch.setattr(stream, "BLOCK_BYTES", BLOCK_BYTES)
@@ -356,7 +363,9 @@ def test_memory_grows_neither_with_layers_nor_with_words(tmp_path, monkeypatch):
 
 def imported(folder: Path, layers: int, words: int = 70) -> None:
     """Makes `hf` and `run` of a model whose layers have 10 MiB each."""
-    small = dataclasses.replace(LLAMA, hidden_size=512, ffn_size=1024, num_kv_heads=4)
+    small = with_fields(
+        LLAMA, {"hidden_size": 512, "mlp.ffn_size": 1024, "attention.num_kv_heads": 4}
+    )
     model = dataclasses.replace(small, num_layers=layers, vocab_size=words)
     write_config(folder / "hf", model, FAMILY)
     one = random_tensors(dataclasses.replace(small, num_layers=1), FAMILY)

@@ -8,19 +8,12 @@ import numpy as np
 import pytest
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.model import (
-    Activation,
-    ExpertDrop,
-    ModelConfig,
-    Norm,
-    Position,
-    QkNorm,
-    RotaryScaling,
-    RouterScore,
-)
+from maxmeg.config.mixers import Activation, ExpertDrop, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.model import ModelConfig, Norm, Position
 from maxmeg.config.schema import Config
-from maxmeg.hf import megatron
-from maxmeg.hf.families import bindings
+from maxmeg.config.setting import walk, with_fields
+from maxmeg.hf.families.read import bindings
+from maxmeg.megatron import convert as megatron
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -30,52 +23,58 @@ GIVEN = [
     (
         {},
         {
-            "num_kv_heads": 4,
-            "head_dim": 16,
-            "activation": Activation.gelu_tanh,
+            "attention.num_kv_heads": 4,
+            "attention.head_dim": 16,
+            "mlp.activation": Activation.gelu_tanh,
             "norm": Norm.layernorm,
             "norm_eps": 1e-5,
             "position": Position.learned,
-            "bias_qkv": True,
-            "bias_attention_out": True,
-            "bias_mlp": True,
+            "attention.bias_qkv": True,
+            "attention.bias_out": True,
+            "mlp.bias": True,
             "tied": True,
-            "qk_norm": QkNorm.none,
+            "attention.qk_norm": QkNorm.none,
             "norm_one_plus": False,
         },
     ),
-    ({"bias_gelu_fusion": False}, {"activation": Activation.gelu}),
-    ({"add_bias_linear": False}, {"activation": Activation.gelu, "bias_qkv": False}),
-    ({"add_bias_linear": False, "add_qkv_bias": True}, {"bias_qkv": True, "bias_mlp": False}),
-    ({"swiglu": True, "bias_gelu_fusion": True}, {"activation": Activation.swiglu}),
-    ({"squared_relu": True}, {"activation": Activation.relu_squared}),
-    ({"num_query_groups": 1}, {"num_kv_heads": 4}),
-    ({"group_query_attention": True, "num_query_groups": 2}, {"num_kv_heads": 2}),
+    ({"bias_gelu_fusion": False}, {"mlp.activation": Activation.gelu}),
+    ({"add_bias_linear": False}, {"mlp.activation": Activation.gelu, "attention.bias_qkv": False}),
+    (
+        {"add_bias_linear": False, "add_qkv_bias": True},
+        {"attention.bias_qkv": True, "mlp.bias": False},
+    ),
+    ({"swiglu": True, "bias_gelu_fusion": True}, {"mlp.activation": Activation.swiglu}),
+    ({"squared_relu": True}, {"mlp.activation": Activation.relu_squared}),
+    ({"num_query_groups": 1}, {"attention.num_kv_heads": 4}),
+    ({"group_query_attention": True, "num_query_groups": 2}, {"attention.num_kv_heads": 2}),
     ({"normalization": "RMSNorm", "norm_epsilon": 1e-6}, {"norm": Norm.rmsnorm, "norm_eps": 1e-6}),
-    ({"apply_layernorm_1p": True, "kv_channels": 24}, {"norm_one_plus": True, "head_dim": 24}),
-    ({"qk_layernorm": True}, {"qk_norm": QkNorm.head}),
-    ({"qk_l2_norm": True}, {"qk_norm": QkNorm.l2}),
+    (
+        {"apply_layernorm_1p": True, "kv_channels": 24},
+        {"norm_one_plus": True, "attention.head_dim": 24},
+    ),
+    ({"qk_layernorm": True}, {"attention.qk_norm": QkNorm.head}),
+    ({"qk_l2_norm": True}, {"attention.qk_norm": QkNorm.l2}),
     ({"untie_embeddings_and_output_weights": True}, {"tied": False}),
-    ({"window_size": [127, 0]}, {"attention_window": 128, "attention_global_every": 0}),
+    ({"window_size": [127, 0]}, {"layers": "*(local,mlp)", "attention.window": 128}),
     (
         {"window_size": [127, 0], "window_attn_skip_freq": 4},
-        {"attention_window": 128, "attention_global_every": 4},
+        {"layers": "*(local,mlp)", "attention.window": 128},  # the fourth would be global
     ),
     (
         {"position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 0.5},
-        {"position": Position.rotary, "rotary_base": 500000.0, "rotary_fraction": 0.5},
+        {"position": Position.rotary, "rotary.base": 500000.0, "rotary.fraction": 0.5},
     ),
     (
         {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0},
         {
-            "rotary_scaling": RotaryScaling.llama3,
-            "rotary_factor": 32.0,
-            "rotary_original_length": 8192,
+            "rotary.scaling": RotaryScaling.llama3,
+            "rotary.factor": 32.0,
+            "rotary.original_length": 8192,
         },
     ),
     (
         {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": 2},
-        {"rotary_scaling": RotaryScaling.linear, "rotary_factor": 2.0},
+        {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 2.0},
     ),
 ]
 
@@ -83,36 +82,44 @@ GIVEN = [
 ROUTED = [
     (
         {},
-        {"experts_per_token": 2, "expert_every": 1, "router_score": RouterScore.softmax}
-        | {"router_over_all": False, "router_normalize": False, "router_logit_bias": True}
-        | {"expert_ffn_size": 256, "router_bias": False, "expert_capacity": 0.0},
+        {"moe.top_k": 2, "layers": "*(attention,moe)", "moe.score": RouterScore.softmax}
+        | {"moe.softmax_before_topk": False, "moe.normalize_weights": False, "moe.logit_bias": True}
+        | {"moe.ffn_size": 256, "moe.bias_balancing": False, "moe.capacity_factor": 0.0},
     ),
-    ({"moe_ffn_hidden_size": 24, "ffn_hidden_size": 48}, {"expert_ffn_size": 24, "ffn_size": 48}),
-    ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {"router_over_all": True}),
+    ({"moe_ffn_hidden_size": 24, "ffn_hidden_size": 48}, {"moe.ffn_size": 24, "mlp.ffn_size": 48}),
+    ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {"moe.softmax_before_topk": True}),
     (
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        {"router_score": RouterScore.sigmoid, "router_normalize": True, "router_bias": True},
+        {
+            "moe.score": RouterScore.sigmoid,
+            "moe.normalize_weights": True,
+            "moe.bias_balancing": True,
+        },
     ),
     (
         {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
-        {"router_normalize": False, "experts_per_token": 1},
+        {"moe.normalize_weights": False, "moe.top_k": 1},
     ),
     (
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
         | {"moe_router_topk_scaling_factor": 2.5},
-        {"router_groups": 4, "router_groups_kept": 2, "router_scale": 2.5},
+        {"moe.num_groups": 4, "moe.topk_groups": 2, "moe.scale": 2.5},
     ),
     (
         {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
-        {"shared_ffn_size": 24, "shared_gate": True},
+        {"moe.shared_ffn_size": 24, "moe.shared_gate": True},
     ),
-    ({"moe_layer_freq": 2}, {"expert_every": 2}),
-    ({"moe_layer_freq": [0, 1]}, {"expert_pattern": (0, 1)}),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, {"router_sinkhorn": True}),
-    ({"moe_router_load_balancing_type": ["aux_loss"]}, {"router_sinkhorn": False}),
+    ({"moe_layer_freq": 2}, {"layers": "*(attention,moe attention,mlp)"}),
+    ({"moe_layer_freq": [0, 1]}, {"layers": "*(attention,mlp attention,moe)"}),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, {"moe.sinkhorn": True}),
+    ({"moe_router_load_balancing_type": ["aux_loss"]}, {"moe.sinkhorn": False}),
     (
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
-        {"expert_capacity": 1.5, "expert_drop": ExpertDrop.weight, "expert_pad": True},
+        {
+            "moe.capacity_factor": 1.5,
+            "moe.drop_policy": ExpertDrop.weight,
+            "moe.pad_to_capacity": True,
+        },
     ),
 ]
 GIVEN += [({"num_experts": 8, **arguments}, fields) for arguments, fields in ROUTED]
@@ -122,7 +129,7 @@ GIVEN += [({"num_experts": 8, **arguments}, fields) for arguments, fields in ROU
 def test_arguments_are_fields(arguments: dict, fields: dict):
     found = megatron.architecture({**SIZES, **arguments})
     assert {name: found[name] for name in fields} == fields
-    assert set(found) <= {field.name for field in dataclasses.fields(ModelConfig)}
+    assert set(found) <= {path for path, _, _ in walk(ModelConfig())}
 
 
 REFUSED = [
@@ -148,26 +155,26 @@ def test_other_maths_is_refused_by_name(arguments: dict, message: str):
 
 
 def test_a_config_is_held_against_the_arguments():
-    config = Config(model=ModelConfig(**megatron.architecture(SIZES)))
+    config = Config(model=with_fields(ModelConfig(), megatron.architecture(SIZES)))
     config.data.tokenizer = "null:9"
     found = megatron.decided(config, SIZES, "")
     assert found == config and found is not config
     assert megatron.decided(config, {}, "null:7").data.tokenizer == "null:7"
-    config.model.norm_eps, config.model.activation = 1e-6, Activation.gelu
-    config.model.attention_softcap = 30.0
+    config.model.norm_eps, config.model.mlp.activation = 1e-6, Activation.gelu
+    config.model.attention.softcap = 30.0
     message = (
-        "activation=gelu, in the checkpoint gelu_tanh; model.norm_eps=1e-06, in the checkpoint "
-        "1e-05; model.attention_softcap=30.0, in the checkpoint 0.0$"
+        "model.norm_eps=1e-06, in the checkpoint 1e-05; model.attention.softcap=30.0, in the "
+        "checkpoint 0.0; model.mlp.activation=gelu, in the checkpoint gelu_tanh$"
     )
     with pytest.raises(ValueError, match=message):
         megatron.decided(config, SIZES, "")
     placed = SIZES | {"num_experts": 4, "moe_layer_freq": [0, 1], "add_bias_linear": False}
-    config = Config(model=ModelConfig(**megatron.architecture(placed)))
+    config = Config(model=with_fields(ModelConfig(), megatron.architecture(placed)))
     config.data.tokenizer = "null:9"
-    config.model.expert_pattern, config.model.first_dense_layers = (), 1  # the same layers
-    assert megatron.decided(config, placed, "").model.first_dense_layers == 1
-    config.model.first_dense_layers = 0
-    with pytest.raises(ValueError, match=r"model.expert_pattern=\(\), in the checkpoint \(0, 1\)"):
+    config.model.layers = "attention,mlp attention,moe"  # the same layers
+    assert megatron.decided(config, placed, "").model.layers == config.model.layers
+    config.model.layers = "*(attention,moe)"
+    with pytest.raises(ValueError, match=r"layers=\*\(attention,moe\), in the checkpoint "):
         megatron.decided(config, placed, "")
     with pytest.raises(ValueError, match="no readable arguments: give its architecture"):
         megatron.decided(None, {}, "")
@@ -220,7 +227,16 @@ def test_the_latest_iteration_is_taken(latest: str, tmp_path: Path):
     assert megatron.iteration_folder(tmp_path) == megatron.iteration_folder(folder) == folder
 
 
-MODEL = ModelConfig(vocab_size=10, num_layers=2, hidden_size=8, num_heads=2, ffn_size=16)
+MODEL = with_fields(
+    ModelConfig(),
+    {
+        "vocab_size": 10,
+        "num_layers": 2,
+        "hidden_size": 8,
+        "attention.num_heads": 2,
+        "mlp.ffn_size": 16,
+    },
+)
 STACKED = "decoder.layers."
 
 
@@ -288,8 +304,16 @@ def test_every_naming_has_every_tensor(naming: str):
     assert [name[-2:] for name in halves] in (["_w", "_v"], ["ht"])
 
 
-SPARSE = dataclasses.replace(
-    MODEL, num_experts=3, expert_ffn_size=6, shared_ffn_size=4, shared_gate=True, bias_mlp=True
+SPARSE = with_fields(
+    MODEL,
+    {
+        "layers": "*(attention,moe)",
+        "moe.num_experts": 3,
+        "moe.ffn_size": 6,
+        "moe.shared_ffn_size": 4,
+        "moe.shared_gate": True,
+        "mlp.bias": True,
+    },
 )
 
 
@@ -297,16 +321,16 @@ def stack_experts(shapes: dict) -> dict:
     found = {}
     for name, shape in shapes.items():
         plain = re.sub(r"\.experts\.experts\.\d+\.", ".experts.experts.", name)
-        found[plain] = shape if plain == name else (SPARSE.num_experts, *shape)
+        found[plain] = shape if plain == name else (SPARSE.moe.num_experts, *shape)
     return found
 
 
 @pytest.mark.parametrize("changes", [[], [stack_experts], [stack_experts, stack], [halve]])
-@pytest.mark.parametrize("pattern", [(), (0, 1)])
+@pytest.mark.parametrize("pattern", ["*(attention,moe)", "attention,mlp *(attention,moe)"])
 def test_experts_lie_by_themselves_or_stacked(changes, pattern):
-    if pattern and stack in changes:
+    if "mlp" in pattern and stack in changes:
         return  # layers that differ are never stacked
-    model = dataclasses.replace(SPARSE, expert_pattern=pattern)
+    model = dataclasses.replace(SPARSE, layers=pattern)
     shapes = tensors_of(model)
     for change in changes:
         shapes = change(shapes)
@@ -324,7 +348,10 @@ def test_another_number_of_experts_is_named(layers):
     kind = "linear_fc2.weight has 3 experts, the model 2"
     for count, message in ((2, kind), (4, r"linear_fc2\.weight .* has no entry (\d, )?3")):
         with pytest.raises(ValueError, match=message):
-            locate(shapes, dataclasses.replace(SPARSE, num_experts=count))
+            locate(
+                shapes,
+                with_fields(SPARSE, {"layers": "*(attention,moe)", "moe.num_experts": count}),
+            )
 
 
 def changed(**changes) -> dict:

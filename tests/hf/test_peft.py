@@ -8,10 +8,10 @@ from hf_cases import sparse
 from lora_runs import write_lora_run
 
 from maxmeg.config.schema import Config
-from maxmeg.hf.binding import Binding
-from maxmeg.hf.families import bindings, model_config, table_of
+from maxmeg.hf.families.binding import Binding
+from maxmeg.hf.families.read import bindings, model_config, table_of
+from maxmeg.hf.formats.safetensors import SafetensorsFile
 from maxmeg.hf.peft import SETTINGS, WEIGHTS, endings, export_adapter
-from maxmeg.hf.safetensors import SafetensorsFile
 
 TOLERANCE = 1e-6  # of the largest change, float32
 RANK, ALPHA = 2, 6.0

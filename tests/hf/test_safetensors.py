@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import time
 
 import ml_dtypes
 import numpy as np
@@ -12,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.hf import safetensors
-from maxmeg.hf.safetensors import (
+from maxmeg.hf.formats import safetensors
+from maxmeg.hf.formats.safetensors import (
     DTYPES,
     INDEX,
     SINGLE,
@@ -22,8 +21,7 @@ from maxmeg.hf.safetensors import (
     SafetensorsWriter,
 )
 
-SECONDS = 0.05  # to refuse a hostile file
-GROWTH_BYTES = 20 << 20  # of memory, meanwhile
+GROWTH_BYTES = 20 << 20  # of peak memory while a hostile file is refused
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -196,15 +194,13 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_are_refused_at_once(tmp_path, case):
+def test_hostile_files_are_refused_before_memory_is_allocated(tmp_path, case):
     content, message = HOSTILE[case]
     path = tmp_path / SINGLE
     path.write_bytes(content)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    start = time.process_time()
     with pytest.raises(ValueError, match=message) as caught:
         SafetensorsFile(path)
-    assert time.process_time() - start < SECONDS
     assert 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) < GROWTH_BYTES
     assert len(str(caught.value)) < 500 + len(str(path))
 
@@ -251,7 +247,7 @@ def mutated(draw):
 
 
 @given(mutated())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_mutated_files_are_read_as_the_library_reads_them_or_refused(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / SINGLE
     path.write_bytes(content)
@@ -332,6 +328,6 @@ def test_pickles_are_refused_with_a_way_to_convert_them(tmp_path, name):
 def test_folders_without_weights(tmp_path):
     with pytest.raises(ValueError, match="but nothing"):
         SafetensorsFolder(tmp_path)
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         SafetensorsFolder(tmp_path / "none")
     assert safetensors.MAX_HEADER_BYTES == 100_000_000

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.hf.torch_dist import CHILD, TorchDistReader, UnsafePickleError, common, volume
+from maxmeg.megatron.torch_dist import CHILD, TorchDistReader, UnsafePickleError, common, volume
 
 DCP = "torch.distributed.checkpoint"
 
@@ -164,7 +164,7 @@ def test_arguments_are_plain_values(tmp_path: Path):
         "window_size": (127, 0),
         "tokenizer_model": None,
         "params_dtype": Called("torch", "bfloat16"),
-        "attention_backend": Called("megatron.core.transformer.enums", "AttnBackend", (5,)),
+        "attention.backend": Called("megatron.core.transformer.enums", "AttnBackend", (5,)),
         "activation": Called("torch.nn.functional", "gelu"),
         "names": Called("__builtin__", "set", (["a"],)),
         "nested": {"a": 1},
@@ -177,7 +177,7 @@ def test_arguments_are_plain_values(tmp_path: Path):
         **kept,
         "window_size": [127, 0],
         "params_dtype": "bfloat16",
-        "attention_backend": 5,
+        "attention.backend": 5,
         "names": ["a"],
     }
 

@@ -1,19 +1,16 @@
 """Chat templates: what they write, and what they may not do; tokens that end a text."""
 
-import time
-
 import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
 from tokenizer_files import WORDS, folder
 
-from maxmeg.data import chat
-from maxmeg.data.chat import ChatTemplate, load_chat_template
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.chat import template as chat
+from maxmeg.data.chat.template import ChatTemplate, load_chat_template
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.chat import end_tokens, with_system
 from maxmeg.inference.prompts import encoded
 
 ONE = CHATS["one"]
-LIMIT_SECONDS = 30  # of the clock, for what may use one second of CPU
 
 
 def template(text: str) -> ChatTemplate:
@@ -55,8 +52,11 @@ HOSTILE = {
     "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
     "memory": ("{{ ('a' * 10**10) | length }}", "needs more than 512 MiB"),
     "memory by a list": ("{{ ([1] * 10**9) | length }}", "needs more than 512 MiB"),
-    "long text": ("{{ 'a' * 10**6 }}" * 20, "writes more than 16777216 characters"),
-    "deep nesting": ("{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}", "cannot make text|ended its"),
+    "long text": ("{{ 'a' * 10**6 }}" * 20, "renders more than 16777216 characters"),
+    "deep nesting": (
+        "{{ " + "(" * 10**5 + "1" + ")" * 10**5 + " }}",
+        "cannot render text|ended its",
+    ),
     "no template": ("{% for %}", "TemplateSyntaxError"),
     "refusal": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     "wrong types": ("{{ messages + 1 }}", "TypeError"),
@@ -67,11 +67,9 @@ HOSTILE = {
 def test_a_template_keeps_to_its_bounds(name, monkeypatch):
     monkeypatch.setattr(chat, "CPU_SECONDS", 1)
     text, error = HOSTILE[name]
-    start = time.monotonic()
     with pytest.raises(ValueError, match=error) as raised:
         template(text).render([ONE])
     assert str(raised.value).startswith("the template ") and len(str(raised.value)) < 1000
-    assert time.monotonic() - start < LIMIT_SECONDS
 
 
 def test_the_failing_chat_is_numbered():
@@ -112,7 +110,7 @@ def test_where_templates_are_found(tmp_path):
     ("config", "error"),
     [
         ({}, "has no chat template"),
-        ({"chat_template": []}, r"of the chat templates \[\] none is named default"),
+        ({"chat_template": []}, r"none of the chat templates \[\] is named default"),
         ({"chat_template": ["x"]}, "has no name and template"),
         ({"chat_template": {"a": 1}}, "a chat template is text"),
         ({"chat_template": "x" * (chat.MAX_TEMPLATE + 1)}, "at most 1048576 characters"),

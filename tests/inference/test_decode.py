@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from layouts import mesh_of, tiny, tiny_state
 
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.decode import (
     Request,
     Writer,
@@ -19,6 +20,7 @@ from maxmeg.inference.decode import (
 )
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling, sample
+from maxmeg.layers.context import Context
 
 GREEDY = Sampling(temperature=0)
 DRAWS = 2000
@@ -62,15 +64,35 @@ PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 37)]
 
 
 MODELS = {
-    "grouped": {"num_kv_heads": 4},
-    "latent": {"mla_kv_rank": 16, "mla_query_rank": 12, "mla_rotary_size": 4},
+    "grouped": {"attention.num_kv_heads": 4},
+    "latent": {
+        "layers": "*(local_mla,mlp)",
+        "mla.kv_rank": 16,
+        "mla.query_rank": 12,
+        "mla.rotary_size": 4,
+    },
+    "convolution": {
+        "layers": "*(conv,mlp local,mlp)",
+        "attention.window": 7,
+        "conv.kernel_size": 4,
+        "conv.bias": True,
+    },
+    "longrope": {
+        "rotary.scaling": RotaryScaling.longrope,
+        "rotary.factor": 8.0,
+        "rotary.original_length": 11,  # of PROMPTS and 8 tokens: two grow past it, one is longer
+        "rotary.short_factors": (1.0, 1.0),
+        "rotary.long_factors": (3.0, 9.0),
+        "rotary.base": 50.0,
+    },
 }
 
 
 @functools.cache
 def trained(kind: str = "grouped", **parallel: int) -> Trained:
     """A tiny model on a layout, one device by default, whose text is not the same all over."""
-    model = MODELS[kind] | {"init_std": 0.3, "max_position": 64, "attention_window": 7}
+    model = {"layers": "*(local,mlp)", "attention.window": 7, **MODELS[kind]}
+    model |= {"init_std": 0.3, "max_position": 64}
     config = tiny(model, **parallel or {"fsdp": 1})
     mesh = mesh_of(config)
     _, _, state = tiny_state(config, mesh)
@@ -84,7 +106,14 @@ def writer(request: Request, batch: int = 4, **parallel: int) -> Writer:
 
 @functools.cache
 def forward(kind: str):
-    return jax.jit(lambda ids: trained(kind).model(ids))
+    """Logits after position `last` of one row, padded; without a cache."""
+
+    def logits_V(ids_BL, last):
+        model, positions_L = trained(kind).model, jnp.arange(ids_BL.shape[1])
+        positions_BL = jnp.minimum(positions_L, last)[None]  # a row's length decides LongRoPE
+        return model.logits(model.hidden(ids_BL, Context(positions_BL))[0])[0, last]
+
+    return jax.jit(logits_V)
 
 
 def forward_greedy(prompt: np.ndarray, count: int, kind: str = "grouped") -> np.ndarray:
@@ -92,8 +121,7 @@ def forward_greedy(prompt: np.ndarray, count: int, kind: str = "grouped") -> np.
     ids = prompt
     for _ in range(count):
         padded = np.pad(ids, (0, 32 - len(ids)))[None]  # one compilation; causal
-        logits_V = forward(kind)(padded)[0, len(ids) - 1]
-        ids = np.append(ids, np.argmax(logits_V))
+        ids = np.append(ids, np.argmax(forward(kind)(padded, len(ids) - 1)))
     return ids[len(prompt) :]
 
 
@@ -102,6 +130,14 @@ def test_greedy_tokens_are_those_of_repeated_forward():
     for prompt, ids in zip(PROMPTS, found, strict=True):
         np.testing.assert_array_equal(ids, forward_greedy(prompt, 8))
     assert len(np.unique(np.concatenate(found))) > 5
+
+
+@pytest.mark.parametrize("kind", ["longrope", pytest.param("convolution", marks=pytest.mark.slow)])
+def test_a_cache_changes_no_token(kind):
+    """LongRoPE past its original length; the state of convolutions after prompts of any length."""
+    found = Writer(trained(kind), Request(8, GREEDY), 4)(PROMPTS, 0)
+    for prompt, ids in zip(PROMPTS, found, strict=True):
+        np.testing.assert_array_equal(ids, forward_greedy(prompt, 8, kind))
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9)])
@@ -157,7 +193,7 @@ def test_one_program_a_padded_length():
 def test_layouts_write_the_same():
     request = Request(8, Sampling(top_k=20, top_p=0.9))
     expected = writer(request)(PROMPTS, 3)
-    for parallel in ({"fsdp": 1, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}):
+    for parallel in ({"fsdp": 1, "tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
         for a, b in zip(writer(request, **parallel)(PROMPTS, 3), expected, strict=True):
             np.testing.assert_array_equal(a, b)
 

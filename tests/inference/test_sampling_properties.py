@@ -51,14 +51,14 @@ def allowed(logits: list[float], sampling: Sampling) -> set[int]:
     ],
     ids=str,
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(LOGITS, st.integers(0, 1000))
 def test_only_allowed_tokens_are_drawn(sampling, logits, seed):
     found = set(np.asarray(draw(np.float32(logits), seed, sampling)).tolist())
     assert found <= allowed(logits, sampling)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(LOGITS, st.integers(0, 1000))
 def test_temperature_zero_takes_the_first_of_the_likeliest(logits, seed):
     for sampling in (Sampling(temperature=0), Sampling(temperature=0, top_k=3, top_p=0.1)):

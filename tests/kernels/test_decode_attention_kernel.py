@@ -23,6 +23,8 @@ from ops.decode_attention_cases import CASES, TOLERANCE, arrays_of, errors, expe
 import maxmeg.ops.backend as choice
 from maxmeg.ops.backend import Device
 
+pytestmark = pytest.mark.slow
+
 MERGED = 1e-6  # by norm, float32
 # name of a case: dtype, parts of each row, blocks in the rings
 INTERPRETED = {

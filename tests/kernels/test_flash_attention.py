@@ -32,6 +32,8 @@ from maxmeg.kernels.intervals import (
     visible_intervals,
 )
 
+pytestmark = pytest.mark.slow
+
 FORWARD_TOLERANCE = 2e-6  # by norm
 GRADIENT_TOLERANCE = 5e-6
 

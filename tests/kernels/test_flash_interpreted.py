@@ -16,8 +16,10 @@ from maxmeg.kernels.mosaic import plgpu
 from ops.attention_cases import FULL, TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as choice
-from maxmeg.ops.attention_spec import ScoreSpec
+from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.ops.backend import Device
+
+pytestmark = pytest.mark.slow
 
 ROWS = 8  # of a warpgroup
 HEAD = 16  # dim, the smallest of which copies make swizzled tiles

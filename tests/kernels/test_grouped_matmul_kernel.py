@@ -18,6 +18,8 @@ from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, r
 import maxmeg.ops.backend as choice
 from maxmeg.ops.backend import Device
 
+pytestmark = pytest.mark.slow
+
 ROWS = 128  # of a tile
 # name of a case: programs that share the items
 FEW = {"odd sizes": 1}  # jax 0.10 takes 10 s a case

@@ -17,8 +17,10 @@ from maxmeg.kernels.matmul import Tiling
 from ops.cross_entropy_cases import TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as choice
-import maxmeg.ops.cross_entropy_mosaic as mosaic
+import maxmeg.ops.cross_entropy.mosaic as mosaic
 from maxmeg.ops.backend import Device
+
+pytestmark = pytest.mark.slow
 
 SMALL = Tiling(columns=64, stages=2, consumers=1, right="NK")
 EDGE = 8 if WRITES_PAST_THE_END else 64  # jax 0.10 drops copies that are partly past the end
@@ -100,7 +102,7 @@ def test_gradient_of_the_logits_without_a_race(tokens, words, real, start, numbe
 def test_the_backend_is_the_reference(small):
     """Loss and gradients of the whole op, backward in chunks of words that do not divide."""
     small.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
-    small.setattr("maxmeg.ops.cross_entropy.target_device", lambda: Device("cuda", (9, 0)))
+    small.setattr("maxmeg.ops.cross_entropy.call.target_device", lambda: Device("cuda", (9, 0)))
     small.setattr(mosaic, "CHUNK", 64 * 128)
     small.setattr(mosaic, "MULTIPLE", 64)
     case = Case(61, 64, 192, 150, 0.1, 3.0, 0.1, bad_targets=True, large=0.3)

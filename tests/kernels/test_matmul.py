@@ -12,6 +12,8 @@ from interpreted import WRITES_PAST_THE_END, interpret
 from maxmeg.kernels import matmul as kernel
 from maxmeg.kernels.matmul import Tiling, item_count, tile_place
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-5  # by norm, of products of bfloat16 in float32
 
 

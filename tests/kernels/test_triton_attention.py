@@ -29,10 +29,12 @@ from ops.attention_cases import (
     run,
 )
 
-import maxmeg.ops.attention as op
-from maxmeg.ops import attention_triton
-from maxmeg.ops.attention_spec import AttentionDropout, Operands, ScoreSpec
+import maxmeg.ops.attention.call as op
+from maxmeg.ops.attention import triton as attention_triton
+from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.backend import Device
+
+pytestmark = pytest.mark.slow
 
 # Small, so that a short case has several blocks; queries' and keys' differ, either way round.
 SMALL = Tiles(Tile(16, 16, 4, 2), Tile(16, 8, 4, 2), Tile(8, 16, 4, 2), interpreted=True)

@@ -2,12 +2,15 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from maxmeg.parallel.coordinator import Coordinator
 
 REPOSITORY = Path(__file__).parents[2]
 LAUNCHER = REPOSITORY / "launch" / "local.py"
@@ -68,9 +71,10 @@ def test_one_failure_ends_all_and_its_code_is_returned():
             sys.exit(7)
         time.sleep(600)
     """
-    code, _, err = finish(launch(program, "-n", "3"))
+    code, _, err = finish(launch(program, "-n", "3", "--grace-seconds", "0.5", "--restarts=3"))
     assert code == 7
     assert "[1] no such file" in err
+    assert err.count("rank 1 ended with exit code 7") == 1  # no restart
 
 
 def test_a_process_that_ignores_sigterm_is_killed_with_its_children():
@@ -84,11 +88,32 @@ def test_a_process_that_ignores_sigterm_is_killed_with_its_children():
         time.sleep(2)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    code, lines, _ = finish(launch(program, "-n", "2", "--grace-seconds", "0.5"))
+    code, lines, err = finish(launch(program, "-n", "2", "--grace-seconds", "0.5"))
     assert code == 128 + signal.SIGKILL
+    assert "rank 1 was killed by SIGKILL" in err
     child = int(lines[0].removeprefix("[0] "))
     state = Path(f"/proc/{child}/stat")
     assert not state.exists() or state.read_text().split()[2] == "Z"  # gone, or not yet reaped
+
+
+def test_a_lost_process_restarts_all(tmp_path):
+    program = f"""
+        import os, pathlib, signal, sys
+        rank, attempts = os.environ["MAXMEG_PROCESS_ID"], pathlib.Path({str(tmp_path)!r})
+        (attempts / f"{{rank}}-{{len(list(attempts.glob(f'{{rank}}-*')))}}").touch()
+        attempt = len(list(attempts.glob(f"{{rank}}-*")))
+        if rank == "1" and attempt < 3:
+            sys.exit(75) if attempt == 1 else os.kill(os.getpid(), signal.SIGKILL)
+        print("attempt", attempt)
+    """
+    code, lines, err = finish(launch(program, "-n", "2", "--grace-seconds", "0.5", "--restarts=3"))
+    assert code == 0 and lines[-1] == "[1] attempt 3"
+    assert [line for line in err.splitlines() if line.startswith("launch/local.py")] == [
+        "launch/local.py: rank 1 ended with exit code 75",
+        "launch/local.py: restart 1 of 3",
+        "launch/local.py: rank 1 was killed by SIGKILL",
+        "launch/local.py: restart 2 of 3",
+    ]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -149,3 +174,10 @@ def test_wrong_use_is_explained(arguments: list[str], message: str):
     )
     assert done.returncode not in (0, None)
     assert message in done.stderr
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} of .*: Address already in use. Choose"):
+            Coordinator(f"[::]:{port}", 2, 100, 1)

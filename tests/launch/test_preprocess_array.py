@@ -6,9 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from maxmeg.data.encoding import Options
-from maxmeg.data.merge import merge
-from maxmeg.data.prepare import prepare
+from maxmeg.data.prepare.encoding import Options
+from maxmeg.data.prepare.merge import merge
+from maxmeg.data.prepare.run import prepare
 
 REPOSITORY = Path(__file__).parents[2]
 

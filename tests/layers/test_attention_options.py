@@ -10,7 +10,7 @@ from ops.attention_cases import Case, error, expected
 
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context
-from maxmeg.ops.attention import Operands, ScoreSpec
+from maxmeg.ops.attention.call import Operands, ScoreSpec
 
 TOLERANCE = 1e-5
 B, L, D, H, G, K = 2, 11, 12, 4, 2, 6

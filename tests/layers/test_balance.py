@@ -1,4 +1,4 @@
-"""What a layer of experts tells of losses and drops, against loops in float64 NumPy."""
+"""The auxiliary values of a layer with experts, against loops in float64 NumPy."""
 
 import math
 import typing
@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.layers.balance import TALLIES, dropped, with_room
+from maxmeg.layers.balance import dropped
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe, MoeSpec
-from maxmeg.ops.routing import RoutingSpec
+from maxmeg.ops.experts.routing import RoutingSpec
+from maxmeg.parallel.parts import trained
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 B, L, D, E, K = 4, 6, 16, 8, 2
 SPEC = MoeSpec(
     *(D, 24, RoutingSpec(E, K)),
+    biased=True,
+    bias_rate=0.5,
     aux_loss=0.5,
     sequence_aux_loss=0.25,
     global_aux_loss=0.125,
@@ -32,7 +35,7 @@ def uneven(shares, counts, tokens) -> float:
     return E / (K * tokens**2) * sum(shares[:, e].sum() * counts[e] for e in range(E))
 
 
-def expected(x_TD, router_DE) -> tuple[np.ndarray, dict]:
+def expected(x_TD, router_DE) -> dict:
     logits = np.asarray(x_TD, np.float64) @ np.asarray(router_DE, np.float64)
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     chosen = np.argsort(-logits, axis=1)[:, :K]
@@ -50,27 +53,26 @@ def expected(x_TD, router_DE) -> tuple[np.ndarray, dict]:
         "global_load_balancing_loss": E * (shares.mean(0) * LOAD / LOAD.sum()).sum(),
         "z_loss": np.mean(np.log(np.exp(logits).sum(1)) ** 2),
     }
-    return counts, {name: SHARE * loss for name, loss in found.items()} | {"expert_dropped": beyond}
+    copies = {name: B * L * K * loss for name, loss in found.items()}
+    return copies | {"expert_tokens": counts, "expert_dropped": beyond}
 
 
-@pytest.mark.parametrize("room", [False, True])
-def test_tallies_are_the_losses_without_coefficients(room):
-    """They are the bias's gradient where it has room for them, else counts alone."""
+def test_auxiliary_values_are_the_losses_without_coefficients():
+    """Summed over copies of tokens, whatever the share of the microbatch; they set the state."""
     moe: typing.Any = Moe(jax.random.key(0), SPEC)
     x_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
     moe.load[...] = jnp.asarray(LOAD, jnp.float32)
-    if room:
-        moe.bias, moe.load = (p.replace(with_room(p[...])) for p in (moe.bias, moe.load))
-
-    def loss(moe):
-        return jnp.sum(moe(x_BLD, Context(jnp.zeros((B, L), int), share=SHARE))[0])
-
-    gradients = jax.jit(jax.grad(loss))(moe)
-    counts, tallies = expected(x_BLD.reshape(-1, D), moe.router[...])
-    wanted = [*counts, *(tallies[name] for name in TALLIES)] if room else counts
-    for found in (gradients.bias[...], gradients.load[...]):
-        np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
-    assert tallies["expert_dropped"] > 0
+    ctx = Context(jnp.zeros((B, L), int), share=SHARE)
+    _, _, aux = jax.jit(lambda moe: moe(x_BLD, ctx))(moe)
+    wanted = expected(x_BLD.reshape(-1, D), moe.router[...])
+    assert aux.keys() == wanted.keys() and wanted["expert_dropped"] > 0
+    for name, value in wanted.items():
+        np.testing.assert_allclose(aux[name], value, rtol=TOLERANCE)
+    moe.update(aux)
+    counts = wanted["expert_tokens"]
+    np.testing.assert_array_equal(moe.load[...], counts)
+    np.testing.assert_array_equal(moe.bias[...], 0.5 * np.sign(counts.mean() - counts))
+    assert not jax.tree.leaves(trained([moe.bias, moe.load]))
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3])

@@ -9,6 +9,7 @@ import pytest
 
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config, LoraConfig, ParallelConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.lora import Lora, LoraSpec, linears, merged, targeted
@@ -22,7 +23,7 @@ MODEL: dict[str, typing.Any] = {
     "vocab_size": 61,
     "num_layers": 3,
     "hidden_size": 32,
-    "num_heads": 2,
+    "attention.num_heads": 2,
     "max_position": 8,
 }
 PATHS = [
@@ -34,7 +35,9 @@ PATHS = [
 
 
 def config(**lora) -> Config:
-    return Config(model=ModelConfig(**MODEL, dtype=DType.float32), lora=LoraConfig(**lora))
+    return Config(
+        model=with_fields(ModelConfig(), {**MODEL, "dtype": DType.float32}), lora=LoraConfig(**lora)
+    )
 
 
 def stirred(model):
@@ -60,15 +63,12 @@ def test_a_projection_with_an_adapter_is_its_formula(axes):
 def test_dropout_is_of_the_place_alone_and_scaled():
     spec = LoraSpec(1, 1.0, 0.25, ())
     lora = Lora(jnp.ones((4096, 1)), jnp.ones((1, 1)), ("embed", "mlp"), spec, 0)
-    ctx = Context(
-        jnp.zeros((B, L), int), rows_B=jnp.arange(B), dropout_key=jax.random.key(0), layer=1
-    )
+    training = {"dropout_key": jax.random.key(0), "layer": 1, "training": True}
+    ctx = Context(jnp.zeros((B, L), int), rows_B=jnp.arange(B), **training)
     x = jnp.ones((B, L, 4096))
     means = np.asarray(lora(x, ctx)) / 4096
     assert np.abs(means - 1).max() < 0.05 and len(np.unique(means)) > 1
-    alone = Context(
-        jnp.zeros((1, L), int), rows_B=jnp.arange(1, 2), dropout_key=jax.random.key(0), layer=1
-    )
+    alone = Context(jnp.zeros((1, L), int), rows_B=jnp.arange(1, 2), **training)
     np.testing.assert_array_equal(lora.kept(x, ctx)[1:], lora.kept(x[1:], alone))
     other = Lora(jnp.ones((4096, 1)), jnp.ones((1, 1)), ("embed", "mlp"), spec, 1)
     assert (lora.kept(x, ctx) != other.kept(x, ctx)).any()

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from sharded_layers import check_equal, on_mesh, with_gradients
 
-from maxmeg.config.model import ModelConfig, Position, QkNorm
-from maxmeg.config.schema import Config
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
 from maxmeg.layers.context import Context
 from maxmeg.layers.lora import Lora, LoraSpec, linears
@@ -18,7 +20,7 @@ from maxmeg.layers.mla import Mla, MlaSpec
 from maxmeg.layers.mlp import MlpSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import Residual, ResidualSpec
-from maxmeg.models.lm import layer_spec
+from maxmeg.models.mixers import MIXERS
 from maxmeg.ops.rope import RotarySpec
 from maxmeg.parallel import collectives
 
@@ -111,8 +113,8 @@ def found_on(layer: Mla | Residual, dropped: bool = False, **sizes):
     def output(layer, x_BLD):
         count = len(x_BLD)
         rows_B = collectives.axis_index(("fsdp",)) * count + jnp.arange(count)
-        key = jax.random.key(3) if dropped else None
-        y_BLD = layer(x_BLD, Context(positions_BL[:count], rows_B=rows_B, dropout_key=key))[0]
+        training = {"dropout_key": jax.random.key(3), "training": dropped}
+        y_BLD = layer(x_BLD, Context(positions_BL[:count], rows_B=rows_B, **training))[0]
         return collectives.scatter_sequence(y_BLD) if isinstance(layer, Mla) else y_BLD
 
     return on_mesh(output, layer, sizes)(layer, *inputs())
@@ -175,22 +177,25 @@ def test_a_value_of_the_cache_is_not_copied():
 
 
 SETTINGS = {
-    "num_heads": 4,
+    "attention.num_heads": 4,
     "hidden_size": 32,
     "vocab_size": 64,
-    "mla_kv_rank": 8,
-    "mla_rotary_size": 4,
+    "layers": "*(mla,mlp)",
+    "mla.kv_rank": 8,
+    "mla.rotary_size": 4,
 }
 
 
 def test_settings_reach_the_layer():
     def spec(**changes) -> MlaSpec:
-        return layer_spec(ModelConfig(**SETTINGS | changes), local=False)[0].mixers[0]
+        return MIXERS["mla"](with_fields(ModelConfig(), SETTINGS | changes), ParallelConfig())
 
     plain = spec()
     sizes = (plain.query_rank, plain.kv_rank, plain.rotary_size, plain.head_dim, plain.value_size)
     assert sizes == (0, 8, 4, 8, 8) and plain.norm.eps == 1e-5
-    other = spec(head_dim=6, mla_query_rank=10, mla_value_size=5, mla_norm_eps=1e-6)
+    other = spec(
+        **{"attention.head_dim": 6, "mla.query_rank": 10, "mla.value_size": 5, "mla.norm_eps": 1e-6}
+    )
     assert (other.head_dim, other.query_rank, other.value_size) == (6, 10, 5)
     assert other.norm.eps == 1e-6 and spec(position=Position.none).rotary is None
 
@@ -198,19 +203,31 @@ def test_settings_reach_the_layer():
 @pytest.mark.parametrize(
     ("fields", "devices", "message"),
     [
-        ({"mla_kv_rank": 0}, 1, "mla_rotary_size=4 has no effect without model.mla_kv_rank"),
-        ({"mla_kv_rank": 0, "mla_rotary_size": 64, "mla_value_size": 3}, 1, "value_size=3 has no"),
-        ({"mla_rotary_size": 3}, 1, "mla_rotary_size=3 must be even"),
-        ({"num_kv_heads": 2}, 1, "num_kv_heads=2 is not for multi-latent attention"),
-        ({"qk_norm": QkNorm.l2}, 1, "qk_norm=l2 is not for .*latents are always normalized"),
-        ({"rotary_fraction": 0.5}, 1, "rotary_fraction=0.5 is not for"),
-        ({"mla_query_rank": 6}, 4, "mla_query_rank=6 is not divisible by parallel.fsdp=4"),
-        ({"mla_kv_rank": 10}, 4, "mla_kv_rank=10 is not divisible by parallel.fsdp=4"),
-        ({"mla_value_size": -1}, 1, "mla_value_size=-1 must be at least 0"),
+        ({"layers": "*(attention,mlp)"}, 1, r"mla.kv_rank=8, model.mla.rotary_size=4: no layer"),
+        ({"mla.kv_rank": 0}, 1, "mla.kv_rank=0 must be at least 1"),
+        ({"mla.rotary_size": 3}, 1, "mla.rotary_size=3 must be even"),
+        (
+            {"attention.num_kv_heads": 2},
+            1,
+            "num_kv_heads=2 does not apply to multi-latent attention",
+        ),
+        (
+            {"attention.qk_norm": QkNorm.l2},
+            1,
+            "qk_norm=l2 does not apply to multi-latent attention",
+        ),
+        ({"rotary.fraction": 0.5}, 1, "rotary.fraction=0.5 does not apply"),
+        ({"mla.query_rank": 6}, 4, "mla.query_rank=6 is not divisible by parallel.fsdp=4"),
+        (
+            {"layers": "*(mla,mlp)", "mla.kv_rank": 10},
+            4,
+            "mla.kv_rank=10 is not divisible by parallel.fsdp=4",
+        ),
+        ({"mla.value_size": -1}, 1, "mla.value_size=-1 must be at least 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(fields, devices, message):
-    config = Config(model=ModelConfig(**SETTINGS | fields))
+    config = Config(model=with_fields(ModelConfig(), SETTINGS | fields))
     config.train.global_batch_size = 4
     with pytest.raises(ValueError, match=message):
         validate(config, devices)

@@ -14,7 +14,7 @@ from sharded_layers import check_equal, on_mesh
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe, MoeSpec
 from maxmeg.ops.activation import GATED, activate
-from maxmeg.ops.routing import RoutingSpec, Score
+from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, make_mesh
 from maxmeg.parallel.rules import storage_specs
@@ -35,7 +35,12 @@ SPECS = {
         PLAIN, routing=RoutingSpec(E, 4, before=True), shared_size=12, shared_gate=True
     ),
     "biases": dataclasses.replace(
-        PLAIN, bias=True, logit_bias=True, activation="gelu", aux_loss=0.1, latent_size=10
+        PLAIN,
+        bias=True,
+        logit_bias=True,
+        activation="gelu",
+        aux_loss=0.1,
+        latent_size=10,
     ),
     "one of many": dataclasses.replace(PLAIN, routing=RoutingSpec(E, 1, before=True)),
 }
@@ -123,7 +128,8 @@ def dropped(spec: MoeSpec, is_chosen_TE, weights_TE, parts: tuple[int, int]):
 
 
 def looped(moe: Moe, x_BLD, parts: tuple[int, int] = (1, 1)):
-    """(output, balance losses) by the definitions, every expert on every token.
+    """(output, balance losses, tokens of each expert) by the definitions, every expert on every
+    token.
 
     parts: rows and sequences are cut into for what an expert takes.
     """
@@ -178,16 +184,11 @@ def expected(spec: MoeSpec, parts: tuple[int, int] = (1, 1)):
     x_BLD, slope_BLD = inputs()
 
     def loss(moe, x_BLD):
-        y_BLD, balance, counts_E = looped(moe, x_BLD, parts)
-        return jnp.sum(y_BLD * slope_BLD) + balance, (y_BLD, counts_E)
+        y_BLD, balance, _ = looped(moe, x_BLD, parts)
+        return jnp.sum(y_BLD * slope_BLD) + balance, y_BLD
 
     moe = model(spec)
-    (_, (y_BLD, counts_E)), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(
-        moe, x_BLD
-    )
-    for counted in (weights.bias, weights.load):
-        if counted is not None:
-            counted[...] = counts_E.astype(jnp.float32)
+    (_, y_BLD), (weights, into) = jax.value_and_grad(loss, (0, 1), has_aux=True)(moe, x_BLD)
     return y_BLD, weights, into
 
 

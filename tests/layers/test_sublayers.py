@@ -10,9 +10,10 @@ import pytest
 
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context
-from maxmeg.layers.embedding import lookup
+from maxmeg.layers.embedding import Embedding, Positions, lookup
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mlp import Mlp, MlpSpec
+from maxmeg.layers.moe import rows_of_experts
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.activation import ACTIVATIONS, GATED
 
@@ -86,7 +87,7 @@ def test_a_weight_stored_as_one_less_keeps_its_digits_in_bfloat16():
     np.testing.assert_allclose(ratio, 1 + 2.0**-10, rtol=TOLERANCE)
 
 
-def test_the_lookup_takes_rows_and_sums_their_gradients_in_float32():
+def test_tables_sum_their_gradients_in_float32():
     table_VD, ids_BL = normal(5, D), jnp.array([[0, 3, 3], [4, 3, 0]])
     rows_BLD, transpose = jax.vjp(lambda table: lookup(table, ids_BL, 5), table_VD)
     np.testing.assert_array_equal(rows_BLD, np.asarray(table_VD)[ids_BL])
@@ -95,9 +96,21 @@ def test_the_lookup_takes_rows_and_sums_their_gradients_in_float32():
     np.add.at(expected, np.asarray(ids_BL), double(cotangent_BLD))
     assert close(transpose(cotangent_BLD)[0], expected)
     many_BL = jnp.zeros((1, 4096), jnp.int32)  # in bfloat16 a sum of ones stops at 256
-    _, transpose = jax.vjp(lambda t: lookup(t, many_BL, 5), table_VD.astype(jnp.bfloat16))
-    (gradient,) = transpose(jnp.ones((1, 4096, D), jnp.bfloat16))
-    assert gradient.dtype == jnp.bfloat16 and (gradient[0] == 4096).all() and not gradient[1:].any()
+    key = jax.random.key(0)
+    for layer in (Embedding(key, 5, 5, D, 0.1), Positions(key, 5, D, 0.1)):
+        layer = jax.tree.map(lambda a: a.astype(jnp.bfloat16), layer)
+        _, transpose = jax.vjp(lambda layer: layer(many_BL), layer)
+        (sums,) = jax.tree.leaves(transpose(jnp.ones((1, 4096, D), jnp.bfloat16)))
+        assert sums.dtype == jnp.bfloat16 and (sums[0] == 4096).all() and not sums[1:].any()
+
+
+@pytest.mark.parametrize("sizes_E", [None, jnp.array([4096, 0])])
+def test_biases_of_experts_sum_their_gradients_in_float32(sizes_E):
+    bias_ED, rows = jnp.zeros((2, D), jnp.bfloat16), 8192
+    _, transpose = jax.vjp(lambda bias: rows_of_experts(bias, sizes_E, rows), bias_ED)
+    (sums,) = transpose(jnp.ones((rows, D), jnp.bfloat16))
+    assert sums.dtype == jnp.bfloat16 and (sums[0] == 4096).all()
+    assert (sums[1] == (4096 if sizes_E is None else 0)).all()
 
 
 @pytest.mark.parametrize(

@@ -5,106 +5,86 @@ import dataclasses
 import pytest
 from layouts import tiny
 
-from maxmeg.config.architecture import model_problems
-from maxmeg.config.experts import layout_problems
-from maxmeg.config.model import ExpertBackend, ExpertDrop, ModelConfig, RouterScore
+from maxmeg.config.mixers import ExpertBackend, ExpertDrop, RouterScore
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.model_rules import expert_layout_problems, model_problems
 from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig
+from maxmeg.config.setting import declared_problems, with_fields
 from maxmeg.config.validate import validate
-from maxmeg.layers.moe import MoeSpec
-from maxmeg.models.lm import layer_places, layout, pattern
+from maxmeg.models.mixers import pattern
 
-PLACED = {  # num_layers and fields -> (which have experts, layers apart at the start, in a unit)
-    "every": ((4, {}), ("1111", 0, 1)),
-    "first": ((4, {"first_dense_layers": 3}), ("0001", 3, 1)),
-    "every 2nd": ((5, {"expert_every": 2}), ("10101", 0, 2)),
-    "every 3rd": ((7, {"expert_every": 3}), ("1001001", 0, 3)),
-    "more than there are": ((2, {"expert_every": 3}), ("10", 0, 3)),
-    "all": ((3, {"expert_pattern": (1, 1, 1)}), ("111", 0, 1)),
-    "deepseek": ((6, {"expert_pattern": (0, 0, 1, 1, 1, 1)}), ("001111", 2, 1)),
-    "glm": ((6, {"expert_pattern": (0, 1, 1, 1, 1, 1)}), ("011111", 1, 1)),
-    "odd layers": ((5, {"expert_pattern": (0, 1, 0, 1, 0)}), ("01010", 0, 2)),
-    "then by turns": ((7, {"expert_pattern": (0, 0, 0, 1, 0, 1, 0)}), ("0001010", 3, 2)),
-    "without order": ((5, {"expert_pattern": (0, 1, 1, 0, 1)}), ("01101", 1, 4)),
-    "the last": ((3, {"expert_pattern": (0, 0, 1)}), ("001", 2, 1)),
-    "by turns with windows": (
-        (7, {"expert_every": 2, "attention_window": 4, "attention_global_every": 3}),
-        ("1010101", 0, 6),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PLACED)
-def test_layers_have_experts_where_they_should(name):
-    (num_layers, fields), (wanted, apart, unit) = PLACED[name]
-    config = ModelConfig(num_layers=num_layers, num_experts=4, **fields)
-    assert not [*model_problems(config)]
-    assert (config.dense_layers, config.layers_of_unit) == (apart, unit)
-    groups, places = pattern(config), layer_places(config)
-    assert len(set(places)) == num_layers
-    kinds, windows = "", []
-    for group, repeat, first in places:
-        sublayers, repeats = groups[group]
-        assert repeat < repeats
-        kinds += str(int(isinstance(sublayers[first + 1].mixers[0], MoeSpec)))
-        windows.append(sublayers[first].mixers[0].window)
-    assert kinds == wanted
-    every = config.attention_global_every
-    local = [bool(every) and (layer + 1) % every > 0 for layer in range(num_layers)]
-    assert windows == [config.attention_window * is_local for is_local in local]
-    assert sum(len(unit) * repeats for unit, repeats in groups) == 2 * num_layers
-    assert config.num_units == sum(repeats for _, repeats in groups)
-    assert sum(map(len, layout(config, ParallelConfig()).orders)) == config.num_units
-
-
-EVEN = {"router_sinkhorn": True}
+PLAIN = {"layers": "*(attention,moe)", "moe.num_experts": 4}
+EVEN = {"moe.sinkhorn": True}
 REFUSED = [
-    ({"expert_every": 0}, "expert_every=0 must be at least 1"),
-    ({"expert_every": 2, "first_dense_layers": 1}, "say it twice"),
-    ({"expert_every": 2, "expert_pattern": (1, 0, 1, 0)}, "say it twice"),
-    ({"expert_pattern": (1, 0)}, "must be num_layers=4 numbers"),
-    ({"expert_pattern": (0, 0, 0, 0)}, "some of them 1"),
-    ({"expert_pattern": (1, 2, 0, 0)}, "1 for a layer with experts"),
+    ({**EVEN, "moe.aux_loss": 0.1}, "moe.aux_loss=0.1 cannot be combined with sinkhorn"),
+    ({**EVEN, "moe.sequence_aux_loss": 0.1}, "moe.sequence_aux_loss=0.1 cannot be combined"),
+    ({**EVEN, "moe.global_aux_loss": 0.1}, "moe.global_aux_loss=0.1 cannot be combined"),
     (
-        {"expert_pattern": (0, 1, 1, 1), "attention_window": 4, "attention_global_every": 2},
-        "cannot be beside attention_global_every",
+        {**EVEN, "moe.bias_balancing": True},
+        "moe.bias_balancing=True cannot be combined with sinkhorn",
     ),
-    ({"experts_per_token": 1}, "gives the router no gradient: set router_over_all=True"),
-    ({**EVEN, "router_aux_loss": 0.1}, "router_aux_loss=0.1 cannot be beside router_sinkhorn"),
-    ({**EVEN, "router_sequence_aux_loss": 0.1}, "router_sequence_aux_loss=0.1 cannot be beside"),
-    ({**EVEN, "router_global_aux_loss": 0.1}, "router_global_aux_loss=0.1 cannot be beside"),
-    ({**EVEN, "router_bias": True}, "router_bias=True cannot be beside router_sinkhorn"),
-    ({**EVEN, "router_groups": 2}, "router_groups=2 cannot be beside router_sinkhorn"),
-    ({**EVEN, "expert_capacity": 1.0}, "expert_capacity=1.0 cannot be beside router_sinkhorn"),
-    ({**EVEN, "router_score": RouterScore.sigmoid}, "router_score=sigmoid cannot be beside"),
-    ({**EVEN, "router_normalize": True}, "router_normalize=True cannot be beside"),
-    ({**EVEN, "benchmark_even_experts": True}, "benchmark_even_experts=True cannot be beside"),
-    ({"num_experts": 0, **EVEN}, "router_sinkhorn=True has no effect without model.num_experts"),
-    ({"num_experts": 0, "expert_every": 2}, "expert_every=2 has no effect without"),
-    ({"expert_pad": True}, "expert_pad=True has no effect without model.expert_capacity: set that"),
+    ({**EVEN, "moe.num_groups": 2}, "moe.num_groups=2 cannot be combined with sinkhorn"),
     (
-        {"expert_pad": True, "expert_capacity": 1.0, "expert_backend": ExpertBackend.mosaic},
-        "expert_backend=mosaic has no effect with expert_pad=True",
+        {**EVEN, "moe.capacity_factor": 1.0},
+        "moe.capacity_factor=1.0 cannot be combined with sinkhorn",
+    ),
+    ({**EVEN, "moe.score": RouterScore.sigmoid}, "moe.score=sigmoid cannot be combined"),
+    ({**EVEN, "moe.normalize_weights": True}, "moe.normalize_weights=True cannot be combined"),
+    ({**EVEN, "moe.force_balance": True}, "moe.force_balance=True cannot be combined"),
+    ({"layers": "*(attention,mlp)", **EVEN}, "moe.sinkhorn=True: no layer of model.layers="),
+    ({"layers": "*(attention,mlp attention+moe)"}, "moe cannot be in a parallel block"),
+    ({"layers": "*(attention+local,moe)"}, "attention and local cannot stand in one sublayer"),
+    ({"layers": "*(mla,mlp attention,mlp)"}, "mla cannot be combined with attention and local"),
+    (
+        {"moe.pad_to_capacity": True},
+        "pad_to_capacity=True has no effect without model.moe.capacity_factor: set that",
+    ),
+    (
+        {
+            "moe.pad_to_capacity": True,
+            "moe.capacity_factor": 1.0,
+            "moe.backend": ExpertBackend.mosaic,
+        },
+        "moe.backend=mosaic has no effect with pad_to_capacity=True",
     ),
 ]
 ALLOWED = [
-    {**EVEN, "router_z_loss": 0.1, "router_jitter": 0.1, "router_scale": 2.0},
-    {**EVEN, "experts_per_token": 1},
-    {"experts_per_token": 1, "router_score": RouterScore.sigmoid},
-    {"router_aux_loss": 0.1, "router_sequence_aux_loss": 0.1, "router_global_aux_loss": 0.1}
-    | {"router_bias": True, "router_z_loss": 0.1, "expert_latent_size": 8},
-    {"expert_capacity": 1.25, "expert_pad": True, "expert_drop": ExpertDrop.weight},
+    {**EVEN, "moe.z_loss": 0.1, "moe.jitter": 0.1, "moe.scale": 2.0},
+    {**EVEN, "moe.top_k": 1},
+    {"moe.top_k": 1},
+    {"moe.top_k": 1, "moe.score": RouterScore.sigmoid},
+    {"moe.aux_loss": 0.1, "moe.sequence_aux_loss": 0.1, "moe.global_aux_loss": 0.1}
+    | {"moe.bias_balancing": True, "moe.z_loss": 0.1, "moe.latent_size": 8},
+    {
+        "moe.capacity_factor": 1.25,
+        "moe.pad_to_capacity": True,
+        "moe.drop_policy": ExpertDrop.weight,
+    },
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_what_cannot_be_together_is_refused(fields, message):
-    found = [*model_problems(ModelConfig(**{"num_layers": 4, "num_experts": 4} | fields))]
+    model = with_fields(ModelConfig(), PLAIN | fields)
+    found = [*declared_problems(model, "model."), *model_problems(model)]
     assert any(message in problem for problem in found), found
+
+
+def test_a_router_without_a_gradient_is_refused_in_training_alone():
+    config = tiny({"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 1}, fsdp=1)
+    with pytest.raises(ValueError, match=r"router gets no gradient: set softmax_before_topk=True"):
+        validate(config, 1)
+    validate(config, 1, training=False)
+    config.model.moe.softmax_before_topk = True
+    validate(config, 1)
+    config.model.moe.softmax_before_topk, config.lora.rank = False, 2
+    validate(config, 1)
 
 
 @pytest.mark.parametrize("fields", ALLOWED)
 def test_what_can_be_together_is_not(fields):
-    assert not [*model_problems(ModelConfig(num_layers=4, num_experts=4, **fields))]
+    model = with_fields(ModelConfig(), PLAIN | fields)
+    assert not [*declared_problems(model, "model."), *model_problems(model)]
 
 
 @pytest.mark.parametrize(
@@ -117,40 +97,35 @@ def test_what_can_be_together_is_not(fields):
     ],
 )
 def test_padded_experts_are_exchanged_at_once(parallel, message):
-    model = ModelConfig(num_experts=4, expert_capacity=1.0, expert_pad=True)
+    model = with_fields(
+        ModelConfig(),
+        {
+            "layers": "*(attention,moe)",
+            "moe.num_experts": 4,
+            "moe.capacity_factor": 1.0,
+            "moe.pad_to_capacity": True,
+        },
+    )
     config = Config(model=model, parallel=ParallelConfig(expert=2, **parallel))
-    found = [*layout_problems(config)]
+    found = [*expert_layout_problems(config)]
     assert (len(found) == 1 and message in found[0]) if message else not found
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ((0, 0, 0, 1, 0, 1, 0, 1), r"3 layers without experts.*is not for a pipeline"),
-        ((1, 1, 0, 1, 0, 0, 1, 1), r"a unit of 8, which a pipeline does not cut.*expert_pattern"),
-    ],
-)
-def test_patterns_that_a_pipeline_cannot_cut_are_refused(pattern, message):
-    config = tiny({"num_layers": 8, "num_experts": 4, "expert_pattern": pattern}, pipe=2)
-    config.train.micro_batch_size = 2
-    with pytest.raises(ValueError, match=message):
-        validate(config, 2)
-    config.model.expert_pattern = (0, 1) * 4
-    validate(config, 2)
-    config.parallel.pipe, config.model.expert_pattern = 1, pattern
-    validate(config, 2)
-
-
-def test_adapters_count_no_loads():
-    config = tiny({"num_experts": 4, "router_global_aux_loss": 0.1}, fsdp=1)
+def test_loads_are_frozen_beside_adapters():
+    config = tiny(
+        {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.global_aux_loss": 0.1}, fsdp=1
+    )
     config.lora.rank = 2
-    with pytest.raises(ValueError, match=r"router_global_aux_loss=0\.1 needs the loads of each"):
+    with pytest.raises(ValueError, match=r"moe.global_aux_loss=0\.1 needs the loads of each"):
         validate(config, 1)
 
 
 def test_every_setting_reaches_the_layer():
-    fields = {"router_global_aux_loss": 0.25, "router_jitter": 0.125, "expert_latent_size": 24}
-    config = ModelConfig(num_experts=4, benchmark_even_experts=True, **fields)
+    fields = {"moe.global_aux_loss": 0.25, "moe.jitter": 0.125, "moe.latent_size": 24}
+    config = with_fields(
+        ModelConfig(),
+        {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.force_balance": True, **fields},
+    )
     spec = pattern(config)[0][0][1].mixers[0]
     assert spec.routing.in_turn and not spec.routing.sinkhorn
     assert (spec.global_aux_loss, spec.jitter, spec.latent_size) == (0.25, 0.125, 24)
@@ -158,7 +133,15 @@ def test_every_setting_reaches_the_layer():
 
 def test_sinkhorn_weighs_as_megatron_does():
     for chosen, score in ((1, "sigmoid"), (2, "softmax")):
-        config = ModelConfig(num_experts=4, router_sinkhorn=True, experts_per_token=chosen)
+        config = with_fields(
+            ModelConfig(),
+            {
+                "layers": "*(attention,moe)",
+                "moe.num_experts": 4,
+                "moe.sinkhorn": True,
+                "moe.top_k": chosen,
+            },
+        )
         routing = pattern(config)[0][0][1].mixers[0].routing
         assert routing.sinkhorn and routing.before and routing.score.value == score
         assert dataclasses.replace(routing, sinkhorn=False).top_k == chosen

@@ -9,125 +9,123 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.model import (
-    Activation,
-    ModelConfig,
-    Norm,
-    NormPlace,
-    Position,
-    QkNorm,
-    RotaryScaling,
-    RouterScore,
-)
+from maxmeg.config.layers import places
+from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.schema import TrainConfig
+from maxmeg.config.setting import get, walk, with_fields
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
-from maxmeg.models.lm import LM, layer_places, pattern
+from maxmeg.models.lm import LM
+from maxmeg.models.mixers import pattern
+from maxmeg.parallel.parts import trained
 from maxmeg.state import array_name
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
 VOCAB, LENGTH = 37, 12
 KINDS = {
-    "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.l2},
+    "llama": {"attention.num_kv_heads": 2, "attention.qk_norm": QkNorm.l2},
     "gpt2": {
-        "activation": Activation.gelu_tanh,
+        "mlp.activation": Activation.gelu_tanh,
         "norm": Norm.layernorm,
         "position": Position.learned,
         "max_position": LENGTH,
-        "bias_qkv": True,
-        "bias_attention_out": True,
-        "bias_mlp": True,
+        "attention.bias_qkv": True,
+        "attention.bias_out": True,
+        "mlp.bias": True,
         "tied": True,
     },
     "neox": {
-        "activation": Activation.gelu,
+        "mlp.activation": Activation.gelu,
         "norm": Norm.layernorm,
-        "rotary_fraction": 0.5,
-        "parallel_block": True,
-        "bias_mlp": True,
+        "rotary.fraction": 0.5,
+        "layers": "*(attention+mlp)",
+        "mlp.bias": True,
         "parallel_norms": True,
-        "attention_sinks": True,
+        "attention.sinks": True,
     },
     "gemma": {
-        "activation": Activation.geglu,
+        "mlp.activation": Activation.geglu,
         "norm_one_plus": True,
-        "qk_norm": QkNorm.head,
+        "attention.qk_norm": QkNorm.head,
         "logit_softcap": 5.0,
-        "attention_softcap": 2.0,
-        "attention_scale": 0.5,
-        "attention_window": 8,  # two layers see all that came before
+        "attention.softcap": 2.0,
+        "attention.scale": 0.5,
+        "layers": "*(local,mlp)",
+        "attention.window": 8,
         "norm_place": NormPlace.sandwich,
         "embedding_scale": 4.0,
-        "num_kv_heads": 1,
-        "head_dim": 12,
+        "attention.num_kv_heads": 1,
+        "attention.head_dim": 12,
         "tied": True,
     },
     "odd": {
-        "activation": Activation.relu_squared,
+        "mlp.activation": Activation.relu_squared,
         "norm": Norm.layernorm,
         "norm_one_plus": True,
-        "rotary_interleaved": True,
+        "rotary.interleaved": True,
         "norm_place": NormPlace.post,
-        "qk_norm": QkNorm.heads,
+        "attention.qk_norm": QkNorm.heads,
         "scaled_output_init": False,
     },
-    "alternating": {  # two units, the last of one layer
+    "alternating": {
         "num_layers": 3,
-        "attention_window": 6,
-        "attention_global_every": 2,
-        "rotary_base": 1000.0,
-        "rotary_local_base": 20.0,
-        "rotary_scaling": RotaryScaling.linear,
-        "rotary_factor": 2.0,
-        "qk_norm": QkNorm.head,
+        "layers": "*(local,mlp attention,mlp)",
+        "attention.window": 6,
+        "rotary.base": 1000.0,
+        "rotary.local_base": 20.0,
+        "rotary.scaling": RotaryScaling.linear,
+        "rotary.factor": 2.0,
+        "attention.qk_norm": QkNorm.head,
     },
     "mixtral": {
-        "num_experts": 4,
-        "num_kv_heads": 2,
-        "router_over_all": True,
-        "expert_every": 2,
+        "layers": "*(attention,moe attention,mlp)",
+        "moe.num_experts": 4,
+        "attention.num_kv_heads": 2,
+        "moe.softmax_before_topk": True,
     },
     "deepseek": {
         "num_layers": 3,
-        "num_experts": 8,
-        "experts_per_token": 3,
-        "expert_ffn_size": 24,
-        "shared_ffn_size": 16,
-        "first_dense_layers": 1,
-        "router_score": RouterScore.sigmoid,
-        "router_normalize": True,
-        "router_scale": 2.5,
-        "router_groups": 4,
-        "router_groups_kept": 2,
-        "router_group_best": 1,
-        "router_bias": True,
-        "head_dim": 6,
-        "mla_kv_rank": 12,
-        "mla_query_rank": 20,
-        "mla_rotary_size": 4,
-        "mla_value_size": 5,
-        "mla_norm_eps": 0.1,
-        "rotary_interleaved": True,
+        "layers": "mla,mlp *(mla,moe)",
+        "moe.num_experts": 8,
+        "moe.top_k": 3,
+        "moe.ffn_size": 24,
+        "moe.shared_ffn_size": 16,
+        "moe.score": RouterScore.sigmoid,
+        "moe.normalize_weights": True,
+        "moe.scale": 2.5,
+        "moe.num_groups": 4,
+        "moe.topk_groups": 2,
+        "moe.group_score_topk": 1,
+        "moe.bias_balancing": True,
+        "attention.head_dim": 6,
+        "mla.kv_rank": 12,
+        "mla.query_rank": 20,
+        "mla.rotary_size": 4,
+        "mla.value_size": 5,
+        "mla.norm_eps": 0.1,
+        "rotary.interleaved": True,
     },
     "gated experts": {
-        "num_experts": 4,
-        "expert_latent_size": 12,
-        "shared_ffn_size": 16,
-        "shared_gate": True,
-        "bias_mlp": True,
-        "activation": Activation.quick_geglu,
-        "activation_clamp": 1.0,
-        "glu_offset": 1.0,
-        "router_logit_bias": True,
-        "router_score": RouterScore.sqrt_softplus,
+        "layers": "*(attention,moe)",
+        "moe.num_experts": 4,
+        "moe.latent_size": 12,
+        "moe.shared_ffn_size": 16,
+        "moe.shared_gate": True,
+        "mlp.bias": True,
+        "mlp.activation": Activation.quick_geglu,
+        "mlp.activation_clamp": 1.0,
+        "mlp.glu_offset": 1.0,
+        "moe.logit_bias": True,
+        "moe.score": RouterScore.sqrt_softplus,
     },
-    "without positions": {"position": Position.none, "ffn_size": 20},
+    "without positions": {"position": Position.none, "mlp.ffn_size": 20},
 }
 
 
 def make_config(kind: str, **changes) -> ModelConfig:
-    fields = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 32, "num_heads": 4}
-    return ModelConfig(**fields | KINDS[kind] | changes)
+    fields = {"vocab_size": VOCAB, "num_layers": 2, "hidden_size": 32, "attention.num_heads": 4}
+    return with_fields(ModelConfig(), fields | KINDS[kind] | changes)
 
 
 def make(kind: str, **changes) -> tuple[ModelConfig, LM]:
@@ -165,31 +163,32 @@ def test_logits_are_finite_and_of_the_vocabulary(kind):
         assert float(jnp.abs(logits).max()) <= config.logit_softcap
 
 
-UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "num_heads")
+UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "attention.num_heads")
 # Tested by layouts, recomputation and dropout tests, and by those of configs and experts.
 ELSEWHERE = (
-    "dtype", "recompute", "init_std", "attention_backend", "max_position", "norm_eps",
-    "rotary_base", "dropout_hidden", "dropout_attention", "dropout_embedding", "scan_layers",
-    "rotary_scaling", "rotary_factor", "rotary_original_length", "rotary_low", "rotary_high",
-    "rotary_attention_factor", "rotary_truncate", "rotary_short_factors", "rotary_long_factors",
-    "router_bias_rate", "router_aux_loss", "router_sequence_aux_loss", "router_z_loss",
-    "router_global_aux_loss", "router_sinkhorn", "router_jitter", "benchmark_even_experts",
-    "expert_pattern", "expert_capacity", "expert_drop", "expert_pad", "expert_backend",
-    "mtp_depths", "mtp_loss",
+    "dtype", "recompute", "init_std", "attention.backend", "attention.causal", "max_position",
+    "norm_eps", "rotary.base", "dropout_hidden", "attention.dropout", "dropout_embedding",
+    "scan_layers", "rotary.scaling", "rotary.factor", "rotary.original_length", "rotary.low",
+    "rotary.high", "rotary.attention_factor", "rotary.truncate", "rotary.short_factors",
+    "rotary.long_factors",
+    "moe.bias_rate", "moe.aux_loss", "moe.sequence_aux_loss", "moe.z_loss",
+    "moe.global_aux_loss", "moe.sinkhorn", "moe.jitter", "moe.force_balance",
+    "moe.capacity_factor", "moe.drop_policy", "moe.pad_to_capacity", "moe.backend",
+    "mtp.num_layers", "mtp.loss_weight", "conv.kernel_size", "conv.bias",
 )  # fmt: skip
 
 
 def test_the_kinds_use_every_option():
     configs = [make_config(kind) for kind in KINDS]
-    for field in dataclasses.fields(ModelConfig):
-        if field.name in UNIFORM + ELSEWHERE:
+    for path, default, _ in walk(ModelConfig()):
+        if path in UNIFORM + ELSEWHERE:
             continue
-        values = {getattr(config, field.name) for config in configs}
-        if isinstance(field.default, bool | enum.Enum):
-            options = type(field.default) if isinstance(field.default, enum.Enum) else (True, False)
-            assert values == set(options), field.name
+        values = {get(config, path) for config in configs}
+        if isinstance(default, bool | enum.Enum):
+            options = type(default) if isinstance(default, enum.Enum) else (True, False)
+            assert values == set(options), path
         else:
-            assert len(values) > 1, field.name
+            assert len(values) > 1, path
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,19 +197,18 @@ def test_loss_is_that_of_the_logits_and_reaches_every_parameter(kind):
     ids = random_ids()
     targets = jnp.roll(ids, -1, axis=1)
     weights = jnp.linspace(0.0, 1.0, ids.size).reshape(ids.shape)
-    batch = {"tokens": ids, "targets": targets, "weights": weights}
 
     def loss_fn(model):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
-        hidden = model.hidden(batch["tokens"], Context(positions))[0]
-        return model.token_losses(hidden, batch, TrainConfig(loss_chunk=7))
+        hidden = model.hidden(ids, Context(positions))[0]
+        return model.token_losses(hidden, targets, weights, TrainConfig(loss_chunk=7))
 
     (loss, losses), gradients = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))(model)
     picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     expected = jax.nn.logsumexp(logits, axis=-1) - picked
     np.testing.assert_allclose(losses, expected, atol=SAME)
     np.testing.assert_allclose(loss, (weights * expected).sum(), rtol=SAME)
-    for path, array in jax.tree_util.tree_leaves_with_path(gradients):
+    for path, array in jax.tree_util.tree_leaves_with_path(trained(gradients)):
         assert jnp.isfinite(array).all() and array.any(), array_name(path)
     assert not gradients.embedding.table[VOCAB:].any()  # padding
 
@@ -231,7 +229,7 @@ def test_every_rotary_setting_reaches_the_layer():
         "short_factors": (1.0, 2.0),
         "long_factors": (3.0,),
     }
-    config = ModelConfig(**{f"rotary_{name}": value for name, value in values.items()})
+    config = with_fields(ModelConfig(), {f"rotary.{name}": value for name, value in values.items()})
     unit, _ = pattern(config)[0]
     spec = unit[0].mixers[0].rotary
     found = dataclasses.asdict(spec) | dataclasses.asdict(spec.scaling)
@@ -239,38 +237,34 @@ def test_every_rotary_setting_reaches_the_layer():
     assert found == values | {"scaling": "longrope"}
 
 
-ALTERNATING = {"attention_window": 6, "attention_global_every": 3, "rotary_local_base": 20.0}
-
-
-@pytest.mark.parametrize("num_layers", range(1, 8))
-@pytest.mark.parametrize("parallel_block", [False, True])
-def test_every_nth_layer_is_global(num_layers: int, parallel_block: bool):
-    config = ModelConfig(num_layers=num_layers, parallel_block=parallel_block, **ALTERNATING)
-    groups, places = pattern(config), layer_places(config)
-    assert len(set(places)) == num_layers
-    for layer, (group, repeat, first) in enumerate(places):
-        unit, repeats = groups[group]
-        spec = unit[first].mixers[0]
-        kind = (0, 10000.0) if layer % 3 == 2 else (6, 20.0)
-        assert (spec.window, spec.rotary.base) == kind and repeat < repeats
-    count = sum(len(unit) * repeats for unit, repeats in groups)
-    assert count == num_layers * (1 if parallel_block else 2)
-    order = [sum(r for _, r in groups[:group]) + repeat for group, repeat, _ in places]
-    assert order == [layer // 3 for layer in range(num_layers)]
+@pytest.mark.parametrize("join", [",", "+"])
+def test_local_layers_have_a_window_and_a_base_of_their_own(join: str):
+    fields = {
+        "num_layers": 7,
+        "layers": f"*(2(local{join}mlp) attention{join}mlp)",
+        "attention.window": 6,
+        "rotary.local_base": 20.0,
+    }
+    config = with_fields(ModelConfig(), fields)
+    groups = pattern(config)
+    for layer, place in enumerate(places(config.groups)):
+        spec = groups[place.group][0][place.sublayer].mixers[0]
+        wanted = (0, 10000.0) if layer % 3 == 2 else (6, 20.0)
+        assert (spec.window, spec.rotary.base) == wanted
 
 
 def test_label_smoothing_is_in_the_loss_and_not_in_what_is_reported():
     model, logits = forward("llama")
     ids = random_ids()
-    batch = {"targets": ids, "weights": jnp.ones(ids.shape)}
+    weights = jnp.ones(ids.shape)
 
     def losses_with(smoothing: float):
         positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
         hidden = model.hidden(ids, Context(positions))[0]
-        return model.token_losses(hidden, batch, TrainConfig(label_smoothing=smoothing))
+        return model.token_losses(hidden, ids, weights, TrainConfig(label_smoothing=smoothing))
 
     (plain, reported), (smoothed, same) = losses_with(0.0), losses_with(0.1)
-    np.testing.assert_array_equal(reported, same)
+    np.testing.assert_allclose(reported, same, atol=SAME)
     others = -(jax.nn.log_softmax(logits).sum(axis=-1) + reported) / (VOCAB - 1)
     np.testing.assert_allclose(plain, reported.sum(), rtol=SAME)
     np.testing.assert_allclose(smoothed, (0.9 * reported + 0.1 * others).sum(), rtol=SAME)
@@ -341,22 +335,23 @@ def test_packed_documents_do_not_leak():
     assert not gradient[:cut].any() and gradient[cut:LENGTH].any(axis=-1).all()
 
 
-@pytest.mark.parametrize("place", ["dropout_hidden", "dropout_attention", "dropout_embedding"])
-def test_dropout_needs_a_key_and_differs_by_key(place):
+@pytest.mark.parametrize("place", ["dropout_hidden", "attention.dropout", "dropout_embedding"])
+def test_dropout_is_on_in_training_alone_and_differs_by_key(place):
     _, model = make("llama", **{place: 0.3})
     ids, rows = random_ids(), jnp.arange(2)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)
 
     @jax.jit
     def run(key):
-        return model.hidden(ids, Context(positions, rows_B=rows, dropout_key=key))[0]
+        return model.hidden(ids, Context(positions, None, rows, key, training=True))[0]
 
     _, plain_model = make("llama")
     plain = plain_model.hidden(ids, Context(positions))[0]
     a, again, b = run(jax.random.key(0)), run(jax.random.key(0)), run(jax.random.key(1))
     np.testing.assert_array_equal(a, again)
     assert float(jnp.abs(a - b).max()) > 0.01 and float(jnp.abs(a - plain).max()) > 0.01
-    np.testing.assert_allclose(model.hidden(ids, Context(positions))[0], plain, atol=SAME)
+    evaluated = model.hidden(ids, Context(positions, None, rows, jax.random.key(0)))[0]
+    np.testing.assert_allclose(evaluated, plain, atol=SAME)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -376,3 +371,25 @@ def test_initial_weights_have_their_deviations(scaled):
         if "stack" in name:
             assert not jnp.array_equal(array[0], array[1]), name  # each layer draws its own
     assert not model.embedding.table[VOCAB:].any()  # padding
+
+
+@pytest.mark.parametrize(
+    ("settings", "problems"),
+    [
+        ({"attention.num_heads": 3, "hidden_size": 64}, ["hidden_size=64 is not divisible by"]),
+        (
+            {"attention.num_kv_heads": 3},
+            ["num_heads=4 is not divisible by model.attention.num_kv_heads=3"],
+        ),
+        ({"vocab_size": 0}, ["model.vocab_size=0: set it to the tokenizer's size"]),
+        ({"position": Position.learned, "max_position": 0}, ["model.max_position=0 with"]),
+        ({"num_layers": 0, "vocab_size": -1}, ["num_layers=0 must", "vocab_size=-1 must"]),
+        ({"dropout_hidden": 1.0, "norm_eps": -1.0}, ["dropout_hidden=1.0", "norm_eps=-1.0"]),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_in_python(settings, problems):
+    config = with_fields(ModelConfig(), {"vocab_size": VOCAB, "max_position": 8} | settings)
+    with pytest.raises(ValueError) as refused:
+        jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
+    for problem in problems:
+        assert problem in str(refused.value)

@@ -9,34 +9,37 @@ import numpy as np
 import pytest
 from layouts import LENGTH, VOCAB, mesh_of, tiny
 
-from maxmeg.config.model import NormPlace, Position, RouterScore
+from maxmeg.config.mixers import RouterScore
+from maxmeg.config.model import NormPlace, Position
 from maxmeg.config.schema import LossReduction, TrainConfig
 from maxmeg.layers.context import Context
-from maxmeg.models.lm import LM, pattern
-from maxmeg.models.mtp import shifted
-from maxmeg.planning.flops import training_flops
+from maxmeg.models.lm import LM
+from maxmeg.models.mixers import pattern
+from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
+from maxmeg.parallel.batch import Batch
+from maxmeg.planning.cost.flops import training_flops
 from maxmeg.state import to_arrays
 from maxmeg.step import complete, loss_fn
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
 DEPTHS, FACTOR = 2, 0.3
-COUNTS = ("moe.bias", "moe.load")  # what their gradients are, no derivatives
 MODEL = {  # everything that embeds, ends or repeats in its own way
     "num_layers": 1,
-    "num_experts": 4,
-    "expert_ffn_size": 16,
-    "router_score": RouterScore.sigmoid,
-    "router_bias": True,
-    "attention_window": 5,
+    "layers": "*(local,moe)",
+    "moe.num_experts": 4,
+    "moe.ffn_size": 16,
+    "moe.score": RouterScore.sigmoid,
+    "moe.bias_balancing": True,
+    "attention.window": 5,
     "position": Position.learned,
     "max_position": LENGTH,
     "norm_place": NormPlace.sandwich,
     "embedding_scale": 3.0,
     "logit_softcap": 4.0,
     "tied": True,
-    "mtp_depths": DEPTHS,
-    "mtp_loss": FACTOR,
+    "mtp.num_layers": DEPTHS,
+    "mtp.loss_weight": FACTOR,
 }
 
 
@@ -47,7 +50,7 @@ def packed(rows: int) -> dict[str, np.ndarray]:
     return {"segment_ids": segments.astype(np.int32)}
 
 
-def drawn(rows: int):
+def drawn(rows: int) -> tuple[LM, Batch]:
     """(model of random arrays, norms too, a batch of packed rows)."""
     config = tiny(MODEL).model
     shapes = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
@@ -57,24 +60,24 @@ def drawn(rows: int):
     mask = (rng.random((rows, LENGTH)) < 0.7).astype(np.float32)
     positions = np.broadcast_to(np.arange(LENGTH), (rows, LENGTH))
     batch = {**batch, **packed(rows), "positions": positions, "loss_mask": mask}
-    return model, {name: jnp.asarray(array) for name, array in batch.items()}
+    return model, jax.tree.map(jnp.asarray, Batch.of(batch))
 
 
-def plain_losses(model: LM, batch: dict) -> list[tuple[jax.Array, jax.Array]]:
+def plain_losses(model: LM, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
     """(sum of masked cross entropies, tokens) of every depth from 0, on rows that are shorter by
     what has no target."""
 
     def losses(x_BLD, depth: int):
         logits = model.logits(x_BLD)
-        targets = batch["targets"][:, depth:, None]
+        targets = batch.targets[:, depth:, None]
         each = jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets, -1)[..., 0]
         same = segments[:, depth:] == segments[:, : LENGTH - depth]
-        mask = batch["loss_mask"][:, depth:] * same
+        mask = batch.loss_mask[:, depth:] * same
         return (each * mask).sum(), mask.sum()
 
-    segments, positions = batch["segment_ids"], batch["positions"]
+    segments, positions = batch.segment_ids, batch.positions
     ctx = Context(positions, segments)
-    x_BLD = model.hidden(batch["tokens"], ctx)[0]
+    x_BLD = model.hidden(batch.tokens, ctx)[0]
     found = [losses(x_BLD, 0)]
     assert model.mtp is not None
     for d, depth in enumerate(model.mtp.depths, 1):
@@ -82,7 +85,7 @@ def plain_losses(model: LM, batch: dict) -> list[tuple[jax.Array, jax.Array]]:
             ctx, positions_BL=positions[:, :-d], segments_BL=segments[:, :-d], layer=7
         )
         there = dataclasses.replace(ctx, positions_BL=positions[:, d:])
-        e_BLD = depth.embedding_norm(model.embed(batch["tokens"][:, d:], there))
+        e_BLD = depth.embedding_norm(model.embed_tokens(batch.tokens[:, d:], there))
         h_BLD = depth.hidden_norm(x_BLD[:, : LENGTH - d])
         weight = depth.projection.weight[...]
         x_BLD = e_BLD @ weight[: e_BLD.shape[-1]] + h_BLD @ weight[e_BLD.shape[-1] :]
@@ -99,14 +102,17 @@ def assert_same(found, wanted) -> None:
         assert error <= TOLERANCE * np.abs(b).max() + FLOOR, jax.tree_util.keystr(path)
 
 
+@pytest.mark.slow
 def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
     """Those of the shared embedding and output weights from all their uses."""
     model, batch = drawn(2)
-    whole = complete({n: a[None] for n, a in batch.items()}, LossReduction.token_mean, 1, DEPTHS)
-    whole = {name: array[0] for name, array in whole.items()}
+    masks = [mask[None] for mask in LANGUAGE_MODELLING.masks(model, batch)]
+    batched = jax.tree.map(lambda array: array[None], batch)
+    whole = complete(batched, LossReduction.token_mean, 1, masks)
+    whole = jax.tree.map(lambda array: array[0], whole)
 
     def ours(model):
-        return loss_fn(model, whole, TrainConfig(loss_chunk=8))
+        return loss_fn(model, whole, LANGUAGE_MODELLING, TrainConfig(loss_chunk=8))
 
     def plain(model):
         (main, tokens), *later = plain_losses(model, batch)
@@ -123,58 +129,67 @@ def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
         [sums["mtp_loss_sum"], sums["mtp_tokens"]], list(map(jnp.stack, zip(*later, strict=True)))
     )
     found, expected = to_arrays(gradients), to_arrays(expected)
-    names = [name for name in found if not name.endswith(COUNTS)]
-    assert_same({name: found[name] for name in names}, {name: expected[name] for name in names})
+    assert_same(found, expected)
 
 
 def test_what_comes_later():
-    batch = {
-        "tokens": jnp.array([[1, 2, 3, 4, 5, 6]]),
-        "positions": jnp.array([[0, 1, 2, 0, 1, 2]]),
-        "targets": jnp.array([[2, 3, 9, 5, 6, 8]]),
-        "loss_mask": jnp.array([[1.0, 0, 1, 1, 1, 1]]),
-    }
+    batch = Batch(
+        tokens=jnp.array([[1, 2, 3, 4, 5, 6]]),
+        positions=jnp.array([[0, 1, 2, 0, 1, 2]]),
+        targets=jnp.array([[2, 3, 9, 5, 6, 8]]),
+        loss_mask=jnp.array([[1.0, 0, 1, 1, 1, 1]]),
+    )
     later = shifted(batch, 2)
-    assert later["tokens"].tolist() == [[3, 4, 5, 6, 0, 0]]
-    assert later["targets"].tolist() == [[9, 5, 6, 8, 0, 0]]
-    assert later["loss_mask"].tolist() == [[1, 1, 1, 1, 0, 0]]
-    later = shifted({**batch, "segment_ids": jnp.array([[1, 1, 1, 2, 2, 2]])}, 1)
-    assert later["tokens"].tolist() == [[2, 3, 0, 5, 6, 0]]
-    assert later["positions"].tolist() == [[1, 2, 0, 1, 2, 0]]
-    assert later["loss_mask"].tolist() == [[0, 1, 0, 1, 1, 0]]
+    assert later.tokens.tolist() == [[3, 4, 5, 6, 0, 0]]
+    assert later.targets.tolist() == [[9, 5, 6, 8, 0, 0]]
+    assert later.loss_mask.tolist() == [[1, 1, 1, 1, 0, 0]]
+    later = shifted(dataclasses.replace(batch, segment_ids=jnp.array([[1, 1, 1, 2, 2, 2]])), 1)
+    assert later.tokens.tolist() == [[2, 3, 0, 5, 6, 0]]
+    assert later.positions.tolist() == [[1, 2, 0, 1, 2, 0]]
+    assert later.loss_mask.tolist() == [[0, 1, 0, 1, 1, 0]]
 
 
 @pytest.mark.parametrize("reduction", LossReduction)
 def test_each_depth_is_divided_by_its_own_tokens(reduction):
     mask = (np.random.default_rng(0).random((2, 3, LENGTH)) < 0.6).astype(np.float32)
-    batch = {name: jnp.zeros(mask.shape, jnp.int32) for name in ("tokens", "targets", "positions")}
-    found = complete({**batch, "loss_mask": jnp.asarray(mask)}, reduction, 1, DEPTHS)
+    zeros = jnp.zeros(mask.shape, jnp.int32)
+    batch = Batch(zeros, zeros, zeros, jnp.asarray(mask))
+    model = jax.eval_shape(lambda key: LM(key, tiny(MODEL).model), jax.random.key(0))
+    found = complete(batch, reduction, 1, LANGUAGE_MODELLING.masks(model, batch))
     for depth in range(DEPTHS):
         each = mask[:, :, depth + 1 :].sum(axis=(1, 2))
         wanted = [each.sum()] * 2 if reduction is LossReduction.token_mean else 2 * each
-        np.testing.assert_array_equal(found["mtp_divisors"][:, depth], wanted)
-    assert "mtp_divisors" not in complete(batch | {"loss_mask": mask}, reduction, 1)
+        np.testing.assert_array_equal(found.divisors[:, depth + 1], wanted)
+    assert found.divisors.shape == (2, 1 + DEPTHS)
 
 
 KINDS = {  # of the last layer
-    "experts": {"num_layers": 3, "num_experts": 4, "first_dense_layers": 2},
-    "no experts": {"num_layers": 2, "num_experts": 4, "expert_every": 2},
-    "window": {"num_layers": 3, "attention_window": 5, "attention_global_every": 2},
-    "whole": {"num_layers": 2, "attention_window": 5, "attention_global_every": 2},
-    "parallel": {"num_layers": 2, "parallel_block": True, "num_heads": 4},
+    "experts": {
+        "num_layers": 4,
+        "layers": "2(attention,mlp) *(attention,moe)",
+        "moe.num_experts": 4,
+    },
+    "no experts": {
+        "num_layers": 2,
+        "layers": "*(attention,moe attention,mlp)",
+        "moe.num_experts": 4,
+    },
+    "window": {"num_layers": 3, "layers": "*(local,mlp attention,mlp)", "attention.window": 5},
+    "whole": {"num_layers": 2, "layers": "*(local,mlp attention,mlp)", "attention.window": 5},
+    "parallel": {"num_layers": 2, "layers": "*(attention+mlp)", "attention.num_heads": 4},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_depth_has_a_layer_of_the_last_kind(kind):
     """Its FLOPs are those of that layer and of the logits, once more."""
-    layers, flops = {}, {}
+    flops = {}
     for depths, more in ((0, 0), (1, 0), (2, 0), (0, -1)):
-        fields = {**KINDS[kind], "mtp_depths": depths}
+        fields = {**KINDS[kind], "mtp.num_layers": depths}
         model = tiny({**fields, "num_layers": fields["num_layers"] + more}).model
-        layers[depths, more] = jax.eval_shape(lambda k, m=model: LM(k, m), jax.random.key(0))
         flops[depths, more] = training_flops(model, LENGTH)
-    (depth,) = layers[1, 0].mtp.depths
+    model = tiny({**KINDS[kind], "mtp.num_layers": 1}).model
+    (depth,) = jax.eval_shape(lambda key: LM(key, model), jax.random.key(0)).mtp.depths
     last = pattern(tiny(KINDS[kind]).model)[-1][0]
     own = tuple(sublayer.spec for sublayer in depth.layer.sublayers)
     assert own == last[-len(own) :] and len(own) == 2 - (kind == "parallel")
@@ -186,11 +201,15 @@ def test_a_depth_has_a_layer_of_the_last_kind(kind):
 @pytest.mark.parametrize(
     ("model", "lora", "message"),
     [
-        ({"mtp_depths": -1}, 0, "model.mtp_depths=-1 must be at least 0"),
-        ({"mtp_depths": LENGTH}, 0, f"mtp_depths={LENGTH} leaves no target in rows"),
-        ({"mtp_depths": 0}, 0, "mtp_loss=0.3 has no effect without model.mtp_depths"),
-        ({"mtp_loss": 0.0}, 0, "mtp_loss=0.0 must be positive"),
-        ({}, 2, "lora.rank=2 is not for layers of further tokens .*set mtp_depths=0"),
+        ({"mtp.num_layers": -1}, 0, "model.mtp.num_layers=-1 must be at least 0"),
+        ({"mtp.num_layers": LENGTH}, 0, f"mtp.num_layers={LENGTH} leaves no target in rows"),
+        (
+            {"mtp.num_layers": 0},
+            0,
+            "mtp.loss_weight=0.3 has no effect without model.mtp.num_layers",
+        ),
+        ({"mtp.loss_weight": 0.0}, 0, "mtp.loss_weight=0.0 must be positive"),
+        ({}, 2, "lora.rank=2 cannot train MTP layers .*set it to 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, lora, message):

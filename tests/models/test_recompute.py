@@ -1,32 +1,51 @@
-"""What a layer keeps for backward, and that gradients do not depend on it."""
+"""Recomputation: what backward stores, what the compiled program computes again, same gradients."""
 
+import ast
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.config.model import Activation, ModelConfig, Norm, QkNorm, Recompute
+from maxmeg.config.mixers import Activation, QkNorm
+from maxmeg.config.model import ModelConfig, Norm
+from maxmeg.config.recompute import NAMES, POLICIES
+from maxmeg.config.schema import TrainConfig
+from maxmeg.config.setting import set_field, with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
+from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
+from maxmeg.parallel.batch import Batch
+from maxmeg.planning import hlo
+from maxmeg.step import loss_fn
 
+ROOT = pathlib.Path(__file__).parents[2]
 B, L, D, LAYERS = 2, 1024, 64, 3
 TOLERANCE = 2e-6  # of the largest value, float32
-UNROLLED = ((Recompute.none, False), (Recompute.full, False))  # recompute, scan_layers
 KINDS = {
-    "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
-    "llama": {"num_kv_heads": 2, "qk_norm": QkNorm.head},
+    "gpt": {"mlp.activation": Activation.gelu_tanh, "norm": Norm.layernorm, "mlp.bias": True},
+    "llama": {"attention.num_kv_heads": 2, "attention.qk_norm": QkNorm.head},
 }
-LATENT = {"mla_kv_rank": 8, "mla_query_rank": 12, "mla_rotary_size": 4, "mla_value_size": 10}
+LATENT = {
+    "layers": "*(mla,mlp)",
+    "mla.kv_rank": 8,
+    "mla.query_rank": 12,
+    "mla.rotary_size": 4,
+    "mla.value_size": 10,
+}
 
 
 def run(kind: str, recompute: str, scan_layers: bool = True):
     """(config, stack, function of (stack, x))."""
-    config = ModelConfig(vocab_size=64, num_layers=LAYERS, hidden_size=D, num_heads=4)
-    config.recompute, config.scan_layers = Recompute(recompute), scan_layers
+    config = with_fields(
+        ModelConfig(),
+        {"vocab_size": 64, "num_layers": LAYERS, "hidden_size": D, "attention.num_heads": 4},
+    )
+    config.recompute, config.scan_layers = recompute, scan_layers
     for name, value in (KINDS | {"latent": LATENT})[kind].items():
-        setattr(config, name, value)
+        set_field(config, name, value)
     stack = LM(jax.random.key(0), config).stack
 
     def function(stack, x_BLD):
@@ -50,36 +69,115 @@ def kept(kind: str, recompute: str, L: int = L) -> tuple[float, float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_results_of_matrix_products_are_kept(kind):
     full, _ = kept(kind, "full")
-    none, needed = kept(kind, "none")
+    minimal, needed = kept(kind, "minimal")
     assert full <= 1.05 * LAYERS
-    assert none <= 1.05 * needed
+    assert minimal <= 1.05 * needed
 
 
 def test_attention_of_short_sequences_is_kept_unless_selective():
     """Its weights, B x heads x L x L a layer, and its output."""
-    none, selective, full = (kept("llama", mode.value, L=256)[0] for mode in Recompute)
-    assert none - selective == pytest.approx(LAYERS * (4 * 256 / D + 1), rel=0.01)
+    minimal, selective, full = (kept("llama", mode, L=256)[0] for mode in POLICIES)
+    assert minimal - selective == pytest.approx(LAYERS * (4 * 256 / D + 1), rel=0.01)
     assert selective > 2 * full
 
 
 def test_what_is_made_of_latents_is_kept_unless_selective():
     """Queries, keys and values of 4 heads, of 16 + 4, 16 and 10; latents in any mode but full."""
-    none, selective, full = (kept("latent", mode.value)[0] for mode in Recompute)
-    assert none - selective == pytest.approx(LAYERS * 4 * (20 + 16 + 10) / D, rel=1e-3)
+    minimal, selective, full = (kept("latent", mode)[0] for mode in POLICIES)
+    assert minimal - selective == pytest.approx(LAYERS * 4 * (20 + 16 + 10) / D, rel=1e-3)
     ffn = 2 * ModelConfig(hidden_size=D).ffn
     assert selective - full == pytest.approx(LAYERS * (12 + 8 + 4 + D + ffn) / D, rel=0.02)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_depend_neither_on_recomputation_nor_on_the_loop(kind):
-    x_BLD = jax.random.normal(jax.random.key(1), (B, 32, D))
-    found = []
-    for recompute, scan_layers in (*itertools.product(Recompute, [True]), *UNROLLED):
-        _, stack, function = run(kind, recompute.value, scan_layers)
-        gradient = jax.jit(jax.grad(lambda s, x, f=function: jnp.sum(jnp.sin(f(s, x))), (0, 1)))
-        found.append(jax.tree.leaves(gradient(stack, x_BLD)))
-    for others in found[1:]:
-        for a, b in zip(found[0], others, strict=True):
+def test_exactly_the_named_activations_are_kept():
+    """Queries of width D and the MLP's columns beside each layer's input; a policy and a name."""
+    full, named, *both = (
+        kept("llama", recompute, L=256)[0]
+        for recompute in ("full", "query,mlp_up", "selective", "selective,attention_weights")
+    )
+    assert named - full == pytest.approx(LAYERS * (1 + ModelConfig(hidden_size=D).ffn / D))
+    assert both[1] - both[0] == pytest.approx(LAYERS * 4 * 256 / D)
+
+
+def test_every_name_is_an_activation_of_some_layer():
+    """The second arguments of all calls of `stored` are config.recompute's names."""
+    sources = [*ROOT.glob("maxmeg/**/*.py"), *ROOT.glob("kernels/*.py")]
+    calls = (
+        node
+        for path in sources
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("stored")
+    )
+    names = {arg.value for call in calls for arg in call.args[1:2] if isinstance(arg, ast.Constant)}
+    assert names == set(NAMES)
+
+
+# One repeat; a loop over two units of two layers, a leftover group of one repeat, an MTP layer.
+DEPTHS = {
+    "gpt": {"num_layers": 1},
+    "llama": {
+        "num_layers": 5,
+        "layers": "*(local,mlp attention,mlp)",
+        "attention.window": 9,
+        "mtp.num_layers": 1,
+    },
+}
+SCANS = {"gpt": [True], "llama": [True, False]}  # scan_layers
+UNITS = {"gpt": (1,), "llama": (2, 2, 1, 1)}  # layers of each unit that runs
+PRODUCTS = {"gpt": 8, "llama": 9}  # matrix products of a layer's forward, two of them attention's
+
+
+def gradient_program(kind: str, recompute: str, scan_layers: bool):
+    """(number of matrix products of the compiled gradient of the loss, the gradients)."""
+    config = with_fields(
+        ModelConfig(),
+        {
+            "vocab_size": 64,
+            "hidden_size": D,
+            "attention.num_heads": 4,
+            **KINDS[kind],
+            **DEPTHS[kind],
+        },
+    )
+    config.recompute, config.scan_layers = recompute, scan_layers
+    rng, shape = np.random.default_rng(0), (B, 32)
+    batch = Batch(
+        tokens=rng.integers(0, 64, shape),
+        targets=rng.integers(0, 64, shape),
+        positions=np.broadcast_to(np.arange(32), shape),
+        loss_mask=np.ones(shape),
+        rows=np.arange(B),
+        divisors=np.full(1 + config.mtp.num_layers, 64.0),
+        share=np.array(1.0),
+    )
+
+    @jax.jit
+    @jax.grad
+    def gradient(model, batch):
+        return loss_fn(model, batch, LANGUAGE_MODELLING, TrainConfig())[0]
+
+    model = LM(jax.random.key(0), config)
+    compiled = gradient.lower(model, jax.tree.map(jnp.asarray, batch)).compile()
+    instructions = hlo.parse(compiled.as_text()).instructions()
+    products = sum(runs for _, instruction, runs in instructions if instruction.opcode == "dot")
+    return products, jax.tree.leaves(compiled(model, jax.tree.map(jnp.asarray, batch)))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt"])
+def test_the_compiled_program_recomputes_and_gradients_are_the_same(kind):
+    """Selective: attention's two products of every layer again. Full: all but a unit's last."""
+    layers, per_layer = sum(UNITS[kind]), PRODUCTS[kind]
+    again = {
+        "minimal": 0,
+        "selective": 2 * layers,
+        "full": layers * per_layer - len(UNITS[kind]),
+    }
+    stored, expected = gradient_program(kind, "minimal", True)
+    others = [*itertools.product(["selective", "full"], SCANS[kind])]
+    for recompute, scan_layers in others:
+        products, gradients = gradient_program(kind, recompute, scan_layers)
+        assert products - stored == again[recompute], (recompute, scan_layers)
+        for a, b in zip(expected, gradients, strict=True):
             scale = np.abs(np.asarray(a)).max()
             assert np.abs(np.asarray(a) - np.asarray(b)).max() <= TOLERANCE * scale
 
@@ -89,7 +187,7 @@ def test_a_cache_is_the_same_with_and_without_the_loop():
     ctx = Context(jnp.broadcast_to(jnp.arange(8), (B, 8)), cache_offset=jnp.int32(0))
     found = []
     for scan_layers in (True, False):
-        _, stack, _ = run("llama", "none", scan_layers)
+        _, stack, _ = run("llama", "minimal", scan_layers)
         out = jax.jit(lambda s, x: s(x, ctx, s.init_cache(B, 12))[:2])
         found.append(out(stack, x_BLD))
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
@@ -100,7 +198,7 @@ def test_without_the_loop_backward_reads_no_stack_of_activations():
     """A loop's backward takes each layer's part out of arrays [LAYERS, ...]."""
     x_BLD = jax.ShapeDtypeStruct((B, 32, D), jnp.float32)
     for scan_layers in (True, False):
-        _, stack, function = run("llama", "none", scan_layers)
+        _, stack, function = run("llama", "minimal", scan_layers)
         pull = jax.eval_shape(lambda *a, f=function: jax.vjp(f, *a)[1], stack, x_BLD)
         parameters = {a.shape for a in jax.tree.leaves(stack)}
         stacked = [a for a in jax.tree.leaves(pull) if a.shape[:2] == (LAYERS, B)]

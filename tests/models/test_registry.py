@@ -13,7 +13,7 @@ from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from jax import lax
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.hf.families import bindings, differences, is_count, model_config
+from maxmeg.hf.families.read import bindings, differences, model_config
 from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
@@ -164,25 +164,24 @@ ACTIVE = {
 CUT = ("deepseek-v2-lite", "qwen3-30b-a3b")  # rounded down
 
 
-def num_parameters(model: LM, config: ModelConfig) -> tuple[int, int]:
-    """(all, those of routed experts); biases that take no part are no parameters."""
+def num_parameters(model: LM) -> tuple[int, int]:
+    """(all, those of routed experts)."""
     leaves = jax.tree_util.tree_leaves_with_path(model)
     sizes = {array_name(path): array.size for path, array in leaves}
-    unused = set() if config.router_bias else {name for name in sizes if is_count(name)}
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
-    return sum(size for name, size in sizes.items() if name not in unused), routed
+    return sum(sizes.values()), routed
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_architecture_has_its_parameters(name: str):
     config = architecture(name)
-    count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1), config)
+    count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1))
     ends = 2 * config.vocab_size * config.hidden_size
     longer = count
     if name in IN_FILES:
-        config.vocab_divisible_by, config.mtp_depths = 1, 1
+        config.vocab_divisible_by, config.mtp.num_layers = 1, 1
         model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
-        longer, _ = num_parameters(model, config)
+        longer, _ = num_parameters(model)
         assert longer + ends == IN_FILES[name]
     if name in PUBLISHED:
         assert count == PUBLISHED[name]
@@ -213,18 +212,18 @@ def test_tensors_of_quantized_files_have_as_many_bytes_as_published(name: str):
     tensors = {b.theirs: b.shape for b in bindings(model, family)}
     count = sum(stored_bytes(tensor, shape, method) for tensor, shape in tensors.items())
     copies = 2 * math.prod(tensors["lm_head.weight"])  # for each layer that predicts
-    assert count + 2 * copies * model.mtp_depths == QUANTIZED[name]
+    assert count + 2 * copies * model.mtp.num_layers == QUANTIZED[name]
 
 
 def test_every_architecture_with_experts_says_what_a_token_uses():
-    assert ACTIVE.keys() == {name for name in ARCHITECTURES if architecture(name).num_experts}
+    assert ACTIVE.keys() == {name for name in ARCHITECTURES if architecture(name).has("moe")}
 
 
 @pytest.mark.parametrize("name", ACTIVE)
 def test_a_token_uses_as_many_parameters_as_published(name: str):
     config, (number, unit, ends) = architecture(name), ACTIVE[name]
-    count, routed = num_parameters(abstract_model(name, vocab_divisible_by=1), config)
-    count -= routed * (config.num_experts - config.experts_per_token) // config.num_experts
+    count, routed = num_parameters(abstract_model(name, vocab_divisible_by=1))
+    count -= routed * (config.moe.num_experts - config.moe.top_k) // config.moe.num_experts
     count -= (2 - ends) * config.vocab_size * config.hidden_size
     rounded = math.floor if name in CUT else round
     assert rounded(count / unit) == number
@@ -258,7 +257,7 @@ def test_architecture_is_that_of_its_published_config(path):
     said = json.loads(path.read_text())
     said.pop("quantization_config", None)  # of the files, not of the model
     published = model_config(said)
-    published.mtp_depths = 0  # a choice of training
+    published.mtp.num_layers = 0  # a choice of training
     assert differences(architecture(path.stem), published) == []
     assert architecture(path.stem).init_std == pytest.approx(published.init_std)
 
@@ -266,21 +265,21 @@ def test_architecture_is_that_of_its_published_config(path):
 def small(name: str) -> ModelConfig:
     """The architecture with all its options and small sizes."""
     config = architecture(name)
-    groups = config.num_heads // config.kv_heads
+    groups = config.attention.num_heads // config.kv_heads
     config.vocab_size, config.vocab_divisible_by = VOCAB, 1
-    config.attention_global_every = min(config.attention_global_every, 2)
-    config.num_layers = 1 + config.layers_of_unit  # where kinds take turns, one of a second unit
-    config.hidden_size, config.num_heads, config.ffn_size = 64, 4, 96
-    config.num_kv_heads = {1: 4, 71: 1}.get(groups, 2)
-    config.head_dim = 12 if config.head_dim else 0
+    config.layers = config.layers.replace("5(local,mlp)", "local,mlp").replace("3(", "2(")
+    config.num_layers = {1: 2, 2: 3}.get(len(config.groups[0][0]), 3)  # units, and one cut short
+    config.hidden_size, config.attention.num_heads, config.mlp.ffn_size = 64, 4, 96
+    config.attention.num_kv_heads = {1: 4, 71: 1}.get(groups, 2)
+    config.attention.head_dim = 12 if config.attention.head_dim else 0
     config.max_position = LENGTH
-    config.attention_window = min(config.attention_window, 5)
+    config.attention.window = min(config.attention.window, 5)
     if config.embedding_scale != 1:
         config.embedding_scale = 8.0
-    if config.rotary_original_length:
-        config.rotary_original_length = FIRST - 1  # every row is longer
-    config.rotary_short_factors = config.rotary_short_factors[: config.head_size // 2]
-    config.rotary_long_factors = config.rotary_long_factors[: config.head_size // 2]
+    if config.rotary.original_length:
+        config.rotary.original_length = FIRST - 1  # every row is longer
+    config.rotary.short_factors = config.rotary.short_factors[: config.head_size // 2]
+    config.rotary.long_factors = config.rotary.long_factors[: config.head_size // 2]
     return config
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.attention import Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import Operands, ScoreSpec, attention
 
 UNSEEN = -1e30  # log-sum-exp of a query that sees nothing
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")

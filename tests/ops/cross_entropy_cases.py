@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy
+from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy
 
 NAMES = ("loss", "losses", "dh", "dw")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}  # of the norm

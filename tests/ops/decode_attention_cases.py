@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.attention import ScoreSpec
-from maxmeg.ops.decode_attention import PagedCache, decode_attention
+from maxmeg.ops.attention.call import ScoreSpec
+from maxmeg.ops.decode_attention.call import PagedCache, decode_attention
 
 UNSEEN = -1e30  # log-sum-exp of a query that sees nothing
 TOLERANCE = {"float32": 1e-5, "float16": 3e-3, "bfloat16": 2e-2}  # of the norm

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.grouped_matmul import grouped_matmul
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 
 NAMES = ("y", "dx", "dw")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the norm

@@ -19,10 +19,10 @@ from ops.attention_cases import (
     run,
 )
 
-import maxmeg.ops.attention as module
-import maxmeg.ops.attention_xla as xla
+import maxmeg.ops.attention.call as module
+import maxmeg.ops.attention.xla as xla
 from maxmeg.ops import backend as choice
-from maxmeg.ops.attention import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import AttentionDropout, Operands, ScoreSpec, attention
 from maxmeg.ops.backend import Device
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2

@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 from ops.attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
 
-import maxmeg.ops.attention as module
-import maxmeg.ops.attention_cudnn as cudnn
-import maxmeg.ops.attention_xla as xla
+import maxmeg.ops.attention.call as module
+import maxmeg.ops.attention.cudnn as cudnn
+import maxmeg.ops.attention.xla as xla
 from maxmeg.ops import backend as choice
-from maxmeg.ops.attention import Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import Operands, ScoreSpec, attention
 from maxmeg.ops.backend import Device
 
 AMPERE, HOPPER, BLACKWELL = (Device("cuda", (major, 0)) for major in (8, 9, 10))
@@ -114,8 +114,8 @@ def test_what_is_not_refused_lowers_for_cuda(name, monkeypatch):
     """jax's own checks, as on a Hopper, and cuDNN's call with our mask, window and scale."""
     (K, V), (L, M), spec = LOWERED[name]
     monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 92800)
-    monkeypatch.setattr(cudnn.fused, "check_compute_capability", lambda wanted: wanted == "9.0")
-    monkeypatch.setattr(choice, "target_device", lambda: HOPPER)
+    for user in (choice, cudnn):
+        monkeypatch.setattr(user, "target_device", lambda: HOPPER)
     shapes = ((2, L, 4, K), (2, M, 2, K), (2, M, 2, V))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 

@@ -14,12 +14,14 @@ import pytest
 from attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
 from maxmeg.kernels.intervals import FlashSpec, visible_intervals
 
-import maxmeg.ops.attention as module
-from maxmeg.ops import attention_mosaic, backend
-from maxmeg.ops.attention_flash import flash
-from maxmeg.ops.attention_spec import AttentionDropout, Operands, ScoreSpec
+import maxmeg.ops.attention.call as module
+from maxmeg.config.recompute import POLICIES
+from maxmeg.ops import backend
+from maxmeg.ops.attention import mosaic as attention_mosaic
+from maxmeg.ops.attention.flash import flash
+from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.backend import Device
-from maxmeg.parallel.collectives import stores, stores_attention
+from maxmeg.parallel.collectives import keeps
 
 HOPPER = Device("cuda", (9, 0))
 # Masks, documents, sinks, lengths and offsets; the heads' sizes are the kernels' own concern.
@@ -145,14 +147,15 @@ def test_named_mosaic_says_why_it_cannot_run(reason, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("policy", [stores_attention, stores])
-def test_recompute_none_runs_the_kernel_once_and_selective_again(policy):
+@pytest.mark.parametrize("recompute", ["minimal", "selective"])
+def test_recompute_minimal_runs_the_kernel_once_and_selective_again(recompute):
     q, k = (jax.ShapeDtypeStruct((1, 128, heads, 64), jnp.bfloat16) for heads in (4, 2))
 
     def loss(*qkv):
         attend = functools.partial(attention_mosaic.attend, spec=ScoreSpec(), operands=Operands())
-        return jnp.sum(jax.checkpoint(attend, policy=policy)(*qkv)[0].astype(jnp.float32))
+        attend = jax.checkpoint(attend, policy=keeps(POLICIES[recompute]))
+        return jnp.sum(attend(*qkv)[0].astype(jnp.float32))
 
     text = str(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k))
     assert text.count("flash_key_gradients") == 1
-    assert (text.count("flash_forward") == 1) == (policy is stores_attention)
+    assert (text.count("flash_forward") == 1) == (recompute == "minimal")

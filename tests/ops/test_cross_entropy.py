@@ -11,12 +11,12 @@ import pytest
 from ops.cross_entropy_cases import CASES, TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as dispatch
-import maxmeg.ops.cross_entropy as module
-import maxmeg.ops.cross_entropy_tiled as tiled
+import maxmeg.ops.cross_entropy.call as module
+import maxmeg.ops.cross_entropy.tiled as tiled
 from maxmeg.config.schema import ParallelConfig
 from maxmeg.config.validate import axis_sizes
 from maxmeg.ops.backend import Device
-from maxmeg.ops.cross_entropy import CrossEntropySpec, linear_cross_entropy
+from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy
 from maxmeg.parallel.collectives import VOCAB_AXES
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.spmd import spmd

@@ -13,9 +13,9 @@ import pytest
 from ops.cross_entropy_cases import CASES, TOLERANCE, Case, arrays_of, error, expected, run
 from ops.test_cross_entropy import over_vocabulary
 
-import maxmeg.ops.cross_entropy_mosaic as mosaic
+import maxmeg.ops.cross_entropy.mosaic as mosaic
 from maxmeg.ops.backend import Device
-from maxmeg.ops.cross_entropy import CrossEntropySpec
+from maxmeg.ops.cross_entropy.call import CrossEntropySpec
 
 
 @dataclasses.dataclass(frozen=True)

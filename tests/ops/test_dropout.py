@@ -83,7 +83,7 @@ def test_a_part_of_a_vector_has_its_part_of_the_bits():
     np.testing.assert_array_equal(bits(first=3)[..., :-3], bits()[..., 3:])
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from([1, 4]), st.sampled_from([2, 8]), st.randoms())
 def test_a_shard_is_a_slice_of_the_whole(row_shards, length_shards, random):
     rows, length = SHAPE[0] // row_shards, SHAPE[1] // length_shards

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, run, tolerance
 
-import maxmeg.ops.grouped_matmul as module
+import maxmeg.ops.experts.grouped_matmul as module
 from maxmeg.ops import backend as choice
 from maxmeg.ops.backend import Device
-from maxmeg.ops.grouped_matmul import FP8_MAX, grouped_matmul, quantize
+from maxmeg.ops.experts.grouped_matmul import FP8_MAX, grouped_matmul, quantize
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 HALF_STEP = 2.0**-4  # of float8_e4m3fn, relative

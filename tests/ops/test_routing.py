@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.ops.routing import (
+from maxmeg.ops.experts.routing import (
     RoutingSpec,
     Score,
     all_scores,

@@ -1,22 +1,49 @@
-"""The optimizer against formulas in NumPy, and who is decayed."""
+"""The optimizer against formulas in NumPy, and which parameters have weight decay."""
+
+import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from maxmeg.config.model import ModelConfig, Norm, QkNorm
-from maxmeg.config.schema import OptimConfig, Optimizer
-from maxmeg.models.lm import LM
-from maxmeg.optim.build import NO_DECAY, clip, make_optimizer
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.schema import Config, LoraConfig, OptimConfig, Optimizer
+from maxmeg.config.setting import with_fields
+from maxmeg.models.lm import language_model
+from maxmeg.optim.build import clip, decays, make_optimizer
+from maxmeg.parallel.rules import is_variable
 from maxmeg.state import array_name
 
+GOLDEN = Path(__file__).parents[1] / "golden"  # parameters of one architecture per family
+# Megatron-LM's rule, written down for every kind of parameter by the last two parts of its name:
+# no decay where it is a vector (per layer, and per expert) or a bias.
+DECAYED = """
+    embedding.table positions.table output.table projection.weight lora.a lora.b
+    query.weight key.weight value.weight up.weight gate.weight out.weight
+    query_down.weight query_up.weight kv_down.weight key_up.weight value_up.weight
+    experts.up experts.gate experts.out moe.router shared_gate.weight
+    latent_up.weight latent_down.weight
+"""
+EXEMPT = """
+    norm.weight norm.bias post_norm.weight final_norm.weight final_norm.bias
+    attention.weight attention.bias mlp.weight mlp.bias
+    query_norm.weight key_norm.weight kv_norm.weight embedding_norm.weight hidden_norm.weight
+    query.bias key.bias value.bias out.bias up.bias attention.sinks
+    experts.up_bias experts.gate_bias experts.out_bias moe.logit_bias moe.bias
+"""  # attention.weight, mlp.weight: the two norms of a parallel block
+
 RATES = {"learning_rate": 0.1, "weight_decay": 0.5}
-TREE = {"weight": jnp.array([1.0, -2.0]), "norm": {"weight": jnp.array([3.0])}}
+TREE = {
+    "weight": nnx.Param(jnp.array([[1.0, -2.0]]), axes=("embed", "mlp")),
+    "sinks": nnx.Param(jnp.array([3.0]), axes=("heads",)),
+}
 
 
-def steps(config: OptimConfig, gradients: list[dict]) -> dict:
+def steps(config: OptimConfig, gradients: list[dict]) -> typing.Any:
     optimizer = make_optimizer(config)
     tree, state = TREE, optimizer.init(TREE)
     for gradient in gradients:
@@ -30,33 +57,49 @@ def test_updates_are_the_formula(optimizer):
     config = OptimConfig(optimizer=optimizer, beta1=0.8, beta2=0.9, eps=1e-3, momentum=0.7)
     rng = np.random.default_rng(0)
     gradients = [
-        {"weight": rng.normal(size=2), "norm": {"weight": rng.normal(size=1)}} for _ in range(3)
+        jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)), TREE) for _ in range(3)
     ]
-    found = steps(config, jax.tree.map(jnp.asarray, gradients))
-    for read, decay in ((lambda t: t["weight"], 0.5), (lambda t: t["norm"]["weight"], 0.0)):
-        p, m, v = np.asarray(read(TREE)), 0.0, 0.0
+    found = steps(config, gradients)
+    for name, decay in (("weight", 0.5), ("sinks", 0.0)):
+        p, m, v = np.asarray(TREE[name][...]), 0.0, 0.0
         for t, tree in enumerate(gradients, start=1):
-            g = read(tree)
+            g = np.asarray(tree[name][...])
             if optimizer is Optimizer.adamw:
                 m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
                 u = (m / (1 - 0.8**t)) / (np.sqrt(v / (1 - 0.9**t)) + 1e-3)
             else:
                 u = m = 0.7 * m + g
             p = p - 0.1 * (u + decay * p)
-        np.testing.assert_allclose(read(found), p, rtol=1e-5)
+        np.testing.assert_allclose(found[name][...], p, rtol=1e-5)
 
 
-def test_norms_and_biases_alone_are_not_decayed():
-    config = ModelConfig(
-        vocab_size=8, norm=Norm.layernorm, bias_qkv=True, bias_mlp=True, qk_norm=QkNorm.head
+def parameters():
+    """(name, variable) of every parameter of all families, and of what none of them has."""
+    for file in sorted(GOLDEN.glob("*.txt")):
+        for line in file.read_text().splitlines():
+            name, _, axes = line.split()
+            yield name, nnx.Param(None, axes=tuple(axes.split(",")))
+    model = with_fields(
+        ModelConfig(),
+        {
+            "vocab_size": 8,
+            "mtp.num_layers": 1,
+            "layers": "*(attention,moe)",
+            "moe.num_experts": 2,
+            "moe.latent_size": 8,
+        },
     )
-    model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(model)]
-    kept = {array_name(p) for p in paths if NO_DECAY.search(jax.tree_util.keystr(p))}
-    assert kept == {
-        name for name in map(array_name, paths) if "norm" in name or name.endswith(".bias")
-    }
-    assert {"embedding.table", "output.table"} <= set(map(array_name, paths)) - kept
+    config = Config(model=model, lora=LoraConfig(rank=2))
+    abstract = jax.eval_shape(lambda key: language_model(key, config), jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable)
+    yield from ((array_name(path), variable) for path, variable in leaves)
+
+
+def test_matrices_are_decayed_and_vectors_are_not():
+    kinds = {True: set(), False: set()}
+    for name, variable in parameters():
+        kinds[decays(variable)].add(".".join(name.split(".")[-2:]))
+    assert kinds == {True: set(DECAYED.split()), False: set(EXEMPT.split())}
 
 
 @pytest.mark.parametrize(("limit", "factor"), [(0.0, 1.0), (10.0, 1.0), (1.0, 1 / (5 + 1e-6))])

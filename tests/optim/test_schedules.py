@@ -1,10 +1,17 @@
-"""Schedules against Megatron-LM's numbers and against a step-by-step walk."""
+"""Schedules against Megatron-LM's numbers, against a step-by-step walk, and across a resume."""
+
+import json
+from pathlib import Path
 
 import pytest
 
+from maxmeg.config import files
+from maxmeg.config.data import DataOrder
+from maxmeg.config.flags import parse
 from maxmeg.config.schema import Config, LrDecay, OptimConfig, WeightDecayRamp, WsdDecay
-from maxmeg.optim.schedules import Schedules, learning_rate_at, weight_decay_at
+from maxmeg.optim.schedules import Origin, Schedules, learning_rate_at, weight_decay_at
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 REL = 1e-9
 RAMPUPS = [
     ((16, 8, 300000), 1024),
@@ -26,6 +33,29 @@ def run(**settings):
         section, name = path.split("__")
         setattr(getattr(config, section), name, value)
     return config
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "warmup"),
+    [("gpt.py", 400, 20), ("gpt.py:gpt2-124m", 100_000, 2000), ("finetune.py:{folder}", 100, 10)],
+)
+def test_warm_up_of_the_configs_shrinks_with_the_run(name, steps, warmup, tmp_path):
+    """A smoke run of 1 step works with each; a run of the usual length has the usual warm-up."""
+    files.save(Config(), tmp_path / "config.yaml")
+    config_file = CONFIGS / name.format(folder=tmp_path)
+
+    def schedules(*flags):
+        config, _ = parse(["train", f"--config={config_file}", *flags])
+        return Schedules(config)
+
+    whole = schedules()
+    assert whole.num_steps == steps
+    assert whole.step_at(whole.warmup_samples) == warmup
+    for num_steps in (1, 2, 10):
+        short = schedules(f"--config.train.num_steps={num_steps}")
+        assert 0 <= short.warmup_samples < short.decay_samples
+    chosen = schedules("--config.optim.warmup_steps=3")
+    assert chosen.step_at(chosen.warmup_samples) == 3
 
 
 @pytest.mark.parametrize(
@@ -164,7 +194,11 @@ def test_schedule_may_skip_an_entry_that_one_batch_passes():
         ({"train__global_batch_size": 0}, "at least 1"),
         ({"train__global_batch_size": 30}, "choose 28 or 32"),
         ({"optim__warmup_steps": 5, "optim__warmup_samples": 5}, "one of the two"),
-        ({"optim__warmup_steps": 100}, "shorten optim.warmup_steps"),
+        ({"optim__warmup_steps": 100}, r"optim.warmup_steps=100 >= train.num_steps=100: warm-up"),
+        (
+            {"optim__warmup_samples": 999, "optim__decay_steps": 20},
+            r"warmup_samples=999 >= optim.decay_steps=20 \(999 >= 640 samples\)",
+        ),
         ({"optim__decay": LrDecay.wsd}, "wsd needs a length"),
         ({"optim__wsd_decay_steps": 3}, "no other shape"),
         ({"optim__weight_decay_end": 0.5}, "choose a ramp"),
@@ -182,3 +216,80 @@ def test_schedule_may_skip_an_entry_that_one_batch_passes():
 def test_contradictions_are_named(settings, message):
     with pytest.raises(ValueError, match=message):
         Schedules(run(**settings), batch_multiple=4)
+
+
+def resumed(config, step, before):
+    """Schedules of a run that resumes the checkpoint which a run with `before` saved at `step`."""
+    metadata = json.loads(json.dumps(before.progress(step)))
+    return Schedules(config, 1, Origin.of_checkpoint(step, metadata))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optim__warmup_steps": 10},
+        {"train__batch_rampup": (8, 8, 900), "optim__warmup_steps": 10},
+        {"train__batch_schedule": "0:8 100K:24 300K:32", "optim__decay_steps": 80},
+    ],
+)
+def test_a_resume_without_changes_changes_nothing(settings):
+    config = run(**settings)
+    whole = Schedules(config)
+    for first, second in ((1, 2), (9, 10), (37, 64), (50, 99), (100, 100)):
+        again = resumed(config, second, resumed(config, first, whole))
+        for step in range(110):
+            for value in ("batch_size", "consumed_samples", "learning_rate", "weight_decay"):
+                assert getattr(again, value)(step) == getattr(whole, value)(step)
+            assert again.evaluation_start(step) == whole.evaluation_start(step)
+        assert again.progress(99) == whole.progress(99)
+
+
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_steps_before_a_resume_count_with_the_batch_size_that_they_had(size):
+    """100 steps, the first 50 of 8 samples: a warm-up that is over stays where it was."""
+    config = run(train__global_batch_size=8, optim__warmup_steps=10, train__eval_every=20)
+    config.train.eval_steps = 3
+    before = Schedules(config)
+    config.train.global_batch_size = size
+    after = resumed(config, 50, before)
+    assert after.batch_sizes == (size,)
+    assert [after.consumed_samples(step) for step in (10, 50, 60)] == [80, 400, 400 + 10 * size]
+    assert after.warmup_samples == before.warmup_samples == 80
+    assert after.decay_samples == after.total_samples == 400 + 50 * size
+    assert after.learning_rate(100) == pytest.approx(config.optim.min_lr)
+    assert after.step_at(400 + size) == 51 and after.step_at(400) == 50
+    # Validations after steps 19 and 39 read 24 samples each; those to come read 3 x size.
+    assert [after.evaluation_start(step) for step in (59, 79)] == [48, 48 + 3 * size]
+    config.optim.decay_samples = 800
+    moved = resumed(config, 50, before)
+    assert moved.learning_rate(50) == before.learning_rate(50)  # lengths in samples never move
+
+
+def test_a_ramp_up_and_a_schedule_by_tokens_continue_from_the_consumed_samples():
+    before = Schedules(run(train__global_batch_size=8))
+    ramp = run(train__batch_rampup=(8, 8, 900), train__global_batch_size=32)
+    after = resumed(ramp, 50, before)
+    step, consumed = 50, 400
+    while consumed < 1500:
+        assert after.extent(step) == (consumed, rampup_size(consumed, (8, 8, 900), 32))
+        step, consumed = step + 1, consumed + after.batch_size(step)
+    tokens = run(train__batch_schedule="0:8 90K:16 200K:32", data__sequence_length=256)
+    after = resumed(tokens, 50, before)  # 351 and 781 samples
+    assert [after.extent(step) for step in (49, 50, 74)] == [(392, 8), (400, 16), (784, 32)]
+
+
+def test_validation_continues_where_other_settings_left_it():
+    config = run(train__eval_every=10, train__eval_steps=2)
+    first = Schedules(config)
+    assert [first.evaluation_start(step) for step in (9, 19, 25)] == [0, 64, 128]
+    config.train.eval_every, config.train.eval_steps = 25, 5
+    second = resumed(config, 30, first)  # three validations of 64 samples, after steps 9, 19, 29
+    assert [second.evaluation_start(step) for step in (49, 74)] == [192, 352]
+    config.data.order = DataOrder.native
+    assert resumed(config, 30, first).evaluation_start(74) == 0
+
+
+def test_a_checkpoint_without_its_batch_sizes_had_equal_ones():
+    origin = Origin.of_checkpoint(50, {"consumed_samples": 405})
+    after = Schedules(run(train__global_batch_size=8), 1, origin)
+    assert [after.consumed_samples(step) for step in (10, 50, 51)] == [80, 405, 413]

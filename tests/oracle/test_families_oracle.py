@@ -17,8 +17,10 @@ from hf_cases import VOCAB, families, old, sparse
 from safetensors.numpy import load_file, save_file
 
 from maxmeg.config.model import ModelConfig, Norm
-from maxmeg.hf import tables
-from maxmeg.hf.families import (
+from maxmeg.config.setting import get, walk, with_fields
+from maxmeg.hf.families import tables
+from maxmeg.hf.families.keys import Key
+from maxmeg.hf.families.read import (
     FAMILIES,
     architecture,
     array_shapes,
@@ -26,11 +28,10 @@ from maxmeg.hf.families import (
     canonical_names,
     differences,
     hf_config,
-    is_count,
+    is_exact,
     model_config,
     unused_arrays,
 )
-from maxmeg.hf.keys import Key
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
@@ -46,11 +47,11 @@ class RotaryDim:
     """Dimensions of each head that rotate, in pairs."""
 
     def read(self, keys, found):
-        size = found["hidden_size"] // found["num_heads"]
-        found["rotary_fraction"] = keys.take("rotary_dim", 64) / size
+        size = found["hidden_size"] // found["attention.num_heads"]
+        found["rotary.fraction"] = keys.take("rotary_dim", 64) / size
 
     def write(self, model: ModelConfig):
-        return {"rotary_dim": round(model.rotary_fraction * model.head_size)}
+        return {"rotary_dim": round(model.rotary.fraction * model.head_size)}
 
 
 # Its output has a bias, which ours lacks; the only one that rotates pairs, in a parallel block.
@@ -69,8 +70,8 @@ GPTJ = dataclasses.replace(
         "attention.norm": "ln_1",
     },
     constants={
-        **{"norm": Norm.layernorm, "rotary_interleaved": True, "parallel_block": True},
-        "bias_mlp": True,
+        **{"norm": Norm.layernorm, "rotary.interleaved": True, "parallel": True},
+        "mlp.bias": True,
     },
     outputs_first=True,
 )
@@ -173,7 +174,7 @@ def saved_gradients(theirs, folder) -> dict[str, np.ndarray]:
 def assert_same_gradients(ours, theirs, model: ModelConfig, family: str, folder):
     """Of every tensor of theirs after its backward; its own weights are lost."""
     truth = saved_gradients(theirs, folder)
-    counted = {b.theirs for b in bindings(model, family) if is_count(b.ours[0].name)}
+    counted = {b.theirs for b in bindings(model, family) if is_exact(b.ours[0].name)}
     for tensor, gradient in exported(ours, model, family).items():
         wanted = truth.pop(tensor)  # what is counted has no gradient there
         assert tensor in counted or close(gradient, wanted, GRADIENTS, FLOOR), tensor
@@ -185,7 +186,7 @@ def test_family(name, tmp_path, heard):
     family = CASES[name][0]
     theirs, config = saved(name, tmp_path)
     heard.clear()
-    model = dataclasses.replace(model_config(config), router_aux_loss=0.0)  # of the loss below
+    model = with_fields(model_config(config), {"moe.aux_loss": 0.0})  # of the loss below
     tensors = load_file(tmp_path / "model.safetensors")
     known = canonical_names(tensors, family)
     assert all(name == known[name] for name in tensors)
@@ -237,8 +238,8 @@ def test_what_a_file_lacks_is_what_their_class_says(family):
     bare = model_config({"architectures": [family], **needed})
     full = model_config(told)
     assert not differences(bare, full)
-    free = [name for name in vars(bare) if name.startswith(("dropout", "init_std"))]
-    assert [getattr(bare, name) for name in free] == [getattr(full, name) for name in free]
+    free = [path for path, _, _ in walk(bare) if "dropout" in path or path == "init_std"]
+    assert [get(bare, path) for path in free] == [get(full, path) for path in free]
 
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)

@@ -17,7 +17,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.hf import convert
-from maxmeg.hf.fp8 import Fp8Weights
+from maxmeg.hf.formats.quantized import Fp8Weights
 
 BLOCKS = {(4, 8): (16, 32), (128, 128): (256, 384), (1, 32): (3, 64)}  # of a matrix
 AS_TORCH = {E4M3: torch.float8_e4m3fn, POWERS: torch.float8_e8m0fnu, BF16: torch.bfloat16}

@@ -1,9 +1,9 @@
 """Greedy text is that of Hugging Face's generate, of every family and for prompts of different
 lengths at once.
 
-Not so where a rotation depends on the length of the text: there (`dynamic`, `longrope`) theirs
-takes the longest row's for all of a batch, ours each row's own; and when a text of Phi-3 grows past
-its original length, theirs encodes it anew and ours goes on with the keys it has.
+Where a rotation depends on the length of the text (`dynamic`, `longrope`), theirs takes that of the
+longest row for all of a batch, ours that of each row: there each prompt is continued alone. Texts
+of `longrope` grow past the original length, where theirs is right without a cache only.
 """
 
 import json
@@ -20,15 +20,15 @@ from hf_cases import VOCAB, gated, longrope
 from safetensors.numpy import load_file
 from test_families_oracle import CASES, imported, saved
 
-from maxmeg.data.chat import ChatTemplate, load_chat_template
-from maxmeg.data.tokenizers import load_tokenizer
-from maxmeg.hf.families import model_config
-from maxmeg.inference.decode import Request, generate, pad
+from maxmeg.config.model import ModelConfig
+from maxmeg.data.chat.template import ChatTemplate, load_chat_template
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.hf.families.read import model_config
+from maxmeg.inference.decode import Request, generate, pad, rotary_switch
 from maxmeg.inference.sampling import Sampling
 
 COUNT = 32
 LENGTHS = (8, 3, 5)
-LONGER = {"phi 3": (20, 17, 18)}  # than the original length, from the first token on
 SETTLED = {**longrope(8), "original_max_position_embeddings": 64}  # longer than every text
 ELSEWHERE = ("gpt j", "qwen 2 moe", "glm 4 moe", "deepseek v2")  # differ not in what is decoded
 MORE = {"longrope": ("LlamaForCausalLM", {**gated(), "rope_parameters": SETTLED})}
@@ -47,7 +47,7 @@ def enlivened(model, folder):
     model.save_pretrained(folder)
 
 
-def theirs_greedy(model, prompts) -> np.ndarray:
+def theirs_greedy(model, prompts, use_cache: bool = True) -> np.ndarray:
     """Tokens after prompts that are padded on the left."""
     longest = max(map(len, prompts))
     ids, mask = np.zeros((2, len(prompts), longest), np.int64)
@@ -60,14 +60,15 @@ def theirs_greedy(model, prompts) -> np.ndarray:
         attention_mask=torch.tensor(mask),
         max_new_tokens=COUNT,
         do_sample=False,
+        use_cache=use_cache,
         pad_token_id=0,
     )
     return found[:, longest:].numpy()
 
 
-def ours_greedy(model, prompts) -> np.ndarray:
-    request = Request(COUNT, Sampling(temperature=0))
-    run = jax.jit(lambda model, prompts, key: generate(model, prompts, key, request)[0])
+def ours_greedy(model, config: ModelConfig, prompts) -> np.ndarray:
+    request, switch = Request(COUNT, Sampling(temperature=0)), rotary_switch(config)
+    run = jax.jit(lambda model, prompts, key: generate(model, prompts, key, request, switch)[0])
     padded = pad(prompts, range(len(prompts)), len(prompts))
     return np.asarray(run(model, padded, jax.random.key(0)))
 
@@ -79,13 +80,15 @@ def test_greedy_text(name, tmp_path, monkeypatch):
     theirs, config = saved(name, tmp_path)
     enlivened(theirs, tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    ours = imported(tensors, model_config(config), CASES[name][0])
+    settings = model_config(config)
+    ours = imported(tensors, settings, CASES[name][0])
     rng = np.random.default_rng(0)
-    lengths = LONGER.get(name, LENGTHS)
-    prompts = [rng.integers(0, VOCAB, length) for length in lengths]
-    found = ours_greedy(ours, prompts)
-    if config.get("rope_parameters", {}).get("rope_type") == "dynamic":
-        wanted = np.concatenate([theirs_greedy(theirs, [prompt]) for prompt in prompts])
+    prompts = [rng.integers(0, VOCAB, length) for length in LENGTHS]
+    found = ours_greedy(ours, settings, prompts)
+    kind = config.get("rope_parameters", {}).get("rope_type")
+    if kind in ("dynamic", "longrope"):
+        use_cache = kind == "dynamic"
+        wanted = np.concatenate([theirs_greedy(theirs, [prompt], use_cache) for prompt in prompts])
     else:
         wanted = theirs_greedy(theirs, prompts)
     np.testing.assert_array_equal(found, wanted)

@@ -11,9 +11,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its imports say of optional packages
     from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-from maxmeg.data.image_text import image_bytes
 from maxmeg.data.image_text_command import Pairs, write_pairs
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.samples.image_text import image_bytes
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
 LENGTH, EOD = 6, 256

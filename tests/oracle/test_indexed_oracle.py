@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from maxmeg.data.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
-from maxmeg.data.merge import merge
+from maxmeg.data.corpus.indexed import DTYPES, IndexedDataset, IndexedWriter, token_dtype
+from maxmeg.data.prepare.merge import merge
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of accelerators that are not there

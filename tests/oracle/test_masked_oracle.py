@@ -23,12 +23,12 @@ with warnings.catch_warnings():
         T5MaskedWordPieceDatasetConfig,
     )
 
-from maxmeg.data.bert import BertDataset
-from maxmeg.data.blending import BlendedDataset, member_sizes, normalized
-from maxmeg.data.indexed import IndexedDataset, IndexedWriter
-from maxmeg.data.masking import Masking, Vocabulary
-from maxmeg.data.sentences import SentenceOrder, SentenceSamples
-from maxmeg.data.t5 import T5Dataset
+from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
+from maxmeg.data.masked.bert import BertDataset
+from maxmeg.data.masked.masking import Masking, Vocabulary
+from maxmeg.data.masked.sentences import SentenceOrder, SentenceSamples
+from maxmeg.data.masked.t5 import T5Dataset
+from maxmeg.data.samples.blending import BlendedDataset, member_sizes, normalized
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
 SIZE, CLS, SEP, MASK, BOS, EOS = 300, 1, 2, 3, 4, 5

@@ -19,11 +19,13 @@ from maxmeg import convert
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
-from maxmeg.config.model import ModelConfig, QkNorm
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.hf.megatron import import_megatron
-from maxmeg.hf.torch_dist import TorchDistReader, UnsafePickleError
+from maxmeg.config.setting import with_fields
 from maxmeg.inference.load import load_run
+from maxmeg.megatron.convert import import_megatron
+from maxmeg.megatron.torch_dist import TorchDistReader, UnsafePickleError
 from maxmeg.state import CHECKPOINTS
 
 LOGITS = 1e-4  # largest error over the scale of the logits
@@ -82,7 +84,16 @@ def test_uneven_parts_over_ranks_give_the_logits_of_transformers(kind: str, tmp_
     assert np.abs(found - expected).max() <= LOGITS * np.abs(expected).max()
 
 
-SMALL = ModelConfig(num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, ffn_size=12)
+SMALL = with_fields(
+    ModelConfig(),
+    {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "attention.num_heads": 2,
+        "attention.num_kv_heads": 1,
+        "mlp.ffn_size": 12,
+    },
+)
 
 
 def small_tensors() -> dict[str, torch.Tensor]:
@@ -103,7 +114,7 @@ def small_tensors() -> dict[str, torch.Tensor]:
 
 
 def small_config(**fields) -> Config:
-    config = Config(model=ModelConfig(**{**vars(SMALL), "vocab_size": 10, **fields}))
+    config = Config(model=with_fields(ModelConfig(), {**vars(SMALL), "vocab_size": 10, **fields}))
     config.data.tokenizer = "null:10"
     return config
 
@@ -172,11 +183,11 @@ def test_damage_is_named_and_nothing_is_left(damage, message, written: Path, tmp
 
 MISFITS = [
     ({"num_layers": 2}, r"decoder.layers.1.mlp.linear_fc2.weight \[8, 12\] is missing"),
-    ({"ffn_size": 16}, r"linear_fc1.weight is \[24, 8\], the model needs \[32, 8\]"),
+    ({"mlp.ffn_size": 16}, r"linear_fc1.weight is \[24, 8\], the model needs \[32, 8\]"),
     ({"tied": True}, "output_layer.weight .* has no place in this model"),
-    ({"qk_norm": QkNorm.head}, "q_layernorm.weight .* is missing"),
+    ({"attention.qk_norm": QkNorm.head}, "q_layernorm.weight .* is missing"),
     ({"vocab_size": 17}, "word_embeddings.weight has 16 words, the model 17"),
-    ({"num_kv_heads": 2}, r"linear_qkv.weight is \[16, 8\], the model needs \[24, 8\]"),
+    ({"attention.num_kv_heads": 2}, r"linear_qkv.weight is \[16, 8\], the model needs \[24, 8\]"),
 ]
 
 

@@ -11,10 +11,13 @@ from transformers.cache_utils import DynamicCache
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
-from maxmeg.config.model import ModelConfig, RotaryScaling
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.layers.mla import Mla
-from maxmeg.models.lm import layer_spec
+from maxmeg.models.mixers import MIXERS
 
 TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
 B, L, D, H, K, N, V, R, QUERY = 2, 24, 32, 4, 12, 8, 10, 16, 20
@@ -55,26 +58,30 @@ def amplified(scale: float) -> float:
 
 def settings(fields: dict) -> ModelConfig:
     """The ModelConfig of the same layer; YaRN's scales are of the scores and of cos and sin."""
-    config = ModelConfig(
-        hidden_size=D,
-        num_heads=H,
-        head_dim=K,
-        mla_kv_rank=R,
-        mla_query_rank=fields["q_lora_rank"] or 0,
-        mla_rotary_size=N,
-        mla_value_size=V,
-        mla_norm_eps=1e-6,
-        rotary_interleaved=fields.get("rope_interleave", True),
-        bias_qkv=fields.get("attention_bias", False),
-        bias_attention_out=fields.get("attention_bias", False),
+    config = with_fields(
+        ModelConfig(),
+        {
+            "hidden_size": D,
+            "attention.num_heads": H,
+            "attention.head_dim": K,
+            "layers": "*(mla,mlp)",
+            "mla.kv_rank": R,
+            "mla.query_rank": fields["q_lora_rank"] or 0,
+            "mla.rotary_size": N,
+            "mla.value_size": V,
+            "mla.norm_eps": 1e-6,
+            "rotary.interleaved": fields.get("rope_interleave", True),
+            "attention.bias_qkv": fields.get("attention_bias", False),
+            "attention.bias_out": fields.get("attention_bias", False),
+        },
     )
     if "rope_parameters" in fields:
         scale, all_dim = (fields["rope_parameters"][name] for name in ("mscale", "mscale_all_dim"))
-        config.rotary_scaling = RotaryScaling.yarn
-        config.rotary_factor, config.rotary_original_length = FACTOR, ORIGINAL
-        config.rotary_low, config.rotary_high = 1.0, 32.0
-        config.rotary_attention_factor = amplified(scale) / amplified(all_dim)
-        config.attention_scale = (K + N) ** -0.5 * amplified(all_dim) ** 2
+        config.rotary.scaling = RotaryScaling.yarn
+        config.rotary.factor, config.rotary.original_length = FACTOR, ORIGINAL
+        config.rotary.low, config.rotary.high = 1.0, 32.0
+        config.rotary.attention_factor = amplified(scale) / amplified(all_dim)
+        config.attention.scale = (K + N) ** -0.5 * amplified(all_dim) ** 2
     return config
 
 
@@ -130,7 +137,7 @@ def as_ours(layer, arrays: dict[str, np.ndarray]) -> Mla:
 
 
 def our_layer(fields: dict, arrays: dict) -> Mla:
-    spec = layer_spec(settings(fields), local=False)[0].mixers[0]
+    spec = MIXERS["mla"](settings(fields), ParallelConfig())
     return as_ours(Mla(jax.random.key(0), spec), arrays)
 
 

@@ -15,8 +15,10 @@ from megatron_further import FACTOR, FFN, HEADS, HIDDEN, PADDED
 
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import LossReduction, TrainConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.models.lm import LM
-from maxmeg.models.mtp import SHIFTED, shifted
+from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
+from maxmeg.parallel.batch import Batch
 from maxmeg.state import array_name, to_arrays
 from maxmeg.step import complete, loss_fn
 
@@ -24,6 +26,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its imports say of optional packages
     from megatron.core.transformer.multi_token_prediction import roll_tensor
 
+SHIFTED = ("tokens", "positions", "targets", "loss_mask")
 TOLERANCE = 1e-5  # relative to the largest of an array
 LENGTH, DEPTHS = 12, 3
 
@@ -35,16 +38,16 @@ def test_what_comes_later_is_what_is_rolled(ends: list[int]):
     batch = {name: rng.integers(1, 50, (1, LENGTH)) for name in SHIFTED}
     batch["loss_mask"] = (rng.random((1, LENGTH)) < 0.6).astype(np.float32)
     segments = 1 + np.searchsorted(ends, np.arange(LENGTH), side="right")
-    packed = {"segment_ids": jnp.asarray(segments)[None]} if len(ends) > 1 else {}
+    packed = {"segment_ids": segments[None]} if len(ends) > 1 else {}
     params = types.SimpleNamespace(cu_seqlens_q=torch.tensor([0, *ends])) if packed else None
-    ours = {name: jnp.asarray(array) for name, array in batch.items()} | packed
+    ours = jax.tree.map(jnp.asarray, Batch.of(batch | packed))
     theirs = {name: torch.tensor(array) for name, array in batch.items()}
     for depth in range(1, DEPTHS + 1):
         later = shifted(ours, depth)
         for name in SHIFTED:
             theirs[name], total = roll_tensor(theirs[name], packed_seq_params=params)
-            np.testing.assert_array_equal(later[name], theirs[name].numpy(), err_msg=name)
-            assert float(later[name].sum()) == float(total)
+            np.testing.assert_array_equal(getattr(later, name), theirs[name].numpy(), err_msg=name)
+            assert float(getattr(later, name).sum()) == float(total)
 
 
 def our_layer(theirs: dict, prefix: str) -> dict[str, np.ndarray]:
@@ -87,19 +90,27 @@ def test_losses_and_gradients_are_those_of_its_gpt(tmp_path):
     script = Path(__file__).with_name("megatron_further.py")
     subprocess.run([sys.executable, script, tmp_path], check=True)
     found = np.load(tmp_path / "further.npz")
-    sizes = {"vocab_size": PADDED, "hidden_size": HIDDEN, "num_heads": HEADS, "ffn_size": FFN}
-    further = {"mtp_depths": 2, "mtp_loss": FACTOR}
-    config = ModelConfig(num_layers=1, dtype=DType.float32, **sizes, **further)
+    sizes = {
+        "vocab_size": PADDED,
+        "hidden_size": HIDDEN,
+        "attention.num_heads": HEADS,
+        "mlp.ffn_size": FFN,
+    }
+    further = {"mtp.num_layers": 2, "mtp.loss_weight": FACTOR}
+    config = with_fields(
+        ModelConfig(), {"num_layers": 1, "dtype": DType.float32, **sizes, **further}
+    )
     weights, gradients = ours(found, "weights"), ours(found, "gradients")
     model = jax.tree_util.tree_map_with_path(
         lambda path, like: jnp.asarray(weights[array_name(path)]).reshape(like.shape),
         jax.eval_shape(lambda key: LM(key, config), jax.random.key(0)),
     )
     assert to_arrays(model).keys() == weights.keys()
-    batch = {name: jnp.asarray(found[name])[None] for name in SHIFTED}
-    whole = complete(batch, LossReduction.megatron, 1, 2)
-    whole = {name: array[0] for name, array in whole.items()}
-    loss = jax.value_and_grad(lambda model: loss_fn(model, whole, TrainConfig()), has_aux=True)
+    batch = Batch.of({name: jnp.asarray(found[name])[None] for name in SHIFTED})
+    whole = complete(batch, LossReduction.megatron, 1, LANGUAGE_MODELLING.masks(model, batch))
+    whole = jax.tree.map(lambda array: array[0], whole)
+    objective = LANGUAGE_MODELLING, TrainConfig()
+    loss = jax.value_and_grad(lambda model: loss_fn(model, whole, *objective), has_aux=True)
     (_, sums), own = jax.jit(loss)(model)
     means = [sums["loss_sum"] / sums["tokens"], *(sums["mtp_loss_sum"] / sums["mtp_tokens"])]
     np.testing.assert_allclose(means, found["losses"], rtol=TOLERANCE)

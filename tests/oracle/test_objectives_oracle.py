@@ -12,11 +12,11 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from maxmeg.data.answers import encode_turns
-from maxmeg.data.chat import load_chat_template
-from maxmeg.data.documents import Record
-from maxmeg.data.tokenizers import load_tokenizer
-from maxmeg.data.turns import BadRow, find_turns
+from maxmeg.data.chat.answers import encode_turns
+from maxmeg.data.chat.template import load_chat_template
+from maxmeg.data.chat.turns import BadRow, find_turns
+from maxmeg.data.prepare.documents import Record
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 WORDS = ["the", " fox", "\n", "  ", "naïve", "東京", "🎉", ".", "1234", "<b>", "Don't", "\t"]
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 
-from maxmeg.hf.families import hf_config, is_count
+from maxmeg.hf.families.read import hf_config, is_exact
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.state import array_name
@@ -44,7 +44,7 @@ FAMILIES = {  # by how names begin
 def test_parameters_are_as_many_as_those_of_transformers(name: str):
     config = architecture(name)
     (family,) = {FAMILIES[start] for start in FAMILIES if name.startswith(start)}
-    family = "Qwen3MoeForCausalLM" if config.num_experts and "qwen3-" in name else family
+    family = "Qwen3MoeForCausalLM" if config.has("moe") and "qwen3-" in name else family
     written = hf_config(config, family)
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(
@@ -54,5 +54,5 @@ def test_parameters_are_as_many_as_those_of_transformers(name: str):
     ours = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
     expected = sum(parameter.numel() for parameter in theirs.parameters())  # tied ones once
     leaves = jax.tree_util.tree_leaves_with_path(ours)  # there counts are no parameters
-    sizes = [array.size for path, array in leaves if not is_count(array_name(path))]
+    sizes = [array.size for path, array in leaves if not is_exact(array_name(path))]
     assert sum(sizes) == expected

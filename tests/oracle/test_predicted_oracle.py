@@ -1,7 +1,5 @@
 """The layer of DeepSeek's files that predicts one more token is transformers' own."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +12,11 @@ from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from maxmeg.config.schema import TrainConfig
-from maxmeg.hf.families import bindings, model_config
+from maxmeg.config.setting import with_fields
+from maxmeg.hf.families.read import bindings, model_config
 from maxmeg.layers.context import Context
-from maxmeg.models.mtp import mtp_loss
+from maxmeg.objectives.language_modelling import mtp_loss
+from maxmeg.parallel.batch import Batch
 
 LOSS = 1e-5  # relative, of a sum over tokens
 
@@ -51,9 +51,9 @@ def test_what_predicts_one_more_token(tmp_path, monkeypatch):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.2)
-    model = dataclasses.replace(model_config(config), router_aux_loss=0.0)
+    model = with_fields(model_config(config), {"moe.aux_loss": 0.0})
     tensors = load_file(tmp_path / "model.safetensors") | in_files(layer, model.num_layers)
-    assert model.mtp_depths == 1
+    assert model.mtp.num_layers == 1
     assert tensors.keys() == {binding.theirs for binding in bindings(model, family)}
     ours = imported(tensors, model, family)
 
@@ -73,13 +73,13 @@ def test_what_predicts_one_more_token(tmp_path, monkeypatch):
     @jax.jit
     def run(ours, ids_BL):
         positions_BL = jnp.broadcast_to(jnp.arange(LENGTH), ids_BL.shape)
-        batch = {
-            "tokens": ids_BL,
-            "positions": positions_BL,
-            "targets": jnp.roll(ids_BL, -1, axis=1),
-            "loss_mask": (positions_BL < LENGTH - 1).astype(jnp.float32),
-            "mtp_divisors": jnp.ones(1),
-        }
+        batch = Batch(
+            tokens=ids_BL,
+            targets=jnp.roll(ids_BL, -1, axis=1),
+            positions=positions_BL,
+            loss_mask=(positions_BL < LENGTH - 1).astype(jnp.float32),
+            divisors=jnp.ones(2),
+        )
         ctx = Context(positions_BL)
         hidden_BLD = ours.hidden(ids_BL, ctx)[0]
         return mtp_loss(ours, hidden_BLD, batch, TrainConfig(), ctx)[1]

@@ -9,10 +9,10 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, trainers
 
-from maxmeg.data import vocabularies
-from maxmeg.data.encoding import Options
-from maxmeg.data.merge import merge
-from maxmeg.data.prepare import Share, prepare
+from maxmeg.data.prepare.encoding import Options
+from maxmeg.data.prepare.merge import merge
+from maxmeg.data.prepare.run import Share, prepare
+from maxmeg.data.tokenizers import vocabularies
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of accelerators that are not there

@@ -17,11 +17,13 @@ import transformers
 from harness_tasks import assert_same, both
 from peft import PeftModel
 from smollm2 import converted, export, gguf_file, run
+from tokenizers import pre_tokenizers
 
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.loader import eval_batches
 from maxmeg.evals.perplexity import mean_loss
 from maxmeg.inference.chat import end_tokens
@@ -136,6 +138,24 @@ def assert_same_model(ours: Trained, theirs, text: str = PARAGRAPH) -> float:
     assert loss == pytest.approx(answer.loss.item(), rel=LOSS)
     assert np.abs(found - wanted).max() <= LOGITS * np.abs(wanted).max()
     return loss
+
+
+def test_the_tokenizer_is_that_of_the_file(folder):
+    """transformers reads vocabulary, merges and chat template too, but not that each digit stands
+    by itself (tokenizer.ggml.pre), which the model's own tokenizer.json says."""
+    weights = gguf_file()
+    theirs = transformers.AutoTokenizer.from_pretrained(
+        weights.parent, gguf_file=weights.name, local_files_only=True
+    )
+    parts = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    theirs.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
+    tokenizer = loaded(folder / "run").tokenizer
+    for text in (*PROMPTS, PARAGRAPH, Path(__file__).read_text(), "naïve 東京 🎉 1234"):
+        ids = theirs(text, add_special_tokens=False).input_ids
+        assert tokenizer.encode(text).tolist() == ids
+    messages = [{"role": "user", "content": "Hi"}]
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert load_chat_template(tokenizer).render([messages]) == [text]
 
 
 def assert_same_text(ours: Trained, theirs) -> None:

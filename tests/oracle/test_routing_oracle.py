@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from maxmeg.ops.dispatch import capacity_of, places_in_experts
-from maxmeg.ops.routing import (
+from maxmeg.ops.experts.dispatch import capacity_of, places_in_experts
+from maxmeg.ops.experts.routing import (
     RoutingSpec,
     Score,
     balance_loss,

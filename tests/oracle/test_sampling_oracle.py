@@ -18,12 +18,12 @@ with warnings.catch_warnings():
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
     from megatron.core.datasets.utils import get_blend_from_list
 
-from maxmeg.config.schema import DataConfig
-from maxmeg.data.blending import blending_index, exhaustive_index, normalized, parse_blend
+from maxmeg.config.data import DataConfig
 from maxmeg.data.build import build_dataset
-from maxmeg.data.indexed import IndexedWriter
-from maxmeg.data.megatron_order import MegatronOrder, MegatronSamples
-from maxmeg.data.tokenizers import load_tokenizer
+from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.samples.blending import blending_index, exhaustive_index, normalized, parse_blend
+from maxmeg.data.samples.megatron_order import MegatronOrder, MegatronSamples
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
 VOCAB, EOD, ROWS = 1000, 999, 1000

@@ -12,9 +12,10 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from maxmeg.data.tiktoken_ranks import PATTERNS
-from maxmeg.data.tokenizer_training import Recipe, train_tokenizer
-from maxmeg.data.tokenizers import encode_placeholders, load_tokenizer
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.data.tokenizers.tiktoken_ranks import PATTERNS
+from maxmeg.data.tokenizers.tokenizer import encode_placeholders
+from maxmeg.data.tokenizers.training import Recipe, train_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of accelerators that are not there

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from maxmeg.config.schema import ParallelConfig
 from maxmeg.config.validate import axis_sizes
 from maxmeg.parallel.mesh import AXES, EXPERT_AXES, MESH_AXES, TENSOR_AXES, local_mesh, make_mesh
-from maxmeg.parallel.placement import LocalRows, batch_spec, local_rows, place_batch, place_flag
+from maxmeg.parallel.placement import LocalRows, batch_spec, local_rows, place, place_flag
 
 
 def mesh_with(**sizes: int):
@@ -87,7 +87,7 @@ def test_batch_lies_as_its_spec_says():
     rows = local_rows(mesh, 2)
     assert rows.owned == (0, 1, 2, 3) and rows.microbatches(16) == 2
     values = np.arange(16 * 3).reshape(16, 3)
-    placed = place_batch({"x": values[rows(16)]}, rows, mesh, 16)["x"]
+    placed = place(values[rows(16)], rows, mesh, 16)
     assert placed.sharding == NamedSharding(mesh, batch_spec(3))
     np.testing.assert_array_equal(placed, values.reshape(2, 8, 3))
     assert int(place_flag(True, mesh).sum()) == 8 and not place_flag(False, mesh).any()

@@ -1,13 +1,17 @@
 """The executor: every schedule gives one device's loss and gradients; memory, FLOPs, reductions."""
 
+import contextlib
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from layouts import (
     ALTERNATING,
     BATCH,
+    CONVOLUTIONS,
     EVERYTHING,
     controls,
     mesh_of,
@@ -16,22 +20,32 @@ from layouts import (
     tiny_state,
 )
 
-from maxmeg.config.model import Recompute
-from maxmeg.config.schema import Schedule
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.recompute import POLICIES
+from maxmeg.config.schema import ParallelConfig, Schedule
+from maxmeg.config.stages import units_of_chunks
+from maxmeg.layers.auxiliary import Max, by_layer, over_devices
+from maxmeg.layers.mlp import Mlp
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, make_mesh
+from maxmeg.parallel.spmd import spmd
+from maxmeg.pipeline.executor import Program, run_pipeline
+from maxmeg.pipeline.layout import arrange
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import hlo
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
 from maxmeg.state import to_arrays
-from maxmeg.step import make_eval_step, make_gradients, make_train_step
+from maxmeg.step import accumulated, make_eval_step, make_gradients, make_train_step
 
 TOLERANCE = 5e-6  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 LAYERS = 8
 
 MODELS = {
-    "llama": {},
+    "llama": {"attention.num_kv_heads": 1},
     "everything": EVERYTHING,
     "alternating": ALTERNATING,
+    "convolutions": CONVOLUTIONS,
 }
 ORDERS = {
     "gpipe": {"schedule": Schedule.gpipe},
@@ -55,7 +69,7 @@ def grid() -> list:
     cases = []
     for i, (order, settings) in enumerate(ORDERS.items()):
         for j, mesh in enumerate([*MESHES[:3], MESHES[3 + i % 3]]):
-            recompute = list(Recompute)[(i + j) % 3]
+            recompute = list(POLICIES)[(i + j) % 3]
             rounds = (1, 2, 4)[(i + j // 2) % 3]
             micro = BATCH // (mesh["pipe"] * rounds * mesh["fsdp"])
             if micro * mesh["pipe"] * rounds * mesh["fsdp"] == BATCH:
@@ -73,16 +87,34 @@ MIXED = [
 ]
 
 
+@contextlib.contextmanager
+def reporting_mlps():
+    """MLPs report the sum of squares and the largest negative magnitude of their inputs."""
+    plain = Mlp.__call__
+
+    def call(self, h_BLD, ctx, cache=None):
+        aux = {
+            "squares": jnp.sum(jnp.square(h_BLD)),
+            "largest": Max(jnp.max(-jnp.abs(h_BLD[..., 0]))),
+        }
+        return *plain(self, h_BLD, ctx, cache)[:2], aux
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mlp, "__call__", call)
+        yield
+
+
 def run(model: str, parallel: dict, settings: dict, micro: int, layers: int = LAYERS):
-    """(loss, gradients by name in model order) of one batch."""
+    """(loss, gradients and auxiliary values by name in model order) of one batch."""
     fields = {"num_layers": layers, **MODELS[model], **settings}
     config = tiny(fields, {"z_loss": 1e-3, "micro_batch_size": micro}, **parallel)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     function = jax.jit(make_gradients(config, mesh, abstract.model))
-    found, sums = function(state.model, tiny_batch(config, mesh), state.key)
+    with reporting_mlps():
+        found, sums = function(state.model, tiny_batch(config, mesh), state.key)
     layout = abstract.model.stack.layout
-    arrays = {}
+    arrays = {name: np.asarray(rows) for name, rows in by_layer(sums).items()}
     for name, array in to_arrays(found).items():
         array = np.asarray(array)
         if name.startswith("stack."):
@@ -115,11 +147,60 @@ def test_schedule_equals_one_device(model, parallel, settings, micro):
     check_equal(run(model, parallel, settings, micro), one_device(model))
 
 
+def toy_unit(weight, x_B, given):
+    """x * weight, which reports its input."""
+    aux = {"total": jnp.sum(x_B), "largest": Max(jnp.max(x_B))}
+    return x_B * weight, [{"toy": aux}]
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("order", [*ORDERS, "accumulated"])
+def test_auxiliary_values_are_combined_by_their_kind(order, layers):
+    """Over microbatches, and over devices, in model order; stages that idle report nothing."""
+    is_piped = order in ORDERS
+    parallel = ParallelConfig(pipe=2, pad_layers=True, **ORDERS.get(order, {}))
+    layout = arrange((layers,), 2, units_of_chunks(ModelConfig(num_layers=layers), parallel))
+    sizes = dict.fromkeys(AXES, 1) | {"data": 2, "pipe": 2 if is_piped else 1}
+    mesh = make_mesh(sizes, jax.devices()[: 4 if is_piped else 2])
+    rng = np.random.default_rng(0)
+    x_MB, weights_L = -1 - rng.random((4, 6)), 1 + rng.random(layers)
+
+    def embed(outer, x_B):
+        return collectives.counted_once(outer * x_B, (collectives.PIPE_AXIS,))
+
+    def head(outer, y_B, x_B):
+        return jnp.sum(y_B), {"loss_sum": jnp.sum(y_B)}
+
+    def local(weights_S, x_MB):
+        outer = jnp.ones(())
+        if is_piped:
+            program = Program(outer, (weights_S,), (None,), x_MB, embed, toy_unit, head)
+            table = SCHEDULES[parallel.schedule.value](4, 2, parallel.chunks)
+            _, _, aux = run_pipeline(program, table, layout)
+        else:
+            aux = accumulated(
+                lambda x_B: jax.lax.scan(lambda x, w: toy_unit(w, x, None), x_B, weights_S)[1], x_MB
+            )
+            aux = [aux]
+        return {"stack_aux": over_devices(aux, MESH_AXES)}
+
+    run = jax.jit(spmd(local, mesh, (P("pipe"), P(None, BATCH_AXES)), P()))
+    places = weights_L[np.maximum(layout.orders[0], 0)] if is_piped else weights_L
+    found = by_layer(run(jnp.float32(places), jnp.float32(x_MB)))
+    inputs = np.cumprod([1, *weights_L[:-1]])[:, None, None] * x_MB
+    np.testing.assert_allclose(found["total"], inputs.sum((1, 2)), rtol=TOLERANCE)
+    np.testing.assert_allclose(found["largest"], inputs.max((1, 2)), rtol=TOLERANCE)
+
+
 @pytest.mark.slow
-def test_units_of_several_layers_equal_one_device():
+@pytest.mark.parametrize(
+    ("model", "order"),
+    [("alternating", "1f1b"), ("convolutions", "zero_bubble"), ("convolutions", "gpipe")],
+)
+def test_units_of_several_layers_equal_one_device(model, order):
     """Three units, the last shorter and a group of its own, on two stages."""
-    mesh = {"pipe": 2, "fsdp": 1, "tensor": 2, "chunk_layers": (2, 1)}
-    check_equal(run("alternating", mesh, {}, 2), one_device("alternating"))
+    mesh = {"pipe": 2, "fsdp": 1, "tensor": 2, "chunk_layers": (2, 1)} | ORDERS[order]
+    check_equal(run(model, mesh, {}, 2), one_device(model))
 
 
 @pytest.mark.slow

@@ -5,11 +5,12 @@ import itertools
 import numpy as np
 import pytest
 
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import ParallelConfig
-from maxmeg.config.stages import layers_of_chunks
+from maxmeg.config.stages import units_of_chunks
 from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.pipeline.layout import Layout, arrange
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
 
 GROUPS = [(24,), (23,), (1, 23), (3, 17, 4), (1, 1, 22)]
 GRID = [
@@ -21,7 +22,7 @@ GRID = [
 
 def layout_of(repeats: tuple[int, ...], stages: int, chunks: int) -> tuple[Layout, tuple[int, ...]]:
     parallel = ParallelConfig(pipe=stages, chunks=chunks, pad_layers=True)
-    counts = layers_of_chunks(parallel, sum(repeats))
+    counts = units_of_chunks(ModelConfig(num_layers=sum(repeats)), parallel)
     return arrange(repeats, stages, counts), counts
 
 
@@ -92,7 +93,7 @@ def test_groups_have_places_of_their_own():
 def test_uneven_first_and_last_stage():
     """30 layers as 7, 8, 8, 7: Megatron-LM's way to spare the stages beside embedding and head."""
     parallel = ParallelConfig(pipe=4, first_stage_layers=7, last_stage_layers=7)
-    layout = arrange((30,), 4, layers_of_chunks(parallel, 30))
+    layout = arrange((30,), 4, units_of_chunks(ModelConfig(num_layers=30), parallel))
     assert [len(of_chunk(layout, chunk)) for chunk in range(4)] == [7, 8, 8, 7]
     assert layout.slots(0) == 8
     assert of_chunk(layout, 3) == list(range(23, 30))
@@ -104,7 +105,8 @@ def test_stages_of_named_models_weigh_the_same(name):
     model = architecture(name)
     for pipe in (p for p in range(2, model.num_layers + 1) if model.num_layers % p == 0):
         for chunks in (c for c in (1, 2, 3) if model.num_layers % (pipe * c) == 0):
-            counts = layers_of_chunks(ParallelConfig(pipe=pipe, chunks=chunks), model.num_layers)
+            parallel = ParallelConfig(pipe=pipe, chunks=chunks)
+            counts = units_of_chunks(ModelConfig(num_layers=model.num_layers), parallel)
             layers = np.array(counts).reshape(chunks, pipe).sum(axis=0)
             for tensor in (1, 2, 8):
                 rows, left = divmod(model.padded_vocab_size(tensor, pipe), pipe * tensor)

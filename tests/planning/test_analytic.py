@@ -1,23 +1,21 @@
-"""The roofline: closed forms of the bubble, bounds that it must keep, and its own speed."""
+"""The roofline: closed forms of the bubble, and the bounds that it must keep."""
 
 import dataclasses
-import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from maxmeg.config.model import Recompute
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, ParallelConfig, Schedule, TrainConfig
-from maxmeg.models.registry import ARCHITECTURES, use_architecture
+from maxmeg.config.validate import head_problems
+from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import analytic
 from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import MATMUL_REACHED, Cluster, parse_cluster
-from maxmeg.planning.workload import workload
-
-SECONDS = 0.05
 
 
 def of(name: str, samples: int, microbatches: int, gpus: int, **parallel) -> Config:
@@ -27,16 +25,12 @@ def of(name: str, samples: int, microbatches: int, gpus: int, **parallel) -> Con
     return use_architecture(Config(parallel=sizes, train=train), name)
 
 
-def test_no_compilation_and_milliseconds():
+def test_an_analysis_compiles_nothing():
     events = []
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: events.append(name))
     config, cluster = of("175b", 1, 64, 1024, pipe=16, tensor=8, data=8), parse_cluster("h100x1024")
     analyze(config, cluster)
     assert not [name for name in events if "compile" in name and "trace" not in name]
-    config.parallel.chunks = 6  # nothing of this layout is cached
-    start = time.process_time()
-    analyze(config, cluster)
-    assert time.process_time() - start < SECONDS
     jax.jit(lambda x: x + 1.2345)(jnp.zeros(3))
     assert [name for name in events if "backend_compile" in name]  # the listener hears
 
@@ -79,18 +73,19 @@ def test_bubble_is_the_tables(name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_report_holds_together(name):
     cluster = parse_cluster("h200x64")
-    config = of(name, 1, 4, 64, fsdp=8, tensor=8)
+    tensor = 1 if list(head_problems(architecture(name), 8)) else 8
+    config = of(name, 1, 4, 64, fsdp=0, tensor=tensor)
     found = analyze(config, cluster)
     model, length = config.model, config.data.sequence_length
     batch = config.train.global_batch_size
-    assert found.flops == training_flops(model, length, batch, tensor=8)
+    assert found.flops == training_flops(model, length, batch, tensor=tensor)
     assert found.step_seconds == found.compute_seconds + found.communication_seconds
     assert found.tokens_per_second == pytest.approx(batch * length / found.step_seconds)
     assert found.mfu == pytest.approx(found.flops / found.step_seconds / 64 / 989.4e12)
     assert 0 < found.mfu < MATMUL_REACHED
     assert found.total == sum(found.memory.values())
-    assert found.memory["activations"] == found.activations["none"]
-    assert found.activations["none"] >= found.activations["selective"] > found.activations["full"]
+    minimal, selective, full = (found.activations[policy] for policy in POLICIES)
+    assert found.memory["activations"] == minimal >= selective > full
     assert found.fits == (found.total <= cluster.capacity)
     assert all(entry.seconds > 0 and entry.volume > 0 for entry in found.traffic)
 
@@ -106,7 +101,7 @@ def test_one_gpu_is_near_the_known_roofline(name, samples, lowest, highest):
 
 def test_recomputation_costs_time_and_a_third_at_most():
     times = []
-    for mode in Recompute:
+    for mode in POLICIES:
         config = of("22b", 1, 8, 8, tensor=8)
         config.model.recompute = mode
         times.append(analyze(config, parse_cluster("h100x8")).compute_seconds)

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
-from maxmeg.config.model import Position, Recompute
+from maxmeg.config.model import Position
 from maxmeg.config.schema import (
     Config,
     ExpertExchange,
@@ -21,10 +21,11 @@ from maxmeg.config.schema import (
 )
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
-from maxmeg.planning.communication import span, traffic
+from maxmeg.parallel.batch import Batch
+from maxmeg.planning.cost.communication import span, traffic
+from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import LINK_REACHED, parse_cluster
 from maxmeg.planning.report import Traffic
-from maxmeg.planning.workload import workload
 from maxmeg.state import abstract_state
 from maxmeg.step import make_gradients
 
@@ -75,8 +76,8 @@ def traced(config: Config) -> tuple[Counter, Counter]:
     batch_size = config.train.global_batch_size
     microbatches = workload(config, mesh.size).microbatches
     shape = (microbatches, batch_size // microbatches, config.data.sequence_length)
-    batch = {n: jax.ShapeDtypeStruct(shape, jnp.int32) for n in ("tokens", "targets", "positions")}
-    batch["loss_mask"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
+    batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct(shape, jnp.float32))
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     jaxpr = jax.make_jaxpr(make_gradients(config, mesh, state.model))(state.model, batch, key).jaxpr
     jaxpr, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -87,34 +88,54 @@ def traced(config: Config) -> tuple[Counter, Counter]:
 
 LEARNED = {"tied": True, "position": Position.learned, "max_position": 16}
 MICRO = {"micro_batch_size": 2}
+MULTI_QUERY = {"attention.num_kv_heads": 1}  # one head on both devices along tensor
 CASES = {
-    "tensor": ({}, {}, {"fsdp": 1, "tensor": 2}),
+    "tensor": (MULTI_QUERY, {}, {"fsdp": 1, "tensor": 2}),
     "tiled loss": (
         {"num_layers": 1},
         {"loss_backend": LossBackend.tiled, "label_smoothing": 0.1},
         {"fsdp": 1, "tensor": 2},
     ),
-    "full": ({"recompute": Recompute.full}, MICRO, {"fsdp": 2, "tensor": 2}),
-    "selective": ({"recompute": Recompute.selective}, MICRO, {"data": 2, "fsdp": 1, "tensor": 2}),
+    "full": (
+        MULTI_QUERY | {"recompute": "full"},
+        MICRO,
+        {"fsdp": 2, "tensor": 2},
+    ),
+    "selective": (
+        MULTI_QUERY | {"recompute": "selective"},
+        MICRO,
+        {"data": 2, "fsdp": 1, "tensor": 2},
+    ),
     "tied": (LEARNED, MICRO, {"data": 2, "fsdp": 2}),
-    "parallel block": ({"parallel_block": True}, MICRO, {"fsdp": 2, "tensor": 2}),
+    "parallel block": ({"layers": "*(attention+mlp)"}, MICRO, {"fsdp": 2, "tensor": 2}),
     "pipe": ({"num_layers": 4}, MICRO, {"pipe": 2, "fsdp": 2, "tensor": 2}),
     "gpipe": (
-        {"num_layers": 2, "recompute": Recompute.full},
+        {"num_layers": 2, "recompute": "full"},
         MICRO,
         {"pipe": 2, "fsdp": 2, "tensor": 2, "schedule": Schedule.gpipe},
     ),
 }
 
 
-EXPERTS = {"num_experts": 4, "num_layers": 1, "shared_ffn_size": 16}
-PADDED = {"expert_capacity": 0.7, "expert_pad": True}
-LATENT = {"mla_kv_rank": 8, "mla_query_rank": 12, "mla_rotary_size": 4, "head_dim": 4}
+EXPERTS = {
+    "layers": "*(attention,moe)",
+    "moe.num_experts": 4,
+    "num_layers": 1,
+    "moe.shared_ffn_size": 16,
+}
+PADDED = {"moe.capacity_factor": 0.7, "moe.pad_to_capacity": True}
+LATENT = {
+    "layers": "*(mla,mlp)",
+    "mla.kv_rank": 8,
+    "mla.query_rank": 12,
+    "mla.rotary_size": 4,
+    "attention.head_dim": 4,
+}
 CASES |= {
     "exchanged": (EXPERTS, {}, {"fsdp": 1, "expert": 2, "tensor": 2}),
-    "exchanged again": (EXPERTS | {"recompute": Recompute.full}, MICRO, {"fsdp": 2, "expert": 2}),
+    "exchanged again": (EXPERTS | {"recompute": "full"}, MICRO, {"fsdp": 2, "expert": 2}),
     "folded": (
-        EXPERTS | LATENT | {"num_layers": 2, "first_dense_layers": 1},
+        EXPERTS | LATENT | {"num_layers": 2, "layers": "mla,mlp *(mla,moe)"},
         {},
         {"fsdp": 2, "expert": 2, "tensor": 2, "expert_tensor": 1},
     ),
@@ -163,6 +184,20 @@ def test_gathers_scatters_and_permutes_are_the_programs(name):
             devices = 2 ** len(axis.split(" x "))
             sent = 2 * (devices - 1) / devices * volume[key]
             assert found_volume[key] == pytest.approx(sent, rel=0.01), key
+
+
+def test_a_shared_key_value_head_adds_two_sums_of_gradients():
+    parallel = {"fsdp": 2, "tensor": 2}
+    (shared, shared_bytes), (sharded, sharded_bytes) = (
+        traced(tiny({"attention.num_kv_heads": heads}, MICRO, **parallel)) for heads in (1, 2)
+    )
+    added = "all-reduce", "tensor"
+    assert shared - sharded == {added: 2} and not sharded - shared  # of keys and of values
+    width, layers, head, shards = 32, 2, 4, 2
+    gradients = 2 * layers * (width // shards) * head * np.dtype(np.float32).itemsize
+    assert shared_bytes[added] - sharded_bytes[added] == gradients
+    del shared_bytes[added], sharded_bytes[added]
+    assert shared_bytes == sharded_bytes  # also what is gathered and scattered over fsdp
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,9 @@ import jax
 import pytest
 from layouts import controls, mesh_of, tiny, tiny_batch, tiny_state
 
-from maxmeg.config.model import Recompute
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.compile import abstract_step, compile_report, missing_part
-from maxmeg.planning.flops import training_flops
+from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import Collective, Compiled
 from maxmeg.runtime.absent_environment import absent_environment
@@ -59,11 +58,11 @@ def test_packed_documents_are_an_argument_too():
     config = tiny({}, {}, fsdp=2)
     config.data.reset_attention_mask = True
     _, (_, batch, _) = abstract_step(config, mesh_of(config))
-    assert batch["segment_ids"].shape == batch["tokens"].shape
+    assert batch.segment_ids.shape == batch.tokens.shape
 
 
 def test_flops_of_the_compiled_step_are_the_models():
-    model = {"num_layers": 3, "recompute": Recompute.none}
+    model = {"num_layers": 3, "recompute": "minimal"}
     train = {"micro_batch_size": 4, "loss_chunk": 32}
     config = tiny(model, train, data=2, fsdp=1, tensor=2)
     step, arguments = abstract_step(config, mesh_of(config))
@@ -87,7 +86,7 @@ def test_every_target_is_a_cluster_and_names_itself():
         ("h300", 8, "choose from a100, h100, h200, b200"),
         ("h100", 12, "12 GPUs do not make nodes of 8"),
         ("h100", 0, "0 GPUs do not make nodes"),
-        ("h100", 16, "does not make 16 devices"),
+        ("h100", 16, "needs 8 devices, there are 16: set sizes"),
     ],
 )
 def test_bad_requests_start_no_process(monkeypatch, hardware, count, message):
@@ -160,7 +159,7 @@ def test_refusals_and_failures_of_the_child_process(monkeypatch):
 
 def test_what_a_failed_compile_lacks(monkeypatch):
     monkeypatch.setattr(absent, "has_cudnn", lambda: False)
-    assert "'maxmeg[plan]', or set config.model.attention_backend=xla" in missing_part(
+    assert "'maxmeg[plan]', or set config.model.attention.backend=xla" in missing_part(
         "INTERNAL: cuDNN not found."
     )
     assert absent.EXTRA in missing_part("INTERNAL: libdevice not found at ./libdevice.10.bc")
@@ -175,3 +174,5 @@ def test_environment_keeps_the_rest(monkeypatch):
     environment = absent_environment()
     assert environment["KEPT"] == "yes"
     assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
+    deterministic = absent_environment(deterministic=True)
+    assert deterministic["XLA_FLAGS"].endswith(" --xla_gpu_deterministic_ops=true")

@@ -2,34 +2,60 @@
 
 import pytest
 
-from maxmeg.config.model import ExpertBackend, ModelConfig, Recompute, RouterScore
+from maxmeg.config.mixers import ExpertBackend, RouterScore
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig, TrainConfig
+from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.layers import exchange
-from maxmeg.ops.dispatch import capacity_of
-from maxmeg.planning import experts
+from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.planning.analytic import analyze, exposed_seconds
-from maxmeg.planning.communication import EXCHANGED_BACKWARD, EXCHANGED_FORWARD, traffic
+from maxmeg.planning.cost import experts
+from maxmeg.planning.cost.communication import EXCHANGED_BACKWARD, EXCHANGED_FORWARD, traffic
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import parameter_counts, workload
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.planning.memory import device_memory
-from maxmeg.planning.text import plan_of
-from maxmeg.planning.workload import parameter_counts, workload
+from maxmeg.planning.show.text import plan_of
 
 COMPILED = 0.07  # of what XLA allocates
 GIB = 2**30
 MIXTRAL = {  # beside Llama 3 8B's settings
-    **{"hidden_size": 4096, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8},
-    **{"ffn_size": 14336, "vocab_size": 32000, "max_position": 4096},
-    **{"num_experts": 8, "experts_per_token": 2, "expert_backend": ExpertBackend.mosaic},
+    **{
+        "hidden_size": 4096,
+        "num_layers": 32,
+        "attention.num_heads": 32,
+        "attention.num_kv_heads": 8,
+    },
+    **{"mlp.ffn_size": 14336, "vocab_size": 32000, "max_position": 4096},
+    **{
+        "layers": "*(attention,moe)",
+        "moe.num_experts": 8,
+        "moe.top_k": 2,
+        "moe.backend": ExpertBackend.mosaic,
+    },
 }
-PADDED = {"expert_capacity": 1.25, "expert_pad": True, "expert_backend": ExpertBackend.auto}
+PADDED = {
+    "moe.capacity_factor": 1.25,
+    "moe.pad_to_capacity": True,
+    "moe.backend": ExpertBackend.auto,
+}
 DEEPSEEK = {
-    **{"hidden_size": 7168, "num_layers": 61, "num_heads": 128, "head_dim": 128},
-    **{"ffn_size": 18432, "vocab_size": 129280, "max_position": 4096, "first_dense_layers": 3},
-    **{"num_experts": 256, "experts_per_token": 8, "expert_ffn_size": 2048},
-    **{"shared_ffn_size": 2048, "router_score": RouterScore.sigmoid, "router_bias": True},
-    **{"mla_kv_rank": 512, "mla_query_rank": 1536, "mla_rotary_size": 64},
-    "expert_backend": ExpertBackend.mosaic,
+    **{
+        "hidden_size": 7168,
+        "num_layers": 61,
+        "attention.num_heads": 128,
+        "attention.head_dim": 128,
+    },
+    **{
+        "mlp.ffn_size": 18432,
+        "vocab_size": 129280,
+        "max_position": 4096,
+        "layers": "3(mla,mlp) *(mla,moe)",
+    },
+    **{"moe.num_experts": 256, "moe.top_k": 8, "moe.ffn_size": 2048},
+    **{"moe.shared_ffn_size": 2048, "moe.score": RouterScore.sigmoid, "moe.bias_balancing": True},
+    **{"mla.kv_rank": 512, "mla.query_rank": 1536, "mla.rotary_size": 64},
+    "moe.backend": ExpertBackend.mosaic,
 }
 
 
@@ -39,7 +65,7 @@ def of(model: dict, gpus: int, microbatches: int = 1, length: int = 4096, **para
     axes = axis_sizes(sizes, gpus)
     batch = microbatches * axes["data"] * axes["fsdp"] * axes["expert"]
     train = TrainConfig(global_batch_size=batch, micro_batch_size=1)
-    config = Config(model=ModelConfig(**model), parallel=sizes, train=train)
+    config = Config(model=with_fields(ModelConfig(), model), parallel=sizes, train=train)
     config.data.sequence_length = length
     validate(config, gpus)
     return config
@@ -69,8 +95,10 @@ def test_padded_rows_are_what_experts_take_of_each_device(parallel):
 
 
 def test_parameters_of_the_published_models():
-    mixtral, deepseek = (parameter_counts(ModelConfig(**m)) for m in (MIXTRAL, DEEPSEEK))
-    assert sum(mixtral.values()) == 46_702_792_704 + 32 * 8  # the last: what the loads even by
+    mixtral, deepseek = (
+        parameter_counts(with_fields(ModelConfig(), m)) for m in (MIXTRAL, DEEPSEEK)
+    )
+    assert sum(mixtral.values()) == 46_702_792_704
     assert mixtral["experts"] == 32 * 8 * 3 * 4096 * 14336
     assert deepseek["experts"] == 58 * 256 * 3 * 7168 * 2048
     assert deepseek["shared expert"] == 58 * 3 * 7168 * 2048
@@ -85,16 +113,16 @@ WHOLE = {"tensor": 2, "expert": 8, "expert_tensor": 1}
 GATHERED = {"expert": 8, "expert_exchange": ExpertExchange.gather}
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 COMPILED_GIB = [
-    (SMALL, 8, 1, 8192, {"expert": 8}, {"none": 11.96, "full": 8.82}),
-    (SMALL, 8, 1, 8192, WHOLE, {"none": 7.03}),
-    (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"none": 8.24}),
-    (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"none": 24.07, "full": 14.06}),
-    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"none": 34.70}),
-    (SMALL | PADDED, 8, 1, 8192, {"expert": 8}, {"none": 7.57, "full": 6.18}),
-    (SMALL | PADDED, 8, 1, 8192, WHOLE, {"none": 4.55}),
-    (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"none": 4.96}),
-    (SMALL | PADDED, 8, 1, 8192, GATHERED, {"none": 7.71, "full": 6.18}),
-    (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"none": 18.39, "full": 11.09}),
+    (SMALL, 8, 1, 8192, {"expert": 8}, {"minimal": 11.96, "full": 8.82}),
+    (SMALL, 8, 1, 8192, WHOLE, {"minimal": 7.03}),
+    (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 8.24}),
+    (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 24.07, "full": 14.06}),
+    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 34.70}),
+    (SMALL | PADDED, 8, 1, 8192, {"expert": 8}, {"minimal": 7.57, "full": 6.18}),
+    (SMALL | PADDED, 8, 1, 8192, WHOLE, {"minimal": 4.55}),
+    (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 4.96}),
+    (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.71, "full": 6.18}),
+    (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 18.39, "full": 11.09}),
     (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 27.25}),
     (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.48}),
 ]
@@ -105,7 +133,7 @@ def test_memory_is_what_was_compiled(case):
     model, gpus, microbatches, length, parallel, compiled = case
     for mode, gib in compiled.items():
         config = of(model, gpus, microbatches, length, **parallel)
-        config.model.recompute = Recompute(mode)
+        config.model.recompute = mode
         memory = device_memory(workload(config, gpus))
         beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
         assert beside / GIB == pytest.approx(gib, rel=COMPILED)
@@ -114,7 +142,7 @@ def test_memory_is_what_was_compiled(case):
 def test_bytes_of_an_exchange_are_the_least_that_its_buffer_allows():
     """Every copy goes there and back, and so do their gradients; nothing else is as large."""
     config = of(DEEPSEEK, 1024, 16, pipe=8, tensor=2, expert=64, pad_layers=True)
-    config.model.recompute = Recompute.none
+    config.model.recompute = "minimal"
     work = workload(config, 1024)
     rows = [row for row in traffic(work, parse_cluster("h100x1024")) if row.kind == "all-to-all"]
     ticks, layers = 16 + 8 - 1, 8  # of a stage, with what it holds in place of layers it lacks
@@ -128,7 +156,9 @@ def test_bytes_of_an_exchange_are_the_least_that_its_buffer_allows():
 def test_what_leaves_a_node_goes_through_one_adapter():
     config = of(MIXTRAL, 16, fsdp=1, expert=8, data=2)
     near = traffic(workload(config, 16), parse_cluster("h100x16"))
-    config = of(MIXTRAL | {"num_experts": 16}, 16, fsdp=1, expert=16)
+    config = of(
+        MIXTRAL | {"layers": "*(attention,moe)", "moe.num_experts": 16}, 16, fsdp=1, expert=16
+    )
     far = traffic(workload(config, 16), parse_cluster("h100x16"))
     rates = []
     for rows in (near, far):
@@ -156,7 +186,7 @@ def test_time_of_dense_products_is_told():
     cluster = parse_cluster("h100x64")
     work = workload(config, 64)
     assert experts.surplus_seconds(work, cluster) == 0
-    config.model.expert_backend = ExpertBackend.xla
+    config.model.moe.backend = ExpertBackend.xla
     given = experts.dispatch(work)
     rows, matrices = given.rows, 3 * 4096 * 14336
     needed = 2 * given.load * matrices / cluster.matmul_rate
@@ -207,6 +237,12 @@ def test_the_report_says_where_experts_are(parallel, words):
 
 
 def test_further_tokens_are_not_planned_by_mistake():
-    config = of(MIXTRAL | {"mtp_depths": 1}, 8, expert=8)
-    with pytest.raises(ValueError, match="mtp_depths=1: what predicting further tokens needs"):
+    config = of(MIXTRAL | {"mtp.num_layers": 1}, 8, expert=8)
+    with pytest.raises(ValueError, match=r"mtp\.num_layers=1: MTP layers are not planned"):
+        workload(config, 8)
+
+
+def test_lists_of_activations_are_refused_by_name():
+    config = of(MIXTRAL | {"recompute": "query,expert_up"}, 8, expert=8)
+    with pytest.raises(ValueError, match=r"recompute=query,expert_up: .*minimal, selective, full"):
         workload(config, 8)

@@ -2,39 +2,42 @@
 
 import pytest
 
-from maxmeg.config.model import Activation, ModelConfig
-from maxmeg.planning.flops import training_flops
+from maxmeg.config.mixers import Activation
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.setting import with_fields
+from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.workload import parameter_counts
 from maxmeg.planning.hardware import gpu, peak_tflops
 
 REL = 5e-7  # the known values have seven digits
 
-GPT = {"vocab_size": 50257, "activation": Activation.gelu}
-GPT_345M = GPT | {"num_layers": 24, "hidden_size": 1024, "num_heads": 16}
-GPT_175B = GPT | {"num_layers": 96, "hidden_size": 12288, "num_heads": 96}
+GPT = {"vocab_size": 50257, "mlp.activation": Activation.gelu}
+GPT_345M = GPT | {"num_layers": 24, "hidden_size": 1024, "attention.num_heads": 16}
+GPT_175B = GPT | {"num_layers": 96, "hidden_size": 12288, "attention.num_heads": 96}
 LLAMA3_8B = {
     "vocab_size": 128256,
     "num_layers": 32,
     "hidden_size": 4096,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "ffn_size": 14336,
+    "attention.num_heads": 32,
+    "attention.num_kv_heads": 8,
+    "mlp.ffn_size": 14336,
 }
 
 DEEPSEEK_V3 = {
     "vocab_size": 129280,
     "num_layers": 61,
-    "mtp_depths": 1,
+    "mtp.num_layers": 1,
     "hidden_size": 7168,
-    "num_heads": 128,
-    "head_dim": 128,
-    "mla_kv_rank": 512,
-    "mla_query_rank": 1536,
-    "ffn_size": 18432,
-    "num_experts": 256,
-    "experts_per_token": 8,
-    "expert_ffn_size": 2048,
-    "shared_ffn_size": 2048,
-    "first_dense_layers": 3,
+    "attention.num_heads": 128,
+    "attention.head_dim": 128,
+    "layers": "3(mla,mlp) *(mla,moe)",
+    "mla.kv_rank": 512,
+    "mla.query_rank": 1536,
+    "mlp.ffn_size": 18432,
+    "moe.num_experts": 256,
+    "moe.top_k": 8,
+    "moe.ffn_size": 2048,
+    "moe.shared_ffn_size": 2048,
 }
 
 
@@ -47,21 +50,21 @@ DEEPSEEK_V3 = {
     ],
 )
 def test_flops_of_a_sample_equal_megatron(model, sequence_length, tensor, expected):
-    flops = training_flops(ModelConfig(**model), sequence_length, tensor=tensor)
+    flops = training_flops(with_fields(ModelConfig(), model), sequence_length, tensor=tensor)
     assert flops == pytest.approx(expected, rel=REL)
 
 
 def test_latent_attention_and_further_tokens_count_as_megatron_has_it():
     """DeepSeek-V3 and one further token. Megatron-LM leaves routers out."""
-    model, tokens = ModelConfig(**DEEPSEEK_V3), 4096
-    sparse = model.num_layers - model.first_dense_layers + model.mtp_depths
-    routers = 6 * tokens * sparse * model.hidden_size * model.num_experts
+    model, tokens = with_fields(ModelConfig(), DEEPSEEK_V3), 4096
+    sparse = model.num_layers - 3 + model.mtp.num_layers
+    routers = 6 * tokens * sparse * model.hidden_size * model.moe.num_experts
     found = training_flops(model, tokens) - routers
     assert found == pytest.approx(1.064931e15, rel=REL)
 
 
 def test_flops_grow_with_the_batch_and_with_full_attention():
-    model = ModelConfig(**GPT_345M)
+    model = with_fields(ModelConfig(), GPT_345M)
     assert training_flops(model, 1024, 12) == 12 * training_flops(model, 1024)
     scores = 6 * 24 * 1024 * 1024**2
     full = training_flops(model, 1024, causal=False)
@@ -69,7 +72,10 @@ def test_flops_grow_with_the_batch_and_with_full_attention():
 
 
 def test_a_window_saves_the_scores_outside_it():
-    model, windowed = (ModelConfig(**GPT_345M, attention_window=w) for w in (0, 256))
+    model, windowed = (
+        with_fields(ModelConfig(), {**GPT_345M, "layers": layers, "attention.window": 256})
+        for layers in ("*(attention,mlp)", "*(local,mlp)")
+    )
     pairs = sum(min(n + 1, 256) for n in range(1024))
     saved = 12 * 24 * 1024 * (1024**2 / 2 - pairs)
     found = training_flops(model, 1024) - training_flops(windowed, 1024)
@@ -78,8 +84,14 @@ def test_a_window_saves_the_scores_outside_it():
 
 def test_global_layers_among_those_with_a_window_are_whole():
     layers = {**GPT_345M, "num_layers": 26}
-    fields = ({}, {"attention_window": 256}, {"attention_window": 256, "attention_global_every": 6})
-    whole, local, mixed = (training_flops(ModelConfig(**layers, **f), 1024) for f in fields)
+    fields = (
+        {},
+        {"layers": "*(local,mlp)", "attention.window": 256},
+        {"layers": "*(5(local,mlp) attention,mlp)", "attention.window": 256},
+    )
+    whole, local, mixed = (
+        training_flops(with_fields(ModelConfig(), {**layers, **f}), 1024) for f in fields
+    )
     assert 26 * mixed == pytest.approx(4 * whole + 22 * local, rel=1e-12)
 
 
@@ -109,3 +121,11 @@ def test_gpu_by_name(name, tflops, memory):
 @pytest.mark.parametrize("name", ["cpu", "Tesla V100-SXM2-16GB", "TPU v5 lite", ""])
 def test_unlisted_devices_have_no_peak(name):
     assert gpu(name) is None and peak_tflops(name) is None
+
+
+def test_a_convolution_multiplies_each_token_by_all_of_its_weights():
+    fields = {"layers": "*(conv,mlp)", "conv.kernel_size": 5, "vocab_size": 1024}
+    model, tokens = with_fields(ModelConfig(), fields), 64
+    counts = parameter_counts(model)
+    weights = counts["conv"] + counts["mlp"] + counts["output"]
+    assert training_flops(model, tokens) == 6 * tokens * weights

@@ -1,8 +1,12 @@
 """Clusters by name, and what their links carry."""
 
+import re
+
 import pytest
 
+from maxmeg.planning.absent import target_text
 from maxmeg.planning.hardware import GPUS_A_NODE, LINK_REACHED, gpu, parse_cluster
+from maxmeg.runtime.gpu_environment import MEMORY_FRACTION
 
 
 @pytest.mark.parametrize(
@@ -19,6 +23,9 @@ def test_names_are_datasheets_of_whole_nodes(text, kind):
     assert cluster.gpu == gpu(kind)
     assert f"{cluster.name}x{cluster.count}" == text.lower()
     assert 0.9e9 * cluster.gpu.memory_gb < cluster.capacity < 1e9 * cluster.gpu.memory_gb
+    assert cluster.capacity == int(MEMORY_FRACTION * cluster.gpu.cuda_gib * 2**30)  # XLA's pool
+    reported = int(re.findall(r"device_memory_size: (\d+)", target_text(cluster.name))[0])
+    assert cluster.gpu.cuda_gib == pytest.approx(reported / 2**30, rel=0.01)
     assert cluster.gpu.nvlink_gb_per_s > GPUS_A_NODE * cluster.gpu.network_gb_per_s / 2
 
 

@@ -346,6 +346,6 @@ BESIDE = """  %x = bf16[64,16]{1,0} parameter(0)
 
 def test_products_between_start_and_end_of_a_collective():
     program = hlo.parse(MODULE.format(body=BESIDE))
-    assert hlo.flops_beside(program, "all-to-all", 1024) == [2 * 64 * 16 * 32, 0]
-    assert hlo.flops_beside(program, "all-to-all") == [2 * 64 * 16 * 32, 0, 0]
-    assert hlo.flops_beside(program, "all-gather") == []
+    assert hlo.flops_beside(program) == {"s": 2 * 64 * 16 * 32, "small": 0, "t": 0}
+    (row,) = hlo.collectives(program, SIZES)
+    assert (row.runs, row.exposed, row.asynchronous) == (3, 2, True)

@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
-from maxmeg.config.model import (
-    Activation,
-    AttentionBackend,
-    DType,
-    ModelConfig,
-    Norm,
-    Position,
-    Recompute,
-)
+from maxmeg.config.mixers import Activation, AttentionBackend
+from maxmeg.config.model import DType, ModelConfig, Norm, Position
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import (
     Config,
     LossBackend,
@@ -27,25 +21,28 @@ from maxmeg.config.schema import (
     Schedule,
     TrainConfig,
 )
+from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
-from maxmeg.ops import attention_cudnn
-from maxmeg.ops.attention_spec import Operands, ScoreSpec
+from maxmeg.ops.attention import cudnn as attention_cudnn
+from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import Device
 from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.pipeline.split import SplitVjp
-from maxmeg.planning.megatron import megatron_theoretical_memory
-from maxmeg.planning.memory import (
+from maxmeg.planning.analytic import layer_seconds
+from maxmeg.planning.cost.memory import (
     activations,
     activations_by_mode,
     device_memory,
     fused_attention,
     unit_deferred,
 )
-from maxmeg.planning.workload import lanes, parameter_counts, workload
+from maxmeg.planning.cost.workload import lanes, parameter_counts, workload
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.megatron import megatron_theoretical_memory
 from maxmeg.state import abstract_state, parameter_rows
 
 RESIDUALS = 0.05  # of what jax.vjp keeps
@@ -53,13 +50,13 @@ COMPILED = 0.07  # of what XLA allocates
 GIB, MIB = 2**30, 2**20
 
 
-def of(name: str, gpus: int, samples: int, microbatches: int, recompute="none", **parallel):
+def of(name: str, gpus: int, samples: int, microbatches: int, recompute="minimal", **parallel):
     """A named architecture on `gpus` devices, with so many samples a microbatch."""
     sizes = ParallelConfig(**parallel)
     batch = samples * microbatches * gpus // (sizes.tensor * sizes.pipe)
     train = TrainConfig(global_batch_size=batch, micro_batch_size=samples)
     config = use_architecture(Config(parallel=sizes, train=train), name)
-    config.model.recompute = Recompute(recompute)
+    config.model.recompute = recompute
     return config
 
 
@@ -83,7 +80,7 @@ def test_parameters_of_each_kind():
     assert parameter_counts(architecture("345m"))["positions"] == 1024 * 1024
 
 
-EXPERTS = {"num_experts": 4, "first_dense_layers": 1}
+EXPERTS = {"layers": "attention,mlp *(attention,moe)", "moe.num_experts": 4}
 LAYOUTS = {
     "one device": {},
     "fsdp": {"fsdp": 4},
@@ -105,6 +102,7 @@ def test_masters_and_optimizer_are_those_of_the_real_state(name):
     parallel = {"fsdp": 1, **LAYOUTS[name]}
     layers = 4 if name != "padded" else 5
     model = {"num_layers": layers, "norm": Norm.layernorm, "position": Position.learned}
+    model["attention.num_kv_heads"] = 1
     if name == "units":
         model = model | ALTERNATING | {"position": Position.rotary}
     if "experts" in name:
@@ -147,24 +145,43 @@ def test_gradients_are_summed_in_float32_where_there_is_more_than_one_microbatch
 
 
 KINDS = {
-    "gpt": {"activation": Activation.gelu_tanh, "norm": Norm.layernorm, "bias_mlp": True},
-    "llama": {"num_kv_heads": 2, "activation": Activation.swiglu},
-    "parallel block": {"parallel_block": True, "activation": Activation.gelu},
-    "alternating": {"attention_window": 200, "attention_global_every": 2},
-    "experts": {"num_experts": 4, "expert_ffn_size": 48, "shared_ffn_size": 32},
-    "latent": {"mla_kv_rank": 32, "mla_query_rank": 48, "mla_rotary_size": 8, "head_dim": 16},
+    "gpt": {"mlp.activation": Activation.gelu_tanh, "norm": Norm.layernorm, "mlp.bias": True},
+    "llama": {"attention.num_kv_heads": 2, "mlp.activation": Activation.swiglu},
+    "parallel block": {"layers": "*(attention+mlp)", "mlp.activation": Activation.gelu},
+    "alternating": {"layers": "*(local,mlp attention,mlp)", "attention.window": 200},
+    "experts": {
+        "layers": "*(attention,moe)",
+        "moe.num_experts": 4,
+        "moe.ffn_size": 48,
+        "moe.shared_ffn_size": 32,
+    },
+    "convolution": {"layers": "*(conv,mlp)"},
+    "latent": {
+        "layers": "*(mla,mlp)",
+        "mla.kv_rank": 32,
+        "mla.query_rank": 48,
+        "mla.rotary_size": 8,
+        "attention.head_dim": 16,
+    },
 }
 
 
 @pytest.mark.parametrize("length", [256, 1024])
-@pytest.mark.parametrize("mode", [mode.value for mode in Recompute])
+@pytest.mark.parametrize("mode", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_what_backward_keeps(kind, mode, length):
     """Counted on what jax.vjp of the stack keeps beside its parameters."""
     config = Config(train=TrainConfig(global_batch_size=2))
     config.data.sequence_length = length
-    config.model = ModelConfig(
-        **KINDS[kind], vocab_size=64, hidden_size=64, num_heads=4, recompute=Recompute(mode)
+    config.model = with_fields(
+        ModelConfig(),
+        {
+            **KINDS[kind],
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "attention.num_heads": 4,
+            "recompute": mode,
+        },
     )
     config.model.dtype = DType.float32
     stack = LM(jax.random.key(0), config.model).stack
@@ -180,47 +197,68 @@ def test_activations_are_what_backward_keeps(kind, mode, length):
     assert activations(workload(config, 1)) == pytest.approx(kept_bytes, rel=RESIDUALS)
 
 
+@pytest.mark.parametrize("mode", POLICIES)
+def test_a_shared_key_value_head_takes_as_much_as_one_of_its_own(mode):
+    """A device of four has one key/value head, whether the model has one or four."""
+    found = []
+    for heads in (1, 4):
+        model = {"attention.num_kv_heads": heads, "recompute": mode}
+        parallel = {"pipe": 2, "tensor": 4, "fsdp": 1, "schedule": Schedule.zero_bubble}
+        work = workload(tiny(model, {"micro_batch_size": 2}, **parallel), 8)
+        seconds = layer_seconds(work, parse_cluster("h100x8"))
+        computed = sum(shard.computed for shard in work.shards)
+        found.append((activations(work), seconds, computed, device_memory(work)["weights"]))
+    assert found[0] == found[1]
+
+
 def test_activations_of_a_pipeline_are_its_rings():
     plain = of("22b", 8, 1, 8, tensor=8)
     tensor_only = workload(plain, 8)
     chunk = {mode: size // 4 for mode, size in activations_by_mode(tensor_only).items()}
-    deferred = {"none": 75, "selective": 78, "full": 141}  # MiB a layer, as traced for GPUs
+    deferred = {"minimal": 75, "selective": 78, "full": 141}  # MiB a layer, as traced for GPUs
     for schedule, rings in (("one_f_one_b", 7), ("zero_bubble", 7), ("gpipe", 9)):
         parallel = {"pipe": 4, "tensor": 8, "schedule": Schedule(schedule)}
-        for mode in Recompute:
-            config = of("22b", 32, 1, 8, mode.value, **parallel)
-            expected = rings * chunk[mode.value]
+        for mode in POLICIES:
+            config = of("22b", 32, 1, 8, mode, **parallel)
+            expected = rings * chunk[mode]
             expected += 8 * 3 * MIB if schedule == "gpipe" else 0
-            expected += 4 * 12 * deferred[mode.value] * MIB if schedule == "zero_bubble" else 0
+            expected += 4 * 12 * deferred[mode] * MIB if schedule == "zero_bubble" else 0
             assert activations(workload(config, 32)) == expected
 
 
 @pytest.mark.parametrize(("tensor", "traced"), [(1, (512, 576, 1088)), (2, (352, 384, 768))])
 def test_deferred_is_what_was_traced_for_gpus(tensor, traced):
     """MiB of a layer of Llama 3 8B, from SplitVjp in the real step."""
-    for mode, mib in zip(Recompute, traced, strict=True):
+    for mode, mib in zip(POLICIES, traced, strict=True):
         parallel = {"pipe": 4, "tensor": tensor, "schedule": Schedule.zero_bubble}
-        work = workload(of("llama3-8b", 4 * tensor, 1, 8, mode.value, **parallel), 4 * tensor)
+        work = workload(of("llama3-8b", 4 * tensor, 1, 8, mode, **parallel), 4 * tensor)
         assert unit_deferred(work, work.units[0]) == mib * MIB
 
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [*((k, "none") for k in KINDS), *((k, "full") for k in ("gpt", "llama", "experts"))],
+    [*((k, "minimal") for k in KINDS), *((k, "full") for k in ("gpt", "llama", "experts"))],
 )
 def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     """Counted on the divided backward of a real layer, on one device. Left out is XLA's attention
     made again for the weight lane alone, which keeps its weights."""
     config = Config(train=TrainConfig(global_batch_size=2))
     config.data.sequence_length = 256
-    config.model = ModelConfig(
-        **KINDS[kind], vocab_size=64, hidden_size=64, num_heads=4, recompute=Recompute(mode)
+    config.model = with_fields(
+        ModelConfig(),
+        {
+            **KINDS[kind],
+            "vocab_size": 64,
+            "hidden_size": 64,
+            "attention.num_heads": 4,
+            "recompute": mode,
+        },
     )
     stack = LM(jax.random.key(0), config.model).stack
     positions_BL = jnp.broadcast_to(jnp.arange(256), (2, 256))
 
     def unit(params, x_BLD, layer):
-        return stack.run_unit(params, x_BLD, Context(positions_BL), layer)[0]
+        return stack.run_unit(params, x_BLD, Context(positions_BL), layer, prevent_cse=False)[::2]
 
     x_BLD = jnp.zeros((2, 256, 64), jnp.bfloat16)
     params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), read(stack.groups[0], 0))
@@ -260,33 +298,41 @@ def test_lanes_are_those_of_the_tables(stages):
 def test_the_choice_of_cudnn_is_the_layers(dtype, head, length):
     for segments, dropout in ((False, 0.0), (True, 0.0), (False, 0.1)):
         config = Config()
-        config.model = ModelConfig(dtype=dtype, head_dim=head, dropout_attention=dropout)
+        config.model = with_fields(
+            ModelConfig(),
+            {"dtype": dtype, "attention.head_dim": head, "attention.dropout": dropout},
+        )
         config.data.reset_attention_mask = segments
         config.data.sequence_length = length
         x = jax.ShapeDtypeStruct((1, length, 4, head), dtype.value)
         operands = Operands(0, segments or None, dropout=dropout or None)
         refusal = attention_cudnn.refuses(x, x, x, ScoreSpec(), operands, Device("cuda"))
         assert fused_attention(config) == (not refusal)
-        config.model.attention_backend = AttentionBackend.xla
+        config.model.attention.backend = AttentionBackend.xla
         assert not fused_attention(config)
-        config.model.attention_backend = AttentionBackend.mosaic
+        config.model.attention.backend = AttentionBackend.mosaic
         assert fused_attention(config)
 
 
 @pytest.mark.parametrize(
-    "option", [{"attention_window": 8}, {"attention_softcap": 9.0}, {"attention_sinks": True}]
+    "option",
+    [
+        {"layers": "*(local,mlp)", "attention.window": 8},
+        {"attention.softcap": 9.0},
+        {"attention.sinks": True},
+    ],
 )
 def test_the_choice_of_cudnn_heeds_what_attention_asks_for(option):
-    config = Config(model=ModelConfig(**option))
+    config = Config(model=with_fields(ModelConfig(), option))
     x = jax.ShapeDtypeStruct((1, 64, 4, 32), jnp.bfloat16)
-    spec = ScoreSpec(window=config.model.attention_window, softcap=config.model.attention_softcap)
-    operands = Operands(sinks_H=jnp.zeros(4) if config.model.attention_sinks else None)
+    spec = ScoreSpec(window=config.model.attention.window, softcap=config.model.attention.softcap)
+    operands = Operands(sinks_H=jnp.zeros(4) if config.model.attention.sinks else None)
     refusal = attention_cudnn.refuses(x, x, x, spec, operands, Device("cuda"))
     assert fused_attention(config) == (not refusal)
 
 
-# (name, GPUs, samples, microbatches, sizes): GiB beside the state under none, selective and full,
-# as XLA allocated them for the real step on absent GPUs (benchmarks/NOTES.md; pipelines were
+# (name, GPUs, samples, microbatches, sizes): GiB beside the state under minimal, selective and
+# full, as XLA allocated them for the real step on absent GPUs (benchmarks/NOTES.md; pipelines were
 # compiled alike with the default chunk of the loss). Not covered: what XLA keeps transposed once
 # more of what norms read, for zero bubble's weight lane.
 SIXTEEN = {"pipe": 4, "tensor": 2, "fsdp": 2}
@@ -320,8 +366,8 @@ COMPILED_GIB = [
 @pytest.mark.parametrize("case", COMPILED_GIB, ids=lambda case: f"{case[0]}-{case[4]}")
 def test_memory_is_what_was_compiled(case):
     name, gpus, samples, microbatches, parallel, compiled = case
-    for mode, gib in zip(Recompute, compiled, strict=True):
-        config = of(name, gpus, samples, microbatches, mode.value, **parallel)
+    for mode, gib in zip(POLICIES, compiled, strict=True):
+        config = of(name, gpus, samples, microbatches, mode, **parallel)
         config.train.loss_chunk = 2048 if config.parallel.pipe > 1 else 1024
         config.train.loss_backend = LossBackend.xla
         memory = device_memory(workload(config, gpus))
@@ -329,7 +375,7 @@ def test_memory_is_what_was_compiled(case):
         assert gib is None or beside / GIB == pytest.approx(gib, rel=COMPILED)
 
 
-@pytest.mark.parametrize(("mode", "gib"), [("none", 27.55), ("full", 6.86)])
+@pytest.mark.parametrize(("mode", "gib"), [("minimal", 27.55), ("full", 6.86)])
 def test_memory_with_the_tiled_loss_is_what_was_compiled(mode, gib):
     """128,256 words a device (with xla, the layers made again: 9.11)."""
     config = of("llama3-8b", 16, 1, 1, mode, fsdp=16)
@@ -357,8 +403,8 @@ def literal_megatron(config: Config, replicas: int, microbatches: int) -> dict[s
     model, parallel = config.model, config.parallel
     h, n, f = model.hidden_size, model.num_layers, model.ffn
     norms = 1 if model.norm is Norm.rmsnorm else 2
-    projected = model.num_heads * model.head_size / h
-    attention = 2 * h * h * (1 + model.kv_heads / model.num_heads) * projected
+    projected = model.attention.num_heads * model.head_size / h
+    attention = 2 * h * h * (1 + model.kv_heads / model.attention.num_heads) * projected
     mlp = 2 * h * (f * (1.5 if model.gated else 1) + norms)
     block = n * (attention + mlp) + norms * h
     table = h * model.padded_vocab_size(parallel.tensor)

@@ -7,14 +7,14 @@ from html.parser import HTMLParser
 import pytest
 
 from maxmeg.pipeline.schedule import one_f_one_b
-from maxmeg.planning.page import plan_html
 from maxmeg.planning.report import Analytic, Collective, Compiled, Traffic
-from maxmeg.planning.text import GIB, Choice, Plan, verdict
+from maxmeg.planning.show.page import plan_html
+from maxmeg.planning.show.text import GIB, Choice, Plan, verdict
 
 ANALYTIC = Analytic(
     parameters={"embedding": 1_000, "mlp": 3_000},
     memory={"masters": 30 * GIB, "activations": 20 * GIB},
-    activations={"none": 80 * GIB, "selective": 20 * GIB, "full": 5 * GIB},
+    activations={"minimal": 80 * GIB, "selective": 20 * GIB, "full": 5 * GIB},
     capacity=70 * GIB,
     flops=1e18,
     traffic=(

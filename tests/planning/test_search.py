@@ -1,19 +1,19 @@
 """Layouts found are valid, fit, and are ranked; what cannot fit is said with numbers."""
 
 import re
-import time
 
 import pytest
 
-from maxmeg.config.model import ExpertBackend, Recompute
+from maxmeg.config.mixers import ExpertBackend
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, Schedule
+from maxmeg.config.setting import get, with_fields
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.search import divisors, layouts, needed, orders, search, with_recompute
 
-SECONDS = 5.0
 MOST = 4000
 
 
@@ -44,14 +44,13 @@ def test_what_is_found_is_valid_fits_and_is_ranked(name, batch, hardware):
         assert candidate.analytic.fits and candidate.config.parallel.tensor <= 8
         assert candidate.config.model.num_layers == config.model.num_layers
         for name, value in candidate.settings.items():
-            section, field = name.split(".")
-            chosen = getattr(getattr(candidate.config, section), field)
+            chosen = get(candidate.config, name)
             assert value == getattr(chosen, "value", chosen)
 
 
 def test_no_more_is_recomputed_than_must_be():
     cluster = parse_cluster("h100x16")
-    modes = list(Recompute)
+    modes = list(POLICIES)
     seen = set()
     for candidate in search(of("llama3-8b", 128), cluster):
         mode = candidate.config.model.recompute
@@ -62,11 +61,9 @@ def test_no_more_is_recomputed_than_must_be():
     assert len(seen) > 1
 
 
-def test_a_large_model_takes_seconds_and_uses_the_pipe():
+def test_a_large_model_uses_the_pipe():
     config, cluster = of("175b", 1536), parse_cluster("h100x1024")
-    start = time.process_time()
     found = search(config, cluster)
-    assert time.process_time() - start < SECONDS
     assert 500 < len(found) < MOST
     best = found[0].config.parallel
     assert best.pipe > 1 and best.tensor > 1
@@ -96,6 +93,11 @@ def test_layers_that_do_not_divide_are_padded():
     piped = [layout for layout in layouts(config, 4) if layout.parallel.pipe > 1]
     assert piped and all(layout.parallel.pad_layers for layout in piped)
     assert all(layout.parallel.chunks == 1 for layout in piped)
+
+
+def test_tensor_may_exceed_the_key_value_heads():
+    found = {layout.parallel.tensor for layout in layouts(of("qwen3-30b-a3b", 32), 8)}
+    assert found == {1, 2, 4, 8}  # it has 4 of them
 
 
 @pytest.mark.parametrize("number", [1, 2, 9, 12, 97, 1024])
@@ -132,23 +134,22 @@ def test_what_fits_no_number_of_gpus_says_so():
 
 def test_a_batch_that_no_layout_divides_says_so():
     config = of("345m", 7)
-    config.model.num_layers = config.model.num_heads = 1
+    config.model.num_layers = config.model.attention.num_heads = 1
     with pytest.raises(ValueError, match=r"no layout of 64 h100 is valid .*global_batch_size=7"):
         search(config, parse_cluster("h100x64"))
 
 
 @pytest.mark.parametrize(
-    ("section", "field", "value", "message"),
+    ("path", "value", "message"),
     [
-        ("model", "num_heads", 15, r"hidden_size=1024 is not divisible by model\.num_heads=15"),
-        ("optim", "min_lr", 1.0, r"optim\.min_lr=1\.0 must lie in"),
-        ("train", "global_batch_size", 0, "global_batch_size=0 is not divisible"),
-        ("model", "num_layers", 0, "num_layers=0 must be at least 1"),
+        ("model.attention.num_heads", 15, "hidden_size=1024 is not divisible by"),
+        ("optim.min_lr", 1.0, r"optim\.min_lr=1\.0 must lie in"),
+        ("train.global_batch_size", 0, "global_batch_size=0 is not divisible"),
+        ("model.num_layers", 0, "num_layers=0 must be at least 1"),
     ],
 )
-def test_what_no_layout_can_mend_is_said_as_it_is(section, field, value, message):
-    config = of("345m", 32)
-    setattr(getattr(config, section), field, value)
+def test_what_no_layout_can_mend_is_said_as_it_is(path, value, message):
+    config = with_fields(of("345m", 32), {path: value})
     with pytest.raises(ValueError, match=message):
         search(config, parse_cluster("h100x8"))
 
@@ -162,8 +163,8 @@ def test_axes_that_are_not_supported_are_not_dropped():
 
 def test_experts_are_spread_where_that_is_faster():
     config = of("345m", 32)
-    config.model.num_layers, config.model.num_experts = 4, 8
-    config.model.expert_backend = ExpertBackend.mosaic
+    config.model.num_layers, config.model.layers = 4, "*(attention,moe)"
+    config.model.moe.backend = ExpertBackend.mosaic
     found = search(config, parse_cluster("h100x8"))
     layouts = [candidate.config.parallel for candidate in found]
     assert {layout.expert for layout in layouts} == {1, 2, 4, 8}

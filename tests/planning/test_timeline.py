@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from maxmeg.pipeline.schedule import Table, forward_only, gpipe, one_f_one_b, zero_bubble
-from maxmeg.planning.timeline import COLOURS, LEFT, shade, timeline_svg, timeline_text, title
+from maxmeg.planning.show.timeline import COLOURS, LEFT, shade, timeline_svg, timeline_text, title
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX = re.compile(r"M([\d.]+) ([\d.]+)h([\d.]+)v([\d.]+)h-[\d.]+z")

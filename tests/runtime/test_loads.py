@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.layers.balance import TALLIES
-from maxmeg.runtime.loads import ExpertLoads, write_loads
+from maxmeg.config.setting import with_fields
+from maxmeg.runtime.metrics.loads import ExpertLoads, write_loads
 
 EXPERTS = 4
-MODEL = ModelConfig(num_layers=4, num_experts=EXPERTS, expert_every=2)  # layers 0 and 2
+MODEL = with_fields(
+    ModelConfig(),
+    {"num_layers": 4, "layers": "*(attention,moe attention,mlp)", "moe.num_experts": EXPERTS},
+)  # layers 0 and 2
 COUNTS = np.array([[4, 4, 4, 4], [16, 0, 0, 0]])
-EACH = {"load_balancing_loss": 1.5, "z_loss": 3.0, "expert_dropped": 4.0}
+LOSSES = {"load_balancing_loss": 1.5, "z_loss": 3.0}
+EACH = {name: 16 * np.full(2, loss) for name, loss in LOSSES.items()}  # summed over 16 copies
+EACH["expert_dropped"] = np.array([4.0, 4.0])
 
 
 def metrics(counts=COUNTS) -> dict:
-    tallies = [[EACH.get(name, 0.0)] * len(counts) for name in TALLIES]
-    return {"loss": 1.0, "expert_loads": np.concatenate([counts, np.transpose(tallies)], axis=1)}
+    return {"loss": 1.0, "layers": {"expert_tokens": counts} | EACH}
 
 
 def test_numbers_of_every_step_and_of_layers_at_the_logging_interval(tmp_path):
@@ -27,7 +31,7 @@ def test_numbers_of_every_step_and_of_layers_at_the_logging_interval(tmp_path):
         found.append(metrics())
         call(step, found[-1])
     common = {"loss": 1, "expert_load_max": 4, "expert_load_entropy": 0.5, "expert_dropped": 0.25}
-    common |= {"load_balancing_loss": 1.5, "z_loss": 3}
+    common |= LOSSES
     of_layers = {f"expert_load_max/layer_{i}": value for i, value in ((0, 1), (2, 4))}
     of_layers |= {f"expert_load_entropy/layer_{i}": value for i, value in ((0, 1), (2, 0))}
     of_layers |= {f"expert_dropped/layer_{i}": 0.25 for i in (0, 2)}
@@ -45,7 +49,6 @@ def test_loads_are_means_over_the_steps_since_the_last_ones(tmp_path):
     for step, counts in ((1, COUNTS), (2, COUNTS[:, ::-1])):
         call(step, metrics(counts))
     assert json.loads(path.read_text())["loads"] == [[1, 1, 1, 1], [2, 0, 0, 2]]
-    call(3, {"loss": 1.0})  # adapters: nothing is counted
     picture = tmp_path / "experts.png"
     write_loads(path, picture, "runs/test")
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -54,13 +57,24 @@ def test_loads_are_means_over_the_steps_since_the_last_ones(tmp_path):
 
 def test_a_run_whose_router_chooses_nothing_says_so(caplog):
     for even in (False, True):
-        model = ModelConfig(num_experts=EXPERTS, benchmark_even_experts=even)
+        model = with_fields(
+            ModelConfig(),
+            {"layers": "*(attention,moe)", "moe.num_experts": EXPERTS, "moe.force_balance": even},
+        )
         ExpertLoads(model, num_steps=1, every=1, path="experts.json")
         assert ("its weights are of no use" in caplog.text) == even
 
 
 def test_a_further_token_has_loads_too():
-    model = ModelConfig(num_layers=1, num_experts=EXPERTS, mtp_depths=1)
+    model = with_fields(
+        ModelConfig(),
+        {
+            "num_layers": 1,
+            "layers": "*(attention,moe)",
+            "moe.num_experts": EXPERTS,
+            "mtp.num_layers": 1,
+        },
+    )
     values = metrics()
     ExpertLoads(model, num_steps=1, every=1).hook().call(0, values)
     assert values["expert_load_max/layer_mtp_0"] == 4 and "expert_load_max/layer_0" in values

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from maxmeg.runtime.guard import NonFiniteLoss, guard_hook
-from maxmeg.runtime.hooks import Hook, Hooks
-from maxmeg.runtime.profile import profile_hook
-from maxmeg.runtime.progress import Progress, duration, quantity
-from maxmeg.runtime.summary import ParameterRow, num_bytes, print_mesh, print_parameters
-from maxmeg.runtime.throughput import Throughput
+from maxmeg.runtime.faults.guard import FEWEST, Guard, NonFiniteLoss
+from maxmeg.runtime.metrics.hooks import Hook, Hooks
+from maxmeg.runtime.metrics.profile import profile_hook
+from maxmeg.runtime.metrics.progress import Progress, duration, quantity
+from maxmeg.runtime.metrics.summary import ParameterRow, num_bytes, print_mesh, print_parameters
+from maxmeg.runtime.metrics.throughput import Throughput
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,31 @@ def test_hooks_share_metrics_run_in_order_and_all_close():
     assert seen == [0, 2, "close 2", "close 1"]
 
 
-@pytest.mark.parametrize("metrics", [{"loss": math.nan}, {"loss": 1.0, "grad_norm": math.inf}])
-def test_guard_names_step_and_samples(metrics):
-    hook = guard_hook(lambda step: range(step, step + 20))
-    hook.call(3, {"loss": 2.0, "grad_norm": 1.0})
-    with pytest.raises(NonFiniteLoss, match=r"step 7: loss=.*samples 7, 8, .*, 22 and 4 more") as e:
-        hook.call(7, metrics)
-    assert e.value.step == 7 and e.value.samples == tuple(range(7, 27))
+GOOD = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0}
+BAD = {"loss": 1.0, "grad_norm": math.inf, "skipped": 1.0}
+
+
+def test_guard_stops_after_skipped_steps_in_a_row(caplog):
+    guard = Guard(lambda step: range(10 * step, 10 * step + 10), max_skipped=2)
+    for step, metrics in enumerate([GOOD, BAD, GOOD, BAD]):
+        guard(step, metrics)
+    assert [record.args[0] for record in caplog.records] == [1, 3]
+    assert "step 1 was skipped: loss=1.0, grad_norm=inf is not finite" in caplog.text
+    assert "samples 10, 11" in caplog.text
+    with pytest.raises(NonFiniteLoss, match=r"steps 3 to 4 .* 30, 31, .*, 45 and 4 more") as error:
+        guard(4, BAD)
+    assert error.value.steps == (3, 4)
+    assert error.value.samples == (*range(30, 40), *range(40, 50))
+
+
+@pytest.mark.parametrize(("loss", "told"), [(2.4, False), (2.7, True), (0.0, False)])
+def test_guard_reports_spikes(loss, told, caplog):
+    guard = Guard(lambda step: [step], max_skipped=1, spike_zscore=6)
+    for step in range(FEWEST):
+        guard(step, GOOD | {"loss": 2 + 0.1 * (-1) ** step})
+    guard(FEWEST, GOOD | {"loss": loss})
+    assert bool(caplog.records) == told
+    assert not told or "standard deviations above the mean" in caplog.text
 
 
 def clock_of(times):
@@ -218,3 +236,11 @@ def test_tables_at_start():
     text = "\n".join(lines)
     assert "1024 x 64" in text and "vocab, embed" in text and "tensor, fsdp" in text
     assert "replicated" in text and "65.6k parameters" in text and "4.25 KiB" in text
+
+
+@pytest.mark.parametrize(("per_byte", "shown"), [(0.5, True), (1.999, False)])
+def test_the_loss_per_byte_is_shown_where_tokens_are_not_bytes(per_byte, shown):
+    file = io.StringIO()
+    losses = {"validation_loss": 2.0, "validation_loss_per_byte": per_byte}
+    Progress(10, file=file)(0, {"loss": 2.0, **losses})
+    assert ("per byte" in file.getvalue()) == shown

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from maxmeg.runtime.signals import Interrupt
+from maxmeg.runtime.faults.signals import Interrupt
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import sys, time
-from maxmeg.runtime.signals import Interrupt
+from maxmeg.runtime.faults.signals import Interrupt
 with Interrupt() as interrupt:
     print("ready", flush=True)
     while not interrupt.requested:

@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from maxmeg.runtime.curve import write_curve
-from maxmeg.runtime.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
+from maxmeg.runtime.metrics.curve import write_curve
+from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
 
 
 def rows(path):

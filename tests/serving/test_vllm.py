@@ -13,8 +13,8 @@ from hf_folders import random_tensors, write_config, write_tensors, write_tokeni
 
 from maxmeg.config.model import DType
 from maxmeg.hf.convert import export_model, import_model, open_folder
-from maxmeg.hf.families import model_config
-from maxmeg.hf.tables import DENSE
+from maxmeg.hf.families.read import model_config
+from maxmeg.hf.families.tables import DENSE
 from maxmeg.inference.decode import Request, Writer
 from maxmeg.inference.load import load_run
 from maxmeg.inference.sampling import Sampling

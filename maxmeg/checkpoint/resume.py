@@ -1,0 +1,112 @@
+"""The state that a run starts from: its newest checkpoint, another run's, or a new state."""
+
+import dataclasses
+import os
+import typing
+
+from maxmeg.checkpoint.initialize import check_base, check_tokenizer, initialize, restored_base
+from maxmeg.checkpoint.integrity import Manifest
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.schema import Config
+from maxmeg.parallel.parts import joined, saved
+from maxmeg.state import (
+    CHECKPOINTS,
+    VOCABULARY_TABLES,
+    TrainState,
+    from_tree,
+    nested,
+    orders_of,
+    to_arrays,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """The state that a run starts from.
+
+    metadata: that of the restored checkpoint; empty for a new run. base: identity of the frozen
+    base.
+    """
+
+    step: int
+    state: TrainState
+    metadata: dict[str, typing.Any]
+    base: dict[str, typing.Any]
+
+
+def start(
+    config: Config, checkpointer: Checkpointer, optimizer, abstract: TrainState, tokenizer: str
+) -> Start:
+    """Return the state of the newest checkpoint, or else the state before the first step."""
+    if resumed := resume(config, checkpointer, abstract, tokenizer):
+        return resumed
+    state, base = initialize(config, optimizer, abstract, tokenizer)
+    return Start(0, state, {}, base)
+
+
+def resume(
+    config: Config, checkpointer: Checkpointer, abstract: TrainState, tokenizer: str
+) -> Start | None:
+    """Restore the newest intact checkpoint of the run folder, else of checkpoint.load, else None.
+
+    Process 0 chooses the folder. `tokenizer` is the identity of the run's tokenizer; ValueError if
+    the checkpoint was trained with another tokenizer or another frozen base.
+    """
+    load = Checkpointer(
+        os.path.join(config.checkpoint.load, CHECKPOINTS),
+        timeout_seconds=config.checkpoint.timeout_seconds,
+    )
+
+    def choose() -> str:
+        return choose_source(config.checkpoint.load, checkpointer, load)
+
+    chosen = checkpointer.processes.broadcast("source", choose, ValueError)
+    if not chosen:
+        return None
+    source = checkpointer if chosen == "run" else load
+
+    def use(step: int, manifest: Manifest) -> tuple[int, TrainState, dict[str, typing.Any]]:
+        check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
+        check_base(config, manifest.metadata.get("base", {}))
+        return step, restore(source, step, abstract), manifest.metadata
+
+    restored = source.latest(use)
+    assert restored is not None  # process 0 has found a checkpoint
+    step, state, metadata = restored
+    base = metadata.get("base", {})
+    model = joined(state.model, restored_base(config, abstract.model, base))
+    state = dataclasses.replace(state, model=model)
+    return Start(step, state, metadata, base)
+
+
+def choose_source(load: str, run: Checkpointer, other: Checkpointer) -> str:
+    """Return "run", "load" or "" for neither; ValueError if the folders contradict `load`."""
+    steps = run.steps()
+    if load == "none" and steps:
+        raise ValueError(
+            f"{run.folder} already holds checkpoints of steps {steps} and "
+            "checkpoint.load=none: set another run_dir, delete them, or use checkpoint.load=auto"
+        )
+    if steps or load in ("none", "auto"):
+        return "run" if steps else ""
+    if not other.steps():
+        raise ValueError(f"checkpoint.load={load}: {other.folder} holds no checkpoint")
+    return "load"
+
+
+def restore(checkpointer: Checkpointer, step: int, abstract):
+    """Restore the arrays of `abstract`: a whole state, or {"model": its model}.
+
+    No other arrays are read, and no frozen base. The padding of the vocabulary and the pipeline may
+    differ from those at save.
+    """
+    abstract = saved(abstract)
+    names = to_arrays(abstract)
+    tree, _ = checkpointer.restore(
+        step,
+        nested(names),
+        resizable={n.replace(".", "/"): 0 for n in names if n.endswith(VOCABULARY_TABLES)},
+        orders=orders_of(abstract),
+        partial=not isinstance(abstract, TrainState),
+    )
+    return from_tree(tree, abstract)

@@ -1,0 +1,178 @@
+"""Settings of the corpus, the tokenizer and the samples."""
+
+import dataclasses
+import enum
+
+from maxmeg.config.setting import setting
+
+
+class DataOrder(enum.Enum):
+    megatron = "megatron"
+    native = "native"
+
+
+class Objective(enum.Enum):
+    gpt = "gpt"
+    sft = "sft"
+    masked = "masked"
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it trains models in which a token attends to itself and earlier tokens only."""
+        return self is not Objective.masked
+
+
+class Packing(enum.Enum):
+    none = "none"
+    greedy = "greedy"
+    first_fit = "first_fit"
+    best_fit = "best_fit"
+
+
+class TooLong(enum.Enum):
+    drop = "drop"
+    truncate = "truncate"
+
+
+@dataclasses.dataclass
+class DataConfig:
+    """Corpus, tokenizer and how samples are cut."""
+
+    paths: tuple[str, ...] = setting(
+        (),
+        "prefixes of .bin/.idx files, with weights (0.7,a,0.3,b) or, for one epoch of each, "
+        "without; cut by split; empty, as all that names corpora: Python's own sources",
+        "--data-path",
+    )
+    split: str = setting("969,30,1", "weights of train, validation and test", "--split")
+    train_paths: tuple[str, ...] = setting(
+        (), "as paths, each read whole; instead of paths and split", "--train-data-path"
+    )
+    validation_paths: tuple[str, ...] = setting((), "as train_paths", "--valid-data-path")
+    test_paths: tuple[str, ...] = setting((), "as train_paths", "--test-data-path")
+    blend: str = setting(
+        "",
+        "YAML or JSON file instead of paths: a list as there, or train, validation, test: lists",
+        "--data-args-path, --per-split-data-args-path",
+    )
+    mock: bool = setting(
+        False, "documents that count, made without files, a third for each set", "--mock-data"
+    )
+    validate_each: bool = setting(
+        False,
+        "validation_paths (or those of blend) are sets of their own: the loss of each, and their "
+        "mean",
+        "--multiple-validation-sets",
+    )
+    blend_surplus: float = setting(
+        0.005,
+        "samples made for each corpus of a weighted blend beyond its share, a fraction >= 0",
+        "--mid-level-dataset-surplus",
+        at_least=0,
+    )
+    blend_changes: tuple[str, ...] = setting(
+        (),
+        "other training blends from steps on: 1000:0.5,a,0.5,b,5000:0.2,b,0.8,c or 1000:FILE.yaml; "
+        "each corpus goes on with its next sample",
+    )
+    order: DataOrder = setting(
+        DataOrder.megatron,
+        "megatron: the same samples as there, which depend on seed and number of steps, and each "
+        "validation goes on where the last ended; native: an order that is computed, not stored, "
+        "and every validation reads the same samples, the first in reading order",
+    )
+    objective: Objective = setting(
+        Objective.gpt,
+        "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
+        "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
+        "masked tokens of a .bin/.idx file of sentences (maxmeg.preprocess --split_sentences), "
+        "with model.attention.causal=false",
+        "--sft",
+    )
+    chat_template: str = setting(
+        "",
+        "Jinja file for sft; empty: the tokenizer's",
+        "--sft-tokenizer-prompt-format",
+        needs="objective=sft",
+    )
+    too_long: TooLong = setting(
+        TooLong.drop,
+        "of chats beyond sequence_length + 1 tokens: drop | truncate, counted",
+        needs="objective=sft",
+    )
+    packing: Packing = setting(
+        Packing.none,
+        "rows of whole documents that do not see each other: greedy | first_fit | best_fit; none: "
+        "gpt cuts through them (order), sft has a chat a row",
+    )
+    sequence_length: int = setting(256, "tokens a sample", "--seq-length", at_least=1)
+    tokenizer: str = setting(
+        "bytes",
+        "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | wordpiece:FILE | "
+        "tiktoken:FILE; ?special_tokens=NAME,NAME after it adds tokens",
+        "--tokenizer-type",
+    )
+    cache_dir: str = setting(
+        "",
+        "on a disk of the node: prepared corpora, orders of samples, what is read of corpora in "
+        "object storage (s3://bucket/prefix); empty: RUN_DIR/data",
+        "--data-cache-path, --object-storage-cache-path",
+    )
+    cache_gb: float = setting(
+        50.0,
+        "of .bin files in object storage, GB (10^9 bytes) a node keeps in cache_dir, > 0",
+        at_least=0.01,
+    )
+    chunk_kb: int = setting(
+        1024,
+        "of them, KiB read at once: more where the cache holds a whole corpus, less where not",
+        at_least=1,
+    )
+    num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers", at_least=0)
+    prefetch: int = setting(2, "batches made ahead, per worker, >= 1", at_least=1)
+    reset_position_ids: bool = setting(
+        False, "positions restart after each end of document", "--reset-position-ids"
+    )
+    reset_attention_mask: bool = setting(
+        False, "no attention across documents", "--reset-attention-mask"
+    )
+    eod_mask_loss: bool = setting(
+        False, "no loss where the input is the end of a document", "--eod-mask-loss"
+    )
+    fim_rate: float = setting(
+        0.0, "share of documents in samples to fill in the middle of, in [0, 1]", "--fim-rate"
+    )
+    fim_spm_rate: float = setting(
+        0.5,
+        "of those, with the suffix before the prefix, in [0, 1]",
+        "--fim-spm-rate",
+        needs="fim_rate",
+    )
+    fim_tokens: tuple[str, ...] = setting(
+        (),
+        "prefix, middle, suffix and padding token, by name or id",
+        "--fim-prefix-token, --fim-middle-token, --fim-suffix-token, --fim-pad-token",
+        needs="fim_rate",
+    )
+    fim_split: str = setting(
+        "",
+        "token that divides documents into fragments; empty: none",
+        "--fim-split-sample",
+        needs="fim_rate",
+    )
+    fim_fragment_rate: float = setting(
+        0.5, "share of fragments, in [0, 1]", "--fim-fragment-rate", needs="fim_rate"
+    )
+    fim_no_prefix: str = setting(
+        "",
+        "texts that begin with this stay as they are; empty: none",
+        "--fim-no-prefix",
+        needs="fim_rate",
+    )
+
+    @property
+    def has_segments(self) -> bool:
+        """Whether batches have segment_ids: attention stays within documents, or skips padding."""
+        if self.objective is Objective.masked:
+            return True
+        return self.reset_attention_mask or self.packing is not Packing.none

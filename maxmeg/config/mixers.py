@@ -1,0 +1,433 @@
+"""Settings of the mixers: attention, MLP, experts; and of multi-token prediction."""
+
+import dataclasses
+import enum
+
+from maxmeg.config.setting import setting
+
+
+class Activation(enum.Enum):
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
+    swiglu = "swiglu"
+    geglu = "geglu"
+    quick_geglu = "quick_geglu"
+    relu_squared = "relu_squared"
+
+
+class AttentionBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    cudnn = "cudnn"
+    mosaic = "mosaic"
+    triton = "triton"
+
+
+class RotaryScaling(enum.Enum):
+    none = "none"
+    linear = "linear"
+    ntk = "ntk"
+    dynamic = "dynamic"
+    llama3 = "llama3"
+    yarn = "yarn"
+    longrope = "longrope"
+
+
+class QkNorm(enum.Enum):
+    none = "none"
+    head = "head"
+    heads = "heads"
+    l2 = "l2"
+
+
+class RouterScore(enum.Enum):
+    softmax = "softmax"
+    sigmoid = "sigmoid"
+    sqrt_softplus = "sqrt_softplus"
+
+
+class ExpertBackend(enum.Enum):
+    auto = "auto"
+    xla = "xla"
+    mosaic = "mosaic"
+
+
+class ExpertDrop(enum.Enum):
+    position = "position"
+    weight = "weight"
+
+
+@dataclasses.dataclass
+class AttentionConfig:
+    """Attention: heads, masks and scores. Multi-latent attention (`mla`) reads these too."""
+
+    num_heads: int = setting(4, "number of query heads", "--num-attention-heads")
+    num_kv_heads: int = setting(
+        0,
+        "number of key/value heads: a divisor of num_heads, and a multiple or divisor of "
+        "parallel.tensor; 0: num_heads; 1: multi-query attention",
+        "--num-query-groups",
+    )
+    head_dim: int = setting(
+        0,
+        "head size; 0: hidden_size / num_heads; of mla: size of the part of a head that is not "
+        "rotated (--qk-head-dim)",
+        "--kv-channels",
+        at_least=0,
+    )
+    causal: bool = setting(
+        True,
+        "a token attends to itself and earlier tokens only; false: to all tokens (bidirectional, "
+        "as BERT), for data.objective=masked",
+    )
+    window: int = setting(
+        0,
+        "sliding window of the mixers local and local_mla: number of tokens that a token attends "
+        "to, itself included; > 0",
+        "--window-size",
+        at_least=0,
+        effect="adapted",
+    )
+    softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off", at_least=0)
+    scale: float = setting(0.0, "factor of the scores; 0: 1 / sqrt(key size)", at_least=0)
+    sinks: bool = setting(
+        False, "a learned logit per head in the softmax's denominator", "--softmax-type"
+    )
+    qk_norm: QkNorm = setting(
+        QkNorm.none,
+        "normalization of queries and keys: of each head (head), of all heads together (heads, "
+        "OLMo 2), or of each head without weights (l2)",
+        "--qk-layernorm",
+    )
+    bias_qkv: bool = setting(
+        False,
+        "biases of the query, key and value projections; of mla: of the projections to the latents",
+        "--add-qkv-bias",
+    )
+    bias_out: bool = setting(
+        False, "bias of the output projection (the flag is its negation)", "--disable-bias-linear"
+    )
+    dropout: float = setting(
+        0.0,
+        "dropout rate of the attention weights, in [0, 1)",
+        "--attention-dropout",
+        at_least=0,
+        below=1,
+        effect="none",
+    )
+    backend: AttentionBackend = setting(
+        AttentionBackend.auto,
+        "kernel; auto: cudnn on a GPU where it supports the case, else xla",
+        "--attention-backend",
+        effect="none",
+    )
+
+
+@dataclasses.dataclass
+class RotaryConfig:
+    """Rotary position embedding (RoPE)."""
+
+    base: float = setting(
+        10000.0, "base of the frequencies", "--rotary-base", at_least=1, effect="adapted"
+    )
+    local_base: float = setting(
+        0.0,
+        "base in the mixer local, whose frequencies are then not scaled; 0: as in the others",
+        effect="adapted",
+    )
+    fraction: float = setting(
+        1.0, "fraction of each head that is rotated, in (0, 1]", "--rotary-percent"
+    )
+    interleaved: bool = setting(
+        False, "rotate pairs (2i, 2i+1) instead of halves", "--rotary-interleaved"
+    )
+    scaling: RotaryScaling = setting(
+        RotaryScaling.none,
+        "how frequencies change for sequences longer than original_length",
+        "--use-rope-scaling",
+        effect="adapted",
+    )
+    factor: float = setting(
+        1.0,
+        "ratio of the longest sequence to original_length, >= 1",
+        "--rope-scaling-factor",
+        needs="scaling=linear|ntk|dynamic|llama3|yarn|longrope",
+        effect="adapted",
+    )
+    original_length: int = setting(
+        0,
+        "sequence length before scaling, tokens",
+        needs="scaling=dynamic|llama3|yarn|longrope",
+        effect="adapted",
+    )
+    low: float = setting(
+        1.0,
+        "frequencies with fewer turns in original_length are divided by factor (yarn: beta slow)",
+        needs="scaling=llama3|yarn",
+        effect="adapted",
+    )
+    high: float = setting(
+        4.0,
+        "frequencies with more turns in original_length are kept (yarn: beta fast, 32)",
+        needs="scaling=llama3|yarn",
+        effect="adapted",
+    )
+    attention_factor: float = setting(
+        0.0,
+        "factor of the rotated queries and keys; 0: what the scaling's paper derives from factor",
+        at_least=0,
+        needs="scaling=yarn|longrope",
+        effect="adapted",
+    )
+    truncate: bool = setting(
+        True,
+        "round the dimensions between which frequencies are interpolated to whole numbers",
+        needs="scaling=yarn",
+        effect="adapted",
+    )
+    short_factors: tuple[float, ...] = setting(
+        (),
+        "divisor of each frequency in sequences up to original_length",
+        needs="scaling=longrope",
+        effect="adapted",
+    )
+    long_factors: tuple[float, ...] = setting(
+        (),
+        "divisor of each frequency in longer sequences",
+        needs="scaling=longrope",
+        effect="adapted",
+    )
+
+
+@dataclasses.dataclass
+class MlaConfig:
+    """Multi-latent attention (DeepSeek-V2)."""
+
+    kv_rank: int = setting(
+        512, "size of the latent of keys and values", "--kv-lora-rank", at_least=1
+    )
+    query_rank: int = setting(
+        0,
+        "size of the queries' latent; 0: one projection without a latent",
+        "--q-lora-rank",
+        at_least=0,
+    )
+    rotary_size: int = setting(
+        64,
+        "size of the rotated part of a head, whose key all heads share",
+        "--qk-pos-emb-head-dim",
+        at_least=0,
+    )
+    value_size: int = setting(
+        0, "size of a head's values; 0: attention.head_dim", "--v-head-dim", at_least=0
+    )
+    norm_eps: float = setting(0.0, "epsilon of the latents' norms; 0: model.norm_eps", at_least=0)
+
+
+@dataclasses.dataclass
+class ConvConfig:
+    """Gated short convolution (LFM2)."""
+
+    kernel_size: int = setting(
+        3, "number of tokens that a channel's kernel covers, the current one included", at_least=1
+    )
+    bias: bool = setting(False, "biases of the projections and of the convolution")
+
+
+@dataclasses.dataclass
+class MlpConfig:
+    """The feed-forward layer; experts share its activation and bias."""
+
+    ffn_size: int = setting(
+        0,
+        "intermediate size; 0: 4 x hidden_size, or int(8/3 hidden_size / 64) x 64 when gated",
+        "--ffn-hidden-size",
+        at_least=0,
+    )
+    activation: Activation = setting(
+        Activation.swiglu,
+        "activation function; those with glu in their names are gated",
+        "--swiglu",
+    )
+    activation_clamp: float = setting(
+        0.0,
+        "upper limit of a gated activation's input, and limit of the absolute value of what it "
+        "gates; 0: none",
+        "--activation-func-clamp-value",
+        at_least=0,
+        needs="activation=swiglu|geglu|quick_geglu",
+    )
+    glu_offset: float = setting(
+        0.0,
+        "constant added to what a gated activation gates (GPT-OSS: 1)",
+        "--glu-linear-offset",
+        needs="activation=swiglu|geglu|quick_geglu",
+    )
+    bias: bool = setting(
+        False, "biases of the projections (the flag is its negation)", "--disable-bias-linear"
+    )
+
+
+@dataclasses.dataclass
+class MoeConfig:
+    """Mixture of experts: sizes, router, load balancing, capacity."""
+
+    num_experts: int = setting(8, "number of experts", "--num-experts", at_least=1)
+    top_k: int = setting(2, "number of experts that each token is routed to", "--moe-router-topk")
+    ffn_size: int = setting(
+        0,
+        "intermediate size of an expert; 0: that of the MLP",
+        "--moe-ffn-hidden-size",
+        at_least=0,
+    )
+    shared_ffn_size: int = setting(
+        0,
+        "intermediate size of the shared expert, which every token goes through; 0: none",
+        "--moe-shared-expert-intermediate-size",
+        at_least=0,
+    )
+    shared_gate: bool = setting(
+        False,
+        "gate the shared expert's output by a sigmoid of the token",
+        "--moe-shared-expert-gate",
+        needs="shared_ffn_size",
+    )
+    latent_size: int = setting(
+        0,
+        "experts read and write projections of this size, shared by all experts; 0: hidden_size",
+        "--moe-latent-size",
+        at_least=0,
+    )
+    score: RouterScore = setting(
+        RouterScore.softmax, "router score function", "--moe-router-score-function"
+    )
+    softmax_before_topk: bool = setting(
+        False,
+        "softmax over all experts instead of over the chosen ones",
+        "--moe-router-pre-softmax",
+    )
+    normalize_weights: bool = setting(False, "divide each token's routing weights by their sum")
+    scale: float = setting(1.0, "factor of the routing weights", "--moe-router-topk-scaling-factor")
+    num_groups: int = setting(
+        1,
+        "number of expert groups for group-limited routing; 1: off",
+        "--moe-router-num-groups",
+    )
+    topk_groups: int = setting(
+        1,
+        "number of groups that each token is routed to",
+        "--moe-router-group-topk",
+        needs="num_groups",
+    )
+    group_score_topk: int = setting(
+        0,
+        "a group's score is the sum of so many of its highest expert scores; 0: top_k / "
+        "topk_groups",
+        needs="num_groups",
+    )
+    logit_bias: bool = setting(False, "trained bias of the router's logits (GPT-OSS)")
+    bias_balancing: bool = setting(
+        False,
+        "balance loads without a loss: a bias per expert is added to the scores that choose "
+        "experts",
+        "--moe-router-enable-expert-bias",
+    )
+    bias_rate: float = setting(
+        1e-3,
+        "step of that bias after each global batch",
+        "--moe-router-bias-update-rate",
+        at_least=0,
+        needs="bias_balancing",
+        effect="none",
+    )
+    aux_loss: float = setting(
+        0.0,
+        "coefficient of the load-balancing loss over each microbatch",
+        "--moe-aux-loss-coeff",
+        at_least=0,
+        effect="none",
+    )
+    sequence_aux_loss: float = setting(
+        0.0, "coefficient of the load-balancing loss over each sequence", at_least=0, effect="none"
+    )
+    global_aux_loss: float = setting(
+        0.0,
+        "coefficient of the load-balancing loss over the global batch; it uses the loads of the "
+        "step before",
+        at_least=0,
+        effect="none",
+    )
+    z_loss: float = setting(
+        0.0,
+        "coefficient of the z-loss, logsumexp^2 of the router's logits",
+        "--moe-z-loss-coeff",
+        at_least=0,
+        effect="none",
+    )
+    sinkhorn: bool = setting(
+        False,
+        "balance by Sinkhorn's algorithm in training; the routing weights are sigmoids with "
+        "top_k=1, else a softmax over all experts",
+        "--moe-router-load-balancing-type",
+    )
+    jitter: float = setting(
+        0.0,
+        "in training, multiply the router's input by noise from 1 - jitter to 1 + jitter",
+        "--moe-input-jitter-eps",
+        at_least=0,
+        below=1,
+        effect="none",
+    )
+    force_balance: bool = setting(
+        False,
+        "for benchmarks only: assign tokens to experts in turn, whatever the router says",
+        "--moe-router-force-load-balancing",
+    )
+    capacity_factor: float = setting(
+        0.0,
+        "capacity of an expert per device, as a multiple of the mean load; tokens beyond it are "
+        "dropped; 0: dropless",
+        "--moe-expert-capacity-factor",
+        at_least=0,
+        effect="adapted",
+    )
+    drop_policy: ExpertDrop = setting(
+        ExpertDrop.position,
+        "which tokens are dropped: the last ones (position), or those of least weight (weight)",
+        "--moe-token-drop-policy",
+        needs="capacity_factor",
+        effect="adapted",
+    )
+    pad_to_capacity: bool = setting(
+        False,
+        "pad the input of every expert to its capacity",
+        "--moe-pad-expert-input-to-capacity",
+        needs="capacity_factor",
+        effect="none",
+    )
+    backend: ExpertBackend = setting(
+        ExpertBackend.auto,
+        "kernel of the grouped matrix products; xla on a GPU multiplies every token by every "
+        "expert; mosaic needs Hopper; auto: xla, until mosaic was measured",
+        "--moe-grouped-gemm",
+        effect="none",
+    )
+
+
+@dataclasses.dataclass
+class MtpConfig:
+    """Multi-token prediction (DeepSeek-V3)."""
+
+    num_layers: int = setting(
+        0,
+        "number of multi-token-prediction (MTP) layers, one for each further token",
+        "--mtp-num-layers",
+        at_least=0,
+        effect="adapted",
+    )
+    loss_weight: float = setting(
+        0.1,
+        "weight of the mean of the MTP losses in the loss",
+        "--mtp-loss-scaling-factor",
+        effect="none",
+    )

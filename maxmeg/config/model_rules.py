@@ -1,0 +1,288 @@
+"""Rules between the settings of a model, beside those that the fields declare. No JAX."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+
+from maxmeg.config.layers import MIXERS, Layer
+from maxmeg.config.mixers import ExpertBackend, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.model import ModelConfig, NormPlace, Position
+from maxmeg.config.recompute import recompute_problems
+from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig
+from maxmeg.config.setting import declared_problems, divisors, field_of, get, shown, walk
+
+# Groups and fields that only some mixers read.
+READERS = {
+    group: tuple(name for name, groups in MIXERS.items() if group in groups)
+    for group in dict.fromkeys(itertools.chain(*MIXERS.values()))
+}
+READERS |= {"attention.window": ("local", "local_mla"), "rotary.local_base": ("local", "local_mla")}
+# What Sinkhorn's algorithm replaces.
+NOT_WITH_SINKHORN = (
+    "aux_loss",
+    "sequence_aux_loss",
+    "global_aux_loss",
+    "bias_balancing",
+    "num_groups",
+    "capacity_factor",
+    "score",
+    "softmax_before_topk",
+    "normalize_weights",
+    "force_balance",
+)
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise a ValueError that lists every rule that the settings of a model to be made break.
+
+    The sizes that a run takes from its corpus (`config.validate.resolve`) must be set.
+    """
+    problems = [*declared_problems(model, "model."), *model_problems(model)]
+    if model.vocab_size < 1:
+        problems.append(f"model.vocab_size={model.vocab_size}: set it to the tokenizer's size")
+    if model.position is Position.learned and model.max_position < 1:
+        problems.append(
+            f"model.max_position={model.max_position} with position=learned: set it to the longest "
+            "sequence"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def model_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield the broken rules between fields; only that of the pattern, where it has no meaning."""
+    try:
+        kinds = set(model.layer_kinds)
+    except ValueError as error:
+        yield str(error)
+        return
+    yield from unread_problems(model)
+    yield from recompute_problems(model.recompute)
+    for kind in kinds:
+        yield from kind_problems(kind)
+    num_heads = model.attention.num_heads
+    if num_heads < 1 or (not model.attention.head_dim and model.hidden_size % num_heads):
+        yield (
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.attention.num_heads={num_heads}: choose num_heads in "
+            f"{divisors(model.hidden_size)}, or set model.attention.head_dim"
+        )
+    elif model.kv_heads < 1 or num_heads % model.kv_heads:
+        yield (
+            f"model.attention.num_heads={num_heads} is not divisible by "
+            f"model.attention.num_kv_heads={model.kv_heads}: choose num_kv_heads in "
+            f"{divisors(num_heads)}"
+        )
+    elif model.position is Position.rotary and not model.is_mla and model.rotated_size < 2:
+        yield (
+            f"model.rotary.fraction={model.rotary.fraction} of head size {model.head_size} leaves "
+            "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
+        )
+    elif model.position is Position.rotary:
+        yield from rotary_problems(model)
+    if not 0 < model.rotary.fraction <= 1:
+        yield f"model.rotary.fraction={model.rotary.fraction} must lie in (0, 1]"
+    yield from window_problems(model)
+    yield from norm_problems(model)
+    if model.is_mla:
+        yield from mla_problems(model)
+    if model.has("moe"):
+        yield from moe_problems(model)
+    if model.mtp.num_layers and not model.attention.causal:
+        yield (
+            f"model.mtp.num_layers={model.mtp.num_layers} predicts later tokens, which a model "
+            "with model.attention.causal=false reads: set it to 0"
+        )
+    if model.mtp.num_layers and not model.mtp.loss_weight > 0:
+        weight = model.mtp.loss_weight
+        yield f"model.mtp.loss_weight={weight} must be positive; without it set mtp.num_layers=0"
+
+
+def has_pattern(model: ModelConfig) -> bool:
+    """Whether model.layers describes model.num_layers layers."""
+    try:
+        return bool(model.layer_kinds)
+    except ValueError:
+        return False
+
+
+def unread_problems(model: ModelConfig) -> Iterator[str]:
+    """Settings that no layer of the pattern reads must be as by default."""
+    for group, mixers in READERS.items():
+        if model.has(*mixers):
+            continue
+        value = get(model, group)
+        found = list(walk(value, f"model.{group}.")) if is_dataclass(value) else []
+        found = found or [(f"model.{group}", value, field_of(model, group))]
+        changed = [shown(path, leaf) for path, leaf, field in found if leaf != field.default]
+        if changed:
+            yield (
+                f"{', '.join(changed)}: no layer of model.layers={model.layers!r} reads "
+                f"{'this' if len(changed) == 1 else 'these'}: leave "
+                f"{'it' if len(changed) == 1 else 'them'} out, or use the mixer "
+                f"{' or '.join(mixers)}"
+            )
+
+
+def kind_problems(kind: Layer) -> Iterator[str]:
+    """Rules of one kind of layer."""
+    for sublayer in kind:
+        if "moe" in sublayer and len(sublayer) > 1:
+            yield f"model.layers has {'+'.join(sublayer)}: moe cannot be in a parallel block"
+        attention = [name for name in sublayer if "attention" in MIXERS[name]]
+        if len(attention) > 1:
+            yield (
+                f"model.layers has {'+'.join(sublayer)}: {' and '.join(attention)} cannot stand in "
+                "one sublayer, whose attention has one set of parameters"
+            )
+
+
+def window_problems(model: ModelConfig) -> Iterator[str]:
+    window, base = model.attention.window, model.rotary.local_base
+    if model.has("local", "local_mla") and window < 1:
+        yield f"model.attention.window={window} must be at least 1 with a local mixer"
+    if base and not base >= 1:
+        yield f"model.rotary.local_base={base} must be at least 1, or 0"
+    if model.is_mla and model.has("attention", "local"):
+        yield f"model.layers={model.layers!r}: mla cannot be combined with attention and local"
+
+
+def norm_problems(model: ModelConfig) -> Iterator[str]:
+    if model.parallel_norms and not model.parallel_block:
+        yield (
+            f"model.parallel_norms=true needs a parallel block in model.layers={model.layers!r}: "
+            "write for example *(attention+mlp), or leave it out"
+        )
+    if model.parallel_norms and model.norm_place is NormPlace.post:
+        yield "model.parallel_norms=true has no effect with norm_place=post: choose pre"
+
+
+def rotary_problems(model: ModelConfig) -> Iterator[str]:
+    rotary, kind = model.rotary, model.rotary.scaling
+    if kind is RotaryScaling.none:
+        return
+    if not rotary.factor >= 1:
+        yield f"model.rotary.factor={rotary.factor} must be at least 1"
+    if kind not in (RotaryScaling.linear, RotaryScaling.ntk) and rotary.original_length < 2:
+        yield (
+            f"model.rotary.original_length={rotary.original_length} must be the length before "
+            f"scaling (at least 2) with scaling={kind.name}"
+        )
+    if not 0 < rotary.low < rotary.high:
+        yield (
+            f"model.rotary.low={rotary.low} and high={rotary.high} must be turns with "
+            "0 < low < high"
+        )
+    wanted = model.rotated_size // 2
+    for name in ("short_factors", "long_factors") if kind is RotaryScaling.longrope else ():
+        values = getattr(rotary, name)
+        if len(values) != wanted or not all(value > 0 for value in values):
+            yield (
+                f"model.rotary.{name} must be {wanted} positive numbers, one for each rotated "
+                f"pair; they are {len(values)}"
+            )
+
+
+def mla_problems(model: ModelConfig) -> Iterator[str]:
+    size = model.mla.rotary_size
+    if model.position is Position.rotary and (size < 2 or size % 2):
+        yield (
+            f"model.mla.rotary_size={size} must be even and at least 2 with position=rotary: "
+            "choose 64, or set model.position=none"
+        )
+    heads, rotary = model.attention, model.rotary
+    for path, broken, remedy in (
+        ("attention.num_kv_heads", model.kv_heads != heads.num_heads, "set it to 0"),
+        ("attention.qk_norm", heads.qk_norm is not QkNorm.none, "set it to none"),
+        ("rotary.fraction", rotary.fraction != 1, "mla.rotary_size says it: set it to 1"),
+    ):
+        if broken:
+            yield (
+                f"{shown(f'model.{path}', get(model, path))} does not apply to multi-latent "
+                f"attention (mixer mla): {remedy}"
+            )
+
+
+def moe_problems(model: ModelConfig) -> Iterator[str]:
+    moe = model.moe
+    experts, groups, kept = moe.num_experts, moe.num_groups, moe.topk_groups
+    if not 1 <= moe.top_k <= experts:
+        yield f"model.moe.top_k={moe.top_k} must be from 1 to num_experts={experts}"
+    if groups < 1 or experts % groups:
+        yield (
+            f"model.moe.num_groups={groups} does not divide num_experts={experts}: choose it in "
+            f"{divisors(experts)}"
+        )
+    elif not 1 <= kept <= groups or moe.top_k > kept * (experts // groups):
+        yield (
+            f"model.moe.topk_groups={kept} of num_groups={groups}, each of {experts // groups} "
+            f"experts, must hold top_k={moe.top_k}: choose more groups, at most {groups}"
+        )
+    elif not 0 <= moe.group_score_topk <= experts // groups:
+        yield (
+            f"model.moe.group_score_topk={moe.group_score_topk} must be from 0 to the "
+            f"{experts // groups} experts of a group"
+        )
+    if moe.pad_to_capacity and moe.backend is not ExpertBackend.auto:
+        yield (
+            f"model.moe.backend={moe.backend.name} has no effect with pad_to_capacity=True, whose "
+            "products have the same number of rows for every expert: leave one out"
+        )
+    for name, value, field in walk(moe) if moe.sinkhorn else ():
+        if name in NOT_WITH_SINKHORN and value != field.default:
+            yield (
+                f"{shown(f'model.moe.{name}', value)} cannot be combined with sinkhorn=True, which "
+                "balances loads and computes routing weights itself: leave one out (z_loss, "
+                "jitter and scale can be combined)"
+            )
+
+
+def expert_layout_problems(config: Config) -> Iterator[str]:
+    """Rules of the settings in `parallel` that concern experts."""
+    parallel, plain, moe = config.parallel, ParallelConfig(), config.model.moe
+    changed = [
+        shown(f"parallel.{name}", value)
+        for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer")
+        if (value := getattr(parallel, name)) != getattr(plain, name)
+    ]
+    if changed and not config.model.has("moe"):
+        yield (
+            f"{', '.join(changed)}: only for models with experts; use the mixer moe in "
+            "model.layers, or leave this out (to use more devices: fsdp or data)"
+        )
+    if not parallel.expert_buffer >= 1:
+        yield f"parallel.expert_buffer={parallel.expert_buffer} must be at least 1, the mean load"
+    if parallel.expert == 1 and any("exchange" in one or "buffer" in one for one in changed):
+        yield (
+            "parallel.expert_exchange and expert_buffer have no effect with expert=1: nothing is "
+            "exchanged; leave them out, or set expert"
+        )
+    gathers = parallel.expert_exchange is ExpertExchange.gather
+    if gathers and parallel.expert_buffer != plain.expert_buffer:
+        yield "parallel.expert_buffer has no effect with expert_exchange=gather: leave it out"
+    if moe.pad_to_capacity and (
+        parallel.expert_buffer != plain.expert_buffer
+        or parallel.expert_exchange is ExpertExchange.ragged
+    ):
+        yield (
+            f"parallel.expert_exchange={parallel.expert_exchange.name}, expert_buffer="
+            f"{parallel.expert_buffer}: model.moe.pad_to_capacity=True sends the same number of "
+            "rows to every expert at once: leave the buffer out, and choose auto, all_to_all or "
+            "gather"
+        )
+
+
+def training_problems(config: Config) -> Iterator[str]:
+    """Rules for training only: models that break them can be evaluated and generate text."""
+    moe = config.model.moe
+    weighs = moe.score is not RouterScore.softmax or moe.softmax_before_topk
+    if (
+        config.model.has("moe")
+        and moe.top_k == 1
+        and not (weighs or moe.sinkhorn or config.lora.rank)
+    ):
+        yield (
+            "model.moe.top_k=1 with score=softmax over the chosen expert only gives weight 1, so "
+            "that the router gets no gradient: set softmax_before_topk=True or score=sigmoid, or "
+            "train adapters (lora.rank)"
+        )

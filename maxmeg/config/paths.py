@@ -1,0 +1,88 @@
+"""The paths in a run's settings: stored absolute, and found again after the run folder moved."""
+
+import copy
+import os
+import pathlib
+import re
+from collections.abc import Callable
+
+from maxmeg.config.schema import Config
+
+KINDS_WITHOUT_FILES = ("bytes", "null")  # of tokenizers
+_STEP = re.compile(r"\d+:")  # before an item of data.blend_changes
+
+
+def split_spec(spec: str) -> tuple[str, str, str]:
+    """(kind, argument, "?options" or "") of data.tokenizer, KIND:ARGUMENT?NAME=VALUE&..."""
+    place, question, words = spec.rpartition("?") if "?" in spec else (spec, "", "")
+    kind, _, argument = place.partition(":")
+    return kind, argument, question + words
+
+
+def absolute(config: Config) -> Config:
+    """A copy whose paths hold from every working folder."""
+    return with_paths(config, os.path.abspath)
+
+
+def relocated(config: Config, folder: str | os.PathLike) -> Config:
+    """A copy of settings that were stored in a run folder which is now `folder`.
+
+    Paths inside the run folder stay inside. Other paths stay where something is; else, where it
+    exists, the path that is as seen from the run folder the same is taken: both have moved.
+    """
+    before, now = config.run_dir, os.path.abspath(folder)
+    if not os.path.isabs(before) or before == now:
+        return copy.deepcopy(config)
+
+    def found(path: str) -> str:
+        moved = path_after_move(path, before, now)
+        inside = pathlib.Path(path).is_relative_to(before)
+        return moved if inside or (not _exists(path) and _exists(moved)) else path
+
+    return with_paths(config, found)
+
+
+def path_after_move(path: str, before: str, now: str) -> str:
+    """Where `path` is if it moved together with the run folder from `before` to `now`."""
+    return os.path.normpath(os.path.join(now, os.path.relpath(path, before)))
+
+
+def with_paths(config: Config, change: Callable[[str], str]) -> Config:
+    """A copy with `change` applied to every path; addresses in object storage stay."""
+
+    def changed(path: str) -> str:
+        return change(path) if path and "://" not in path else path
+
+    def item(text: str) -> str:
+        change_at = _STEP.match(text)
+        step = change_at.group() if change_at else ""
+        rest = text.removeprefix(step)
+        return text if _is_number(rest) else step + changed(rest)
+
+    config = copy.deepcopy(config)
+    data, checkpoint = config.data, config.checkpoint
+    config.run_dir = changed(config.run_dir)
+    for name in ("paths", "train_paths", "validation_paths", "test_paths", "blend_changes"):
+        setattr(data, name, tuple(map(item, getattr(data, name))))
+    for name in ("blend", "chat_template", "cache_dir"):
+        setattr(data, name, changed(getattr(data, name)))
+    kind, argument, options = split_spec(data.tokenizer)
+    if kind not in KINDS_WITHOUT_FILES:
+        data.tokenizer = f"{kind}:{changed(argument)}{options}"
+    checkpoint.init_from = changed(checkpoint.init_from)
+    if checkpoint.load not in ("auto", "none"):
+        checkpoint.load = changed(checkpoint.load)
+    return config
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _exists(path: str) -> bool:
+    """Whether a file or folder is there, or the files of a corpus with this prefix."""
+    return any(os.path.exists(path + suffix) for suffix in ("", ".idx", ".bin"))

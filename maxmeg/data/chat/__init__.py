@@ -1,0 +1,1 @@
+"""Chats and answers: templates, conversations as token rows, preference pairs."""

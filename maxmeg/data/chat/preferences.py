@@ -1,0 +1,129 @@
+"""Preference pairs for DPO and related objectives: a chosen and a rejected answer to one prompt.
+
+A row of a JSONL file is {"prompt", "chosen", "rejected"}. If chosen and rejected are lists of
+messages, the chat template renders them; strings are used as they are, followed by the
+end-of-document token. Without "prompt" (or "messages"), the prompt is the common beginning of both
+answers.
+"""
+
+import functools
+import itertools
+import typing
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxmeg.data.chat.answers import Kind
+from maxmeg.data.chat.sft import FittingRows
+from maxmeg.data.chat.template import SHOWN
+from maxmeg.data.chat.turns import BadRow, Row, Turns, conversation, read_object
+from maxmeg.data.prepare.documents import Record
+from maxmeg.data.samples.packing import fill_rows
+from maxmeg.data.samples.sampling import Batch, EpochOrder
+from maxmeg.data.workers import RebuiltInWorkers
+
+SIDES = ("chosen", "rejected")
+_ROWS = 4  # key of the permutation; sampling and packing have other keys
+
+
+def read_side(side: str, record: Record) -> Row | Turns:
+    """The prompt with one of the answers; only the answer has a loss."""
+    row = read_object(record, *SIDES)
+    prompt = row.get("prompt", row.get("messages"))
+    answers = [row[name] for name in SIDES]
+    if answers[0] == answers[1]:
+        raise BadRow("chosen and rejected are equal: there is no preference")
+    answer = row[side]
+    if isinstance(prompt, list) and all(isinstance(text, str) for text in answers):
+        return conversation(
+            [*prompt, {"role": "assistant", "content": answer}], row.get("tools"), len(prompt)
+        )
+    if all(isinstance(messages, list) for messages in answers):
+        if not isinstance(prompt, list):
+            shared = _shared(*answers)
+            _check_prompt(prompt, answer[:shared])
+            return conversation(answer, row.get("tools"), shared)
+        return conversation([*prompt, *answer], row.get("tools"), len(prompt))
+    if not all(isinstance(text, str) for text in answers) or isinstance(prompt, list):
+        shown = ", ".join(str(value)[:SHOWN] for value in answers)
+        raise BadRow(f"chosen and rejected must both be texts or both lists of messages: {shown}")
+    if prompt is None:
+        prompt = answer[: _shared(*answers)].rstrip(" ")  # a space belongs to the next word
+        answer = answer[len(prompt) :]
+    if not isinstance(prompt, str):
+        raise BadRow(f"prompt={str(prompt)[:SHOWN]!r} is not text")
+    return Turns(prompt + answer, [(len(prompt), len(prompt + answer))], has_end=True)
+
+
+def _shared(chosen: Sequence, rejected: Sequence) -> int:
+    """The length of the common prefix of both answers."""
+    pairs = zip(chosen, rejected, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def _check_prompt(prompt: typing.Any, shared: list[typing.Any]) -> None:
+    """Refuse a prompt beside whole conversations unless it is one of the messages they share."""
+    contents = [m.get("content") for m in shared if isinstance(m, dict)]
+    if not shared or (prompt is not None and prompt not in contents):
+        raise BadRow(
+            f"chosen and rejected are messages that begin with {len(shared)} equal ones, and the "
+            f"prompt {str(prompt)[:SHOWN]!r} is not one of them: give the prompt as messages"
+        )
+
+
+PREFERENCES = Kind("preferences", tuple(functools.partial(read_side, side) for side in SIDES))
+
+
+class Preferences(RebuiltInWorkers):
+    """Batches of pairs of one split (0 train, 1 validation, 2 test) of prepared folders.
+
+    too_long: as in `FittingRows`. The pairs of the train split come in another order each epoch, a
+    function of (n, seed).
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        split: str,
+        split_index: int,
+        sequence_length: int,
+        too_long: str,
+        vocab_size: int,
+        pad: int,
+        seed: int = 0,
+    ) -> None:
+        part = (folders, split, split_index, sequence_length, too_long)
+        self._pairs = FittingRows(*part, num_texts=len(SIDES))
+        self.counts, self.samples_per_epoch = self._pairs.counts, len(self._pairs.rows)
+        self.num_tokens = int((self._pairs.lengths - 1).sum())
+        self.sequence_length, self.vocab_size = sequence_length, vocab_size
+        self._pad, self._seed, self._shuffle = pad, seed, split_index == 0
+        if not self.samples_per_epoch:
+            raise ValueError(
+                f"no pair of {', '.join(folders)} is left ({self.counts}) with split={split!r} and "
+                f"sequence_length={sequence_length}: raise sequence_length, choose "
+                "too_long=truncate or another split"
+            )
+        self._order = EpochOrder(self.samples_per_epoch, seed, _ROWS, self._shuffle)
+
+    @property
+    def identity(self) -> tuple:
+        """The plain values that decide which pair each sample number is."""
+        pairs = zlib.crc32(self._pairs.rows.astype("<i8").tobytes())
+        return "preferences", self._shuffle, self.sequence_length, self._seed, pairs
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The pairs with these numbers, any >= 0, as rows [2 * len(indices), sequence_length]: the
+        chosen text of each pair, then the rejected one.
+
+        The arrays are those of `fill_rows`: loss_mask is 1 where the target belongs to the answer,
+        segment_ids is 1 where there is text.
+        """
+        pairs = self._pairs.rows[self._order(indices)].tolist()
+        sides = range(len(SIDES))
+        texts = [
+            self._pairs.read_text(folder, row, side) for folder, row in pairs for side in sides
+        ]
+        rows = [[text] for text in texts]
+        return fill_rows(rows, self.sequence_length, self._pad)

@@ -1,0 +1,104 @@
+"""Supervised fine-tuning data: the rows of prepared folders that fit into a sequence."""
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxmeg.data.chat.answers import Kind, open_prepared
+from maxmeg.data.chat.turns import read_row
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.samples.packing import Document
+from maxmeg.data.samples.sampling import split_range
+from maxmeg.data.workers import RebuiltInWorkers
+
+CHATS = Kind("conversations", (read_row,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """How many rows of a split are used whole, are truncated, and are dropped."""
+
+    whole: int
+    truncated: int
+    dropped: int
+
+    def __str__(self) -> str:
+        return f"{self.whole:,} whole, {self.truncated:,} truncated, {self.dropped:,} dropped"
+
+
+class FittingRows(RebuiltInWorkers):
+    """The rows of one split of prepared folders (`answers.prepare`) that fit into a sequence.
+
+    num_texts: texts per row. too_long: "drop" drops a row if one of its texts has more than
+    sequence_length + 1 tokens; "truncate" cuts the ends of such texts and drops the row only if
+    one of them then has no target with a loss. rows: (folder, row) numbers, [N, 2]; lengths: tokens
+    of each row's texts after truncation, [N, num_texts].
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        split: str,
+        split_index: int,
+        sequence_length: int,
+        too_long: str,
+        num_texts: int = 1,
+    ) -> None:
+        self._datasets = [open_prepared(folder) for folder in folders]
+        self._longest, self._num_texts = sequence_length + 1, num_texts
+        counts, rows, lengths = collections.Counter(), [], []
+        for folder, (tokens, _) in enumerate(self._datasets):
+            begin, end = split_range(split, split_index, tokens.num_documents)
+            full = tokens.lengths[num_texts * begin : num_texts * end].reshape(-1, num_texts)
+            keep = np.asarray(full.max(axis=1) <= self._longest)
+            counts["whole"] += int(keep.sum())
+            for i in np.flatnonzero(~keep).tolist():
+                keep[i] = too_long == "truncate" and self._has_loss(folder, begin + i)
+                counts["truncated" if keep[i] else "dropped"] += 1
+            kept = np.flatnonzero(keep)
+            rows.append(np.stack([np.full(len(kept), folder), begin + kept], axis=1))
+            lengths.append(np.minimum(full[kept], self._longest))
+        self.rows, self.lengths = np.concatenate(rows), np.concatenate(lengths)
+        self.counts = Counts(counts["whole"], counts["truncated"], counts["dropped"])
+
+    def __str__(self) -> str:
+        return str(self.counts)
+
+    @property
+    def corpora(self) -> list[IndexedDataset]:
+        """The tokens of each folder."""
+        return [tokens for tokens, _ in self._datasets]
+
+    def read_text(self, folder: int, row: int, text: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of one text of a row after truncation, and which of them have a loss."""
+        tokens, loss = self._datasets[folder]
+        sequence = self._num_texts * row + text
+        length = min(int(tokens.lengths[sequence]), self._longest)
+        return tokens.get(sequence, 0, length), loss.get(sequence, 0, length)
+
+    def _has_loss(self, folder: int, row: int) -> bool:
+        """Whether each text of a row has a target with a loss after truncation."""
+        texts = (self.read_text(folder, row, text) for text in range(self._num_texts))
+        return all(has_loss[1:].any() for _, has_loss in texts)
+
+
+class Chats(FittingRows):
+    """The conversations of one split of prepared folders, as documents to pack."""
+
+    def __init__(
+        self,
+        folders: Sequence[str],
+        split: str,
+        split_index: int,
+        sequence_length: int,
+        too_long: str,
+    ) -> None:
+        super().__init__(folders, split, split_index, sequence_length, too_long)
+        self.lengths = self.lengths[:, 0]
+
+    def read(self, i: int) -> Document:
+        """Tokens of conversation i, and which of them have a loss."""
+        folder, row = self.rows[i].tolist()
+        return self.read_text(folder, row, 0)

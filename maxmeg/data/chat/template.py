@@ -1,0 +1,192 @@
+"""Chat templates of Hugging Face folders, which render conversations as text.
+
+A chat template is a program written by whoever published the model. It runs in jinja2's sandbox, in
+a separate process with limited time and memory; only the text that it renders comes back.
+"""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from maxmeg.data.tokenizers.load import parse_spec
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
+
+CHILD = Path(__file__).with_name("template_child.py")
+CPU_SECONDS = 4  # CPU time of the rendering process, including its start
+WALL_SECONDS = 60  # a limit for machines that are busy
+MEMORY_BYTES = 512 * 2**20  # address space
+MAX_CHARACTERS = 2**24  # in all texts of one process
+MAX_TEMPLATE = 2**20  # characters
+AT_ONCE = 256  # conversations per process
+SHOWN = 80  # characters of a message in an error
+REMEDY = "a chat template should not need that; use a template that you trust"
+
+Messages = Sequence[Mapping[str, typing.Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """A Jinja template: its text, its source (for errors), and the special tokens it may use."""
+
+    text: str
+    source: str
+    tokens: Mapping[str, str]
+
+    def render(self, conversations: Sequence[Messages]) -> list[str]:
+        """Render each conversation with the prompt for the assistant's next turn.
+
+        ValueError where the template fails, refuses the messages, or exceeds its limits.
+        """
+        for number, messages in enumerate(conversations):
+            check_messages(messages, f"conversation {number + 1} of {len(conversations)}")
+        texts: list[str] = []
+        for start in range(0, len(conversations), AT_ONCE):
+            part = conversations[start : start + AT_ONCE]
+            variables = [{"messages": [dict(message) for message in m]} for m in part]
+            texts += self._rendered(variables, start)
+        return texts
+
+    def _rendered(self, conversations: list[dict], first: int) -> list[str]:
+        answer = self.answer(conversations)
+        if "error" in answer:
+            where = f" of conversation {first + answer['index'] + 1}" * (answer["index"] >= 0)
+            raise ValueError(f"{self.source} cannot render text{where}: {answer['error']}")
+        return answer["texts"]
+
+    def answer(self, conversations: list[dict], marks: tuple[str, str] = ("", "")) -> dict:
+        """Render conversations in a child process and return its answer (see `template_child`).
+
+        conversations: dicts with "messages" and any other variables of the template. marks: strings
+        to write before and after the text of {% generation %} blocks.
+        """
+        request = {
+            "template": self.text,
+            "variables": {
+                **self.tokens,
+                **{"tools": None, "documents": None, "add_generation_prompt": True},
+            },
+            "conversations": conversations,
+            "marks": marks,
+            "seconds": CPU_SECONDS,
+            "bytes": MEMORY_BYTES,
+            "characters": MAX_CHARACTERS,
+        }
+        return run_child(request, self.source)
+
+
+def run_child(request: dict, source: str) -> dict[str, typing.Any]:
+    """The answer of the child process; ValueError where it exceeded its limits."""
+    command = [sys.executable, "-I", "-B", str(CHILD)]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(request).encode(), capture_output=True, timeout=WALL_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{source} ran for more than {WALL_SECONDS} s: {REMEDY}") from None
+    if done.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise ValueError(f"{source} ran for more than {CPU_SECONDS} s of CPU: {REMEDY}")
+    if done.returncode < 0:
+        name = signal.Signals(-done.returncode).name
+        raise ValueError(f"{source} ended its process by {name}: {REMEDY}")
+    if done.returncode:
+        last = (done.stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"{source} ended its process with exit code {done.returncode}: {last}")
+    return json.loads(done.stdout)
+
+
+def check_messages(messages: typing.Any, where: str) -> None:
+    """ValueError unless `messages` is a list like [{"role": "user", ...}, ...]; templates check
+    the rest."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise ValueError(f"{where}: {str(messages)[:SHOWN]!r} is not a list of messages")
+    for message in messages:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"{where}: message {str(message)[:SHOWN]!r} is not an object like "
+                '{"role": "user", "content": "..."}'
+            )
+
+
+def load_chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
+    """The chat template in the file `path`, or, without a path, the tokenizer's own.
+
+    A tokenizer's own template is in the folder of its tokenizer.json: chat_template.jinja, or
+    "chat_template" in tokenizer_config.json. ValueError where there is none.
+    """
+    folder = hugging_face_folder(tokenizer)
+    config = json_object(folder / "tokenizer_config.json") if folder else {}
+    text, source = _read_template(path) if path else _own_template(tokenizer, folder, config)
+    if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
+        raise ValueError(f"{source}: a chat template is text of at most {MAX_TEMPLATE} characters")
+    return ChatTemplate(text, source, special_tokens(config) | roles_of(tokenizer))
+
+
+def _read_template(path: str) -> tuple[str, str]:
+    try:
+        return Path(path).read_text("utf-8"), path
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.chat_template={path} cannot be read: {error}") from None
+
+
+def _own_template(
+    tokenizer: Tokenizer, folder: Path | None, config: Mapping[str, typing.Any]
+) -> tuple[typing.Any, str]:
+    if folder is None:
+        raise ValueError(
+            f"tokenizer {tokenizer.spec!r} has no chat template: a chat needs a model whose "
+            "tokenizer is huggingface:FOLDER/tokenizer.json"
+        )
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8"), str(path)
+    text, source = config.get("chat_template"), str(folder / "tokenizer_config.json")
+    if text is None:
+        raise ValueError(
+            f"{folder} has no chat template, neither chat_template.jinja nor one in "
+            "tokenizer_config.json: the model was not made for chats; give a plain prompt"
+        )
+    return default_of(text, source) if isinstance(text, list) else text, source
+
+
+def special_tokens(config: Mapping[str, typing.Any]) -> dict[str, str]:
+    """The special tokens of a tokenizer_config.json that a template may use."""
+    tokens = {}
+    for key, value in config.items():
+        value = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(value, str):
+            tokens[key] = value
+    return tokens
+
+
+def roles_of(tokenizer: Tokenizer) -> dict[str, str]:
+    """The special tokens that the options of the tokenizer's spec name."""
+    roles = parse_spec(tokenizer.spec).roles
+    return {f"{'eos' if role == 'eod' else role}_token": name for role, name in roles.items()}
+
+
+def default_of(named: list, source: str) -> str:
+    """The template named "default" in [{"name": ..., "template": ...}, ...]."""
+    templates = {}
+    for entry in named:
+        if not isinstance(entry, dict) or {"name", "template"} - entry.keys():
+            raise ValueError(f"{source}: {entry!r} in chat_template has no name and template")
+        templates[entry["name"]] = entry["template"]
+    if "default" not in templates:
+        raise ValueError(
+            f"{source}: none of the chat templates {sorted(templates)} is named default"
+        )
+    return templates["default"]
+
+
+def hugging_face_folder(tokenizer: Tokenizer) -> Path | None:
+    """The folder of a Hugging Face tokenizer's files; None for other tokenizers."""
+    spec = parse_spec(tokenizer.spec)
+    if spec.kind != "huggingface":
+        return None
+    path = Path(spec.argument)
+    return path if path.is_dir() else path.parent

@@ -1,0 +1,1 @@
+"""What a corpus contains, as text and as a page."""

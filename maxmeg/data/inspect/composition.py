@@ -1,0 +1,181 @@
+"""The documents, tokens, samples and epochs that a run reads of every split and corpus."""
+
+import contextlib
+import copy
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from maxmeg.config.schema import Config
+from maxmeg.config.validate import resolve, validate
+from maxmeg.data.build import (
+    build_dataset,
+    cache_folder,
+    open_corpus,
+    samples_asked,
+    split_weights,
+)
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.samples.blending import Mixture
+from maxmeg.data.samples.gpt import SPLITS, Dataset, GptDataset
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.optim.schedules import Schedules
+
+logger = logging.getLogger("maxmeg")
+_FEW_DOCUMENTS = 20  # a split with fewer documents is reported
+_OFF = 2  # and a split whose share of the tokens differs from its weight by this factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """What a run reads of a corpus or of a whole split. tokens: of one epoch."""
+
+    name: str
+    documents: int | None  # None: not counted
+    tokens: int
+    samples: float
+    epochs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitUse:
+    """A split of a run. Its samples are those of the training, or of one evaluation."""
+
+    whole: Use
+    corpora: tuple[Use, ...]
+
+
+def uses_of(config: Config) -> list[SplitUse]:
+    """The splits of a run that have samples; ValueError for settings that a run would refuse."""
+    config = copy.deepcopy(config)  # `resolve` changes it
+    validate(config, config.parallel.devices)
+    tokenizer, prefixes = open_corpus(config.data, config.run_dir)
+    resolve(config, tokenizer.vocab_size)
+    schedules = Schedules(config)
+    sets = {
+        name: _open_split(config, prefixes, tokenizer, index, schedules)
+        for index, name in enumerate(SPLITS)
+    }
+    return _split_uses(config, sets, schedules)
+
+
+def print_data(
+    config: Config,
+    prefixes: list[str],
+    tokenizer: Tokenizer,
+    sets: Mapping[str, Dataset | None],
+    schedules: Schedules,
+) -> None:
+    """Print the table of a run's splits, and warn of splits whose loss would mislead.
+
+    sets: the datasets that the run has opened, by their names in the table. The test split is
+    opened for the table.
+    """
+    with contextlib.suppress(ValueError):  # training works without a test split
+        test = _open_split(config, prefixes, tokenizer, SPLITS.index("test"), schedules)
+        sets = {**sets, "test": test}
+    uses = _split_uses(config, sets, schedules)
+    print(composition_text([dataclasses.replace(use, corpora=()) for use in uses]), flush=True)
+    for warning in split_warnings(uses, split_weights(config.data, prefixes)):
+        logger.warning(warning)
+
+
+def split_warnings(uses: Sequence[SplitUse], weights: Mapping[str, float] | None) -> list[str]:
+    """Warnings about splits that are too small or far from their weights (which sum to 1)."""
+    if weights is None:
+        return []
+    total = sum(split.whole.tokens for split in uses)
+    warnings = []
+    for split in uses:
+        use, weight = split.whole, weights[split.whole.name]
+        share = use.tokens / total
+        few = use.documents is not None and use.documents < _FEW_DOCUMENTS
+        if few or not weight / _OFF <= share <= weight * _OFF:
+            count = use.documents
+            documents = "" if count is None else f"{count:,} document{'s' * (count != 1)} and "
+            warnings.append(
+                f"the {use.name} split has {documents}{100 * share:.3g} % of the tokens at a weight"
+                f" of {100 * weight:.3g} %: its loss may be unlike the corpus's. Shuffle the"
+                " documents (maxmeg.preprocess --shuffle_documents=SEED), use a larger corpus, or"
+                " change data.split"
+            )
+    return warnings
+
+
+def _open_split(
+    config: Config, prefixes: list[str], tokenizer: Tokenizer, index: int, schedules: Schedules
+) -> Dataset | None:
+    return build_dataset(
+        config.data,
+        prefixes,
+        tokenizer,
+        index,
+        config.seed,
+        config.model.vocab_size,
+        samples_asked(config, index, schedules),
+        cache_folder(config.data, config.run_dir),
+    )
+
+
+def _split_uses(
+    config: Config, sets: Mapping[str, Dataset | None], schedules: Schedules
+) -> list[SplitUse]:
+    evaluation = config.train.eval_steps * config.train.global_batch_size
+    return [
+        _split_use(name, dataset, schedules.total_samples if name == SPLITS[0] else evaluation)
+        for name, dataset in sets.items()
+        if dataset is not None
+    ]
+
+
+def _split_use(name: str, dataset: Dataset, samples: int) -> SplitUse:
+    members, shares = [dataset], [1.0]
+    if isinstance(dataset, Mixture):
+        members = dataset.members
+        shares = [taken / dataset.num_samples for taken in dataset.samples_of_members()]
+    corpora = []
+    for member, share in zip(members, shares, strict=True):
+        if not isinstance(member, GptDataset):  # rows of whole documents or conversations
+            assert len(members) == 1, "only GPT data is blended"
+            epochs = samples / member.samples_per_epoch
+            return SplitUse(Use(name, None, member.num_tokens, samples, epochs), ())
+        for corpus, (begin, end) in zip(member.corpora, member.ranges, strict=True):
+            tokens = int(corpus.lengths[begin:end].sum(dtype=np.int64))
+            read = samples * share * tokens / max(member.num_tokens, 1)
+            corpora.append(
+                Use(
+                    corpus.prefix,
+                    _documents_within(corpus, begin, end),
+                    tokens,
+                    read,
+                    read * member.sequence_length / max(tokens, 1),
+                )
+            )
+    documents = sum(use.documents or 0 for use in corpora)
+    tokens = sum(use.tokens for use in corpora)
+    epochs = samples * dataset.sequence_length / tokens
+    return SplitUse(Use(name, documents, tokens, samples, epochs), tuple(corpora))
+
+
+def _documents_within(corpus: IndexedDataset, begin: int, end: int) -> int:
+    """Documents that start in sequences [begin, end)."""
+    first, last = np.searchsorted(corpus.document_indices[:-1], [begin, end])
+    return int(last - first)
+
+
+def composition_text(uses: Sequence[SplitUse]) -> str:
+    """A table of the splits and their corpora."""
+    lines = [f"{'':22} {'documents':>13} {'tokens':>18} {'samples read':>14} {'epochs':>8}"]
+    for split in uses:
+        rows = [split.whole, *(split.corpora if len(split.corpora) > 1 else ())]
+        for use in rows:
+            name = use.name if use is split.whole else f"  {use.name[-20:]}"
+            documents = "-" if use.documents is None else f"{use.documents:,}"
+            each = ", each time" if use is split.whole and use.name != SPLITS[0] else ""
+            lines.append(
+                f"{name + each:22} {documents:>13} {use.tokens:>18,} {use.samples:>14,.0f} "
+                f"{use.epochs:>8.3f}"
+            )
+    return "\n".join(lines)

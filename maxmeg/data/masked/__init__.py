@@ -1,0 +1,1 @@
+"""Samples of masked models: BERT and T5."""

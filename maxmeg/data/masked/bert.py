@@ -1,0 +1,132 @@
+"""BERT's samples: masked tokens, and two segments whose order the model has to predict.
+
+For the same files, seed and number of samples, `BertDataset` equals Megatron-LM's
+BERTMaskedWordPieceDataset.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.masked.masking import Masking, Vocabulary, masked_spans
+from maxmeg.data.masked.sentences import ONE_EPOCH, SentenceDataset, SentenceOrder
+from maxmeg.data.samples.gpt import identify
+from maxmeg.data.samples.sampling import Batch
+
+WORDS = Masking()  # Megatron-LM's settings for BERT
+_MASKED, _RANDOM = 0.8, 0.5  # share that becomes [MASK]; share of the rest that is kept
+
+
+class BertDataset(SentenceDataset):
+    """Batches of one split (0 train, 1 validation, 2 test) of a corpus with one sequence per
+    sentence.
+
+    has_pairs: two segments, [CLS] A [SEP] B [SEP], swapped in half of the samples; otherwise one
+    segment. Megatron-LM's optional permutation of tokens is not implemented: it draws from a
+    generator that all samples share, so a sample could not be reproduced by itself.
+    """
+
+    def __init__(
+        self,
+        corpus: IndexedDataset,
+        split: str,
+        split_index: int,
+        sequence_length: int,
+        vocabulary: Vocabulary,
+        masking: Masking = WORDS,
+        order: SentenceOrder = ONE_EPOCH,
+        has_pairs: bool = True,
+    ) -> None:
+        self._cls, self._sep, self._mask = vocabulary.need("cls", "sep", "mask")
+        samples = (sequence_length - 3, 2 if has_pairs else 1, masking.short_probability)
+        super().__init__(corpus, split, split_index, samples, order)
+        self.sequence_length, self.vocab_size = sequence_length, vocabulary.size
+        self._vocabulary, self._masking, self._has_pairs = vocabulary, masking, has_pairs
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The values that determine the order of samples; plain JSON values."""
+        return {
+            "order": "sentences",
+            "corpora": identify([self.corpus], [self.sentences_range]),
+            "sequence_length": self.sequence_length,
+            "seed": self._seed,
+            "num_samples": self.num_samples,
+        }
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The samples with these numbers, any >= 0; arrays are [len(indices), sequence_length].
+
+        tokens, targets (0 without a loss), token_types (0 for A, 1 for B), positions and
+        segment_ids (1; 0 is padding) are int32, loss_mask float32; is_swapped is int32
+        [len(indices)].
+        """
+        shape, names = (len(indices), self.sequence_length), ("tokens", "targets", "token_types")
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in (*names, "segment_ids")}
+        batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+        batch["loss_mask"] = np.zeros(shape, np.float32)
+        batch["is_swapped"] = np.zeros(len(indices), np.int32)
+        random = np.random.RandomState(0)
+        for row, n in enumerate(np.asarray(indices).tolist()):
+            sample = {name: values[row : row + 1] for name, values in batch.items()}
+            self._fill(sample, n, random)
+        return batch
+
+    def _fill(self, sample: Batch, n: int, random: np.random.RandomState) -> None:
+        sentences, target = self.sentences(n, random)
+        first, second, is_swapped = self._segments(sentences, random)
+        first, second = cut_ends(first, second, target, random)
+        vocabulary = self._vocabulary
+        parts = [[self._cls], first, [self._sep]]
+        parts += [second, [self._sep]] if len(second) else []
+        text = np.concatenate(parts).astype(np.int32)
+        vocabulary.check(text, f"{self.corpus.prefix}.bin")
+        masked = text.copy()
+
+        def replace(position: int) -> None:
+            if random.random() < _MASKED:
+                masked[position] = self._mask
+            elif random.random() >= _RANDOM:
+                masked[position] = random.randint(0, vocabulary.size)
+
+        spans = masked_spans(text, target, self._masking, vocabulary, random, replace)
+        chosen = [position for span in spans for position in span]
+        size = len(text)
+        sample["tokens"][0, :size] = np.where(masked == vocabulary.pad, 0, masked)
+        sample["segment_ids"][0, :size] = masked != vocabulary.pad
+        sample["token_types"][0, len(first) + 2 : size] = 1
+        sample["targets"][0, chosen] = np.where(text == vocabulary.pad, 0, text)[chosen]
+        sample["loss_mask"][0, chosen] = 1
+        sample["is_swapped"][0] = is_swapped
+
+    def _segments(
+        self, sentences: list[np.ndarray], random: np.random.RandomState
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        nothing = np.empty(0, np.int32)
+        if not self._has_pairs:
+            return np.concatenate(sentences), nothing, False
+        pivot = int(random.randint(1, len(sentences))) if len(sentences) >= 3 else 1
+        pair = np.concatenate(sentences[:pivot]), np.concatenate(sentences[pivot:])
+        is_swapped = random.random() < 0.5
+        first, second = pair[::-1] if is_swapped else pair
+        return first, second, is_swapped
+
+
+def cut_ends(
+    first: np.ndarray, second: np.ndarray, target: int, random: np.random.RandomState
+) -> tuple[np.ndarray, np.ndarray]:
+    """Remove the tokens above `target`, one at a time from the longer segment, at a random end."""
+    excess = len(first) + len(second) - target
+    if excess <= 0:
+        return first, second
+    from_front = random.random(excess) < 0.5
+    # The longer segment is cut until the lengths are equal, then the second and the first in turn.
+    from_first = np.full(excess, len(first) > len(second))
+    from_first[abs(len(first) - len(second)) :] = False
+    from_first[abs(len(first) - len(second)) + 1 :: 2] = True
+    cut = []
+    for tokens, is_here in ((first, from_first), (second, ~from_first)):
+        begin = int((is_here & from_front).sum())
+        cut.append(tokens[begin : len(tokens) - int((is_here & ~from_front).sum())])
+    return cut[0], cut[1]

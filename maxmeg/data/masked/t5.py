@@ -1,0 +1,93 @@
+"""T5's samples: spans of a text are replaced by sentinel tokens, and the decoder predicts the
+spans.
+
+For the same files, seed and number of samples, `T5Dataset` equals Megatron-LM's
+T5MaskedWordPieceDataset.
+"""
+
+import numpy as np
+
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.masked.masking import Masking, Vocabulary, masked_spans
+from maxmeg.data.masked.sentences import ONE_EPOCH, SentenceDataset, SentenceOrder
+from maxmeg.data.samples.sampling import Batch
+
+SPANS = Masking(max_ngram=10, geometric=True)  # Megatron-LM's settings for T5
+
+
+class T5Dataset(SentenceDataset):
+    """Batches of one split (0 train, 1 validation, 2 test) of a corpus with one sequence per
+    sentence.
+
+    lengths: sequence lengths of the encoder and of the decoder.
+    """
+
+    def __init__(
+        self,
+        corpus: IndexedDataset,
+        split: str,
+        split_index: int,
+        lengths: tuple[int, int],
+        vocabulary: Vocabulary,
+        masking: Masking = SPANS,
+        order: SentenceOrder = ONE_EPOCH,
+    ) -> None:
+        self._bos, self._eos, _ = vocabulary.need("bos", "eos", "sentinels")
+        samples = (lengths[0] - 2, 1, masking.short_probability)
+        super().__init__(corpus, split, split_index, samples, order)
+        self.sequence_length, self.decoder_length = lengths
+        self.vocab_size = vocabulary.size
+        self._vocabulary, self._masking = vocabulary, masking
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The samples with these numbers, any >= 0; int32 except loss_mask (float32).
+
+        encoder_tokens and encoder_segment_ids (1; 0 is padding) are [len(indices),
+        sequence_length]; tokens (the decoder's input), targets, loss_mask, positions and
+        segment_ids are [len(indices), decoder_length].
+        """
+        count, names = len(indices), ("encoder_tokens", "encoder_segment_ids")
+        batch: Batch = {n: np.zeros((count, self.sequence_length), np.int32) for n in names}
+        shape = (count, self.decoder_length)
+        batch |= {n: np.zeros(shape, np.int32) for n in ("tokens", "targets", "segment_ids")}
+        batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (count, 1))
+        batch["loss_mask"] = np.zeros(shape, np.float32)
+        random = np.random.RandomState(0)
+        for row, n in enumerate(np.asarray(indices).tolist()):
+            encoder, spans = self._corrupt(n, random)
+            text = np.concatenate([[self._bos], spans])
+            pad = self._vocabulary.pad
+            for name, values in (("encoder_", encoder), ("", text)):
+                batch[f"{name}tokens"][row, : len(values)] = np.where(values == pad, 0, values)
+                batch[f"{name}segment_ids"][row, : len(values)] = values != pad
+            targets = np.concatenate([spans, [self._eos]])
+            batch["targets"][row, : len(text)] = np.where(targets == pad, 0, targets)
+            batch["loss_mask"][row, : len(text)] = 1
+        return batch
+
+    def _corrupt(self, n: int, random: np.random.RandomState) -> tuple[np.ndarray, np.ndarray]:
+        """The text with a sentinel in place of each span; each sentinel followed by its span."""
+        sentences, target = self.sentences(n, random)
+        text = np.concatenate(sentences)[:target].astype(np.int32)
+        self._vocabulary.check(text, f"{self.corpus.prefix}.bin")
+        spans = sorted(masked_spans(text, target, self._masking, self._vocabulary, random))
+        self._check_room(n, spans)
+        encoder, decoder, at = [], [np.empty(0, np.int32)], 0
+        for sentinel, span in zip(self._vocabulary.sentinels, spans, strict=False):
+            encoder += [text[at : span[0]], [sentinel]]
+            decoder += [[sentinel], text[span]]
+            at = span[-1] + 1
+        return np.concatenate([*encoder, text[at:]]), np.concatenate(decoder)
+
+    def _check_room(self, n: int, spans: list[list[int]]) -> None:
+        have, needed = len(self._vocabulary.sentinels), 1 + sum(1 + len(span) for span in spans)
+        if len(spans) > have:
+            raise ValueError(
+                f"sample {n} has {len(spans)} spans, but the tokenizer {have} sentinels: mask less "
+                "(probability), longer spans (max_ngram), or add sentinels"
+            )
+        if needed > self.decoder_length:
+            raise ValueError(
+                f"sample {n} needs {needed} tokens of the decoder, which has "
+                f"{self.decoder_length}: make it longer, or mask less (probability)"
+            )

@@ -1,0 +1,1 @@
+"""From text to a tokenized corpus: reading, encoding, shuffling, merging."""

@@ -1,0 +1,225 @@
+"""The order of training samples across a resume: record it, continue it, and compare two orders.
+
+A record holds the plain JSON values that decide the order of one member of a blend (or of the
+dataset itself), and the number of its samples that were read.
+"""
+
+import dataclasses
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.masked.bert import BertDataset
+from maxmeg.data.samples.blending import Mixture
+from maxmeg.data.samples.gpt import GptDataset, identify
+from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples
+from maxmeg.data.samples.packing import PackedDataset
+from maxmeg.data.samples.sampling import GptSamples, Samples, split_range
+
+logger = logging.getLogger("maxmeg")
+_PLACES = 1 << 20  # tokens of a corpus that are compared; larger corpora are sampled evenly
+_NAMES = {
+    "order": "data.order",
+    "corpora": "corpora or data.split",
+    "documents": "documents",
+    "sequence_length": "data.sequence_length",
+    "seed": "seed",
+    "packing": "data.packing",
+    "num_samples": "train.num_steps, beyond whole epochs of sentences",
+}
+
+Record = dict[str, Any]
+Recorded = GptDataset | PackedDataset | BertDataset
+
+
+def record_order(dataset: object, consumed: int) -> list[Record]:
+    """The records of all members that contribute to the first `consumed` samples."""
+    return [record for record, _ in _members(dataset, consumed)]
+
+
+def _members(dataset: object, consumed: int) -> Iterator[tuple[Record, Recorded]]:
+    members, counts = [dataset], [consumed]
+    if isinstance(dataset, Mixture):
+        members, counts = dataset.members, dataset.samples_before(consumed)
+    for member, count in zip(members, counts, strict=True):
+        if count and isinstance(member, Recorded):
+            record = {**member.description, "samples": int(count)}
+            if "parts" in record:  # parts that have not begun may change
+                record["parts"] = [part for part in record["parts"] if part[0] < count]
+            yield record, member
+
+
+def kept_parts(
+    saved: list[Record],
+    corpora: Sequence[IndexedDataset],
+    cut: tuple[str, int, int, int],
+    asked: int | None,
+) -> tuple[tuple[int, int | None], ...]:
+    """The `MegatronOrder.parts` that continue a saved record of the same data; empty without one.
+
+    The matching record is removed from `saved`. cut: (split, split index, sequence length, seed).
+    asked: samples of the whole run; None means one epoch.
+    """
+    if not saved:
+        return ()
+    split, index, length, seed = cut
+    ranges = [split_range(split, index, len(corpus)) for corpus in corpora]
+    key = {"order": "megatron", "corpora": identify(corpora, ranges)}
+    key |= {"sequence_length": length, "seed": seed}
+    for record in saved:
+        if {**record, **key} == record:
+            saved.remove(record)
+            parts = [(start, count) for start, count in record["parts"]]
+            num_tokens = sum(
+                int(corpus.lengths[begin:end].sum(dtype=np.int64))
+                for corpus, (begin, end) in zip(corpora, ranges, strict=True)
+            )
+            return continued(parts, (num_tokens, length), record["samples"], asked)
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """The tokens that a change of order repeats, and the tokens that it leaves out.
+
+    is_exact: every token was counted; otherwise tokens were sampled evenly from a large corpus.
+    is_bound: the numbers are upper bounds, because data that was read before is missing now.
+    """
+
+    repeated: int
+    left_out: int
+    is_exact: bool = True
+    is_bound: bool = False
+
+
+def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Difference:
+    """Compare the first `consumed` samples of `dataset` with the samples that were read before.
+
+    saved: the records of the samples that were read. The run continues with sample `consumed`.
+    """
+    after_resume = list(_members(dataset, consumed))
+    if sorted(map(repr, saved)) == sorted(repr(record) for record, _ in after_resume):
+        return Difference(0, 0)
+    all_members = dataset.members if isinstance(dataset, Mixture) else [dataset]
+    if isinstance(all_members[0], BertDataset):
+        return _bound(saved, [record for record, _ in after_resume])
+    if isinstance(all_members[0], PackedDataset):
+        return _compare_packed(saved, all_members[0], consumed)
+    corpora = {}
+    for member in all_members:
+        assert isinstance(member, GptDataset)
+        for identity, corpus in zip(member.description["corpora"], member.corpora, strict=True):
+            corpora[tuple(identity[:3])] = corpus
+    after = [
+        (record, member.samples)
+        for record, member in after_resume
+        if isinstance(member, GptDataset)
+    ]
+    before = []
+    for record in saved:
+        keys = [tuple(identity[:3]) for identity in record.get("corpora", [])]
+        known = [corpora[key] for key in keys if key in corpora]
+        if known and len(known) == len(keys):
+            before.append((record, _rebuild(record, known)))
+        elif known or not keys:  # the lengths of missing documents are unknown
+            return _bound(saved, [record for record, _ in after_resume])
+    repeated, left_out, is_exact = 0.0, 0.0, True
+    for key, corpus in corpora.items():
+        _, num_tokens, _ = key
+        positions = np.arange(min(num_tokens, _PLACES)) * num_tokens // min(num_tokens, _PLACES)
+        ends = np.cumsum(corpus.lengths, dtype=np.int64)
+        sequences = np.searchsorted(ends, positions, side="right")
+        offsets = positions - (ends[sequences] - corpus.lengths[sequences])
+        surplus = np.zeros(len(positions), np.int64)
+        for sign, orders in ((1, before), (-1, after)):
+            for record, samples in orders:
+                surplus += sign * _times_read(record, samples, key, sequences, offsets)
+        weight = num_tokens / len(positions)
+        repeated += surplus.clip(min=0).sum() * weight
+        left_out -= surplus.clip(max=0).sum() * weight
+        is_exact &= len(positions) == num_tokens
+    return Difference(round(repeated), round(left_out), is_exact)
+
+
+def _rebuild(record: Record, corpora: Sequence[IndexedDataset]) -> Samples:
+    """The samples that a record describes, from the corpora that it names."""
+    ranges = [identity[3:] for identity in record["corpora"]]
+    lengths = [corpus.lengths[a:b] for corpus, (a, b) in zip(corpora, ranges, strict=True)]
+    joined, length, seed = np.concatenate(lengths), record["sequence_length"], record["seed"]
+    if record["order"] == "native":
+        return GptSamples(joined, length, seed)
+    parts = tuple((start, count) for start, count in record["parts"])
+    return make_samples(joined, length, seed, MegatronOrder(parts=parts))
+
+
+def _times_read(
+    record: Record,
+    samples: Samples,
+    key: tuple[int, ...],
+    sequences: np.ndarray,
+    offsets: np.ndarray,
+) -> np.ndarray:
+    """How often the record's samples contain each of these tokens of the corpus `key` as an
+    input."""
+    times, first = np.zeros(len(sequences), np.int64), 0
+    for *identity, begin, end in record["corpora"]:
+        if tuple(identity) == key:
+            rows = np.flatnonzero((begin <= sequences) & (sequences < end))
+            local = sequences[rows] - begin + first
+            times[rows] += samples.times_read(local, offsets[rows], record["samples"])
+        first += end - begin
+    return times
+
+
+def _compare_packed(saved: Sequence[Record], now: PackedDataset, consumed: int) -> Difference:
+    description = now.description
+    if len(saved) != 1 or saved[0].get("documents") != description["documents"]:
+        return _bound(saved, [{**description, "samples": consumed}])
+    (record,) = saved
+    then = now.packed_as(record["packing"], record["sequence_length"], record["seed"])
+    surplus = then.times_read(record["samples"]) - now.times_read(consumed)
+    tokens = surplus * (np.asarray(now.source.lengths, np.int64) - 1)
+    return Difference(int(tokens.clip(min=0).sum()), int(-tokens.clip(max=0).sum()))
+
+
+def _bound(saved: Sequence[Record], now: Sequence[Record]) -> Difference:
+    repeated, left_out = (
+        sum(record["samples"] * record["sequence_length"] for record in records)
+        for records in (saved, now)
+    )
+    return Difference(repeated, left_out, is_bound=True)
+
+
+def warn_of_order(saved: Sequence[Record] | None, dataset: object, consumed: int) -> None:
+    """Log a warning if the first `consumed` samples of `dataset` are not the samples that were
+    read.
+
+    saved: `record_order` in the checkpoint; None for a checkpoint without one.
+    """
+    if saved is None:
+        return
+    difference = compare(saved, dataset, consumed)
+    if not difference.repeated and not difference.left_out:
+        return
+    now = record_order(dataset, consumed)
+    changed = [
+        name
+        for key, name in _NAMES.items()
+        if {repr(record.get(key)) for record in saved} != {repr(record.get(key)) for record in now}
+    ]
+    about = "up to " if difference.is_bound else "" if difference.is_exact else "about "
+    length = getattr(dataset, "sequence_length", 1)
+    repeated, left_out = (
+        f"{about}{tokens:,} tokens ({-(-tokens // length):,} samples)"
+        for tokens in (difference.repeated, difference.left_out)
+    )
+    logger.warning(
+        f"the training data is not what the checkpoint was trained on (changed: "
+        f"{', '.join(changed) or 'weights of the blend'}). After sample {consumed:,}, {repeated} "
+        f"that were read before are repeated and {left_out} that were not read are left out. To "
+        "avoid this, undo the change; data.blend_changes adds corpora and changes weights without "
+        "it."
+    )

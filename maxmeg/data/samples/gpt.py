@@ -1,0 +1,237 @@
+"""Samples for causal language models: tokens, targets, loss mask, positions, segments."""
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
+from maxmeg.data.samples.megatron_order import MegatronOrder, make_samples
+from maxmeg.data.samples.sampling import Batch, GptSamples, Pieces, split_range
+from maxmeg.data.workers import RebuiltInWorkers
+
+_PROBED = 64  # documents searched for an end-of-document id
+_PROBES, _PROBE = 16, 64  # positions that identify a corpus, and tokens at each
+
+SPLITS = ("train", "validation", "test")
+
+# (text, numbers of the samples) -> text of that shape, and the tokens before padding of each row
+Transform = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class Dataset(Protocol):
+    """The interface of datasets for loaders and blends: a sample depends on its number alone."""
+
+    vocab_size: int
+    sequence_length: int
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def samples_per_epoch(self) -> int: ...
+
+    def batch(self, indices: np.ndarray) -> Batch: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DocumentRules:
+    """How positions, segments and the loss change at the ends of documents (DataConfig's
+    fields)."""
+
+    eod: int | None = None
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    eod_mask_loss: bool = False
+    fim: Transform | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.reset_position_ids or self.reset_attention_mask or self.eod_mask_loss
+
+
+def identify(
+    corpora: Sequence[IndexedDataset], ranges: Sequence[tuple[int, int]]
+) -> list[list[int]]:
+    """Identifies corpora: sequences, tokens, CRC-32 of sampled tokens, and the range [begin,
+    end)."""
+    identities = []
+    for corpus, (begin, end) in zip(corpora, ranges, strict=True):
+        starts = np.linspace(0, max(corpus.num_tokens - _PROBE, 0), _PROBES).astype(np.int64)
+        sizes = np.full(len(starts), min(_PROBE, corpus.num_tokens))
+        corpus.expect(starts, sizes, now=True)
+        parts = [np.asarray(corpus.tokens[at : at + _PROBE], "<i8").tobytes() for at in starts]
+        checksum = zlib.crc32(b"".join(parts))
+        identities.append([len(corpus), corpus.num_tokens, checksum, begin, end])
+    return identities
+
+
+class GptDataset(RebuiltInWorkers):
+    """Batches of one split (0 train, 1 validation, 2 test) of one or more corpora.
+
+    Each corpus is split by itself; the ranges are concatenated. With an `order` the samples are in
+    Megatron-LM's order for `seed`. Without one, training samples are in maxmeg's own shuffled
+    order, and the samples of other splits in reading order. An end-of-document token belongs to the
+    document before it: positions and segments change after it. Segments count from 1.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[IndexedDataset],
+        split: str,
+        split_index: int,
+        sequence_length: int,
+        vocab_size: int,
+        seed: int = 0,
+        rules: DocumentRules = DocumentRules(),
+        order: MegatronOrder | None = None,
+    ) -> None:
+        self.corpora = list(corpora)
+        self.split_index = split_index
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
+        self.rules = rules
+        ranges = [split_range(split, split_index, len(c)) for c in self.corpora]
+        self.ranges = ranges  # the split's sequences [begin, end) of each corpus
+        self._begins = np.array([begin for begin, _ in ranges])
+        self._bounds = np.cumsum([0] + [end - begin for begin, end in ranges])
+        lengths = [c.lengths[a:b] for c, (a, b) in zip(self.corpora, ranges, strict=True)]
+        for corpus in self.corpora:
+            if corpus.dtype.kind not in "iu":
+                raise ValueError(f"{corpus.prefix}.bin holds {corpus.dtype}, not token ids")
+        joined = lengths[0] if len(lengths) == 1 else np.concatenate(lengths)
+        try:
+            if order is None:
+                self.samples = GptSamples(joined, sequence_length, seed, shuffle=split_index == 0)
+            else:
+                self.samples = make_samples(joined, sequence_length, seed, order)
+        except ValueError as error:
+            names = ", ".join(c.prefix for c in self.corpora)
+            raise ValueError(f"{SPLITS[split_index]} split {split!r} of {names}: {error}") from None
+        if rules.any:
+            self._check_eod()
+
+    @functools.cached_property
+    def description(self) -> dict[str, Any]:
+        """The plain JSON values that decide which sample has which number."""
+        return {
+            "corpora": identify(self.corpora, self.ranges),
+            "sequence_length": self.sequence_length,
+            **self.samples.order,
+        }
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one epoch of the split."""
+        return self.samples.num_tokens
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self.samples.samples_per_epoch
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in the order, before it repeats; in the native order, the samples of one
+        epoch."""
+        return self.samples.num_samples
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The samples with these numbers, any >= 0; every array is [len(indices), sequence_length].
+
+        tokens, targets and positions are int32, loss_mask float32; segment_ids int32 is included if
+        reset_attention_mask is set. ValueError for an id beyond the vocabulary.
+        """
+        indices, used = np.asarray(indices), None
+        text = self._read(indices)
+        if self.rules.fim is not None:
+            text, used = self.rules.fim(text, indices)
+        tokens = np.ascontiguousarray(text[:, :-1])
+        batch = {"tokens": tokens, "targets": np.ascontiguousarray(text[:, 1:])}
+        loss_mask = np.ones(tokens.shape, np.float32)
+        if used is not None:  # padding is not a target
+            loss_mask[np.arange(self.sequence_length) >= used[:, None] - 1] = 0
+        positions = np.arange(self.sequence_length, dtype=np.int32)
+        batch["positions"] = np.tile(positions, (len(tokens), 1))
+        batch["loss_mask"] = loss_mask
+        if not self.rules.any:
+            return batch
+        is_eod = tokens == self.rules.eod
+        if self.rules.eod_mask_loss:
+            loss_mask[is_eod] = 0
+        starts = np.zeros(tokens.shape, bool)
+        starts[:, 1:] = is_eod[:, :-1]
+        if self.rules.reset_position_ids:
+            origin = np.maximum.accumulate(np.where(starts, positions, 0), axis=1)
+            batch["positions"] = (positions - origin).astype(np.int32)
+        if self.rules.reset_attention_mask:
+            batch["segment_ids"] = np.cumsum(starts, axis=1, dtype=np.int32) + 1
+        return batch
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a corpus is in object storage, so that `read_ahead` has an effect."""
+        return any(getattr(corpus, "is_remote", False) for corpus in self.corpora)
+
+    def read_ahead(self, indices: np.ndarray) -> None:
+        """Start to fetch samples that will be read soon."""
+        self._expect(*self._places(np.asarray(indices)), now=False)
+
+    def _expect(self, pieces, corpus, local, starts: np.ndarray, now: bool) -> None:
+        for i, dataset in enumerate(self.corpora if self.reads_ahead else ()):
+            in_corpus = corpus == i
+            if in_corpus.any():
+                dataset.expect(starts[in_corpus], pieces.lengths[in_corpus], now)
+
+    def _places(self, indices: np.ndarray) -> tuple[Pieces, np.ndarray, np.ndarray, np.ndarray]:
+        """The pieces of samples, and of each piece the corpus, its sequence, and its first
+        token."""
+        pieces = self.samples.pieces(indices)
+        corpus = np.searchsorted(self._bounds, pieces.sequences, side="right") - 1
+        local = pieces.sequences - self._bounds[corpus] + self._begins[corpus]
+        starts = np.empty_like(local)
+        for i, dataset in enumerate(self.corpora):
+            in_corpus = slice(None) if len(self.corpora) == 1 else corpus == i
+            starts[in_corpus] = dataset.starts(local[in_corpus])
+        starts += pieces.offsets
+        return pieces, corpus, local, starts
+
+    def _read(self, indices: np.ndarray) -> np.ndarray:
+        """The tokens of the samples, [len(indices), sequence_length + 1]."""
+        pieces, corpus, local, starts = self._places(indices)
+        self._expect(pieces, corpus, local, starts, now=True)
+        wide = any(dataset.dtype.itemsize > 4 for dataset in self.corpora)
+        dtype = np.int64 if wide else np.int32
+        text = np.empty((len(indices), self.sequence_length + 1), dtype)
+        flat = text.reshape(-1)
+        sources = [dataset.tokens for dataset in self.corpora]
+        at = 0
+        for i, start, length in zip(
+            corpus.tolist(), starts.tolist(), pieces.lengths.tolist(), strict=True
+        ):
+            flat[at : at + length] = sources[i][start : start + length]
+            at += length
+        wrong = first_foreign(text, self.vocab_size)
+        if wrong is not None:
+            piece = int(np.searchsorted(np.cumsum(pieces.lengths), wrong, side="right"))
+            where = f"{self.corpora[corpus[piece]].prefix}.bin, sequence {local[piece]}"
+            raise foreign_id_error(where, flat[wrong], self.vocab_size)
+        return text.astype(np.int32, copy=False)
+
+    def _check_eod(self) -> None:
+        """ValueError where the rules need end-of-document tokens and a corpus has none."""
+        if self.rules.eod is None:
+            raise ValueError("reset_* and eod_mask_loss need the tokenizer's end-of-document id")
+        for corpus in self.corpora:
+            chosen = np.linspace(0, len(corpus) - 1, min(_PROBED, len(corpus))).astype(int)
+            ends = np.searchsorted(corpus.document_indices, chosen, side="right")
+            last = np.minimum(corpus.document_indices[ends], len(corpus)) - 1
+            probed = (corpus.get(int(i))[-(1 << 16) :] for i in np.unique(last))
+            if not any((tokens == self.rules.eod).any() for tokens in probed):
+                raise ValueError(
+                    f"{corpus.prefix}.bin has no end-of-document id {self.rules.eod}, which "
+                    "reset_position_ids, reset_attention_mask and eod_mask_loss need: prepare it "
+                    "with --append_eod"
+                )

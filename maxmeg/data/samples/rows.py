@@ -1,0 +1,109 @@
+"""Datasets whose rows are whole documents: chats, and packed .bin/.idx files."""
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from maxmeg.config.data import DataConfig, Objective
+from maxmeg.data.chat.answers import prepare
+from maxmeg.data.chat.sft import CHATS, Chats
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.data.samples.packing import Document, PackedDataset
+from maxmeg.data.samples.sampling import split_range
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.workers import RebuiltInWorkers
+
+logger = logging.getLogger("maxmeg")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One split (0 train, 1 validation, 2 test) of files."""
+
+    names: Sequence[str]
+    split: str
+    index: int
+    open: Callable[[str], IndexedDataset] = IndexedDataset
+
+
+class StoredDocuments(RebuiltInWorkers):
+    """Documents of .bin/.idx files; longer documents are divided into pieces of one row.
+
+    Every token except a document's first is a target once. num_short: documents with less than two
+    tokens, which have no target.
+    """
+
+    def __init__(self, part: Part, sequence_length: int) -> None:
+        self.corpora = [part.open(name) for name in part.names]
+        numbers, starts, lengths, self.num_short = [], [], [], 0
+        for number, corpus in enumerate(self.corpora):
+            if corpus.dtype.kind not in "iu":
+                raise ValueError(f"{corpus.prefix}.bin holds {corpus.dtype}, not token ids")
+            begin, end = split_range(part.split, part.index, len(corpus))
+            bounds = np.unique(np.clip(corpus.document_indices, begin, end))
+            begins = np.full(len(bounds), corpus.num_tokens, np.int64)
+            begins[bounds < len(corpus)] = corpus.starts(bounds[bounds < len(corpus)])
+            sizes = np.diff(begins)
+            pieces = np.maximum(0, -(-(sizes - 1) // sequence_length))
+            owner = np.repeat(np.arange(len(sizes)), pieces)
+            first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+            offsets = (np.arange(len(owner)) - first) * sequence_length
+            numbers.append(np.full(len(owner), number))
+            starts.append(begins[owner] + offsets)
+            lengths.append(np.minimum(sizes[owner] - offsets, sequence_length + 1))
+            self.num_short += int((sizes < 2).sum())
+        self._numbers, self._starts = np.concatenate(numbers), np.concatenate(starts)
+        self.lengths = np.concatenate(lengths)
+
+    def __str__(self) -> str:
+        return f"{len(self.lengths):,} pieces, {self.num_short:,} too short"
+
+    def read(self, i: int) -> Document:
+        start = int(self._starts[i])
+        corpus = self.corpora[self._numbers[i]]
+        return corpus.tokens[start : start + int(self.lengths[i])], None
+
+
+def open_rows(
+    config: DataConfig, part: Part, tokenizer: Tokenizer, seed: int, vocab_size: int, cache_dir: str
+) -> PackedDataset | None:
+    """The rows of a split, shuffled for training; None where another split has no document.
+
+    Logs how many documents are used. ValueError for damaged files, for invalid chats, and for a
+    split in which no document can be used.
+    """
+    if not part.names:
+        return None
+    length, name = config.sequence_length, SPLITS[part.index]
+    if config.objective is Objective.sft:
+        template = config.chat_template
+        folders = [prepare(name, CHATS, tokenizer, cache_dir, template) for name in part.names]
+        documents = Chats(folders, part.split, part.index, length, config.too_long.value)
+        remedy = ", set data.too_long=truncate,"
+    else:
+        documents, remedy = StoredDocuments(part, length), ""
+    if not len(documents.lengths):
+        if part.index and not any(_ranges(documents, part)):
+            return None
+        raise ValueError(
+            f"no {name} document of {', '.join(part.names)} is left ({documents}) with "
+            f"data.split={part.split!r} and data.sequence_length={length}: raise the sequence "
+            f"length{remedy} or give {name} more"
+        )
+    pad = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
+    policy, shuffle = config.packing.value, part.index == 0
+    data = PackedDataset(documents, length, policy, pad, vocab_size, seed, shuffle)
+    logger.info(
+        "%s documents: %s; %s rows of %s, %.1f %% of their positions in use",
+        *(name, documents, f"{data.samples_per_epoch:,}", length, 100 * data.utilisation),
+    )
+    return data
+
+
+def _ranges(documents: Chats | StoredDocuments, part: Part) -> list[int]:
+    """The number of sequences of each file in the split."""
+    bounds = [split_range(part.split, part.index, len(corpus)) for corpus in documents.corpora]
+    return [end - begin for begin, end in bounds]

@@ -1,0 +1,1 @@
+"""Tokenizers: one interface, every kind of vocabulary, and training of new ones."""

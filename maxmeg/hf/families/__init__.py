@@ -1,0 +1,1 @@
+"""Tables from our parameters and settings to those of each Hugging Face family."""

@@ -1,0 +1,235 @@
+"""Tables of the mixture-of-experts decoder families of transformers (tables.py: the dense ones)."""
+
+import dataclasses
+
+from maxmeg.config.mixers import Activation, QkNorm, RouterScore
+from maxmeg.hf.families.experts import (
+    HEAD_NORM,
+    MTP_LAYERS,
+    NORMALIZED_SOFTMAX,
+    AuxAlpha,
+    AuxLoss,
+    DenseLayers,
+    FirstDense,
+    Flag,
+    Groups,
+    Normalized,
+    RoutingMethod,
+    SharedExperts,
+    num_experts,
+)
+from maxmeg.hf.families.keys import Fixed, Ignored, Key, Part
+from maxmeg.hf.families.rotary import LATENT, ORIGINAL, LatentRotary, Rotary
+from maxmeg.hf.families.tables import (
+    ATTENTION_BIAS,
+    ATTENTION_BIASES,
+    ATTENTION_DROPOUT,
+    GATED_MLP,
+    HEAD_DIM,
+    HEAD_NORMS,
+    LLAMA_LAYER,
+    OPTIONAL_HEAD_DIM,
+    PRE_NORMS,
+    PROJECTIONS,
+    ROOT,
+    SILU,
+    WINDOW,
+    Family,
+    numerics,
+    sizes,
+    tied,
+)
+from maxmeg.hf.families.windows import AlternatingWindow, LateWindow, SwitchedWindow
+
+EXPERTS = {
+    "moe.experts.gate": "mlp.experts.{}.gate_proj.weight",
+    "moe.experts.up": "mlp.experts.{}.up_proj.weight",
+    "moe.experts.out": "mlp.experts.{}.down_proj.weight",
+}
+EXPERT_FFN = "moe_intermediate_size", "moe.ffn_size"
+
+
+def shared_expert(name: str) -> dict[str, str]:
+    """The modules of a shared expert that transformers calls `name`."""
+    names = {"gate": "gate_proj", "up": "up_proj", "out": "down_proj"}
+    return {f"moe.shared.{ours}": f"mlp.{name}.{theirs}" for ours, theirs in names.items()}
+
+
+def expert_sizes(*defaults) -> list[Key]:
+    """As `sizes`, where intermediate_size is the width of an expert."""
+    *keys, width = sizes(*defaults)
+    return [*keys, dataclasses.replace(width, field=("moe.ffn_size", "mlp.ffn_size"))]
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    parts=expert_sizes(32000, 4096, 32, 32, 8, 14336)
+    + numerics(131072, 1e-5)
+    + [HEAD_DIM, SILU, ATTENTION_DROPOUT, tied(False), Key(*WINDOW, None, null=True)]
+    + num_experts(8, 2, "num_local_experts", "num_experts")
+    + [AuxLoss(), Fixed("router_jitter_noise", 0.0), Rotary(default=1e6)],
+    layers={**PROJECTIONS, **PRE_NORMS},
+    constants=ROOT,
+    arrays={"moe.router": "block_sparse_moe.gate.weight"},
+    experts={
+        "moe.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
+        "moe.experts.up": "block_sparse_moe.experts.{}.w3.weight",
+        "moe.experts.out": "block_sparse_moe.experts.{}.w2.weight",
+    },
+)
+QWEN2_MOE = Family(
+    model_type="qwen2_moe",
+    parts=sizes(151936, 2048, 24, 16, 16, 5632)
+    + numerics(32768, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_DROPOUT, tied(False)]
+    + [Key("qkv_bias", "attention.bias_qkv", True), LateWindow(even=True)]
+    + num_experts(60, 4, "num_experts")
+    + [Key(*EXPERT_FFN, 1408), Flag(*NORMALIZED_SOFTMAX), DenseLayers()]
+    + [Key("shared_expert_intermediate_size", "moe.shared_ffn_size", 5632)]
+    + [AuxLoss(), Rotary()],
+    layers={
+        **LLAMA_LAYER,
+        **shared_expert("shared_expert"),
+        "moe.shared_gate": "mlp.shared_expert_gate",
+    },
+    constants={**ROOT, "moe.shared_gate": True},
+    arrays={"moe.router": "mlp.gate.weight"},
+    experts=EXPERTS,
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    parts=sizes(151936, 2048, 24, 32, 4, 6144)
+    + numerics(32768, 1e-6)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_BIAS, ATTENTION_DROPOUT, tied(False)]
+    + [SwitchedWindow(), Ignored("max_window_layers")]
+    + num_experts(128, 8, "num_experts", "num_local_experts")
+    + [Key(*EXPERT_FFN, 768), Flag(*NORMALIZED_SOFTMAX), DenseLayers()]
+    + [AuxLoss(), Rotary()],
+    layers={**LLAMA_LAYER, **HEAD_NORMS},
+    constants={**ROOT, "attention.qk_norm": QkNorm.head},
+    arrays={"moe.router": "mlp.gate.weight"},
+    experts=EXPERTS,
+)
+GPT_OSS_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    ORIGINAL: 4096,
+}
+GPT_OSS = Family(
+    model_type="gpt_oss",
+    parts=expert_sizes(201088, 2880, 36, 64, 8, 2880)
+    + numerics(131072, 1e-5)
+    + [Key("head_dim", "attention.head_dim", 64), Fixed("hidden_act", "silu"), ATTENTION_DROPOUT]
+    + [Key("attention_bias", ATTENTION_BIASES, True), tied(False)]
+    + [AlternatingWindow(2, default=128), Fixed("swiglu_alpha", 1.702)]
+    + [Key("swiglu_limit", "mlp.activation_clamp", 7.0)]
+    + num_experts(128, 4, "num_local_experts", "num_experts")
+    + [AuxLoss(), Ignored("initial_context_length", "experts_per_token")]
+    + [Rotary(default=150000.0, missing=GPT_OSS_YARN)],
+    layers={**PROJECTIONS, **PRE_NORMS},
+    constants={
+        **ROOT,
+        "mlp.activation": Activation.quick_geglu,
+        "mlp.glu_offset": 1.0,
+        "mlp.bias": True,
+        "attention.sinks": True,
+        "moe.logit_bias": True,
+    },
+    arrays={
+        "attention.sinks": "self_attn.sinks",
+        "moe.router": "mlp.router.weight",
+        "moe.logit_bias": "mlp.router.bias",
+    },
+    experts={
+        ("moe.experts.gate", "moe.experts.up"): "mlp.experts.gate_up_proj",
+        ("moe.experts.gate_bias", "moe.experts.up_bias"): "mlp.experts.gate_up_proj_bias",
+        "moe.experts.out": "mlp.experts.down_proj",
+        "moe.experts.out_bias": "mlp.experts.down_proj_bias",
+    },
+)
+SIGMOID = {**ROOT, "moe.score": RouterScore.sigmoid, "moe.bias_balancing": True}
+CORRECTED = {
+    "moe.router": "mlp.gate.weight",
+    "moe.bias": "mlp.gate.e_score_correction_bias",
+}
+GLM4_MOE = Family(
+    model_type="glm4_moe",
+    parts=sizes(151552, 4096, 46, 96, 8, 10944)
+    + numerics(131072, 1e-5)
+    + [OPTIONAL_HEAD_DIM, SILU, ATTENTION_DROPOUT, tied(False), HEAD_NORM]
+    + [Key("attention_bias", "attention.bias_qkv", False)]
+    + num_experts(128, 8, "n_routed_experts", "num_local_experts")
+    + [Key(*EXPERT_FFN, 1408), SharedExperts(1), Groups(2), Normalized()]
+    + [Key("routed_scaling_factor", "moe.scale", 1.0), FirstDense(1)]
+    + [MTP_LAYERS, Rotary(fraction_default=0.5)],
+    layers={**LLAMA_LAYER, **HEAD_NORMS, **shared_expert("shared_experts")},
+    constants=SIGMOID,
+    arrays=CORRECTED,
+    experts=EXPERTS,
+)
+LATENT_ATTENTION = {
+    "mla.query": "self_attn.q_proj",
+    "mla.query_down": "self_attn.q_a_proj",
+    "mla.query_norm": "self_attn.q_a_layernorm",
+    "mla.query_up": "self_attn.q_b_proj",
+    "mla.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "mla.kv_norm": "self_attn.kv_a_layernorm",
+    ("mla.key_up", "mla.value_up"): "self_attn.kv_b_proj",
+    "mla.out": "self_attn.o_proj",
+}
+DEEPSEEK = {**ROOT, "mla.norm_eps": 1e-6}  # of the latents' norms, whatever rms_norm_eps is
+DEEPSEEK_PARTS: list[Part] = [
+    *LATENT,
+    Ignored("head_dim", "qk_head_dim", "ep_size"),
+    SILU,
+    tied(False),
+    ATTENTION_BIAS,
+    ATTENTION_DROPOUT,
+    Fixed("pretraining_tp", 1),
+    Fixed("moe_layer_freq", 1),
+    AuxAlpha(),
+]
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    parts=sizes(129280, 7168, 61, 128, 128, 18432)
+    + numerics(4096, 1e-6)
+    + DEEPSEEK_PARTS
+    + num_experts(256, 8, "n_routed_experts", "num_local_experts")
+    + [Key(*EXPERT_FFN, 2048), SharedExperts(1)]
+    + [Groups(2, 8, 4), Normalized(), Key("routed_scaling_factor", "moe.scale", 2.5)]
+    + [Fixed("scoring_func", "sigmoid"), Fixed("topk_method", "noaux_tc"), FirstDense(3)]
+    + [MTP_LAYERS, Key("rope_interleave", "rotary.interleaved", True), LatentRotary()],
+    layers={**GATED_MLP, **PRE_NORMS, **LATENT_ATTENTION, **shared_expert("shared_experts")},
+    constants={**SIGMOID, **DEEPSEEK},
+    grouped=frozenset({"self_attn.kv_b_proj"}),
+    arrays=CORRECTED,
+    experts=EXPERTS,
+    code=r"(configuration|modeling)_deepseek\.",
+)
+DEEPSEEK_V2 = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    parts=sizes(102400, 4096, 32, 32, None, 11008)
+    + numerics(2048, 1e-6)
+    + DEEPSEEK_PARTS
+    + [Fixed("mlp_bias", False)]
+    + num_experts(64, None, "n_routed_experts", "num_experts")
+    + [Key(*EXPERT_FFN, 1407), SharedExperts(2), RoutingMethod()]
+    + [Fixed("norm_topk_prob", False), Key("routed_scaling_factor", "moe.scale", 1.0)]
+    + [Fixed("scoring_func", "softmax"), FirstDense(0), LatentRotary()],
+    constants={**DEEPSEEK, "moe.softmax_before_topk": True, "rotary.interleaved": True},
+    arrays={"moe.router": "mlp.gate.weight"},
+)
+
+SPARSE: dict[str, Family] = {
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "GptOssForCausalLM": GPT_OSS,
+    "Glm4MoeForCausalLM": GLM4_MOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+}

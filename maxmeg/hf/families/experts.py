@@ -1,0 +1,192 @@
+"""Keys of config.json that describe the experts and the router of mixture-of-experts layers."""
+
+import dataclasses
+import typing
+
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.setting import get
+from maxmeg.hf.families.keys import Fields, Json, Key, Keys, Part, checked, refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag(Part):
+    """A boolean key, and the field's value for each of its values."""
+
+    name: str
+    field: str
+    default: bool
+    values: tuple[typing.Any, typing.Any]  # for false, for true
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        value = keys.take(self.name, self.default)
+        fields[self.field] = self.values[checked(self.name, value, bool)]
+
+    def write(self, model: ModelConfig) -> Json:
+        return {self.name: get(model, self.field) == self.values[True]}
+
+
+# The top-k of a softmax over all experts, normalized, are a softmax over the top-k.
+NORMALIZED_SOFTMAX = "norm_topk_prob", "moe.softmax_before_topk", False, (True, False)
+MTP_LAYERS = Key(
+    "num_nextn_predict_layers", "mtp.num_layers", 1, zero=True, aliases=("num_mtp_layers",)
+)
+HEAD_NORM = Flag("use_qk_norm", "attention.qk_norm", False, (QkNorm.none, QkNorm.head))
+
+
+@dataclasses.dataclass(frozen=True)
+class Normalized(Part):
+    """Whether the weights of the chosen experts are divided by their sum, for sigmoid scores."""
+
+    default: bool = True
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        name = "norm_topk_prob"
+        value = checked(name, keys.take(name, self.default), bool)
+        if value and fields["moe.top_k"] == 1:
+            remedy = "with num_experts_per_tok=1 every weight would be 1; only false is supported"
+            raise refused(name, value, remedy)
+        fields["moe.normalize_weights"] = value
+
+    def write(self, model: ModelConfig) -> Json:
+        return {"norm_topk_prob": model.moe.normalize_weights and model.moe.top_k > 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups(Part):
+    """Group-limited routing: experts are chosen from the best groups, a group's score being the sum
+    of its `score_topk` highest scores. groups, kept: default numbers of groups and of best groups.
+    """
+
+    score_topk: int
+    groups: int | None = 1
+    kept: int | None = 1
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        count, kept = keys.take("n_group", self.groups), keys.take("topk_group", self.kept)
+        count = 1 if count is None else checked("n_group", count, int)
+        kept = 1 if kept is None else checked("topk_group", kept, int)
+        if count == 1:
+            if kept != 1:
+                raise refused("topk_group", kept, "with n_group=1 it must be 1")
+            return
+        fields |= {"moe.num_groups": count, "moe.topk_groups": kept}
+        fields["moe.group_score_topk"] = self.score_topk
+
+    def write(self, model: ModelConfig) -> Json:
+        return {"n_group": model.moe.num_groups, "topk_group": model.moe.topk_groups}
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedExperts(Part):
+    """The number of shared experts, which together are one MLP of that many experts' widths."""
+
+    default: int
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        name = "n_shared_experts"
+        count = checked(name, keys.take(name, self.default), int)
+        fields["moe.shared_ffn_size"] = count * fields["moe.ffn_size"]
+
+    def write(self, model: ModelConfig) -> Json:
+        count, rest = divmod(model.moe.shared_ffn_size, model.expert_ffn)
+        if rest or not count:
+            raise ValueError(
+                f"model.moe.shared_ffn_size={model.moe.shared_ffn_size} is not a multiple of "
+                f"moe.ffn_size={model.expert_ffn}"
+            )
+        return {"n_shared_experts": count}
+
+
+class DenseLayers(Part):
+    """Layers with an MLP in place of experts: the listed ones, and all but every n-th layer."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        step = checked("decoder_sparse_step", keys.take("decoder_sparse_step", 1), int)
+        listed = keys.take("mlp_only_layers")
+        listed = [] if listed is None else listed
+        if not isinstance(listed, list) or not all(type(i) is int and i >= 0 for i in listed):
+            raise refused("mlp_only_layers", listed, "it must be a list of layer numbers")
+        numbers = range(fields["num_layers"])
+        fields["dense"] = {i for i in numbers if i in listed or (i + 1) % step}
+
+    def write(self, model: ModelConfig) -> Json:
+        dense = [i for i in range(model.num_layers) if "moe" not in model.mixers(i)]
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstDense(Part):
+    """Number of first layers that have an MLP in place of experts."""
+
+    default: int
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        name = "first_k_dense_replace"
+        count = checked(name, keys.take(name, self.default), int, zero=True)
+        fields["dense"] = {*range(min(count, fields["num_layers"]))}
+
+    def write(self, model: ModelConfig) -> Json:
+        moe = [layer for layer in range(model.num_layers) if "moe" in model.mixers(layer)]
+        return {"first_k_dense_replace": moe[0] if moe else model.num_layers}
+
+
+class RoutingMethod(Part):
+    """Whether experts are chosen among all, or among those of the best groups (DeepSeek-V2)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        method = keys.take("topk_method", "greedy")
+        if method not in ("greedy", "group_limited_greedy"):
+            raise refused("topk_method", method, "it must be greedy or group_limited_greedy")
+        if method == "greedy":
+            keys.known.update(("n_group", "topk_group"))
+            return
+        Groups(1).read(keys, fields)
+
+    def write(self, model: ModelConfig) -> Json:
+        grouped = model.moe.num_groups > 1
+        method = "group_limited_greedy" if grouped else "greedy"
+        return {"topk_method": method, **Groups(1).write(model)}
+
+
+class AuxAlpha(Part):
+    """DeepSeek's coefficient of the load-balancing loss, per sequence or over all tokens."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        alpha = checked("aux_loss_alpha", keys.take("aux_loss_alpha", 0.0), float, zero=True)
+        by_sequence = checked("seq_aux", keys.take("seq_aux", True), bool)
+        fields["moe.sequence_aux_loss" if by_sequence else "moe.aux_loss"] = alpha
+
+    def write(self, model: ModelConfig) -> Json:
+        by_sequence = bool(model.moe.sequence_aux_loss or not model.moe.aux_loss)
+        alpha = model.moe.sequence_aux_loss if by_sequence else model.moe.aux_loss
+        return {"aux_loss_alpha": alpha, "seq_aux": by_sequence}
+
+
+def num_experts(default: int, top_k: int | None, name: str, *aliases: str) -> list[Key]:
+    """The keys of the number of experts, which has other names in some files, and of the top-k."""
+    return [
+        Key(name, "moe.num_experts", default, aliases=aliases),
+        Key("num_experts_per_tok", "moe.top_k", top_k),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class AuxLoss(Part):
+    """The coefficient of the load-balancing loss, which counts where output_router_logits is true.
+
+    transformers balances all layers together, maxmeg each layer by itself.
+    """
+
+    default: float = 0.001
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        name, switch = "router_aux_loss_coef", "output_router_logits"
+        coefficient = checked(name, keys.take(name, self.default), float, zero=True)
+        on = checked(switch, keys.take(switch, False), bool)
+        fields["moe.aux_loss"] = coefficient if on else 0.0
+
+    def write(self, model: ModelConfig) -> Json:
+        if not (coefficient := model.moe.aux_loss):
+            return {"output_router_logits": False}
+        return {"output_router_logits": True, "router_aux_loss_coef": coefficient}

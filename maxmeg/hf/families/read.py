@@ -1,0 +1,358 @@
+"""config.json <-> ModelConfig, and tensors in files <-> arrays of the model, for every family."""
+
+import dataclasses
+import functools
+import math
+import re
+import typing
+from collections.abc import Iterable, Mapping
+
+import jax
+
+from maxmeg.config.initial import FREE
+from maxmeg.config.layers import Layer, places
+from maxmeg.config.mixers import RouterScore
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.model_rules import model_problems
+from maxmeg.config.setting import walk, with_fields
+from maxmeg.hf.families.binding import Binding, Fusion, Interleaved, Place
+from maxmeg.hf.families.expert_tables import SPARSE
+from maxmeg.hf.families.experts import MTP_LAYERS
+from maxmeg.hf.families.hybrid_tables import HYBRID
+from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.tables import DENSE, Family
+from maxmeg.models.lm import LM
+from maxmeg.state import VOCABULARY_TABLES, array_name
+
+Shape = tuple[int, ...]
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID}
+VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
+OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
+# Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
+DROPS = {"moe.capacity_factor", "moe.drop_policy"}
+CLOSE = 1e-9  # relative tolerance for numbers that were squared and rooted
+
+
+def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
+    """Return a config.json, or that of the language model inside a vision-language model."""
+    if config.get("architectures") != [VISION_LANGUAGE]:
+        return config
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise refused(
+            "text_config", text, f"{VISION_LANGUAGE} must have the settings of its language model"
+        )
+    outer = {name: config[name] for name in OUTER_KEYS if name in config}
+    return {**text, **outer, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+
+
+def architecture(config: Mapping[str, typing.Any]) -> str:
+    """Return the name in FAMILIES of the model class that a config.json names."""
+    config = text_part(config)
+    named, kind = config.get("architectures"), config.get("model_type")
+    if not named:
+        named = [name for name, family in FAMILIES.items() if family.model_type == kind] or named
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
+        raise refused("architectures", named, f"supported are {', '.join(FAMILIES)}")
+    wanted = FAMILIES[named[0]].model_type
+    if kind not in (wanted, None):
+        raise refused("model_type", kind, f"{named[0]} is of model_type {wanted!r}")
+    return named[0]
+
+
+def table_of(family: str | Family) -> Family:
+    """Return a table by its name in FAMILIES; a Family is returned as it is."""
+    if isinstance(family, Family):
+        return family
+    if family not in FAMILIES:
+        raise ValueError(f"no family is named {family!r}: choose from {', '.join(FAMILIES)}")
+    return FAMILIES[family]
+
+
+def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
+    """Return the model that a config.json describes; ValueError for an unknown key or value."""
+    name, keys = architecture(config), Keys(text_part(config))
+    fields = dict(FAMILIES[name].constants)
+    for part in FAMILIES[name].parts:
+        part.read(keys, fields)
+    keys.finish(name, FAMILIES[name].code)
+    model = with_fields(ModelConfig(), with_layers(fields))
+    if problems := [*model_problems(model)]:
+        raise ValueError("config.json does not describe a valid model:\n" + "\n".join(problems))
+    return model
+
+
+def with_saved_mtp(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
+    """Return the model without MTP layers if the files, whose tensors are `names`, have none."""
+    layers = range(model.num_layers, model.num_layers + model.mtp.num_layers)
+    prefixes = tuple(f"{table_of(family).layer}{layer}." for layer in layers)
+    saved = any(name.startswith(prefixes) for name in canonical_names(names, family).values())
+    return model if saved else model.without_mtp()
+
+
+def with_writable_mtp(model: ModelConfig, family: str) -> ModelConfig:
+    """Return the model without MTP layers if the family has none."""
+    return model if MTP_LAYERS in table_of(family).parts else model.without_mtp()
+
+
+def hf_config(
+    model: ModelConfig, family: str, source: Mapping[str, typing.Any] | None = None
+) -> dict[str, typing.Any]:
+    """Return the config.json of a model, with the ids of special tokens in `source`.
+
+    ValueError if the family cannot express the model.
+    """
+    for field in ("vocab_size", "max_position"):
+        if not getattr(model, field):
+            raise ValueError(f"model.{field}=0 is not set: set it")
+    table, tokens = table_of(family), text_part(source or {})
+    written = {"architectures": [family], "model_type": table.model_type}
+    written |= {name: tokens.get(name) for name in TOKENS}
+    try:
+        for part in table.parts:
+            written |= part.write(model)
+        problems = differences(model, model_config(written))
+    except ValueError as error:
+        problems = [str(error)]
+    if problems:
+        raise ValueError(f"{family} cannot express this model: {'; '.join(problems)}")
+    return written
+
+
+def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """Return what an error says about each field in which two models compute something else."""
+    problems = []
+    for field, _, _ in walk(model):
+        before, after = plain_value(model, field), plain_value(other, field)
+        if isinstance(before, float) and isinstance(after, float):
+            equal = math.isclose(before, after, rel_tol=CLOSE)
+        else:
+            equal = before == after
+        if equal or field in FREE | DROPS:
+            continue
+        if field == "layers":
+            before, after = model.layers, other.layers
+        shown = [getattr(value, "name", value) for value in (before, after)]
+        problems.append(f"model.{field}={shown[0]} would become {shown[1]}")
+    return problems
+
+
+def plain_value(model: ModelConfig, field: str) -> typing.Any:
+    """Return a field's value in a form that is equal for models that compute the same."""
+    if field == "attention.scale":
+        return model.attention.scale or model.key_size**-0.5
+    if field == "mla.norm_eps" and model.is_mla:
+        return model.mla.norm_eps or model.norm_eps
+    if field == "layers":
+        return model.layer_kinds
+    if field == "mlp.ffn_size" and not model.has("mlp"):
+        return None
+    if field == "moe.group_score_topk" and model.moe.num_groups > 1:
+        return model.moe.group_score_topk or model.moe.top_k // model.moe.topk_groups
+    softmax = model.moe.score is RouterScore.softmax
+    if field in ("moe.softmax_before_topk", "moe.normalize_weights") and softmax:
+        # The top-k of a softmax over all experts, normalized, are a softmax over the top-k.
+        late = not model.moe.softmax_before_topk
+        late |= model.moe.normalize_weights and model.moe.top_k > 1
+        return field == "moe.softmax_before_topk" and not late
+    return resolved(model, field)
+
+
+def families_of(model: ModelConfig) -> list[str]:
+    """Return the families that can express a model."""
+
+    def fits(family: str) -> bool:
+        try:
+            hf_config(model, family)
+        except ValueError:
+            return False
+        return True
+
+    return [family for family in FAMILIES if fits(family)]
+
+
+def array_shapes(model: ModelConfig) -> dict[str, Shape]:
+    """Return the shapes of all arrays of an LM, without padding of the vocabulary."""
+    abstract = jax.eval_shape(functools.partial(LM, config=model), jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(abstract)
+    shapes = {array_name(path): leaf.shape for path, leaf in leaves}
+    for table in VOCABULARY_TABLES:
+        if table in shapes:
+            shapes[table] = (model.vocab_size, *shapes[table][1:])
+    return shapes
+
+
+MTP_MODULES = {  # of an MTP layer, beside its transformer layer
+    "embedding_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "projection": "eh_proj",
+    "final_norm": "shared_head.norm",
+}
+BIAS, LOAD = ".mixers.moe.bias", ".mixers.moe.load"  # the state of layers with experts
+
+
+def is_exact(name: str) -> bool:
+    """Return whether an array is always written in float32: the router's load-balancing bias."""
+    return name.endswith(BIAS)
+
+
+def unused_arrays(model: ModelConfig) -> dict[str, Shape]:
+    """Return the arrays that no other format stores: the experts' loads of the previous step."""
+    return {name: shape for name, shape in array_shapes(model).items() if name.endswith(LOAD)}
+
+
+FEED_FORWARD = ("mlp", "moe")
+
+
+def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
+    """Return where a unit has the module `name` ("attention.query") of a layer of this kind.
+
+    The sublayers of the layer begin with number `first` in the unit. Norms are listed under
+    "attention" and "mlp", whatever mixers the layer has. Empty if the layer has no such mixer.
+    """
+    mixer, _, rest = name.partition(".")
+
+    def is_alike(other: str) -> bool:
+        return (other in FEED_FORWARD) == (mixer in FEED_FORWARD)
+
+    number = next((n for n, mixers in enumerate(kind) if any(map(is_alike, mixers))), None)
+    if number is None:
+        return ""
+    at, mixers = first + number, kind[number]
+    if rest == "norm" and model.parallel_norms and len(mixers) > 1:
+        return f"sublayers.{at}.norms.{mixer}"
+    if rest in ("norm", "post_norm"):
+        # The one norm of a parallel block is listed under its first mixer.
+        return f"sublayers.{at}.{rest}" if is_alike(next(iter(mixers))) else ""
+    return f"sublayers.{at}.mixers.{mixer}.{rest}"
+
+
+def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
+    """Return the binding of every tensor in the model's safetensors files, in the files' order."""
+    table, shapes = table_of(family), array_shapes(model)
+    result: list[Binding] = []
+    for module, theirs in table.ends.items():
+        for leaf, name in (("table", "weight"), ("weight", "weight"), ("bias", "bias")):
+            if (array := f"{module}.{leaf}") in shapes:
+                result.append(Binding.whole(f"{theirs}.{name}", array, shapes[array]))
+    for layer, at in enumerate(places(model.groups)):
+        unit = Unit(f"stack.groups.{at.group}.", at.repeat, at.sublayer)
+        result += layer_bindings(layer, unit, model, table, shapes)
+    for number in range(model.mtp.num_layers):
+        layer, prefix = model.num_layers + number, f"mtp.depths.{number}."
+        for module, theirs in MTP_MODULES.items():
+            place = (Place(f"{prefix}{module}.weight"),)
+            result.append(fused(f"{table.layer}{layer}.{theirs}.weight", place, shapes, 1, table))
+        result += layer_bindings(layer, Unit(f"{prefix}layer.", None, 0), model, table, shapes)
+    unused = {name for name in shapes if name.endswith(LOAD)}
+    result = [binding for binding in result if binding.ours[0].name not in unused]
+    bound = {place.name for binding in result for place in binding.ours}
+    if missing := shapes.keys() - bound - unused:
+        raise ValueError(f"{table.model_type} has no tensor for {', '.join(sorted(missing))}")
+    return result
+
+
+class Unit(typing.NamedTuple):
+    """Where a layer lies in the model: the prefix of its unit's arrays, its entry in them (None:
+    they are not stacked), and the number of its first sublayer in the unit."""
+
+    prefix: str
+    repeat: int | None
+    first: int
+
+
+def layer_bindings(
+    layer: int, unit: Unit, model: ModelConfig, table: Family, shapes: dict[str, Shape]
+) -> list[Binding]:
+    """Return the bindings of one layer's tensors."""
+    kind = model.layer_kinds[min(layer, model.num_layers - 1)]  # MTP layers are like the last
+
+    def arrays(
+        names: str | tuple[str, ...], leaf: str, expert: int | None = None
+    ) -> tuple[Place, ...]:
+        """The arrays of modules; none unless the model has all of them."""
+        names = (names,) if isinstance(names, str) else names
+        ours = [f"{unit.prefix}{module_name(n, model, kind, unit.first)}{leaf}" for n in names]
+        has_all = all(name in shapes for name in ours)
+        return tuple(Place(name, unit.repeat, expert) for name in ours) if has_all else ()
+
+    result: list[Binding] = []
+    modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
+    for names, theirs in modules.items():
+        groups = model.kv_heads if theirs in table.grouped else 1
+        for leaf in (".weight", ".bias"):
+            if ours := arrays(names, leaf):
+                result.append(fused(f"{theirs}{leaf}", ours, shapes, groups, table))
+    for names, theirs in table.arrays.items():
+        if ours := arrays(names, ""):
+            binding = fused(theirs, ours, shapes, 1, table)
+            result.append(dataclasses.replace(binding, exact=is_exact(ours[0].name)))
+    for names, theirs in table.experts.items():
+        if "{}" not in theirs and (ours := arrays(names, "")):
+            result.append(stacked(theirs, ours, shapes))
+        for expert in range(model.moe.num_experts) if "{}" in theirs else ():
+            if ours := arrays(names, "", expert):
+                result.append(fused(theirs.format(expert), ours, shapes, 1, table))
+    return [dataclasses.replace(b, theirs=f"{table.layer}{layer}.{b.theirs}") for b in result]
+
+
+def fused(
+    theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape], groups: int, table: Family
+) -> Binding:
+    """Return the binding of a projection, of several fused projections, or of a vector."""
+    inner = [shapes[place.name][len(place.index) :] for place in places]
+    widths = tuple(shape[-1] // groups for shape in inner)
+    fusion = Fusion(groups, widths, table.outputs_first)
+    shape = (*inner[0][:-1], fusion.outputs)
+    shape = shape[::-1] if table.outputs_first else shape
+    return Binding(theirs, shape, places, fusion.split, fusion.join)
+
+
+def stacked(theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape]) -> Binding:
+    """Return the binding of a projection of all experts, or of several with interleaved outputs."""
+    *inner, width = shapes[places[0].name][len(places[0].index) :]
+    interleaved = Interleaved(len(places))
+    shape = (*inner, width * len(places))
+    return Binding(theirs, shape, places, interleaved.split, interleaved.join, stacked=True)
+
+
+def num_experts_in(names: Iterable[str], family: str) -> int:
+    """Return the number of experts by the numbers in canonical names; 0 if these have none."""
+    table = table_of(family)
+    theirs = [re.escape(name) for name in table.experts.values() if "{}" in name]
+    patterns = [re.escape(table.layer) + r"\d+\." + t.replace(r"\{\}", r"(\d+)") for t in theirs]
+    matches = [re.fullmatch("|".join(patterns), name) for name in names] if patterns else []
+    numbers = [int(group) for match in matches if match for group in match.groups() if group]
+    return max(numbers, default=-1) + 1
+
+
+def aliases(model: ModelConfig, family: str) -> dict[str, str]:
+    """Return tensors that files may repeat: name -> the binding whose tensor they must equal."""
+    table = table_of(family)
+    ends = {end: f"{name}.weight" for end, name in table.ends.items()}
+    output = ends["embedding" if model.tied else "output"]
+    repeated = {ends["output"]: output} if model.tied else {}
+    for number in range(model.mtp.num_layers):
+        prefix = f"{table.layer}{model.num_layers + number}"
+        repeated[f"{prefix}.embed_tokens.weight"] = ends["embedding"]
+        repeated[f"{prefix}.shared_head.head.weight"] = output
+    return repeated
+
+
+def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:
+    """Return the name in `bindings` of each tensor, without buffers that hold no weights.
+
+    Files of a headless model lack the prefix of all names, as transformers allows.
+    """
+    table, result = table_of(family), {}
+    prefix = table.layer.partition(".")[0] + "."
+    for name in names:
+        if any(re.search(pattern, name) for pattern in table.ignored):
+            continue
+        canonical = name
+        for pattern, replacement in table.renamed:
+            canonical = re.sub(pattern, replacement, canonical)
+        if not canonical.startswith((prefix, table.ends["output"] + ".")):
+            canonical = prefix + canonical
+        result[name] = canonical
+    return result

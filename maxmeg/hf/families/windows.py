@@ -1,0 +1,97 @@
+"""Keys of config.json that say which layers have a sliding window, and how wide it is."""
+
+import dataclasses
+
+from maxmeg.config.model import ModelConfig
+from maxmeg.hf.families.keys import Fields, Json, Keys, Part, checked, refused
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read_types(keys: Keys, fields: Fields, default: list[str], window: int) -> None:
+    """Read which layers have a sliding window from `layer_types`, or from the default list."""
+    types, count = keys.take("layer_types"), fields["num_layers"]
+    types = default if types is None else types
+    known = isinstance(types, list) and all(name in (FULL, SLIDING) for name in types)
+    if not known or len(types) != count:
+        wanted = f"it must be a list of {count} of {FULL!r} and {SLIDING!r}, one per layer"
+        raise refused("layer_types", types, wanted)
+    if SLIDING in types and not window:
+        raise refused("layer_types", types, f"{SLIDING!r} needs a sliding window")
+    fields["local"] = [name == SLIDING for name in types]
+    fields["attention.window"] = window if SLIDING in types else 0
+
+
+def written_types(model: ModelConfig) -> list[str]:
+    """Return the `layer_types` of a model."""
+    numbers = range(model.num_layers)
+    return [SLIDING if "local" in model.mixers(number) else FULL for number in numbers]
+
+
+def switched_window(keys: Keys) -> int:
+    """Return the window by `use_sliding_window` and `sliding_window`; 0 for none."""
+    on = checked("use_sliding_window", keys.take("use_sliding_window", False), bool)
+    window = keys.take("sliding_window", 4096)
+    return checked("sliding_window", window, int) if on and window is not None else 0
+
+
+class SwitchedWindow(Part):
+    """A switch, and the window of every layer (Qwen 3 with experts)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        fields["attention.window"] = switched_window(keys)
+
+    def write(self, model: ModelConfig) -> Json:
+        window = model.attention.window
+        return {"use_sliding_window": bool(window), "sliding_window": window or None}
+
+
+@dataclasses.dataclass(frozen=True)
+class LateWindow(Part):
+    """A switch, a window, and max_window_layers: the layers from that number on have the window
+    (Qwen), or with `even` the layers before it that have even numbers (Qwen 2 with experts)."""
+
+    even: bool = False
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        window, numbers = switched_window(keys), range(fields["num_layers"])
+        first = keys.take("max_window_layers", 28)
+        first = checked("max_window_layers", 28 if first is None else first, int, zero=True)
+        local = [i < first and i % 2 == 0 if self.even else i >= first for i in numbers]
+        default = [SLIDING if window and is_local else FULL for is_local in local]
+        read_types(keys, fields, default, window)
+
+    def write(self, model: ModelConfig) -> Json:
+        window = model.attention.window
+        return {
+            "use_sliding_window": bool(window),
+            "sliding_window": window or None,
+            "max_window_layers": 0 if window else model.num_layers,
+            "layer_types": written_types(model),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class AlternatingWindow(Part):
+    """Every n-th layer is global, the others have a window (Gemma).
+
+    every: n, if no key says it. key: the name of the key for n. default: the default window.
+    """
+
+    every: int
+    key: str = ""
+    default: int = 4096
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        every = self.every
+        window = checked("sliding_window", keys.take("sliding_window", self.default), int)
+        for name in (self.key, "_" + self.key) if self.key else ():
+            every = checked(name, keys.take(name, every), int)
+        numbers = range(1, fields["num_layers"] + 1)
+        read_types(keys, fields, [SLIDING if n % every else FULL for n in numbers], window)
+
+    def write(self, model: ModelConfig) -> Json:
+        types, window = written_types(model), model.attention.window
+        every = types.index(FULL) + 1 if FULL in types else model.num_layers + 1
+        rule = {self.key: every} if self.key else {}
+        return {"sliding_window": window or model.max_position, "layer_types": types, **rule}

@@ -1,0 +1,1 @@
+"""File formats and quantizations that checkpoints come in."""

@@ -1,0 +1,261 @@
+"""GGUF files (llama.cpp's) as a config.json and tensors by transformers' names.
+
+Quantised tensors are dequantised. What llama.cpp's conversion did is undone: rows of Llama's
+queries and keys in another order, Gemma's norms stored with 1 added.
+"""
+
+import dataclasses
+import importlib
+import math
+import os
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from maxmeg.checkpoint.stream import TensorInfo
+from maxmeg.data.tokenizers.tokenizer import library_errors
+from maxmeg.hf.formats.gguf_tokenizer import tokenizer_files
+from maxmeg.hf.formats.source import Source
+
+FLOAT32 = np.dtype(np.float32)
+ENDS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYERS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+SANDWICH = LAYERS | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+KEYS = {  # after the architecture's name
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+}
+GEMMA_KEYS = KEYS | {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "rope.freq_base_swa": "rope_local_base_freq",
+}
+# Read otherwise, or known to change nothing.
+OTHERS = ("vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.type")
+OTHERS += ("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned")
+TOKENS = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+}
+ROPE_FACTORS = "rope_freqs.weight"
+
+
+class Family(typing.NamedTuple):
+    """What the metadata of an architecture means."""
+
+    name: str
+    model_type: str
+    keys: Mapping[str, str] = KEYS
+    layers: Mapping[str, str] = LAYERS
+    permuted: bool = False  # queries and keys
+    norms_plus_one: bool = False
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "llama", permuted=True),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3"),
+    "gemma2": Family(
+        "Gemma2ForCausalLM", "gemma2", GEMMA_KEYS, SANDWICH, norms_plus_one=True
+    ),
+    "gemma3": Family(
+        "Gemma3ForCausalLM", "gemma3_text", GEMMA_KEYS, SANDWICH, norms_plus_one=True
+    ),
+}  # fmt: skip
+
+
+class GgufWeights:
+    """Tensors of a GGUF file by transformers' names, in float32; dequantised when read."""
+
+    def __init__(
+        self, tensors: Mapping[str, typing.Any], family: Family, config: Mapping[str, typing.Any]
+    ) -> None:
+        self._found: dict[str, typing.Any] = {}
+        self._family, self._config = family, config
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, tensor in tensors.items():
+            theirs = _their_name(name, family)
+            self._found[theirs] = tensor
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            self.tensors[theirs] = TensorInfo(FLOAT32, shape)
+
+    def read(self, name: str, *index: int) -> np.ndarray:
+        assert not index, "no family of these has stacked experts"
+        quants = importlib.import_module("gguf.quants")
+        found = self._found[name]
+        array = quants.dequantize(found.data, found.tensor_type)
+        array = np.asarray(array, FLOAT32).reshape(self.tensors[name].shape)
+        heads = {
+            "q_proj": self._config["num_attention_heads"],
+            "k_proj": self._config.get("num_key_value_heads", self._config["num_attention_heads"]),
+        }
+        if self._family.permuted and (count := heads.get(name.split(".")[-2])):
+            return halves_from_pairs(array, count)
+        return array - 1 if self._family.norms_plus_one and "norm" in name else array
+
+
+def halves_from_pairs(array: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head from (0, d/2, 1, d/2 + 1, ...) to (0, 1, ...): rotary by halves."""
+    pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(array.shape)
+
+
+def open_file(path: str | os.PathLike[str]) -> Source:
+    """A GGUF file of one of FAMILIES; ValueError for any other. Needs the `gguf` package."""
+    try:
+        library = importlib.import_module("gguf")
+    except ImportError as error:
+        raise ValueError(
+            f"reading {path} needs the gguf package: pip install 'maxmeg[gguf]'"
+        ) from error
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is no file: check the path")
+    try:
+        reader = library.GGUFReader(path)
+        fields = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:  # whatever the library meets in a damaged file
+        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from error
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    factors = tensors.pop(ROPE_FACTORS, None)
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise ValueError(f"{path} has no token_embd.weight: it holds no language model")
+    config, family = describe(
+        fields, int(embedding.shape[-1]), "output.weight" not in tensors,
+        None if factors is None else np.asarray(factors.data, np.float64),
+    )  # fmt: skip
+    source = Source(config, GgufWeights(tensors, family, config), ())
+    try:
+        with library_errors(str(path)):
+            return dataclasses.replace(source, texts=tokenizer_files(fields))
+    except (ValueError, TypeError) as error:  # of metadata that are none of a tokenizer
+        return dataclasses.replace(source, no_tokenizer=str(error))
+
+
+def describe(
+    fields: Mapping[str, typing.Any], vocab_size: int, tied: bool, factors: np.ndarray | None
+) -> tuple[dict[str, typing.Any], Family]:
+    """config.json of a model from a GGUF's metadata, and its family.
+
+    factors: divisors of the rotary frequencies, where the file has them.
+    """
+    name = fields.get("general.architecture")
+    if name not in FAMILIES:
+        raise ValueError(f"general.architecture={name!r}: supported are {', '.join(FAMILIES)}")
+    family, prefix = FAMILIES[name], f"{name}."
+    own = {key.removeprefix(prefix): v for key, v in fields.items() if key.startswith(prefix)}
+    for key, value in own.items():
+        if key not in family.keys and key not in OTHERS:
+            raise ValueError(
+                f"{prefix}{key}={str(value)[:100]}: this key is not known, and it may change the "
+                "results; convert the model's safetensors instead"
+            )
+    missing = [key for key in list(KEYS)[:5] if key not in own]
+    if missing:
+        raise ValueError(f"the metadata lack {', '.join(prefix + key for key in missing)}")
+    config = {"architectures": [family.name], "model_type": family.model_type}
+    config |= {"vocab_size": vocab_size, "tie_word_embeddings": tied}
+    config |= {hf: fields[key] for key, hf in TOKENS.items() if key in fields}
+    config |= {hf: _plain(own[key]) for key, hf in family.keys.items() if key in own}
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    head = config.get("head_dim", width // heads)
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if own.get(key, head) != head:
+            raise ValueError(f"{prefix}{key}={own[key]} must be the size of a head, {head}")
+    config |= _rotary(own, config.get("rope_theta", 1e4), head, factors)
+    if name.startswith("gemma"):
+        config |= _gemma(name, config, head)
+    return config, family
+
+
+def _rotary(
+    own: Mapping[str, typing.Any], theta: float, head: int, factors: np.ndarray | None
+) -> dict[str, typing.Any]:
+    """rope_scaling."""
+    kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
+    if factors is not None:
+        for scale in (8.0, 32.0):  # Llama 3.1 and 3.2; the file holds nothing but the numbers
+            wanted = llama3_factors(theta, head, scale)
+            if factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-5):
+                scaling = {"rope_type": "llama3", "factor": scale, "low_freq_factor": 1.0}
+                scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+                return {"rope_scaling": scaling}
+        raise ValueError(
+            f"{ROPE_FACTORS} scales frequencies neither as Llama 3.1 nor as Llama 3.2: convert "
+            "the model's safetensors instead"
+        )
+    if kind == "none" or (kind == "linear" and factor in (0, 1)):
+        return {}
+    scaling = {"rope_type": kind, "factor": _plain(factor)}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = own["rope.scaling.original_context_length"]
+    elif kind != "linear":
+        raise ValueError(f"rope.scaling.type={kind!r}: supported are none, linear and yarn")
+    return {"rope_scaling": scaling}
+
+
+def llama3_factors(theta: float, head: int, factor: float) -> np.ndarray:
+    """What Llama 3 divides each rotary frequency by, for 8192 tokens before scaling."""
+    low, high, length = 1.0, 4.0, 8192
+    waves = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)
+    smooth = np.clip((length / waves - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _gemma(name: str, config: Mapping[str, typing.Any], head: int) -> dict[str, typing.Any]:
+    """What llama.cpp knows of Gemma without a file's help."""
+    largest = config["num_hidden_layers"] == (46 if name == "gemma2" else 62)  # 27B
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else head
+    more = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
+    if name == "gemma3":
+        more |= {"sliding_window_pattern": 6}
+        more |= {"rope_local_base_freq": config.get("rope_local_base_freq", 1e4)}
+    return more
+
+
+def _their_name(name: str, family: Family) -> str:
+    """transformers' name; of a tensor not known here, its own, so that it is refused by it."""
+    module, _, leaf = name.rpartition(".")
+    if module in ENDS:
+        return f"{ENDS[module]}.{leaf}"
+    parts = module.split(".", 2)
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in family.layers:
+        return f"model.layers.{parts[1]}.{family.layers[parts[2]]}.{leaf}"
+    return name
+
+
+def _plain(value: typing.Any) -> typing.Any:
+    """A number of the metadata; float32 as it is written in decimal, 1e-05 and not 9.99...e-06."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value

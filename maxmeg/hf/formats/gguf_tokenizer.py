@@ -1,0 +1,178 @@
+"""The tokenizer and chat template in a GGUF file's metadata, as files of a Hugging Face folder."""
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping, Sequence
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
+ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "mask": "mask"}
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Splitting:
+    """How text is split before BPE, by tokenizer.ggml.pre.
+
+    pattern: regular expression; empty: GPT-2's. digits: each digit by itself. whole_words: a word
+    of the vocabulary is not built by merges. bos: whether texts open with it if the file does not
+    say so. nfc: text is first put into Unicode's NFC.
+    """
+
+    pattern: str = ""
+    digits: bool = False
+    whole_words: bool = False
+    bos: bool = False
+    nfc: bool = False
+
+
+_GPT2, _DIGITS = Splitting(), Splitting(digits=True)
+_LLAMA3 = Splitting(_CONTRACTIONS + r"\p{N}{1,3}" + _REST, whole_words=True, bos=True)
+_QWEN2 = Splitting(_CONTRACTIONS + r"\p{N}" + _REST, nfc=True)
+_TEKKEN = Splitting(
+    rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    whole_words=True,
+    bos=True,
+)
+SPLITTINGS = {
+    "gpt-2": _GPT2,
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+
+
+def tokenizer_files(fields: Mapping[str, typing.Any]) -> dict[str, str]:
+    """{file name: text} of tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+    fields: the file's metadata. ValueError where they hold no tokenizer that is known.
+    """
+    own = {key.removeprefix(PREFIX): v for key, v in fields.items() if key.startswith(PREFIX)}
+    kind, tokens = own.get("model"), own.get("tokens")
+    if not tokens:
+        raise ValueError(f"the file has no {PREFIX}tokens")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError(f"{PREFIX}tokens names some token twice")
+    types = own.get("token_type") or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ValueError(f"{PREFIX}token_type has {len(types)} entries for {len(tokens)} tokens")
+    roles = {
+        f"{role}_token": tokens[own[f"{name}_token_id"]]
+        for name, role in ROLES.items()
+        if 0 <= own.get(f"{name}_token_id", -1) < len(tokens)
+    }
+    if kind == "gpt2":
+        made, opens = byte_level(own, tokens)
+    elif kind == "llama":
+        made, opens = sentence_piece(own, tokens, types, roles)
+    else:
+        raise ValueError(f"{PREFIX}model={kind!r} is not known; known are gpt2 and llama")
+    for token_type in (CONTROL, UNKNOWN, USER_DEFINED):
+        added = [
+            tokenizers.AddedToken(token, normalized=False, special=token_type != USER_DEFINED)
+            for token, its_type in zip(tokens, types, strict=True)
+            if its_type == token_type
+        ]
+        made.add_tokens(added)
+    bos = roles.get("bos_token")
+    if bos is not None and own.get("add_bos_token", opens):
+        special = [(bos, own["bos_token_id"])]
+        made.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], pair=[bos, "$A", bos, "$B"], special_tokens=special
+        )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **roles}
+    settings |= {"clean_up_tokenization_spaces": False}
+    files = {"tokenizer.json": made.to_str(), "tokenizer_config.json": json.dumps(settings)}
+    if template := fields.get(TEMPLATE):
+        files["chat_template.jinja"] = template
+    return files
+
+
+def byte_level(
+    own: Mapping[str, typing.Any], tokens: Sequence[str]
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """GPT-2's kind of BPE, and whether texts open with the bos token by default."""
+    name = own.get("pre", "gpt-2")
+    if name not in SPLITTINGS:
+        raise ValueError(f"{PREFIX}pre={name!r} is not known; known are {', '.join(SPLITTINGS)}")
+    splitting = SPLITTINGS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in own.get("merges") or ()]
+    ids = {token: number for number, token in enumerate(tokens)}
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab=ids, merges=merges, ignore_merges=splitting.whole_words)
+    )
+    first: list[typing.Any] = []
+    if splitting.digits:
+        first.append(pre_tokenizers.Digits(individual_digits=True))
+    if splitting.pattern:
+        first.append(pre_tokenizers.Split(tokenizers.Regex(splitting.pattern), "isolated"))
+    byte_parts = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not splitting.pattern)
+    made.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_parts])
+    made.decoder = decoders.ByteLevel()
+    if splitting.nfc:
+        made.normalizer = normalizers.NFC()
+    return made, splitting.bos
+
+
+def sentence_piece(
+    own: Mapping[str, typing.Any],
+    tokens: Sequence[str],
+    types: Sequence[int],
+    roles: Mapping[str, str],
+) -> tuple[tokenizers.Tokenizer, bool]:
+    """SentencePiece's BPE, whose merges follow from the scores, with bytes for unknown characters;
+    and that texts open with the bos token by default."""
+    scores = own.get("scores") or ()
+    if len(scores) != len(tokens):
+        raise ValueError(f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
+    unknown = tokens[types.index(UNKNOWN)] if UNKNOWN in types else roles.get("unk_token")
+    made = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(tokens)},
+            merges=merges_of(tokens, scores, types),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=BYTE in types,
+        )
+    )
+    spaces = normalizers.Replace(" ", WORD_START)
+    ends: list[typing.Any] = [decoders.Replace(WORD_START, " "), decoders.ByteFallback()]
+    ends.append(decoders.Fuse())
+    if own.get("add_space_prefix", True):
+        made.normalizer = normalizers.Sequence([normalizers.Prepend(WORD_START), spaces])
+        ends.append(decoders.Strip(" ", 1, 0))
+    else:
+        made.normalizer = spaces
+    made.decoder = decoders.Sequence(ends)
+    return made, True
+
+
+def merges_of(
+    tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Pairs of pieces that make a piece: those of higher score first, as SentencePiece joins them;
+    of one piece, pairs of earlier pieces first."""
+    pieces = {
+        token: number
+        for number, token in enumerate(tokens)
+        if types[number] in (NORMAL, USER_DEFINED)
+    }
+    order = sorted((n for n in pieces.values() if types[n] == NORMAL), key=lambda n: -scores[n])
+    merges: list[tuple[str, str]] = []
+    for number in order:
+        token = tokens[number]
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        known = [cut for cut in cuts if cut[0] in pieces and cut[1] in pieces]
+        merges += sorted(known, key=lambda cut: (pieces[cut[0]], pieces[cut[1]]))
+    return merges

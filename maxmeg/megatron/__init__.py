@@ -1,0 +1,1 @@
+"""Import of Megatron-LM's checkpoints."""

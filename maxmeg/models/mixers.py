@@ -1,0 +1,192 @@
+"""How a ModelConfig describes the layers of a stack: the table of mixers, and the pattern."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from maxmeg.config.mixers import ExpertDrop, QkNorm
+from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.schema import ParallelConfig
+from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.mixer import MixerSpec
+from maxmeg.layers.mla import MlaSpec
+from maxmeg.layers.mlp import MlpSpec
+from maxmeg.layers.moe import MoeSpec, RoutingSpec, Score
+from maxmeg.layers.norm import NormSpec
+from maxmeg.layers.residual import ResidualSpec
+from maxmeg.layers.short_conv import ShortConvSpec
+from maxmeg.models.stack import Pattern
+from maxmeg.ops.rope import RotaryScaling, RotarySpec
+
+
+def norm_spec(config: ModelConfig) -> NormSpec:
+    return NormSpec(config.norm.value, config.norm_eps, config.norm_one_plus)
+
+
+def rotary_spec(config: ModelConfig, local: bool = False) -> RotarySpec:
+    spec = RotarySpec(
+        base=config.rotary.base,
+        fraction=config.rotary.fraction,
+        interleaved=config.rotary.interleaved,
+    )
+    if local and config.rotary.local_base:
+        return dataclasses.replace(spec, base=config.rotary.local_base)
+    scaling = RotaryScaling(
+        kind=config.rotary.scaling.value,
+        factor=config.rotary.factor,
+        original_length=config.rotary.original_length,
+        low=config.rotary.low,
+        high=config.rotary.high,
+        attention_factor=config.rotary.attention_factor,
+        truncate=config.rotary.truncate,
+        short_factors=config.rotary.short_factors,
+        long_factors=config.rotary.long_factors,
+    )
+    return dataclasses.replace(spec, scaling=scaling)
+
+
+def output_std(config: ModelConfig) -> float:
+    """Standard deviation of the initial weights of a sublayer's output projection."""
+    depth = (2 * config.num_layers) ** 0.5 if config.scaled_output_init else 1
+    return config.init_std / depth
+
+
+def attention_spec(
+    config: ModelConfig, parallel: ParallelConfig, local: bool = False
+) -> AttentionSpec:
+    heads, norm = config.attention, norm_spec(config)
+    return AttentionSpec(
+        hidden_size=config.hidden_size,
+        num_heads=heads.num_heads,
+        num_kv_heads=config.kv_heads,
+        head_dim=config.head_size,
+        rotary=rotary_spec(config, local) if config.position is Position.rotary else None,
+        qk_norm=norm if heads.qk_norm is not QkNorm.none else None,
+        qk_norm_over=heads.qk_norm.value,
+        bias_qkv=heads.bias_qkv,
+        bias_out=heads.bias_out,
+        dropout=heads.dropout,
+        causal=heads.causal,
+        window=heads.window if local else 0,
+        softcap=heads.softcap,
+        scale=heads.scale,
+        sinks=heads.sinks,
+        backend=heads.backend.value,
+        std=config.init_std,
+        out_std=output_std(config),
+    )
+
+
+def mla_spec(config: ModelConfig, parallel: ParallelConfig, local: bool = False) -> MlaSpec:
+    norm, mla = norm_spec(config), config.mla
+    return MlaSpec(
+        **vars(attention_spec(config, parallel, local)),
+        query_rank=mla.query_rank,
+        kv_rank=mla.kv_rank,
+        rotary_size=mla.rotary_size,
+        value_size=config.value_size,
+        norm=dataclasses.replace(norm, eps=mla.norm_eps or norm.eps),
+    )
+
+
+def conv_spec(config: ModelConfig, parallel: ParallelConfig) -> ShortConvSpec:
+    return ShortConvSpec(
+        hidden_size=config.hidden_size,
+        kernel_size=config.conv.kernel_size,
+        bias=config.conv.bias,
+        std=config.init_std,
+        out_std=output_std(config),
+    )
+
+
+def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
+    mlp = config.mlp
+    return MlpSpec(
+        hidden_size=config.hidden_size,
+        ffn_size=config.ffn,
+        activation=mlp.activation.value,
+        bias=mlp.bias,
+        std=config.init_std,
+        out_std=output_std(config),
+        clamp=mlp.activation_clamp,
+        offset=mlp.glu_offset,
+    )
+
+
+def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
+    score, over_all = Score(config.moe.score.value), config.moe.softmax_before_topk
+    if config.moe.sinkhorn:
+        score = Score.sigmoid if config.moe.top_k == 1 else Score.softmax
+    routing = RoutingSpec(
+        num_experts=config.moe.num_experts,
+        top_k=config.moe.top_k,
+        score=score,
+        before=over_all or config.moe.sinkhorn,
+        normalize=config.moe.normalize_weights,
+        scale=config.moe.scale,
+        groups=config.moe.num_groups,
+        groups_kept=config.moe.topk_groups,
+        group_best=config.moe.group_score_topk,
+        sinkhorn=config.moe.sinkhorn,
+        in_turn=config.moe.force_balance,
+    )
+    return MoeSpec(
+        hidden_size=config.hidden_size,
+        ffn_size=config.expert_ffn,
+        routing=routing,
+        activation=config.mlp.activation.value,
+        bias=config.mlp.bias,
+        shared_size=config.moe.shared_ffn_size,
+        shared_gate=config.moe.shared_gate,
+        biased=config.moe.bias_balancing,
+        bias_rate=config.moe.bias_rate,
+        aux_loss=config.moe.aux_loss,
+        sequence_aux_loss=config.moe.sequence_aux_loss,
+        global_aux_loss=config.moe.global_aux_loss,
+        z_loss=config.moe.z_loss,
+        jitter=config.moe.jitter,
+        latent_size=config.moe.latent_size,
+        capacity=config.moe.capacity_factor,
+        by_weight=config.moe.drop_policy is ExpertDrop.weight,
+        pad=config.moe.pad_to_capacity,
+        backend=config.moe.backend.value,
+        std=config.init_std,
+        out_std=output_std(config),
+        clamp=config.mlp.activation_clamp,
+        offset=config.mlp.glu_offset,
+        logit_bias=config.moe.logit_bias,
+        exchange=parallel.expert_exchange.value,
+        buffer=parallel.expert_buffer,
+    )
+
+
+MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
+    "attention": attention_spec,
+    "local": functools.partial(attention_spec, local=True),
+    "mla": mla_spec,
+    "local_mla": functools.partial(mla_spec, local=True),
+    "conv": conv_spec,
+    "mlp": mlp_spec,
+    "moe": moe_spec,
+}
+
+
+def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Pattern:
+    """The residual sublayers of each unit of the stack, and how often it repeats."""
+    parallel = parallel or ParallelConfig()
+    return tuple(
+        (tuple(sublayer_spec(config, parallel, names) for kind in unit for names in kind), repeats)
+        for unit, repeats in config.groups
+    )
+
+
+def sublayer_spec(
+    config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
+) -> ResidualSpec:
+    return ResidualSpec(
+        norm_spec(config),
+        tuple(MIXERS[name](config, parallel) for name in mixers),
+        dropout=config.dropout_hidden,
+        place=config.norm_place.value,
+        own_norms=config.parallel_norms and len(mixers) > 1,
+    )

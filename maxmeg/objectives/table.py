@@ -1,0 +1,11 @@
+"""The objective of each value of data.objective."""
+
+from maxmeg.config import data
+from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
+from maxmeg.objectives.objective import Objective
+
+OBJECTIVES: dict[data.Objective, Objective] = {
+    data.Objective.gpt: LANGUAGE_MODELLING,
+    data.Objective.sft: LANGUAGE_MODELLING,
+    data.Objective.masked: Objective(),
+}

@@ -1,0 +1,1 @@
+"""Attention over whole sequences: the call, its options and its backends."""

@@ -1,0 +1,62 @@
+"""Attention by our flash attention kernels for Hopper (kernels/attention.py). Not yet run on a GPU.
+
+Never chosen by "auto" before it has been measured. Its gradients are the same in every run: no
+sum depends on the order in which programs finish.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from maxmeg.ops.attention.flash import flash
+from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.backend import Device, kernel_module, refuses_hopper_kernels
+
+SUPPORTS = (
+    "bfloat16 and float16 on Hopper GPUs, every mask, documents each in one piece, softcap, sinks, "
+    "any lengths and offset, head dims 64, 80, 96, 128, 256, 192 with values of 128"
+)
+
+
+ROWS = 8  # TMA moves whole blocks of so many rows
+
+
+def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
+    """Why the kernels cannot run this call; empty if they can."""
+    if reason := refuses_hopper_kernels(device):
+        return reason
+    if operands.dropout is not None:
+        return "attention dropout is not supported"
+    return kernel_module("attention").flash_refuses(q_BLHK, k_BMGK, v_BMGV)
+
+
+def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32."""
+    L, M = q_BLHK.shape[1], k_BMGK.shape[1]
+    if L % ROWS or M % ROWS:
+        operands = padded_documents(operands, q_BLHK.shape[:2], M)
+        q_BLHK, k_BMGK, v_BMGV = (pad_rows(x, 0) for x in (q_BLHK, k_BMGK, v_BMGV))
+    kernel = kernel_module("attention").flash_attention
+    out_BLHV, lse_BLH = flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)
+    return out_BLHV[:, :L], lse_BLH[:, :L]
+
+
+def pad_rows(x: jax.Array, value) -> jax.Array:
+    """Rows [B, L, ...] up to a multiple of ROWS."""
+    widths = [(0, 0), (0, -x.shape[1] % ROWS)] + [(0, 0)] * (x.ndim - 2)
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def padded_documents(operands: Operands, queries: tuple[int, int], keys: int) -> Operands:
+    """Segment ids in which the rows of padding are a document of their own, behind all others."""
+    B, L = queries
+    of_queries = operands.segments_BL
+    if of_queries is None:
+        of_queries, of_keys = jnp.zeros((B, L), jnp.int32), jnp.zeros((B, keys), jnp.int32)
+    else:
+        of_keys = operands.key_segments_BM
+        of_keys = jnp.asarray(of_queries if of_keys is None else of_keys)
+    of_queries = jnp.asarray(of_queries)
+    behind = jnp.maximum(jnp.max(of_queries), jnp.max(of_keys)) + 1
+    return operands._replace(
+        segments_BL=pad_rows(of_queries, behind), key_segments_BM=pad_rows(of_keys, behind)
+    )

@@ -1,0 +1,241 @@
+"""Attention in plain XLA: the reference that states the semantics, on every device.
+
+Memory is O(L x QUERY_BLOCK), forward and backward: scores of one block of queries exist at once
+and are made again in backward. Keys that no query of a block can see are never read, where the
+offset is known when traced.
+"""
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxmeg.ops.attention.guard import finite
+from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
+from maxmeg.ops.backend import Device
+from maxmeg.ops.cross_entropy.call import softcapped
+from maxmeg.ops.dropout import dropout
+from maxmeg.ops.recompute import recomputed
+from maxmeg.parallel import collectives
+
+QUERY_BLOCK = 512  # queries whose scores exist at once
+PIECES = 16  # of the queries at most: each is a program of its own, with its own range of keys
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
+
+
+def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
+    """Why this call cannot run; empty if it can."""
+    names = [str(x.dtype) for x in (q_BLHK, k_BMGK, v_BMGV)]
+    if len(set(names)) > 1 or names[0] not in DTYPES:
+        return f"dtypes {', '.join(names)} are not one of {', '.join(DTYPES)}"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """What is static of a block of queries: spec, first key, whether it is the only block."""
+
+    spec: ScoreSpec
+    first_key: int = 0
+    alone: bool = False
+
+
+class Rows(typing.NamedTuple):
+    """What is traced of a block of queries: position of its first, its index, and segments."""
+
+    position: jax.Array | int
+    index: jax.Array | int
+    segments_BL: jax.Array | None
+    segments_BM: jax.Array | None
+    dropout: AttentionDropout | None
+
+
+def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32.
+
+    A query that sees nothing has output 0 and log-sum-exp NEGATIVE, or its sink. What is not
+    finite in a query, key or value reaches the queries that see it, as NaN, and no others; from
+    those queries no gradient flows.
+    """
+    B, L, H, K = q_BLHK.shape
+    G = k_BMGK.shape[2]
+    spec = dataclasses.replace(spec, scale=spec.scale or K**-0.5)
+    q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
+    found: list = []
+    for start, stop in pieces(L):
+        first, last = key_range(start, stop, k_BMGK.shape[1], spec, operands.offset)
+        block = Block(spec, first, alone=stop - start == L)
+        kv = (k_BMGK[:, first:last], v_BMGV[:, first:last])
+        rows = rows_of(operands, start, stop, first, last)
+        run = typing.cast(Callable, functools.partial(piece, block))
+        inputs = (q_BLGJK[:, start:stop], *kv, operands.sinks_H)
+        if found:  # one after the other, in backward too: else XLA holds several blocks' scores
+            inputs, found[-1] = lax.optimization_barrier((inputs, found[-1]))
+        found.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
+    out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+    return out.reshape(B, L, H, -1), lse.reshape(B, L, H)
+
+
+def pieces(length: int) -> list[tuple[int, int]]:
+    """Ranges of queries, PIECES and a rest at most; all but the rest are whole blocks long."""
+    blocks = length // QUERY_BLOCK
+    if not blocks:
+        return [(0, length)]
+    size = -(-blocks // PIECES) * QUERY_BLOCK
+    stops = [*range(size, blocks * QUERY_BLOCK, size), blocks * QUERY_BLOCK]
+    stops += [length] if length % QUERY_BLOCK else []
+    return list(zip([0, *stops], stops, strict=False))
+
+
+def key_range(start: int, stop: int, keys: int, spec: ScoreSpec, offset) -> tuple[int, int]:
+    """Keys that queries start..stop may see; all of them where the offset is traced."""
+    if not isinstance(offset, int):
+        return 0, keys
+    first, last = 0, keys
+    low, high = offset + start, offset + stop - 1  # positions of the first and last query
+    if spec.causal:
+        last = min(last, high + 1)
+    elif spec.window:
+        last = min(last, high + spec.window)
+    if spec.window:
+        first = max(first, low - spec.window + 1)
+    if spec.chunk:
+        first = max(first, low // spec.chunk * spec.chunk)
+        last = min(last, (high // spec.chunk + 1) * spec.chunk)
+    first = min(first, keys)
+    return first, max(last, first)
+
+
+def rows_of(operands: Operands, start: int, stop: int, first: int, last: int) -> Rows:
+    queries, keys = operands.segments_BL, operands.key_segments_BM
+    if queries is not None:
+        keys = (queries if keys is None else keys)[:, first:last]
+        queries = queries[:, start:stop]
+    return Rows(operands.offset + start, start, queries, keys, operands.dropout)
+
+
+def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
+    """A piece of the queries: one block, or several one after the other."""
+    count = q_BLGJK.shape[1] // QUERY_BLOCK
+    if count <= 1:
+        return attend_block(block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(x.shape[0], count, QUERY_BLOCK, *x.shape[2:]), 1, 0)
+
+    def one(xs):
+        step, q, segments = xs
+        here = rows._replace(
+            position=rows.position + step, index=rows.index + step, segments_BL=segments
+        )
+        run = functools.partial(attend_block, block)
+        return recomputed(run, (q, k_BMGK, v_BMGV, sinks_H), (here,))
+
+    steps = QUERY_BLOCK * jnp.arange(count)
+    segments = None if rows.segments_BL is None else split(rows.segments_BL)
+    results = lax.map(one, (steps, split(q_BLGJK), segments))
+    return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in results]
+
+
+def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
+    """Output [B, L, G, J, V] and log-sum-exp [B, L, G, J] of one block of queries."""
+    spec, (L, G, J), M = block.spec, q_BLGJK.shape[1:4], k_BMGK.shape[1]
+    q_BLGJK, strange_BLGJ = finite(q_BLGJK)
+    k_BMGK, strange_k_BMG = finite(k_BMGK)
+    v_BMGV, strange_v_BMG = finite(v_BMGV)
+    visible_BLM = visible(spec, rows, L, block.first_key + jnp.arange(M))
+    strange_BGM = jnp.moveaxis(strange_k_BMG | strange_v_BMG, 1, 2)
+    spoilt_BGL = jnp.any(visible_BLM[:, None] & strange_BGM[:, :, None], axis=-1)
+    spoilt_BGJL = spoilt_BGL[:, :, None] | jnp.moveaxis(strange_BLGJ, 1, 3)
+    scores_BGJLM = spec.scale * jnp.einsum(
+        "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
+    )
+    scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
+    used_BGJLM = visible_BLM[:, None, None] & ~spoilt_BGJL[..., None]
+    scores_BGJLM = jnp.where(used_BGJLM, scores_BGJLM, NEGATIVE)
+    sinks_GJ = None if sinks_H is None else sinks_H.reshape(G, J).astype(jnp.float32)
+    weights_BGJLM, lse_BGJL = softmax(scores_BGJLM, sinks_GJ, block.alone)
+    weights_BGJLM = weights_BGJLM.astype(v_BMGV.dtype)
+    if rows.dropout is not None:
+        weights_BGJLM = drop_weights(weights_BGJLM, rows.index, rows.dropout)
+    out_BLGJV = jnp.einsum("BGJLM,BMGV->BLGJV", weights_BGJLM, v_BMGV)
+    if block.alone:
+        out_BLGJV = collectives.stored(out_BLGJV, "attention_output")
+    spoilt_BLGJ = jnp.moveaxis(spoilt_BGJL, 3, 1)
+    lse_BLGJ = jnp.where(spoilt_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
+    return [jnp.where(spoilt_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
+
+
+def visible(spec: ScoreSpec, rows: Rows, length: int, keys_M: jax.Array) -> jax.Array:
+    """Whether each of `length` queries sees each key: [B or 1, L, M]."""
+    queries_L1 = (rows.position + jnp.arange(length))[:, None]
+    seen_LM = jnp.ones((length, keys_M.size), bool)
+    if spec.causal:
+        seen_LM &= keys_M <= queries_L1
+    if spec.window:
+        seen_LM &= jnp.abs(queries_L1 - keys_M) < spec.window
+    if spec.chunk:
+        seen_LM &= keys_M // spec.chunk == queries_L1 // spec.chunk
+    if rows.segments_BL is None or rows.segments_BM is None:
+        return seen_LM[None]
+    return seen_LM & (rows.segments_BL[:, :, None] == rows.segments_BM[:, None])
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def softmax(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.Array]:
+    """Weights of the keys, and the log-sum-exp with the sinks' share.
+
+    The derivative reads the weights instead of making them again; stored: and backward may too.
+    """
+    return softmax_parts(scores_BGJLM, sinks_GJ, stored)
+
+
+@softmax.defjvp
+def softmax_jvp(stored, primals, tangents):
+    (scores_BGJLM, sinks_GJ), (slope_BGJLM, sink_slope_GJ) = primals, tangents
+    weights_BGJLM, lse_BGJL = softmax_parts(scores_BGJLM, sinks_GJ, stored)
+    slope_BGJL = jnp.sum(weights_BGJLM * slope_BGJLM, axis=-1)
+    if sinks_GJ is not None:
+        slope_BGJL += jnp.exp(sinks_GJ[..., None] - lse_BGJL) * sink_slope_GJ[..., None]
+    change_BGJLM = weights_BGJLM * (slope_BGJLM - slope_BGJL[..., None])
+    return (weights_BGJLM, lse_BGJL), (change_BGJLM, slope_BGJL)
+
+
+def softmax_parts(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.Array]:
+    largest_BGJL = jnp.max(scores_BGJLM, axis=-1, initial=NEGATIVE)
+    if sinks_GJ is not None:
+        largest_BGJL = jnp.maximum(largest_BGJL, sinks_GJ[..., None])
+    shifted_BGJLM = jnp.exp(scores_BGJLM - largest_BGJL[..., None])
+    shifted_BGJLM = jnp.where(scores_BGJLM > NEGATIVE / 2, shifted_BGJLM, 0)
+    total_BGJL = jnp.sum(shifted_BGJLM, axis=-1)
+    if sinks_GJ is not None:
+        total_BGJL += jnp.exp(sinks_GJ[..., None] - largest_BGJL)
+    nothing_BGJL = total_BGJL == 0
+    total_BGJL = jnp.where(nothing_BGJL, 1, total_BGJL)
+    weights_BGJLM = shifted_BGJLM / total_BGJL[..., None]
+    lse_BGJL = jnp.where(nothing_BGJL, NEGATIVE, largest_BGJL + jnp.log(total_BGJL))
+    if stored:
+        weights_BGJLM = collectives.stored(weights_BGJLM, "attention_weights")
+        lse_BGJL = collectives.stored(lse_BGJL, "attention_lse")
+    return weights_BGJLM, lse_BGJL
+
+
+def drop_weights(weights_BGJLM: jax.Array, start, spec: AttentionDropout) -> jax.Array:
+    """Weights dropped by row, head and number of the query; `start`: of the first."""
+    B, G, J, L, M = weights_BGJLM.shape
+    weights_BHLM = weights_BGJLM.reshape(B, G * J, L, M)
+    heads_H = spec.first_head + jnp.arange(G * J)
+    dropped = dropout(
+        weights_BHLM,
+        spec.rate,
+        spec.key,
+        spec.rows_B[:, None, None],
+        heads_H[None, :, None],
+        (start + jnp.arange(L))[None, None, :],
+    )
+    return dropped.reshape(weights_BGJLM.shape)

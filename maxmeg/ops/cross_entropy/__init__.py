@@ -1,0 +1,1 @@
+"""Cross entropy over a vocabulary: the call, its options and its backends."""

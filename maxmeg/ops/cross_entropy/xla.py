@@ -1,0 +1,117 @@
+"""Linear + cross entropy in plain XLA over chunks of tokens: the reference, on every device.
+
+A chunk of all tokens is the plain statement of the semantics. Logits of more than one chunk never
+exist, neither in forward nor in backward: each chunk's gradients are made while its logits are
+there (as Liger Kernel does), three matrix products in all, and backward only scales.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxmeg.ops.backend import Device
+from maxmeg.ops.cross_entropy.spec import (
+    MASKED,
+    CrossEntropySpec,
+    first_word,
+    known_targets,
+    losses,
+    slope_of_softcap,
+    softcapped,
+)
+from maxmeg.parallel import collectives
+from maxmeg.parallel.collectives import VOCAB_AXES
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
+
+
+def refuses(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, device: Device) -> str:
+    """Why this call cannot run; empty if it can."""
+    if h_TD.dtype not in DTYPES:
+        return f"dtype {h_TD.dtype} is not one of {', '.join(DTYPES)}"
+    return ""
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def linear_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
+    loss, token_loss = over_chunks(h_TD, w_VD, targets_T, weights_T, spec, gradients=False)
+    return loss, token_loss
+
+
+def forward(h_TD, w_VD, targets_T, weights_T, spec):
+    loss, token_loss, dh_TD, dw_VD = over_chunks(
+        h_TD, w_VD, targets_T, weights_T, spec, gradients=True
+    )
+    return (loss, token_loss), (dh_TD, dw_VD)
+
+
+def backward(_, residuals, cotangents):
+    dh_TD, dw_VD = residuals
+    scale = cotangents[0]
+    return (dh_TD * scale.astype(dh_TD.dtype), dw_VD * scale.astype(dw_VD.dtype), None, None)
+
+
+linear_cross_entropy.defvjp(forward, backward)
+
+
+def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
+    """(loss, token losses) and, with gradients, dh and dw behind them."""
+    T = h_TD.shape[0]
+    one = functools.partial(one_chunk, spec=spec, gradients=gradients)
+    targets_T = known_targets(targets_T, spec)
+    if spec.chunk >= T:
+        sums, rows = one(h_TD, w_VD, targets_T, weights_T)
+    else:
+        num_chunks = -(-T // spec.chunk)
+        size = -(-T // num_chunks)  # chunks of equal size, the last padded with weight 0
+
+        def cut(x):
+            padded = jnp.pad(x, [(0, num_chunks * size - T)] + [(0, 0)] * (x.ndim - 1))
+            return padded.reshape(num_chunks, size, *x.shape[1:])
+
+        def body(total, chunk):
+            sums, rows = one(chunk[0], w_VD, *chunk[1:])
+            return jax.tree.map(jnp.add, total, sums), rows
+
+        chunks = (cut(h_TD), cut(targets_T), cut(weights_T))
+        zeros = [jnp.zeros((), jnp.float32)]
+        zeros += [jnp.zeros(w_VD.shape, jnp.float32)] if gradients else []
+        sums, rows = lax.scan(body, zeros, chunks)
+        rows = [row.reshape(-1, *row.shape[2:])[:T] for row in rows]
+    if not gradients:
+        return [sums[0], rows[0]]
+    return [sums[0], rows[0], rows[1], sums[1].astype(w_VD.dtype)]
+
+
+def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradients: bool):
+    """Over the tokens of one chunk: sums [loss, dw] and rows [token losses, dh]."""
+    raw_TV = jnp.einsum("TD,VD->TV", h_TD, w_VD, preferred_element_type=jnp.float32)
+    ids_V = first_word(w_VD) + jnp.arange(w_VD.shape[0])
+    real_V = ids_V < spec.vocab_size
+    capped_TV = softcapped(raw_TV, spec.softcap)
+    logits_TV = jnp.where(real_V, capped_TV, MASKED)
+    largest_T = collectives.max_over(jnp.max(logits_TV, axis=-1), VOCAB_AXES)
+    exp_TV = jnp.exp(logits_TV - largest_T[:, None])
+    hit_TV = ids_V[None] == targets_T[:, None]
+    partial = [jnp.sum(exp_TV, axis=-1), jnp.sum(jnp.where(hit_TV, logits_TV, 0.0), axis=-1)]
+    if spec.smoothing:
+        partial.append(jnp.sum(jnp.where(real_V, capped_TV, 0.0), axis=-1))
+    total_T, target_T, *sum_T = collectives.sum_over(partial, VOCAB_AXES)
+    logsumexp_T = jnp.log(total_T) + largest_T
+    loss, token_loss_T = losses(logsumexp_T, target_T, sum_T[0] if sum_T else 0.0, weights_T, spec)
+    if not gradients:
+        return [loss], [token_loss_T]
+    weights_T1 = weights_T[:, None]
+    slope_T = (1 + 2 * spec.z_loss * logsumexp_T) / total_T
+    d_TV = exp_TV * slope_T[:, None] - jnp.where(hit_TV, 1 - spec.smoothing, 0.0)
+    if spec.smoothing:
+        d_TV -= jnp.where(real_V, spec.uniform, 0.0)
+    if spec.softcap:
+        d_TV *= slope_of_softcap(capped_TV, spec.softcap)
+    d_TV = jnp.where(weights_T1 == 0, 0, d_TV * weights_T1).astype(h_TD.dtype)
+    dh_TD = jnp.einsum("TV,VD->TD", d_TV, w_VD, preferred_element_type=jnp.float32)
+    dw_VD = jnp.einsum("TV,TD->VD", d_TV, h_TD, preferred_element_type=jnp.float32)
+    return [loss, dw_VD], [token_loss_T, dh_TD.astype(h_TD.dtype)]

@@ -1,0 +1,128 @@
+"""Decode attention: a few new queries a row against a paged key/value cache.
+
+A backend (ops/backend.py) has `refuses(q, cache, spec, sinks_H, device)`, why it cannot run a call,
+and `attend(q, cache, spec, sinks_H)`, output and log-sum-exp.
+
+Letters beside the legend's: P pages of S slots each in the pool, N pages of a row.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from maxmeg.ops.attention.spec import ScoreSpec
+from maxmeg.ops.backend import pick
+from maxmeg.ops.decode_attention import mosaic as decode_attention_mosaic
+from maxmeg.ops.decode_attention import xla as decode_attention_xla
+from maxmeg.ops.decode_attention.xla import PagedCache
+
+__all__ = ["PagedCache", "decode_attention", "write_pages"]
+
+BACKENDS = {"mosaic": decode_attention_mosaic, "xla": decode_attention_xla}
+ORDER = ("xla",)  # for "auto", on every device: the kernel has not been measured
+CAUSAL = ScoreSpec()
+
+
+@typing.overload
+def decode_attention(
+    q_BLHK: Array,
+    cache: PagedCache,
+    spec: ScoreSpec = ...,
+    sinks_H: Array | None = ...,
+    *,
+    with_lse: typing.Literal[False] = False,
+    backend: str = ...,
+) -> Array: ...
+
+
+@typing.overload
+def decode_attention(
+    q_BLHK: Array,
+    cache: PagedCache,
+    spec: ScoreSpec = ...,
+    sinks_H: Array | None = ...,
+    *,
+    with_lse: bool,
+    backend: str = ...,
+) -> tuple[Array, Array]: ...
+
+
+def decode_attention(
+    q_BLHK: Float[Array, "B *L H K"],
+    cache: PagedCache,
+    spec: ScoreSpec = CAUSAL,
+    sinks_H: Array | None = None,
+    *,
+    with_lse: bool = False,
+    backend: str = "auto",
+) -> Float[Array, "B *L H V"] | tuple[Float[Array, "B *L H V"], Float[Array, "B *L H"]]:
+    """Attention of each row's newest queries, [B, H, K] or [B, L, H, K], to its cached keys.
+
+    The queries are the last L of lengths_B[b] positions; their own keys are already in the cache.
+    A row of length 0 gives zeros and a log-sum-exp (float32, with_lse) of -1e30, or its sinks.
+    backend: a key of BACKENDS, or "auto". ValueError where shapes do not fit, or the named backend
+    cannot run the call: then it says why; and for gradients, which nothing here has.
+    """
+    check_shapes(q_BLHK, cache, sinks_H)
+    one = q_BLHK.ndim == 3
+    call = (q_BLHK[:, None] if one else q_BLHK, cache, spec, sinks_H)
+    name = pick("decode attention", BACKENDS, ORDER, backend, call)
+    out_BLHV, lse_BLH = forward_only(name, *call)
+    if one:
+        out_BLHV, lse_BLH = out_BLHV[:, 0], lse_BLH[:, 0]
+    return (out_BLHV, lse_BLH) if with_lse else out_BLHV
+
+
+def run_backend(name: str, q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
+    return BACKENDS[name].attend(q_BLHK, cache, spec, sinks_H)
+
+
+def refuse_gradient(*call):
+    raise ValueError(
+        "decode attention has no gradient: train with ops.attention on contiguous keys and values"
+    )
+
+
+forward_only = jax.custom_vjp(run_backend, nondiff_argnums=(0, 3))
+forward_only.defvjp(refuse_gradient, refuse_gradient)
+
+
+def check_shapes(q_BLHK, cache: PagedCache, sinks_H) -> None:
+    """ValueError unless the arrays of a call fit each other."""
+    (P, S, G, K), V = cache.k_pages_PSGK.shape, cache.v_pages_PSGV.shape[-1]
+    B, H = q_BLHK.shape[0], q_BLHK.shape[-2]
+    if q_BLHK.ndim not in (3, 4) or q_BLHK.shape[-1] != K:
+        raise ValueError(f"queries {q_BLHK.shape} are not [B, H, {K}] or [B, L, H, {K}]")
+    if H % G:
+        raise ValueError(f"query heads={H} must be a multiple of key heads={G}")
+    expected = {
+        "v_pages_PSGV": (cache.v_pages_PSGV, (P, S, G, V)),
+        "page_table_BN": (cache.page_table_BN, (B, cache.page_table_BN.shape[-1])),
+        "lengths_B": (cache.lengths_B, (B,)),
+        "sinks_H": (sinks_H, (H,)),
+    }
+    for name, (array, shape) in expected.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}, needs {shape}")
+    for name in ("page_table_BN", "lengths_B"):
+        if getattr(cache, name).dtype != jnp.int32:
+            raise ValueError(f"{name} has dtype {getattr(cache, name).dtype}, needs int32")
+
+
+def write_pages(
+    pages_PSGK: Float[Array, "P S G K"],
+    new_BLGK: Float[Array, "B L G K"],
+    page_table_BN: Int[Array, "B N"],
+    lengths_B: Int[Array, " B"],
+) -> Float[Array, "P S G K"]:
+    """The pool with the newest L keys (or values) of each row; lengths_B counts them already.
+
+    Rows shorter than L write the last of theirs alone.
+    """
+    (P, S), L = pages_PSGK.shape[:2], new_BLGK.shape[1]
+    position_BL = lengths_B[:, None] - L + jnp.arange(L)
+    page_BL = jnp.take_along_axis(page_table_BN, jnp.maximum(position_BL, 0) // S, axis=1)
+    page_BL = jnp.where(position_BL < 0, P, page_BL)  # outside the pool: dropped
+    return pages_PSGK.at[page_BL, position_BL % S].set(new_BLGK, mode="drop")

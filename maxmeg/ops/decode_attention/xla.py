@@ -1,0 +1,145 @@
+"""Decode attention over a paged cache in plain XLA: the reference that states the semantics.
+
+Memory is O(KEYS_AT_ONCE): a loop gathers a block of each row's pages at a time and keeps the
+largest score, the sum and the output so far (an online softmax), in float32.
+
+Letters beside the legend's: P pages of S slots each in the pool, N pages of a row.
+"""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxmeg.ops.attention.spec import NEGATIVE, ScoreSpec
+from maxmeg.ops.backend import Device
+from maxmeg.ops.cross_entropy.call import softcapped
+
+KEYS_AT_ONCE = 2**14  # of all rows together, in whole pages, at least one a row
+DTYPES = ("bfloat16", "float16", "float32")
+SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
+
+
+class PagedCache(typing.NamedTuple):
+    """Keys and values in a pool of pages, and which pages are whose.
+
+    Row b's key j lies in slot j % S of page page_table_BN[b, j // S], for j < lengths_B[b]. Entries
+    of the table and slots from there on may hold anything.
+    """
+
+    k_pages_PSGK: jax.Array
+    v_pages_PSGV: jax.Array
+    page_table_BN: jax.Array
+    lengths_B: jax.Array
+
+
+class Softmax(typing.NamedTuple):
+    """An online softmax: the largest score, and of exp(score - largest) sum and weighted values."""
+
+    largest_BGJL: jax.Array
+    total_BGJL: jax.Array
+    out_BGJLV: jax.Array
+
+
+def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device) -> str:
+    """Why this call cannot run; empty if it can."""
+    names = [str(x.dtype) for x in (q_BLHK, cache.k_pages_PSGK, cache.v_pages_PSGV)]
+    if len(set(names)) > 1 or names[0] not in DTYPES:
+        return f"dtypes {', '.join(names)} are not one of {', '.join(DTYPES)}"
+    return ""
+
+
+def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32.
+
+    A query that sees nothing has output 0 and log-sum-exp NEGATIVE, or its sink. What is not finite
+    in keys and values that no query of a row sees does not reach the row.
+    """
+    (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages_PSGV.shape[1:]
+    q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
+    lower_BL, upper_BL = visible_ranges(spec, cache.lengths_B, L)
+    pages = max(1, min(KEYS_AT_ONCE // (B * S), cache.page_table_BN.shape[1]))
+    live_B = lower_BL.min(axis=1) < upper_BL.max(axis=1)
+    first = jnp.min(jnp.where(live_B, lower_BL.min(axis=1), jnp.iinfo(jnp.int32).max))
+    last = jnp.max(jnp.where(live_B, upper_BL.max(axis=1), 0))
+
+    def step(block, carry: Softmax) -> Softmax:
+        position_M = block * pages * S + jnp.arange(pages * S)
+        k_BMGK, v_BMGV = gather(cache, block * pages + jnp.arange(pages))
+        seen_BLM = (position_M >= lower_BL[..., None]) & (position_M < upper_BL[..., None])
+        seen_BM11 = seen_BLM.any(axis=1)[..., None, None]
+        scores_BGJLM = (spec.scale or K**-0.5) * jnp.einsum(
+            "BLGJK,BMGK->BGJLM",
+            q_BLGJK,
+            k_BMGK,
+            precision="highest",
+            preferred_element_type=jnp.float32,
+        )
+        scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
+        scores_BGJLM = jnp.where(seen_BLM[:, None, None], scores_BGJLM, NEGATIVE)
+        v_BMGV = jnp.where(seen_BM11, v_BMGV.astype(jnp.float32), 0)
+        return add_block(carry, scores_BGJLM, v_BMGV)
+
+    shape = (B, G, H // G, L)
+    none = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros((*shape, V)))
+    empty = Softmax(*(x.astype(jnp.float32) for x in none))
+    found = lax.fori_loop(first // (pages * S), -(-last // (pages * S)), step, empty)
+    return finish(found, sinks_H, q_BLHK.dtype)
+
+
+def visible_ranges(spec: ScoreSpec, lengths_B, queries: int):
+    """Keys lower <= j < upper that each query sees, [B, L]; the last query is a row's last key."""
+    position_BL = lengths_B[:, None] - queries + jnp.arange(queries)
+    lower_BL = jnp.zeros_like(position_BL)
+    upper_BL = jnp.broadcast_to(lengths_B[:, None], position_BL.shape)
+    if spec.causal:
+        upper_BL = jnp.minimum(upper_BL, position_BL + 1)
+    if spec.window:
+        lower_BL = jnp.maximum(lower_BL, position_BL - spec.window + 1)
+        upper_BL = jnp.minimum(upper_BL, position_BL + spec.window)
+    if spec.chunk:
+        start_BL = position_BL // spec.chunk * spec.chunk
+        lower_BL = jnp.maximum(lower_BL, start_BL)
+        upper_BL = jnp.minimum(upper_BL, start_BL + spec.chunk)
+    return lower_BL, jnp.maximum(upper_BL, 0)
+
+
+def gather(cache: PagedCache, pages_N):
+    """Keys [B, M, G, K] and values [B, M, G, V] of these pages of every row, existing or not."""
+    numbers_BN = cache.page_table_BN.at[:, pages_N].get(mode="clip")
+    found = []
+    for pool in (cache.k_pages_PSGK, cache.v_pages_PSGV):
+        block = pool.at[numbers_BN].get(mode="clip")
+        found.append(block.reshape(block.shape[0], -1, *pool.shape[2:]))
+    return found
+
+
+def add_block(carry: Softmax, scores_BGJLM, v_BMGV) -> Softmax:
+    largest_BGJL = jnp.maximum(carry.largest_BGJL, scores_BGJLM.max(axis=-1))
+    shrink_BGJL = jnp.exp(carry.largest_BGJL - largest_BGJL)
+    weights_BGJLM = jnp.exp(scores_BGJLM - largest_BGJL[..., None])
+    weights_BGJLM = jnp.where(scores_BGJLM == NEGATIVE, 0, weights_BGJLM)
+    out_BGJLV = jnp.einsum("BGJLM,BMGV->BGJLV", weights_BGJLM, v_BMGV, precision="highest")
+    return Softmax(
+        largest_BGJL,
+        carry.total_BGJL * shrink_BGJL + weights_BGJLM.sum(axis=-1),
+        carry.out_BGJLV * shrink_BGJL[..., None] + out_BGJLV,
+    )
+
+
+def finish(found: Softmax, sinks_H, dtype):
+    largest_BGJL, total_BGJL, out_BGJLV = found
+    B, G, J, L = total_BGJL.shape
+    if sinks_H is not None:
+        sinks_GJ1 = sinks_H.reshape(G, J, 1).astype(jnp.float32)
+        largest_BGJL = jnp.maximum(largest_BGJL, sinks_GJ1)
+        shrink_BGJL = jnp.exp(found.largest_BGJL - largest_BGJL)
+        total_BGJL = total_BGJL * shrink_BGJL + jnp.exp(sinks_GJ1 - largest_BGJL)
+        out_BGJLV = out_BGJLV * shrink_BGJL[..., None]
+    nothing_BGJL = total_BGJL == 0
+    total_BGJL = jnp.where(nothing_BGJL, 1, total_BGJL)
+    lse_BGJL = jnp.where(nothing_BGJL, NEGATIVE, largest_BGJL + jnp.log(total_BGJL))
+    out_BLGJV = jnp.moveaxis(out_BGJLV / total_BGJL[..., None], 3, 1)
+    lse_BLGJ = jnp.moveaxis(lse_BGJL, 3, 1)
+    return out_BLGJV.reshape(B, L, G * J, -1).astype(dtype), lse_BLGJ.reshape(B, L, G * J)

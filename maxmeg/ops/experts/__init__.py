@@ -1,0 +1,1 @@
+"""Mixture of experts: routing, dispatch, exchange and grouped matrix products."""

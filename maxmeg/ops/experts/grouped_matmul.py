@@ -1,0 +1,112 @@
+"""Product of each row with the matrix of its group, as experts need it: one call, its backends.
+
+A backend (ops/backend.py) has `refuses(x, w, sizes, fp8, device)`, why it cannot run a call, and
+two products: `rows(x, w, sizes, scales, order)`, of rows with their group's matrix, and
+`weights(x, y, sizes)`, x^T y of each group's rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from maxmeg.ops.backend import pick
+from maxmeg.ops.experts import grouped_matmul_mosaic, grouped_matmul_xla
+
+BACKENDS = {"mosaic": grouped_matmul_mosaic, "xla": grouped_matmul_xla}
+ORDER = ("xla",)  # that "auto" tries: mosaic has not been measured
+FP8 = jnp.float8_e4m3fn
+FP8_MAX = float(jnp.finfo(FP8).max)
+TINY = float(jnp.finfo(jnp.float32).tiny)  # devices take smaller numbers for zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """How a product is made, forward and backward."""
+
+    backend: str
+    fp8: bool
+
+
+def grouped_matmul(
+    x_TD: Float[Array, "T D"],
+    w_EDF: Float[Array, "E D F"],
+    sizes_E: Int[Array, " E"],
+    *,
+    fp8: bool = False,
+    backend: str = "auto",
+) -> Float[Array, "T F"]:
+    """y[t] = x[t] @ w[group of t], in the dtype of x and summed in float32.
+
+    Rows lie sorted by group, sizes_E[e] of them each; a size may be 0. The sizes add up to at most
+    T: later rows give zeros and take part in no gradient, even where they are NaN.
+
+    fp8: forward and input gradient multiply float8_e4m3fn, each row of x or of the gradient scaled
+    to its own largest number, and each column of each group's matrix too, along what is summed, so
+    that the scales apply to the sums. Scales of a row leave gradients range enough, so they need no
+    float8_e5m2. The gradient of w sums over rows, which such scales do not fit: it is made of
+    unrounded x and gradients. Hopper's tensor cores add up products of float8 with fewer bits than
+    float32 has (DeepSeek-V3, section 3.3.2), which a sum of roundings to 2^-4 does not show.
+
+    backend: a key of BACKENDS, or "auto". ValueError where shapes do not fit or the backend cannot
+    run.
+    """
+    check_shapes(x_TD, w_EDF, sizes_E)
+    call = (x_TD, w_EDF, sizes_E, fp8)
+    chosen = pick("grouped_matmul", BACKENDS, ORDER, backend, call)
+    return product(x_TD, w_EDF, sizes_E, Means(chosen, fp8))
+
+
+def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
+    shapes = f"x {x_TD.shape}, w {w_EDF.shape} and sizes {sizes_E.shape}"
+    fits = (x_TD.ndim, w_EDF.ndim, sizes_E.ndim) == (2, 3, 1)
+    if not fits or w_EDF.shape[:2] != (sizes_E.shape[0], x_TD.shape[1]):
+        raise ValueError(f"{shapes} must be [T, D], [E, D, F] and [E]")
+    if x_TD.dtype != w_EDF.dtype or not jnp.issubdtype(x_TD.dtype, jnp.floating):
+        raise ValueError(f"x is {x_TD.dtype} and w {w_EDF.dtype}: cast both to one float dtype")
+    if not jnp.issubdtype(sizes_E.dtype, jnp.integer):
+        raise ValueError(f"sizes are {sizes_E.dtype}: they must be integers")
+
+
+def multiply(x_TK: Array, w: Array, sizes_E: Array, order: str, means: Means) -> Array:
+    """Rows with matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
+    rows = BACKENDS[means.backend].rows
+    if not means.fp8:
+        return rows(x_TK, w, sizes_E, (), order)
+    live_T = jnp.arange(x_TK.shape[0]) < jnp.sum(sizes_E)
+    eight_TK, scale_T = quantize(x_TK)
+    eight_ENK, scale_EN = quantize(w if order == "NK" else w.swapaxes(1, 2))
+    scales = (jnp.where(live_T, scale_T, 0.0), scale_EN)
+    return rows(eight_TK, eight_ENK, sizes_E, scales, "NK").astype(x_TK.dtype)
+
+
+def quantize(x: Float[Array, "*N K"]) -> tuple[Float[Array, "*N K"], Float[Array, "*N"]]:
+    """(float8, float32 scale of each vector along the last dimension), their product about x."""
+    x = x.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1)
+    scale = jnp.maximum(largest / FP8_MAX, TINY)
+    # The quotient may round to just above the maximum, which would become NaN.
+    return jnp.clip(x / scale[..., None], -FP8_MAX, FP8_MAX).astype(FP8), scale
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def product(x_TD: Array, w_EDF: Array, sizes_E: Array, means: Means) -> Array:
+    return multiply(x_TD, w_EDF, sizes_E, "KN", means)
+
+
+def product_forward(x_TD, w_EDF, sizes_E, means):
+    return product(x_TD, w_EDF, sizes_E, means), (x_TD, w_EDF, sizes_E)
+
+
+def product_backward(means, residuals, slope_TF):
+    x_TD, w_EDF, sizes_E = residuals
+    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, "NK", means)
+    w_slope_EDF = BACKENDS[means.backend].weights(x_TD, slope_TF, sizes_E)
+    return x_slope_TD, w_slope_EDF, np.zeros(sizes_E.shape, jax.dtypes.float0)
+
+
+product.defvjp(product_forward, product_backward)

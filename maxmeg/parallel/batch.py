@@ -1,0 +1,38 @@
+"""The arrays of one training or evaluation step."""
+
+import dataclasses
+import typing
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Arrays [M, B, L] of M microbatches of B rows of L tokens; of one microbatch [B, L].
+
+    loss_mask: weight of each target in the loss. positions: of each token in its document.
+    segment_ids: document of each token, 0 for padding; None where all tokens of a row may attend
+    to each other. extra: further arrays of the dataset, by name, for objectives that read them.
+    The step sets the rest. rows [M, B]: number of each row in the global batch. divisors
+    [M, losses]: what divides each loss of the objective. share [M]: weight of a microbatch in
+    means over microbatches.
+    """
+
+    tokens: jax.Array
+    targets: jax.Array
+    positions: jax.Array
+    loss_mask: jax.Array
+    segment_ids: jax.Array | None = None
+    extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    rows: typing.Any = None
+    divisors: typing.Any = None
+    share: typing.Any = None
+
+    @classmethod
+    def of(cls, arrays: dict[str, typing.Any]) -> "Batch":
+        """The batch of a dataset's arrays by name."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        known = {name: array for name, array in arrays.items() if name in names}
+        extra = {name: array for name, array in arrays.items() if name not in names}
+        return cls(**known, extra=extra)

@@ -1,0 +1,44 @@
+"""Which tokens of a sequence each device holds, when context and tensor cut the sequence."""
+
+import dataclasses
+import typing
+
+import jax
+import numpy as np
+
+Index = typing.TypeVar("Index", np.ndarray, jax.Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceShard:
+    """One device's part of a sequence of `whole_length` tokens.
+
+    The ranks along context each hold a piece of the sequence; the ranks along tensor hold
+    consecutive shards of that piece. A rank is an integer, or a traced array inside shard_map.
+    """
+
+    whole_length: int
+    context_size: int = 1
+    context_rank: jax.Array | int = 0
+    tensor_size: int = 1
+    tensor_rank: jax.Array | int = 0
+
+    @property
+    def length(self) -> int:
+        """Number of tokens on this device."""
+        return self.whole_length // (self.context_size * self.tensor_size)
+
+    def gathered(self) -> "SequenceShard":
+        """The device's part after a gather over tensor: the piece of its rank along context."""
+        return dataclasses.replace(self, tensor_size=1, tensor_rank=0)
+
+    def places(self, index_L: Index) -> Index:
+        """Places in the whole sequence of this device's tokens number `index_L`."""
+        in_piece_L = self.tensor_rank * self.length + index_L
+        return typing.cast(Index, self.context_rank * self.gathered().length + in_piece_L)
+
+
+def context_order(whole_length: int, context_size: int) -> np.ndarray:
+    """The places of all tokens, in the order in which the ranks along context hold them."""
+    pieces = (SequenceShard(whole_length, context_size, rank) for rank in range(context_size))
+    return np.concatenate([piece.places(np.arange(piece.length)) for piece in pieces])

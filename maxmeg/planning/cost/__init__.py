@@ -1,0 +1,1 @@
+"""Memory, FLOPs and communication of a training step, by formulas."""

@@ -1,0 +1,212 @@
+"""Bytes of one device, by formulas over what it does in a step; nothing is compiled.
+
+Activations and what the loss needs follow the formulas of `unit_activations`, `activations` and
+`loss`. Letters: T tokens of a microbatch on a device (B x L), D width of the residual stream, t
+size of the axis tensor, e bytes of the compute dtype.
+"""
+
+import dataclasses
+import functools
+
+import jax
+
+from maxmeg.config.mixers import AttentionBackend
+from maxmeg.config.model import DType
+from maxmeg.config.recompute import POLICIES, kept_names
+from maxmeg.config.schema import Config, OptimConfig
+from maxmeg.ops.attention.call import QUERY_BLOCK
+from maxmeg.optim.build import make_optimizer
+from maxmeg.planning.cost import experts
+from maxmeg.planning.cost.loss import FLOAT32, Head
+from maxmeg.planning.cost.workload import Unit, Workload
+
+
+def fused_attention(config: Config) -> bool:
+    """Whether attention on a GPU is one kernel: our own, where named, or cuDNN's, whose rule is
+    `ops.attention_cudnn.refuses`."""
+    model = config.model
+    if model.attention.backend in (AttentionBackend.mosaic, AttentionBackend.triton):
+        return True
+    fits = model.dtype is DType.bfloat16 and model.head_size % 8 == 0 and model.head_size <= 128
+    plain = not config.data.has_segments and not model.attention.dropout
+    fits = fits and config.data.sequence_length % 2 == 0
+    plain = plain and not model.attention.softcap and not model.attention.sinks
+    return model.attention.backend is not AttentionBackend.xla and fits and plain
+
+
+def keeps_attention(config: Config) -> bool:
+    """Whether backward reads attention's results from memory: they are kept by name, and attention
+    is one kernel, or XLA's weights for one block of queries."""
+    short = config.data.sequence_length <= QUERY_BLOCK
+    names = {"attention_output", "attention_weights", "attention_lse"}
+    return names <= kept_names(config.model.recompute) and (fused_attention(config) or short)
+
+
+def unit_activations(work: Workload, unit: Unit) -> int:
+    """Bytes that one layer keeps for one microbatch.
+
+    full: its input, e T D / t.
+    selective: input and output of every sublayer but the last one's output, e T D / t each, and
+    the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
+    summed) / t. Norms, activations, rotations and gathered sequences are made again.
+    minimal: that, and of fused attention its output and log-sum-exp, (e T H K + 4 T H) / t with H
+    heads whose values have size K;
+    on XLA, for a sequence of L <= 512, output and weights, (e T H K + 4 B H L^2) / t.
+    Of experts what `experts.kept` says. What latents are projected to is kept by minimal alone.
+    """
+    tensor = work.axes["tensor"]
+    if not work.kept:
+        return work.hidden_bytes
+    columns, replicated = unit.kept_columns(work.kept)
+    kept = work.itemsize * work.tokens * (columns // tensor + replicated)
+    kept += unit.sublayers * work.hidden_bytes + experts.kept(work, unit)
+    if keeps_attention(work.config):
+        saved = 1 if fused_attention(work.config) else work.config.data.sequence_length
+        outputs = work.itemsize * (unit.head_outputs // tensor)
+        kept += work.tokens * (outputs + FLOAT32 * saved * (unit.heads // tensor))
+    return kept
+
+
+def unit_deferred(work: Workload, unit: Unit) -> int:
+    """Bytes that one layer of one microbatch keeps for a weight lane.
+
+    Gradients of query, key and value, of what the MLP's last product reads and of the sublayers'
+    inputs, e T (width) / t each; and of the sublayers' outputs gathered, e T D each (t = 1: of the
+    last one, from which the others' can be made). Where cuDNN's attention is made again its
+    output, e T H K / t. full: also what else is made again, the MLP's columns and the outputs of
+    all sublayers but the last, e T (width) / t each, and the inputs gathered, e T D each (t = 1:
+    none).
+    """
+    tensor = work.axes["tensor"]
+    widths, hidden = unit.projected + unit.last_inputs, unit.sublayers
+    whole = unit.sublayers if tensor > 1 else 1
+    if not keeps_attention(work.config):
+        widths += unit.head_outputs
+    if not work.kept:
+        widths += unit.columns - unit.projected
+        hidden += unit.sublayers - 1
+        whole += unit.sublayers if tensor > 1 else 0
+    kept = work.itemsize * work.tokens * widths // tensor
+    kept += experts.deferred(work, unit)
+    return kept + (hidden + whole * tensor) * work.hidden_bytes
+
+
+def activations(work: Workload) -> int:
+    """Bytes kept for backward at the fullest.
+
+    Without a pipeline: every layer of one microbatch. With one: the ring, its slots x the layers
+    of a chunk; for a schedule with a weight lane also its deferred units (`unit_deferred`); for
+    one whose outputs wait for the loss (GPipe) those, e T D / t each.
+    """
+    layers, lanes = list(zip(work.units, work.places, strict=True)), work.lanes
+    chunk = sum(unit_activations(work, unit) * places for unit, places in layers)
+    if not work.pipelined:
+        return chunk
+    deferred = sum(unit_deferred(work, unit) * places for unit, places in layers)
+    return lanes.slots * chunk + lanes.deferred * deferred + lanes.outputs * work.hidden_bytes
+
+
+def activations_by_mode(work: Workload) -> dict[str, int]:
+    """`activations` under each recompute mode."""
+    found = {}
+    for mode in POLICIES:
+        model = dataclasses.replace(work.config.model, recompute=mode)
+        config = dataclasses.replace(work.config, model=model)
+        found[mode] = activations(dataclasses.replace(work, config=config))
+    return found
+
+
+def head(work: Workload) -> Head:
+    model, train = work.config.model, work.config.train
+    return Head(
+        tokens=work.tokens,
+        width=model.hidden_size,
+        words=work.vocabulary,
+        itemsize=work.itemsize,
+        chunk=train.loss_chunk,
+        named=train.loss_backend,
+        smoothed=train.label_smoothing > 0,
+        capped=model.logit_softcap > 0,
+    )
+
+
+def loss(work: Workload) -> int:
+    """Bytes while the loss of v rows of the output weight is computed.
+
+    What its backend takes (`Head.temporaries`), the weight's gradient unless frozen, e v D, and
+    the weight gathered over fsdp, e v D; the whole sequence's hidden state and its gradient,
+    2 e T D.
+    """
+    e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
+    weight = (int(work.axes["fsdp"] > 1) + int(not work.config.lora.rank)) * e * v * D
+    return head(work).temporaries + weight + 2 * e * work.tokens * D
+
+
+def layer(work: Workload) -> int:
+    """Bytes while the largest layer runs backward.
+
+    What it makes again under full recomputation; the cotangents of its products and what they
+    read, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three blocks
+    of scores in float32 where attention runs on XLA.
+    """
+    config, e, largest = work.config, work.itemsize, 0
+    for group, unit in enumerate(work.units):
+        total = 2 * e * work.tokens * (unit.columns // work.axes["tensor"])
+        total += 2 * e * work.tokens * config.model.hidden_size
+        if not work.kept:
+            total += total // 2
+        if work.axes["fsdp"] > 1:
+            own = [(1 + s.trained) * s.whole for s in work.shards if s.parameter.group == group]
+            total += e * sum(own) // (work.places[group] * config.parallel.chunks)
+        heads = max(one.heads for one in unit.widths)
+        if heads and not fused_attention(config):
+            length = config.data.sequence_length
+            block = min(QUERY_BLOCK, length)
+            rows = work.samples * heads // work.axes["tensor"] * block
+            total += 3 * FLOAT32 * rows * length
+        largest = max(largest, total + experts.working(work, unit))
+    return largest
+
+
+@functools.cache
+def moments(optimizer) -> int:
+    """Float32 arrays as large as the parameters in the optimizer's state: AdamW 2, SGD 1."""
+    shape = (2, 3)
+    init = make_optimizer(OptimConfig(optimizer=optimizer)).init
+    state = jax.eval_shape(init, jax.ShapeDtypeStruct(shape, "float32"))
+    return sum(leaf.shape == shape for leaf in jax.tree.leaves(state))
+
+
+def device_memory(work: Workload) -> dict[str, int]:
+    """Bytes of the fullest device by purpose; their sum bounds what lives at once.
+
+    masters: float32 parameters, sharded as RULES and ZeRO-1 say; optimizer: its moments, alike.
+    frozen: the base of adapters in the compute dtype, for which there is nothing else below.
+    weights: masters cast to the compute dtype once a step, gathered over data under ZeRO-1 (none
+    where neither changes anything). gradients: float32 sums as large as the weights' elements,
+    not yet reduced (as the masters', where those are larger: key/value heads fewer than tensor);
+    with one microbatch the gradients themselves, in the compute dtype.
+    activations, loss: see there. working: the gradients of one microbatch that are added to the
+    sums (in a pipeline each layer's are added at once), and what a layer's backward takes beyond
+    what the loss has left.
+    Layers that a shorter chunk lacks are held as padding. The batch is left out.
+    """
+    e = work.itemsize
+    trained = [shard for shard in work.shards if shard.trained]
+    stored = sum(shard.stored for shard in trained)
+    computed = sum(shard.computed for shard in trained)
+    copied = sum(s.computed for s in trained if e != FLOAT32 or s.computed != s.stored)
+    reduced = sum(max(s.computed, s.stored) for s in trained)
+    frozen = sum(shard.stored for shard in work.shards) - stored
+    stack = e * computed if work.microbatches > 1 and not work.pipelined else 0
+    loss_bytes = loss(work)
+    return {
+        "masters": FLOAT32 * stored,
+        **({"frozen": e * frozen} if frozen else {}),
+        "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
+        "weights": e * copied,
+        "gradients": (FLOAT32 if work.accumulates else e) * reduced,
+        "activations": activations(work),
+        "loss": loss_bytes,
+        "working": stack + max(0, layer(work) - loss_bytes),
+    }

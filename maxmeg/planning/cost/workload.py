@@ -1,0 +1,386 @@
+"""What each device does in a step: its parameters, its part of the layers, its schedule's lanes.
+
+Parameters come from the real model by `jax.eval_shape`, their shards from the table of
+`parallel.rules`, and the sizes of activations from the specs of the mixers. Nothing is compiled.
+"""
+
+import dataclasses
+import functools
+import math
+import typing
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.recompute import POLICIES, kept_names
+from maxmeg.config.schema import Config, LoraConfig, Schedule
+from maxmeg.config.setting import walk, with_fields
+from maxmeg.config.stages import units_of_chunks
+from maxmeg.config.validate import axis_sizes
+from maxmeg.layers.mixer import Widths
+from maxmeg.layers.residual import ResidualSpec
+from maxmeg.models.lm import language_model
+from maxmeg.models.mixers import pattern
+from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
+from maxmeg.parallel.rules import (
+    is_trained,
+    is_variable,
+    kv_slice,
+    logical_axes,
+    storage_axes,
+    zero1_dim,
+)
+from maxmeg.pipeline.layout import arrange
+
+NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
+MIXERS = {"mla": "attention"}
+MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
+ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameter:
+    """An array of the model: its path, kind, and abstract variable; group None: not of the stack.
+
+    kind: the mixer that it belongs to (attention, mlp, ...), of a mixture of experts its part
+    (experts, router, shared expert), norm, embedding, positions, output.
+    """
+
+    path: tuple[str, ...]
+    kind: str
+    group: int | None
+    variable: nnx.Variable
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        return logical_axes(self.variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Elements of a parameter on a device: of its master, of the copy that computes (gathered over
+    data under ZeRO-1, cut to one key/value head where those are fewer than tensor), and of that
+    gathered over fsdp.
+
+    scattered: its gradient is scattered over data. sum_axes: its gradient is summed over these.
+    """
+
+    parameter: Parameter
+    stored: int
+    computed: int
+    whole: int
+    scattered: bool
+    sum_axes: tuple[str, ...]
+
+    @property
+    def trained(self) -> bool:
+        return is_trained(self.parameter.variable)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The unit that repeats in a group of the stack: its sublayers, and the sizes of its mixers'
+    arrays (`Widths`), each computed with key/value heads repeated on `kv_copies` devices.
+
+    layers: number of layers of the model in the unit.
+    """
+
+    repeats: int
+    layers: int
+    specs: tuple[ResidualSpec, ...]
+    kv_copies: int
+
+    @functools.cached_property
+    def widths(self) -> tuple[Widths, ...]:
+        return tuple(mixer.widths(self.kv_copies) for one in self.specs for mixer in one.mixers)
+
+    @property
+    def sublayers(self) -> int:
+        return len(self.specs)
+
+    @property
+    def columns(self) -> int:
+        """Outputs of products, of which a device has 1 / tensor; those of experts left out."""
+        return sum(sum(one.stored.values()) for one in self.widths)
+
+    def kept_columns(self, names: frozenset[str]) -> tuple[int, int]:
+        """The stored outputs with these names: those cut over tensor, and the replicated ones."""
+        cut = [width for one in self.widths for name, width in one.stored.items() if name in names]
+        whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
+        return sum(cut), sum(whole)
+
+    @property
+    def projected(self) -> int:
+        """Queries, keys and values."""
+        return sum(one.queries_keys_values for one in self.widths)
+
+    @property
+    def last_inputs(self) -> int:
+        """Inputs of the last products of MLPs and of shared experts."""
+        return sum(one.last_input for one in self.widths)
+
+    @property
+    def gathered(self) -> tuple[int, ...]:
+        """Width of each sequence that is gathered over tensor: the input of a sublayer, and what
+        mixers gather themselves."""
+        streams = [
+            spec.mixers[0].hidden_size
+            for spec in self.specs
+            if any(mixer.reads == "whole" for mixer in spec.mixers)
+        ]
+        return tuple([width for one in self.widths for width in one.gathered] + streams)
+
+    @property
+    def heads(self) -> int:
+        """Number of attention heads of all its layers."""
+        return sum(one.heads for one in self.widths)
+
+    @property
+    def head_outputs(self) -> int:
+        """Outputs of attention's heads."""
+        return sum(one.head_outputs for one in self.widths)
+
+    @property
+    def sparse(self) -> int:
+        """Number of sublayers with experts."""
+        return sum(one.expert_columns > 0 for one in self.widths)
+
+    @property
+    def expert_columns(self) -> int:
+        """Outputs of one expert's column-parallel products, summed over the sublayers."""
+        return sum(one.expert_columns for one in self.widths)
+
+    @property
+    def expert_inputs(self) -> int:
+        """Inputs of one expert's last product, summed over the sublayers."""
+        return sum(one.expert_input for one in self.widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lanes:
+    """Of a schedule: sizes of its rings, and ticks at which each lane is on."""
+
+    slots: int
+    outputs: int
+    deferred: int
+    forward: int
+    backward: int
+    weight: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """A config on its devices. samples: of a microbatch on a device. places: layers of a chunk,
+    by group, the fullest chunk's (units, where kinds of layers alternate)."""
+
+    config: Config
+    axes: dict[str, int]
+    microbatches: int
+    samples: int
+    places: tuple[int, ...]
+    units: tuple[Unit, ...]
+    shards: tuple[Shard, ...]
+    lanes: Lanes
+
+    @property
+    def layers_of_chunk(self) -> int:
+        return sum(u.layers * places for u, places in zip(self.units, self.places, strict=True))
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.config.data.sequence_length
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.config.model.dtype]
+
+    @property
+    def pipelined(self) -> bool:
+        return self.axes["pipe"] > 1
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Names of the activations that backward reads from memory; empty: of none."""
+        return kept_names(self.config.model.recompute)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added up in float32."""
+        return self.pipelined or self.microbatches > 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the output weight on a device."""
+        tensor, pipe = self.axes["tensor"], self.axes["pipe"]
+        return self.config.model.padded_vocab_size(tensor, pipe) // (tensor * pipe)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of one microbatch's residual stream on a device: e T D / t."""
+        width = self.config.model.hidden_size
+        return self.itemsize * self.tokens * width // self.axes["tensor"]
+
+
+def architecture_key(model: ModelConfig) -> frozenset:
+    """(name, value) of the fields of `model`, hashable; the same for all recompute modes."""
+    same = with_fields(model, {"recompute": "minimal"})
+    return frozenset((path, value) for path, value, _ in walk(same))
+
+
+def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
+    """Every array of the model and its adapters, the vocabulary padded for few devices."""
+    adapters = frozenset(vars(lora or LoraConfig()).items())
+    return _parameters(architecture_key(model), adapters)
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
+    config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
+    abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
+    found = []
+    for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
+        names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
+        stacked = names[0] == "stack"
+        group = int(names[2]) if stacked else None
+        found.append(Parameter(names, kind_of(names), group, variable))
+    return tuple(found)
+
+
+def kind_of(path: tuple[str, ...]) -> str:
+    if NORMS & set(path):
+        return "norm"
+    if "mixers" not in path:
+        return path[0]
+    mixer, part, *_ = path[path.index("mixers") + 1 :]
+    return MOE_PARTS.get(part, "router") if mixer == "moe" else MIXERS.get(mixer, mixer)
+
+
+def kv_head_copies(model: ModelConfig, tensor: int) -> int:
+    """Number of devices along tensor that compute the same key/value head."""
+    return max(1, tensor // model.kv_heads)
+
+
+def units(model: ModelConfig, tensor: int) -> tuple[Unit, ...]:
+    """The repeated unit of each group of the stack."""
+    return _units(architecture_key(model), kv_head_copies(model, tensor))
+
+
+@functools.lru_cache(maxsize=64)
+def _units(key: frozenset, kv_copies: int) -> tuple[Unit, ...]:
+    model = with_fields(ModelConfig(), dict(key))
+    return tuple(
+        Unit(repeats, len(layers), specs, kv_copies)
+        for (layers, _), (specs, repeats) in zip(model.groups, pattern(model), strict=True)
+    )
+
+
+def parameter_counts(model: ModelConfig, tensor: int = 1, pipe: int = 1) -> dict[str, int]:
+    """Number of parameters by kind, the vocabulary padded for `tensor` and `pipe`."""
+    return dict(_counts(parameters(model), model.padded_vocab_size(tensor, pipe)))
+
+
+@functools.lru_cache(maxsize=64)
+def _counts(every: tuple[Parameter, ...], vocabulary: int) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for parameter in every:
+        sizes = zip(parameter.axes, parameter.variable.shape, strict=True)
+        count = math.prod(vocabulary if axis == "vocab" else size for axis, size in sizes)
+        counts[parameter.kind] = counts.get(parameter.kind, 0) + count
+    return counts
+
+
+def workload(config: Config, num_devices: int) -> Workload:
+    """What each of `num_devices` devices does in a step of a valid config."""
+    if not config.model.vocab_size:
+        raise ValueError(
+            "model.vocab_size=0 would be the tokenizer's, and no corpus is read here: set it"
+        )
+    if 1 < config.parallel.expert_tensor < config.parallel.tensor:
+        raise ValueError(
+            f"parallel.expert_tensor={config.parallel.expert_tensor} between 1 and tensor="
+            f"{config.parallel.tensor} is not planned yet: plan with 1, or with 0 for tensor"
+        )
+    if config.model.mtp.num_layers:
+        raise ValueError(
+            f"model.mtp.num_layers={config.model.mtp.num_layers}: MTP layers are not planned yet; "
+            "plan the model with mtp.num_layers=0"
+        )
+    if config.model.recompute not in POLICIES:
+        raise ValueError(
+            f"model.recompute={config.model.recompute}: a list of activations is not planned yet; "
+            f"plan with one of the policies {', '.join(POLICIES)}"
+        )
+    axes, model = axis_sizes(config.parallel, num_devices), config.model
+    shards = axes["data"] * axes["fsdp"] * axes["expert"]
+    samples = config.train.micro_batch_size or config.train.global_batch_size // shards
+    microbatches = config.train.global_batch_size // (samples * shards)
+    blocks, parallel = units(model, config.parallel.tensor), config.parallel
+    counts = units_of_chunks(model, parallel)
+    places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
+    held = tuple(number * parallel.chunks for number in places)
+    vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
+    every = parameters(model, config.lora)
+    return Workload(
+        config,
+        axes,
+        microbatches,
+        samples,
+        places,
+        blocks,
+        _shards(every, mesh_shape(axes, parallel.fold), held, vocabulary, parallel.zero1),
+        lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+    layout = arrange(repeats, stages, counts)
+    return tuple(layout.slots(group) for group in range(len(repeats)))
+
+
+@functools.lru_cache(maxsize=4096)
+def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
+    """Of every parameter; `places`: layers of each group that a device holds."""
+    mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
+    found = []
+    for parameter in every:
+        variable, shape = parameter.variable, list(parameter.variable.shape)
+        for dim, axis in enumerate(parameter.axes):
+            if axis == "layers":
+                shape[dim] = places[parameter.group] * mesh.shape["pipe"]
+            elif axis == "vocab":
+                shape[dim] = vocabulary
+        variable = variable.replace(jax.ShapeDtypeStruct(tuple(shape), variable.dtype))
+        names = storage_axes(variable, mesh, zero1)
+        used = {name for dim in names for name in dim}
+        scattered = zero1 and zero1_dim(variable, mesh) is not None
+        stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
+        computed = stored * (mesh.shape["data"] if scattered else 1)
+        if (sliced := kv_slice(variable, mesh)) is not None:
+            computed //= sliced.num_heads
+        whole = computed * (mesh.shape["fsdp"] if "embed" in parameter.axes else 1)
+        summed = MESH_AXES if is_trained(variable) else ()
+        left = (name for name in summed if name not in used and mesh.shape[name] > 1)
+        sums = tuple("tensor" if name == "fold" else name for name in left)
+        found.append(Shard(parameter, stored, computed, whole, scattered, sums))
+    return tuple(found)
+
+
+def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> Lanes:
+    """Closed forms of the schedule's table, with M microbatches, S stages, V chunks a stage.
+
+    Ticks: M V + S - 1 forward and as many backward; a weight lane is on for M. Slots: S V + S - 1,
+    or M V + 1 if that is less (one is for what idle stages write); GPipe M + 1 and M outputs.
+    Deferred units of zero bubble: S, or M + 1. One stage runs all lanes once a microbatch.
+    """
+    M, S, V = microbatches, stages, chunks
+    if S == 1:
+        return Lanes(0, 0, 0, M, M, M)
+    ticks, slots = M * V + S - 1, min(M * V + 1, S * V + S - 1)
+    if schedule is Schedule.gpipe:
+        return Lanes(M + 1, M, 0, ticks, ticks, ticks)
+    if schedule is Schedule.zero_bubble:
+        return Lanes(slots, 0, min(M + 1, S), ticks, ticks, M)
+    return Lanes(slots, 0, 0, ticks, ticks, ticks)

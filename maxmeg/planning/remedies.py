@@ -1,0 +1,134 @@
+"""Changes of a config that save memory, by the planner's formulas; nothing is compiled."""
+
+import enum
+import itertools
+from collections.abc import Iterator, Mapping
+
+from maxmeg.config.recompute import POLICIES
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
+from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import workload
+from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
+from maxmeg.planning.report import Remedy
+from maxmeg.planning.search import divisors, needed
+
+Settings = dict[str, enum.Enum | str | int | bool]  # by name: {"parallel.tensor": 8}
+SHOWN = 3
+
+
+def planned_memory(config: Config, count: int) -> dict[str, int] | None:
+    """Bytes per device by purpose, on `count` devices; None for a model that is not planned."""
+    try:
+        return device_memory(workload(config, count))
+    except ValueError:
+        return None
+
+
+def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
+    """The smallest changes under which a config fits a cluster, the fastest first.
+
+    Tried are more recomputation, smaller microbatches and mesh axes that divide more of the memory,
+    alone, then two of them together, then all three. Of changes to the same settings the fastest
+    is kept. Empty where nothing that was tried fits.
+    """
+    seconds = analyze(config, cluster).step_seconds
+    groups = [[{}, *group] for group in _changes(config, cluster.count)]
+    combined: dict[int, list[Settings]] = {}
+    for parts in itertools.product(*groups):
+        settings = {name: value for part in parts for name, value in part.items()}
+        combined.setdefault(sum(map(bool, parts)), []).append(settings)
+    for number in (1, 2, 3):
+        found: dict[tuple[str, ...], Remedy] = {}
+        for settings in combined.get(number, []):
+            changed = _changed(config, settings)
+            memory = _memory(changed, cluster.count)
+            if memory is None or memory > cluster.capacity:
+                continue
+            slowdown = analyze(changed, cluster).step_seconds / seconds
+            remedy = Remedy(flags_text(settings), memory, slowdown)
+            best = found.setdefault(tuple(settings), remedy)
+            if slowdown < best.slowdown:
+                found[tuple(settings)] = remedy
+        if found:
+            return tuple(sorted(found.values(), key=lambda remedy: remedy.slowdown)[:SHOWN])
+    return ()
+
+
+def largest_savings(config: Config, count: int) -> list[tuple[str, int]]:
+    """(flags, bytes saved per device) of at most three single changes, the largest saving first.
+
+    One each of recomputation, of microbatches and of the mesh; where no other mesh of `count`
+    devices saves memory, one of twice as many.
+    """
+    before, found = _memory(config, count), []
+    if before is None:
+        return []
+    for group in _changes(config, count):
+        sizes = ((_memory(_changed(config, change), count), change) for change in group)
+        tried = [(size, flags_text(change)) for size, change in sizes if size is not None]
+        found += [min(tried)] if tried else []
+    saved = [(flags, before - size) for size, flags in found if size < before]
+    if not any("parallel." in flags for flags, _ in saved):
+        fsdp = 2 * axis_sizes(config.parallel, count)["fsdp"]
+        doubled: Settings = {"parallel.fsdp": fsdp}
+        size = _memory(_changed(config, doubled), 2 * count)
+        if size is not None and size < before:
+            saved.append((f"{flags_text(doubled)} on {2 * count} devices", before - size))
+    return sorted(saved, key=lambda pair: -pair[1])
+
+
+def flags_text(settings: Mapping[str, object]) -> str:
+    """ "--config.parallel.tensor=8 --config.model.recompute=full" """
+    values = ((path, getattr(value, "value", value)) for path, value in settings.items())
+    return " ".join(f"--config.{path}={value}".lower() for path, value in values)
+
+
+def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
+    """Single changes that may save memory: of recomputation, of microbatches, of the mesh."""
+    policies, train = list(POLICIES), config.train
+    more: list[Settings] = [
+        {"model.recompute": policy}
+        for policy in policies[policies.index(config.model.recompute) + 1 :]
+    ]
+    size = train.micro_batch_size or workload(config, count).samples
+    return (
+        more,
+        [{"train.micro_batch_size": smaller} for smaller in divisors(size)[:-1]],
+        list(_meshes(config, count)),
+    )
+
+
+def _meshes(config: Config, count: int) -> Iterator[Settings]:
+    """Meshes of the same devices, a factor of `data` or `fsdp` moved to another axis."""
+    parallel, sizes = config.parallel, axis_sizes(config.parallel, count)
+    targets = ("fsdp", "tensor", "pipe", *(("expert",) if config.model.has("moe") else ()))
+    for source, target in itertools.product(("data", "fsdp"), targets):
+        for factor in divisors(sizes[source])[1:] if source != target else []:
+            moved = {
+                source: sizes[source] // factor,
+                target: (sizes["fsdp"] if target == "fsdp" else getattr(parallel, target)) * factor,
+            }
+            tensor = moved.get("tensor", 1)
+            if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
+                continue
+            if not parallel.fsdp:  # takes all devices that are left
+                moved.pop("fsdp", None)
+            padded = target == "pipe" and config.model.num_units % moved["pipe"]
+            settings: Settings = {f"parallel.{axis}": size for axis, size in moved.items()}
+            yield settings | ({"parallel.pad_layers": True} if padded else {})
+
+
+def _changed(config: Config, settings: Settings) -> Config:
+    return with_fields(config, settings)
+
+
+def _memory(config: Config, count: int) -> int | None:
+    """Bytes per device; None where the config is not valid or not planned."""
+    try:
+        validate(config, count)
+        return needed(config, count)
+    except ValueError:
+        return None

@@ -1,0 +1,350 @@
+"""A plan: all its parts together, as text for a terminal, and as JSON."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+
+from maxmeg.config.schema import Config
+from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.pipeline.check import bubble, live
+from maxmeg.pipeline.schedule import SCHEDULES, Table
+from maxmeg.planning.report import Analytic, Collective, Compiled
+from maxmeg.planning.show.timeline import bubble_fraction, timeline_text
+from maxmeg.runtime.metrics.progress import quantity
+
+VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
+GIB = 2**30
+MEMORY_TITLE = "memory of a device, from formulas"
+SHORT = 0.1  # seconds: a step is given in milliseconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One layout among those that a search ranks; settings: by the names of their flags."""
+
+    settings: dict[str, int | str | bool]
+    analytic: Analytic
+    compiled: Compiled | None = None
+
+    @property
+    def layout(self) -> str:
+        """ "tensor 8, pipe 4, recompute full": without the sizes that are 1."""
+        alone = self.settings.get("parallel.pipe") == 1
+        words = [
+            f"{path.rpartition('.')[2].replace('_', ' ')} {value}"
+            for path, value in self.settings.items()
+            if value not in (0, 1) and not (alone and path == "parallel.schedule")
+        ]
+        return ", ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything a plan says; what was not asked for, or cannot be known, is None or empty.
+
+    settings: what the run is, by name, in words. table: of its pipeline. choices: best first.
+    """
+
+    name: str
+    hardware: str
+    settings: dict[str, str]
+    table: Table | None = None
+    analytic: Analytic | None = None
+    compiled: Compiled | None = None
+    choices: tuple[Choice, ...] = ()
+
+
+def plan_of(config: Config, count: int) -> Plan:
+    """What the config alone says of a run on `count` devices; ValueError if it is not valid."""
+    validate(config, count)
+    sizes, train, model = axis_sizes(config.parallel, count), config.train, config.model
+    samples = sizes["data"] * sizes["fsdp"] * sizes["expert"] * train.micro_batch_size
+    microbatches = train.global_batch_size // samples if samples else 1
+    words = {
+        "model": f"{model.num_layers} layers, hidden size {model.hidden_size}, "
+        f"{model.attention.num_heads} heads, vocabulary {model.vocab_size}",
+        "batch": f"{train.global_batch_size} samples of {config.data.sequence_length} tokens in "
+        f"{microbatches} microbatch{'es' * (microbatches > 1)}",
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1),
+        "recompute": model.recompute,
+        "experts": experts_words(config, sizes),
+    }
+    name, pipe = pathlib.Path(config.run_dir).name, sizes["pipe"]
+    schedule = SCHEDULES[config.parallel.schedule.name]
+    table = schedule(microbatches, pipe, config.parallel.chunks) if pipe > 1 else None
+    return Plan(name, "", {key: text for key, text in words.items() if text}, table)
+
+
+def experts_words(config: Config, sizes: dict[str, int]) -> str:
+    """How many there are, which a token takes, and where they lie; empty without experts."""
+    model, parallel = config.model, config.parallel
+    if not model.has("moe"):
+        return ""
+    layers = sum("moe" in model.mixers(i) for i in range(model.num_layers))
+    words = f"{model.moe.num_experts} in {layers} layers, {model.moe.top_k} a token"
+    words += (
+        f" and a shared one of width {model.moe.shared_ffn_size}"
+        if model.moe.shared_ffn_size
+        else ""
+    )
+    words += f", width {model.expert_ffn}, {model.moe.num_experts // parallel.expert} a device"
+    if sizes["tensor"] > 1:
+        whole = parallel.expert_tensor == 1
+        words += ", whole" if whole else f", cut over tensor {sizes['tensor']}"
+    if parallel.expert > 1:
+        kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")
+        words += f"; {kind}"
+        in_rounds = kind != "gather" and not model.moe.pad_to_capacity
+        words += f", buffer {parallel.expert_buffer:g}" if in_rounds else ""
+    if model.moe.capacity_factor:
+        kept = "padded to" if model.moe.pad_to_capacity else "dropped beyond"
+        words += f"; {kept} {model.moe.capacity_factor:g} times an even share"
+    return words
+
+
+def plan_text(plan: Plan) -> str:
+    """All parts of the plan that there are, apart from each other by empty lines."""
+    parts = [heading(plan)]
+    parts += [choices_text(plan.choices)] if plan.choices else []
+    parts += [analytic_text(plan.analytic)] if plan.analytic else []
+    parts += ["pipeline\n" + _indented(timeline_text(plan.table))] if plan.table else []
+    parts += [compiled_text(plan.compiled)] if plan.compiled else []
+    return "\n\n".join(parts)
+
+
+def heading(plan: Plan) -> str:
+    title = f"{plan.name} on {plan.hardware}" if plan.hardware else plan.name
+    return "\n".join(
+        [title, *aligned([[f"  {name}", text] for name, text in plan.settings.items()])]
+    )
+
+
+def analytic_text(report: Analytic) -> str:
+    """Parameters, memory, time and communication, from formulas."""
+    count = sum(report.parameters.values())
+    parameters = [[f"  {name}", f"{number:,}"] for name, number in report.parameters.items()]
+    modes = [[f"  {mode}", gib(size)] for mode, size in report.activations.items()]
+    seconds = [
+        *([f"  {name}", time] for name, time in times(report).items()),
+        ["  FLOPs", f"{report.flops:.3e}"],
+        ["  tokens per second", quantity(report.tokens_per_second)],
+        ["  MFU, upper bound", f"{report.mfu:.1%}"],
+    ]
+    blocks = [
+        aligned([["parameters", ""], *parameters, ["  all", f"{count:,}"]], right=1),
+        [*memory_table(report.memory), f"  {verdict(report)}", *remedies_text(report)],
+        aligned([["activations by recompute mode", "GiB"], *modes], right=1),
+        aligned([["time of a step, from formulas", ""], *seconds], right=1),
+    ]
+    if report.traffic:
+        header = ["communication of a step", "purpose", "kind", "runs", "GiB sent", "ms"]
+        rows = [
+            [
+                f"  {t.axis}",
+                t.purpose,
+                t.kind,
+                f"{t.runs:,}",
+                gib(t.volume),
+                f"{t.seconds * 1e3:.1f}",
+            ]
+            for t in report.traffic
+        ]
+        blocks.append(aligned([header, *rows], right=4))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def compiled_text(report: Compiled) -> str:
+    """What the compiler made of the step."""
+    blocks = [
+        [
+            *memory_table(compiled_memory(report), "compiled: memory of a device"),
+            f"  {verdict(report)}",
+        ],
+        [
+            f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; "
+            f"{report.flops:.3e} FLOPs of a device and step in matrix products"
+        ],
+    ]
+    if report.collectives:
+        header = ["collectives", "kind", "", "instructions", "runs", "exposed", "GiB"]
+        rows = [
+            [
+                f"  {'+'.join(c.axes) or '-'}",
+                c.kind,
+                ("async" if c.asynchronous else "sync") + ", if needed" * c.unbounded,
+                f"{c.instructions:,}",
+                f"{c.runs:,}",
+                f"{c.exposed:,}",
+                gib(c.volume),
+            ]
+            for c in merged(report.collectives)
+        ]
+        blocks.append(aligned([header, *rows], right=4))
+    if report.kernels:
+        rows = [[f"  {name}", f"{runs:,}"] for name, runs in report.kernels.items()]
+        blocks.append(aligned([["custom kernels", "runs"], *rows], right=1))
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def merged(collectives: Sequence[Collective]) -> list[Collective]:
+    """One row per kind, axes and asynchrony, however often they run; loops whose number of trips
+    the program does not say have rows of their own."""
+    rows: dict[tuple, Collective] = {}
+    for new in collectives:
+        key = (new.axes, new.kind, new.asynchronous, new.unbounded)
+        counts = ("instructions", "runs", "volume", "exposed")
+        old = rows.get(key, dataclasses.replace(new, **dict.fromkeys(counts, 0)))
+        sums = {name: getattr(old, name) + getattr(new, name) for name in counts}
+        rows[key] = dataclasses.replace(new, **sums)
+    return list(rows.values())
+
+
+def choices_text(choices: Sequence[Choice]) -> str:
+    """The ranked layouts; the compiler's memory beside the formulas' where it is known."""
+    compiled = any(choice.compiled for choice in choices)
+    header = ["layouts, best first", "step", "tokens/s", "MFU at most", "bubble", "GiB"]
+    rows = [header + ["compiled GiB"] * compiled]
+    for rank, choice in enumerate(choices, 1):
+        report = choice.analytic
+        row = [
+            f"  {rank:2}  {choice.layout}",
+            times(report)["step"],
+            quantity(report.tokens_per_second),
+            f"{report.mfu:.1%}",
+            f"{report.bubble_fraction:.1%}",
+            gib(report.total),
+        ]
+        shown = choice.compiled and gib(choice.compiled.total) + "!" * (not choice.compiled.fits)
+        rows.append(row + [shown or ""] * compiled)
+    lines = aligned(rows, right=5 + compiled)
+    if any(choice.compiled and not choice.compiled.fits for choice in choices):
+        lines.append("  ! does not fit, says the compiler")
+    return "\n".join(lines)
+
+
+def verdict(report: Analytic | Compiled) -> str:
+    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB are free", or by how much it does not."""
+    total, capacity = report.total / GIB, report.capacity / GIB
+    if report.fits:
+        return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB are free"
+    return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
+
+
+def remedies_text(report: Analytic) -> list[str]:
+    """Lines that say which flags would make a config fit; none for one that fits."""
+    if report.fits:
+        return []
+    if not report.remedies:
+        return [
+            "  no change of recomputation, microbatches and mesh fits: --search tries all layouts"
+        ]
+    rows = [[f"    {r.flags}", gib(r.total), f"x {r.slowdown:.2f}"] for r in report.remedies]
+    return aligned([["  it fits with any one of", "GiB", "step"], *rows], right=2)
+
+
+def parts_of_step(report: Analytic) -> dict[str, float]:
+    """Seconds; the bubble is what is neither computing nor exposed communication."""
+    busy = report.compute_seconds + report.communication_seconds
+    return {
+        "compute": report.compute_seconds,
+        "bubble": max(report.step_seconds - busy, 0.0),
+        "communication, exposed": report.communication_seconds,
+    }
+
+
+def times(report: Analytic) -> dict[str, str]:
+    """The parts of a step and the whole, all in seconds or, where it is short, milliseconds."""
+    parts = parts_of_step(report) | {"step": report.step_seconds}
+    scale, unit = (1, "s") if report.step_seconds >= SHORT else (1000, "ms")
+    return {name: f"{scale * seconds:,.3f} {unit}" for name, seconds in parts.items()}
+
+
+def compiled_memory(report: Compiled) -> dict[str, int]:
+    """Bytes of a device by the compiler's count."""
+    parts = {
+        "state and batch": report.arguments,
+        "temporaries": report.temporaries,
+        "outputs beside the state": report.outputs_not_aliased,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def plan_json(plan: Plan) -> str:
+    """The plan as a JSON object with a `version`; absent parts are null."""
+    return json.dumps(
+        {
+            "version": VERSION,
+            "name": plan.name,
+            "hardware": plan.hardware,
+            "settings": plan.settings,
+            "analytic": _report(plan.analytic),
+            "pipeline": _pipeline(plan.table),
+            "compiled": _report(plan.compiled),
+            "layouts": [
+                {
+                    "settings": choice.settings,
+                    "analytic": _report(choice.analytic),
+                    "compiled": _report(choice.compiled),
+                }
+                for choice in plan.choices
+            ],
+        },
+        indent=2,
+    )
+
+
+def gib(size: float) -> str:
+    """Bytes as GiB with two digits."""
+    amount = size / GIB
+    return "<0.01" if 0 < amount < 0.005 else f"{amount:,.2f}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
+    """Rows of equally many cells as lines, the last `right` columns flush right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    left = len(widths) - right
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def memory_table(memory: dict[str, int], title: str = MEMORY_TITLE) -> list[str]:
+    """Lines of a table of bytes by purpose, in GiB, with their sum."""
+    rows = [[f"  {name}", gib(size)] for name, size in memory.items() if size]
+    return aligned([[title, "GiB"], *rows, ["  all", gib(sum(memory.values()))]], right=1)
+
+
+def _report(report: Analytic | Compiled | None) -> dict | None:
+    if report is None:
+        return None
+    return dataclasses.asdict(report) | {"total": report.total, "fits": report.fits}
+
+
+def _pipeline(table: Table | None) -> dict | None:
+    if table is None:
+        return None
+    found = bubble(table)
+    names = ("forward", "input_gradients", "weight_gradients")
+    return {
+        "schedule": table.name,
+        "stages": table.stages,
+        "microbatches": table.microbatches,
+        "chunks": table.chunks,
+        "ticks": found.ticks,
+        "lost": dict(zip(names, found.lost, strict=True)),
+        "ideal": dict(zip(names, found.ideal, strict=True)),
+        "bubble_fraction": bubble_fraction(table),
+        "live_activations": live(table),
+        "activation_slots": table.slots,
+        "deferred_slots": table.deferred,
+    }
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

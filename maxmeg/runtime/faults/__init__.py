@@ -1,0 +1,1 @@
+"""What a run does about faults: hangs, lost processes, bad steps, full memory."""

@@ -1,0 +1,21 @@
+"""The end of a Slurm job, before which a run must have saved."""
+
+import logging
+import os
+import time
+
+log = logging.getLogger("maxmeg")
+
+
+def warn_of_late_save(save_seconds: float | None) -> None:
+    """Warn where a save like the last, of `save_seconds`, would outlast the Slurm job."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if save_seconds is None or not end.isdecimal():
+        return
+    left = int(end) - time.time()
+    if save_seconds > left:
+        log.warning(
+            "the job ends in %.0f s and the last save took %.0f s: this save may be lost. Ask for "
+            "more notice: #SBATCH --signal=B:USR1@%d",
+            *(left, save_seconds, int(2 * save_seconds) + 60),
+        )

@@ -1,0 +1,84 @@
+"""Watches the loss: counts skipped steps, stops a run that skips too many, reports spikes."""
+
+import collections
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+
+from maxmeg.runtime.metrics.hooks import Hook, Metrics
+
+log = logging.getLogger("maxmeg")
+SHOWN_SAMPLES = 16
+WINDOW, FEWEST = 100, 20  # losses that a spike is measured against
+
+
+class NonFiniteLoss(FloatingPointError):
+    """Too many steps in a row had a loss or a gradient norm that is infinite or NaN.
+
+    steps: the numbers of these steps. samples: the sample indices of their batches.
+    """
+
+    def __init__(self, steps: Sequence[int], samples: Sequence[int], found: str):
+        self.steps, self.samples = tuple(steps), tuple(samples)
+        first, last = self.steps[0], self.steps[-1]
+        super().__init__(
+            f"{f'steps {first} to {last} were' if first < last else f'step {last} was'} skipped: "
+            f"{found} is not finite (train.max_skipped_steps={len(steps)} in a row). Parameters "
+            f"are those before step {first}; the batches hold samples {shown(samples)}: look at "
+            "them, or resume from the last checkpoint with a lower optim.lr or a longer warm-up"
+        )
+
+
+class Guard:
+    """Hook over the metrics loss, grad_norm and skipped; put it before hooks that write.
+
+    Raises NonFiniteLoss after `max_skipped` skipped steps in a row. Warns when a loss lies more
+    than `spike_zscore` standard deviations above the mean of the last WINDOW finite losses (0:
+    never). samples_of(step): the sample indices of a step's batch.
+    """
+
+    def __init__(
+        self, samples_of: Callable[[int], Sequence[int]], max_skipped: int, spike_zscore: float = 0
+    ):
+        self._samples_of, self._max_skipped = samples_of, max_skipped
+        self._spike_zscore = spike_zscore
+        self._streak: list[int] = []
+        self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if not metrics.get("skipped"):
+            self._streak = []
+            self._report_spike(step, metrics["loss"])
+            self._losses.append(metrics["loss"])
+            return
+        self._streak.append(step)
+        found = f"loss={metrics['loss']}, grad_norm={metrics['grad_norm']}"
+        if len(self._streak) >= self._max_skipped:
+            samples = [sample for s in self._streak for sample in self._samples_of(s)]
+            raise NonFiniteLoss(self._streak, samples, found)
+        log.warning(
+            "step %d was skipped: %s is not finite; parameters and optimizer are unchanged. Its "
+            "batch holds samples %s",
+            *(step, found, shown(self._samples_of(step))),
+        )
+
+    def hook(self) -> Hook:
+        return Hook(self)
+
+    def _report_spike(self, step: int, loss: float) -> None:
+        if not self._spike_zscore or len(self._losses) < FEWEST:
+            return
+        mean, deviation = statistics.fmean(self._losses), statistics.pstdev(self._losses)
+        if loss > mean + self._spike_zscore * deviation and deviation:
+            log.warning(
+                "step %d: the loss %.4g is %.1f standard deviations above the mean %.4g of the "
+                "last %d steps. Its batch holds samples %s",
+                *(step, loss, (loss - mean) / deviation, mean, len(self._losses)),
+                shown(self._samples_of(step)),
+            )
+
+
+def shown(samples: Sequence[int]) -> str:
+    """ "16, 17, 18", cut after the first SHOWN_SAMPLES."""
+    more = len(samples) - SHOWN_SAMPLES
+    return ", ".join(map(str, samples[:SHOWN_SAMPLES])) + (f" and {more} more" if more > 0 else "")

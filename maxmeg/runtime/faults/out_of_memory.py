@@ -1,0 +1,111 @@
+"""Out of memory as an error that says what was requested, where memory goes and what saves it."""
+
+import functools
+import os
+import re
+import resource
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from maxmeg.config.schema import Config
+from maxmeg.parallel import multihost
+from maxmeg.planning.hardware import cluster_name
+from maxmeg.planning.remedies import largest_savings, planned_memory
+from maxmeg.planning.show.text import aligned, gib, memory_table
+from maxmeg.runtime.metrics.memory import memory_limit
+from maxmeg.runtime.metrics.progress import memory_size
+
+# XLA's pool, the CUDA driver and NCCL word it differently. RESOURCE_EXHAUSTED alone is too wide:
+# a kernel that asks for too much shared memory has that status as well.
+_WORDS = re.compile(r"out of memory|OUT_OF_MEMORY|failed to allocate|exceeded memory limit", re.I)
+_REQUESTED = re.compile(r"([\d.]+) ?(B|bytes|[KMGT]i?B)\b")
+_UNITS = {"B": 1, "b": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def explains_out_of_memory(remedies: str = "") -> Callable:
+    """Decorate a command: running out of memory becomes a MemoryError for the user.
+
+    `remedies` says what to change. Without it the argument is a run's config, and the planner's
+    memory table and the changes that save most follow.
+    """
+
+    def decorate(command: Callable[[Any], None]) -> Callable[[Any], None]:
+        @functools.wraps(command)
+        def run(given: Any) -> None:
+            try:
+                command(given)
+            except (MemoryError, jax.errors.JaxRuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise MemoryError(explanation(error, given, remedies)) from error
+
+        return run
+
+    return decorate
+
+
+def explanation(error: BaseException, given: Any, remedies: str) -> str:
+    """The text of the MemoryError that `explains_out_of_memory` raises."""
+    happened = what_happened(error)
+    if remedies:
+        return f"{happened}; {remedies}"
+    on_host = isinstance(error, MemoryError) and memory_limit() is not None  # beside a GPU
+    return happened if on_host else "\n".join([happened, *advice(given)])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device's allocator or the host's refused memory."""
+    return isinstance(error, MemoryError) or _WORDS.search(str(error)) is not None
+
+
+def requested_bytes(text: str) -> int | None:
+    """The bytes that an error of XLA or NumPy says were requested; None if it does not say."""
+    match = _REQUESTED.search(text)
+    return int(float(match[1]) * _UNITS[match[2][0]]) if match else None
+
+
+def what_happened(error: BaseException) -> str:
+    """One line: on which device, how much was requested, and how much there is."""
+    limit = memory_limit()
+    kind = "the host" if isinstance(error, MemoryError) else jax.devices()[0].device_kind
+    if limit is None or isinstance(error, MemoryError):
+        there_is = f"{memory_size(host_memory())} of memory"
+    else:
+        there_is = f"a memory pool of {memory_size(limit)}"
+    size = requested_bytes(str(error))
+    cause = f"{memory_size(size)} requested" if size else " ".join(str(error).split())[:200]
+    return f"out of memory on {kind}, which has {there_is}: {cause or 'no size given'}"
+
+
+def host_memory() -> int:
+    """Bytes of this machine's memory, or of the process's address space where that is limited."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
+
+
+def advice(config: Config) -> list[str]:
+    """Lines: the planner's memory table, the changes that save most, the command that searches.
+
+    The command alone on processes other than the first.
+    """
+    count = jax.device_count()
+    name = cluster_name(jax.devices()[0].device_kind)
+    hardware = f"{name}x{count}" if name else "NAMExCOUNT"
+    named = any(argument.startswith("--config") for argument in sys.argv)
+    arguments = sys.argv[1:] if named else ["--config=FILE"]
+    command = f"python -m maxmeg.plan {shlex.join(arguments)} --hardware={hardware} --search"
+    lines = [f"layouts that fit: {command}"]
+    if not multihost.is_primary():
+        return lines
+    planned = planned_memory(config, count)
+    if planned is None:
+        changes = "train.micro_batch_size=1, model.recompute=full, more parallel.fsdp or tensor"
+        return [f"what saves memory: {changes}", *lines]
+    saved = [[f"  {flags}", gib(size)] for flags, size in largest_savings(config, count)]
+    table = aligned([["what saves memory, from formulas", "GiB"], *saved], right=1)
+    return [*memory_table(planned), *table, *lines]

@@ -1,0 +1,45 @@
+"""SIGINT and SIGTERM: finish the step and save; the second time, leave at once."""
+
+import math
+import os
+import signal
+import sys
+import time
+
+_NOTE = "\n{name}: finishing the step, then saving; once more to leave at once\n"
+
+
+class Interrupt:
+    """Context manager whose `requested` turns true at the first SIGINT or SIGTERM, or later on.
+
+    minutes: from now on, after which it turns true without a signal; 0: never. The second signal
+    ends the process with 128 + its number (130, 143), saving nothing. Enter it on the main thread;
+    the handlers from before come back on leaving.
+    """
+
+    def __init__(self, minutes: float = 0.0):
+        self._signalled = False
+        self._end = time.monotonic() + 60 * minutes if minutes else math.inf
+        self._previous = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._signalled or time.monotonic() >= self._end
+
+    def __enter__(self) -> "Interrupt":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number, frame):
+        if self._signalled:
+            if sys.stderr.isatty():
+                os.write(2, b"\x1b[?25h")  # a progress bar may have hidden the cursor
+            os._exit(128 + number)
+        self._signalled = True
+        # Python's buffered streams are not reentrant; write(2) is.
+        os.write(2, _NOTE.format(name=signal.Signals(number).name).encode())

@@ -1,0 +1,90 @@
+"""Device memory: the peak in use, and what the compiled train step needs."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from maxmeg.config.schema import Config
+from maxmeg.parallel import multihost
+from maxmeg.parallel.batch import Batch
+from maxmeg.planning.remedies import planned_memory
+from maxmeg.runtime.metrics.hooks import Hook, Metrics
+from maxmeg.runtime.metrics.progress import memory_size
+
+GIB = 2**30
+
+
+class CompiledStep:
+    """A jitted step that is compiled before its first call with a batch of new shapes.
+
+    `report` is called with the memory statistics of each compiled step. There is one compilation
+    per shape: the call finds the executable in JAX's cache. In a run of several processes the call
+    waits until all of them have compiled.
+    """
+
+    def __init__(self, step: Callable, report: Callable[[jax.stages.Compiled], None]):
+        self.jitted, self._report = step, report
+        self._compiled: set[tuple] = set()
+
+    def __call__(self, state, batch: Batch, controls: dict):
+        self.compile(state, batch, controls)
+        return self.jitted(state, batch, controls)
+
+    def compile(self, state, batch: Batch, controls: dict) -> None:
+        """Compile for these arguments, unless that has been done; nothing is executed."""
+        arrays, structure = jax.tree.flatten(batch)
+        shapes = (structure, *(array.shape for array in arrays))
+        if shapes not in self._compiled:
+            self._compiled.add(shapes)
+            self._report(self.jitted.lower(state, batch, controls).compile())
+            # Processes that begin to communicate too far apart fail: gloo waits for 30 s.
+            multihost.meet(f"compiled/{len(self._compiled)}")
+
+
+def print_memory(compiled: jax.stages.Compiled, config: Config) -> None:
+    """Print one line on process 0: what a compiled train step needs per device."""
+    if multihost.is_primary():
+        print(memory_text(compiled, config), flush=True)
+
+
+def memory_text(compiled: jax.stages.Compiled, config: Config) -> str:
+    """Memory per device of a compiled train step, the planner's estimate of it, and the pool."""
+    stats = compiled.memory_analysis()
+    assert stats is not None
+    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    total = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
+    planned, limit = planned_memory(config, jax.device_count()), memory_limit()
+    parts = [
+        f"train step compiled: {memory_size(total)} per device (state and batch "
+        f"{memory_size(stats.argument_size_in_bytes)}, temporaries "
+        f"{memory_size(stats.temp_size_in_bytes)})",
+        f"planner's estimate {memory_size(sum(planned.values()))}" if planned else "",
+        f"memory pool {memory_size(limit)}" if limit else "",
+    ]
+    return "; ".join(part for part in parts if part)
+
+
+def memory_limit(devices: Sequence | None = None) -> int | None:
+    """Bytes of the smallest memory pool of this process's devices; None on a CPU."""
+    limits = [stats.get("bytes_limit", 0) for stats in _statistics(devices)]
+    return min(filter(None, limits), default=None)
+
+
+def peak_memory_hook(devices: Sequence | None = None) -> Hook:
+    """Hook that adds peak_memory_gib to a step's metrics; put it before the hooks that write.
+
+    It is the maximum over this process's devices since the process started. A CPU keeps no memory
+    statistics: then the metric is left out.
+    """
+
+    def call(step: int, metrics: Metrics) -> None:
+        peaks = [stats["peak_bytes_in_use"] for stats in _statistics(devices)]
+        if peaks:
+            metrics["peak_memory_gib"] = max(peaks) / GIB
+
+    return Hook(call)
+
+
+def _statistics(devices: Sequence | None) -> list[dict[str, int]]:
+    devices = jax.local_devices() if devices is None else devices
+    return [stats for device in devices if (stats := device.memory_stats())]

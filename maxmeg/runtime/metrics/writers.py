@@ -1,0 +1,138 @@
+"""Where metrics go: metrics.jsonl, TensorBoard event files, Weights & Biases.
+
+Each is a hook's `call`, made by process 0 alone. A run resumed at step k replaces what an earlier
+attempt wrote about step k and later. A full disk stops a writer, never the training.
+"""
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import pathlib
+import uuid
+from collections.abc import Callable
+
+from maxmeg.runtime.metrics.hooks import Hook, Metrics
+
+_log = logging.getLogger(__name__)
+
+
+class JsonlWriter:
+    """One line of JSON a step: {"step": n, "loss": ...}; a number that is not finite is null."""
+
+    def __init__(self, path: str | os.PathLike, start_step: int = 0):
+        self._path = pathlib.Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_from(self._path, start_step)
+        self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        row = {"step": step}
+        row |= {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """Scalars in event files under `folder`."""
+
+    def __init__(self, folder: str | os.PathLike, start_step: int = 0):
+        self._folder = os.fspath(folder)
+        self._start_step = start_step
+        self._writer = None
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if self._writer is None:
+            import tensorboardX  # slow to import: not before the first step is under way
+
+            # TensorBoard hides what older files of the folder hold from the purged step on.
+            self._writer = tensorboardX.SummaryWriter(
+                self._folder,
+                purge_step=self._start_step,
+                flush_secs=10,
+                filename_suffix=f".{self._start_step:08}",  # names hold only whole seconds
+            )
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+class WandbWriter:
+    """A Weights & Biases run; a resumed training continues the run of its folder."""
+
+    def __init__(self, project: str, run_dir: str | os.PathLike, config: dict):
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"log.wandb_project={project!r} needs the wandb package:"
+                " pip install 'maxmeg[wandb]', or leave it empty"
+            )
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        run_dir = pathlib.Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        id_file = run_dir / "wandb_id"
+        if not id_file.exists():
+            id_file.write_text(uuid.uuid4().hex[:12])
+        self._run = wandb.init(
+            project=project,
+            name=run_dir.name,
+            id=id_file.read_text(),
+            resume="allow",
+            dir=os.fspath(run_dir),
+            config=config,
+        )
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def writer_hook(writer: JsonlWriter | TensorBoardWriter | WandbWriter) -> Hook:
+    """Hook that writes every step, and gives up with one warning when the system refuses."""
+    name = type(writer).__name__
+    failed = []
+
+    def call(step, metrics):
+        if not failed:
+            _guarded(lambda: writer(step, metrics), f"step {step}", name, failed)
+
+    def close():
+        _guarded(writer.close, "close", name, failed)
+
+    return Hook(call, close=close)
+
+
+def _guarded(action: Callable[[], None], what: str, name: str, failed: list) -> None:
+    try:
+        action()
+    except OSError as error:
+        failed.append(error)
+        _log.warning("%s stops at %s, training goes on: %s", name, what, error)
+
+
+def _drop_from(path, start_step):
+    """Remove the rows of step `start_step` and later, and a last line cut short."""
+    if not path.exists():
+        return
+    kept, whole = [], True
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
+        try:
+            keep = line.endswith("\n") and json.loads(line)["step"] < start_step
+        except (ValueError, KeyError, TypeError):
+            keep = False
+        whole &= keep
+        if keep:
+            kept.append(line)
+    if not whole:
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text("".join(kept), encoding="utf-8")
+        os.replace(partial, path)

@@ -1,0 +1,52 @@
+"""Whether JAX is to look for GPUs, decided before it does."""
+
+import glob
+import importlib.metadata
+
+import jax
+
+_DEVICE_FILES = ("/dev/nvidia*", "/dev/dxg", "/dev/nvhost*", "/dev/nvgpu*")  # also WSL, Jetson
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+
+
+def choose_platform() -> None:
+    """Take the CPU if JAX's CUDA plugin is installed on a machine without an NVIDIA GPU.
+
+    JAX would end there as well, after the plugin's traceback of 20 lines. Call before the first use
+    of a device. ValueError where JAX_PLATFORMS asks for CUDA that is not here.
+    """
+    asked, has_gpu, has_plugin = requested_platforms(), has_nvidia_gpu(), has_cuda_plugin()
+    if {"cuda", "gpu"} & {name.strip() for name in asked.split(",")}:
+        if not has_gpu:
+            raise ValueError(
+                f"JAX_PLATFORMS={asked}: this machine has no NVIDIA GPU (no /dev/nvidia*); check "
+                "nvidia-smi and the GPUs of the job or container, or unset JAX_PLATFORMS for a CPU"
+            )
+        if not has_plugin:
+            raise ValueError(
+                f"JAX_PLATFORMS={asked}: JAX is installed without CUDA: pip install "
+                "'maxmeg[cuda13]' (or cuda12)"
+            )
+    elif not asked and has_plugin and not has_gpu:
+        jax.config.update("jax_platforms", "cpu")
+
+
+def requested_platforms() -> str:
+    """JAX_PLATFORMS, or what a program has set instead; empty: JAX looks for all."""
+    return jax.config.values["jax_platforms"] or ""
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the driver offers a device file."""
+    return any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+
+
+def has_cuda_plugin() -> bool:
+    """Whether JAX's plugin for CUDA is installed."""
+    for name in _PLUGINS:
+        try:
+            importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return True
+    return False

@@ -1,0 +1,294 @@
+"""What a run resumes, and `load_run` loads, beside damaged files and several processes."""
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from layouts import mesh_of, tiny
+
+from maxmeg.checkpoint import manager
+from maxmeg.checkpoint.initialize import base_of, check_base, initialize
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.resume import resume
+from maxmeg.config import files
+from maxmeg.config.flags import run_command
+from maxmeg.config.model import Norm
+from maxmeg.hf.trained import open_run
+from maxmeg.inference.load import load_run
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel import multihost
+from maxmeg.runtime.faults.lock import lock_folder, lock_run
+from maxmeg.state import CHECKPOINTS, TrainState, abstract_state, to_arrays, to_tree
+
+TOKENIZER = "null:60"
+WIDTHS = {1: 32, 2: 32, 3: 64}  # hidden size by step: the newest checkpoint is of another model
+
+
+def config_of(step: int = 2):
+    config = tiny({"hidden_size": WIDTHS[step], "num_layers": 1, "norm": Norm.layernorm}, fsdp=1)
+    config.data.tokenizer = TOKENIZER
+    return config
+
+
+def abstract_of(step: int = 2) -> TrainState:
+    config = config_of(step)
+    return abstract_state(config, make_optimizer(config.optim), mesh_of(config))
+
+
+def state_of(step: int) -> TrainState:
+    """Every array of the abstract state filled with its step."""
+    return jax.tree.map(
+        lambda a: jax.device_put(np.full(a.shape, step, a.dtype), a.sharding), abstract_of(step)
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run folder with checkpoints of steps 1, 2 and 3."""
+    folder = tmp_path_factory.mktemp("saved")
+    with Checkpointer(folder / CHECKPOINTS, keep_last=3, asynchronous=False) as checkpointer:
+        for step in WIDTHS:
+            config = files.to_dict(config_of(step))
+            metadata = {"config": config, "tokenizer": TOKENIZER, "step": step}
+            assert checkpointer.save(step, to_tree(state_of(step)), metadata)
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path):
+    """A copy of the run folder with steps 1 and 2."""
+    shutil.copytree(saved, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / CHECKPOINTS / "step_00000003")
+    return tmp_path / "run"
+
+
+def manifest_of(run, step):
+    return run / CHECKPOINTS / f"step_{step:08d}" / "manifest.json"
+
+
+def damages(data: bytes, count: int):
+    """Damaged manifests; None: the file is deleted."""
+    rng = np.random.default_rng(0)
+    yield from [None, b"", b"{}", b"[]", b"null", data[:-1], data + b" ", b"\xff" * len(data)]
+    for _ in range(count):
+        flipped = bytearray(data)
+        flipped[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        yield bytes(flipped)
+        yield data[: rng.integers(len(data))]
+        yield data.replace(b"32", b"64", 1)
+
+
+def write(path, data):
+    path.unlink() if data is None else path.write_bytes(data)
+
+
+def test_no_damage_to_the_newest_manifest_stops_a_resume_or_a_load(run, caplog):
+    caplog.set_level(logging.CRITICAL, "maxmeg")
+    path, abstract, checkpoints = manifest_of(run, 2), abstract_of(), run / CHECKPOINTS
+    intact = path.read_bytes()
+    for number, data in enumerate(damages(intact, 60)):
+        write(path, data)
+        found = Checkpointer(checkpoints).latest(lambda step, manifest: (step, manifest.metadata))
+        assert found is not None and found[0] == found[1]["step"] == 1, data
+        assert open_run(run).metadata["step"] == 1
+        if number < 6:  # reads the arrays as well
+            begun = resume(config_of(), Checkpointer(checkpoints), abstract, TOKENIZER)
+            assert begun is not None
+            assert (begun.step, begun.metadata["step"]) == (1, 1)
+            assert load_run(str(run)).step == 1
+        path.write_bytes(intact)
+    begun = resume(config_of(), Checkpointer(checkpoints), abstract, TOKENIZER)
+    assert begun is not None and begun.step == 2
+
+
+def test_config_and_weights_are_of_one_checkpoint(saved, tmp_path):
+    shutil.copytree(saved, tmp_path / "run")
+    assert load_run(str(tmp_path / "run")).config.model.hidden_size == 64
+    arrays = sorted((tmp_path / "run" / CHECKPOINTS / "step_00000003" / "arrays").rglob("c/0/0"))
+    arrays[0].write_bytes(b"damaged")
+    reader = open_run(tmp_path / "run")
+    assert reader.metadata["step"] == 2 and (reader.read("model/embedding/table") == 2).all()
+    trained = load_run(str(tmp_path / "run"))
+    assert (trained.step, trained.config.model.hidden_size) == (2, 32)
+    for name, array in to_arrays(trained.model).items():
+        assert (np.asarray(array) == 2).all(), name
+
+
+def test_weights_to_begin_with_come_from_an_intact_checkpoint(saved, run):
+    config, abstract = config_of(), abstract_of()
+    config.checkpoint.init_from = str(run)
+    optimizer = make_optimizer(config.optim)
+    for step in (2, 1):
+        state, base = initialize(config, optimizer, abstract, TOKENIZER)
+        assert (np.asarray(to_arrays(state)["model.final_norm.weight"]) == step).all()
+        manifest_of(run, step).write_bytes(b"")
+    assert base == {}
+    shutil.copy(saved / CHECKPOINTS / "step_00000001" / "manifest.json", manifest_of(run, 1))
+    config.lora.rank = 2
+    first = base_of(config)
+    assert first["step"] == 1
+    check_base(config, first)
+    with pytest.raises(ValueError, match="trained with the frozen base"):
+        check_base(config, first | {"digest": "another"})
+
+
+def test_when_all_are_damaged_one_line_says_so(run, capsys):
+    for step in (1, 2):
+        manifest_of(run, step).write_bytes(b"{}")
+    functions: list[Callable] = [
+        lambda: resume(config_of(), Checkpointer(run / CHECKPOINTS), abstract_of(), TOKENIZER),
+        lambda: load_run(str(run)),
+        lambda: load_run(str(run), 1),
+    ]
+    for function in functions:
+        with pytest.raises(SystemExit) as ended:
+            run_command(function, needs_config=False, argv=["command"])
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and error.count("\n") == 1, error
+        assert error.startswith("error: ") and "manifest.json" in error
+
+
+class KeyValueStore:
+    """The coordinator's store, among threads."""
+
+    def __init__(self):
+        self.values, self.changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value):
+        with self.changed:
+            assert key not in self.values, key
+            self.values[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get(self, key, timeout):
+        with self.changed:
+            if not self.changed.wait_for(lambda: key in self.values, timeout / 1000):
+                raise jax.errors.JaxRuntimeError(f"no {key}")
+            return self.values[key]
+
+    def key_value_delete(self, prefix):
+        with self.changed:
+            for key in [key for key in self.values if key.startswith(f"{prefix}/")]:
+                del self.values[key]
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """Calls a function of a process's number in two threads; returns results or exceptions."""
+    index = threading.local()
+    store = KeyValueStore()
+    monkeypatch.setattr(multihost, "store", lambda: store)
+    monkeypatch.setattr(jax, "process_index", lambda: getattr(index, "value", 0))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def call(function):
+        results = {}
+
+        def one(number):
+            index.value = number
+            try:
+                results[number] = function(number)
+            except Exception as error:
+                results[number] = error
+
+        threads = [threading.Thread(target=one, args=(number,), daemon=True) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        return [results.get(number, "hangs") for number in range(2)]
+
+    return call
+
+
+def checkpointer_of(number, run, hidden: set[str]):
+    """Of process 1 the listing lacks the folders that are hidden from it."""
+    checkpointer = Checkpointer(run / CHECKPOINTS, timeout_seconds=20)
+    if number:
+        checkpointer.steps = lambda: [  # type: ignore[method-assign]
+            step for step in (1, 2) if f"step_{step:08d}" not in hidden
+        ]
+    return checkpointer
+
+
+def test_process_0_decides_what_every_process_resumes(run, two_processes, caplog):
+    """The listing of process 1 lacks the newest checkpoint, or all; then a manifest is damaged."""
+    for hidden, damaged in [
+        ({"step_00000002"}, None),
+        ({"step_00000001", "step_00000002"}, None),
+        (set(), 2),
+    ]:
+        if damaged:
+            manifest_of(run, damaged).write_bytes(b"")
+
+        def work(number, hidden=hidden):
+            checkpointer = checkpointer_of(number, run, hidden)
+            return resume(config_of(), checkpointer, abstract_of(), TOKENIZER)
+
+        expected = 1 if damaged else 2
+        assert [(begun.step, begun.metadata["step"]) for begun in two_processes(work)] == [
+            (expected, expected)
+        ] * 2
+    damage = [record for record in caplog.records if "DAMAGED" in record.getMessage()]
+    assert len(damage) == 1  # told once, by process 0
+
+
+def test_processes_stay_aligned_and_hear_of_errors(run, two_processes):
+    """A process that made other objects before, a folder of another run, errors of process 0."""
+    config, abstract = config_of(), abstract_of()
+    config.checkpoint.load = "none"
+
+    def refused(number):
+        if number:  # a branch that only this process takes
+            for _ in range(3):
+                Checkpointer(run / "elsewhere")
+        return resume(config, checkpointer_of(number, run, {"step_00000001"}), abstract, TOKENIZER)
+
+    for error in two_processes(refused):
+        assert isinstance(error, ValueError)
+        assert "already holds checkpoints of steps [1, 2]" in str(error)
+
+    def absent(number):  # process 1 never answers
+        return number or Checkpointer(run, timeout_seconds=1).manifest(2)
+
+    error, _ = two_processes(absent)
+    assert "process 1: no answer to 'newest' in 1 s" in str(error)
+
+    def missing(number):
+        return checkpointer_of(number, run, set()).manifest(7)
+
+    for error in two_processes(missing):
+        assert isinstance(error, ValueError) and "has [1, 2]" in str(error)
+
+
+def test_a_lock_that_process_0_cannot_take_is_refused_to_all(run, two_processes):
+    def take(number):
+        with lock_run(run):
+            return number
+
+    with lock_folder(run):
+        for error in two_processes(take):
+            assert isinstance(error, OSError) and f"process {os.getpid()} on host" in str(error)
+    assert two_processes(take) == [0, 1]
+
+
+def test_a_file_that_is_not_visible_yet_is_waited_for(run, two_processes, monkeypatch):
+    """A network file system may show a new file late."""
+    path, exists, looks = manifest_of(run, 2), Path.exists, []
+
+    def exists_late(self):
+        if self == path and jax.process_index() and len(looks) < 2:
+            looks.append(self)
+            return False
+        return exists(self)
+
+    monkeypatch.setattr(Path, "exists", exists_late)
+    monkeypatch.setattr(manager.time, "sleep", lambda seconds: None)
+    found = two_processes(lambda number: Checkpointer(run / CHECKPOINTS).manifest(2).step)
+    assert found == [2, 2] and len(looks) == 2

@@ -1,0 +1,41 @@
+"""What checkpoint.verify finds, and when."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxmeg.checkpoint.integrity import CorruptCheckpointError
+from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.schema import Verify
+
+
+@pytest.mark.parametrize("verify", Verify)
+def test_a_disk_that_stores_other_bytes(tmp_path, monkeypatch, verify):
+    """Read back, the save fails; else the restore does, and checksums name the file."""
+    tree, wanted = {"w": jnp.arange(8.0)}, {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
+    checkpointer = Checkpointer(tmp_path, verify=verify)
+    assert checkpointer.save(1, tree, {}) and checkpointer.wait()
+
+    def damage(descriptor, fsync=os.fsync):
+        if os.fstat(descriptor).st_size == tree["w"].nbytes:
+            os.pwrite(descriptor, b"x", 5)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", damage)
+    assert checkpointer.save(2, tree, {})
+    assert checkpointer.wait() == (verify is not Verify.readback)
+    if verify is Verify.readback:
+        assert "w/c/0 does not hold the bytes that were written" in str(checkpointer.last_error)
+        assert checkpointer.steps() == [1]
+    else:
+        named = {Verify.crc: "arrays/w/c/0 of tensor w has CRC-32", Verify.off: "values differ"}
+        with pytest.raises(CorruptCheckpointError, match=named[verify]):
+            checkpointer.restore(2, wanted)
+    found = checkpointer.restore_latest(wanted)
+    assert found is not None and found[0] == 1
+    np.testing.assert_array_equal(found[1]["w"], tree["w"])
+    checksums = {crc for _, crc in checkpointer.manifest(1).files.values()}
+    assert (checksums == {""}) == (verify is Verify.off)

@@ -1,0 +1,136 @@
+"""How settings of a config.json are read and written: rotary, windows, experts, losses."""
+
+import dataclasses
+import math
+
+import pytest
+from published_configs import (
+    DEEPSEEK_V3,
+    GEMMA3,
+    GEMMA3_4B,
+    MIXTRAL,
+    QWEN3,
+    QWEN3_MOE,
+    SMOLLM2,
+)
+
+from maxmeg.config.setting import with_fields
+from maxmeg.hf.families.read import (
+    differences,
+    families_of,
+    hf_config,
+    model_config,
+)
+
+
+def test_both_forms_of_rotary_settings_are_one():
+    kinds = {
+        "yarn": {"factor": 4.0, "beta_fast": 16, "truncate": False, "attention_factor": None},
+        "dynamic": {"factor": 3.0},
+        "linear": {"factor": 2.0},
+    }
+    for kind, settings in kinds.items():
+        old = {**SMOLLM2, "rope_scaling": {"type": kind, **settings}}
+        new = {k: v for k, v in SMOLLM2.items() if not k.startswith("rope_")}
+        new |= {"rope_parameters": {"rope_type": kind, "rope_theta": 100000, **settings}}
+        both = {**new, **old, "rope_scaling": {"type": kind, **settings}}
+        model = model_config(old)
+        assert model.rotary.scaling.value == kind
+        assert model == model_config(new) == model_config(both)
+
+
+def test_yarn_by_mscales():
+    scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    model = model_config({**SMOLLM2, "rope_scaling": scaling})
+    grown = 0.1 * math.log(40)
+    assert model.rotary.attention_factor == pytest.approx((grown + 1) / (0.5 * grown + 1))
+    assert not differences(model, model_config(hf_config(model, "LlamaForCausalLM")))
+
+
+WINDOWS = {  # keys of Qwen 3 -> (window, layers)
+    "none": ({}, (0, "*(attention,mlp)")),
+    "all": (
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0},
+        (9, "*(local,mlp)"),
+    ),
+    "too late": ({"use_sliding_window": True, "sliding_window": 9}, (0, "*(attention,mlp)")),
+    "late": (
+        {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 20},
+        (9, "20(attention,mlp) *(local,mlp)"),
+    ),
+    "by type": (
+        {"use_sliding_window": True, "sliding_window": 9}
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7},
+        (9, "*(3(local,mlp) attention,mlp)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name):
+    keys, wanted = WINDOWS[name]
+    model = model_config({**QWEN3, **keys})
+    assert (model.attention.window, model.layers) == wanted
+    assert not differences(model, model_config(hf_config(model, "Qwen3ForCausalLM")))
+
+
+def test_layers_without_experts_anywhere():
+    some = model_config({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
+    assert some.layers == "*(attention,mlp attention,moe)"
+    named = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1]}
+    first = model_config({**QWEN3_MOE, **named})
+    assert first.layers == "2(attention,mlp) *(attention,moe)"
+    every = dataclasses.replace(first, layers="*(attention,moe attention,mlp)")
+    for model in (some, first, every):
+        written = hf_config(model, "Qwen3MoeForCausalLM")
+        assert not differences(model, model_config(written))
+    assert written["mlp_only_layers"] == [1, 3, 5]
+    deepseek = dataclasses.replace(model_config(DEEPSEEK_V3), layers="*(mla,moe mla,mlp)")
+    with pytest.raises(ValueError, match=r"layers=\*\(mla,moe mla,mlp\) would become"):
+        hf_config(deepseek, "DeepseekV3ForCausalLM")
+
+
+def test_models_that_dropped_in_training_are_published_without():
+    model = model_config(MIXTRAL)
+    dropped = with_fields(model, {"moe.capacity_factor": 1.25, "moe.pad_to_capacity": True})
+    assert hf_config(dropped, "MixtralForCausalLM") == hf_config(model, "MixtralForCausalLM")
+
+
+def test_losses_of_a_router_count_where_they_are_switched_on():
+    on = {**MIXTRAL, "output_router_logits": True}
+    assert model_config(MIXTRAL).moe.aux_loss == 0
+    assert model_config(on).moe.aux_loss == 0.02
+    written = hf_config(model_config(on), "MixtralForCausalLM")
+    assert (written["output_router_logits"], written["router_aux_loss_coef"]) == (True, 0.02)
+    each = model_config({**DEEPSEEK_V3, "seq_aux": False})
+    assert (each.moe.aux_loss, each.moe.sequence_aux_loss) == (0.001, 0)
+    assert not hf_config(each, "DeepseekV3ForCausalLM")["seq_aux"]
+
+
+def test_a_softmax_divided_by_its_sum_is_one_over_the_chosen():
+    late = model_config(MIXTRAL)
+    divided = with_fields(late, {"moe.softmax_before_topk": True, "moe.normalize_weights": True})
+    plain = with_fields(late, {"moe.softmax_before_topk": True})
+    assert not differences(late, divided) and families_of(divided) == ["MixtralForCausalLM"]
+    assert differences(late, plain) and "MixtralForCausalLM" not in families_of(plain)
+
+
+def test_gemma_3_ignores_a_soft_cap_and_may_have_layers_of_one_kind():
+    local = model_config({**GEMMA3, "num_hidden_layers": 5, "attn_logit_softcapping": 50.0})
+    assert local.attention.softcap == 0 == model_config(GEMMA3).attention.softcap
+    assert (local.attention.window, local.layers) == (512, "*(local,mlp)")
+    assert (local.rotary.base, local.rotary.local_base) == (1e4, 0)
+    everywhere = model_config({**GEMMA3, "layer_types": ["full_attention"] * 26})
+    assert (everywhere.attention.window, everywhere.rotary.base) == (0, 1e6)
+    for model in (local, everywhere):
+        assert not differences(model, model_config(hf_config(model, "Gemma3ForCausalLM")))
+
+
+def test_special_tokens_are_carried_along():
+    source = {**SMOLLM2, "bos_token_id": 7, "eos_token_id": [8, 9]}
+    written = hf_config(model_config(SMOLLM2), "LlamaForCausalLM", source)
+    assert [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [7, [8, 9], None]
+    assert hf_config(model_config(GEMMA3_4B), "Gemma3ForCausalLM", GEMMA3_4B)["eos_token_id"] == [
+        1,
+        106,
+    ]

@@ -1,0 +1,53 @@
+"""Which tokens each device holds: shards of a sequence, and batches that are cut the same way."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.layers.context import Context
+from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, TENSOR_AXES, make_mesh
+from maxmeg.parallel.placement import batch_spec, local_rows, place
+from maxmeg.parallel.sequence import SequenceShard, context_order
+from maxmeg.parallel.spmd import spmd
+
+
+@pytest.mark.parametrize(("context", "tensor"), itertools.product((1, 2, 3, 4), (1, 2, 4)))
+def test_shards_cover_the_sequence_once_in_order(context, tensor):
+    whole_length = context * tensor * 6
+    found = []
+    for rank in range(context):
+        shards = [SequenceShard(whole_length, context, rank, tensor, t) for t in range(tensor)]
+        places = [shard.places(np.arange(shard.length)) for shard in shards]
+        assert {len(part) for part in places} == {6}
+        piece = shards[-1].gathered()  # a gather over tensor restores the order of the piece
+        np.testing.assert_array_equal(np.concatenate(places), piece.places(np.arange(piece.length)))
+        found += places
+    np.testing.assert_array_equal(np.concatenate(found), context_order(whole_length, context))
+    assert sorted(np.concatenate(found)) == list(range(whole_length))
+
+
+def test_layers_know_the_tokens_that_placement_gave_them():
+    """Positions placed as a batch are the places that Context computes on each device, of the
+    residual stream's tokens, of the sequence gathered over tensor, and without a cut over tensor.
+    """
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"data": 2, "context": 2, "tensor": 2})
+    rows = local_rows(mesh, 1)
+    whole = np.broadcast_to(np.arange(16, dtype=np.int32), (4, 16))
+    positions = place(whole, rows, mesh, 4)
+    for shard in positions.addressable_shards:
+        assert shard.data.shape == (2, 1, 8)
+
+    def local(positions_MBL):
+        ctx = Context(positions_MBL[0])
+        decoding = Context(positions_MBL[0], sequence_sharded=False)
+        assert (ctx.sequence.whole_length, ctx.sequence.length) == (16, 4)
+        whole_1L = ctx.places(8), decoding.places(8), decoding.shard(decoding.positions_BL)
+        return (ctx.shard(ctx.positions_BL), ctx.places(4)), (ctx.positions_BL, *whole_1L)
+
+    cut, gathered = P("data", CONTEXT_AXES + TENSOR_AXES), P("data", CONTEXT_AXES)
+    out = spmd(local, mesh, (batch_spec(3),), ((cut,) * 2, (gathered,) * 4))
+    for found in jax.tree.leaves(jax.jit(out)(positions)):
+        np.testing.assert_array_equal(found, whole[:2])

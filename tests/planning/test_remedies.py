@@ -1,0 +1,60 @@
+"""Changes that make a config fit really do, and the smallest are named."""
+
+import pytest
+
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
+from maxmeg.models.registry import use_architecture
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.remedies import largest_savings, planned_memory, remedies
+from maxmeg.planning.search import needed, with_recompute
+
+GIB = 2**30
+
+
+def of(name: str, batch: int, micro: int = 0, **parallel: int) -> Config:
+    config = use_architecture(Config(), name)
+    config.train.global_batch_size, config.train.micro_batch_size = batch, micro
+    config.parallel = with_fields(config.parallel, parallel)
+    return config
+
+
+def test_one_change_is_enough():
+    config, cluster = of("175b", 512, 4, pipe=8, tensor=8), parse_cluster("h100x64")
+    assert needed(config, 64) > cluster.capacity
+    found = remedies(config, cluster)
+    flags = ["--config.train.micro_batch_size=2", "--config.model.recompute=full"]
+    assert [remedy.flags for remedy in found] == flags  # selective does not fit
+    assert found[1].total == needed(with_recompute(config, "full"), 64) <= cluster.capacity
+    assert 1 < found[0].slowdown < 1.1 < found[1].slowdown < 1.4
+
+
+def test_as_few_changes_as_possible_together():
+    cluster = parse_cluster("h100x8")
+    found = remedies(of("llama3-8b", 128, data=8), cluster)
+    assert found[0].flags == "--config.train.micro_batch_size=2 --config.parallel.data=1"
+    assert all(remedy.total <= cluster.capacity for remedy in found)
+    assert not any("recompute" in remedy.flags and "micro" in remedy.flags for remedy in found)
+    assert [r.slowdown for r in found] == sorted(r.slowdown for r in found)
+    assert remedies(of("175b", 512, tensor=8), cluster) == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "count", "last"),
+    [
+        (of("llama3-8b", 128, data=8), 8, "--config.parallel.data=1"),
+        (of("1.3b", 64), 1, "--config.parallel.fsdp=2 on 2 devices"),
+    ],
+)
+def test_the_largest_saving_of_each_kind(config, count, last):
+    found = largest_savings(config, count)
+    flags = ["--config.train.micro_batch_size=1", "--config.model.recompute=full", last]
+    assert [flag for flag, _ in found] == flags
+    lighter = with_recompute(config, "full")
+    assert found[1][1] == needed(config, count) - needed(lighter, count) > 70 * GIB
+
+
+def test_a_model_that_is_not_planned_has_neither():
+    config = of("345m", 8)
+    config.model.mtp.num_layers = 1
+    assert planned_memory(config, 1) is None and largest_savings(config, 1) == []
