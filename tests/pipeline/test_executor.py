@@ -89,14 +89,12 @@ MIXED = [
 
 @contextlib.contextmanager
 def reporting_mlps():
-    """MLPs report the sum of squares and the largest negative magnitude of their inputs."""
+    """MLPs report the sum of squares of their inputs and the largest negative one of a token."""
     plain = Mlp.__call__
 
     def call(self, h_BLD, ctx, cache=None):
-        aux = {
-            "squares": jnp.sum(jnp.square(h_BLD)),
-            "largest": Max(jnp.max(-jnp.abs(h_BLD[..., 0]))),
-        }
+        squares_BL = jnp.sum(jnp.square(h_BLD), axis=-1)
+        aux = {"squares": jnp.sum(squares_BL), "largest": Max(jnp.max(-squares_BL))}
         return *plain(self, h_BLD, ctx, cache)[:2], aux
 
     with pytest.MonkeyPatch.context() as patch:
