@@ -126,7 +126,8 @@ def families(
             "Lfm2ForCausalLM",
             {
                 **wide,
-                "layer_types": ["conv", "full_attention"] * (LAYERS // 2),
+                "num_hidden_layers": 2 * LAYERS,  # two units, for two stages
+                "layer_types": ["conv", "full_attention"] * LAYERS,
                 "conv_bias": True,
                 "conv_L_cache": 4,
             },

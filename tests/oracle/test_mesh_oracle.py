@@ -1,5 +1,5 @@
-"""Every dense family on a mesh: weights cut over pipe, fsdp and tensor give the loss and the
-gradients of Hugging Face's own models. (tests/test_step.py has the layouts and options,
+"""Every family without experts on a mesh: weights cut over pipe, fsdp and tensor give the loss and
+the gradients of Hugging Face's own models. (tests/test_step.py has the layouts and options,
 tests/test_moe_training.py those of experts.)"""
 
 import dataclasses
@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from test_families_oracle import assert_same_gradients, imported, saved
 
 from maxmeg.config.model import DType
-from maxmeg.hf.families.read import model_config
-from maxmeg.hf.families.tables import DENSE
+from maxmeg.hf.families.expert_tables import SPARSE
+from maxmeg.hf.families.read import FAMILIES, model_config
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.state import abstract_state, from_tree, nested, orders_of, to_arrays
@@ -29,7 +29,7 @@ NAMES = {CASES[name][0]: name for name in reversed(CASES)}
 
 
 def test_every_family_is_here():
-    assert NAMES.keys() == DENSE.keys()
+    assert NAMES.keys() == FAMILIES.keys() - SPARSE.keys()
 
 
 def on_mesh(ours: LM, abstract: LM) -> LM:
