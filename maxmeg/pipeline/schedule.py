@@ -1,10 +1,10 @@
 """Pipeline schedules as integer tables, in pure NumPy.
 
-A tick is a step that all stages make together: each lane that is on runs one chunk of one
-microbatch on every stage, at most. What a lane puts out is there for other stages at the next
-tick. Where nothing is to do, a lane has -1. References: GPipe (Huang et al. 2018), 1F1B
-(PipeDream, Narayanan et al. 2019), interleaved 1F1B (Megatron-LM, Narayanan et al. 2021), the
-split of backward (Zero Bubble Pipeline Parallelism, Qi et al. 2023).
+All stages go through the ticks together. In a tick, each active lane runs at most one unit on each
+stage: one chunk of one microbatch. A lane's output reaches other stages at the next tick. An entry
+of -1 means idle. References: GPipe (Huang et al. 2018), 1F1B (PipeDream, Narayanan et al. 2019),
+interleaved 1F1B (Megatron-LM, Narayanan et al. 2021), separate weight gradients (Zero Bubble
+Pipeline Parallelism, Qi et al. 2023).
 """
 
 import dataclasses
@@ -14,10 +14,11 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """[ticks, stages] each: microbatch and chunk (-1: idle), and slots of the two rings.
+    """Arrays [ticks, stages]: microbatch and chunk (-1: idle), and slots of two ring buffers.
 
-    slot: of what the forward lane keeps. deferred: of what the backward lane keeps for a weight
-    lane. An idle stage of a lane that writes has the slot that its result may fall into.
+    slot: where the forward lane stores residuals. deferred: where the backward lane stores the
+    inputs of the weight lane. An idle stage writes too while its lane is active: it has a free
+    slot.
     """
 
     microbatch: np.ndarray
@@ -34,10 +35,10 @@ class Lane:
 class Table:
     """What every stage does at every tick.
 
-    backward: gradients of inputs and weights, or of inputs alone where there is a weight lane.
-    head [ticks]: the microbatch whose loss is computed, -1 for none; its input is the last
-    stage's output of this tick, or is kept in `outputs` slots since an earlier one.
-    slots, deferred: sizes of the rings.
+    backward: gradients of inputs and weights; with a weight lane, of inputs alone.
+    head [ticks]: the microbatch whose loss is computed, -1 for none. Its input is the last stage's
+    output of this tick or, with outputs > 0, of an earlier tick, stored in `outputs` slots.
+    slots, deferred: sizes of the ring buffers.
     """
 
     name: str
@@ -83,11 +84,11 @@ def one_f_one_b(microbatches: int, stages: int, chunks: int = 1) -> Table:
 
 
 def zero_bubble(microbatches: int, stages: int, chunks: int = 1) -> Table:
-    """1F1B with weight gradients in their own lane, all stages at once, filling the cool-down.
+    """1F1B with weight gradients in a lane of their own, on all stages at once, in the cool-down.
 
-    ZB-H1: with free-running stages this order loses (S - 1)(F + B - W), with 1F1B's memory. In
-    lockstep every lane is on for at least M + S - 1 ticks but the weights', which is on for M, as
-    few as can be: it loses (S - 1)(F + B), 1F1B (S - 1)(F + B + W), with as many slots.
+    ZB-H1: stages that run freely lose (S - 1)(F + B - W) in this order, with 1F1B's memory. In
+    lockstep forward and backward are active for M + S - 1 ticks and the weight lane for M, the
+    minimum: it loses (S - 1)(F + B), 1F1B (S - 1)(F + B + W), with as many slots.
     """
     if chunks != 1:
         raise ValueError(
@@ -100,7 +101,7 @@ def zero_bubble(microbatches: int, stages: int, chunks: int = 1) -> Table:
 
 
 def forward_only(microbatches: int, stages: int, chunks: int = 1) -> Table:
-    """Evaluation: forwards alone, nothing kept."""
+    """Evaluation: the forward lane alone, without residuals."""
     forward, _ = _staggered(microbatches, stages, chunks)
     return _table("forward_only", (microbatches, stages, chunks), forward, None)
 
@@ -109,10 +110,9 @@ SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zero_bubble": zero_bub
 
 
 def runs(table: Table) -> list[tuple[int, int, tuple[str, ...]]]:
-    """(first tick, tick after the last, lanes that are on) of ticks with the same lanes.
+    """(first tick, tick after the last, active lanes) of each run of ticks with the same lanes.
 
-    "head" is among them; with several chunks it comes and goes, and is on from its first tick to
-    its last.
+    "head" counts as a lane; with several chunks it is active from its first tick to its last.
     """
     with_head = table.head >= 0
     if table.chunks > 1:
@@ -128,6 +128,65 @@ def runs(table: Table) -> list[tuple[int, int, tuple[str, ...]]]:
         (start, stop, on[start])
         for start, stop in zip(starts, [*starts[1:], table.ticks], strict=True)
     ]
+
+
+def live(table: Table) -> list[int]:
+    """The most units whose residuals each stage holds at once.
+
+    A unit is live from its forward to its last reader, both ticks included.
+    """
+    last_reader = table.weight or table.backward
+    if last_reader is None:
+        return [0] * table.stages
+    written, read = (_ticks(table, lane) for lane in (table.forward, last_reader))
+    return [most_at_once(written[:, s], read[:, s]) for s in range(table.stages)]
+
+
+def most_at_once(first: np.ndarray, last: np.ndarray) -> int:
+    """The most units that are live in one tick; each from tick `first` to `last`, both included."""
+    change = np.zeros(int(last.max()) + 2, np.int64)
+    np.add.at(change, first, 1)
+    np.add.at(change, last + 1, -1)
+    return int(change.cumsum().max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Bubble:
+    """The time of a step, in times (F, B, W) of a whole stage and microbatch: forward, gradients
+    of inputs, gradients of weights. A chunk takes 1 / chunks of each.
+
+    ticks: number of ticks in which each lane is active. lost: what all stages in lockstep take
+    beyond `ideal`, the time of a stage that is never idle.
+    """
+
+    ticks: dict[str, int]
+    lost: tuple[float, float, float]
+    ideal: tuple[float, float, float]
+
+    @property
+    def fraction(self) -> float:
+        """Lost over ideal time if F = B = W: (S - 1) / M for 1F1B."""
+        return sum(self.lost) / sum(self.ideal)
+
+
+def bubble(table: Table) -> Bubble:
+    """The idle time of a table; without a weight lane a tick of backward takes B + W."""
+    M, V = table.microbatches, table.chunks
+    ticks = {name: int(lane.active.any(axis=1).sum()) for name, lane in table.lanes().items()}
+    backward = ticks.get("backward", 0)
+    counts = (ticks["forward"], backward, ticks.get("weight", backward))
+    lost = [(count - M * V) / V if count else 0.0 for count in counts]
+    ideal = [float(M) if count else 0.0 for count in counts]
+    return Bubble(ticks, (lost[0], lost[1], lost[2]), (ideal[0], ideal[1], ideal[2]))
+
+
+def _ticks(table: Table, lane: Lane) -> np.ndarray:
+    """[microbatches x chunks, stages]: the tick of each unit."""
+    ticks, stages = np.nonzero(lane.active)
+    units = lane.microbatch[ticks, stages] * table.chunks + lane.chunk[ticks, stages]
+    found = np.empty((table.microbatches * table.chunks, table.stages), np.int64)
+    found[units, stages] = ticks
+    return found
 
 
 Units = dict[tuple[int, int], tuple[int, int]]  # (stage, tick) -> (microbatch, chunk)
@@ -165,7 +224,7 @@ def _table(
     backward: Units | None,
     weight: Units | None = None,
 ) -> Table:
-    """Fills in slots and the head's lane: when the last stage needs its gradient."""
+    """The table of these units, with its slots, and the head where the last stage needs it."""
     M, S, V = sizes
     ticks = 1 + max(tick for units in (forward, backward, weight) for _, tick in units or ())
     f = _lane(forward, ticks, S)
@@ -186,9 +245,9 @@ def _table(
 
 
 def _assign(writer: Lane, readers: list[Lane], numbers: list[np.ndarray]) -> int:
-    """Number the slots of a ring, from `writer` to the last of `readers`; how many there are.
+    """Fill in the slots of a ring buffer, freed by the last of `readers`. Returns its size.
 
-    Where the lane is on and a stage idle, it writes to a slot that nothing lives in.
+    An idle stage writes to a free slot while the lane is active.
     """
     ticks, stages = writer.microbatch.shape
     on = np.any(writer.microbatch >= 0, axis=1)

@@ -24,15 +24,12 @@ It does not know kernels' launch times, stragglers, small messages' latency, or 
 """
 
 import dataclasses
-import functools
 
-from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import with_fields
 from maxmeg.planning.cost import communication
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
-from maxmeg.planning.cost.flops import logit_flops, training_flops
+from maxmeg.planning.cost.flops import layer_flops, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import (
     activations_by_mode,
@@ -42,12 +39,7 @@ from maxmeg.planning.cost.memory import (
     keeps_attention,
     moments,
 )
-from maxmeg.planning.cost.workload import (
-    Workload,
-    architecture_key,
-    parameter_counts,
-    workload,
-)
+from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
     ATTENTION_FORWARD_REACHED,
@@ -134,7 +126,7 @@ def exposed_seconds(
 def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     """Of the average layer, as the module's docstring says."""
     model, tensor = work.config.model, work.axes["tensor"]
-    products, scores, _ = forward_flops(model, work.config.data.sequence_length)
+    products, scores = layer_flops(model, work.config.data.sequence_length)
     peak = cluster.gpu.bf16_tflops * 1e12
     products = work.samples * products + repeated_products(work)
     matmul = products / tensor / cluster.matmul_rate
@@ -201,21 +193,3 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
     stored = sum(shard.stored for shard in work.shards if shard.trained)
     each = arrays * FLOAT32 + FLOAT32 + work.itemsize
     return stored * each / cluster.memory_rate
-
-
-def forward_flops(model: ModelConfig, length: int) -> tuple[float, float, float]:
-    """Forward FLOPs of one sample: a layer's products, its attention scores (half of them in
-    a causal model), the logits; taken apart from `training_flops`."""
-    return _forward_flops(architecture_key(model), length)
-
-
-@functools.lru_cache(maxsize=64)
-def _forward_flops(key: frozenset, length: int) -> tuple[float, float, float]:
-    model = with_fields(ModelConfig(), dict(key))
-    every = training_flops(model, length, causal=True)
-    whole = training_flops(model, length, causal=False)
-    logits = logit_flops(model, length)
-    half = whole - every
-    scores = half if model.attention.causal else 2 * half
-    layers = 3 * model.num_layers
-    return (every - logits - half) / layers, scores / layers, logits / 3

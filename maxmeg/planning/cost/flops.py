@@ -3,7 +3,7 @@
 from maxmeg.config.model import ModelConfig
 from maxmeg.models.mixers import pattern
 
-_TRAINING = 3  # forward, and backward to inputs and to weights
+_TRAINING = 3  # forward, gradients of inputs, gradients of weights
 _MULTIPLY_ADD = 2
 
 
@@ -15,36 +15,44 @@ def training_flops(
     causal: bool | None = None,
     frozen: bool = False,
 ) -> float:
-    """FLOPs of one step over `batch_size` sequences; recomputation is not counted.
+    """FLOPs of one step over `batch_size` sequences, without recomputation.
 
-    These are the products with the weights that each mixer reports, the logits (of the padded
-    vocabulary), and the attention scores (half of them in a causal model, those within the window
-    in a `local` layer). An MTP layer is one more layer of the last kind, with logits of its own.
-    Norms, embeddings and softmax are left out, as in Megatron-LM. causal: whether half of the
-    scores count; None: as in the model. frozen: no weight has a gradient (the small adapters beside
-    them are left out).
+    Counted are the matrix products with weights (`MixerSpec.weights`), the attention scores
+    (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary. An
+    MTP layer is one more layer of the last kind, with logits of its own. Norms, embeddings and
+    softmax are left out, as in Megatron-LM. causal: whether to halve the scores; None: as in the
+    model. frozen: weights have no gradients; the adapters beside them are left out.
     """
     causal = model.attention.causal if causal is None else causal
     tokens = batch_size * sequence_length
-    logits = logit_weights(model, tensor)
+    logits = model.hidden_size * model.padded_vocab_size(tensor)
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
-    weights = logits + model.mtp.num_layers * (logits + joining)
-    scores = 0
-    layers = pattern(model)
-    last = layers[-1][0][-len(model.layer_kinds[-1]) :]
-    for unit, repeats in [*layers, (last, model.mtp.num_layers)]:
-        for mixer in [mixer for sublayer in unit for mixer in sublayer.mixers]:
-            weights += repeats * mixer.weights()
-            scores += repeats * mixer.scores(sequence_length)
+    weights, scores = weights_and_scores(model, sequence_length)
+    weights += logits + model.mtp.num_layers * (logits + joining)
     scores = batch_size * scores / (2 if causal else 1)
     times = _TRAINING - 1 if frozen else _TRAINING
     return float(_MULTIPLY_ADD * (times * tokens * weights + _TRAINING * scores))
 
 
-def logit_flops(model: ModelConfig, tokens: int) -> float:
-    """FLOPs of the logits of `tokens` tokens in training."""
-    return float(_MULTIPLY_ADD * _TRAINING * tokens * logit_weights(model, 1))
+def layer_flops(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
+    """Forward FLOPs of the average layer for one sequence: products with weights, and attention
+    scores."""
+    weights, scores = weights_and_scores(model, sequence_length)
+    scores *= 1 if model.attention.causal else _MULTIPLY_ADD
+    return _MULTIPLY_ADD * sequence_length * weights / model.num_layers, scores / model.num_layers
 
 
-def logit_weights(model: ModelConfig, tensor: int) -> int:
-    return model.hidden_size * model.padded_vocab_size(tensor)
+def weights_and_scores(model: ModelConfig, sequence_length: int) -> tuple[int, int]:
+    """Sums of `MixerSpec.weights` and `MixerSpec.scores` over all layers, MTP's included."""
+    layers = pattern(model)
+    last = layers[-1][0][-len(model.layer_kinds[-1]) :]
+    mixers = [
+        (mixer, repeats)
+        for unit, repeats in [*layers, (last, model.mtp.num_layers)]
+        for sublayer in unit
+        for mixer in sublayer.mixers
+    ]
+    return (
+        sum(repeats * mixer.weights() for mixer, repeats in mixers),
+        sum(repeats * mixer.scores(sequence_length) for mixer, repeats in mixers),
+    )

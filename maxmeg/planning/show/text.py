@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
-from maxmeg.pipeline.check import bubble, live
-from maxmeg.pipeline.schedule import SCHEDULES, Table
+from maxmeg.pipeline.schedule import SCHEDULES, Table, bubble, live
 from maxmeg.planning.report import Analytic, Collective, Compiled
-from maxmeg.planning.show.timeline import bubble_fraction, timeline_text
+from maxmeg.planning.show.timeline import timeline_text
 from maxmeg.runtime.metrics.progress import quantity
 
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
@@ -339,7 +338,7 @@ def _pipeline(table: Table | None) -> dict | None:
         "ticks": found.ticks,
         "lost": dict(zip(names, found.lost, strict=True)),
         "ideal": dict(zip(names, found.ideal, strict=True)),
-        "bubble_fraction": bubble_fraction(table),
+        "bubble_fraction": found.fraction,
         "live_activations": live(table),
         "activation_slots": table.slots,
         "deferred_slots": table.deferred,

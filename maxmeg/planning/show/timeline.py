@@ -11,8 +11,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from maxmeg.pipeline.check import bubble, live
-from maxmeg.pipeline.schedule import Lane, Table, runs
+from maxmeg.pipeline.schedule import Lane, Table, bubble, live, runs
 
 TITLES = {
     "gpipe": "GPipe",
@@ -58,7 +57,7 @@ def timeline_facts(table: Table) -> list[tuple[str, str]]:
         ("schedule", f"{title(table)}, {table.ticks} ticks: {on}"),
         (
             "bubble",
-            f"{bubble_fraction(table):.1%} over the ideal where F = B = W; lost {lost} of a stage",
+            f"{bubble(table).fraction:.1%} over the ideal where F = B = W; lost {lost} of a stage",
         ),
     ]
     if any(kept):
@@ -68,12 +67,6 @@ def timeline_facts(table: Table) -> list[tuple[str, str]]:
     if table.deferred:
         facts.append(("deferred", f"at most {table.deferred} weight gradients of a stage wait"))
     return facts
-
-
-def bubble_fraction(table: Table) -> float:
-    """Time lost over the ideal where F = B = W: (S - 1) / M for 1F1B."""
-    found = bubble(table)
-    return sum(found.lost) / sum(found.ideal)
 
 
 def timeline_text(table: Table) -> str:
@@ -99,7 +92,7 @@ def timeline_svg(table: Table) -> str:
     """The schedule as an SVG document: ticks x stages, coloured by what runs, grey where idle."""
     picture = _Picture(table)
     kept = live(table)
-    note = f"bubble {bubble_fraction(table):.1%} over the ideal where F = B = W"
+    note = f"bubble {bubble(table).fraction:.1%} over the ideal where F = B = W"
     if any(kept):
         shown = ", ".join(map(str, kept)) if len(kept) <= 16 else f"{max(kept)} to {min(kept)}"
         note += f" · live activations of stages 0 to {table.stages - 1}: {shown}"

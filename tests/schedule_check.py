@@ -1,8 +1,8 @@
-"""What must hold for every schedule table, and what a table costs. Pure NumPy.
+"""The invariants of every schedule table, and the bubble of stages that run freely.
 
-`check` proves that a table can be run as the executor runs it: in a tick the forward lane comes
-first, then the head, backward and weight gradients; what crosses stages arrives at the next tick
-and does not wait; what a stage keeps lies in numbered slots of a ring.
+`check` proves that the executor can run a table: in a tick the forward lane comes first, then the
+head, backward and weight gradients; a value sent to another stage arrives at the next tick and is
+used in it; the residuals of a stage lie in the numbered slots of a ring.
 """
 
 import dataclasses
@@ -10,16 +10,17 @@ from typing import NoReturn
 
 import numpy as np
 
-from maxmeg.pipeline.schedule import Lane, Table
+from maxmeg.pipeline.schedule import Lane, Table, most_at_once
 
 Times = dict[str, np.ndarray]  # lane -> [microbatches, chunks, stages]: the tick of each unit
 
 
 def check(table: Table) -> None:
-    """AssertionError with tick, stage and unit where the table cannot be run.
+    """Raise AssertionError with tick, stage and unit if the executor cannot run the table.
 
-    Every unit once on every stage in every lane; needs made in time; the head where the last
-    stage's backward wants its gradient; no slot overwritten or read wrongly while it lives.
+    Every lane runs every unit once on every stage, after the units that it depends on. The head
+    runs when the backward lane of the last stage needs its gradient. No slot is overwritten before
+    its last read, and every read finds its own unit.
     """
     times = _times(table)
     _check_order(table, times)
@@ -32,53 +33,11 @@ def check(table: Table) -> None:
         _check_ring(table, "deferred", readers, table.deferred)
 
 
-def live(table: Table) -> list[int]:
-    """Of each stage, how many units' activations it keeps at once, at most.
-
-    They live from their forward to their last reader, both ticks included.
-    """
-    if table.backward is None:
-        return [0] * table.stages
-    times = _times(table)
-    made, read = times["forward"], times["weight" if table.weight else "backward"]
-    return [_peak(made[..., stage], read[..., stage]) for stage in range(table.stages)]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bubble:
-    """What a step takes, in times of a whole stage and microbatch: (F, B, W) is for forward,
-    gradients of inputs, gradients of weights; a chunk takes its part of each.
-
-    ticks: of each lane, in which it is on. lost: what all stages in lockstep take beyond
-    `ideal`, the time of a stage that is never idle.
-    """
-
-    ticks: dict[str, int]
-    lost: tuple[float, float, float]
-    ideal: tuple[float, float, float]
-
-    @property
-    def fraction(self) -> float:
-        """Lost part of the whole time (not of the ideal) where F = B = W."""
-        return sum(self.lost) / (sum(self.lost) + sum(self.ideal))
-
-
-def bubble(table: Table) -> Bubble:
-    """The idle time of a table; without a weight lane a tick of backward takes B + W."""
-    M, V = table.microbatches, table.chunks
-    ticks = {name: int(lane.active.any(axis=1).sum()) for name, lane in table.lanes().items()}
-    backward = ticks.get("backward", 0)
-    of_each = (ticks["forward"], backward, ticks.get("weight", backward))
-    lost = [(count - M * V) / V if count else 0.0 for count in of_each]
-    ideal = [float(M) if count else 0.0 for count in of_each]
-    return Bubble(ticks, (lost[0], lost[1], lost[2]), (ideal[0], ideal[1], ideal[2]))
-
-
 def free_running(table: Table, forward: float, backward: float, weight: float) -> float:
-    """Idle time of stages that do a table's units in its order, each as soon as it can.
+    """Idle time if each stage runs its units in the table's order, as early as it can.
 
-    The form in which papers give a bubble: times (F, B, W) of a whole stage, ticks ignored. In
-    lockstep, where every stage spends the time of the lanes that are on, `bubble` holds.
+    Papers give bubbles in this form: times (F, B, W) of a whole stage, without ticks. `bubble` is
+    for the executor, where all stages run every tick in lockstep.
     """
     S, V = table.stages, table.chunks
     cost = {"forward": forward, "backward": backward, "weight": weight}
@@ -166,7 +125,7 @@ def _check_head(table: Table, times: Times) -> None:
         _fail("head", tick, last, (table.head[tick], V - 1), f"not microbatch {expected[tick]}")
     waits = made < used  # in the place of its microbatch; an idle stage's result falls into 0
     if waits.any() and table.outputs < table.microbatches:
-        count = _peak(made[waits], used[waits])
+        count = most_at_once(made[waits], used[waits])
         raise AssertionError(
             f"{count} outputs of stage {last} wait for the head at once, in {table.outputs} places "
             f"instead of one for each of {table.microbatches} microbatches"
@@ -203,14 +162,6 @@ def _check_ring(table: Table, ring: str, lanes: list[Lane], size: int) -> None:
                     _fail(*where, f"finds {found} in {ring} {slot}")
                 elif lane is readers[-1]:
                     del holds[slot]
-
-
-def _peak(made: np.ndarray, read: np.ndarray) -> int:
-    """Most units at once of those that live from tick `made` to tick `read`, both included."""
-    change = np.zeros(int(read.max()) + 2, np.int64)
-    np.add.at(change, made.reshape(-1), 1)
-    np.add.at(change, read.reshape(-1) + 1, -1)
-    return int(change.cumsum().max())
 
 
 def _fail(lane: str, tick: int, stage: int, unit: tuple[int, int], problem: str) -> NoReturn:
