@@ -130,13 +130,10 @@ def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Differen
     for key, corpus in corpora.items():
         _, num_tokens, _ = key
         positions = np.arange(min(num_tokens, _PLACES)) * num_tokens // min(num_tokens, _PLACES)
-        ends = np.cumsum(corpus.lengths, dtype=np.int64)
-        sequences = np.searchsorted(ends, positions, side="right")
-        offsets = positions - (ends[sequences] - corpus.lengths[sequences])
         surplus = np.zeros(len(positions), np.int64)
         for sign, orders in ((1, before), (-1, after)):
             for record, samples in orders:
-                surplus += sign * _times_read(record, samples, key, sequences, offsets)
+                surplus += sign * _times_read(record, samples, key, corpus, positions)
         weight = num_tokens / len(positions)
         repeated += surplus.clip(min=0).sum() * weight
         left_out -= surplus.clip(max=0).sum() * weight
@@ -159,17 +156,18 @@ def _times_read(
     record: Record,
     samples: Samples,
     key: tuple[int, ...],
-    sequences: np.ndarray,
-    offsets: np.ndarray,
+    corpus: IndexedDataset,
+    positions: np.ndarray,
 ) -> np.ndarray:
-    """How often the record's samples contain each of these tokens of the corpus `key` as an
-    input."""
-    times, first = np.zeros(len(sequences), np.int64), 0
+    """How often the record's samples contain the tokens at these positions of the corpus `key` as
+    an input."""
+    times, first = np.zeros(len(positions), np.int64), 0
     for *identity, begin, end in record["corpora"]:
         if tuple(identity) == key:
-            rows = np.flatnonzero((begin <= sequences) & (sequences < end))
-            local = sequences[rows] - begin + first
-            times[rows] += samples.times_read(local, offsets[rows], record["samples"])
+            low, high = (int(corpus.lengths[:n].sum(dtype=np.int64)) for n in (begin, end))
+            rows = np.flatnonzero((low <= positions) & (positions < high))
+            before = int(samples.lengths[:first].sum(dtype=np.int64))
+            times[rows] += samples.times_read(positions[rows] - low + before, record["samples"])
         first += end - begin
     return times
 

@@ -108,18 +108,6 @@ class MegatronSamples(Samples):
         stop = start + self.sequence_length + 1
         return cut(self.lengths, self.documents, self.ends, start, stop)
 
-    def times_read(self, sequences: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
-        """As described in `Samples`; O(documents + samples) of all epochs."""
-        rounds, rest = divmod(count, self.num_samples)
-        reads = np.full(self.num_samples, rounds, np.int64)
-        reads[self.shuffle[:rest]] += 1
-        by_sequence = np.argsort(self.documents, kind="stable").reshape(-1, self.plan.num_epochs)
-        places = by_sequence[sequences]
-        starts = self.ends[places] - self.lengths[sequences][:, None]
-        samples = (starts + offsets[:, None]) // self.sequence_length
-        is_cut = samples < self.num_samples  # the last tokens do not fill a sample
-        return np.where(is_cut, reads[np.minimum(samples, self.num_samples - 1)], 0).sum(1)
-
     def boundaries(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Rows of Megatron-LM's `sample_index`: positions in `documents`, and token offsets
         there."""
@@ -168,14 +156,6 @@ class ContinuedSamples(Samples):
             pieces = self._parts[part].pieces(samples[rows] - self._starts[part])
             parts.append(dataclasses.replace(pieces, rows=rows[pieces.rows]))
         return joined(parts)
-
-    def times_read(self, sequences: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
-        """As described in `Samples`."""
-        ends = [*self._starts[1:].tolist(), max(count, self.num_samples)]
-        times = np.zeros(len(sequences), np.int64)
-        for part, start, end in zip(self._parts, self._starts.tolist(), ends, strict=True):
-            times += part.times_read(sequences, offsets, max(0, min(count, end) - start))
-        return times
 
 
 def make_samples(

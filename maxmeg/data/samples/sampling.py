@@ -15,6 +15,7 @@ import numpy as np
 Batch = dict[str, np.ndarray]
 _U64 = np.uint64
 _ROUNDS = 6
+_COUNTED = 1 << 16  # samples that `times_read` looks up at a time
 
 
 def parse_split(split: str) -> list[float]:
@@ -171,12 +172,22 @@ class Samples:
         """The pieces of these samples."""
         raise NotImplementedError
 
-    def times_read(self, sequences: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
+    def times_read(self, places: np.ndarray, count: int) -> np.ndarray:
         """How often samples 0 to count - 1 contain each of these tokens as an input; int64.
 
-        sequences: numbers in reading order; offsets: of the tokens within their sequences.
+        places: positions in the concatenated sequences, ascending. O(samples log places).
         """
-        raise NotImplementedError
+        starts = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
+        changes = np.zeros(len(places) + 1, np.int64)
+        for first in range(0, count, _COUNTED):
+            pieces = self.pieces(np.arange(first, min(first + _COUNTED, count)))
+            begins = starts[pieces.sequences] + pieces.offsets
+            # The last token of a sample is a target only.
+            ends = begins + pieces.lengths - np.append(np.diff(pieces.rows) > 0, True)
+            for sign, bounds in ((1, begins), (-1, ends)):
+                at = np.searchsorted(places, bounds)
+                changes += sign * np.bincount(at, minlength=len(changes))
+        return np.cumsum(changes[:-1])
 
     def too_small(self) -> ValueError:
         return ValueError(
@@ -241,23 +252,6 @@ class GptSamples(Samples):
             part = self._pieces_of_epoch(int(epoch), within[rows])
             parts.append(dataclasses.replace(part, rows=rows[part.rows]))
         return joined(parts)
-
-    def times_read(self, sequences: np.ndarray, offsets: np.ndarray, count: int) -> np.ndarray:
-        """As described in `Samples`; O(sequences + samples) per epoch."""
-        times = np.zeros(len(sequences), np.int64)
-        num_epochs, rest = divmod(count, self.samples_per_epoch)
-        for epoch in range(num_epochs + 1):
-            is_read = np.full(self.samples_per_epoch, epoch < num_epochs)
-            within = np.arange(rest if epoch == num_epochs else 0)
-            is_read[self._cuts.within_epoch(epoch, within)] = True
-            order, ends = self._order(epoch if self._shuffle else 0)
-            places = np.empty(len(order), np.int64)
-            places[order] = np.arange(len(order))
-            starts = ends[places[sequences]] - self.lengths[sequences]
-            samples = (starts + offsets) // self.sequence_length
-            is_cut = samples < self.samples_per_epoch  # the last tokens do not fill a sample
-            times[is_cut] += is_read[samples[is_cut]]
-        return times
 
     def _pieces_of_epoch(self, epoch: int, within: np.ndarray) -> Pieces:
         order, ends = self._order(epoch if self._shuffle else 0)
