@@ -123,10 +123,6 @@ class Loader:
         num_workers: int = 0,
         prefetch: int = 2,
     ) -> None:
-        if num_workers < 0 or prefetch < 1:
-            raise ValueError(
-                f"num_workers={num_workers} must be >= 0 and prefetch={prefetch} must be >= 1"
-            )
         self._span = iter(span)
         self.waited = 0.0
         self._batches: _Batches | None = None

@@ -109,14 +109,6 @@ def test_refused(data, tmp_path):
         vocabulary(pad=SEP)
     with pytest.raises(ValueError, match="leaves none of 4 documents"):
         opened(index=1)
-    bad: list[tuple[dict, str]] = [
-        ({"probability": 1.0}, "probability=1.0"),
-        ({"max_ngram": 0}, "max_ngram=0"),
-        ({"geometric": True, "prefers_longer": True}, "no effect"),
-    ]
-    for rules, words in bad:
-        with pytest.raises(ValueError, match=words):
-            Masking(**rules)
     with pytest.raises(ValueError, match="sample -1 is negative"):
         opened().batch(np.array([-1]))
     with IndexedWriter(tmp_path / "other", 2 * SIZE) as writer:

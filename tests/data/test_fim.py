@@ -141,7 +141,6 @@ def test_special_tokens_leave_the_text(tmp_path):
 @pytest.mark.parametrize(
     ("names", "error"),
     [
-        (("257", "258", "259"), "must name 4 tokens: prefix, middle, suffix, pad"),
         (("257", "258", "259", "300"), "'300' is neither a token of bytes nor an id below 300"),
         (("257", "258", "<fim>", "9"), "'<fim>' is neither a token of bytes"),
         (("257", "258", "258", "9"), "must be distinct tokens"),

@@ -252,13 +252,6 @@ def test_errors_reach_the_caller(make_corpus, num_workers):
         read(dataset, num_workers=num_workers)
 
 
-def test_wrong_numbers_are_refused(dataset):
-    with pytest.raises(ValueError, match="num_workers=-1"):
-        Loader(dataset, growing, all_rows, range(2), num_workers=-1)
-    with pytest.raises(ValueError, match="prefetch=0"):
-        Loader(dataset, growing, all_rows, range(2), prefetch=0)
-
-
 def test_evaluation_reads_the_same_batches_each_time(dataset):
     one, two = list(eval_batches(dataset, 3, 4)), list(eval_batches(dataset, 3, 4))
     assert len(one) == 3

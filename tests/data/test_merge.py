@@ -97,12 +97,3 @@ def test_what_cannot_be_merged_leaves_no_files(tmp_path):
     Path(f"{a}.sums").unlink()
     assert merge([a, a], out, checksums=False).verified == 0
     assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.bin", "out.idx"]
-
-
-def test_a_dataset_follows_only_what_it_fits(tmp_path):
-    write(tmp_path / "a", [[[[1]]]])
-    write(tmp_path / "modes", [[[[1]]]], multimodal=True)
-    with IndexedWriter(tmp_path / "b") as writer:
-        with pytest.raises(ValueError, match=r"modes holds int32 with modes, but .*b int32"):
-            writer.add_dataset(IndexedDataset(tmp_path / "modes"))
-        writer.add_dataset(IndexedDataset(tmp_path / "a"))

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from maxmeg.data.samples.packing import POLICIES, Packed, PackedDataset, fill_rows, pack
+from maxmeg.data.samples.packing import POLICIES, Packed, PackedDataset, fill_rows
 
 CAPACITY = 16
 LENGTHS = {
@@ -56,20 +56,6 @@ def test_better_policies_use_more():
     assert len(Packed(LENGTHS["halves"], CAPACITY, "best_fit")) == 3  # 8 + 8, 9 + 7, 8
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (([4, 17], 16, "greedy"), "document 1 takes 17 positions, not 1 to 16"),
-        (([0], 16, "greedy"), "document 0 takes 0"),
-        (([1], 16, "worst_fit"), "packing='worst_fit' must be one of greedy, first_fit"),
-        (([1], 0, "greedy"), "capacity=0"),
-    ],
-)
-def test_bad_arguments(arguments, error):
-    with pytest.raises(ValueError, match=error):
-        pack(*arguments)
-
-
 def test_a_row_by_hand():
     documents = [(np.array([7, 8, 9]), None), (np.array([1, 2, 3, 4]), np.array([1, 0, 1, 1]))]
     batch = fill_rows([documents, []], 7, pad=0)
@@ -116,8 +102,6 @@ def test_an_epoch_holds_every_document_once(policy, shuffle):
     assert again["tokens"].tolist() == epochs[0][:2]
 
 
-def test_rows_that_are_not():
-    with pytest.raises(ValueError, match="no document to pack"):
-        PackedDataset(Counted([]), CAPACITY, "none", 0, 10)
+def test_negative_samples_are_refused():
     with pytest.raises(ValueError, match="sample -1 is negative"):
         PackedDataset(Counted([3]), CAPACITY, "none", 0, 10).batch(np.array([-1]))

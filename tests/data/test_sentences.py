@@ -81,9 +81,6 @@ def test_blocks_do_not_change_the_samples(monkeypatch, tmp_path):
     "longest, probability, order, words",
     [
         (1, 0.1, SentenceOrder(), "raise sequence_length"),
-        (9, 1.5, SentenceOrder(), "short_probability=1.5"),
-        (9, -0.1, SentenceOrder(), "short_probability=-0.1"),
-        (9, float("nan"), SentenceOrder(), "short_probability=nan"),
         (9, 0.1, SentenceOrder(-1), "seed=-1"),
         (9, 0.1, SentenceOrder(1, 0), "num_samples=0"),
     ],

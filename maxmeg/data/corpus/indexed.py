@@ -35,7 +35,6 @@ DTYPES = {
     8: np.dtype("<u2"),
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-MAX_LENGTH = 2**31 - 1  # lengths are stored as int32
 _CHUNK = 1 << 20  # entries that are checked at a time, to save memory
 _COPIED = 1 << 24  # bytes that are copied at a time
 _WINDOWS, _WINDOW = 64, 4096  # sampled ids: positions over the file, and tokens at each
@@ -144,15 +143,9 @@ class IndexedDataset:
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens [offset, offset + length) of sequence i; without a length, to its end."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.prefix}: sequence {i} is not in [0, {len(self)})")
         size = int(self.lengths[i])
         length = size - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > size:
-            raise IndexError(
-                f"{self.prefix}: tokens [{offset}, {offset + length}) are not in sequence {i}, "
-                f"which has {size}"
-            )
+        assert 0 <= offset <= offset + length <= size
         start = int(self._pointers[i]) // self.dtype.itemsize + offset
         return self.tokens[start : start + length]
 
@@ -358,15 +351,7 @@ class IndexedWriter:
         """
         values = np.asarray(tokens).reshape(-1)
         lengths = [len(values)] if lengths is None else lengths
-        if sum(lengths) != len(values):
-            raise ValueError(f"lengths sum to {sum(lengths)}, but there are {len(values)} tokens")
-        if lengths and not 0 <= min(lengths) <= max(lengths) <= MAX_LENGTH:
-            raise ValueError(
-                f"sequences of {min(lengths)} to {max(lengths)} tokens are not within [0, "
-                f"{MAX_LENGTH}]: split them"
-            )
-        if modes is not None:
-            self._check_modes(modes, lengths)
+        assert sum(lengths) == len(values) and (modes is None or len(modes) == len(lengths))
         if self.dtype.kind in "iu" and values.size:
             bounds = np.iinfo(self.dtype.name)
             low, high = int(values.min()), int(values.max())
@@ -374,23 +359,13 @@ class IndexedWriter:
                 raise ValueError(
                     f"ids from {low} to {high} do not fit {self.dtype}: give a larger vocab_size"
                 )
-        self._write(np.ascontiguousarray(values, self.dtype).data)
-        self.num_tokens += len(values)
-        self._lengths.extend(lengths)
-        self._ends.append(len(self._lengths))
+        counts = np.array(lengths, np.int64)
+        self.add_documents(values.astype(self.dtype), counts, np.array([len(counts)]))
         if self._modes is not None:
-            self._modes.extend(modes if modes is not None else [0] * len(lengths))
+            self._modes.extend(modes if modes is not None else [0] * len(counts))
 
     def add_dataset(self, dataset: IndexedDataset) -> None:
         """Add all documents of a dataset with the same dtype."""
-        # A file without sequences has no modes, whether it is multimodal or not.
-        same_modes = not len(dataset) or (dataset.modes is None) == (self._modes is None)
-        if dataset.dtype != self.dtype or not same_modes:
-            raise ValueError(
-                f"{dataset.prefix} holds {_describe(dataset.dtype, dataset.modes is not None)}, "
-                f"but {self.prefix} {_describe(self.dtype, self._modes is not None)}: prepare "
-                "both with the same tokenizer"
-            )
         self.add_documents(dataset.tokens, dataset.lengths, dataset.document_indices[1:])
         if self._modes is not None and dataset.modes is not None:
             self._modes.frombytes(dataset.modes.tobytes())
@@ -406,14 +381,6 @@ class IndexedWriter:
         before = len(self._lengths)
         self._lengths.frombytes(lengths.astype(np.int32, copy=False).tobytes())
         self._ends.frombytes((ends + before).astype(np.int64).tobytes())
-
-    def _check_modes(self, modes: Sequence[int], lengths: Sequence[int]) -> None:
-        if self._modes is None:
-            raise ValueError(f"{self.prefix} holds no modes: open it with multimodal=True")
-        if len(modes) != len(lengths) or any(not -128 <= mode < 128 for mode in modes):
-            raise ValueError(
-                f"modes={list(modes)[:8]} must be one int8 for each of {len(lengths)} sequences"
-            )
 
     def _write(self, data: memoryview) -> None:
         with _explain_failure(self.prefix):
@@ -467,10 +434,6 @@ class IndexedWriter:
         yield np.frombuffer(self._ends, np.int64).astype("<i8", copy=False).tobytes()
         if self._modes is not None:
             yield self._modes.tobytes()
-
-
-def _describe(dtype: np.dtype, multimodal: bool) -> str:
-    return f"{dtype} with modes" if multimodal else str(dtype)
 
 
 @contextlib.contextmanager

@@ -32,14 +32,6 @@ class Masking:
     geometric: bool = False
     short_probability: float = 0.1
 
-    def __post_init__(self) -> None:
-        if not 0 < self.probability < 1:
-            raise ValueError(f"probability={self.probability} must lie between 0 and 1")
-        if self.max_ngram < 1:
-            raise ValueError(f"max_ngram={self.max_ngram} must be at least 1")
-        if self.geometric and self.prefers_longer:
-            raise ValueError("prefers_longer has no effect with geometric: leave one of them out")
-
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:

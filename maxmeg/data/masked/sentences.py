@@ -134,8 +134,6 @@ class SentenceSamples:
         ratio = self.short_probability
         if self.longest < 2:
             raise ValueError(f"{self.longest} tokens per sample are too few: raise sequence_length")
-        if not (ratio == 0 or 1e-9 < ratio <= 1):
-            raise ValueError(f"short_probability={ratio} must be 0, or above 1e-9 and at most 1")
         if not 0 <= order.seed < 2**31:
             raise ValueError(f"seed={order.seed} must lie in [0, 2^31) for Megatron's samples")
         if order.num_samples is not None and order.num_samples < 1:

@@ -54,19 +54,11 @@ def pack(lengths: Iterable[int], capacity: int, policy: str) -> list[list[int]]:
     greedy: a document that does not fit begins the next row; first_fit: it goes to the oldest row
     with room; best_fit: to the fullest row with room.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"packing={policy!r} must be one of {', '.join(POLICIES)}")
-    if capacity < 1:
-        raise ValueError(f"capacity={capacity} must be >= 1")
     rows: list[list[int]] = []
     open_rows = _OpenRows(capacity)
     find = open_rows.best if policy == "best_fit" else open_rows.first
     for document, length in enumerate(lengths):
-        if not 0 < length <= capacity:
-            raise ValueError(
-                f"document {document} takes {length} positions, not 1 to {capacity}: drop, cut or "
-                "split it before it is packed"
-            )
+        assert 0 < length <= capacity
         room = find(length)
         if room is None:
             if policy == "greedy" and (left := open_rows.first(0)) is not None:
@@ -104,9 +96,8 @@ class Packed:
         return self.num_positions / max(len(self) * self.capacity, 1)
 
 
-Document = tuple[
-    np.ndarray, np.ndarray | None
-]  # tokens, and which of them have a loss (None: all of them)
+# Tokens, and which of them have a loss (None: all of them).
+Document = tuple[np.ndarray, np.ndarray | None]
 
 
 def fill_rows(rows: Sequence[Sequence[Document]], length: int, pad: int) -> Batch:
@@ -162,8 +153,6 @@ class PackedDataset(RebuiltInWorkers):
         self.source, self.sequence_length, self.vocab_size = source, sequence_length, vocab_size
         lengths = np.asarray(source.lengths, np.int64) - 1
         count = len(lengths)
-        if not count:
-            raise ValueError("there is no document to pack: give more text, or another split")
         self._order = shuffled(count, seed, _PLACED) if shuffle else np.arange(count)
         if policy == "none":
             self.packed = Packed(np.full(count, sequence_length), sequence_length, "greedy")
