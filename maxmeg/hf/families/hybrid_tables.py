@@ -8,6 +8,11 @@ from maxmeg.hf.families.tables import ENDS, ROOT, Family, numerics, sizes
 from maxmeg.hf.families.windows import FULL
 
 CONV, AUTO = "conv", "block_auto_adjust_ff_dim"
+SIZES = (
+    "block_dim",
+    "conv_dim",
+    "conv_dim_out",
+)  # transformers has no such fields, vLLM needs them
 
 
 class AdjustedSize(Part):
@@ -39,7 +44,7 @@ class ShortConvolutions(Part):
         if not is_list or len(types) != count:
             wanted = f"it must be a list of {FULL!r} and {CONV!r}, one for each of {count} layers"
             raise refused("layer_types", types, wanted)
-        for name in ("block_dim", "conv_dim", "conv_dim_out"):
+        for name in SIZES:
             if (size := keys.take(name)) not in (None, fields["hidden_size"]):
                 raise refused(name, size, f"it must be hidden_size={fields['hidden_size']}")
         kernel = checked("conv_L_cache", keys.take("conv_L_cache", 3), int)
@@ -54,6 +59,7 @@ class ShortConvolutions(Part):
             "layer_types": [CONV if "conv" in model.mixers(i) else FULL for i in layers],
             "conv_L_cache": model.conv.kernel_size,
             "conv_bias": model.conv.bias,
+            **dict.fromkeys(SIZES, model.hidden_size),
         }
 
 
