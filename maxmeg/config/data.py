@@ -140,12 +140,18 @@ class DataConfig:
         False, "no loss where the input is the end of a document", "--eod-mask-loss"
     )
     fim_rate: float = setting(
-        0.0, "share of documents in samples to fill in the middle of, in [0, 1]", "--fim-rate"
+        0.0,
+        "share of documents in samples to fill in the middle of, in [0, 1]",
+        "--fim-rate",
+        at_least=0,
+        at_most=1,
     )
     fim_spm_rate: float = setting(
         0.5,
         "of those, with the suffix before the prefix, in [0, 1]",
         "--fim-spm-rate",
+        at_least=0,
+        at_most=1,
         needs="fim_rate",
     )
     fim_tokens: tuple[str, ...] = setting(
@@ -161,7 +167,12 @@ class DataConfig:
         needs="fim_rate",
     )
     fim_fragment_rate: float = setting(
-        0.5, "share of fragments, in [0, 1]", "--fim-fragment-rate", needs="fim_rate"
+        0.5,
+        "share of fragments, in [0, 1]",
+        "--fim-fragment-rate",
+        at_least=0,
+        at_most=1,
+        needs="fim_split",
     )
     fim_no_prefix: str = setting(
         "",

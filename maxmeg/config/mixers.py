@@ -136,7 +136,11 @@ class RotaryConfig:
         effect="adapted",
     )
     fraction: float = setting(
-        1.0, "fraction of each head that is rotated, in (0, 1]", "--rotary-percent"
+        1.0,
+        "fraction of each head that is rotated, in (0, 1]",
+        "--rotary-percent",
+        above=0,
+        at_most=1,
     )
     interleaved: bool = setting(
         False, "rotate pairs (2i, 2i+1) instead of halves", "--rotary-interleaved"
@@ -151,6 +155,7 @@ class RotaryConfig:
         1.0,
         "ratio of the longest sequence to original_length, >= 1",
         "--rope-scaling-factor",
+        at_least=1,
         needs="scaling=linear|ntk|dynamic|llama3|yarn|longrope",
         effect="adapted",
     )
@@ -429,5 +434,6 @@ class MtpConfig:
         0.1,
         "weight of the mean of the MTP losses in the loss",
         "--mtp-loss-scaling-factor",
+        above=0,
         effect="none",
     )

@@ -80,8 +80,6 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         )
     elif model.position is Position.rotary:
         yield from rotary_problems(model)
-    if not 0 < model.rotary.fraction <= 1:
-        yield f"model.rotary.fraction={model.rotary.fraction} must lie in (0, 1]"
     yield from window_problems(model)
     yield from norm_problems(model)
     if model.is_mla:
@@ -93,9 +91,6 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
             f"model.mtp.num_layers={model.mtp.num_layers} predicts later tokens, which a model "
             "with model.attention.causal=false reads: set it to 0"
         )
-    if model.mtp.num_layers and not model.mtp.loss_weight > 0:
-        weight = model.mtp.loss_weight
-        yield f"model.mtp.loss_weight={weight} must be positive; without it set mtp.num_layers=0"
 
 
 def has_pattern(model: ModelConfig) -> bool:
@@ -161,8 +156,6 @@ def rotary_problems(model: ModelConfig) -> Iterator[str]:
     rotary, kind = model.rotary, model.rotary.scaling
     if kind is RotaryScaling.none:
         return
-    if not rotary.factor >= 1:
-        yield f"model.rotary.factor={rotary.factor} must be at least 1"
     if kind not in (RotaryScaling.linear, RotaryScaling.ntk) and rotary.original_length < 2:
         yield (
             f"model.rotary.original_length={rotary.original_length} must be the length before "
@@ -249,13 +242,6 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
         yield (
             f"{', '.join(changed)}: only for models with experts; use the mixer moe in "
             "model.layers, or leave this out (to use more devices: fsdp or data)"
-        )
-    if not parallel.expert_buffer >= 1:
-        yield f"parallel.expert_buffer={parallel.expert_buffer} must be at least 1, the mean load"
-    if parallel.expert == 1 and any("exchange" in one or "buffer" in one for one in changed):
-        yield (
-            "parallel.expert_exchange and expert_buffer have no effect with expert=1: nothing is "
-            "exchanged; leave them out, or set expert"
         )
     gathers = parallel.expert_exchange is ExpertExchange.gather
     if gathers and parallel.expert_buffer != plain.expert_buffer:

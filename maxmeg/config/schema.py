@@ -97,10 +97,13 @@ class ParallelConfig:
         "how tokens reach experts: all_to_all (padded) | ragged | gather (all tokens everywhere); "
         "auto: all_to_all",
         "--moe-token-dispatcher-type",
+        needs="expert",
     )
     expert_buffer: float = setting(
         1.5,
         "what an exchange holds over a device's mean load, at least 1; more goes in further rounds",
+        at_least=1,
+        needs="expert",
     )
     context: int = setting(1, "sequence of attention sharded", "--context-parallel-size")
     tensor: int = setting(
@@ -358,7 +361,7 @@ class LoraConfig:
     """Low-rank adapters, trained beside a base that is frozen in the model's dtype."""
 
     rank: int = setting(0, "of the adapters; 0: none, all parameters are trained", at_least=0)
-    alpha: float = setting(16.0, "their output is scaled by alpha / rank", needs="rank")
+    alpha: float = setting(16.0, "their output is scaled by alpha / rank", above=0, needs="rank")
     dropout: float = setting(
         0.0, "of what adapters read, in [0, 1)", at_least=0, below=1, needs="rank"
     )

@@ -3,10 +3,17 @@
 import copy
 import dataclasses
 import functools
+import operator
 import typing
 from collections.abc import Iterator, Mapping
 
 Section = typing.TypeVar("Section")
+BOUNDS = {
+    "at least": operator.ge,
+    "above": operator.gt,
+    "at most": operator.le,
+    "below": operator.lt,
+}
 
 
 def setting(
@@ -15,27 +22,24 @@ def setting(
     flag: str = "",
     *,
     at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
     below: float | None = None,
     needs: str = "",
     effect: str = "function",
 ) -> typing.Any:
     """Declare a dataclass field: its meaning, Megatron-LM's flag, and the rules for its value.
 
-    at_least, below: bounds of the value (inclusive, exclusive). needs: the value has no effect, and
-    must be the default, unless this condition on the same section holds: "rank" (that field is not
-    at its default) or "scaling=yarn|llama3" (it has one of these values). A field that is a section
-    passes its condition on to all of its fields. effect, for the model's fields: what a change does
-    to trained weights: "function" (they compute something else), "adapted" (something else that
-    training can adapt to) or "none".
+    at_least, at_most (inclusive), above, below (exclusive): bounds of the value. needs: the value
+    has no effect, and must be the default, unless this condition on the same section holds: "rank"
+    (that field is not at its default) or "scaling=yarn|llama3" (it has one of these values). A
+    field that is a section passes its condition on to all of its fields. effect, for the model's
+    fields: what a change does to trained weights: "function" (they compute something else),
+    "adapted" (something else that training can adapt to) or "none".
     """
-    metadata = {
-        "doc": doc,
-        "flag": flag,
-        "at_least": at_least,
-        "below": below,
-        "needs": needs,
-        "effect": effect,
-    }
+    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
+    bounds = {name: limit for name, limit in limits.items() if limit is not None}
+    metadata = {"doc": doc, "flag": flag, "bounds": bounds, "needs": needs, "effect": effect}
     if dataclasses.is_dataclass(default):  # a section
         return dataclasses.field(default_factory=typing.cast(type, default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -108,11 +112,10 @@ def declared_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
         if is_section:
             yield from declared_problems(value, f"{path}.")
             continue
-        lowest, limit = field.metadata["at_least"], field.metadata["below"]
-        if lowest is not None and not value >= lowest:  # also NaN
-            yield f"{path}={value} must be at least {lowest}"
-        elif limit is not None and not value < limit:
-            yield f"{path}={value} must be below {limit}"
+        bounds = field.metadata["bounds"]
+        if not all(BOUNDS[name](value, limit) for name, limit in bounds.items()):  # also NaN
+            wanted = " and ".join(f"{name} {limit}" for name, limit in bounds.items())
+            yield f"{path}={value} must be {wanted}"
 
 
 def _holds(section: typing.Any, condition: str) -> bool:

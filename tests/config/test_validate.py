@@ -11,7 +11,7 @@ from maxmeg.config.data import DataOrder, Objective, Packing
 from maxmeg.config.mixers import AttentionBackend, RotaryScaling
 from maxmeg.config.model import NormPlace, Position
 from maxmeg.config.schema import Config, LossBackend, ParallelConfig
-from maxmeg.config.setting import divisors, walk, with_fields
+from maxmeg.config.setting import declared_problems, divisors, walk, with_fields
 from maxmeg.config.validate import axis_sizes, resolve, validate
 from maxmeg.models.registry import (
     ARCHITECTURES,
@@ -22,9 +22,7 @@ from maxmeg.models.registry import (
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.cross_entropy import call as cross_entropy
 
-DECLARED = {path: field.metadata for path, _, field in walk(Config())}
-LOWEST = {path: rule["at_least"] for path, rule in DECLARED.items() if rule["at_least"] is not None}
-BELOW_ONE = [path for path, rule in DECLARED.items() if rule["below"] is not None]
+BOUNDED = {p: f.metadata["bounds"] for p, _, f in walk(Config()) if f.metadata["bounds"]}
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 
 
@@ -71,15 +69,7 @@ BAD = [
     ({"model.attention.num_kv_heads": 3}, 1, ["num_heads=4", "num_kv_heads=3", "in 1, 2, 4"]),
     ({"model.attention.num_kv_heads": 8}, 1, ["num_heads=4", "num_kv_heads=8", "in 1, 2, 4"]),
     ({"model.attention.num_kv_heads": -1}, 1, ["num_kv_heads=-1", "in 1, 2, 4"]),
-    ({"model.attention.head_dim": -8}, 1, ["head_dim=-8", "at least 0"]),
-    (
-        {"model.attention.head_dim": -8, "model.position": Position.none},
-        1,
-        ["head_dim=-8", "at least 0"],
-    ),
     ({"model.rotary.fraction": 0.01}, 1, ["rotary.fraction=0.01", "head size 32", "raise it"]),
-    ({"model.rotary.fraction": 1.5}, 1, ["rotary.fraction=1.5", "(0, 1]"]),
-    ({"model.rotary.fraction": 0.0}, 1, ["rotary.fraction=0.0", "(0, 1]"]),
     ({"model.parallel_norms": True}, 1, ["parallel_norms=true needs", "*(attention+mlp)"]),
     (
         {"model.recompute": "selective,atention_lse"},
@@ -112,10 +102,7 @@ BAD = [
         2,
         ["names 3 pipeline chunks", "are 2"],
     ),
-    ({"model.attention.window": -1}, 1, ["attention.window=-1", "at least 0"]),
-    ({"lora.rank": -1}, 1, ["lora.rank=-1", "at least 0"]),
     ({"lora.rank": 8, "lora.targets": ()}, 1, ["lora.targets is empty", "query,value"]),
-    ({"lora.rank": 8, "lora.alpha": 0.0}, 1, ["lora.alpha=0.0", "positive"]),
     ({"lora.alpha": 32.0}, 1, ["lora.alpha=32.0 has no effect without lora.rank: set that"]),
     (
         {"model.rotary.factor": 2.0},
@@ -131,11 +118,6 @@ BAD = [
         {"model.rotary.scaling": RotaryScaling.linear, "model.rotary.low": 2.0},
         1,
         ["model.rotary.low=2.0 has no effect without model.rotary.scaling=llama3 or"],
-    ),
-    (
-        {"model.rotary.scaling": RotaryScaling.linear, "model.rotary.factor": 0.5},
-        1,
-        ["model.rotary.factor=0.5 must be at least 1"],
     ),
     (
         {"model.rotary.scaling": RotaryScaling.llama3, "model.rotary.factor": 8.0},
@@ -212,13 +194,6 @@ BAD = [
     ),
     ({"optim.min_lr": 1.0}, 1, ["optim.min_lr=1.0", "[0, optim.lr=0.0003]"]),
     ({"optim.warmup_init_lr": -0.1}, 1, ["optim.warmup_init_lr=-0.1", "[0, optim.lr=0.0003]"]),
-    *[
-        ({path: low - 1}, 1, [f"{path}={low - 1}", f"at least {low}"])
-        for path, low in LOWEST.items()
-    ],
-    *[({path: math.nan}, 1, [f"{path}=nan", "at least"]) for path in ("optim.lr", *BELOW_ONE)],
-    *[({path: 1.0}, 1, [f"{path}=1.0", "below 1"]) for path in BELOW_ONE],
-    *[({path: -0.5}, 1, [f"{path}=-0.5", "at least 0"]) for path in BELOW_ONE],
 ]
 
 
@@ -228,6 +203,14 @@ def test_bad_settings_name_values_and_remedy(settings, num_devices, fragments):
         validate(config_with(settings), num_devices)
     missing = [fragment for fragment in fragments if fragment not in str(error.value)]
     assert not missing, str(error.value)
+
+
+@pytest.mark.parametrize("path", BOUNDED)
+def test_values_outside_declared_bounds_are_refused(path):
+    steps = {"at least": -1, "above": 0, "at most": 1, "below": 0}
+    for value in (math.nan, *(limit + steps[name] for name, limit in BOUNDED[path].items())):
+        problems = declared_problems(config_with({path: value}))
+        assert [p for p in problems if p.startswith(f"{path}={value} must be ")], value
 
 
 def test_every_broken_rule_is_listed_at_once():

@@ -154,11 +154,11 @@ def test_tokens_that_are_none(names, error):
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        ({"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must lie in \[0, 1\]"),
-        ({"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must lie"),
+        ({"fim_rate": 1.5}, r"data\.fim_rate=1\.5 must be at least 0 and at most 1"),
+        ({"fim_spm_rate": float("nan")}, r"data\.fim_spm_rate=nan must be at least 0"),
         ({"fim_rate": 0.0}, r"data\.fim_tokens=.* has no effect without data\.fim_rate"),
         ({"fim_tokens": ()}, r"data\.fim_rate=1\.0 needs data\.fim_tokens"),
-        ({"fim_fragment_rate": 0.9}, r"needs data\.fim_split"),
+        ({"fim_fragment_rate": 0.9}, r"without data\.fim_split"),
         ({"objective": Objective.sft}, r"fim_rate=1\.0 is for samples that are cut"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_depth_has_a_layer_of_the_last_kind(kind):
             0,
             "mtp.loss_weight=0.3 has no effect without model.mtp.num_layers",
         ),
-        ({"mtp.loss_weight": 0.0}, 0, "mtp.loss_weight=0.0 must be positive"),
+        ({"mtp.loss_weight": 0.0}, 0, "mtp.loss_weight=0.0 must be above 0"),
         ({}, 2, "lora.rank=2 cannot train MTP layers .*set it to 0"),
     ],
 )
