@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxmeg.config.files import fields
+from maxmeg.config.files import fields, text
 from maxmeg.config.schema import Config
 
 _INTRO = """# Settings
@@ -48,15 +48,11 @@ def _choices(section, name):
 
 
 def _default(value):
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return _cell(",".join(map(str, value))) or "()"
-    return _cell(getattr(value, "name", value) if value != "" else '""')
+    return _cell(text(value)) or ("()" if value == () else '""')
 
 
-def _cell(text):
-    return str(text).replace("|", "\\|")
+def _cell(words):
+    return words.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Configs as plain dicts and YAML files: strict in, exact out."""
 
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -13,12 +14,14 @@ import yaml
 from maxmeg.config.hints import hub_command, nearest
 from maxmeg.config.paths import relocated
 from maxmeg.config.schema import Config
+from maxmeg.config.setting import get, walk
 
 CONFIG_FILE, CHECKPOINTS = "config.yaml", "checkpoints"  # in a run folder
 _HEADER = """\
 # The settings of a run; start it again with --config=configs/yaml.py:{name}
 # run_dir is the folder of this file, even after a move; start another with --config.run_dir=FOLDER
 """
+EMPTY = "''"  # an empty value on a command line
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -82,31 +85,21 @@ def differences(saved: dict[str, typing.Any], config: Config) -> list[str]:
     config: as a run folder stores it (`data.run_folder.stored`). A run folder that was moved has
     not changed. Settings that a checkpoint lacks had defaults.
     """
-    both = (relocated(from_dict(saved), config.run_dir), config)
-    before, now = (dict(flattened(to_dict(c))) for c in both)
+    before = relocated(from_dict(saved), config.run_dir)
     return [
-        f"{path} {text(before[path])} -> {text(value)}"
-        for path, value in now.items()
-        if value != before[path] and path != "run_dir"
+        f"{path} {text(old) or EMPTY} -> {text(value) or EMPTY}"
+        for path, value, _ in walk(config)
+        if (old := get(before, path)) != value and path != "run_dir"
     ]
 
 
-def flattened(
-    values: dict[str, typing.Any], prefix: str = ""
-) -> typing.Iterator[tuple[str, typing.Any]]:
-    """(dotted path, value) of every field of a nested dict."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flattened(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def text(value: typing.Any) -> str:
-    """A plain value as it is written on a command line."""
-    if isinstance(value, list):
-        return ",".join(map(str, value)) or "''"
-    return str(value).lower() if isinstance(value, bool) else str(value) or "''"
+    """Return a field's value as it is written on a command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, enum.Enum):
+        return value.name
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def fields(section: type) -> dict[str, typing.Any]:
@@ -173,14 +166,9 @@ def _to_enum(path, value, kind):
 def _to_number(path, value, kind):
     expected = "a whole number" if kind is int else "a finite number"
     number = value
-    if isinstance(value, str):  # YAML reads 3e-4 as text
-        try:
-            number = int(value)
-        except ValueError:
-            try:
-                number = float(value)
-            except ValueError:
-                raise _mismatch(path, value, expected) from None
+    for read in (float, int) if isinstance(value, str) else ():  # YAML reads 3e-4 as text
+        with contextlib.suppress(ValueError):
+            number = read(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise _mismatch(path, value, expected)
     if not math.isfinite(number) or (kind is int and number != int(number)):
@@ -192,15 +180,19 @@ def _mismatch(path, value, expected):
     return ValueError(f"{path}={value!r} ({type(value).__name__}): expected {expected}")
 
 
+def _check_name(name, kinds, prefix):
+    if name not in kinds:
+        known = [prefix + field for field in kinds] + list(leaves(Config))
+        raise ValueError(unknown_field(f"{prefix}{name}", known))
+
+
 def _section(section, values, prefix):
     if not isinstance(values, dict):
         raise _mismatch(prefix.rstrip(".") or "the config", values, "a section of named fields")
     kinds = fields(section)
     result = section()
     for name, value in values.items():
-        if name not in kinds:
-            known = [prefix + field for field in kinds] + list(leaves(Config))
-            raise ValueError(unknown_field(f"{prefix}{name}", known))
+        _check_name(name, kinds, prefix)
         kind, path = kinds[name], f"{prefix}{name}"
         if dataclasses.is_dataclass(kind):
             value = _section(kind, {} if value is None else value, path + ".")
@@ -213,9 +205,7 @@ def _section(section, values, prefix):
 def _section_to_dict(section, prefix):
     kinds = fields(type(section))
     for name in vars(section):
-        if name not in kinds:
-            known = [prefix + field for field in kinds] + list(leaves(Config))
-            raise ValueError(unknown_field(f"{prefix}{name}", known))
+        _check_name(name, kinds, prefix)
     return {name: _plain(getattr(section, name), f"{prefix}{name}.") for name in kinds}
 
 

@@ -6,7 +6,7 @@ that a mistake is one clear line instead of a traceback.
 
 import dataclasses
 import difflib
-import enum
+import itertools
 import linecache
 import os
 import pathlib
@@ -23,6 +23,7 @@ from ml_collections import config_flags
 from maxmeg.config import files
 from maxmeg.config.hints import nearest
 from maxmeg.config.schema import Config
+from maxmeg.config.setting import walk
 
 Texts = Sequence[str]  # an option that may be repeated, each value as it stands
 
@@ -81,20 +82,30 @@ def parse(
 
     Raises ValueError, with the nearest valid name, for whatever is not understood.
     """
-    overrides, own = _separate(list(argv[1:]), options, needs_config)
-    canonical = [argv[0], *(f"--config{path}={value}" for path, value in overrides.items())]
-    values = flags.FlagValues()
-    if needs_config:
-        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=canonical)
-    _define_options(options, values)
-    try:
-        values([*canonical, *_arguments(own)])
-    except flags.Error as error:
-        raise _root_cause(error) from error
+    file, overrides, chosen = _separate(list(argv[1:]), options, needs_config)
     if not flags.FLAGS.is_parsed():  # libraries read their own absl flags' defaults
         flags.FLAGS.mark_as_parsed()
-    config = _checked(values["config"].value) if needs_config else None
-    return config, _read_options(options, values)
+    config = _load(argv[0], file, overrides) if needs_config else None
+    if options is None:
+        return config, None
+    for field in dataclasses.fields(options):
+        if field.name not in chosen and field.default is dataclasses.MISSING:
+            raise ValueError(f"--{field.name} is missing: {field.metadata.get('doc', '')}")
+    return config, options(**chosen)
+
+
+def _load(program: str, file: str, overrides: dict[str, typing.Any]) -> Config:
+    """Return the config of a file, with the overridden fields."""
+    argv = [program, f"--config={file}"]
+    for path, value in overrides.items():  # ml_collections reads a tuple from its literal
+        argv.append(f"--config.{path}={value if isinstance(value, tuple) else files.text(value)}")
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    try:
+        values(argv)
+    except flags.Error as error:
+        raise _root_cause(error) from error
+    return _checked(values["config"].value)
 
 
 def describe(summary: str, options: type | None = None, needs_config: bool = True) -> str:
@@ -103,62 +114,50 @@ def describe(summary: str, options: type | None = None, needs_config: bool = Tru
     if options is not None:
         lines += ["", "options:"]
         for field in dataclasses.fields(options):
-            default = field.default
-            shown = "required" if default is dataclasses.MISSING else _text(default) or '""'
-            lines.append(f"  --{field.name} ({shown}): {field.metadata.get('doc', '')}")
+            is_required = field.default is dataclasses.MISSING
+            lines.append(_described("", field, "required" if is_required else field.default))
     if needs_config:
         lines += ["", "--config=FILE.py[:ARGUMENT] names the run; its fields (defaults):"]
-        lines += _describe_section(Config(), "config.")
+        for _, group in itertools.groupby(walk(Config()), lambda each: each[0].rpartition(".")[0]):
+            lines += ["", *(_described("config.", f, value, path) for path, value, f in group)]
     return "\n".join(lines)
 
 
-def _describe_section(section, prefix):
-    lines = []
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            lines += ["", *_describe_section(value, f"{prefix}{field.name}.")]
-        else:
-            shown = _text(value) or '""'
-            lines.append(f"  --{prefix}{field.name} ({shown}): {field.metadata['doc']}")
-    return lines
+def _described(prefix: str, field: dataclasses.Field, value: typing.Any, path: str = "") -> str:
+    shown = files.text(value) or '""'
+    return f"  --{prefix}{path or field.name} ({shown}): {field.metadata.get('doc', '')}"
 
 
 def _separate(arguments, options, needs_config):
-    """Arguments as {dotted override: absl value} and {option: value}, --config first."""
+    """Return the config file, the values of overridden fields, and those of options."""
     own_kinds = files.fields(options) if options is not None else {}
-    overrides, own, lists = {}, {}, {}
+    file, overrides, own = "", {}, {}
     while arguments:
         flag, equals, value = arguments.pop(0).partition("=")
         name, negated = _flag_name(flag, own_kinds)
+        path, target, kind = name, own, own_kinds.get(name)
         if name == "config" and needs_config:
-            value = value if equals else _next_value(flag, arguments)
-            overrides[""] = _config_file(value)
+            file = _config_file(value if equals else _next_value(flag, arguments))
             continue
         if name.startswith("config.") and needs_config:
             path, target = name.removeprefix("config."), overrides
             kind = _field_kind(path)
-        elif name in own_kinds:
-            path, target, kind = name, own, own_kinds[name]
-        else:
+        if kind is None:
             raise ValueError(_unknown_flag(flag, own_kinds, needs_config))
-        if kind == Texts:
-            own.setdefault(name, []).append(value if equals else _next_value(flag, arguments))
-            continue
         if kind is bool and not equals:
             value = "false" if negated else "true"
         elif not equals:
             value = _next_value(flag, arguments)
-        converted = files.convert(path, value, kind)
+        converted = (value,) if kind == Texts else files.convert(path, value, kind)
         if isinstance(converted, tuple):  # repeated flags of a list add up
-            converted = lists[path] = lists.get(path, ()) + converted
-        target["." + path if target is overrides else path] = _absl_text(converted, target is own)
-    if needs_config and "" not in overrides:
+            converted = target.get(path, ()) + converted
+        target[path] = converted
+    if needs_config and not file:
         raise ValueError(
             "no --config: name a run, for example --config=configs/gpt.py"
             " or --config=configs/yaml.py:RUN_DIR/config.yaml"
         )
-    return {"": overrides.pop("")} | overrides if needs_config else {}, own
+    return file, overrides, own
 
 
 def _flag_name(flag, own_kinds):
@@ -206,9 +205,8 @@ def _config_file(value):
 
 
 def _unknown_flag(flag, own_kinds, needs_config):
-    megatron = {}
-    for path, metadata in _metadata(Config()):
-        megatron.setdefault(metadata["flag"], f"--config.{path}")
+    fields = reversed([*walk(Config())])  # the first field that replaces a flag counts
+    megatron = {field.metadata["flag"]: f"--config.{path}" for path, _, field in fields}
     if needs_config and flag in megatron:
         return f"unknown flag {flag}: here it is {megatron[flag]}"
     name = flag.lstrip("-").removeprefix("config.")
@@ -217,84 +215,6 @@ def _unknown_flag(flag, own_kinds, needs_config):
     if needs_config and (near := nearest(name, files.leaves(Config))):
         return f"unknown flag {flag}: did you mean --config.{near}?"
     return f"unknown flag {flag}: see --help"
-
-
-def _metadata(section, prefix=""):
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _metadata(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, field.metadata
-
-
-def _values(section, prefix=""):
-    """(dotted path, value) of every field; of None nothing."""
-    for field in dataclasses.fields(section) if section is not None else ():
-        value = getattr(section, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _values(value, f"{prefix}{field.name}.")
-        else:
-            yield prefix + field.name, value
-
-
-def _arguments(own):
-    """{option: value, or values} as absl reads them."""
-    for name, given in own.items():
-        for value in given if isinstance(given, list) else [given]:
-            yield f"--{name}={value}"
-
-
-def _define_options(options, values):
-    define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer, float: flags.DEFINE_float}
-    if options is None:
-        return
-    kinds = files.fields(options)
-    for field in dataclasses.fields(options):
-        kind = kinds[field.name]
-        doc = field.metadata.get("doc", "")
-        if kind == Texts:
-            flags.DEFINE_multi_string(field.name, None, doc, flag_values=values)
-            continue
-        add = define.get(kind, flags.DEFINE_string)  # lists and enums as checked text
-        default = None if add is flags.DEFINE_string else _default(field)
-        add(field.name, default, doc, flag_values=values)
-
-
-def _read_options(options, values):
-    if options is None:
-        return None
-    chosen = {}
-    for field in dataclasses.fields(options):
-        flag = values[field.name]
-        if not flag.present and field.default is dataclasses.MISSING:
-            raise ValueError(f"--{field.name} is missing: {field.metadata.get('doc', '')}")
-        kind = files.fields(options)[field.name]
-        if not flag.present:
-            chosen[field.name] = field.default
-        elif kind == Texts:
-            chosen[field.name] = tuple(flag.value)
-        else:
-            chosen[field.name] = files.convert(field.name, flag.value, kind)
-    return options(**chosen)
-
-
-def _default(field):
-    return None if field.default is dataclasses.MISSING else field.default
-
-
-def _text(value):
-    """A value as it is written after `=`."""
-    if isinstance(value, tuple):
-        return ",".join(str(item) for item in value)
-    if isinstance(value, enum.Enum):
-        return value.name
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _absl_text(value, own):
-    """A checked value for absl; ml_collections reads a tuple from its literal."""
-    return repr(value) if isinstance(value, tuple) and not own else _text(value)
 
 
 def _checked(config):
@@ -327,7 +247,8 @@ def _os_error_text(error, config, options):
     settings = [
         (f"{prefix}{name}", value)
         for section, prefix in ((config, "config."), (options, ""))
-        for name, value in _values(section)
+        if section is not None
+        for name, value, _ in walk(section)
         if isinstance(value, str) and value
     ]
     inside = [s for s in settings if _is_inside(place, s[1])]
