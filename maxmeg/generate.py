@@ -14,10 +14,9 @@ from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.model import DType
 from maxmeg.config.setting import setting
-from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import BATCH, Request, Writer, text_after
 from maxmeg.inference.load import load_run
-from maxmeg.inference.prompts import as_chat, encoded, read_records
+from maxmeg.inference.prompts import as_chat, encoded, end_tokens, read_records
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel import multihost
 from maxmeg.parallel.mesh import local_mesh

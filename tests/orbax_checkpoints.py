@@ -1,8 +1,10 @@
-"""Orbax, as another reader of checkpoints."""
+"""Readers of checkpoints for tests: Orbax, and the manager for the newest one."""
 
 import concurrent.futures
 from pathlib import Path
 from typing import Any
+
+from maxmeg.checkpoint.manager import Checkpointer
 
 
 def restored_by_orbax(folder: Path) -> dict[str, Any]:
@@ -17,3 +19,8 @@ def restored_by_orbax(folder: Path) -> dict[str, Any]:
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:  # outside of any event loop
         return pool.submit(restore).result()
+
+
+def restore_latest(checkpointer: Checkpointer, wanted):
+    """Step, tree and metadata of the newest intact checkpoint."""
+    return checkpointer.latest(lambda step, _: (step, *checkpointer.restore(step, wanted)))

@@ -30,8 +30,8 @@ def source(tmp_path_factory) -> tuple[str, Config, dict[str, np.ndarray]]:
         jnp.arange(64)[:, None] < 61, tree["model"]["embedding"]["table"], 0
     )
     tree["model"]["output"]["table"] = tree["model"]["embedding"]["table"]
-    with Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False) as checkpointer:
-        assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
+    checkpointer = Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False)
+    assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
     arrays = {f"model.{n}": np.asarray(a) for n, a in flat(tree["model"]).items()}
     return folder, config, arrays
 

@@ -144,7 +144,7 @@ def test_interrupted_run_resumes_bit_for_bit(corpus, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate()
     assert process.returncode == 0 and b"the same command goes on" in out
-    stopped = Checkpointer(broken / "checkpoints").latest_step()
+    stopped = Checkpointer(broken / "checkpoints").steps()[-1]
     assert 3 <= stopped < steps and len(losses(broken)) == stopped
     subprocess.run(flags(corpus, broken, steps), env=env, check=True, capture_output=True)
     assert losses(broken) == losses(whole)
@@ -414,7 +414,7 @@ def test_loads_another_run(corpus, tmp_path, capsys):
     main(config)
     out = capsys.readouterr().out
     assert f"resumed at step {STEPS}" in out and f"num_steps {STEPS} -> {STEPS + 1}" in out
-    assert Checkpointer(tmp_path / "second" / "checkpoints").latest_step() == STEPS + 1
+    assert Checkpointer(tmp_path / "second" / "checkpoints").steps()[-1] == STEPS + 1
     saved = (tmp_path / "second" / "config.yaml").read_text()
     config.optim.lr = 1.0
     main(config)  # it has no step to make

@@ -12,19 +12,15 @@ Order = Sequence[int]  # the model's layer in each row of a stacked array; -1: p
 STACKED = re.compile(r"(?:^|\.)stack\.groups\.(\d+)\.")
 
 
-def group_of(name: str, layout: Layout) -> int | None:
-    """Return the group of a stacked array if the pipeline reorders its layers, else None."""
-    match = STACKED.search(name)
-    return None if layout.trivial or match is None else int(match[1])
-
-
 def row_orders(names: Iterable[str], layout: Layout) -> dict[str, tuple[int, ...]]:
     """Return the model's layer in each row (-1: padding) of the arrays that a pipeline reorders.
 
     Keys are paths in a checkpoint: "model/stack/groups/0/...".
     """
-    groups = {name.replace(".", "/"): group_of(name, layout) for name in names}
-    return {path: layout.orders[group] for path, group in groups.items() if group is not None}
+    stacked = [(name, match) for name in names if (match := STACKED.search(name))]
+    if layout.trivial:
+        return {}
+    return {name.replace(".", "/"): layout.orders[int(match[1])] for name, match in stacked}
 
 
 def disk_shape(shape: tuple[int, ...], order: Order | None) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ FOLDER/step_00000100/arrays/         an Orbax checkpoint: a Zarr array per tenso
 FOLDER/step_00000200.tmp/            a save in progress, or one that was interrupted
 """
 
-import dataclasses
 import json
 import logging
 import os
@@ -19,14 +18,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
-from maxmeg.checkpoint.layout import Order, disk_shape
+from maxmeg.checkpoint.layout import Order
 from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
-from maxmeg.checkpoint.storage import TensorInfo
 from maxmeg.config.schema import Verify
 
 ARRAYS = "arrays"
@@ -41,21 +38,6 @@ Tree = Mapping[str, Any]
 
 class SaveError(OSError):
     """A checkpoint that could not be saved."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _TensorOnDisk:
-    """Shape and dtype of a tensor on disk, and its zarr.json."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    zarr_json: bytes
-
-    @classmethod
-    def of(cls, array: jax.Array, order: Order | None) -> "_TensorOnDisk":
-        info = TensorInfo(np.dtype(array.dtype), disk_shape(array.shape, order))
-        chunk = storage.chunk_shape(array, order)
-        return cls(info.shape, str(info.dtype), storage.describe(info, chunk, chunk))
 
 
 class Checkpointer:
@@ -134,7 +116,8 @@ class Checkpointer:
             digests = integrity.start_digests(leaves, orders)
         except Exception as error:
             problem = problem or error
-        infos = {p: _TensorOnDisk.of(x, orders.get(p)) for p, x in leaves.items()}
+        infos = {p: storage.info_of(x, orders.get(p)) for p, x in leaves.items()}
+        shapes = {p: storage.chunk_shape(x, orders.get(p)) for p, x in leaves.items()}
         rendered: dict[str, str] = {}
         del leaves
 
@@ -147,8 +130,8 @@ class Checkpointer:
             rendered.update(integrity.finish_digests(digests))
             if self.processes.primary:
                 described = {
-                    f"{storage.tensor_folder(path)}/zarr.json": info.zarr_json
-                    for path, info in infos.items()
+                    f"{storage.tensor_folder(p)}/zarr.json": storage.describe(info, shapes[p])
+                    for p, info in infos.items()
                 }
                 described[storage.TREE] = storage.describe_tree(infos)
                 for name, data in described.items():
@@ -159,7 +142,7 @@ class Checkpointer:
             try:
                 parts = self.processes.gather("written", write, SaveError)
                 files = {n: (size, crc) for part in parts for n, (size, crc) in part.items()}
-                tensors = {p: Tensor(i.shape, i.dtype, rendered[p]) for p, i in infos.items()}
+                tensors = {p: Tensor(i.shape, str(i.dtype), rendered[p]) for p, i in infos.items()}
                 self.publish(Manifest(step, metadata, tensors, files), temporary)
             except Exception as error:
                 return self._failed(step, error, temporary)
@@ -190,16 +173,6 @@ class Checkpointer:
                 f"{self._newest()}): {describe(self.last_error)}"
             )
 
-    def close(self) -> None:
-        """Wait for the save in the background, which would be lost if the program ended before."""
-        self.wait()
-
-    def __enter__(self) -> "Checkpointer":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
     def steps(self) -> list[int]:
         """Return the steps with a complete checkpoint, oldest first."""
         try:
@@ -208,10 +181,6 @@ class Checkpointer:
             return []
         matches = (_STEP.fullmatch(name.removesuffix(_OLD)) for name in names)
         return sorted({int(match[1]) for match in matches if match})
-
-    def latest_step(self) -> int | None:
-        """Return the newest step with a complete checkpoint."""
-        return max(self.steps(), default=None)
 
     def manifest(self, step: int) -> Manifest:
         """Return the verified manifest of a step, the same on all processes; read no array.
@@ -282,12 +251,6 @@ class Checkpointer:
             self._together("verify", lambda: integrity.verify_files(folder, manifest, share))
             raise
         return _like(abstract_tree, leaves), manifest.metadata
-
-    def restore_latest(
-        self, abstract_tree: Tree
-    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """Return step, tree and metadata of the newest intact checkpoint."""
-        return self.latest(lambda step, _: (step, *self.restore(step, abstract_tree)))
 
     def folder_of(self, step: int) -> Path:
         """Return the folder of a step's checkpoint."""

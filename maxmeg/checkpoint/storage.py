@@ -56,6 +56,10 @@ def tensor_folder(path: str) -> str:
     return path.replace("/", ".")
 
 
+def info_of(array: jax.Array | jax.ShapeDtypeStruct, order: Order | None) -> TensorInfo:
+    return TensorInfo(np.dtype(array.dtype), disk_shape(array.shape, order))
+
+
 def chunk_shape(array: jax.Array, order: Order | None) -> tuple[int, ...]:
     """Return the shape of a tensor's chunks, each of which lies within one shard.
 
@@ -161,8 +165,9 @@ def write_file(path: Path, data: bytes | memoryview, verify: Verify) -> tuple[in
     return len(data), crc
 
 
-def describe(info: TensorInfo, chunk: Sequence[int], file: Sequence[int]) -> bytes:
+def describe(info: TensorInfo, chunk: Sequence[int], file: Sequence[int] | None = None) -> bytes:
     """Return zarr.json of an uncompressed array; a file holds one chunk or, in order, several."""
+    file = chunk if file is None else file
     codecs: list[Any] = [BYTES_CODEC if info.dtype.itemsize > 1 else {"name": "bytes"}]
     if tuple(file) != tuple(chunk):
         shard = {"chunk_shape": list(chunk), "codecs": codecs, "index_codecs": [BYTES_CODEC]}
@@ -262,7 +267,7 @@ def read(
 
     def one(path: str) -> jax.Array:
         leaf, order = wanted[path], orders.get(path)
-        info = TensorInfo(np.dtype(leaf.dtype), disk_shape(leaf.shape, order))
+        info = info_of(leaf, order)
         place = folder / tensor_folder(path)
         file = file_shape(place / "zarr.json", info)
         assert leaf.sharding is not None

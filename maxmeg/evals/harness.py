@@ -7,29 +7,23 @@ package: pip install 'maxmeg[evals]'.
 import difflib
 import importlib
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.config.schema import Config
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.inference.chat import end_tokens
-from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_causal, check_ids
+from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids, jitted
 from maxmeg.inference.load import Trained
+from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
-from maxmeg.parallel.rules import reductions
-from maxmeg.parallel.spmd import spmd
-from maxmeg.step import compute_model
 
 CHUNK = 128  # tokens whose logits are in memory at once
 MAX_NEW = 256  # default number of new tokens, as in HFLM
@@ -87,22 +81,6 @@ def score(model: LM, tokens: Tokens) -> tuple[Float[Array, " T"], Bool[Array, " 
     T = tokens.places_T.shape
     chunks = (tokens.num_T + CHUNK - 1) // CHUNK
     return lax.fori_loop(0, chunks, score_chunk, (jnp.zeros(T, jnp.float32), jnp.zeros(T, bool)))
-
-
-def make_score(config: Config, mesh: Mesh, model: LM) -> Callable:
-    """Return the jitted `score` for a model on `mesh`; every device has all rows.
-
-    ValueError for a model that is not causal.
-    """
-    check_causal(config.model)
-    grad_layout = reductions(model, mesh, config.parallel.zero1)
-    specs = jax.tree.map(lambda array: array.sharding.spec, model)
-    dtype = jnp.dtype(config.model.dtype.value)
-
-    def local(model, tokens):
-        return score(compute_model(model, grad_layout, dtype), tokens)
-
-    return jax.jit(spmd(local, mesh, (specs, P()), P()))
 
 
 def packed(pairs: Sequence[Pair], batch: int) -> Iterator[Packed]:
@@ -168,7 +146,7 @@ class HarnessModel:
         tokenizer: Tokenizer = trained.tokenizer
         self.max_length = trained.config.model.max_position
         self.prefix = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
-        self.run = make_score(trained.config, trained.mesh, trained.model)
+        self.run = jitted(score, trained.config, trained.mesh, trained.model)
         self.hidden_ids = special_ids(tokenizer)
 
     def encode(self, text: str) -> list[int]:

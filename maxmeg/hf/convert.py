@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -138,26 +138,16 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
     model = families.with_saved_mtp(described, source.weights.tensors, family)
     matched = match(source.weights, model, family)
     target = Path(target).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not empty: choose another --output")
+    check_empty(target)
     new = not target.exists()
     try:
         config, identity, notes = _prepare(source, model, target, tokenizer)
-        metadata = {
-            "config": files.to_dict(run_folder.stored(config)),
-            "tokenizer": identity,
-            "consumed_samples": 0,
-        }
-        with StreamWriter(target / CHECKPOINTS, 0, array_paths(model), metadata) as writer:
-            for name, binding in matched:
-                for expert, piece in binding.pieces():
-                    tensor = source.weights.read(name, *(() if expert is None else (expert,)))
-                    for place, part in zip(piece.ours, piece.split(tensor), strict=True):
-                        padded = place.name in VOCABULARY_TABLES
-                        writer.write(array_path(place.name), part, place.index, pad_rows=padded)
-            for name, shape in families.unused_arrays(model).items():
-                writer.write(array_path(name), np.zeros(shape, np.float32))
-        run_folder.write(config)
+        pieces = (
+            (piece, source.weights.read(name, *(() if expert is None else (expert,))))
+            for name, binding in matched
+            for expert, piece in binding.pieces()
+        )
+        write_run(config, identity, pieces)
         if described.mtp.num_layers > model.mtp.num_layers:
             notes += ("the files have no MTP layers: mtp.num_layers=0",)
     except BaseException:
@@ -165,6 +155,35 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         raise
     return _report(family, matched, run_folder.stored(config).data.tokenizer, notes)
+
+
+def check_empty(target: Path) -> None:
+    """ValueError if a folder to be written holds anything."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"{target} exists and is not empty: choose another --output")
+
+
+def write_run(
+    config: Config, tokenizer: str, tensors: Iterable[tuple[Binding, np.ndarray]]
+) -> None:
+    """Write config.yaml, and a checkpoint of step 0 that holds only the model, to config.run_dir.
+
+    tokenizer: the identity of the tokenizer. tensors: each with the arrays that it becomes.
+    """
+    metadata = {
+        "config": files.to_dict(run_folder.stored(config)),
+        "tokenizer": tokenizer,
+        "consumed_samples": 0,
+    }
+    folder = Path(config.run_dir, CHECKPOINTS)
+    with StreamWriter(folder, 0, array_paths(config.model), metadata) as writer:
+        for binding, tensor in tensors:
+            for place, array in zip(binding.ours, binding.split(tensor), strict=True):
+                padded = place.name in VOCABULARY_TABLES
+                writer.write(array_path(place.name), array, place.index, pad_rows=padded)
+        for name, shape in families.unused_arrays(config.model).items():
+            writer.write(array_path(name), np.zeros(shape, np.float32))
+    run_folder.write(config)
 
 
 def export_model(
@@ -182,8 +201,7 @@ def export_model(
     does not fit its config.
     """
     run, target = Path(run), Path(target)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not empty: choose another --output")
+    check_empty(target)
     trained = TrainedModel(run, step)
     config, model = trained.config, trained.model
     folder = carried_folder(run, config)

@@ -20,8 +20,8 @@ from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.load import Trained, load_run, without_pipeline
+from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.sampling import Sampling, sample
 from maxmeg.layers.attention import PAGE
 from maxmeg.layers.context import Context
@@ -182,9 +182,19 @@ def check_causal(model: ModelConfig) -> None:
 
 
 def make_generate(config: Config, mesh: Mesh, model: LM, request: Request) -> Callable:
-    """Return the jitted (model, prompts, raw key) -> (ids_BN, counts_B) for a model on `mesh`.
+    """Return the jitted (model, prompts, raw key) -> (ids_BN, counts_B) for a model on `mesh`."""
 
-    Weights are cast to the compute dtype. Every device has all prompts. ValueError for a model
+    def local(model, prompts, raw_key):
+        key = jax.random.wrap_key_data(raw_key)
+        return generate(model, prompts, key, request, rotary_switch(config.model))
+
+    return jitted(local, config, mesh, model)
+
+
+def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
+    """Return the jitted function(model, *arguments) for a model on `mesh`.
+
+    Weights are cast to the compute dtype. Every device has all arguments. ValueError for a model
     that is not causal.
     """
     check_causal(config.model)
@@ -192,12 +202,11 @@ def make_generate(config: Config, mesh: Mesh, model: LM, request: Request) -> Ca
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
-    def local(model, prompts, raw_key):
-        key = jax.random.wrap_key_data(raw_key)
-        model = compute_model(model, grad_layout, dtype)
-        return generate(model, prompts, key, request, rotary_switch(config.model))
+    def local(model, arguments):
+        return function(compute_model(model, grad_layout, dtype), *arguments)
 
-    return jax.jit(spmd(local, mesh, (specs, P(), P()), P()))
+    program = spmd(local, mesh, (specs, P()), P())
+    return jax.jit(lambda model, *arguments: program(model, arguments))
 
 
 class Writer:

@@ -22,8 +22,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from maxmeg.checkpoint.integrity import some
-from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
-from maxmeg.config import files
+from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.config.initial import FREE
 from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling
 from maxmeg.config.model import ModelConfig, Norm, Position
@@ -33,17 +32,16 @@ from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.validate import resolve
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.hf.convert import Report
+from maxmeg.hf.convert import Report, check_empty, write_run
 from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.keys import resolved, with_layers
-from maxmeg.hf.families.read import bindings, plain_value, unused_arrays
+from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
-from maxmeg.hf.trained import array_path, array_paths
 from maxmeg.megatron import experts as megatron_experts
+from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
-Arguments = Mapping[str, typing.Any]
 # Name of a tensor in the checkpoint, and an index into it: of a layer, an expert, or both.
 Piece = tuple[str, tuple[int, ...]]
 
@@ -120,46 +118,28 @@ def import_megatron(
     and setting that does not fit.
     """
     target = pathlib.Path(target).absolute()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} exists and is not empty: choose another folder")
+    check_empty(target)
     with TorchDistReader(iteration_folder(source), python) as reader:
         config = decided(config, reader.arguments(), tokenizer)
         config.run_dir = str(target)
         identity = resolve_sizes(config, reader.tensors)
         bound = bindings(config.model, family(config.model))
         pieces = locate(bound, reader.tensors, reader.dtypes)
-        metadata = {
-            "config": files.to_dict(run_folder.stored(config)),
-            "tokenizer": identity,
-            "consumed_samples": 0,
-        }
         try:
-            with StreamWriter(
-                target / CHECKPOINTS, 0, array_paths(config.model), metadata
-            ) as writer:
-                for binding in bound:
-                    write(writer, reader, binding, pieces[binding.theirs])
-                for name, shape in unused_arrays(config.model).items():
-                    writer.write(array_path(name), np.zeros(shape, np.float32))
+            write_run(config, identity, ((b, tensor(reader, b, pieces[b.theirs])) for b in bound))
         except BaseException:
             shutil.rmtree(target / CHECKPOINTS, ignore_errors=True)
             raise
-    run_folder.write(config)
     count = sum(math.prod(binding.shape) for binding in bound)
     return Report("megatron", len(bound), count, run_folder.stored(config).data.tokenizer)
 
 
-def write(
-    writer: StreamWriter, reader: TorchDistReader, binding: Binding, pieces: list[Piece]
-) -> None:
-    """Write one tensor of the checkpoint as arrays of the model."""
-    tensors = [reader.read(name, *index) for name, index in pieces]
-    tensor = tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
-    padded = binding.ours[0].name in VOCABULARY_TABLES
-    if padded:
-        tensor = tensor[: binding.shape[0]]  # Megatron-LM's padding of the vocabulary is not zero
-    for place, array in zip(binding.ours, binding.split(tensor), strict=True):
-        writer.write(array_path(place.name), array, place.index, pad_rows=padded)
+def tensor(reader: TorchDistReader, binding: Binding, pieces: list[Piece]) -> np.ndarray:
+    """Return one tensor of the checkpoint, without Megatron-LM's padding of the vocabulary."""
+    read = [reader.read(name, *index) for name, index in pieces]
+    whole = read[0] if len(read) == 1 else np.concatenate(read)
+    # The padding is not zero.
+    return whole[: binding.shape[0]] if binding.ours[0].name in VOCABULARY_TABLES else whole
 
 
 def is_checkpoint(folder: str | os.PathLike) -> bool:
@@ -230,17 +210,7 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
     def flag(name: str) -> bool:
         return bool(arguments.get(name, False))
 
-    def chosen(name: str, default: str, table: Mapping[str, typing.Any]) -> typing.Any:
-        value = arguments.get(name) or default
-        if value not in table:
-            refused.append(f"{name}={value!r} (supported are {', '.join(table)})")
-        return table.get(value)
-
-    refused = [
-        f"{name}={arguments[name]!r}"
-        for name, values in WITHOUT_EFFECT.items()
-        if name in arguments and arguments[name] not in values
-    ]
+    refused = megatron_experts.unsupported(arguments, WITHOUT_EFFECT)
     linear_bias = bool(arguments.get("add_bias_linear", True))
     heads = arguments["num_attention_heads"]
     groups = arguments.get("num_query_groups") if flag("group_query_attention") else heads
@@ -251,10 +221,12 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
         "attention.num_kv_heads": groups or heads,
         "attention.head_dim": arguments.get("kv_channels") or arguments["hidden_size"] // heads,
         "mlp.activation": activation(arguments, linear_bias),
-        "norm": chosen("normalization", "LayerNorm", NORMS),
+        "norm": chosen(arguments, "normalization", "LayerNorm", NORMS, refused),
         "norm_eps": arguments.get("norm_epsilon", 1e-5),
         "norm_one_plus": flag("apply_layernorm_1p"),
-        "position": chosen("position_embedding_type", "learned_absolute", POSITIONS),
+        "position": chosen(
+            arguments, "position_embedding_type", "learned_absolute", POSITIONS, refused
+        ),
         "attention.qk_norm": qk_norm(arguments),
         "attention.bias_qkv": linear_bias or flag("add_qkv_bias"),
         "attention.bias_out": linear_bias,

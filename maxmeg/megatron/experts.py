@@ -35,6 +35,29 @@ WITHOUT_EFFECT: dict[str, tuple] = {
 }
 
 
+def unsupported(arguments: Arguments, without_effect: Mapping[str, tuple]) -> list[str]:
+    """Return the arguments that switch on features that maxmeg lacks, as errors show them."""
+    return [
+        f"{name}={arguments[name]!r}"
+        for name, values in without_effect.items()
+        if name in arguments and arguments[name] not in values
+    ]
+
+
+def chosen(
+    arguments: Arguments,
+    name: str,
+    default: str,
+    table: Mapping[str, typing.Any],
+    refused: list[str],
+) -> typing.Any:
+    """Return the table's entry for an argument; append a value that is not in it to `refused`."""
+    value = arguments.get(name) or default
+    if value not in table:
+        refused.append(f"{name}={value!r} (supported are {', '.join(table)})")
+    return table.get(value)
+
+
 def names(gated: bool) -> tuple[Names, Names, Names]:
     """Return `layers`, `arrays` and `experts` of a Family."""
 
@@ -59,20 +82,9 @@ def fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
     """Return fields of ModelConfig, none without experts; append unsupported ones to `refused`."""
     if not arguments.get("num_experts"):
         return {}
-    refused += [
-        f"{name}={arguments[name]!r}"
-        for name, values in WITHOUT_EFFECT.items()
-        if name in arguments and arguments[name] not in values
-    ]
-
-    def chosen(name: str, default: str, table: Mapping[str, typing.Any]) -> typing.Any:
-        value = arguments.get(name) or default
-        if value not in table:
-            refused.append(f"{name}={value!r} (supported are {', '.join(table)})")
-        return table.get(value)
-
+    refused += unsupported(arguments, WITHOUT_EFFECT)
     count = arguments.get("moe_router_topk") or 2
-    score = chosen("moe_router_score_function", "softmax", SCORES)
+    score = chosen(arguments, "moe_router_score_function", "softmax", SCORES, refused)
     softmax = score is RouterScore.softmax
     balanced = arguments.get("moe_router_load_balancing_type") or ()
     found = {
@@ -95,7 +107,8 @@ def fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
         found["moe.topk_groups"] = kept
     if capacity := arguments.get("moe_expert_capacity_factor"):
         found["moe.capacity_factor"] = float(capacity)
-        found["moe.drop_policy"] = chosen("moe_token_drop_policy", "probs", DROPS)
+        drop_policy = chosen(arguments, "moe_token_drop_policy", "probs", DROPS, refused)
+        found["moe.drop_policy"] = drop_policy
         found["moe.pad_to_capacity"] = bool(arguments.get("moe_pad_expert_input_to_capacity"))
     return found
 

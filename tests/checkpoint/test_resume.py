@@ -52,11 +52,11 @@ def state_of(step: int) -> TrainState:
 def saved(tmp_path_factory):
     """A run folder with checkpoints of steps 1, 2 and 3."""
     folder = tmp_path_factory.mktemp("saved")
-    with Checkpointer(folder / CHECKPOINTS, keep_last=3, asynchronous=False) as checkpointer:
-        for step in WIDTHS:
-            config = files.to_dict(config_of(step))
-            metadata = {"config": config, "tokenizer": TOKENIZER, "step": step}
-            assert checkpointer.save(step, to_tree(state_of(step)), metadata)
+    checkpointer = Checkpointer(folder / CHECKPOINTS, keep_last=3, asynchronous=False)
+    for step in WIDTHS:
+        config = files.to_dict(config_of(step))
+        metadata = {"config": config, "tokenizer": TOKENIZER, "step": step}
+        assert checkpointer.save(step, to_tree(state_of(step)), metadata)
     return folder
 
 

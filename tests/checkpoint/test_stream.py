@@ -84,8 +84,8 @@ def test_the_manager_restores_what_was_streamed(tmp_path, block_bytes):
     restored, metadata = checkpointer.restore(3, abstract(tree))
     assert metadata == {"note": [1, None]}
     jax.tree.map(assert_same_bits, restored, tree)
-    with Checkpointer(tmp_path / "whole") as usual:
-        assert usual.save(3, tree, metadata) and usual.wait()
+    usual = Checkpointer(tmp_path / "whole")
+    assert usual.save(3, tree, metadata) and usual.wait()
     tensors = [
         integrity.read_manifest(tmp_path / name / "step_00000003").tensors
         for name in ("streamed", "whole")
@@ -119,8 +119,8 @@ def check_reader(folder, values):
 def test_a_chunk_with_its_index_behind_it_is_read(tmp_path):
     """Zarr writers that shard every file put an index behind its only chunk."""
     values = {"w": np.arange(12, dtype="f4").reshape(3, 4)}
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.save(3, as_tree(values), {}) and checkpointer.wait()
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(3, as_tree(values), {}) and checkpointer.wait()
     folder = tmp_path / "step_00000003"
     path, file = folder / "arrays/w/zarr.json", folder / "arrays/w/c/0/0"
     described = json.loads(path.read_text())
@@ -153,8 +153,8 @@ def test_reads_what_the_manager_wrote(tmp_path, spec, monkeypatch):
             for path, array in values.items()
         }
     )
-    with Checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.save(3, tree, {"note": [1, None]}) and checkpointer.wait()
+    checkpointer = Checkpointer(tmp_path)
+    assert checkpointer.save(3, tree, {"note": [1, None]}) and checkpointer.wait()
     check_reader(tmp_path, values)
 
 

@@ -71,8 +71,8 @@ def made(tmp_path_factory, fields: dict):
 
     model = jax.tree_util.tree_map_with_path(draw, shapes)
     tree = nested(to_arrays({"model": model}))
-    with Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False) as checkpointer:
-        assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
+    checkpointer = Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False)
+    assert checkpointer.save(0, tree, {"config": files.to_dict(config), "tokenizer": "words"})
     return folder, config, model
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax_checkpoints import restore_latest
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
 from maxmeg.checkpoint.manager import Checkpointer
@@ -34,7 +35,7 @@ def test_a_disk_that_stores_other_bytes(tmp_path, monkeypatch, verify):
         named = {Verify.crc: "arrays/w/c/0 of tensor w has CRC-32", Verify.off: "values differ"}
         with pytest.raises(CorruptCheckpointError, match=named[verify]):
             checkpointer.restore(2, wanted)
-    found = checkpointer.restore_latest(wanted)
+    found = restore_latest(checkpointer, wanted)
     assert found is not None and found[0] == 1
     np.testing.assert_array_equal(found[1]["w"], tree["w"])
     checksums = {crc for _, crc in checkpointer.manifest(1).files.values()}

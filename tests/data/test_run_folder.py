@@ -12,7 +12,7 @@ from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.chat import end_tokens
+from maxmeg.inference.prompts import end_tokens
 
 # Settings of a run started in {w}, and how its folder holds them.
 PATHS = {

@@ -23,8 +23,8 @@ def save(folder, config, state) -> None:
     metadata = {"config": files.to_dict(config), "base": base_of(config), "consumed_samples": 0}
     metadata["tokenizer"] = "null:60"
     tree = {"model": to_tree(state)["model"]}
-    with Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False) as checkpointer:
-        assert checkpointer.save(0, tree, metadata)
+    checkpointer = Checkpointer(f"{folder}/{CHECKPOINTS}", asynchronous=False)
+    assert checkpointer.save(0, tree, metadata)
     files.save(config, folder / "config.yaml")
 
 

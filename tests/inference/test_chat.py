@@ -7,8 +7,7 @@ from tokenizer_files import WORDS, folder
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
-from maxmeg.inference.chat import end_tokens, with_system
-from maxmeg.inference.prompts import encoded
+from maxmeg.inference.prompts import encoded, end_tokens, with_system
 
 ONE = CHATS["one"]
 

@@ -26,9 +26,9 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.loader import eval_batches
 from maxmeg.evals.perplexity import mean_loss
-from maxmeg.inference.chat import end_tokens
 from maxmeg.inference.decode import Request, Writer
 from maxmeg.inference.load import Trained, load_run
+from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel.parts import frozen
 from maxmeg.parallel.placement import local_rows
