@@ -28,7 +28,7 @@ from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling
 from maxmeg.config.model import ModelConfig, Norm, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import walk, with_fields
+from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.config.validate import resolve
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -342,7 +342,7 @@ def resolve_sizes(config: Config, tensors: Mapping[str, TensorInfo]) -> str:
         config.model.max_position = config.model.max_position or table.shape[0]
     resolve(config, tokenizer.vocab_size)
     config.data.sequence_length = min(config.data.sequence_length, config.model.max_position)
-    if problems := [*model_problems(config.model)]:
+    if problems := [*declared_problems(config.model, "model."), *model_problems(config.model)]:
         raise ValueError("no model can be so:\n" + "\n".join(problems))
     return tokenizer.identity
 

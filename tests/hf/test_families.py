@@ -18,7 +18,7 @@ from published_configs import (
     GPT2,
     GPT_OSS,
     LFM2,
-    LLAMA32,
+    LLAMA31,
     MISTRAL,
     MIXTRAL,
     NEMOTRON,
@@ -51,32 +51,33 @@ from maxmeg.hf.families.read import (
     unused_arrays,
 )
 
-PUBLISHED = {  # settings in the form of the published files, parameters, fields
+PUBLISHED = {  # settings, number of parameters, fields
     "smollm2-135m": (SMOLLM2, 134_515_008, {"rotary.base": 1e5, "tied": True, "mlp.bias": False}),
-    "llama-3.2-1b": (
-        LLAMA32,
-        1_235_814_400,
-        {"rotary.scaling": RotaryScaling.llama3, "rotary.factor": 32, "rotary.high": 4},
+    "llama-3.1-8b": (
+        LLAMA31,
+        8_030_261_248,
+        {"rotary.scaling": RotaryScaling.llama3, "rotary.factor": 8, "rotary.high": 4},
     ),
     "mistral-7b": (
         MISTRAL,
         7_241_732_096,
         {"layers": "*(local,mlp)", "attention.window": 4096, "attention.num_kv_heads": 8},
     ),
-    "qwen2.5-0.5b": (
+    "qwen2.5-14b": (
         QWEN25,
-        494_032_768,
+        14_770_033_664,
         {"attention.bias_qkv": True, "layers": "*(attention,mlp)"},
     ),
-    "qwen3-0.6b": (
+    "qwen3-8b": (
         QWEN3,
-        596_049_920,
+        8_190_735_360,
         {"attention.head_dim": 128, "attention.qk_norm": QkNorm.head},
     ),
-    "gemma-2-2b": (
+    "gemma-2-9b": (
         GEMMA2,
-        2_614_341_888,
-        {"layers": "*(local,mlp attention,mlp)", "attention.softcap": 50, "embedding_scale": 48},
+        9_241_705_984,
+        {"layers": "*(local,mlp attention,mlp)", "attention.softcap": 50}
+        | {"embedding_scale": 3584**0.5},
     ),
     "gemma-3-1b": (
         GEMMA3,
@@ -88,13 +89,13 @@ PUBLISHED = {  # settings in the form of the published files, parameters, fields
         3_880_263_168,
         {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 8, "attention.num_kv_heads": 4},
     ),
-    "olmo-2-1b": (OLMO2, 1_484_916_736, {"attention.qk_norm": QkNorm.heads, "tied": False}),
+    "olmo-2-32b": (OLMO2, 32_234_279_936, {"attention.qk_norm": QkNorm.heads, "tied": False}),
     "phi-3-mini-128k": (
         PHI3,
         3_821_079_552,
-        {"rotary.factor": 32, "rotary.original_length": 4096, "rotary.long_factors": (2.0,) * 48},
+        {"rotary.factor": 32, "rotary.original_length": 4096, "attention.window": 262144},
     ),
-    "pythia-160m": (PYTHIA, 162_322_944, {"rotary.fraction": 0.25, "parallel_norms": True}),
+    "pythia-12b": (PYTHIA, 11_846_072_320, {"rotary.fraction": 0.25, "parallel_norms": True}),
     "falcon-7b": (FALCON_7B, 6_921_720_704, {"attention.num_kv_heads": 1, "parallel_norms": False}),
     "falcon-40b": (
         FALCON_40B,
@@ -102,13 +103,13 @@ PUBLISHED = {  # settings in the form of the published files, parameters, fields
         {"attention.num_kv_heads": 8, "parallel_norms": True},
     ),
     "starcoder2-3b": (STARCODER2, 3_030_371_328, {"mlp.activation": Activation.gelu_tanh}),
-    "nemotron-4-15b": (NEMOTRON, 15_628_775_424, {"norm_one_plus": True, "rotary.fraction": 0.5}),
+    "minitron-8b": (NEMOTRON, 8_271_699_968, {"norm_one_plus": True, "rotary.fraction": 0.5}),
     "lfm2-1.2b": (
         LFM2,
         1_170_340_608,
         {"num_layers": 16, "mlp.ffn_size": 8192, "conv.kernel_size": 3, "rotary.base": 1e6},
     ),
-    "gpt2": (GPT2, 124_439_808, {"position": Position.learned, "norm": Norm.layernorm}),
+    "gpt2-1.5b": (GPT2, 1_557_611_200, {"position": Position.learned, "norm": Norm.layernorm}),
     "mixtral": (
         MIXTRAL,
         46_702_792_704,
@@ -279,12 +280,12 @@ REFUSED = {  # settings, what is changed, what the message must name
     "rope, a list": (SMOLLM2, {"rope_scaling": [2.0]}, "rope_scaling=[2.0]"),
     "rope bases": (SMOLLM2, {"rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
     "rope twice": (
-        LLAMA32,
-        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
-        "rope_parameters has factor=8.0",
+        LLAMA31,
+        {"rope_parameters": {"rope_type": "llama3", "factor": 32.0}},
+        "rope_parameters has factor=32.0",
     ),
     "rope, partly": (SMOLLM2, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    "rope, odd": (PYTHIA, {"rotary_pct": 0.05}, "rotary_pct=0.05"),
+    "rope, odd": (PYTHIA, {"rotary_pct": 0.06}, "rotary_pct=0.06"),
     "rope, too much": (PYTHIA, {"rotary_pct": 1.5}, "rotary_pct=1.5"),
     "longrope, short": (
         PHI3,
@@ -303,9 +304,9 @@ REFUSED = {  # settings, what is changed, what the message must name
         {"use_sliding_window": True, "max_window_layers": -1},
         "max_window_layers",
     ),
-    "layer types, count": (GEMMA2, {"layer_types": ["full_attention"]}, "list of 26"),
-    "layer types, kind": (GEMMA2, {"layer_types": ["chunked_attention"] * 26}, "chunked"),
-    "layer types, no window": (QWEN3, {"layer_types": ["sliding_attention"] * 28}, "window"),
+    "layer types, count": (GEMMA2, {"layer_types": ["full_attention"]}, "list of 42"),
+    "layer types, kind": (GEMMA2, {"layer_types": ["chunked_attention"] * 42}, "chunked"),
+    "layer types, no window": (QWEN3, {"layer_types": ["sliding_attention"] * 36}, "window"),
     "soft-cap": (GEMMA2, {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0"),
     "both ways": (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
     "text part, quantized": (GEMMA3_4B, {"quantization_config": {"bits": 8}}, "bits"),

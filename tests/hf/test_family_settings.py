@@ -60,7 +60,7 @@ WINDOWS = {  # keys of Qwen 3 -> (window, layers)
     ),
     "by type": (
         {"use_sliding_window": True, "sliding_window": 9}
-        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 7},
+        | {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 9},
         (9, "*(3(local,mlp) attention,mlp)"),
     ),
 }

@@ -14,7 +14,7 @@ from maxmeg.config.layers import Layer, places
 from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import model_problems
-from maxmeg.config.setting import walk, with_fields
+from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.hf.families.binding import Binding, Fusion, Interleaved, Place
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
@@ -77,7 +77,7 @@ def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
         part.read(keys, fields)
     keys.finish(name, FAMILIES[name].code)
     model = with_fields(ModelConfig(), with_layers(fields))
-    if problems := [*model_problems(model)]:
+    if problems := [*declared_problems(model, "model."), *model_problems(model)]:
         raise ValueError("config.json does not describe a valid model:\n" + "\n".join(problems))
     return model
 
