@@ -6,10 +6,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from written_settings import values_of
 
-from maxmeg.config.data import DataOrder, Objective, Packing
-from maxmeg.config.mixers import AttentionBackend, RotaryScaling
-from maxmeg.config.model import NormPlace, Position
+from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.schema import Config, LossBackend, ParallelConfig
 from maxmeg.config.setting import declared_problems, divisors, walk, with_fields
 from maxmeg.config.validate import axis_sizes, resolve, validate
@@ -31,177 +30,132 @@ def config_with(settings: dict) -> Config:
     return with_fields(Config(), settings)
 
 
-# settings, number of devices, what the error must hold
-MASKED = {
-    "data.objective": Objective.masked,
-    "data.paths": ("a",),
-    "model.attention.causal": False,
-}
+# settings, parts of the error; on as many devices as the settings name
+MASKED = "data.objective=masked; data.paths=a; model.attention.causal=false; "
 BAD = [
     (
-        MASKED | {"model.layers": "*(conv,mlp attention,mlp)"},
-        1,
-        ["has the mixer conv, which is causal", "use other mixers"],
+        MASKED + "model.layers=*(conv,mlp attention,mlp)",
+        "has the mixer conv, which is causal | use other mixers",
     ),
     (
-        MASKED | {"model.attention.causal": True},
-        1,
-        ["objective=masked cannot train", "causal=true, which serves gpt, sft", "causal=false"],
+        MASKED + "model.attention.causal=true",
+        "objective=masked cannot train | causal=true, which serves gpt, sft | causal=false",
     ),
     (
-        MASKED | {"data.objective": Objective.gpt},
-        1,
-        ["objective=gpt cannot train", "causal=false, which serves masked"],
+        MASKED + "data.objective=gpt",
+        "objective=gpt cannot train | causal=false, which serves masked",
     ),
-    (MASKED | {"model.mtp.num_layers": 1}, 1, ["mtp.num_layers=1 predicts later", "set it to 0"]),
-    (MASKED | {"log.sample_prompt": "a"}, 1, ["does not continue text", 'sample_prompt=""']),
-    (MASKED | {"data.packing": Packing.greedy}, 1, ["packing=greedy", "objective=masked"]),
-    (MASKED | {"data.order": DataOrder.native}, 1, ["order=native", "set order=megatron"]),
-    (MASKED | {"data.paths": ()}, 1, ["needs a corpus of sentences", "data.paths=PREFIX"]),
-    (MASKED | {"data.eod_mask_loss": True}, 1, ["eod_mask_loss=True", "leave it out"]),
+    (MASKED + "model.mtp.num_layers=1", "mtp.num_layers=1 predicts later | set it to 0"),
+    (MASKED + "log.sample_prompt=a", 'does not continue text | sample_prompt=""'),
+    (MASKED + "data.packing=greedy", "packing=greedy | objective=masked"),
+    (MASKED + "data.order=native", "order=native | set order=megatron"),
+    (MASKED + "data.paths=", "needs a corpus of sentences | data.paths=PREFIX"),
+    (MASKED + "data.eod_mask_loss=true", "eod_mask_loss=True | leave it out"),
     (
-        {"model.attention.num_heads": 5},
-        1,
-        ["hidden_size=128", "num_heads=5", "1, 2, 4, 8", "attention.head_dim"],
+        "model.attention.num_heads=5",
+        "hidden_size=128 | num_heads=5 | 1, 2, 4, 8 | attention.head_dim",
     ),
-    ({"model.attention.num_heads": 0}, 1, ["num_heads=0", "choose num_heads in 1, 2, 4"]),
-    ({"model.attention.num_heads": -4}, 1, ["num_heads=-4", "choose num_heads in 1, 2, 4"]),
-    ({"model.attention.num_kv_heads": 3}, 1, ["num_heads=4", "num_kv_heads=3", "in 1, 2, 4"]),
-    ({"model.attention.num_kv_heads": 8}, 1, ["num_heads=4", "num_kv_heads=8", "in 1, 2, 4"]),
-    ({"model.attention.num_kv_heads": -1}, 1, ["num_kv_heads=-1", "in 1, 2, 4"]),
-    ({"model.rotary.fraction": 0.01}, 1, ["rotary.fraction=0.01", "head size 32", "raise it"]),
-    ({"model.parallel_norms": True}, 1, ["parallel_norms=true needs", "*(attention+mlp)"]),
+    ("model.attention.num_heads=0", "num_heads=0 | choose num_heads in 1, 2, 4"),
+    ("model.attention.num_heads=-4", "num_heads=-4 | choose num_heads in 1, 2, 4"),
+    ("model.attention.num_kv_heads=3", "num_heads=4 | num_kv_heads=3 | in 1, 2, 4"),
+    ("model.attention.num_kv_heads=8", "num_heads=4 | num_kv_heads=8 | in 1, 2, 4"),
+    ("model.attention.num_kv_heads=-1", "num_kv_heads=-1 | in 1, 2, 4"),
+    ("model.rotary.fraction=0.01", "rotary.fraction=0.01 | head size 32 | raise it"),
+    ("model.parallel_norms=true", "parallel_norms=true needs | *(attention+mlp)"),
     (
-        {"model.recompute": "selective,atention_lse"},
-        1,
-        ["'atention_lse' is neither", "nearest are attention_lse", "query, key, value"],
+        "model.recompute=selective,atention_lse",
+        "'atention_lse' is neither | nearest are attention_lse | query, key, value",
     ),
-    ({"model.recompute": "none"}, 1, ["'none' is neither a policy (minimal, selective, full)"]),
+    ("model.recompute=none", "'none' is neither a policy (minimal, selective, full)"),
     (
-        {
-            "model.parallel_norms": True,
-            "model.layers": "*(attention+mlp)",
-            "model.norm_place": NormPlace.post,
-        },
-        1,
-        ["parallel_norms=true has no effect with norm_place=post"],
+        "model.parallel_norms=true; model.layers=*(attention+mlp); model.norm_place=post",
+        "parallel_norms=true has no effect with norm_place=post",
     ),
-    ({"model.layers": "*(local,mlp)"}, 1, ["attention.window=0 must be at least 1", "local"]),
-    ({"model.rotary.local_base": 1e4}, 1, ["rotary.local_base=10000.0: no layer", "local"]),
-    ({"model.conv.bias": True}, 1, ["model.conv.bias=True: no layer", "the mixer conv"]),
+    ("model.layers=*(local,mlp)", "attention.window=0 must be at least 1 | local"),
+    ("model.rotary.local_base=10000.0", "rotary.local_base=10000.0: no layer | local"),
+    ("model.conv.bias=true", "model.conv.bias=True: no layer | the mixer conv"),
     (
-        {"model.layers": "*(conv,mlp)", "model.hidden_size": 132, "parallel.tensor": 8},
-        8,
-        ["model.hidden_size=132 is not divisible by parallel.tensor=8"],
+        "model.layers=*(conv,mlp); model.hidden_size=132; parallel.tensor=8",
+        "model.hidden_size=132 is not divisible by parallel.tensor=8",
     ),
-    ({"model.attention.window": 8}, 1, ["attention.window=8: no layer", "the mixer local"]),
-    ({"model.moe.top_k": 3, "model.moe.z_loss": 0.1}, 1, ["moe.top_k=3, model.moe.z_loss=0.1: no"]),
-    ({"model.layers": "*(attention,mpl)"}, 1, ["unknown mixer 'mpl'", "did you mean mlp"]),
+    ("model.attention.window=8", "attention.window=8: no layer | the mixer local"),
+    ("model.moe.top_k=3; model.moe.z_loss=0.1", "moe.top_k=3, model.moe.z_loss=0.1: no"),
+    ("model.layers=*(attention,mpl)", "unknown mixer 'mpl' | did you mean mlp"),
     (
-        {"model.layers": "*-*-|*-*-|", "model.num_layers": 8, "parallel.pipe": 2},
-        2,
-        ["names 3 pipeline chunks", "are 2"],
+        "model.layers=*-*-|*-*-|; model.num_layers=8; parallel.pipe=2",
+        "names 3 pipeline chunks | are 2",
     ),
-    ({"lora.rank": 8, "lora.targets": ()}, 1, ["lora.targets is empty", "query,value"]),
-    ({"lora.alpha": 32.0}, 1, ["lora.alpha=32.0 has no effect without lora.rank: set that"]),
+    ("lora.rank=8; lora.targets=", "lora.targets is empty | query,value"),
+    ("lora.alpha=32.0", "lora.alpha=32.0 has no effect without lora.rank: set that"),
+    ("model.rotary.factor=2.0", "model.rotary.factor=2.0 has no effect without | linear or"),
     (
-        {"model.rotary.factor": 2.0},
-        1,
-        ["model.rotary.factor=2.0 has no effect without", "linear or"],
+        "model.rotary.scaling=linear; model.position=learned",
+        "model.rotary.scaling=linear has no effect | position=rotary",
     ),
     (
-        {"model.rotary.scaling": RotaryScaling.linear, "model.position": Position.learned},
-        1,
-        ["model.rotary.scaling=linear has no effect", "position=rotary"],
+        "model.rotary.scaling=linear; model.rotary.low=2.0",
+        "model.rotary.low=2.0 has no effect without model.rotary.scaling=llama3 or",
     ),
     (
-        {"model.rotary.scaling": RotaryScaling.linear, "model.rotary.low": 2.0},
-        1,
-        ["model.rotary.low=2.0 has no effect without model.rotary.scaling=llama3 or"],
+        "model.rotary.scaling=llama3; model.rotary.factor=8.0",
+        "model.rotary.original_length=0 | at least 2 | llama3",
     ),
     (
-        {"model.rotary.scaling": RotaryScaling.llama3, "model.rotary.factor": 8.0},
-        1,
-        ["model.rotary.original_length=0", "at least 2", "llama3"],
+        "model.rotary.scaling=yarn; model.rotary.original_length=64; model.rotary.low=40.0",
+        "rotary.low=40.0 | high=4.0 | 0 < low < high",
     ),
     (
-        {
-            "model.rotary.scaling": RotaryScaling.yarn,
-            "model.rotary.original_length": 64,
-            "model.rotary.low": 40.0,
-        },
-        1,
-        ["rotary.low=40.0", "high=4.0", "0 < low < high"],
+        "model.rotary.scaling=longrope; model.rotary.original_length=64; "
+        "model.rotary.short_factors=1.0",
+        "rotary.short_factors must be 16 positive numbers | are 1 | rotary.long_factors",
+    ),
+    ("parallel.pipe=2; model.scan_layers=false", "scan_layers=false | pipe=2"),
+    ("parallel.tensor=8", "model.attention.num_heads=4 | parallel.tensor=8 | tensor in 1, 2, 4"),
+    (
+        "model.hidden_size=96; model.attention.num_heads=12; model.attention.num_kv_heads=6; "
+        "parallel.tensor=4",
+        "num_kv_heads=6 is neither | parallel.tensor=4 | tensor in 1, 2, 3, 6, or change",
     ),
     (
-        {
-            "model.rotary.scaling": RotaryScaling.longrope,
-            "model.rotary.original_length": 64,
-            "model.rotary.short_factors": (1.0,),
-        },
-        1,
-        ["rotary.short_factors must be 16 positive numbers", "are 1", "rotary.long_factors"],
-    ),
-    ({"parallel.pipe": 2, "model.scan_layers": False}, 2, ["scan_layers=false", "pipe=2"]),
-    (
-        {"parallel.tensor": 8},
-        8,
-        ["model.attention.num_heads=4", "parallel.tensor=8", "tensor in 1, 2, 4"],
+        "model.mlp.ffn_size=130; parallel.tensor=4",
+        "model.mlp.ffn_size=130 | parallel.tensor=4 | tensor in 1, 2, 5",
     ),
     (
-        {
-            "model.hidden_size": 96,
-            "model.attention.num_heads": 12,
-            "model.attention.num_kv_heads": 6,
-            "parallel.tensor": 4,
-        },
-        4,
-        ["num_kv_heads=6 is neither", "parallel.tensor=4", "tensor in 1, 2, 3, 6, or change"],
+        "data.sequence_length=250; parallel.tensor=4",
+        "data.sequence_length=250 | parallel.tensor=4 | tensor in 1, 2, 5",
     ),
     (
-        {"model.mlp.ffn_size": 130, "parallel.tensor": 4},
-        4,
-        ["model.mlp.ffn_size=130", "parallel.tensor=4", "tensor in 1, 2, 5"],
+        "parallel.fsdp=3; train.global_batch_size=3",
+        "model.hidden_size=128 | parallel.fsdp=3 | fsdp in 1, 2, 4",
     ),
+    ("train.global_batch_size=0", "global_batch_size=0 | nearest choices are 1"),
     (
-        {"data.sequence_length": 250, "parallel.tensor": 4},
-        4,
-        ["data.sequence_length=250", "parallel.tensor=4", "tensor in 1, 2, 5"],
+        "train.global_batch_size=24; train.micro_batch_size=5; parallel.data=2",
+        "=24 | divisible by 10 = data 2 | micro_batch_size 5 | 20 and 30",
     ),
-    (
-        {"parallel.fsdp": 3, "train.global_batch_size": 3},
-        3,
-        ["model.hidden_size=128", "parallel.fsdp=3", "fsdp in 1, 2, 4"],
-    ),
-    ({"parallel.tensor": 3}, 8, ["tensor=3", "there are 8", "product", "fsdp=0"]),
-    ({"parallel.data": 4, "parallel.fsdp": 1}, 8, ["data=4", "there are 8", "product"]),
-    ({"parallel.fsdp": 1}, 8, ["mesh of size 1", "there are 8", "product"]),
-    ({"parallel.data": 16}, 8, ["data=16", "there are 8", "product"]),
-    ({"parallel.data": 0}, 8, ["parallel.data=0", "at least 1"]),
-    ({"parallel.fsdp": -1}, 8, ["parallel.fsdp=-1", "at least 1"]),
-    ({"train.global_batch_size": 30}, 8, ["=30", "divisible by 8", "fsdp 8", "24 and 32"]),
-    ({"train.global_batch_size": 5}, 8, ["=5", "divisible by 8", "8 and"]),
-    ({"train.global_batch_size": 0}, 1, ["global_batch_size=0", "nearest choices are 1"]),
-    (
-        {"train.global_batch_size": 24, "train.micro_batch_size": 5, "parallel.data": 2},
-        2,
-        ["=24", "divisible by 10 = data 2", "micro_batch_size 5", "20 and 30"],
-    ),
-    (
-        {"model.max_position": 128},
-        1,
-        ["sequence_length=256", "max_position=128", "shorten", "raise"],
-    ),
-    ({"optim.min_lr": 1.0}, 1, ["optim.min_lr=1.0", "[0, optim.lr=0.0003]"]),
-    ({"optim.warmup_init_lr": -0.1}, 1, ["optim.warmup_init_lr=-0.1", "[0, optim.lr=0.0003]"]),
+    ("model.max_position=128", "sequence_length=256 | max_position=128 | shorten | raise"),
+    ("optim.min_lr=1.0", "optim.min_lr=1.0 | [0, optim.lr=0.0003]"),
+    ("optim.warmup_init_lr=-0.1", "optim.warmup_init_lr=-0.1 | [0, optim.lr=0.0003]"),
+]
+BAD_ON_8_DEVICES = [
+    ("parallel.tensor=3", "tensor=3 | there are 8 | product | fsdp=0"),
+    ("parallel.data=4; parallel.fsdp=1", "data=4 | there are 8 | product"),
+    ("parallel.fsdp=1", "mesh of size 1 | there are 8 | product"),
+    ("parallel.data=16", "data=16 | there are 8 | product"),
+    ("parallel.data=0", "parallel.data=0 | at least 1"),
+    ("parallel.fsdp=-1", "parallel.fsdp=-1 | at least 1"),
+    ("train.global_batch_size=30", "=30 | divisible by 8 | fsdp 8 | 24 and 32"),
+    ("train.global_batch_size=5", "=5 | divisible by 8 | 8 and"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "num_devices", "fragments"), BAD, ids=str)
-def test_bad_settings_name_values_and_remedy(settings, num_devices, fragments):
+@pytest.mark.parametrize(("settings", "fragments"), BAD + BAD_ON_8_DEVICES)
+def test_bad_settings_name_values_and_remedy(settings, fragments):
+    config = config_with(values_of(settings))
+    num_devices = 8 if (settings, fragments) in BAD_ON_8_DEVICES else config.parallel.devices
     with pytest.raises(ValueError) as error:
-        validate(config_with(settings), num_devices)
-    missing = [fragment for fragment in fragments if fragment not in str(error.value)]
+        validate(config, num_devices)
+    missing = [part for part in fragments.split(" | ") if part not in str(error.value)]
     assert not missing, str(error.value)
 
 
