@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 
 Section = typing.TypeVar("Section")
 BOUNDS = {
-    "at least": operator.ge,
+    "at_least": operator.ge,
     "above": operator.gt,
-    "at most": operator.le,
+    "at_most": operator.le,
     "below": operator.lt,
 }
 
@@ -21,24 +21,19 @@ def setting(
     doc: str,
     flag: str = "",
     *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
     needs: str = "",
     effect: str = "function",
+    **bounds: float,
 ) -> typing.Any:
     """Declare a dataclass field: its meaning, Megatron-LM's flag, and the rules for its value.
 
-    at_least, at_most (inclusive), above, below (exclusive): bounds of the value. needs: the value
+    bounds: at_least, at_most (inclusive), above, below (exclusive), of the value. needs: the value
     has no effect, and must be the default, unless this condition on the same section holds: "rank"
     (that field is not at its default) or "scaling=yarn|llama3" (it has one of these values). A
     field that is a section passes its condition on to all of its fields. effect, for the model's
     fields: what a change does to trained weights: "function" (they compute something else),
     "adapted" (something else that training can adapt to) or "none".
     """
-    limits = {"at least": at_least, "above": above, "at most": at_most, "below": below}
-    bounds = {name: limit for name, limit in limits.items() if limit is not None}
     metadata = {"doc": doc, "flag": flag, "bounds": bounds, "needs": needs, "effect": effect}
     if dataclasses.is_dataclass(default):  # a section
         return dataclasses.field(default_factory=typing.cast(type, default), metadata=metadata)
@@ -114,7 +109,7 @@ def declared_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
             continue
         bounds = field.metadata["bounds"]
         if not all(BOUNDS[name](value, limit) for name, limit in bounds.items()):  # also NaN
-            wanted = " and ".join(f"{name} {limit}" for name, limit in bounds.items())
+            wanted = " and ".join(f"{n.replace('_', ' ')} {limit}" for n, limit in bounds.items())
             yield f"{path}={value} must be {wanted}"
 
 

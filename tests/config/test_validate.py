@@ -161,7 +161,7 @@ def test_bad_settings_name_values_and_remedy(settings, fragments):
 
 @pytest.mark.parametrize("path", BOUNDED)
 def test_values_outside_declared_bounds_are_refused(path):
-    steps = {"at least": -1, "above": 0, "at most": 1, "below": 0}
+    steps = {"at_least": -1, "above": 0, "at_most": 1, "below": 0}
     for value in (math.nan, *(limit + steps[name] for name, limit in BOUNDED[path].items())):
         problems = declared_problems(config_with({path: value}))
         assert [p for p in problems if p.startswith(f"{path}={value} must be ")], value
