@@ -130,14 +130,16 @@ def reduce_gradients(gradients: Model, places) -> Model:
     return jax.tree.unflatten(tree, leaves)
 
 
-def local_gradients(model: Model, batch: Batch, raw_key: jax.Array, config: Config):
+def local_gradients(
+    model: Model, batch: Batch, raw_key: jax.Array, config: Config, objective: Objective
+):
     """(float32 gradients of the trained part, sums and auxiliary values), both combined over the
     microbatches; nothing is reduced over devices."""
     if config.parallel.pipe > 1:
         schedule = SCHEDULES[config.parallel.schedule.value]
-        return pipelined(model, batch, raw_key, config, schedule)
+        return pipelined(model, batch, raw_key, config, objective, schedule)
 
-    rest, objective = fixed(model), OBJECTIVES[config.data.objective]
+    rest = fixed(model)
 
     def one(microbatch: Batch):
         def loss(variables: Model):
@@ -151,16 +153,15 @@ def local_gradients(model: Model, batch: Batch, raw_key: jax.Array, config: Conf
     return accumulated(one, batch)
 
 
-def local_sums(model: Model, batch: Batch, config: Config) -> Metrics:
+def local_sums(model: Model, batch: Batch, config: Config, objective: Objective) -> Metrics:
     """Sums of losses and tokens over the microbatches, without dropout."""
-    objective = OBJECTIVES[config.data.objective]
 
     def one(microbatch: Batch) -> Metrics:
         sums = loss_fn(model, microbatch, objective, config.train)[1]
         return {name: value for name, value in sums.items() if name != "stack_aux"}
 
     if config.parallel.pipe > 1:
-        return pipelined(model, batch, None, config, forward_only)[1]
+        return pipelined(model, batch, None, config, objective, forward_only)[1]
     return accumulated(one, batch)
 
 
@@ -175,7 +176,7 @@ def accumulated(function: Callable, batch: Batch):
 
 
 def pipelined(
-    model: Model, batch: Batch, raw_key, config: Config, schedule: Callable
+    model: Model, batch: Batch, raw_key, config: Config, objective: Objective, schedule: Callable
 ) -> tuple[typing.Any, Metrics]:
     """local_gradients on the stages of a pipeline, in the order of a schedule.
 
@@ -183,7 +184,7 @@ def pipelined(
     """
     outer, stack = partition(trained(model))
     fixed_outer, fixed_stack = partition(fixed(model))
-    units, objective = model.stack, OBJECTIVES[config.data.objective]
+    units = model.stack
 
     def embed(outer: Model, microbatch: Batch):
         return joined(outer, fixed_outer).embed(microbatch, context(microbatch, raw_key))
@@ -222,13 +223,16 @@ def partition(model: Model) -> tuple[Model, Model]:
     return keep(False), keep(True)
 
 
-def make_gradients(config: Config, mesh: Mesh, model: Model) -> Callable:
+def make_gradients(
+    config: Config, mesh: Mesh, model: Model, objective: Objective | None = None
+) -> Callable:
     """(model, batch, key) -> (gradients of the global loss for the trained part, sums), both as
     global arrays. sums["stack_aux"] holds the auxiliary values of the layers in model order.
 
-    `model` is abstract with shardings. Batch arrays are [microbatch, sample, length].
+    `model` is abstract with shardings. Batch arrays are [microbatch, sample, length]. objective:
+    None means the one that data.objective names.
     """
-    objective = OBJECTIVES[config.data.objective]
+    objective = objective or OBJECTIVES[config.data.objective]
     places = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
@@ -237,7 +241,7 @@ def make_gradients(config: Config, mesh: Mesh, model: Model) -> Callable:
         masks = objective.masks(model, batch)
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
         computing = compute_model(model, places, dtype)
-        gradients, sums = local_gradients(computing, batch, raw_key, config)
+        gradients, sums = local_gradients(computing, batch, raw_key, config, objective)
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         aux_axes = (collectives.PIPE_AXIS, *TOKEN_AXES)
         aux = {"stack_aux": auxiliary.over_devices(sums.pop("stack_aux"), aux_axes)}
@@ -252,7 +256,13 @@ def make_gradients(config: Config, mesh: Mesh, model: Model) -> Callable:
     return gradients
 
 
-def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState) -> Callable:
+def make_train_step(
+    config: Config,
+    mesh: Mesh,
+    optimizer,
+    abstract: TrainState,
+    objective: Objective | None = None,
+) -> Callable:
     """The jitted (state, batch, controls) -> (state, metrics); the old state is donated.
 
     Where the loss or the gradient norm is not finite the step is skipped: parameters, moments and
@@ -263,8 +273,8 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
     stop (number of flags that are set), and layers: the auxiliary values by name, a row for each
     layer that reports them.
     """
-    gradients_of = make_gradients(config, mesh, abstract.model)
-    objective = OBJECTIVES[config.data.objective]
+    objective = objective or OBJECTIVES[config.data.objective]
+    gradients_of = make_gradients(config, mesh, abstract.model, objective)
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -293,14 +303,19 @@ def make_train_step(config: Config, mesh: Mesh, optimizer, abstract: TrainState)
 
 
 def make_eval_step(
-    config: Config, mesh: Mesh, model: Model, byte_lengths: np.ndarray | None = None
+    config: Config,
+    mesh: Mesh,
+    model: Model,
+    byte_lengths: np.ndarray | None = None,
+    objective: Objective | None = None,
 ) -> Callable:
     """The jitted (model, batch, stop) -> sums of losses and tokens, without dropout.
 
     Batch arrays are [microbatch, sample, length]. byte_lengths: bytes of the text of each id; then
     the bytes of the targets are summed too. stop: None, or one flag per device, whose sum is
-    returned too.
+    returned too. objective: None means the one that data.objective names.
     """
+    objective = objective or OBJECTIVES[config.data.objective]
     places = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
@@ -308,7 +323,7 @@ def make_eval_step(
     def local(model, batch):
         reduction = config.train.loss_reduction
         batch = complete(batch, reduction, batch_shards(mesh), [batch.loss_mask])
-        sums = local_sums(compute_model(model, places, dtype), batch, config)
+        sums = local_sums(compute_model(model, places, dtype), batch, config, objective)
         return auxiliary.over_devices(sums, TOKEN_AXES)
 
     def eval_step(model, batch, stop=None):

@@ -13,67 +13,54 @@ from maxmeg.checkpoint.resume import Start, start
 from maxmeg.config import files
 from maxmeg.config.flags import run_command
 from maxmeg.config.schema import Config
-from maxmeg.config.validate import axis_sizes, batch_unit, resolve, validate
+from maxmeg.config.validate import batch_unit, resolve, validate
 from maxmeg.data import run_folder
-from maxmeg.data.build import (
-    build_dataset,
-    build_validation,
-    cache_folder,
-    open_corpus,
-    samples_asked,
-)
-from maxmeg.data.inspect.composition import print_data
 from maxmeg.data.loader import eval_batches, train_loader
-from maxmeg.data.resuming import record_order, warn_of_order
+from maxmeg.data.resuming import record_order
+from maxmeg.data.source import Corpora, Source
 from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
 from maxmeg.inference.decode import sample_at_end
-from maxmeg.optim.build import make_optimizer
+from maxmeg.objectives.objective import Objective
 from maxmeg.optim.schedules import Origin, Schedules
 from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.mesh import make_mesh
-from maxmeg.parallel.placement import local_rows, place_batch, place_flag
+from maxmeg.parallel.placement import place_batch, place_flag
+from maxmeg.program import Program
 from maxmeg.runtime.determinism import check_deterministic
 from maxmeg.runtime.faults.deadline import warn_of_late_save
 from maxmeg.runtime.faults.lock import lock_run
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.faults.peers import ending_together
-from maxmeg.runtime.faults.rerun import with_rerun
 from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.logs import start_logging
-from maxmeg.runtime.metrics.memory import CompiledStep, print_memory
 from maxmeg.runtime.metrics.pictures import write_pictures
 from maxmeg.runtime.metrics.summary import print_mesh, print_parameters
 from maxmeg.runtime.observe import Observer
-from maxmeg.state import CHECKPOINTS, abstract_state, orders_of, parameter_rows, to_tree
-from maxmeg.step import make_eval_step, make_train_step
+from maxmeg.state import CHECKPOINTS, orders_of, parameter_rows, to_tree
 
 
 class Run:
-    """Everything a run needs before its first step, checked and opened."""
+    """A run before its first step: its program, its data, its checkpoints, checked and opened."""
 
-    def __init__(self, config: Config, watchdog: Watchdog | None = None):
+    def __init__(
+        self,
+        config: Config,
+        watchdog: Watchdog | None = None,
+        source: Source | None = None,
+        objective: Objective | None = None,
+    ) -> None:
+        """source, objective: None means those that the settings in config.data name."""
         self.watchdog = watchdog or Watchdog(config)
         validate(config, jax.device_count(), jax.default_backend())
         os.makedirs(config.run_dir, exist_ok=True)
-        self.tokenizer, self.prefixes = open_corpus(config.data, config.run_dir)
+        self.source = source or Corpora(config)
+        self.tokenizer = self.source.tokenizer
         resolve(config, self.tokenizer.vocab_size)
         self.config = config
         self.base: dict = {}  # identity of the frozen base, set when the state is there
-        self.mesh = make_mesh(
-            axis_sizes(config.parallel, jax.device_count()), fold=config.parallel.fold
-        )
-        self.rows = local_rows(self.mesh, config.train.micro_batch_size)
-        self.optimizer = make_optimizer(config.optim)
-        self.abstract = abstract_state(config, self.optimizer, self.mesh)
-        step = make_train_step(config, self.mesh, self.optimizer, self.abstract)
-        self.train_step = CompiledStep(step, lambda compiled: print_memory(compiled, config))
-        if config.train.rerun_bad_steps:
-            self.train_step = with_rerun(self.train_step)
-        byte_lengths = self.tokenizer.byte_lengths()
-        self.eval_step = make_eval_step(config, self.mesh, self.abstract.model, byte_lengths)
+        self.program = Program(config, self.tokenizer.byte_lengths(), objective)
         self.checkpointer = Checkpointer(
             os.path.join(config.run_dir, CHECKPOINTS),
             keep_last=config.checkpoint.keep_last,
@@ -90,35 +77,25 @@ class Run:
         step, metadata: of the checkpoint that is resumed, whose samples and their order are kept;
         0 and empty for a new run.
         """
-        config = self.config
+        config, mesh = self.config, self.program.mesh
         origin = Origin.of_checkpoint(step, metadata) if metadata else Origin()
-        self.schedules = Schedules(config, batch_unit(config, dict(self.mesh.shape)), origin)
-        saved = metadata.get("data_order")
-        vocab_size, folder = config.model.vocab_size, cache_folder(config.data, config.run_dir)
-        common = (config.seed, vocab_size)
-        asked = [samples_asked(config, split, self.schedules, saved or ()) for split in (0, 1)]
-        source = (config.data, self.prefixes, self.tokenizer)
-        self.data = build_dataset(*source, 0, *common, asked[0], folder)
-        self.validation = build_validation(*source, *common, asked[1], folder)
-        if multihost.is_primary():
-            warn_of_order(saved, self.data, self.schedules.consumed_samples(step))
-            named = {f"validation {name}".rstrip(): data for name, data in self.validation.items()}
-            sets = {"train": self.data, **named}
-            print_data(config, self.prefixes, self.tokenizer, sets, self.schedules)
+        self.schedules = Schedules(config, batch_unit(config, dict(mesh.shape)), origin)
+        self.data, self.validation = self.source.open(config, self.schedules, step, metadata)
 
     def batches(self, start_step: int):
         """A loader of (step, this process's rows) from `start_step` on."""
-        assert self.data is not None  # an empty training split is an error
-        return train_loader(self.data, self.config, start_step, self.schedules.extent, self.rows)
+        rows = self.program.rows
+        return train_loader(self.data, self.config, start_step, self.schedules.extent, rows)
 
     def place(self, step: int, batch: dict[str, np.ndarray]) -> Batch:
-        return place_batch(batch, self.rows, self.mesh, self.schedules.batch_size(step))
+        size = self.schedules.batch_size(step)
+        return place_batch(batch, self.program.rows, self.program.mesh, size)
 
     def controls(self, step: int, stop: bool) -> dict[str, jax.Array | np.floating]:
         return {
             "learning_rate": np.float32(self.schedules.learning_rate(step)),
             "weight_decay": np.float32(self.schedules.weight_decay(step)),
-            "stop": place_flag(stop, self.mesh),
+            "stop": place_flag(stop, self.program.mesh),
         }
 
     def validate(self, model, step: int, losses: dict[str, float], interrupt: Interrupt) -> bool:
@@ -126,18 +103,17 @@ class Run:
 
         False where a process was asked to stop meanwhile; then nothing is added.
         """
-        size, rows = self.config.train.global_batch_size, self.rows
-        first, found = self.schedules.evaluation_start(step), {}
+        size, rows = self.config.train.global_batch_size, self.program.rows
+        mesh, eval_step = self.program.mesh, self.program.eval_step
+        first, results = self.schedules.evaluation_start(step), {}
         for name, data in self.validation.items():
             batches = eval_batches(data, self.config.train.eval_steps, size, rows, first)
-            evaluated = (self.eval_step, model, batches, self.mesh, size, rows)
+            evaluated = (eval_step, model, batches, mesh, size, rows)
             try:
-                found[name] = mean_loss(
-                    *evaluated, lambda: place_flag(interrupt.requested, self.mesh)
-                )
+                results[name] = mean_loss(*evaluated, lambda: place_flag(interrupt.requested, mesh))
             except StopRequested:
                 return False
-        losses |= validation_metrics(found)
+        losses |= validation_metrics(results)
         return True
 
     def save(self, state, stopping: bool = False) -> None:
@@ -164,13 +140,14 @@ def train(run: Run, state, start_step: int):
     """
     settings, save_every = run.config.train, run.config.checkpoint.save_every
     observer = Observer(run.config, run.schedules, start_step, run.watchdog)
-    interrupt, saves = Interrupt(settings.exit_after_minutes), contextlib.closing(run.checkpointer)
+    interrupt, at_end = Interrupt(settings.exit_after_minutes), contextlib.ExitStack()
+    at_end.callback(run.checkpointer.wait)  # a save in the background ends before the program
     postponed = False  # a save that was due after a skipped step
-    with saves, interrupt, observer, run.batches(start_step) as batches:
+    with at_end, interrupt, observer, run.batches(start_step) as batches:
         for step, batch in batches:
             observer.before(step)
             controls = run.controls(step, interrupt.requested)
-            state, metrics = run.train_step(state, run.place(step, batch), controls)
+            state, metrics = run.program.train_step(state, run.place(step, batch), controls)
             observer.dispatched(step, {**metrics, "data_wait_seconds": batches.waited})
             last = step + 1 == settings.num_steps
             stopping = observer.stops(interrupt.requested) or due(settings.exit_at, step)
@@ -198,9 +175,9 @@ def finish(run: Run, state) -> None:
     config, step = run.config, int(state.step)
     done = step == config.train.num_steps
     sample = ""
-    pipelined = run.mesh.shape["pipe"] > 1  # then the model that writes is the saved one
+    pipelined = run.program.mesh.shape["pipe"] > 1  # then the model that writes is the saved one
     if done and config.log.sample_prompt and (saved or not pipelined):
-        sample = sample_at_end(state.model, config, run.tokenizer, step, run.mesh)
+        sample = sample_at_end(state.model, config, run.tokenizer, step, run.program.mesh)
     if not multihost.is_primary():
         return
     if sample:
@@ -228,19 +205,26 @@ def announce(run: Run, begun: Start) -> None:
             "train.num_steps to train further, or choose another run_dir"
         )
         return
-    print_mesh(dict(run.mesh.shape), jax.devices()[0].device_kind)
-    print_parameters(parameter_rows(run.abstract.model))
+    print_mesh(dict(run.program.mesh.shape), jax.devices()[0].device_kind)
+    print_parameters(parameter_rows(run.program.abstract.model))
 
 
 @explains_out_of_memory()
-def main(config: Config) -> None:
+def main(config: Config, source: Source | None = None, objective: Objective | None = None) -> None:
+    """Train. source, objective: instead of those that the settings in config.data name."""
     set_gpu_environment(config.train.deterministic)
     multihost.initialize(config.watchdog.silence)
     start_logging()
     check_deterministic(config)
     with Watchdog(config) as watchdog, lock_run(config.run_dir):
-        run = Run(config, watchdog)
-        begun = start(config, run.checkpointer, run.optimizer, run.abstract, run.tokenizer.identity)
+        run = Run(config, watchdog, source, objective)
+        begun = start(
+            config,
+            run.checkpointer,
+            run.program.optimizer,
+            run.program.abstract,
+            run.tokenizer.identity,
+        )
         run.base = begun.base
         announce(run, begun)
         if begun.step < config.train.num_steps:

@@ -82,11 +82,11 @@ def run_of(tmp_path, events: list, metrics=lambda step: {}, **settings) -> types
         config=config,
         watchdog=Watchdog(config),
         schedules=Schedules(config),
-        checkpointer=types.SimpleNamespace(close=lambda: None),
+        checkpointer=types.SimpleNamespace(wait=lambda: True),
         batches=lambda start: Batches(),
         controls=lambda step, stop: {},
         place=place,
-        train_step=train_step,
+        program=types.SimpleNamespace(train_step=train_step),
         validation={"": None},
         validate=validate,
         save=lambda state, stopping=False: events.append(("save", state)),
@@ -179,16 +179,16 @@ def test_the_run_folder_is_complete_once_a_step_is_made(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "_statistics", lambda _: [{"peak_bytes_in_use": 3 * memory.GIB}])
     run = run_of(folder, [])
     run.config.data.tokenizer = f"huggingface:{source}"
-    train_step = run.train_step
+    train_step = run.program.train_step
 
     def fails(state, batch, controls):
         raise RuntimeError("out of memory")
 
-    run.train_step = fails
+    run.program.train_step = fails
     with pytest.raises(RuntimeError):
         train.train(run, 0, 0)
     assert not (folder / "config.yaml").exists()
-    run.train_step = train_step
+    run.program.train_step = train_step
     train.train(run, 0, 0)
     assert (folder / "config.yaml").exists() and (folder / "tokenizer/tokenizer.json").exists()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -39,7 +39,7 @@ DIRECTION = [
     ["objectives"],
     ["optim", "data", "checkpoint", "planning", "runtime"],
     ["state", "step"],
-    ["planning.compile", "checkpoint.initialize", "checkpoint.resume"],
+    ["program", "planning.compile", "checkpoint.initialize", "checkpoint.resume"],
     ["hf", "inference"],
     ["megatron"],
     ["evals", "posttrain"],

@@ -31,7 +31,10 @@ from maxmeg.config.schema import (
 )
 from maxmeg.config.setting import with_fields
 from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.source import Datasets
+from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.load import load_run
+from maxmeg.objectives.objective import Objective
 from maxmeg.optim.schedules import learning_rate_at
 from maxmeg.parallel.mesh import local_mesh
 from maxmeg.runtime.faults.guard import NonFiniteLoss
@@ -213,7 +216,7 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     run = Run(config)
     assert run.checkpointer.processes.timeout_seconds == 77
     run.open_data(0, {})
-    state = create_state(config, run.optimizer, run.abstract)
+    state = create_state(config, run.program.optimizer, run.program.abstract)
     compiled = []
 
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
@@ -226,12 +229,12 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     assert compiled.count("backend_compile_duration") == 1
     assert capsys.readouterr().out.count("train step compiled: ") == 1
     finish(run, state)
-    assert run.train_step.jitted._cache_size() == run.eval_step._cache_size() == 1
+    assert run.program.train_step.jitted._cache_size() == run.program.eval_step._cache_size() == 1
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     saved = {name: np.asarray(array) for name, array in to_arrays(state).items()}
 
     other = Run(small(corpus, tmp_path / "run", data=1, fsdp=1, tensor=8))
-    begun = resume(other.config, other.checkpointer, other.abstract, "bytes")
+    begun = resume(other.config, other.checkpointer, other.program.abstract, "bytes")
     step, restored = begun.step, begun.state
     assert step == STEPS
     assert begun.metadata["config"]["run_dir"] == str(tmp_path / "run")  # not "run"
@@ -301,7 +304,8 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
     config.train.rerun_bad_steps, config.train.eval_every = transient, 0
     run = Run(config)
     run.open_data(0, {})
-    place, compiled = run.place, make_train_step(config, run.mesh, run.optimizer, run.abstract)
+    place, program = run.place, run.program
+    compiled = make_train_step(config, program.mesh, program.optimizer, program.abstract)
 
     def damaged(state, batch, controls):
         steps.append(int(state.step))
@@ -309,13 +313,13 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
             batch = dataclasses.replace(batch, loss_mask=batch.loss_mask * jnp.nan)
         return compiled(state, batch, controls)
 
-    run.train_step = with_rerun(damaged) if transient else damaged
-    state = train(run, create_state(config, run.optimizer, run.abstract), 0)
+    run.program.train_step = with_rerun(damaged) if transient else damaged
+    state = train(run, create_state(config, run.program.optimizer, run.program.abstract), 0)
     assert compiled._cache_size() == 1
     told = "step 3 ran twice .* a transient fault" if transient else "step 3 was skipped: loss=nan"
     assert re.search(told, caplog.text)
 
-    expected = create_state(config, run.optimizer, run.abstract)
+    expected = create_state(config, run.program.optimizer, run.program.abstract)
     with run.batches(0) as batches:
         for step, batch in batches:
             if step == bad and not transient:  # as if it had been left out of the optimizer
@@ -363,6 +367,46 @@ def test_corpus_of_another_tokenizer(corpus, tmp_path):
         main(config)
 
 
+class Counting:
+    """Rows that count up from a random number; targets of even tokens weigh nothing."""
+
+    vocab_size, sequence_length, samples_per_epoch, num_tokens = 257, 32, 1000, 32_000
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        first_B1 = np.array([np.random.default_rng(n).integers(200) for n in indices])[:, None]
+        places_BL = np.broadcast_to(np.arange(32, dtype=np.int32), (len(indices), 32))
+        tokens_BL = np.int32(first_B1 + places_BL)
+        mask_BL = np.ones_like(tokens_BL, np.float32)
+        common = {"tokens": tokens_BL, "targets": tokens_BL + 1, "positions": places_BL}
+        return {**common, "loss_mask": mask_BL, "weight": np.float32(tokens_BL % 2)}
+
+
+def weighted_loss(model, h_BLD, batch, train, ctx):
+    """The cross entropy of targets times the weights that the dataset gives them."""
+    weights_BL = batch.extra["weight"]
+    loss, losses_BL = model.token_losses(
+        h_BLD, batch.targets, weights_BL / batch.divisors[0], train
+    )
+    sums = {"loss_sum": jnp.sum(losses_BL * weights_BL), "weights": jnp.sum(weights_BL)}
+    return loss, sums | {"tokens": jnp.sum(batch.loss_mask)}
+
+
+def test_data_and_a_loss_can_be_made_in_python(tmp_path):
+    config = small("", tmp_path, data=2, fsdp=2, tensor=2)
+    source = Datasets(load_tokenizer("bytes"), Counting(), {"": Counting()})
+
+    def metrics(sums):
+        return {"loss": sums["loss_sum"] / sums["tokens"], "weights": sums["weights"]}
+
+    main(config, source, Objective(loss=weighted_loss, metrics=metrics))
+    rows = [json.loads(row) for row in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["weights"] for row in rows] == [16 * 32 / 2] * STEPS
+    losses = [row["loss"] for row in rows]
+    assert losses[0] == pytest.approx(np.log(257) / 2, rel=0.1)
+    assert losses[-1] < 0.9 * losses[0]
+    assert rows[-1]["validation_loss"] < losses[0]
+
+
 @pytest.mark.slow
 def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     config = small(corpus, tmp_path, data=2, fsdp=4)
@@ -370,11 +414,11 @@ def test_growing_batches_compile_once_a_size(corpus, tmp_path):
     config.data.num_workers = 1
     run = Run(config)
     run.open_data(0, {})
-    state = create_state(config, run.optimizer, run.abstract)
+    state = create_state(config, run.program.optimizer, run.program.abstract)
     train(run, state, 0)
     sizes = [run.schedules.batch_size(step) for step in range(STEPS)]
     assert sizes[0] == 8 and sizes[-1] == 24
-    assert run.train_step.jitted._cache_size() == len(set(sizes))
+    assert run.program.train_step.jitted._cache_size() == len(set(sizes))
     rows = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(rows[-1])["consumed_samples"] == sum(sizes)
 

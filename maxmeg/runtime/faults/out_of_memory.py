@@ -29,19 +29,19 @@ _UNITS = {"B": 1, "b": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def explains_out_of_memory(remedies: str = "") -> Callable:
     """Decorate a command: running out of memory becomes a MemoryError for the user.
 
-    `remedies` says what to change. Without it the argument is a run's config, and the planner's
-    memory table and the changes that save most follow.
+    `remedies` says what to change. Without it the first argument is a run's config, and the
+    planner's memory table and the changes that save most follow.
     """
 
-    def decorate(command: Callable[[Any], None]) -> Callable[[Any], None]:
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(given: Any) -> None:
+        def run(first: Any, *rest: Any) -> None:
             try:
-                command(given)
+                command(first, *rest)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                raise MemoryError(explanation(error, given, remedies)) from error
+                raise MemoryError(explanation(error, first, remedies)) from error
 
         return run
 

@@ -1,0 +1,41 @@
+"""What a run computes: the mesh, the optimizer, the abstract state and the compiled steps."""
+
+import jax
+import numpy as np
+
+from maxmeg.config.schema import Config
+from maxmeg.config.validate import axis_sizes
+from maxmeg.objectives.objective import Objective
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.mesh import make_mesh
+from maxmeg.parallel.placement import local_rows
+from maxmeg.runtime.faults.rerun import with_rerun
+from maxmeg.runtime.metrics.memory import CompiledStep, print_memory
+from maxmeg.state import abstract_state
+from maxmeg.step import make_eval_step, make_train_step
+
+
+class Program:
+    """The training and the evaluation step of a valid configuration, on all devices.
+
+    abstract: the state's shapes, dtypes and shardings. rows: batch size -> the rows of the global
+    batch that this process reads.
+    """
+
+    def __init__(
+        self, config: Config, byte_lengths: np.ndarray | None, objective: Objective | None = None
+    ) -> None:
+        """byte_lengths: bytes of the text of each token id, [V]. objective: None means the one that
+        data.objective names."""
+        sizes = axis_sizes(config.parallel, jax.device_count())
+        self.mesh = make_mesh(sizes, fold=config.parallel.fold)
+        self.rows = local_rows(self.mesh, config.train.micro_batch_size)
+        self.optimizer = make_optimizer(config.optim)
+        self.abstract = abstract_state(config, self.optimizer, self.mesh)
+        step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)
+        self.train_step = CompiledStep(step, lambda compiled: print_memory(compiled, config))
+        if config.train.rerun_bad_steps:
+            self.train_step = with_rerun(self.train_step)
+        self.eval_step = make_eval_step(
+            config, self.mesh, self.abstract.model, byte_lengths, objective
+        )
