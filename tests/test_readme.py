@@ -1,4 +1,4 @@
-"""The README's Python, run as it stands."""
+"""The Python of the README and of docs/, run as it stands, and the lines that docs/ quote."""
 
 import re
 import subprocess
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parent.parent
+ADDING = (REPOSITORY / "docs/adding.md").read_text()
 
 
 @pytest.mark.slow
@@ -24,3 +25,20 @@ assert abs(edited_BLV - logits_BLV).max() > 0
     command = [sys.executable, "-c", blocks[0] + check]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_a_dataset_and_a_loss_of_docs_train(tmp_path):
+    (block,) = re.findall(r"```python\n(.*?)```", ADDING, re.S)
+    command = [sys.executable, "-c", block, str(tmp_path / "run")]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_quoted_lines_are_in_the_files_that_docs_name():
+    blocks = re.findall(r"```diff\n\+\+\+ (\S+)\n(.*?)```", ADDING, re.S)
+    assert len(blocks) == ADDING.count("```diff")
+    for path, lines in blocks:
+        there = (REPOSITORY / path).read_text().splitlines()
+        missing = [line for line in lines.splitlines() if line.removeprefix("+") not in there]
+        assert not missing, path
