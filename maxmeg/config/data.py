@@ -18,7 +18,7 @@ class Objective(enum.Enum):
 
     @property
     def is_causal(self) -> bool:
-        """Whether it trains models in which a token attends to itself and earlier tokens only."""
+        """Whether its models are causal: a token attends to itself and earlier tokens only."""
         return self is not Objective.masked
 
 
@@ -36,50 +36,54 @@ class TooLong(enum.Enum):
 
 @dataclasses.dataclass
 class DataConfig:
-    """Corpus, tokenizer and how samples are cut."""
+    """Corpus, tokenizer and samples."""
 
     paths: tuple[str, ...] = setting(
         (),
         "prefixes of .bin/.idx files, with weights (0.7,a,0.3,b) or, for one epoch of each, "
-        "without; cut by split; empty, as all that names corpora: Python's own sources",
+        "without, divided by split; if no setting names a corpus: the sources of Python",
         "--data-path",
     )
     split: str = setting("969,30,1", "weights of train, validation and test", "--split")
     train_paths: tuple[str, ...] = setting(
-        (), "as paths, each read whole; instead of paths and split", "--train-data-path"
+        (),
+        "training corpora as in paths, not divided; instead of paths and split",
+        "--train-data-path",
     )
-    validation_paths: tuple[str, ...] = setting((), "as train_paths", "--valid-data-path")
-    test_paths: tuple[str, ...] = setting((), "as train_paths", "--test-data-path")
+    validation_paths: tuple[str, ...] = setting(
+        (), "validation corpora, as train_paths", "--valid-data-path"
+    )
+    test_paths: tuple[str, ...] = setting((), "test corpora, as train_paths", "--test-data-path")
     blend: str = setting(
         "",
-        "YAML or JSON file instead of paths: a list as there, or train, validation, test: lists",
+        "YAML or JSON file instead of paths: a list like paths, or one for each of train, "
+        "validation and test",
         "--data-args-path, --per-split-data-args-path",
     )
     mock: bool = setting(
-        False, "documents that count, made without files, a third for each set", "--mock-data"
+        False, "synthetic documents of counting numbers, a third for each set", "--mock-data"
     )
     validate_each: bool = setting(
         False,
-        "validation_paths (or those of blend) are sets of their own: the loss of each, and their "
-        "mean",
+        "report the loss of each of validation_paths (or those of blend), and their mean",
         "--multiple-validation-sets",
     )
     blend_surplus: float = setting(
         0.005,
-        "samples made for each corpus of a weighted blend beyond its share, a fraction >= 0",
+        "surplus samples of each corpus of a weighted blend, as a fraction of its share, >= 0",
         "--mid-level-dataset-surplus",
         at_least=0,
     )
     blend_changes: tuple[str, ...] = setting(
         (),
-        "other training blends from steps on: 1000:0.5,a,0.5,b,5000:0.2,b,0.8,c or 1000:FILE.yaml; "
-        "each corpus goes on with its next sample",
+        "training blends after these steps: 1000:0.5,a,0.5,b,5000:0.2,b,0.8,c or 1000:FILE.yaml; "
+        "each corpus continues with its next sample",
     )
     order: DataOrder = setting(
         DataOrder.megatron,
-        "megatron: the same samples as there, which depend on seed and number of steps, and each "
-        "validation goes on where the last ended; native: an order that is computed, not stored, "
-        "and every validation reads the same samples, the first in reading order",
+        "megatron: Megatron-LM's samples, which depend on seed and num_steps; each validation "
+        "continues where the last ended | native: a computed permutation; every validation reads "
+        "the same samples, the first in reading order",
     )
     objective: Objective = setting(
         Objective.gpt,
@@ -97,15 +101,15 @@ class DataConfig:
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "of chats beyond sequence_length + 1 tokens: drop | truncate, counted",
+        "chats of more than sequence_length + 1 tokens: drop | truncate; their number is reported",
         needs="objective=sft",
     )
     packing: Packing = setting(
         Packing.none,
-        "rows of whole documents that do not see each other: greedy | first_fit | best_fit; none: "
-        "gpt cuts through them (order), sft has a chat a row",
+        "pack whole documents, without attention across them: greedy | first_fit | best_fit; none: "
+        "gpt cuts through documents, sft has one chat per row",
     )
-    sequence_length: int = setting(256, "tokens a sample", "--seq-length", at_least=1)
+    sequence_length: int = setting(256, "tokens per sample", "--seq-length", at_least=1)
     tokenizer: str = setting(
         "bytes",
         "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | wordpiece:FILE | "
@@ -114,22 +118,22 @@ class DataConfig:
     )
     cache_dir: str = setting(
         "",
-        "on a disk of the node: prepared corpora, orders of samples, what is read of corpora in "
-        "object storage (s3://bucket/prefix); empty: RUN_DIR/data",
+        "local folder for prepared corpora, orders of samples, and blocks of corpora in object "
+        "storage (s3://bucket/prefix); empty: RUN_DIR/data",
         "--data-cache-path, --object-storage-cache-path",
     )
     cache_gb: float = setting(
         50.0,
-        "of .bin files in object storage, GB (10^9 bytes) a node keeps in cache_dir, > 0",
+        "GB (10^9 bytes) of .bin files in object storage that a node keeps in cache_dir, > 0",
         at_least=0.01,
     )
     chunk_kb: int = setting(
         1024,
-        "of them, KiB read at once: more where the cache holds a whole corpus, less where not",
+        "KiB per read from object storage: more if the cache holds a whole corpus, less if not",
         at_least=1,
     )
     num_workers: int = setting(0, "loader processes; 0: threads", "--num-workers", at_least=0)
-    prefetch: int = setting(2, "batches made ahead, per worker, >= 1", at_least=1)
+    prefetch: int = setting(2, "batches prepared in advance per worker, >= 1", at_least=1)
     reset_position_ids: bool = setting(
         False, "positions restart after each end of document", "--reset-position-ids"
     )
@@ -141,14 +145,14 @@ class DataConfig:
     )
     fim_rate: float = setting(
         0.0,
-        "share of documents in samples to fill in the middle of, in [0, 1]",
+        "fill in the middle (FIM): fraction of documents in samples, in [0, 1]",
         "--fim-rate",
         at_least=0,
         at_most=1,
     )
     fim_spm_rate: float = setting(
         0.5,
-        "of those, with the suffix before the prefix, in [0, 1]",
+        "fraction of FIM documents with the suffix before the prefix, in [0, 1]",
         "--fim-spm-rate",
         at_least=0,
         at_most=1,
@@ -156,19 +160,19 @@ class DataConfig:
     )
     fim_tokens: tuple[str, ...] = setting(
         (),
-        "prefix, middle, suffix and padding token, by name or id",
+        "FIM's prefix, middle, suffix and padding token, by name or id",
         "--fim-prefix-token, --fim-middle-token, --fim-suffix-token, --fim-pad-token",
         needs="fim_rate",
     )
     fim_split: str = setting(
         "",
-        "token that divides documents into fragments; empty: none",
+        "token that divides documents into FIM fragments; empty: none",
         "--fim-split-sample",
         needs="fim_rate",
     )
     fim_fragment_rate: float = setting(
         0.5,
-        "share of fragments, in [0, 1]",
+        "fraction of fragments, in [0, 1]",
         "--fim-fragment-rate",
         at_least=0,
         at_most=1,
@@ -176,7 +180,7 @@ class DataConfig:
     )
     fim_no_prefix: str = setting(
         "",
-        "texts that begin with this stay as they are; empty: none",
+        "texts with this prefix stay unchanged; empty: none",
         "--fim-no-prefix",
         needs="fim_rate",
     )

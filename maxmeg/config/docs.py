@@ -20,7 +20,7 @@ def markdown() -> str:
 
 
 def _tables(title, section, prefix):
-    """The table of a section's own fields, then those of the sections within it."""
+    """Yield the table of a section, then those of the sections within it."""
     yield _table(title, section, prefix)
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)

@@ -1,4 +1,4 @@
-"""Configs as plain dicts and YAML files: strict in, exact out."""
+"""Read and write configs as plain dicts and YAML files."""
 
 import contextlib
 import dataclasses
@@ -26,20 +26,20 @@ _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
 
 
 def to_dict(config: typing.Any) -> dict[str, typing.Any]:
-    """Plain nested dict of a config: enums by name, tuples as lists.
+    """Return a config as a plain nested dict: enums by name, tuples as lists.
 
-    Raises ValueError for an attribute that is no field (a misspelt assignment in a config file).
+    ValueError for an attribute that is not a field (a misspelt assignment in a config file).
     """
     return _section_to_dict(config, "")
 
 
 def from_dict(values: dict[str, typing.Any]) -> Config:
-    """Config from a nested dict; fields not named keep their defaults."""
+    """Return a config from a nested dict; other fields keep their defaults."""
     return _section(Config, values, "")
 
 
 def save(config: Config, path: str | os.PathLike) -> None:
-    """Write every field as YAML; a reader sees the old file or the whole new one."""
+    """Write every field as YAML, atomically."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
@@ -54,10 +54,10 @@ def save(config: Config, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> Config:
-    """Config from a YAML file, which may name only some of the fields.
+    """Return a config from a YAML file, which may set only some of the fields.
 
-    The config.yaml of a run folder with checkpoints is that of the folder it lies in: its paths
-    are found again if the folder was moved. ValueError for files that are no such config.
+    Paths in the config.yaml of a run folder with checkpoints are adapted if the folder was moved.
+    ValueError for a file that is not a valid config.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -69,7 +69,7 @@ def load(path: str | os.PathLike) -> Config:
         values = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except OSError:
         raise
-    except Exception as error:  # PyYAML raises errors of many kinds for text that is not YAML
+    except Exception as error:  # PyYAML raises errors of many types
         raise ValueError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
     try:
         config = from_dict({} if values is None else values)
@@ -80,10 +80,10 @@ def load(path: str | os.PathLike) -> Config:
 
 
 def differences(saved: dict[str, typing.Any], config: Config) -> list[str]:
-    """Settings that differ from those of a checkpoint: ["optim.lr 0.003 -> 0.001", ...].
+    """Return settings that differ from those of a checkpoint: ["optim.lr 0.003 -> 0.001", ...].
 
-    config: as a run folder stores it (`data.run_folder.stored`). A run folder that was moved has
-    not changed. Settings that a checkpoint lacks had defaults.
+    config: as a run folder stores it (`data.run_folder.stored`). Moving the run folder is not a
+    difference. Settings that the checkpoint lacks had their defaults.
     """
     before = relocated(from_dict(saved), config.run_dir)
     return [
@@ -103,13 +103,13 @@ def text(value: typing.Any) -> str:
 
 
 def fields(section: type) -> dict[str, typing.Any]:
-    """Type of each field of a section."""
+    """Return the type of each field of a section."""
     hints = typing.get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
-    """Dotted path -> type of every field below a section."""
+    """Return the type of every field below a section, by dotted path."""
     found: dict[str, typing.Any] = {}
     for name, kind in fields(section).items():
         path = f"{prefix}{name}"
@@ -119,7 +119,7 @@ def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
 
 
 def unknown_field(path: str, names: typing.Iterable[str]) -> str:
-    """Message for a field that does not exist, with the nearest that does."""
+    """Return the message for a field that does not exist, with the nearest name."""
     near = nearest(path, names)
     return f"unknown field {path}: " + (
         f"did you mean {near}?" if near else "docs/config.md lists all fields"
@@ -127,9 +127,9 @@ def unknown_field(path: str, names: typing.Iterable[str]) -> str:
 
 
 def convert(path: str, value: typing.Any, kind: typing.Any) -> typing.Any:
-    """`value` as a field's type; text as on a command line is understood for every type.
+    """Return a value, or its text on a command line, as the type of a field.
 
-    Raises ValueError naming the path, the value and what was expected.
+    ValueError naming the path, the value and what was expected.
     """
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
@@ -230,11 +230,11 @@ _Dumper.add_representer(
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key given twice, of which YAML would keep the last without a word."""
+    """Refuses duplicate keys, of which YAML would silently keep the last."""
 
 
 def _yaml_problem(error):
-    """One line: what is wrong, and where."""
+    """Return what is wrong, and where, in one line."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:
         return " ".join(str(error).split())

@@ -1,7 +1,7 @@
-"""The command line: --config=FILE.py[:ARGUMENT], --config.FIELD=VALUE and a command's own options.
+"""The command line: --config=FILE.py[:ARGUMENT], --config.FIELD=VALUE and a command's options.
 
-absl and ml_collections parse. Before they do, every override is checked against the schema, so
-that a mistake is one clear line instead of a traceback.
+Every override is checked against the schema before ml_collections reads the config file, so that a
+mistake is reported in one line instead of a traceback.
 """
 
 import dataclasses
@@ -25,14 +25,14 @@ from maxmeg.config.hints import nearest
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import walk
 
-Texts = Sequence[str]  # an option that may be repeated, each value as it stands
+Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
 
-# Raised with a `raise` statement of this program, these speak to the user: no traceback.
+# Errors for the user, if a `raise` statement of this program raised them: no traceback.
 _EXIT_CODES = {ValueError: 2, NotImplementedError: 2, OSError: 2}
 _EXIT_CODES |= {FloatingPointError: 1, MemoryError: 1}
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).resolve()
-_LIBRARIES = {"site-packages", "dist-packages"}  # where others' packages are installed
+_LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages
 
 
 def run_command(
@@ -43,8 +43,8 @@ def run_command(
 ) -> None:
     """Parse the command line and call `main(config)`, `main(config, options)` or `main(options)`.
 
-    `options` is a dataclass of settings that becomes the command's own flags (--name=value).
-    What a user can correct ends as one line on stderr and exit code 2.
+    `options` is a dataclass of settings, which become the command's flags (--name=value). An error
+    that a user can correct is printed as one line on stderr; the exit code is 2.
     """
     argv = list(sys.argv if argv is None else argv)
     config = chosen = None
@@ -55,19 +55,19 @@ def run_command(
         config, chosen = parse(argv, options, needs_config)
         main(*[part for part in (config, chosen) if part is not None])
     except tuple(_EXIT_CODES) as error:
-        if not _speaks_to_user(error):
+        if not _is_for_user(error):
             raise
         raise SystemExit(report(error, config, chosen)) from None
 
 
 def report(error: BaseException, config: Config | None, options: typing.Any = None) -> int:
-    """Print an error that ends a command: one line if it speaks to the user, else a traceback.
+    """Print an error that ends a command: one line if it is for the user, else a traceback.
 
     Returns the command's exit code.
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if not isinstance(error, tuple(_EXIT_CODES)) or not _speaks_to_user(error):
+    if not isinstance(error, tuple(_EXIT_CODES)) or not _is_for_user(error):
         traceback.print_exception(error)
         return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     text = _os_error_text(error, config, options) if isinstance(error, OSError) else error
@@ -78,9 +78,9 @@ def report(error: BaseException, config: Config | None, options: typing.Any = No
 def parse(
     argv: Sequence[str], options: type | None = None, needs_config: bool = True
 ) -> tuple[Config | None, typing.Any]:
-    """(config, options) from a command line whose first item is the program's name.
+    """Return (config, options) of a command line whose first item is the program's name.
 
-    Raises ValueError, with the nearest valid name, for whatever is not understood.
+    ValueError, with the nearest valid name, for an unknown flag, field or value.
     """
     file, overrides, chosen = _separate(list(argv[1:]), options, needs_config)
     if not flags.FLAGS.is_parsed():  # libraries read their own absl flags' defaults
@@ -109,7 +109,7 @@ def _load(program: str, file: str, overrides: dict[str, typing.Any]) -> Config:
 
 
 def describe(summary: str, options: type | None = None, needs_config: bool = True) -> str:
-    """Help text: the command's docstring, its options and every field of the config."""
+    """Return the help text: the command's docstring, its options and every field of the config."""
     lines = [summary.strip()]
     if options is not None:
         lines += ["", "options:"]
@@ -161,7 +161,7 @@ def _separate(arguments, options, needs_config):
 
 
 def _flag_name(flag, own_kinds):
-    """Name without dashes, and whether it was --noNAME of a boolean."""
+    """Return the name without dashes, and whether it was --noNAME of a boolean."""
     if not flag.startswith("-"):
         raise ValueError(f"unexpected argument {flag!r}: flags are written --name=value")
     name = flag.lstrip("-")
@@ -228,19 +228,18 @@ def _checked(config):
 
 
 def _root_cause(error):
-    """What a config file or this program raised, under absl's and ml_collections' wrapping of it:
-    the message for the user if there is one, else the innermost error."""
+    """Return the error that ml_collections wrapped: one for the user, else the innermost."""
     chain = [error]
     while chain[-1].__context__ is not None:
         chain.append(chain[-1].__context__)
     kinds = tuple(_EXIT_CODES)
-    ours = (cause for cause in chain if isinstance(cause, kinds) and _speaks_to_user(cause))
+    ours = (cause for cause in chain if isinstance(cause, kinds) and _is_for_user(cause))
     root = next(ours, chain[-1])
     return ValueError(str(root)) if isinstance(root, flags.Error) else root
 
 
 def _os_error_text(error, config, options):
-    """What the system refused, with the setting whose path it was."""
+    """Return the text of an OSError, with the setting that holds its path."""
     if not isinstance(error.filename, str) or not error.strerror:
         return str(error)
     place = os.path.abspath(error.filename)
@@ -252,7 +251,7 @@ def _os_error_text(error, config, options):
         if isinstance(value, str) and value
     ]
     inside = [s for s in settings if _is_inside(place, s[1])]
-    above = [s for s in settings if _is_inside(s[1], place)]  # its parents are made as well
+    above = [s for s in settings if _is_inside(s[1], place)]  # parent folders are created too
     if not inside + above:
         return str(error)
     name, value = max(inside or above[:1], key=lambda setting: len(os.path.abspath(setting[1])))
@@ -264,8 +263,8 @@ def _is_inside(path, folder):
     return pathlib.Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
 
 
-def _speaks_to_user(error):
-    """Whether a `raise` statement of this program or of a config file raised it."""
+def _is_for_user(error):
+    """Return whether a `raise` statement of this program or of a config file raised an error."""
     if isinstance(error, OSError):
         return True
     *_, frame = traceback.extract_tb(error.__traceback__)

@@ -1,12 +1,12 @@
-"""What an error suggests: the field that another framework calls by the name that was typed, and
-the next command for the name of a model on the Hugging Face Hub or for text given as a corpus."""
+"""Suggestions in errors: the field for another framework's name of it, and the next command for the
+name of a model on the Hugging Face Hub or for text that was named as a corpus."""
 
 import difflib
 import os
 import re
 from collections.abc import Iterable, Sequence
 
-# Names of Hugging Face, torchtitan, MaxText and nanoGPT (nanochat) by the field here.
+# Field -> its names in Hugging Face, torchtitan, MaxText and nanoGPT (nanochat).
 SYNONYMS = {
     "optim.lr": "learning_rate max_lr peak_lr base_lr",
     "optim.min_lr": "min_learning_rate lr_min",
@@ -86,14 +86,14 @@ SYNONYMS = {
     "shots": "num_fewshot n_shot few_shot",
     "limit": "max_samples num_examples",
 }
-_ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folders, hardly users of the Hub
+_ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, not users of the Hub
 
 
 def nearest(name: str, paths: Iterable[str]) -> str | None:
-    """The dotted path that `name` (dotted or not) most likely means, or None.
+    """Return the dotted path that `name` (dotted or not) most likely means, or None.
 
-    First a field of that very name in another section or one that another framework calls so, in
-    the named section if there is one; then the one that is spelt most alike.
+    First a field of that name in any section, or that another framework calls so, preferably in the
+    named section; then the most similar path.
     """
     paths = list(paths)
     section, _, last = name.replace("-", "_").lower().rpartition(".")
@@ -104,14 +104,14 @@ def nearest(name: str, paths: Iterable[str]) -> str | None:
 
 
 def nearest_few(name: str, names: Sequence[str], count: int = 3) -> str:
-    """The names that are spelt most like `name`, for an error: "a, b or c"."""
+    """Return the names most similar to `name`, for an error: "a, b or c"."""
     close = difflib.get_close_matches(name, names, count, 0.0)
     return " or ".join(filter(None, [", ".join(close[:-1]), *close[-1:]]))
 
 
 def hub_command(name: str, convert: bool = True) -> str:
-    """ " ; ..." with the command that downloads `name` if it looks like that of a model on the
-    Hugging Face Hub, else "". convert: the next command after that is maxmeg.convert."""
+    """Return " (... command ...)" that downloads `name` if it looks like a model on the Hugging
+    Face Hub, else "". convert: whether maxmeg.convert comes next."""
     owner, _, model = name.partition("/")
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or owner in _ROOTS or os.path.exists(owner):
         return ""
@@ -121,7 +121,7 @@ def hub_command(name: str, convert: bool = True) -> str:
 
 
 def corpus_command(prefix: str) -> str:
-    """What to give instead of a prefix that has no .idx or .bin file."""
+    """Return what to give instead of a prefix without an .idx or .bin file."""
     if prefix.endswith((".bin", ".idx")) and os.path.exists(prefix):
         return f"give the prefix alone, without the ending: {prefix[:-4]}"
     if os.path.isfile(prefix):

@@ -1,4 +1,4 @@
-"""Which model can begin with the weights of which. No JAX."""
+"""Which models can be initialized with the weights of a saved model. No JAX."""
 
 from maxmeg.config.layers import layer_text
 from maxmeg.config.mixers import MoeConfig
@@ -7,12 +7,12 @@ from maxmeg.config.setting import walk, with_fields
 
 # Fields that change how a model trains or runs, but not the function that it computes.
 FREE = {path for path, _, field in walk(ModelConfig()) if field.metadata["effect"] == "none"}
-# Fields that training can adapt to: longer context, more words.
+# Fields that may change, because training adapts to them: longer context, more words.
 ADAPTED = {path for path, _, field in walk(ModelConfig()) if field.metadata["effect"] == "adapted"}
 
 
 def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
-    """What training has to adapt to, "rotary.factor 1.0 -> 8.0"; ValueError for what it cannot."""
+    """Return the changes, "rotary.factor 1.0 -> 8.0"; ValueError if training cannot adapt."""
     grown = []
     if wanted.has("moe") and not saved.has("moe"):
         if min(saved.mtp.num_layers, wanted.mtp.num_layers):

@@ -1,4 +1,4 @@
-"""The stack of a model as data: what `model.layers` may say, and which layers it describes. No JAX.
+"""The grammar of `model.layers`, and the layers that it describes. No JAX.
 
 A layer is a list of sublayers joined by commas. A sublayer is a mixer, or several joined by a plus:
 they read the same input and their outputs are summed (a parallel block). Layers stand apart by
@@ -96,7 +96,7 @@ class _Parser:
         self.at = 0
 
     def stack(self) -> tuple[list[Layer], list[Layer] | None, list[Layer]]:
-        """The whole pattern: layers before `*(...)`, those within it (or None), those after it."""
+        """Parse all: return the layers before `*(...)`, inside it (or None), and after it."""
         parts: list[list[Layer]] = [[]]
         repeated: list[Layer] | None = None
         self.skip_spaces()
@@ -115,7 +115,7 @@ class _Parser:
         return parts[0], repeated, parts[1] if repeated is not None else []
 
     def item(self) -> list[Layer]:
-        """A layer, or N(...)."""
+        """Parse a layer, or N(...)."""
         if not self.token.isdecimal():
             return [self.layer()]
         times = int(self.token)
@@ -165,7 +165,7 @@ class _Parser:
         return name
 
     def separator(self, end: str) -> None:
-        """Spaces between layers, or what may follow the last one."""
+        """Parse the spaces between layers, or the end."""
         spaces = self.token.isspace()
         self.skip_spaces()
         if not spaces and self.token != end:
@@ -193,7 +193,7 @@ class _Parser:
 
 
 def stage_layers(pattern: str) -> tuple[int, ...]:
-    """Number of layers of every pipeline chunk that a hybrid string names by `|`; else ()."""
+    """Return the layers of every pipeline chunk in a hybrid string with `|`; else ()."""
     if not is_hybrid(pattern) or "|" not in pattern:
         return ()
     return tuple(map(len, pattern.split("|")))
@@ -201,7 +201,7 @@ def stage_layers(pattern: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=256)
 def grouped(layers: tuple[Layer, ...]) -> Groups:
-    """Layers as units that repeat, so that each unit is compiled once: ((unit, repeats), ...).
+    """Group layers into repeated units, each of which is compiled once: ((unit, repeats), ...).
 
     Where, after equal layers at the start, all others repeat after at most half of them, these are
     one unit (the last repeat, if it is cut short, is a unit of its own). Else the list is cut into
@@ -237,7 +237,7 @@ def _unit(layers: tuple[Layer, ...], period: int) -> Groups:
 
 
 def _fewest(layers: tuple[Layer, ...]) -> Iterator[tuple[tuple[Layer, ...], int]]:
-    """Cut a list without one period: fewest layers to compile, then fewest units."""
+    """Divide a list without a period: fewest layers to compile, then fewest units."""
     count = len(layers)
     best: list[tuple[int, int, int, int]] = [(0, 0, 0, 0)] * (
         count + 1
@@ -262,7 +262,7 @@ def _fewest(layers: tuple[Layer, ...]) -> Iterator[tuple[tuple[Layer, ...], int]
 
 
 def written(layers: Sequence[Layer]) -> str:
-    """The shortest pattern of `grouped` units that describes a list of layers.
+    """Return the shortest pattern of `grouped` units that describes a list of layers.
 
     A stack whose last unit goes on to the end is written with *(...), so that num_layers scales it.
     """
@@ -292,7 +292,7 @@ def _unit_text(unit: tuple[Layer, ...]) -> str:
 
 
 def layer_text(layer: Layer) -> str:
-    """A layer as patterns write it: attention,mlp."""
+    """Return the pattern of a layer: attention,mlp."""
     return ",".join("+".join(sublayer) for sublayer in layer)
 
 
@@ -307,7 +307,7 @@ class Place:
 
 
 def places(groups: Groups) -> list[Place]:
-    """The place of every layer, in model order."""
+    """Return the place of every layer, in model order."""
     found = []
     for number, (unit, repeats) in enumerate(groups):
         firsts = [sum(map(len, unit[:i])) for i in range(len(unit))]

@@ -1,4 +1,4 @@
-"""The paths in a run's settings: stored absolute, and found again after the run folder moved."""
+"""Paths in settings: made absolute, and adapted after the run folder was moved."""
 
 import copy
 import os
@@ -13,22 +13,22 @@ _STEP = re.compile(r"\d+:")  # before an item of data.blend_changes
 
 
 def split_spec(spec: str) -> tuple[str, str, str]:
-    """(kind, argument, "?options" or "") of data.tokenizer, KIND:ARGUMENT?NAME=VALUE&..."""
+    """Split data.tokenizer, KIND:ARGUMENT?NAME=VALUE&..., into kind, argument, "?options"."""
     place, question, words = spec.rpartition("?") if "?" in spec else (spec, "", "")
     kind, _, argument = place.partition(":")
     return kind, argument, question + words
 
 
 def absolute(config: Config) -> Config:
-    """A copy whose paths hold from every working folder."""
+    """Return a copy with absolute paths."""
     return with_paths(config, os.path.abspath)
 
 
 def relocated(config: Config, folder: str | os.PathLike) -> Config:
-    """A copy of settings that were stored in a run folder which is now `folder`.
+    """Return a copy of settings that were stored in a run folder which is now `folder`.
 
-    Paths inside the run folder stay inside. Other paths stay where something is; else, where it
-    exists, the path that is as seen from the run folder the same is taken: both have moved.
+    Paths inside the run folder stay inside. A path outside it that no longer exists is replaced by
+    the same relative path from the new folder, if that exists.
     """
     before, now = config.run_dir, os.path.abspath(folder)
     if not os.path.isabs(before) or before == now:
@@ -43,12 +43,12 @@ def relocated(config: Config, folder: str | os.PathLike) -> Config:
 
 
 def path_after_move(path: str, before: str, now: str) -> str:
-    """Where `path` is if it moved together with the run folder from `before` to `now`."""
+    """Return the place of `path` if it moved together with the run folder."""
     return os.path.normpath(os.path.join(now, os.path.relpath(path, before)))
 
 
 def with_paths(config: Config, change: Callable[[str], str]) -> Config:
-    """A copy with `change` applied to every path; addresses in object storage stay."""
+    """Return a copy with `change` applied to every path, but not to addresses of objects."""
 
     def changed(path: str) -> str:
         return change(path) if path and "://" not in path else path
@@ -84,5 +84,5 @@ def _is_number(text: str) -> bool:
 
 
 def _exists(path: str) -> bool:
-    """Whether a file or folder is there, or the files of a corpus with this prefix."""
+    """Return whether a file, a folder, or a corpus with this prefix exists."""
     return any(os.path.exists(path + suffix) for suffix in ("", ".idx", ".bin"))

@@ -1,10 +1,10 @@
-"""Which activations backward reads from memory, by name; it computes the others again. No JAX."""
+"""Which activations are kept for backward, by name; the others are recomputed. No JAX."""
 
 import functools
 
 from maxmeg.config.hints import nearest_few
 
-# Cheap to keep for what it takes to compute them again: outputs of matrix products.
+# Outputs of matrix products: expensive to recompute for their size.
 _PRODUCTS = (
     "norm_mean",
     "norm_scale",
@@ -27,7 +27,7 @@ _PRODUCTS = (
     "dispatch_rounds",
     "mixer_output",  # what a sublayer adds to the residual stream, summed over tensor
 )
-# Large, or short to compute from what is kept.
+# Large, or cheap to recompute from those above.
 _ATTENTION = (
     "attention_output",
     "attention_weights",  # of short sequences, where XLA computes attention
@@ -40,8 +40,8 @@ _ATTENTION = (
 )
 NAMES = (*_PRODUCTS, *_ATTENTION)
 
-# The least recomputation first. What is in no policy (norms, activations, rotations, gathered
-# sequences and parameters) has no name and is always computed again.
+# The least recomputation first. Norms, activation functions, rotations, gathered sequences and
+# parameters have no name and are always recomputed.
 POLICIES = {
     "minimal": frozenset(NAMES),
     "selective": frozenset(_PRODUCTS),
@@ -51,13 +51,12 @@ POLICIES = {
 
 @functools.cache
 def kept_names(recompute: str) -> frozenset[str]:
-    """Names of the activations that `model.recompute` keeps: the union of its words, each a policy
-    or a name."""
+    """Return the activations that `model.recompute`, policies or names, keeps."""
     return frozenset[str]().union(*(POLICIES.get(word, {word}) for word in recompute.split(",")))
 
 
 def recompute_problems(recompute: str) -> list[str]:
-    """One message for each word of `model.recompute` that is neither a policy nor a name."""
+    """Return a message for each word of `model.recompute` that is not a policy or a name."""
     known = (*POLICIES, *NAMES)
     return [
         f"model.recompute={recompute}: {word!r} is neither a policy ({', '.join(POLICIES)}) nor an "

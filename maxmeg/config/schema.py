@@ -74,73 +74,76 @@ class WeightDecayRamp(enum.Enum):
 
 @dataclasses.dataclass
 class ParallelConfig:
-    """Sizes of the mesh axes, slowest first; fsdp=0 takes all devices that are left."""
+    """Sizes of the mesh axes, slowest first, and settings of the pipeline and of experts."""
 
     pipe: int = setting(1, "pipeline stages", "--pipeline-model-parallel-size")
-    data: int = setting(1, "replicas (gradients summed once a step)")
+    data: int = setting(1, "data-parallel replicas")
     fsdp: int = setting(
-        0, "parameters sharded, gathered at use; 0: all other devices", "--use-megatron-fsdp"
+        0,
+        "devices that shard parameters (FSDP, ZeRO-3); 0: all other devices",
+        "--use-megatron-fsdp",
     )
     expert: int = setting(
         1,
-        "devices that experts are spread over; batches too, but along tensor and context",
+        "expert-parallel size; these devices also shard the batch, except along tensor and context",
         "--expert-model-parallel-size",
     )
     expert_tensor: int = setting(
         0,
-        "devices that an expert is cut over; 0: as tensor; fewer: experts lie along the rest of "
-        "tensor too, and of context, which expert counts",
+        "tensor-parallel size of an expert; 0: as tensor; if less than tensor, expert also counts "
+        "the other devices along tensor, and those along context",
         "--expert-tensor-parallel-size",
     )
     expert_exchange: ExpertExchange = setting(
         ExpertExchange.auto,
-        "how tokens reach experts: all_to_all (padded) | ragged | gather (all tokens everywhere); "
+        "token dispatcher: all_to_all (padded) | ragged | gather (all tokens on all devices); "
         "auto: all_to_all",
         "--moe-token-dispatcher-type",
         needs="expert",
     )
     expert_buffer: float = setting(
         1.5,
-        "what an exchange holds over a device's mean load, at least 1; more goes in further rounds",
+        "rows of an exchange, as a multiple of a device's mean load, >= 1; the rest takes further "
+        "rounds",
         at_least=1,
         needs="expert",
     )
-    context: int = setting(1, "sequence of attention sharded", "--context-parallel-size")
+    context: int = setting(1, "context-parallel size", "--context-parallel-size")
     tensor: int = setting(
-        1, "heads, MLP and vocabulary sharded; the sequence too", "--tensor-model-parallel-size"
+        1, "tensor-parallel size; the sequence is sharded too", "--tensor-model-parallel-size"
     )
     zero1: bool = setting(
-        True, "masters and optimizer sharded over data", "--use-distributed-optimizer"
+        True, "shard master weights and optimizer over data (ZeRO-1)", "--use-distributed-optimizer"
     )
     schedule: Schedule = setting(
         Schedule.one_f_one_b,
-        "order of a pipeline's work: one_f_one_b | zero_bubble (weight gradients apart) | gpipe",
+        "pipeline schedule: one_f_one_b | zero_bubble (separate weight gradients) | gpipe",
     )
     chunks: int = setting(
         1,
-        "chunks of layers a stage, interleaved (one_f_one_b alone)",
+        "chunks of layers per stage, interleaved (only one_f_one_b)",
         "--num-virtual-stages-per-pipeline-rank",
         at_least=1,
     )
     chunk_layers: tuple[int, ...] = setting(
         (),
-        "layers of every chunk in model order, pipe x chunks numbers; empty: as many in each",
+        "number of layers of every chunk in model order, pipe x chunks numbers; empty: equal",
         "--pipeline-model-parallel-layout",
     )
     first_stage_layers: int = setting(
         0,
-        "layers of the first stage; 0: as the others",
+        "number of layers of the first stage; 0: as the others",
         "--decoder-first-pipeline-num-layers",
         at_least=0,
     )
     last_stage_layers: int = setting(
         0,
-        "layers of the last stage; 0: as the others",
+        "number of layers of the last stage; 0: as the others",
         "--decoder-last-pipeline-num-layers",
         at_least=0,
     )
     pad_layers: bool = setting(
-        False, "layers that do not divide: the last chunks get one less and skip its place"
+        False, "if the layers are not divisible by the chunks, the last chunks get one layer less"
     )
 
     @property
@@ -150,12 +153,12 @@ class ParallelConfig:
 
     @property
     def expert_axis(self) -> int:
-        """The mesh's `expert`: devices that hold different experts, of those along data."""
+        """Size of the mesh axis `expert`: devices with different experts, of those along data."""
         return self.expert // (self.fold * self.context) if self.expert > 1 else 1
 
     @property
     def devices(self) -> int:
-        """Those that the sizes name; fsdp=0 counts as one."""
+        """Number of devices by the sizes; fsdp=0 counts as one."""
         others = (self.pipe, self.data, max(self.fsdp, 1), self.context, self.tensor)
         return math.prod(others) * self.expert_axis
 
@@ -166,22 +169,24 @@ class OptimConfig:
 
     optimizer: Optimizer = setting(Optimizer.adamw, "update rule", "--optimizer")
     lr: float = setting(3e-4, "peak learning rate, >= 0", "--lr", at_least=0)
-    min_lr: float = setting(0.0, "floor of the learning rate, in [0, lr]", "--min-lr")
-    warmup_init_lr: float = setting(0.0, "where warm-up begins, in [0, lr]", "--lr-warmup-init")
-    decay: LrDecay = setting(LrDecay.cosine, "shape after warm-up", "--lr-decay-style")
+    min_lr: float = setting(0.0, "minimum learning rate, in [0, lr]", "--min-lr")
+    warmup_init_lr: float = setting(
+        0.0, "learning rate at the start of the warm-up, in [0, lr]", "--lr-warmup-init"
+    )
+    decay: LrDecay = setting(LrDecay.cosine, "schedule after the warm-up", "--lr-decay-style")
     warmup_steps: int = setting(
         0,
-        "steps of linear warm-up: the samples that the first steps of the run consume, like all "
-        "lengths in steps here; steps before a resume count with the batch size that they had",
+        "steps of linear warm-up; like all lengths in steps here, converted to the samples of the "
+        "first steps of the run; steps before a resume count with their own batch size",
         "--lr-warmup-iters",
         at_least=0,
     )
     warmup_samples: int = setting(
-        0, "the same in samples; give one of the two", "--lr-warmup-samples", at_least=0
+        0, "warm-up in samples, instead of warmup_steps", "--lr-warmup-samples", at_least=0
     )
     warmup_fraction: float = setting(
         0.0,
-        "warm-up as a fraction of the decay's length, in [0, 1); used where warmup_steps and "
+        "warm-up as a fraction of the decay's length, in [0, 1); used if warmup_steps and "
         "warmup_samples are 0",
         "--lr-warmup-fraction",
         at_least=0,
@@ -191,13 +196,16 @@ class OptimConfig:
         0, "step at which min_lr is reached; 0: train.num_steps", "--lr-decay-iters", at_least=0
     )
     decay_samples: int = setting(
-        0, "the same in samples; give one of the two", "--lr-decay-samples", at_least=0
+        0,
+        "length of the decay in samples, instead of decay_steps",
+        "--lr-decay-samples",
+        at_least=0,
     )
     wsd_decay: WsdDecay = setting(
-        WsdDecay.exponential, "shape of the last part of wsd", "--lr-wsd-decay-style"
+        WsdDecay.exponential, "schedule of the decay phase of wsd", "--lr-wsd-decay-style"
     )
     wsd_decay_steps: int = setting(
-        0, "length of the last part of wsd, steps", "--lr-wsd-decay-iters"
+        0, "length of the decay phase of wsd, steps", "--lr-wsd-decay-iters"
     )
     weight_decay: float = setting(
         0.01,
@@ -206,10 +214,10 @@ class OptimConfig:
         at_least=0,
     )
     weight_decay_end: float = setting(
-        -1.0, "weight decay at train.num_steps; negative: as at start", "--end-weight-decay"
+        -1.0, "weight decay at train.num_steps; negative: constant", "--end-weight-decay"
     )
     weight_decay_ramp: WeightDecayRamp = setting(
-        WeightDecayRamp.constant, "from start to end", "--weight-decay-incr-style"
+        WeightDecayRamp.constant, "schedule of the weight decay", "--weight-decay-incr-style"
     )
     beta1: float = setting(0.9, "decay of Adam's first moment", "--adam-beta1", at_least=0, below=1)
     beta2: float = setting(
@@ -222,10 +230,13 @@ class OptimConfig:
 
 @dataclasses.dataclass
 class TrainConfig:
-    """Length and batches of the run."""
+    """Length, batches and loss of the run."""
 
     num_steps: int = setting(
-        100, "optimizer steps, with those before a resume", "--train-iters", at_least=1
+        100,
+        "number of optimizer steps, those before a resume included",
+        "--train-iters",
+        at_least=1,
     )
     global_batch_size: int = setting(
         32,
@@ -233,13 +244,15 @@ class TrainConfig:
         "--global-batch-size",
     )
     micro_batch_size: int = setting(
-        0, "samples a device and microbatch; 0: no accumulation", "--micro-batch-size", at_least=0
+        0, "samples per device and microbatch; 0: no accumulation", "--micro-batch-size", at_least=0
     )
     batch_rampup: tuple[int, ...] = setting(
-        (), "(start, increment, samples) of a growing batch", "--rampup-batch-size"
+        (), "batch size ramp-up: start, increment, samples", "--rampup-batch-size"
     )
     batch_schedule: str = setting(
-        "", "'0:768 250B:1536': batch size from that many tokens on", "--step-batch-size-schedule"
+        "",
+        "'0:768 250B:1536': batch size 768, and 1536 after 250 billion tokens",
+        "--step-batch-size-schedule",
     )
     loss_reduction: LossReduction = setting(
         LossReduction.token_mean,
@@ -249,25 +262,25 @@ class TrainConfig:
     z_loss: float = setting(0.0, "weight of mean(logsumexp^2)", at_least=0)
     label_smoothing: float = setting(
         0.0,
-        "share of the target that all other words get, in [0, 1); evaluation has none",
+        "label smoothing of the training loss, in [0, 1)",
         at_least=0,
         below=1,
     )
     loss_chunk: int = setting(
-        2048, "tokens whose logits exist at once on a device; backend xla", at_least=1
+        2048, "tokens whose logits are in memory at once on a device (loss_backend=xla)", at_least=1
     )
     loss_backend: LossBackend = setting(
         LossBackend.auto,
-        "auto: xla, or tiled where a chunk's logits take over 1 GiB (on a CPU 512 MiB)",
+        "auto: xla, or tiled if a chunk's logits exceed 1 GiB (on a CPU 512 MiB)",
         "--cross-entropy-fusion-impl",
     )
     eval_every: int = setting(
         50, "steps between validations; 0: never", "--eval-interval", at_least=0
     )
-    eval_steps: int = setting(8, "batches of a validation", "--eval-iters", at_least=1)
+    eval_steps: int = setting(8, "number of batches per validation", "--eval-iters", at_least=1)
     exit_after_minutes: float = setting(
         0.0,
-        "save and stop once the process has run for so many minutes; 0: no limit",
+        "save and stop after this many minutes; 0: no limit",
         "--exit-duration-in-mins",
         at_least=0,
     )
@@ -276,61 +289,66 @@ class TrainConfig:
     )
     max_skipped_steps: int = setting(
         10,
-        "a step whose loss or gradient norm is not finite is skipped: it changes nothing; the run "
-        "stops after so many skipped steps in a row, >= 1",
+        "a step whose loss or gradient norm is not finite is skipped; the run stops after so many "
+        "skipped steps in a row, >= 1",
         at_least=1,
     )
     rerun_bad_steps: bool = setting(
         False,
-        "run a skipped step again from the same state: another result is a transient fault of the "
-        "hardware, the same result is not; waits for every step before the next is dispatched",
+        "run a skipped step again from the same state: a different result shows a transient fault "
+        "of the hardware; every step is awaited before the next is dispatched",
         "--rerun-mode",
     )
     deterministic: bool = setting(
         False,
-        "on GPUs the same program gives bitwise the same result, also after a restart; slower: no "
-        "atomic additions, no tuned products, no NVLink SHARP; on CPUs it always does",
+        "bitwise reproducible results on GPUs; slower: no atomic additions, no autotuned matrix "
+        "products, no NVLink SHARP; CPUs are always deterministic",
         "--deterministic-mode",
     )
 
 
 @dataclasses.dataclass
 class CheckpointConfig:
-    """What is saved, and what is resumed."""
+    """Saving, resuming and initial weights."""
 
     load: str = setting(
         "auto",
-        "auto: resume what the run folder holds | none: never | FOLDER: auto, else that run's",
+        "auto: resume from the run folder | none: never resume | FOLDER: auto, else from that run",
         "--load",
     )
     init_from: str = setting(
         "",
-        "begin with the weights in this folder (a run's, or maxmeg.convert's); empty: random",
+        "folder of initial weights (a run, or written by maxmeg.convert); empty: random",
         "--finetune",
     )
     upcycle_noise: float = setting(
         0.0,
-        "experts that begin as copies of a dense model's MLP in init_from differ by noise of this "
-        "times the weights' root mean square",
+        "upcycling of a dense model in init_from: standard deviation of the noise on the experts, "
+        "relative to the weights' root mean square",
         "--moe-use-upcycling",
         at_least=0,
     )
     save_every: int = setting(
-        100, "steps; the last step is always saved; 0: only the last", "--save-interval", at_least=0
+        100,
+        "steps between checkpoints; the last step is always saved; 0: only the last",
+        "--save-interval",
+        at_least=0,
     )
-    keep_last: int = setting(2, "newest checkpoints kept, >= 1", at_least=1)
+    keep_last: int = setting(2, "number of newest checkpoints to keep, >= 1", at_least=1)
     keep_every: int = setting(
         0, "also keep steps divisible by this; 0: none", "--save-retain-interval", at_least=0
     )
-    asynchronous: bool = setting(True, "write while training goes on", "--async-save")
+    asynchronous: bool = setting(
+        True, "write in the background, while training continues", "--async-save"
+    )
     verify: Verify = setting(
         Verify.crc,
-        "crc: the manifest has a checksum of every file | readback: and files are read from the "
-        "disk again before older checkpoints are deleted | off: values alone are checked, at load",
+        "crc: store a checksum of every file | readback: also read the files back from the disk "
+        "before older checkpoints are deleted | off: only digests of the values, checked at load",
     )
     timeout_seconds: int = setting(
         1800,
-        "how long a process waits for the others while they save or restore, > 0",
+        "time limit for processes to agree while they save or restore, seconds, > 0",
         "--distributed-timeout-minutes",
         at_least=1,
     )
@@ -338,7 +356,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass
 class LogConfig:
-    """What is shown and written while the run goes on."""
+    """Console output, metrics and profiles."""
 
     every: int = setting(10, "steps between console lines", "--log-interval", at_least=1)
     tensorboard: bool = setting(True, "event files in RUN_DIR/tensorboard", "--tensorboard-dir")
@@ -349,7 +367,7 @@ class LogConfig:
     profile_steps: int = setting(3, "steps in the trace", "--profile-step-end", at_least=1)
     spike_zscore: float = setting(
         6.0,
-        "warn when a loss is so many standard deviations above the mean of the last 100; 0: never",
+        "warn if a loss is this many standard deviations above the mean of the last 100; 0: never",
         "--check-for-spiky-loss",
         at_least=0,
     )
@@ -358,16 +376,20 @@ class LogConfig:
 
 @dataclasses.dataclass
 class LoraConfig:
-    """Low-rank adapters, trained beside a base that is frozen in the model's dtype."""
+    """Low-rank adapters (LoRA); the base is frozen in the model's dtype."""
 
-    rank: int = setting(0, "of the adapters; 0: none, all parameters are trained", at_least=0)
-    alpha: float = setting(16.0, "their output is scaled by alpha / rank", above=0, needs="rank")
+    rank: int = setting(
+        0, "rank of the adapters; 0: no adapters, all parameters are trained", at_least=0
+    )
+    alpha: float = setting(
+        16.0, "the adapters' output is scaled by alpha / rank", above=0, needs="rank"
+    )
     dropout: float = setting(
-        0.0, "of what adapters read, in [0, 1)", at_least=0, below=1, needs="rank"
+        0.0, "dropout rate of the adapters' input, in [0, 1)", at_least=0, below=1, needs="rank"
     )
     targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "projections by patterns of their paths or path endings: query, mixers.attention.*, mlp.up",
+        "projections with adapters, by patterns of paths or their ends: mixers.attention.*, mlp.up",
         needs="rank",
     )
 
@@ -378,10 +400,10 @@ class Config:
 
     run_dir: str = setting(
         "runs/gpt",
-        "holds config, tokenizer, checkpoints, metrics, data cache; it may be moved",
+        "run folder: config, tokenizer, checkpoints, metrics, data cache; it may be moved",
         "--save",
     )
-    seed: int = setting(1234, "of weights, dropout and data order", "--seed")
+    seed: int = setting(1234, "random seed of weights, dropout and data order", "--seed")
     model: ModelConfig = setting(ModelConfig, "the network")
     data: DataConfig = setting(DataConfig, "the corpus")
     parallel: ParallelConfig = setting(ParallelConfig, "the mesh")

@@ -1,4 +1,4 @@
-"""How many layers each chunk of a pipeline holds. No JAX."""
+"""The number of layers of each pipeline chunk. No JAX."""
 
 from maxmeg.config.layers import stage_layers
 from maxmeg.config.model import ModelConfig

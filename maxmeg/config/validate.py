@@ -23,7 +23,7 @@ UNSUPPORTED_AXES = ("context",)
 
 
 def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -> dict[str, int]:
-    """Size of every mesh axis; fsdp=0 takes the devices that the others leave.
+    """Return the size of every mesh axis; fsdp=0 takes the remaining devices.
 
     platform: "cpu", "gpu" if the devices are those that JAX sees; for the error.
     """
@@ -78,8 +78,8 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
 
 
 def batch_unit(config: Config, sizes: dict[str, int]) -> int:
-    """What every global batch size must divide by: a microbatch of all replicas, or, with
-    interleaved chunks, as many of them as stages."""
+    """Return the divisor of every global batch size: the samples of a microbatch on all replicas,
+    times the number of stages with interleaved chunks."""
     shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     rounds = sizes["pipe"] if config.parallel.chunks > 1 else 1
     return shards * max(config.train.micro_batch_size, 1) * rounds
@@ -146,8 +146,8 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
 
 
 def head_problems(model: ModelConfig, tensor: int):
-    """Each device along tensor needs whole query heads, and either whole key/value heads or one
-    key/value head, which other devices then have too."""
+    """Each device along tensor needs whole query heads, and whole key/value heads or one that it
+    shares with other devices."""
     heads, kv_heads = model.attention.num_heads, model.kv_heads
     sizes = [
         str(size)
@@ -236,7 +236,7 @@ def objective_problems(data: DataConfig):
 
 
 def bidirectional_problems(config: Config):
-    """Whether the model can serve the objective."""
+    """Rules between the objective and the causal mask."""
     objective, causal = config.data.objective, config.model.attention.causal
     if objective.is_causal != causal:
         able = ", ".join(o.value for o in Objective if o.is_causal == causal)

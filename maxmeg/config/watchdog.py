@@ -7,7 +7,7 @@ from maxmeg.config.setting import setting
 
 @dataclasses.dataclass
 class WatchdogConfig:
-    """When a run that hangs or has lost a process ends, with exit code 75."""
+    """Limits after which a run that hangs or has lost a process ends, with exit code 75."""
 
     step: float = setting(
         60.0,

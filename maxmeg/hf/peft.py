@@ -1,7 +1,7 @@
-"""A run's adapters as a folder that peft loads onto the same base in transformers.
+"""Export the adapters of a run as a folder that peft loads onto the same base in transformers.
 
-Where a family fuses projections, their adapters become one whose rank is the sum of theirs: its A
-has their A's one below the other, its B their B's in blocks, which is exactly the same map.
+Where a family fuses projections, one adapter whose rank is the sum of their ranks computes exactly
+the same: its A stacks theirs, its B is block-diagonal.
 """
 
 import dataclasses
@@ -27,8 +27,10 @@ SETTINGS = "adapter_config.json"
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A module of theirs with an adapter: which of the projections fused in it have one of ours,
-    of what rank together, and the widths of its input and output."""
+    """A module of transformers with an adapter.
+
+    adapted: the projections fused in it that have adapters. rank: the sum of their ranks.
+    """
 
     name: str
     binding: Binding
@@ -49,15 +51,16 @@ class Module:
 def export_adapter(
     run_dir: str, target: str, *, step: int | None = None, family: str = "", base: str = ""
 ) -> Path:
-    """Write a LoRA run's adapters as a PEFT folder `target`, which must not hold weights yet.
+    """Write the adapters of a LoRA run to a PEFT folder `target`, which must not hold weights.
 
-    step: default the newest. family: default that of the folder the base came from. base: the
-    model that peft is to name, default that folder. ValueError for a run without adapters.
+    step: default the newest. family: default that of the folder the base was imported from. base:
+    the name of the base model in adapter_config.json, default that folder. ValueError for a run
+    without adapters.
     """
     reader = open_run(Path(run_dir), step)
     config = run_folder.read(reader.metadata["config"], run_dir)
     if not config.lora.rank:
-        raise ValueError(f"{run_dir} has lora.rank=0, no adapters: export its whole model instead")
+        raise ValueError(f"{run_dir} has lora.rank=0, no adapters: export the whole model instead")
     carried = carried_folder(run_dir, config)
     family = choose_family(config.model, carried_config(carried), family)
     first = table_of(family).outputs_first
@@ -77,7 +80,7 @@ def export_adapter(
 
 
 def array_of(place: Place, name: str) -> str:
-    """The path in a checkpoint of A or B ("a", "b") of the projection whose weight this is."""
+    """Return the path in a checkpoint of a weight's adapter matrix A or B ("a", "b")."""
     return "/".join(["model", *place.name.split(".")[:-1], "lora", name])
 
 
@@ -95,7 +98,7 @@ def adapted_modules(
 
 
 def fused(module: Module, reader: StreamReader, outputs_first: bool) -> tuple[np.ndarray, ...]:
-    """(A [rank, in], B [out, rank]) of a module, from those of its projections."""
+    """Return A [rank, in] and B [out, rank] of a module, from those of its projections."""
     a_parts = [reader.read(array_of(place, "a"), place.index) for place in module.adapted]
     one = (module.width_out, 1) if outputs_first else (1, module.width_out)
     widths = [part.shape[1] for part in module.binding.split(np.zeros(one, np.float32))]
@@ -114,7 +117,7 @@ def fused(module: Module, reader: StreamReader, outputs_first: bool) -> tuple[np
 def adapter_config(
     lora: LoraConfig, found: Sequence[Module], every: Sequence[Binding], outputs_first: bool
 ) -> dict[str, typing.Any]:
-    """Settings of peft's LoraConfig; of fused modules, whose rank is another, by their names."""
+    """Return the settings of peft's LoraConfig; patterns give the ranks of fused modules."""
     wide = {module.name: len(module.adapted) for module in found if len(module.adapted) > 1}
     return {
         "peft_type": "LORA",
@@ -132,7 +135,7 @@ def adapter_config(
 
 
 def endings(names: Sequence[str], every: Sequence[Binding]) -> list[str]:
-    """The shortest endings of module names that no other module has: "q_proj" for every layer."""
+    """Return the shortest suffixes that only these modules have: "q_proj" for every layer."""
     others = {binding.theirs.rpartition(".")[0] for binding in every} - set(names)
 
     def shortest(name: str) -> str:

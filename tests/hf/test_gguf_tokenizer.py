@@ -130,8 +130,8 @@ def test_chat_template_and_whether_texts_open_with_bos(byte_level, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "bert"}, "ggml.model='bert' is not known; known are gpt2 and llama"),
-        ({"pre": "magic"}, "ggml.pre='magic' is not known; known are gpt-2, smollm"),
+        ({"model": "bert"}, "ggml.model='bert' is not supported; supported are gpt2 and llama"),
+        ({"pre": "magic"}, "ggml.pre='magic' is not supported; supported are gpt-2, smollm"),
         ({"tokens": []}, "has no tokenizer.ggml.tokens"),
         ({"tokens": ["a", "a"]}, "names some token twice"),
         ({"token_type": [1]}, "token_type has 1 entries for"),

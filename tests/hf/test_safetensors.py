@@ -189,7 +189,7 @@ HOSTILE = {
         file_of({"a": entry(), "b": entry(offsets=[4, 12])}, EIGHT + b"1234"), "'b' .* overlaps"
     ),
     "gap": (file_of({"a": entry(offsets=[4, 12])}, EIGHT + b"1234"), "leaves a gap"),
-    "rest": (file_of({"a": entry()}, EIGHT + b"1"), "no name"),
+    "rest": (file_of({"a": entry()}, EIGHT + b"1"), "no tensor has the rest"),
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
-"""GGUF files (llama.cpp's) as a config.json and tensors by transformers' names.
+"""Read llama.cpp's GGUF files as a config.json and tensors by transformers' names.
 
-Quantised tensors are dequantised. What llama.cpp's conversion did is undone: rows of Llama's
-queries and keys in another order, Gemma's norms stored with 1 added.
+Quantized tensors are dequantized. Changes by llama.cpp's conversion are undone: the order of rows
+in Llama's queries and keys, and the 1 added to Gemma's norms.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ SANDWICH = LAYERS | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-KEYS = {  # after the architecture's name
+KEYS = {  # key after the architecture's name -> key of config.json
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
     "feed_forward_length": "intermediate_size",
@@ -60,7 +60,7 @@ GEMMA_KEYS = KEYS | {
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# Read otherwise, or known to change nothing.
+# Keys that `describe` reads itself, or that have no effect.
 OTHERS = ("vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.type")
 OTHERS += ("rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned")
 TOKENS = {
@@ -72,13 +72,16 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 class Family(typing.NamedTuple):
-    """What the metadata of an architecture means."""
+    """How an architecture of GGUF corresponds to a model class of transformers.
+
+    permuted: whether the rows of queries and keys are reordered.
+    """
 
     name: str
     model_type: str
     keys: Mapping[str, str] = KEYS
     layers: Mapping[str, str] = LAYERS
-    permuted: bool = False  # queries and keys
+    permuted: bool = False
     norms_plus_one: bool = False
 
 
@@ -96,7 +99,7 @@ FAMILIES = {
 
 
 class GgufWeights:
-    """Tensors of a GGUF file by transformers' names, in float32; dequantised when read."""
+    """Tensors of a GGUF file by transformers' names, in float32; dequantized when read."""
 
     def __init__(
         self, tensors: Mapping[str, typing.Any], family: Family, config: Mapping[str, typing.Any]
@@ -111,7 +114,7 @@ class GgufWeights:
             self.tensors[theirs] = TensorInfo(FLOAT32, shape)
 
     def read(self, name: str, *index: int) -> np.ndarray:
-        assert not index, "no family of these has stacked experts"
+        assert not index, "no supported architecture has stacked experts"
         quants = importlib.import_module("gguf.quants")
         found = self._found[name]
         array = quants.dequantize(found.data, found.tensor_type)
@@ -126,13 +129,13 @@ class GgufWeights:
 
 
 def halves_from_pairs(array: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows of each head from (0, d/2, 1, d/2 + 1, ...) to (0, 1, ...): rotary by halves."""
+    """Reorder the rows of each head from (0, d/2, 1, d/2 + 1, ...) to (0, 1, ...)."""
     pairs = array.reshape(num_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def open_file(path: str | os.PathLike[str]) -> Source:
-    """A GGUF file of one of FAMILIES; ValueError for any other. Needs the `gguf` package."""
+    """Open a GGUF file of one of FAMILIES; ValueError for any other. Needs the `gguf` package."""
     try:
         library = importlib.import_module("gguf")
     except ImportError as error:
@@ -141,17 +144,17 @@ def open_file(path: str | os.PathLike[str]) -> Source:
         ) from error
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} is no file: check the path")
+        raise ValueError(f"{path} is not a file: check the path")
     try:
         reader = library.GGUFReader(path)
         fields = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # whatever the library meets in a damaged file
-        raise ValueError(f"{path} is no GGUF file that can be read: {error}") from error
+    except Exception as error:  # of any type, for a damaged file
+        raise ValueError(f"{path} cannot be read as a GGUF file: {error}") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = tensors.pop(ROPE_FACTORS, None)
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
-        raise ValueError(f"{path} has no token_embd.weight: it holds no language model")
+        raise ValueError(f"{path} has no token_embd.weight: it does not hold a language model")
     config, family = describe(
         fields, int(embedding.shape[-1]), "output.weight" not in tensors,
         None if factors is None else np.asarray(factors.data, np.float64),
@@ -160,16 +163,16 @@ def open_file(path: str | os.PathLike[str]) -> Source:
     try:
         with library_errors(str(path)):
             return dataclasses.replace(source, texts=tokenizer_files(fields))
-    except (ValueError, TypeError) as error:  # of metadata that are none of a tokenizer
+    except (ValueError, TypeError) as error:  # metadata without a supported tokenizer
         return dataclasses.replace(source, no_tokenizer=str(error))
 
 
 def describe(
     fields: Mapping[str, typing.Any], vocab_size: int, tied: bool, factors: np.ndarray | None
 ) -> tuple[dict[str, typing.Any], Family]:
-    """config.json of a model from a GGUF's metadata, and its family.
+    """Return a model's config.json by a GGUF's metadata `fields`, and its family.
 
-    factors: divisors of the rotary frequencies, where the file has them.
+    factors: divisors of the rotary frequencies, if the file has them.
     """
     name = fields.get("general.architecture")
     if name not in FAMILIES:
@@ -203,10 +206,10 @@ def describe(
 def _rotary(
     own: Mapping[str, typing.Any], theta: float, head: int, factors: np.ndarray | None
 ) -> dict[str, typing.Any]:
-    """rope_scaling."""
+    """Return the key rope_scaling, if it is needed."""
     kind, factor = own.get("rope.scaling.type", "none"), own.get("rope.scaling.factor", 1.0)
     if factors is not None:
-        for scale in (8.0, 32.0):  # Llama 3.1 and 3.2; the file holds nothing but the numbers
+        for scale in (8.0, 32.0):  # Llama 3.1 and 3.2; the file holds only the divisors
             wanted = llama3_factors(theta, head, scale)
             if factors.shape == wanted.shape and np.allclose(factors, wanted, rtol=1e-5):
                 scaling = {"rope_type": "llama3", "factor": scale, "low_freq_factor": 1.0}
@@ -227,7 +230,7 @@ def _rotary(
 
 
 def llama3_factors(theta: float, head: int, factor: float) -> np.ndarray:
-    """What Llama 3 divides each rotary frequency by, for 8192 tokens before scaling."""
+    """Return Llama 3's divisor of each rotary frequency, with an original length of 8192."""
     low, high, length = 1.0, 4.0, 8192
     waves = 2 * math.pi * theta ** (np.arange(0, head, 2) / head)
     smooth = np.clip((length / waves - low) / (high - low), 0, 1)
@@ -235,7 +238,7 @@ def llama3_factors(theta: float, head: int, factor: float) -> np.ndarray:
 
 
 def _gemma(name: str, config: Mapping[str, typing.Any], head: int) -> dict[str, typing.Any]:
-    """What llama.cpp knows of Gemma without a file's help."""
+    """Return the settings of Gemma that llama.cpp does not store."""
     largest = config["num_hidden_layers"] == (46 if name == "gemma2" else 62)  # 27B
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else head
     more = {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": scalar}
@@ -246,7 +249,7 @@ def _gemma(name: str, config: Mapping[str, typing.Any], head: int) -> dict[str, 
 
 
 def _their_name(name: str, family: Family) -> str:
-    """transformers' name; of a tensor not known here, its own, so that it is refused by it."""
+    """Return transformers' name of a tensor; an unknown name is returned, and refused later."""
     module, _, leaf = name.rpartition(".")
     if module in ENDS:
         return f"{ENDS[module]}.{leaf}"
@@ -257,5 +260,5 @@ def _their_name(name: str, family: Family) -> str:
 
 
 def _plain(value: typing.Any) -> typing.Any:
-    """A number of the metadata; float32 as it is written in decimal, 1e-05 and not 9.99...e-06."""
+    """Return a value; a float32 as its shortest decimal, 1e-05 instead of 9.99...e-06."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,4 +1,4 @@
-"""The tokenizer and chat template in a GGUF file's metadata, as files of a Hugging Face folder."""
+"""Convert tokenizer and chat template in a GGUF file to files of a Hugging Face folder."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # token_type
-WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's sign for a space
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's character for a space
 ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad", "mask": "mask"}
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -21,11 +21,11 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"
 
 @dataclasses.dataclass(frozen=True)
 class Splitting:
-    """How text is split before BPE, by tokenizer.ggml.pre.
+    """How text is split before BPE, for a value of tokenizer.ggml.pre.
 
-    pattern: regular expression; empty: GPT-2's. digits: each digit by itself. whole_words: a word
-    of the vocabulary is not built by merges. bos: whether texts open with it if the file does not
-    say so. nfc: text is first put into Unicode's NFC.
+    pattern: regular expression; empty: GPT-2's. digits: split every digit. whole_words: do not
+    merge a word that is in the vocabulary. bos: whether texts begin with the BOS token by default.
+    nfc: whether text is first normalized to NFC.
     """
 
     pattern: str = ""
@@ -54,9 +54,9 @@ SPLITTINGS = {
 
 
 def tokenizer_files(fields: Mapping[str, typing.Any]) -> dict[str, str]:
-    """{file name: text} of tokenizer.json, tokenizer_config.json and chat_template.jinja.
+    """Return tokenizer.json, tokenizer_config.json and chat_template.jinja: {file name: text}.
 
-    fields: the file's metadata. ValueError where they hold no tokenizer that is known.
+    fields: the file's metadata. ValueError if they hold no supported tokenizer.
     """
     own = {key.removeprefix(PREFIX): v for key, v in fields.items() if key.startswith(PREFIX)}
     kind, tokens = own.get("model"), own.get("tokens")
@@ -77,7 +77,7 @@ def tokenizer_files(fields: Mapping[str, typing.Any]) -> dict[str, str]:
     elif kind == "llama":
         made, opens = sentence_piece(own, tokens, types, roles)
     else:
-        raise ValueError(f"{PREFIX}model={kind!r} is not known; known are gpt2 and llama")
+        raise ValueError(f"{PREFIX}model={kind!r} is not supported; supported are gpt2 and llama")
     for token_type in (CONTROL, UNKNOWN, USER_DEFINED):
         added = [
             tokenizers.AddedToken(token, normalized=False, special=token_type != USER_DEFINED)
@@ -102,10 +102,12 @@ def tokenizer_files(fields: Mapping[str, typing.Any]) -> dict[str, str]:
 def byte_level(
     own: Mapping[str, typing.Any], tokens: Sequence[str]
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """GPT-2's kind of BPE, and whether texts open with the bos token by default."""
+    """Return a byte-level BPE tokenizer, and whether texts begin with BOS by default."""
     name = own.get("pre", "gpt-2")
     if name not in SPLITTINGS:
-        raise ValueError(f"{PREFIX}pre={name!r} is not known; known are {', '.join(SPLITTINGS)}")
+        raise ValueError(
+            f"{PREFIX}pre={name!r} is not supported; supported are {', '.join(SPLITTINGS)}"
+        )
     splitting = SPLITTINGS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in own.get("merges") or ()]
     ids = {token: number for number, token in enumerate(tokens)}
@@ -131,8 +133,10 @@ def sentence_piece(
     types: Sequence[int],
     roles: Mapping[str, str],
 ) -> tuple[tokenizers.Tokenizer, bool]:
-    """SentencePiece's BPE, whose merges follow from the scores, with bytes for unknown characters;
-    and that texts open with the bos token by default."""
+    """Return SentencePiece's BPE tokenizer, and whether texts begin with BOS by default.
+
+    Its merges follow from the scores; unknown characters become bytes.
+    """
     scores = own.get("scores") or ()
     if len(scores) != len(tokens):
         raise ValueError(f"{PREFIX}scores has {len(scores)} entries for {len(tokens)} tokens")
@@ -161,8 +165,10 @@ def sentence_piece(
 def merges_of(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Pairs of pieces that make a piece: those of higher score first, as SentencePiece joins them;
-    of one piece, pairs of earlier pieces first."""
+    """Return the pairs of pieces that form a piece, in SentencePiece's order of merging.
+
+    Pieces of higher score come first; for one piece, pairs of earlier pieces.
+    """
     pieces = {
         token: number
         for number, token in enumerate(tokens)

@@ -1,8 +1,8 @@
-"""safetensors files, read and written one tensor at a time.
+"""Read and write safetensors files, one tensor at a time.
 
-A file is 8 bytes with the header's length, the header in JSON, and the tensors' bytes without a
-gap. Files come from strangers: nothing of a header is believed before it is checked, and nothing
-is allocated in proportion to what a header claims.
+A file holds the length of its header (8 bytes), the header in JSON, and the tensors' bytes without
+gaps. Files are not trusted: every value of a header is checked before it is used, and no memory is
+allocated in proportion to a size that only the header states.
 """
 
 import json
@@ -10,6 +10,7 @@ import math
 import mmap
 import os
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,14 @@ _NARROW = (DTYPES["BF16"], DTYPES["F16"])
 
 
 class SafetensorsFile:
-    """One file: `tensors` by name, `metadata`, and `read`. ValueError for whatever is wrong."""
+    """One file: `tensors` by name, `metadata`, and `read`; ValueError if it is damaged."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.tensors: dict[str, TensorInfo] = {}
         self._begins: dict[str, int] = {}
-        if not self.path.is_file():  # a pipe would wait for ever
-            raise ValueError(f"{self.path} is missing or no file: download it again")
+        if not self.path.is_file():  # reading a pipe would block
+            raise ValueError(f"{self.path} is missing or not a file: download it again")
         with self.path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             start, header = _read_header(file, size, self.path)
@@ -69,7 +70,7 @@ class SafetensorsFile:
         _check_spans(spans, size - start, self.path)
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor as a read-only view of the file, which stays mapped while the view lives."""
+        """Return a tensor as a read-only view of the file, which stays mapped as long as it."""
         info, begin = self.tensors[name], self._begins[name]
         count = math.prod(info.shape)
         if not count:
@@ -104,8 +105,7 @@ class SafetensorsFolder:
         self.tensors = {name: file.tensors[name] for name, file in self._files.items()}
 
     def read(self, name: str, *index: int) -> np.ndarray:
-        """The tensor, or an entry of its first dimensions, as a read-only view of its mapped
-        file."""
+        """Return a tensor, or an entry of its first dimensions, as a read-only view of a file."""
         tensor = self._files[name].read(name)
         return tensor[index] if index else tensor
 
@@ -149,10 +149,10 @@ class SafetensorsFolder:
 
 
 class SafetensorsWriter:
-    """Writes the tensors it was told of, in any order; the files appear when it is closed.
+    """Writes the announced tensors in any order; the files appear when it is closed.
 
-    Shards hold at most max_shard_bytes of tensors (or one tensor that is larger), in the given
-    order. A `with` that ends in an exception leaves no file behind.
+    A shard holds at most max_shard_bytes of tensors (or one larger tensor), in the order of
+    `tensors`. A `with` block that raises an exception leaves no file.
     """
 
     def __init__(
@@ -179,15 +179,15 @@ class SafetensorsWriter:
             self._start(self._partial(shard), names)
 
     def write(self, name: str, array: np.ndarray) -> None:
-        """Writes a tensor of the announced dtype and shape, once.
+        """Write a tensor of the announced shape once.
 
-        float32 is rounded, to nearest even, where a narrower float was announced.
+        float32 is rounded to nearest even if a narrower dtype was announced.
         """
         blocks = row_blocks(array.shape, array.dtype.itemsize)
         self.write_rows(name, (array[rows] if array.shape else array for rows in blocks))
 
     def write_rows(self, name: str, blocks: Iterable[np.ndarray]) -> None:
-        """As `write`, of a tensor whose rows come in blocks."""
+        """Write a tensor as `write` does, in blocks of rows."""
         info = self._tensors.get(name)
         if info is None or name in self._written:
             problem = "was written already" if info else "was not announced"
@@ -211,7 +211,7 @@ class SafetensorsWriter:
         self._written.add(name)
 
     def close(self) -> None:
-        """Gives the files their names; ValueError where a tensor was not written."""
+        """Rename the files to their final names; ValueError if a tensor was not written."""
         missing = [name for name in self._tensors if name not in self._written]
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written: {some(missing)}")
@@ -245,10 +245,10 @@ class SafetensorsWriter:
         return self.folder / f".{shard}.partial"
 
     def _start(self, path: Path, names: Iterable[str]) -> None:
-        """Writes a shard's header and makes the file as long as it will be."""
+        """Write the header of a shard, and extend the file to its final length."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        # Wide items first: then each tensor's bytes are aligned for its dtype.
+        # Wide dtypes first: then the bytes of every tensor are aligned.
         order = sorted(names, key=lambda name: -self._tensors[name].dtype.itemsize)
         for name in order:
             info = self._tensors[name]
@@ -272,21 +272,21 @@ class SafetensorsWriter:
 
 
 def _within(found: TensorInfo, info: TensorInfo) -> bool:
-    """Whether a tensor can begin with these rows."""
+    """Return whether the first rows of a tensor `info` can have this dtype and shape."""
     narrower = found.dtype == np.float32 and info.dtype in _NARROW
     same_rows = len(found.shape) == len(info.shape) and found.shape[1:] == info.shape[1:]
     return (narrower or found.dtype == info.dtype) and same_rows and found.shape <= info.shape
 
 
 def _read_header(file: Any, size: int, path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors begin, and the header."""
+    """Return the position of the first tensor, and the header."""
     if size < 8:
         raise ValueError(f"{path} has {size} bytes, less than a header's length: download it again")
     length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise ValueError(
             f"{path}: a header of {length} bytes, above the limit of {MAX_HEADER_BYTES}: this is "
-            "no safetensors file"
+            "not a safetensors file"
         )
     if length > size - 8:
         raise ValueError(
@@ -300,22 +300,20 @@ def _read_header(file: Any, size: int, path: Path) -> tuple[int, dict[str, Any]]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError for anything else, a key given twice among it."""
+    """Return the object in a JSON file; ValueError for anything else, and for duplicate keys."""
     if path.stat().st_size > MAX_HEADER_BYTES:
-        raise ValueError(f"{path} has more than {MAX_HEADER_BYTES} bytes: it is no such file")
+        raise ValueError(f"{path} has more than {MAX_HEADER_BYTES} bytes: it is not JSON")
     return _json(path.read_bytes(), path)
 
 
 def _json(raw: bytes, path: Path) -> dict[str, Any]:
-    """A JSON object in which no key occurs twice."""
+    """Return a JSON object; ValueError for duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            raise ValueError(f"{reprlib.repr(twice)} is given twice")
-        return found
+        keys = Counter(key for key, _ in pairs).most_common(1)
+        if keys and keys[0][1] > 1:
+            raise ValueError(f"{reprlib.repr(keys[0][0])} is given twice")
+        return dict(pairs)
 
     try:
         body = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
@@ -333,7 +331,7 @@ def _metadata(found: Any, path: Path) -> dict[str, str]:
 
 
 def _entry(entry: Any, what: str) -> tuple[TensorInfo, int, int]:
-    """What a header says of a tensor, and where its bytes begin and end."""
+    """Return dtype and shape of a tensor by its header entry, and the range of its bytes."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{what} is {reprlib.repr(entry)}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -358,14 +356,14 @@ def _entry(entry: Any, what: str) -> tuple[TensorInfo, int, int]:
 
 
 def _naturals(found: Any, count: int) -> bool:
-    """Whether this is a list of at most so many whole numbers that a 64-bit file can mean."""
+    """Return whether a value is a list of at most `count` integers from 0 to 2^63 - 1."""
     if not isinstance(found, list) or len(found) > count:
         return False
     return all(type(n) is int and 0 <= n < 1 << 63 for n in found)
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int, path: Path) -> None:
-    """The tensors' bytes fill the rest of the file, without overlaps and gaps."""
+    """ValueError unless tensors fill the rest of the file without overlaps and gaps."""
     at = 0
     for begin, end, name in sorted(spans):
         if begin != at:
@@ -377,12 +375,12 @@ def _check_spans(spans: list[tuple[int, int, str]], size: int, path: Path) -> No
     if at != size:
         raise ValueError(
             f"{path}: tensors end at byte {at}, the file at {size}: "
-            + ("it is truncated; download it again" if at > size else "what follows has no name")
+            + ("it is truncated; download it again" if at > size else "no tensor has the rest")
         )
 
 
 def _check_shard_name(shard: str, index: Path) -> None:
-    """A shard lies beside its index, where a link may stand: download caches have those."""
+    """ValueError unless a shard lies beside its index (as a link, in download caches)."""
     plain = "/" not in shard and "\\" not in shard and "\0" not in shard
     if not plain or not shard.endswith(".safetensors"):
         raise ValueError(
@@ -414,7 +412,7 @@ def _num_bytes(info: TensorInfo) -> int:
 
 
 def _divided(tensors: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    """Names in order, cut where the next tensor would pass the limit."""
+    """Return the names of each shard, in order, so that no shard exceeds the limit."""
     shards: list[list[str]] = []
     room = -1
     for name, info in tensors.items():
