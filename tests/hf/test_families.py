@@ -32,9 +32,10 @@ from published_configs import (
     SMOLLM2,
     STARCODER2,
 )
+from written_settings import values_of
 
-from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling
-from maxmeg.config.model import ModelConfig, Norm, Position
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get, with_fields
 from maxmeg.hf.families.binding import Fusion
 from maxmeg.hf.families.read import (
@@ -52,88 +53,64 @@ from maxmeg.hf.families.read import (
 )
 
 PUBLISHED = {  # settings, number of parameters, fields
-    "smollm2-135m": (SMOLLM2, 134_515_008, {"rotary.base": 1e5, "tied": True, "mlp.bias": False}),
+    "smollm2-135m": (SMOLLM2, 134_515_008, "rotary.base=100000.0; tied=true; mlp.bias=false"),
     "llama-3.1-8b": (
         LLAMA31,
         8_030_261_248,
-        {"rotary.scaling": RotaryScaling.llama3, "rotary.factor": 8, "rotary.high": 4},
+        "rotary.scaling=llama3; rotary.factor=8; rotary.high=4",
     ),
     "mistral-7b": (
         MISTRAL,
         7_241_732_096,
-        {"layers": "*(local,mlp)", "attention.window": 4096, "attention.num_kv_heads": 8},
+        "layers=*(local,mlp); attention.window=4096; attention.num_kv_heads=8",
     ),
-    "qwen2.5-14b": (
-        QWEN25,
-        14_770_033_664,
-        {"attention.bias_qkv": True, "layers": "*(attention,mlp)"},
-    ),
-    "qwen3-8b": (
-        QWEN3,
-        8_190_735_360,
-        {"attention.head_dim": 128, "attention.qk_norm": QkNorm.head},
-    ),
+    "qwen2.5-14b": (QWEN25, 14_770_033_664, "attention.bias_qkv=true; layers=*(attention,mlp)"),
+    "qwen3-8b": (QWEN3, 8_190_735_360, "attention.head_dim=128; attention.qk_norm=head"),
     "gemma-2-9b": (
         GEMMA2,
         9_241_705_984,
-        {"layers": "*(local,mlp attention,mlp)", "attention.softcap": 50}
-        | {"embedding_scale": 3584**0.5},
+        "layers=*(local,mlp attention,mlp); attention.softcap=50; "
+        "embedding_scale=59.86651818838306",
     ),
     "gemma-3-1b": (
         GEMMA3,
         999_885_952,
-        {"layers": "*(5(local,mlp) attention,mlp)", "rotary.local_base": 1e4, "rotary.base": 1e6},
+        "layers=*(5(local,mlp) attention,mlp); rotary.local_base=10000.0; rotary.base=1000000.0",
     ),
     "gemma-3-4b": (
         GEMMA3_4B,
         3_880_263_168,
-        {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 8, "attention.num_kv_heads": 4},
+        "rotary.scaling=linear; rotary.factor=8; attention.num_kv_heads=4",
     ),
-    "olmo-2-32b": (OLMO2, 32_234_279_936, {"attention.qk_norm": QkNorm.heads, "tied": False}),
+    "olmo-2-32b": (OLMO2, 32_234_279_936, "attention.qk_norm=heads; tied=false"),
     "phi-3-mini-128k": (
         PHI3,
         3_821_079_552,
-        {"rotary.factor": 32, "rotary.original_length": 4096, "attention.window": 262144},
+        "rotary.factor=32; rotary.original_length=4096; attention.window=262144",
     ),
-    "pythia-12b": (PYTHIA, 11_846_072_320, {"rotary.fraction": 0.25, "parallel_norms": True}),
-    "falcon-7b": (FALCON_7B, 6_921_720_704, {"attention.num_kv_heads": 1, "parallel_norms": False}),
-    "falcon-40b": (
-        FALCON_40B,
-        41_303_293_952,
-        {"attention.num_kv_heads": 8, "parallel_norms": True},
-    ),
-    "starcoder2-3b": (STARCODER2, 3_030_371_328, {"mlp.activation": Activation.gelu_tanh}),
-    "minitron-8b": (NEMOTRON, 8_271_699_968, {"norm_one_plus": True, "rotary.fraction": 0.5}),
+    "pythia-12b": (PYTHIA, 11_846_072_320, "rotary.fraction=0.25; parallel_norms=true"),
+    "falcon-7b": (FALCON_7B, 6_921_720_704, "attention.num_kv_heads=1; parallel_norms=false"),
+    "falcon-40b": (FALCON_40B, 41_303_293_952, "attention.num_kv_heads=8; parallel_norms=true"),
+    "starcoder2-3b": (STARCODER2, 3_030_371_328, "mlp.activation=gelu_tanh"),
+    "minitron-8b": (NEMOTRON, 8_271_699_968, "norm_one_plus=true; rotary.fraction=0.5"),
     "lfm2-1.2b": (
         LFM2,
         1_170_340_608,
-        {"num_layers": 16, "mlp.ffn_size": 8192, "conv.kernel_size": 3, "rotary.base": 1e6},
+        "num_layers=16; mlp.ffn_size=8192; conv.kernel_size=3; rotary.base=1000000.0",
     ),
-    "gpt2-1.5b": (GPT2, 1_557_611_200, {"position": Position.learned, "norm": Norm.layernorm}),
-    "mixtral": (
-        MIXTRAL,
-        46_702_792_704,
-        {"layers": "*(attention,moe)", "moe.num_experts": 8, "moe.top_k": 2},
-    ),
-    "qwen2-moe": (
-        QWEN2_MOE,
-        57_408_658_944,
-        {"moe.shared_gate": True, "moe.softmax_before_topk": True},
-    ),
-    "qwen3-moe": (
-        QWEN3_MOE,
-        30_532_122_624,
-        {"moe.ffn_size": 768, "moe.softmax_before_topk": False},
-    ),
-    "gpt-oss": (GPT_OSS, 116_829_156_672, {"mlp.activation_clamp": 7.0, "attention.sinks": True}),
+    "gpt2-1.5b": (GPT2, 1_557_611_200, "position=learned; norm=layernorm"),
+    "mixtral": (MIXTRAL, 46_702_792_704, "layers=*(attention,moe); moe.num_experts=8; moe.top_k=2"),
+    "qwen2-moe": (QWEN2_MOE, 57_408_658_944, "moe.shared_gate=true; moe.softmax_before_topk=true"),
+    "qwen3-moe": (QWEN3_MOE, 30_532_122_624, "moe.ffn_size=768; moe.softmax_before_topk=false"),
+    "gpt-oss": (GPT_OSS, 116_829_156_672, "mlp.activation_clamp=7.0; attention.sinks=true"),
     # With the layer that predicts one more token, but not its copies of embedding and output.
-    "glm-4.5": (GLM45, 356_785_898_816, {"moe.bias_balancing": True, "mtp.num_layers": 1}),
+    "glm-4.5": (GLM45, 356_785_898_816, "moe.bias_balancing=true; mtp.num_layers=1"),
     "deepseek-v2": (
         DEEPSEEK_V2,
         235_741_434_880,
-        {"moe.num_groups": 8, "layers": "mla,mlp *(mla,moe)", "mla.kv_rank": 512},
+        "moe.num_groups=8; layers=mla,mlp *(mla,moe); mla.kv_rank=512",
     ),
-    "deepseek-v3": (DEEPSEEK_V3, 682_636_487_424, {"moe.group_score_topk": 2, "mtp.num_layers": 1}),
+    "deepseek-v3": (DEEPSEEK_V3, 682_636_487_424, "moe.group_score_topk=2; mtp.num_layers=1"),
 }
 
 
@@ -144,8 +121,9 @@ def dimensions_of(array: str, by_expert: bool) -> int:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models(name):
-    config, parameters, fields = PUBLISHED[name]
+    config, parameters, settings = PUBLISHED[name]
     model, family = model_config(config), architecture(config)
+    fields = values_of(settings, ModelConfig)
     assert {field: get(model, field) for field in fields} == fields
     found = bindings(model, family)
     assert sum(math.prod(binding.shape) for binding in found) == parameters
@@ -375,29 +353,29 @@ def test_nothing_but_a_value_error_comes_of_any_value():
 
 LLAMA = model_config(SMOLLM2)
 LOST = {  # family, fields, what the message must name
-    "norm": ("LlamaForCausalLM", {"norm": Norm.layernorm}, "model.norm=layernorm"),
-    "pairs": ("LlamaForCausalLM", {"rotary.interleaved": True}, "model.rotary.interleaved"),
-    "sinks": ("LlamaForCausalLM", {"attention.sinks": True}, "model.attention.sinks"),
+    "norm": ("LlamaForCausalLM", "norm=layernorm", "model.norm=layernorm"),
+    "pairs": ("LlamaForCausalLM", "rotary.interleaved=true", "model.rotary.interleaved"),
+    "sinks": ("LlamaForCausalLM", "attention.sinks=true", "model.attention.sinks"),
     "window": (
         "LlamaForCausalLM",
-        {"layers": "*(local,mlp)", "attention.window": 8},
+        "layers=*(local,mlp); attention.window=8",
         "model.attention.window=8",
     ),
     "one bias": (
         "LlamaForCausalLM",
-        {"attention.bias_qkv": True},
+        "attention.bias_qkv=true",
         "model.attention.bias_out=False",
     ),
-    "activation": ("LlamaForCausalLM", {"mlp.activation": Activation.gelu}, "activation=gelu"),
+    "activation": ("LlamaForCausalLM", "mlp.activation=gelu", "activation=gelu"),
     "ntk": (
         "LlamaForCausalLM",
-        {"rotary.scaling": RotaryScaling.ntk, "rotary.factor": 2.0},
+        "rotary.scaling=ntk; rotary.factor=2.0",
         "rotary.scaling=ntk",
     ),
-    "qwen without biases": ("Qwen2ForCausalLM", {}, "model.attention.bias_qkv=False"),
-    "no length": ("LlamaForCausalLM", {"max_position": 0}, "model.max_position=0"),
-    "no vocabulary": ("LlamaForCausalLM", {"vocab_size": 0}, "model.vocab_size=0"),
-    "no family": ("Llama", {}, "choose from LlamaForCausalLM"),
+    "qwen without biases": ("Qwen2ForCausalLM", "", "model.attention.bias_qkv=False"),
+    "no length": ("LlamaForCausalLM", "max_position=0", "model.max_position=0"),
+    "no vocabulary": ("LlamaForCausalLM", "vocab_size=0", "model.vocab_size=0"),
+    "no family": ("Llama", "", "choose from LlamaForCausalLM"),
 }
 
 
@@ -405,7 +383,7 @@ LOST = {  # family, fields, what the message must name
 def test_a_model_that_a_family_cannot_say_is_refused(name):
     family, fields, named = LOST[name]
     with pytest.raises(ValueError, match=r"model|family") as caught:
-        hf_config(with_fields(LLAMA, fields), family)
+        hf_config(with_fields(LLAMA, values_of(fields, ModelConfig)), family)
     assert named in str(caught.value)
 
 

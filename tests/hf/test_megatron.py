@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from written_settings import values_of
 
 from maxmeg.checkpoint.stream import TensorInfo
-from maxmeg.config.mixers import Activation, ExpertDrop, QkNorm, RotaryScaling, RouterScore
-from maxmeg.config.model import ModelConfig, Norm, Position
+from maxmeg.config.mixers import Activation
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.hf.families.read import bindings
@@ -22,59 +23,44 @@ SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 GIVEN = [
     (
         {},
-        {
-            "attention.num_kv_heads": 4,
-            "attention.head_dim": 16,
-            "mlp.activation": Activation.gelu_tanh,
-            "norm": Norm.layernorm,
-            "norm_eps": 1e-5,
-            "position": Position.learned,
-            "attention.bias_qkv": True,
-            "attention.bias_out": True,
-            "mlp.bias": True,
-            "tied": True,
-            "attention.qk_norm": QkNorm.none,
-            "norm_one_plus": False,
-        },
+        "attention.num_kv_heads=4; attention.head_dim=16; mlp.activation=gelu_tanh; "
+        "norm=layernorm; norm_eps=1e-05; position=learned; attention.bias_qkv=true; attention.bias_out=true; "
+        "mlp.bias=true; tied=true; attention.qk_norm=none; norm_one_plus=false",
     ),
-    ({"bias_gelu_fusion": False}, {"mlp.activation": Activation.gelu}),
-    ({"add_bias_linear": False}, {"mlp.activation": Activation.gelu, "attention.bias_qkv": False}),
+    ({"bias_gelu_fusion": False}, "mlp.activation=gelu"),
+    ({"add_bias_linear": False}, "mlp.activation=gelu; attention.bias_qkv=false"),
     (
         {"add_bias_linear": False, "add_qkv_bias": True},
-        {"attention.bias_qkv": True, "mlp.bias": False},
+        "attention.bias_qkv=true; mlp.bias=false",
     ),
-    ({"swiglu": True, "bias_gelu_fusion": True}, {"mlp.activation": Activation.swiglu}),
-    ({"squared_relu": True}, {"mlp.activation": Activation.relu_squared}),
-    ({"num_query_groups": 1}, {"attention.num_kv_heads": 4}),
-    ({"group_query_attention": True, "num_query_groups": 2}, {"attention.num_kv_heads": 2}),
-    ({"normalization": "RMSNorm", "norm_epsilon": 1e-6}, {"norm": Norm.rmsnorm, "norm_eps": 1e-6}),
+    ({"swiglu": True, "bias_gelu_fusion": True}, "mlp.activation=swiglu"),
+    ({"squared_relu": True}, "mlp.activation=relu_squared"),
+    ({"num_query_groups": 1}, "attention.num_kv_heads=4"),
+    ({"group_query_attention": True, "num_query_groups": 2}, "attention.num_kv_heads=2"),
+    ({"normalization": "RMSNorm", "norm_epsilon": 1e-6}, "norm=rmsnorm; norm_eps=1e-06"),
     (
         {"apply_layernorm_1p": True, "kv_channels": 24},
-        {"norm_one_plus": True, "attention.head_dim": 24},
+        "norm_one_plus=true; attention.head_dim=24",
     ),
-    ({"qk_layernorm": True}, {"attention.qk_norm": QkNorm.head}),
-    ({"qk_l2_norm": True}, {"attention.qk_norm": QkNorm.l2}),
-    ({"untie_embeddings_and_output_weights": True}, {"tied": False}),
-    ({"window_size": [127, 0]}, {"layers": "*(local,mlp)", "attention.window": 128}),
+    ({"qk_layernorm": True}, "attention.qk_norm=head"),
+    ({"qk_l2_norm": True}, "attention.qk_norm=l2"),
+    ({"untie_embeddings_and_output_weights": True}, "tied=false"),
+    ({"window_size": [127, 0]}, "layers=*(local,mlp); attention.window=128"),
     (
         {"window_size": [127, 0], "window_attn_skip_freq": 4},
-        {"layers": "*(local,mlp)", "attention.window": 128},  # the fourth would be global
+        "layers=*(local,mlp); attention.window=128",  # the fourth would be global
     ),
     (
         {"position_embedding_type": "rope", "rotary_base": 500000, "rotary_percent": 0.5},
-        {"position": Position.rotary, "rotary.base": 500000.0, "rotary.fraction": 0.5},
+        "position=rotary; rotary.base=500000.0; rotary.fraction=0.5",
     ),
     (
         {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_scaling_factor": 32.0},
-        {
-            "rotary.scaling": RotaryScaling.llama3,
-            "rotary.factor": 32.0,
-            "rotary.original_length": 8192,
-        },
+        "rotary.scaling=llama3; rotary.factor=32.0; rotary.original_length=8192",
     ),
     (
         {"position_embedding_type": "rope", "rotary_seq_len_interpolation_factor": 2},
-        {"rotary.scaling": RotaryScaling.linear, "rotary.factor": 2.0},
+        "rotary.scaling=linear; rotary.factor=2.0",
     ),
 ]
 
@@ -82,53 +68,45 @@ GIVEN = [
 ROUTED = [
     (
         {},
-        {"moe.top_k": 2, "layers": "*(attention,moe)", "moe.score": RouterScore.softmax}
-        | {"moe.softmax_before_topk": False, "moe.normalize_weights": False, "moe.logit_bias": True}
-        | {"moe.ffn_size": 256, "moe.bias_balancing": False, "moe.capacity_factor": 0.0},
+        "moe.top_k=2; layers=*(attention,moe); moe.score=softmax; moe.softmax_before_topk=false; "
+        "moe.normalize_weights=false; moe.logit_bias=true; moe.ffn_size=256; "
+        "moe.bias_balancing=false; moe.capacity_factor=0.0",
     ),
-    ({"moe_ffn_hidden_size": 24, "ffn_hidden_size": 48}, {"moe.ffn_size": 24, "mlp.ffn_size": 48}),
-    ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, {"moe.softmax_before_topk": True}),
+    ({"moe_ffn_hidden_size": 24, "ffn_hidden_size": 48}, "moe.ffn_size=24; mlp.ffn_size=48"),
+    ({"moe_router_topk": 1, "moe_router_pre_softmax": True}, "moe.softmax_before_topk=true"),
     (
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
-        {
-            "moe.score": RouterScore.sigmoid,
-            "moe.normalize_weights": True,
-            "moe.bias_balancing": True,
-        },
+        "moe.score=sigmoid; moe.normalize_weights=true; moe.bias_balancing=true",
     ),
     (
         {"moe_router_score_function": "sigmoid", "moe_router_topk": 1},
-        {"moe.normalize_weights": False, "moe.top_k": 1},
+        "moe.normalize_weights=false; moe.top_k=1",
     ),
     (
         {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_router_topk": 4}
         | {"moe_router_topk_scaling_factor": 2.5},
-        {"moe.num_groups": 4, "moe.topk_groups": 2, "moe.scale": 2.5},
+        "moe.num_groups=4; moe.topk_groups=2; moe.scale=2.5",
     ),
     (
         {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
-        {"moe.shared_ffn_size": 24, "moe.shared_gate": True},
+        "moe.shared_ffn_size=24; moe.shared_gate=true",
     ),
-    ({"moe_layer_freq": 2}, {"layers": "*(attention,moe attention,mlp)"}),
-    ({"moe_layer_freq": [0, 1]}, {"layers": "*(attention,mlp attention,moe)"}),
-    ({"moe_router_load_balancing_type": "sinkhorn"}, {"moe.sinkhorn": True}),
-    ({"moe_router_load_balancing_type": ["aux_loss"]}, {"moe.sinkhorn": False}),
+    ({"moe_layer_freq": 2}, "layers=*(attention,moe attention,mlp)"),
+    ({"moe_layer_freq": [0, 1]}, "layers=*(attention,mlp attention,moe)"),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, "moe.sinkhorn=true"),
+    ({"moe_router_load_balancing_type": ["aux_loss"]}, "moe.sinkhorn=false"),
     (
         {"moe_expert_capacity_factor": 1.5, "moe_pad_expert_input_to_capacity": True},
-        {
-            "moe.capacity_factor": 1.5,
-            "moe.drop_policy": ExpertDrop.weight,
-            "moe.pad_to_capacity": True,
-        },
+        "moe.capacity_factor=1.5; moe.drop_policy=weight; moe.pad_to_capacity=true",
     ),
 ]
 GIVEN += [({"num_experts": 8, **arguments}, fields) for arguments, fields in ROUTED]
 
 
 @pytest.mark.parametrize(("arguments", "fields"), GIVEN)
-def test_arguments_are_fields(arguments: dict, fields: dict):
-    found = megatron.architecture({**SIZES, **arguments})
-    assert {name: found[name] for name in fields} == fields
+def test_arguments_set_fields_of_the_model(arguments: dict, fields: str):
+    found, wanted = megatron.architecture({**SIZES, **arguments}), values_of(fields, ModelConfig)
+    assert {name: found[name] for name in wanted} == wanted
     assert set(found) <= {path for path, _, _ in walk(ModelConfig())}
 
 
