@@ -22,7 +22,7 @@ def command(*arguments):
     run_command(convert.main, convert.Options, needs_config=False, argv=argv)
 
 
-def test_there_and_back(tmp_path, capsys):
+def test_a_model_is_imported_and_exported(tmp_path, capsys):
     tensors = make_folder(tmp_path / "hf")
     command(f"input={tmp_path / 'hf'}", f"output={tmp_path / 'run'}")
     assert "30 tensors, 27,744 parameters" in (said := capsys.readouterr().out)

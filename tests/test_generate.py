@@ -112,7 +112,7 @@ def test_bad_lines_are_named(line, error, command, tmp_path):
         command(f"--prompts={path}")
 
 
-def test_what_to_continue_comes_from_one_place(command, tmp_path):
+def test_prompts_come_from_one_option(command, tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no prompt"):

@@ -52,7 +52,7 @@ def config_of(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: st
     return made
 
 
-def test_a_run_goes_from_one_expert_parallelism_to_another(runs, capsys):
+def test_a_run_continues_with_another_expert_parallelism(runs, capsys):
     """Losses are those of one that stayed, and the biases are those to the last digit."""
     whole, changing = runs
     for one, other in zip(curve(changing), curve(whole), strict=True):

@@ -241,7 +241,7 @@ def test_flops_count_the_experts_of_a_token():
         ({"moe.capacity_factor": -1.0}, {}, "moe.capacity_factor=-1.0"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, parallel, message):
+def test_invalid_arguments_are_refused(fields, parallel, message):
     with pytest.raises(ValueError, match=message):
         mesh_of(configured("mixtral", fields, 0, **{"fsdp": 1, **parallel}))
 

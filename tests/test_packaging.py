@@ -58,7 +58,7 @@ def test_a_wheel_holds_every_module(tmp_path: Path):
     }
 
 
-def test_the_extras_exist():
+def test_the_named_extras_exist():
     extras = importlib.metadata.metadata("maxmeg").get_all("Provides-Extra") or []
     assert {"cuda12", "cuda13", "test", "dev", "wandb", "oracle"} <= set(extras)
 

@@ -36,7 +36,7 @@ def config_of(corpus: str, run_dir: Path, steps: int, parallel: dict, prompt: st
     return config(corpus, run_dir, steps, MODEL, parallel, sample_prompt=prompt)
 
 
-def test_a_run_goes_from_pipeline_to_pipeline(runs, capsys):
+def test_a_run_continues_with_another_pipeline(runs, capsys):
     whole, changing = runs
     for one, other in zip(curve(changing), curve(whole), strict=True):
         for name in ("loss", "validation_loss", "mtp_loss/1"):

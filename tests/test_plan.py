@@ -23,7 +23,7 @@ def run(size: str, *arguments: str) -> None:
     run_command(plan.main, plan.Options, argv=["plan", f"--config={name}", *arguments])
 
 
-def test_plan_of_a_layout(capsys, tmp_path: Path):
+def test_a_layout_is_planned(capsys, tmp_path: Path):
     svg, page, data = tmp_path / "a.svg", tmp_path / "a.html", tmp_path / "a.json"
     files = [f"--timeline={svg}", f"--html={page}", f"--json={data}"]
     run("175b", "--hardware=h100x64", *PIPELINE, *files)
@@ -47,7 +47,7 @@ def test_plan_of_a_layout(capsys, tmp_path: Path):
     assert found["pipeline"]["lost"] == dict.fromkeys(found["pipeline"]["lost"], 7.0)
 
 
-def test_numbers_line_up(capsys):
+def test_numbers_are_aligned(capsys):
     run("175b", "--hardware=h100x64", *PIPELINE)
     blocks = capsys.readouterr().out.split("\n\n")
     for block in blocks:
@@ -64,7 +64,7 @@ def test_timeline_alone_needs_no_hardware(capsys, tmp_path: Path):
     assert (tmp_path / "a").read_text().startswith("<svg")
 
 
-def test_other_schedules(capsys):
+def test_other_schedules_are_planned(capsys):
     run("175b", "--config.parallel.pipe=4", "--config.parallel.schedule=zero_bubble")
     assert "Zero bubble: 4 stages" in capsys.readouterr().out
     run("175b", "--config.parallel.pipe=4", "--config.parallel.chunks=3")
@@ -105,7 +105,7 @@ def compiled(monkeypatch) -> list[tuple[Config, str, int]]:
     return calls
 
 
-def test_compiled_section(capsys, compiled):
+def test_the_compiled_section_is_reported(capsys, compiled):
     run("175b", "--hardware=h100x64", *PIPELINE, "--compile")
     out = capsys.readouterr().out
     assert [(name, count) for _, name, count in compiled] == [("h100", 64)]
@@ -198,7 +198,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("arguments", "parts"), BAD)
-def test_what_it_refuses(capsys, arguments: list[str], parts: list[str]):
+def test_invalid_options_are_refused(capsys, arguments: list[str], parts: list[str]):
     with pytest.raises(SystemExit) as refused:
         run("175b", *arguments)
     assert refused.value.code == 2

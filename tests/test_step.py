@@ -220,7 +220,7 @@ def test_zero1_shards_masters_and_moments_over_data():
 
 
 @pytest.mark.parametrize("parallel", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_little_is_replicated(parallel):
+def test_few_parameter_bytes_are_replicated(parallel):
     config = tiny(
         {"hidden_size": 128, **{"attention.bias_qkv": True, "mlp.bias": True}}, {}, **parallel
     )

@@ -357,7 +357,7 @@ def test_a_run_folder_in_use_is_refused(corpus, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_corpus_of_another_tokenizer(corpus, tmp_path):
+def test_a_corpus_of_another_tokenizer_is_refused(corpus, tmp_path):
     config = small(corpus, tmp_path)
     config.model.vocab_size = 100
     with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the tokenizer's 257"):
@@ -449,7 +449,7 @@ def test_a_run_continues_with_twice_the_batch_where_its_samples_end(corpus, tmp_
 
 
 @pytest.mark.slow
-def test_loads_another_run(corpus, tmp_path, capsys):
+def test_a_run_loads_another_run(corpus, tmp_path, capsys):
     config = small(corpus, tmp_path / "first")
     main(config)
     config = small(corpus, tmp_path / "second")

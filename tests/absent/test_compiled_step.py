@@ -158,7 +158,7 @@ def test_backward_gathers_no_more_than_its_own():
     assert volume <= 2 * TICKS * (2 * layers * layer + 2 * ends)
 
 
-def test_what_does_not_fit_is_compiled_too_and_its_text_is_written(tmp_path):
+def test_a_program_that_does_not_fit_is_compiled_and_its_text_written(tmp_path):
     config = llama(1, fsdp=1)
     config.model = dataclasses.replace(config.model, num_layers=32)
     config.train.global_batch_size = 1
@@ -218,7 +218,7 @@ def test_experts_are_multiplied_by_kernels_alone(sparse):
     assert report.fits
 
 
-def test_what_experts_send_is_the_least_that_the_buffer_allows(sparse):
+def test_experts_send_the_least_that_the_buffer_allows(sparse):
     """Every copy's vector goes there and back and so do their gradients, with two numbers in one
     direction; the loop of further rounds is for uneven loads."""
     config, report, _ = sparse

@@ -82,7 +82,7 @@ def head(backend: str, words: int, options: dict) -> Head:
 
 
 @pytest.mark.parametrize("number", range(len(CALLS)), ids=lambda n: str(CALLS[n]))
-def test_memory_and_products(compiled, number: int):
+def test_memory_and_matrix_products_are_bounded(compiled, number: int):
     backend, words, options = CALLS[number]
     temporaries, results, products = compiled[0][number]
     gradients = 2 * WIDTH * (TOKENS + words)

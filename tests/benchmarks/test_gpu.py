@@ -61,7 +61,7 @@ def import_without(modules: list[str], folder: str = str(REPOSITORY)):
     return run("-c", IMPORT, ",".join(ABSENT), "absl,rich", ",".join(modules), PYTHONPATH=folder)
 
 
-def test_what_the_benchmark_imports_needs_few_packages():
+def test_the_benchmark_imports_few_packages():
     done = import_without(MODULES)
     assert done.returncode == 0, done.stderr
 
@@ -136,7 +136,7 @@ def test_a_wrong_kernel_is_named_with_its_error_also_when_it_gives_nan():
     assert not rows[0]["wrong"] and all(": dq" in str(row["wrong"]) for row in rows[1:])
 
 
-def test_what_crashed_or_hung_in_its_check_is_not_timed():
+def test_an_item_that_failed_its_check_is_not_timed():
     gpu = runpy.run_path(str(BENCHMARK))
     rows = [
         {"part": "check-attention", "item": "attention mosaic", "error": "ended after 60 s"},

@@ -158,7 +158,7 @@ def test_a_step_is_saved_again(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["step_00000003", "step_00000004"]
 
 
-def test_empty_folder(tmp_path):
+def test_an_empty_folder_has_no_checkpoints(tmp_path):
     checkpointer = Checkpointer(tmp_path / "absent")
     assert checkpointer.steps() == []
     assert restore_latest(checkpointer, {"w": jnp.ones(2)}) is None
@@ -194,7 +194,7 @@ def test_missing_file_is_damage(two_steps):
         checkpointer.restore(2, abstract(trees[2]))
 
 
-def test_damage_between_device_and_disk(two_steps):
+def test_damage_before_the_write_is_found_by_digests(two_steps):
     """The files are as they were written, yet not what the devices held."""
     checkpointer, trees = two_steps
     folder = checkpointer.folder / "step_00000002"

@@ -120,7 +120,7 @@ def test_config_and_weights_are_of_one_checkpoint(saved, tmp_path):
         assert (np.asarray(array) == 2).all(), name
 
 
-def test_weights_to_begin_with_come_from_an_intact_checkpoint(saved, run):
+def test_initial_weights_come_from_an_intact_checkpoint(saved, run):
     config, abstract = config_of(), abstract_of()
     config.checkpoint.init_from = str(run)
     optimizer = make_optimizer(config.optim)
@@ -138,7 +138,7 @@ def test_weights_to_begin_with_come_from_an_intact_checkpoint(saved, run):
         check_base(config, first | {"digest": "another"})
 
 
-def test_when_all_are_damaged_one_line_says_so(run, capsys):
+def test_one_line_is_printed_if_all_checkpoints_are_damaged(run, capsys):
     for step in (1, 2):
         manifest_of(run, step).write_bytes(b"{}")
     functions: list[Callable] = [
@@ -239,7 +239,7 @@ def test_process_0_decides_what_every_process_resumes(run, two_processes, caplog
     assert len(damage) == 1  # told once, by process 0
 
 
-def test_processes_stay_aligned_and_hear_of_errors(run, two_processes):
+def test_errors_reach_all_processes_and_keep_them_aligned(run, two_processes):
     """A process that made other objects before, a folder of another run, errors of process 0."""
     config, abstract = config_of(), abstract_of()
     config.checkpoint.load = "none"

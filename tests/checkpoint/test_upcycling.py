@@ -97,7 +97,7 @@ def begun(dense, fields: dict, parallel: dict | None = None, noise: float = 0.0)
 
 
 @pytest.mark.parametrize(("name", "source"), zip(CASES, ("dense", "biased", "dense"), strict=True))
-def test_it_computes_what_the_dense_model_does(request, name, source):
+def test_an_upcycled_model_computes_what_the_dense_model_does(request, name, source):
     ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 61)
     dense = request.getfixturevalue(source)
     found, wanted = (jax.jit(model)(ids) for model in (begun(dense, *CASES[name]), dense[2]))
@@ -128,7 +128,7 @@ def test_noise_makes_copies_differ(dense):
         ({"num_layers": 4}, "another model: num_layers 3 -> 4"),
     ],
 )
-def test_what_an_mlp_cannot_become_is_refused(fields, message):
+def test_sizes_that_upcycling_cannot_produce_are_refused(fields, message):
     saved = tiny(DENSE).model
     wanted = with_fields(saved, {"layers": "*(attention,moe)", "moe.num_experts": 4, **fields})
     with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ from maxmeg.config.schema import Verify
 
 
 @pytest.mark.parametrize("verify", Verify)
-def test_a_disk_that_stores_other_bytes(tmp_path, monkeypatch, verify):
+def test_wrong_bytes_on_the_disk_are_found(tmp_path, monkeypatch, verify):
     """Read back, the save fails; else the restore does, and checksums name the file."""
     tree, wanted = {"w": jnp.arange(8.0)}, {"w": jax.ShapeDtypeStruct((8,), jnp.float32)}
     checkpointer = Checkpointer(tmp_path, verify=verify)

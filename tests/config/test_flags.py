@@ -249,7 +249,7 @@ def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, cap
         ("--config.run_dir={file}", "--config.run_dir={file}: File exists;"),
     ],
 )
-def test_what_the_system_refuses_names_the_setting(config_file, capsys, argument, shown):
+def test_os_errors_name_the_setting(config_file, capsys, argument, shown):
     argv = ["prog", f"--config={config_file}", argument.format(file=config_file)]
     with pytest.raises(SystemExit) as stop:
         flags.run_command(lambda config: os.makedirs(config.run_dir), argv=argv)

@@ -18,7 +18,7 @@ def test_fields_are_named_once_and_exist():
 
 
 @pytest.mark.parametrize("position", Position)
-def test_what_changes_is_told(position):
+def test_changes_of_a_model_are_listed(position):
     saved = dataclasses.replace(SAVED, position=position)
     assert changes(saved, dataclasses.replace(saved, dtype=DType.float32, init_std=1.0), "m") == []
     wanted = with_fields(saved, {"vocab_size": 130, "rotary.scaling": RotaryScaling.yarn})
@@ -28,7 +28,7 @@ def test_what_changes_is_told(position):
     assert changes(saved, wanted, "m") == ["moe.capacity_factor 0.0 -> 1.25"]
 
 
-def test_layers_of_further_tokens_come_and_go():
+def test_mtp_layers_can_be_added_and_removed():
     saved = with_fields(SAVED, {"mtp.num_layers": 2, "mtp.loss_weight": 0.3})
     assert changes(saved, with_fields(saved, {"mtp.num_layers": 3}), "m") == [
         "mtp.num_layers 2 -> 3"

@@ -47,7 +47,7 @@ def test_a_pattern_describes_layers(pattern, num_layers):
         ("3(attention,mlp) *(mlp)", 3, "num_layers=3 must be at least 4"),
     ],
 )
-def test_what_cannot_be_read_is_told(pattern, num_layers, message):
+def test_invalid_patterns_are_refused_with_the_position(pattern, num_layers, message):
     with pytest.raises(ValueError, match=message):
         parse(pattern, num_layers)
 
@@ -64,7 +64,7 @@ def test_a_pattern_is_read_or_refused(pattern, num_layers):
 
 
 @given(st.lists(st.sampled_from([ATTENTION, LOCAL, SPARSE, BLOCK]), min_size=1, max_size=16))
-def test_units_and_what_is_written_of_them_give_back_the_layers(layers):
+def test_grouped_layers_and_their_pattern_give_the_same_layers(layers):
     groups = grouped(tuple(layers))
     assert [layer for unit, repeats in groups for _ in range(repeats) for layer in unit] == layers
     assert list(parse(written(layers), len(layers))) == layers

@@ -181,7 +181,7 @@ def test_every_broken_rule_is_listed_at_once():
         assert any(f"{path}={settings[path]}" in line for line in lines), path
 
 
-def test_an_axis_to_come_says_what_is_there():
+def test_an_unsupported_axis_lists_the_supported_ones():
     with pytest.raises(
         NotImplementedError, match="available are pipe, data, fsdp, expert and tensor"
     ) as error:

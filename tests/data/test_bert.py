@@ -33,7 +33,7 @@ def data(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_golden_samples(data):
+def test_samples_equal_the_golden_ones(data):
     ours = BertDataset(data, "1,0,0", 0, 20, vocabulary(), Masking(0.3), ORDER)
     batch = ours.batch(np.arange(len(GOLDEN)))
     assert {name: values.dtype for name, values in batch.items()} == {
@@ -60,7 +60,7 @@ def test_golden_samples(data):
 @pytest.mark.parametrize(
     "rules", [Masking(), Masking(0.4, 1, False), Masking(0.3, 10, geometric=True)]
 )
-def test_what_every_sample_keeps(data, rules, has_pairs):
+def test_invariants_hold_for_every_sample(data, rules, has_pairs):
     length, names = 16, vocabulary()
     ours = BertDataset(data, "1,0,0", 0, length, names, rules, SentenceOrder(3, 40), has_pairs)
     count = 2 * ours.num_samples  # the rows twice, masked in another way
@@ -97,7 +97,7 @@ def test_cutting_is_one_by_one_from_the_longer():
         assert [left.tolist(), right.tolist()] == texts
 
 
-def test_refused(data, tmp_path):
+def test_invalid_input_is_refused(data, tmp_path):
     def opened(names=None, index=0):
         return BertDataset(data, "1,0,0", index, 20, names or vocabulary(), order=ORDER)
 
@@ -118,7 +118,7 @@ def test_refused(data, tmp_path):
         BertDataset(foreign, "1,0,0", 0, 20, vocabulary()).batch(np.arange(1))
 
 
-def test_from_text(tmp_path):
+def test_sentences_are_sampled_from_text(tmp_path):
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "dog", "##s", ".", "run"]
     (tmp_path / "vocab.txt").write_text("\n".join(words))
     options = "special_tokens=[BOS],[EOS]&bos=[BOS]&eod=[EOS]&extra_ids=2"

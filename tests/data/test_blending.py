@@ -155,7 +155,7 @@ def test_sizes_are_megatrons():
         (["a", "0.5"], ["a", "0.5"], None),
     ],
 )
-def test_items_of_a_blend(items, prefixes, weights):
+def test_items_of_a_blend_are_parsed(items, prefixes, weights):
     assert parse_blend(items) == (prefixes, weights)
 
 
@@ -190,7 +190,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("text", FILES)
-def test_files_of_blends(tmp_path, text):
+def test_files_of_blends_are_read(tmp_path, text):
     (tmp_path / "blend").write_text(text)
     assert read_blend(str(tmp_path / "blend")) == FILES[text]
 

@@ -27,7 +27,7 @@ def config(make_corpus, tmp_path) -> Config:
 
 
 @pytest.mark.parametrize("order", ["megatron", "native"])
-def test_one_corpus(config, order):
+def test_uses_of_one_corpus_are_counted(config, order):
     config.data.order = type(config.data.order)[order]
     train, validation = uses_of(config)
     assert (train.whole.name, validation.whole.name) == ("train", "validation")
@@ -42,7 +42,7 @@ def test_one_corpus(config, order):
     ]
 
 
-def test_a_blend_by_weight(config, make_corpus):
+def test_uses_of_a_weighted_blend_are_counted(config, make_corpus):
     (a,), b = config.data.paths, make_corpus([[1] * LENGTH] * 50, "b")
     config.data.paths, config.data.split = ("0.25", a, "0.75", b), "1,0,0"
     (train,) = uses_of(config)
@@ -52,7 +52,7 @@ def test_a_blend_by_weight(config, make_corpus):
     assert len(composition_text([train]).splitlines()) == 4
 
 
-def test_rows_of_whole_documents(config):
+def test_uses_of_packed_documents_are_counted(config):
     config.data.packing, config.data.sequence_length = Packing.best_fit, 20
     train, validation = uses_of(config)
     assert (train.corpora, train.whole.documents, train.whole.samples) == ((), None, 180)
@@ -61,7 +61,7 @@ def test_rows_of_whole_documents(config):
     assert " - " in composition_text([train])
 
 
-def test_what_a_run_refuses_is_refused(config):
+def test_settings_that_a_run_refuses_are_refused(config):
     config.data.split = "0,1,0"
     with pytest.raises(ValueError, match="leaves no sequence for train"):
         uses_of(config)

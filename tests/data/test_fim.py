@@ -101,7 +101,7 @@ def settings(make_corpus, **changes) -> DataConfig:
 
 
 @pytest.mark.parametrize("order", DataOrder)
-def test_training_samples(make_corpus, order):
+def test_training_samples_contain_fim(make_corpus, order):
     data = settings(make_corpus, order=order, reset_attention_mask=True)
     tokenizer, prefixes = open_corpus(data, "unused")
     found = build_dataset(data, prefixes, tokenizer, 0, seed=1, vocab_size=300)
@@ -146,7 +146,7 @@ def test_special_tokens_leave_the_text(tmp_path):
         (("257", "258", "258", "9"), "must be distinct tokens"),
     ],
 )
-def test_tokens_that_are_none(names, error):
+def test_unknown_tokens_are_refused(names, error):
     with pytest.raises(ValueError, match=error):
         sentinel_ids(names, load_tokenizer("bytes"), 300)
 

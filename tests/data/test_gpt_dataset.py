@@ -63,7 +63,7 @@ def test_splits_share_no_document_and_later_ones_keep_order(make_corpus):
 @pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("mask", [False, True])
-def test_document_rules(make_corpus, segments, positions, mask):
+def test_document_masks_follow_the_settings(make_corpus, segments, positions, mask):
     rules = DocumentRules(EOD, positions, segments, mask)
     dataset = open_dataset(make_corpus(documents(60)), rules=rules)
     batch = dataset.batch(np.arange(40))

@@ -58,7 +58,7 @@ def test_an_images_file_is_kept_to_the_byte():
             image_bytes(np.array(words, np.int32))
 
 
-def test_samples(tmp_path):
+def test_rows_become_samples(tmp_path):
     texts = ["red", "a ! b", "x" * 30]
     assert prepared(tmp_path, texts, "--append_eod", "--placeholder=") == 0
     stored = IndexedDataset(tmp_path / "out")

@@ -209,7 +209,7 @@ def test_foreign_ids_are_found_by_sampling(tmp_path):
         IndexedDataset(prefix, vocab_size=8)
 
 
-def test_places_are_told(tmp_path):
+def test_positions_are_reported(tmp_path):
     write_golden(tmp_path / "x", vocab_size=1000)
     data = IndexedDataset(tmp_path / "x")
     assert [data.sequence_at(i) for i in range(10)] == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3]

@@ -145,7 +145,7 @@ def test_a_damaged_order_is_refused(tmp_path, monkeypatch, name, keep):
         MegatronSamples(LENGTHS, 4, 1, order)
 
 
-def test_what_cannot_be_is_explained():
+def test_invalid_requests_are_explained():
     with pytest.raises(ValueError, match=r"6 sequences with 22 tokens .* one sample of 22 \+ 1"):
         MegatronSamples(LENGTHS, 22)
     assert MegatronSamples(LENGTHS, 22, 0, MegatronOrder(2)).plan.num_epochs == 3

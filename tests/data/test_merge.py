@@ -53,7 +53,7 @@ def test_multimodal_datasets_are_not_shuffled(tmp_path):
         merge([f"{tmp_path}/a"], f"{tmp_path}/b", shuffle_seed=1)
 
 
-def test_copies_in_parts(tmp_path, monkeypatch):
+def test_copying_in_parts_gives_the_same_file(tmp_path, monkeypatch):
     monkeypatch.setattr(indexed, "_COPIED", 7)
     write(tmp_path / "a", [[[list(range(20))]]], vocab_size=100)
     merge([f"{tmp_path}/a", f"{tmp_path}/a"], f"{tmp_path}/b")

@@ -57,7 +57,7 @@ def test_a_run_reads_it_without_files(tmp_path):
         ({"objective": Objective.sft}, "data.mock=True is for data.objective=gpt"),
     ],
 )
-def test_refused(changes, words):
+def test_invalid_input_is_refused(changes, words):
     config = Config()
     config.data.mock = True
     for name, value in changes.items():

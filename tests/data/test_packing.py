@@ -56,7 +56,7 @@ def test_better_policies_use_more():
     assert len(Packed(LENGTHS["halves"], CAPACITY, "best_fit")) == 3  # 8 + 8, 9 + 7, 8
 
 
-def test_a_row_by_hand():
+def test_a_row_equals_one_packed_by_hand():
     documents = [(np.array([7, 8, 9]), None), (np.array([1, 2, 3, 4]), np.array([1, 0, 1, 1]))]
     batch = fill_rows([documents, []], 7, pad=0)
     expected = {

@@ -22,7 +22,7 @@ def texts(prefix: str) -> list[str]:
     return [data.get(i).astype("u1").tobytes().decode() for i in range(len(data))]
 
 
-def test_columns_are_documents(tmp_path):
+def test_each_column_becomes_documents(tmp_path):
     rows = [f"row {i} é" for i in range(100)]
     plain = pyarrow.array(rows)
     lists = [[text, "more"] for text in rows]

@@ -92,7 +92,7 @@ def opened(tmp_path, rows: list[dict], template=CHATML, length=LENGTH, too_long=
 
 
 @pytest.mark.parametrize("template", [CHATML, BLOCKS], ids=["chatml", "blocks"])
-def test_formats(tmp_path, template):
+def test_preference_formats_are_read(tmp_path, template):
     data = opened(tmp_path, [row for row, _ in ROWS.values()], template)
     assert str(data.counts) == f"{len(ROWS)} whole, 0 truncated, 0 dropped"
     batch = data.batch(np.arange(len(ROWS)))

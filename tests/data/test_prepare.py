@@ -47,13 +47,13 @@ def test_lines_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
 
 
 @given(st.lists(st.binary(max_size=6), max_size=8))
-def test_lines_are_pythons(blocks):
+def test_lines_are_split_as_python_does(blocks):
     expected = b"".join(blocks).split(b"\n")
     expected = expected if expected[-1] else expected[:-1]
     assert list(documents._lines(iter(blocks))) == expected
 
 
-def test_compression_and_truncation(tmp_path):
+def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path):
     text = b'{"text": "%s"}\n' % (b"abc " * 9000) * 50
     two = zstandard.ZstdCompressor(write_checksum=True)
     packed = {
@@ -107,7 +107,7 @@ def test_inputs_are_found_in_order(tmp_path, monkeypatch):
         (" \n\n ", []),
     ],
 )
-def test_sentences(text, sentences):
+def test_text_is_split_into_sentences(text, sentences):
     assert split_sentences(text) == sentences
 
 

@@ -240,7 +240,7 @@ def test_bounds_where_what_was_read_is_gone(corpora):
     assert compare(rows.metadata["data_order"], one, 20).is_bound
 
 
-def test_packed_documents(corpora):
+def test_packed_documents_are_resumed(corpora):
     """The same rows after a change of the batch size; else documents are counted."""
     config = run_of(corpora, data__packing=Packing.best_fit, data__sequence_length=60)
     first = Checkpoint(config, 3)

@@ -25,7 +25,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("case", GOLDEN)
-def test_golden_rows(case):
+def test_rows_equal_the_golden_ones(case):
     longest, fewest, probability, seed, requested = case
     samples = SentenceSamples(LENGTHS, ENDS, longest, fewest, probability)
     rows = samples.rows(SentenceOrder(seed, requested))
@@ -85,6 +85,6 @@ def test_blocks_do_not_change_the_samples(monkeypatch, tmp_path):
         (9, 0.1, SentenceOrder(1, 0), "num_samples=0"),
     ],
 )
-def test_refused(longest, probability, order, words):
+def test_invalid_input_is_refused(longest, probability, order, words):
     with pytest.raises(ValueError, match=words):
         SentenceSamples(LENGTHS, ENDS, longest, 1, probability).rows(order)

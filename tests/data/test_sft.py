@@ -105,7 +105,7 @@ def test_long_conversations_lose_their_ends(files, tmp_path, caplog):
     assert str(data.source) == "8 whole, 2 truncated, 1 dropped"
 
 
-def test_splits(files, tmp_path):
+def test_each_split_has_its_own_rows(files, tmp_path):
     parts = [opened(settings(files, split="6,4,0"), tmp_path, i) for i in range(2)]
     texts = [conversations(part) for part in parts]
     assert len(texts[0]) == 5 and len(texts[1]) == 3 and not texts[0].keys() & texts[1].keys()
@@ -119,7 +119,7 @@ def test_splits(files, tmp_path):
         opened(settings(files, sequence_length=4), tmp_path)
 
 
-def test_made_once(files, tmp_path, capsys):
+def test_prepared_files_are_built_once(files, tmp_path, capsys):
     opened(settings(files), tmp_path)
     assert "10 conversations of" in capsys.readouterr().err
     opened(settings(files, too_long=TooLong.truncate, packing=Packing.best_fit), tmp_path)

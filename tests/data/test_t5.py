@@ -25,7 +25,7 @@ def data(tmp_path_factory):
     return corpus(tmp_path_factory.mktemp("corpus"))
 
 
-def test_golden_samples(data):
+def test_samples_equal_the_golden_ones(data):
     ours = T5Dataset(data, "1,0,0", 0, (20, 16), vocabulary(), RULES, SentenceOrder(1234, 6))
     batch = ours.batch(np.arange(len(GOLDEN)))
     for row, (encoder, decoder) in enumerate(GOLDEN):
@@ -59,7 +59,7 @@ def test_encoder_and_decoder_hold_every_token_once(data):
         assert whole == np.concatenate(sentences)[:target].tolist() and not spans
 
 
-def test_refused(data):
+def test_invalid_input_is_refused(data):
     def opened(names, **rules):
         return T5Dataset(data, "1,0,0", 0, (20, 8), names, Masking(**rules), SentenceOrder(1, 9))
 

@@ -41,7 +41,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_trained(trained, tmp_path, name):
+def test_the_trained_tokenizer_has_the_requested_properties(trained, tmp_path, name):
     recipe, found = RECIPES[name], trained[name]
     tokenizer = found.tokenizer
     assert tokenizer.vocab_size <= recipe.vocab_size
@@ -65,7 +65,7 @@ def test_what_is_trained(trained, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_texts_come_back(trained, name):
+def test_texts_are_decoded_unchanged(trained, name):
     tokenizer = trained[name].tokenizer
     for text in [*TEXTS, "ﬁ ½ \u200b\u00a0 हिन्दी\r\n", " a", ""]:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -130,7 +130,7 @@ def test_what_cannot_be_trained(tmp_path, recipe, name, message):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_no_text(tmp_path, name):
+def test_a_corpus_without_text_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="no text to train on"):
         train_tokenizer([""], str(tmp_path / name), RECIPES[name])
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -75,7 +75,7 @@ def test_the_interface_is_whole(vocabularies, kind):
         assert special is None or 0 <= special < tokenizer.vocab_size
 
 
-def test_special_ids(vocabularies):
+def test_special_tokens_have_the_expected_ids(vocabularies):
     def ids(kind):
         tokenizer = load_tokenizer(vocabularies[kind])
         return tokenizer.vocab_size, tokenizer.eod, tokenizer.bos, tokenizer.pad
@@ -248,7 +248,7 @@ def test_tiktoken_files_with_gaps_are_refused(vocabularies, tmp_path):
         load_tokenizer(f"tiktoken:{tmp_path / 'twice'}")
 
 
-def test_wordpiece_ids(vocabularies):
+def test_wordpiece_gives_the_expected_ids(vocabularies):
     """transformers' BertTokenizer of the same vocab.txt."""
     lower = {
         "Hello, the Quick foxes!": [9, 86, 5, 6, 7, 8, 82],
@@ -272,7 +272,7 @@ def test_wordpiece_ids(vocabularies):
         assert tokenizer.decode(tokenizer.encode("the foxes: a, b")) == "the foxes : a, b"
 
 
-def test_wordpiece_settings(tmp_path):
+def test_wordpiece_settings_are_applied(tmp_path):
     (tmp_path / "vocab.txt").write_text("[UNK]\r\nCafe\r\nCafé\r\ncafe\r\ncafé\r\n東", "utf-8")
     config = tmp_path / "tokenizer_config.json"
 

@@ -74,7 +74,7 @@ def found(text: str, *rows):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_the_assistant_said(name):
+def test_only_messages_of_the_assistant_have_a_loss(name):
     text, said = TEMPLATES[name]
     (one,) = found(text, {"messages": CHAT, "id": 7})
     assert [one.text[begin:end] for begin, end in one.spans] == said

@@ -123,7 +123,7 @@ def test_few_programs_are_compiled():
 
 
 @pytest.mark.parametrize("batch", [1, 3, 100])
-def test_each_request_lies_once_where_its_tokens_are(batch):
+def test_each_request_is_packed_once_at_its_tokens(batch):
     pairs = [*PAIRS, *[(SHARED[:2], [i % 60]) for i in range(200)]]
     seen, rows = [], 0
     for tokens, shares in packed(pairs, batch):
@@ -168,7 +168,7 @@ def test_long_texts_are_scored_in_windows():
     assert values[2] == pytest.approx(plain_score([60], ids[:9])[0], rel=TOLERANCE)
 
 
-def test_texts_are_written_up_to_their_stops():
+def test_generation_ends_at_stop_strings():
     contexts = [some(4), some(9), some(60)]
     new = [greedy(ids[-LONGEST + 6 :], 6) for ids in contexts]
     assert 60 not in [i for ids in new for i in ids]
@@ -182,7 +182,7 @@ def test_texts_are_written_up_to_their_stops():
     assert found[4] == until(text(greedy([60], 2)), [stop])
 
 
-def test_stops_of_one_token_end_the_writing():
+def test_single_token_stops_end_generation():
     request, stops = harness().settings({"until": ["7", "1 2"], "max_new_tokens": 3})
     assert request == Request(3, Sampling(temperature=0), (7, 60)) and stops == ("7", "1 2")
     assert harness().settings({"temperature": 0.5, "top_k": 3})[0].sampling == Sampling(0.5, 3)
@@ -224,7 +224,7 @@ def folder_of_words(folder, opens: bool):
         (True, "", "a", ([0], [2])),
     ],
 )
-def test_context_and_continuation_are_cut(tmp_path, opens, context, following, wanted):
+def test_context_and_continuation_are_split(tmp_path, opens, context, following, wanted):
     assert folder_of_words(tmp_path, opens).encode_pair(context, following) == wanted
 
 
@@ -258,7 +258,7 @@ def written(**settings):
         (lambda: HarnessModel(trained(), 0), "batch=0 must be at least 1"),
     ],
 )
-def test_what_cannot_be_done_is_said(call, message):
+def test_invalid_requests_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 

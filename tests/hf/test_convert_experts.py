@@ -50,7 +50,7 @@ def assert_same(folder, wanted):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_there_and_back_is_bitwise_the_same(tmp_path, name):
+def test_import_and_export_return_the_same_bits(tmp_path, name):
     config, tensors = make_folder(tmp_path / "hf", name)
     report = convert_in(tmp_path / "hf", tmp_path / "run")
     assert report.num_tensors == len(tensors) and report.family == CASES[name][0]
@@ -64,7 +64,7 @@ def test_there_and_back_is_bitwise_the_same(tmp_path, name):
         assert not reader.read("model/" + array.replace(".", "/")).any()
 
 
-def test_a_loss_by_the_loads_of_a_step_changes_no_tensor(tmp_path):
+def test_global_aux_loss_changes_no_tensor(tmp_path):
     config, _ = make_folder(tmp_path / "hf", "glm 4 moe")
     plain, family = families.model_config(config), CASES["glm 4 moe"][0]
     model = with_fields(plain, {"moe.global_aux_loss": 0.1})
@@ -82,7 +82,7 @@ def test_exact_tensors_stay_exact_and_others_are_rounded(tmp_path):
     assert_same(tmp_path / "wide", {name: array.astype("f4") for name, array in tensors.items()})
 
 
-def test_layers_that_predict_may_be_missing_and_their_ends_given_twice(tmp_path):
+def test_mtp_layers_may_be_missing_and_may_repeat_embedding_and_output(tmp_path):
     name = "deepseek v3, predicting"
     _, tensors = make_folder(tmp_path / "hf", name)
     start, ends = "model.layers.3.", {"embed_tokens": "model.embed_tokens"}
@@ -126,7 +126,7 @@ def test_another_number_of_experts_is_one_error(tmp_path, name, change):
     assert len(str(caught.value)) < 200 and not (tmp_path / "run").exists()
 
 
-def test_numbers_of_four_bits(tmp_path):
+def test_mxfp4_is_dequantized_exactly(tmp_path):
     """GPT-OSS as it is published: every pair of a block and a scale is one number of bfloat16."""
     config, tensors = make_folder(
         tmp_path / "plain", "gpt oss", hidden_size=64, intermediate_size=32

@@ -39,7 +39,7 @@ def run(tmp_path_factory):
     return folder, config, {n: np.asarray(a) for n, a in to_arrays(state.model).items()}
 
 
-def test_an_export_says_what_it_leaves_out(run, tmp_path):
+def test_an_export_reports_omitted_mtp_layers(run, tmp_path):
     folder, _, arrays = run
     report = convert.export_model(folder, tmp_path / "hf")
     assert "LlamaForCausalLM has no MTP layers" in report.notes[-1]
@@ -52,7 +52,7 @@ def test_an_export_says_what_it_leaves_out(run, tmp_path):
     assert count == plain - words
 
 
-def test_what_writes_text_does_not_read_them(run):
+def test_inference_does_not_load_mtp_layers(run):
     trained = load_run(str(run[0]))
     found = to_arrays(trained.model)
     assert found.keys() == {name for name in run[2] if not name.startswith("mtp.")}
@@ -61,7 +61,7 @@ def test_what_writes_text_does_not_read_them(run):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_more_of_them(run):
+def test_a_run_continues_with_more_mtp_layers(run):
     """Those that its weights lack begin as in a new model, on any mesh."""
     folder, config, arrays = run
     made = []
@@ -79,7 +79,7 @@ def test_a_run_goes_on_with_more_of_them(run):
         np.testing.assert_array_equal(array[:rows], wanted[:rows], err_msg=name)
 
 
-def test_adapters_are_beside_a_base_without_them(run, tmp_path):
+def test_adapters_load_beside_a_base_without_mtp_layers(run, tmp_path):
     folder, config, arrays = run
     config = dataclasses.replace(config, model=config.model.without_mtp())
     config.checkpoint.init_from, config.lora.rank = str(folder), 2

@@ -120,7 +120,7 @@ def dimensions_of(array: str, by_expert: bool) -> int:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models(name):
+def test_published_configs_give_the_published_models(name):
     config, parameters, settings = PUBLISHED[name]
     model, family = model_config(config), architecture(config)
     fields = values_of(settings, ModelConfig)
@@ -142,7 +142,7 @@ def test_published_models(name):
     assert not differences(model, model_config(again)) and family in families_of(model)
 
 
-def test_every_family_is_here():
+def test_every_family_has_a_case():
     assert {architecture(config) for config, _, _ in PUBLISHED.values()} == set(FAMILIES)
 
 
@@ -205,7 +205,7 @@ def test_split_and_join_are_inverses(name):
                                       theirs.ravel())  # fmt: skip
 
 
-def test_fused_outputs():
+def test_fused_outputs_are_split_and_joined():
     q, k, v = (np.array(rows, np.float32) for rows in ([1, 2, 3, 4], [5, 6], [7, 8]))
     stacked = np.array([1, 2, 3, 4, 5, 6, 7, 8], np.float32)
     grouped = np.array([1, 2, 5, 7, 3, 4, 6, 8], np.float32)
@@ -322,7 +322,7 @@ REFUSED = {  # settings, what is changed, what the message must name
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_known_is_refused(name):
+def test_unsupported_settings_are_refused_by_name(name):
     config, changes, named = REFUSED[name]
     model_config(config)
     with pytest.raises(ValueError) as caught:
@@ -334,7 +334,7 @@ ANYTHING = [None, True, False, 0, 1, -1, 2.5, math.nan, 10**40, "", "x", [], [[1
 ANYTHING += [{"a": 1}, {"rope_type": ["x"]}, {"type": "yarn"}, {"full_attention": 3}]
 
 
-def test_nothing_but_a_value_error_comes_of_any_value():
+def test_any_value_is_read_or_raises_a_value_error():
     rng, read = np.random.default_rng(0), 0
     names = sorted({key for config, _, _ in PUBLISHED.values() for key in config} | {
         "rope_parameters", "layer_types", "num_ln_in_parallel_attn", "_sliding_window_pattern",
@@ -380,7 +380,7 @@ LOST = {  # family, fields, what the message must name
 
 
 @pytest.mark.parametrize("name", LOST)
-def test_a_model_that_a_family_cannot_say_is_refused(name):
+def test_a_model_that_a_family_cannot_express_is_refused(name):
     family, fields, named = LOST[name]
     with pytest.raises(ValueError, match=r"model|family") as caught:
         hf_config(with_fields(LLAMA, values_of(fields, ModelConfig)), family)
@@ -393,7 +393,7 @@ def test_arrays_that_no_tensor_holds_are_named():
         bindings(model, "LlamaForCausalLM")
 
 
-def test_families_that_can_say_a_model():
+def test_families_that_can_express_a_model_are_listed():
     assert families_of(LLAMA) == ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"]
     gpt = ModelConfig(vocab_size=50257, max_position=1024)
     assert families_of(with_fields(gpt, {"rotary.interleaved": True})) == []
@@ -426,11 +426,11 @@ IN_FILES = {  # family -> name in a file -> name of a binding, None for what hol
 
 
 @pytest.mark.parametrize("family", IN_FILES)
-def test_names_in_files(family):
+def test_names_in_files_are_mapped_to_canonical_names(family):
     wanted = {name: known for name, known in IN_FILES[family].items() if known}
     assert canonical_names(IN_FILES[family], family) == wanted
 
 
-def test_tied_heads_may_be_given_twice():
+def test_a_tied_output_may_be_stored_twice():
     assert aliases(LLAMA, "LlamaForCausalLM") == {"lm_head.weight": "model.embed_tokens.weight"}
     assert not aliases(dataclasses.replace(LLAMA, tied=False), "LlamaForCausalLM")

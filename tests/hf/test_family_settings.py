@@ -23,7 +23,7 @@ from maxmeg.hf.families.read import (
 )
 
 
-def test_both_forms_of_rotary_settings_are_one():
+def test_both_forms_of_rotary_settings_give_the_same_model():
     kinds = {
         "yarn": {"factor": 4.0, "beta_fast": 16, "truncate": False, "attention_factor": None},
         "dynamic": {"factor": 3.0},
@@ -39,7 +39,7 @@ def test_both_forms_of_rotary_settings_are_one():
         assert model == model_config(new) == model_config(both)
 
 
-def test_yarn_by_mscales():
+def test_yarn_reads_mscales():
     scaling = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
     model = model_config({**SMOLLM2, "rope_scaling": scaling})
     grown = 0.1 * math.log(40)
@@ -67,14 +67,14 @@ WINDOWS = {  # keys of Qwen 3 -> (window, layers)
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_windows(name):
+def test_window_settings_are_read_and_written(name):
     keys, wanted = WINDOWS[name]
     model = model_config({**QWEN3, **keys})
     assert (model.attention.window, model.layers) == wanted
     assert not differences(model, model_config(hf_config(model, "Qwen3ForCausalLM")))
 
 
-def test_layers_without_experts_anywhere():
+def test_dense_layers_anywhere_are_read_and_written():
     some = model_config({**QWEN3_MOE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
     assert some.layers == "*(attention,mlp attention,moe)"
     named = {"num_hidden_layers": 6, "mlp_only_layers": [0, 1]}
@@ -90,13 +90,13 @@ def test_layers_without_experts_anywhere():
         hf_config(deepseek, "DeepseekV3ForCausalLM")
 
 
-def test_models_that_dropped_in_training_are_published_without():
+def test_capacity_factors_are_not_exported():
     model = model_config(MIXTRAL)
     dropped = with_fields(model, {"moe.capacity_factor": 1.25, "moe.pad_to_capacity": True})
     assert hf_config(dropped, "MixtralForCausalLM") == hf_config(model, "MixtralForCausalLM")
 
 
-def test_losses_of_a_router_count_where_they_are_switched_on():
+def test_router_losses_are_read_if_they_are_switched_on():
     on = {**MIXTRAL, "output_router_logits": True}
     assert model_config(MIXTRAL).moe.aux_loss == 0
     assert model_config(on).moe.aux_loss == 0.02
@@ -107,7 +107,7 @@ def test_losses_of_a_router_count_where_they_are_switched_on():
     assert not hf_config(each, "DeepseekV3ForCausalLM")["seq_aux"]
 
 
-def test_a_softmax_divided_by_its_sum_is_one_over_the_chosen():
+def test_a_normalized_softmax_equals_a_softmax_over_the_top_k():
     late = model_config(MIXTRAL)
     divided = with_fields(late, {"moe.softmax_before_topk": True, "moe.normalize_weights": True})
     plain = with_fields(late, {"moe.softmax_before_topk": True})

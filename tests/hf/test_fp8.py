@@ -53,7 +53,7 @@ def same_bits(found, wanted):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", [(8, 16), (4, 8), (1, 1), (9, 8), (3, 20), (2, 3, 7, 17)])
-def test_every_number_times_the_scale_of_its_block(kind, shape):
+def test_fp8_numbers_are_multiplied_by_the_scale_of_their_block(kind, shape):
     dtype, more = KINDS[kind]
     rng = np.random.default_rng(0)
     scale = np.exp2(rng.integers(-8, 8, (*shape[:-1], 1)))
@@ -69,7 +69,7 @@ def test_every_number_times_the_scale_of_its_block(kind, shape):
         assert same_bits(Fp8Weights(held, settings(**more)).read(NAME), wanted)
 
 
-def test_all_numbers_and_what_is_not_quantized():
+def test_all_fp8_values_and_unquantized_tensors_are_read():
     every = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF]).view(E4M3).reshape(2, 127)
     scales = np.array([[3e-41, 0.1, 1, *range(5, 18)]], np.float32)
     other = np.ones(3, np.float32)
@@ -115,7 +115,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_what_does_not_fit_is_refused(case):
+def test_invalid_arguments_are_refused(case):
     arrays, message = TENSORS[case]
     with pytest.raises(ValueError, match=f"{message}.*; download|{message}.*: download"):
         Fp8Weights(Held(**damaged(**arrays)), settings()).read(NAME)
@@ -138,7 +138,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_other_methods_are_refused_with_what_is_read(case):
+def test_other_quantization_methods_are_refused(case):
     said, message = CONFIGS[case]
     with pytest.raises(ValueError, match=rf"config\.json has quantization_config.*{message}"):
         view({"quantization_config": said}, Held(**damaged()))
@@ -162,7 +162,7 @@ def test_published_settings_are_read():
         )
 
 
-def test_deepseek_in_eight_bits_is_what_it_is_in_full(tmp_path):
+def test_deepseek_in_fp8_imports_as_in_bfloat16(tmp_path):
     """Latents, experts, a layer that predicts; sizes that are no multiples of the blocks."""
     config = sparse()["deepseek v3"][1] | {"architectures": [DEEPSEEK], "num_mtp_layers": 1}
     config |= {"num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
@@ -185,7 +185,7 @@ def test_deepseek_in_eight_bits_is_what_it_is_in_full(tmp_path):
     assert "quantization_config" not in written and written["dtype"] == "bfloat16"
 
 
-def test_no_more_is_held_than_what_is_read(tmp_path):
+def test_memory_is_bounded_by_the_tensor_that_is_read(tmp_path):
     """NumPy tells tracemalloc of all its arrays; those of the file are mapped."""
     count, rows, columns = 4, 512, 512
     numbers, scales = quantized(np.ones((count, rows, columns)), (128, 128))
@@ -204,7 +204,7 @@ def test_no_more_is_held_than_what_is_read(tmp_path):
         assert peak < parts * (matrix + 16 * row_of_blocks + scales_bytes) + SMALL_BYTES
 
 
-def test_a_plain_file_in_eight_bits_needs_its_description(tmp_path):
+def test_fp8_without_quantization_config_is_refused(tmp_path):
     write_config(tmp_path / "hf", LLAMA, "LlamaForCausalLM")
     tensors = random_tensors(LLAMA, "LlamaForCausalLM", E4M3)
     write_tensors(tmp_path / "hf", tensors)

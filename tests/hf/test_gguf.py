@@ -84,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_change_the_results_is_refused(case):
+def test_unknown_metadata_are_refused(case):
     name, more, factors, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         describe(metadata(name, **more), 70, True, factors)

@@ -65,7 +65,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("pre", SPLITTINGS)
-def test_byte_level_bpe(byte_level, tmp_path, pre):
+def test_byte_level_bpe_encodes_as_its_source(byte_level, tmp_path, pre):
     tokenizer = loaded({**byte_level, "tokenizer.ggml.pre": pre}, tmp_path)
     for text in TEXTS:
         ids = tokenizer.encode(text.replace("</s>", ""))
@@ -83,7 +83,7 @@ def test_byte_level_bpe(byte_level, tmp_path, pre):
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_sentence_piece_by_its_scores(tmp_path, prefix):
+def test_sentencepiece_is_rebuilt_from_scores(tmp_path, prefix):
     """The ids are those of the SentencePiece model that tokens, scores and types come from."""
     made = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
@@ -138,7 +138,7 @@ def test_chat_template_and_whether_texts_open_with_bos(byte_level, tmp_path):
         ({"model": "llama", "scores": [0.0]}, "scores has 1 entries for"),
     ],
 )
-def test_what_is_not_known_is_named(byte_level, changes, message):
+def test_unsupported_tokenizers_are_named(byte_level, changes, message):
     fields = {**byte_level, **{f"tokenizer.ggml.{name}": v for name, v in changes.items()}}
     with pytest.raises(ValueError, match=message):
         gguf_tokenizer.tokenizer_files(fields)

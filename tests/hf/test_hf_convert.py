@@ -59,7 +59,7 @@ def assert_same_tensors(folder, tensors):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_there_and_back_is_bitwise_the_same(tmp_path, family):
+def test_import_and_export_return_the_same_bits(tmp_path, family):
     tensors = make_folder(tmp_path / "hf", family, shard_bytes=10_000)
     report = convert_in(tmp_path / "hf", tmp_path / "run")
     assert report.num_tensors == len(tensors) and report.family == family
@@ -79,7 +79,7 @@ def test_there_and_back_is_bitwise_the_same(tmp_path, family):
     } | {"model.safetensors"}
 
 
-def test_the_run_is_the_model(tmp_path):
+def test_an_imported_run_holds_the_model(tmp_path):
     """Every array where the bindings say, padding zero, config and tokenizer of the folder."""
     tensors = make_folder(tmp_path / "hf")
     convert_in(tmp_path / "hf", tmp_path / "run")
@@ -157,7 +157,7 @@ def test_buffers_of_old_files_and_names_without_prefix_are_known(tmp_path):
     assert convert_in(tmp_path / "hf", tmp_path / "run").num_tensors == len(tensors)
 
 
-def test_tied_weights_given_twice_must_be_equal(tmp_path):
+def test_tied_weights_stored_twice_must_be_equal(tmp_path):
     tensors = random_tensors(TIED, FAMILY)
     table = tensors[EMBEDDING]
     make_folder(tmp_path / "same", model=TIED, tensors=tensors | {"lm_head.weight": table})
@@ -212,7 +212,7 @@ def test_bad_folders_are_refused_and_nothing_is_left(tmp_path, damage):
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_there_is_not_written_over(tmp_path):
+def test_existing_files_are_not_overwritten(tmp_path):
     make_folder(tmp_path / "hf")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "mine").write_text("")
@@ -222,7 +222,7 @@ def test_what_is_there_is_not_written_over(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 
-def test_other_tokenizers_and_none(tmp_path):
+def test_imports_take_another_tokenizer_or_none(tmp_path):
     make_folder(tmp_path / "hf")
     source = convert.open_folder(tmp_path / "hf")
     report = convert.import_model(source, tmp_path / "a", tokenizer="null:50")
@@ -248,7 +248,7 @@ def test_other_tokenizers_and_none(tmp_path):
     assert (tmp_path / "d" / "huggingface" / "generation_config.json").exists()
 
 
-def test_a_folder_with_a_sentencepiece_model_alone(tmp_path):
+def test_a_folder_with_only_a_sentencepiece_model_is_imported(tmp_path):
     make_folder(tmp_path / "hf")
     (tmp_path / "hf" / "tokenizer.json").unlink()
     with open(tmp_path / "hf" / "tokenizer.model", "wb") as file:

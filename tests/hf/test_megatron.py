@@ -23,8 +23,9 @@ SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 GIVEN = [
     (
         {},
-        "attention.num_kv_heads=4; attention.head_dim=16; mlp.activation=gelu_tanh; "
-        "norm=layernorm; norm_eps=1e-05; position=learned; attention.bias_qkv=true; attention.bias_out=true; "
+        "attention.num_kv_heads=4; attention.head_dim=16; "
+        "mlp.activation=gelu_tanh; norm=layernorm; norm_eps=1e-05; position=learned; "
+        "attention.bias_qkv=true; attention.bias_out=true; "
         "mlp.bias=true; tied=true; attention.qk_norm=none; norm_one_plus=false",
     ),
     ({"bias_gelu_fusion": False}, "mlp.activation=gelu"),
@@ -127,12 +128,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_other_maths_is_refused_by_name(arguments: dict, message: str):
+def test_unsupported_arguments_are_refused_by_name(arguments: dict, message: str):
     with pytest.raises(ValueError, match=message):
         megatron.architecture({**SIZES, **arguments})
 
 
-def test_a_config_is_held_against_the_arguments():
+def test_a_config_must_match_the_arguments():
     config = Config(model=with_fields(ModelConfig(), megatron.architecture(SIZES)))
     config.data.tokenizer = "null:9"
     found = megatron.decided(config, SIZES, "")
@@ -158,7 +159,7 @@ def test_a_config_is_held_against_the_arguments():
         megatron.decided(None, {}, "")
 
 
-def test_the_tokenizer_is_that_of_the_arguments_where_it_is_here(tmp_path: Path):
+def test_the_tokenizer_comes_from_the_arguments_if_its_file_exists(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     here = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
     assert megatron.tokenizer_name(here) == f"huggingface:{tmp_path / 'tokenizer.json'}"
@@ -269,7 +270,7 @@ NAMINGS = {
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
-def test_every_naming_has_every_tensor(naming: str):
+def test_tensors_are_found_under_every_naming(naming: str):
     shapes = tensors_of(MODEL)
     for change in NAMINGS[naming]:
         shapes = change(shapes)
@@ -305,7 +306,7 @@ def stack_experts(shapes: dict) -> dict:
 
 @pytest.mark.parametrize("changes", [[], [stack_experts], [stack_experts, stack], [halve]])
 @pytest.mark.parametrize("pattern", ["*(attention,moe)", "attention,mlp *(attention,moe)"])
-def test_experts_lie_by_themselves_or_stacked(changes, pattern):
+def test_experts_are_found_separately_or_stacked(changes, pattern):
     if "mlp" in pattern and stack in changes:
         return  # layers that differ are never stacked
     model = dataclasses.replace(SPARSE, layers=pattern)

@@ -61,7 +61,7 @@ def file_of(header, data=b"", length=None):
 
 
 @pytest.mark.parametrize("max_shard_bytes", [1 << 30, 64, 1])
-def test_what_is_written_is_read(tmp_path, max_shard_bytes):
+def test_written_files_are_read_back(tmp_path, max_shard_bytes):
     values = arrays()
     write(tmp_path, values, max_shard_bytes)
     folder = SafetensorsFolder(tmp_path)
@@ -84,7 +84,7 @@ def test_what_is_written_is_read(tmp_path, max_shard_bytes):
         assert sum(sizes) <= max_shard_bytes or len([size for size in sizes if size]) == 1
 
 
-def test_the_library_reads_ours_and_we_read_the_librarys(tmp_path):
+def test_files_are_exchanged_with_the_safetensors_library(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     values = {name: array for name, array in arrays().items() if array.dtype.isbuiltin == 1}
     write(tmp_path / "ours", values)
@@ -306,7 +306,7 @@ def test_folders_that_do_not_agree_with_their_index(tmp_path, case):
         SafetensorsFolder(tmp_path)
 
 
-def test_a_tensor_that_the_index_forgot(tmp_path):
+def test_a_tensor_missing_from_the_index_is_refused(tmp_path):
     index, _ = sharded(tmp_path)
     del index["weight_map"]["a"]
     swap(tmp_path, index, b="model-00002-of-00002.safetensors")

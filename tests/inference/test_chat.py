@@ -16,7 +16,7 @@ def template(text: str) -> ChatTemplate:
     return ChatTemplate(text, "the template", TOKENS)
 
 
-def test_chats_become_text():
+def test_chats_are_rendered():
     first, second = template(PLAIN).render([ONE, CHATS["several"]])
     assert first == '<|user|>Hi "you" <b>é</b></s>\n<|assistant|>'
     assert second == (
@@ -92,7 +92,7 @@ def test_system_messages_come_first_and_once():
     assert with_system(CHATS["several"], "s") == CHATS["several"]
 
 
-def test_where_templates_are_found(tmp_path):
+def test_chat_templates_are_found_in_all_places(tmp_path):
     special = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "add_bos_token": True}
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     tokenizer = folder(tmp_path / "a", {**special, "chat_template": named})
@@ -174,7 +174,7 @@ BOS = {"bos_token": "<s>"}
         (POST, {**BOS, "add_bos_token": False}, (0,)),
     ],
 )
-def test_what_opens_a_text(processor, config, opening, tmp_path):
+def test_opening_tokens_follow_the_post_processor(processor, config, opening, tmp_path):
     tokenizer = folder(tmp_path, config, tokenizer={"post_processor": processor})
     assert tokenizer.opening == opening
     assert tokenizer.encode("a").tolist() == [4]
@@ -190,7 +190,7 @@ def test_what_opens_a_text(processor, config, opening, tmp_path):
         ({"config": {}, "generation_config": {}}, (1,)),
     ],
 )
-def test_end_tokens(files, ends, tmp_path):
+def test_end_tokens_come_from_the_generation_config(files, ends, tmp_path):
     assert end_tokens(folder(tmp_path, {"eos_token": "</s>"}, **files), 7) == ends
     assert end_tokens(load_tokenizer("bytes"), 257) == (256,)
 
@@ -203,7 +203,7 @@ def test_wrong_end_tokens_are_shown(wrong, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"x"'])
-def test_settings_that_are_no_objects(text, tmp_path):
+def test_settings_must_be_json_objects(text, tmp_path):
     tokenizer = folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"is not valid JSON|not an object"):

@@ -48,7 +48,7 @@ def drawn(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
         (Sampling(top_k=3, top_p=0.5), [0, 0, 4 / 7, 3 / 7]),
     ],
 )
-def test_frequencies(sampling, expected):
+def test_samples_have_the_expected_frequencies(sampling, expected):
     found = drawn(np.log([0.1, 0.2, 0.4, 0.3]), sampling)
     assert not found[np.asarray(expected) == 0].any()
     np.testing.assert_allclose(found, expected, atol=0.04)
@@ -177,7 +177,7 @@ def test_the_loop_stops_when_all_rows_have_ended():
     assert not np.asarray(ids_BN)[:, 1:].any()  # never written
 
 
-def test_one_program_a_padded_length():
+def test_one_program_is_compiled_per_padded_length():
     write = Writer(trained(), Request(2, GREEDY), 2)
     rng = np.random.default_rng(0)
     for lengths in ((1, 16), (3,), (16, 2, 9), (17, 31), (32, 2), (5, 1)):
@@ -190,7 +190,7 @@ def test_one_program_a_padded_length():
 
 
 @pytest.mark.slow
-def test_layouts_write_the_same():
+def test_all_layouts_generate_the_same_tokens():
     request = Request(8, Sampling(top_k=20, top_p=0.9))
     expected = writer(request)(PROMPTS, 3)
     for parallel in ({"fsdp": 1, "tensor": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
@@ -237,7 +237,7 @@ def test_bad_prompts_are_named():
         Writer(trained(), Request(1, GREEDY), 0)
 
 
-def test_lengths():
+def test_too_long_prompts_are_refused():
     check_length(1, 15, 16)
     with pytest.raises(ValueError, match="empty"):
         check_length(0, 1, 16)

@@ -182,7 +182,7 @@ def arrays(dtype=jnp.bfloat16, heads=8, groups=2, dim=64, page=16, queries=1):
         ({"page": 96}, "pages of 96 slots"),
     ],
 )
-def test_what_the_kernel_cannot_take_is_refused(options: dict, message: str):
+def test_unsupported_input_is_refused(options: dict, message: str):
     assert kernel.decode_refuses(*arrays()) == ""
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda *all: kernel.paged_attention(*all, FlashSpec()), *arrays(**options))

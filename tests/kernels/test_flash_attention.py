@@ -352,7 +352,7 @@ def qkv(dim: int = 64, dtype=jnp.bfloat16, heads: int = 4, groups: int = 2):
         (qkv(heads=3), "query heads=3 are no multiple of key heads=2"),
     ],
 )
-def test_what_the_kernels_cannot_take_is_refused(arguments, message: str):
+def test_unsupported_inputs_are_refused(arguments, message: str):
     assert attention.flash_refuses(*qkv()) == ""
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda *qkv: attention.flash_attention(*qkv, FlashSpec()), *arguments)

@@ -137,7 +137,7 @@ def test_chunks_of_words_are_as_equal_as_can_be():
     assert mosaic.chunk_words(8192, 50_304) % 256 == 0
 
 
-def test_what_the_kernels_cannot_take_is_refused():
+def test_unsupported_inputs_are_refused():
     h, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4, 64), (64, 64)))
     assert kernel.cross_entropy_refuses(h, w) == ""
     for change, reason in (

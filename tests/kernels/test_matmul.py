@@ -111,6 +111,6 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("operands", "tiling", "message"), REFUSED)
-def test_what_the_loop_cannot_take_is_refused(operands, tiling: Tiling, message: str):
+def test_invalid_sizes_are_refused(operands, tiling: Tiling, message: str):
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(lambda left, right: kernel.matmul(left, right, tiling), *operands)

@@ -175,7 +175,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_what_cannot_run_is_refused(message: str):
+def test_a_backend_that_cannot_run_is_refused(message: str):
     arrays, device, operands = REFUSED[message]
     assert re.search(message, refusal(arrays, device, operands))
 

@@ -89,7 +89,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
 )
-def test_detect(environ: dict[str, str], expected: Rendezvous | None):
+def test_the_cluster_is_detected(environ: dict[str, str], expected: Rendezvous | None):
     assert detect(environ) == expected
 
 

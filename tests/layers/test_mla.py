@@ -226,7 +226,7 @@ def test_settings_reach_the_layer():
         ({"mla.value_size": -1}, 1, "mla.value_size=-1 must be at least 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(fields, devices, message):
+def test_invalid_arguments_are_refused(fields, devices, message):
     config = Config(model=with_fields(ModelConfig(), SETTINGS | fields))
     config.train.global_batch_size = 4
     with pytest.raises(ValueError, match=message):

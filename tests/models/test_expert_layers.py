@@ -64,7 +64,7 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
-def test_what_cannot_be_together_is_refused(fields, message):
+def test_incompatible_settings_are_refused(fields, message):
     model = with_fields(ModelConfig(), PLAIN | fields)
     found = [*declared_problems(model, "model."), *model_problems(model)]
     assert any(message in problem for problem in found), found
@@ -82,7 +82,7 @@ def test_a_router_without_a_gradient_is_refused_in_training_alone():
 
 
 @pytest.mark.parametrize("fields", ALLOWED)
-def test_what_can_be_together_is_not(fields):
+def test_compatible_settings_are_accepted(fields):
     model = with_fields(ModelConfig(), PLAIN | fields)
     assert not [*declared_problems(model, "model."), *model_problems(model)]
 

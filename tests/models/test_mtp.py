@@ -132,7 +132,7 @@ def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
     assert_same(found, expected)
 
 
-def test_what_comes_later():
+def test_batches_are_shifted_for_each_mtp_layer():
     batch = Batch(
         tokens=jnp.array([[1, 2, 3, 4, 5, 6]]),
         positions=jnp.array([[0, 1, 2, 0, 1, 2]]),
@@ -212,7 +212,7 @@ def test_a_depth_has_a_layer_of_the_last_kind(kind):
         ({}, 2, "lora.rank=2 cannot train MTP layers .*set it to 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(model, lora, message):
+def test_invalid_arguments_are_refused(model, lora, message):
     config = tiny({**MODEL, **model}, fsdp=1)
     config.lora.rank = lora
     with pytest.raises(ValueError, match=message):

@@ -74,7 +74,7 @@ def test_results_and_gradients_equal_the_reference(name, dtype, backend, monkeyp
 
 
 @pytest.mark.parametrize("name", ["grouped", "soft cap in blocks", "sinks in blocks", "documents"])
-def test_gradients_are_differences(name, monkeypatch):
+def test_gradients_equal_finite_differences(name, monkeypatch):
     case, arrays, operands = prepared(name, "float32", monkeypatch)
     inputs = [*arrays[:3], *([operands.sinks_H] if case.sinks else [])]
 
@@ -287,7 +287,7 @@ def test_where_no_backend_can_run_the_error_lists_what_each_supports(monkeypatch
         assert text in str(raised.value)
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_refused():
     q, k = jnp.zeros((1, 4, 3, 8)), jnp.zeros((1, 4, 2, 8))
     with pytest.raises(ValueError, match="query heads=3 must be a multiple of key heads=2"):
         attention(q, k, k)

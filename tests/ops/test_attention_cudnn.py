@@ -59,7 +59,7 @@ REFUSED = {  # what the reason says: the call
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_reasons_on_a_gpu(reason):
+def test_each_reason_against_a_backend_is_reported_on_a_gpu(reason):
     assert reason in refusal(**REFUSED[reason])
 
 

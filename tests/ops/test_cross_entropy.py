@@ -72,7 +72,7 @@ def test_without_gradients_the_loss_is_the_same(name, backend, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["plain", "smoothing and soft cap", "all"])
-def test_gradients_are_differences(name):
+def test_gradients_equal_finite_differences(name):
     case = CASES[name]
     h, w, targets, weights = map(jnp.asarray, arrays_of(case, "float32"))
 
@@ -159,7 +159,7 @@ def test_communication_is_a_few_numbers_a_token(backend, smoothing, numbers, mon
         ("tiled", {"label_smoothing": 0.1, "softcap": 3.0}, 5),
     ],
 )
-def test_number_of_matrix_products(backend, options, products, monkeypatch):
+def test_the_number_of_matrix_products_is_as_expected(backend, options, products, monkeypatch):
     case = Case(64, 16, 96, chunk=16, tiles=(16, 24, 32, 12), **options)
     monkeypatch.setattr(tiled, "TILES", tiled.Tiles(*case.tiles, multiple=1))
     call = functools.partial(linear_cross_entropy, spec=case.spec, backend=backend)
@@ -233,7 +233,7 @@ def test_every_choice_names_backends_and_some_choice_fits_anything():
     assert module.choice("tiled", 1, 1, 1, CPU) == "tiled"
 
 
-def test_what_does_not_fit_is_refused():
+def test_invalid_arguments_are_refused():
     h, w = jnp.zeros((4, 8)), jnp.zeros((6, 8))
     targets, weights = jnp.zeros(4, jnp.int32), jnp.zeros(4)
     spec = CrossEntropySpec(6)

@@ -162,7 +162,7 @@ def test_gradients_are_refused():
         ({"lengths_B": (4,)}, r"lengths_B has shape \(4,\), needs \(5,\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict, message: str):
+def test_invalid_arguments_are_refused(changes: dict, message: str):
     q, cache = described(Case(pages=4))
     for name, shape in changes.items():
         dtype = getattr(cache, name).dtype

@@ -27,7 +27,7 @@ def whole() -> np.ndarray:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_rate_and_scale(rate):
+def test_dropout_has_the_rate_and_scale(rate):
     size = 100_000
     out = np.asarray(dropout(jnp.ones((10, size // 10)), rate, KEY, jnp.arange(10)))
     deviation = (rate * (1 - rate) / size) ** 0.5

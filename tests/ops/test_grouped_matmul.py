@@ -35,7 +35,7 @@ RUNS += [("bfloat16", name) for name in ROUNDED]
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("dtype", "name"), RUNS)
-def test_product_and_gradients(backend: str, dtype: str, name: str):
+def test_product_and_gradients_equal_the_reference(backend: str, dtype: str, name: str):
     case = CASES[name]
     arrays, sizes = arrays_of(case, dtype)
     found, wanted = run(case, arrays, sizes, backend, jax.jit), expected(case, arrays)
@@ -97,7 +97,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD)
-def test_what_does_not_fit_is_refused(call, message: str):
+def test_invalid_arguments_are_refused(call, message: str):
     with pytest.raises(ValueError, match=message):
         module.check_shapes(*call)
 

@@ -40,7 +40,7 @@ KINDS = pytest.mark.parametrize("with_bias", [False, True], ids=["rms", "layer"]
 
 @KINDS
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e4])
-def test_forward(with_bias, scale):
+def test_the_kernel_equals_the_reference_forward(with_bias, scale):
     given = inputs(with_bias, scale)
     expected = reference(*given)
     assert np.abs(normalize(*given) - expected).max() <= TOLERANCE * np.abs(expected).max()

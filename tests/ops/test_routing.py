@@ -76,7 +76,7 @@ def expected(row: np.ndarray, spec: RoutingSpec, bias: np.ndarray) -> tuple[list
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_choice_and_weights(name, biased):
+def test_choice_and_weights_equal_the_reference(name, biased):
     spec, rows = CASES[name], logits()
     bias = np.random.default_rng(1).normal(size=EXPERTS).astype(np.float32) * biased
     found = route(jnp.asarray(rows), spec, jnp.asarray(bias) if biased else None)
@@ -214,6 +214,6 @@ def test_bias_goes_to_where_tokens_are_missing():
         ({"in_turn": True, "sinkhorn": True}, "in_turn chooses without scores"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(fields, message):
+def test_invalid_routing_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         RoutingSpec(**{"num_experts": EXPERTS, "top_k": 2, **fields})

@@ -95,7 +95,7 @@ def test_every_shape_rises_falls_and_stays_between_floor_and_peak(decay, shape):
     assert rest[-1] == (6e-4 if decay is LrDecay.constant else 6e-5)
 
 
-def test_weight_decay_ramps():
+def test_weight_decay_follows_its_ramp():
     def at(samples, ramp):
         settings = optim(weight_decay=0.1, weight_decay_end=0.3, weight_decay_ramp=ramp)
         return weight_decay_at(samples, settings, 1000)
@@ -135,7 +135,7 @@ def rampup_size(consumed, rampup, final):
     return start + int(consumed / each) * increment
 
 
-def test_rampup_values():
+def test_batch_sizes_follow_the_ramp_up():
     rampup = ((16, 8, 300000), 1024)
     sizes = [rampup_size(consumed, *rampup) for consumed in (2380, 2381, 100000, 300000)]
     assert sizes == [16, 24, 352, 1024]

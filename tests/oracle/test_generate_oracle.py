@@ -74,7 +74,7 @@ def ours_greedy(model, config: ModelConfig, prompts) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES | MORE if name not in ELSEWHERE])
-def test_greedy_text(name, tmp_path, monkeypatch):
+def test_greedy_text_equals_transformers(name, tmp_path, monkeypatch):
     if name in MORE:
         monkeypatch.setitem(CASES, name, MORE[name])
     theirs, config = saved(name, tmp_path)

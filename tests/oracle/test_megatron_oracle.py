@@ -198,7 +198,7 @@ def test_a_config_of_another_model_is_refused(fields, message, written: Path, tm
     assert not (tmp_path / "to").exists()
 
 
-def test_the_command_takes_a_config(written: Path, tmp_path: Path, capsys, monkeypatch):
+def test_the_command_line_takes_a_config(written: Path, tmp_path: Path, capsys, monkeypatch):
     files.save(small_config(), tmp_path / "run.yaml")
     monkeypatch.chdir(tmp_path)
     yaml = MAKER.parents[2] / "configs" / "yaml.py"

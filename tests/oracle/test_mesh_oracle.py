@@ -28,7 +28,7 @@ CASES = families()
 NAMES = {CASES[name][0]: name for name in reversed(CASES)}
 
 
-def test_every_family_is_here():
+def test_every_family_has_a_case():
     assert NAMES.keys() == FAMILIES.keys() - SPARSE.keys()
 
 

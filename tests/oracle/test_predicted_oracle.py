@@ -38,7 +38,7 @@ def in_files(layer: MtpLayer, number: int) -> dict[str, np.ndarray]:
     return found
 
 
-def test_what_predicts_one_more_token(tmp_path, monkeypatch):
+def test_mtp_layers_equal_transformers(tmp_path, monkeypatch):
     family, settings = CASES["deepseek v3"]
     monkeypatch.setitem(CASES, "predicting", (family, settings | {"num_mtp_layers": 1}))
     theirs, config = saved("predicting", tmp_path)

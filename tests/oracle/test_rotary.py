@@ -57,7 +57,7 @@ KINDS = {  # their parameters, ours, length of the row
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_frequencies(name):
+def test_samples_have_the_expected_frequencies(name):
     theirs, scaling, length = KINDS[name]
     parameters = {"rope_theta": BASE, "original_max_position_embeddings": ORIGINAL} | theirs
     config = transformers.LlamaConfig(

@@ -50,7 +50,7 @@ def dense(experts: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("score", "spec"), CASES)
-def test_choice_weights_and_loss(score, spec):
+def test_choice_weights_and_loss_equal_megatrons(score, spec):
     rows = logits()
     bias = np.linspace(-0.1, 0.1, EXPERTS, dtype=np.float32) if score == "sigmoid" else None
     grouped = (spec.groups, spec.groups_kept) if spec.groups > 1 else (None, None)

@@ -218,7 +218,7 @@ def test_sets_of_their_own_are_megatrons(corpora, tmp_path):
             assert_rows_equal(ours(config, index, 5, size), theirs[index])
 
 
-def test_mock_data(tmp_path):
+def test_mock_data_equal_megatrons(tmp_path):
     config = DataConfig(mock=True, tokenizer=f"null:{VOCAB}", sequence_length=512)
     sizes = [900, 40, 30]
     parts = megatron(tmp_path, 512, 1234, sizes, kind=MockGPTDataset)

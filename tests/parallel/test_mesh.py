@@ -61,7 +61,7 @@ def test_experts_that_are_cut_less_than_the_model():
     assert groups(mesh, *EXPERT_AXES) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_wrong_number_of_devices():
+def test_a_wrong_number_of_devices_is_refused():
     with pytest.raises(ValueError, match="needs 3 devices and 8 are here"):
         make_mesh(dict.fromkeys(AXES, 1) | {"tensor": 3})
     with pytest.raises(ValueError, match=r"tensor=9 must lie in 1\.\.8"):

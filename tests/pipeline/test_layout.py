@@ -56,7 +56,7 @@ def test_places_are_the_inverse_of_the_order(repeats, stages: int, chunks: int):
 
 
 @pytest.mark.parametrize(("repeats", "stages", "chunks"), GRID)
-def test_trivial_and_padded(repeats, stages: int, chunks: int):
+def test_trivial_and_padded_layouts_are_recognized(repeats, stages: int, chunks: int):
     layout, counts = layout_of(repeats, stages, chunks)
     places = sum(len(order) for order in layout.orders)
     assert layout.padded == (places > sum(repeats))

@@ -123,7 +123,7 @@ def test_what_is_wanted_and_free_is_not_stored():
     assert stored == [] and len(second) == 1
 
 
-def test_ring():
+def test_a_ring_returns_the_values_written_to_it():
     shapes = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
     ring = empty_ring(shapes, 3, 4)
     assert [a.shape for a in ring] == [(3, 4, 2), (3, 4)]

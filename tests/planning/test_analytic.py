@@ -108,7 +108,7 @@ def test_recomputation_costs_time_and_a_third_at_most():
     assert times[0] < times[1] < times[2] < 1.34 * times[0]
 
 
-def test_what_hides_behind_compute_and_what_does_not():
+def test_communication_overlaps_with_compute_where_possible():
     config = of("llama3-8b", 1, 4, 16, fsdp=16)
     found = analyze(config, parse_cluster("h100x16"))
     total = sum(entry.seconds for entry in found.traffic)

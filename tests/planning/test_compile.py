@@ -157,7 +157,7 @@ def test_refusals_and_failures_of_the_child_process(monkeypatch):
         compile_report(config, "h100", 8)
 
 
-def test_what_a_failed_compile_lacks(monkeypatch):
+def test_a_failed_compile_names_the_missing_part(monkeypatch):
     monkeypatch.setattr(absent, "has_cudnn", lambda: False)
     assert "'maxmeg[plan]', or set config.model.attention.backend=xla" in missing_part(
         "INTERNAL: cuDNN not found."

@@ -153,7 +153,7 @@ def test_bytes_of_an_exchange_are_the_least_that_its_buffer_allows():
     assert sum(row.volume for row in rows) == pytest.approx(expected, rel=1e-3)
 
 
-def test_what_leaves_a_node_goes_through_one_adapter():
+def test_inter_node_traffic_uses_one_adapter():
     config = of(MIXTRAL, 16, fsdp=1, expert=8, data=2)
     near = traffic(workload(config, 16), parse_cluster("h100x16"))
     config = of(
@@ -236,7 +236,7 @@ def test_the_report_says_where_experts_are(parallel, words):
         assert found.endswith(f"{words.split(', buffer')[0]}; padded to 1.25 times an even share")
 
 
-def test_further_tokens_are_not_planned_by_mistake():
+def test_mtp_layers_are_refused_by_the_planner():
     config = of(MIXTRAL | {"mtp.num_layers": 1}, 8, expert=8)
     with pytest.raises(ValueError, match=r"mtp\.num_layers=1: MTP layers are not planned"):
         workload(config, 8)

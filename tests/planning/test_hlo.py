@@ -173,7 +173,7 @@ def test_every_product_of_axes_in_every_form(sizes):
         ("", ("?",)),
     ],
 )
-def test_groups(groups, axes):
+def test_replica_groups_are_parsed(groups, axes):
     assert hlo.axes_of(groups, "all-gather", tuple(SIZES.items())) == axes
 
 
@@ -186,7 +186,7 @@ def test_groups(groups, axes):
         ("{{0,8}}", ("?",)),
     ],
 )
-def test_pairs(pairs, axes):
+def test_permute_pairs_are_parsed(pairs, axes):
     assert hlo.axes_of(pairs, "collective-permute", tuple(SIZES.items())) == axes
 
 
@@ -320,7 +320,7 @@ def test_matrix_products_of_gpu_kernels(body, flops, kernels):
     assert hlo.kernels(program) == kernels
 
 
-def test_what_nothing_calls_is_not_counted():
+def test_uncalled_computations_are_not_counted():
     program = hlo.parse(MODULE.format(body=""))
     assert hlo.matrix_flops(program) == 0
     assert not hlo.collectives(program, SIZES) and program.runs["gemm"] == 0

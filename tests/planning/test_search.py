@@ -32,7 +32,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "batch", "hardware"), CASES)
-def test_what_is_found_is_valid_fits_and_is_ranked(name, batch, hardware):
+def test_found_layouts_are_valid_fit_and_are_ranked(name, batch, hardware):
     config, cluster = of(name, batch), parse_cluster(hardware)
     found = search(config, cluster)
     steps = [candidate.analytic.step_seconds for candidate in found]
@@ -101,7 +101,7 @@ def test_tensor_may_exceed_the_key_value_heads():
 
 
 @pytest.mark.parametrize("number", [1, 2, 9, 12, 97, 1024])
-def test_divisors(number):
+def test_divisors_are_listed(number):
     assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
 
 
@@ -111,7 +111,7 @@ def test_chunks_need_microbatches_in_rounds():
     assert {order["chunks"] for order in orders(config, 16, 33)} == {1}
 
 
-def test_what_cannot_fit_says_by_how_much_and_how_many_would_do():
+def test_a_model_that_cannot_fit_reports_the_excess_and_the_gpus_needed():
     cluster = parse_cluster("h100x8")
     with pytest.raises(ValueError, match="does not fit 8 h100 under any layout") as error:
         search(of("175b", 512), cluster)
@@ -125,7 +125,7 @@ def test_what_cannot_fit_says_by_how_much_and_how_many_would_do():
         search(of("175b", 512), parse_cluster(f"h100x{enough // 2}"))
 
 
-def test_what_fits_no_number_of_gpus_says_so():
+def test_a_model_that_fits_no_number_of_gpus_is_reported():
     config = of("22b", 1)
     config.data.sequence_length = config.model.max_position = 2**24
     with pytest.raises(ValueError, match=r"nor does it on up to \d+ with this batch"):
@@ -148,7 +148,7 @@ def test_a_batch_that_no_layout_divides_says_so():
         ("model.num_layers", 0, "num_layers=0 must be at least 1"),
     ],
 )
-def test_what_no_layout_can_mend_is_said_as_it_is(path, value, message):
+def test_errors_that_no_layout_can_avoid_are_reported(path, value, message):
     config = with_fields(of("345m", 32), {path: value})
     with pytest.raises(ValueError, match=message):
         search(config, parse_cluster("h100x8"))

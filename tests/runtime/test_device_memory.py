@@ -64,5 +64,5 @@ def test_a_step_is_compiled_once_a_shape_before_it_runs():
     assert float(state["w"][0, 0]) == 0.5**4
 
 
-def test_sizes_of_memory():
+def test_memory_sizes_are_parsed():
     assert memory_size(29.71 * GIB) == "29.7 GiB" and memory_size(2**20 * 41.25) == "41.2 MiB"

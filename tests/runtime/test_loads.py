@@ -65,7 +65,7 @@ def test_a_run_whose_router_chooses_nothing_says_so(caplog):
         assert ("its weights are of no use" in caplog.text) == even
 
 
-def test_a_further_token_has_loads_too():
+def test_an_mtp_layer_reports_loads():
     model = with_fields(
         ModelConfig(),
         {

@@ -95,7 +95,7 @@ def test_an_old_lock_or_a_damaged_one_is_taken_over_at_once(tmp_path, monkeypatc
             pass
 
 
-def test_the_heart_beats(tmp_path, monkeypatch):
+def test_a_running_holder_writes_heartbeats(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.01)
     with lock_folder(tmp_path):
         first = (tmp_path / "lock").stat().st_mtime_ns

@@ -16,7 +16,7 @@ from maxmeg.runtime.logs import start_logging
         (1, 2, "process 1: ERROR: b\n"),
     ],
 )
-def test_who_logs_what(monkeypatch, capsys, index, count, expected):
+def test_each_process_logs_its_own_messages(monkeypatch, capsys, index, count, expected):
     root, ours = logging.getLogger(), logging.getLogger("maxmeg")
     monkeypatch.setattr(root, "handlers", [])
     levels = [(logger, logger.level) for logger in (root, ours)]

@@ -39,7 +39,7 @@ GPU = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
         ("NCCL operation failed: CUDA_ERROR_OUT_OF_MEMORY: out of memory", None),
     ],
 )
-def test_what_devices_say(text, size):
+def test_memory_errors_of_devices_are_recognized(text, size):
     error = jax.errors.JaxRuntimeError(text)
     assert is_out_of_memory(error) and requested_bytes(text) == size
     assert requested_bytes("Unable to allocate 64.0 GiB for an array") == 64 * GIB

@@ -209,18 +209,18 @@ def test_resumed_runs_print_their_first_step():
     ("seconds", "text"),
     [(0.4, "0s"), (59.6, "1m 00s"), (185, "3m 05s"), (7800, "2h 10m"), (273600, "3d 04h")],
 )
-def test_duration(seconds, text):
+def test_durations_are_formatted(seconds, text):
     assert duration(seconds) == text
 
 
-def test_numbers_are_short():
+def test_numbers_are_formatted_briefly():
     assert [quantity(n) for n in (0, 950, 12345, 999_700, 8.03e9)] == [
         "0", "950", "12.3k", "1M", "8.03B",
     ]  # fmt: skip
     assert [num_bytes(n) for n in (512, 1536, 2.8e9)] == ["512 B", "1.5 KiB", "2.61 GiB"]
 
 
-def test_tables_at_start():
+def test_tables_are_printed_at_start():
     out = io.StringIO()
     print_mesh({"pipe": 1, "data": 2, "tensor": 4}, "NVIDIA H200", out)
     print_mesh({"pipe": 1}, "cpu", out)

@@ -58,7 +58,7 @@ def test_the_second_signal_leaves_at_once(first, second, code):
     assert (process.returncode, out) == (code, "")
 
 
-def test_handlers_come_back():
+def test_signal_handlers_are_restored():
     before = signal.getsignal(signal.SIGTERM)
     with Interrupt() as interrupt:
         assert signal.getsignal(signal.SIGTERM) is not before

@@ -165,7 +165,7 @@ def test_processes_on_this_host_are_looked_up(tmp_path):
     assert peers._state({**peers._identity(), "pid": os.getpid()}) == "running"
 
 
-def test_limits_are_checked():
+def test_invalid_limits_are_refused():
     assert not list(watchdog_problems(WatchdogConfig(step=0, silence=0, straggler=0)))
     wrong = WatchdogConfig(step=-1, silence=1, straggler=float("nan"))
     names = [problem.split("=")[0] for problem in watchdog_problems(wrong)]
