@@ -11,8 +11,9 @@ from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import ModelConfig, Norm, Position
 from maxmeg.config.setting import with_fields
+from maxmeg.hf import convert
 from maxmeg.hf.families import read as families
-from maxmeg.hf.formats.safetensors import SafetensorsWriter
+from maxmeg.hf.formats.safetensors import SafetensorsFolder, SafetensorsWriter
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 LLAMA = with_fields(
@@ -79,6 +80,19 @@ def write_tokenizer(folder, words=60):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+
+
+def convert_in(source, target, **options):
+    return convert.import_model(convert.open_folder(source), target, **options)
+
+
+def assert_same_tensors(folder, tensors):
+    """The folder holds these tensors, bit for bit, and no others."""
+    found = SafetensorsFolder(folder)
+    assert found.tensors.keys() == tensors.keys()
+    for name, array in tensors.items():
+        read = found.read(name)
+        assert read.dtype == array.dtype and read.tobytes() == array.tobytes(), name
 
 
 def make_folder(folder, family="LlamaForCausalLM", model=None, tensors=None, shard_bytes=1 << 30):

@@ -122,23 +122,18 @@ def base_of_adapters(config: Config, reader: StreamReader) -> StreamReader:
     return base
 
 
-def array_infos(model: ModelConfig) -> dict[str, TensorInfo]:
-    """Return dtype and shape on disk of all arrays of a model: float32, the vocabulary padded."""
-    infos = {}
-    for name, shape in families.array_shapes(model).items():
-        if name in VOCABULARY_TABLES:
-            shape = (model.padded_vocab_size(1), *shape[1:])
-        infos[name] = TensorInfo(MASTER, shape)
-    return infos
-
-
 def array_path(name: str) -> str:
     """Return the path in a checkpoint of an array of the model."""
     return "model/" + name.replace(".", "/")
 
 
 def array_paths(model: ModelConfig) -> dict[str, TensorInfo]:
-    return {array_path(name): info for name, info in array_infos(model).items()}
+    """Return dtype and shape on disk of all arrays of a model: float32, the vocabulary padded."""
+    infos = {}
+    for name, shape in families.array_shapes(model).items():
+        rows = (model.padded_vocab_size(1), *shape[1:]) if name in VOCABULARY_TABLES else shape
+        infos[array_path(name)] = TensorInfo(MASTER, rows)
+    return infos
 
 
 def check_arrays(reader: StreamReader, model: ModelConfig) -> None:

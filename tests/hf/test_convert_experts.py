@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from hf_cases import sparse
-from hf_folders import BF16, random_tensors, write_tensors
+from hf_folders import BF16, assert_same_tensors, convert_in, random_tensors, write_tensors
 
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config.model import DType
@@ -37,25 +37,13 @@ def make_folder(folder, name, **changes):
     return config, tensors
 
 
-def convert_in(source, target):
-    return convert.import_model(convert.open_folder(source), target)
-
-
-def assert_same(folder, wanted):
-    found = SafetensorsFolder(folder)
-    assert found.tensors.keys() == wanted.keys()
-    for name, array in wanted.items():
-        read = found.read(name)
-        assert read.dtype == array.dtype and read.tobytes() == array.tobytes(), name
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_import_and_export_return_the_same_bits(tmp_path, name):
     config, tensors = make_folder(tmp_path / "hf", name)
     report = convert_in(tmp_path / "hf", tmp_path / "run")
     assert report.num_tensors == len(tensors) and report.family == CASES[name][0]
     convert.export_model(tmp_path / "run", tmp_path / "back", max_shard_bytes=30_000)
-    assert_same(tmp_path / "back", tensors)
+    assert_same_tensors(tmp_path / "back", tensors)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     model = families.model_config(config)
     assert not families.differences(model, families.model_config(written))
@@ -79,7 +67,9 @@ def test_exact_tensors_stay_exact_and_others_are_rounded(tmp_path):
     assert sum(EXACT in name for name in folder.tensors) == 2
     convert_in(tmp_path / "hf", tmp_path / "run")
     convert.export_model(tmp_path / "run", tmp_path / "wide", DType.float32)
-    assert_same(tmp_path / "wide", {name: array.astype("f4") for name, array in tensors.items()})
+    assert_same_tensors(
+        tmp_path / "wide", {name: array.astype("f4") for name, array in tensors.items()}
+    )
 
 
 def test_mtp_layers_may_be_missing_and_may_repeat_embedding_and_output(tmp_path):
@@ -150,7 +140,7 @@ def test_mxfp4_is_dequantized_exactly(tmp_path):
     write_tensors(tmp_path / "hf", others | packed)
     convert_in(tmp_path / "hf", tmp_path / "run")
     convert.export_model(tmp_path / "run", tmp_path / "back")
-    assert_same(tmp_path / "back", tensors)
+    assert_same_tensors(tmp_path / "back", tensors)
     written = json.loads((tmp_path / "back" / "config.json").read_text())
     assert "quantization_config" not in written
 

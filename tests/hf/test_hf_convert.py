@@ -17,6 +17,8 @@ from hf_folders import (
     LLAMA,
     MODELS,
     TIED,
+    assert_same_tensors,
+    convert_in,
     make_folder,
     random_tensors,
     write_config,
@@ -43,19 +45,7 @@ from maxmeg.state import to_arrays
 BLOCK_BYTES = 1 << 20
 GROWTH_BYTES = 40 << 20  # of peak memory with 8 layers more, of 10 MiB each, or tables of 64 MiB
 MERGED = 1e-6  # of sums in another order
-FAMILY = "LlamaForCausalLM"
-
-
-def convert_in(source, target, **options):
-    return convert.import_model(convert.open_folder(source), target, **options)
-
-
-def assert_same_tensors(folder, tensors):
-    found = SafetensorsFolder(folder)
-    assert set(found.tensors) == set(tensors)
-    for name, array in tensors.items():
-        read = found.read(name)
-        assert read.dtype == array.dtype and read.tobytes() == array.tobytes(), name
+FAMILY, FINAL_NORM = "LlamaForCausalLM", "model/final_norm/weight"
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -264,11 +254,10 @@ def test_a_folder_with_only_a_sentencepiece_model_is_imported(tmp_path):
 
 def write_run(folder, config, arrays, step=5):
     """A run as training leaves it."""
-    infos = trained.array_infos(config.model) if arrays is None else arrays
-    tensors = {"model/" + name.replace(".", "/"): info for name, info in infos.items()}
+    infos = trained.array_paths(config.model) if arrays is None else arrays
     saved = {"config": files.to_dict(config), "tokenizer": "bytes", "consumed_samples": 9}
-    with StreamWriter(folder / "checkpoints", step, tensors, saved) as writer:
-        for number, (path, info) in enumerate(tensors.items()):
+    with StreamWriter(folder / "checkpoints", step, infos, saved) as writer:
+        for number, (path, info) in enumerate(infos.items()):
             array = np.full(info.shape, 1 + number / 8, info.dtype)
             array[70:] = 0 if path.endswith("table") else array[70:]
             writer.write(path, array)
@@ -286,14 +275,14 @@ def test_a_run_that_was_trained_here_is_exported(tmp_path):
 
 def test_checkpoints_that_are_not_the_model_of_their_config(tmp_path):
     config = Config(model=LLAMA)
-    infos = trained.array_infos(LLAMA)
+    infos = trained.array_paths(LLAMA)
     some = {name: info for name, info in infos.items() if "norm" not in name}
-    more = infos | {"stack.lora": infos["final_norm.weight"]}
-    shape = dataclasses.replace(infos["final_norm.weight"], shape=(31,))
+    more = infos | {"model/stack/lora": infos[FINAL_NORM]}
+    shape = dataclasses.replace(infos[FINAL_NORM], shape=(31,))
     cases = {
         "the checkpoint lacks 3 arrays": some,
         "1 unexpected arrays: model/stack/lora": more,
-        "model/final_norm/weight is .*31": infos | {"final_norm.weight": shape},
+        "model/final_norm/weight is .*31": infos | {FINAL_NORM: shape},
     }
     for number, (message, arrays) in enumerate(cases.items()):
         write_run(tmp_path / str(number), config, arrays)

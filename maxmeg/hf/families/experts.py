@@ -6,7 +6,7 @@ import typing
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get
-from maxmeg.hf.families.keys import Fields, Json, Key, Keys, Part, checked, refused
+from maxmeg.hf.families.keys import Fields, Json, Key, Keys, Part, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,8 +19,7 @@ class Flag(Part):
     values: tuple[typing.Any, typing.Any]  # for false, for true
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        value = keys.take(self.name, self.default)
-        fields[self.field] = self.values[checked(self.name, value, bool)]
+        fields[self.field] = self.values[keys.read(self.name, self.default, bool)]
 
     def write(self, model: ModelConfig) -> Json:
         return {self.name: get(model, self.field) == self.values[True]}
@@ -42,7 +41,7 @@ class Normalized(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         name = "norm_topk_prob"
-        value = checked(name, keys.take(name, self.default), bool)
+        value = keys.read(name, self.default, bool)
         if value and fields["moe.top_k"] == 1:
             remedy = "with num_experts_per_tok=1 every weight would be 1; only false is supported"
             raise refused(name, value, remedy)
@@ -63,9 +62,8 @@ class Groups(Part):
     kept: int | None = 1
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        count, kept = keys.take("n_group", self.groups), keys.take("topk_group", self.kept)
-        count = 1 if count is None else checked("n_group", count, int)
-        kept = 1 if kept is None else checked("topk_group", kept, int)
+        count = keys.read("n_group", self.groups, int, null=1)
+        kept = keys.read("topk_group", self.kept, int, null=1)
         if count == 1:
             if kept != 1:
                 raise refused("topk_group", kept, "with n_group=1 it must be 1")
@@ -84,8 +82,7 @@ class SharedExperts(Part):
     default: int
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        name = "n_shared_experts"
-        count = checked(name, keys.take(name, self.default), int)
+        count = keys.read("n_shared_experts", self.default, int)
         fields["moe.shared_ffn_size"] = count * fields["moe.ffn_size"]
 
     def write(self, model: ModelConfig) -> Json:
@@ -102,7 +99,7 @@ class DenseLayers(Part):
     """Layers with an MLP in place of experts: the listed ones, and all but every n-th layer."""
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        step = checked("decoder_sparse_step", keys.take("decoder_sparse_step", 1), int)
+        step = keys.read("decoder_sparse_step", 1, int)
         listed = keys.take("mlp_only_layers")
         listed = [] if listed is None else listed
         if not isinstance(listed, list) or not all(type(i) is int and i >= 0 for i in listed):
@@ -122,8 +119,7 @@ class FirstDense(Part):
     default: int
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        name = "first_k_dense_replace"
-        count = checked(name, keys.take(name, self.default), int, zero=True)
+        count = keys.read("first_k_dense_replace", self.default, int, zero=True)
         fields["dense"] = {*range(min(count, fields["num_layers"]))}
 
     def write(self, model: ModelConfig) -> Json:
@@ -153,8 +149,8 @@ class AuxAlpha(Part):
     """DeepSeek's coefficient of the load-balancing loss, per sequence or over all tokens."""
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        alpha = checked("aux_loss_alpha", keys.take("aux_loss_alpha", 0.0), float, zero=True)
-        by_sequence = checked("seq_aux", keys.take("seq_aux", True), bool)
+        alpha = keys.read("aux_loss_alpha", 0.0, float, zero=True)
+        by_sequence = keys.read("seq_aux", True, bool)
         fields["moe.sequence_aux_loss" if by_sequence else "moe.aux_loss"] = alpha
 
     def write(self, model: ModelConfig) -> Json:
@@ -181,9 +177,8 @@ class AuxLoss(Part):
     default: float = 0.001
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        name, switch = "router_aux_loss_coef", "output_router_logits"
-        coefficient = checked(name, keys.take(name, self.default), float, zero=True)
-        on = checked(switch, keys.take(switch, False), bool)
+        coefficient = keys.read("router_aux_loss_coef", self.default, float, zero=True)
+        on = keys.read("output_router_logits", False, bool)
         fields["moe.aux_loss"] = coefficient if on else 0.0
 
     def write(self, model: ModelConfig) -> Json:

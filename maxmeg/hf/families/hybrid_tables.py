@@ -2,7 +2,7 @@
 
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig
-from maxmeg.hf.families.keys import Fields, Fixed, Ignored, Json, Key, Keys, Part, checked, refused
+from maxmeg.hf.families.keys import Fields, Fixed, Ignored, Json, Key, Keys, Part, refused
 from maxmeg.hf.families.rotary import Rotary
 from maxmeg.hf.families.tables import ENDS, ROOT, Family, numerics, sizes
 from maxmeg.hf.families.windows import FULL
@@ -20,10 +20,9 @@ class AdjustedSize(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         size = fields["mlp.ffn_size"]
-        is_adjusted = checked(AUTO, keys.take(AUTO, True), bool)
-        factor = keys.take("block_ffn_dim_multiplier", 1.0)
-        factor = 1.0 if factor is None else checked("block_ffn_dim_multiplier", factor, float)
-        multiple = checked("block_multiple_of", keys.take("block_multiple_of", 256), int)
+        is_adjusted = keys.read(AUTO, True, bool)
+        factor = keys.read("block_ffn_dim_multiplier", 1.0, float, null=1.0)
+        multiple = keys.read("block_multiple_of", 256, int)
         if is_adjusted:
             fields["mlp.ffn_size"] = -(-int(factor * int(2 * size / 3)) // multiple) * multiple
 
@@ -47,8 +46,8 @@ class ShortConvolutions(Part):
         for name in SIZES:
             if (size := keys.take(name)) not in (None, fields["hidden_size"]):
                 raise refused(name, size, f"it must be hidden_size={fields['hidden_size']}")
-        kernel = checked("conv_L_cache", keys.take("conv_L_cache", 3), int)
-        bias = checked("conv_bias", keys.take("conv_bias", False), bool)
+        kernel = keys.read("conv_L_cache", 3, int)
+        bias = keys.read("conv_bias", False, bool)
         if CONV in types:
             fields |= {"conv.kernel_size": kernel, "conv.bias": bias}
         fields["first"] = ["conv" if name == CONV else "attention" for name in types]

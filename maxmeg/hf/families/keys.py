@@ -76,6 +76,18 @@ class Keys:
         self.known.add(name)
         return self.values.get(name, default)
 
+    def read(
+        self,
+        name: str,
+        default: typing.Any,
+        kind: type,
+        zero: bool = False,
+        null: typing.Any = None,
+    ) -> typing.Any:
+        """Return the value of a key as `checked` does; `null` in place of null, if it is given."""
+        value = self.take(name, default)
+        return null if value is None and null is not None else checked(name, value, kind, zero)
+
     def take_any(self, names: tuple[str, ...], default: typing.Any) -> typing.Any:
         """Return the value that stands under one of several names, null counting as missing.
 
@@ -273,8 +285,8 @@ class QueryScalar(Part):
     default: int = 256
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        name = "query_pre_attn_scalar"
-        fields["attention.scale"] = checked(name, keys.take(name, self.default), float) ** -0.5
+        scalar = keys.read("query_pre_attn_scalar", self.default, float)
+        fields["attention.scale"] = scalar**-0.5
 
     def write(self, model: ModelConfig) -> Json:
         scale = model.attention.scale or model.head_size**-0.5
@@ -287,7 +299,7 @@ class ParallelResidual(Part):
     name = "use_parallel_residual"
 
     def read(self, keys: Keys, fields: Fields) -> None:
-        value = checked(self.name, keys.take(self.name, True), bool)
+        value = keys.read(self.name, True, bool)
         fields["parallel"] = fields["parallel_norms"] = value
 
     def write(self, model: ModelConfig) -> Json:
@@ -301,10 +313,9 @@ class Falcon(Part):
     def read(self, keys: Keys, fields: Fields) -> None:
         flags = {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True}
         for name, default in flags.items():
-            flags[name] = checked(name, keys.take(name, default), bool)
+            flags[name] = keys.read(name, default, bool)
         grouped, norms = flags["new_decoder_architecture"], keys.take("num_ln_in_parallel_attn")
-        kv_heads = keys.take("num_kv_heads")
-        kv_heads = 0 if kv_heads is None else checked("num_kv_heads", kv_heads, int)
+        kv_heads = keys.read("num_kv_heads", None, int, null=0)
         fields["attention.num_kv_heads"] = kv_heads if grouped else int(flags["multi_query"])
         if norms not in ((None, 1, 2) if grouped else (None, 1)):
             wanted = "it must be 1, or 2 with new_decoder_architecture=true"

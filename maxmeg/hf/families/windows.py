@@ -30,7 +30,7 @@ def written_types(model: ModelConfig) -> list[str]:
 
 def switched_window(keys: Keys) -> int:
     """Return the window by `use_sliding_window` and `sliding_window`; 0 for none."""
-    on = checked("use_sliding_window", keys.take("use_sliding_window", False), bool)
+    on = keys.read("use_sliding_window", False, bool)
     window = keys.take("sliding_window", 4096)
     return checked("sliding_window", window, int) if on and window is not None else 0
 
@@ -55,8 +55,7 @@ class LateWindow(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         window, numbers = switched_window(keys), range(fields["num_layers"])
-        first = keys.take("max_window_layers", 28)
-        first = checked("max_window_layers", 28 if first is None else first, int, zero=True)
+        first = keys.read("max_window_layers", 28, int, zero=True, null=28)
         local = [i < first and i % 2 == 0 if self.even else i >= first for i in numbers]
         default = [SLIDING if window and is_local else FULL for is_local in local]
         read_types(keys, fields, default, window)
@@ -84,9 +83,9 @@ class AlternatingWindow(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         every = self.every
-        window = checked("sliding_window", keys.take("sliding_window", self.default), int)
+        window = keys.read("sliding_window", self.default, int)
         for name in (self.key, "_" + self.key) if self.key else ():
-            every = checked(name, keys.take(name, every), int)
+            every = keys.read(name, every, int)
         numbers = range(1, fields["num_layers"] + 1)
         read_types(keys, fields, [SLIDING if n % every else FULL for n in numbers], window)
 
