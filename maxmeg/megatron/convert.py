@@ -71,7 +71,7 @@ FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
 )
-LEFT_OUT = re.compile(
+IGNORED = re.compile(
     r"(chained_\d+\.)?optimizer\.|opt_param_scheduler|rng_state|rerun_state|common_state"
     r"|.*\._extra_state"
 )
@@ -120,7 +120,7 @@ def import_megatron(
     target = pathlib.Path(target).absolute()
     check_empty(target)
     with TorchDistReader(iteration_folder(source), python) as reader:
-        config = decided(config, reader.arguments(), tokenizer)
+        config = resolve_config(config, reader.arguments(), tokenizer)
         config.run_dir = str(target)
         identity = resolve_sizes(config, reader.tensors)
         bound = bindings(config.model, family(config.model))
@@ -145,8 +145,8 @@ def tensor(reader: TorchDistReader, binding: Binding, pieces: list[Piece]) -> np
 def is_checkpoint(folder: str | os.PathLike) -> bool:
     """Return whether a folder is a checkpoint of Megatron-LM, of any format."""
     folder = pathlib.Path(folder)
-    there = (folder / METADATA).is_file() or (folder / LATEST).is_file()
-    return there or any(folder.glob("mp_rank_*"))
+    has_file = (folder / METADATA).is_file() or (folder / LATEST).is_file()
+    return has_file or any(folder.glob("mp_rank_*"))
 
 
 def iteration_folder(source: str | os.PathLike) -> pathlib.Path:
@@ -160,19 +160,19 @@ def iteration_folder(source: str | os.PathLike) -> pathlib.Path:
         backend = json.loads(described.read_text()) if described.is_file() else {}
         if backend.get("sharded_backend", "torch_dist") == "torch_dist":
             return folder
-        found = f"is of sharded_backend={backend['sharded_backend']!r}"
+        problem = f"is of sharded_backend={backend['sharded_backend']!r}"
     elif any(folder.glob("mp_rank_*")):
-        found = "is of the old format torch (mp_rank_*)"
+        problem = "is of the old format torch (mp_rank_*)"
     else:
-        found = f"has neither {METADATA} nor {LATEST}"
+        problem = f"has neither {METADATA} nor {LATEST}"
     raise ValueError(
-        f"{folder} {found}: give a checkpoint of Megatron's format torch_dist, or save it as one "
+        f"{folder} {problem}: give a checkpoint of Megatron's format torch_dist, or save it as one "
         "(--ckpt-convert-format torch_dist)"
     )
 
 
-def decided(config: Config | None, arguments: Arguments, tokenizer: str) -> Config:
-    """Return the config, checked against the arguments, or the config that these describe."""
+def resolve_config(config: Config | None, arguments: Arguments, tokenizer: str) -> Config:
+    """Return the config, which must match the arguments, or else the config by the arguments."""
     fields = architecture(arguments)
     if config is None:
         if not fields:
@@ -183,14 +183,13 @@ def decided(config: Config | None, arguments: Arguments, tokenizer: str) -> Conf
         config.data.tokenizer = tokenizer or tokenizer_name(arguments)
         config.data.sequence_length = arguments.get("seq_length") or config.data.sequence_length
         return config
-    given = {field: resolved(config.model, field) for field in fields}
-    theirs = with_fields(ModelConfig(), fields)
+    configured = {field: resolved(config.model, field) for field in fields}
+    saved = with_fields(ModelConfig(), fields)
     wrong = [
-        f"model.{field}={getattr(given[field], 'name', given[field])}, in the checkpoint "
+        f"model.{field}={getattr(configured[field], 'name', configured[field])}, in the checkpoint "
         f"{getattr(value, 'name', value)}"
         for field, value in fields.items()
-        if field != "max_position"
-        and plain_value(config.model, field) != plain_value(theirs, field)
+        if field != "max_position" and plain_value(config.model, field) != plain_value(saved, field)
     ]
     if wrong:
         raise ValueError(f"the config is not of the checkpoint's model: {'; '.join(wrong)}")
@@ -234,7 +233,7 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
         "tied": not flag("untie_embeddings_and_output_weights"),
         "max_position": arguments.get("max_position_embeddings") or 0,
         **windows(arguments, refused),
-        **megatron_experts.fields(arguments, refused),
+        **megatron_experts.expert_fields(arguments, refused),
     }
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)
@@ -244,8 +243,8 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
     model = with_fields(
         ModelConfig(), {**fields, "mlp.ffn_size": arguments.get("ffn_hidden_size") or 0}
     )
-    # Training may choose what its arguments leave out and no function depends on. All other fields
-    # are fixed, at their defaults where Megatron-LM has no such feature.
+    # A config may set fields that the arguments do not fix and that change no function. All others
+    # are fixed, at their defaults if Megatron-LM lacks the feature.
     open_fields = {*FREE, "vocab_size"} - fields.keys()
     return {
         field: resolved(model, field) for field, _, _ in walk(model) if field not in open_fields
@@ -282,13 +281,13 @@ def windows(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
 
 
 def rotary(arguments: Arguments) -> dict[str, typing.Any]:
-    found = {
+    fields = {
         "rotary.base": float(arguments.get("rotary_base") or 10000),
         "rotary.fraction": float(arguments.get("rotary_percent") or 1.0),
         "rotary.interleaved": bool(arguments.get("rotary_interleaved")),
     }
     if arguments.get("use_rope_scaling"):
-        found |= {
+        fields |= {
             "rotary.scaling": RotaryScaling.llama3,
             "rotary.factor": float(arguments.get("rope_scaling_factor") or 8.0),
             "rotary.original_length": 8192,
@@ -296,12 +295,12 @@ def rotary(arguments: Arguments) -> dict[str, typing.Any]:
             "rotary.high": 4.0,
         }
     elif factor := arguments.get("rotary_seq_len_interpolation_factor"):
-        found |= {"rotary.scaling": RotaryScaling.linear, "rotary.factor": float(factor)}
-    return found
+        fields |= {"rotary.scaling": RotaryScaling.linear, "rotary.factor": float(factor)}
+    return fields
 
 
 def tokenizer_name(arguments: Arguments) -> str:
-    """Return data.tokenizer by the arguments; ValueError if its file is not on this machine."""
+    """Return data.tokenizer by the arguments; ValueError if its file does not exist."""
     kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
     if kind == "NullTokenizer" and arguments.get("vocab_size"):
         return f"null:{arguments['vocab_size'] + 1}"  # and the end of a document
@@ -343,7 +342,7 @@ def resolve_sizes(config: Config, tensors: Mapping[str, TensorInfo]) -> str:
     resolve(config, tokenizer.vocab_size)
     config.data.sequence_length = min(config.data.sequence_length, config.model.max_position)
     if problems := [*declared_problems(config.model, "model."), *model_problems(config.model)]:
-        raise ValueError("no model can be so:\n" + "\n".join(problems))
+        raise ValueError("the sizes do not describe a valid model:\n" + "\n".join(problems))
     return tokenizer.identity
 
 
@@ -366,11 +365,11 @@ def family(model: ModelConfig) -> Family:
 def locate(
     bound: Iterable[Binding], tensors: Mapping[str, TensorInfo], dtypes: Mapping[str, str]
 ) -> dict[str, list[Piece]]:
-    """Return the pieces of every binding's tensor, in order; ValueError naming all misfits."""
+    """Return the pieces of every binding's tensor, in order; ValueError naming all problems."""
     names: dict[str, str] = {}
     problems: list[str] = []
     for key in tensors:
-        if LEFT_OUT.match(key):
+        if IGNORED.match(key):
             continue
         name = key
         for fused, plain in FUSED_NORMS:
@@ -381,16 +380,16 @@ def locate(
     found = {}
     for binding in bound:
         halves = (f"{binding.theirs}_w", f"{binding.theirs}_v")
-        pieces = [piece_of(binding.theirs, names)]
+        pieces = [find_piece(binding.theirs, names)]
         if pieces == [None]:
-            pieces = [piece_of(half, names) for half in halves]
-        there = [piece for piece in pieces if piece is not None]
-        found[binding.theirs] = there
-        problems += misfits(binding, there, len(pieces), tensors)
+            pieces = [find_piece(half, names) for half in halves]
+        existing = [piece for piece in pieces if piece is not None]
+        found[binding.theirs] = existing
+        problems += shape_problems(binding, existing, len(pieces), tensors)
     used = {key for pieces in found.values() for key, _ in pieces}
-    extra = [key for key in dtypes if key not in used and not LEFT_OUT.match(key)]
+    extra = [key for key in dtypes if key not in used and not IGNORED.match(key)]
     problems += [f"{key} ({dtypes[key]}) has no place in this model" for key in extra]
-    problems += left_over(found, tensors)
+    problems += unused_entries(found, tensors)
     if problems:
         raise ValueError(
             "the checkpoint does not fit the architecture:\n" + some(problems, "\n", 20)
@@ -398,7 +397,7 @@ def locate(
     return found
 
 
-def piece_of(name: str, names: Mapping[str, str]) -> Piece | None:
+def find_piece(name: str, names: Mapping[str, str]) -> Piece | None:
     """Find a tensor under its name, or as an entry of a tensor that stacks layers or experts."""
     ways: list[Piece] = [(name, ())]
     for plain, numbered in NUMBERED.items():
@@ -409,8 +408,10 @@ def piece_of(name: str, names: Mapping[str, str]) -> Piece | None:
     return next(((names[known], index) for known, index in ways if known in names), None)
 
 
-def left_over(found: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo]) -> Iterable[str]:
-    """Yield stacked tensors that have more entries than the model."""
+def unused_entries(
+    found: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo]
+) -> Iterable[str]:
+    """Yield the stacked tensors that have more layers or experts than the model."""
     used: dict[str, set[tuple[int, ...]]] = {}
     for key, index in (piece for pieces in found.values() for piece in pieces if piece[1]):
         used.setdefault(key, set()).add(index)
@@ -422,10 +423,10 @@ def left_over(found: Mapping[str, list[Piece]], tensors: Mapping[str, TensorInfo
                 yield f"{key} has {tensors[key].shape[dimension]} {kind}, the model {count}"
 
 
-def misfits(
+def shape_problems(
     binding: Binding, pieces: list[Piece], count: int, tensors: Mapping[str, TensorInfo]
 ) -> Iterable[str]:
-    """Yield the problem of a binding's tensor: it is missing, or of another shape."""
+    """Yield the problem if a binding's tensor is missing or of another shape."""
     if len(pieces) < count:
         yield f"{binding.theirs} {list(binding.shape)} is missing"
         return

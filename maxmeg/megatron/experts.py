@@ -78,7 +78,7 @@ def names(gated: bool) -> tuple[Names, Names, Names]:
     return modules, {**ROUTER}, experts
 
 
-def fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
+def expert_fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
     """Return fields of ModelConfig, none without experts; append unsupported ones to `refused`."""
     if not arguments.get("num_experts"):
         return {}
@@ -87,7 +87,7 @@ def fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
     score = chosen(arguments, "moe_router_score_function", "softmax", SCORES, refused)
     softmax = score is RouterScore.softmax
     balanced = arguments.get("moe_router_load_balancing_type") or ()
-    found = {
+    fields = {
         "moe.num_experts": arguments["num_experts"],
         "moe.top_k": count,
         "moe.ffn_size": arguments.get("moe_ffn_hidden_size") or 0,
@@ -103,14 +103,14 @@ def fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
         **placement(arguments, refused),
     }
     if kept := arguments.get("moe_router_group_topk"):
-        found["moe.num_groups"] = arguments.get("moe_router_num_groups") or 1
-        found["moe.topk_groups"] = kept
+        fields["moe.num_groups"] = arguments.get("moe_router_num_groups") or 1
+        fields["moe.topk_groups"] = kept
     if capacity := arguments.get("moe_expert_capacity_factor"):
-        found["moe.capacity_factor"] = float(capacity)
+        fields["moe.capacity_factor"] = float(capacity)
         drop_policy = chosen(arguments, "moe_token_drop_policy", "probs", DROPS, refused)
-        found["moe.drop_policy"] = drop_policy
-        found["moe.pad_to_capacity"] = bool(arguments.get("moe_pad_expert_input_to_capacity"))
-    return found
+        fields["moe.drop_policy"] = drop_policy
+        fields["moe.pad_to_capacity"] = bool(arguments.get("moe_pad_expert_input_to_capacity"))
+    return fields
 
 
 def placement(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:

@@ -136,9 +136,9 @@ def test_unsupported_arguments_are_refused_by_name(arguments: dict, message: str
 def test_a_config_must_match_the_arguments():
     config = Config(model=with_fields(ModelConfig(), megatron.architecture(SIZES)))
     config.data.tokenizer = "null:9"
-    found = megatron.decided(config, SIZES, "")
+    found = megatron.resolve_config(config, SIZES, "")
     assert found == config and found is not config
-    assert megatron.decided(config, {}, "null:7").data.tokenizer == "null:7"
+    assert megatron.resolve_config(config, {}, "null:7").data.tokenizer == "null:7"
     config.model.norm_eps, config.model.mlp.activation = 1e-6, Activation.gelu
     config.model.attention.softcap = 30.0
     message = (
@@ -146,17 +146,17 @@ def test_a_config_must_match_the_arguments():
         "checkpoint 0.0; model.mlp.activation=gelu, in the checkpoint gelu_tanh$"
     )
     with pytest.raises(ValueError, match=message):
-        megatron.decided(config, SIZES, "")
+        megatron.resolve_config(config, SIZES, "")
     placed = SIZES | {"num_experts": 4, "moe_layer_freq": [0, 1], "add_bias_linear": False}
     config = Config(model=with_fields(ModelConfig(), megatron.architecture(placed)))
     config.data.tokenizer = "null:9"
     config.model.layers = "attention,mlp attention,moe"  # the same layers
-    assert megatron.decided(config, placed, "").model.layers == config.model.layers
+    assert megatron.resolve_config(config, placed, "").model.layers == config.model.layers
     config.model.layers = "*(attention,moe)"
     with pytest.raises(ValueError, match=r"layers=\*\(attention,moe\), in the checkpoint "):
-        megatron.decided(config, placed, "")
+        megatron.resolve_config(config, placed, "")
     with pytest.raises(ValueError, match="no readable arguments: give its architecture"):
-        megatron.decided(None, {}, "")
+        megatron.resolve_config(None, {}, "")
 
 
 def test_the_tokenizer_comes_from_the_arguments_if_its_file_exists(tmp_path: Path):
@@ -277,7 +277,7 @@ def test_tensors_are_found_under_every_naming(naming: str):
     shapes |= {"optimizer.state.exp_avg.output_layer.weight": (1,), "rng_state.x": (1,)}
     shapes |= {"decoder.layers.mlp.linear_fc1._extra_state": (1,)}
     pieces = [piece for found in locate(shapes).values() for piece in found]
-    used = {name for name in shapes if not megatron.LEFT_OUT.match(name)}
+    used = {name for name in shapes if not megatron.IGNORED.match(name)}
     assert {name for name, _ in pieces} == used and len(set(pieces)) == len(pieces)
     halves = [name for name, _ in locate(shapes)[f"{STACKED}1.mlp.linear_fc1.weight"]]
     assert [name[-2:] for name in halves] in (["_w", "_v"], ["ht"])
