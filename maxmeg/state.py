@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from maxmeg.checkpoint import layout
+from maxmeg.checkpoint import storage
 from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
@@ -68,7 +68,7 @@ def parameter_rows(model) -> list[ParameterRow]:
         name = array_name(path)
         axes = logical_axes(variable)
         spec = tuple(larger_axes(names, array.sharding.mesh) for names in array.sharding.spec)
-        shape = layout.disk_shape(array.shape, orders.get(f"model.{name}".replace(".", "/")))
+        shape = storage.disk_shape(array.shape, orders.get(f"model.{name}".replace(".", "/")))
         rows.append(ParameterRow(name, shape, axes, spec, local))
     return rows
 
@@ -102,7 +102,7 @@ def orders_of(tree) -> dict[str, tuple[int, ...]]:
     `tree` is a state, or {"model": its model}.
     """
     model = tree.model if isinstance(tree, TrainState) else tree["model"]
-    return layout.row_orders(to_arrays(tree), model.stack.layout)
+    return storage.row_orders(to_arrays(tree), model.stack.layout)
 
 
 def nested(arrays: dict) -> dict:

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest
-from maxmeg.checkpoint.layout import row_orders
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.storage import row_orders
 from maxmeg.checkpoint.upcycling import Upcycling
 from maxmeg.config import files
 from maxmeg.config.hints import hub_command

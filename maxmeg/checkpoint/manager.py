@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import CorruptCheckpointError, Manifest, Tensor
-from maxmeg.checkpoint.layout import Order
 from maxmeg.checkpoint.processes import TIMEOUT_SECONDS, Processes, describe
 from maxmeg.checkpoint.restore import check_tree, read_tree
+from maxmeg.checkpoint.storage import Order
 from maxmeg.config.schema import Verify
 
 ARRAYS = "arrays"

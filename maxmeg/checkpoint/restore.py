@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import Manifest, some
-from maxmeg.checkpoint.layout import Order, disk_shape
+from maxmeg.checkpoint.storage import Order, disk_shape
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 

@@ -1,8 +1,9 @@
 """Write and read the arrays of a tree: one Zarr array per tensor, one file per chunk.
 
 Every process writes chunks of the shards on its own devices, and reads the chunks that its
-devices need, without communication. Files are uncompressed, because weights do not compress. The
-folder is an Orbax checkpoint of nested dicts (PyTreeCheckpointHandler, without OCDBT).
+devices need, without communication. Stacked arrays hold the layers in the model's order, without
+padding, whatever the pipeline. Files are uncompressed, because weights do not compress. The folder
+is an Orbax checkpoint of nested dicts (PyTreeCheckpointHandler, without OCDBT).
 """
 
 import concurrent.futures
@@ -11,6 +12,7 @@ import itertools
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
-from maxmeg.checkpoint.layout import Order, disk_shape
 from maxmeg.config.schema import Verify
+from maxmeg.pipeline.layout import Layout
 
 CHUNK_BYTES = 128 << 20  # a larger shard is cut into several files
 MIN_REPLICA_BYTES = 1 << 20  # a smaller shard is written by one of its replicas
@@ -30,6 +32,8 @@ _THREADS = 8
 TREE = "_METADATA"  # file in the folder of arrays, written by describe_tree
 DICT_KEY = 2  # Orbax's number for keys of dicts
 BYTES_CODEC = {"name": "bytes", "configuration": {"endian": "little"}}
+STACKED = re.compile(r"(?:^|\.)stack\.groups\.(\d+)\.")
+Order = Sequence[int]  # the model's layer in each row of a stacked array; -1: padding
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -49,6 +53,22 @@ class Chunk:
     name: str
     shard: jax.Array | np.ndarray
     inside: tuple[slice, ...]
+
+
+def row_orders(names: Iterable[str], layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Return the model's layer in each row (-1: padding) of the arrays that a pipeline reorders.
+
+    Keys are paths in a checkpoint: "model/stack/groups/0/...".
+    """
+    stacked = [(name, match) for name in names if (match := STACKED.search(name))]
+    if layout.trivial:
+        return {}
+    return {name.replace(".", "/"): layout.orders[int(match[1])] for name, match in stacked}
+
+
+def disk_shape(shape: tuple[int, ...], order: Order | None) -> tuple[int, ...]:
+    """Return the shape on disk: a stacked array has the model's layers without padding."""
+    return shape if order is None else (max(order) + 1, *shape[1:])
 
 
 def tensor_folder(path: str) -> str:

@@ -3,6 +3,7 @@
 Lengths and batch sizes over time are checked where they are computed: `optim/schedules.py`.
 """
 
+import dataclasses
 import math
 
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
@@ -13,10 +14,9 @@ from maxmeg.config.model_rules import (
     model_problems,
     training_problems,
 )
-from maxmeg.config.schema import Config, ParallelConfig, Schedule
+from maxmeg.config.schema import Config, ParallelConfig, Schedule, WatchdogConfig
 from maxmeg.config.setting import declared_problems, divisors
 from maxmeg.config.stages import units_of_chunks
-from maxmeg.config.watchdog import watchdog_problems
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
 UNSUPPORTED_AXES = ("context",)
@@ -323,3 +323,12 @@ def train_problems(config: Config, sizes: dict[str, int]):
             f"parallel.pipe={sizes['pipe']} needs microbatches: set train.micro_batch_size to the "
             "samples a device and microbatch, for at least as many microbatches as stages"
         )
+
+
+def watchdog_problems(limits: WatchdogConfig):
+    """Broken rules of the section, one line each."""
+    for field in dataclasses.fields(limits):
+        value = getattr(limits, field.name)
+        lowest = {"silence": 2.0, "straggler": 1.0}.get(field.name, 0.0)
+        if value != 0 and not value >= lowest:  # nan too
+            yield f"watchdog.{field.name}={value} must be 0 (off) or at least {lowest:g}"

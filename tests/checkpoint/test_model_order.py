@@ -10,8 +10,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.checkpoint.integrity import digest_all
-from maxmeg.checkpoint.layout import row_orders
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.storage import row_orders
 from maxmeg.parallel.mesh import AXES, make_mesh
 from maxmeg.pipeline.layout import arrange
 

@@ -22,7 +22,7 @@ PROGRAM = """
 import itertools, os, signal, subprocess, sys, time
 import jax
 from maxmeg.config.schema import Config
-from maxmeg.config.watchdog import WatchdogConfig
+from maxmeg.config.schema import WatchdogConfig
 from maxmeg.parallel import multihost
 from maxmeg.runtime.metrics.hooks import Hooks
 from maxmeg.runtime.faults.peers import ending_together

@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from maxmeg.config.schema import Config
-from maxmeg.config.watchdog import WatchdogConfig, watchdog_problems
+from maxmeg.config.schema import Config, WatchdogConfig
+from maxmeg.config.validate import watchdog_problems
 from maxmeg.runtime.faults import peers, watchdog
 from maxmeg.runtime.faults.clock import TICK, RunningClock
 from maxmeg.runtime.faults.peers import RESTART_CODE
