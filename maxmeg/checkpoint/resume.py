@@ -7,6 +7,8 @@ import typing
 from maxmeg.checkpoint.initialize import check_base, check_tokenizer, initialize, restored_base
 from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.initial import first_difference
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.parallel.parts import joined, saved
 from maxmeg.state import (
@@ -68,6 +70,7 @@ def resume(
     def use(step: int, manifest: Manifest) -> tuple[int, TrainState, dict[str, typing.Any]]:
         check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
         check_base(config, manifest.metadata.get("base", {}))
+        check_layers(config.model, manifest)
         return step, restore(source, step, abstract), manifest.metadata
 
     restored = source.latest(use)
@@ -77,6 +80,17 @@ def resume(
     model = joined(state.model, restored_base(config, abstract.model, base))
     state = dataclasses.replace(state, model=model)
     return Start(step, state, metadata, base)
+
+
+def check_layers(model: ModelConfig, manifest: Manifest) -> None:
+    """ValueError if a checkpoint's layers have other mixers than the model's."""
+    saved = manifest.metadata["config"]["model"]
+    before = ModelConfig(num_layers=saved["num_layers"], layers=saved["layers"])
+    if text := first_difference(before, model):
+        raise ValueError(
+            f"the checkpoint of step {manifest.step} is of another model: {text}; resume with "
+            "its layers, or train anew in another run_dir"
+        )
 
 
 def choose_source(load: str, run: Checkpointer, other: Checkpointer) -> str:

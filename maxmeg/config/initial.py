@@ -78,8 +78,8 @@ def upcycled(saved: ModelConfig, wanted: ModelConfig, folder: str) -> tuple[list
 
 
 def first_difference(saved: ModelConfig, wanted: ModelConfig) -> str:
-    """Describe the first layer in which two models of equally many layers differ, or ""."""
-    pairs = zip(saved.layer_kinds, wanted.layer_kinds, strict=True)
+    """Describe the first layer in which two models differ, or ""; one may have more layers."""
+    pairs = zip(saved.layer_kinds, wanted.layer_kinds, strict=False)
     for number, (before, now) in enumerate(pairs):
         if before != now:
             return (

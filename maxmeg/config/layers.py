@@ -158,6 +158,8 @@ class _Parser:
 
     def mixer(self) -> str:
         name = self.token
+        if name == "(":
+            raise self.error("a number of repeats, or *, before '('")
         if not re.fullmatch(r"[a-z]\w*", name):
             raise self.error("a mixer, one of " + ", ".join(MIXERS))
         _check_mixer(name, self.pattern)

@@ -120,6 +120,14 @@ def test_config_and_weights_are_of_one_checkpoint(saved, tmp_path):
         assert (np.asarray(array) == 2).all(), name
 
 
+def test_a_checkpoint_of_other_layers_names_the_first_that_differs(run):
+    config = config_of(2)
+    config.run_dir, config.model.layers = str(run), "*(mlp)"
+    checkpointer = Checkpointer(run / CHECKPOINTS)
+    with pytest.raises(ValueError, match=r"step 2 is of another model: layer 0 is mlp in .* there"):
+        resume(config, checkpointer, abstract_of(2), TOKENIZER)
+
+
 def test_initial_weights_come_from_an_intact_checkpoint(saved, run):
     config, abstract = config_of(), abstract_of()
     config.checkpoint.init_from = str(run)

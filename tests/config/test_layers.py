@@ -36,6 +36,7 @@ def test_a_pattern_describes_layers(pattern, num_layers):
         ("2*(mlp)", 4, r"at character 2, '\*': expected '\('"),
         ("*(mlp) *(mlp)", 4, r"at character 8, '\*': expected only one \*\(...\)"),
         ("2(*(mlp))", 4, r"at character 3, '\*': expected a number: .* within parentheses"),
+        ("mlp (mlp)", 4, r"at character 5, '\(': expected a number of repeats, or \*, before"),
         ("0(mlp)", 4, "at character 1, '0': expected a number of repeats"),
         ("99999(mlp)", 4, "expected a number of repeats from 1 to 10000"),
         ("mlp;", 4, "at character 4, ';': expected ' ', ',' or"),
