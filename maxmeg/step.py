@@ -42,7 +42,7 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
         rows_B=batch.rows,
         dropout_key=None if raw_key is None else jax.random.wrap_key_data(raw_key),
         layer=layer,
-        share=batch.share,
+        microbatch_weight=batch.share,
         training=raw_key is not None,
     )
 

@@ -20,8 +20,9 @@ def measure(size: Sizes, mixture: Mixture) -> dict:
 
     from maxmeg.layers.context import Context
     from maxmeg.layers.mlp import Mlp, MlpSpec
-    from maxmeg.layers.moe import Moe, MoeSpec, RoutingSpec
+    from maxmeg.layers.moe import Moe, MoeSpec
     from maxmeg.ops.experts.grouped_matmul import BACKENDS
+    from maxmeg.ops.experts.routing import RoutingSpec
     from maxmeg.planning.hardware import peak_tflops
 
     tokens, width, inner = mixture.tokens, mixture.width, mixture.inner
@@ -40,8 +41,8 @@ def measure(size: Sizes, mixture: Mixture) -> dict:
     for backend in size.backends("grouped", tuple(BACKENDS)):
         if backend == "xla" and mixture.experts > 8 and size.on_gpu:
             continue  # it multiplies every token with every expert
-        layers[backend] = made(Moe, MoeSpec(width, inner, routing, backend=backend))
-    layers["padded"] = made(Moe, MoeSpec(width, inner, routing, capacity=1.0, pad=True))
+        layers[backend] = made(Moe, MoeSpec(width, inner, routing=routing, backend=backend))
+    layers["padded"] = made(Moe, MoeSpec(width, inner, routing=routing, capacity=1.0, pad=True))
     forward: dict[str, Callable] = {}
     both: dict[str, Callable] = {}
     for name, layer in layers.items():

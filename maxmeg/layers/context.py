@@ -1,4 +1,4 @@
-"""What every sublayer of one forward pass may need to know, beside its input."""
+"""What the sublayers of one forward pass read beside their input."""
 
 import dataclasses
 
@@ -17,15 +17,15 @@ from maxmeg.parallel.sequence import SequenceShard
 class Context:
     """Positions, documents and randomness of the tokens of one forward pass.
 
-    positions_BL, segments_BL: position and document of each token that a mixer reads, which is
-    the sequence gathered over tensor; `shard` cuts them to the residual stream's tokens.
-    rows_B: number of each sample in the global batch. dropout_key: seeds all randomness of a pass
-    with training=True. training: dropout and the router's noise are on, and routers balance.
+    positions_BL, segments_BL: position and document id of each token of the sequence gathered over
+    tensor, which mixers read; `shard` returns the part of the residual stream.
+    rows_B: index of each sample in the global batch. dropout_key: seed of all randomness.
     layer: index of the unit in model order. sublayer: index of the sublayer in its unit.
-    cache_offset: number of tokens that the cache already holds, for all rows or for each [B]; the
-    integer 0 means an empty cache, so that attention reads the new tokens alone.
-    sequence_sharded: the residual stream is cut over tensor along the sequence; False in decoding.
-    share: this microbatch's weight in losses that are means over microbatches.
+    cache_offset: number of tokens in the cache, for all rows or per row [B]. The integer 0 means an
+    empty cache: attention then reads the new tokens only.
+    sequence_sharded: the residual stream is sharded over tensor along the sequence; False in
+    decoding. training: apply dropout, router noise and Sinkhorn balancing.
+    microbatch_weight: of this microbatch in losses that are means over microbatches.
     """
 
     positions_BL: jax.Array
@@ -36,7 +36,7 @@ class Context:
     sublayer: int = dataclasses.field(default=0, metadata={"static": True})
     cache_offset: jax.Array | int | None = None
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
-    share: jax.Array | float = 1.0
+    microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
@@ -53,12 +53,14 @@ class Context:
         )
 
     def shard(self, x_BL: jax.Array) -> jax.Array:
-        """The residual stream's part of an array [B, L, ...] of the gathered sequence."""
+        """The part of the residual stream of an array [B, L, ...] of the gathered sequence."""
         return collectives.local_part(x_BL, TENSOR_AXES, 1) if self.sequence_sharded else x_BL
 
     def places(self, length: int) -> Int[Array, "1 L"]:
-        """Places in the whole sequence of the tokens of an array [B, length, ...], which holds
-        either the residual stream's tokens or the sequence gathered over tensor."""
+        """Index in the global sequence of each token of an array [B, length, ...].
+
+        The array holds either the residual stream or the sequence gathered over tensor.
+        """
         sequence = self.sequence
         if length != sequence.length:
             sequence = sequence.gathered()
@@ -66,15 +68,13 @@ class Context:
         return sequence.places(jnp.arange(length))[None]
 
     def key(self, place: int) -> jax.Array:
-        """Key of the `place`-th use of randomness in this sublayer."""
+        """Random key of use number `place` of randomness in this sublayer."""
         return fold(self.seed(), self.layer, self.sublayer, place)
 
     def seed(self) -> jax.Array:
-        """dropout_key, which every pass in training has."""
         assert self.dropout_key is not None
         return self.dropout_key
 
     def rows(self) -> jax.Array:
-        """rows_B where dropout needs them."""
         assert self.rows_B is not None
         return self.rows_B

@@ -1,9 +1,9 @@
-"""The mixture of experts: a router, experts in one grouped product, and experts that all share.
+"""Mixture of experts: a router, routed experts in one grouped product, an optional shared expert.
 
-Experts lie on other devices along EXPERT_AXES of the mesh, and are cut over its tensor.
-Tokens go there by all-to-all (layers/exchange.py); or their vectors are gathered, each device runs
-its experts on those that chose them, and the sums go back scattered, as in a tensor-parallel layer.
-Nothing is dropped, unless the spec says how much an expert takes.
+Experts are spread over EXPERT_AXES of the mesh and split over EXPERT_TENSOR_AXES. Tokens go to
+their experts by all-to-all (ops/experts/exchange.py). Or they are all-gathered, each device runs
+its experts, and the outputs are reduce-scattered, as in a tensor-parallel layer. No token is
+dropped unless the spec sets a capacity.
 """
 
 import dataclasses
@@ -16,11 +16,10 @@ from jaxtyping import Array, Float, Int
 from maxmeg.layers.balance import TOKENS, balanced
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import lookup
-from maxmeg.layers.exchange import exchanged, padded
 from maxmeg.layers.linear import Linear
-from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
+from maxmeg.layers.mixer import Mixer, Widths
 from maxmeg.layers.mlp import Mlp, MlpSpec
-from maxmeg.ops.activation import GATED, activate
+from maxmeg.ops.activation import activate
 from maxmeg.ops.experts.dispatch import (
     capacity_of,
     collect,
@@ -30,95 +29,73 @@ from maxmeg.ops.experts.dispatch import (
     sort_by_expert,
     spread,
 )
+from maxmeg.ops.experts.exchange import exchange_in_rounds, exchange_padded
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
-from maxmeg.ops.experts.routing import (
-    Routing,
-    RoutingSpec,
-    Score,
-    jittered,
-    route,
-    updated_bias,
-)
+from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
 from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
 from maxmeg.parallel.rules import is_frozen
 
 GATHER_AXES = tuple(axis for axis in EXPERT_AXES if axis in TOKEN_AXES)
-FOLD_AXES, CUT_AXES = ("fold",), ("tensor",)  # tensor where experts differ, and where one is cut
-JITTER_PLACE = 2  # of the noise among the uses of randomness in a layer
-__all__ = ["Experts", "Moe", "MoeSpec", "RoutingSpec", "Score"]
+# The two parts of tensor: devices with different experts, and devices that share each expert.
+EXPERT_FOLD_AXES, EXPERT_TENSOR_AXES = ("fold",), ("tensor",)
+JITTER_PLACE = 2  # number of the jitter among the uses of randomness in a layer
 
 
 @dataclasses.dataclass(frozen=True)
-class MoeSpec(MixerSpec):
-    """Sizes as of MlpSpec, of one expert; shared_size: of the expert that every token goes to.
+class MoeSpec(MlpSpec):
+    """The fields of MlpSpec describe one routed expert.
 
-    biased: a bias on the scores chooses experts (loss-free balance); each step changes it by
-    bias_rate. Coefficients of losses that balance loads: over all tokens of a microbatch, over each
-    sequence, by the loads of the previous step; and of the router's z-loss. jitter: in training the
-    router's input is multiplied by noise from 1 - jitter to 1 + jitter. latent_size: experts read
-    and write projections of that width (0: hidden_size); router and shared expert do not.
-    capacity: an expert takes this times its even share of a device's tokens, 0 all; by_weight: it
-    drops those that weigh least, else those that come last; pad: it always computes as many rows,
-    some of them empty, so that its product is a plain one. exchange: between devices by "gather",
-    "all_to_all" or "ragged" all-to-all, in rounds of `buffer` times a device's mean load; "auto" is
-    all_to_all; with pad there are no rounds.
-    logit_bias: the router's logits have a bias that is trained as weights are.
+    shared_ffn_size: width of the shared expert, which all tokens pass through; 0: none.
+    shared_gate: multiply its output by a learned gate per token.
+    bias_balancing: a bias on the scores chooses experts (loss-free balancing); each step changes it
+    by bias_rate. aux_loss, sequence_aux_loss, global_aux_loss: coefficients of the balance losses
+    over a microbatch, over each sequence, and with the loads of the previous step. z_loss:
+    coefficient of the router's z-loss. jitter: in training the router's input is multiplied by
+    noise in [1 - jitter, 1 + jitter]. logit_bias: the router's logits have a trained bias.
+    latent_size: width of a projection that routed experts read and write; 0: they use hidden_size.
+    capacity: capacity factor per device; 0: dropless. drop_by_weight: copies with the smallest
+    weights are dropped, else the last ones. pad: every expert computes exactly as many rows as its
+    capacity, in one plain batched product.
+    exchange: "gather", "all_to_all", "ragged" (all-to-all), or "auto" (all_to_all). buffer: rows of
+    an exchange round relative to a device's mean load; unused with pad.
+    backend: of ops.experts.grouped_matmul.
     """
 
     name = "moe"
     writes = "shard"
 
-    ffn_size: int
-    routing: RoutingSpec
-    activation: str = "swiglu"
-    bias: bool = False
-    shared_size: int = 0
+    routing: RoutingSpec = dataclasses.field(kw_only=True)
+    shared_ffn_size: int = 0
     shared_gate: bool = False
-    biased: bool = False
+    bias_balancing: bool = False
     bias_rate: float = 0.0
     aux_loss: float = 0.0
     sequence_aux_loss: float = 0.0
+    global_aux_loss: float = 0.0
     z_loss: float = 0.0
+    jitter: float = 0.0
+    logit_bias: bool = False
+    latent_size: int = 0
     capacity: float = 0.0
-    by_weight: bool = False
-    backend: str = "auto"
-    std: float = 0.02
-    out_std: float = 0.02
-    clamp: float = 0.0
-    offset: float = 0.0
+    drop_by_weight: bool = False
+    pad: bool = False
     exchange: str = "auto"
     buffer: float = 1.5
-    logit_bias: bool = False
-    global_aux_loss: float = 0.0
-    jitter: float = 0.0
-    latent_size: int = 0
-    pad: bool = False
-
-    @property
-    def is_gated(self) -> bool:
-        return self.activation in GATED
+    backend: str = "auto"
 
     @property
     def shared(self) -> MlpSpec:
-        """The expert that every token goes to."""
-        return MlpSpec(
-            hidden_size=self.hidden_size,
-            ffn_size=self.shared_size,
-            activation=self.activation,
-            bias=self.bias,
-            std=self.std,
-            out_std=self.out_std,
-            clamp=self.clamp,
-            offset=self.offset,
-        )
+        """The shared expert."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(MlpSpec)}
+        return dataclasses.replace(MlpSpec(**fields), ffn_size=self.shared_ffn_size)
 
     def make(self, key: jax.Array) -> "Moe":
         return Moe(key, self)
 
     def weights(self) -> int:
-        """Those of the router, the shared expert and the experts that a token is routed to."""
+        """Weights of the router, the shared expert and the experts of one token."""
         D, routing = self.hidden_size, self.routing
         width = self.latent_size or D
         experts = (2 + self.is_gated) * width * routing.top_k * self.ffn_size
@@ -128,18 +105,18 @@ class MoeSpec(MixerSpec):
         )
 
     def widths(self, kv_copies: int = 1) -> Widths:
-        widths = self.shared.widths() if self.shared_size else Widths()
+        widths = self.shared.widths() if self.shared_ffn_size else Widths()
         return dataclasses.replace(
             widths,
             replicated={"expert_latent": self.latent_size} if self.latent_size else {},
             expert_columns=(1 + self.is_gated) * self.ffn_size,
             expert_input=self.ffn_size,
-            shared_expert=self.shared_size > 0,
+            shared_expert=self.shared_ffn_size > 0,
         )
 
 
 class Experts(nnx.Module):
-    """All experts' matrices stacked, those of a device's own share of them."""
+    """The matrices of this device's experts, stacked."""
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
         keys = jax.random.split(key, 3)
@@ -163,61 +140,60 @@ class Experts(nnx.Module):
 
     def __call__(
         self,
-        x_ND: Float[Array, "N D"],
+        x_RD: Float[Array, "R D"],
         sizes_E: Int[Array, " E"] | None,
-        weights_N: Float[Array, " N"],
-    ) -> Float[Array, "N D"]:
-        """Row by row the weighted output of its expert; partial sums over the mesh's tensor.
+        weights_R: Float[Array, " R"],
+    ) -> Float[Array, "R D"]:
+        """The weighted output of each row's expert; partial sums over EXPERT_TENSOR_AXES.
 
-        sizes_E: rows of each expert, None: as many of every one. The weight is applied before the
-        last product: backward then needs no output for it.
+        sizes_E: number of rows of each expert; None: equal numbers. The weight is applied before
+        the last product, so that backward does not need the output.
         """
-        up_NF = self._product(x_ND, self.up, self.up_bias, sizes_E)
-        inputs = (stored(up_NF, "expert_up"),)
+        up_RF = self._product(x_RD, self.up, self.up_bias, sizes_E)
+        inputs = (stored(up_RF, "expert_up"),)
         if self.gate is not None:
-            gate_NF = self._product(x_ND, self.gate, self.gate_bias, sizes_E)
-            inputs = (stored(gate_NF, "expert_gate"), *inputs)
+            gate_RF = self._product(x_RD, self.gate, self.gate_bias, sizes_E)
+            inputs = (stored(gate_RF, "expert_gate"), *inputs)
         spec = self.spec
-        h_NF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
-        h_NF = (h_NF * weights_N[:, None]).astype(h_NF.dtype)
-        y_ND = self._product(h_NF, self.out, None, sizes_E)
+        h_RF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
+        h_RF = (h_RF * weights_R[:, None]).astype(h_RF.dtype)
+        y_RD = self._product(h_RF, self.out, None, sizes_E)
         if self.out_bias is None:
-            return y_ND
-        bias_ED = collectives.counted_once(self.out_bias[...], CUT_AXES)
-        bias_ND = rows_of_experts(bias_ED, sizes_E, len(x_ND))
-        return y_ND + (bias_ND * weights_N[:, None]).astype(y_ND.dtype)
+            return y_RD
+        bias_ED = collectives.counted_once(self.out_bias[...], EXPERT_TENSOR_AXES)
+        bias_RD = rows_of_experts(bias_ED, sizes_E, len(x_RD))
+        return y_RD + (bias_RD * weights_R[:, None]).astype(y_RD.dtype)
 
-    def _product(self, x_NI, weight, bias, sizes_E):
-        matrices = unshard_parameter(weight)
+    def _product(self, x_RI, weight, bias, sizes_E):
+        w_EIO = unshard_parameter(weight)
         if sizes_E is None:
-            x_ECI = x_NI.reshape(len(matrices), -1, x_NI.shape[-1])
-            y_NO = (x_ECI @ matrices).reshape(len(x_NI), -1)
+            x_ECI = x_RI.reshape(len(w_EIO), -1, x_RI.shape[-1])
+            y_RO = (x_ECI @ w_EIO).reshape(len(x_RI), -1)
         else:
-            y_NO = grouped_matmul(x_NI, matrices, sizes_E, backend=self.spec.backend)
-        return y_NO if bias is None else y_NO + rows_of_experts(bias[...], sizes_E, len(x_NI))
+            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, backend=self.spec.backend)
+        return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 
 
 def rows_of_experts(
     vectors_EO: Float[Array, "E O"], sizes_E: Int[Array, " E"] | None, rows: int
-) -> Float[Array, "N O"]:
-    """[rows, O]: for every row its expert's vector, zeros for rows behind the last expert's.
+) -> Float[Array, "R O"]:
+    """The vector of each row's expert, zeros after the last expert's rows.
 
-    sizes_E: rows of each expert; None: as many of every one. Gradients are summed in float32.
+    sizes_E: number of rows of each expert; None: equal numbers. Gradients are summed in float32.
     """
     if sizes_E is None:
         return jnp.repeat(vectors_EO, rows // len(vectors_EO), axis=0)
     ends_E = jnp.cumsum(sizes_E)
-    experts_N = jnp.searchsorted(ends_E, jnp.arange(rows), side="right")
-    found_1NO: jax.Array = lookup(vectors_EO, experts_N[None], len(vectors_EO))  # pyright: ignore
-    return found_1NO[0]
+    experts_R = jnp.searchsorted(ends_E, jnp.arange(rows), side="right")
+    rows_1RO: jax.Array = lookup(vectors_EO, experts_R[None], len(vectors_EO))  # pyright: ignore
+    return rows_1RO[0]
 
 
 class Moe(Mixer):
-    """sum_k weight_k expert_k(x), plus the shared expert's output, gated where the spec says so.
+    """sum_k weight_k expert_k(x) + gate(x) shared(x).
 
-    State that the train step updates (`update`): `bias`, added to the scores for the choice of
-    experts alone, where the spec is biased; `load`, the tokens of each expert in the previous step,
-    where a loss needs them.
+    State, set by `update` after each step: `bias`, added to the scores when experts are chosen
+    (bias_balancing); `load`, the tokens of each expert in the previous step (global_aux_loss).
     """
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
@@ -225,13 +201,15 @@ class Moe(Mixer):
         D, E = spec.hidden_size, spec.routing.num_experts
         self.spec = spec
         self.router = nnx.Param(spec.std * jax.random.normal(keys[0], (D, E)), axes=("norm", None))
-        has_logit_bias, has_load = spec.logit_bias, spec.global_aux_loss
-        self.bias = nnx.Variable(jnp.zeros(E), axes=(None,), state=True) if spec.biased else None
-        self.load = nnx.Variable(jnp.zeros(E), axes=(None,), state=True) if has_load else None
-        self.logit_bias = nnx.Param(jnp.zeros(E), axes=(None,)) if has_logit_bias else None
+
+        def state(exists):
+            return nnx.Variable(jnp.zeros(E), axes=(None,), state=True) if exists else None
+
+        self.bias, self.load = state(spec.bias_balancing), state(spec.global_aux_loss)
+        self.logit_bias = nnx.Param(jnp.zeros(E), axes=(None,)) if spec.logit_bias else None
         self.experts = Experts(keys[1], spec)
-        self.shared = Mlp(keys[2], spec.shared) if spec.shared_size else None
-        gated = spec.shared_size and spec.shared_gate
+        self.shared = Mlp(keys[2], spec.shared) if spec.shared_ffn_size else None
+        gated = spec.shared_ffn_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
         width, keys = spec.latent_size, [jax.random.fold_in(key, place) for place in (4, 5)]
         down = Linear(keys[0], (D, width), ("embed", "norm"), spec.std) if width else None
@@ -242,7 +220,7 @@ class Moe(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B M D"], None, dict]:
-        """Sums of this device's part of the sequence, no cache, and the values of `balanced`."""
+        """Complete sums for the local sequence shard, no cache, and the values of `balanced`."""
         logits_TE = self._logits(h_BLD, ctx)
         bias_E = None if self.bias is None else self.bias[...]
         routing = route(logits_TE, self.spec.routing, bias_E, ctx.training)
@@ -263,7 +241,6 @@ class Moe(Mixer):
         return y_BLD, cache, aux
 
     def update(self, aux: dict[str, Array]) -> None:
-        """Set the state from the auxiliary values of a whole step."""
         counts_E = aux[TOKENS]
         if self.bias is not None and not is_frozen(self.bias):
             self.bias.set_value(updated_bias(self.bias[...], counts_E, self.spec.bias_rate))
@@ -271,7 +248,7 @@ class Moe(Mixer):
             self.load.set_value(counts_E)
 
     def _logits(self, h_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "T E"]:
-        """In float32, of an input that is jittered in training."""
+        """Router logits in float32; in training the input is jittered."""
         if self.spec.jitter and ctx.training:
             place = ctx.rows()[:, None], ctx.places(h_BLD.shape[1])
             h_BLD = jittered(h_BLD, self.spec.jitter, ctx.key(JITTER_PLACE), *place)
@@ -283,62 +260,61 @@ class Moe(Mixer):
 
     def _is_exchanged(self, ctx: Context) -> bool:
         """Whether tokens go to other devices by all-to-all."""
-        apart = ctx.sequence_sharded and self.spec.exchange != "gather"
-        return apart and collectives.axis_size(EXPERT_AXES) > 1
+        allowed = ctx.sequence_sharded and self.spec.exchange != "gather"
+        return allowed and collectives.axis_size(EXPERT_AXES) > 1
 
     def pieces(self, ctx: Context) -> int:
-        """Parts that the sequence is cut into before experts take of it what they can hold."""
-        return collectives.axis_size(FOLD_AXES) if self._is_exchanged(ctx) else 1
+        """Number of parts of the local sequence, to each of which the capacity applies."""
+        return collectives.axis_size(EXPERT_FOLD_AXES) if self._is_exchanged(ctx) else 1
 
     def _experts(
         self, h_BLD: Float[Array, "B L D"], routing: Routing, ctx: Context
     ) -> Float[Array, "B M D"]:
-        """Sums over the experts of each token, this device's part of the sequence."""
+        """Weighted sums of the routed experts' outputs for the local sequence shard."""
         spec, top_k = self.spec, self.spec.routing.top_k
         if not self._is_exchanged(ctx):
             y_TD = self._gathered(h_BLD.reshape(-1, h_BLD.shape[-1]), routing)
             return collectives.scatter_sequence(y_TD.reshape(h_BLD.shape), ctx.sequence_sharded)
         rows = h_BLD.shape[0]
         local = (h_BLD, *(array.reshape(rows, -1, top_k) for array in routing))
-        local = [collectives.local_part(array, FOLD_AXES, 1) for array in local]
+        local = [collectives.local_part(array, EXPERT_FOLD_AXES, 1) for array in local]
         x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
         routing = Routing(experts_TK, weights_TK)
-        places_TK, room = self._places(routing)
+        places_TK, capacity = self._places(routing)
         if spec.pad:
-            y_TD = padded(self.experts, x_TD, routing, places_TK, room, EXPERT_AXES)
+            y_TD = exchange_padded(self.experts, x_TD, routing, places_TK, capacity, EXPERT_AXES)
         else:
-            rounds = spec.exchange, spec.buffer, EXPERT_AXES
-            y_TD = exchanged(self.experts, x_TD, routing, places_TK < room, *rounds)
+            how, kept_TK = (spec.exchange, spec.buffer, EXPERT_AXES), places_TK < capacity
+            y_TD = exchange_in_rounds(self.experts, x_TD, routing, kept_TK, *how)
         y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
-        return collectives.scatter(y_BLD, CUT_AXES, 1)
+        return collectives.scatter(y_BLD, EXPERT_TENSOR_AXES, 1)
 
     def _places(self, routing: Routing) -> tuple[Int[Array, "T K"], int]:
-        """(places of these tokens' copies at their experts, how many of them an expert takes); all
-        are first where nothing is dropped."""
+        """(place of each copy at its expert, capacity of an expert); (zeros, 1) if dropless."""
         spec, (experts_TK, weights_TK) = self.spec, routing
         if not spec.capacity:
             return jnp.zeros(experts_TK.shape, jnp.int32), 1
         num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
-        order = jax.lax.stop_gradient(weights_TK) if spec.by_weight else None
-        room = capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
-        return places_in_experts(experts_TK, num_experts, order), room
+        priority_TK = jax.lax.stop_gradient(weights_TK) if spec.drop_by_weight else None
+        capacity = capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
+        return places_in_experts(experts_TK, num_experts, priority_TK), capacity
 
     def _gathered(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
-        """Partial sums over TENSOR_AXES."""
+        """As `_experts`, with all-gathered tokens: partial sums over TENSOR_AXES."""
         count, devices = self.experts.up.shape[-3], collectives.axis_size(GATHER_AXES)
-        places_TK, room = self._places(routing)
-        given_TK = is_kept_TK = places_TK < room
-        if self.spec.pad:  # an expert has rows for each device's copies, one device's after another
-            places_TK += collectives.first_index(GATHER_AXES, room)
-            given_TK = jnp.where(is_kept_TK, places_TK, devices * room)
-        x_TD, experts_TK, weights_TK, given_TK = (
-            collectives.gather(array, GATHER_AXES, 0) for array in (x_TD, *routing, given_TK)
+        places_TK, capacity = self._places(routing)
+        sent_TK = is_kept_TK = places_TK < capacity
+        if self.spec.pad:  # an expert has `capacity` rows for each device, in the order of devices
+            places_TK += collectives.first_index(GATHER_AXES, capacity)
+            sent_TK = jnp.where(is_kept_TK, places_TK, devices * capacity)
+        x_TD, experts_TK, weights_TK, sent_TK = (
+            collectives.gather(array, GATHER_AXES, 0) for array in (x_TD, *routing, sent_TK)
         )
         local_TK = experts_TK - collectives.first_index(EXPERT_AXES, count)
         if self.spec.pad:
-            order, sizes_E = pad_experts(local_TK, given_TK, count, devices * room), None
+            order, sizes_E = pad_experts(local_TK, sent_TK, count, devices * capacity), None
         else:
-            order = sort_by_expert(local_TK, count, kept_TK=given_TK)
+            order = sort_by_expert(local_TK, count, kept_TK=sent_TK)
             sizes_E = order.sizes_E
-        rows_ND = self.experts(spread(x_TD, order), sizes_E, rows_of_copies(weights_TK, order))
-        return collectives.scatter(collect(rows_ND, order), GATHER_AXES, 0)
+        y_RD = self.experts(spread(x_TD, order), sizes_E, rows_of_copies(weights_TK, order))
+        return collectives.scatter(collect(y_RD, order), GATHER_AXES, 0)

@@ -11,11 +11,12 @@ from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
 from maxmeg.layers.mlp import MlpSpec
-from maxmeg.layers.moe import MoeSpec, RoutingSpec, Score
+from maxmeg.layers.moe import MoeSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.models.stack import Pattern
+from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.ops.rope import RotaryScaling, RotarySpec
 
 
@@ -114,47 +115,40 @@ def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
 
 
 def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
-    score, over_all = Score(config.moe.score.value), config.moe.softmax_before_topk
-    if config.moe.sinkhorn:
-        score = Score.sigmoid if config.moe.top_k == 1 else Score.softmax
+    moe, score = config.moe, Score(config.moe.score.value)
+    if moe.sinkhorn:
+        score = Score.sigmoid if moe.top_k == 1 else Score.softmax
     routing = RoutingSpec(
-        num_experts=config.moe.num_experts,
-        top_k=config.moe.top_k,
+        num_experts=moe.num_experts,
+        top_k=moe.top_k,
         score=score,
-        before=over_all or config.moe.sinkhorn,
-        normalize=config.moe.normalize_weights,
-        scale=config.moe.scale,
-        groups=config.moe.num_groups,
-        groups_kept=config.moe.topk_groups,
-        group_best=config.moe.group_score_topk,
-        sinkhorn=config.moe.sinkhorn,
-        in_turn=config.moe.force_balance,
+        softmax_before_topk=moe.softmax_before_topk or moe.sinkhorn,
+        normalize_weights=moe.normalize_weights,
+        scale=moe.scale,
+        num_groups=moe.num_groups,
+        topk_groups=moe.topk_groups,
+        group_score_topk=moe.group_score_topk,
+        sinkhorn=moe.sinkhorn,
+        force_balance=moe.force_balance,
     )
     return MoeSpec(
-        hidden_size=config.hidden_size,
-        ffn_size=config.expert_ffn,
+        **vars(dataclasses.replace(mlp_spec(config, parallel), ffn_size=config.expert_ffn)),
         routing=routing,
-        activation=config.mlp.activation.value,
-        bias=config.mlp.bias,
-        shared_size=config.moe.shared_ffn_size,
-        shared_gate=config.moe.shared_gate,
-        biased=config.moe.bias_balancing,
-        bias_rate=config.moe.bias_rate,
-        aux_loss=config.moe.aux_loss,
-        sequence_aux_loss=config.moe.sequence_aux_loss,
-        global_aux_loss=config.moe.global_aux_loss,
-        z_loss=config.moe.z_loss,
-        jitter=config.moe.jitter,
-        latent_size=config.moe.latent_size,
-        capacity=config.moe.capacity_factor,
-        by_weight=config.moe.drop_policy is ExpertDrop.weight,
-        pad=config.moe.pad_to_capacity,
-        backend=config.moe.backend.value,
-        std=config.init_std,
-        out_std=output_std(config),
-        clamp=config.mlp.activation_clamp,
-        offset=config.mlp.glu_offset,
-        logit_bias=config.moe.logit_bias,
+        shared_ffn_size=moe.shared_ffn_size,
+        shared_gate=moe.shared_gate,
+        bias_balancing=moe.bias_balancing,
+        bias_rate=moe.bias_rate,
+        aux_loss=moe.aux_loss,
+        sequence_aux_loss=moe.sequence_aux_loss,
+        global_aux_loss=moe.global_aux_loss,
+        z_loss=moe.z_loss,
+        jitter=moe.jitter,
+        latent_size=moe.latent_size,
+        capacity=moe.capacity_factor,
+        drop_by_weight=moe.drop_policy is ExpertDrop.weight,
+        pad=moe.pad_to_capacity,
+        backend=moe.backend.value,
+        logit_bias=moe.logit_bias,
         exchange=parallel.expert_exchange.value,
         buffer=parallel.expert_buffer,
     )

@@ -74,7 +74,7 @@ def mtp_loss(
     """
     factor, depths = model.mtp.factor, model.mtp.depths
     first = collectives.axis_index((PIPE_AXIS,)) == 0
-    ctx = dataclasses.replace(ctx, share=jnp.where(first, ctx.share, 0.0))
+    ctx = dataclasses.replace(ctx, microbatch_weight=jnp.where(first, ctx.microbatch_weight, 0.0))
     x_BLD, total = ctx.shard(h_BLD), jnp.zeros(())
     units, loss_sums, tokens, auxes = sum(model.stack.repeats), [], [], []
     for i, depth in enumerate(depths):

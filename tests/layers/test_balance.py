@@ -17,8 +17,9 @@ from maxmeg.parallel.parts import trained
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 B, L, D, E, K = 4, 6, 16, 8, 2
 SPEC = MoeSpec(
-    *(D, 24, RoutingSpec(E, K)),
-    biased=True,
+    *(D, 24),
+    routing=RoutingSpec(E, K),
+    bias_balancing=True,
     bias_rate=0.5,
     aux_loss=0.5,
     sequence_aux_loss=0.25,
@@ -27,7 +28,7 @@ SPEC = MoeSpec(
     capacity=0.5,
     std=0.5,
 )
-SHARE = 0.25  # of a microbatch in a step
+WEIGHT = 0.25  # of a microbatch
 LOAD = np.arange(E) + 1.0
 
 
@@ -58,11 +59,11 @@ def expected(x_TD, router_DE) -> dict:
 
 
 def test_auxiliary_values_are_the_losses_without_coefficients():
-    """Summed over copies of tokens, whatever the share of the microbatch; they set the state."""
+    """Summed over copies of tokens, whatever the weight of the microbatch; they set the state."""
     moe: typing.Any = Moe(jax.random.key(0), SPEC)
     x_BLD = jax.random.normal(jax.random.key(1), (B, L, D))
     moe.load[...] = jnp.asarray(LOAD, jnp.float32)
-    ctx = Context(jnp.zeros((B, L), int), share=SHARE)
+    ctx = Context(jnp.zeros((B, L), int), microbatch_weight=WEIGHT)
     _, _, aux = jax.jit(lambda moe: moe(x_BLD, ctx))(moe)
     wanted = expected(x_BLD.reshape(-1, D), moe.router[...])
     assert aux.keys() == wanted.keys() and wanted["expert_dropped"] > 0

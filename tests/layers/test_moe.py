@@ -21,18 +21,23 @@ from maxmeg.parallel.rules import storage_specs
 from maxmeg.parallel.spmd import spmd
 
 B, L, D, F, E = 8, 8, 16, 24, 8
-PLAIN = MoeSpec(D, F, RoutingSpec(E, 2), std=0.5, out_std=0.5)
-SIGMOID = RoutingSpec(E, 3, Score.sigmoid, normalize=True, scale=2.5, groups=4, groups_kept=2)
+PLAIN = MoeSpec(D, F, routing=RoutingSpec(E, 2), std=0.5, out_std=0.5)
+SIGMOID = RoutingSpec(
+    E, 3, Score.sigmoid, normalize_weights=True, scale=2.5, num_groups=4, topk_groups=2
+)
 SPECS = {
     "mixtral": PLAIN,
     "balanced": dataclasses.replace(
         PLAIN, aux_loss=0.5, sequence_aux_loss=0.3, global_aux_loss=0.4, z_loss=0.1
     ),
     "deepseek": dataclasses.replace(
-        PLAIN, routing=SIGMOID, shared_size=20, biased=True, sequence_aux_loss=0.2
+        PLAIN, routing=SIGMOID, shared_ffn_size=20, bias_balancing=True, sequence_aux_loss=0.2
     ),
     "qwen2": dataclasses.replace(
-        PLAIN, routing=RoutingSpec(E, 4, before=True), shared_size=12, shared_gate=True
+        PLAIN,
+        routing=RoutingSpec(E, 4, softmax_before_topk=True),
+        shared_ffn_size=12,
+        shared_gate=True,
     ),
     "biases": dataclasses.replace(
         PLAIN,
@@ -42,7 +47,7 @@ SPECS = {
         aux_loss=0.1,
         latent_size=10,
     ),
-    "one of many": dataclasses.replace(PLAIN, routing=RoutingSpec(E, 1, before=True)),
+    "one of many": dataclasses.replace(PLAIN, routing=RoutingSpec(E, 1, softmax_before_topk=True)),
 }
 MESHES = [
     {"expert": 4},
@@ -121,7 +126,7 @@ def dropped(spec: MoeSpec, is_chosen_TE, weights_TE, parts: tuple[int, int]):
 
     chosen, weights = cut(is_chosen_TE), cut(weights_TE)
     limit = math.ceil(spec.capacity * spec.routing.top_k * chosen.shape[1] / E)
-    keys = -weights if spec.by_weight else jnp.arange(chosen.shape[1])[:, None]
+    keys = -weights if spec.drop_by_weight else jnp.arange(chosen.shape[1])[:, None]
     places = jnp.argsort(jnp.argsort(jnp.where(chosen, keys, jnp.inf), axis=1), axis=1)
     beyond = (chosen & (places >= limit)).reshape(rows, pieces, B // rows, -1, E)
     return beyond.swapaxes(1, 2).reshape(-1, E)
@@ -139,17 +144,17 @@ def looped(moe: Moe, x_BLD, parts: tuple[int, int] = (1, 1)):
     logits = logits if moe.logit_bias is None else logits + moe.logit_bias[...]
     by_itself = rule.score is Score.sigmoid
     scores = jax.nn.sigmoid(logits) if by_itself else jax.nn.softmax(logits)
-    choice = scores + moe.bias[...] if spec.biased else scores
-    if rule.groups > 1:
-        each = jnp.sort(choice.reshape(len(x), rule.groups, -1), axis=-1)
-        best = jnp.argsort(-each[..., -rule.best_of_group :].sum(-1))[:, : rule.groups_kept]
-        group = jnp.arange(E) // (E // rule.groups)
+    choice = scores + moe.bias[...] if spec.bias_balancing else scores
+    if rule.num_groups > 1:
+        each = jnp.sort(choice.reshape(len(x), rule.num_groups, -1), axis=-1)
+        best = jnp.argsort(-each[..., -rule.scores_per_group :].sum(-1))[:, : rule.topk_groups]
+        group = jnp.arange(E) // (E // rule.num_groups)
         choice = jnp.where((group[None, :, None] == best[:, None]).any(-1), choice, -1e9)
     rank = jnp.argsort(jnp.argsort(-choice))
     is_chosen = rank < rule.top_k
-    if by_itself or rule.before:
+    if by_itself or rule.softmax_before_topk:
         weights = jnp.where(is_chosen, scores, 0)
-        weights = weights / weights.sum(-1, keepdims=True) if rule.normalize else weights
+        weights = weights / weights.sum(-1, keepdims=True) if rule.normalize_weights else weights
     else:
         weights = jax.nn.softmax(jnp.where(is_chosen, logits, -jnp.inf))
     if spec.capacity:
@@ -193,13 +198,13 @@ def expected(spec: MoeSpec, parts: tuple[int, int] = (1, 1)):
 
 
 def on_devices(
-    spec: MoeSpec, sizes: dict, share: float = 1.0, moe: Moe | None = None, fold: int = 1
+    spec: MoeSpec, sizes: dict, weight: float = 1.0, moe: Moe | None = None, fold: int = 1
 ):
     """(what makes the same of the layer on a mesh, of what)."""
 
     def output(moe, x_BLD):
         h_BLD = collectives.gather_sequence(x_BLD)
-        return moe(h_BLD, Context(jnp.zeros(h_BLD.shape[:2], int), share=share))[0]
+        return moe(h_BLD, Context(jnp.zeros(h_BLD.shape[:2], int), microbatch_weight=weight))[0]
 
     moe = moe or model(spec)
     return on_mesh(output, moe, sizes, fold), (moe, *inputs())
@@ -249,7 +254,7 @@ def test_all_tokens_to_one_device_are_exchanged(kind):
 
 @pytest.mark.parametrize(("pads", "how", "drop", "name", "sizes", "fold"), CAPACITIES)
 def test_capacity_drops_the_same_copies_however_they_travel(pads, how, drop, name, sizes, fold):
-    options = {"capacity": 0.5, "by_weight": drop == "weight", "exchange": how, "pad": pads}
+    options = {"capacity": 0.5, "drop_by_weight": drop == "weight", "exchange": how, "pad": pads}
     spec = dataclasses.replace(SPECS[name], **options)
     parts = sizes.get("expert", 1), 1 if how == "gather" else fold
     check_equal(found_on(spec, sizes, fold=fold), expected(spec, parts))

@@ -127,7 +127,7 @@ def test_every_setting_reaches_the_layer():
         {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.force_balance": True, **fields},
     )
     spec = pattern(config)[0][0][1].mixers[0]
-    assert spec.routing.in_turn and not spec.routing.sinkhorn
+    assert spec.routing.force_balance and not spec.routing.sinkhorn
     assert (spec.global_aux_loss, spec.jitter, spec.latent_size) == (0.25, 0.125, 24)
 
 
@@ -143,5 +143,5 @@ def test_sinkhorn_weighs_as_megatron_does():
             },
         )
         routing = pattern(config)[0][0][1].mixers[0].routing
-        assert routing.sinkhorn and routing.before and routing.score.value == score
+        assert routing.sinkhorn and routing.softmax_before_topk and routing.score.value == score
         assert dataclasses.replace(routing, sinkhorn=False).top_k == chosen

@@ -138,7 +138,7 @@ def test_nothing_is_dropped_and_tokens_keep_their_order(kind):
     experts = choices(kind, 2)
     order = sort_by_expert(jnp.asarray(experts), EXPERTS)
     assert np.array_equal(order.sizes_E, np.bincount(experts.reshape(-1), minlength=EXPERTS))
-    copies = np.asarray(order.copies_N)
+    copies = np.asarray(order.copies_R)
     assert np.array_equal(copies, np.argsort(experts.reshape(-1), kind="stable"))
     assert np.array_equal(copies[np.asarray(order.rows_TK)].reshape(-1), np.arange(copies.size))
 

@@ -28,16 +28,22 @@ CASES = {
     "mixtral": RoutingSpec(EXPERTS, 2),
     "one": RoutingSpec(EXPERTS, 1),
     "all of them": RoutingSpec(EXPERTS, EXPERTS),
-    "qwen2": RoutingSpec(EXPERTS, 4, before=True),
-    "qwen3": RoutingSpec(EXPERTS, 4, before=True, normalize=True),
+    "qwen2": RoutingSpec(EXPERTS, 4, softmax_before_topk=True),
+    "qwen3": RoutingSpec(EXPERTS, 4, softmax_before_topk=True, normalize_weights=True),
     "deepseek v2": RoutingSpec(
-        EXPERTS, 6, before=True, scale=16.0, groups=8, groups_kept=3, group_best=1
+        EXPERTS,
+        6,
+        softmax_before_topk=True,
+        scale=16.0,
+        num_groups=8,
+        topk_groups=3,
+        group_score_topk=1,
     ),
     "deepseek v3": RoutingSpec(
-        EXPERTS, 4, Score.sigmoid, normalize=True, scale=2.5, groups=4, groups_kept=2
+        EXPERTS, 4, Score.sigmoid, normalize_weights=True, scale=2.5, num_groups=4, topk_groups=2
     ),
-    "one sigmoid": RoutingSpec(EXPERTS, 1, Score.sigmoid, normalize=True),
-    "sqrt softplus": RoutingSpec(EXPERTS, 3, Score.sqrt_softplus, normalize=True),
+    "one sigmoid": RoutingSpec(EXPERTS, 1, Score.sigmoid, normalize_weights=True),
+    "sqrt softplus": RoutingSpec(EXPERTS, 3, Score.sqrt_softplus, normalize_weights=True),
 }
 
 
@@ -58,18 +64,18 @@ def score(row: np.ndarray, kind: Score) -> np.ndarray:
 
 def expected(row: np.ndarray, spec: RoutingSpec, bias: np.ndarray) -> tuple[list, np.ndarray]:
     """Experts of one token by decreasing score, and their weights."""
-    late = spec.score is Score.softmax and not spec.before
+    late = spec.score is Score.softmax and not spec.softmax_before_topk
     scores = row.astype(np.float64) if late else score(row.astype(np.float64), spec.score)
     choice = scores + bias
-    size = len(row) // spec.groups
-    groups = choice.reshape(spec.groups, size)
-    values = np.sort(groups, axis=1)[:, -spec.best_of_group :].sum(1)
-    kept = np.argsort(-values)[: spec.groups_kept]
+    size = len(row) // spec.num_groups
+    groups = choice.reshape(spec.num_groups, size)
+    values = np.sort(groups, axis=1)[:, -spec.scores_per_group :].sum(1)
+    kept = np.argsort(-values)[: spec.topk_groups]
     allowed = [e for e in range(len(row)) if e // size in kept]
     experts = sorted(allowed, key=lambda e: -choice[e])[: spec.top_k]
     weights = scores[experts]
     weights = softmax(weights) if late else weights
-    if spec.normalize and spec.top_k > 1:
+    if spec.normalize_weights and spec.top_k > 1:
         weights = weights / weights.sum()
     return experts, weights * spec.scale
 
@@ -116,7 +122,7 @@ def test_sinkhorn_evens_tokens_and_experts():
     np.testing.assert_allclose(shares.sum(0), 1 / EXPERTS, rtol=EVEN)
     ratio = shares / np.exp(rows)  # rank one: scaled by rows and columns, nothing else
     np.testing.assert_allclose(ratio * ratio[0, 0], np.outer(ratio[:, 0], ratio[0]), rtol=1e-3)
-    plain = RoutingSpec(EXPERTS, 1, before=True)
+    plain = RoutingSpec(EXPERTS, 1, softmax_before_topk=True)
     loads = [
         np.asarray(count_experts(route(jnp.asarray(rows), spec).experts_TK, EXPERTS))
         for spec in (plain, dataclasses.replace(plain, sinkhorn=True))
@@ -128,7 +134,7 @@ def test_sinkhorn_evens_tokens_and_experts():
 def test_sinkhorn_chooses_in_training_and_scores_weigh(chosen):
     rows = jnp.asarray(logits(5) + np.linspace(0, 4, EXPERTS, dtype=np.float32))
     score = Score.sigmoid if chosen == 1 else Score.softmax
-    spec = RoutingSpec(EXPERTS, chosen, score, before=True, sinkhorn=True)
+    spec = RoutingSpec(EXPERTS, chosen, score, softmax_before_topk=True, sinkhorn=True)
     scores = np.asarray(all_scores(rows, score))
     for training, choice in ((True, np.asarray(sinkhorn(rows))), (False, scores)):
         found = route(rows, spec, training=training)
@@ -140,16 +146,16 @@ def test_sinkhorn_chooses_in_training_and_scores_weigh(chosen):
 
 @pytest.mark.parametrize("name", CASES)
 def test_in_turn_every_expert_gets_as_many(name):
-    spec = dataclasses.replace(CASES[name], in_turn=True)
+    spec = dataclasses.replace(CASES[name], force_balance=True)
     rows = jnp.asarray(logits(6)).at[:, 0].add(8.0)
     experts, weights = map(np.asarray, route(rows, spec))
     counts = np.bincount(experts.reshape(-1), minlength=EXPERTS)
     assert np.ptp(counts) <= 1 and all(len({*row}) == spec.top_k for row in experts.tolist())
-    late = spec.score is Score.softmax and not spec.before
+    late = spec.score is Score.softmax and not spec.softmax_before_topk
     scores = rows if late else all_scores(rows, spec.score)
     wanted = np.take_along_axis(np.asarray(scores), experts, axis=1)
     wanted = np.asarray(jax.nn.softmax(wanted)) if late else wanted
-    if spec.normalize and spec.top_k > 1:
+    if spec.normalize_weights and spec.top_k > 1:
         wanted = wanted / wanted.sum(1, keepdims=True)
     np.testing.assert_allclose(weights, wanted * spec.scale, rtol=1e-5, atol=1e-7)
 
@@ -206,12 +212,18 @@ def test_bias_goes_to_where_tokens_are_missing():
     [
         ({"top_k": 17}, "top_k=17 must be from 1 to the 16"),
         ({"top_k": 0}, "top_k=0 must be"),
-        ({"groups": 3}, "groups=3 must divide the 16"),
-        ({"groups": 4, "groups_kept": 5}, "groups_kept=5 must be from 1 to the 4"),
-        ({"groups": 8, "groups_kept": 1, "top_k": 3}, "top_k=3 cannot come from"),
-        ({"groups": 8, "groups_kept": 8, "group_best": 3}, "group_best=3 must be at most the 2"),
-        ({"groups": 4, "groups_kept": 2, "sinkhorn": True}, "sinkhorn chooses among all"),
-        ({"in_turn": True, "sinkhorn": True}, "in_turn chooses without scores"),
+        ({"num_groups": 3}, "num_groups=3 must divide num_experts=16"),
+        ({"num_groups": 4, "topk_groups": 5}, r"topk_groups=5 must lie in 1\.\.4"),
+        (
+            {"num_groups": 8, "topk_groups": 1, "top_k": 3},
+            "top_k=3 exceeds the experts",
+        ),
+        (
+            {"num_groups": 8, "topk_groups": 8, "group_score_topk": 3},
+            "score_topk=3 exceeds the 2",
+        ),
+        ({"num_groups": 4, "topk_groups": 2, "sinkhorn": True}, "sinkhorn chooses among all"),
+        ({"force_balance": True, "sinkhorn": True}, "force_balance and sinkhorn exclude"),
     ],
 )
 def test_invalid_routing_is_refused(fields, message):

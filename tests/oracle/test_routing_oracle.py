@@ -28,12 +28,23 @@ TOLERANCE = 1e-6
 TOKENS, EXPERTS = 200, 32
 CASES = [
     ("softmax", RoutingSpec(EXPERTS, 2)),
-    ("softmax", RoutingSpec(EXPERTS, 6, before=True)),
-    ("softmax", RoutingSpec(EXPERTS, 6, before=True, scale=2.5, groups=8, groups_kept=3)),
-    ("sigmoid", RoutingSpec(EXPERTS, 1, Score.sigmoid, normalize=True)),
+    ("softmax", RoutingSpec(EXPERTS, 6, softmax_before_topk=True)),
+    (
+        "softmax",
+        RoutingSpec(EXPERTS, 6, softmax_before_topk=True, scale=2.5, num_groups=8, topk_groups=3),
+    ),
+    ("sigmoid", RoutingSpec(EXPERTS, 1, Score.sigmoid, normalize_weights=True)),
     (
         "sigmoid",
-        RoutingSpec(EXPERTS, 8, Score.sigmoid, normalize=True, scale=2.5, groups=8, groups_kept=4),
+        RoutingSpec(
+            EXPERTS,
+            8,
+            Score.sigmoid,
+            normalize_weights=True,
+            scale=2.5,
+            num_groups=8,
+            topk_groups=4,
+        ),
     ),
 ]
 
@@ -53,11 +64,11 @@ def dense(experts: np.ndarray, values: np.ndarray) -> np.ndarray:
 def test_choice_weights_and_loss_equal_megatrons(score, spec):
     rows = logits()
     bias = np.linspace(-0.1, 0.1, EXPERTS, dtype=np.float32) if score == "sigmoid" else None
-    grouped = (spec.groups, spec.groups_kept) if spec.groups > 1 else (None, None)
+    grouped = (spec.num_groups, spec.topk_groups) if spec.num_groups > 1 else (None, None)
     weights, chosen = moe_utils.topk_routing_with_score_function(
         torch.tensor(rows),
         spec.top_k,
-        use_pre_softmax=spec.before,
+        use_pre_softmax=spec.softmax_before_topk,
         num_groups=grouped[0],
         group_topk=grouped[1],
         scaling_factor=spec.scale,
@@ -88,7 +99,7 @@ def test_z_loss_and_sinkhorn_and_bias():
     shares = moe_utils.sinkhorn(torch.tensor(rows)).numpy()
     found = np.asarray(sinkhorn(jnp.asarray(rows)))
     assert np.array_equal(found.argmax(1), shares.argmax(1))
-    spec = RoutingSpec(EXPERTS, 2, before=True, sinkhorn=True)
+    spec = RoutingSpec(EXPERTS, 2, softmax_before_topk=True, sinkhorn=True)
     routing = route(jnp.asarray(rows), spec)
     experts, weights = map(np.asarray, routing)
     chosen = torch.topk(torch.tensor(shares), k=2, dim=1).indices.numpy()

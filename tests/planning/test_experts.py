@@ -7,7 +7,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
-from maxmeg.layers import exchange
+from maxmeg.ops.experts import exchange
 from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.planning.analytic import analyze, exposed_seconds
 from maxmeg.planning.cost import experts
@@ -78,7 +78,7 @@ def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devic
     monkeypatch.setattr(exchange.collectives, "axis_size", lambda axes: devices)
     for tokens in (1, 7, 64):
         for buffer in (1.0, 1.3, 2.0, 9.0):
-            made, enough = exchange.exchange_of(
+            made, enough = exchange.make_exchange(
                 tokens, top_k, here, ("expert",), kind.value, buffer
             )
             found = experts.Dispatch(tokens, top_k, devices, here, 16, 1, kind, buffer, 2)
