@@ -98,9 +98,9 @@ TUNED_SHAPES = {
 class Pages(NamedTuple):
     """A pool of pages, the pages of each row in order, and how many keys it has, new ones too."""
 
-    k_pages_PSGK: Any
-    v_pages_PSGV: Any
-    page_table_BN: Any
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
     lengths_B: Any
 
 
@@ -108,9 +108,9 @@ class DecodeRefs(NamedTuple):
     """Arrays in global memory, then buffers, rings and barriers in shared memory."""
 
     q_BGRK: Any
-    k_pages_PSGK: Any
-    v_pages_PSGV: Any
-    page_table_BN: Any
+    k_pages: Any
+    v_pages: Any
+    page_table: Any
     lower_BR: Any
     upper_BR: Any
     spans_B6: Any
@@ -169,7 +169,7 @@ def paged_attention(
     if reason := decode_refuses(q_BLHK, pages):
         raise ValueError(f"decode attention backend mosaic cannot run: {reason}")
     B, L, H, K = q_BLHK.shape
-    G = pages.k_pages_PSGK.shape[2]
+    G = pages.k_pages.shape[2]
     spec = dataclasses.replace(spec, scale=spec.scale or K**-0.5)
     q_BGRK = jnp.moveaxis(q_BLHK.reshape(B, L, G, H // G, K), 1, 2).reshape(B, G, -1, K)
     padded_BGRK = jnp.pad(q_BGRK, ((0, 0), (0, 0), (0, -q_BGRK.shape[2] % ROW_TILE), (0, 0)))
@@ -238,7 +238,7 @@ def attend_parts(
 
     Rows r of a group are head r % heads of query r // heads; those past the last are not used.
     """
-    (B, G, R, K), (S, V), N = q_BGRK.shape, pages.v_pages_PSGV.shape[1::2], pages[2].shape[1]
+    (B, G, R, K), (S, V), N = q_BGRK.shape, pages.v_pages.shape[1::2], pages[2].shape[1]
     tile, dtype = DECODE_TILES[K, V], q_BGRK.dtype
     lower_BL, upper_BL, spans_B6 = visible_spans(spec, pages.lengths_B, queries, tile.keys, N * S)
     of_row_64 = jnp.minimum(jnp.arange(WARPGROUP_ROWS) // heads, queries - 1)
@@ -277,9 +277,9 @@ def attend_parts(
         reduction_bytes=0,
     )(
         q_BGRK,
-        pages.k_pages_PSGK,
-        pages.v_pages_PSGV,
-        pages.page_table_BN,
+        pages.k_pages,
+        pages.v_pages,
+        pages.page_table,
         lower_BL[:, of_row_64],
         upper_BL[:, of_row_64],
         spans_B6,
@@ -354,7 +354,7 @@ def attend(plan: ForwardPlan, refs: DecodeRefs, part: Part) -> None:
 def fetch(plan: ForwardPlan, refs: DecodeRefs, part: Part, block: jax.Array) -> None:
     """Starts copies of a block's keys and values. Of pages that no query sees it reads none: the
     nearest page that some query does stands in for each, to be masked."""
-    keys, slots = plan.tile.keys, refs.k_pages_PSGK.shape[1]
+    keys, slots = plan.tile.keys, refs.k_pages.shape[1]
     slot = mosaic.ring_slot(block - part.first, plan.tile.stages)
     rows = min(keys, slots)
     page_size = jnp.asarray(slots, block.dtype)
@@ -363,11 +363,11 @@ def fetch(plan: ForwardPlan, refs: DecodeRefs, part: Part, block: jax.Array) -> 
     for start in range(0, keys, rows):
         position = block * keys + start
         number = jnp.clip(lax.div(position, page_size), first_page, last_page)
-        page = refs.page_table_BN[part.row, number]
+        page = refs.page_table[part.row, number]
         places.append((page, pl.ds(lax.rem(position, page_size), rows), pl.ds(start, rows)))
     for source, ring, ready in (
-        (refs.k_pages_PSGK, refs.k_ring, refs.k_ready),
-        (refs.v_pages_PSGV, refs.v_ring, refs.v_ready),
+        (refs.k_pages, refs.k_ring, refs.k_ready),
+        (refs.v_pages, refs.v_ring, refs.v_ready),
     ):
         for page, within, target in places:
             tile = source.at[page, within, part.group]

@@ -12,7 +12,8 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.ops.attention.call import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import attention
+from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.decode_attention import call as decoding
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import first_index, stored
@@ -130,9 +131,9 @@ class Cache(typing.NamedTuple):
     def with_next(self, k_BLGK: jax.Array, v_BLGK: jax.Array, lengths_B: jax.Array) -> "Cache":
         """The cache with each row's newest tokens, the last of its lengths_B."""
         pages = self.paged(lengths_B)
-        table_BN, shape = pages.page_table_BN, self.k_BMGK.shape
-        k_PSGK = decoding.write_pages(pages.k_pages_PSGK, k_BLGK, table_BN, lengths_B)
-        v_PSGK = decoding.write_pages(pages.v_pages_PSGV, v_BLGK, table_BN, lengths_B)
+        table_BN, shape = pages.page_table, self.k_BMGK.shape
+        k_PSGK = decoding.write_pages(pages.k_pages, k_BLGK, table_BN, lengths_B)
+        v_PSGK = decoding.write_pages(pages.v_pages, v_BLGK, table_BN, lengths_B)
         return Cache(k_PSGK.reshape(shape), v_PSGK.reshape(shape))
 
 
@@ -195,7 +196,7 @@ class Attention(Mixer):
         cache = cache.with_next(k_BLGK, v_BLGK, lengths_B)
         sinks_H = self.sink_logits()
         pages, scores = cache.paged(lengths_B), self.scores()
-        return decoding.decode_attention(q_BLHK, pages, scores, sinks_H), cache
+        return decoding.decode_attention(q_BLHK, pages, scores, sinks_H)[0], cache
 
     def scores(self) -> ScoreSpec:
         spec = self.spec

@@ -90,8 +90,8 @@ class LatentCache(typing.NamedTuple):
     def with_next(self, kv_BLZ: jax.Array, lengths_B: jax.Array) -> "LatentCache":
         """The cache with each row's newest tokens, the last of its lengths_B."""
         pages = self.paged(lengths_B)
-        new_BL1Z, table_BN = kv_BLZ[:, :, None], pages.page_table_BN
-        kv_PS1Z = write_pages(pages.k_pages_PSGK, new_BL1Z, table_BN, lengths_B)
+        new_BL1Z, table_BN = kv_BLZ[:, :, None], pages.page_table
+        kv_PS1Z = write_pages(pages.k_pages, new_BL1Z, table_BN, lengths_B)
         return LatentCache(kv_PS1Z.reshape(self.kv_BMZ.shape))
 
 
@@ -185,7 +185,7 @@ class Mla(Attention):
         q_BLHR = jnp.einsum("BLHK,RHK->BLHR", q_BLHK, key_RHK)
         q_BLHZ = jnp.concatenate((q_BLHR, q_BLHN), axis=-1)
         scores = dataclasses.replace(self.scores(), scale=spec.scale or size**-0.5)
-        out_BLHZ = decode_attention(q_BLHZ, cache.paged(lengths_B), scores, self.sink_logits())
+        out_BLHZ, _ = decode_attention(q_BLHZ, cache.paged(lengths_B), scores, self.sink_logits())
         value_RHV = matrix(self.value_up).reshape(spec.kv_rank, H, -1)
         return jnp.einsum("BLHR,RHV->BLHV", out_BLHZ[..., : spec.kv_rank], value_RHV), cache
 

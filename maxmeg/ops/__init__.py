@@ -1,4 +1,4 @@
-"""Operations with a reference in XLA and, where one is faster, another backend.
+"""Operations: a reference in XLA, and other backends for some of them.
 
 Tensor names end in their shape; the letters are explained in `maxmeg/layers/__init__.py`.
 """

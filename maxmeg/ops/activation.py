@@ -1,8 +1,7 @@
-"""Activations of the feed-forward layer, plain and gated, in float32 with one rounding at the end.
+"""Activations of feed-forward layers, plain and gated, in float32 with one rounding at the end.
 
-Backward needs the activation (for the next weight's gradient) and its derivative. XLA makes both in
-one pass over the inputs where they share a logistic; a tanh it would write to memory in a kernel of
-its own and read back twice (benchmarks/NOTES.md). So GELU's tanh is written as a logistic.
+GELU's tanh is written as a logistic: XLA computes activation and derivative in one pass if both use
+a logistic, but writes a tanh to memory in a separate kernel (benchmarks/NOTES.md).
 """
 
 import functools
@@ -36,9 +35,9 @@ def activate(
     clamp: float = 0.0,
     offset: float = 0.0,
 ) -> Float[Array, "..."]:
-    """ACTIVATIONS[name](x), times `up` + offset where that is given; in x's dtype.
+    """ACTIVATIONS[name](x), times (up + offset) if `up` is given, in x's dtype.
 
-    clamp: where it is not 0, x is at most that, and `up` from its negative to it (GPT-OSS).
+    clamp: if not 0, limits x to at most clamp and `up` to [-clamp, clamp] (GPT-OSS).
     """
     wide = x.astype(jnp.float32)
     out = ACTIVATIONS[name](jnp.minimum(wide, clamp) if clamp else wide)

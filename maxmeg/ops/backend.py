@@ -1,7 +1,7 @@
-"""How every op chooses among its backends: the choice, its log line, and the errors.
+"""The choice of an op's backend, its log line and its errors.
 
-A backend is a module (or any object) with SUPPORTS, a line for error messages, and `refuses(*call,
-device)`: why it cannot run a call, empty if it can.
+A backend is a module or object with SUPPORTS, a line for error messages, and `refuses(*call,
+device)`, which returns why it cannot run a call, or "" if it can.
 """
 
 import dataclasses
@@ -15,12 +15,12 @@ from typing import Any
 import jax
 
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
-COMPILED_FOR = {"A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": BLACKWELL}  # if absent
+COMPILED_FOR = {"A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": BLACKWELL}  # absent GPUs
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What a program is compiled for; capability (0, 0): not known, or the GPU is not here."""
+    """The device that a program is compiled for; capability (0, 0): unknown."""
 
     platform: str
     capability: tuple[int, int] = (0, 0)
@@ -33,10 +33,10 @@ class Device:
 def pick(
     op: str, backends: Mapping[str, Any], order: Sequence[str], named: str, call: tuple
 ) -> str:
-    """The backend to run `call`: `named`, or with "auto" the first of `order` that takes it.
+    """The backend that runs `call`: `named`, or for "auto" the first of `order` that supports it.
 
-    Logs each new choice of "auto" once. ValueError where the named one, or every one of `order`,
-    cannot run it: then it says why.
+    Logs each new choice of "auto" once. ValueError, with the reasons, if the named backend or all
+    backends of `order` cannot run the call.
     """
     device = target_device()
     if named == "auto":
@@ -68,22 +68,22 @@ def first(op: str, backends: Mapping[str, Any], order: Sequence[str], call: tupl
 
 
 def refuses_older_gpus(device: Device) -> str:
-    """Why what needs an Ampere GPU cannot run there: bfloat16 on tensor cores came with it."""
+    """Why kernels that need Ampere (bfloat16 tensor cores) cannot run; empty if they can."""
     if not device.is_cuda:
         return f"the device is {device.platform}, not a CUDA GPU"
     if (0, 0) < device.capability < (AMPERE, 0):
         major, minor = device.capability
-        return f"it needs compute capability 8.0 (Ampere) or newer, here is {major}.{minor}"
+        return f"it needs compute capability 8.0 (Ampere) or newer, found {major}.{minor}"
     return ""
 
 
 def refuses_hopper_kernels(device: Device) -> str:
-    """Why our Mosaic-GPU kernels cannot run there: WGMMA is of compute capability 9.0 alone."""
+    """Why our Mosaic-GPU kernels cannot run: WGMMA exists on compute capability 9.0 only."""
     if not device.is_cuda:
         return f"the device is {device.platform}, not a CUDA GPU"
     if device.capability not in ((HOPPER, 0), (0, 0)):
         major, minor = device.capability
-        return f"it needs a Hopper GPU (compute capability 9.0), here is {major}.{minor}"
+        return f"it needs a Hopper GPU (compute capability 9.0), found {major}.{minor}"
     return refuses_missing_kernels()
 
 
@@ -94,13 +94,12 @@ def refuses_missing_kernels() -> str:
 
 
 def kernel_module(name: str) -> Any:
-    """maxmeg.kernels.NAME, imported when a call first needs it: ops work without kernels/."""
+    """maxmeg.kernels.NAME, imported at the first call: ops work without the folder kernels/."""
     return importlib.import_module(f"maxmeg.kernels.{name}")
 
 
 def target_device() -> Device:
-    """What the program will run on; the capability is that of a GPU of this process, or by its name
-    of one that is absent."""
+    """The device that the program will run on: a local GPU, or an absent one known by its name."""
     device = Device(target_platform())
     if not device.is_cuda:
         return device
@@ -114,7 +113,7 @@ def target_device() -> Device:
 
 
 def target_platform() -> str:
-    """Platform of the mesh in force, real or compiled for ahead of time, else the default's."""
+    """Platform of the current mesh, which may be of absent devices, else of the default backend."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     kind = getattr(device, "platform", None)
     return kind or jax.default_backend()

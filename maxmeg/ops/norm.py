@@ -1,9 +1,9 @@
-"""Normalization in float32 over the last dimension, with gradients of its own.
+"""RMSNorm and LayerNorm in float32 over the last dimension, with a custom gradient.
 
-Vectors are taken as one matrix [.., D]: with more dimensions XLA keeps, for the weight's gradient,
-a transposed copy of whatever a stack of layers stores of the input. The statistics, two numbers a
-vector at most, are stored for backward: then each gradient is one pass over the inputs. Derived by
-JAX, the weight's gradient would be a product in float32 written to memory and summed afterwards.
+Inputs are reshaped to one matrix [T, D]: with more dimensions XLA keeps a transposed copy of the
+stored input for the weight's gradient. Backward stores the statistics, at most two numbers per
+vector, so that each gradient is one pass over the inputs. JAX's own weight gradient would write a
+float32 product to memory and then sum it.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ def norm(
     centred: bool,
     over: tuple[str, ...] = (),
 ) -> jax.Array:
-    """LayerNorm where `centred`, else RMSNorm; without weight or bias where that is None.
+    """LayerNorm if `centred`, else RMSNorm; weight and bias are optional. In x's dtype.
 
-    over: mesh axes along which the last dimension is cut; statistics are those of all of it.
+    over: mesh axes that shard the last dimension; the statistics cover the whole dimension.
     """
     rows = x.reshape(-1, x.shape[-1])
     return normalize(rows, weight, bias, Statistics(eps, centred, over)).reshape(x.shape)
@@ -52,13 +52,11 @@ class Statistics:
     over: tuple[str, ...]
 
     def mean(self, x_TD: jax.Array) -> jax.Array:
-        """[T, 1]"""
         sums_T1 = collectives.sum_over(jnp.sum(x_TD, axis=-1, keepdims=True), self.over)
         return sums_T1 / (x_TD.shape[-1] * collectives.axis_size(self.over))
 
 
 def normalized(x_TD, weight_D, bias_D, statistics: Statistics) -> jax.Array:
-    """(x - mean) * scale * weight + bias; not centred: without the mean."""
     return forward(x_TD, weight_D, bias_D, statistics)[0]
 
 

@@ -11,18 +11,22 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True)
 class RotaryScaling:
-    """How frequencies change for sequences longer than `original_length`, by `factor`.
+    """Change of the frequencies for sequences up to `factor` times longer than `original_length`.
 
-    kind: "none"; "linear" (positions / factor; Chen et al., 2023); "ntk" (the base grows by
-    factor^(d / (d - 2))); "dynamic" (so, with the factor that a row's length needs); "llama3" (long
-    waves alone: frequencies of fewer than `low` turns in original_length are divided, those of more
-    than `high` kept); "yarn" (likewise by dimension, `low` its beta slow and `high` its beta fast,
-    `truncate`: to whole dimensions; Peng et al., 2023); "longrope" (each frequency is divided by
-    its own of short_factors, or of long_factors in rows longer than original_length; Ding et al.,
-    2024). With "dynamic" and "longrope" the length of a row changes the rotation of all its
-    positions: decoding recomputes the cache where "longrope" changes (inference/decode.py), and
-    keeps the cached keys of "dynamic", as transformers does. attention_factor multiplies cos and
-    sin, 0: as the papers of yarn and longrope say.
+    kind:
+    - "none"; "linear": positions / factor (Chen et al., 2023).
+    - "ntk": base * factor^(d / (d - 2)). "dynamic": the same with a factor by the row's length.
+    - "llama3": divide frequencies with fewer than `low` turns in original_length by `factor`, keep
+      frequencies with more than `high`, interpolate between.
+    - "yarn": the same by dimension; `low` is beta slow, `high` beta fast; `truncate`: round to
+      whole dimensions (Peng et al., 2023).
+    - "longrope": divide each frequency by its short_factors entry, or by its long_factors entry in
+      rows longer than original_length (Ding et al., 2024).
+
+    With "dynamic" and "longrope" the length of a row changes the rotation of all its positions.
+    When "longrope" changes, decoding recomputes the cache (inference/decode.py); with "dynamic" it
+    keeps the cached keys, as transformers does. attention_factor multiplies cos and sin; 0: the
+    factor of the YaRN and LongRoPE papers.
     """
 
     kind: str = "none"
@@ -37,7 +41,7 @@ class RotaryScaling:
 
     @property
     def amplitude(self) -> float:
-        """Of cos and sin."""
+        """Factor of cos and sin."""
         if self.attention_factor or self.factor <= 1:
             return self.attention_factor or 1.0
         if self.kind == "yarn":
@@ -49,8 +53,10 @@ class RotaryScaling:
 
 @dataclasses.dataclass(frozen=True)
 class RotarySpec:
-    """The first `fraction` of each head rotates by angles position * base^(-2i/d), d its size:
-    halves (i, i + d/2) together, or pairs (2i, 2i + 1) when interleaved."""
+    """Rotate the first d = fraction * head_dim elements of each head by position * base^(-2i/d).
+
+    The pairs are (i, i + d/2), or (2i, 2i + 1) if interleaved.
+    """
 
     base: float = 10000.0
     fraction: float = 1.0
@@ -66,26 +72,26 @@ def rotate(
 ) -> jax.Array:
     """x with each head rotated by its position, in x's dtype."""
     size = int(x_BLHK.shape[-1] * spec.fraction) // 2 * 2
-    turned, kept = x_BLHK[..., :size], x_BLHK[..., size:]
-    frequency = frequencies(spec, size, positions_BL)  # [size / 2], or of each row [B, 1, 1, ..]
+    rotated, rest = x_BLHK[..., :size], x_BLHK[..., size:]
+    frequency = frequencies(spec, size, positions_BL)  # [size / 2], or per row [B, 1, 1, size / 2]
     angle = positions_BL[:, :, None, None].astype(jnp.float32) * frequency
     amplitude = spec.scaling.amplitude
     cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
     if spec.interleaved:
-        pairs = turned.astype(jnp.float32).reshape(*turned.shape[:-1], size // 2, 2)
+        pairs = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], size // 2, 2)
         first, second = pairs[..., 0], pairs[..., 1]
     else:
-        first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
-    both = (first * cos - second * sin, second * cos + first * sin)
+        first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
     if spec.interleaved:
-        out = jnp.stack(both, axis=-1).reshape(turned.shape)
+        out = jnp.stack(turned, axis=-1).reshape(rotated.shape)
     else:
-        out = jnp.concatenate(both, axis=-1)
-    return jnp.concatenate((out.astype(x_BLHK.dtype), kept), axis=-1)
+        out = jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate((out.astype(x_BLHK.dtype), rest), axis=-1)
 
 
 def frequencies(spec: RotarySpec, size: int, positions_BL: jax.Array) -> jax.Array:
-    """Radians a position; of each row where they depend on its length, one past its last."""
+    """Radians per position; per row if they depend on its length, its last position plus 1."""
     scaling = spec.scaling
     exponents = np.arange(0, size, 2) / size
     plain = spec.base**-exponents
@@ -97,8 +103,8 @@ def frequencies(spec: RotarySpec, size: int, positions_BL: jax.Array) -> jax.Arr
         short, long = (plain / np.array(f) for f in (scaling.short_factors, scaling.long_factors))
         return jnp.where(lengths_B111 > original, jnp.float32(long), jnp.float32(short))
     assert scaling.kind == "dynamic", scaling.kind
-    share_B111 = jnp.maximum(lengths_B111, original).astype(jnp.float32) / original
-    growth_B111 = (scaling.factor * share_B111 - (scaling.factor - 1)) ** (size / (size - 2))
+    ratio_B111 = jnp.maximum(lengths_B111, original).astype(jnp.float32) / original
+    growth_B111 = (scaling.factor * ratio_B111 - (scaling.factor - 1)) ** (size / (size - 2))
     return jnp.float32(plain) * growth_B111 ** -jnp.float32(exponents)
 
 
@@ -117,7 +123,7 @@ def yarn(scaling: RotaryScaling, plain: np.ndarray, base: float) -> np.ndarray:
     size = 2 * plain.size
 
     def dimension(turns: float) -> float:
-        """The (fractional) frequency that makes so many turns in the original length."""
+        """The fractional dimension with this number of turns in original_length."""
         waves = scaling.original_length / (2 * math.pi * turns)
         return size * math.log(waves) / (2 * math.log(base))
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.attention.call import Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import Operands, ScoreSpec, attention_with_lse
 
 UNSEEN = -1e30  # log-sum-exp of a query that sees nothing
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsinks")
@@ -172,7 +172,7 @@ def run(case: Case, arrays: list, operands: Operands, backend: str, jit=jax.jit)
 
         def call(q, k, v, sinks_H):
             changed = operands._replace(sinks_H=sinks_H, offset=case.offset)
-            return attention(q, k, v, case.spec, changed, with_lse=True, backend=backend)
+            return attention_with_lse(q, k, v, case.spec, changed, backend=backend)
 
         (out, lse), pull = jax.vjp(call, *qkv, operands.sinks_H)
         return out, lse, *pull((d_out, d_lse))

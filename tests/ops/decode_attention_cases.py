@@ -104,7 +104,7 @@ def arrays_of(case: Case, dtype: str) -> tuple[np.ndarray, PagedCache, np.ndarra
 def contiguous(cache: PagedCache, row: int) -> list[np.ndarray]:
     """Keys and values of a row, [M, G, K] and [M, G, V]."""
     _, _, table, lengths = map(np.asarray, cache)
-    size = cache.k_pages_PSGK.shape[1]
+    size = cache.k_pages.shape[1]
     numbers = table[row, : -(-lengths[row] // size)]
     pools = (np.asarray(pool)[numbers] for pool in cache[:2])
     return [pool.reshape(-1, *pool.shape[2:])[: lengths[row]] for pool in pools]
@@ -143,7 +143,7 @@ def run(case: Case, q, cache: PagedCache, sinks, backend: str, jit=jax.jit) -> d
     """What a backend gives for `expected`; a call that it refuses raises ValueError."""
 
     def call(q, cache, sinks):
-        return decode_attention(q, cache, case.spec, sinks, with_lse=True, backend=backend)
+        return decode_attention(q, cache, case.spec, sinks, backend=backend)
 
     out, lse = jit(call)(q, PagedCache(*map(jnp.asarray, cache)), sinks)
     return {"out": np.asarray(out), "lse": np.asarray(lse)}

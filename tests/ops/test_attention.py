@@ -22,7 +22,8 @@ from ops.attention_cases import (
 import maxmeg.ops.attention.call as module
 import maxmeg.ops.attention.xla as xla
 from maxmeg.ops import backend as choice
-from maxmeg.ops.attention.call import AttentionDropout, Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import attention, attention_with_lse
+from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.backend import Device
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
@@ -81,7 +82,7 @@ def test_gradients_equal_finite_differences(name, monkeypatch):
     def loss(inputs, others):
         sinks_H = inputs[3] if case.sinks else None
         others = others._replace(sinks_H=sinks_H, offset=case.offset)
-        out, lse = attention(*inputs[:3], case.spec, others, with_lse=True, backend="xla")
+        out, lse = attention_with_lse(*inputs[:3], case.spec, others, backend="xla")
         return jnp.sum(out * arrays[3]) + jnp.sum(lse * arrays[4])
 
     rng = np.random.default_rng(3)
@@ -102,9 +103,7 @@ def test_gradients_equal_finite_differences(name, monkeypatch):
 def test_a_traced_offset_is_a_static_one(name, monkeypatch):
     case, arrays, operands = prepared(name, "float32", monkeypatch)
     run = jax.jit(
-        lambda arrays, operands: attention(
-            *arrays, case.spec, operands, with_lse=True, backend="xla"
-        )
+        lambda arrays, operands: attention_with_lse(*arrays, case.spec, operands, backend="xla")
     )
     out, lse = run(arrays[:3], operands._replace(offset=np.int32(case.offset)))
     wanted = expected(case, arrays, operands)
@@ -240,7 +239,7 @@ def test_what_an_old_gpu_lacks_is_named_and_auto_takes_the_reference(named, monk
     for asked in (choice, module):
         monkeypatch.setattr(asked, "target_device", lambda: Device("cuda", (7, 0)))
     x = jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.bfloat16)
-    with pytest.raises(ValueError, match=rf"{named} cannot run: it needs .*here is 7\.0"):
+    with pytest.raises(ValueError, match=rf"{named} cannot run: it needs .*found 7\.0"):
         jax.eval_shape(lambda x: attention(x, x, x, backend=named), x)
     choice.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "maxmeg"):

@@ -123,10 +123,10 @@ def test_documents_that_return_make_their_row_nan_and_no_other():
 
 REFUSED = {
     "cuda GPU": (Device("cpu"), "bfloat16", 64, Operands()),
-    r"needs a Hopper GPU \(compute capability 9.0\), here is 8.0": (
+    r"needs a Hopper GPU \(compute capability 9.0\), found 8.0": (
         *(Device("cuda", (8, 0)), "bfloat16", 64, Operands()),
     ),
-    "here is 10.0": (Device("cuda", (10, 0)), "bfloat16", 64, Operands()),
+    "found 10.0": (Device("cuda", (10, 0)), "bfloat16", 64, Operands()),
     "dtypes .'float32'. are not all bfloat16": (HOPPER, "float32", 64, Operands()),
     r"head dims .* \(72, 72\) are none of": (HOPPER, "bfloat16", 72, Operands()),
     "dropout is not supported": (

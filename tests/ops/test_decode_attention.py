@@ -23,7 +23,7 @@ from ops.decode_attention_cases import (
 import maxmeg.ops.backend as choice
 import maxmeg.ops.decode_attention.call as module
 import maxmeg.ops.decode_attention.xla as xla
-from maxmeg.ops.attention.call import Operands, ScoreSpec, attention
+from maxmeg.ops.attention.call import Operands, ScoreSpec, attention_with_lse
 from maxmeg.ops.backend import Device
 from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
 
@@ -57,7 +57,7 @@ def test_it_is_attention_over_the_gathered_cache():
     for row in (0, 3):
         operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks)
         qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
-        call = functools.partial(attention, spec=case.spec, operands=operands, with_lse=True)
+        call = functools.partial(attention_with_lse, spec=case.spec, operands=operands)
         wanted = jax.jit(call)(*qkv)
         for part, whole in zip((found["out"], found["lse"]), wanted, strict=True):
             np.testing.assert_allclose(part[row], whole[0], rtol=1e-4, atol=1e-5)
@@ -66,10 +66,10 @@ def test_it_is_attention_over_the_gathered_cache():
 def test_one_query_needs_no_dimension_of_its_own():
     q, cache, _ = arrays_of(CASES["grouped"], "float32")
     cache = PagedCache(*map(jnp.asarray, cache))
-    both = [decode_attention(jnp.asarray(x), cache, with_lse=True) for x in (q, q[:, 0])]
+    both = [decode_attention(jnp.asarray(x), cache) for x in (q, q[:, 0])]
     for whole, one in zip(*both, strict=True):
         np.testing.assert_allclose(one, whole[:, 0], rtol=1e-4, atol=1e-5)
-    assert decode_attention(jnp.asarray(q[:, 0]), cache).shape == (5, 4, 64)
+    assert decode_attention(jnp.asarray(q[:, 0]), cache)[0].shape == (5, 4, 64)
 
 
 def test_what_is_not_finite_reaches_its_own_row_alone():
@@ -77,9 +77,9 @@ def test_what_is_not_finite_reaches_its_own_row_alone():
     case = CASES["several blocks"]
     q, cache, sinks = arrays_of(case, "float32")
     wanted = run(case, q, cache, sinks, "xla", jax.jit)
-    pages = cache.k_pages_PSGK.copy()
-    pages[cache.page_table_BN[1, 2]] = np.nan
-    found = run(case, q, cache._replace(k_pages_PSGK=pages), sinks, "xla", jax.jit)
+    pages = cache.k_pages.copy()
+    pages[cache.page_table[1, 2]] = np.nan
+    found = run(case, q, cache._replace(k_pages=pages), sinks, "xla", jax.jit)
     for key in ("out", "lse"):
         assert np.isnan(found[key][1]).all()
         others = [0, 2, 3, 4]
@@ -124,7 +124,7 @@ def test_auto_takes_the_reference_even_where_the_kernel_could_run(monkeypatch, c
     ("device", "options", "message"),
     [
         (Device("cpu"), {}, "cannot run: the device is cpu, not a CUDA GPU; use auto or xla"),
-        (Device("cuda", (8, 0)), {}, "it needs a Hopper GPU .*here is 8.0"),
+        (Device("cuda", (8, 0)), {}, "it needs a Hopper GPU .*found 8.0"),
         (HOPPER, {"page": 12}, "pages of 12 slots"),
         (HOPPER, {"head_dim": 40}, r"head dims \(query, value\) \(40, 40\) are none of"),
         (HOPPER, {"queries": 33}, "33 queries of 2 heads a key head are more than 64 rows"),
@@ -149,16 +149,16 @@ def test_gradients_are_refused():
     q, cache, _ = arrays_of(CASES["grouped"], "float32")
     cache = PagedCache(*map(jnp.asarray, cache))
     with pytest.raises(ValueError, match="decode attention has no gradient: train with"):
-        jax.grad(lambda q: decode_attention(q, cache).sum())(jnp.asarray(q))
+        jax.grad(lambda q: decode_attention(q, cache)[0].sum())(jnp.asarray(q))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"v_pages_PSGV": (64, 8, 2, 64)}, r"v_pages_PSGV has shape \(64, 8, 2, 64\), needs \(64,"),
-        ({"k_pages_PSGK": (64, 16, 3, 64)}, "query heads=4 must be a multiple of key heads=3"),
-        ({"k_pages_PSGK": (64, 16, 2, 32)}, r"queries \(5, 1, 4, 64\) are not \[B, H, 32\]"),
-        ({"page_table_BN": (4, 4)}, r"page_table_BN has shape \(4, 4\), needs \(5, 4\)"),
+        ({"v_pages": (64, 8, 2, 64)}, r"v_pages has shape \(64, 8, 2, 64\), needs \(64,"),
+        ({"k_pages": (64, 16, 3, 64)}, "query heads=4 must be a multiple of key heads=3"),
+        ({"k_pages": (64, 16, 2, 32)}, r"queries \(5, 1, 4, 64\) are not \[B, H, 32\]"),
+        ({"page_table": (4, 4)}, r"page_table has shape \(4, 4\), needs \(5, 4\)"),
         ({"lengths_B": (4,)}, r"lengths_B has shape \(4,\), needs \(5,\)"),
     ],
 )
@@ -186,9 +186,9 @@ def test_written_keys_are_the_last_of_their_rows_and_nothing_else_changes(querie
     lengths = (*LONG, 3)
     _, cache, _ = arrays_of(Case(lengths), "float32")
     new = np.random.default_rng(1).normal(size=(6, queries, 2, 64)).astype(np.float32)
-    before = jnp.nan_to_num(jnp.asarray(cache.k_pages_PSGK), nan=7.0)
-    after = jax.jit(write_pages)(before, new, cache.page_table_BN, cache.lengths_B)
-    whole = cache._replace(k_pages_PSGK=np.asarray(after))
+    before = jnp.nan_to_num(jnp.asarray(cache.k_pages), nan=7.0)
+    after = jax.jit(write_pages)(before, new, cache.page_table, cache.lengths_B)
+    whole = cache._replace(k_pages=np.asarray(after))
     for row, length in enumerate(lengths):
         count = min(length, queries)
         keys = contiguous(whole, row)[0]

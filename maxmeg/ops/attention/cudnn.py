@@ -1,8 +1,8 @@
 """Attention by cuDNN's fused kernels, through the function behind jax.nn.dot_product_attention.
 
-That function, unlike the public one, returns the log-sum-exp in float32 and takes values of
-another head dim than keys; jax 0.10 and 0.12 have it alike. A kernel multiplies masked weights,
-zeros, with the values of its tile: what is not finite there can reach queries that do not see it.
+Unlike the public function it returns the float32 log-sum-exp and supports values with another head
+dim than keys; it is the same in jax 0.10 to 0.12. The kernels multiply the masked weights, zeros,
+with the values of a tile: NaN or inf in a value can reach queries that do not see it.
 """
 
 import dataclasses
@@ -19,23 +19,23 @@ from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, ta
 
 SUPPORTS = (
     "bfloat16 and float16 on CUDA GPUs of capability 8.0 and newer, even lengths, causal "
-    "attention of queries and keys alike from position 0 (with a window) or all keys, "
-    "log-sum-exp, head dims of 8 n up to 128, on Hopper up to 256, on Blackwell 192 with values of "
-    "128; values of other heads shorter than keys are padded"
+    "attention with equally many queries and keys from position 0 (with a window) or all keys, "
+    "log-sum-exp, head dims that are multiples of 8 up to 128, on Hopper up to 256, on Blackwell "
+    "192 with values of 128; other values shorter than keys are padded"
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
-MLA_VERSION = 91000  # of cuDNN, as jax has it
-DETERMINISTIC_VERSION = 91801  # from which backward on Blackwell can be deterministic
+MLA_VERSION = 91000  # of cuDNN, as jax counts it
+DETERMINISTIC_VERSION = 91801  # first version with a deterministic backward on Blackwell
 
 
 def has_capability(capability: str) -> bool:
-    """Whether the GPU that is compiled for has at least this compute capability ("9.0")."""
+    """Whether the target GPU has at least this compute capability, such as "9.0"."""
     return target_device().capability >= tuple(map(int, capability.split(".")))
 
 
 @functools.cache
 def compile_for_absent_gpus() -> None:
-    """Without a GPU in this process jax refuses large heads and MLA: let it ask for the target."""
+    """Let jax check the target GPU: without a local GPU it refuses large heads and MLA."""
     fused.check_compute_capability = has_capability
 
 
@@ -54,8 +54,8 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
         "attention dropout is": operands.dropout,
         "learned sinks are": operands.sinks_H,
     }
-    for what, given in unsupported.items():
-        if given is not None:
+    for what, operand in unsupported.items():
+        if operand is not None:
             return f"{what} not supported"
     if spec.softcap:
         return f"softcap={spec.softcap} is not supported"
@@ -65,7 +65,7 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
 
 
 def refuses_heads(head_dim: int, value_dim: int, device: Device) -> str:
-    """By jax's rules and, of backward on each architecture, those of NVIDIA's cudnn-frontend."""
+    """Why the head dims are not supported, by the rules of jax and of NVIDIA's cudnn-frontend."""
     major = device.capability[0]
     if major in (HOPPER, BLACKWELL) and takes_unpadded(head_dim, value_dim):
         return ""
@@ -78,13 +78,15 @@ def refuses_heads(head_dim: int, value_dim: int, device: Device) -> str:
 
 
 def takes_unpadded(head_dim: int, value_dim: int) -> bool:
-    """Whether values may be shorter than keys."""
+    """Whether values with a smaller head dim need no padding."""
     return (head_dim, value_dim) == MLA and fused.check_cudnn_version() >= MLA_VERSION
 
 
 def refuses_determinism(device: Device) -> str:
-    """Why backward cannot be deterministic there; empty if it can. XLA asks cuDNN for the
-    deterministic algorithm where its flag for deterministic ops is set."""
+    """Why backward cannot be deterministic on the device; empty if it can.
+
+    XLA asks cuDNN for its deterministic algorithm if the flag for deterministic ops is set.
+    """
     if not device.is_cuda or device.capability[0] < BLACKWELL:
         return ""
     version = fused.check_cudnn_version()
@@ -92,7 +94,7 @@ def refuses_determinism(device: Device) -> str:
         return ""
     return (
         f"cuDNN's deterministic backward on Blackwell GPUs needs version {DETERMINISTIC_VERSION}, "
-        f"here is {version}"
+        f"found {version}"
     )
 
 
@@ -108,12 +110,12 @@ def refuses_lengths(length: int, keys: int, spec: ScoreSpec, offset) -> str:
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
-    """Output [B, L, H, V] and log-sum-exp [B, L, H]; of `operands` nothing is left to heed."""
+    """Output [B, L, H, V] and log-sum-exp [B, L, H]."""
     assert not any(array is not None for array in operands[1:])
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
-    size, longer = v_BMGV.shape[-1], q_BLHK.shape[-1] - v_BMGV.shape[-1]
-    if longer and not takes_unpadded(q_BLHK.shape[-1], size):
-        v_BMGV = jnp.pad(v_BMGV, ((0, 0), (0, 0), (0, 0), (0, longer)))
+    size, padding = v_BMGV.shape[-1], q_BLHK.shape[-1] - v_BMGV.shape[-1]
+    if padding and not takes_unpadded(q_BLHK.shape[-1], size):
+        v_BMGV = jnp.pad(v_BMGV, ((0, 0), (0, 0), (0, 0), (0, padding)))
     out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV)
     out_BLHV = out_BLHV[..., :size]
     lse_BLH = jnp.swapaxes(lax.stop_gradient(lse_BHL), 1, 2)
@@ -124,7 +126,7 @@ def fused_attention(spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV) -> tuple[jax.Array,
     """Output [B, L, H, V] and log-sum-exp [B, H, L]; backward ignores the latter's cotangent."""
     if jax.default_backend() != "gpu":
         compile_for_absent_gpus()
-    found: Any = fused.dot_product_attention(
+    out_and_lse: Any = fused.dot_product_attention(
         q_BLHK,
         k_BMGK,
         v_BMGV,
@@ -133,15 +135,15 @@ def fused_attention(spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV) -> tuple[jax.Array,
         sliding_window_length=spec.window or None,
         return_residual=True,
     )
-    return found
+    return out_and_lse
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def with_gradient(spec: ScoreSpec, q_BLHK, k_BMGK, lse_BLH) -> jax.Array:
-    """The log-sum-exp, differentiable; where nothing reads it this costs nothing.
+    """The log-sum-exp, differentiable; costs nothing if the result is not used.
 
-    With weights P and cotangent c: dq = scale c (P k) and dk = scale P' (c q). That is attention
-    with the keys for values, and the gradient of its values.
+    With weights P and cotangent c: dq = scale c (P k) and dk = scale P' (c q): attention with the
+    keys as values, and the gradient of its values.
     """
     return lse_BLH
 

@@ -1,7 +1,6 @@
 """Attention by our flash attention kernels for Hopper (kernels/attention.py). Not yet run on a GPU.
 
-Never chosen by "auto" before it has been measured. Its gradients are the same in every run: no
-sum depends on the order in which programs finish.
+Not chosen by "auto" until it has been measured. Gradients are deterministic.
 """
 
 import jax
@@ -12,12 +11,10 @@ from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import Device, kernel_module, refuses_hopper_kernels
 
 SUPPORTS = (
-    "bfloat16 and float16 on Hopper GPUs, every mask, documents each in one piece, softcap, sinks, "
+    "bfloat16 and float16 on Hopper GPUs, every mask, contiguous documents, softcap, sinks, "
     "any lengths and offset, head dims 64, 80, 96, 128, 256, 192 with values of 128"
 )
-
-
-ROWS = 8  # TMA moves whole blocks of so many rows
+ROWS = 8  # rows of the blocks that TMA copies
 
 
 def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device: Device) -> str:
@@ -41,22 +38,20 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
 
 
 def pad_rows(x: jax.Array, value) -> jax.Array:
-    """Rows [B, L, ...] up to a multiple of ROWS."""
+    """x [B, L, ...] with L padded to a multiple of ROWS."""
     widths = [(0, 0), (0, -x.shape[1] % ROWS)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, widths, constant_values=value)
 
 
 def padded_documents(operands: Operands, queries: tuple[int, int], keys: int) -> Operands:
-    """Segment ids in which the rows of padding are a document of their own, behind all others."""
+    """Operands with segment ids in which the padding is a separate last document."""
     B, L = queries
-    of_queries = operands.segments_BL
-    if of_queries is None:
-        of_queries, of_keys = jnp.zeros((B, L), jnp.int32), jnp.zeros((B, keys), jnp.int32)
-    else:
-        of_keys = operands.key_segments_BM
-        of_keys = jnp.asarray(of_queries if of_keys is None else of_keys)
-    of_queries = jnp.asarray(of_queries)
-    behind = jnp.maximum(jnp.max(of_queries), jnp.max(of_keys)) + 1
+    segments_BL, segments_BM = operands.segments_BL, operands.key_segments_BM
+    if segments_BL is None:
+        segments_BL, segments_BM = jnp.zeros((B, L), jnp.int32), jnp.zeros((B, keys), jnp.int32)
+    segments_BM = jnp.asarray(segments_BL if segments_BM is None else segments_BM)
+    segments_BL = jnp.asarray(segments_BL)
+    last = jnp.maximum(jnp.max(segments_BL), jnp.max(segments_BM)) + 1
     return operands._replace(
-        segments_BL=pad_rows(of_queries, behind), key_segments_BM=pad_rows(of_keys, behind)
+        segments_BL=pad_rows(segments_BL, last), key_segments_BM=pad_rows(segments_BM, last)
     )

@@ -1,22 +1,22 @@
-"""What an attention call can ask for; every backend takes these and refuses what it cannot do."""
+"""Options and operands of an attention call; a backend refuses those that it does not support."""
 
 import dataclasses
 import typing
 
 import jax
+import jax.numpy as jnp
 
-NEGATIVE = -1e30  # log-sum-exp of a query that sees nothing; finite, so that what follows is too
+NEGATIVE = -1e30  # log-sum-exp of a query that sees no key; finite, so that sums of it are too
 
 
 @dataclasses.dataclass(frozen=True)
 class ScoreSpec:
-    """Which keys a query sees, and its scores, softcap * tanh(scale * q k / softcap).
+    """The mask of visible keys, and the scores softcap * tanh(scale * q k / softcap).
 
-    Query i lies at position offset + i (offset: of `Operands`), key j at position j.
-    causal: keys after the query's position are unseen.
-    window: keys that a causal query sees, its own among them (Mistral, Gemma); else |i - j| <
-    window. chunk: only keys of the query's own chunk of positions (Llama 4). scale 0: 1/sqrt(K).
-    Of window, chunk and softcap 0 is off.
+    Query i is at position offset + i (Operands.offset), key j at position j.
+    causal: a query sees no later keys. window: number of keys that a causal query sees, its own
+    included (Mistral, Gemma); not causal: |i - j| < window. chunk: a query sees the keys of its own
+    chunk of positions (Llama 4). window, chunk, softcap 0: off; scale 0: 1/sqrt(K).
     """
 
     causal: bool = True
@@ -34,7 +34,7 @@ class ScoreSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionDropout:
-    """Rate and where the local heads and rows lie in the global batch and model."""
+    """Dropout of the attention weights; rows_B, first_head: global indices of rows and heads."""
 
     key: jax.Array
     rows_B: jax.Array
@@ -43,12 +43,11 @@ class AttentionDropout:
 
 
 class Operands(typing.NamedTuple):
-    """What a call may have beside queries, keys and values.
+    """Optional operands beside queries, keys and values.
 
-    offset: position of the first query, an int or traced. segments_BL: document of each query, and
-    of each key unless key_segments_BM gives those; a query sees keys of its own document only.
-    sinks_H: a learned logit a head that takes its share of the softmax and has no value (GPT-OSS).
-    dropout: of the softmax's weights.
+    offset: position of the first query, an int or traced. segments_BL: document id of each query,
+    and of each key unless key_segments_BM is set; a query sees keys of its own document only.
+    sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS).
     """
 
     offset: jax.Array | int = 0
@@ -59,7 +58,7 @@ class Operands(typing.NamedTuple):
 
 
 def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:
-    """ValueError unless the arrays of a call fit each other."""
+    """ValueError if the shapes of a call do not match."""
     (B, L, H, K), (M, G) = q_BLHK.shape, k_BMGK.shape[1:3]
     if k_BMGK.shape != (B, M, G, K) or v_BMGV.shape[:3] != (B, M, G):
         shapes = f"queries {q_BLHK.shape}, keys {k_BMGK.shape}, values {v_BMGV.shape}"
@@ -68,11 +67,17 @@ def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:
         raise ValueError(f"query heads={H} must be a multiple of key heads={G}")
     segments, keys = operands.segments_BL, operands.key_segments_BM
     if keys is not None and segments is None:
-        raise ValueError("key_segments_BM says nothing without segments_BL, those of the queries")
+        raise ValueError("key_segments_BM needs segments_BL, the segments of the queries")
     if segments is not None and keys is None and L != M:
-        raise ValueError(f"{L} queries and {M} keys: segments_BL needs key_segments_BM beside it")
+        raise ValueError(f"{L} queries and {M} keys: segments_BL needs key_segments_BM too")
     expected = {"segments_BL": (B, L), "key_segments_BM": (B, M), "sinks_H": (H,)}
     for name, shape in expected.items():
         array = getattr(operands, name)
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, needs {shape}")
+
+
+def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(x with NaN and inf replaced by 0, whether each vector of the last dimension had any)."""
+    is_finite = jnp.isfinite(x)
+    return jnp.where(is_finite, x, 0), ~jnp.all(is_finite, axis=-1)

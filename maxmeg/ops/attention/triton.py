@@ -1,7 +1,7 @@
 """Attention by our Pallas-Triton kernels (kernels/attention_triton.py). Not yet run on a GPU.
 
-Never chosen by "auto" before it has been measured. Its gradients are the same in every run: no
-sum depends on the order in which programs finish. Jax deprecates Pallas-Triton since 0.11.
+Not chosen by "auto" until it has been measured. Gradients are deterministic. Pallas-Triton is
+deprecated since jax 0.11.
 """
 
 import functools
@@ -16,8 +16,8 @@ from maxmeg.ops.backend import Device, kernel_module, refuses_missing_kernels, r
 
 PALLAS = "jax.experimental.pallas.triton"
 SUPPORTS = (
-    "bfloat16, float16 and (exact, slowly) float32 on CUDA GPUs of capability 8.0 and newer where "
-    "jax has Pallas-Triton, every mask, documents each in one piece, softcap, sinks, "
+    "bfloat16, float16 and (exact but slow) float32 on CUDA GPUs of capability 8.0 and newer if "
+    "jax has Pallas-Triton, every mask, contiguous documents, softcap, sinks, "
     "any lengths and offset, head dims up to 256"
 )
 
@@ -36,6 +36,6 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, tiles: Any = None):
-    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32; tiles None: those of the shape."""
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32; tiles None: by the shape."""
     kernel = functools.partial(kernel_module("attention_triton").flash_attention, tiles=tiles)
     return flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)

@@ -1,8 +1,8 @@
-"""Attention in plain XLA: the reference that states the semantics, on every device.
+"""Attention in plain XLA: the reference for all backends, on every device.
 
-Memory is O(L x QUERY_BLOCK), forward and backward: scores of one block of queries exist at once
-and are made again in backward. Keys that no query of a block can see are never read, where the
-offset is known when traced.
+Memory is O(M x QUERY_BLOCK) in forward and backward: only the scores of one block of queries exist
+at a time, and backward recomputes them. If the offset is static, keys that no query of a block sees
+are not read.
 """
 
 import dataclasses
@@ -14,16 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.attention.guard import finite
-from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
+from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec, finite
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import softcapped
 from maxmeg.ops.dropout import dropout
-from maxmeg.ops.recompute import recomputed
 from maxmeg.parallel import collectives
 
 QUERY_BLOCK = 512  # queries whose scores exist at once
-PIECES = 16  # of the queries at most: each is a program of its own, with its own range of keys
+PIECES = 16  # at most, of the queries: each is compiled separately, with its own range of keys
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
@@ -38,7 +36,7 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What is static of a block of queries: spec, first key, whether it is the only block."""
+    """Static facts of a block of queries: spec, first key, whether it is the only block."""
 
     spec: ScoreSpec
     first_key: int = 0
@@ -46,7 +44,7 @@ class Block:
 
 
 class Rows(typing.NamedTuple):
-    """What is traced of a block of queries: position of its first, its index, and segments."""
+    """Traced facts of a block of queries; position, index: of its first query."""
 
     position: jax.Array | int
     index: jax.Array | int
@@ -58,15 +56,15 @@ class Rows(typing.NamedTuple):
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32.
 
-    A query that sees nothing has output 0 and log-sum-exp NEGATIVE, or its sink. What is not
-    finite in a query, key or value reaches the queries that see it, as NaN, and no others; from
-    those queries no gradient flows.
+    A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in a
+    query, key or value make NaN of the queries that see them and of no others; these queries have
+    no gradient.
     """
     B, L, H, K = q_BLHK.shape
     G = k_BMGK.shape[2]
     spec = dataclasses.replace(spec, scale=spec.scale or K**-0.5)
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
-    found: list = []
+    results: list = []
     for start, stop in pieces(L):
         first, last = key_range(start, stop, k_BMGK.shape[1], spec, operands.offset)
         block = Block(spec, first, alone=stop - start == L)
@@ -74,15 +72,40 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         rows = rows_of(operands, start, stop, first, last)
         run = typing.cast(Callable, functools.partial(piece, block))
         inputs = (q_BLGJK[:, start:stop], *kv, operands.sinks_H)
-        if found:  # one after the other, in backward too: else XLA holds several blocks' scores
-            inputs, found[-1] = lax.optimization_barrier((inputs, found[-1]))
-        found.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
-    out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
+        if results:  # in sequence, in backward too: else XLA holds the scores of several blocks
+            inputs, results[-1] = lax.optimization_barrier((inputs, results[-1]))
+        results.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
+    out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*results, strict=True))
     return out.reshape(B, L, H, -1), lse.reshape(B, L, H)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recomputed(function: Callable, inputs: tuple, others: tuple):
+    """function(*inputs, *others), differentiable in `inputs`; backward stores the arguments only.
+
+    A `jax.checkpoint` within another would follow the outer one's policy; a custom vjp does not.
+    `function` must be hashable and close over no traced value.
+    """
+    return function(*inputs, *others)
+
+
+def recomputed_forward(function, inputs, others):
+    return function(*inputs, *others), (inputs, others)
+
+
+def recomputed_backward(function, residuals, cotangent):
+    inputs, others = residuals
+    # Without a barrier XLA merges the recomputation with an equal forward in the same computation.
+    inputs, cotangent = lax.optimization_barrier((inputs, cotangent))
+    _, transpose = jax.vjp(lambda *arrays: function(*arrays, *others), *inputs)
+    return transpose(cotangent), None
+
+
+recomputed.defvjp(recomputed_forward, recomputed_backward)
+
+
 def pieces(length: int) -> list[tuple[int, int]]:
-    """Ranges of queries, PIECES and a rest at most; all but the rest are whole blocks long."""
+    """Ranges (start, stop) of queries: at most PIECES of whole blocks, and a remainder."""
     blocks = length // QUERY_BLOCK
     if not blocks:
         return [(0, length)]
@@ -93,7 +116,7 @@ def pieces(length: int) -> list[tuple[int, int]]:
 
 
 def key_range(start: int, stop: int, keys: int, spec: ScoreSpec, offset) -> tuple[int, int]:
-    """Keys that queries start..stop may see; all of them where the offset is traced."""
+    """Range of keys that queries start..stop may see; all keys if the offset is traced."""
     if not isinstance(offset, int):
         return 0, keys
     first, last = 0, keys
@@ -120,7 +143,7 @@ def rows_of(operands: Operands, start: int, stop: int, first: int, last: int) ->
 
 
 def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
-    """A piece of the queries: one block, or several one after the other."""
+    """Output and log-sum-exp of one piece of the queries, block by block."""
     count = q_BLGJK.shape[1] // QUERY_BLOCK
     if count <= 1:
         return attend_block(block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows)
@@ -128,35 +151,35 @@ def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], count, QUERY_BLOCK, *x.shape[2:]), 1, 0)
 
-    def one(xs):
+    def run(xs):
         step, q, segments = xs
-        here = rows._replace(
+        block_rows = rows._replace(
             position=rows.position + step, index=rows.index + step, segments_BL=segments
         )
-        run = functools.partial(attend_block, block)
-        return recomputed(run, (q, k_BMGK, v_BMGV, sinks_H), (here,))
+        attend_one = functools.partial(attend_block, block)
+        return recomputed(attend_one, (q, k_BMGK, v_BMGV, sinks_H), (block_rows,))
 
     steps = QUERY_BLOCK * jnp.arange(count)
     segments = None if rows.segments_BL is None else split(rows.segments_BL)
-    results = lax.map(one, (steps, split(q_BLGJK), segments))
+    results = lax.map(run, (steps, split(q_BLGJK), segments))
     return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in results]
 
 
 def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     """Output [B, L, G, J, V] and log-sum-exp [B, L, G, J] of one block of queries."""
     spec, (L, G, J), M = block.spec, q_BLGJK.shape[1:4], k_BMGK.shape[1]
-    q_BLGJK, strange_BLGJ = finite(q_BLGJK)
-    k_BMGK, strange_k_BMG = finite(k_BMGK)
-    v_BMGV, strange_v_BMG = finite(v_BMGV)
+    q_BLGJK, nonfinite_BLGJ = finite(q_BLGJK)
+    k_BMGK, nonfinite_k_BMG = finite(k_BMGK)
+    v_BMGV, nonfinite_v_BMG = finite(v_BMGV)
     visible_BLM = visible(spec, rows, L, block.first_key + jnp.arange(M))
-    strange_BGM = jnp.moveaxis(strange_k_BMG | strange_v_BMG, 1, 2)
-    spoilt_BGL = jnp.any(visible_BLM[:, None] & strange_BGM[:, :, None], axis=-1)
-    spoilt_BGJL = spoilt_BGL[:, :, None] | jnp.moveaxis(strange_BLGJ, 1, 3)
+    nonfinite_BGM = jnp.moveaxis(nonfinite_k_BMG | nonfinite_v_BMG, 1, 2)
+    tainted_BGL = jnp.any(visible_BLM[:, None] & nonfinite_BGM[:, :, None], axis=-1)
+    tainted_BGJL = tainted_BGL[:, :, None] | jnp.moveaxis(nonfinite_BLGJ, 1, 3)
     scores_BGJLM = spec.scale * jnp.einsum(
         "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
     )
     scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
-    used_BGJLM = visible_BLM[:, None, None] & ~spoilt_BGJL[..., None]
+    used_BGJLM = visible_BLM[:, None, None] & ~tainted_BGJL[..., None]
     scores_BGJLM = jnp.where(used_BGJLM, scores_BGJLM, NEGATIVE)
     sinks_GJ = None if sinks_H is None else sinks_H.reshape(G, J).astype(jnp.float32)
     weights_BGJLM, lse_BGJL = softmax(scores_BGJLM, sinks_GJ, block.alone)
@@ -166,13 +189,13 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     out_BLGJV = jnp.einsum("BGJLM,BMGV->BLGJV", weights_BGJLM, v_BMGV)
     if block.alone:
         out_BLGJV = collectives.stored(out_BLGJV, "attention_output")
-    spoilt_BLGJ = jnp.moveaxis(spoilt_BGJL, 3, 1)
-    lse_BLGJ = jnp.where(spoilt_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
-    return [jnp.where(spoilt_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
+    tainted_BLGJ = jnp.moveaxis(tainted_BGJL, 3, 1)
+    lse_BLGJ = jnp.where(tainted_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
+    return [jnp.where(tainted_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
 
 
 def visible(spec: ScoreSpec, rows: Rows, length: int, keys_M: jax.Array) -> jax.Array:
-    """Whether each of `length` queries sees each key: [B or 1, L, M]."""
+    """The mask [B or 1, L, M]: whether each of `length` queries sees each key."""
     queries_L1 = (rows.position + jnp.arange(length))[:, None]
     seen_LM = jnp.ones((length, keys_M.size), bool)
     if spec.causal:
@@ -188,9 +211,9 @@ def visible(spec: ScoreSpec, rows: Rows, length: int, keys_M: jax.Array) -> jax.
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def softmax(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.Array]:
-    """Weights of the keys, and the log-sum-exp with the sinks' share.
+    """(weights of the keys, log-sum-exp that includes the sinks).
 
-    The derivative reads the weights instead of making them again; stored: and backward may too.
+    The derivative reads the weights instead of recomputing them. stored: backward may store them.
     """
     return softmax_parts(scores_BGJLM, sinks_GJ, stored)
 
@@ -215,10 +238,10 @@ def softmax_parts(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.
     total_BGJL = jnp.sum(shifted_BGJLM, axis=-1)
     if sinks_GJ is not None:
         total_BGJL += jnp.exp(sinks_GJ[..., None] - largest_BGJL)
-    nothing_BGJL = total_BGJL == 0
-    total_BGJL = jnp.where(nothing_BGJL, 1, total_BGJL)
+    is_blind_BGJL = total_BGJL == 0
+    total_BGJL = jnp.where(is_blind_BGJL, 1, total_BGJL)
     weights_BGJLM = shifted_BGJLM / total_BGJL[..., None]
-    lse_BGJL = jnp.where(nothing_BGJL, NEGATIVE, largest_BGJL + jnp.log(total_BGJL))
+    lse_BGJL = jnp.where(is_blind_BGJL, NEGATIVE, largest_BGJL + jnp.log(total_BGJL))
     if stored:
         weights_BGJLM = collectives.stored(weights_BGJLM, "attention_weights")
         lse_BGJL = collectives.stored(lse_BGJL, "attention_lse")
@@ -226,7 +249,7 @@ def softmax_parts(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.
 
 
 def drop_weights(weights_BGJLM: jax.Array, start, spec: AttentionDropout) -> jax.Array:
-    """Weights dropped by row, head and number of the query; `start`: of the first."""
+    """Attention weights after dropout. start: index of the first query."""
     B, G, J, L, M = weights_BGJLM.shape
     weights_BHLM = weights_BGJLM.reshape(B, G * J, L, M)
     heads_H = spec.first_head + jnp.arange(G * J)

@@ -1,7 +1,7 @@
-"""Output projection and cross entropy in one: one call, several backends, the choice between them.
+"""Output projection fused with cross entropy: one call, several backends, and the choice.
 
-A backend (ops/backend.py) has `refuses(h, w, targets, weights, spec, device)`, why it cannot run a
-call, and `linear_cross_entropy(h, w, targets, weights, spec)`, differentiable by h and w.
+A backend (ops/backend.py) has `refuses(h, w, targets, weights, spec, device)`, the reason why it
+cannot run a call, and `linear_cross_entropy(h, w, targets, weights, spec)`, differentiable in h, w.
 """
 
 import dataclasses
@@ -26,8 +26,7 @@ FLOAT32 = 4  # bytes of a logit
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Backends in the order to try while a chunk's logits take at most so many bytes; `because`:
-    who measured it, or what else decides."""
+    """Backends in the order to try if a chunk's logits take up to `logits` bytes; because: why."""
 
     cuda: bool
     logits: int
@@ -36,13 +35,13 @@ class Choice:
 
 
 MIB = 2**20
-# The first row that fits rules. CPU: CPU time of tiled over xla's (benchmarks/NOTES.md). CUDA: not
-# timed; by what the compiled programs compute and move, tiled costs 5 % of a step of Llama 3 8B.
+# The first matching row decides. CPU: CPU time of tiled over xla's (benchmarks/NOTES.md). CUDA: not
+# timed; by the compiled programs' FLOPs and bytes, tiled costs 5 % of a step of Llama 3 8B.
 CHOICES = (
-    Choice(True, 1024 * MIB, ("xla", "tiled"), "three products for four, and half the traffic"),
-    Choice(True, 2**63, ("tiled", "xla"), "for memory, 60 MiB for some GiB"),
+    Choice(True, 1024 * MIB, ("xla", "tiled"), "three products, not four; half the traffic"),
+    Choice(True, 2**63, ("tiled", "xla"), "memory: 60 MiB instead of some GiB"),
     Choice(False, 512 * MIB, ("xla", "tiled"), "0.93 (logits of 250 MiB) to 1.23 (8 MiB)"),
-    Choice(False, 2**63, ("tiled", "xla"), "as fast, and for memory"),
+    Choice(False, 2**63, ("tiled", "xla"), "as fast, and less memory"),
 )
 
 
@@ -55,16 +54,16 @@ def linear_cross_entropy(
     *,
     backend: str = "auto",
 ) -> tuple[Float[Array, ""], Float[Array, " T"]]:
-    """Sum of weights * loss (label smoothing and z-loss in it), and each token's cross entropy.
+    """(sum of weights * loss with label smoothing and z-loss, cross entropy of each token).
 
-    w_VD is this device's part of the vocabulary (over pipe and tensor); tokens are the same on
-    every device of those axes, and so are the results. Only the sum has a gradient, with respect
-    to h (partial sums over the vocabulary's axes) and w; float32 inside. A target outside the
-    vocabulary is no word: its logit counts as 0 and has no gradient. A token of weight 0 adds
-    nothing to the sum and gets no gradient; it must be finite all the same.
+    w_VD is this device's part of the vocabulary, which is sharded over pipe and tensor; tokens and
+    results are the same on all devices along these axes. Only the sum has gradients: with respect
+    to h (partial sums over these axes) and w. Arithmetic is float32. The logit of a target outside
+    of the vocabulary counts as 0. A token of weight 0 adds nothing and gets no gradient, but must
+    be finite.
 
-    backend: a key of BACKENDS, or "auto" for the first of CHOICES that takes the call. ValueError
-    where shapes or dtypes do not fit, or the named backend, or every one, cannot run it.
+    backend: a key of BACKENDS, or "auto" for the first of CHOICES that supports the call.
+    ValueError if shapes or dtypes do not fit, or if no backend (or the named one) supports it.
     """
     check_shapes(h_TD, w_VD, targets_T, weights_T)
     call = (h_TD, w_VD, targets_T, weights_T, spec)
@@ -80,5 +79,5 @@ def preference(tokens: int, words: int, chunk: int, device: Device) -> tuple[str
 
 
 def choice(named: str, tokens: int, words: int, chunk: int, device: Device) -> str:
-    """The backend of a call that every backend can run; for planning."""
+    """The backend that a call gets if all backends support it; for planning."""
     return preference(tokens, words, chunk, device)[0] if named == "auto" else named

@@ -1,10 +1,10 @@
 """Linear + cross entropy by our kernels for Hopper (kernels/linear_cross_entropy.py).
 
-Not yet run on a GPU: compiled only, and never chosen by "auto" before it has been measured. Forward
-keeps logits in registers and writes a few numbers a token. Backward makes the logits' gradient of a
-chunk of words in one kernel, from the log-sum-exp, and multiplies it with w and with h by XLA: four
-matrix products in all. Memory: that gradient, at most CHUNK elements of it, the chunk's copy of w,
-and the float32 sum of the gradient with respect to h.
+Not yet run on a GPU (compiled only), and not chosen by "auto" until it has been measured. Forward
+keeps the logits in registers and writes a few numbers per token. Backward computes the gradient of
+the logits of a chunk of words in one kernel, from the log-sum-exp, and XLA multiplies it with w and
+h: four matrix products in all. Memory: at most CHUNK elements of this gradient, the chunk's copy of
+w, and the float32 gradient of h. Letter beside the legend's: C words of a chunk.
 """
 
 import functools
@@ -25,7 +25,7 @@ from maxmeg.ops.cross_entropy.spec import (
 )
 
 SUPPORTS = "bfloat16 and float16 on Hopper GPUs, every option, widths and words in multiples of 64"
-CHUNK = 2**27  # elements of the logits' gradient that exist at once: 256 MiB in bfloat16
+CHUNK = 2**27  # elements of the logits' gradient that exist at a time: 256 MiB in bfloat16
 ROWS = 8  # tokens that TMA moves at once
 MULTIPLE = 256  # words: columns of the kernel's tiles
 
@@ -40,17 +40,17 @@ def refuses(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, device: De
 
 
 def linear_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
-    """(loss, token losses); the kernels are given whole blocks of tokens, the last of weight 0."""
+    """(loss, token losses). Pads the tokens with weight 0 to whole blocks of the kernels."""
     T = h_TD.shape[0]
     if T % ROWS:
         h_TD = jnp.pad(h_TD, ((0, -T % ROWS), (0, 0)))
         targets_T, weights_T = (jnp.pad(x, (0, -T % ROWS)) for x in (targets_T, weights_T))
-    both: Any = of_whole_blocks(h_TD, w_VD, targets_T, weights_T, spec)
-    return both[0], both[1][:T]
+    outputs: Any = padded_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec)
+    return outputs[0], outputs[1][:T]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def of_whole_blocks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
+def padded_cross_entropy(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec):
     return forward(h_TD, w_VD, targets_T, weights_T, spec)[0]
 
 
@@ -80,34 +80,33 @@ def backward(spec: CrossEntropySpec, residuals, cotangents):
     sums = (jnp.zeros(h_TD.shape, jnp.float32), jnp.zeros_like(w_VD))
     sums = lax.fori_loop(0, V // size, lambda i, sums: add(i * size, size, *sums), sums)
     if V % size:
-        # After the others: else XLA makes this chunk's gradient first and keeps it.
+        # The barrier keeps XLA from computing this chunk's gradient first and storing it.
         rows, sums = lax.optimization_barrier((rows, sums))
         sums = add(V - V % size, V % size, *sums)
     return sums[0].astype(h_TD.dtype), sums[1], None, None
 
 
-of_whole_blocks.defvjp(forward, backward)
+padded_cross_entropy.defvjp(forward, backward)
 
 
 def chunk_words(tokens: int, words: int) -> int:
-    """Words of a chunk in backward: as equal as can be, the last may have fewer."""
+    """Words of a chunk in backward; the last chunk may have fewer."""
     count = -(-words * tokens // CHUNK)
     return min(-(-words // count // MULTIPLE) * MULTIPLE, words)
 
 
 def logits_of(spec: CrossEntropySpec):
-    """What the kernels need to know of the loss."""
     Logits = kernel_module("linear_cross_entropy").Logits
     return Logits(spec.softcap, spec.z_loss, 1 - spec.smoothing, spec.uniform)
 
 
 def real_words(w_VD: jax.Array, spec: CrossEntropySpec) -> jax.Array:
-    """How many of this device's words are no padding."""
+    """Number of this device's words that are not padding."""
     return jnp.clip(spec.vocab_size - first_word(w_VD), 0, w_VD.shape[0]).astype(jnp.int32)
 
 
 def local_targets(targets_T: jax.Array, w_VD: jax.Array, spec: CrossEntropySpec) -> jax.Array:
-    """Row of w_VD that is a token's target, negative where it has none here."""
+    """Row of each token's target in w_VD, -1 if it is on another device."""
     known_T, first = known_targets(targets_T, spec), first_word(w_VD)
-    here_T = (known_T >= first) & (known_T < first + w_VD.shape[0])
-    return jnp.where(here_T, known_T - first, -1).astype(jnp.int32)
+    is_local_T = (known_T >= first) & (known_T < first + w_VD.shape[0])
+    return jnp.where(is_local_T, known_T - first, -1).astype(jnp.int32)

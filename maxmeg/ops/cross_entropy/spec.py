@@ -1,4 +1,4 @@
-"""What a call of linear + cross entropy can ask for, and what its backends share."""
+"""Options of linear cross entropy, and functions that its backends share."""
 
 import dataclasses
 import typing
@@ -10,20 +10,20 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import VOCAB_AXES
 
 MASKED = -1e30  # logit of a padded vocabulary entry
-NO_WORD = -1  # a target outside the vocabulary
+NO_WORD = -1  # a target outside of the vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropySpec:
-    """vocab_size without padding; z_loss weighs logsumexp^2; chunk: tokens whose logits exist at
-    once (backend xla); softcap and label_smoothing 0: off.
+    """vocab_size: without padding. z_loss: coefficient of logsumexp^2. chunk: number of tokens
+    whose logits exist at a time (backend xla). softcap, label_smoothing 0: off.
 
-    With logits z of K words, target t and label smoothing a, a token's loss is Megatron-LM's
+    With logits z of K words, target t and label smoothing a, the loss of a token is Megatron-LM's
 
         logsumexp(z) - (1 - s) z_t - s mean(z),  s = a K / (K - 1),
 
-    which gives 1 - a to the target and a / (K - 1) to every other word. K is the whole vocabulary
-    without padding; Megatron-LM takes a rank's part of it, and its result changes with the ranks.
+    which gives the target probability 1 - a and every other word a / (K - 1). K is the unpadded
+    vocabulary; Megatron-LM uses a rank's part of it, so that its result depends on the ranks.
     """
 
     vocab_size: int
@@ -46,7 +46,7 @@ class CrossEntropySpec:
 
     @property
     def uniform(self) -> float:
-        """s / K: what every word's logit weighs."""
+        """s / K, the weight of each word's logit."""
         return self.smoothing / self.vocab_size
 
 
@@ -59,7 +59,7 @@ def slope_of_softcap(capped: jax.Array, softcap: float) -> jax.Array:
 
 
 def first_word(w_VD: jax.Array) -> jax.Array | int:
-    """Number of the first word of this device's part of the vocabulary."""
+    """Index of the first word of this device's part of the vocabulary."""
     return collectives.first_index(VOCAB_AXES, w_VD.shape[0])
 
 
@@ -68,8 +68,8 @@ def known_targets(targets_T: jax.Array, spec: CrossEntropySpec) -> jax.Array:
 
 
 class Partial(typing.NamedTuple):
-    """Of each token over some of the words: the largest logit, the sum of exponentials of what
-    the logits are below it, the target's logit and, with label smoothing, the sum of logits."""
+    """Statistics of each token over a part of the vocabulary: largest logit, sum of exp(logit -
+    largest), the target's logit and, with label smoothing, the sum of logits."""
 
     largest_T: jax.Array
     total_T: jax.Array
@@ -78,7 +78,7 @@ class Partial(typing.NamedTuple):
 
 
 def combined(partial: Partial, spec: CrossEntropySpec) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(log-sum-exp, target's logit, sum of logits) of the whole vocabulary, on all its devices."""
+    """(log-sum-exp, target's logit, sum of logits) over the whole vocabulary, on all devices."""
     largest_T = collectives.max_over(partial.largest_T, VOCAB_AXES)
     sums: list = [partial.total_T * jnp.exp(partial.largest_T - largest_T), partial.target_T]
     sums += [partial.logits_T] if spec.smoothing else []
@@ -88,23 +88,22 @@ def combined(partial: Partial, spec: CrossEntropySpec) -> tuple[jax.Array, jax.A
 
 
 def losses(logsumexp_T, target_T, sum_T, weights_T, spec: CrossEntropySpec):
-    """(sum of weighted losses, token losses) from each token's logsumexp, the target's logit and
-    the sum of its logits over the vocabulary (read with label smoothing alone)."""
-    each_T = logsumexp_T - (1 - spec.smoothing) * target_T
+    """(sum of weighted losses, cross entropy of each token); sum_T: sum of the logits."""
+    loss_T = logsumexp_T - (1 - spec.smoothing) * target_T
     if spec.smoothing:
-        each_T -= spec.uniform * sum_T
-    each_T += spec.z_loss * jnp.square(logsumexp_T)
-    counted_T = jnp.where(weights_T == 0, 0, weights_T * each_T)
-    return jnp.sum(counted_T), logsumexp_T - target_T
+        loss_T -= spec.uniform * sum_T
+    loss_T += spec.z_loss * jnp.square(logsumexp_T)
+    weighted_T = jnp.where(weights_T == 0, 0, weights_T * loss_T)
+    return jnp.sum(weighted_T), logsumexp_T - target_T
 
 
 def check_shapes(h_TD, w_VD, targets_T, weights_T) -> None:
-    """ValueError unless the arrays of a call fit each other."""
+    """ValueError if the shapes or dtypes of a call do not match."""
     T, D = h_TD.shape
     if w_VD.shape[1:] != (D,) or targets_T.shape != (T,) or weights_T.shape != (T,):
-        found = f"targets {targets_T.shape}, weights {weights_T.shape}"
+        others = f"targets {targets_T.shape}, weights {weights_T.shape}"
         raise ValueError(
-            f"h {h_TD.shape}, w {w_VD.shape}, {found} are not [T, D], [V, D], [T], [T]"
+            f"h {h_TD.shape}, w {w_VD.shape}, {others} are not [T, D], [V, D], [T], [T]"
         )
     if h_TD.dtype != w_VD.dtype:
         raise ValueError(f"h is {h_TD.dtype} and w is {w_VD.dtype}: cast one to the other's dtype")

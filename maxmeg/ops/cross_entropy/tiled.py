@@ -1,13 +1,13 @@
-"""Linear + cross entropy in plain XLA over tiles of tokens x words, in memory that does not grow.
+"""Linear + cross entropy in plain XLA over tiles of tokens x words, in constant memory.
 
-Forward works like flash attention whose keys and values are both w: for a block of tokens, a chunk
-of words after the other, it keeps the largest logit, the sum of exponentials and, rescaled, the
-exponentials' product with w, which is the gradient with respect to h but for numbers known at the
-end. Backward makes the logits of a chunk of words for all tokens again from the log-sum-exp, and
-its product with h is the weight's gradient of that chunk, whole, in its own dtype. That is four
-matrix products (the reference: three) and no float32 copy of the weight's gradient; five where
-label smoothing meets a soft-cap, one without gradients. The last block or chunk overlaps the one
-before where they do not divide: nothing is padded or copied.
+Forward works like flash attention with w as keys and values. For a block of tokens it runs through
+chunks of words and keeps the largest logit, the sum of exponentials and the rescaled product of the
+exponentials with w, which gives the gradient of h at the end. Backward recomputes the logits of a
+chunk of words for all tokens from the log-sum-exp; the product with h is the gradient of that chunk
+of w, in its own dtype. These are four matrix products (the reference: three), five with label
+smoothing and soft-cap, one without gradients; there is no float32 copy of w's gradient. If the
+sizes do not divide, the last block or chunk overlaps the previous one, so that nothing is padded.
+Letter beside the legend's: C words of a chunk.
 """
 
 import dataclasses
@@ -38,11 +38,11 @@ SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Tokens and words whose logits exist at once, in forward and in backward.
+    """Tokens and words whose logits exist at a time, in forward and in backward.
 
-    multiple: of words in a chunk, for rows that tensor cores take whole. At width 4,096 forward
-    needs 60 MiB: two float32 products of the tokens, 16 MiB each, the words' copy, and logits.
-    With a third product, where label smoothing meets a soft-cap, it takes half as many tokens.
+    multiple: chunks have a multiple of this many words, whole tiles of the tensor cores. At width
+    4,096 forward needs 60 MiB: two float32 products [tokens, D] of 16 MiB, the copy of the words,
+    and logits. With a third product (label smoothing and soft-cap) it uses half as many tokens.
     """
 
     tokens: int = 1024
@@ -52,7 +52,7 @@ class Tiles:
     multiple: int = 64
 
     def blocks(self, tokens: int, products: int) -> "Chunks":
-        """Blocks of tokens in forward, for so many products in forward and backward."""
+        """Blocks of tokens in forward; products: matrix products in forward and backward."""
         return chunks_of(tokens, self.tokens if products < 5 else max(self.tokens // 2, 1))
 
 
@@ -60,7 +60,7 @@ TILES = Tiles()
 
 
 class Chunks(typing.NamedTuple):
-    """`count` pieces of `size` rows that cover `total`; the last begins early enough to fit."""
+    """`count` chunks of `size` rows that cover `total`; the last one overlaps the one before it."""
 
     total: int
     size: int
@@ -76,20 +76,20 @@ class Chunks(typing.NamedTuple):
         return lax.dynamic_update_slice_in_dim(array, piece, self.start(number), 0)
 
     def new(self, number: jax.Array) -> jax.Array:
-        """Which rows of a piece no piece before held."""
+        """Mask of the rows of a chunk that are not in the previous chunk."""
         return self.start(number) + jnp.arange(self.size) >= number * self.size
 
 
 def chunks_of(total: int, size: int, multiple: int = 1) -> Chunks:
-    """Pieces of equal size, at most `size` rounded up to `multiple`."""
+    """Chunks of equal size, at most `size` rounded up to `multiple`."""
     count = -(-total // min(size, total))
     size = min(-(-total // count // multiple) * multiple, total)
     return Chunks(total, size, -(-total // size))
 
 
 class Online(typing.NamedTuple):
-    """What forward knows of its tokens after some chunks of words. out: exponentials times w,
-    without the target's; slopes: the soft-cap's slopes times w; None where not needed."""
+    """State of forward after some chunks of words. out_TD: exponentials times w, without the
+    target's; slopes_TD: slopes of the soft-cap times w; None if not needed."""
 
     partial: Partial
     out_TD: jax.Array | None
@@ -120,7 +120,7 @@ linear_cross_entropy.defvjp(forward, backward)
 
 
 def over_tokens(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
-    """(loss, token losses, log-sum-exp, dh or None), a block of tokens after the other."""
+    """(loss, token losses, log-sum-exp, dh or None), block by block of tokens."""
     T = h_TD.shape[0]
     targets_T = known_targets(targets_T, spec)
     blocks = TILES.blocks(T, 5 if gradients and spec.smoothing and spec.softcap else 4)
@@ -129,10 +129,10 @@ def over_tokens(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradie
         real_V = first_word(w_VD) + jnp.arange(w_VD.shape[0]) < spec.vocab_size
         all_words_D = jnp.sum(jnp.where(real_V[:, None], w_VD, 0), axis=0, dtype=jnp.float32)
 
-    def body(number, found):
+    def body(number, arrays):
         h, targets, weights = (blocks.rows(x, number) for x in (h_TD, targets_T, weights_T))
         rows = one_block(h, targets, weights, w_VD, spec, all_words_D, gradients)
-        return [blocks.write(array, row, number) for array, row in zip(found, rows, strict=True)]
+        return [blocks.write(array, row, number) for array, row in zip(arrays, rows, strict=True)]
 
     zeros = [jnp.zeros(T, jnp.float32)] * 3 + ([jnp.zeros_like(h_TD)] if gradients else [])
     logsumexp_T, target_T, sum_T, *dh_TD = lax.fori_loop(0, blocks.count, body, zeros)
@@ -144,27 +144,27 @@ def one_block(h_TD, targets_T, weights_T, w_VD, spec, all_words_D, gradients: bo
     """[log-sum-exp, target's logit, sum of logits] and, with gradients, dh of a block of tokens."""
     part, out_TD, slopes_TD = over_chunks(h_TD, targets_T, w_VD, spec, gradients)
     logsumexp_T, target_T, sum_T = combined(part, spec)
-    found = [logsumexp_T, target_T, sum_T]
+    statistics = [logsumexp_T, target_T, sum_T]
     if out_TD is None:
-        return found
+        return statistics
     slope_T = 1 + 2 * spec.z_loss * logsumexp_T
     dh_TD = out_TD * (slope_T * jnp.exp(part.largest_T - logsumexp_T))[:, None]
-    here_T = targets_T - first_word(w_VD)
-    mine_T = (targets_T >= 0) & (here_T >= 0) & (here_T < w_VD.shape[0])
-    of_target_T = slope_T * jnp.exp(part.target_T - logsumexp_T) - (1 - spec.smoothing)
+    local_T = targets_T - first_word(w_VD)
+    is_local_T = (targets_T >= 0) & (local_T >= 0) & (local_T < w_VD.shape[0])
+    d_target_T = slope_T * jnp.exp(part.target_T - logsumexp_T) - (1 - spec.smoothing)
     if spec.softcap:
-        of_target_T *= slope_of_softcap(part.target_T, spec.softcap)
-    words_TD = w_VD[jnp.clip(here_T, 0, w_VD.shape[0] - 1)]
-    dh_TD += jnp.where(mine_T, of_target_T, 0)[:, None] * words_TD
+        d_target_T *= slope_of_softcap(part.target_T, spec.softcap)
+    words_TD = w_VD[jnp.clip(local_T, 0, w_VD.shape[0] - 1)]
+    dh_TD += jnp.where(is_local_T, d_target_T, 0)[:, None] * words_TD
     if spec.smoothing:
         dh_TD -= spec.uniform * (all_words_D if slopes_TD is None else slopes_TD)
     weights_T1 = weights_T[:, None]
-    # Cast first: float32 zeros would be shared with those that `out` starts from, and kept.
-    return [*found, jnp.where(weights_T1 == 0, 0, (dh_TD * weights_T1).astype(h_TD.dtype))]
+    # Cast first: float32 zeros would be merged with the initial value of out_TD, and kept.
+    return [*statistics, jnp.where(weights_T1 == 0, 0, (dh_TD * weights_T1).astype(h_TD.dtype))]
 
 
 def over_chunks(h_TD, targets_T, w_VD, spec: CrossEntropySpec, gradients: bool) -> Online:
-    """A block of tokens over this device's words."""
+    """The statistics of a block of tokens over this device's words."""
     (T, D), V = h_TD.shape, w_VD.shape[0]
     chunks, first = chunks_of(V, TILES.words, TILES.multiple), first_word(w_VD)
 
@@ -177,15 +177,15 @@ def over_chunks(h_TD, targets_T, w_VD, spec: CrossEntropySpec, gradients: bool) 
 
     zeros_T = jnp.zeros(T, jnp.float32)
     zeros_TD = jnp.zeros((T, D), jnp.float32) if gradients else None
-    both = spec.smoothing and spec.softcap
+    has_slopes = spec.smoothing and spec.softcap
     logits_T = zeros_T if spec.smoothing else None
     partial = Partial(zeros_T + MASKED, zeros_T, zeros_T, logits_T)
-    nothing = Online(partial, zeros_TD, zeros_TD if both else None)
-    return lax.fori_loop(0, chunks.count, body, nothing)
+    start = Online(partial, zeros_TD, zeros_TD if has_slopes else None)
+    return lax.fori_loop(0, chunks.count, body, start)
 
 
 def add_chunk(online: Online, raw_TC, w_CD, words: tuple, spec: CrossEntropySpec) -> Online:
-    """`online` after one more chunk; words: numbers, whether each counts, and the targets."""
+    """`online` after one more chunk; words: (ids, whether each counts, targets)."""
     ids_C, live_C, targets_T = words
     partial, out_TD, slopes_TD = online
     capped_TC = softcapped(raw_TC, spec.softcap)
@@ -200,7 +200,7 @@ def add_chunk(online: Online, raw_TC, w_CD, words: tuple, spec: CrossEntropySpec
     if logits_T is not None:
         logits_T += jnp.sum(jnp.where(live_C, capped_TC, 0), axis=-1)
     if out_TD is not None:
-        # The target's share is added in float32 at the end: rounded here it would drown in 1.
+        # The target's term is added in float32 at the end: rounded here, it would be lost beside 1.
         other_TC = jnp.where(hit_TC, 0, exp_TC)
         slope_TC = slope_of_softcap(capped_TC, spec.softcap) if spec.softcap else 1.0
         out_TD = out_TD * shrink_T[:, None] + product(other_TC * slope_TC, w_CD)
@@ -216,7 +216,7 @@ def product(numbers_TC, w_CD):
 
 
 def over_words(h_TD, w_VD, targets_T, weights_T, logsumexp_T, spec: CrossEntropySpec):
-    """dw, a chunk of words after the other."""
+    """dw, chunk by chunk of words."""
     T, V = h_TD.shape[0], w_VD.shape[0]
     chunks, first = chunks_of(V, TILES.backward_words, TILES.multiple), first_word(w_VD)
     blocks = chunks_of(T, TILES.backward_tokens)
@@ -242,22 +242,22 @@ def over_words(h_TD, w_VD, targets_T, weights_T, logsumexp_T, spec: CrossEntropy
 
 
 def chunk_gradient(w_CD, ids_C, spec, h_TD, targets_T, weights_T, logsumexp_T, *, dtype):
-    """Of a chunk of words, from the tokens given."""
+    """dw of a chunk of words from these tokens."""
     raw_TC = jnp.einsum("TD,CD->TC", h_TD, w_CD, preferred_element_type=jnp.float32)
     d_TC = logit_gradient(raw_TC, ids_C, targets_T, weights_T, logsumexp_T, spec)
     return jnp.einsum("TC,TD->CD", d_TC.astype(h_TD.dtype), h_TD, preferred_element_type=dtype)
 
 
 def logit_gradient(raw_TC, ids_C, targets_T, weights_T, logsumexp_T, spec: CrossEntropySpec):
-    """Of the loss with respect to `raw`, from the log-sum-exp of the whole vocabulary."""
+    """Gradient of the loss with respect to raw_TC, from the log-sum-exp of the whole vocabulary."""
     real_C = ids_C < spec.vocab_size
     capped_TC = softcapped(raw_TC, spec.softcap)
     slope_T = 1 + 2 * spec.z_loss * logsumexp_T
-    # Never above 0 but by rounding, of which huge logits have much when they are made again.
+    # At most 0 except for rounding, which is large when huge logits are recomputed.
     below_TC = jnp.minimum(capped_TC - logsumexp_T[:, None], 0)
     d_TC = jnp.exp(below_TC) * slope_T[:, None] - spec.uniform
     d_TC -= jnp.where(ids_C == targets_T[:, None], 1 - spec.smoothing, 0)
     if spec.softcap:
         d_TC *= slope_of_softcap(capped_TC, spec.softcap)
-    counted_TC = real_C & (weights_T[:, None] != 0)
-    return jnp.where(counted_TC, d_TC * weights_T[:, None], 0)
+    counts_TC = real_C & (weights_T[:, None] != 0)
+    return jnp.where(counts_TC, d_TC * weights_T[:, None], 0)

@@ -1,8 +1,7 @@
 """Linear + cross entropy in plain XLA over chunks of tokens: the reference, on every device.
 
-A chunk of all tokens is the plain statement of the semantics. Logits of more than one chunk never
-exist, neither in forward nor in backward: each chunk's gradients are made while its logits are
-there (as Liger Kernel does), three matrix products in all, and backward only scales.
+Only the logits of one chunk exist at a time. Forward computes each chunk's gradients along with its
+logits (as Liger Kernel does): three matrix products in all. Backward only scales them.
 """
 
 import functools
@@ -58,25 +57,25 @@ linear_cross_entropy.defvjp(forward, backward)
 
 
 def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
-    """(loss, token losses) and, with gradients, dh and dw behind them."""
+    """[loss, token losses], and with gradients [loss, token losses, dh, dw]."""
     T = h_TD.shape[0]
-    one = functools.partial(one_chunk, spec=spec, gradients=gradients)
+    run = functools.partial(one_chunk, spec=spec, gradients=gradients)
     targets_T = known_targets(targets_T, spec)
     if spec.chunk >= T:
-        sums, rows = one(h_TD, w_VD, targets_T, weights_T)
+        sums, rows = run(h_TD, w_VD, targets_T, weights_T)
     else:
         num_chunks = -(-T // spec.chunk)
         size = -(-T // num_chunks)  # chunks of equal size, the last padded with weight 0
 
-        def cut(x):
+        def split(x):
             padded = jnp.pad(x, [(0, num_chunks * size - T)] + [(0, 0)] * (x.ndim - 1))
             return padded.reshape(num_chunks, size, *x.shape[1:])
 
         def body(total, chunk):
-            sums, rows = one(chunk[0], w_VD, *chunk[1:])
+            sums, rows = run(chunk[0], w_VD, *chunk[1:])
             return jax.tree.map(jnp.add, total, sums), rows
 
-        chunks = (cut(h_TD), cut(targets_T), cut(weights_T))
+        chunks = (split(h_TD), split(targets_T), split(weights_T))
         zeros = [jnp.zeros((), jnp.float32)]
         zeros += [jnp.zeros(w_VD.shape, jnp.float32)] if gradients else []
         sums, rows = lax.scan(body, zeros, chunks)
@@ -87,7 +86,7 @@ def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradie
 
 
 def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradients: bool):
-    """Over the tokens of one chunk: sums [loss, dw] and rows [token losses, dh]."""
+    """Sums [loss, dw] and rows [token losses, dh] of one chunk of tokens."""
     raw_TV = jnp.einsum("TD,VD->TV", h_TD, w_VD, preferred_element_type=jnp.float32)
     ids_V = first_word(w_VD) + jnp.arange(w_VD.shape[0])
     real_V = ids_V < spec.vocab_size

@@ -1,12 +1,8 @@
-"""Decode attention: a few new queries a row against a paged key/value cache.
+"""Decode attention: a few new queries per row against a paged key/value cache.
 
-A backend (ops/backend.py) has `refuses(q, cache, spec, sinks_H, device)`, why it cannot run a call,
-and `attend(q, cache, spec, sinks_H)`, output and log-sum-exp.
-
-Letters beside the legend's: P pages of S slots each in the pool, N pages of a row.
+A backend (ops/backend.py) has `refuses(q, cache, spec, sinks_H, device)`, the reason why it cannot
+run a call, and `attend(q, cache, spec, sinks_H)`, which returns output and log-sum-exp.
 """
-
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -25,54 +21,27 @@ ORDER = ("xla",)  # for "auto", on every device: the kernel has not been measure
 CAUSAL = ScoreSpec()
 
 
-@typing.overload
-def decode_attention(
-    q_BLHK: Array,
-    cache: PagedCache,
-    spec: ScoreSpec = ...,
-    sinks_H: Array | None = ...,
-    *,
-    with_lse: typing.Literal[False] = False,
-    backend: str = ...,
-) -> Array: ...
-
-
-@typing.overload
-def decode_attention(
-    q_BLHK: Array,
-    cache: PagedCache,
-    spec: ScoreSpec = ...,
-    sinks_H: Array | None = ...,
-    *,
-    with_lse: bool,
-    backend: str = ...,
-) -> tuple[Array, Array]: ...
-
-
 def decode_attention(
     q_BLHK: Float[Array, "B *L H K"],
     cache: PagedCache,
     spec: ScoreSpec = CAUSAL,
     sinks_H: Array | None = None,
     *,
-    with_lse: bool = False,
     backend: str = "auto",
-) -> Float[Array, "B *L H V"] | tuple[Float[Array, "B *L H V"], Float[Array, "B *L H"]]:
-    """Attention of each row's newest queries, [B, H, K] or [B, L, H, K], to its cached keys.
+) -> tuple[Float[Array, "B *L H V"], Float[Array, "B *L H"]]:
+    """(output, float32 log-sum-exp) of each row's newest queries, [B, H, K] or [B, L, H, K].
 
-    The queries are the last L of lengths_B[b] positions; their own keys are already in the cache.
-    A row of length 0 gives zeros and a log-sum-exp (float32, with_lse) of -1e30, or its sinks.
-    backend: a key of BACKENDS, or "auto". ValueError where shapes do not fit, or the named backend
-    cannot run the call: then it says why; and for gradients, which nothing here has.
+    The queries are at the last L of the row's lengths_B positions; their keys are in the cache.
+    A row of length 0 gives zeros and a log-sum-exp of -1e30, or its sinks. backend: a key of
+    BACKENDS, or "auto". ValueError if shapes do not fit, if the backend does not support the call,
+    and when differentiated: decode attention has no gradient.
     """
     check_shapes(q_BLHK, cache, sinks_H)
-    one = q_BLHK.ndim == 3
-    call = (q_BLHK[:, None] if one else q_BLHK, cache, spec, sinks_H)
+    is_single = q_BLHK.ndim == 3
+    call = (q_BLHK[:, None] if is_single else q_BLHK, cache, spec, sinks_H)
     name = pick("decode attention", BACKENDS, ORDER, backend, call)
     out_BLHV, lse_BLH = forward_only(name, *call)
-    if one:
-        out_BLHV, lse_BLH = out_BLHV[:, 0], lse_BLH[:, 0]
-    return (out_BLHV, lse_BLH) if with_lse else out_BLHV
+    return (out_BLHV[:, 0], lse_BLH[:, 0]) if is_single else (out_BLHV, lse_BLH)
 
 
 def run_backend(name: str, q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
@@ -90,23 +59,23 @@ forward_only.defvjp(refuse_gradient, refuse_gradient)
 
 
 def check_shapes(q_BLHK, cache: PagedCache, sinks_H) -> None:
-    """ValueError unless the arrays of a call fit each other."""
-    (P, S, G, K), V = cache.k_pages_PSGK.shape, cache.v_pages_PSGV.shape[-1]
+    """ValueError if the shapes or dtypes of a call do not match."""
+    (P, S, G, K), V = cache.k_pages.shape, cache.v_pages.shape[-1]
     B, H = q_BLHK.shape[0], q_BLHK.shape[-2]
     if q_BLHK.ndim not in (3, 4) or q_BLHK.shape[-1] != K:
         raise ValueError(f"queries {q_BLHK.shape} are not [B, H, {K}] or [B, L, H, {K}]")
     if H % G:
         raise ValueError(f"query heads={H} must be a multiple of key heads={G}")
-    expected = {
-        "v_pages_PSGV": (cache.v_pages_PSGV, (P, S, G, V)),
-        "page_table_BN": (cache.page_table_BN, (B, cache.page_table_BN.shape[-1])),
+    shapes = {
+        "v_pages": (cache.v_pages, (P, S, G, V)),
+        "page_table": (cache.page_table, (B, cache.page_table.shape[-1])),
         "lengths_B": (cache.lengths_B, (B,)),
         "sinks_H": (sinks_H, (H,)),
     }
-    for name, (array, shape) in expected.items():
+    for name, (array, shape) in shapes.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, needs {shape}")
-    for name in ("page_table_BN", "lengths_B"):
+    for name in ("page_table", "lengths_B"):
         if getattr(cache, name).dtype != jnp.int32:
             raise ValueError(f"{name} has dtype {getattr(cache, name).dtype}, needs int32")
 
@@ -114,15 +83,15 @@ def check_shapes(q_BLHK, cache: PagedCache, sinks_H) -> None:
 def write_pages(
     pages_PSGK: Float[Array, "P S G K"],
     new_BLGK: Float[Array, "B L G K"],
-    page_table_BN: Int[Array, "B N"],
+    page_table: Int[Array, "B N"],
     lengths_B: Int[Array, " B"],
 ) -> Float[Array, "P S G K"]:
-    """The pool with the newest L keys (or values) of each row; lengths_B counts them already.
+    """The pool with the newest L keys (or values) of each row written to its pages.
 
-    Rows shorter than L write the last of theirs alone.
+    lengths_B includes the new keys. Of a row shorter than L only its last keys are written.
     """
     (P, S), L = pages_PSGK.shape[:2], new_BLGK.shape[1]
     position_BL = lengths_B[:, None] - L + jnp.arange(L)
-    page_BL = jnp.take_along_axis(page_table_BN, jnp.maximum(position_BL, 0) // S, axis=1)
-    page_BL = jnp.where(position_BL < 0, P, page_BL)  # outside the pool: dropped
+    page_BL = jnp.take_along_axis(page_table, jnp.maximum(position_BL, 0) // S, axis=1)
+    page_BL = jnp.where(position_BL < 0, P, page_BL)  # outside of the pool: not written
     return pages_PSGK.at[page_BL, position_BL % S].set(new_BLGK, mode="drop")

@@ -1,6 +1,6 @@
 """Decode attention by our kernel for Hopper (kernels/decode_attention.py). Not yet run on a GPU.
 
-Never chosen by "auto" before it has been measured.
+Not chosen by "auto" until it has been measured.
 """
 
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from maxmeg.ops.decode_attention.xla import PagedCache
 
 SUPPORTS = (
     "bfloat16 and float16 on Hopper GPUs, every mask, softcap and sinks, pages of 8, 16, 32 and "
-    "multiples of 64 slots, up to 64 queries times heads a key head, "
+    "multiples of 64 slots, up to 64 queries times heads per key head, "
     "head dims 64, 80, 96, 128, 256, 192 with values of 128"
 )
 

@@ -1,9 +1,7 @@
-"""Decode attention over a paged cache in plain XLA: the reference that states the semantics.
+"""Decode attention over a paged cache in plain XLA: the reference for all backends.
 
-Memory is O(KEYS_AT_ONCE): a loop gathers a block of each row's pages at a time and keeps the
-largest score, the sum and the output so far (an online softmax), in float32.
-
-Letters beside the legend's: P pages of S slots each in the pool, N pages of a row.
+Memory is O(KEYS_AT_ONCE): a loop gathers a block of each row's pages at a time and updates an
+online softmax in float32.
 """
 
 import typing
@@ -16,26 +14,26 @@ from maxmeg.ops.attention.spec import NEGATIVE, ScoreSpec
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import softcapped
 
-KEYS_AT_ONCE = 2**14  # of all rows together, in whole pages, at least one a row
+KEYS_AT_ONCE = 2**14  # of all rows together, in whole pages, at least one per row
 DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
 
 class PagedCache(typing.NamedTuple):
-    """Keys and values in a pool of pages, and which pages are whose.
+    """Keys and values in a pool of pages.
 
-    Row b's key j lies in slot j % S of page page_table_BN[b, j // S], for j < lengths_B[b]. Entries
-    of the table and slots from there on may hold anything.
+    Key j of row b is in slot j % slots of page page_table[b, j // slots], for j < lengths_B[b].
+    Other entries of the table and other slots may hold anything.
     """
 
-    k_pages_PSGK: jax.Array
-    v_pages_PSGV: jax.Array
-    page_table_BN: jax.Array
+    k_pages: jax.Array  # [pages, slots, G, K]
+    v_pages: jax.Array  # [pages, slots, G, V]
+    page_table: jax.Array  # [B, pages of a row]
     lengths_B: jax.Array
 
 
 class Softmax(typing.NamedTuple):
-    """An online softmax: the largest score, and of exp(score - largest) sum and weighted values."""
+    """An online softmax: largest score, sum of exp(score - largest), and weighted values."""
 
     largest_BGJL: jax.Array
     total_BGJL: jax.Array
@@ -44,7 +42,7 @@ class Softmax(typing.NamedTuple):
 
 def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device) -> str:
     """Why this call cannot run; empty if it can."""
-    names = [str(x.dtype) for x in (q_BLHK, cache.k_pages_PSGK, cache.v_pages_PSGV)]
+    names = [str(x.dtype) for x in (q_BLHK, cache.k_pages, cache.v_pages)]
     if len(set(names)) > 1 or names[0] not in DTYPES:
         return f"dtypes {', '.join(names)} are not one of {', '.join(DTYPES)}"
     return ""
@@ -53,13 +51,13 @@ def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device)
 def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
     """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32.
 
-    A query that sees nothing has output 0 and log-sum-exp NEGATIVE, or its sink. What is not finite
-    in keys and values that no query of a row sees does not reach the row.
+    A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in keys
+    and values that no query of a row sees do not reach the row.
     """
-    (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages_PSGV.shape[1:]
+    (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages.shape[1:]
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
     lower_BL, upper_BL = visible_ranges(spec, cache.lengths_B, L)
-    pages = max(1, min(KEYS_AT_ONCE // (B * S), cache.page_table_BN.shape[1]))
+    pages = max(1, min(KEYS_AT_ONCE // (B * S), cache.page_table.shape[1]))
     live_B = lower_BL.min(axis=1) < upper_BL.max(axis=1)
     first = jnp.min(jnp.where(live_B, lower_BL.min(axis=1), jnp.iinfo(jnp.int32).max))
     last = jnp.max(jnp.where(live_B, upper_BL.max(axis=1), 0))
@@ -82,14 +80,14 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
         return add_block(carry, scores_BGJLM, v_BMGV)
 
     shape = (B, G, H // G, L)
-    none = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros((*shape, V)))
-    empty = Softmax(*(x.astype(jnp.float32) for x in none))
-    found = lax.fori_loop(first // (pages * S), -(-last // (pages * S)), step, empty)
-    return finish(found, sinks_H, q_BLHK.dtype)
+    initial = (jnp.full(shape, NEGATIVE), jnp.zeros(shape), jnp.zeros((*shape, V)))
+    empty = Softmax(*(x.astype(jnp.float32) for x in initial))
+    softmax = lax.fori_loop(first // (pages * S), -(-last // (pages * S)), step, empty)
+    return finish(softmax, sinks_H, q_BLHK.dtype)
 
 
 def visible_ranges(spec: ScoreSpec, lengths_B, queries: int):
-    """Keys lower <= j < upper that each query sees, [B, L]; the last query is a row's last key."""
+    """Bounds [B, L] of each query's keys lower <= j < upper; the last query is the last key."""
     position_BL = lengths_B[:, None] - queries + jnp.arange(queries)
     lower_BL = jnp.zeros_like(position_BL)
     upper_BL = jnp.broadcast_to(lengths_B[:, None], position_BL.shape)
@@ -105,14 +103,11 @@ def visible_ranges(spec: ScoreSpec, lengths_B, queries: int):
     return lower_BL, jnp.maximum(upper_BL, 0)
 
 
-def gather(cache: PagedCache, pages_N):
-    """Keys [B, M, G, K] and values [B, M, G, V] of these pages of every row, existing or not."""
-    numbers_BN = cache.page_table_BN.at[:, pages_N].get(mode="clip")
-    found = []
-    for pool in (cache.k_pages_PSGK, cache.v_pages_PSGV):
-        block = pool.at[numbers_BN].get(mode="clip")
-        found.append(block.reshape(block.shape[0], -1, *pool.shape[2:]))
-    return found
+def gather(cache: PagedCache, columns: jax.Array):
+    """Keys [B, M, G, K] and values [B, M, G, V] of these columns of the page table, clipped."""
+    pages = cache.page_table.at[:, columns].get(mode="clip")
+    blocks = (pool.at[pages].get(mode="clip") for pool in (cache.k_pages, cache.v_pages))
+    return [block.reshape(block.shape[0], -1, *block.shape[3:]) for block in blocks]
 
 
 def add_block(carry: Softmax, scores_BGJLM, v_BMGV) -> Softmax:
@@ -128,18 +123,19 @@ def add_block(carry: Softmax, scores_BGJLM, v_BMGV) -> Softmax:
     )
 
 
-def finish(found: Softmax, sinks_H, dtype):
-    largest_BGJL, total_BGJL, out_BGJLV = found
+def finish(softmax: Softmax, sinks_H, dtype):
+    """Output and log-sum-exp, with the sinks."""
+    largest_BGJL, total_BGJL, out_BGJLV = softmax
     B, G, J, L = total_BGJL.shape
     if sinks_H is not None:
         sinks_GJ1 = sinks_H.reshape(G, J, 1).astype(jnp.float32)
         largest_BGJL = jnp.maximum(largest_BGJL, sinks_GJ1)
-        shrink_BGJL = jnp.exp(found.largest_BGJL - largest_BGJL)
+        shrink_BGJL = jnp.exp(softmax.largest_BGJL - largest_BGJL)
         total_BGJL = total_BGJL * shrink_BGJL + jnp.exp(sinks_GJ1 - largest_BGJL)
         out_BGJLV = out_BGJLV * shrink_BGJL[..., None]
-    nothing_BGJL = total_BGJL == 0
-    total_BGJL = jnp.where(nothing_BGJL, 1, total_BGJL)
-    lse_BGJL = jnp.where(nothing_BGJL, NEGATIVE, largest_BGJL + jnp.log(total_BGJL))
+    is_blind_BGJL = total_BGJL == 0
+    total_BGJL = jnp.where(is_blind_BGJL, 1, total_BGJL)
+    lse_BGJL = jnp.where(is_blind_BGJL, NEGATIVE, largest_BGJL + jnp.log(total_BGJL))
     out_BLGJV = jnp.moveaxis(out_BGJLV / total_BGJL[..., None], 3, 1)
     lse_BLGJ = jnp.moveaxis(lse_BGJL, 3, 1)
     return out_BLGJV.reshape(B, L, G * J, -1).astype(dtype), lse_BLGJ.reshape(B, L, G * J)

@@ -1,8 +1,8 @@
-"""Product of each row with the matrix of its group, as experts need it: one call, its backends.
+"""Grouped matrix product, each row times the matrix of its group (expert): call and backends.
 
-A backend (ops/backend.py) has `refuses(x, w, sizes, fp8, device)`, why it cannot run a call, and
-two products: `rows(x, w, sizes, scales, order)`, of rows with their group's matrix, and
-`weights(x, y, sizes)`, x^T y of each group's rows.
+A backend (ops/backend.py) has `refuses(x, w, sizes, fp8, device)`, the reason why it cannot run a
+call, and two products: `rows(x, w, sizes, scales, order)`, each row times its group's matrix, and
+`weights(x, y, sizes)`, x^T y over each group's rows.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from maxmeg.ops.backend import pick
 from maxmeg.ops.experts import grouped_matmul_mosaic, grouped_matmul_xla
 
 BACKENDS = {"mosaic": grouped_matmul_mosaic, "xla": grouped_matmul_xla}
-ORDER = ("xla",)  # that "auto" tries: mosaic has not been measured
+ORDER = ("xla",)  # for "auto": mosaic has not been measured
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
-TINY = float(jnp.finfo(jnp.float32).tiny)  # devices take smaller numbers for zero
+TINY = float(jnp.finfo(jnp.float32).tiny)  # devices flush smaller numbers to zero
 
 
 @dataclasses.dataclass(frozen=True)
-class Means:
-    """How a product is made, forward and backward."""
+class Method:
+    """How a product is computed, forward and backward."""
 
     backend: str
     fp8: bool
@@ -40,25 +40,24 @@ def grouped_matmul(
     fp8: bool = False,
     backend: str = "auto",
 ) -> Float[Array, "T F"]:
-    """y[t] = x[t] @ w[group of t], in the dtype of x and summed in float32.
+    """y[t] = x[t] @ w[group of t], in the dtype of x, accumulated in float32.
 
-    Rows lie sorted by group, sizes_E[e] of them each; a size may be 0. The sizes add up to at most
-    T: later rows give zeros and take part in no gradient, even where they are NaN.
+    Rows are sorted by group; group e has sizes_E[e] rows, possibly 0. Rows after the last group
+    give zeros and take part in no gradient, even if they are NaN.
 
-    fp8: forward and input gradient multiply float8_e4m3fn, each row of x or of the gradient scaled
-    to its own largest number, and each column of each group's matrix too, along what is summed, so
-    that the scales apply to the sums. Scales of a row leave gradients range enough, so they need no
-    float8_e5m2. The gradient of w sums over rows, which such scales do not fit: it is made of
-    unrounded x and gradients. Hopper's tensor cores add up products of float8 with fewer bits than
-    float32 has (DeepSeek-V3, section 3.3.2), which a sum of roundings to 2^-4 does not show.
+    fp8: forward and input gradient multiply float8_e4m3fn, with a scale per row of x or of the
+    gradient, and per column of each matrix. Scales per row leave enough range for gradients, so
+    float8_e5m2 is not needed. The gradient of w sums over rows, which have different scales: it
+    uses unrounded x and gradients. Hopper's tensor cores accumulate float8 products with fewer bits
+    than float32 (DeepSeek-V3, section 3.3.2); beside roundings to 2^-4 this does not show.
 
-    backend: a key of BACKENDS, or "auto". ValueError where shapes do not fit or the backend cannot
-    run.
+    backend: a key of BACKENDS, or "auto". ValueError if shapes do not fit or the backend cannot run
+    the call.
     """
     check_shapes(x_TD, w_EDF, sizes_E)
     call = (x_TD, w_EDF, sizes_E, fp8)
     chosen = pick("grouped_matmul", BACKENDS, ORDER, backend, call)
-    return product(x_TD, w_EDF, sizes_E, Means(chosen, fp8))
+    return product(x_TD, w_EDF, sizes_E, Method(chosen, fp8))
 
 
 def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
@@ -72,40 +71,40 @@ def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
         raise ValueError(f"sizes are {sizes_E.dtype}: they must be integers")
 
 
-def multiply(x_TK: Array, w: Array, sizes_E: Array, order: str, means: Means) -> Array:
-    """Rows with matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
-    rows = BACKENDS[means.backend].rows
-    if not means.fp8:
+def multiply(x_TK: Array, w: Array, sizes_E: Array, order: str, method: Method) -> Array:
+    """Rows times matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
+    rows = BACKENDS[method.backend].rows
+    if not method.fp8:
         return rows(x_TK, w, sizes_E, (), order)
     live_T = jnp.arange(x_TK.shape[0]) < jnp.sum(sizes_E)
-    eight_TK, scale_T = quantize(x_TK)
-    eight_ENK, scale_EN = quantize(w if order == "NK" else w.swapaxes(1, 2))
+    x_fp8, scale_T = quantize(x_TK)
+    w_fp8, scale_EN = quantize(w if order == "NK" else w.swapaxes(1, 2))
     scales = (jnp.where(live_T, scale_T, 0.0), scale_EN)
-    return rows(eight_TK, eight_ENK, sizes_E, scales, "NK").astype(x_TK.dtype)
+    return rows(x_fp8, w_fp8, sizes_E, scales, "NK").astype(x_TK.dtype)
 
 
 def quantize(x: Float[Array, "*N K"]) -> tuple[Float[Array, "*N K"], Float[Array, "*N"]]:
-    """(float8, float32 scale of each vector along the last dimension), their product about x."""
+    """(x / scale in float8, float32 scale of each vector along the last dimension)."""
     x = x.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1)
     scale = jnp.maximum(largest / FP8_MAX, TINY)
-    # The quotient may round to just above the maximum, which would become NaN.
+    # The quotient can round to just above FP8_MAX, which would become NaN.
     return jnp.clip(x / scale[..., None], -FP8_MAX, FP8_MAX).astype(FP8), scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def product(x_TD: Array, w_EDF: Array, sizes_E: Array, means: Means) -> Array:
-    return multiply(x_TD, w_EDF, sizes_E, "KN", means)
+def product(x_TD: Array, w_EDF: Array, sizes_E: Array, method: Method) -> Array:
+    return multiply(x_TD, w_EDF, sizes_E, "KN", method)
 
 
-def product_forward(x_TD, w_EDF, sizes_E, means):
-    return product(x_TD, w_EDF, sizes_E, means), (x_TD, w_EDF, sizes_E)
+def product_forward(x_TD, w_EDF, sizes_E, method):
+    return product(x_TD, w_EDF, sizes_E, method), (x_TD, w_EDF, sizes_E)
 
 
-def product_backward(means, residuals, slope_TF):
+def product_backward(method, residuals, slope_TF):
     x_TD, w_EDF, sizes_E = residuals
-    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, "NK", means)
-    w_slope_EDF = BACKENDS[means.backend].weights(x_TD, slope_TF, sizes_E)
+    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, "NK", method)
+    w_slope_EDF = BACKENDS[method.backend].weights(x_TD, slope_TF, sizes_E)
     return x_slope_TD, w_slope_EDF, np.zeros(sizes_E.shape, jax.dtypes.float0)
 
 

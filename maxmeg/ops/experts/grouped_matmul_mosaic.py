@@ -1,6 +1,6 @@
 """grouped_matmul by our kernels for Hopper (kernels/grouped_matmul.py). Not yet run on a GPU.
 
-Never chosen by "auto" before it has been measured.
+Not chosen by "auto" until it has been measured.
 """
 
 import jax
@@ -22,7 +22,7 @@ def refuses(x_TD, w_EDF, sizes_E, fp8: bool, device: Device) -> str:
 
 
 def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order: str) -> jax.Array:
-    """Each row with its group's matrix; scales: of rows and of columns."""
+    """Each row times its group's matrix; scales: of rows and columns, for fp8."""
     dtype = jnp.bfloat16 if scales else x_TK.dtype
     grouped_rows = kernel_module("grouped_matmul").grouped_rows
     return grouped_rows(x_TK, w, sizes_E, scales, right=order, out_dtype=dtype)

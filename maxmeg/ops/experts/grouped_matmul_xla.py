@@ -1,7 +1,7 @@
-"""The reference for grouped_matmul, on jax.lax.ragged_dot.
+"""The reference for grouped_matmul, with jax.lax.ragged_dot.
 
-On NVIDIA GPUs XLA makes it dense: as much memory as rows times groups, and each row multiplied by
-every group's matrix. It states what is computed; many experts need another backend there.
+On NVIDIA GPUs XLA makes it dense: memory of rows times groups, and each row multiplied with every
+matrix. Many experts need another backend there.
 """
 
 import jax
@@ -29,7 +29,7 @@ def live_rows(x: jax.Array, sizes_E: jax.Array) -> jax.Array:
 
 
 def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order: str) -> jax.Array:
-    """Each row with its group's matrix; scales: of rows and of columns."""
+    """Each row times its group's matrix; scales: of rows and columns, for fp8."""
     dtype = jnp.float32 if scales else x_TK.dtype
     if scales:  # float8 numbers are exact in bfloat16
         x_TK, w = x_TK.astype(jnp.bfloat16), w.astype(jnp.bfloat16)

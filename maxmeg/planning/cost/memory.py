@@ -14,7 +14,7 @@ from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.model import DType
 from maxmeg.config.recompute import POLICIES, kept_names
 from maxmeg.config.schema import Config, OptimConfig
-from maxmeg.ops.attention.call import QUERY_BLOCK
+from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.loss import FLOAT32, Head
