@@ -1,16 +1,17 @@
-"""Flash attention for Hopper, forward and backward. Not yet run on a GPU: compiled and interpreted.
+"""Flash attention for Hopper, forward and backward. Not yet run on a GPU.
 
-Never to be chosen by backend="auto" before it has run on one. What is proved without: the kernels
-compile for H100s within their shared memory, and without register spills except for some gradients
-(up to 48 bytes a thread under local masks, 288 at head dim 256); the interpreter runs them on a
-CPU, wgmma replaced, and finds attention, its gradients and no race; and a model of the same loops
-agrees with plain attention to float32. What is not: the machine code's results, and its speed.
+Tested without one: the kernels compile for H100s within the shared memory, and without register
+spills except in some gradients (up to 48 bytes per thread with local masks, 288 at head dim 256).
+The interpreter, with wgmma replaced, gives the right outputs and gradients on a CPU and finds no
+race. Not tested: results and speed of the machine code.
 
-A block that the mask cuts is multiplied by weights of exactly zero where a key is not seen, so a
-value that is not finite there still reaches the queries of that block.
+In a partly masked block the weights of unseen keys are exactly zero, so NaN or inf in their values
+still reaches the queries of that block.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from maxmeg.parallel.collectives import stored
 
 from .attention_backward import Residuals, backward
 from .attention_forward import FORWARD_TILES, forward
-from .intervals import FlashSpec, visible_intervals
+from .intervals import FlashSpec, prepare
 
 AnyArray = jax.Array | jax.ShapeDtypeStruct
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -29,7 +30,7 @@ DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """A shape to compile, check and time; value_dim 0: as head_dim."""
+    """A shape to compile, check and time; value_dim 0: head_dim."""
 
     batch: int
     length: int
@@ -38,7 +39,7 @@ class AttentionShape:
     head_dim: int
     value_dim: int = 0
     spec: FlashSpec = FlashSpec()
-    documents: int = 0  # packed in a row, for spec.segments
+    documents: int = 0  # per row, for spec.segments
 
 
 TUNED_SHAPES = {
@@ -65,7 +66,7 @@ TUNED_SHAPES = {
 
 
 def flash_refuses(q_BLHK: AnyArray, k_BMGK: AnyArray, v_BMGV: AnyArray) -> str:
-    """Why the kernels cannot take these arrays, whatever the device; empty if they can."""
+    """Why the kernels do not support these arrays on any device; empty if they do."""
     head_dims = (q_BLHK.shape[-1], v_BMGV.shape[-1])
     dtypes = {q_BLHK.dtype, k_BMGK.dtype, v_BMGV.dtype}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
@@ -73,7 +74,7 @@ def flash_refuses(q_BLHK: AnyArray, k_BMGK: AnyArray, v_BMGV: AnyArray) -> str:
     if head_dims not in FORWARD_TILES:
         return f"head dims (query, value) {head_dims} are none of {sorted(FORWARD_TILES)}"
     if q_BLHK.shape[2] % k_BMGK.shape[2]:
-        return f"query heads={q_BLHK.shape[2]} are no multiple of key heads={k_BMGK.shape[2]}"
+        return f"query heads={q_BLHK.shape[2]} are not a multiple of key heads={k_BMGK.shape[2]}"
     return ""
 
 
@@ -87,42 +88,30 @@ def flash_attention(
     query_segments_BL: Int[Array, "B L"] | None = None,
     key_segments_BM: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:
-    """(output, float32 log-sum-exp of the scores); both can be differentiated through.
+    """(output, float32 log-sum-exp of the scores), both differentiable.
 
-    Query i sits at position offset + i. Documents must be `sound` (intervals.documents); without
-    ids of keys they are the queries'. A query that sees no key gets zeros and -inf. ValueError for
-    arrays that `flash_refuses`, and where ids and spec.segments do not fit.
+    Query i is at position offset + i. Rows must be valid (intervals.documents). A query that sees
+    no key gets zeros and -inf. ValueError for arrays that `flash_refuses`, and by `prepare`.
     """
     if reason := flash_refuses(q_BLHK, k_BMGK, v_BMGV):
         raise ValueError(f"attention backend mosaic cannot run: {reason}")
-    if spec.segments != (query_segments_BL is not None):
-        raise ValueError(f"spec.segments={spec.segments} needs query_segments_BL exactly if true")
-    L, M = q_BLHK.shape[1], k_BMGK.shape[1]
-    if spec.segments and key_segments_BM is None:
-        if L != M:
-            raise ValueError(f"{L} queries and {M} keys need key_segments_BM of their own")
-        key_segments_BM = query_segments_BL
-    spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
-    ids = (query_segments_BL, key_segments_BM)
-    lower_AL, upper_AL = visible_intervals(spec, L, M, offset, *ids)
-    out_BLHV, lse_BHL = attend(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
+    segments = (query_segments_BL, key_segments_BM)
+    spec, lower_AL, upper_AL = prepare(spec, q_BLHK, k_BMGK, offset, *segments)
+    outputs: Any = attend(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
+    out_BLHV, lse_BHL = outputs
     return out_BLHV, lse_BHL.swapaxes(1, 2)
 
 
-def attend_plainly(
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGV: jax.Array,
-    lower_AL: jax.Array,
-    upper_AL: jax.Array,
-    spec: FlashSpec,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def attend(
+    q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec: FlashSpec
 ) -> tuple[jax.Array, jax.Array]:
     return forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
 
 
 def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec):
-    found = forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
-    out_BLHV, lse_BHL = stored(found[0], "attention_output"), stored(found[1], "attention_lse")
+    out_BLHV, lse_BHL = forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec)
+    out_BLHV, lse_BHL = stored(out_BLHV, "attention_output"), stored(lse_BHL, "attention_lse")
     residuals = Residuals(q_BLHK, k_BMGK, v_BMGV, out_BLHV, lse_BHL, lower_AL, upper_AL)
     return (out_BLHV, lse_BHL), residuals
 
@@ -133,5 +122,4 @@ def attend_backward(spec, residuals, slopes):
     return *backward(residuals, d_out_BLHV, d_lse_BHL, spec), none, none
 
 
-attend = jax.custom_vjp(attend_plainly, nondiff_argnums=(5,))
 attend.defvjp(attend_forward, attend_backward)

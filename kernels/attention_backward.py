@@ -1,11 +1,10 @@
-"""Gradients of flash attention for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled, and
-interpreted on a CPU.
+"""Flash attention for Hopper on Mosaic-GPU: backward. Not yet run on a GPU: compiled, interpreted.
 
-Two kernels, each of which writes every gradient exactly once, so that results are the same from
-run to run: one program of `query_gradient` owns queries and walks the keys that they see, one of
-`key_gradients` owns keys of one key head and walks the queries that see them, of all the query
-heads of the group. Both make the probabilities again from the log-sum-exp, for seven matrix
-products a block where one kernel with atomic additions needs five. Of a softmax out = p v:
+Two kernels, each of which writes every gradient exactly once, so that results are deterministic. A
+program of `query_gradient` owns queries and loops over the keys that they see. A program of
+`key_gradients` owns keys of one key head and loops over the queries that see them, of all query
+heads of the group. Both recompute the probabilities from the log-sum-exp: seven matrix products per
+block, where one kernel with atomic additions needs five. With out = p v:
 dv = p^T do, ds = p (do v^T - delta) with delta = sum(do out) - d lse, dq = ds k, dk = ds^T q.
 """
 
@@ -21,17 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from . import mosaic
-from .attention_forward import (
-    CONSUMER_REGISTERS,
-    LOG2E,
-    MATRIX,
-    PRODUCER_REGISTERS,
-    ROWS,
-    WARPGROUP_ROWS,
-    Scores,
-    spread,
-    visits,
-)
+from .attention_forward import Scores, visible_keys, visits
 from .intervals import (
     FlashSpec,
     MaskSides,
@@ -41,14 +30,22 @@ from .intervals import (
     query_ranges,
     visible,
 )
-from .mosaic import WARPGROUP_AXIS, pl, plgpu
-
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)  # a number a column of a matrix in registers
+from .mosaic import (
+    COLUMNS,
+    LOG2E,
+    MATRIX,
+    ROWS,
+    WARPGROUP_ROWS,
+    pl,
+    plgpu,
+    spread,
+    spread_columns,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Walk:
-    """What a program walks over: length of a block, slots of its rings; and who consumes it."""
+    """A program's loop over blocks: length of a block, slots of its rings, consumer warpgroups."""
 
     block: int
     stages: int
@@ -61,14 +58,14 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class BackwardTiles:
-    """Walks over keys, for the gradient of queries, and over queries, for those of keys."""
+    """Loops over keys, for the gradient of queries, and over queries, for those of keys."""
 
     keys: Walk
     queries: Walk
-    split: bool = False  # keys' and values' gradients one after the other, for want of registers
+    split: bool = False  # gradients of keys and values in two kernels, which need fewer registers
 
 
-BACKWARD_TILES = {  # by head dims of queries and keys, and of values
+BACKWARD_TILES = {  # by head dims of keys and of values
     (64, 64): BackwardTiles(Walk(128, 4), Walk(64, 4)),
     (80, 80): BackwardTiles(Walk(64, 4), Walk(64, 4)),
     (96, 96): BackwardTiles(Walk(64, 4), Walk(64, 4)),
@@ -85,11 +82,11 @@ class BackwardPlan:
     sides: MaskSides
     heads_a_group: int
     shared_bounds: bool
-    parts: tuple[bool, bool] = (True, True)  # whether keys', and values', gradients are made
+    parts: tuple[bool, bool] = (True, True)  # whether to compute the gradients of keys, of values
 
 
 class Inputs(NamedTuple):
-    """In global memory; lse in units of log 2, +inf where nothing is seen or past the end."""
+    """Arrays in global memory; lse in units of log 2, +inf if no key is seen and past the end."""
 
     q_BLHK: Any
     k_BMGK: Any
@@ -103,14 +100,14 @@ class Inputs(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Rings that the producer fills, a barrier a slot for what arrived and what was used."""
+    """Rings that the producer fills, with two barriers per slot: data arrived, slot free."""
 
     rings: Any
     ready: Any
     free: Any
 
 
-class Own(NamedTuple):
+class Resident(NamedTuple):
     """Two matrices that each consumer keeps, and a barrier for their arrival."""
 
     first: Any
@@ -119,7 +116,7 @@ class Own(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Blocks that a program walks."""
+    """Blocks that a program loops over, as in `key_ranges`."""
 
     first: jax.Array
     first_full: jax.Array
@@ -128,7 +125,7 @@ class Span(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What backward needs of forward."""
+    """Arrays that forward stores for backward."""
 
     q_BLHK: Float[Array, "B L H K"]
     k_BMGK: Float[Array, "B M G K"]
@@ -176,8 +173,8 @@ def row_statistics(out, lse_BHL, slope_BLHV, lse_slope_BHL) -> tuple[jax.Array, 
     """(log-sum-exp in units of log 2, delta) of every query."""
     product_BLH = jnp.sum(slope_BLHV.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     delta_BHL = product_BLH.swapaxes(1, 2) - lse_slope_BHL
-    blind = lse_BHL == -math.inf
-    return jnp.where(blind, math.inf, lse_BHL * LOG2E), jnp.where(blind, 0.0, delta_BHL)
+    is_blind = lse_BHL == -math.inf
+    return jnp.where(is_blind, math.inf, lse_BHL * LOG2E), jnp.where(is_blind, 0.0, delta_BHL)
 
 
 def plan_of(inputs: Inputs, spec: FlashSpec, walk: Walk, key_block: int) -> BackwardPlan:
@@ -196,11 +193,11 @@ def stream_type(walk: Walk, rings: list[Any]) -> Stream:
     return Stream(tuple(rings), ready, free)
 
 
-def own_type(walk: Walk, columns: tuple[int, int], dtype: Any) -> Own:
+def resident_type(walk: Walk, columns: tuple[int, int], dtype: Any) -> Resident:
     first, second = (
         mosaic.matrix_buffer((walk.consumers, WARPGROUP_ROWS, count), dtype) for count in columns
     )
-    return Own(first, second, plgpu.Barrier(num_barriers=walk.consumers, num_arrivals=2))
+    return Resident(first, second, plgpu.Barrier(num_barriers=walk.consumers, num_arrivals=2))
 
 
 def query_gradient(inputs: Inputs, spec: FlashSpec, walk: Walk) -> jax.Array:
@@ -208,8 +205,8 @@ def query_gradient(inputs: Inputs, spec: FlashSpec, walk: Walk) -> jax.Array:
     dtype, plan = inputs.q_BLHK.dtype, plan_of(inputs, spec, walk, walk.block)
 
     def flash_query_gradient(*refs: Any) -> None:
-        *arrays, grad_BLHK, own, stream = refs
-        query_program(plan, Inputs(*arrays), grad_BLHK, own, stream)
+        *arrays, grad_BLHK, resident, stream = refs
+        query_program(plan, Inputs(*arrays), grad_BLHK, resident, stream)
 
     rings = [mosaic.matrix_buffer((walk.stages, walk.block, count), dtype) for count in (K, V)]
     return mosaic.launch(
@@ -217,60 +214,46 @@ def query_gradient(inputs: Inputs, spec: FlashSpec, walk: Walk) -> jax.Array:
         out_type=[jax.ShapeDtypeStruct(inputs.q_BLHK.shape, dtype)],
         grid={"batch": B, "head": H, "program": inputs.ranges.shape[1]},
         warpgroups=walk.consumers + 1,
-        scratch_types=[own_type(walk, (K, V), dtype), stream_type(walk, rings)],
+        scratch_types=[resident_type(walk, (K, V), dtype), stream_type(walk, rings)],
     )(*inputs)[0]
 
 
 def key_gradients(
     inputs: Inputs, spec: FlashSpec, walk: Walk, parts: tuple[bool, bool] = (True, True)
 ) -> list[jax.Array]:
-    """Those of the gradients of keys and of values that are wanted."""
+    """The gradients of keys and of values; parts: whether to compute each."""
     (B, _, G, K), V = inputs.k_BMGK.shape, inputs.v_BMGV.shape[-1]
     dtype, plan = inputs.k_BMGK.dtype, plan_of(inputs, spec, walk, key_block=1)
     plan = dataclasses.replace(plan, parts=parts)
 
     def flash_key_gradients(*refs: Any) -> None:
-        *others, own, stream = refs
+        *others, resident, stream = refs
         arrays, grads = others[: len(inputs)], others[len(inputs) :]
-        key_program(plan, Inputs(*arrays), tuple(grads), own, stream)
+        key_program(plan, Inputs(*arrays), tuple(grads), resident, stream)
 
     rings = [mosaic.matrix_buffer((walk.stages, walk.block, count), dtype) for count in (K, V)]
     rings += [plgpu.SMEM((walk.stages, walk.block), jnp.float32)] * 2
-    wanted = wanted_of(parts, (inputs.k_BMGK, inputs.v_BMGV))
+    outputs = selected(parts, (inputs.k_BMGK, inputs.v_BMGV))
     return mosaic.launch(
         flash_key_gradients,
-        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in wanted],
+        out_type=[jax.ShapeDtypeStruct(array.shape, dtype) for array in outputs],
         grid={"batch": B, "head": G, "program": inputs.ranges.shape[1]},
         warpgroups=walk.consumers + 1,
-        scratch_types=[own_type(walk, (K, V), dtype), stream_type(walk, rings)],
+        scratch_types=[resident_type(walk, (K, V), dtype), stream_type(walk, rings)],
     )(*inputs)
 
 
-def wanted_of(parts: tuple[bool, bool], pair: tuple[Any, Any]) -> tuple:
-    return tuple(item for item, wanted in zip(pair, parts, strict=True) if wanted)
-
-
-def specialise(plan: BackwardPlan, consume: Any, produce: Any) -> None:
-    """Runs `consume(warpgroup)` in the consumers and `produce()` in the producer."""
-    warpgroup = lax.axis_index(WARPGROUP_AXIS)
-
-    @pl.when(warpgroup < plan.walk.consumers)
-    def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS[plan.walk.consumers], action="increase")
-        consume(warpgroup)
-
-    @pl.when(warpgroup == plan.walk.consumers)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce()
+def selected(parts: tuple[bool, bool], pair: tuple[Any, Any]) -> tuple:
+    return tuple(item for item, is_selected in zip(pair, parts, strict=True) if is_selected)
 
 
 def probabilities(
     scores: Scores, products: jax.Array, mask: jax.Array | None, lse: Callable[[], jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """(probabilities, and the same times the derivative of the capped by the plain score).
+    """(probabilities, probabilities times the derivative of the soft-cap).
 
-    lse comes last, as a call: it and the mask's bounds would take up registers together.
+    lse is a function that is called last: loaded earlier, it would take up registers beside the
+    bounds of the mask.
     """
     numbers, factor = scores.capped(products)
     derivative = 1 - numbers * numbers if scores.softcap else None
@@ -281,17 +264,17 @@ def probabilities(
 
 
 def two_products(
-    shape: tuple[int, int], left: tuple, right: tuple, meanwhile: Callable[[jax.Array], Any]
+    shape: tuple[int, int], left: tuple, right: tuple, overlapped: Callable[[jax.Array], Any]
 ) -> tuple[Any, jax.Array]:
-    """(meanwhile(left[0] @ right[0]^T), left[1] @ right[1]^T) of matrices in shared memory.
+    """(overlapped(left[0] @ right[0]^T), left[1] @ right[1]^T) of matrices in shared memory.
 
-    `meanwhile` computes while the second product is made.
+    `overlapped` runs during the second product.
     """
 
     def compute(first: Any, second: Any) -> tuple[Any, jax.Array]:
         plgpu.wgmma(first, left[0], mosaic.transposed(right[0]))
         plgpu.wgmma(second, left[1], mosaic.transposed(right[1]))
-        result = meanwhile(plgpu.wgmma_accumulator_load(first, wait_n=1))
+        result = overlapped(plgpu.wgmma_accumulator_load(first, wait_n=1))
         return result, second[...]
 
     accumulator = plgpu.ACC(shape, jnp.float32)
@@ -299,7 +282,7 @@ def two_products(
 
 
 def query_program(
-    plan: BackwardPlan, inputs: Inputs, grad_BLHK: Any, own: Own, stream: Stream
+    plan: BackwardPlan, inputs: Inputs, grad_BLHK: Any, resident: Resident, stream: Stream
 ) -> None:
     walk = plan.walk
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
@@ -318,60 +301,51 @@ def query_program(
         rows = pl.ds(program * walk.owned + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         place = (batch, rows, head)
         sources = (inputs.q_BLHK.at[place], inputs.slope_BLHV.at[place])
-        mine = load_own(own, warpgroup, sources)
+        tiles = load_resident(resident, warpgroup, sources)
         lse = mosaic.load(inputs.lse_BHL.at[batch, head, rows], ROWS)
         delta = mosaic.load(inputs.delta_BHL.at[batch, head, rows], ROWS)
         lower = mosaic.load(inputs.lower_AL.at[bounds, rows], ROWS) if plan.sides.lower else None
         upper = mosaic.load(inputs.upper_AL.at[bounds, rows], ROWS) if plan.sides.upper else None
 
         def step(masked: bool, block: jax.Array, grad: jax.Array) -> jax.Array:
-            see = functools.partial(keys_seen, plan, block, lower, upper) if masked else nothing
+            bounds = (plan.sides, block, walk.block, lower, upper)
+            mask = functools.partial(visible_keys, *bounds) if masked else no_mask
             slot = mosaic.ring_slot(block - span.first, walk.stages)
-            return add_query_gradient(plan, mine, stream, slot, (lse, delta, see, grad))
+            return add_query_gradient(plan, tiles, stream, slot, (lse, delta, mask, grad))
 
         grad = mosaic.constant(0.0, (WARPGROUP_ROWS, inputs.q_BLHK.shape[-1]), MATRIX)
         for masked, start, stop in visits(plan.sides.lower, plan.sides.upper, span, span.end):
             grad = lax.fori_loop(start, stop, lambda j, g, m=masked: step(m, j, g), grad)
-        write((grad * plan.scores.scale,), mine[:1], (grad_BLHK.at[place],))
+        write((grad * plan.scores.scale,), tiles[:1], (grad_BLHK.at[place],))
 
-    specialise(plan, consume, produce)
+    mosaic.split_warpgroups(walk.consumers, consume, produce)
 
 
 def add_query_gradient(
-    plan: BackwardPlan, mine: tuple[Any, Any], stream: Stream, slot: jax.Array, carry: tuple
+    plan: BackwardPlan, tiles: tuple[Any, Any], stream: Stream, slot: jax.Array, carry: tuple
 ) -> jax.Array:
-    """The gradient of a consumer's queries with the part of one block of keys added."""
-    lse, delta, see, grad = carry
+    """Add the terms of one block of keys to the gradient of a consumer's queries."""
+    lse, delta, mask, grad = carry
     shape, dtype = (WARPGROUP_ROWS, plan.walk.block), stream.rings[0].dtype
     keys, values = (ring.at[slot] for ring in stream.rings)
 
-    def weigh(products: jax.Array) -> jax.Array:
-        return probabilities(plan.scores, products, see(), lambda: spread(lse, shape))[1]
+    def weights_of(products: jax.Array) -> jax.Array:
+        return probabilities(plan.scores, products, mask(), lambda: spread(lse, shape))[1]
 
     plgpu.barrier_wait(stream.ready.at[slot])
-    slope, weight_slope = two_products(shape, mine, (keys, values), weigh)
+    slope, weight_slope = two_products(shape, tiles, (keys, values), weights_of)
     slope = (slope * (weight_slope - spread(delta, shape))).astype(dtype)
     grad = pl.run_state(lambda ref: plgpu.wgmma(ref, slope, keys))(plgpu.ACC.init(grad))
     plgpu.barrier_arrive(stream.free.at[slot])
     return grad
 
 
-def nothing() -> None:
-    """The mask of a block that needs none. Masks are made late: they would take up registers."""
-
-
-def keys_seen(plan: BackwardPlan, block: jax.Array, lower: Any, upper: Any) -> jax.Array | None:
-    """Which keys of a block (columns) each query (row) sees."""
-    shape = (WARPGROUP_ROWS, plan.walk.block)
-    keys = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-    begin = block * plan.walk.block
-    lower = spread(lower - begin, shape) if plan.sides.lower else None
-    upper = spread(upper - begin, shape) if plan.sides.upper else None
-    return visible(keys, lower, upper, plan.sides)
+def no_mask() -> None:
+    """The mask of a fully visible block. Masks are functions because early ones fill registers."""
 
 
 def key_program(
-    plan: BackwardPlan, inputs: Inputs, grads: tuple[Any, ...], own: Own, stream: Stream
+    plan: BackwardPlan, inputs: Inputs, grads: tuple[Any, ...], resident: Resident, stream: Stream
 ) -> None:
     walk = plan.walk
     batch, group = lax.axis_index("batch"), lax.axis_index("head")
@@ -394,12 +368,14 @@ def key_program(
     def consume(warpgroup: jax.Array) -> None:
         begin = program * walk.owned + warpgroup * WARPGROUP_ROWS
         place = (batch, pl.ds(begin, WARPGROUP_ROWS), group)
-        mine = load_own(own, warpgroup, (inputs.k_BMGK.at[place], inputs.v_BMGV.at[place]))
+        tiles = load_resident(
+            resident, warpgroup, (inputs.k_BMGK.at[place], inputs.v_BMGV.at[place])
+        )
 
         def step(masked: bool, before: jax.Array, block: jax.Array, carry: tuple) -> tuple:
-            see = functools.partial(queries_seeing, plan, inputs, bounds, block, begin)
+            mask = functools.partial(visible_queries, plan, inputs, bounds, block, begin)
             slot = mosaic.ring_slot(before + block - span.first, walk.stages)
-            return add_key_gradients(plan, mine, stream, slot, see if masked else nothing, carry)
+            return add_key_gradients(plan, tiles, stream, slot, mask if masked else no_mask, carry)
 
         def walk_head(head: jax.Array, carry: tuple) -> tuple:
             for masked, start, stop in visits(plan.sides.upper, plan.sides.lower, span, span.end):
@@ -411,30 +387,30 @@ def key_program(
         shapes = [(WARPGROUP_ROWS, grad.shape[-1]) for grad in grads]
         zeros = tuple(mosaic.constant(0.0, shape, MATRIX) for shape in shapes)
         sums = lax.fori_loop(0, plan.heads_a_group, walk_head, zeros)
-        factors = wanted_of(plan.parts, (plan.scores.scale, 1.0))
+        factors = selected(plan.parts, (plan.scores.scale, 1.0))
         sums = tuple(total * factor for total, factor in zip(sums, factors, strict=True))
         targets = tuple(grad.at[place] for grad in grads)
-        write(sums, wanted_of(plan.parts, mine), targets)
+        write(sums, selected(plan.parts, tiles), targets)
 
-    specialise(plan, consume, produce)
+    mosaic.split_warpgroups(walk.consumers, consume, produce)
 
 
 def add_key_gradients(
     plan: BackwardPlan,
-    mine: tuple[Any, Any],
+    tiles: tuple[Any, Any],
     stream: Stream,
     slot: jax.Array,
-    see: Callable[[], jax.Array | None],
+    mask: Callable[[], jax.Array | None],
     carry: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, ...]:
-    """Gradients of a consumer's keys and values with the part of one block of queries added."""
+    """Add the terms of one block of queries to the gradients of a consumer's keys and values."""
     shape, dtype = (WARPGROUP_ROWS, plan.walk.block), stream.rings[0].dtype
     queries, slopes, lse_ring, delta_ring = (ring.at[slot] for ring in stream.rings)
 
     zeros = mosaic.constant(0.0, shape, MATRIX)
 
     def score(products_ref: Any) -> jax.Array:
-        plgpu.wgmma(products_ref, mine[0], mosaic.transposed(queries))
+        plgpu.wgmma(products_ref, tiles[0], mosaic.transposed(queries))
         return products_ref[...]
 
     plgpu.barrier_wait(stream.ready.at[slot])
@@ -443,35 +419,35 @@ def add_key_gradients(
     def lse() -> jax.Array:
         return spread_columns(mosaic.load(lse_ring, COLUMNS), shape)
 
-    weights, slope = probabilities(plan.scores, products, see(), lse)
+    weights, slope = probabilities(plan.scores, products, mask(), lse)
     weights = weights.astype(dtype)
 
-    keys_too, values_too = plan.parts
+    has_keys, has_values = plan.parts
 
     def multiply_slopes(accumulators: Any) -> None:
-        if values_too:
+        if has_values:
             plgpu.wgmma(accumulators[0], weights, slopes)
-        if keys_too:
-            plgpu.wgmma(accumulators[-1], mine[1], mosaic.transposed(slopes))
+        if has_keys:
+            plgpu.wgmma(accumulators[-1], tiles[1], mosaic.transposed(slopes))
 
-    accumulators = [plgpu.ACC.init(carry[-1])] if values_too else []
-    accumulators += [plgpu.ACC.init(zeros)] if keys_too else []
-    found = pl.run_state(multiply_slopes)(tuple(accumulators))
-    grads = found[:1] if values_too else ()
-    if keys_too:
+    accumulators = [plgpu.ACC.init(carry[-1])] if has_values else []
+    accumulators += [plgpu.ACC.init(zeros)] if has_keys else []
+    products = pl.run_state(multiply_slopes)(tuple(accumulators))
+    grads = products[:1] if has_values else ()
+    if has_keys:
         delta = spread_columns(mosaic.load(delta_ring, COLUMNS), shape)
-        slope = (slope * (found[-1] - delta)).astype(dtype)
+        slope = (slope * (products[-1] - delta)).astype(dtype)
         init = plgpu.ACC.init(carry[0])
         grads = (pl.run_state(lambda ref: plgpu.wgmma(ref, slope, queries))(init), *grads)
-    plgpu.commit_smem()  # of the numbers, which threads have read and TMA is to overwrite
+    plgpu.commit_smem()  # threads have read the numbers that TMA will overwrite
     plgpu.barrier_arrive(stream.free.at[slot])
     return tuple(grads)
 
 
-def queries_seeing(
+def visible_queries(
     plan: BackwardPlan, inputs: Inputs, bounds: Any, block: jax.Array, begin: jax.Array
 ) -> jax.Array | None:
-    """Which queries of a block (columns) see each key (row) from `begin` on."""
+    """Mask of a block of queries (columns) for each key (row) from `begin` on."""
     shape = (WARPGROUP_ROWS, plan.walk.block)
     keys = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
     rows = pl.ds(block * plan.walk.block, plan.walk.block)
@@ -483,21 +459,19 @@ def queries_seeing(
     return visible(keys, lower, bound(inputs.upper_AL) if plan.sides.upper else None, plan.sides)
 
 
-def spread_columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(numbers, shape, [1])
-
-
-def load_own(own: Own, warpgroup: jax.Array, sources: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The two matrices that a consumer keeps, from global memory."""
-    buffers = (own.first.at[warpgroup], own.second.at[warpgroup])
+def load_resident(
+    resident: Resident, warpgroup: jax.Array, sources: tuple[Any, Any]
+) -> tuple[Any, Any]:
+    """Load the two matrices that a consumer keeps."""
+    buffers = (resident.first.at[warpgroup], resident.second.at[warpgroup])
     for source, buffer in zip(sources, buffers, strict=True):
-        plgpu.copy_gmem_to_smem(source, buffer, own.ready.at[warpgroup])
-    plgpu.barrier_wait(own.ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(source, buffer, resident.ready.at[warpgroup])
+    plgpu.barrier_wait(resident.ready.at[warpgroup])
     return buffers
 
 
 def fetch(walk: Walk, stream: Stream, step: jax.Array, sources: tuple[Any, ...]) -> None:
-    """Fills the slot of a step once the consumers have used what it held."""
+    """Fill the slot of a step as soon as the consumers have released it."""
     slot = mosaic.ring_slot(step, walk.stages)
     pl.when(step >= walk.stages)(lambda: plgpu.barrier_wait(stream.free.at[slot]))
     for source, ring in zip(sources, stream.rings, strict=True):
@@ -505,7 +479,7 @@ def fetch(walk: Walk, stream: Stream, step: jax.Array, sources: tuple[Any, ...])
 
 
 def write(values: tuple, buffers: tuple, targets: tuple) -> None:
-    """Registers to global memory through shared memory; TMA drops rows past the end."""
+    """Write registers to global memory through shared memory; TMA drops rows past the end."""
     for value, buffer in zip(values, buffers, strict=True):
         buffer[...] = value.astype(buffer.dtype)
     plgpu.commit_smem()

@@ -1,11 +1,10 @@
-"""Flash attention's forward pass for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled, and
-interpreted on a CPU.
+"""Flash attention for Hopper on Mosaic-GPU: forward. Not yet run on a GPU: compiled, interpreted.
 
-One program computes WARPGROUP_ROWS queries of one head for each of its consumer warpgroups. A
-producer warpgroup streams blocks of keys and values through rings in shared memory (TMA); the
-consumers multiply (WGMMA) and take turns at the tensor cores, so that one computes its softmax
-while the other multiplies, as in FlashAttention-3 (Shah et al. 2024). Blocks that no query of the
-program sees are never loaded; blocks that all of them see wholly are not masked.
+A program computes WARPGROUP_ROWS queries of one head per consumer warpgroup. A producer warpgroup
+streams blocks of keys and values through rings in shared memory (TMA). The consumers multiply
+(WGMMA) and take turns at the tensor cores, so that one computes its softmax while another one
+multiplies, as in FlashAttention-3 (Shah et al., 2024). Blocks that no query of the program sees are
+not loaded; blocks that all of its queries see are not masked.
 """
 
 import dataclasses
@@ -19,19 +18,12 @@ from jaxtyping import Array, Float, Int
 
 from . import mosaic
 from .intervals import FlashSpec, MaskSides, key_ranges, mask_sides, pad_rows, visible
-from .mosaic import WARPGROUP_AXIS, pl, plgpu
-
-WARPGROUP_ROWS = 64  # M of a WGMMA instruction
-LOG2E = math.log2(math.e)
-MATRIX = plgpu.Layout.WGMMA
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # a number a row of a matrix in registers
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}  # by consumers, of 65,536 a multiprocessor
+from .mosaic import LOG2E, MATRIX, ROWS, WARPGROUP_ROWS, pl, plgpu, spread
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Keys a block, slots of each ring, and consumer warpgroups of a forward program."""
+    """Keys per block, slots of each ring, and consumer warpgroups of a forward program."""
 
     keys: int
     stages: int
@@ -42,7 +34,7 @@ class Tile:
         return self.consumers * WARPGROUP_ROWS
 
 
-FORWARD_TILES = {  # by head dims of queries and keys, and of values
+FORWARD_TILES = {  # by head dims of keys and of values
     (64, 64): Tile(keys=128, stages=4),
     (80, 80): Tile(keys=128, stages=3),
     (96, 96): Tile(keys=128, stages=3),
@@ -54,32 +46,32 @@ FORWARD_TILES = {  # by head dims of queries and keys, and of values
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores in units of log 2 from the products of queries and keys."""
+    """The scores, in units of log 2, of products of queries and keys."""
 
     scale: float
     softcap: float
 
     def capped(self, products: jax.Array) -> tuple[jax.Array, float]:
-        """(numbers, factor), whose product is the score: one multiply-add can use the factor."""
+        """(numbers, factor) with score = numbers * factor, for use in one multiply-add."""
         if self.softcap:
             return self.tanh(products), self.softcap * LOG2E
         return products, self.scale * LOG2E
 
     def tanh(self, products: jax.Array) -> jax.Array:
-        """By exp2: the tanh instruction is exact to 2^-11 only, which a cap of 50 multiplies."""
+        """By exp2: the tanh instruction has an error of 2^-11, which a cap of 50 multiplies."""
         power = jnp.exp2(products * (2 * LOG2E * self.scale / self.softcap))
         return 1 - 2 / (1 + power)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlan:
-    """What a program needs to know when it is traced."""
+    """Static facts of a program."""
 
     scores: Scores
     tile: Tile
     sides: MaskSides
     heads_a_group: int
-    shared_bounds: bool  # one row of bounds for the whole batch
+    shared_bounds: bool  # lower_AL and upper_AL have one row for the whole batch
 
 
 class ForwardRefs(NamedTuple):
@@ -94,7 +86,7 @@ class ForwardRefs(NamedTuple):
     out_BLHV: Any
     lse_BHL: Any
     q_buffer: Any
-    out_buffer: Any  # empty where the queries' has its shape
+    out_buffer: Any  # empty if q_buffer has the same shape
     k_ring: Any
     v_ring: Any
     lse_buffer: Any
@@ -107,7 +99,7 @@ class ForwardRefs(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a program works: its batch row, row of bounds, heads, and blocks of keys."""
+    """A program's row of the batch and of the bounds, its heads, and its blocks of keys."""
 
     batch: jax.Array
     bounds: jax.Array | int
@@ -129,7 +121,7 @@ def forward(
     spec: FlashSpec,
     tile: Tile | None = None,
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B H L"]]:
-    """(output, log-sum-exp); a query that sees nothing gets zeros and -inf. spec.scale is set."""
+    """(output, log-sum-exp); zeros and -inf for a query that sees no key. spec.scale is set."""
     B, L, H, K = q_BLHK.shape
     M, G, V = v_BMGV.shape[1:]
     tile, dtype = tile or FORWARD_TILES[K, V], q_BLHK.dtype
@@ -182,22 +174,16 @@ def forward(
 
 
 def forward_program(plan: ForwardPlan, refs: ForwardRefs) -> None:
-    warpgroup = lax.axis_index(WARPGROUP_AXIS)
     place = forward_place(plan, refs)
-
-    @pl.when(warpgroup < plan.tile.consumers)
-    def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS[plan.tile.consumers], action="increase")
-        consume(plan, refs, place, warpgroup)
-
-    @pl.when(warpgroup == plan.tile.consumers)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(plan, refs, place)
+    mosaic.split_warpgroups(
+        plan.tile.consumers,
+        lambda warpgroup: consume(plan, refs, place, warpgroup),
+        lambda: produce(plan, refs, place),
+    )
 
 
 def forward_place(plan: ForwardPlan, refs: ForwardRefs) -> Place:
-    """Late queries come first: causal, they have the most keys."""
+    """Late queries come first: with a causal mask they see the most keys."""
     batch, head = lax.axis_index("batch"), lax.axis_index("head")
     program = refs.ranges.shape[1] - 1 - lax.axis_index("program")
     bounds = 0 if plan.shared_bounds else batch
@@ -236,7 +222,7 @@ def consume(plan: ForwardPlan, refs: ForwardRefs, place: Place, warpgroup: jax.A
 
     def step(masked: bool, block: jax.Array, carry: tuple) -> tuple:
         products, out, *statistics = carry
-        mask = seen(plan, block, lower, upper) if masked else None
+        mask = visible_keys(plan.sides, block, tile.keys, lower, upper) if masked else None
         weights, shrink, *statistics = online_softmax(plan.scores, products, mask, *statistics)
         out = out * spread(shrink, out.shape)
         position = block - place.first
@@ -253,7 +239,9 @@ def consume(plan: ForwardPlan, refs: ForwardRefs, place: Place, warpgroup: jax.A
     for masked, start, stop in visits(plan.sides.lower, plan.sides.upper, place, last):
         carry = lax.fori_loop(start, stop, lambda j, c, m=masked: step(m, j, c), carry)
     products, out, *statistics = carry
-    mask = seen(plan, last, lower, upper) if plan.sides.any else None
+    mask = None
+    if plan.sides.any:
+        mask = visible_keys(plan.sides, last, tile.keys, lower, upper)
     weights, shrink, maximum, total = online_softmax(plan.scores, products, mask, *statistics)
     out = out * spread(shrink, out.shape)
     out = last_values(plan, refs, warpgroup, last - place.first, (weights, out))
@@ -261,9 +249,9 @@ def consume(plan: ForwardPlan, refs: ForwardRefs, place: Place, warpgroup: jax.A
 
 
 def visits(head: bool, tail: bool, span: Any, last: jax.Array) -> list[tuple[bool, Any, Any]]:
-    """(masked, start, stop) of the loops over the blocks of a span before `last`, in order.
+    """(masked, start, stop) of the loops over the blocks of a span before `last`.
 
-    head, tail: whether blocks before and after those that are seen wholly can exist at all.
+    head, tail: whether blocks before, and after, the fully visible blocks can exist.
     """
     start = jnp.minimum(span.first_full, last) if head else span.first
     stop = jnp.minimum(span.end_full, last) if tail else last
@@ -272,30 +260,28 @@ def visits(head: bool, tail: bool, span: Any, last: jax.Array) -> list[tuple[boo
     return [*loops, (True, stop, last)] if tail else loops
 
 
-def seen(plan: ForwardPlan, block: jax.Array, lower: Any, upper: Any) -> jax.Array | None:
-    """Which keys of a block each row sees."""
-    shape = (WARPGROUP_ROWS, plan.tile.keys)
+def visible_keys(
+    sides: MaskSides, block: jax.Array, size: int, lower: Any, upper: Any
+) -> jax.Array | None:
+    """Mask of a block of `size` keys (columns) for each query (row)."""
+    shape = (WARPGROUP_ROWS, size)
     keys = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
-    begin = block * plan.tile.keys
-    lower = spread(lower - begin, shape) if plan.sides.lower else None
-    upper = spread(upper - begin, shape) if plan.sides.upper else None
-    return visible(keys, lower, upper, plan.sides)
-
-
-def spread(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(numbers, shape, [0])
+    begin = block * size
+    lower = spread(lower - begin, shape) if sides.lower else None
+    upper = spread(upper - begin, shape) if sides.upper else None
+    return visible(keys, lower, upper, sides)
 
 
 def online_softmax(
     scores: Scores, products: jax.Array, mask: Any, maximum: jax.Array, total: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """(weights, factor for what was summed before, maximum, total), in units of log 2."""
+    """(weights, factor for the earlier sums, maximum, total), in units of log 2."""
     products, factor = scores.capped(products)
     if mask is not None:
         products = jnp.where(mask, products, -math.inf)
     new_maximum = jnp.maximum(maximum, products.max(axis=1) * factor)
     base = new_maximum
-    if mask is not None:  # a row that has seen nothing yet must not subtract infinity from itself
+    if mask is not None:  # a row without visible keys so far must not compute inf - inf
         base = jnp.where(new_maximum == -math.inf, 0.0, new_maximum)
     shrink = jnp.exp2(maximum - base)
     weights = jnp.exp2(products * factor - spread(base, products.shape))
@@ -370,15 +356,15 @@ def last_values(
 
 
 def pass_turn(plan: ForwardPlan, refs: ForwardRefs, warpgroup: jax.Array) -> None:
-    """Lets the next consumer have the tensor cores."""
-    following = lax.rem(warpgroup + 1, jnp.asarray(plan.tile.consumers, warpgroup.dtype))
-    plgpu.barrier_arrive(refs.turn.at[following])
+    """Let the next consumer use the tensor cores."""
+    next_consumer = lax.rem(warpgroup + 1, jnp.asarray(plan.tile.consumers, warpgroup.dtype))
+    plgpu.barrier_arrive(refs.turn.at[next_consumer])
 
 
 def store(
     refs: ForwardRefs, place: Place, warpgroup: jax.Array, rows: Any, carry: tuple[jax.Array, ...]
 ) -> None:
-    """Through the queries' buffer, no longer read, if it fits; TMA drops rows past the end."""
+    """Write output and log-sum-exp, through q_buffer if it fits; TMA drops rows past the end."""
     out, maximum, total = carry
     inverse = 1 / jnp.where(total == 0.0, 1.0, total)
     out = out * spread(inverse, out.shape)

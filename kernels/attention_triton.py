@@ -1,20 +1,19 @@
 """Flash attention in Pallas-Triton, forward and backward, for Ampere and newer CUDA GPUs.
 
-Not yet run on a GPU: compiled only. Jax deprecates Pallas-Triton since 0.11 and may drop it.
+Not yet run on a GPU: compiled only. Pallas-Triton is deprecated since jax 0.11.
 
-Three kernels, each of which writes every result exactly once, so that results are the same from run
-to run. A program of `forward` or of `query_gradient` owns a block of queries of one head and walks
-the keys that they see; one of `key_gradients` owns a block of keys of one key head and walks the
-queries that see them, of all query heads of its group. The softmax is online (Dao et al. 2022), and
-its probabilities are made again in backward from the log-sum-exp, as in FlashAttention-2 (Dao
-2023). Blocks that nothing sees are never loaded; blocks that are seen wholly are not masked.
+Three kernels, each of which writes every result exactly once, so that results are deterministic. A
+program of `forward` or `query_gradient` owns a block of queries of one head and loops over the keys
+that they see. A program of `key_gradients` owns a block of keys of one key head and loops over the
+queries that see them, of all query heads of the group. The softmax is online (Dao et al., 2022);
+backward recomputes its probabilities from the log-sum-exp, as in FlashAttention-2 (Dao, 2023).
+Blocks without visible keys are not loaded; blocks with only visible keys are not masked.
 
-Of a softmax out = p v: dv = p^T do, ds = p (do v^T - delta) with delta = sum(do out) - d lse,
-dq = ds k, dk = ds^T q. Triton's blocks are powers of two: a head dim of 80 is one of 64 and one of
-16 side by side, each with products and sums of its own.
+With out = p v: dv = p^T do, ds = p (do v^T - delta) with delta = sum(do out) - d lse, dq = ds k,
+dk = ds^T q. Triton's blocks are powers of two: a head dim of 80 is split into parts of 64 and 16.
 
-A block that the mask cuts is multiplied by weights of exactly zero where a key is not seen, so a
-value that is not finite there still reaches the queries of that block.
+In a partly masked block the weights of unseen keys are exactly zero, so NaN or inf in their values
+still reaches the queries of that block.
 """
 
 import dataclasses
@@ -38,14 +37,14 @@ from .intervals import (
     MaskSides,
     key_ranges,
     mask_sides,
+    prepare,
     query_ranges,
     visible,
-    visible_intervals,
 )
 
-plgpu: Any = triton  # its references act as arrays, which its types do not say
+plgpu: Any = triton  # its refs behave like arrays, which its types do not say
 AnyArray = jax.Array | jax.ShapeDtypeStruct
-Parts = tuple[jax.Array, ...]  # matrices side by side
+Parts = tuple[jax.Array, ...]  # parts of a matrix, split by columns
 DTYPES = ("bfloat16", "float16", "float32")
 LONGEST_HEAD = 256
 SMALLEST_PART = 16  # columns of an operand of a tensor core
@@ -55,7 +54,7 @@ UNSEEN = -1e30  # log-sum-exp of a query that sees no key
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Queries and keys of a block, warps of a program, and blocks in flight."""
+    """Queries and keys per block, warps per program, and pipeline stages."""
 
     rows: int
     keys: int
@@ -65,7 +64,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """How the kernels run. interpreted: by Pallas' interpreter, on any device, for tests."""
+    """Tiles of the kernels. interpreted: run in Pallas' interpreter, on any device, for tests."""
 
     forward: Tile
     query_gradient: Tile
@@ -73,8 +72,8 @@ class Tiles:
     interpreted: bool = False
 
 
-# By bytes of a number and the longest head dim. Within the 99 KiB of shared memory that a program
-# has on every GPU of capability 8.x; not tuned.
+# By bytes per element and largest head dim. They fit in the 99 KiB of shared memory that a program
+# has on every GPU of capability 8.x. Not tuned.
 TILES = {
     (2, 64): Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2)),
     (2, 128): Tiles(Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
@@ -88,14 +87,14 @@ TILES = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a kernel needs to know when it is traced."""
+    """Static facts of a kernel."""
 
     spec: FlashSpec
     tile: Tile
     sides: MaskSides
-    lengths: tuple[int, int]  # of queries and of keys
+    lengths: tuple[int, int]  # of queries and keys
     heads_a_group: int
-    bounds: int  # rows of the arrays of bounds: one for the whole batch, or one each
+    bounds: int  # rows of lower_AL and upper_AL: 1 or the batch size
 
 
 class Block(NamedTuple):
@@ -107,7 +106,7 @@ class Block(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Arrays of backward; lse in units of log 2, +inf where nothing is seen."""
+    """Arrays of backward; lse in units of log 2, +inf for queries that see no key."""
 
     q_BLHK: Any
     k_BMGK: Any
@@ -121,7 +120,7 @@ class Inputs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Of a block of queries, a number each: log-sum-exp, delta, and the interval of its keys."""
+    """Numbers per query of a block: log-sum-exp, delta, and the interval of its keys."""
 
     lse: Any
     delta: Any
@@ -130,7 +129,7 @@ class Rows(NamedTuple):
 
 
 def flash_refuses(q_BLHK: AnyArray, k_BMGK: AnyArray, v_BMGV: AnyArray) -> str:
-    """Why the kernels cannot take these arrays, whatever the device; empty if they can."""
+    """Why the kernels do not support these arrays on any device; empty if they do."""
     dtypes = {str(array.dtype) for array in (q_BLHK, k_BMGK, v_BMGV)}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
         return f"dtypes {sorted(dtypes)} are not one of {', '.join(DTYPES)}"
@@ -138,7 +137,7 @@ def flash_refuses(q_BLHK: AnyArray, k_BMGK: AnyArray, v_BMGV: AnyArray) -> str:
     if max(head_dims) > LONGEST_HEAD:
         return f"head dims (query, value) {head_dims} exceed {LONGEST_HEAD}"
     if q_BLHK.shape[2] % k_BMGK.shape[2]:
-        return f"query heads={q_BLHK.shape[2]} are no multiple of key heads={k_BMGK.shape[2]}"
+        return f"query heads={q_BLHK.shape[2]} are not a multiple of key heads={k_BMGK.shape[2]}"
     return ""
 
 
@@ -153,30 +152,23 @@ def flash_attention(
     key_segments_BM: Int[Array, "B M"] | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:
-    """(output, float32 log-sum-exp of the scores); both can be differentiated through.
+    """(output, float32 log-sum-exp of the scores), both differentiable.
 
-    Query i sits at position offset + i. Documents must be `sound` (intervals.documents); without
-    ids of keys they are the queries'. A query that sees no key gets zeros and UNSEEN. ValueError
-    for arrays that `flash_refuses`, and where ids and spec.segments do not fit.
+    Query i is at position offset + i. Rows must be valid (intervals.documents). A query that sees
+    no key gets zeros and UNSEEN. ValueError for arrays that `flash_refuses`, and by `prepare`.
     """
     if reason := flash_refuses(q_BLHK, k_BMGK, v_BMGV):
         raise ValueError(f"attention backend triton cannot run: {reason}")
-    if spec.segments != (query_segments_BL is not None):
-        raise ValueError(f"spec.segments={spec.segments} needs query_segments_BL exactly if true")
-    L, M, V = q_BLHK.shape[1], k_BMGK.shape[1], v_BMGV.shape[-1]
-    if spec.segments and key_segments_BM is None:
-        if L != M:
-            raise ValueError(f"{L} queries and {M} keys need key_segments_BM of their own")
-        key_segments_BM = query_segments_BL
-    spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
-    bounds = visible_intervals(spec, L, M, offset, query_segments_BL, key_segments_BM)
-    qkv = [whole_parts(array) for array in (q_BLHK, k_BMGK, v_BMGV)]
-    out_BLHV, lse_BHL = attend(*qkv, *bounds, spec, tiles or tiles_of(*qkv[1:]))
-    return out_BLHV[..., :V], lse_BHL.swapaxes(1, 2)
+    segments = (query_segments_BL, key_segments_BM)
+    spec, *bounds = prepare(spec, q_BLHK, k_BMGK, offset, *segments)
+    qkv = [pad_head_dim(array) for array in (q_BLHK, k_BMGK, v_BMGV)]
+    outputs: Any = attend(*qkv, *bounds, spec, tiles or tiles_of(*qkv[1:]))
+    out_BLHV, lse_BHL = outputs
+    return out_BLHV[..., : v_BMGV.shape[-1]], lse_BHL.swapaxes(1, 2)
 
 
-def whole_parts(x: jax.Array) -> jax.Array:
-    """x with zeros up to a head dim that `columns` can divide."""
+def pad_head_dim(x: jax.Array) -> jax.Array:
+    """x with the head dim padded with zeros to a multiple of SMALLEST_PART."""
     missing = -x.shape[-1] % SMALLEST_PART
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
@@ -187,21 +179,16 @@ def tiles_of(k_BMGK: AnyArray, v_BMGV: AnyArray) -> Tiles:
     return next(tiles for (a, b), tiles in TILES.items() if a == size and longest <= b)
 
 
-def attend_plainly(
-    q_BLHK: jax.Array,
-    k_BMGK: jax.Array,
-    v_BMGV: jax.Array,
-    lower_AL: jax.Array,
-    upper_AL: jax.Array,
-    spec: FlashSpec,
-    tiles: Tiles,
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def attend(
+    q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec: FlashSpec, tiles: Tiles
 ) -> tuple[jax.Array, jax.Array]:
     return forward(q_BLHK, k_BMGK, v_BMGV, (lower_AL, upper_AL), spec, tiles)
 
 
 def attend_forward(q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, spec, tiles):
-    found = forward(q_BLHK, k_BMGK, v_BMGV, (lower_AL, upper_AL), spec, tiles)
-    out_BLHV, lse_BHL = stored(found[0], "attention_output"), stored(found[1], "attention_lse")
+    out_BLHV, lse_BHL = forward(q_BLHK, k_BMGK, v_BMGV, (lower_AL, upper_AL), spec, tiles)
+    out_BLHV, lse_BHL = stored(out_BLHV, "attention_output"), stored(lse_BHL, "attention_lse")
     residuals = (q_BLHK, k_BMGK, v_BMGV, out_BLHV, lse_BHL, lower_AL, upper_AL)
     return (out_BLHV, lse_BHL), residuals
 
@@ -211,20 +198,20 @@ def attend_backward(spec, tiles, residuals, slopes):
     slope_BLHV, lse_slope_BHL = slopes
     product_BLH = jnp.sum(slope_BLHV.astype(jnp.float32) * out_BLHV.astype(jnp.float32), axis=-1)
     delta_BHL = product_BLH.swapaxes(1, 2) - lse_slope_BHL
-    blind = lse_BHL == UNSEEN
+    is_blind = lse_BHL == UNSEEN
     inputs = Inputs(
         *(q_BLHK, k_BMGK, v_BMGV, slope_BLHV.astype(q_BLHK.dtype)),
-        lse_BHL=jnp.where(blind, math.inf, lse_BHL * LOG2E),
-        delta_BHL=jnp.where(blind, 0.0, delta_BHL),
+        lse_BHL=jnp.where(is_blind, math.inf, lse_BHL * LOG2E),
+        delta_BHL=jnp.where(is_blind, 0.0, delta_BHL),
         lower_AL=bounds[0],
         upper_AL=bounds[1],
         ranges=None,
     )
-    none = np.zeros(bounds[0].shape, jax.dtypes.float0)
-    return query_gradient(inputs, spec, tiles), *key_gradients(inputs, spec, tiles), none, none
+    no_slope = np.zeros(bounds[0].shape, jax.dtypes.float0)
+    gradients = (query_gradient(inputs, spec, tiles), *key_gradients(inputs, spec, tiles))
+    return *gradients, no_slope, no_slope
 
 
-attend = jax.custom_vjp(attend_plainly, nondiff_argnums=(5, 6))
 attend.defvjp(attend_forward, attend_backward)
 
 
@@ -241,7 +228,7 @@ def plan_of(q_BLHK, k_BMGK, lower_AL, spec: FlashSpec, tile: Tile, key_block: in
 
 
 def launch(body: Callable, plan: Plan, grid: tuple, out_shape: list, interpreted: bool) -> Callable:
-    """body(plan, *inputs, *outputs), whole arrays all, on every point of `grid`, fastest first."""
+    """Run body(plan, *inputs, *outputs) on whole arrays at each point of `grid`, fastest first."""
     tile = plan.tile
     return pl.pallas_call(
         functools.wraps(body)(functools.partial(body, plan)),
@@ -296,21 +283,21 @@ def key_gradients(inputs: Inputs, spec: FlashSpec, tiles: Tiles) -> list[jax.Arr
 
 
 def columns(head_dim: int) -> list[tuple[int, int]]:
-    """(first, count) of the parts of a head, longest first; each count is a power of two."""
+    """(first, count) of the column parts of a head, longest first; counts are powers of two."""
     sizes = [1 << bit for bit in reversed(range(head_dim.bit_length())) if head_dim >> bit & 1]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     return list(zip(starts, sizes, strict=True))
 
 
 def within(block: Block, count: int, length: int | None) -> Any:
-    """Which rows of a block exist, a column; None: all do. length None: nobody asks."""
+    """Column mask of the rows of a block before `length`; None: all rows exist."""
     if length is None or length % count == 0:
         return None
     return (block.start + jnp.arange(count, dtype=jnp.int32) < length)[:, None]
 
 
 def load_matrix(ref: Any, block: Block, count: int, length: int | None = None) -> Parts:
-    """Rows of a [B, L, H, K] array; zeros past `length`, unless no block reaches past it."""
+    """Rows of a [B, L, H, K] array, zeros past `length`; None: no row is past it."""
     exists = within(block, count, length)
     options = {} if exists is None else {"mask": exists, "other": 0.0}
     rows = pl.ds(block.start, count)
@@ -329,7 +316,7 @@ def store_matrix(ref: Any, block: Block, parts: Parts, length: int) -> None:
 
 
 def load_numbers(place: Any, start: jax.Array, length: int, past: float) -> jax.Array:
-    """A number a query; `past` past the end."""
+    """One number per query; `past` for queries past the end."""
     (count,) = place.shape
     if length % count == 0:
         return plgpu.load(place)
@@ -338,7 +325,7 @@ def load_numbers(place: Any, start: jax.Array, length: int, past: float) -> jax.
 
 
 def dot(a: jax.Array, b: jax.Array, transposed: bool = False) -> jax.Array:
-    """a b, or a b^T, in float32; of float32 numbers exact, not in TF32."""
+    """a b, or a b^T, in float32; float32 operands are not rounded to TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contracted = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(a, b, contracted, precision, jnp.float32)
@@ -360,19 +347,19 @@ def zeros(count: int, head_dim: int) -> Parts:
 
 
 def scaled(spec: FlashSpec, products: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """Scores in units of log 2, and of each its slope in q k / scale: None for 1."""
+    """(scores in units of log 2, derivative of the soft-cap; None: 1)."""
     if not spec.softcap:
         return products * (spec.scale * LOG2E), None
-    # The tanh instruction is exact to 2^-11 only, which a cap of 50 multiplies.
+    # The tanh instruction has an error of 2^-11, which a cap of 50 multiplies.
     power = jnp.exp2(products * (2 * LOG2E * spec.scale / spec.softcap))
-    share = 1 - 2 / (1 + power)
-    return share * (spec.softcap * LOG2E), 1 - share * share
+    tanh = 1 - 2 / (1 + power)
+    return tanh * (spec.softcap * LOG2E), 1 - tanh * tanh
 
 
 def walk(span: tuple, cut: tuple[bool, bool], step: Callable, carry: Any) -> Any:
-    """step(masked, index, carry) over blocks first, first full, end full, end.
+    """Run step(masked, index, carry) over the blocks of `span`, as in `key_ranges`.
 
-    cut: whether a mask can cut blocks before the full ones, and after.
+    cut: whether blocks before, and after, the full ones can need a mask.
     """
     first, first_full, end_full, end = span
     if cut[0]:
@@ -387,11 +374,11 @@ def span_of(ranges: Any, bounds: Any, index: Any) -> tuple:
     return tuple(ranges[bounds, index, n] for n in range(4))
 
 
-def own_block(plan: Plan, count: int, backwards: bool) -> tuple[Block, jax.Array, Any]:
+def program_block(plan: Plan, count: int, backwards: bool) -> tuple[Block, jax.Array, Any]:
     """(block of this program, its index, row of its bounds).
 
-    backwards: the last queries first, which see the most keys under a causal mask, so that no
-    long program starts when the others are done.
+    backwards: start with the last queries, which see the most keys under a causal mask, so that
+    the longest programs do not start last.
     """
     index, head, batch = (pl.program_id(axis) for axis in range(3))
     if backwards:
@@ -408,14 +395,14 @@ def load_bounds(plan: Plan, lower_AL: Any, upper_AL: Any, bounds: Any, start: An
 def triton_flash_forward(plan: Plan, *refs: Any) -> None:
     q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, ranges, out_BLHV, lse_BHL = refs
     tile, (L, M) = plan.tile, plan.lengths
-    own, index, bounds = own_block(plan, tile.rows, plan.spec.causal)
+    own, index, bounds = program_block(plan, tile.rows, plan.spec.causal)
     q = load_matrix(q_BLHK, own, tile.rows, L)
     lower, upper = load_bounds(plan, lower_AL, upper_AL, bounds, own.start)
 
     def step(masked: bool, number: jax.Array, carry: tuple) -> tuple:
         sums, largest, total = carry
         block = Block(own.batch, own.head // plan.heads_a_group, number * tile.keys)
-        length = M if masked else None  # a block that is full ends before the keys do
+        length = M if masked else None  # a full block ends before the last key
         k = load_matrix(k_BMGK, block, tile.keys, length)
         scores, _ = scaled(plan.spec, product(q, k))
         if masked:
@@ -428,13 +415,13 @@ def triton_flash_forward(plan: Plan, *refs: Any) -> None:
         sums = accumulate(tuple(sum_ * shrink[:, None] for sum_ in sums), weights, v)
         return sums, new, total * shrink + jnp.sum(weights, axis=1)
 
-    start = jnp.full((tile.rows,), UNSEEN, jnp.float32)  # finite: nothing seen is 2^-inf, not NaN
+    start = jnp.full((tile.rows,), UNSEEN, jnp.float32)  # finite: unseen keys give 2^-inf, not NaN
     carry = (zeros(tile.rows, v_BMGV.shape[-1]), start, jnp.zeros((tile.rows,), jnp.float32))
     cut = (plan.sides.lower, plan.sides.upper)
     sums, largest, total = walk(span_of(ranges, bounds, index), cut, step, carry)
-    nothing = total == 0
-    total = jnp.where(nothing, 1.0, total)
-    lse = jnp.where(nothing, UNSEEN, largest * (1 / LOG2E) + jnp.log(total))
+    is_blind = total == 0
+    total = jnp.where(is_blind, 1.0, total)
+    lse = jnp.where(is_blind, UNSEEN, largest * (1 / LOG2E) + jnp.log(total))
     store_matrix(out_BLHV, own, tuple(sum_ / total[:, None] for sum_ in sums), L)
     exists = own.start + jnp.arange(tile.rows, dtype=jnp.int32) < L
     place = lse_BHL.at[own.batch, own.head, pl.ds(own.start, tile.rows)]
@@ -444,16 +431,16 @@ def triton_flash_forward(plan: Plan, *refs: Any) -> None:
 def load_rows(plan: Plan, inputs: Inputs, block: Block, bounds: Any) -> Rows:
     rows = (block.batch, block.head, pl.ds(block.start, plan.tile.rows))
     numbers = ((inputs.lse_BHL, math.inf), (inputs.delta_BHL, 0.0))
-    found = [load_numbers(x.at[rows], block.start, plan.lengths[0], past) for x, past in numbers]
-    return Rows(*found, *load_bounds(plan, inputs.lower_AL, inputs.upper_AL, bounds, block.start))
+    loaded = [load_numbers(x.at[rows], block.start, plan.lengths[0], past) for x, past in numbers]
+    return Rows(*loaded, *load_bounds(plan, inputs.lower_AL, inputs.upper_AL, bounds, block.start))
 
 
 def score_slopes(
     plan: Plan, products: tuple[jax.Array, jax.Array], rows: Rows, positions: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(probabilities, gradient of the loss in scale q k), from q k and from do v.
+    """(probabilities, gradient of the loss with respect to scale q k); products: (q k, do v).
 
-    rows are shaped to stand along the products' queries, positions (None: all seen) their keys.
+    rows broadcast along the queries of the products, positions (None: all seen) along the keys.
     """
     scores, inner = scaled(plan.spec, products[0])
     if positions is not None:
@@ -466,7 +453,7 @@ def score_slopes(
 
 def triton_flash_query_gradient(plan: Plan, *refs: Any) -> None:
     inputs, grad_BLHK, tile = Inputs(*refs[:-1]), refs[-1], plan.tile
-    own, index, bounds = own_block(plan, tile.rows, plan.spec.causal)
+    own, index, bounds = program_block(plan, tile.rows, plan.spec.causal)
     q = load_matrix(inputs.q_BLHK, own, tile.rows, plan.lengths[0])
     slope = load_matrix(inputs.slope_BLHV, own, tile.rows, plan.lengths[0])
     rows = Rows(*(number[:, None] for number in load_rows(plan, inputs, own, bounds)))
@@ -489,14 +476,14 @@ def triton_flash_query_gradient(plan: Plan, *refs: Any) -> None:
 def triton_flash_key_gradients(plan: Plan, *refs: Any) -> None:
     inputs, (k_grad_BMGK, v_grad_BMGV) = Inputs(*refs[:-2]), refs[-2:]
     tile, (L, M) = plan.tile, plan.lengths
-    own, index, bounds = own_block(plan, tile.keys, backwards=False)
+    own, index, bounds = program_block(plan, tile.keys, backwards=False)
     k = load_matrix(inputs.k_BMGK, own, tile.keys, M)
     v = load_matrix(inputs.v_BMGV, own, tile.keys, M)
     span = span_of(inputs.ranges, bounds, index)
     keys = own.start + jnp.arange(tile.keys, dtype=jnp.int32)[:, None]
 
     def step(head: jax.Array, masked: bool, number: jax.Array, sums: tuple) -> tuple:
-        """Products are [keys, queries]: none of them needs to be transposed."""
+        """Products are [keys, queries], so that none of them needs to be transposed."""
         block = Block(own.batch, head, number * tile.rows)
         q = load_matrix(inputs.q_BLHK, block, tile.rows, L)
         slope = load_matrix(inputs.slope_BLHV, block, tile.rows, L)
@@ -505,13 +492,13 @@ def triton_flash_key_gradients(plan: Plan, *refs: Any) -> None:
         weights, slopes = score_slopes(plan, products, rows, keys if masked else None)
         return accumulate(sums[0], slopes, q), accumulate(sums[1], weights, slope)
 
-    def one_head(number: jax.Array, sums: tuple) -> tuple:
+    def walk_head(number: jax.Array, sums: tuple) -> tuple:
         head = own.head * plan.heads_a_group + number
         # The first queries that see a block are those whose upper bound cuts it.
         cut = (plan.sides.upper, plan.sides.lower)
         return walk(span, cut, functools.partial(step, head), sums)
 
     sums = (zeros(tile.keys, k_grad_BMGK.shape[-1]), zeros(tile.keys, v_grad_BMGV.shape[-1]))
-    sums = lax.fori_loop(0, plan.heads_a_group, one_head, sums)
+    sums = lax.fori_loop(0, plan.heads_a_group, walk_head, sums)
     store_matrix(k_grad_BMGK, own, tuple(sum_ * plan.spec.scale for sum_ in sums[0]), M)
     store_matrix(v_grad_BMGV, own, sums[1], M)

@@ -1,16 +1,16 @@
 """Decode attention over a paged cache, for Hopper on Mosaic-GPU. Not yet run on a GPU: compiled,
-and run by the interpreter on a CPU.
+interpreted.
 
-The few queries of a row that share a key/value head are the rows of one matrix. A program of one
-warpgroup reads a part of the row's keys (split keys, as in FlashDecoding): it copies pages by the
-page table into rings in shared memory (TMA), some blocks ahead of the block it multiplies (WGMMA).
-Two programs share a multiprocessor, so that one computes while the other's copies are under way.
-The parts are merged outside, by their log-sum-exps.
+The queries of a row that share a key/value head are the rows of one matrix. A program of one
+warpgroup reads a part of the row's keys (split keys, as in FlashDecoding): it copies pages into
+rings in shared memory (TMA), some blocks ahead of the block that it multiplies (WGMMA). Two
+programs share a multiprocessor, so that one computes while the other one waits for copies. The
+parts are merged outside of the kernel by their log-sum-exps.
 
-Blocks of keys that no query sees are not read. In the blocks that the cache's end or a window cuts,
-values that no query sees are overwritten with zeros, since weights of zero times NaN are NaN.
+Blocks of keys that no query sees are not read. In partly visible blocks, values that no query sees
+are overwritten with zeros, because zero weights times NaN are NaN.
 
-Letters: P pages of S slots in the pool, N pages a row, R queries times heads of a group, C parts.
+Letters in this file: R queries times heads of a group, C parts of a row's keys.
 """
 
 import dataclasses
@@ -24,30 +24,25 @@ from jaxtyping import Array, Float
 
 from . import mosaic
 from .attention_forward import (
-    LOG2E,
-    MATRIX,
-    ROWS,
-    WARPGROUP_ROWS,
     ForwardPlan,
     Scores,
     Tile,
     online_softmax,
-    seen,
-    spread,
+    visible_keys,
     visits,
 )
 from .intervals import FlashSpec, MaskSides, key_ranges, visible_intervals
-from .mosaic import pl, plgpu
+from .mosaic import LOG2E, MATRIX, ROWS, WARPGROUP_ROWS, pl, plgpu, spread
 
 AnyArray = jax.Array | jax.ShapeDtypeStruct
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-ROW_TILE = 8  # rows that copies of queries and results are whole multiples of
+ROW_TILE = 8  # copies of queries and results have a multiple of this many rows
 MULTIPROCESSORS = 132  # of an H100 and an H200
-PART_COST = 4  # blocks that a program could have read while it starts and ends
-PARTS = 128  # of a row at most
-PART_BLOCKS = 128  # of a part at most, so that a long row among short ones does not come last
-CLEARED_COLUMNS = 64  # at a time: more would not fit in the registers at head dim 256
-DECODE_TILES = {  # by head dims of queries and keys, and of values
+PART_COST = 4  # cost of starting and ending a program, in blocks read
+PARTS = 128  # at most, per row
+PART_BLOCKS = 128  # at most, per part, so that a long row does not finish after short ones
+CLEARED_COLUMNS = 64  # at a time: more do not fit in the registers at head dim 256
+DECODE_TILES = {  # by head dims of keys and of values
     (64, 64): Tile(keys=64, stages=6, consumers=1),
     (80, 80): Tile(keys=64, stages=5, consumers=1),
     (96, 96): Tile(keys=64, stages=4, consumers=1),
@@ -55,7 +50,7 @@ DECODE_TILES = {  # by head dims of queries and keys, and of values
     (192, 128): Tile(keys=64, stages=5, consumers=1),
     (256, 256): Tile(keys=64, stages=3, consumers=1),
 }
-ALONE = ((192, 128), (256, 256))  # a multiprocessor holds one program of these, two of others
+ALONE = ((192, 128), (256, 256))  # one program of these fits on a multiprocessor, two of others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,11 +91,11 @@ TUNED_SHAPES = {
 
 
 class Pages(NamedTuple):
-    """A pool of pages, the pages of each row in order, and how many keys it has, new ones too."""
+    """As ops.decode_attention.xla.PagedCache."""
 
-    k_pages: Any
-    v_pages: Any
-    page_table: Any
+    k_pages: Any  # [pages, slots, G, K]
+    v_pages: Any  # [pages, slots, G, V]
+    page_table: Any  # [B, pages of a row]
     lengths_B: Any
 
 
@@ -119,7 +114,7 @@ class DecodeRefs(NamedTuple):
     q_buffer: Any
     k_ring: Any
     v_ring: Any
-    out_buffer: Any  # in the rings' place, when these are no longer read
+    out_buffer: Any  # shares memory with the rings
     lse_buffer: Any
     q_ready: Any
     k_ready: Any
@@ -127,8 +122,8 @@ class DecodeRefs(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a program works on: row, part and group; its blocks of keys, as in `key_ranges`; and
-    the positions low <= j < high that any query of the row sees."""
+    """A program's row, part and group; its blocks of keys, as in `key_ranges`; and the positions
+    low <= j < high that any query of the row sees."""
 
     row: jax.Array
     part: jax.Array
@@ -142,7 +137,7 @@ class Part(NamedTuple):
 
 
 def decode_refuses(q_BLHK: AnyArray, pages: Pages) -> str:
-    """Why the kernel cannot take these arrays, whatever the device; empty if it can."""
+    """Why the kernel does not support these arrays on any device; empty if it does."""
     (L, H, K), (S, G), V = q_BLHK.shape[1:], pages[0].shape[1:3], pages[1].shape[3]
     dtypes = {q_BLHK.dtype, pages[0].dtype, pages[1].dtype}
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
@@ -150,21 +145,21 @@ def decode_refuses(q_BLHK: AnyArray, pages: Pages) -> str:
     if (K, V) not in DECODE_TILES:
         return f"head dims (query, value) {K, V} are none of {sorted(DECODE_TILES)}"
     if H % G:
-        return f"query heads={H} are no multiple of key heads={G}"
+        return f"query heads={H} are not a multiple of key heads={G}"
     if L * (H // G) > WARPGROUP_ROWS:
-        return f"{L} queries of {H // G} heads a key head are more than {WARPGROUP_ROWS} rows"
+        return f"{L} queries of {H // G} heads per key head are more than {WARPGROUP_ROWS} rows"
     keys = DECODE_TILES[K, V].keys
     if S % ROW_TILE or (S % keys and keys % S):
-        return f"pages of {S} slots: it takes 8, 16, 32 and multiples of {keys}"
+        return f"pages have {S} slots: supported are 8, 16, 32 and multiples of {keys}"
     return ""
 
 
 def paged_attention(
     q_BLHK: Float[Array, "B L H K"], pages: Pages, spec: FlashSpec, sinks_H: Any = None
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:
-    """(output, float32 log-sum-exp of the scores and sink); a query that sees nothing: zeros, -inf.
+    """(output, float32 log-sum-exp of scores and sink) of the last queries of each row.
 
-    The queries are the last of each row. ValueError for arrays that `decode_refuses`.
+    A query that sees no key gets zeros and -inf. ValueError for arrays that `decode_refuses`.
     """
     if reason := decode_refuses(q_BLHK, pages):
         raise ValueError(f"decode attention backend mosaic cannot run: {reason}")
@@ -186,27 +181,27 @@ def paged_attention(
 def merge_parts(
     out_BCGRV: jax.Array, lse_BCGR: jax.Array, sinks_GR: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Of parts of the keys the whole; parts that see nothing (-inf) may hold anything."""
+    """Merge the outputs of parts of the keys; a part with log-sum-exp -inf may hold anything."""
     largest_BGR = lse_BCGR.max(axis=1)
     if sinks_GR is not None:
         largest_BGR = jnp.maximum(largest_BGR, sinks_GR.astype(jnp.float32))
     base_BGR = jnp.where(largest_BGR == -math.inf, 0.0, largest_BGR)
-    shares_BCGR = jnp.exp(lse_BCGR - base_BGR[:, None])
-    total_BGR = shares_BCGR.sum(axis=1)
+    weights_BCGR = jnp.exp(lse_BCGR - base_BGR[:, None])
+    total_BGR = weights_BCGR.sum(axis=1)
     if sinks_GR is not None:
         total_BGR += jnp.exp(sinks_GR.astype(jnp.float32) - base_BGR)
-    shares_BCGR /= jnp.where(total_BGR == 0, 1.0, total_BGR)[:, None]
-    used_BCGRV = jnp.where(shares_BCGR[..., None] > 0, out_BCGRV, 0.0)
-    return (used_BCGRV * shares_BCGR[..., None]).sum(axis=1), base_BGR + jnp.log(total_BGR)
+    weights_BCGR /= jnp.where(total_BGR == 0, 1.0, total_BGR)[:, None]
+    used_BCGRV = jnp.where(weights_BCGR[..., None] > 0, out_BCGRV, 0.0)
+    return (used_BCGRV * weights_BCGR[..., None]).sum(axis=1), base_BGR + jnp.log(total_BGR)
 
 
 def programs_at_once(head_dim: int, value_dim: int) -> int:
-    """That a GPU runs: as many as the registers and shared memory of a multiprocessor hold."""
+    """Number of programs that a GPU runs at a time."""
     return MULTIPROCESSORS * (1 if (head_dim, value_dim) in ALONE else 2)
 
 
 def part_count(programs: int, blocks: int, at_once: int) -> int:
-    """Parts of each row that take the least time, if every row is as long as its table allows."""
+    """Number of parts per row with the least time, if all rows have the greatest length."""
 
     def cost(parts: int) -> int:
         return -(-programs * parts // at_once) * (-(-blocks // parts) + PART_COST)
@@ -218,7 +213,7 @@ def part_count(programs: int, blocks: int, at_once: int) -> int:
 def visible_spans(
     spec: FlashSpec, lengths_B: jax.Array, queries: int, keys: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(lower_BL, upper_BL) of every query, and of every row a `Part` from `first` to `high`."""
+    """(lower_BL, upper_BL) of the queries, and [B, 6] the fields `first` to `high` of Part."""
 
     def row(length: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         lower_1L, upper_1L = visible_intervals(spec, queries, capacity, length - queries)
@@ -236,12 +231,12 @@ def attend_parts(
 ) -> tuple[Float[Array, "B C G R V"], Float[Array, "B C G 64"]]:
     """(output, log-sum-exp) of each part of each row's keys. spec.scale is set.
 
-    Rows r of a group are head r % heads of query r // heads; those past the last are not used.
+    Row r of a group is head r % heads of query r // heads; rows past the last one are not used.
     """
     (B, G, R, K), (S, V), N = q_BGRK.shape, pages.v_pages.shape[1::2], pages[2].shape[1]
     tile, dtype = DECODE_TILES[K, V], q_BGRK.dtype
     lower_BL, upper_BL, spans_B6 = visible_spans(spec, pages.lengths_B, queries, tile.keys, N * S)
-    of_row_64 = jnp.minimum(jnp.arange(WARPGROUP_ROWS) // heads, queries - 1)
+    query_of_row = jnp.minimum(jnp.arange(WARPGROUP_ROWS) // heads, queries - 1)
     reach = min(limit for limit in (N * S, spec.window, spec.chunk) if limit)
     parts = part_count(B * G, -(-reach // tile.keys), programs_at_once(K, V))
     sides = MaskSides(lower=bool(spec.window or spec.chunk), upper=True)
@@ -280,15 +275,15 @@ def attend_parts(
         pages.k_pages,
         pages.v_pages,
         pages.page_table,
-        lower_BL[:, of_row_64],
-        upper_BL[:, of_row_64],
+        lower_BL[:, query_of_row],
+        upper_BL[:, query_of_row],
         spans_B6,
     )
     return out_BCGRV, lse_BCGR
 
 
 def decode_program(plan: ForwardPlan, refs: DecodeRefs) -> None:
-    part = own_part(refs)
+    part = program_part(refs)
 
     @pl.when(part.first < part.end)
     def _():
@@ -299,8 +294,8 @@ def decode_program(plan: ForwardPlan, refs: DecodeRefs) -> None:
         store_lse(refs, part, mosaic.constant(-math.inf, (WARPGROUP_ROWS,), ROWS))
 
 
-def own_part(refs: DecodeRefs) -> Part:
-    """The row's blocks, as evenly over its parts as they go."""
+def program_part(refs: DecodeRefs) -> Part:
+    """The row's blocks, divided evenly over its parts."""
     row, part, group = (lax.axis_index(name) for name in ("row", "part", "group"))
     first, first_full, end_full, end, low, high = (refs.spans_B6[row, i] for i in range(6))
     parts = jnp.asarray(refs.out_BCGRV.shape[1], first.dtype)
@@ -326,14 +321,16 @@ def attend(plan: ForwardPlan, refs: DecodeRefs, part: Part) -> None:
         slot = mosaic.ring_slot(block - part.first, plan.tile.stages)
         plgpu.barrier_wait(refs.k_ready.at[slot])
         products = key_products(refs.q_buffer, refs.k_ring.at[slot])
-        mask = seen(plan, block, lower, upper) if masked else None
+        mask = None
+        if masked:
+            mask = visible_keys(plan.sides, block, plan.tile.keys, lower, upper)
         weights, shrink, *statistics = online_softmax(plan.scores, products, mask, *statistics)
         plgpu.barrier_wait(refs.v_ready.at[slot])
         v_tile = refs.v_ring.at[slot]
         if masked:
             clear_unseen(v_tile, block * plan.tile.keys, part)
         out = add_values(out * spread(shrink, out.shape), weights.astype(v_tile.dtype), v_tile)
-        plgpu.commit_smem()  # every warp must have read a slot before it is filled again
+        plgpu.commit_smem()  # all warps must have read a slot before it is filled again
         later = block + plan.tile.stages
         pl.when(later < part.end)(lambda: fetch(plan, refs, part, later))
         return out, *statistics
@@ -352,8 +349,8 @@ def attend(plan: ForwardPlan, refs: DecodeRefs, part: Part) -> None:
 
 
 def fetch(plan: ForwardPlan, refs: DecodeRefs, part: Part, block: jax.Array) -> None:
-    """Starts copies of a block's keys and values. Of pages that no query sees it reads none: the
-    nearest page that some query does stands in for each, to be masked."""
+    """Start the copies of a block's keys and values. Pages that no query sees are replaced by the
+    nearest visible page, whose keys are masked."""
     keys, slots = plan.tile.keys, refs.k_pages.shape[1]
     slot = mosaic.ring_slot(block - part.first, plan.tile.stages)
     rows = min(keys, slots)
@@ -391,7 +388,7 @@ def add_values(out: jax.Array, weights: jax.Array, v_tile: Any) -> jax.Array:
 
 
 def clear_unseen(v_tile: Any, begin: jax.Array, part: Part) -> None:
-    """Zeros for values at positions that no query sees, the tile's first being `begin`."""
+    """Zero the values at positions that no query sees; begin: position of the first value."""
     keys, columns = v_tile.shape
     width = columns if columns % CLEARED_COLUMNS else CLEARED_COLUMNS
     position = plgpu.broadcasted_iota(jnp.int32, (keys, width), 0, layout=MATRIX) + begin
@@ -404,7 +401,7 @@ def clear_unseen(v_tile: Any, begin: jax.Array, part: Part) -> None:
 
 
 def store_lse(refs: DecodeRefs, part: Part, lse: jax.Array, with_out: bool = False) -> None:
-    """Writes the log-sum-exps, and the output that lies in its buffer."""
+    """Write the log-sum-exps, and the output in out_buffer if `with_out`."""
     refs.lse_buffer[...] = lse
     plgpu.commit_smem()
     place = (part.row, part.part, part.group)

@@ -1,13 +1,13 @@
-"""Products of rows with the matrix of their group, for Hopper. Not yet run on a GPU: compiled only.
+"""Grouped matrix products for Hopper: each row times its group's matrix. Not yet run on a GPU.
 
-Rows lie sorted by group, groups begin anywhere. Two kernels on the loop of kernels/matmul.py:
+Rows are sorted by group; groups begin at any row. Two kernels with the loop of kernels/matmul.py:
 
-`grouped_rows` walks a list of tiles that each hold rows of one group. A tile is loaded whole, with
-its neighbours' rows where the group begins or ends within it, and only the group's rows are stored:
-copies of 32, 16, ... 1 rows add up to any number. Rows after the last group are tiles of zeros.
+`grouped_rows` runs through a list of tiles, each with rows of one group. It loads a whole tile, in
+which rows of neighbouring groups may lie, and stores only the rows of the group, by copies of 32,
+16, ... 1 rows. Rows after the last group are tiles of zeros.
 
-`grouped_weights` adds up the outer products of each group's rows. Where a step holds rows of other
-groups it sets them to zero in both operands: what they hold, NaN too, reaches no other group.
+`grouped_weights` sums the outer products of each group's rows. In steps with rows of other groups
+it sets these to zero in both operands, so that NaN does not leak to other groups.
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from .matmul import (
     ATOM_ROWS,
     MULTIPROCESSORS,
     STORE_BYTES,
-    WARPGROUP_ROWS,
     Item,
     Tiling,
     Work,
@@ -38,15 +37,12 @@ from .matmul import (
     tile_place,
     unchanged,
 )
-from .mosaic import pl, plgpu
+from .mosaic import COLUMNS, MATRIX, ROWS, WARPGROUP_ROWS, pl, plgpu, spread, spread_columns
 
-MATRIX = plgpu.Layout.WGMMA
-ROWS = plgpu.Layout.WGMMA.reduce(1)
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 MAX_GROUPS = 256
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-MASK_COLUMNS = 64  # set to zero at once, for want of registers
-# Narrow buffers for whole tiles: those for parts of tiles need room too.
+MASK_COLUMNS = 64  # set to zero at a time, to save registers
+# Narrow buffers for whole tiles leave room for the buffers of partial tiles.
 ROWS_TILING = Tiling(columns=256, depth=64, stages=4, store_bytes=64)
 FP8_ROWS_TILING = dataclasses.replace(ROWS_TILING, depth=128, right="NK")
 WEIGHTS_TILING = Tiling(columns=256, depth=64, stages=4, left="KM")
@@ -74,7 +70,7 @@ TUNED_SHAPES = {
 
 
 class RowTile(NamedTuple):
-    """Rows from `first` on, of which those of a group are [begin, end)."""
+    """A tile of rows from `first` on; the rows of its group are begin <= row < end."""
 
     group: Any
     first: Any
@@ -83,9 +79,9 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(sizes_E: Int[Array, " E"], tokens: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """(tiles, count): the numbers of RowTiles [at least count, 4], and how many there are.
+    """(RowTiles [at least count, 4], count [1]).
 
-    Tiles of group E are the rows after the last group's. Each begins with a whole atom.
+    Group E stands for the rows after the last group. Each tile begins at a whole atom.
     """
     sizes_E = sizes_E.astype(jnp.int32)
     rest = jnp.maximum(tokens - sizes_E.sum(), 0)
@@ -105,12 +101,12 @@ def row_tiles(sizes_E: Int[Array, " E"], tokens: int, rows: int) -> tuple[jax.Ar
 
 
 def whole_atoms(x_TD: jax.Array) -> jax.Array:
-    """x with zero rows added; those that most programs have are whole atoms already."""
+    """x with zero rows added up to whole atoms."""
     return jnp.pad(x_TD, ((0, -x_TD.shape[0] % ATOM_ROWS), (0, 0)))
 
 
 def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
-    """Why the kernels cannot make a product and its gradients; empty if they can."""
+    """Why the kernels cannot compute a product and its gradients; empty if they can."""
     (T, D), (E, _, F), dtype = x_TD.shape, w_EDF.shape, x_TD.dtype
     if {dtype, w_EDF.dtype} not in [{kind} for kind in DTYPES]:
         return f"x is {dtype} and w {w_EDF.dtype}, not both bfloat16 or both float16"
@@ -118,7 +114,7 @@ def operands_refuse(x_TD: Any, w_EDF: Any, fp8: bool = False) -> str:
         return f"{T} rows in {E} groups are not at least one row in at most {MAX_GROUPS} groups"
     multiple = ATOM_BYTES if fp8 else ATOM_BYTES // dtype.itemsize
     if D % multiple or F % multiple:
-        return f"dimensions {D} and {F} are no multiples of {multiple}"
+        return f"dimensions {D} and {F} are not multiples of {multiple}"
     return ""
 
 
@@ -128,11 +124,11 @@ def rows_tiling(dtype: Any, right: str) -> Tiling:
 
 
 class RowRefs(NamedTuple):
-    """Arrays in global memory; buffers of whole tiles and of parts in shared memory."""
+    """Arrays in global memory; ring, and buffers of whole and partial tiles, in shared memory."""
 
     x_TD: Any
     w: Any
-    scales: Any  # of rows [T and a tile more], of columns [E, whole tiles]; empty without
+    scales: Any  # of rows [T + a tile], of columns [E, whole tiles]; () without scales
     tiles: Any
     count: Any
     y_TF: Any
@@ -151,17 +147,17 @@ def grouped_rows(
     out_dtype: Any = jnp.bfloat16,
     tiling: Tiling | None = None,
 ) -> Float[Array, "T F"]:
-    """Each row by its group's matrix; zeros after the last group.
+    """Each row times its group's matrix; zeros after the last group.
 
-    right: "KN" for matrices [E, D, F], "NK" for [E, F, D]. scales: of each row, and of each column
-    of each group, float32, that the sums are multiplied with. ValueError for `matmul_refuses`.
+    right: "KN" for matrices [E, D, F], "NK" for [E, F, D]. scales: float32 factors of the sums, per
+    row, and per column of each group. ValueError for `matmul_refuses`.
     """
     tiling, tokens = tiling or rows_tiling(x_TD.dtype, right), x_TD.shape[0]
     x_TD = whole_atoms(x_TD)
     if reason := matmul_refuses(x_TD, w, tiling):
         raise ValueError(f"grouped_rows cannot run: {reason}")
     T, F = x_TD.shape[0], w.shape[2 if tiling.right == "KN" else 1]
-    tiles, count = row_tiles(sizes_E, T, tiling.rows)  # with the rows that were added
+    tiles, count = row_tiles(sizes_E, T, tiling.rows)  # including the padding
     columns = pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, tiles.shape[0] * columns)
     if scales:
@@ -201,26 +197,26 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
 
     def item(index: jax.Array) -> Item:
         tile, column = place(index)
-        dead = tile.group == groups
-        depth = jnp.where(dead, steps * tiling.depth, 0)  # past the end of both: zeros
+        is_rest = tile.group == groups
+        depth = jnp.where(is_rest, steps * tiling.depth, 0)  # past the end of both: zeros
         w = refs.w.at[jnp.minimum(tile.group, groups - 1)]
-        return Item(refs.x_TD, w, tile.first, column, depth, jnp.where(dead, 1, steps))
+        return Item(refs.x_TD, w, tile.first, column, depth, jnp.where(is_rest, 1, steps))
 
     def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
         tile, column = place(index)
         first = tile.first + warpgroup * WARPGROUP_ROWS
         begin = jnp.maximum(tile.begin - first, 0)
         end = jnp.minimum(tile.end - first, WARPGROUP_ROWS)
-        whole = end - begin == WARPGROUP_ROWS
+        is_whole = end - begin == WARPGROUP_ROWS
         group = jnp.minimum(tile.group, groups - 1)
         change = scaling(refs.scales, group, first, column)
 
-        @pl.when(whole)
+        @pl.when(is_whole)
         def _():
-            own = (pl.ds(first, WARPGROUP_ROWS), pl.ds(column, tiling.columns))
-            store(sums, refs.buffers.at[warpgroup], refs.y_TF.at[own], change)
+            target = refs.y_TF.at[pl.ds(first, WARPGROUP_ROWS), pl.ds(column, tiling.columns)]
+            store(sums, refs.buffers.at[warpgroup], target, change)
 
-        @pl.when((begin < end) & jnp.logical_not(whole))
+        @pl.when((begin < end) & jnp.logical_not(is_whole))
         def _():
             target = refs.y_TF.at[:, pl.ds(column, tiling.columns)]
             store_part(sums, refs.part_buffers.at[warpgroup], target, (first, begin, end), change)
@@ -232,23 +228,23 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
 
 
 def scaling(scales: Any, group: jax.Array, first: jax.Array, column: jax.Array) -> Any:
-    """A function (columns of a consumer's sums, offset of the first) -> the same scaled."""
+    """A function of (columns of a consumer's sums, offset of the first column) that scales them."""
     if not scales:
         return unchanged
     row_scale_T, column_scale_EF = scales
-    of_rows = mosaic.load(row_scale_T.at[pl.ds(first, WARPGROUP_ROWS)], ROWS)
+    row_scales = mosaic.load(row_scale_T.at[pl.ds(first, WARPGROUP_ROWS)], ROWS)
 
     def scaled(part: jax.Array, offset: int) -> jax.Array:
         place = pl.ds(column + offset, part.shape[1])
-        of_columns = mosaic.load(column_scale_EF.at[group, place], COLUMNS)
-        part = part * lax.broadcast_in_dim(of_rows, part.shape, [0])
-        return part * lax.broadcast_in_dim(of_columns, part.shape, [1])
+        column_scales = mosaic.load(column_scale_EF.at[group, place], COLUMNS)
+        part = part * spread(row_scales, part.shape)
+        return part * spread_columns(column_scales, part.shape)
 
     return scaled
 
 
 def store_part(sums: jax.Array, buffer: Any, target: Any, rows: tuple, change: Any) -> None:
-    """Of a consumer's rows, which begin at `first` of `target`, those from `begin` to `end`."""
+    """Write rows begin..end of a consumer's tile, whose first row is `first` of `target`."""
     first, begin, end = rows
     width = buffer.shape[-1]
     for column in range(0, sums.shape[1], width):
@@ -263,7 +259,7 @@ def store_part(sums: jax.Array, buffer: Any, target: Any, rows: tuple, change: A
 
 
 def part_sizes() -> list[int]:
-    """Rows of the copies that add up to every number below WARPGROUP_ROWS."""
+    """Sizes of copies whose subsets add up to every number below WARPGROUP_ROWS."""
     return [1 << bit for bit in reversed(range((WARPGROUP_ROWS - 1).bit_length()))]
 
 
@@ -272,8 +268,8 @@ def copy_rows(buffer: Any, target: Any, rows: tuple, count: int) -> None:
 
     @pl.when((live & count) != 0)
     def _():
-        own = target.at[pl.ds(first + done, count)]
-        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(done, count)], own)
+        rows = target.at[pl.ds(first + done, count)]
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(done, count)], rows)
 
 
 def grouped_weights(
@@ -292,8 +288,7 @@ def grouped_weights(
     D, F, E = x_TD.shape[1], y_TF.shape[1], sizes_E.shape[0]
     sizes_E = sizes_E.astype(jnp.int32)
     starts_E = jnp.cumsum(sizes_E) - sizes_E
-    row_tiles_, columns = pl.cdiv(D, tiling.rows), pl.cdiv(F, tiling.columns)
-    items = E * row_tiles_ * columns
+    items = E * pl.cdiv(D, tiling.rows) * pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, items)
 
     def grouped_weights_kernel(*refs: Any) -> None:
@@ -313,7 +308,7 @@ def grouped_weights(
 
 
 class WeightRefs(NamedTuple):
-    """Arrays in global memory; the barrier at which consumers wait for the mask of `right`."""
+    """Arrays in global memory; ring and buffers; the barrier for changes of the right tile."""
 
     x_TD: Any
     y_TF: Any
@@ -326,7 +321,7 @@ class WeightRefs(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows [begin, end) of a group, and the steps that hold them, the first of which is whole."""
+    """Rows begin..end of a group, the first row of its first step (a whole atom), and the steps."""
 
     begin: Any
     end: Any
@@ -360,24 +355,24 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
         group = place(index)[0]
         rows = rows_of(refs.starts_E[group], refs.sizes_E[group], tiling.depth)
         first = rows.first + step * tiling.depth
-        own = (rows.begin - first, rows.end - first)
+        bounds = (rows.begin - first, rows.end - first)
 
-        @pl.when((own[0] > 0) | (own[1] < tiling.depth))
+        @pl.when((bounds[0] > 0) | (bounds[1] < tiling.depth))
         def _():
-            keep_rows(left, own)
+            keep_rows(left, bounds)
             for number, column in enumerate(range(0, tiling.columns, MASK_COLUMNS)):
                 part = right.at[:, pl.ds(column, MASK_COLUMNS)]
-                mine = warpgroup == number % tiling.consumers
-                pl.when(mine)(lambda part=part: keep_rows(part, own))
+                is_assigned = warpgroup == number % tiling.consumers
+                pl.when(is_assigned)(lambda part=part: keep_rows(part, bounds))
             plgpu.commit_smem()
             plgpu.barrier_arrive(refs.masked.at[0])
             plgpu.barrier_wait(refs.masked.at[0])
 
     def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
         group, row, column = place(index)
-        own = (pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS),)
-        own = (*own, pl.ds(column, tiling.columns))
-        store(sums, refs.buffers.at[warpgroup], refs.out_EDF.at[group].at[own])
+        rows = pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        target = refs.out_EDF.at[group].at[rows, pl.ds(column, tiling.columns)]
+        store(sums, refs.buffers.at[warpgroup], target)
         return ()
 
     count = item_count(E * rows * columns, program, programs)
@@ -385,9 +380,9 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
     run(tiling, refs.ring, work)
 
 
-def keep_rows(tile: Any, own: tuple[jax.Array, jax.Array]) -> None:
-    """Sets the rows of a tile in shared memory that are not [begin, end) to zero."""
+def keep_rows(tile: Any, bounds: tuple[jax.Array, jax.Array]) -> None:
+    """Set the rows of a tile in shared memory outside of [begin, end) to zero."""
     rows = plgpu.broadcasted_iota(jnp.int32, tile.shape, 0, layout=MATRIX)
     values = tile[...]
-    keep = (rows >= own[0]) & (rows < own[1])
+    keep = (rows >= bounds[0]) & (rows < bounds[1])
     tile[...] = jnp.where(keep, values, jnp.zeros_like(values))

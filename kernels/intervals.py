@@ -1,10 +1,9 @@
-"""Which keys a query sees, as one interval of positions a query, and what blocks follow from it.
+"""Attention masks as one interval of keys per query, and the blocks that kernels visit.
 
-Causal and windowed attention, local chunks and packed documents all let query i see the keys
-lower[i] <= j < upper[i], where neither bound ever falls from one query to the next. Two int32
-arrays of O(L) are therefore the whole mask: a kernel compares positions with them, and reads from
-small tables, made here from the first and the last query or key of each block, which blocks it
-visits and which of those need no mask.
+With causal and windowed attention, local chunks and packed documents, query i sees the keys
+lower[i] <= j < upper[i], and neither bound ever decreases from one query to the next. Two int32
+arrays of length L are therefore the whole mask: a kernel compares positions with them. Small tables
+say which blocks a kernel visits and which of these need no mask.
 """
 
 import dataclasses
@@ -17,12 +16,7 @@ from jaxtyping import Array, Bool, Int
 
 @dataclasses.dataclass(frozen=True)
 class FlashSpec:
-    """What is computed; scale 0: 1/sqrt(head dim); softcap, window, chunk 0: off.
-
-    window: keys that a causal query sees, its own among them; not causal: |i - j| < window.
-    chunk: a query sees the keys of its own chunk of positions.
-    segments: a query sees the keys of its own segment.
-    """
+    """As ops.attention.spec.ScoreSpec; segments: a query sees keys of its own segment only."""
 
     causal: bool = True
     window: int = 0
@@ -39,7 +33,7 @@ class FlashSpec:
 
 @dataclasses.dataclass(frozen=True)
 class MaskSides:
-    """Sides of a block on which keys can be masked at all, known when a kernel is traced."""
+    """Whether a lower, and an upper, bound can mask keys of a block; known when traced."""
 
     lower: bool
     upper: bool
@@ -62,9 +56,9 @@ def visible_intervals(
     query_segments_BL: Int[Array, "B L"] | None = None,
     key_segments_BM: Int[Array, "B M"] | None = None,
 ) -> tuple[Int[Array, "A L"], Int[Array, "A L"]]:
-    """(lower, upper) of every query, with A = B where there are segments, else 1.
+    """(lower, upper) bounds of each query's keys; A is B with segments, else 1.
 
-    Query i sits at position offset + i, key j at j. Segment ids must be `sound` as by `documents`.
+    Query i is at position offset + i, key j at j. Rows must be valid as defined by `documents`.
     """
     position_L = jnp.asarray(offset, jnp.int32) + jnp.arange(query_length, dtype=jnp.int32)
     lower_AL = jnp.zeros((1, query_length), jnp.int32)
@@ -85,13 +79,36 @@ def visible_intervals(
     return bounds[0].astype(jnp.int32), bounds[1].astype(jnp.int32)
 
 
+def prepare(
+    spec: FlashSpec,
+    q_BLHK: jax.Array,
+    k_BMGK: jax.Array,
+    offset: Int[Array, ""] | int,
+    query_segments_BL: Int[Array, "B L"] | None,
+    key_segments_BM: Int[Array, "B M"] | None,
+) -> tuple[FlashSpec, Int[Array, "A L"], Int[Array, "A L"]]:
+    """(spec with its scale set, lower, upper). Segments of keys default to those of the queries.
+
+    ValueError if the segments do not fit spec.segments or the lengths.
+    """
+    L, M = q_BLHK.shape[1], k_BMGK.shape[1]
+    if spec.segments != (query_segments_BL is not None):
+        raise ValueError(f"spec.segments={spec.segments} needs query_segments_BL exactly if true")
+    if spec.segments and key_segments_BM is None:
+        if L != M:
+            raise ValueError(f"{L} queries and {M} keys need key_segments_BM")
+        key_segments_BM = query_segments_BL
+    spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
+    return spec, *visible_intervals(spec, L, M, offset, query_segments_BL, key_segments_BM)
+
+
 def documents(
     query_segments_BL: Int[Array, "B L"], key_segments_BM: Int[Array, "B M"]
 ) -> tuple[Int[Array, "B L"], Int[Array, "B L"], Bool[Array, " B"]]:
-    """Of each query's document the first key and the one after the last, and which rows are sound.
+    """(first key of each query's document, the key after the last, which rows are valid).
 
-    Sound is a row whose documents lie each in one piece, in the same order in queries as in keys.
-    Ids are names: they may rise or fall. By sorting, so that nothing is as large as L x M.
+    In a valid row all documents are contiguous and have the same order in queries and keys. Ids
+    need not be sorted. Sorts instead of comparing, so that no array has L x M elements.
     """
     key_segments_BM = key_segments_BM.astype(jnp.int32)
     order_BM = jnp.argsort(key_segments_BM, axis=1, stable=True).astype(jnp.int32)
@@ -108,26 +125,26 @@ def documents(
         return jnp.take_along_axis(order_BM, place_BL, axis=1, mode="clip")
 
     first_BL, end_BL = key(left_BL), key(right_BL - 1) + 1
-    whole_BL = ~has_keys_BL | (end_BL - first_BL == right_BL - left_BL)
-    before_BL = jax.lax.cummax(jnp.where(has_keys_BL, end_BL, 0), axis=1)
-    first_BL = jnp.where(has_keys_BL, first_BL, before_BL)
-    end_BL = jnp.where(has_keys_BL, end_BL, before_BL)
-    rises_BL = (jnp.diff(first_BL, axis=1) >= 0) & (jnp.diff(end_BL, axis=1) >= 0)
-    return first_BL, end_BL, jnp.all(whole_BL, axis=1) & jnp.all(rises_BL, axis=1)
+    is_whole_BL = ~has_keys_BL | (end_BL - first_BL == right_BL - left_BL)
+    previous_BL = jax.lax.cummax(jnp.where(has_keys_BL, end_BL, 0), axis=1)
+    first_BL = jnp.where(has_keys_BL, first_BL, previous_BL)
+    end_BL = jnp.where(has_keys_BL, end_BL, previous_BL)
+    is_ordered_BL = (jnp.diff(first_BL, axis=1) >= 0) & (jnp.diff(end_BL, axis=1) >= 0)
+    return first_BL, end_BL, jnp.all(is_whole_BL, axis=1) & jnp.all(is_ordered_BL, axis=1)
 
 
 def pad_rows(bound_AL: jax.Array, block: int) -> jax.Array:
-    """Whole blocks of queries: those past the end see what the last one sees."""
+    """Pad to whole blocks of queries with the bound of the last query."""
     return jnp.pad(bound_AL, ((0, 0), (0, -bound_AL.shape[1] % block)), mode="edge")
 
 
 def key_ranges(
     lower_AL: jax.Array, upper_AL: jax.Array, rows: int, keys: int, key_length: int
 ) -> Int[Array, "A N 4"]:
-    """For each block of `rows` queries the blocks of `keys` keys: first, first full, end full, end.
+    """The blocks of `keys` keys of each block of `rows` queries: first, first full, end full, end.
 
-    Blocks first <= j < end are visited (at least one); of those, every key of the blocks from
-    first full to end full is seen by every query, so that they need no mask.
+    Blocks first <= j < end are visited (at least one). In blocks first full <= j < end full every
+    query sees every key, so that they need no mask.
     """
     lower_AL, upper_AL = pad_rows(lower_AL, rows), pad_rows(upper_AL, rows)
     return _ranges(
@@ -142,16 +159,16 @@ def key_ranges(
 def query_ranges(
     lower_AL: jax.Array, upper_AL: jax.Array, rows: int, keys: int, key_length: int
 ) -> Int[Array, "A N 4"]:
-    """For each block of `keys` keys the blocks of `rows` queries, as in `key_ranges`.
+    """The blocks of `rows` queries of each block of `keys` keys, as in `key_ranges`.
 
-    Keys past the end count as seen: what a kernel makes of them it makes for them alone.
+    Keys past the end count as seen: they affect only their own, unused gradients.
     """
     lower_AL, upper_AL = pad_rows(lower_AL, rows), pad_rows(upper_AL, rows)
     begin_N = jnp.arange(-(-key_length // keys), dtype=jnp.int32) * keys
     end_N = jnp.minimum(begin_N + keys, key_length)
 
     def count(blocks_AT: jax.Array, bound_N: jax.Array, side: str) -> jax.Array:
-        """Leading blocks whose value is below (left), or at most (right), each bound."""
+        """Number of leading blocks with values below (left), or at most (right), each bound."""
         find = jax.vmap(lambda blocks_T: jnp.searchsorted(blocks_T, bound_N, side=side))
         return find(blocks_AT).astype(jnp.int32)
 
@@ -175,10 +192,7 @@ def _ranges(
 
 
 def visible(positions: Any, lower: Any, upper: Any, sides: MaskSides) -> Any:
-    """Whether keys at `positions` are seen, bounds broadcast against them; None: all are.
-
-    Of arrays of JAX, of NumPy, or in a kernel's registers; a bound of no side is not looked at.
-    """
+    """Mask of the keys at `positions`; None: all are seen. Bounds of other sides are not read."""
     if sides.lower and sides.upper:
         return (positions >= lower) & (positions < upper)
     if sides.upper:

@@ -1,14 +1,13 @@
-"""Linear + cross entropy for Hopper on our matrix product loop. Not yet run on a GPU.
+"""Linear + cross entropy for Hopper with our matrix product loop. Not yet run on a GPU.
 
-`statistics` multiplies h with w and keeps of the logits, which never leave the registers, each
-token's maximum, sum of exponentials, target's logit and, if asked, sum: each program does it for
-one tile of tokens and a part of the words, one tile of words after the other; the parts are
-combined outside. `logit_gradient` multiplies again and writes the gradient with respect to the
-logits of a range of words, made from the log-sum-exp before it leaves the registers.
+`statistics` multiplies h with w and reduces the logits, which never leave the registers, to each
+token's maximum, sum of exponentials, target's logit and, optionally, sum. A program loops over the
+tiles of a part of the words for one tile of tokens; the parts are combined outside of the kernel.
+`logit_gradient` multiplies again and writes the gradient of the logits of a range of words, which
+it computes from the log-sum-exp in registers.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,6 @@ from jaxtyping import Array, Float, Int
 from . import mosaic
 from .matmul import (
     MULTIPROCESSORS,
-    WARPGROUP_ROWS,
     Item,
     Ring,
     Tiling,
@@ -33,23 +31,19 @@ from .matmul import (
     store_type,
     tile_place,
 )
-from .mosaic import pl, plgpu
+from .mosaic import LOG2E, MATRIX, ROWS, WARPGROUP_ROWS, pl, plgpu, spread
 
-LOG2E = math.log2(math.e)
-MATRIX = plgpu.Layout.WGMMA
-ROWS = plgpu.Layout.WGMMA.reduce(1)  # a number a row of a matrix in registers
-MASKED = -1e30  # logit of what is no word
+MASKED = -1e30  # logit of padding
 DTYPES = ("bfloat16", "float16")
 STATISTICS_TILING = GRADIENT_TILING = Tiling(right="NK")
-STORED_BYTES = 64  # of a row of the gradient at once: more would spill registers
-PART = 64  # columns whose exponentials are in registers at once
-SPLITS = 8  # parts of the words about which those tokens that run together fit in the L2 cache
+STORED_BYTES = 64  # of a row of the gradient at a time: more would spill registers
+PART = 64  # columns whose exponentials are in registers at a time
+SPLITS = 8  # parts of the words with which concurrent tiles of tokens about fit in the L2 cache
 
 
 @dataclasses.dataclass(frozen=True)
 class Logits:
-    """Soft-cap of the logits, and what of the loss their gradient shows: the weight of
-    logsumexp^2, what the target's logit weighs, and what every word's does."""
+    """Soft-cap, and the loss's weights of logsumexp^2, of the target's logit and of all logits."""
 
     softcap: float = 0.0
     z_loss: float = 0.0
@@ -57,7 +51,7 @@ class Logits:
     uniform: float = 0.0
 
     def capped(self, products: jax.Array) -> jax.Array:
-        """By exp2: the tanh instruction is exact to 2^-11 only, which a cap of 30 multiplies."""
+        """By exp2: the tanh instruction has an error of 2^-11, which a cap of 30 multiplies."""
         if not self.softcap:
             return products
         power = jnp.exp2(products * (2 * LOG2E / self.softcap))
@@ -66,7 +60,7 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Sizes of a call that was tuned."""
+    """A shape to compile, check and time."""
 
     tokens: int
     words: int
@@ -85,30 +79,30 @@ TUNED_SHAPES = {
 
 
 class Online(NamedTuple):
-    """Of each row: the row of w that is its target, and what the words so far gave."""
+    """Each token's target (a row of w), and its statistics over the words so far."""
 
     target: jax.Array
     largest: jax.Array
     total: jax.Array
     of_target: jax.Array
-    sum: Any  # None unless asked for
+    sum: Any  # None if not needed
 
 
-WORDS = 64  # that TMA writes at once of the logits' gradient
+WORDS = 64  # of the logits' gradient that TMA writes at a time
 
 
 def cross_entropy_refuses(h_TD: Any, w_VD: Any) -> str:
-    """Why the kernels cannot take these arrays; empty if they can."""
+    """Why the kernels do not support these arrays; empty if they do."""
     if str(h_TD.dtype) not in DTYPES:
         return f"dtype {h_TD.dtype} is neither of {', '.join(DTYPES)}"
     if w_VD.shape[0] % WORDS:
-        return f"{w_VD.shape[0]} words are no multiple of {WORDS}: pad the vocabulary"
+        return f"{w_VD.shape[0]} words are not a multiple of {WORDS}: pad the vocabulary"
     return matmul_refuses(h_TD, w_VD, STATISTICS_TILING)
 
 
 def split_count(rows: int, columns: int) -> int:
-    """Parts of the `columns` tiles of words for `rows` tiles of tokens: near SPLITS among those
-    that leave the fewest multiprocessors idle at the end."""
+    """Number of parts of the `columns` tiles of words, for `rows` tiles of tokens: close to SPLITS,
+    with few idle multiprocessors at the end."""
 
     def steps(splits: int) -> int:
         return pl.cdiv(rows * splits, MULTIPROCESSORS) * pl.cdiv(columns, splits)
@@ -117,7 +111,7 @@ def split_count(rows: int, columns: int) -> int:
     fewest = min(map(steps, choices))
     good = [splits for splits in choices if steps(splits) <= 1.05 * fewest]
     splits = min(good, key=lambda splits: abs(splits - SPLITS))
-    return pl.cdiv(columns, pl.cdiv(columns, splits))  # so that none is empty
+    return pl.cdiv(columns, pl.cdiv(columns, splits))  # no part is empty
 
 
 def statistics(
@@ -128,10 +122,10 @@ def statistics(
     logits: Logits,
     tiling: Tiling | None = None,
 ) -> tuple[Array, Array, Array, Array | None]:
-    """(largest logit, sum of exponentials below it, target's logit, sum of logits or None).
+    """(largest logit, sum of exp(logit - largest), target's logit, sum of logits or None).
 
-    targets: rows of w, negative for none. real: words before this one count. The sum of logits is
-    made where logits.uniform is not 0.
+    targets_T: rows of w, negative for none. real: number of words that are not padding. The sum of
+    logits is computed if logits.uniform is not 0.
     """
     (T, D), V, tiling = h_TD.shape, w_VD.shape[0], tiling or STATISTICS_TILING
     rows, columns = pl.cdiv(T, tiling.rows), pl.cdiv(V, tiling.columns)
@@ -194,18 +188,13 @@ def whole_tiles(rows_T: jax.Array, size: int, filling: float) -> jax.Array:
     return jnp.pad(rows_T, (0, -rows_T.shape[0] % size), constant_values=filling)
 
 
-def spread(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return lax.broadcast_in_dim(numbers, shape, [0])
-
-
 def numbered(shape: tuple[int, ...]) -> jax.Array:
-    """The column of each element."""
+    """The column index of each element."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
 
 
 def add_words(logits: Logits, sums: jax.Array, first: Any, end: Any, online: Online) -> Online:
-    """`online` after the words of one tile, the first of which is `first`; from `end` on none
-    counts."""
+    """`online` after one tile of words; first: its first word; words from `end` on are padding."""
     largest, total, of_target, every = online[1:]
     for place in range(0, sums.shape[1], PART):
         part = sums[:, place : place + PART]
@@ -216,9 +205,9 @@ def add_words(logits: Logits, sums: jax.Array, first: Any, end: Any, online: Onl
         if every is not None:
             every += jnp.where(live, capped, 0.0).sum(axis=1)
         capped = jnp.where(live, capped, MASKED)
-        before, largest = largest, jnp.maximum(largest, capped.max(axis=1))
+        previous, largest = largest, jnp.maximum(largest, capped.max(axis=1))
         power = jnp.exp2((capped - spread(largest, part.shape)) * LOG2E)
-        total = total * jnp.exp2((before - largest) * LOG2E) + power.sum(axis=1)
+        total = total * jnp.exp2((previous - largest) * LOG2E) + power.sum(axis=1)
     return Online(online.target, largest, total, of_target, every)
 
 
@@ -230,11 +219,10 @@ def logit_gradient(
     logits: Logits,
     tiling: Tiling | None = None,
 ) -> Float[Array, "T C"]:
-    """Gradient of the loss with respect to the products of h and some words, in their dtype.
+    """Gradient of the loss with respect to the products of h with some words, in h's dtype.
 
-    rows: of each token its target (a row of w, negative for none), weight and log-sum-exp. span:
-    words before the first count, the second is the first word, the third their number, a
-    multiple of 8.
+    rows: each token's target (a row of w, negative for none), weight and log-sum-exp. span: (number
+    of words that are not padding, first word, number of words, a multiple of 8).
     """
     (T, D), dtype, tiling = h_TD.shape, h_TD.dtype, tiling or GRADIENT_TILING
     real, start, words = span
@@ -263,16 +251,16 @@ def logit_gradient(
 
         def epilogue(index: Any, warpgroup: Any, sums: jax.Array, _: tuple) -> tuple:
             row, column = place(index)
-            own = pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-            target = mosaic.load(target_ref.at[own], ROWS)
-            weight, logsumexp = (mosaic.load(numbers_ref.at[n, own], ROWS) for n in range(2))
+            tokens = pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+            target = mosaic.load(target_ref.at[tokens], ROWS)
+            weight, logsumexp = (mosaic.load(numbers_ref.at[n, tokens], ROWS) for n in range(2))
 
             def change(part: jax.Array, first: int) -> jax.Array:
-                before = begin + column + first
-                rows = (target - before, weight, logsumexp)
-                return gradient_of(logits, part, end - before, rows)
+                word = begin + column + first
+                rows = (target - word, weight, logsumexp)
+                return gradient_of(logits, part, end - word, rows)
 
-            target_CT = out_TC.at[own, pl.ds(column, tiling.columns)]
+            target_CT = out_TC.at[tokens, pl.ds(column, tiling.columns)]
             store(sums, buffers.at[warpgroup], target_CT, change)
             return ()
 
@@ -293,12 +281,14 @@ def logit_gradient(
 def gradient_of(
     logits: Logits, part: jax.Array, end: jax.Array, rows: tuple[jax.Array, jax.Array, jax.Array]
 ) -> jax.Array:
-    """Of the loss with respect to some columns of the products, those before `end`; the target
-    counts from the first of them."""
+    """Gradient of the loss with respect to some columns of the products, zero from `end` on.
+
+    rows: (target relative to the first of these columns, weight, log-sum-exp).
+    """
     target, weight, logsumexp = rows
     capped, shape = logits.capped(part), part.shape
     column = numbered(shape)
-    # Never above 0 but by rounding, of which huge logits have much when they are made again.
+    # At most 0 except for rounding, which is large when huge logits are recomputed.
     power = jnp.exp2(jnp.minimum(capped - spread(logsumexp, shape), 0.0) * LOG2E)
     if logits.z_loss:
         power = power * spread(1 + 2 * logits.z_loss * logsumexp, shape)
@@ -309,13 +299,3 @@ def gradient_of(
         slope = slope * (1 - capped * capped * (1 / logits.softcap**2))
     weight = spread(weight, shape)
     return jnp.where((column < end) & (weight != 0.0), slope * weight, 0.0)
-
-
-__all__ = [
-    "TUNED_SHAPES",
-    "Logits",
-    "Shape",
-    "cross_entropy_refuses",
-    "logit_gradient",
-    "statistics",
-]

@@ -1,19 +1,19 @@
-"""The matrix product loop for Hopper that our kernels share, and a plain product on it.
+"""The matrix product loop for Hopper that our kernels share, and a plain product with it.
 
 Not yet run on a GPU: compiled only. A producer warpgroup streams tiles of both operands through a
-ring in shared memory (TMA); consumer warpgroups, WARPGROUP_ROWS rows of the result each, multiply
-them (WGMMA) and add up in float32 registers. A program does one item of work after another: the
-producer is already loading the next while the consumers finish one.
+ring in shared memory (TMA). Consumer warpgroups multiply them (WGMMA), WARPGROUP_ROWS rows of the
+result each, and accumulate in float32 registers. A program runs one item of work after another; the
+producer loads the next item while the consumers finish one.
 
-A kernel brings a `Tiling`, a ring (`ring_type` among its scratch), and `Work`: which items there
-are, where the operands of each lie, and what to do with the sums of each. `run` does the rest:
+A kernel provides a `Tiling`, a ring (`ring_type` in its scratch types), and `Work`: the number of
+items, the operands of each item, and what to do with its sums. `run` does the rest:
 
     def kernel(left_MK, right_KN, out_MN, ring, buffers):
         run(tiling, ring, Work(count, item, epilogue))
 
-Past an operand's end TMA reads zeros, and past the result's it writes nothing: no size has to be a
-multiple of a tile's. But Mosaic makes TMA move atoms of ATOM_ROWS rows by ATOM_BYTES of a row, as
-they lie in shared memory: every matrix is whole atoms, and every tile begins with one.
+TMA reads zeros past the end of an operand and writes nothing past the end of the result, so sizes
+need not be multiples of the tile. But Mosaic lets TMA move atoms of ATOM_ROWS rows by ATOM_BYTES of
+a row: every matrix must consist of whole atoms, and every tile must begin at one.
 """
 
 import dataclasses
@@ -27,24 +27,21 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from . import mosaic
-from .mosaic import WARPGROUP_AXIS, pl, plgpu
+from .mosaic import WARPGROUP_ROWS, pl, plgpu
 
-WARPGROUP_ROWS = 64  # M of a WGMMA instruction
-PRODUCER_REGISTERS = 24
-CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}  # by consumers, of 65,536 a multiprocessor
-MULTIPROCESSORS = 132  # of an H100 or H200: programs that work through items
-STORE_BYTES = 128  # of a row that go through one buffer, the most that a swizzle spans
-ATOM_ROWS, ATOM_BYTES = 8, 128  # of a matrix as it is stored
+MULTIPROCESSORS = 132  # of an H100 or H200: number of persistent programs
+STORE_BYTES = 128  # of a row that go through one buffer: the largest span of a swizzle
+ATOM_ROWS, ATOM_BYTES = 8, 128  # of a matrix in memory
 OPERAND_DTYPES = tuple(map(jnp.dtype, ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """One item's tile of the result, one step's depth, slots of the ring; how operands lie.
+    """Tile of the result per item, depth per step, slots of the ring, and layouts of the operands.
 
-    left: "MK", or "KM" for one stored transposed; right: "KN" or "NK". The tensor cores take 8-bit
-    operands only as "MK" and "NK". store_slots: buffers that a consumer's tile goes through on its
-    way out, each WARPGROUP_ROWS rows of store_bytes.
+    left: "MK", or "KM" if it is stored transposed; right: "KN" or "NK". 8-bit operands must be "MK"
+    and "NK". store_slots: buffers through which a consumer writes its tile, each WARPGROUP_ROWS
+    rows of store_bytes.
     """
 
     columns: int = 256
@@ -62,7 +59,7 @@ class Tiling:
 
 
 class Ring(NamedTuple):
-    """Slots of operands' tiles, and barriers a slot for what has arrived and what was used."""
+    """Slots for tiles of the operands, with two barriers per slot: data arrived, slot free."""
 
     left: Any  # [stages, consumers, WARPGROUP_ROWS and depth in the operand's order]
     right: Any  # [stages, columns and depth in the operand's order]
@@ -71,11 +68,11 @@ class Ring(NamedTuple):
 
 
 class Item(NamedTuple):
-    """Operands in global memory, first row and column of the tile, and the steps to add up.
+    """Operands in global memory, first row and column of the tile, and the steps to sum.
 
-    left, right: matrices in the orders of the tiling. depth: where the first step begins. steps:
-    at least one, each of the tiling's depth. row, column and depth are whole atoms of the operands
-    as they are stored: multiples of ATOM_ROWS, or of ATOM_BYTES along a stored row.
+    left, right: matrices in the layouts of the tiling. depth: start of the first step. steps: at
+    least one, each of the tiling's depth. row, column and depth must be multiples of ATOM_ROWS, or
+    of ATOM_BYTES along a stored row.
     """
 
     left: Any
@@ -86,36 +83,35 @@ class Item(NamedTuple):
     steps: Any
 
 
-def nothing(*_: Any) -> tuple:
+def no_carry(*_: Any) -> tuple:
     return ()
 
 
 class Work(NamedTuple):
-    """What one program does: `count` items, numbered from 0.
+    """The work of one program: `count` items, numbered from 0.
 
-    item(i): where its operands lie; producer and consumers both call it.
-    epilogue(i, warpgroup, sums, carry) -> carry: in each consumer, with its [WARPGROUP_ROWS,
-    columns] of float32 sums (registers in plgpu.Layout.WGMMA), which begin at the item's row +
-    warpgroup * WARPGROUP_ROWS. The carry starts as init(warpgroup); finish(warpgroup, carry) sees
-    the last.
-    prepare(i, step, warpgroup, left, right): in each consumer, before a step of an item is
-    multiplied, its tiles in shared memory. Who changes them calls plgpu.commit_smem, and sees to
-    it that the other consumers wait for what it changed of `right`.
+    item(i): operands of item i; called by the producer and by the consumers.
+    epilogue(i, warpgroup, sums, carry) -> carry: called in each consumer with its float32 sums
+    [WARPGROUP_ROWS, columns] (registers in layout MATRIX), whose first row is the item's row +
+    warpgroup * WARPGROUP_ROWS. The first carry is init(warpgroup); finish(warpgroup, carry) gets
+    the last one.
+    prepare(i, step, warpgroup, left, right): called in each consumer before it multiplies the tiles
+    of a step, which are in shared memory. If it changes them, it must call plgpu.commit_smem and
+    make the other consumers wait for changes of `right`.
 
-    An epilogue that takes the same jnp.where of the sums in two branches makes the compiler move it
-    into the loop, where products then no longer overlap ("serialized", says ptxas).
+    An epilogue with the same jnp.where of the sums in two branches makes the compiler move it into
+    the loop, where products no longer overlap (ptxas reports "serialized").
     """
 
     count: Any
     item: Callable[[Any], Item]
     epilogue: Callable[[Any, Any, jax.Array, Any], Any]
-    init: Callable[[Any], Any] = nothing
-    finish: Callable[[Any, Any], Any] = nothing
-    prepare: Callable[[Any, Any, Any, Any, Any], Any] = nothing
+    init: Callable[[Any], Any] = no_carry
+    finish: Callable[[Any, Any], Any] = no_carry
+    prepare: Callable[[Any, Any, Any, Any, Any], Any] = no_carry
 
 
 def ring_type(tiling: Tiling, dtype: Any) -> Ring:
-    """Scratch types of a ring of operands of `dtype`."""
     left = ordered(tiling.left, "MK", (WARPGROUP_ROWS, tiling.depth))
     right = ordered(tiling.right, "KN", (tiling.depth, tiling.columns))
     copies = tiling.consumers + 1
@@ -128,23 +124,17 @@ def ring_type(tiling: Tiling, dtype: Any) -> Ring:
 
 
 def ordered(order: str, plain: str, pair: tuple) -> tuple:
-    """The pair, which stands as in `plain`, as it stands in `order`."""
+    """The pair, which is in the order `plain`, in the order `order`."""
     return pair if order == plain else pair[::-1]
 
 
 def run(tiling: Tiling, ring: Ring, work: Work) -> None:
-    """All items of this program, in all its warpgroups (consumers + 1)."""
-    warpgroup = lax.axis_index(WARPGROUP_AXIS)
-
-    @pl.when(warpgroup < tiling.consumers)
-    def _():
-        plgpu.set_max_registers(CONSUMER_REGISTERS[tiling.consumers], action="increase")
-        consume(tiling, ring, work, warpgroup)
-
-    @pl.when(warpgroup == tiling.consumers)
-    def _():
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce(tiling, ring, work)
+    """Run all items of this program in its consumers + 1 warpgroups."""
+    mosaic.split_warpgroups(
+        tiling.consumers,
+        lambda warpgroup: consume(tiling, ring, work, warpgroup),
+        lambda: produce(tiling, ring, work),
+    )
 
 
 def produce(tiling: Tiling, ring: Ring, work: Work) -> None:
@@ -168,22 +158,22 @@ def produce(tiling: Tiling, ring: Ring, work: Work) -> None:
 
     end = lax.fori_loop(0, work.count, stream, jnp.int32(0))
 
-    @pl.loop(jnp.maximum(end - tiling.stages, 0), end)  # every barrier ends in a known phase
+    @pl.loop(jnp.maximum(end - tiling.stages, 0), end)  # leave every barrier in a known phase
     def _(position):
         plgpu.barrier_wait(ring.free.at[mosaic.ring_slot(position, tiling.stages)])
 
 
 def consume(tiling: Tiling, ring: Ring, work: Work, warpgroup: jax.Array) -> None:
     def add_up(index: jax.Array, carry: tuple) -> tuple:
-        position, own = carry
+        position, state = carry
         steps = work.item(index).steps
         prepare = functools.partial(work.prepare, index)
         sums = accumulate(tiling, ring, (position, steps), warpgroup, prepare)
-        return position + steps, work.epilogue(index, warpgroup, sums, own)
+        return position + steps, work.epilogue(index, warpgroup, sums, state)
 
     start = (jnp.int32(0), work.init(warpgroup))
-    _, own = lax.fori_loop(0, work.count, add_up, start)
-    work.finish(warpgroup, own)
+    _, state = lax.fori_loop(0, work.count, add_up, start)
+    work.finish(warpgroup, state)
 
 
 def tiles_at(tiling: Tiling, ring: Ring, position: jax.Array, warpgroup: jax.Array) -> tuple:
@@ -194,9 +184,9 @@ def tiles_at(tiling: Tiling, ring: Ring, position: jax.Array, warpgroup: jax.Arr
 def accumulate(
     tiling: Tiling, ring: Ring, span: tuple, warpgroup: jax.Array, prepare: Callable[..., Any]
 ) -> jax.Array:
-    """The sums of an item; span: its first position in the ring, and steps. All are handed back.
+    """The sums of an item; span: its first position in the ring, and its number of steps.
 
-    One product is always under way: a slot is free once the next one's product was issued.
+    One product is always in flight: a slot is released after the next slot's product was issued.
     """
     position, steps = span
 
@@ -208,7 +198,7 @@ def accumulate(
         right = right if tiling.right == "KN" else mosaic.transposed(right)
         plgpu.wgmma(sums_ref, left, right)
 
-    def hand_back(place: jax.Array) -> None:
+    def release(place: jax.Array) -> None:
         plgpu.barrier_arrive(ring.free.at[mosaic.ring_slot(place, tiling.stages)])
 
     def compute(sums_ref: Any) -> jax.Array:
@@ -218,18 +208,18 @@ def accumulate(
         def _(step):
             multiply(sums_ref, step)
             plgpu.wgmma_wait(1)
-            hand_back(position + step - 1)
+            release(position + step - 1)
 
         return sums_ref[...]
 
     shape = (WARPGROUP_ROWS, tiling.columns)
     sums = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
-    hand_back(position + steps - 1)
+    release(position + steps - 1)
     return sums
 
 
 def store_type(tiling: Tiling, dtype: Any, row_bytes: int = 0) -> Any:
-    """Scratch type of the buffers that `store` writes through; row_bytes 0: as the tiling says."""
+    """Scratch type of the buffers of `store`; row_bytes 0: tiling.store_bytes."""
     columns = (row_bytes or tiling.store_bytes) // jnp.dtype(dtype).itemsize
     shape = (tiling.consumers, tiling.store_slots, WARPGROUP_ROWS, columns)
     return mosaic.matrix_buffer(shape, dtype)
@@ -245,18 +235,17 @@ def store(
     target: Any,
     change: Callable[[jax.Array, int], jax.Array] = unchanged,
 ) -> None:
-    """A consumer's tile to `target` in global memory; `buffers`: the consumer's of `store_type`.
+    """Write a consumer's tile to `target` in global memory through `buffers` (`store_type`).
 
-    change(sums, first column): what to write of some columns of the sums; they go through it part
-    by part, for want of registers. Returns while the last copies are under way; `finish_stores`
-    waits for them.
+    change(sums, first column): values to write for some columns of the sums; called part by part to
+    save registers. Returns before the last copies are done; `finish_stores` waits for them.
     """
     slots, _, width = buffers.shape
     parts = range(0, sums.shape[1], width)
     for number, first in enumerate(parts):
         buffer = buffers.at[number % slots]
-        late = number == 0 and len(parts) % slots  # the last tile's last copies may read it yet
-        plgpu.wait_smem_to_gmem(0 if late else slots - 1, wait_read_only=True)
+        is_in_use = number == 0 and len(parts) % slots  # by the last copies of the previous tile
+        plgpu.wait_smem_to_gmem(0 if is_in_use else slots - 1, wait_read_only=True)
         buffer[...] = change(sums[:, first : first + width], first).astype(buffer.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, target.at[:, pl.ds(first, width)])
@@ -267,14 +256,14 @@ def finish_stores(*_: Any) -> None:
 
 
 def item_count(total: Any, program: jax.Array, programs: int) -> jax.Array:
-    """Of `total` items, those of one of `programs`: it does every `programs`-th."""
+    """Number of items of one program, which runs every `programs`-th of `total` items."""
     return lax.div(jnp.int32(total) - program + (programs - 1), jnp.int32(programs))
 
 
 def tile_place(index: jax.Array, rows: Any, columns: int, width: int = 16) -> tuple:
-    """(row, column) of the tile that comes `index`-th: down bands `width` tiles high.
+    """(row, column) of tile `index`, in column order within bands of `width` rows of tiles.
 
-    Programs that run together so share tiles of both operands in the L2 cache.
+    Programs that run at the same time share tiles of both operands in the L2 cache.
     """
     band = lax.div(index, jnp.int32(width * columns))
     within = lax.rem(index, jnp.int32(width * columns))
@@ -283,21 +272,23 @@ def tile_place(index: jax.Array, rows: Any, columns: int, width: int = 16) -> tu
 
 
 def whole_rows(count: int) -> bool:
-    """Whether so many rows are whole atoms; fewer than one's are one."""
+    """Whether `count` rows are whole atoms; fewer than ATOM_ROWS rows are one atom."""
     return count % ATOM_ROWS == 0 or count < ATOM_ROWS
 
 
 def matmul_refuses(left: Any, right: Any, tiling: Tiling) -> str:
-    """Why the loop cannot take these operands (matrices, or stacks of them); empty if it can."""
+    """Why the loop does not support these (stacked) matrices; empty if it does."""
     if left.dtype != right.dtype or left.dtype not in OPERAND_DTYPES:
         names = ", ".join(map(str, OPERAND_DTYPES))
         return f"operands are {left.dtype} and {right.dtype}, not both one of {names}"
     if left.dtype.itemsize == 1 and (tiling.left, tiling.right) != ("MK", "NK"):
-        return f"operands of 8 bits lie as {tiling.left} and {tiling.right}, not as MK and NK"
+        return f"8-bit operands are {tiling.left} and {tiling.right}, not MK and NK"
     columns = ATOM_BYTES // left.dtype.itemsize
     for array in (left, right):
         if not whole_rows(array.shape[-2]) or array.shape[-1] % columns:
-            return f"shape {array.shape} is not of {ATOM_ROWS} by {columns} {array.dtype} each"
+            return (
+                f"shape {array.shape} is not a multiple of {ATOM_ROWS} by {columns} {array.dtype}"
+            )
     return ""
 
 
@@ -307,7 +298,7 @@ def matmul(
     tiling: Tiling | None = None,
     out_dtype: Any = jnp.bfloat16,
 ) -> Float[Array, "M N"]:
-    """left @ right of matrices that lie as the tiling says; ValueError for `matmul_refuses`."""
+    """left @ right, in the layouts of the tiling; ValueError for `matmul_refuses`."""
     tiling = tiling or Tiling()
     if reason := matmul_refuses(left, right, tiling):
         raise ValueError(f"matmul cannot run: {reason}")
@@ -317,7 +308,7 @@ def matmul(
         raise ValueError(f"left has depth {K} and right {depth}: they must be equal")
     atom = ATOM_BYTES // jnp.dtype(out_dtype).itemsize
     if not whole_rows(M) or N % atom:
-        raise ValueError(f"the product is [{M}, {N}], not of {ATOM_ROWS} by {atom} each")
+        raise ValueError(f"the product [{M}, {N}] is not a multiple of {ATOM_ROWS} by {atom}")
     rows, columns = pl.cdiv(M, tiling.rows), pl.cdiv(N, tiling.columns)
     programs, steps = min(MULTIPROCESSORS, rows * columns), pl.cdiv(K, tiling.depth)
 
@@ -330,10 +321,10 @@ def matmul(
             return Item(left_ref, right_ref, *place, 0, steps)
 
         def epilogue(index: jax.Array, warpgroup: jax.Array, sums: jax.Array, _: tuple) -> tuple:
-            place = item(index)
-            first = place.row + warpgroup * WARPGROUP_ROWS
-            own = (pl.ds(first, WARPGROUP_ROWS), pl.ds(place.column, tiling.columns))
-            store(sums, buffers.at[warpgroup], out_MN.at[own])
+            tile = item(index)
+            first = tile.row + warpgroup * WARPGROUP_ROWS
+            place = (pl.ds(first, WARPGROUP_ROWS), pl.ds(tile.column, tiling.columns))
+            store(sums, buffers.at[warpgroup], out_MN.at[place])
             return ()
 
         count = item_count(rows * columns, program, programs)

@@ -1,6 +1,7 @@
-"""Pallas Mosaic-GPU under one set of names, for jax 0.10 to 0.12."""
+"""Pallas Mosaic-GPU for jax 0.10 to 0.12, and constants and helpers that our kernels share."""
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,8 +10,14 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-plgpu: Any = mosaic_gpu  # its references act as arrays, which its types do not say
+plgpu: Any = mosaic_gpu  # its refs behave like arrays, which its types do not say
 WARPGROUP_AXIS = "warpgroup"
+WARPGROUP_ROWS = 64  # M of a WGMMA instruction
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = {1: 240, 2: 240, 3: 160}  # by consumers; a multiprocessor has 65,536
+LOG2E = math.log2(math.e)
+MATRIX = plgpu.Layout.WGMMA  # layout of a matrix in registers
+ROWS, COLUMNS = MATRIX.reduce(1), MATRIX.reduce(0)  # one number per row, or per column, of a matrix
 _index = inspect.signature(plgpu.load).parameters.get("idx")
 _LOAD_ARGUMENTS = ((),) if _index and _index.default is inspect.Parameter.empty else ()
 
@@ -25,8 +32,8 @@ def launch(
 ) -> Callable[..., Any]:
     """A function of arrays that runs `body(*inputs, *outputs, *scratch)` on every point of `grid`.
 
-    grid: name -> size, slowest first. approx_math: exp2 and log by the special function unit.
-    reduction_bytes: shared memory for reductions across warps, of which those of rows need none.
+    grid: name -> size, slowest first. reduction_bytes: shared memory for reductions across warps;
+    reductions of rows need none.
     """
     return plgpu.kernel(
         body,
@@ -37,12 +44,29 @@ def launch(
         num_threads=warpgroups,
         thread_name=WARPGROUP_AXIS,
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=True,  # exp2 and log by the special function unit
             reduction_scratch_bytes=reduction_bytes,
-            # Registers' layouts are ours to say; since jax 0.11 the default is to infer them.
+            # We set the layouts of registers; since jax 0.11 the default is to infer them.
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
     )
+
+
+def split_warpgroups(
+    consumers: int, consume: Callable[[jax.Array], None], produce: Callable[[], None]
+) -> None:
+    """Run `consume(warpgroup)` in each consumer warpgroup and `produce()` in the one after them."""
+    warpgroup = jax.lax.axis_index(WARPGROUP_AXIS)
+
+    @pl.when(warpgroup < consumers)
+    def _():
+        plgpu.set_max_registers(CONSUMER_REGISTERS[consumers], action="increase")
+        consume(warpgroup)
+
+    @pl.when(warpgroup == consumers)
+    def _():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        produce()
 
 
 def transposed(ref: Any) -> Any:
@@ -51,12 +75,12 @@ def transposed(ref: Any) -> Any:
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
-    """An array of registers in `layout`, from shared or global memory."""
+    """Load shared or global memory into registers in `layout`."""
     return plgpu.load(ref, *_LOAD_ARGUMENTS, layout=layout, optimized=False)
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Registers to plain rows of shared memory, although threads then meet in its banks."""
+    """Store registers to unswizzled rows of shared memory, in spite of bank conflicts."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -64,7 +88,7 @@ def store(ref: Any, value: jax.Array) -> None:
 
 
 def matrix_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for [..., rows, columns], swizzled as TMA writes it and wgmma reads it."""
+    """Shared memory for [..., rows, columns], swizzled as TMA and wgmma require."""
     bits = jnp.finfo(dtype).bits
     swizzle = plgpu.find_swizzle(shape[-1] * bits)
     tiling = plgpu.TilingTransform((8, 8 * swizzle // bits))
@@ -76,19 +100,15 @@ def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
+def spread(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number per row, broadcast to a matrix."""
+    return jax.lax.broadcast_in_dim(numbers, shape, [0])
+
+
+def spread_columns(numbers: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """One number per column, broadcast to a matrix."""
+    return jax.lax.broadcast_in_dim(numbers, shape, [1])
+
+
 def ring_slot(step: jax.Array, slots: int) -> jax.Array:
     return jax.lax.rem(step, jnp.asarray(slots, step.dtype))
-
-
-__all__ = [
-    "WARPGROUP_AXIS",
-    "constant",
-    "launch",
-    "load",
-    "matrix_buffer",
-    "pl",
-    "plgpu",
-    "ring_slot",
-    "store",
-    "transposed",
-]

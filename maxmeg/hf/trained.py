@@ -52,8 +52,8 @@ class TrainedModel:
         pair = [f"{module}/lora/{name}" for name in ("a", "b")]
         if pair[0] not in self._reader.tensors:
             return array
-        a_IR, b_RO = (self._reader.read(path, place.index) for path in pair)
-        return merged_weight(array, a_IR, b_RO, self.config.lora.alpha / self.config.lora.rank)
+        a, b = (self._reader.read(path, place.index) for path in pair)
+        return merged_weight(array, a, b, self.config.lora.alpha / self.config.lora.rank)
 
     def words(self, table: str) -> Iterator[np.ndarray]:
         """Yield the rows of a vocabulary table without its padding, in blocks of bounded size."""

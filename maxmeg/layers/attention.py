@@ -21,17 +21,16 @@ from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import set_kv_heads
 
 DROPOUT_PLACE = 0
-PAGE = 128  # tokens of a cache that are read together, where its length is a multiple of them
+PAGE = 128  # tokens per page of a cache whose length is a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec(MixerSpec):
-    """rotary None: no rotary embedding. qk_norm: normalization of queries and keys, None for none;
-    qk_norm_over: of each "head", of all "heads" of a token together, or "l2", of each head without
-    a weight.
+    """rotary, qk_norm None: no rotary embedding, no normalization of queries and keys.
 
-    causal, window, chunk, softcap and scale as in ops.attention.ScoreSpec. sinks: a learned logit
-    per head in the denominator of its softmax.
+    qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
+    without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
+    sinks: a learned logit per head in the softmax's denominator.
     std, out_std: standard deviations of the initial input and output weights.
     """
 
@@ -73,8 +72,7 @@ class AttentionSpec(MixerSpec):
         return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
 
     def scores(self, length: int) -> int:
-        """Products of queries and keys, and of scores and values. Pairs of tokens that a window
-        excludes are not counted."""
+        """Multiplications of q k and of scores with values, without pairs outside of the window."""
         pairs = length**2 - (max(length - self.window, 0) ** 2 if self.window else 0)
         return self.num_heads * (self.key_size + self.head_output_size) * pairs
 
@@ -103,45 +101,44 @@ def qk_norm(spec: AttentionSpec, num_heads: int, axis: str) -> Norm | None:
 
 
 def normalized(x_BLI: jax.Array, norm: Norm | None, heads: tuple[int, ...]) -> jax.Array:
-    """x [B, L, heads x K] as [B, L, heads, K], normalized before or after that."""
+    """x [B, L, heads x K] reshaped to [B, L, heads, K] and normalized."""
     if norm is None:
         return x_BLI.reshape(heads)
     return norm(x_BLI).reshape(heads) if norm.over else norm(x_BLI.reshape(heads))
 
 
 class Cache(typing.NamedTuple):
-    """Keys and values of the tokens so far, each at its position in its row."""
+    """Keys and values of the tokens so far, in the order of positions."""
 
     k_BMGK: jax.Array
     v_BMGK: jax.Array
 
     def paged(self, lengths_B: jax.Array):
-        """The cache as a PagedCache, each row's one after the other."""
+        """The cache as a PagedCache whose pages are in the order of rows and positions."""
         B, M, G, K = self.k_BMGK.shape
         size = PAGE if M % PAGE == 0 else M
-        table_BN = jnp.arange(B * M // size, dtype=jnp.int32).reshape(B, -1)
-        k_PSGK, v_PSGK = (x.reshape(-1, size, G, K) for x in self)
-        return decoding.PagedCache(k_PSGK, v_PSGK, table_BN, lengths_B)
+        page_table = jnp.arange(B * M // size, dtype=jnp.int32).reshape(B, -1)
+        k_pages, v_pages = (x.reshape(-1, size, G, K) for x in self)
+        return decoding.PagedCache(k_pages, v_pages, page_table, lengths_B)
 
     def with_first(self, k_BLGK: jax.Array, v_BLGK: jax.Array) -> "Cache":
-        """An empty cache with the first tokens of all rows."""
+        """An empty cache with the first tokens of all rows added."""
         L = k_BLGK.shape[1]
         return Cache(self.k_BMGK.at[:, :L].set(k_BLGK), self.v_BMGK.at[:, :L].set(v_BLGK))
 
     def with_next(self, k_BLGK: jax.Array, v_BLGK: jax.Array, lengths_B: jax.Array) -> "Cache":
-        """The cache with each row's newest tokens, the last of its lengths_B."""
-        pages = self.paged(lengths_B)
-        table_BN, shape = pages.page_table, self.k_BMGK.shape
-        k_PSGK = decoding.write_pages(pages.k_pages, k_BLGK, table_BN, lengths_B)
-        v_PSGK = decoding.write_pages(pages.v_pages, v_BLGK, table_BN, lengths_B)
-        return Cache(k_PSGK.reshape(shape), v_PSGK.reshape(shape))
+        """The cache with each row's newest tokens added; lengths_B includes them."""
+        pages, shape = self.paged(lengths_B), self.k_BMGK.shape
+        k_pages = decoding.write_pages(pages.k_pages, k_BLGK, pages.page_table, lengths_B)
+        v_pages = decoding.write_pages(pages.v_pages, v_BLGK, pages.page_table, lengths_B)
+        return Cache(k_pages.reshape(shape), v_pages.reshape(shape))
 
 
 class Attention(Mixer):
     """out(attention(query x, key x, value x)); heads are sharded over tensor.
 
-    With fewer key/value heads than devices along tensor each device has one of them (see
-    parallel.rules.KvSlice).
+    With fewer key/value heads than devices along tensor, each device has one of them
+    (parallel.rules.KvSlice).
     """
 
     def __init__(self, key: jax.Array, spec: AttentionSpec):
@@ -161,7 +158,7 @@ class Attention(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
-        """Partial sums over tensor, the cache with this call's keys and values, no auxiliary."""
+        """(partial sums over tensor, new cache, no auxiliary values)."""
         heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
         q_BLI, k_BLI = stored(self.query(h_BLD, ctx), "query"), stored(self.key(h_BLD, ctx), "key")
         q_BLHK = normalized(q_BLI, self.query_norm, heads)
@@ -177,6 +174,7 @@ class Attention(Mixer):
         return self.out(out_BLHK.reshape(*h_BLD.shape[:2], -1), ctx), cache, {}
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
+        """Attention over the tokens of this call."""
         spec, drop = self.spec, None
         if spec.dropout and ctx.training:
             first = first_index(TENSOR_AXES, q_BLHK.shape[2])
@@ -185,7 +183,7 @@ class Attention(Mixer):
         return attention(q_BLHK, k_BMGK, v_BMGK, self.scores(), operands, backend=spec.backend)
 
     def cached(self, q_BLHK, k_BLGK, v_BLGK, ctx: Context, cache: Cache):
-        """Output and new cache for tokens that follow ctx.cache_offset others in their row."""
+        """(output, new cache) for tokens that follow ctx.cache_offset tokens in their row."""
         assert ctx.cache_offset is not None and ctx.segments_BL is None
         if isinstance(ctx.cache_offset, int):
             assert ctx.cache_offset == 0

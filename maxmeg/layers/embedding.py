@@ -15,13 +15,13 @@ from maxmeg.parallel.collectives import VOCAB_AXES
 def lookup(
     table_VD: Float[Array, "V D"], rows_BL: Int[Array, "B L"], num_rows: int
 ) -> Float[Array, "B L D"]:
-    """table_VD[rows_BL], zero for rows outside of the table. num_rows is table_VD.shape[0].
+    """table_VD[rows_BL], zero for rows outside of the table. num_rows: table_VD.shape[0].
 
-    The table's gradient is summed in float32 over the tokens, then cast to the table's dtype.
+    The gradient is accumulated in float32 and then cast to the table's dtype.
     """
-    inside_BL = (rows_BL >= 0) & (rows_BL < num_rows)
-    found_BLD = jnp.take(table_VD, jnp.clip(rows_BL, 0, num_rows - 1), axis=0)
-    return jnp.where(inside_BL[..., None], found_BLD, 0)
+    is_inside_BL = (rows_BL >= 0) & (rows_BL < num_rows)
+    vectors_BLD = jnp.take(table_VD, jnp.clip(rows_BL, 0, num_rows - 1), axis=0)
+    return jnp.where(is_inside_BL[..., None], vectors_BLD, 0)
 
 
 def lookup_forward(table_VD, rows_BL, num_rows):
@@ -29,9 +29,9 @@ def lookup_forward(table_VD, rows_BL, num_rows):
 
 
 def lookup_backward(num_rows, rows_BL, d_BLD):
-    place_BL = jnp.where(rows_BL >= 0, rows_BL, num_rows)  # out of range: dropped
+    rows_BL = jnp.where(rows_BL >= 0, rows_BL, num_rows)  # out of range: dropped
     zeros_VD = jnp.zeros((num_rows, d_BLD.shape[-1]), jnp.float32)
-    d_VD = zeros_VD.at[place_BL].add(d_BLD.astype(jnp.float32), mode="drop")
+    d_VD = zeros_VD.at[rows_BL].add(d_BLD.astype(jnp.float32), mode="drop")
     return d_VD.astype(d_BLD.dtype), None
 
 
@@ -39,7 +39,7 @@ lookup.defvjp(lookup_forward, lookup_backward)
 
 
 class Embedding(nnx.Module):
-    """Table [V, D], the vocabulary padded with zero rows up to `padded_size`."""
+    """Token embeddings [V, D], padded with zero rows to `padded_size`."""
 
     def __init__(
         self, key: jax.Array, vocab_size: int, padded_size: int, hidden_size: int, std: float
@@ -49,14 +49,14 @@ class Embedding(nnx.Module):
         self.table = nnx.Param(table, axes=("vocab", "embed"))
 
     def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-        """Partial sums over the vocabulary's axes."""
+        """Partial sums over VOCAB_AXES."""
         table_VD = collectives.unshard_parameter(self.table)
         first = collectives.first_index(VOCAB_AXES, table_VD.shape[0])
         return lookup(table_VD, ids_BL - first, table_VD.shape[0])
 
 
 class Positions(nnx.Module):
-    """Learned absolute positions, a table [max_position, D]."""
+    """Learned absolute position embeddings [max_position, D]."""
 
     def __init__(self, key: jax.Array, max_position: int, hidden_size: int, std: float):
         table = std * jax.random.normal(key, (max_position, hidden_size))

@@ -1,4 +1,4 @@
-"""Linear projection; its logical axes alone say whether it is column- or row-parallel."""
+"""Linear projection; its logical axes decide whether it is column- or row-parallel."""
 
 import typing
 
@@ -12,10 +12,9 @@ from maxmeg.parallel.collectives import counted_once, unshard_parameter
 
 
 class Linear(nnx.Module):
-    """y = x W (+ b). A row-parallel one (output along "embed") returns partial sums.
+    """y = x W (+ b) (+ lora(x)). Row-parallel if the output axis is "embed": returns partial sums.
 
-    axes are the logical axes of (input, output). Weights start normal with deviation std. lora: an
-    adapter whose output, of the same inputs, is added.
+    axes: logical axes of (input, output). std: standard deviation of the initial weights.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "B L I"], ctx: Context | None = None
     ) -> Float[Array, "B L O"]:
-        # All tokens as one matrix: of [1, L, O] with a bias XLA would keep a transposed copy too.
+        # All tokens as one matrix: for [1, L, O] with a bias XLA would also keep a transposed copy.
         y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
         if self.bias is not None:
             bias = self.bias[...]

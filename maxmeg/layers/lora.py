@@ -19,12 +19,12 @@ from maxmeg.parallel.collectives import first_index, unshard_parameter
 from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import is_state, is_variable, set_kv_heads
 
-FIRST_PLACE = 1024  # of adapters among the uses of dropout in a layer
+FIRST_PLACE = 1024  # of adapters among the uses of randomness in a layer
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraSpec:
-    """targets: patterns (fnmatch) of the paths of Linear layers, or of what they end in: "query",
+    """targets: fnmatch patterns of the paths of Linear layers or of path suffixes, such as "query",
     "mixers.attention.*", "mlp.up". rank 0: no adapters, and nothing frozen."""
 
     rank: int
@@ -38,17 +38,19 @@ class LoraSpec:
 
 
 class Lora(nnx.Module):
-    """alpha / rank * dropout(x) A B, partial sums over tensor where the projection returns them.
+    """alpha / rank * dropout(x) A B; partial sums over tensor if the projection's output is.
 
-    Its two matrices are sharded as the projection's input and output. A starts as in peft, B zero.
+    A and B are sharded like the projection's input and output. A is initialized as in peft, B zero.
     """
 
-    def __init__(self, a: jax.Array, b: jax.Array, axes: tuple[str, str], spec: LoraSpec, at: int):
+    def __init__(
+        self, a: jax.Array, b: jax.Array, axes: tuple[str, str], spec: LoraSpec, number: int
+    ):
         self.a = nnx.Param(a, axes=(axes[0], "lora"))
         self.b = nnx.Param(b, axes=("lora", axes[1]))
         self.row_parallel = axes[1] == "embed"
         self.scale, self.rate = spec.scale, spec.dropout
-        self.place = FIRST_PLACE + at
+        self.place = FIRST_PLACE + number
 
     def __call__(
         self, x_BLI: Float[Array, "B L I"], ctx: Context | None
@@ -57,11 +59,11 @@ class Lora(nnx.Module):
         if self.rate and ctx is not None and ctx.training:
             x_BLI = jnp.where(self.kept(x_BLI, ctx), x_BLI, 0)
             scale /= 1 - self.rate
-        low_TR = x_BLI.reshape(-1, x_BLI.shape[-1]) @ unshard_parameter(self.a)
-        return (scale * low_TR) @ unshard_parameter(self.b)
+        low_rank = x_BLI.reshape(-1, x_BLI.shape[-1]) @ unshard_parameter(self.a)
+        return (scale * low_rank) @ unshard_parameter(self.b)
 
     def kept(self, x_BLI: jax.Array, ctx: Context) -> jax.Array:
-        """Which elements dropout keeps: by the global row, position and feature alone."""
+        """Mask of the elements that dropout keeps; it does not depend on the layout."""
         first = first_index(TENSOR_AXES, x_BLI.shape[-1]) if self.row_parallel else 0
         place = ctx.rows()[:, None], ctx.places(x_BLI.shape[1])
         return kept(x_BLI.shape, self.rate, ctx.key(self.place), *place, first=first)
@@ -72,17 +74,17 @@ def is_linear(node) -> bool:
 
 
 def linears(model) -> dict[str, Linear]:
-    """The projections of a model by path: "stack.groups.0.sublayers.0.mixers.attention.query"."""
+    """The projections of a model by path, such as stack.groups.0.sublayers.0.mixers.mlp.up."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_linear)
     named = ((jax.tree_util.keystr(path, simple=True, separator="."), node) for path, node in nodes)
     return {name: node for name, node in named if is_linear(node)}
 
 
 def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Sequence[int]]):
-    """The model frozen in `dtype`, with float32 adapters at the targets; itself if rank is 0.
+    """The model frozen in `dtype`, with float32 adapters at the targets; unchanged if rank is 0.
 
-    orders: of the layers in each group of its stack, -1 for a place without a layer. What an
-    adapter starts with depends on its layer's number alone. ValueError for a target without match.
+    orders: layer numbers of each group of the stack, -1 for a place without a layer. Initial
+    weights depend on the layer's number only. ValueError for a target that matches nothing.
     """
     if not spec.rank:
         return model
@@ -92,23 +94,23 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
         return node.replace(value if is_state(node) else value.astype(dtype), frozen=True)
 
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
-    found = linears(model)
-    chosen = targeted(list(found), spec.targets)
-    for at, (path, linear) in enumerate(found.items()):
+    projections = linears(model)
+    chosen = targeted(list(projections), spec.targets)
+    for number, (path, linear) in enumerate(projections.items()):
         if path not in chosen:
             continue
         axes = linear.weight.get_metadata()["axes"]
         order = np.array(orders[int(path.split(".")[2])])
         *_, width_in, width_out = linear.weight.shape
-        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
-        a = initial(own, order, (width_in, spec.rank))
-        linear.lora = Lora(a, jnp.zeros((len(order), spec.rank, width_out)), axes, spec, at)
+        path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        a = initial(path_key, order, (width_in, spec.rank))
+        linear.lora = Lora(a, jnp.zeros((len(order), spec.rank, width_out)), axes, spec, number)
         set_kv_heads(linear.lora, linear.weight.get_metadata().get("num_kv_heads", 0))
     return model
 
 
 def initial(key: jax.Array, order: np.ndarray, sizes: tuple[int, int]) -> jax.Array:
-    """A of every layer: uniform, of the deviation that keeps a third of its input's."""
+    """A of every layer, uniform with variance 1 / (3 * input size)."""
     keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(np.maximum(order, 0))
     bound = sizes[0] ** -0.5
     a = jax.vmap(lambda k: jax.random.uniform(k, sizes, minval=-bound, maxval=bound))(keys)
@@ -116,8 +118,8 @@ def initial(key: jax.Array, order: np.ndarray, sizes: tuple[int, int]) -> jax.Ar
 
 
 def targeted(paths: list[str], targets: Sequence[str]) -> set[str]:
-    """The paths that any target matches; ValueError where one matches none."""
-    found: set[str] = set()
+    """The paths that match any target; ValueError for a target that matches none."""
+    chosen: set[str] = set()
     for target in targets:
         matches = {
             path
@@ -128,20 +130,20 @@ def targeted(paths: list[str], targets: Sequence[str]) -> set[str]:
             endings = {".".join(path.split(".")[-n:]) for path in paths for n in (1, 2, 3)}
             near = difflib.get_close_matches(target, sorted(endings), 3, 0.5)
             raise ValueError(
-                f"lora.targets: {target!r} matches no projection; near are "
-                f"{', '.join(near or sorted({path.split('.')[-1] for path in paths}))}"
+                f"lora.targets: {target!r} matches no projection; did you mean "
+                f"{', '.join(near or sorted({path.split('.')[-1] for path in paths}))}?"
             )
-        found |= matches
-    return found
+        chosen |= matches
+    return chosen
 
 
-def merged_weight(weight_IO, a_IR, b_RO, scale: float):
-    """W + alpha / rank A B in float32, of one layer or of stacked ones."""
-    return weight_IO.astype("float32") + scale * (a_IR.astype("float32") @ b_RO.astype("float32"))
+def merged_weight(weight, a, b, scale: float):
+    """W + alpha / rank A B in float32, of one layer or of stacked layers."""
+    return weight.astype("float32") + scale * (a.astype("float32") @ b.astype("float32"))
 
 
 def merged(model):
-    """The float32 model without adapters that computes what this one does, nothing frozen."""
+    """The float32 model with its adapters merged into the weights, nothing frozen."""
 
     def thaw(node):
         return node.replace(node.get_value().astype(jnp.float32), frozen=False)

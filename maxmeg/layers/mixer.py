@@ -1,9 +1,9 @@
-"""The protocol of mixers: attention, MLPs, experts, and whatever else a sublayer adds up.
+"""The protocol of mixers: attention, MLP, experts and other sublayers.
 
-A mixer is a frozen spec and the module that the spec makes. The spec answers what the rest of the
-program asks: its FLOPs and the sizes of its arrays (planning), and which part of the sequence it
-reads and writes (layers/residual.py). `models.mixers.MIXERS` has the function that makes each spec
-from a ModelConfig, and `config.layers.MIXERS` the groups of settings that it reads.
+A mixer is a frozen spec and the module that the spec builds. The spec states FLOPs and sizes of
+arrays (for planning), and which part of the sequence the mixer reads and writes
+(layers/residual.py). `models.mixers.MIXERS` maps each name to the function that builds the spec
+from a ModelConfig, `config.layers.MIXERS` to the groups of settings that it reads.
 """
 
 import abc
@@ -15,23 +15,22 @@ from flax import nnx
 
 from maxmeg.layers.context import Context
 
-Span = typing.Literal["whole", "shard"]  # of the sequence, where it is cut over tensor
+Span = typing.Literal["whole", "shard"]  # of the sequence, which is sharded over tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Widths:
-    """Sizes of a mixer's arrays per token, summed over the devices along tensor.
+    """Widths (elements per token) of a mixer's arrays, summed over the devices along tensor.
 
     stored: {name of an activation, as in config.recompute: width} of the outputs of products. A
-    device has 1 / tensor of each, cut along heads, channels or tokens. A key/value head counts once
-    for every device that computes it.
-    replicated: the same for outputs of which every device along tensor has all.
-    queries_keys_values: the part of `stored` whose gradients a weight lane keeps.
-    last_input: width of the input of the last product, whose gradient a weight lane keeps.
+    device has 1 / tensor of each. A key/value head counts once per device that computes it.
+    replicated: the same for outputs that every device along tensor has completely.
+    queries_keys_values: the part of `stored` whose gradients a weight-gradient lane keeps.
+    last_input: width of the input of the last product; a weight-gradient lane keeps its gradient.
     gathered: widths of the sequences that the mixer itself gathers over tensor.
-    heads, head_outputs: number of attention heads, and the summed widths of their outputs.
+    heads, head_outputs: number of attention heads, and the sum of their output widths.
     expert_columns, expert_input: widths of one expert's column-parallel products, and of the input
-    of its last product. shared_expert: whether one expert is applied to all tokens.
+    of its last product. shared_expert: whether an expert is applied to all tokens.
     """
 
     stored: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -50,9 +49,9 @@ class Widths:
 class MixerSpec(abc.ABC):
     """Settings of a mixer.
 
-    name: of the mixer's parameters in a sublayer. reads, writes: whether the module's input is the
-    whole sequence or this device's shard of it, and whether its output is partial sums of the whole
-    sequence or complete sums of the shard.
+    name: of the parameters in a sublayer. reads: whether the input is the whole sequence or the
+    local shard. writes: whether the output is partial sums for the whole sequence or complete sums
+    for the shard.
     """
 
     name: typing.ClassVar[str]
@@ -63,34 +62,31 @@ class MixerSpec(abc.ABC):
 
     @abc.abstractmethod
     def make(self, key: jax.Array) -> "Mixer":
-        """The module, with random weights in float32."""
+        """The module, with random float32 weights."""
 
     @abc.abstractmethod
     def weights(self) -> int:
-        """Number of weights that each token is multiplied by, as Megatron-LM counts them."""
+        """Number of weights that each token is multiplied with, as Megatron-LM counts them."""
 
     def scores(self, length: int) -> int:
-        """Multiplications between tokens of a sequence of `length`, without a causal mask."""
+        """Multiplications between the tokens of a sequence, without a causal mask."""
         return 0
 
     @abc.abstractmethod
     def widths(self, kv_copies: int = 1) -> Widths:
-        """Sizes of the arrays. kv_copies: devices along tensor that compute the same key/value
-        head."""
+        """kv_copies: number of devices along tensor that compute the same key/value head."""
 
 
 class Mixer(nnx.Module):
-    """A mixer's module."""
-
-    spec: typing.Any  # its MixerSpec
+    spec: typing.Any  # a MixerSpec
 
     def __call__(self, h: jax.Array, ctx: Context, cache: typing.Any = None) -> tuple:
-        """Output, the new cache (None without one), auxiliary values by name."""
+        """(output, new cache or None, auxiliary values by name)."""
         raise NotImplementedError
 
     def init_cache(self, batch: int, length: int) -> typing.Any:
-        """An empty cache for `batch` sequences of `length` tokens; None: the mixer has none."""
+        """An empty cache for `batch` sequences of `length` tokens; None if the mixer has none."""
         return None
 
     def update(self, aux: dict[str, jax.Array]) -> None:
-        """Set the state from the auxiliary values of a whole step; most mixers have no state."""
+        """Set the state, if the mixer has one, from the auxiliary values of a whole step."""

@@ -14,8 +14,8 @@ from maxmeg.parallel.collectives import stored
 
 @dataclasses.dataclass(frozen=True)
 class MlpSpec(MixerSpec):
-    """Sizes, activation, and standard deviations of the initial input and output weights; clamp
-    and offset as in `activate`."""
+    """std, out_std: standard deviations of the initial input and output weights. clamp, offset: as
+    in `activate`."""
 
     name = "mlp"
 
@@ -43,7 +43,7 @@ class MlpSpec(MixerSpec):
 
 
 class Mlp(Mixer):
-    """out(act(gate x) * up x), or out(act(up x)) where the activation is not gated."""
+    """out(act(gate x) * up x), or out(act(up x)) if the activation is not gated."""
 
     def __init__(self, key: jax.Array, spec: MlpSpec):
         keys = jax.random.split(key, 3)
@@ -57,7 +57,7 @@ class Mlp(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
-        """Partial sums over tensor; no cache, no auxiliary values."""
+        """(partial sums over tensor, no cache, no auxiliary values)."""
         inputs = (stored(self.up(h_BLD, ctx), "mlp_up"),)
         if self.gate is not None:
             inputs = (stored(self.gate(h_BLD, ctx), "mlp_gate"), *inputs)

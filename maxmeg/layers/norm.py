@@ -19,7 +19,7 @@ class NormSpec:
 
 
 class Norm(nnx.Module):
-    """Normalizes the last dimension, in float32; over: mesh axes along which that is cut."""
+    """Normalization of the last dimension in float32; over: mesh axes that shard it."""
 
     def __init__(
         self,
@@ -30,15 +30,15 @@ class Norm(nnx.Module):
         over: tuple[str, ...] = (),
     ):
         self.spec, self.over = spec, over
-        start = jnp.zeros if spec.one_plus else jnp.ones
-        self.weight = nnx.Param(start(dim), axes=(axis,)) if weighted else None
+        initial = jnp.zeros if spec.one_plus else jnp.ones
+        self.weight = nnx.Param(initial(dim), axes=(axis,)) if weighted else None
         biased = weighted and spec.kind == "layernorm"
         self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if biased else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         weight = None if self.weight is None else self.weight[...]
         if weight is not None and self.spec.one_plus:
-            weight = weight.astype(jnp.float32) + 1  # 1 + w would lose w's digits in bfloat16
+            weight = weight.astype(jnp.float32) + 1  # in bfloat16, 1 + w would lose digits of w
         bias = None if self.bias is None else self.bias[...]
         centred = self.spec.kind == "layernorm"
         return norm(x, weight, bias, self.spec.eps, centred, self.over)

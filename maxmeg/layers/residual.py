@@ -17,10 +17,10 @@ DROPOUT_PLACE = 1
 
 @dataclasses.dataclass(frozen=True)
 class ResidualSpec:
-    """Mixers whose outputs are summed (two: a parallel block).
+    """Mixers whose outputs are summed; two mixers are a parallel block.
 
-    place: "pre", they read a norm of the residual stream; "post", their sum is normalized;
-    "sandwich", both. own_norms: each mixer reads a norm of its own.
+    place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both.
+    own_norms: each mixer has its own norm before it.
     """
 
     norm: NormSpec
@@ -31,40 +31,40 @@ class ResidualSpec:
 
 
 class Residual(nnx.Module):
-    """The residual stream is sharded over tensor along the sequence. What mixers read of it is
-    gathered, and what they write is scattered, unless their specs say "shard"."""
+    """The residual stream is sharded over tensor along the sequence. Inputs of mixers are gathered
+    and their outputs are reduce-scattered, unless their specs say "shard"."""
 
     def __init__(self, key: jax.Array, spec: ResidualSpec):
         self.spec = spec
         keys = jax.random.split(key, len(spec.mixers))
-        made, norms = {}, {}
+        mixers, norms = {}, {}
         for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
-            made[mixer.name] = mixer.make(mixer_key)
+            mixers[mixer.name] = mixer.make(mixer_key)
             norms[mixer.name] = Norm(mixer.hidden_size, spec.norm)
-        width, before = spec.mixers[0].hidden_size, spec.place in ("pre", "sandwich")
-        self.norm = Norm(width, spec.norm) if before and not spec.own_norms else None
-        self.norms = nnx.Dict(norms) if before and spec.own_norms else None
+        width, has_pre_norm = spec.mixers[0].hidden_size, spec.place in ("pre", "sandwich")
+        self.norm = Norm(width, spec.norm) if has_pre_norm and not spec.own_norms else None
+        self.norms = nnx.Dict(norms) if has_pre_norm and spec.own_norms else None
         self.post_norm = Norm(width, spec.norm) if spec.place in ("post", "sandwich") else None
-        self.mixers = nnx.Dict(made)
+        self.mixers = nnx.Dict(mixers)
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
     ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
-        """Output, new caches and auxiliary values, the last two by the names of the mixers."""
+        """(output, new caches by mixer name, auxiliary values by mixer name)."""
         h_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
-        whole_BLD = h_BLD
+        gathered_BLD = h_BLD
         if any(spec.reads == "whole" for spec in self.spec.mixers):
-            whole_BLD = collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
-        parts_BLD, new_cache, aux = [], {}, {}
+            gathered_BLD = collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
+        outputs, new_cache, aux = [], {}, {}
         for name, mixer in self.mixers.items():
-            part = None if cache is None else cache[name]
-            input_BLD = h_BLD if mixer.spec.reads == "shard" else whole_BLD
+            mixer_cache = None if cache is None else cache[name]
+            input_BLD = h_BLD if mixer.spec.reads == "shard" else gathered_BLD
             input_BLD = input_BLD if self.norms is None else self.norms[name](input_BLD)
-            part_BLD, new_cache[name], values = mixer(input_BLD, ctx, part)
-            parts_BLD.append(part_BLD)
+            output_BLD, new_cache[name], values = mixer(input_BLD, ctx, mixer_cache)
+            outputs.append(output_BLD)
             if values:
                 aux[name] = values
-        y_BLD = sum(parts_BLD[1:], parts_BLD[0])
+        y_BLD = sum(outputs[1:], outputs[0])
         if all(spec.writes == "whole" for spec in self.spec.mixers):
             y_BLD = collectives.scatter_sequence(y_BLD, ctx.sequence_sharded)
         y_BLD = collectives.stored(y_BLD, "mixer_output")
@@ -75,10 +75,10 @@ class Residual(nnx.Module):
         return x_BLD + y_BLD, None if cache is None else new_cache, aux
 
     def init_cache(self, batch: int, length: int) -> dict:
-        """An empty cache for each mixer, None for a mixer that has no cache."""
+        """An empty cache per mixer; None for mixers without one."""
         return {name: mixer.init_cache(batch, length) for name, mixer in self.mixers.items()}
 
 
 def drop_residual(x_BLD: jax.Array, rate: float, key: jax.Array, ctx: Context) -> jax.Array:
-    """Dropout of a sequence shard, keyed by (row of the global batch, place in the sequence)."""
+    """Dropout of a sequence shard; masks do not depend on the layout."""
     return dropout(x_BLD, rate, key, ctx.rows()[:, None], ctx.places(x_BLD.shape[1]))

@@ -1,8 +1,7 @@
 """The gated short convolution of LFM2 (Liquid AI, 2025): y = out(c * conv(b * x)).
 
-b, c and x are projections of the input. The convolution is causal and runs along the sequence for
-each channel alone. Letters beside the legend's: X channels, of which there are as many as D, cut
-over tensor; W width of the convolution's kernel.
+b, c and x are projections of the input. The convolution is causal and depthwise along the sequence.
+There are D channels X, sharded over tensor. Letter beside the legend's: W width of the kernel.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from maxmeg.parallel.collectives import stored
 
 @dataclasses.dataclass(frozen=True)
 class ShortConvSpec(MixerSpec):
-    """kernel_size: number of tokens that the convolution reads, the current one included. bias: of
+    """kernel_size: number of tokens that the convolution reads, including the current one. bias: of
     all projections and of the convolution. std, out_std: standard deviations of the initial input
     and output weights."""
 
@@ -50,7 +49,7 @@ class Cache(typing.NamedTuple):
 
 
 class Depthwise(nnx.Module):
-    """Weights of a convolution with one kernel per channel, as in PyTorch uniform at the start."""
+    """A depthwise convolution, initialized uniformly as in PyTorch."""
 
     def __init__(self, key: jax.Array, channels: int, width: int, bias: bool):
         bound, axes = width**-0.5, (None, None, "channels")
@@ -61,7 +60,7 @@ class Depthwise(nnx.Module):
     def __call__(
         self, x_BLX: Float[Array, "B L X"], before_BWX: jax.Array, ctx: Context
     ) -> Float[Array, "B L X"]:
-        """The convolution of `x_BLX`, which follows `before_BWX`, summed in float32. Tokens of
+        """The convolution of x_BLX, which continues before_BWX, accumulated in float32. Tokens of
         other documents count as zeros."""
         L, width = x_BLX.shape[1], self.weight.shape[0]
         all_BMX = jnp.concatenate((before_BWX, x_BLX), axis=1)
@@ -95,8 +94,7 @@ class ShortConv(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
-        """Partial sums over tensor, the cache after the last token of each row, no auxiliary
-        values."""
+        """(partial sums over tensor, new cache, no auxiliary values)."""
         gate_BLX = stored(self.input_gate(h_BLD, ctx), "conv_input_gate")
         output_BLX = stored(self.output_gate(h_BLD, ctx), "conv_output_gate")
         x_BLX = gate_BLX * stored(self.value(h_BLD, ctx), "conv_value")
@@ -110,8 +108,8 @@ class ShortConv(Mixer):
         return self.out(y_BLX, ctx), cache, {}
 
     def _last(self, x_BMX: jax.Array, is_prefill: bool, ctx: Context) -> Cache:
-        """The last W - 1 inputs of each row. In a prefill rows have padding behind their last
-        tokens, which has the last token's position."""
+        """The last W - 1 inputs of each row. In a prefill, rows are padded with tokens that repeat
+        the position of the last token."""
         count = self.spec.kernel_size - 1
         if not is_prefill:
             return Cache(x_BMX[:, x_BMX.shape[1] - count :])
@@ -119,7 +117,6 @@ class ShortConv(Mixer):
         return Cache(jnp.take_along_axis(x_BMX, places_BW[..., None], axis=1))
 
     def init_cache(self, batch: int, length: int) -> Cache:
-        """Zeros, for `batch` sequences of any length, in the weights' dtype."""
         weight_W1X = self.kernel.weight[...]
         width, _, channels = weight_W1X.shape
         return Cache(jnp.zeros((batch, width - 1, channels), weight_W1X.dtype))

@@ -1,1 +1,1 @@
-"""Models: one residual stack driven by a pattern, and what stands before and after it."""
+"""Models: a residual stack described by a pattern, with its embedding and output."""

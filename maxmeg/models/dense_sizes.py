@@ -79,7 +79,7 @@ GEMMA2 = {
     "attention.softcap": 50.0,
     "logit_softcap": 30.0,
 }
-GEMMA3 = {  # text_config, or of the 1B, which reads no images, config.json
+GEMMA3 = {  # text_config; for the text-only 1B, config.json
     **GEMMA,
     "vocab_size": 262208,
     "max_position": 131072,
@@ -127,7 +127,7 @@ PHI3_LONG = {  # config.json of July 2024; the window is longer than any row
 }
 NEOX = {
     **BIASES,
-    "vocab_size": 50304,  # with the padding of its training, which larger ones have more of
+    "vocab_size": 50304,  # padded as in its training; more in larger models
     "max_position": 2048,
     "mlp.activation": Activation.gelu,
     "norm": Norm.layernorm,
@@ -175,7 +175,7 @@ def gpt(base: Fields, num_layers: int, hidden_size: int, num_heads: int) -> Fiel
 
 
 def sized(base: Fields, sizes: tuple[int, int, int, int, int], others: Fields = NONE) -> Fields:
-    """sizes: layers, hidden size, heads, heads of keys and values, inner width of the MLP."""
+    """sizes: num_layers, hidden_size, num_heads, num_kv_heads, ffn_size."""
     return {**base, **dict(zip(SIZES, sizes, strict=True)), **others}
 
 

@@ -49,7 +49,7 @@ GPT_OSS = {
     "rotary.truncate": False,
     "moe.top_k": 4,
     "moe.logit_bias": True,
-    "moe.aux_loss": 0.001,  # theirs does not say what it was trained with
+    "moe.aux_loss": 0.001,  # not published
 }
 SIGMOID = {
     "moe.score": RouterScore.sigmoid,
@@ -93,7 +93,7 @@ DEEPSEEK_V2 = {**MLA_LONG, "vocab_size": 102400, "moe.top_k": 6, "moe.softmax_be
 
 
 def scores_scale(yarn_scale: float) -> float:
-    """Of attention, by the scale that MLA_LONG's rotation has for all dimensions."""
+    """Scale of attention scores with YaRN's factor for all dimensions, as in DeepSeek's models."""
     return 192**-0.5 * (0.1 * yarn_scale * math.log(40) + 1) ** 2
 
 
@@ -103,7 +103,7 @@ def sparse(
     experts: tuple[int, int],
     others: Fields = NONE,
 ) -> Fields:
-    """experts: how many, and the inner width of one."""
+    """experts: (number, width of one)."""
     numbers = {"moe.num_experts": experts[0], "moe.ffn_size": experts[1]}
     return sized({**base, **numbers}, sizes, others)
 

@@ -25,24 +25,22 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.pipeline.layout import Layout, arrange
 
-MTP = 2  # keys the initial weights of layers for further tokens
-ADAPTERS = 1  # keys their initial weights, apart from those of the model
-EMBEDDING_LAYER = 2**31 - 1  # keys the dropout of the embedding, as if it were that layer
+ADAPTERS, MTP = 1, 2  # random keys of the initial weights of LoRA adapters, and of MTP layers
+EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 
 def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:
-    """Where a pipeline's stages hold the layers; in model order without a pipeline."""
+    """The layers of each pipeline stage; in model order without a pipeline."""
     repeats = tuple(repeats for _, repeats in config.groups)
     return arrange(repeats, parallel.pipe, units_of_chunks(config, parallel))
 
 
 class LM(nnx.Module):
-    """Decoder-only language model; `LM(key, config)` has random weights in float32.
+    """Language model of one stack, with random float32 weights.
 
-    ValueError that lists every broken rule where the config does not describe a valid model.
-
-    The model is a pytree: jit, grad and map it with plain jax. Activations have the dtype of the
-    weights. `parallel` pads the vocabulary and places the layers; weights do not depend on it.
+    The model is a pytree: use plain jax to jit, differentiate or map it. Activations have the dtype
+    of the weights. `parallel` pads the vocabulary and places the layers; the weights do not depend
+    on it. ValueError with every broken rule if the config is invalid.
     """
 
     def __init__(self, key: jax.Array, config: ModelConfig, parallel: ParallelConfig | None = None):
@@ -68,11 +66,11 @@ class LM(nnx.Module):
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size)
         last = layers[-1][0][-len(config.layer_kinds[-1]) :]
-        further = (jax.random.fold_in(key, MTP), config, last, norm_spec(config))
-        self.mtp = mtp.Mtp(*further) if config.mtp.num_layers else None
+        arguments = (jax.random.fold_in(key, MTP), config, last, norm_spec(config))
+        self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
 
     def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
-        """The stack's input; over pipe, a share of it that is to be summed."""
+        """The stack's input: partial sums over pipe."""
         return self.embed_tokens(batch.tokens, ctx)
 
     def embed_tokens(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
@@ -80,47 +78,47 @@ class LM(nnx.Module):
         if self.embedding_scale != 1:
             x_BLD *= jnp.asarray(self.embedding_scale, x_BLD.dtype)
         if self.positions is not None:
-            added_BLD = self.positions(ctx.shard(ctx.positions_BL))
-            x_BLD += collectives.counted_once(added_BLD, (collectives.PIPE_AXIS,))
+            positions_BLD = self.positions(ctx.shard(ctx.positions_BL))
+            x_BLD += collectives.counted_once(positions_BLD, (collectives.PIPE_AXIS,))
         if self.dropout and ctx.training:
             key = fold(ctx.seed(), EMBEDDING_LAYER)
             x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
         return x_BLD
 
     def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
-        """The stack's output after the final norm, the whole sequence."""
+        """The stack's output after the final norm, for the whole sequence."""
         return collectives.gather_sequence(self.final_norm(x_BLD), ctx.sequence_sharded)
 
     def hidden(
         self, ids_BL: Int[Array, "B L"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
-        """Normalized output of the stack for the whole sequence, caches, auxiliary values."""
+        """(output after the final norm for the whole sequence, new caches, auxiliary values)."""
         x_BLD, cache, aux = self.stack(self.embed_tokens(ids_BL, ctx), ctx, cache)
         return self.outputs(x_BLD, ctx), cache, aux
 
     def update(self, sums: dict[str, typing.Any]) -> None:
         """Set the state of all layers from the auxiliary values of a whole step: "stack_aux" of
-        each group in model order, "mtp_aux" of each depth."""
+        the stack's groups, "mtp_aux" of the MTP layers."""
         self.stack.update(sums["stack_aux"])
         if self.mtp is not None:
             for depth, values in zip(self.mtp.depths, sums["mtp_aux"], strict=True):
                 depth.layer.update(values)
 
     def output_weight(self) -> jax.Array:
-        """This device's rows of the output projection, [V, D]."""
+        """The local rows [V, D] of the output projection."""
         head = self.embedding if self.output is None else self.output
         return collectives.unshard_parameter(head.table)
 
     def logits(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
         """float32 logits over the whole vocabulary without padding."""
-        part_BLV = jnp.einsum(
+        local_BLV = jnp.einsum(
             "BLD,VD->BLV", h_BLD, self.output_weight(), preferred_element_type=jnp.float32
         )
-        all_BLV = collectives.gather(part_BLV, collectives.VOCAB_AXES, 2)
+        all_BLV = collectives.gather(local_BLV, collectives.VOCAB_AXES, 2)
         return softcapped(all_BLV, self.softcap)[..., : self.vocab_size]
 
     def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Logits of every next token."""
+        """Logits of each next token."""
         positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
         return self.logits(self.hidden(ids_BL, Context(positions_BL))[0])
 
@@ -131,8 +129,7 @@ class LM(nnx.Module):
         weights_BL: Float[Array, "B L"],
         train: TrainConfig | None = None,
     ) -> tuple[Float[Array, ""], Float[Array, "B L"]]:
-        """Sum of weights * (smoothed cross entropy + z-loss), and the plain cross entropy of every
-        target."""
+        """(sum of weights * (smoothed cross entropy + z-loss), plain cross entropy per target)."""
         train = train or TrainConfig()
         spec = CrossEntropySpec(
             vocab_size=self.vocab_size,
@@ -141,7 +138,7 @@ class LM(nnx.Module):
             chunk=train.loss_chunk,
             label_smoothing=train.label_smoothing,
         )
-        both: typing.Any = linear_cross_entropy(
+        outputs: typing.Any = linear_cross_entropy(
             h_BLD.reshape(-1, h_BLD.shape[-1]),
             self.output_weight(),
             targets_BL.reshape(-1),
@@ -149,13 +146,12 @@ class LM(nnx.Module):
             spec,
             backend=train.loss_backend.value,
         )
-        loss, losses_T = both
+        loss, losses_T = outputs
         return loss, losses_T.reshape(targets_BL.shape)
 
 
 def language_model(key: jax.Array, config: Config) -> LM:
-    """The model of a run: an LM, or with `config.lora` adapters beside an LM that is frozen in the
-    compute dtype."""
+    """The model of a run: an LM, with config.lora frozen in the compute dtype and with adapters."""
     model, lora = LM(key, config.model, config.parallel), config.lora
     if not lora.rank:
         return model

@@ -1,4 +1,4 @@
-"""How a ModelConfig describes the layers of a stack: the table of mixers, and the pattern."""
+"""The table of mixers, and the pattern of a stack, from a ModelConfig."""
 
 import dataclasses
 import functools
@@ -166,7 +166,7 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
 
 
 def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Pattern:
-    """The residual sublayers of each unit of the stack, and how often it repeats."""
+    """((residual sublayers of a unit, number of repeats), ...) of the stack."""
     parallel = parallel or ParallelConfig()
     return tuple(
         (tuple(sublayer_spec(config, parallel, names) for kind in unit for names in kind), repeats)

@@ -1,9 +1,9 @@
-"""Multi-token prediction (DeepSeek-V3, 2024): one more layer for each further token.
+"""Multi-token prediction (MTP; DeepSeek-V3, 2024): one extra layer per additional token.
 
-Depth d joins the output of depth d - 1 at token t (depth 0: the model's normalized output) with the
-embedding of token t + d, and its own layer and norm predict token t + d + 1 by the model's output
-weights. Only training runs it (objectives/language_modelling.py). Orders and norms are those of
-Megatron-LM and of DeepSeek's files.
+Depth d combines the output of depth d - 1 at token t (depth 0: the model's normalized output) with
+the embedding of token t + d. Its layer and norm predict token t + d + 1 with the model's output
+weights. Used only in training (objectives/language_modelling.py). Order of operations and norms
+follow Megatron-LM and DeepSeek's checkpoints.
 """
 
 import jax
@@ -18,8 +18,7 @@ from maxmeg.models.stack import Unit, UnitSpec
 
 
 class Depth(nnx.Module):
-    """Not cut over pipe or tensor, but for its layer: what joins two vectors works on single tokens
-    of the sharded sequence."""
+    """One MTP layer. Its norms and projection are replicated: they work on the sequence shard."""
 
     def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
         keys, width = jax.random.split(key), config.hidden_size
@@ -33,12 +32,12 @@ class Depth(nnx.Module):
         self, x_BLD: Float[Array, "B L D"], later_BLD: Float[Array, "B L D"]
     ) -> Float[Array, "B L D"]:
         """The layer's input."""
-        parts = [self.embedding_norm(later_BLD), self.hidden_norm(x_BLD)]
-        return self.projection(jnp.concatenate(parts, axis=-1))
+        normed = [self.embedding_norm(later_BLD), self.hidden_norm(x_BLD)]
+        return self.projection(jnp.concatenate(normed, axis=-1))
 
 
 class Mtp(nnx.Module):
-    """The depths of a model whose last layer has the sublayers `layer`; theirs are of that kind."""
+    """All MTP layers; layer: the sublayers of each, which are those of the model's last layer."""
 
     def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
         keys = jax.random.split(key, config.mtp.num_layers)

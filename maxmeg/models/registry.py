@@ -1,9 +1,8 @@
-"""Named architectures as data: fields of ModelConfig, of which max_position is the longest row.
+"""Named architectures as data: fields of ModelConfig.
 
-Each is what its authors published: for GPT-3 table 2.1 of Brown et al. 2020, for the others the
-config.json of the model of that name on Hugging Face, except where a comment says otherwise.
-tests/models/test_registry.py holds each against its published number of parameters, and
-tests/oracle/test_parameter_counts.py against transformers' own model.
+Sources: table 2.1 of Brown et al. 2020 for GPT-3, else config.json of the model on Hugging Face
+unless a comment names another source. Tests compare the published numbers of parameters
+(tests/models/test_registry.py) and transformers' models (tests/oracle/test_parameter_counts.py).
 """
 
 import dataclasses
@@ -15,7 +14,7 @@ from maxmeg.config.setting import with_fields
 from maxmeg.models.dense_sizes import DENSE, Fields
 from maxmeg.models.expert_sizes import SPARSE
 
-LONGEST_SAMPLE = 8192  # tokens a row when nothing else is asked for, though a model may know longer
+LONGEST_SAMPLE = 8192  # default limit of tokens per row, also if max_position is larger
 ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE
 ALIASES = {  # Megatron-LM's names
     "345m": "gpt2-355m",
@@ -26,7 +25,7 @@ ALIASES = {  # Megatron-LM's names
 
 
 def architecture(name: str) -> ModelConfig:
-    """The ModelConfig of a named architecture, its max_position set."""
+    """The ModelConfig of a named architecture. ValueError for an unknown name."""
     fields = ARCHITECTURES.get(ALIASES.get(name, name))
     if fields is None:
         known = [*ARCHITECTURES, *ALIASES]
@@ -38,7 +37,7 @@ def architecture(name: str) -> ModelConfig:
 
 
 def use_architecture(config: Config, name: str) -> Config:
-    """`config` with the named architecture, and samples as long as it knows, up to 8192 tokens."""
+    """`config` with the named architecture, and rows of up to min(max_position, 8192) tokens."""
     model = architecture(name)
     length = min(model.max_position, LONGEST_SAMPLE)
     data = dataclasses.replace(config.data, sequence_length=length)

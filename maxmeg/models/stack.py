@@ -1,4 +1,4 @@
-"""The residual stack: a pattern ((unit, repeats), ...) of sublayers, run by scans."""
+"""The residual stack: a pattern ((unit, repeats), ...) of sublayers, run by lax.scan."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ Pattern = tuple[tuple[UnitSpec, int], ...]
 
 
 class Unit(nnx.Module):
-    """Sublayers one after the other; the thing that repeats."""
+    """A sequence of sublayers, which the pattern repeats."""
 
     def __init__(self, key: jax.Array, spec: UnitSpec):
         keys = jax.random.split(key, len(spec))
@@ -30,32 +30,33 @@ class Unit(nnx.Module):
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
-        """Output, new caches and auxiliary values, the last two of each sublayer."""
+        """(output, new caches per sublayer, auxiliary values per sublayer)."""
         caches, auxes = [], []
         for i, sublayer in enumerate(self.sublayers):
-            inside = dataclasses.replace(ctx, sublayer=i)
-            x_BLD, new, values = sublayer(x_BLD, inside, None if cache is None else cache[i])
-            caches.append(new)
+            sublayer_ctx = dataclasses.replace(ctx, sublayer=i)
+            sublayer_cache = None if cache is None else cache[i]
+            x_BLD, new_cache, values = sublayer(x_BLD, sublayer_ctx, sublayer_cache)
+            caches.append(new_cache)
             auxes.append(values)
         return x_BLD, None if cache is None else caches, auxes
 
     def update(self, aux: list) -> None:
-        """Set the state of the layers from their auxiliary values of a whole step."""
+        """Set the state of the sublayers from the auxiliary values of a whole step."""
         for sublayer, mixers in zip(self.sublayers, aux, strict=True):
             for name, values in mixers.items():
                 sublayer.mixers[name].update(values)
 
 
 def make_group(key: jax.Array, spec: UnitSpec, repeats: int, order: np.ndarray) -> Unit:
-    """Units stacked in the order of layers given; a layer's weights depend on its number alone."""
+    """Units stacked in `order`, -1: zeros. Weights depend on the layer's number only."""
     keys = jax.random.split(key, repeats)
     units = jax.vmap(lambda k: Unit(k, spec))(keys[np.maximum(order, 0)])
     if (order >= 0).all():
         return units
 
     def clear(stacked):
-        there = (order >= 0).reshape(-1, *(1,) * (stacked.ndim - 1))
-        return jnp.where(there, stacked, 0)
+        exists = (order >= 0).reshape(-1, *(1,) * (stacked.ndim - 1))
+        return jnp.where(exists, stacked, 0)
 
     return jax.tree.map(clear, units)
 
@@ -63,9 +64,9 @@ def make_group(key: jax.Array, spec: UnitSpec, repeats: int, order: np.ndarray) 
 class Stack(nnx.Module):
     """`groups[i]` holds the parameters of all repeats of a unit, stacked on dimension 0.
 
-    They lie in model order, or with a `layout` in the order of a pipeline's places, those without
-    a layer being zero. recompute: as of ModelConfig. scan: one loop over the
-    repeats of a unit that has several, else a program as long as the stack is deep.
+    They are in model order or, with a `layout`, in the order of the pipeline's places; places
+    without a layer are zero. recompute: as in ModelConfig. scan: one loop over the repeats of a
+    unit, else unrolled.
     """
 
     def __init__(
@@ -93,9 +94,9 @@ class Stack(nnx.Module):
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
-        """Output, new caches and auxiliary values, both stacked over the repeats of each group.
+        """(output, new caches, auxiliary values), the last two stacked over each group's repeats.
 
-        For a stack in model order that is not cut over pipe.
+        Only without a pipeline.
         """
         assert self.layout.trivial and self.layout.stages == 1
 
@@ -107,11 +108,11 @@ class Stack(nnx.Module):
 
         first, caches, auxes = 0, [], []
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
-            looped = self.scan and repeats > 1  # XLA inlines a loop of one trip
+            looped = self.scan and repeats > 1  # XLA inlines a loop of one iteration
             indices = first + jnp.arange(repeats)
-            part = None if cache is None else cache[i]
+            group_cache = None if cache is None else cache[i]
             run = lax.scan if looped else one_by_one
-            layers = (group, indices, part)
+            layers = (group, indices, group_cache)
             x_BLD, (new_cache, aux) = run(functools.partial(body, looped), x_BLD, layers)
             caches.append(new_cache)
             auxes.append(aux)
@@ -128,13 +129,12 @@ class Stack(nnx.Module):
         *,
         prevent_cse: bool,
     ):
-        """Run one unit as layer number `layer` of the model. Backward reads the activations named
-        in `kept` and computes the others again.
+        """Run one unit as layer `layer` of the model. Backward reads the activations named in
+        `kept` and recomputes the others.
 
-        prevent_cse: True where forward and backward of the unit lie in the same computation, as
-        without a loop: XLA would merge the recomputation with forward and so keep everything.
-        False where two loops, or the ring buffer of a pipeline, separate them: then the barrier
-        would only hinder fusion.
+        prevent_cse: True if forward and backward of the unit are in the same computation, as
+        without a loop: else XLA merges the recomputation with forward, and stores everything.
+        False if loops or a pipeline's ring buffer separate them: the barrier would prevent fusion.
         """
 
         def run(unit, x_BLD, layer, cache):
@@ -145,8 +145,8 @@ class Stack(nnx.Module):
         return checkpointed(unit, x_BLD, layer, cache)
 
     def update(self, aux: list) -> None:
-        """Set the state of all layers from the auxiliary values of a whole step, which are stacked
-        in model order for each group. Places without a layer get zeros."""
+        """Set the state of all layers from the auxiliary values of a whole step, stacked in model
+        order for each group. Places without a layer get zeros."""
         for group, order, values in zip(self.groups, self.layout.orders, aux, strict=True):
             rows = np.array([n if n >= 0 else len(order) for n in order])
             placed = functools.partial(jnp.take, indices=rows, axis=0, mode="fill", fill_value=0)
@@ -162,10 +162,10 @@ class Stack(nnx.Module):
 
 
 def one_by_one(body, carry, stacked):
-    """lax.scan without a loop: XLA then copies no layer's activations into and out of a stack."""
+    """lax.scan unrolled, so that XLA does not copy activations into and out of stacked arrays."""
     length = jax.tree.leaves(stacked)[0].shape[0]
-    found = []
+    outputs = []
     for i in range(length):
         carry, out = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
-        found.append(out)
-    return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *found)
+        outputs.append(out)
+    return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *outputs)

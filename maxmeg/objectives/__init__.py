@@ -1,1 +1,1 @@
-"""What models are trained for: one table of objectives, each a loss of a model's outputs."""
+"""Training objectives: losses of a model's outputs, in one table."""

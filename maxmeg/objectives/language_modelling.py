@@ -1,7 +1,4 @@
-"""Language modelling: the cross entropy of next tokens and, with MTP layers, of tokens after them.
-
-Multi-token prediction (DeepSeek-V3, 2024): models/mtp.py has the layers.
-"""
+"""Language modelling: cross entropy of the next token and, with MTP layers, of later tokens."""
 
 import dataclasses
 from typing import Any
@@ -18,14 +15,13 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.collectives import PIPE_AXIS
 
-FIRST_KEY = 2**30  # seeds the dropout of the MTP layers' embeddings, apart from that of layers
+FIRST_KEY = 2**30  # random key of the dropout of the first MTP layer's embedding
 
 
 def shifted(batch: Batch, depth: int) -> Batch:
-    """The batch [..., L] of the tokens and targets `depth` places later.
+    """The batch [..., L] with tokens, targets, positions and mask shifted by `depth` tokens.
 
-    Tokens, positions, targets and mask are zero where that place is beyond the row or in another
-    document.
+    They are zero if the shifted token is past the end of the row or in another document.
     """
     length = batch.tokens.shape[-1]
 
@@ -52,7 +48,7 @@ def masks(model: LM, batch: Batch) -> list[jax.Array]:
 def loss(
     model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context
 ) -> tuple[jax.Array, Sums]:
-    """The loss of next tokens, plus, where the batch has their divisors, those of MTP layers."""
+    """The loss of the next token, plus that of the MTP layers if batch.divisors includes them."""
     total, sums = token_loss(model, h_BLD, batch, train, ctx)
     if batch.divisors.shape[-1] > 1:
         mtp_total, mtp_sums = mtp_loss(model, h_BLD, batch, train, ctx)
@@ -63,14 +59,12 @@ def loss(
 def mtp_loss(
     model: Any, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context
 ) -> tuple[jax.Array, Sums]:
-    """The losses of the MTP layers: (this device's share of factor x mean over depths of the
-    depths' mean losses, sums over tokens of each depth).
+    """(local contribution to factor * mean over depths of their mean losses, sums per depth).
 
-    The sums hold the auxiliary values of each depth's layer as "mtp_aux". Each depth's divisor is
-    its own number of targets, so that rows which are shorter by the depth weigh as much. (So does
-    Megatron-LM, but with --calculate-per-token-loss, where it divides by the number of all
-    targets.) Over pipe every stage computes the same layers, and its part of the vocabulary: the
-    balance losses of experts count on one stage alone.
+    The sums include the auxiliary values of each MTP layer as "mtp_aux". Each depth is divided by
+    its own number of targets, as in Megatron-LM (which divides by the number of all targets with
+    --calculate-per-token-loss). All pipeline stages compute the same layers, and their part of the
+    vocabulary; the balance losses of experts count on the first stage only.
     """
     factor, depths = model.mtp.factor, model.mtp.depths
     first = collectives.axis_index((PIPE_AXIS,)) == 0
@@ -103,7 +97,7 @@ def mtp_loss(
 
 @jax.custom_vjp
 def summed(x: jax.Array) -> jax.Array:
-    """The sum over pipe of each stage's share. Each stage's cotangent is a share too."""
+    """Sum over pipe. The cotangents of the stages are partial sums, too."""
     return collectives.sum_over(x, (PIPE_AXIS,))
 
 
@@ -111,12 +105,12 @@ summed.defvjp(lambda x: (summed(x), None), lambda _, d: (collectives.sum_over(d,
 
 
 def metrics(sums: Sums) -> Metrics:
-    """The mean cross entropy of next tokens and of each MTP depth, in nats per token."""
+    """Mean cross entropy of the next token and of each MTP depth, in nats per token."""
     if "mtp_loss_sum" not in sums:
         return token_metrics(sums)
-    means_D = sums["mtp_loss_sum"] / jnp.maximum(sums["mtp_tokens"], 1)
-    of_depths = {f"mtp_loss/{i + 1}": means_D[i] for i in range(len(means_D))}
-    return token_metrics(sums) | of_depths
+    mean_losses = sums["mtp_loss_sum"] / jnp.maximum(sums["mtp_tokens"], 1)
+    mtp_losses = {f"mtp_loss/{i + 1}": mean_losses[i] for i in range(len(mean_losses))}
+    return token_metrics(sums) | mtp_losses
 
 
 LANGUAGE_MODELLING = Objective(masks, loss, metrics)

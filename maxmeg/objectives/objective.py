@@ -1,4 +1,4 @@
-"""What a step needs to know of a model and of a loss."""
+"""The protocols of models and objectives that a train step calls."""
 
 import dataclasses
 import typing
@@ -17,12 +17,11 @@ Metrics = dict[str, typing.Any]
 
 
 class Model(typing.Protocol):
-    """What a step and a pipeline call: embed, the units of `stack`, outputs.
+    """The methods that a train step and a pipeline call.
 
-    embed: the stack's input; over pipe, a share of it that is to be summed. outputs: what the
-    objective reads, from the stack's output, for the whole sequence. update: set the state of all
-    layers from the sums of a whole step. token_losses: sum of weights * loss, and the plain cross
-    entropy of every target [B, L].
+    embed: the stack's input, as partial sums over pipe. outputs: the objective's input, computed
+    from the stack's output, for the whole sequence. update: set the state of all layers from the
+    sums of a whole step. token_losses: sum of weights * loss, and the plain cross entropy [B, L].
     """
 
     stack: Stack
@@ -39,14 +38,13 @@ class Model(typing.Protocol):
 
 
 def target_masks(model: Model, batch: Batch) -> Sequence[jax.Array]:
-    """One loss, of all targets."""
     return [batch.loss_mask]
 
 
 def token_loss(
     model: Model, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context
 ) -> tuple[jax.Array, Sums]:
-    """(this device's share of the mean cross entropy of the targets, sums over its tokens)."""
+    """(local contribution to the mean cross entropy of the targets, sums over local tokens)."""
     mask_BL = batch.loss_mask
     weights_BL = mask_BL / batch.divisors[0]
     loss, losses_BL = model.token_losses(h_BLD, batch.targets, weights_BL, train)
@@ -54,20 +52,19 @@ def token_loss(
 
 
 def token_metrics(sums: Sums) -> Metrics:
-    """The mean cross entropy, in nats per token."""
+    """Mean cross entropy, in nats per token."""
     return {"loss": sums["loss_sum"] / jnp.maximum(sums["tokens"], 1)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """A loss and its normalization. The defaults are those of a cross entropy of targets.
+    """A loss and its normalization; by default the cross entropy of the targets.
 
-    masks(model, batch): the masks of the targets of each loss in training, the main loss first;
-    batch.divisors has one element for each. Evaluation computes the main loss alone: batch.divisors
-    then has one element.
-    loss(model, outputs, batch, train, ctx): this device's share of the global loss, and sums over
-    its tokens, "tokens" among them; both are added over microbatches and devices.
-    metrics(sums): scalars by name, "loss" among them.
+    masks(model, batch): target masks of all losses in training, the main loss first; batch.divisors
+    has one element per mask. In evaluation, which computes only the main loss, it has one element.
+    loss(model, outputs, batch, train, ctx): (local contribution to the global loss, sums over local
+    tokens, including "tokens"); both are summed over microbatches and devices.
+    metrics(sums): scalars by name, including "loss".
     """
 
     masks: Callable[[typing.Any, Batch], Sequence[jax.Array]] = target_masks

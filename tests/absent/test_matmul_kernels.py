@@ -3,7 +3,7 @@
 import pytest
 from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
 from maxmeg.kernels.grouped_matmul import TUNED_SHAPES
-from maxmeg.kernels.matmul import CONSUMER_REGISTERS
+from maxmeg.kernels.mosaic import CONSUMER_REGISTERS
 
 GROUPED = list(TUNED_SHAPES)
 FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8", "qwen3-32k-fp8"]

@@ -21,7 +21,7 @@ from maxmeg.kernels.attention_backward import (
     probabilities,
     row_statistics,
 )
-from maxmeg.kernels.attention_forward import FORWARD_TILES, LOG2E, Scores, online_softmax, visits
+from maxmeg.kernels.attention_forward import FORWARD_TILES, Scores, online_softmax, visits
 from maxmeg.kernels.intervals import (
     FlashSpec,
     MaskSides,
@@ -31,6 +31,7 @@ from maxmeg.kernels.intervals import (
     visible,
     visible_intervals,
 )
+from maxmeg.kernels.mosaic import LOG2E
 
 pytestmark = pytest.mark.slow
 
@@ -349,7 +350,7 @@ def qkv(dim: int = 64, dtype=jnp.bfloat16, heads: int = 4, groups: int = 2):
     [
         (qkv(dtype=jnp.float32), "not all bfloat16 or all float16"),
         (qkv(dim=40), r"\(40, 40\) are none of"),
-        (qkv(heads=3), "query heads=3 are no multiple of key heads=2"),
+        (qkv(heads=3), "query heads=3 are not a multiple of key heads=2"),
     ],
 )
 def test_unsupported_inputs_are_refused(arguments, message: str):

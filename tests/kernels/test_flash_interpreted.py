@@ -91,17 +91,17 @@ def test_attention_and_gradients_without_a_race(name: str, interpreter):
     assert not race and max(errors.values()) <= TOLERANCE["bfloat16"], errors
 
 
-def test_a_slot_handed_back_before_its_products_are_made_is_a_race(interpreter):
+def test_a_slot_released_before_its_products_are_made_is_a_race(interpreter):
     real = backward.add_query_gradient
 
-    def hand_back_first(plan, mine, stream, slot, carry):
+    def release_first(plan, tiles, stream, slot, carry):
         plgpu.barrier_wait(stream.ready.at[slot])
         plgpu.barrier_arrive(stream.free.at[slot])
         with interpreter.context() as patch:
             for name in ("barrier_wait", "barrier_arrive"):
                 patch.setattr(plgpu, name, lambda barrier: None)
-            return real(plan, mine, stream, slot, carry)
+            return real(plan, tiles, stream, slot, carry)
 
-    interpreter.setattr(backward, "add_query_gradient", hand_back_first)
+    interpreter.setattr(backward, "add_query_gradient", release_first)
     case = Case(8, 24, heads=1, head_dim=HEAD, spec=FULL)
     assert attend(case, Sizes(stages=1, consumers=1), interpreter)[1]

@@ -142,8 +142,8 @@ def test_unsupported_inputs_are_refused():
     assert kernel.cross_entropy_refuses(h, w) == ""
     for change, reason in (
         ({"dtype": jnp.float32}, "dtype float32 is neither of bfloat16, float16"),
-        ({"shape": (64, 12)}, "is not of 8 by 64 bfloat16 each"),
-        ({"shape": (12, 64)}, "12 words are no multiple of 64"),
+        ({"shape": (64, 12)}, "is not a multiple of 8 by 64 bfloat16"),
+        ({"shape": (12, 64)}, "12 words are not a multiple of 64"),
     ):
         other = jax.ShapeDtypeStruct(**{"shape": w.shape, "dtype": w.dtype} | change)
         assert reason in kernel.cross_entropy_refuses(

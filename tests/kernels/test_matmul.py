@@ -101,12 +101,16 @@ NK = Tiling(right="NK")
 REFUSED = [
     ((struct(8, 64), struct(64, 64, dtype=jnp.float16)), Tiling(), "not both one of bfloat16"),
     ((struct(64, 64, dtype=jnp.float32),) * 2, Tiling(), "not both one of bfloat16"),
-    ((struct(8, 128, dtype=FP8), struct(128, 128, dtype=FP8)), Tiling(), "not as MK and NK"),
-    ((struct(8, 64, dtype=FP8), struct(128, 64, dtype=FP8)), NK, r"8 by 128 float8_e4m3fn each"),
-    ((struct(8, 96), struct(96, 64)), Tiling(), r"\(8, 96\) is not of 8 by 64 bfloat16 each"),
-    ((struct(12, 64), struct(64, 64)), Tiling(), r"\(12, 64\) is not of 8 by 64"),
+    ((struct(8, 128, dtype=FP8), struct(128, 128, dtype=FP8)), Tiling(), "not MK and NK"),
+    (
+        (struct(8, 64, dtype=FP8), struct(128, 64, dtype=FP8)),
+        NK,
+        "multiple of 8 by 128 float8_e4m3fn",
+    ),
+    ((struct(8, 96), struct(96, 64)), Tiling(), r"\(8, 96\) is not a multiple of 8 by 64 bfloat16"),
+    ((struct(12, 64), struct(64, 64)), Tiling(), r"\(12, 64\) is not a multiple of 8 by 64"),
     ((struct(8, 64), struct(128, 64)), Tiling(), "left has depth 64 and right 128"),
-    ((struct(8, 64), struct(72, 64)), NK, r"the product is \[8, 72\], not of 8 by 64 each"),
+    ((struct(8, 64), struct(72, 64)), NK, r"the product \[8, 72\] is not a multiple of 8 by 64"),
 ]
 
 

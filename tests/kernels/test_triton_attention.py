@@ -165,7 +165,7 @@ REFUSED = {
     r"8\.0 \(Ampere\) or newer, found 7\.5": (qkv(), Device("cuda", (7, 5)), NOTHING_ELSE),
     r"dtypes \['float64'\] are not one of": (qkv(dtype="float64"), AMPERE, NOTHING_ELSE),
     r"head dims \(query, value\) \(264, 264\) exceed 256": (qkv(264), AMPERE, NOTHING_ELSE),
-    "query heads=3 are no multiple of key heads=2": (qkv(heads=3), AMPERE, NOTHING_ELSE),
+    "query heads=3 are not a multiple of key heads=2": (qkv(heads=3), AMPERE, NOTHING_ELSE),
     "dropout is not supported": (
         qkv(),
         AMPERE,
