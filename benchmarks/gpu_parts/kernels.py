@@ -125,9 +125,9 @@ def memory_bound(size: Sizes) -> Iterator[Item]:
 
 
 def rms(x, weight):
-    from maxmeg.ops.norm import rms_norm
+    from maxmeg.ops.norm import norm
 
-    return rms_norm(x, weight, 1e-5)
+    return norm(x, weight, None, 1e-5, centred=False)
 
 
 def residual_rms(x, y, weight):
@@ -136,9 +136,9 @@ def residual_rms(x, y, weight):
 
 
 def layer(x, weight, bias):
-    from maxmeg.ops.norm import layer_norm
+    from maxmeg.ops.norm import norm
 
-    return layer_norm(x, weight, bias, 1e-5)
+    return norm(x, weight, bias, 1e-5, centred=True)
 
 
 def swiglu(gate, up):

@@ -212,10 +212,9 @@ class Moe(Mixer):
         gated = spec.shared_ffn_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
         width, keys = spec.latent_size, [jax.random.fold_in(key, place) for place in (4, 5)]
-        down = Linear(keys[0], (D, width), ("embed", "norm"), spec.std) if width else None
-        self.latent_down = down
-        up = Linear(keys[1], (width, D), ("norm", "embed"), spec.out_std) if width else None
-        self.latent_up = up
+        inward, outward = ("embed", "norm"), ("norm", "embed")
+        self.latent_down = Linear(keys[0], (D, width), inward, spec.std) if width else None
+        self.latent_up = Linear(keys[1], (width, D), outward, spec.out_std) if width else None
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None

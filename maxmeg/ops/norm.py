@@ -17,18 +17,6 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored
 
 
-def rms_norm(x: Float[Array, "... D"], weight: Float[Array, " D"], eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) * weight, in x's dtype (Zhang and Sennrich, 2019)."""
-    return norm(x, weight, None, eps, False)
-
-
-def layer_norm(
-    x: Float[Array, "... D"], weight: Float[Array, " D"], bias: Float[Array, " D"], eps: float
-) -> jax.Array:
-    """(x - mean) / sqrt(var + eps) * weight + bias, in x's dtype (Ba et al., 2016)."""
-    return norm(x, weight, bias, eps, True)
-
-
 def norm(
     x: Float[Array, "... D"],
     weight: Float[Array, " D"] | None,
@@ -37,9 +25,10 @@ def norm(
     centred: bool,
     over: tuple[str, ...] = (),
 ) -> jax.Array:
-    """LayerNorm if `centred`, else RMSNorm; weight and bias are optional. In x's dtype.
+    """LayerNorm (Ba et al., 2016) if `centred`, else RMSNorm (Zhang and Sennrich, 2019).
 
-    over: mesh axes that shard the last dimension; the statistics cover the whole dimension.
+    The result has x's dtype. over: mesh axes that shard the last dimension; the statistics cover
+    the whole dimension.
     """
     rows = x.reshape(-1, x.shape[-1])
     return normalize(rows, weight, bias, Statistics(eps, centred, over)).reshape(x.shape)

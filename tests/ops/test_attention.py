@@ -294,7 +294,7 @@ def test_invalid_arguments_are_refused():
     segments = np.zeros((1, 4), np.int32)
     with pytest.raises(ValueError, match="4 queries and 6 keys: segments_BL needs key_segments_BM"):
         attention(x, y, y, FULL, Operands(0, segments))
-    with pytest.raises(ValueError, match="key_segments_BM says nothing without segments_BL"):
+    with pytest.raises(ValueError, match="key_segments_BM needs segments_BL"):
         attention(x, x, x, FULL, Operands(0, None, segments))
     with pytest.raises(ValueError, match=r"key_segments_BM has shape \(1, 4\), needs \(1, 6\)"):
         attention(x, y, y, FULL, Operands(0, segments, segments))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.ops.norm import layer_norm, rms_norm
+from maxmeg.ops.norm import norm
 
 TOLERANCE = 2e-6  # of the largest value, float32
 BFLOAT16 = 2**-8  # of each value: one rounding of the result
@@ -23,9 +23,7 @@ def reference(x, weight, bias):
 
 @jax.jit
 def normalize(x, weight, bias):
-    if bias is None:
-        return rms_norm(x, weight, EPS)
-    return layer_norm(x, weight, bias, EPS)
+    return norm(x, weight, bias, EPS, centred=bias is not None)
 
 
 def inputs(with_bias: bool, scale: float = 1.0):

@@ -145,7 +145,7 @@ def test_sinkhorn_chooses_in_training_and_scores_weigh(chosen):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_turn_every_expert_gets_as_many(name):
+def test_forced_balance_gives_every_expert_as_many(name):
     spec = dataclasses.replace(CASES[name], force_balance=True)
     rows = jnp.asarray(logits(6)).at[:, 0].add(8.0)
     experts, weights = map(np.asarray, route(rows, spec))

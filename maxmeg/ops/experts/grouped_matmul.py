@@ -5,7 +5,6 @@ call, and two products: `rows(x, w, sizes, scales, order)`, each row times its g
 `weights(x, y, sizes)`, x^T y over each group's rows.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -22,14 +21,6 @@ ORDER = ("xla",)  # for "auto": mosaic has not been measured
 FP8 = jnp.float8_e4m3fn
 FP8_MAX = float(jnp.finfo(FP8).max)
 TINY = float(jnp.finfo(jnp.float32).tiny)  # devices flush smaller numbers to zero
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """How a product is computed, forward and backward."""
-
-    backend: str
-    fp8: bool
 
 
 def grouped_matmul(
@@ -57,7 +48,7 @@ def grouped_matmul(
     check_shapes(x_TD, w_EDF, sizes_E)
     call = (x_TD, w_EDF, sizes_E, fp8)
     chosen = pick("grouped_matmul", BACKENDS, ORDER, backend, call)
-    return product(x_TD, w_EDF, sizes_E, Method(chosen, fp8))
+    return product(x_TD, w_EDF, sizes_E, chosen, fp8)
 
 
 def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
@@ -71,10 +62,10 @@ def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
         raise ValueError(f"sizes are {sizes_E.dtype}: they must be integers")
 
 
-def multiply(x_TK: Array, w: Array, sizes_E: Array, order: str, method: Method) -> Array:
+def multiply(x_TK: Array, w: Array, sizes_E: Array, order: str, backend: str, fp8: bool) -> Array:
     """Rows times matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
-    rows = BACKENDS[method.backend].rows
-    if not method.fp8:
+    rows = BACKENDS[backend].rows
+    if not fp8:
         return rows(x_TK, w, sizes_E, (), order)
     live_T = jnp.arange(x_TK.shape[0]) < jnp.sum(sizes_E)
     x_fp8, scale_T = quantize(x_TK)
@@ -92,19 +83,19 @@ def quantize(x: Float[Array, "*N K"]) -> tuple[Float[Array, "*N K"], Float[Array
     return jnp.clip(x / scale[..., None], -FP8_MAX, FP8_MAX).astype(FP8), scale
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def product(x_TD: Array, w_EDF: Array, sizes_E: Array, method: Method) -> Array:
-    return multiply(x_TD, w_EDF, sizes_E, "KN", method)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def product(x_TD: Array, w_EDF: Array, sizes_E: Array, backend: str, fp8: bool) -> Array:
+    return multiply(x_TD, w_EDF, sizes_E, "KN", backend, fp8)
 
 
-def product_forward(x_TD, w_EDF, sizes_E, method):
-    return product(x_TD, w_EDF, sizes_E, method), (x_TD, w_EDF, sizes_E)
+def product_forward(x_TD, w_EDF, sizes_E, backend, fp8):
+    return product(x_TD, w_EDF, sizes_E, backend, fp8), (x_TD, w_EDF, sizes_E)
 
 
-def product_backward(method, residuals, slope_TF):
+def product_backward(backend, fp8, residuals, slope_TF):
     x_TD, w_EDF, sizes_E = residuals
-    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, "NK", method)
-    w_slope_EDF = BACKENDS[method.backend].weights(x_TD, slope_TF, sizes_E)
+    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, "NK", backend, fp8)
+    w_slope_EDF = BACKENDS[backend].weights(x_TD, slope_TF, sizes_E)
     return x_slope_TD, w_slope_EDF, np.zeros(sizes_E.shape, jax.dtypes.float0)
 
 
