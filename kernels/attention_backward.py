@@ -160,11 +160,9 @@ def backward(
     query_spans = query_ranges(*bounds, queries.block, queries.owned, k.shape[1])
     q_grad = query_gradient(inputs._replace(ranges=key_spans), spec, keys)
     inputs = inputs._replace(ranges=query_spans)
-    together, apart = [(True, True)], [(True, False), (False, True)]
+    kernel_parts = [(True, False), (False, True)] if tiles.split else [(True, True)]
     k_grad, v_grad = (
-        grad
-        for parts in (apart if tiles.split else together)
-        for grad in key_gradients(inputs, spec, queries, parts)
+        grad for parts in kernel_parts for grad in key_gradients(inputs, spec, queries, parts)
     )
     return q_grad, k_grad, v_grad
 

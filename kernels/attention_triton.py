@@ -395,13 +395,13 @@ def load_bounds(plan: Plan, lower_AL: Any, upper_AL: Any, bounds: Any, start: An
 def triton_flash_forward(plan: Plan, *refs: Any) -> None:
     q_BLHK, k_BMGK, v_BMGV, lower_AL, upper_AL, ranges, out_BLHV, lse_BHL = refs
     tile, (L, M) = plan.tile, plan.lengths
-    own, index, bounds = program_block(plan, tile.rows, plan.spec.causal)
-    q = load_matrix(q_BLHK, own, tile.rows, L)
-    lower, upper = load_bounds(plan, lower_AL, upper_AL, bounds, own.start)
+    owned, index, bounds = program_block(plan, tile.rows, plan.spec.causal)
+    q = load_matrix(q_BLHK, owned, tile.rows, L)
+    lower, upper = load_bounds(plan, lower_AL, upper_AL, bounds, owned.start)
 
     def step(masked: bool, number: jax.Array, carry: tuple) -> tuple:
         sums, largest, total = carry
-        block = Block(own.batch, own.head // plan.heads_a_group, number * tile.keys)
+        block = Block(owned.batch, owned.head // plan.heads_a_group, number * tile.keys)
         length = M if masked else None  # a full block ends before the last key
         k = load_matrix(k_BMGK, block, tile.keys, length)
         scores, _ = scaled(plan.spec, product(q, k))
@@ -422,9 +422,9 @@ def triton_flash_forward(plan: Plan, *refs: Any) -> None:
     is_blind = total == 0
     total = jnp.where(is_blind, 1.0, total)
     lse = jnp.where(is_blind, UNSEEN, largest * (1 / LOG2E) + jnp.log(total))
-    store_matrix(out_BLHV, own, tuple(sum_ / total[:, None] for sum_ in sums), L)
-    exists = own.start + jnp.arange(tile.rows, dtype=jnp.int32) < L
-    place = lse_BHL.at[own.batch, own.head, pl.ds(own.start, tile.rows)]
+    store_matrix(out_BLHV, owned, tuple(sum_ / total[:, None] for sum_ in sums), L)
+    exists = owned.start + jnp.arange(tile.rows, dtype=jnp.int32) < L
+    place = lse_BHL.at[owned.batch, owned.head, pl.ds(owned.start, tile.rows)]
     plgpu.store(place, lse, mask=exists)
 
 
@@ -453,13 +453,13 @@ def score_slopes(
 
 def triton_flash_query_gradient(plan: Plan, *refs: Any) -> None:
     inputs, grad_BLHK, tile = Inputs(*refs[:-1]), refs[-1], plan.tile
-    own, index, bounds = program_block(plan, tile.rows, plan.spec.causal)
-    q = load_matrix(inputs.q_BLHK, own, tile.rows, plan.lengths[0])
-    slope = load_matrix(inputs.slope_BLHV, own, tile.rows, plan.lengths[0])
-    rows = Rows(*(number[:, None] for number in load_rows(plan, inputs, own, bounds)))
+    owned, index, bounds = program_block(plan, tile.rows, plan.spec.causal)
+    q = load_matrix(inputs.q_BLHK, owned, tile.rows, plan.lengths[0])
+    slope = load_matrix(inputs.slope_BLHV, owned, tile.rows, plan.lengths[0])
+    rows = Rows(*(number[:, None] for number in load_rows(plan, inputs, owned, bounds)))
 
     def step(masked: bool, number: jax.Array, sums: Parts) -> Parts:
-        block = Block(own.batch, own.head // plan.heads_a_group, number * tile.keys)
+        block = Block(owned.batch, owned.head // plan.heads_a_group, number * tile.keys)
         length = plan.lengths[1] if masked else None
         k = load_matrix(inputs.k_BMGK, block, tile.keys, length)
         v = load_matrix(inputs.v_BMGV, block, tile.keys, length)
@@ -470,21 +470,21 @@ def triton_flash_query_gradient(plan: Plan, *refs: Any) -> None:
     cut = (plan.sides.lower, plan.sides.upper)
     carry = zeros(tile.rows, grad_BLHK.shape[-1])
     sums = walk(span_of(inputs.ranges, bounds, index), cut, step, carry)
-    store_matrix(grad_BLHK, own, tuple(sum_ * plan.spec.scale for sum_ in sums), plan.lengths[0])
+    store_matrix(grad_BLHK, owned, tuple(sum_ * plan.spec.scale for sum_ in sums), plan.lengths[0])
 
 
 def triton_flash_key_gradients(plan: Plan, *refs: Any) -> None:
     inputs, (k_grad_BMGK, v_grad_BMGV) = Inputs(*refs[:-2]), refs[-2:]
     tile, (L, M) = plan.tile, plan.lengths
-    own, index, bounds = program_block(plan, tile.keys, backwards=False)
-    k = load_matrix(inputs.k_BMGK, own, tile.keys, M)
-    v = load_matrix(inputs.v_BMGV, own, tile.keys, M)
+    owned, index, bounds = program_block(plan, tile.keys, backwards=False)
+    k = load_matrix(inputs.k_BMGK, owned, tile.keys, M)
+    v = load_matrix(inputs.v_BMGV, owned, tile.keys, M)
     span = span_of(inputs.ranges, bounds, index)
-    keys = own.start + jnp.arange(tile.keys, dtype=jnp.int32)[:, None]
+    keys = owned.start + jnp.arange(tile.keys, dtype=jnp.int32)[:, None]
 
     def step(head: jax.Array, masked: bool, number: jax.Array, sums: tuple) -> tuple:
         """Products are [keys, queries], so that none of them needs to be transposed."""
-        block = Block(own.batch, head, number * tile.rows)
+        block = Block(owned.batch, head, number * tile.rows)
         q = load_matrix(inputs.q_BLHK, block, tile.rows, L)
         slope = load_matrix(inputs.slope_BLHV, block, tile.rows, L)
         rows = Rows(*(number[None] for number in load_rows(plan, inputs, block, bounds)))
@@ -493,12 +493,12 @@ def triton_flash_key_gradients(plan: Plan, *refs: Any) -> None:
         return accumulate(sums[0], slopes, q), accumulate(sums[1], weights, slope)
 
     def walk_head(number: jax.Array, sums: tuple) -> tuple:
-        head = own.head * plan.heads_a_group + number
+        head = owned.head * plan.heads_a_group + number
         # The first queries that see a block are those whose upper bound cuts it.
         cut = (plan.sides.upper, plan.sides.lower)
         return walk(span, cut, functools.partial(step, head), sums)
 
     sums = (zeros(tile.keys, k_grad_BMGK.shape[-1]), zeros(tile.keys, v_grad_BMGV.shape[-1]))
     sums = lax.fori_loop(0, plan.heads_a_group, walk_head, sums)
-    store_matrix(k_grad_BMGK, own, tuple(sum_ * plan.spec.scale for sum_ in sums[0]), M)
-    store_matrix(v_grad_BMGV, own, sums[1], M)
+    store_matrix(k_grad_BMGK, owned, tuple(sum_ * plan.spec.scale for sum_ in sums[0]), M)
+    store_matrix(v_grad_BMGV, owned, sums[1], M)

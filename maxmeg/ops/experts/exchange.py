@@ -226,8 +226,8 @@ further_rounds.defvjp(
 
 
 class Slices(NamedTuple):
-    """[sender, receiver] slices: `sizes` rows from row `starts` of what the sender holds, to row
-    `places` of what the receiver gets."""
+    """[sender, receiver] slices: `sizes` rows from row `starts` of the sender's buffer to row
+    `places` of the receiver's."""
 
     starts: Int[Array, "devices devices"]
     sizes: Int[Array, "devices devices"]
