@@ -177,9 +177,9 @@ def arrays(dtype=jnp.bfloat16, heads=8, groups=2, dim=64, page=16, queries=1):
         ({"dtype": jnp.float32}, "not all bfloat16 or all float16"),
         ({"dim": 40}, r"\(40, 40\) are none of"),
         ({"heads": 3}, "query heads=3 are not a multiple of key heads=2"),
-        ({"queries": 17}, "17 queries of 4 heads a key head are more than 64 rows"),
+        ({"queries": 17}, "17 queries of 4 heads per key head are more than 64 rows"),
         ({"page": 4}, "pages have 4 slots: supported are 8, 16, 32 and multiples of 64"),
-        ({"page": 96}, "pages of 96 slots"),
+        ({"page": 96}, "pages have 96 slots"),
     ],
 )
 def test_unsupported_input_is_refused(options: dict, message: str):

@@ -125,9 +125,9 @@ def test_auto_takes_the_reference_even_where_the_kernel_could_run(monkeypatch, c
     [
         (Device("cpu"), {}, "cannot run: the device is cpu, not a CUDA GPU; use auto or xla"),
         (Device("cuda", (8, 0)), {}, "it needs a Hopper GPU .*found 8.0"),
-        (HOPPER, {"page": 12}, "pages of 12 slots"),
+        (HOPPER, {"page": 12}, "pages have 12 slots"),
         (HOPPER, {"head_dim": 40}, r"head dims \(query, value\) \(40, 40\) are none of"),
-        (HOPPER, {"queries": 33}, "33 queries of 2 heads a key head are more than 64 rows"),
+        (HOPPER, {"queries": 33}, "33 queries of 2 heads per key head are more than 64 rows"),
     ],
 )
 def test_the_named_kernel_says_why_it_cannot_run(device, options, message, monkeypatch):

@@ -117,8 +117,8 @@ def test_unmeasured_kernels_are_run_by_name_only(monkeypatch, caplog):
 
 
 REFUSED = [
-    (struct(8, 64), struct(2, 64, 96), False, "dimensions 64 and 96 are no multiples of 64"),
-    (struct(8, 128), struct(2, 128, 64), True, "dimensions 128 and 64 are no multiples of 128"),
+    (struct(8, 64), struct(2, 64, 96), False, "dimensions 64 and 96 are not multiples of 64"),
+    (struct(8, 128), struct(2, 128, 64), True, "dimensions 128 and 64 are not multiples of 128"),
     (struct(8, 64), struct(257, 64, 64), False, "in at most 256 groups"),
     (struct(0, 64), struct(2, 64, 64), False, "at least one row"),
     (

@@ -210,8 +210,8 @@ def test_bias_goes_to_where_tokens_are_missing():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"top_k": 17}, "top_k=17 must be from 1 to the 16"),
-        ({"top_k": 0}, "top_k=0 must be"),
+        ({"top_k": 17}, "top_k=17 must lie in 1"),
+        ({"top_k": 0}, "top_k=0 must lie in 1"),
         ({"num_groups": 3}, "num_groups=3 must divide num_experts=16"),
         ({"num_groups": 4, "topk_groups": 5}, r"topk_groups=5 must lie in 1\.\.4"),
         (
