@@ -124,7 +124,7 @@ def run(description: str | None, arguments: Sequence[str]) -> int:
             flags.input, flags.output, options, flags.workers,
             flags.skip_bad_lines, flags.stdin_format, BadLines(), share,
         )  # fmt: skip
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, ChildProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

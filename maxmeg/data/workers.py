@@ -1,8 +1,10 @@
 """Processes that read or tokenize for a parent process."""
 
+import collections
 import contextlib
 import fcntl
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.util
 import os
@@ -11,6 +13,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Protocol, Self
@@ -18,9 +23,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 _LAST_WORDS = 5  # seconds to wait for the exit of a process whose pipe is closed
-LOADER_REMEDY = (
-    "lower data.num_workers or data.prefetch; the same command resumes from the last checkpoint"
-)
 _PIPE = 1 << 20  # bytes in a pipe; the default of 64 KiB would wake both processes too often
 _JOINED = 0.02  # seconds between checks of a thread that may wait for the queue
 
@@ -72,23 +74,58 @@ class RebuiltInWorkers:
         return functools.partial(type(self), *args, **kwargs), ()
 
 
+_function: Callable[[Any], Any] | None = None  # of a process of `in_processes`
+
+
+def in_processes(
+    items: Iterable[Any], num_workers: int, make: Callable, arguments: tuple, died: str
+) -> Generator[tuple[Any, Any], None, None]:
+    """Yield (item, function(item)) in order; every process makes the function, make(*arguments).
+
+    ChildProcessError with the message `died` where a process is killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(num_workers, context, _start, (make, arguments))
+    remaining, pending = iter(items), collections.deque()
+
+    def submit(count: int) -> None:
+        for item in itertools.islice(remaining, count):
+            pending.append((item, pool.submit(_call, item)))
+
+    try:
+        submit(2 * num_workers + 2)
+        while pending:
+            item, future = pending.popleft()
+            result = future.result()
+            submit(1)
+            yield item, result
+    except BrokenProcessPool as error:
+        raise ChildProcessError(died) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start(make: Callable, arguments: tuple) -> None:
+    global _function
+    follow_parent()
+    _function = make(*arguments)
+
+
+def _call(item: Any) -> Any:
+    assert _function is not None
+    return _function(item)
+
+
 class Workers:
     """Iterates over `source` in order; of n processes, process i makes the elements i, i + n, ...
 
     Up to `ahead` elements of each process wait in this process. An exception in a worker is raised
-    in place of its element; if a worker is killed, a ChildProcessError with `name` and `remedy` is
-    raised. Each worker alone holds the writing end of its pipe, so the pipe closes when the worker
-    dies, even in the middle of an element; with a shared queue the parent would wait forever.
+    in place of its element; if a worker is killed, a ChildProcessError is raised. Each worker alone
+    holds the writing end of its pipe, so the pipe closes when the worker dies, even in the middle
+    of an element; with a shared queue the parent would wait forever.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        num_workers: int,
-        ahead: int,
-        name: str = "loader process",
-        remedy: str = LOADER_REMEDY,
-    ) -> None:
+    def __init__(self, source: Source, num_workers: int, ahead: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._workers: list[_Worker] = []
         # Runs before multiprocessing terminates its daemons by SIGTERM, which workers ignore.
@@ -99,11 +136,11 @@ class Workers:
             with contextlib.suppress(OSError):  # users may be limited to smaller pipes
                 fcntl.fcntl(writer.fileno(), fcntl.F_SETPIPE_SZ, _PIPE)
             arguments = (source, range(number, len(source), num_workers), writer)
-            name_of = f"{name} {number + 1} of {num_workers}"
+            name_of = f"loader process {number + 1} of {num_workers}"
             process = context.Process(target=_work, args=arguments, daemon=True, name=name_of)
             process.start()
             writer.close()
-            self._workers.append(_Worker(process, reader, ahead, remedy))
+            self._workers.append(_Worker(process, reader, ahead))
 
     @property
     def _worker(self) -> "_Worker":
@@ -133,8 +170,8 @@ class Workers:
 class _Worker:
     """A process, and the thread that receives its elements."""
 
-    def __init__(self, process: BaseProcess, reader: Connection, ahead: int, remedy: str) -> None:
-        self.process, self.reader, self._remedy = process, reader, remedy
+    def __init__(self, process: BaseProcess, reader: Connection, ahead: int) -> None:
+        self.process, self.reader = process, reader
         self.answers: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
         self.thread = threading.Thread(target=self._take, daemon=True)
         self.thread.start()
@@ -160,7 +197,8 @@ class _Worker:
             how = f"by signal {-code} ({signal.Signals(-code).name})"
         return ChildProcessError(
             f"{self.process.name} (process {self.process.pid}) was ended {how}, not by this run. "
-            f"Where memory ran out (see `dmesg`, or the job's limits), {self._remedy}"
+            f"Where memory ran out (see `dmesg`, or the job's limits), lower data.num_workers or "
+            "data.prefetch; the same command resumes from the last checkpoint"
         )
 
 
@@ -201,9 +239,8 @@ def _receive(reader: Connection, names: list[tuple[str, str, tuple[int, ...]]]) 
 
 def _work(source: Source, numbers: range, writer: Connection) -> None:
     follow_parent()
-    if (
-        "jax" in sys.modules
-    ):  # imported with the parent's main module; only the parent uses accelerators
+    # jax is imported with the parent's main module; only the parent uses accelerators.
+    if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
     try:
         for number in numbers:

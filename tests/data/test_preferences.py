@@ -94,7 +94,7 @@ def opened(tmp_path, rows: list[dict], template=CHATML, length=LENGTH, too_long=
 @pytest.mark.parametrize("template", [CHATML, BLOCKS], ids=["chatml", "blocks"])
 def test_preference_formats_are_read(tmp_path, template):
     data = opened(tmp_path, [row for row, _ in ROWS.values()], template)
-    assert str(data.counts) == f"{len(ROWS)} whole, 0 truncated, 0 dropped"
+    assert data.counts == f"{len(ROWS)} whole, 0 truncated, 0 dropped"
     batch = data.batch(np.arange(len(ROWS)))
     assert {values.shape for values in batch.values()} == {(2 * len(ROWS), LENGTH)}
     expected = [side for _, sides in ROWS.values() for side in sides]
@@ -125,9 +125,9 @@ def test_long_pairs_are_dropped_or_cut_together(tmp_path):
 
     rows = [pair(4, 4, 3), pair(4, 20, 3), pair(4, 3, 20), pair(20, 1, 2), pair(4, 12, 12)]
     data = opened(tmp_path, rows, length=16)
-    assert str(data.counts) == "2 whole, 0 truncated, 3 dropped" and data.samples_per_epoch == 2
+    assert data.counts == "2 whole, 0 truncated, 3 dropped" and data.samples_per_epoch == 2
     data = opened(tmp_path, rows, length=16, too_long="truncate")
-    assert str(data.counts) == "2 whole, 2 truncated, 1 dropped"
+    assert data.counts == "2 whole, 2 truncated, 1 dropped"
     losses = data.batch(np.arange(4))["loss_mask"].sum(1).astype(int).tolist()
     assert losses == [5, 4, 13, 4, 4, 13, 13, 13]
     assert data.num_tokens == 8 + 7 + 16 + 7 + 7 + 16 + 16 + 16

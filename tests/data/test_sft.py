@@ -247,6 +247,6 @@ def test_a_process_that_is_killed_is_named(files, tmp_path, monkeypatch):
         process.kill()
 
     monkeypatch.setattr(BaseProcess, "start", start_and_kill)
-    with pytest.raises(ChildProcessError, match=r"process for conversations \d of 2 .*SIGKILL"):
+    with pytest.raises(ChildProcessError, match="a process for conversations was killed, perhaps"):
         prepare(files[0], CHATS, load_tokenizer("bytes"), tmp_path / "cache", files[1], 2)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".lock"]

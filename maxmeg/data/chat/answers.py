@@ -4,7 +4,9 @@ Tokens and loss masks are made once per node, in parallel processes, and kept in
 .bin/.idx pairs: one document per row, one sequence per text of the row.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
 import os
@@ -12,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,17 +30,15 @@ from maxmeg.data.prepare.documents import (
     kind_of,
     read_records,
 )
+from maxmeg.data.prepare.encoding import Column
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.data.workers import Arrays, Workers
+from maxmeg.data.workers import in_processes
 
 LAYOUT = b"1"  # version of the files in the cache; a new version is made again
 MAX_WORKERS = 16
 _ROWS_AT_ONCE, _BYTES_AT_ONCE = 1024, 1 << 22  # limits of a chunk
-_AHEAD = 2  # encoded chunks of each process that wait to be written
 _REMEDY = "give the job more memory or fewer cores, then start again"
-
-Encoded = tuple[np.ndarray, np.ndarray]  # a text's tokens, and which of them have a loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,7 @@ def prepare(
         with locked_folder(folder):
             if not final.is_dir():
                 with atomic_folder(final) as temporary:
-                    _write(_Chunks(path, kind, tokenizer.spec, template), num_workers, temporary)
+                    _write(path, num_workers, temporary, kind, template, tokenizer.spec)
     except ChildProcessError:  # it names the process and the remedy
         raise
     except OSError as error:
@@ -100,103 +101,80 @@ def _digest(path: str, kind: Kind, tokenizer: Tokenizer, template: ChatTemplate)
     return digest.hexdigest()[:16]
 
 
-class _Chunks:
-    """The rows of a file in encoded chunks; reading the chunks in order reads the file once."""
-
-    def __init__(self, path: str, kind: Kind, spec: str, template: ChatTemplate) -> None:
-        self.path, self.kind, self.spec, self.template = path, kind, spec, template
-        self._size = (_ROWS_AT_ONCE, _BYTES_AT_ONCE)
-        self._count = sum(1 for _ in self._read())
-        self._unread: Iterator[list[Record]] | None = None
-        self._next = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def _read(self) -> Iterator[list[Record]]:
-        (most_rows, most_bytes), chunk, size = self._size, [], 0
-        for record in read_records([self.path]):
-            if len(chunk) == most_rows or (chunk and size + len(record.data) > most_bytes):
-                yield chunk
-                chunk, size = [], 0
-            chunk.append(record)
-            size += len(record.data)
-        if chunk:
+def _chunks(path: str) -> Iterator[list[Record]]:
+    """The rows of a file, some at a time."""
+    chunk, size = [], 0
+    for record in read_records([path]):
+        if len(chunk) == _ROWS_AT_ONCE or (chunk and size + len(record.data) > _BYTES_AT_ONCE):
             yield chunk
-
-    def __getitem__(self, index: int, /) -> Arrays:
-        """Encode one chunk of rows.
-
-        tokens and loss: of all texts, concatenated; lengths: of each text; ends: number of texts up
-        to the end of each row; problems: UTF-8 messages about invalid rows, separated by NUL bytes.
-        """
-        if self._unread is None or index < self._next:
-            self._unread, self._next = self._read(), 0
-            self._tokenizer = load_tokenizer(self.spec)
-        records = next(itertools.islice(self._unread, index - self._next, None))
-        self._next = index + 1
-        sides = [find_turns(self.template, records, read) for read in self.kind.readers]
-        texts, ends, problems = [(np.empty(0, np.int32), np.empty(0, np.uint8))], [], []
-        for record, *row in zip(records, *sides, strict=True):
-            try:
-                texts += [self._encode(turns) for _, turns in row]
-                ends.append(len(texts) - 1)
-            except BadRow as error:
-                problems.append(f"{record.place}: {error}")
-        lengths = [len(tokens) for tokens, _ in texts]
-        lines = "\0".join(problems[:MAX_ERRORS]).encode("utf-8", "backslashreplace")
-        tokens, loss = (np.concatenate(parts) for parts in zip(*texts, strict=True))
-        return {
-            "tokens": tokens.astype(token_dtype(self._tokenizer.vocab_size)),
-            "loss": loss,
-            "lengths": np.array(lengths[1:], np.int64),
-            "ends": np.array(ends, np.int64),
-            "problems": np.frombuffer(lines, np.uint8),
-        }
-
-    def _encode(self, turns: Turns | BadRow) -> Encoded:
-        if isinstance(turns, BadRow):
-            raise turns
-        return encode_turns(self._tokenizer, turns)
+            chunk, size = [], 0
+        chunk.append(record)
+        size += len(record.data)
+    if chunk:
+        yield chunk
 
 
-def _write(chunks: _Chunks, num_workers: int | None, folder: Path) -> None:
-    start, name = time.monotonic(), chunks.kind.name
-    if num_workers is None:
-        num_workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS, len(chunks) // 2)
-    vocab_size = load_tokenizer(chunks.spec).vocab_size
-    if num_workers < 2:
-        encoded = map(chunks.__getitem__, range(len(chunks)))
-        count, num_tokens = _write_all(encoded, vocab_size, folder, chunks.path)
-    else:
-        workers = Workers(chunks, num_workers, _AHEAD, f"process for {name}", _REMEDY)
+def _encoder(
+    kind: Kind, template: ChatTemplate, spec: str
+) -> Callable[[list[Record]], tuple[Column, Column, list[str]]]:
+    return functools.partial(_encode_rows, kind, template, load_tokenizer(spec))
+
+
+def _encode_rows(
+    kind: Kind, template: ChatTemplate, tokenizer: Tokenizer, records: list[Record]
+) -> tuple[Column, Column, list[str]]:
+    """The tokens of rows, which of them have a loss, and messages about invalid rows."""
+    sides = [find_turns(template, records, read) for read in kind.readers]
+    texts, ends, problems = [(np.empty(0, np.int32), np.empty(0, np.uint8))], [], []
+    for record, *row in zip(records, *sides, strict=True):
         try:
-            encoded = (next(workers) for _ in range(len(chunks)))
-            count, num_tokens = _write_all(encoded, vocab_size, folder, chunks.path)
-        finally:
-            workers.close()
+            texts += [encode_turns(tokenizer, turns) for _, turns in row]
+            ends.append(len(texts) - 1)
+        except BadRow as error:
+            problems.append(f"{record.place}: {error}")
+    lengths = np.array([len(tokens) for tokens, _ in texts[1:]], np.int64)
+    tokens, loss = (np.concatenate(parts) for parts in zip(*texts, strict=True))
+    tokens, ends = tokens.astype(token_dtype(tokenizer.vocab_size)), np.array(ends, np.int64)
+    return Column(tokens, lengths, ends), Column(loss, lengths, ends), problems
+
+
+def _write(path: str, num_workers: int | None, folder: Path, *making: Any) -> None:
+    """Encode the rows of a file and write them into a folder. making: of `_encoder`."""
+    start, (kind, _, spec) = time.monotonic(), making
+    if num_workers is None:
+        most = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
+        num_workers = min(most, os.path.getsize(path) // _BYTES_AT_ONCE)
+    if num_workers < 2:
+        encode = _encoder(*making)
+        results = ((chunk, encode(chunk)) for chunk in _chunks(path))
+    else:
+        died = f"a process for {kind.name} was killed, perhaps for lack of memory: {_REMEDY}"
+        results = in_processes(_chunks(path), num_workers, _encoder, making, died)
+    with contextlib.closing(results):
+        vocab_size = load_tokenizer(spec).vocab_size
+        count, num_tokens = _write_all((result for _, result in results), vocab_size, folder, path)
     if not count:
-        raise ValueError(f"{chunks.path} holds no {name}: write one JSON object per line")
+        raise ValueError(f"{path} holds no {kind.name}: write one JSON object per line")
     print(
-        f"chats: {count:,} {name} of {chunks.path}, {num_tokens:,} tokens, made in "
+        f"chats: {count:,} {kind.name} of {path}, {num_tokens:,} tokens, made in "
         f"{time.monotonic() - start:.1f} s in {folder.parent}",
         file=sys.stderr,
     )
 
 
 def _write_all(
-    chunks: Iterable[Arrays], vocab_size: int, folder: Path, path: str
+    chunks: Iterable[tuple[Column, Column, list[str]]], vocab_size: int, folder: Path, path: str
 ) -> tuple[int, int]:
     """Write all chunks and return the numbers of rows and tokens; ValueError that names invalid
     rows."""
     count, problems = 0, []
     tokens = IndexedWriter(folder / "tokens", vocab_size)
     with tokens, IndexedWriter(folder / "loss", dtype=np.uint8) as loss:
-        for chunk in chunks:
-            tokens.add_documents(chunk["tokens"], chunk["lengths"], chunk["ends"])
-            loss.add_documents(chunk["loss"], chunk["lengths"], chunk["ends"])
-            count += len(chunk["ends"])
-            problems += [line for line in chunk["problems"].tobytes().decode().split("\0") if line]
+        for ids, has_loss, bad in chunks:
+            tokens.add_documents(ids.tokens, ids.lengths, ids.ends)
+            loss.add_documents(has_loss.tokens, has_loss.lengths, has_loss.ends)
+            count += len(ids.ends)
+            problems += bad
             if len(problems) >= MAX_ERRORS:
                 break
         if problems:
@@ -204,8 +182,10 @@ def _write_all(
     return count, tokens.num_tokens
 
 
-def encode_turns(tokenizer: Tokenizer, turns: Turns) -> Encoded:
+def encode_turns(tokenizer: Tokenizer, turns: Turns | BadRow) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of the whole text, and a uint8 mask of the tokens that overlap a span with a loss."""
+    if isinstance(turns, BadRow):
+        raise turns
     try:
         check_unicode(turns.text, "the conversation")
     except ValueError as error:

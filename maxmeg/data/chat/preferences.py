@@ -95,7 +95,7 @@ class Preferences(RebuiltInWorkers):
     ) -> None:
         part = (folders, split, split_index, sequence_length, too_long)
         self._pairs = FittingRows(*part, num_texts=len(SIDES))
-        self.counts, self.samples_per_epoch = self._pairs.counts, len(self._pairs.rows)
+        self.counts, self.samples_per_epoch = str(self._pairs), len(self._pairs.rows)
         self.num_tokens = int((self._pairs.lengths - 1).sum())
         self.sequence_length, self.vocab_size = sequence_length, vocab_size
         self._pad, self._seed, self._shuffle = pad, seed, split_index == 0

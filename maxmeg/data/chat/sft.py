@@ -1,8 +1,8 @@
 """Supervised fine-tuning data: the rows of prepared folders that fit into a sequence."""
 
 import collections
-import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,19 +13,8 @@ from maxmeg.data.samples.packing import Document
 from maxmeg.data.samples.sampling import split_range
 from maxmeg.data.workers import RebuiltInWorkers
 
+USES = ("whole", "truncated", "dropped")  # of the rows of a split
 CHATS = Kind("conversations", (read_row,))
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts:
-    """How many rows of a split are used whole, are truncated, and are dropped."""
-
-    whole: int
-    truncated: int
-    dropped: int
-
-    def __str__(self) -> str:
-        return f"{self.whole:,} whole, {self.truncated:,} truncated, {self.dropped:,} dropped"
 
 
 class FittingRows(RebuiltInWorkers):
@@ -61,10 +50,10 @@ class FittingRows(RebuiltInWorkers):
             rows.append(np.stack([np.full(len(kept), folder), begin + kept], axis=1))
             lengths.append(np.minimum(full[kept], self._longest))
         self.rows, self.lengths = np.concatenate(rows), np.concatenate(lengths)
-        self.counts = Counts(counts["whole"], counts["truncated"], counts["dropped"])
+        self._counts = counts
 
     def __str__(self) -> str:
-        return str(self.counts)
+        return ", ".join(f"{self._counts[name]:,} {name}" for name in USES)
 
     @property
     def corpora(self) -> list[IndexedDataset]:
@@ -87,15 +76,9 @@ class FittingRows(RebuiltInWorkers):
 class Chats(FittingRows):
     """The conversations of one split of prepared folders, as documents to pack."""
 
-    def __init__(
-        self,
-        folders: Sequence[str],
-        split: str,
-        split_index: int,
-        sequence_length: int,
-        too_long: str,
-    ) -> None:
-        super().__init__(folders, split, split_index, sequence_length, too_long)
+    def __init__(self, *part: Any) -> None:
+        """part: the arguments of `FittingRows`, without num_texts."""
+        super().__init__(*part)
         self.lengths = self.lengths[:, 0]
 
     def read(self, i: int) -> Document:

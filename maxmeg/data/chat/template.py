@@ -24,6 +24,7 @@ MAX_CHARACTERS = 2**24  # in all texts of one process
 MAX_TEMPLATE = 2**20  # characters
 AT_ONCE = 256  # conversations per process
 SHOWN = 80  # characters of a message in an error
+VARIABLES = {"tools": None, "documents": None, "add_generation_prompt": True}
 REMEDY = "a chat template should not need that; use a template that you trust"
 
 Messages = Sequence[Mapping[str, typing.Any]]
@@ -48,15 +49,12 @@ class ChatTemplate:
         for start in range(0, len(conversations), AT_ONCE):
             part = conversations[start : start + AT_ONCE]
             variables = [{"messages": [dict(message) for message in m]} for m in part]
-            texts += self._rendered(variables, start)
+            answer = self.answer(variables)
+            if "error" in answer:
+                where = f" of conversation {start + answer['index'] + 1}" * (answer["index"] >= 0)
+                raise ValueError(f"{self.source} cannot render text{where}: {answer['error']}")
+            texts += answer["texts"]
         return texts
-
-    def _rendered(self, conversations: list[dict], first: int) -> list[str]:
-        answer = self.answer(conversations)
-        if "error" in answer:
-            where = f" of conversation {first + answer['index'] + 1}" * (answer["index"] >= 0)
-            raise ValueError(f"{self.source} cannot render text{where}: {answer['error']}")
-        return answer["texts"]
 
     def answer(self, conversations: list[dict], marks: tuple[str, str] = ("", "")) -> dict:
         """Render conversations in a child process and return its answer (see `template_child`).
@@ -66,10 +64,7 @@ class ChatTemplate:
         """
         request = {
             "template": self.text,
-            "variables": {
-                **self.tokens,
-                **{"tools": None, "documents": None, "add_generation_prompt": True},
-            },
+            "variables": {**self.tokens, **VARIABLES},
             "conversations": conversations,
             "marks": marks,
             "seconds": CPU_SECONDS,
@@ -123,7 +118,9 @@ def load_chat_template(tokenizer: Tokenizer, path: str = "") -> ChatTemplate:
     text, source = _read_template(path) if path else _own_template(tokenizer, folder, config)
     if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
         raise ValueError(f"{source}: a chat template is text of at most {MAX_TEMPLATE} characters")
-    return ChatTemplate(text, source, special_tokens(config) | roles_of(tokenizer))
+    roles = parse_spec(tokenizer.spec).roles  # named by the options of the tokenizer's spec
+    named = {f"{'eos' if role == 'eod' else role}_token": name for role, name in roles.items()}
+    return ChatTemplate(text, source, special_tokens(config) | named)
 
 
 def _read_template(path: str) -> tuple[str, str]:
@@ -161,12 +158,6 @@ def special_tokens(config: Mapping[str, typing.Any]) -> dict[str, str]:
         if key.endswith("_token") and isinstance(value, str):
             tokens[key] = value
     return tokens
-
-
-def roles_of(tokenizer: Tokenizer) -> dict[str, str]:
-    """The special tokens that the options of the tokenizer's spec name."""
-    roles = parse_spec(tokenizer.spec).roles
-    return {f"{'eos' if role == 'eod' else role}_token": name for role, name in roles.items()}
 
 
 def default_of(named: list, source: str) -> str:

@@ -220,9 +220,8 @@ def _texts(
         answer = _answer(template, rest, places[len(texts) :], marks)
         has_blocks = answer["generation"]
         texts += answer["texts"]
-        if (
-            "error" in answer and answer["index"] < 1
-        ):  # a later one is tried again with the whole limit
+        # A later one is tried again with the whole limit.
+        if "error" in answer and answer["index"] < 1:
             if answer["index"] < 0:
                 raise ValueError(f"{template.source} is not a valid template: {answer['error']}")
             texts.append(BadRow(f"{template.source} cannot render it: {answer['error']}"))

@@ -240,9 +240,8 @@ class RemoteTokens:
             data = storage.read_range(self._path, begin, end)
         except ValueError as error:
             raise ValueError(f"bytes [{begin}, {end}): {error}") from error
-        if (
-            time.monotonic() > self._checked + _CHECKED
-        ):  # after the read, so that a change during the read is noticed
+        # After the read, so that a change during the read is noticed.
+        if time.monotonic() > self._checked + _CHECKED:
             self._checked = time.monotonic()
             if storage.state(self._path)[1] != self._corpus.stamp:
                 raise ValueError(
@@ -304,9 +303,8 @@ def _locked(folder: str):
         digits = os.pread(file, _DIGITS, 0)
         used = _Used(int(digits) if digits else sum(size for _, size, _ in _kept(folder)))
         yield used
-        os.pwrite(
-            file, b"%0*d" % (_DIGITS, used.value), 0
-        )  # always _DIGITS bytes, so a write is never partial
+        # Always _DIGITS bytes, so a write is never partial.
+        os.pwrite(file, b"%0*d" % (_DIGITS, used.value), 0)
     finally:
         os.close(file)
 

@@ -49,14 +49,14 @@ def exists(path: str) -> bool:
     """Whether a file or object exists; False for a folder."""
     if not is_remote(path):
         return os.path.isfile(path)
-    information = _try("look for", path, _information, missing=None)
+    information = _try("look for", path, lambda store, key: store.info(key), missing=None)
     return information is not None and information["type"] == "file"
 
 
 def state(path: str) -> tuple[int, str]:
     """Bytes of a file or an object, and a version that changes when it is written again."""
     if is_remote(path):
-        information = _try("look at", path, _information)
+        information = _try("look at", path, lambda store, key: store.info(key))
         names = ("ETag", "etag", "LastModified", "updated", "mtime", "created")
         return int(information["size"]), next(
             (str(information[name]) for name in names if name in information), ""
@@ -106,10 +106,6 @@ def read_range(path: str, begin: int, end: int) -> bytes:
     return data
 
 
-def _information(store: Any, key: str) -> dict:
-    return store.info(key)
-
-
 def _read_object(store: Any, key: str, begin: int, end: int) -> bytes:
     data = store.cat_file(key, start=begin, end=end)
     if len(data) != end - begin:
@@ -136,15 +132,14 @@ def _try(
         except _NEVER_AGAIN as error:
             raise ValueError(f"cannot {operation} {path}: {_describe(error)}") from error
         except Exception as error:  # each library has its own connection errors
-            if _is_refusal(error):
+            if isinstance(error, PermissionError) or "Credential" in type(error).__name__:
                 raise ValueError(
                     f"not allowed to {operation} {path}: {_describe(error)}; check the credentials "
                     "(AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY) and that they "
                     "may read and list the bucket"
                 ) from error
-            if (
-                type(error).__name__ == "ParamValidationError"
-            ):  # botocore's error for an invalid bucket name
+            # botocore's error for an invalid bucket name
+            if type(error).__name__ == "ParamValidationError":
                 raise ValueError(f"cannot {operation} {path}: {_describe(error)}") from error
             if i == len(WAITS):
                 raise ValueError(
@@ -172,10 +167,6 @@ def _store(path: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}; use s3://, gs://, file:// or a path") from error
     return store, store._strip_protocol(path)
-
-
-def _is_refusal(error: Exception) -> bool:
-    return isinstance(error, PermissionError) or "Credential" in type(error).__name__
 
 
 def _describe(error: Exception) -> str:

@@ -5,13 +5,9 @@ answers with arrays of many documents, so the writing process does little work p
 """
 
 import array
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import itertools
-import multiprocessing
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +17,7 @@ from maxmeg.data.prepare import documents, parquet
 from maxmeg.data.prepare.documents import LINES, TEXT
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, find_marks
-from maxmeg.data.workers import follow_parent
+from maxmeg.data.workers import in_processes
 
 CHUNK_BYTES = 1 << 20
 CHUNK_FILES = 32
@@ -39,9 +35,7 @@ class Options:
     checksums: bool = True  # write PREFIX.sums, for `verify`
     aligned: bool = False  # one sequence per key and row; a row with an empty text is left out
     placeholders: tuple[str, ...] = ()  # names that stand for special tokens in text
-    shuffle_seed: int | None = (
-        None  # seed of a random order of the documents; None keeps their order
-    )
+    shuffle_seed: int | None = None  # of a random order of the documents; None keeps their order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,18 +225,9 @@ def _encode(texts: list[str], tokenizer: Tokenizer, marks: Mapping[str, int]) ->
     return [ids for text in texts if len(ids := tokenizer.encode(text))]
 
 
-_worker: tuple[Options, Tokenizer] | None = None  # of a worker process, set when it starts
-
-
-def _start_worker(options: Options) -> None:
-    global _worker
-    follow_parent()
-    _worker = (options, load_tokenizer(options.tokenizer))
-
-
-def _encode_here(chunk: Chunk) -> Encoded:
-    assert _worker is not None
-    return encode_chunk(chunk, *_worker)
+def _encoder(options: Options) -> Callable[[tuple[Any, Chunk]], Encoded]:
+    tokenizer = load_tokenizer(options.tokenizer)
+    return lambda item: encode_chunk(item[1], options, tokenizer)
 
 
 def encode_all(
@@ -251,34 +236,14 @@ def encode_all(
     """Encode chunks in order: in this process with workers=0, otherwise in processes that read
     ahead."""
     if workers == 0:
-        for tag, chunk in chunks:
-            yield tag, chunk, encode_chunk(chunk, options, tokenizer)
+        yield from ((tag, chunk, encode_chunk(chunk, options, tokenizer)) for tag, chunk in chunks)
         return
-    pool = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (options,)
+    died = (
+        f"a tokenizing process died, perhaps for lack of memory: use fewer than {workers} --workers"
     )
-    chunks = iter(chunks)
-    pending = collections.deque()
-
-    def submit(count: int) -> None:
-        for tag, chunk in itertools.islice(chunks, count):
-            kept = dataclasses.replace(chunk, data=None)
-            pending.append((tag, kept, pool.submit(_encode_here, chunk)))
-
-    try:
-        submit(2 * workers + 2)
-        while pending:
-            tag, chunk, future = pending.popleft()
-            encoded = future.result()
-            submit(1)
+    with contextlib.closing(in_processes(chunks, workers, _encoder, (options,), died)) as results:
+        for (tag, chunk), encoded in results:
             yield tag, chunk, encoded
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise RuntimeError(
-            f"a tokenizing process died, perhaps for lack of memory: use fewer than {workers} "
-            "--workers"
-        ) from error
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def output_prefix(output: str, key: str, split_sentences: bool = False) -> str:

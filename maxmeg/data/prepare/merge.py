@@ -14,9 +14,7 @@ from maxmeg.data.corpus.storage import is_remote
 from maxmeg.data.prepare.encoding import Column, Encoded
 from maxmeg.data.samples.sampling import shuffled
 
-_PARTITION = re.compile(
-    r"(.*)_(\d{5})-of-(\d{5})_(.*)"
-)  # the names that `prepare` gives to partitions
+_PARTITION = re.compile(r"(.*)_(\d{5})-of-(\d{5})_(.*)")  # as `prepare` names partitions
 _TOKENS = 1 << 22  # tokens that are written at a time when documents are shuffled
 _KEY = 4  # of the permutation; the orders of samples have other keys
 

@@ -1,12 +1,8 @@
 """Tokens that the options of a tokenizer's spec add to its vocabulary.
 
-`special_tokens=<image>,<
-
-end
-
->` adds tokens by name, `extra_ids=100` adds T5's sentinels, and `bos=<s>` and other roles name the
-token for that role. Names in the vocabulary keep their ids; other names get new ids after the last
-one.
+`special_tokens=<image>,<|end|>` adds tokens by name, `extra_ids=100` adds T5's sentinels, and
+`bos=<s>` and other roles name the token for that role. Names in the vocabulary keep their ids;
+other names get new ids after the last one.
 """
 
 import urllib.parse
@@ -17,7 +13,6 @@ import numpy as np
 from maxmeg.data.tokenizers.tokenizer import (
     ROLES,
     SENTINEL,
-    Spec,
     Tokenizer,
     find_sentinels,
     identity_of,
@@ -32,10 +27,12 @@ class ExtendedTokenizer(Tokenizer):
 
     def __init__(self, base: Tokenizer, names: list[str], roles: Mapping[str, str]) -> None:
         self.base, self.spec = base, base.spec
+        self.encode, self.encode_marked = base.encode, base.encode_marked
+        self.encode_spans = base.encode_spans
         self._new: dict[str, int] = {}
         # If eod is named, its id replaces the appended end-of-document id.
         first = base.model_size if "eod" in roles else base.vocab_size
-        added = {}
+        self.added = added = {}
         for name in dict.fromkeys([*names, *roles.values()]):
             token = base.token_id(name)
             if token is None:
@@ -43,7 +40,6 @@ class ExtendedTokenizer(Tokenizer):
             elif name in names or name == roles.get("eod"):
                 _check_no_text(base, name, token)
             added[name] = token
-        self.added = added
         self._names = {i: name for name, i in self._new.items()}
         self.vocab_size = self.model_size = first + len(self._new)
         self.eod = added[roles["eod"]] if "eod" in roles else base.eod
@@ -64,9 +60,6 @@ class ExtendedTokenizer(Tokenizer):
         kind, _, digest = self.base.identity.partition(":")
         return identity_of(kind, digest.encode(), repr((sorted(self._new.items()), roles)).encode())
 
-    def encode(self, text: str) -> np.ndarray:
-        return self.base.encode(text)
-
     def decode(self, ids: Iterable[int]) -> str:
         return self.base.decode_marked(ids, self._names)
 
@@ -79,19 +72,6 @@ class ExtendedTokenizer(Tokenizer):
 
     def token_id(self, name: str) -> int | None:
         return self._new.get(name, self.base.token_id(name))
-
-    def encode_marked(self, text: str, marks: Mapping[str, int]) -> np.ndarray:
-        return self.base.encode_marked(text, marks)
-
-    def encode_spans(
-        self, text: str, marks: Mapping[str, int] | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        return self.base.encode_spans(text, marks)
-
-
-def extended(base: Tokenizer, spec: Spec) -> Tokenizer:
-    """`base` with the tokens that the options of its spec add."""
-    return ExtendedTokenizer(base, added_names(spec.options), spec.roles)
 
 
 def added_names(options: Mapping[str, str]) -> list[str]:

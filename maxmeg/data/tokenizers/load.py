@@ -175,7 +175,8 @@ def load_tokenizer(spec: str) -> Tokenizer:
         tokenizer = KINDS[parts.kind].make(parts.argument, parts.options)
         tokenizer.spec = spec
         if any(name in ADDING for name in parts.options):
-            tokenizer = added_tokens.extended(tokenizer, parts)
+            names = added_tokens.added_names(parts.options)
+            tokenizer = added_tokens.ExtendedTokenizer(tokenizer, names, parts.roles)
     return tokenizer
 
 

@@ -224,10 +224,8 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             lengths = _piece_lengths(tokens)
         else:
             return None
-        for (
-            i,
-            token,
-        ) in self._model.get_added_tokens_decoder().items():  # added tokens are literal text
+        # Added tokens are literal text.
+        for i, token in self._model.get_added_tokens_decoder().items():
             lengths[i] = len(token.content.encode("utf-8"))
         return with_lengths(self.vocab_size, lengths, self.special_ids)
 
@@ -271,9 +269,8 @@ class Gpt2Tokenizer(_AcceleratedTokenizer):
         return self._model.decode([int(i) for i in ids if i < self.model_size])
 
     def byte_lengths(self) -> np.ndarray:
-        lengths = {
-            i: len(token) for token, i in self._vocabulary.items()
-        }  # a character stands for a byte
+        # A character stands for a byte.
+        lengths = {i: len(token) for token, i in self._vocabulary.items()}
         return with_lengths(self.vocab_size, lengths, self.special_ids)
 
     def token_id(self, name: str) -> int | None:
