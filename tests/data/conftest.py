@@ -2,6 +2,7 @@
 
 import base64
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -61,6 +62,26 @@ def vocabularies(tmp_path_factory) -> dict[str, str]:
         "wordpiece": f"wordpiece:{folder / 'vocab.txt'}",
         "tiktoken": f"tiktoken:{folder / 'ranks.tiktoken'}",
     }
+
+
+@pytest.fixture(scope="module")
+def s3():
+    """The address of an S3 server on loopback, which the environment names."""
+    import s3fs
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "x")
+        yield host, port
+        s3fs.S3FileSystem.clear_instance_cache()
+    server.stop()
 
 
 @pytest.fixture

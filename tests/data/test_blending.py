@@ -199,7 +199,6 @@ def test_files_of_blends_are_read(tmp_path, text):
     "text, message",
     [
         ("[0.5, [a]]", "is neither a list of weights and prefixes"),
-        ("[0.5, null]", "is neither a list"),
         ("[true, a]", "is neither a list"),
         ("", "is neither a list"),
         ("7", "is neither a list"),

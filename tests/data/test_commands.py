@@ -92,15 +92,6 @@ def test_an_interrupted_merge_writes_nothing(prefix, tmp_path, capsys, monkeypat
     assert "interrupted" in capsys.readouterr().err and not list(tmp_path.glob("m*"))
 
 
-@pytest.mark.parametrize("name", ["inspect", "merge", "verify"])
-def test_wrong_flags_are_explained(name, capsys):
-    for flags in ([], ["x", "--nonsense"]):
-        with pytest.raises(SystemExit) as stopped:
-            preprocess.main([name, *flags])
-        assert stopped.value.code == 2
-        assert f"usage: maxmeg.preprocess {name}" in capsys.readouterr().err
-
-
 MODELS = {"bpe": "t/tokenizer.json", "wordpiece": "t/vocab.txt", "unigram": "t.model"}
 
 

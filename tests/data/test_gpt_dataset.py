@@ -1,6 +1,5 @@
 """Batches against plain loops: contents, document rules, several corpora, wrong ids."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -124,14 +123,6 @@ def test_wide_and_signed_ids_are_checked_before_they_are_narrowed(tmp_path):
         writer.add_document(np.ones(30))
     with pytest.raises(ValueError, match="holds float32, not token ids"):
         open_dataset(tmp_path / "x", split="1")
-
-
-def test_a_copy_for_another_process_is_equal(make_corpus):
-    dataset = open_dataset(make_corpus(documents(30)))
-    twin = copy.copy(dataset)
-    assert twin is not dataset
-    one, two = dataset.batch(np.arange(9)), twin.batch(np.arange(9))
-    assert all(np.array_equal(one[name], two[name]) for name in one)
 
 
 def test_a_split_that_is_too_small_is_explained(make_corpus):

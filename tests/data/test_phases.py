@@ -22,18 +22,6 @@ SIZE = 120  # samples of a run
 EPOCH = 40  # documents of each corpus
 
 
-class Numbers:
-    """A dataset whose sample n is the text (name, n)."""
-
-    vocab_size, sequence_length, num_tokens, samples_per_epoch = 100, 2, 40, 20
-
-    def __init__(self, name: int) -> None:
-        self.name = name
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        return {"tokens": np.stack([np.full(len(indices), self.name), indices], 1)}
-
-
 @st.composite
 def plans(draw):
     """Starts, members and weights of phases of four corpora."""

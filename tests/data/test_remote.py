@@ -1,7 +1,6 @@
 """Corpora in object storage: the same samples as from files, whatever the network does."""
 
 import contextlib
-import logging
 import multiprocessing
 import os
 import socket
@@ -66,21 +65,13 @@ class Store:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory):
+def store(s3, tmp_path_factory):
     """S3 on loopback, with corpora `bucket/a` and `bucket/b`; the same files lie in `folder`."""
-    from moto.server import ThreadedMotoServer
+    import s3fs
 
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    found = Store(server.get_host_and_port())
-    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION")
+    found = Store(s3)
     with pytest.MonkeyPatch.context() as patch:
-        values = (f"http://127.0.0.1:{found.port}", "x", "y", "us-east-1")
-        for name, value in zip(names, values, strict=True):
-            patch.setenv(name, value)
-        import s3fs
-
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{found.port}")
         direct = {"endpoint_url": "http://{}:{}".format(*found.address)}
         found.files = s3fs.S3FileSystem(use_listings_cache=False, client_kwargs=direct)
         found.files.mkdir("bucket")
@@ -88,8 +79,6 @@ def store(tmp_path_factory):
         for name, seed in (("a", 1), ("b", 2)):
             write(found, name, seed)
         yield found
-        s3fs.S3FileSystem.clear_instance_cache()
-    server.stop()
 
 
 def write(store: Store, name: str, seed: int) -> str:

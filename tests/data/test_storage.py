@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import logging
 from pathlib import Path
 
 import fsspec
@@ -14,31 +13,15 @@ from maxmeg.data.corpus import storage
 from maxmeg.data.prepare.encoding import Options
 from maxmeg.data.prepare.run import Share, prepare
 
-CREDENTIALS = {
-    "AWS_ACCESS_KEY_ID": "x",
-    "AWS_SECRET_ACCESS_KEY": "y",
-    "AWS_DEFAULT_REGION": "us-east-1",
-}
 TEXTS = [f"document {i} " * (i % 9) for i in range(300)]
 
 
 @pytest.fixture(scope="module")
-def bucket():
-    """`s3://texts` of a server of its own, and fsspec's view of it."""
-    from moto.server import ThreadedMotoServer
-
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (CREDENTIALS | {"AWS_ENDPOINT_URL": f"http://{host}:{port}"}).items():
-            patch.setenv(name, value)
-        store = fsspec.filesystem("s3", use_listings_cache=False)
-        store.mkdir("texts")
-        yield store
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
-    server.stop()
+def bucket(s3):
+    """`s3://texts`, as fsspec sees it."""
+    store = fsspec.filesystem("s3", use_listings_cache=False)
+    store.mkdir("texts")
+    return store
 
 
 def test_objects_are_prepared_like_files(tmp_path, bucket):
