@@ -19,8 +19,8 @@ from maxmeg.data.resuming import Record, kept_parts
 from maxmeg.data.samples import fim, phases
 from maxmeg.data.samples import rows as whole_documents  # for chats and packed documents
 from maxmeg.data.samples.blending import (
-    BlendedDataset,
-    Mixture,
+    Blend,
+    blended,
     check_weights,
     member_sizes,
     normalized,
@@ -35,8 +35,6 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
 
 logger = logging.getLogger("maxmeg")
-
-Blend = tuple[list[str], list[float] | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +183,7 @@ def build_dataset(
     members = [single([c], size) for c, size in zip(corpora, sizes, strict=True)]
     if starts:
         return changing(members)
-    blend = BlendedDataset(members, shares, total, cache_dir)
+    blend = blended(members, shares, total, cache_dir)
     if not is_native:
         _check_supply(blend, members, config.blend_surplus)
     return blend
@@ -227,7 +225,7 @@ def build_validation(
 
 def _join(
     members: list[GptDataset], num_samples: int | None, split_index: int, cache_dir: str
-) -> BlendedDataset:
+) -> Blend:
     """Read one epoch of each corpus, taking turns; less where the run asks for fewer samples."""
     sizes = [member.samples_per_epoch for member in members]
     total = sum(sizes)
@@ -240,10 +238,10 @@ def _join(
     size = None if num_samples is None else min(num_samples, total)
     weights = [float(size) for size in sizes]
     check_weights(weights, [member.corpora[0].prefix for member in members])
-    return BlendedDataset(members, weights, size, cache_dir)
+    return blended(members, weights, size, cache_dir)
 
 
-def _log_repeats(blend: Mixture) -> None:
+def _log_repeats(blend: Blend) -> None:
     for member, taken in zip(blend.members, blend.samples_of_members(), strict=True):
         if isinstance(member, GptDataset) and taken > (have := member.num_samples):
             logger.info(
@@ -252,7 +250,7 @@ def _log_repeats(blend: Mixture) -> None:
             )
 
 
-def _check_supply(blend: BlendedDataset, members: list[GptDataset], surplus: float) -> None:
+def _check_supply(blend: Blend, members: list[GptDataset], surplus: float) -> None:
     for member, taken in zip(members, blend.samples_of_members(), strict=True):
         if taken > (have := member.num_samples):
             raise ValueError(
@@ -262,7 +260,9 @@ def _check_supply(blend: BlendedDataset, members: list[GptDataset], surplus: flo
             )
 
 
-def _find_blend(config: DataConfig, prefixes: list[str], split_index: int) -> tuple[Blend, str]:
+def _find_blend(
+    config: DataConfig, prefixes: list[str], split_index: int
+) -> tuple[tuple[list[str], list[float] | None], str]:
     """The corpora and weights of a split, and the split string to apply to each corpus."""
     splits: dict[int, list] | None = None
     items = list(prefixes)

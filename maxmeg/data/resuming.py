@@ -13,7 +13,7 @@ import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.masked.bert import BertDataset
-from maxmeg.data.samples.blending import Mixture
+from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import GptDataset, identify
 from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples
 from maxmeg.data.samples.packing import PackedDataset
@@ -42,7 +42,7 @@ def record_order(dataset: object, consumed: int) -> list[Record]:
 
 def _members(dataset: object, consumed: int) -> Iterator[tuple[Record, Recorded]]:
     members, counts = [dataset], [consumed]
-    if isinstance(dataset, Mixture):
+    if isinstance(dataset, Blend):
         members, counts = dataset.members, dataset.samples_before(consumed)
     for member, count in zip(members, counts, strict=True):
         if count and isinstance(member, Recorded):
@@ -103,7 +103,7 @@ def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Differen
     after_resume = list(_members(dataset, consumed))
     if sorted(map(repr, saved)) == sorted(repr(record) for record, _ in after_resume):
         return Difference(0, 0)
-    all_members = dataset.members if isinstance(dataset, Mixture) else [dataset]
+    all_members = dataset.members if isinstance(dataset, Blend) else [dataset]
     if isinstance(all_members[0], BertDataset):
         return _bound(saved, [record for record, _ in after_resume])
     if isinstance(all_members[0], PackedDataset):

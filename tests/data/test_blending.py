@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from maxmeg.data.samples import blending
 from maxmeg.data.samples.blending import (
-    BlendedDataset,
+    blended,
     blending_index,
     exhaustive_index,
     member_sizes,
@@ -105,7 +105,7 @@ def test_exhaustive_turns_take_everything(sizes):
 def test_a_batch_holds_the_members_next_samples(monkeypatch, size):
     monkeypatch.setattr(blending, "_BLOCK", 8)
     weights = [3.0, 1.0, 2.0]
-    blend = BlendedDataset([Numbers(i) for i in range(3)], weights, size)
+    blend = blended([Numbers(i) for i in range(3)], weights, size)
     turns = blending_index(normalized(weights), size)
     counts = np.zeros(3, int)
     expected = []
@@ -113,7 +113,9 @@ def test_a_batch_holds_the_members_next_samples(monkeypatch, size):
         expected.append([turn, counts[turn]])
         counts[turn] += 1
     assert blend.samples_of_members() == counts.tolist()
-    assert len(blend.turns) == blend.samples_per_epoch == size and blend.num_tokens == 120
+    assert (
+        len(blend.turns[0].members) == blend.samples_per_epoch == size and blend.num_tokens == 120
+    )
     asked = np.random.default_rng(0).integers(0, 2 * size, 50)
     batch = blend.batch(asked)
     assert batch["tokens"].tolist() == [expected[n % size] for n in asked]
@@ -126,10 +128,10 @@ def test_a_batch_holds_the_members_next_samples(monkeypatch, size):
 def test_turns_are_made_once_and_mapped(tmp_path, monkeypatch):
     monkeypatch.setattr(blending, "_SMALL", 0)
     members = [Numbers(0), Numbers(1)]
-    one = BlendedDataset(members, [0.5, 0.5], 9000, str(tmp_path))
+    one = blended(members, [0.5, 0.5], 9000, str(tmp_path))
     monkeypatch.setattr(blending, "blending_index", None)  # from here on none is made
     twin = copy.copy(one)
-    assert twin is not one and isinstance(twin.turns, np.memmap)
+    assert twin is not one and isinstance(twin.turns[0].members, np.memmap)
     asked = np.arange(8990, 9010)
     assert np.array_equal(one.batch(asked)["tokens"], twin.batch(asked)["tokens"])
     (file,) = tmp_path.glob("blend-*/turns.npy")

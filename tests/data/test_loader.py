@@ -18,9 +18,9 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.corpus.indexed import IndexedDataset, IndexedWriter
 from maxmeg.data.loader import Loader, all_rows, eval_batches, train_loader
 from maxmeg.data.prepare.standard_library import source_files
+from maxmeg.data.samples.blending import Blend, Phase
 from maxmeg.data.samples.gpt import DocumentRules, GptDataset
 from maxmeg.data.samples.megatron_order import MegatronOrder
-from maxmeg.data.samples.phases import ChangingBlend, Phase
 
 ROOT = Path(maxmeg.__file__).parents[1]
 STEPS = 9
@@ -99,7 +99,7 @@ def test_a_run_goes_on_with_another_number_of_hosts(make_corpus, order, cut):
         corpus = IndexedDataset(make_corpus(texts, name))
         members.append(GptDataset([corpus], "1", 0, 8, 100, 7, order=order))
     phases = [Phase(0, (0, 1), (0.7, 0.3)), Phase(13, (1,), (1.0,))]
-    blend = ChangingBlend(members, phases, 60)
+    blend = Blend(members, phases, 60)
     whole = dict(read(blend))
     for begin, end, hosts in ((0, cut, 2), (cut, STEPS, 4)):
         parts = [dict(read(blend, begin, Rows(host, hosts))) for host in range(hosts)]

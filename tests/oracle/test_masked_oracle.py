@@ -28,7 +28,7 @@ from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.masked.masking import Masking, Vocabulary
 from maxmeg.data.masked.sentences import SentenceOrder, SentenceSamples
 from maxmeg.data.masked.t5 import T5Dataset
-from maxmeg.data.samples.blending import BlendedDataset, member_sizes, normalized
+from maxmeg.data.samples.blending import blended, member_sizes, normalized
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core's
 SIZE, CLS, SEP, MASK, BOS, EOS = 300, 1, 2, 3, 4, 5
@@ -180,7 +180,7 @@ def test_blends(prefix, tmp_path):
         BertDataset(IndexedDataset(p), SPLIT, 0, 64, vocabulary(0), rules, SentenceOrder(5, n))
         for p, n in zip(prefixes, each, strict=True)
     ]
-    ours = BlendedDataset(members, weights, total)
+    ours = blended(members, weights, total)
     assert ours.num_samples == len(theirs)
     rows = ours.batch(np.arange(0, 700, 9))["tokens"]
     for row, n in zip(rows, range(0, 700, 9), strict=True):

@@ -18,7 +18,7 @@ from maxmeg.data.build import (
     split_weights,
 )
 from maxmeg.data.corpus.indexed import IndexedDataset
-from maxmeg.data.samples.blending import Mixture
+from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import SPLITS, Dataset, GptDataset
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
@@ -132,7 +132,7 @@ def _split_uses(
 
 def _split_use(name: str, dataset: Dataset, samples: int) -> SplitUse:
     members, shares = [dataset], [1.0]
-    if isinstance(dataset, Mixture):
+    if isinstance(dataset, Blend):
         members = dataset.members
         shares = [taken / dataset.num_samples for taken in dataset.samples_of_members()]
     corpora = []

@@ -1,5 +1,6 @@
 """Blends of several datasets: their weights, Megatron-LM's order of members, and batches."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -210,23 +211,90 @@ def exhaustive_index(sizes: Sequence[int]) -> np.ndarray:
     return _take_turns(limits / float(total), 0, np.zeros(len(sizes)), total, limits)[0]
 
 
-class Mixture(RebuiltInWorkers):
-    """Batches of several datasets; `locate` maps sample numbers to members and their samples."""
+class Turns:
+    """The member of each sample of a blend by weights, or of one epoch of each member.
 
-    def __init__(self, members: Sequence[Dataset]) -> None:
-        self.members = list(members)
+    size: the number of samples; None takes every sample of the members once, and then the weights
+    are the members' numbers of samples.
+    """
+
+    def __init__(self, weights: Sequence[float], size: int | None, cache_dir: str) -> None:
+        total = sum(int(weight) for weight in weights) if size is None else size
+        small = total < _SMALL or not cache_dir
+        name = "" if small else digest(1, size, [float(weight) for weight in weights])
+
+        def make() -> Arrays:
+            if size is None:
+                turns = exhaustive_index([int(weight) for weight in weights])
+            else:
+                turns = blending_index(normalized(weights), size)
+            return {"turns": turns, "counts": count_blocks(turns, len(weights))}
+
+        arrays = cached(cache_dir if name else "", f"blend-{name}", _KEYS, make)
+        self.members, self._counts = (arrays[key] for key in _KEYS)
+        if (len(self.members), len(self._counts)) != (total, total // _BLOCK + 1):
+            raise ValueError(f"{cache_dir}/blend-{name} is damaged: delete this folder")
+
+    def before(self, number: int) -> np.ndarray:
+        """How many of the first `number` samples are from each member."""
+        block = number // _BLOCK
+        turns = self.members[block * _BLOCK : number]
+        return self._counts[block] + np.bincount(turns, minlength=self._counts.shape[1])
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The member of each sample, and the sample's number within that member."""
+        members, blocks = self.members[indices].astype(np.int64), indices // _BLOCK
+        numbers = self._counts[blocks, members]
+        for row, (member, block, index) in enumerate(
+            zip(members.tolist(), blocks.tolist(), indices.tolist(), strict=True)
+        ):
+            numbers[row] += np.count_nonzero(self.members[block * _BLOCK : index] == member)
+        return members, numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """The members (by number) that are read from sample number `start` on, and their weights."""
+
+    start: int
+    members: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+class Blend(RebuiltInWorkers):
+    """Batches of several datasets, by the weights of the phase that contains the sample.
+
+    Each phase orders its members like a blend that begins there. Each member continues with its
+    next sample, so a change neither repeats nor leaves out samples. The samples of a phase do not
+    depend on later phases. size: the number of samples, after which the blend repeats; None as in
+    `Turns`, with one phase.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Dataset],
+        phases: Sequence[Phase],
+        size: int | None,
+        cache_dir: str = "",
+    ) -> None:
+        self.members, self.phases = list(members), tuple(phases)
         self.vocab_size = self.members[0].vocab_size
         self.sequence_length = self.members[0].sequence_length
+        self.turns: list[Turns] = []
+        self._starts = np.array([phase.start for phase in phases])
+        taken = [np.zeros(len(self.members), np.int64)]
+        for phase, end in zip(phases, [*self._starts[1:].tolist(), size], strict=True):
+            turns = Turns(phase.weights, None if end is None else end - phase.start, cache_dir)
+            self.turns.append(turns)
+            taken.append(taken[-1].copy())
+            taken[-1][list(phase.members)] += turns.before(len(turns.members))
+        self._taken = taken  # samples of each member before each phase, and in all
+        self.num_samples = phases[-1].start + len(self.turns[-1].members)
 
     @property
     def num_tokens(self) -> int:
         """Tokens of one epoch of all members."""
         return sum(member.num_tokens for member in self.members)
-
-    @property
-    def num_samples(self) -> int:
-        """The number of samples; after the last sample the blend repeats."""
-        raise NotImplementedError
 
     @property
     def samples_per_epoch(self) -> int:
@@ -236,13 +304,28 @@ class Mixture(RebuiltInWorkers):
         """How many of all samples are from each member."""
         return self.samples_before(self.num_samples)
 
-    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The member of each sample, and the sample's number within that member."""
-        raise NotImplementedError
-
     def samples_before(self, number: int) -> list[int]:
         """How many of the first `number` samples are from each member."""
-        raise NotImplementedError
+        rounds, rest = divmod(number, self.num_samples)
+        taken = rounds * self._taken[-1]
+        if rest:
+            at = int(np.searchsorted(self._starts, rest, side="right")) - 1
+            taken = taken + self._taken[at]
+            phase = self.phases[at]
+            taken[list(phase.members)] += self.turns[at].before(rest - phase.start)
+        return taken.tolist()
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The member of each sample, and the sample's number within that member."""
+        indices = check_indices(indices) % self.num_samples
+        at = np.searchsorted(self._starts, indices, side="right") - 1
+        members, numbers = np.empty_like(indices), np.empty_like(indices)
+        for phase in np.unique(at):
+            rows = np.flatnonzero(at == phase)
+            parts, local = self.turns[phase].locate(indices[rows] - self._starts[phase])
+            members[rows] = np.array(self.phases[phase].members)[parts]
+            numbers[rows] = local + self._taken[phase][members[rows]]
+        return members, numbers
 
     @property
     def reads_ahead(self) -> bool:
@@ -272,63 +355,12 @@ class Mixture(RebuiltInWorkers):
         return batch
 
 
-class BlendedDataset(Mixture):
-    """A blend by weights, or of one epoch of each member.
-
-    size: the number of samples, after which the blend repeats; None takes every sample of the
-    members once, and then the weights are the members' numbers of samples.
-    """
-
-    def __init__(
-        self,
-        members: Sequence[Dataset],
-        weights: Sequence[float],
-        size: int | None,
-        cache_dir: str = "",
-    ) -> None:
-        super().__init__(members)
-        self.weights = list(weights)
-        total = sum(int(weight) for weight in weights) if size is None else size
-        small = total < _SMALL or not cache_dir
-        name = "" if small else digest(1, size, [float(weight) for weight in weights])
-
-        def make() -> Arrays:
-            if size is None:
-                turns = exhaustive_index([int(weight) for weight in weights])
-            else:
-                turns = blending_index(normalized(weights), size)
-            return {"turns": turns, "counts": count_blocks(turns, len(self.members))}
-
-        arrays = cached(cache_dir if name else "", f"blend-{name}", _KEYS, make)
-        self.turns, self._counts = (arrays[key] for key in _KEYS)
-        if (len(self.turns), len(self._counts)) != (total, total // _BLOCK + 1):
-            raise ValueError(f"{cache_dir}/blend-{name} is damaged: delete this folder")
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.turns)
-
-    def samples_before(self, number: int) -> list[int]:
-        """How many of the first `number` samples are from each member."""
-        rounds, rest = divmod(number, self.num_samples)
-        counts = self._taken(rest)
-        return (counts + rounds * self._taken(self.num_samples) if rounds else counts).tolist()
-
-    def _taken(self, number: int) -> np.ndarray:
-        block = number // _BLOCK
-        turns = self.turns[block * _BLOCK : number]
-        return self._counts[block] + np.bincount(turns, minlength=len(self.members))
-
-    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The member of each sample, and the sample's number within that member."""
-        indices = check_indices(indices) % self.num_samples
-        members, blocks = self.turns[indices].astype(np.int64), indices // _BLOCK
-        numbers = self._counts[blocks, members]
-        for row, (member, block, index) in enumerate(
-            zip(members.tolist(), blocks.tolist(), indices.tolist(), strict=True)
-        ):
-            numbers[row] += np.count_nonzero(self.turns[block * _BLOCK : index] == member)
-        return members, numbers
+def blended(
+    members: Sequence[Dataset], weights: Sequence[float], size: int | None, cache_dir: str = ""
+) -> Blend:
+    """A blend of one phase."""
+    phase = Phase(0, tuple(range(len(members))), tuple(weights))
+    return Blend(members, [phase], size, cache_dir)
 
 
 def count_blocks(turns: np.ndarray, num_members: int) -> np.ndarray:

@@ -5,17 +5,8 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
-from maxmeg.data.samples.blending import (
-    BlendedDataset,
-    Mixture,
-    normalized,
-    parse_blend,
-    read_blend,
-)
+from maxmeg.data.samples.blending import Blend, Phase, normalized, parse_blend, read_blend
 from maxmeg.data.samples.gpt import Dataset
-from maxmeg.data.samples.sampling import check_indices
 
 _BEGINS = re.compile(r"\s*(\d+):(.*)", re.DOTALL)
 _FILES = (".yaml", ".yml", ".json")
@@ -80,69 +71,6 @@ def check_unique(prefixes: Sequence[str], where: str) -> None:
             raise ValueError(f"{where} names {prefix} twice: add up the two weights")
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """The members (by number) that are read from sample number `start` on, and their weights."""
-
-    start: int
-    members: tuple[int, ...]
-    weights: tuple[float, ...]
-
-
-class ChangingBlend(Mixture):
-    """Batches of several datasets, by the weights of the phase that contains the sample.
-
-    Each phase orders its members like a blend that begins there. Each member continues with its
-    next sample, so a change neither repeats nor leaves out samples. The samples of a phase do not
-    depend on later phases.
-    """
-
-    def __init__(
-        self, members: Sequence[Dataset], phases: Sequence[Phase], size: int, cache_dir: str = ""
-    ) -> None:
-        super().__init__(members)
-        self.phases = tuple(phases)
-        self._starts = np.array([phase.start for phase in phases])
-        self._size = size
-        self._blends: list[BlendedDataset] = []
-        taken = [np.zeros(len(self.members), np.int64)]
-        for phase, end in zip(phases, [*self._starts[1:].tolist(), size], strict=True):
-            parts = [self.members[member] for member in phase.members]
-            blend = BlendedDataset(parts, phase.weights, end - phase.start, cache_dir)
-            self._blends.append(blend)
-            taken.append(taken[-1].copy())
-            taken[-1][list(phase.members)] += blend.samples_of_members()
-        self._taken = taken  # samples of each member before each phase, and in all
-
-    @property
-    def num_samples(self) -> int:
-        return self._size
-
-    def samples_before(self, number: int) -> list[int]:
-        """How many of the first `number` samples are from each member."""
-        rounds, rest = divmod(number, self.num_samples)
-        taken = rounds * self._taken[-1]
-        if rest:
-            at = int(np.searchsorted(self._starts, rest, side="right")) - 1
-            taken = taken + self._taken[at]
-            taken[list(self.phases[at].members)] += self._blends[at].samples_before(
-                rest - self.phases[at].start
-            )
-        return taken.tolist()
-
-    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The member of each sample, and the sample's number within that member."""
-        indices = check_indices(indices) % self.num_samples
-        at = np.searchsorted(self._starts, indices, side="right") - 1
-        members, numbers = np.empty_like(indices), np.empty_like(indices)
-        for phase in np.unique(at):
-            rows = np.flatnonzero(at == phase)
-            parts, local = self._blends[phase].locate(indices[rows] - self._starts[phase])
-            members[rows] = np.array(self.phases[phase].members)[parts]
-            numbers[rows] = local + self._taken[phase][members[rows]]
-        return members, numbers
-
-
 def check_changeable(names: Sequence[str], weights: Sequence[float] | None) -> None:
     """ValueError for a blend that cannot be followed by another blend."""
     if weights is None and len(names) > 1:
@@ -159,7 +87,7 @@ def change(
     ends: Sequence[int],
     added: Callable[[str], Dataset],
     cache_dir: str,
-) -> ChangingBlend:
+) -> Blend:
     """The blend `first` (prefixes, weights, datasets), followed by the changes in `items`.
 
     ends: the number of samples up to the end of each phase. added: opens a corpus that a change
@@ -175,4 +103,4 @@ def change(
                 members.append(added(name))
         phase_members = tuple(numbers[name] for name in change.prefixes)
         phases.append(Phase(start, phase_members, tuple(normalized(change.weights))))
-    return ChangingBlend(members, phases, ends[-1], cache_dir)
+    return Blend(members, phases, ends[-1], cache_dir)
