@@ -319,20 +319,17 @@ class _Show:
     """A progress bar on standard error; its MB/s are uncompressed text."""
 
     def __init__(self, bar, task) -> None:
-        self.seconds, self.stored, self.text = 0.0, 0, 0
+        self.text = 0
         self._bar, self._task, self._start = bar, task, time.monotonic()
 
-    def add(self, stored: int, text: int) -> None:
-        self.stored += stored
-        self.text += text
-        self.update()
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._start
 
-    def update(self, last: bool = False) -> None:
-        seconds = time.monotonic() - self._start
-        if last or seconds - self.seconds > 0.1:
-            self.seconds = seconds
-            speed = f"{self.text / 1e6 / max(seconds, 1e-9):.1f} MB/s"
-            self._bar.update(self._task, completed=self.stored, speed=speed)
+    def add(self, stored: int, text: int) -> None:
+        self.text += text
+        speed = f"{self.text / 1e6 / max(self.seconds, 1e-9):.1f} MB/s"
+        self._bar.update(self._task, advance=stored, speed=speed)
 
 
 @contextlib.contextmanager
@@ -352,6 +349,4 @@ def show_progress(total: int | None) -> Iterator[_Show]:
     )
     target = console.Console(file=sys.stderr)
     with progress.Progress(*columns, console=target, disable=not target.is_terminal) as bar:
-        show = _Show(bar, bar.add_task("", total=total, speed=""))
-        yield show
-        show.update(last=True)
+        yield _Show(bar, bar.add_task("", total=total, speed=""))
