@@ -90,7 +90,10 @@ def in_processes(
 
     def submit(count: int) -> None:
         for item in itertools.islice(remaining, count):
-            pending.append((item, pool.submit(_call, item)))
+            try:
+                pending.append((item, pool.submit(_call, item)))
+            except OSError as error:  # the pool is closing after the death of a process
+                raise BrokenProcessPool from error
 
     try:
         submit(2 * num_workers + 2)
