@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -61,17 +61,6 @@ class _StepSource:
         return f"steps {self._span.start} to {self._span.stop}"
 
 
-class _Batches(Protocol):
-    """An iterator over batches that are made ahead of time by threads or processes."""
-
-    @property
-    def ready(self) -> bool: ...
-
-    def __next__(self) -> Batch: ...
-
-    def close(self) -> object: ...
-
-
 class _Threads:
     """Iterates over a source in order; Grain's threads read ahead."""
 
@@ -125,7 +114,7 @@ class Loader:
     ) -> None:
         self._span = iter(span)
         self.waited = 0.0
-        self._batches: _Batches | None = None
+        self._batches: _Threads | workers.Workers | None = None
         if not len(span):
             return
         source = _StepSource(dataset, steps, rows, span, max(min(num_workers, len(span)), 1))

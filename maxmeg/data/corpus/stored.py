@@ -39,7 +39,11 @@ def cached(folder: str, name: str, keys: Iterable[str], make: Callable[[], Array
         if not final.is_dir():
             with locked_folder(Path(folder)):
                 if not final.is_dir():
-                    _write(final, make())
+                    arrays = make()
+                    with atomic_folder(final) as temporary:
+                        temporary.mkdir()
+                        for key, values in arrays.items():
+                            np.save(temporary / f"{key}.npy", values)
     except OSError as error:
         raise ValueError(
             f"cannot keep the order of samples in {folder}: {error.strerror or error}; name a "
@@ -72,13 +76,6 @@ def locked_folder(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # some network file systems have no locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _write(final: Path, arrays: Arrays) -> None:
-    with atomic_folder(final) as temporary:
-        temporary.mkdir()
-        for key, values in arrays.items():
-            np.save(temporary / f"{key}.npy", values)
 
 
 @contextlib.contextmanager

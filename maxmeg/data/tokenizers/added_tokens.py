@@ -14,7 +14,6 @@ from maxmeg.data.tokenizers.tokenizer import (
     ROLES,
     SENTINEL,
     Tokenizer,
-    find_sentinels,
     identity_of,
     with_lengths,
 )
@@ -49,7 +48,6 @@ class ExtendedTokenizer(Tokenizer):
         kept = {i for i in base.special_ids if i < first}
         named = (added[name] for name in names)
         self.special_ids = frozenset({*kept, *self._new.values(), *named, self.eod})
-        self.sentinels = find_sentinels(self.token_id)
         self.identity = self._identity()
 
     def _identity(self) -> str:

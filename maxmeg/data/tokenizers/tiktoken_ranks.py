@@ -11,7 +11,6 @@ import numpy as np
 from maxmeg.data.tokenizers.added_tokens import added_names
 from maxmeg.data.tokenizers.tokenizer import (
     Tokenizer,
-    find_sentinels,
     identity_of,
     read_vocabulary,
     with_lengths,
@@ -80,7 +79,6 @@ class TiktokenTokenizer(Tokenizer):
         roles = (self._special.get(name) for name in names)
         self.unk, self.bos, self.mask, self.pad, self.cls, self.sep = roles
         self.special_ids = frozenset(self._special.values())
-        self.sentinels = find_sentinels(self.token_id)
         self._model = tiktoken.Encoding(
             Path(argument).name,
             pat_str=PATTERNS[pattern],

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import itertools
 import json
 import re
 import urllib.parse
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,9 +26,9 @@ class Tokenizer(Protocol):
 
     `spec` loads the same tokenizer in another process. `identity` is equal exactly for equal
     vocabularies, wherever their files are. opening: ids that the tokenizer's own files put before a
-    text. sentinels: T5's sentinel ids, in order. special_ids: ids that do not stand for text.
-    added: ids by name of the tokens that the spec's options add. model_size: the number of ids
-    without an end-of-document id that had to be appended.
+    text. special_ids: ids that do not stand for text. added: ids by name of the tokens that the
+    spec's options add. model_size: the number of ids without an end-of-document id that had to be
+    appended.
     """
 
     spec: str
@@ -42,7 +43,6 @@ class Tokenizer(Protocol):
     mask: int | None = None
     unk: int | None = None
     opening: tuple[int, ...] = ()
-    sentinels: tuple[int, ...] = ()
     special_ids: frozenset[int] = frozenset()
     added: Mapping[str, int] = {}
 
@@ -57,6 +57,12 @@ class Tokenizer(Protocol):
     def token_id(self, name: str) -> int | None:
         """The id of a token by its name in the vocabulary; None if there is none."""
         return None
+
+    @functools.cached_property
+    def sentinels(self) -> tuple[int, ...]:
+        """The ids of <extra_id_0>, <extra_id_1>, ... up to the first that is missing."""
+        ids = map(self.token_id, map(SENTINEL.format, itertools.count()))
+        return tuple(itertools.takewhile(lambda token: token is not None, ids))  # pyright: ignore
 
     def byte_lengths(self) -> np.ndarray | None:
         """UTF-8 bytes of the text of each id, int32 [vocab_size]; None if ids do not determine
@@ -196,12 +202,6 @@ def identity_of(kind: str, *data: bytes) -> str:
     for part in data:
         digest.update(len(part).to_bytes(8, "little") + part)
     return f"{kind}:{digest.hexdigest()[:16]}"
-
-
-def find_sentinels(token_id: Callable[[str], int | None]) -> tuple[int, ...]:
-    """The ids of <extra_id_0>, <extra_id_1>, ... up to the first that is missing."""
-    ids = map(token_id, map(SENTINEL.format, itertools.count()))
-    return tuple(itertools.takewhile(lambda token: token is not None, ids))  # pyright: ignore
 
 
 def json_object(path: Path) -> dict[str, Any]:

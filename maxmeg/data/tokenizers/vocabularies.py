@@ -12,7 +12,6 @@ import numpy as np
 from maxmeg.data.tokenizers import merged_bytes
 from maxmeg.data.tokenizers.tokenizer import (
     Tokenizer,
-    find_sentinels,
     identity_of,
     json_object,
     library_errors,
@@ -51,7 +50,6 @@ class SentencePieceTokenizer(Tokenizer):
         self.unk = _or_none(self._model.unk_id())
         control = frozenset(i for i in range(size) if self._model.IsControl(i))
         self.special_ids = control | {self.eod}
-        self.sentinels = find_sentinels(self.token_id)
         self._blank = self.token_id(_WORD_START)
         self.identity = identity_of("sentencepiece", data)
 
@@ -205,7 +203,6 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
             for role in ("bos", "pad", "cls", "sep", "mask", "unk")
         )
         self.opening = self._opening()
-        self.sentinels = find_sentinels(vocabulary.get)
         self.vocab_size = max(self.model_size, self.eod + 1)
         settings = str((self.eod, self.bos, self.pad)).encode()
         self.identity = identity_of("huggingface", data, settings)
@@ -260,7 +257,6 @@ class Gpt2Tokenizer(_AcceleratedTokenizer):
         self._model.decoder = decoders.ByteLevel()
         self.eod = self._vocabulary.get("<|endoftext|>", self.model_size)
         self.special_ids = frozenset([self.eod])
-        self.sentinels = find_sentinels(self.token_id)
         self.vocab_size = max(self.model_size, self.eod + 1)
         self.identity = identity_of("gpt2", *data)
         self._make_fast = functools.partial(merged_bytes.of_gpt2, *data)
@@ -317,7 +313,6 @@ class WordPieceTokenizer(_LibraryTokenizer):
         # Brackets are split off words, so text never becomes a token in brackets.
         in_brackets = {i for token, i in vocabulary.items() if _is_in_brackets(token)}
         self.special_ids = frozenset({*in_brackets, self.eod}) - {self.unk}
-        self.sentinels = find_sentinels(vocabulary.get)
         self.vocab_size = max(self.model_size, self.eod + 1)
         lines = "\n".join(vocabulary).encode()
         self.identity = identity_of("wordpiece", lines, str((lower, strip, chinese)).encode())
