@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered_samples import Numbers
 
 from maxmeg.data.samples import blending
 from maxmeg.data.samples.blending import (
@@ -25,19 +26,6 @@ TURNS = {
     (0.6, 0.4): [0, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1],
 }
 EXHAUSTIVE = {(2, 3, 5): [2, 1, 0, 2, 1, 2, 0, 2, 1, 2], (1, 1): [0, 1]}
-
-
-class Numbers:
-    """A dataset whose sample n is the text (name, n)."""
-
-    vocab_size, sequence_length, num_tokens, samples_per_epoch = 100, 2, 40, 20
-
-    def __init__(self, name: int) -> None:
-        self.name = name
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        names = np.full(len(indices), self.name)
-        return {"tokens": np.stack([names, indices], 1), "mask": names > 0}
 
 
 @pytest.mark.parametrize("weights", TURNS)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numbered_samples import Numbers
 
 from maxmeg.config.data import DataConfig, DataOrder, Packing
 from maxmeg.config.schema import Config
