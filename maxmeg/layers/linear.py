@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
+from maxmeg.ops.broadcast import broadcast
 from maxmeg.parallel.collectives import counted_once, unshard_parameter
 
 
@@ -38,7 +39,8 @@ class Linear(nnx.Module):
         y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
         if self.bias is not None:
             bias = self.bias[...]
-            y_TO = y_TO + (counted_once(bias) if self.row_parallel else bias)
+            bias = counted_once(bias) if self.row_parallel else bias
+            y_TO = y_TO + broadcast(bias, y_TO.shape)
         if self.lora is not None:
             y_TO = y_TO + self.lora(x, ctx)
         return y_TO.reshape(*x.shape[:-1], -1)

@@ -21,6 +21,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
 from maxmeg.ops.rope import rotate
 from maxmeg.parallel.collectives import gather_sequence, stored, unshard_parameter
@@ -170,7 +171,7 @@ class Mla(Attention):
         latent, k_rotary = jnp.split(kv_BLI, [self.spec.kv_rank], axis=-1)
         k_BLHK = stored(self.key_up(latent, ctx), "key_up").reshape(*heads, -1)
         v_BLHV = stored(self.value_up(latent, ctx), "value_up").reshape(*heads, -1)
-        k_rotary = jnp.broadcast_to(k_rotary[:, :, None], (*heads, k_rotary.shape[-1]))
+        k_rotary = broadcast(k_rotary[:, :, None], (*heads, k_rotary.shape[-1]))
         return self.core(q_BLHI, jnp.concatenate((k_BLHK, k_rotary), axis=-1), v_BLHV, ctx)
 
     def absorbed(self, q_BLHI, kv_BLI, ctx: Context, cache: LatentCache):

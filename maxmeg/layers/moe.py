@@ -20,6 +20,7 @@ from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, Widths
 from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.ops.activation import activate
+from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.experts.dispatch import (
     capacity_of,
     collect,
@@ -182,7 +183,8 @@ def rows_of_experts(
     sizes_E: number of rows of each expert; None: equal numbers. Gradients are summed in float32.
     """
     if sizes_E is None:
-        return jnp.repeat(vectors_EO, rows // len(vectors_EO), axis=0)
+        E, size = vectors_EO.shape
+        return broadcast(vectors_EO[:, None], (E, rows // E, size)).reshape(rows, size)
     ends_E = jnp.cumsum(sizes_E)
     experts_R = jnp.searchsorted(ends_E, jnp.arange(rows), side="right")
     rows_1RO: jax.Array = lookup(vectors_EO, experts_R[None], len(vectors_EO))  # pyright: ignore
@@ -235,7 +237,7 @@ class Moe(Mixer):
             shared_BLD, _, _ = self.shared(h_BLD, ctx)
             if self.shared_gate is not None:
                 gate_BL1 = stored(self.shared_gate(h_BLD, ctx), "shared_expert_gate")
-                shared_BLD *= jax.nn.sigmoid(gate_BL1)
+                shared_BLD *= broadcast(jax.nn.sigmoid(gate_BL1), shared_BLD.shape)
             y_BLD += collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
         return y_BLD, cache, aux
 

@@ -213,8 +213,10 @@ def _further_rounds_backward(exchange, operands, slope_TD):
         _, pull = jax.vjp(run, *variables)
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
-    start = (jnp.int32(1), jax.tree.map(jnp.zeros_like, variables))
-    gradients = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
+    start = (jnp.int32(1), zeros)
+    total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
+    gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
     return (*gradients, None, None, None)
 
 
