@@ -15,6 +15,7 @@ from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
 from maxmeg.parallel.placement import local_rows, place_batch, place_flag
 from maxmeg.state import abstract_state, nested, orders_of, to_arrays
+from maxmeg.step import make_gradients
 
 LENGTH, BATCH, VOCAB = 16, 16, 61
 EVERYTHING = {
@@ -112,6 +113,21 @@ def in_model_order(tree) -> dict:
         if order := orders.get(name.replace(".", "/")):
             arrays[name] = array[np.array([order.index(n) for n in range(max(order) + 1)])]
     return nested(arrays)
+
+
+def model_gradients(config: Config, **extra: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+    """(token-mean loss, gradients by name, layers in model order) of `tiny_batch`."""
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    found, sums = function(state.model, tiny_batch(config, mesh, **extra), state.key)
+    arrays, layout = {}, abstract.model.stack.layout
+    for name, array in to_arrays(found).items():
+        array = np.asarray(array)
+        if name.startswith("stack."):
+            array = array[layout.places(int(name.split(".")[2]))]
+        arrays[name] = array
+    return float(sums["loss_sum"] / sums["tokens"]), arrays
 
 
 def controls(mesh) -> dict:

@@ -1,0 +1,230 @@
+"""bfloat16 on meshes: gradients as exact as one device's; the dtype of every collective and sum."""
+
+import collections
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import (
+    EVERYTHING,
+    LENGTH,
+    VOCAB,
+    controls,
+    mesh_of,
+    model_gradients,
+    tiny,
+    tiny_batch,
+    tiny_state,
+)
+
+from maxmeg.config.model import DType, Norm, Position
+from maxmeg.config.schema import Schedule
+from maxmeg.parallel.rules import reductions
+from maxmeg.step import make_train_step
+
+FACTOR = 3  # error of a mesh over that of one device
+ROWS, REPEATS = 8, 64  # equal microbatches: a bfloat16 sum of many equal terms loses most of them
+MODELS = {
+    "dense": {
+        "layers": "*(local,mlp)",
+        "attention.window": 9,
+        "attention.bias_qkv": True,
+        "attention.bias_out": True,
+        "mlp.bias": True,
+        "norm": Norm.layernorm,
+        "position": Position.learned,
+        "max_position": LENGTH,
+        "tied": True,
+    },
+    "experts": {
+        "layers": "*(mla,moe)",
+        "attention.head_dim": 4,
+        "mla.kv_rank": 16,
+        "mla.query_rank": 12,
+        "mla.rotary_size": 4,
+        "moe.num_experts": 4,
+        "moe.ffn_size": 32,
+        "moe.shared_ffn_size": 32,
+        "moe.shared_gate": True,
+    },
+}
+MESHES = [
+    ("dense", {"fsdp": 4, "tensor": 2}),
+    ("dense", {"pipe": 2, "fsdp": 2, "tensor": 2}),
+    ("experts", {"expert": 4, "data": 2, "fsdp": 1}),
+]
+
+
+def gradients(model: str, dtype: DType, repeats: int, **parallel) -> dict[str, np.ndarray]:
+    """Gradients of a batch whose rows are `repeats` times the same, which does not change them."""
+    train = {"global_batch_size": ROWS * repeats, "micro_batch_size": int(repeats > 1)}
+    config = tiny({**MODELS[model], "dtype": dtype}, train, **parallel)
+    drawn = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS, LENGTH), np.int32)
+    tokens, targets = np.tile(drawn, (1, repeats, 1))
+    mask = np.ones(tokens.shape, np.float32)
+    return model_gradients(config, tokens=tokens, targets=targets, loss_mask=mask)[1]
+
+
+def errors(found: dict, exact: dict) -> dict[str, float]:
+    """Relative error of each tensor, in the Frobenius norm."""
+    norms = {}
+    for name, wanted in exact.items():
+        rows = min(len(wanted), len(found[name]))  # the padding of the vocabulary differs
+        difference = np.linalg.norm(np.float64(found[name][:rows]) - wanted[:rows])
+        norms[name] = difference / np.linalg.norm(np.float64(wanted))
+    return norms
+
+
+@functools.cache
+def one_device(model: str) -> tuple[dict, dict]:
+    """(gradients in float32, errors of those in bfloat16).
+
+    float32 stands for the exact values, from which it differs by 1e-6: float64 would not be more
+    exact, as norms, softmax, activations and logits are computed in float32 whatever the dtype.
+    """
+    with jax.default_matmul_precision("highest"):
+        exact = gradients(model, DType.float32, 1, fsdp=1)
+    return exact, errors(gradients(model, DType.bfloat16, 1, fsdp=1), exact)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [MESHES[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in MESHES[1:])],
+)
+def test_bfloat16_gradients_are_as_exact_as_one_devices(model, parallel):
+    exact, limits = one_device(model)
+    found = errors(gradients(model, DType.bfloat16, REPEATS, **parallel), exact)
+    for name, error in found.items():
+        assert error <= FACTOR * limits[name], (name, error, limits[name])
+
+
+MOE = {"moe.num_experts": 4, "moe.ffn_size": 48, "moe.shared_ffn_size": 32, "moe.shared_gate": True}
+MLA = {"layers": "*(mla,moe)", "mla.kv_rank": 16, "mla.query_rank": 12, "mla.rotary_size": 4}
+STEPS = {
+    "experts": (
+        EVERYTHING
+        | MOE
+        | {"layers": "*(local,moe conv,mlp)", "num_layers": 4, "parallel_norms": False}
+        | {"conv.bias": True, "moe.logit_bias": True, "moe.aux_loss": 0.1, "tied": False},
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+    ),
+    "pipeline": (
+        MOE
+        | MLA
+        | {"num_layers": 4, "mlp.bias": True}
+        | {"moe.capacity_factor": 1.5, "moe.pad_to_capacity": True},
+        {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},
+    ),
+}
+GRADIENTS = "gradients of a whole step"
+COMMON = {
+    "all_gather tensor bfloat16": "the sequence of what mixers read, and gradients",
+    "reduce_scatter tensor bfloat16": "what mixers write, and gradients, as in Megatron-LM",
+    "dot_general bfloat16 x bfloat16 -> bfloat16": "tensor cores sum in float32 and round once",
+    "dot_general bfloat16 x bfloat16 -> float32": "scores and logits, gradients of the head",
+    "dot_general float32 x bfloat16 -> float32": "gradients of scores",
+    "dot_general float32 x float32 -> float32": "router",
+    "reduce_sum float32 -> float32": "norms, losses, the gradient norm, gradients of biases",
+    "scatter-add float32 x float32 -> float32": "gradients of embeddings",
+}
+TABLES = {
+    "experts": COMMON
+    | {
+        "all_gather fsdp bfloat16": "weights (ZeRO-3)",
+        "reduce_scatter fsdp bfloat16": "gradients of those, of one microbatch",
+        "all_to_all expert bfloat16": "tokens to experts and back, and gradients",
+        "all_to_all expert float32": "their routing weights and numbers of experts",
+        "all_gather expert int32": "how many tokens devices send each other",
+        "pmax fsdp+expert+tensor int32": "rounds of the exchange",
+        "pmax tensor float32": "largest logit",
+        "psum tensor float32": "terms of the cross entropy; statistics of the norms of all heads",
+        "psum expert float32": GRADIENTS,
+        "psum fsdp float32": GRADIENTS,
+        "psum expert+tensor float32": GRADIENTS,
+        "psum fsdp+tensor float32": GRADIENTS,
+        "psum fsdp+expert float32": GRADIENTS + "; losses, number of tokens, tokens of experts",
+        "psum fsdp+expert+tensor float32": GRADIENTS,
+        "ragged_dot_general bfloat16 x bfloat16 -> float32": "experts",
+    },
+    "pipeline": COMMON
+    | {
+        "all_gather data bfloat16": "weights (ZeRO-1)",
+        "reduce_scatter data float32": GRADIENTS,
+        "psum data float32": "losses and number of tokens",
+        "psum pipe+data float32": "tokens of experts",
+        "psum tensor float32": GRADIENTS,
+        "psum pipe+tensor float32": GRADIENTS + "; terms of the cross entropy",
+        "pmax pipe+tensor float32": "largest logit",
+        "ppermute pipe bfloat16": "activations to the next stage, gradients to the one before",
+        "psum pipe bfloat16": "what one stage alone has; the gradient of the head's input",
+    },
+}
+SUMS = ("dot_general", "ragged_dot_general", "reduce_sum", "cumsum", "scatter-add")
+
+
+def equations(jaxpr) -> Iterator:
+    """All equations of a program, those of its loops and calls too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+@functools.cache
+def program(step: str) -> tuple[list, set[tuple[int, ...]]]:
+    """(equations of the train step in bfloat16, shapes of a device's parameters).
+
+    The equations are JAX's, before compilation: XLA's CPU backend replaces bfloat16 by float32.
+    """
+    model, parallel = STEPS[step]
+    config = tiny({**model, "dtype": DType.bfloat16}, {"micro_batch_size": 2}, **parallel)
+    mesh = mesh_of(config)
+    optimizer, abstract, _ = tiny_state(config, mesh)
+    train_step = make_train_step(config, mesh, optimizer, abstract)
+    traced = train_step.trace(abstract, tiny_batch(config, mesh), controls(mesh))
+    shapes = set()
+    places = reductions(abstract.model, mesh, config.parallel.zero1)
+    for array, place in zip(jax.tree.leaves(abstract.model), jax.tree.leaves(places), strict=True):
+        shape = list(array.sharding.shard_shape(array.shape))
+        if place.scatter_dim is not None:  # ZeRO-1 cuts the master alone
+            shape[place.scatter_dim] *= mesh.shape["data"]
+        shapes.add(tuple(shape))
+    return list(equations(traced.jaxpr.jaxpr)), shapes
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_dtype_of_every_collective_and_sum(step):
+    found = set()
+    for equation in program(step)[0]:
+        params, name = equation.params, equation.primitive.name
+        arrays = [array.aval for array in equation.invars]
+        axes = params.get("axes") or params.get("axis_name") or ()
+        axes = (axes,) if isinstance(axes, str) else axes
+        if name != "axis_index" and axes and isinstance(axes[0], str):
+            found |= {f"{name} {'+'.join(axes)} {array.dtype}" for array in arrays}
+        elif name in SUMS and jnp.issubdtype(arrays[0].dtype, jnp.floating):
+            result = equation.outvars[0].aval
+            if name != "reduce_sum" or arrays[0].size > result.size:  # else nothing is added
+                operands = [str(a.dtype) for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)]
+                found.add(f"{name} {' x '.join(operands)} -> {result.dtype}")
+    assert found == TABLES[step].keys()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_loops_carry_gradients_in_float32(step):
+    """Over microbatches, and over rounds of an exchange, where they are those of one layer."""
+    found, shapes = program(step)
+    carried = collections.defaultdict(set)
+    for equation in found:
+        params, arrays = equation.params, []
+        if equation.primitive.name == "scan":
+            arrays = equation.invars[params["num_consts"] :][: params["num_carry"]]
+        elif equation.primitive.name == "while":
+            arrays = equation.invars[params["cond_nconsts"] + params["body_nconsts"] :]
+        for array in arrays:
+            carried[str(array.aval.dtype)].add(array.aval.shape)
+    assert carried["float32"] >= shapes
+    assert not carried["bfloat16"] & (shapes | {shape[1:] for shape in shapes})
