@@ -35,7 +35,7 @@ from maxmeg import train
 from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.planning.compile import compile_here
-from maxmeg.runtime.absent_environment import absent_environment
+from maxmeg.runtime.gpu_environment import absent_environment
 
 # Without LLVM's optimizations compiling is faster and products are never contracted with sums.
 XLA_FLAGS = (

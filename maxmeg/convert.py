@@ -1,7 +1,7 @@
 """Convert a model: python -m maxmeg.convert --input=HF_FOLDER --output=FOLDER
 
-Back: --to=huggingface --input=RUN_DIR, adapters merged; --to=peft: the adapters alone. Also from a
-.gguf file, and from Megatron's torch_dist (needs torch; --config if it names no architecture).
+Or --input=FILE.gguf, or a folder of Megatron-LM's torch_dist (needs torch; --config if it names no
+architecture). Back: --to=huggingface --input=RUN_DIR merges adapters, --to=peft writes them alone.
 """
 
 import dataclasses
@@ -31,31 +31,31 @@ class To(enum.Enum):
 
 @dataclasses.dataclass
 class Options:
-    """From where to where, and in what form."""
+    """Input, output and format."""
 
     input: str = setting(
         dataclasses.MISSING, "folder of Hugging Face, Megatron or a run, or a .gguf file"
     )
-    output: str = setting("", "folder to make: a run's, Hugging Face's or PEFT's")
+    output: str = setting("", "folder to create: a run's, Hugging Face's or PEFT's")
     to: To = setting(To.maxmeg, "maxmeg | huggingface | peft")
     list: bool = setting(False, "show tensors and arrays, write nothing")
     tokenizer: str = setting(
-        "", "as data.tokenizer, or a tokenizer.json; to maxmeg; empty: the input's own"
+        "", "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's"
     )
-    dtype: DType = setting(DType.bfloat16, "of what is written to huggingface: bfloat16 | float32")
-    step: int = setting(-1, "of the run's checkpoint; -1: the newest; to huggingface")
-    shard_gb: float = setting(5.0, "10^9 bytes a file holds at most, > 0; to huggingface")
-    family: str = setting("", "architecture of transformers; empty: the model's own")
+    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights, bfloat16 | float32")
+    step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
+    shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
+    family: str = setting("", "architecture in transformers; empty: the model's")
 
 
 def main(*arguments: typing.Any) -> None:
-    """Convert as `arguments` say: (options,) or (config, options)."""
+    """Convert. arguments: (options,) or (config, options)."""
     config: Config | None = arguments[0] if len(arguments) == 2 else None
     options: Options = arguments[-1]
-    # Nothing is computed but checksums: an accelerator would only be taken from others.
+    # Only checksums are computed: leave the accelerators to other programs.
     jax.config.update("jax_platforms", "cpu")
     if not options.output and not options.list:
-        raise ValueError("no --output: name the folder to make, or add --list to see the tensors")
+        raise ValueError("no --output: name the folder to create, or add --list to see the tensors")
     if options.shard_gb <= 0:
         raise ValueError(f"--shard_gb={options.shard_gb} must be positive")
     inward = options.to is To.maxmeg

@@ -1,7 +1,7 @@
 """Mean loss of a trained run: python -m maxmeg.evaluate --run_dir=runs/gpt [--split=test]
 
-Or tasks of lm-evaluation-harness: --tasks=arc_easy,hellaswag, or --tasks=MY_TASK.yaml. They need
-pip install 'maxmeg[evals]'.
+Instead of the loss, --tasks=arc_easy,hellaswag or --tasks=MY_TASK.yaml runs tasks of
+lm-evaluation-harness; they need pip install 'maxmeg[evals]'.
 """
 
 import dataclasses
@@ -35,19 +35,19 @@ from maxmeg.step import make_eval_step
 
 @dataclasses.dataclass
 class Options:
-    """What to evaluate, on what."""
+    """Run, data and tasks of an evaluation."""
 
     run_dir: str = setting("runs/gpt", "folder of the run")
-    step: int = setting(-1, "of the checkpoint; -1: the newest intact one")
+    step: int = setting(-1, "step of the checkpoint; -1: the newest intact one")
     split: str = setting("validation", "train | validation | test")
-    paths: tuple[str, ...] = setting((), "prefixes of another corpus, read whole; empty: the run's")
-    num_batches: int = setting(0, "batches read; 0: the split once")
-    batch_size: int = setting(16, "samples at once, >= 1")
-    tensor: int = setting(1, "devices that share the model")
-    dtype: str = setting("", "to compute in, float32 or bfloat16; empty: the run's")
-    tasks: tuple[str, ...] = setting((), "of lm-evaluation-harness, or their files; empty: loss")
-    shots: int = setting(-1, "examples before a question of a task; -1: as many as it says")
-    limit: int = setting(0, "questions of each task; 0: all")
+    paths: tuple[str, ...] = setting((), "prefixes of another corpus, in full; empty: the run's")
+    num_batches: int = setting(0, "number of batches; 0: the whole split once")
+    batch_size: int = setting(16, "samples per batch, >= 1")
+    tensor: int = setting(1, "number of tensor-parallel devices")
+    dtype: str = setting("", "compute dtype, float32 or bfloat16; empty: the run's")
+    tasks: tuple[str, ...] = setting((), "lm-evaluation-harness tasks or files; empty: loss")
+    shots: int = setting(-1, "few-shot examples per question; -1: the task's default")
+    limit: int = setting(0, "number of questions per task; 0: all")
 
 
 @explains_out_of_memory("lower --batch_size, set --dtype=bfloat16 or raise --tensor")
@@ -87,7 +87,7 @@ def print_loss(trained: Trained, options: Options) -> None:
     if options.paths:
         read_whole(config.data, options.paths, index)
     tokenizer, prefixes = open_corpus(config.data, options.run_dir)
-    # Some batches are those of the run's own validation; all of a split are an epoch of it.
+    # With num_batches, read the samples of the run's own validation; otherwise one epoch.
     is_part = options.num_batches and not options.paths
     data = build_dataset(
         config.data,

@@ -1,8 +1,8 @@
 """Continue prompts or chats: python -m maxmeg.generate --run_dir=runs/gpt --prompt="def main"
 
-Several at once: --prompt again, or --prompts=FILE.jsonl with a {"prompt": ...} or {"messages":
-[{"role": "user", "content": ...}, ...]} a line; --output=FILE.jsonl holds each line again with its
-"completion". --chat makes a message of the user of every prompt.
+Repeat --prompt for several prompts, or give --prompts=FILE.jsonl with one {"prompt": ...} or
+{"messages": [{"role": "user", "content": ...}, ...]} per line; --output=FILE.jsonl repeats
+each line with its "completion". --chat turns every prompt into a user's message.
 """
 
 import dataclasses
@@ -26,24 +26,28 @@ from maxmeg.runtime.gpu_environment import set_gpu_environment
 
 @dataclasses.dataclass
 class Options:
-    """What to continue, and how tokens are chosen."""
+    """Prompts, model and sampling."""
 
     prompt: Sequence[str] = setting((), "text to continue; may be given several times")
-    prompts: str = setting("", "file of prompts and chats, JSON a line, in place of --prompt")
-    output: str = setting("", "file for what is written, JSON a line; empty: the screen")
-    chat: bool = setting(False, "prompts are messages of a user, answered by the chat template")
-    system: str = setting("", "message of the system before chats that have none")
-    opening: bool = setting(True, "prompts open with the tokens that the tokenizer.json asks for")
+    prompts: str = setting(
+        "", "file of prompts and chats, one JSON object per line, instead of --prompt"
+    )
+    output: str = setting(
+        "", "file for the completions, one JSON object per line; empty: the screen"
+    )
+    chat: bool = setting(False, "prompts are user messages; use the chat template")
+    system: str = setting("", "system message for chats without one")
+    opening: bool = setting(True, "begin prompts with the special tokens of the tokenizer.json")
     run_dir: str = setting("runs/gpt", "folder of the run, or of a converted model")
-    step: int = setting(-1, "of the checkpoint; -1: the newest intact one")
-    num_tokens: int = setting(100, "tokens to write at most after each prompt, >= 1")
-    batch: int = setting(BATCH, "prompts continued at once")
-    temperature: float = setting(0.8, "0: always the likeliest token")
-    top_k: int = setting(0, "only the k likeliest tokens; 0: all")
-    top_p: float = setting(1.0, "only the likeliest tokens with that much probability together")
-    seed: int = setting(0, "of the choice")
-    dtype: str = setting("", "to compute in, float32 or bfloat16; empty: the run's")
-    tensor: int = setting(1, "devices that share the model")
+    step: int = setting(-1, "step of the checkpoint; -1: the newest intact one")
+    num_tokens: int = setting(100, "most tokens to generate per prompt, >= 1")
+    batch: int = setting(BATCH, "number of prompts per batch")
+    temperature: float = setting(0.8, "sampling temperature; 0: always the most likely token")
+    top_k: int = setting(0, "sample from the k most likely tokens; 0: all")
+    top_p: float = setting(1.0, "sample from the most likely tokens with this total probability")
+    seed: int = setting(0, "seed of the sampling")
+    dtype: str = setting("", "compute dtype, float32 or bfloat16; empty: the run's")
+    tensor: int = setting(1, "number of tensor-parallel devices")
 
 
 @explains_out_of_memory("lower --batch, set --dtype=bfloat16 or raise --tensor")

@@ -1,11 +1,10 @@
-"""What a run needs on GPUs that are not here, before it starts; nothing is trained.
+"""Plan memory, communication and time of a run, for GPUs that this machine need not have.
 
     python -m maxmeg.plan --config=configs/gpt.py:175b --hardware=h100x64 [--search] [--compile]
     python -m maxmeg.plan --config=configs/gpt.py --config.parallel.pipe=4 --timeline=pipe.svg
 
-Memory, communication and time come from formulas, in milliseconds; with --compile also from the
-compiler, which makes the real step for the absent GPUs. Without --hardware there is the pipeline's
-timeline alone.
+The report comes from formulas, in milliseconds; with --compile also from the real train step,
+compiled for those GPUs. Without --hardware it shows the pipeline's timeline alone.
 """
 
 import dataclasses
@@ -29,16 +28,16 @@ from maxmeg.planning.show.timeline import timeline_svg
 from maxmeg.runtime.platform import choose_platform
 
 BEST_COMPILED = 3
-SHOWN = 10  # layouts of a search
+SHOWN = 10  # number of layouts of a search in the report
 
 
 @dataclasses.dataclass
 class Options:
-    """For what GPUs, how closely, and where it is written to."""
+    """GPUs, methods and output files of a plan."""
 
     hardware: str = setting("", "GPUs as NAMExCOUNT, h100x64; empty: the pipeline's timeline alone")
-    search: bool = setting(False, "rank all layouts and report on the best, not the config's own")
-    compile: bool = setting(False, "compile the step; with search that of the best three layouts")
+    search: bool = setting(False, "rank all layouts and report on the best instead of the config's")
+    compile: bool = setting(False, "compile the train step; with --search of the best 3 layouts")
     timeline: str = setting("", "SVG file: ticks x stages of the pipeline")
     json: str = setting("", "JSON file: the whole report")
     html: str = setting("", "HTML file: the whole report as one page")
@@ -69,7 +68,7 @@ def main(config: Config, options: Options) -> None:
 
 
 def check_options(options: Options) -> None:
-    """Before anything takes time."""
+    """ValueError for options that cannot work, before anything takes time."""
     for name in ("search", "compile"):
         if getattr(options, name) and not options.hardware:
             raise ValueError(f"--{name} needs GPUs: give --hardware=NAMExCOUNT, as h100x64")
@@ -84,12 +83,12 @@ def check_options(options: Options) -> None:
 
 
 def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
-    """The plan for a cluster, of the config's own layout or of the best."""
+    """The plan for a cluster, with the layout of the config or, with --search, the best one."""
     chosen, choices = [config], []
     if options.search:
-        found = search(config, cluster)[:SHOWN]
-        chosen = [candidate.config for candidate in found]
-        choices = [Choice(candidate.settings, candidate.analytic) for candidate in found]
+        candidates = search(config, cluster)[:SHOWN]
+        chosen = [candidate.config for candidate in candidates]
+        choices = [Choice(candidate.settings, candidate.analytic) for candidate in candidates]
     plan = plan_of(chosen[0], cluster.count)
     if choices:
         plan.settings["flags"] = flags_text(choices[0].settings)

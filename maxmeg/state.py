@@ -14,8 +14,8 @@ from maxmeg.checkpoint import storage
 from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
-from maxmeg.parallel.parts import saved, trained
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
+from maxmeg.parallel.trainable import saved, trained
 from maxmeg.runtime.metrics.summary import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS

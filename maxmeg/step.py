@@ -24,10 +24,10 @@ from maxmeg.optim.build import clip
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
-from maxmeg.parallel.parts import fixed, joined, trained
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import reductions
 from maxmeg.parallel.spmd import spmd
+from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.executor import Program, run_pipeline
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only
 from maxmeg.state import TrainState, shardings_of

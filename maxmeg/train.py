@@ -27,7 +27,6 @@ from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.placement import place_batch, place_flag
 from maxmeg.program import Program
 from maxmeg.runtime.determinism import check_deterministic
-from maxmeg.runtime.faults.deadline import warn_of_late_save
 from maxmeg.runtime.faults.lock import lock_run
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.faults.peers import ending_together
@@ -35,9 +34,10 @@ from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.logs import start_logging
-from maxmeg.runtime.metrics.pictures import write_pictures
+from maxmeg.runtime.metrics.plots import write_plots
 from maxmeg.runtime.metrics.summary import print_mesh, print_parameters
 from maxmeg.runtime.observe import Observer
+from maxmeg.runtime.slurm import warn_of_late_save
 from maxmeg.state import CHECKPOINTS, orders_of, parameter_rows, to_tree
 
 
@@ -182,8 +182,8 @@ def finish(run: Run, state) -> None:
         return
     if sample:
         print(f"\n--- sample\n{config.log.sample_prompt}{sample}\n---")
-    for shown, path in write_pictures(config.run_dir).items():
-        print(f"{shown}: {path}")
+    for title, path in write_plots(config.run_dir).items():
+        print(f"{title}: {path}")
     if saved:
         print(f"checkpoint: {run.checkpointer.folder}, step {step}")
     if not done:

@@ -26,7 +26,7 @@ from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
 from maxmeg.layers.lora import linears
 from maxmeg.optim.build import make_optimizer
-from maxmeg.parallel.parts import frozen, trained
+from maxmeg.parallel.trainable import frozen, trained
 from maxmeg.planning import hlo
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.memory import device_memory

@@ -14,7 +14,7 @@ from maxmeg.config.model import DType
 from maxmeg.config.schema import ExpertExchange, LoraConfig, Schedule
 from maxmeg.layers.auxiliary import by_layer
 from maxmeg.models.lm import language_model
-from maxmeg.parallel.parts import frozen, trained
+from maxmeg.parallel.trainable import frozen, trained
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.state import array_name, to_arrays
 from maxmeg.step import make_gradients, make_train_step

@@ -18,7 +18,7 @@ from maxmeg.config.hints import hub_command
 from maxmeg.config.initial import changes
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
-from maxmeg.parallel.parts import frozen, joined, without
+from maxmeg.parallel.trainable import frozen, joined, without
 from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,

@@ -10,7 +10,7 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
-from maxmeg.parallel.parts import joined, saved
+from maxmeg.parallel.trainable import joined, saved
 from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,

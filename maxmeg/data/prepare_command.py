@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxmeg.data.prepare.encoding import Options, Report
 from maxmeg.data.prepare.run import PART_BYTES, Share, prepare
-from maxmeg.runtime.slurm_array import array_task
+from maxmeg.runtime.slurm import array_task
 
 _SHOWN = 5  # bad lines that are listed
 

@@ -19,7 +19,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
-from maxmeg.parallel.parts import joined
+from maxmeg.parallel.trainable import joined
 from maxmeg.state import CHECKPOINTS, abstract_state
 
 

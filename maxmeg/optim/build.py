@@ -1,4 +1,4 @@
-"""OptimConfig -> one optax chain whose learning rate and weight decay come in with each update."""
+"""OptimConfig -> an optax chain that gets learning rate and weight decay with each update."""
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters 
 def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov and Hutter, 2019) or SGD with momentum and decoupled weight decay.
 
-    update(gradients, state, parameters, learning_rate=, weight_decay=), the two being scalars.
-    Elementwise on sharded arrays: no communication.
+    update(gradients, state, parameters, learning_rate=, weight_decay=) takes both as scalars. It is
+    elementwise on sharded arrays, without communication.
     """
     if config.optimizer is Optimizer.adamw:
         direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
@@ -28,16 +28,15 @@ def decays(variable: nnx.Variable) -> bool:
     """Whether weight decay applies: to matrices, as in Megatron-LM, which exempts every parameter
     of one dimension and every `.bias`.
 
-    The logical axes decide, not names: decayed are embeddings, projections, experts, routers and
-    LoRA matrices; exempt are norms, biases (those of experts, [E, F], are one vector per expert)
-    and attention sinks.
+    The logical axes decide. Embeddings, projections, experts, routers and LoRA matrices decay;
+    norms, biases (also [E, F] of experts: one vector per expert) and attention sinks do not.
     """
     axes = variable.get_metadata()["axes"]
     return sum(axis not in STACKING_AXES for axis in axes) >= 2
 
 
 def descend() -> optax.GradientTransformationExtraArgs:
-    """u -> -learning_rate * (u + weight_decay * p), with decay only where `decays` says so."""
+    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`."""
 
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
@@ -56,9 +55,9 @@ def descend() -> optax.GradientTransformationExtraArgs:
 
 
 def clip(gradients, limit: float):
-    """(gradients scaled so that their global L2 norm is at most `limit`, that norm before).
+    """(gradients scaled to a global L2 norm of at most `limit`, their norm before).
 
-    The arrays are global, so the norm is exact however they are sharded. limit 0: not scaled.
+    The arrays are global, so sharding does not change the norm. limit 0: no scaling.
     """
     norm = optax.global_norm(gradients)
     if not limit:

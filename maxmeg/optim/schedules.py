@@ -1,10 +1,10 @@
 """Learning rate, weight decay and batch size of every step, as Megatron-LM computes them.
 
-Schedules are functions of the consumed samples. Pure Python on the host: the step receives the
-numbers. A length of n steps means the samples that the first n steps of the run consume. Where a
-run was resumed with another batch size, the steps before count with the batch size that they had
-and the steps to come with the new one: a warm-up that is over stays as it was, while the end of a
-decay over `train.num_steps` steps moves to where the run now ends. Lengths in samples never move.
+Schedules are functions of the consumed samples, in pure Python on the host: the step receives the
+values. A length of n steps means the samples that the first n steps of the run consume. After a
+resume with another batch size, earlier steps count with their own batch size and later steps with
+the new one: a finished warm-up does not change, while the end of a decay over `train.num_steps`
+steps moves to the new end of the run. Lengths in samples never move.
 """
 
 import bisect
@@ -24,10 +24,10 @@ _ENTRY = re.compile(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", re.IGNORECASE)
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The step from which a resumed run continues, and what the steps before it consumed.
+    """The step at which a resumed run continues, and what the earlier steps consumed.
 
     consumed_samples: training samples. validation_samples: samples of the periodic validations.
-    batches: (first step, samples before it, batch size) of each stretch of equal batches.
+    batches: (first step, samples before it, batch size) of each range of steps with equal batches.
     """
 
     step: int = 0
@@ -50,13 +50,13 @@ class Origin:
 
 
 class Schedules:
-    """Values of step n (from 0) of a run, each a function of the samples before that step."""
+    """Values of step n (from 0) of a run, as functions of the samples before that step."""
 
-    batch_sizes: tuple[int, ...]  # in the order in which the run may reach them, each once
+    batch_sizes: tuple[int, ...]  # each once, in the order of the run
 
     def __init__(self, config: Config, batch_multiple: int = 1, origin: Origin = Origin()):
-        """Every batch size must be a multiple of `batch_multiple`, the samples of one microbatch
-        over all replicas. Raises ValueError for settings that contradict each other."""
+        """batch_multiple: samples of one microbatch over all replicas; it must divide every batch
+        size. Raises ValueError for settings that contradict each other."""
         self._optim, self._origin, train = config.optim, origin, config.train
         self._eval_every = train.eval_every
         self._eval_samples = train.eval_steps * train.global_batch_size  # of one validation
@@ -93,7 +93,7 @@ class Schedules:
         return consumed + (step - first) * size
 
     def extent(self, step: int) -> tuple[int, int]:
-        """(number of the first sample of step `step`, its batch size)."""
+        """(index of the first sample of step `step`, its batch size)."""
         first, consumed, size = self._segment(step)
         return consumed + (step - first) * size, size
 
@@ -105,15 +105,15 @@ class Schedules:
         return before + (step // every - self._origin.step // every) * self._eval_samples
 
     def evaluation_start(self, step: int) -> int:
-        """Number of the first sample that the validation after step `step` reads.
+        """Index of the first sample of the validation after step `step`.
 
-        In Megatron-LM's order each validation continues after the last one; in the native order
-        every validation reads the same samples.
+        In Megatron-LM's order each validation continues after the previous one; in the native
+        order every validation reads the same samples.
         """
         return self.validation_samples(step) if self._validates_in_turn else 0
 
     def progress(self, step: int) -> dict[str, Any]:
-        """What the steps before `step` consumed, JSON-able, for `Origin.of_checkpoint`."""
+        """What the steps before `step` consumed, as JSON, for `Origin.of_checkpoint`."""
         return {
             "consumed_samples": self.consumed_samples(step),
             "validation_samples": self.validation_samples(step),
@@ -121,7 +121,7 @@ class Schedules:
         }
 
     def step_at(self, samples: int) -> int:
-        """First step before which at least `samples` samples were consumed."""
+        """The first step before which at least `samples` samples are consumed."""
         last = bisect.bisect_left([consumed for _, consumed, _ in self._segments], samples) - 1
         first, consumed, size = self._segments[max(last, 0)]
         return first + max(0, -(-(samples - consumed) // size))
@@ -146,7 +146,7 @@ class Schedules:
         return self._segments[bisect.bisect_right(self._starts, step) - 1]
 
     def _length(self, name):
-        """(setting, its value, unit) that decides the length of "warmup" or "decay"."""
+        """(setting, its value, unit) that sets the length of "warmup" or "decay"."""
         for unit in ("samples", "steps"):
             if value := getattr(self._optim, f"{name}_{unit}"):
                 return f"optim.{name}_{unit}", value, unit
@@ -220,7 +220,7 @@ def _wsd_fraction(shape, done):
 
 
 def _merged(segments):
-    """Segments without those that only continue the segment before them."""
+    """Segments, without a segment that only continues the previous one."""
     kept = []
     for first, consumed, size in segments:
         if kept:
@@ -233,7 +233,7 @@ def _merged(segments):
 
 
 def _segments(config, origin):
-    """(first step, samples before it, batch size) of each stretch of equal batches to come."""
+    """(first step, samples before it, batch size) of each coming range of equal batches."""
     train = config.train
     if train.global_batch_size < 1:
         raise ValueError(f"train.global_batch_size={train.global_batch_size}: must be at least 1")
@@ -316,7 +316,7 @@ def _schedule_segments(schedule, sequence_length, final, origin):
     segments, step, consumed = [], origin.step, origin.consumed_samples
     for (_, size), following in zip(entries, [*thresholds[1:], None], strict=True):
         if following is not None and consumed >= following:
-            continue  # the step before already passed this entry
+            continue  # the previous step has already passed this entry
         segments.append((step, consumed, size))
         count = 0 if following is None else -(-(following - consumed) // size)
         step, consumed = step + count, consumed + count * size
@@ -338,7 +338,7 @@ def _check_optim(optim):
         steps, samples = getattr(optim, f"{name}_steps"), getattr(optim, f"{name}_samples")
         if steps and samples:
             raise ValueError(
-                f"optim.{name}_steps={steps} and optim.{name}_samples={samples} say the same:"
+                f"optim.{name}_steps={steps} and optim.{name}_samples={samples} both set a length:"
                 " give one of the two"
             )
         if steps < 0 or samples < 0:

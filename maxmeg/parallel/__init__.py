@@ -1,1 +1,1 @@
-"""The mesh, which logical axis lies on which mesh axes, and the collectives the model calls."""
+"""The mesh, the sharding rules, and the collectives that the model calls."""

@@ -9,14 +9,14 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Arrays [M, B, L] of M microbatches of B rows of L tokens; of one microbatch [B, L].
+    """Arrays [M, B, L] of M microbatches of B rows of L tokens; [B, L] of one microbatch.
 
     loss_mask: weight of each target in the loss. positions: of each token in its document.
-    segment_ids: document of each token, 0 for padding; None where all tokens of a row may attend
-    to each other. extra: further arrays of the dataset, by name, for objectives that read them.
-    The step sets the rest. rows [M, B]: number of each row in the global batch. divisors
-    [M, losses]: what divides each loss of the objective. share [M]: weight of a microbatch in
-    means over microbatches.
+    segment_ids: document of each token, 0 for padding; None if all tokens of a row may attend to
+    each other. extra: further arrays of the dataset, by name, for some objectives. The step sets
+    the other fields. rows [M, B]: index of each row in the global batch. divisors [M, losses]:
+    divisor of each loss of the objective. share [M]: weight of a microbatch in means over
+    microbatches.
     """
 
     tokens: jax.Array
@@ -31,7 +31,7 @@ class Batch:
 
     @classmethod
     def of(cls, arrays: dict[str, typing.Any]) -> "Batch":
-        """The batch of a dataset's arrays by name."""
+        """The batch with a dataset's arrays, by name."""
         names = {field.name for field in dataclasses.fields(cls)}
         known = {name: array for name, array in arrays.items() if name in names}
         extra = {name: array for name, array in arrays.items() if name not in names}

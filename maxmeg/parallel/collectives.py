@@ -1,9 +1,9 @@
 """The only place inside the model that names mesh axes.
 
 Layers see their own shard (one `shard_map`, manual over every axis). Each function here is the
-identity where its axis is absent or of size 1, so the same layer runs under plain `jax.jit` on
-one device. Autodiff's duality all_gather <-> psum_scatter is Megatron-LM's f/g operators. No sum
-here is ever differentiated: losses carry their own vjp.
+identity if its axis is absent or has size 1, so the same layer runs under plain `jax.jit` on one
+device. Autodiff's duality all_gather <-> psum_scatter gives Megatron-LM's f/g operators. Sums here
+are never differentiated: losses have a vjp of their own.
 """
 
 import functools
@@ -24,13 +24,13 @@ VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
 
 def present(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of `axes` that are mapped here and have more than one device."""
+    """The members of `axes` that shard_map maps and that have more than one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(a for a in axes if a in mesh.manual_axes and mesh.shape[a] > 1)
 
 
 def axis_index(axes: tuple[str, ...]) -> jax.Array | int:
-    """Rank within the product of `axes`, the first slowest."""
+    """Rank of this device within the product of `axes`, the first axis slowest."""
     index = 0
     for axis in present(axes):
         index = index * lax.axis_size(axis) + lax.axis_index(axis)
@@ -38,7 +38,7 @@ def axis_index(axes: tuple[str, ...]) -> jax.Array | int:
 
 
 def axis_size(axes: tuple[str, ...]) -> int:
-    """Devices along the product of `axes`."""
+    """Number of devices along the product of `axes`."""
     return math.prod(lax.axis_size(axis) for axis in present(axes))
 
 
@@ -49,7 +49,7 @@ def first_index(axes: tuple[str, ...], count: int) -> jax.Array | int:
 
 
 def local_part(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """This device's part along `dim` of an array that all devices along `axes` hold entirely."""
+    """This device's part along `dim` of an array that is replicated over `axes`."""
     count = x.shape[dim] // axis_size(axes)
     if count == x.shape[dim]:
         return x
@@ -67,31 +67,31 @@ def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def sum_over(x, axes: tuple[str, ...]):
-    """Sum of a tree over mesh axes in one collective; not to be differentiated."""
+    """Sum of a tree over mesh axes in one collective; do not differentiate it."""
     axes = present(axes)
     return lax.psum(x, axes) if axes else x
 
 
 def max_over(x, axes: tuple[str, ...]):
-    """Maximum of a tree over mesh axes in one collective; not to be differentiated."""
+    """Maximum of a tree over mesh axes in one collective; do not differentiate it."""
     axes = present(axes)
     return lax.pmax(x, axes) if axes else x
 
 
 def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
-    """x sent along (from, to) ranks of one axis; zeros where nothing arrives."""
+    """Send x between (source, target) ranks of one axis; ranks without a source get zeros."""
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 
 def exchange(x: jax.Array, axes: tuple[str, ...], cut: int = 0, joined: int = 0) -> jax.Array:
-    """All-to-all: block r of dimension `cut` goes to rank r, and block s of dimension `joined` of
-    the result came from s."""
+    """All-to-all: rank r receives block r of dimension `cut`; block s of the result's dimension
+    `joined` comes from rank s."""
     axes = present(axes)
     return lax.all_to_all(x, axes, cut, joined, tiled=True) if axes else x
 
 
 def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes: tuple[str, ...]):
-    """`out_ND` with the slices that all ranks send here (lax.ragged_all_to_all), on CUDA alone."""
+    """`out_ND` with the slices that all ranks send here (lax.ragged_all_to_all; CUDA only)."""
     names = present(axes)
     slices = (starts_R, sizes_R, places_R, received_R)
     return lax.ragged_all_to_all(x_ND, out_ND, *slices, axis_name=names)
@@ -103,9 +103,9 @@ def gather_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
 
 
 def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
-    """Partial sums over tensor -> summed; this device keeps its part of the sequence.
+    """Sum partial sums over tensor; this device keeps its shard of the sequence.
 
-    With sharded=False (decoding, where a sequence is one token) every device keeps all of it.
+    sharded=False (decoding, a sequence of one token): every device keeps the whole sequence.
     """
     return scatter(x_BLD, TENSOR_AXES, 1) if sharded else sum_over(x_BLD, TENSOR_AXES)
 
@@ -128,7 +128,7 @@ def local_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:
 
 
 def at_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:
-    """The transpose of `local_kv_head`: x in its head's place along `dim`, other heads zero."""
+    """The transpose of `local_kv_head`: x at its head along `dim`, zeros for the other heads."""
     size = x.shape[dim]
     shape = (*x.shape[:dim], num_heads * size, *x.shape[dim + 1 :])
     zeros = jnp.zeros(shape, x.dtype)
@@ -140,21 +140,21 @@ def kv_head_index(num_heads: int) -> jax.Array | int:
 
 
 def counted_once(x: jax.Array, axes: tuple[str, ...] = TENSOR_AXES) -> jax.Array:
-    """`x` on rank 0 of axes, zero elsewhere: to be added to partial sums."""
+    """`x` on rank 0 of `axes`, zero on the others: for adding x once to partial sums."""
     rank = axis_index(axes)
     return x if isinstance(rank, int) else jnp.where(rank == 0, x, 0)
 
 
 def stored(x: jax.Array, name: str) -> jax.Array:
-    """x, under a name of config/recompute.py: backward reads it from memory instead of computing it
-    again where `model.recompute` keeps that name."""
+    """x under a name of config/recompute.py: if `model.recompute` keeps that name, backward reads x
+    from memory instead of recomputing it."""
     assert name in NAMES, name
     return checkpoint_name(x, name)
 
 
 def stored_always(x: jax.Array) -> jax.Array:
-    """x, a small array that a collective has made: backward reads it from memory whatever
-    `model.recompute` keeps, so that the collective runs once."""
+    """x, a small result of a collective: backward always reads it from memory, so that the
+    collective runs once."""
     return checkpoint_name(x, ALWAYS)
 
 
@@ -163,7 +163,7 @@ def keeps(names: frozenset[str]) -> Callable[..., bool]:
     """jax.checkpoint policy that keeps the activations `stored` under these names.
 
     cuDNN's attention is one primitive that cannot name its outputs: it is "attention_output".
-    A policy also rules inside a nested jax.checkpoint: one that keeps all but some would undo it.
+    The policy also applies inside a nested jax.checkpoint, so it must name what to keep.
     """
 
     def policy(primitive, *_, **params) -> bool:

@@ -5,7 +5,7 @@ C++ stack trace before they can say why. Here process 0 is a process like the ot
 service outlives it until they have noticed.
 
 The child, `python coordinator.py ADDRESS NUM_PROCESSES HEARTBEAT LINGER`, imports nothing of
-maxmeg. It prints "ready" or what is wrong, and ends with its stdin: at once after the line "done",
+maxmeg. It prints "ready" or an error. When its stdin closes it ends, at once after the line "done",
 otherwise (process 0 is gone) after LINGER seconds.
 """
 
@@ -50,13 +50,13 @@ class Coordinator:
             )
 
     def close(self) -> None:
-        """End the service. Call it when every process has disconnected."""
+        """End the service. Call this after every process has disconnected."""
         self._child.communicate(DONE)
 
 
 def serve(address: str, num_processes: int, heartbeat: int, linger: float) -> None:
     """Run the service until stdin closes."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # meant for process 0, which may save first
+    for number in (signal.SIGINT, signal.SIGTERM):  # for process 0, which may save first
         signal.signal(number, signal.SIG_IGN)
     try:
         _check_free(int(address.rpartition(":")[2]))
@@ -75,7 +75,7 @@ def serve(address: str, num_processes: int, heartbeat: int, linger: float) -> No
 
 
 def _check_free(port: int) -> None:
-    """Raise OSError if a program listens on the port, which the service would share with it."""
+    """Raise OSError if another program listens on the port; the service would share it."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     try:

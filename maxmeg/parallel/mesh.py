@@ -1,7 +1,8 @@
 """The device mesh: six named axes, slowest first, so that groups are Megatron-LM's.
 
-The mesh has the last, tensor, in two parts: along `fold` lie experts that are cut over fewer
-devices than the rest of the model, over `tensor` alone. Everything else is cut over both.
+The mesh divides the last axis, tensor, into `fold` and `tensor`. Experts may be cut over fewer
+devices than the rest of the model: then they are cut over `tensor` alone, and different experts lie
+along `fold`. Everything else is cut over both.
 """
 
 import jax
@@ -20,8 +21,8 @@ TOKEN_AXES = (*BATCH_AXES, *CONTEXT_AXES)  # devices along these hold different 
 
 
 def make_mesh(sizes: dict[str, int], devices: list | None = None, fold: int = 1) -> Mesh:
-    """Mesh with `sizes[axis]` devices along each of AXES, devices in rank order; fold: what of the
-    devices along tensor holds different experts.
+    """Mesh with `sizes[axis]` devices along each of AXES, in rank order. fold: number of groups
+    with different experts along tensor.
 
     With tensor=2, pipe=4, data=2 on 16 devices the groups are Megatron-LM's: tensor [0,1], [2,3];
     data [0,2], [1,3]; pipe [0,4,8,12].
@@ -30,7 +31,7 @@ def make_mesh(sizes: dict[str, int], devices: list | None = None, fold: int = 1)
     shape = mesh_shape(sizes, fold)
     if int(np.prod(shape)) != len(devices):
         raise ValueError(
-            f"the mesh {sizes} needs {int(np.prod(shape))} devices and {len(devices)} are here: "
+            f"the mesh {sizes} needs {int(np.prod(shape))} devices, but there are {len(devices)}: "
             "change config.parallel so that the product of its sizes is the number of devices"
         )
     kinds = (AxisType.Auto,) * len(MESH_AXES)
@@ -43,7 +44,7 @@ def mesh_shape(sizes: dict[str, int], fold: int = 1) -> tuple[int, ...]:
 
 
 def sizes_of(mesh: Mesh) -> dict[str, int]:
-    """Sizes of AXES."""
+    """Sizes of AXES, fold included in tensor."""
     sizes = {axis: mesh.shape[axis] for axis in AXES}
     return sizes | {"tensor": sizes["tensor"] * mesh.shape["fold"]}
 
@@ -62,5 +63,5 @@ def local_mesh(tensor: int = 1) -> Mesh:
 
 
 def batch_shards(mesh: Mesh) -> int:
-    """How many parts the batch dimension is cut into."""
+    """Number of shards of the batch dimension."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))

@@ -1,9 +1,9 @@
-"""Joining the processes of a job: the one place below `runtime/` that reads the environment.
+"""Connects the processes of a job, from the variables of its launcher.
 
 Recognized, in this order: `launch/local.py` (MAXMEG_COORDINATOR, MAXMEG_NUM_PROCESSES,
 MAXMEG_PROCESS_ID), Open MPI, a Slurm step, and the same three variables with the prefix JAX_.
-JAX detects Slurm and Open MPI too, but always gives a process the one GPU of its local rank; here
-the GPUs of a node are divided among the node's processes, so one process a node drives them all.
+JAX detects Slurm and Open MPI too, but gives each process the one GPU of its local rank. Here the
+GPUs of a node are divided among its processes, so that a single process per node has all of them.
 """
 
 import contextlib
@@ -19,17 +19,17 @@ from jax._src import distributed  # no public access to the key-value store
 from maxmeg.config.validate import VIRTUAL_DEVICES
 from maxmeg.parallel.coordinator import Coordinator
 
-FIRST_PORT = 61440  # the last 4096 ports, where JAX puts its coordinator as well
+FIRST_PORT = 61440  # of the last 4096 ports, which JAX uses for its coordinator as well
 NUM_PORTS = 4096
 CPU_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
-LINGER_SECONDS = 30  # that the coordinator stays, after the others should have noticed
-HEARTBEAT_SECONDS = 100  # JAX's own: after this it ends a run with a C++ stack trace
-_closing = contextlib.ExitStack()  # the coordinator, in process 0
+LINGER_SECONDS = 30  # the coordinator outlives the time in which the others notice a failure
+HEARTBEAT_SECONDS = 100  # JAX's default; then JAX ends a run with a C++ stack trace
+_on_shutdown = contextlib.ExitStack()  # closes the coordinator in process 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendezvous:
-    """Where a job's processes meet, which of them this is, and its GPUs (None: all it sees)."""
+    """Address of the coordinator, number of this process, its GPUs (None: all visible ones)."""
 
     coordinator: str
     num_processes: int
@@ -52,8 +52,8 @@ class Rendezvous:
 def initialize(silence: float = 60.0) -> None:
     """Connect to the other processes of the job, once, before any other use of JAX.
 
-    Does nothing when no launcher is recognized, or when it started a single process. `silence`:
-    seconds after which `runtime/faults/peers.py` takes a process that does not answer for dead.
+    Does nothing without a known launcher, or if it started a single process. silence: seconds
+    without an answer after which `runtime/faults/peers.py` considers a process dead.
 
     Raises:
       ValueError: a launcher's variables are incomplete or contradict each other, or the
@@ -73,8 +73,8 @@ def initialize(silence: float = 60.0) -> None:
         address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
         linger = silence + LINGER_SECONDS
         coordinator = Coordinator(address, rendezvous.num_processes, heartbeat, linger)
-        _closing.callback(coordinator.close)
-        # JAX starts a service in process 0 in any case: an idle one, on a port of its choice.
+        _on_shutdown.callback(coordinator.close)
+        # JAX always starts a service in process 0: leave it idle, on a port of its choice.
         options["coordinator_bind_address"] = "127.0.0.1:0"
     jax.distributed.initialize(
         rendezvous.coordinator,
@@ -88,10 +88,10 @@ def initialize(silence: float = 60.0) -> None:
 
 
 def order_cpu_collectives(several_processes: bool = False) -> None:
-    """Set, before JAX starts, how XLA orders work on CPU devices that speak with each other.
+    """Make XLA start collectives on CPU devices in one order. Call it before JAX starts.
 
-    Its default starts collectives that do not depend on each other at once, and on some devices
-    in another order than on others: then they wait for ever, or sum up what does not belong.
+    XLA's default starts independent collectives at once, in an order that may differ between
+    devices: then they deadlock, or sum the wrong arrays.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if (several_processes or VIRTUAL_DEVICES in flags) and CPU_SCHEDULER not in flags:
@@ -99,15 +99,15 @@ def order_cpu_collectives(several_processes: bool = False) -> None:
 
 
 def is_primary() -> bool:
-    """Whether this process writes what is written once; call after `initialize`."""
+    """Whether this is process 0, which writes files; call it after `initialize`."""
     return jax.process_index() == 0
 
 
 def shutdown() -> None:
-    """Wait for the other processes and disconnect; nothing when there are none."""
+    """Wait for the other processes and disconnect; without others do nothing."""
     if jax.distributed.is_initialized():
         jax.distributed.shutdown()
-        _closing.close()
+        _on_shutdown.close()
 
 
 def store() -> Any:
@@ -121,7 +121,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes the run has."""
+    """Number of processes of the run."""
     return distributed.global_state.num_processes
 
 
@@ -135,11 +135,11 @@ def meet(name: str, seconds: float = 0.0) -> None:
 
 
 def detect(environ: Mapping[str, str]) -> Rendezvous | None:
-    """Read a launcher's environment; None when this process is alone."""
-    # mpirun before Slurm, whose variables it hands on from the step of its own daemon.
+    """Read a launcher's environment; None if this is the only process."""
+    # mpirun before Slurm: it passes on the Slurm variables of its own daemon.
     readers = (_from_local, _from_open_mpi, _from_slurm, _from_jax)
-    found = next((found for read in readers if (found := read(environ))), None)
-    return found if found and found.num_processes > 1 else None
+    rendezvous = next((r for read in readers if (r := read(environ))), None)
+    return rendezvous if rendezvous and rendezvous.num_processes > 1 else None
 
 
 def _from_local(environ: Mapping[str, str]) -> Rendezvous | None:
@@ -243,14 +243,14 @@ def _port(environ: Mapping[str, str], job: int, step: int = 0) -> int:
 def _local_device_ids(
     environ: Mapping[str, str], local_rank: int, local_size: int
 ) -> tuple[int, ...] | None:
-    """This process' part of the node's GPUs; None when it may take all that it sees."""
+    """This process's part of the node's GPUs; None if it may use all visible ones."""
     if local_size == 1 or "JAX_LOCAL_DEVICE_IDS" in environ:  # the latter is read by JAX
         return None
     on_node = environ.get("SLURM_GPUS_ON_NODE")
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     visible = len([name for name in listed.split(",") if name]) if listed is not None else None
     if visible is not None and (visible < local_size or (on_node and visible < int(on_node))):
-        return None  # the launcher has bound each process to its own
+        return None  # the launcher has already divided the GPUs
     count = visible if visible is not None else int(on_node or local_size)
     if count % local_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From rows of a batch on each host to arrays sharded over the mesh."""
+"""Rows of a batch on each host -> arrays sharded over the mesh."""
 
 import dataclasses
 
@@ -13,17 +13,17 @@ from maxmeg.parallel.sequence import context_order
 
 
 def batch_spec(num_dims: int) -> P:
-    """PartitionSpec of a batch array [microbatch, sample, token, ...] that has `num_dims`
-    dimensions: samples are sharded over the batch axes, tokens over context."""
+    """PartitionSpec of a batch array [microbatch, sample, token, ...] of `num_dims` dimensions:
+    samples are sharded over the batch axes, tokens over context."""
     return P(*(None, BATCH_AXES, CONTEXT_AXES)[:num_dims])
 
 
 @dataclasses.dataclass(frozen=True)
 class LocalRows:
-    """Called with a batch size: the rows of the global batch that this process reads, ascending.
+    """Maps a batch size to the ascending rows of the global batch that this process reads.
 
     Row m * (batch_size / microbatches) + j is sample j of microbatch m, as in Megatron-LM:
-    microbatch-major, rank-minor. `owned` are this process's of the `shards` parts of a microbatch.
+    microbatch-major, rank-minor. A microbatch has `shards` shards; this process has the `owned`.
     """
 
     shards: int
@@ -31,7 +31,7 @@ class LocalRows:
     micro_batch_size: int
 
     def microbatches(self, batch_size: int) -> int:
-        """Microbatches of a step; 1 where no micro_batch_size is set."""
+        """Microbatches per step; 1 without a micro_batch_size."""
         unit = self.micro_batch_size * self.shards
         return batch_size // unit if unit else 1
 
@@ -43,7 +43,7 @@ class LocalRows:
 
 
 def local_rows(mesh: Mesh, micro_batch_size: int = 0) -> LocalRows:
-    """The rows that this process reads on a mesh."""
+    """The LocalRows of this process on a mesh."""
     shards = batch_shards(mesh)
     sharding = NamedSharding(mesh, P(BATCH_AXES))
     owned = set()
@@ -60,9 +60,9 @@ def place_batch(
 
 
 def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> jax.Array:
-    """A global array [microbatch, sample, token, ...] on the mesh from this process's rows of it.
+    """A global array [microbatch, sample, token, ...] on the mesh, from this process's rows.
 
-    The tokens of a row are in the order of `context_order`.
+    Tokens of a row are reordered by `context_order`.
     """
     context = mesh.shape["context"]
     microbatches, numbers = rows.microbatches(batch_size), rows(batch_size)
@@ -82,7 +82,7 @@ def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> ja
 
 
 def place_flag(flag: bool, mesh: Mesh) -> jax.Array:
-    """int32 [devices]: each process's own `flag` on its devices."""
+    """int32 [devices]: the `flag` of each process on its devices."""
     sharding = NamedSharding(mesh, P(MESH_AXES))
     return jax.make_array_from_callback(
         (mesh.size,), sharding, lambda index: np.full(1, flag, np.int32)

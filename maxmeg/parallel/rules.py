@@ -1,8 +1,8 @@
 """The one table from logical axes to mesh axes, and every partition spec derived from it.
 
 Each parameter is an `nnx.Param`, and each state of a layer another `nnx.Variable`, with metadata
-`axes`: a logical name (or None) for each dimension. One that is stacked over layers has one more
-dimension, in front: "layers".
+`axes`: a logical name (or None) per dimension. Stacking over layers adds a leading dimension,
+"layers".
 """
 
 import dataclasses
@@ -44,8 +44,8 @@ def is_frozen(variable: nnx.Variable) -> bool:
 
 
 def is_state(variable: nnx.Variable) -> bool:
-    """Whether the train step itself sets the variable, from auxiliary values of its layer: it has
-    no gradient and no optimizer state, and is never rounded to the compute dtype."""
+    """Whether the train step sets the variable from auxiliary values of its layer: it has no
+    gradient and no optimizer state, and is never rounded to the compute dtype."""
     return variable.get_metadata().get("state", False)
 
 
@@ -55,14 +55,14 @@ def is_trained(variable: nnx.Variable) -> bool:
 
 
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
-    """Logical names of the variable's dimensions, "layers" in front where it is stacked."""
+    """Logical names of the variable's dimensions, with a leading "layers" if it is stacked."""
     axes = variable.get_metadata()["axes"]
     return ("layers",) * (variable.ndim - len(axes)) + axes
 
 
 def set_kv_heads(module, num_kv_heads: int) -> None:
-    """Record the number of key/value heads in the metadata of every parameter of `module` that has
-    a "kv_heads" dimension. That dimension is never sharded inside a head."""
+    """Record the number of key/value heads in the metadata of every parameter of `module` with a
+    "kv_heads" dimension. That dimension is never sharded inside a head."""
     for variable in jax.tree.leaves(module, is_leaf=is_variable):
         if "kv_heads" in variable.get_metadata()["axes"]:
             variable.set_metadata(num_kv_heads=num_kv_heads)
@@ -78,8 +78,8 @@ class KvSlice:
 
 
 def kv_slice(variable: nnx.Variable, mesh: Mesh) -> KvSlice | None:
-    """The parameter's KvSlice; None where tensor has no more devices than it has key/value heads,
-    or it has none. Then RULES shard the dimension as any other."""
+    """The parameter's KvSlice; None if it has no key/value heads, or at least as many as tensor has
+    devices. Then RULES shard the dimension like any other."""
     num_heads = variable.get_metadata().get("num_kv_heads", 0)
     tensor = math.prod(mesh.shape[axis] for axis in RULES["kv_heads"])
     if not 0 < num_heads < tensor:
@@ -89,7 +89,7 @@ def kv_slice(variable: nnx.Variable, mesh: Mesh) -> KvSlice | None:
 
 
 def mesh_axes(variable: nnx.Variable, mesh: Mesh) -> list[tuple[str, ...]]:
-    """Mesh axes over which each dimension of the parameter is sharded, ZeRO-1's left out."""
+    """Mesh axes over which each dimension of the parameter is sharded, without ZeRO-1."""
     axes, replicated = [RULES[name] for name in logical_axes(variable)], kv_slice(variable, mesh)
     if replicated is not None:
         axes[replicated.dim] = ()
@@ -97,10 +97,10 @@ def mesh_axes(variable: nnx.Variable, mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
-    """The dimension that ZeRO-1 also shards over `data` for master and optimizer; None if none can.
+    """The dimension that ZeRO-1 also shards over `data` for master and optimizer; None without one.
 
-    It is the first dimension (after layers) whose size divides by its own mesh axes times data,
-    but not a KvSlice's. A variable that is not trained has none: it has no optimizer state, and
+    It is the first dimension (except layers and that of a KvSlice) whose size is divisible by its
+    mesh axes times data. A variable that is not trained has none: it has no optimizer state, and
     would be gathered every step.
     """
     names, shape = logical_axes(variable), variable.shape
@@ -117,7 +117,7 @@ def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
 
 
 def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[str, ...]]:
-    """Mesh axes of each dimension of masters, moments and checkpoints, ZeRO-1's included."""
+    """Mesh axes of each dimension of masters, moments and checkpoints, with ZeRO-1."""
     axes = mesh_axes(variable, mesh)
     dim = zero1_dim(variable, mesh) if zero1 else None
     if dim is not None:
@@ -127,14 +127,14 @@ def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How a step gets the parameter that computes from its master, and reduces its gradient.
+    """How a step makes the computing copy of a parameter from its master, and reduces its gradient.
 
-    scatter_dim: the gradient is scattered over data along it, and the master gathered (ZeRO-1).
-    sum_axes: the gradient is summed over these, on which the parameter is replicated.
+    scatter_dim: dimension along which ZeRO-1 gathers the master over data and scatters the
+    gradient. sum_axes: mesh axes over which the parameter is replicated and its gradient summed.
     exact: the parameter is not rounded to the compute dtype.
-    kv_slice: the device computes with this part of the parameter, and its gradient is zero outside
-    of it. Devices that share a head differentiate different query heads, so the sum over tensor
-    counts each head's gradient once.
+    kv_slice: the device computes with this part of the parameter; its gradient is zero elsewhere.
+    Devices that share a head differentiate different query heads, so the sum over tensor counts
+    each head's gradient once.
     """
 
     scatter_dim: int | None
@@ -162,7 +162,7 @@ def storage_specs(tree, mesh: Mesh, zero1: bool):
     def spec(leaf):
         if not is_variable(leaf):
             return P()
-        if leaf.get_value() is None:  # the other part's
+        if leaf.get_value() is None:  # it belongs to another part
             return leaf
         return leaf.replace(P(*(axes or None for axes in storage_axes(leaf, mesh, zero1))))
 

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence each device holds, when context and tensor cut the sequence."""
+"""The tokens of a sequence on each device, under context and sequence parallelism."""
 
 import dataclasses
 import typing
@@ -13,8 +13,8 @@ Index = typing.TypeVar("Index", np.ndarray, jax.Array)
 class SequenceShard:
     """One device's part of a sequence of `whole_length` tokens.
 
-    The ranks along context each hold a piece of the sequence; the ranks along tensor hold
-    consecutive shards of that piece. A rank is an integer, or a traced array inside shard_map.
+    Each rank along context has a piece of the sequence; the ranks along tensor have consecutive
+    shards of that piece. A rank is an integer, or a traced array inside shard_map.
     """
 
     whole_length: int
@@ -29,7 +29,7 @@ class SequenceShard:
         return self.whole_length // (self.context_size * self.tensor_size)
 
     def gathered(self) -> "SequenceShard":
-        """The device's part after a gather over tensor: the piece of its rank along context."""
+        """The device's part after a gather over tensor: the piece of its context rank."""
         return dataclasses.replace(self, tensor_size=1, tensor_rank=0)
 
     def places(self, index_L: Index) -> Index:
@@ -39,6 +39,6 @@ class SequenceShard:
 
 
 def context_order(whole_length: int, context_size: int) -> np.ndarray:
-    """The places of all tokens, in the order in which the ranks along context hold them."""
+    """The place of every token, in the order of the ranks along context."""
     pieces = (SequenceShard(whole_length, context_size, rank) for rank in range(context_size))
     return np.concatenate([piece.places(np.arange(piece.length)) for piece in pieces])

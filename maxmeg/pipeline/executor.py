@@ -1,13 +1,13 @@
 """Runs any schedule table on all stages in lockstep, inside the one shard_map of a step.
 
-Ticks with the same lanes form a run, each run is one `lax.scan`: 1F1B is three scans, the same
-program on every device, without a branch. Nothing differentiates through the schedule: each lane
-calls `jax.vjp` on one layer, and what backward needs lives in a ring buffer whose slots the table
-assigns, so memory does not grow with the number of microbatches. A layer writes its residuals
-straight into the ring and its weight gradients straight into the float32 sums.
+Ticks with the same lanes form a run, and each run is one `lax.scan`: 1F1B is three scans, the same
+program on every device, without branches. Nothing differentiates through the schedule: each lane
+calls `jax.vjp` on one layer, and residuals lie in a ring buffer whose slots the table assigns, so
+that memory does not grow with the number of microbatches. A layer writes its residuals directly
+into the ring buffer and adds its weight gradients directly to the float32 sums.
 
-Embedding and head are no stages: their weights are sharded over `pipe` too, and every stage does
-its share of them in the tick. Sums over `pipe` stand outside the vjps.
+Embedding and head are not stages: their weights are sharded over `pipe`, and every stage computes
+its share in the same tick. Sums over `pipe` are outside of the vjps.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from maxmeg.pipeline.split import SplitVjp
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A model as the executor runs it, in the local view of one device.
+    """A model in the local view of one device.
 
-    outer: trained parameters of embed and head. groups[g]: those of a repeated unit, stacked over
-    this stage's places [chunks x slots]; fixed[g]: what else a unit is given, stacked alike. A
-    microbatch is what `batches` hold at one index.
-    embed(outer, microbatch) -> x: a share of the stack's input, to be summed over pipe.
+    outer: trained parameters of embed and head. groups[g]: trained parameters of a repeated unit,
+    stacked over this stage's places [chunks x slots]. fixed[g]: its other arrays, stacked alike.
+    batches: arrays [microbatches, ...].
+    embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
     unit(params, x, (microbatch, layer, fixed)) -> (x, auxiliary values of the layer).
-    head(outer, x, microbatch) -> (loss, sums, which may hold auxiliary values too).
+    head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
     """
 
     outer: typing.Any
@@ -51,9 +51,13 @@ class Program:
 
 
 class Carry(typing.NamedTuple):
-    """x, dy: what the stages before and after have sent. rings: residuals by slot and layer.
-    deferred: what the weight lane needs of the backward lane. outputs: of the last stage.
-    aux: auxiliary values of each group, stacked over all its layers in model order."""
+    """State of the scan over ticks.
+
+    x, dy: received from the previous and the next stage. rings: residuals of each group by slot and
+    layer. deferred: inputs of the weight lane from the backward lane. outputs: of the last stage.
+    outer, groups: sums of gradients. sums: sums of the head. aux: auxiliary values of each group,
+    stacked over all its layers in model order.
+    """
 
     x: jax.Array
     dy: jax.Array
@@ -67,7 +71,7 @@ class Carry(typing.NamedTuple):
 
 
 class Work(typing.NamedTuple):
-    """What a stage does in a lane at a tick; rows of a Lane, traced."""
+    """Rows of a Lane at a tick, traced: [stages], or one stage's entries."""
 
     microbatch: jax.Array
     chunk: jax.Array
@@ -78,9 +82,9 @@ class Work(typing.NamedTuple):
 def run_pipeline(program: Program, table: Table, layout: Layout):
     """((gradients of outer, of groups), sums of the head, auxiliary values of each group).
 
-    Gradients are float32 and unreduced: each device has those of its own share of the work. The
-    auxiliary values lie in model order [layers, ...]; a stage has start values for the layers of
-    others. A table of forward passes alone gives neither.
+    Gradients are float32 and local: not reduced over devices. Auxiliary values [layers, ...] are in
+    model order, with start values for the layers of other stages. A table without a backward lane
+    gives neither.
     """
     executor = Executor(program, table, layout)
     carry = executor.start()
@@ -108,7 +112,7 @@ class Executor:
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
         kind = SplitVjp if table.weight else UnitVjp
         self.vjps = [
-            kind(program.unit, read(group, 0), self.x, self.given(g, self.microbatch(0), 0))
+            kind(program.unit, read(group, 0), self.x, self.constants(g, self.microbatch(0), 0))
             for g, group in enumerate(program.groups)
             if table.backward
         ]
@@ -139,7 +143,7 @@ class Executor:
         return Carry(x, x, rings, deferred, outputs, outer, groups, start_values(sums), aux)
 
     def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
-        """One tick of a run with `lanes` on; always: the head has work at every tick."""
+        """One tick of a run with these active lanes. always: the head has work at every tick."""
         y = dy = None
         if "forward" in lanes:
             y, carry = self.forward(carry, rows["forward"])
@@ -154,104 +158,109 @@ class Executor:
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"])
         if "weight" in lanes:
-            carry = self.weigh(carry, rows["weight"])
+            carry = self.weight(carry, rows["weight"])
         if {"forward", "backward"} <= set(lanes):
-            # Sent beside the other lane's work: XLA would move sends to the next tick's start.
+            # Keep the sends in this tick, beside the other lane's work: XLA would delay them.
             x, dy = lax.optimization_barrier((carry.x, carry.dy))
             carry = carry._replace(x=x, dy=dy)
         return carry, None
 
     def forward(self, carry: Carry, work: Work) -> tuple[jax.Array, Carry]:
-        """This stage's chunk on its microbatch; residuals go into the rings."""
-        own, x, rings, auxes = self.own(work), self.enter(carry.x, work), [], []
-        microbatch = self.microbatch(own.microbatch)
+        """Run this stage's chunk on its microbatch, and store the residuals in the rings."""
+        local, x, rings, aux_of_groups = self.local(work), self.embed_forward(carry.x, work), [], []
+        microbatch = self.microbatch(local.microbatch)
         for g, group in enumerate(self.program.groups):
             slots, first = self.layout.slots(g), sum(self.layout.repeats[:g])
 
             def body(state, slot, g=g, group=group, slots=slots, first=first):
                 x, ring, total = state
-                place = jnp.maximum(own.chunk, 0) * slots + slot
-                params, given = read(group, place), self.given(g, microbatch, place)
+                place = jnp.maximum(local.chunk, 0) * slots + slot
+                params, constants = read(group, place), self.constants(g, microbatch, place)
                 if self.vjps:
-                    y, residuals, aux = self.vjps[g].forward(params, x, given)
-                    ring = write(ring, residuals, own.slot, slot)
-                    used = (own.microbatch >= 0) & (given[1] >= 0)
+                    y, residuals, aux = self.vjps[g].forward(params, x, constants)
+                    ring = write(ring, residuals, local.slot, slot)
+                    used = (local.microbatch >= 0) & (constants[1] >= 0)
                     aux = choose(used, aux, start_values(aux))
-                    total = combine_at(total, jnp.maximum(given[1] - first, 0), aux)
+                    total = combine_at(total, jnp.maximum(constants[1] - first, 0), aux)
                 else:
-                    y, _ = self.program.unit(params, x, given)
-                return (self.unless_skipped(y, x, given[1]), ring, total), None
+                    y, _ = self.program.unit(params, x, constants)
+                return (self.unless_skipped(y, x, constants[1]), ring, total), None
 
             memory = (carry.rings[g], carry.aux[g]) if self.vjps else ([], [])
             (x, ring, aux), _ = lax.scan(body, (x, *memory), jnp.arange(slots))
             rings.append(ring)
-            auxes.append(aux)
-        return x, carry._replace(rings=rings, aux=auxes) if self.vjps else carry
+            aux_of_groups.append(aux)
+        return x, carry._replace(rings=rings, aux=aux_of_groups) if self.vjps else carry
 
     def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work) -> Carry:
-        """Gradients of this stage's chunk, added up, and of its input, sent back.
+        """Add up the gradients of this stage's chunk, and send that of its input back.
 
-        With a weight lane, what that lane needs instead of the weights' gradients.
+        With a weight lane, store the inputs of that lane instead of weight gradients.
         """
-        own, dx, outs = self.own(work), carry.dy, list(carry.deferred or carry.groups)
-        microbatch = self.microbatch(own.microbatch)
+        local, dx, outs = self.local(work), carry.dy, list(carry.deferred or carry.groups)
+        microbatch = self.microbatch(local.microbatch)
         if loss_dy is not None:
-            at_end = (self.stage == self.last) & (own.chunk == self.table.chunks - 1)
+            at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
             dx = jnp.where(at_end, loss_dy, dx)
         for g in reversed(range(len(self.vjps))):
 
             def body(state, slot, g=g, vjp=self.vjps[g]):
                 dy, out = state
-                place, params, given, residuals = self.kept(carry, g, own, microbatch, slot)
+                place, params, constants, residuals = self.layer_inputs(
+                    carry, g, local, microbatch, slot
+                )
                 if isinstance(vjp, SplitVjp):
-                    dx, deferred = vjp.backward_input(residuals, params, given, dy)
-                    out = write(out, deferred, jnp.maximum(own.deferred, 0), slot)
+                    dx, deferred = vjp.backward_input(residuals, params, constants, dy)
+                    out = write(out, deferred, jnp.maximum(local.deferred, 0), slot)
                 else:
-                    gradients, dx = vjp.backward(residuals, params, given, dy)
-                    out = self.sum_at(out, place, gradients, own, given[1])
-                return (self.unless_skipped(dx, dy, given[1]), out), None
+                    gradients, dx = vjp.backward(residuals, params, constants, dy)
+                    out = self.sum_at(out, place, gradients, local, constants[1])
+                return (self.unless_skipped(dx, dy, constants[1]), out), None
 
             slots = jnp.arange(self.layout.slots(g))
             (dx, outs[g]), _ = lax.scan(body, (dx, outs[g]), slots, reverse=True)
-        outer = self.leave(carry.outer, dx, work)
+        outer = self.embed_backward(carry.outer, dx, work)
         carry = carry._replace(dy=self.send(dx, -1), outer=outer)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
-    def weigh(self, carry: Carry, work: Work) -> Carry:
-        """Weight gradients of a chunk that has been backward, added up."""
-        own, sums = self.own(work), list(carry.groups)
-        microbatch = self.microbatch(own.microbatch)
+    def weight(self, carry: Carry, work: Work) -> Carry:
+        """Add up the weight gradients of a chunk after its backward lane."""
+        local, sums = self.local(work), list(carry.groups)
+        microbatch = self.microbatch(local.microbatch)
         for g, vjp in enumerate(self.vjps):
             assert isinstance(vjp, SplitVjp)
 
             def body(total, slot, g=g, vjp=vjp):
-                place, params, given, residuals = self.kept(carry, g, own, microbatch, slot)
-                deferred = read(carry.deferred[g], jnp.maximum(own.deferred, 0), slot)
-                gradients = vjp.backward_weight(residuals, params, given, deferred)
-                return self.sum_at(total, place, gradients, own, given[1]), None
+                place, params, constants, residuals = self.layer_inputs(
+                    carry, g, local, microbatch, slot
+                )
+                deferred = read(carry.deferred[g], jnp.maximum(local.deferred, 0), slot)
+                gradients = vjp.backward_weight(residuals, params, constants, deferred)
+                return self.sum_at(total, place, gradients, local, constants[1]), None
 
             sums[g], _ = lax.scan(body, sums[g], jnp.arange(self.layout.slots(g)))
         return carry._replace(groups=sums)
 
-    def kept(self, carry: Carry, g: int, own: Work, microbatch, slot) -> tuple:
-        """(place, its parameters, given, residuals) of a layer whose forward is done."""
-        place = jnp.maximum(own.chunk, 0) * self.layout.slots(g) + slot
-        residuals = read(carry.rings[g], jnp.maximum(own.slot, 0), slot)
-        given = self.given(g, microbatch, place)
-        return place, read(self.program.groups[g], place), given, residuals
+    def layer_inputs(self, carry: Carry, g: int, local: Work, microbatch, slot) -> tuple:
+        """(place, parameters, constants, residuals) of a layer after its forward."""
+        place = jnp.maximum(local.chunk, 0) * self.layout.slots(g) + slot
+        residuals = read(carry.rings[g], jnp.maximum(local.slot, 0), slot)
+        constants = self.constants(g, microbatch, place)
+        return place, read(self.program.groups[g], place), constants, residuals
 
-    def given(self, g: int, microbatch, place) -> tuple:
-        """What the unit at a place reads beside x and its trained parameters."""
+    def constants(self, g: int, microbatch, place) -> tuple:
+        """Inputs of the unit at a place other than x and trained parameters."""
         return microbatch, self.layers[g][place], read(self.program.fixed[g], place)
 
-    def sum_at(self, total, place, gradients, own: Work, layer):
-        """`total` with a layer's gradients added, unless the stage idles or skips the place."""
-        used = (own.microbatch >= 0) & (layer >= 0)
+    def sum_at(self, total, place, gradients, local: Work, layer):
+        """`total` plus a layer's gradients, unless the stage is idle or the place is padding."""
+        used = (local.microbatch >= 0) & (layer >= 0)
         gradients = jax.tree.map(lambda d: jnp.where(used, d, 0), gradients)
         return combine_at(total, place, gradients)
 
-    def enter(self, arrived: jax.Array, work: Work) -> jax.Array:
-        """The chunk's input: embedded by all stages together for the first, else what arrived."""
+    def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
+        """The chunk's input: for the first chunk the embedding, computed by all stages together;
+        otherwise what the previous stage has sent."""
         microbatch = work.microbatch[0]
 
         def embedded() -> jax.Array:
@@ -265,9 +274,9 @@ class Executor:
             x = lax.cond(entering, embedded, lambda: jnp.zeros(self.x.shape, self.x.dtype))
         return jnp.where((self.stage == 0) & entering, x, arrived)
 
-    def leave(self, total, dx: jax.Array, work: Work):
-        """`total` and the embedding's gradients of what leaves the first chunk backward."""
-        if not jax.tree.leaves(total):  # nothing before the first chunk is trained
+    def embed_backward(self, total, dx: jax.Array, work: Work):
+        """`total` plus the embedding's gradients, from the gradient of the first chunk's input."""
+        if not jax.tree.leaves(total):  # the embedding is not trained
             return total
         number = work.microbatch[0]
         leaving = (number >= 0) & (work.chunk[0] == 0)
@@ -282,7 +291,7 @@ class Executor:
         return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, keep, total)
 
     def head(self, carry: Carry, y, number: jax.Array, always: bool) -> tuple:
-        """(gradient of the last stage's output or None, carry with the loss's sums)."""
+        """(gradient of the last stage's output or None, carry with the head's sums)."""
         outer, trained = self.program.outer, self.table.backward is not None
 
         def compute(total):
@@ -307,8 +316,8 @@ class Executor:
         )
         return dy, carry._replace(outer=outer_sums, sums=sums)
 
-    def own(self, work: Work) -> Work:
-        """This stage's entries of a row."""
+    def local(self, work: Work) -> Work:
+        """This stage's entries of `work`."""
         return Work(*(entry[self.stage] for entry in work))
 
     def microbatch(self, number):
@@ -318,7 +327,7 @@ class Executor:
         return jnp.where(layer >= 0, result, before) if self.layout.padded else result
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
-        """To the next stage (step 1) or the one before (-1); around the ring with chunks."""
+        """Send to the next stage (step 1) or the previous one (-1); cyclic with several chunks."""
         stages = np.arange(self.table.stages)
         pairs = np.stack([stages, (stages + step) % len(stages)], axis=1)
         if self.table.chunks == 1:
@@ -332,5 +341,5 @@ def keep(total):
 
 
 def stacked(shapes, size: int):
-    """Shapes with one more dimension in front."""
+    """Shapes with a leading dimension of `size`."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), shapes)

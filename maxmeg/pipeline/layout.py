@@ -1,8 +1,8 @@
-"""Which layer lies where: places of a stage's chunks, and layers in model order. No JAX.
+"""The placement of layers on pipeline stages. No JAX.
 
-A stack of `repeats` layers is held as places [stages x chunks x slots], stage-major, so that a
-sharding of dimension 0 over `pipe` gives every stage its own. Chunk c (in model order) is the
-(c // stages)-th of stage c % stages. A place without a layer is -1; it is skipped.
+A stack of `repeats` layers is stored as places [stages x chunks x slots], stage-major, so that
+sharding dimension 0 over `pipe` gives every stage its own layers. Chunk c (in model order) is the
+(c // stages)-th of stage c % stages. A place without a layer is padding: -1.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Layout:
 
     @property
     def trivial(self) -> bool:
-        """Whether places are layers in model order."""
+        """Whether the places hold the layers in model order, without padding."""
         return all(order == tuple(range(len(order))) for order in self.orders)
 
     @property
@@ -28,7 +28,7 @@ class Layout:
         return any(-1 in order for order in self.orders)
 
     def slots(self, group: int) -> int:
-        """Places of a chunk."""
+        """Number of places in a chunk."""
         return len(self.orders[group]) // (self.stages * self.chunks)
 
     @property
@@ -37,7 +37,7 @@ class Layout:
         return tuple(max(order) + 1 for order in self.orders)
 
     def layers(self, group: int) -> np.ndarray:
-        """[stages, chunks x slots]: number of each place's layer in the whole model, or -1."""
+        """[stages, chunks x slots]: index in the whole model of each place's layer, or -1."""
         first = sum(self.repeats[:group])
         order = np.array(self.orders[group], np.int32).reshape(self.stages, -1)
         return np.where(order >= 0, order + first, -1)
@@ -53,7 +53,7 @@ class Layout:
 def arrange(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> Layout:
     """The layout of groups of `repeats` layers over chunks of `counts` layers in model order.
 
-    A chunk that holds fewer layers of a group than another is padded with places to skip.
+    Chunks with fewer layers of a group than the largest one are padded.
     """
     chunks = len(counts) // stages
     ends = np.cumsum(counts)

@@ -1,4 +1,4 @@
-"""What a layer keeps between forward and backward, as a flat list of arrays for a ring buffer."""
+"""Residuals of a layer, from forward to backward, as a flat list of arrays for a ring buffer."""
 
 import typing
 from collections.abc import Callable
@@ -13,35 +13,35 @@ Arrays = list[jax.Array]
 
 
 class UnitVjp:
-    """`jax.vjp` of function(params, x, given) -> (y, aux) in two halves, at two times.
+    """`jax.vjp` of function(params, x, constants) -> (y, aux), split into forward and backward.
 
-    What backward needs and is given again there (parameters, the microbatch) is not kept: it is
-    known by being the very same tracer. The structure of the vjp is learned by tracing.
+    constants: inputs without a gradient. Residuals that are params or constants themselves (the
+    same tracer) are not stored: backward gets them again. Tracing gives the structure of the vjp.
     """
 
-    def __init__(self, function: Callable, params, x, given):
+    def __init__(self, function: Callable, params, x, constants):
         self.function = function
         self.structure = None
-        self.sources: list[int | None] = []  # place among the given leaves, None: kept
-        shapes = jax.eval_shape(self.forward, params, x, given)
+        self.sources: list[int | None] = []  # index in (params, constants); None: stored
+        shapes = jax.eval_shape(self.forward, params, x, constants)
         self.residuals, self.aux = shapes[1:]  # shapes and dtypes
 
-    def forward(self, params, x: jax.Array, given) -> tuple[jax.Array, Arrays, typing.Any]:
-        """(y, what backward needs beside params and given, auxiliary values)."""
+    def forward(self, params, x: jax.Array, constants) -> tuple[jax.Array, Arrays, typing.Any]:
+        """(y, residuals without params and constants, auxiliary values)."""
         y, pull, aux = jax.vjp(
-            lambda params, x: self.function(params, x, given), params, x, has_aux=True
+            lambda params, x: self.function(params, x, constants), params, x, has_aux=True
         )
         leaves, structure = jax.tree.flatten(pull)
-        known = jax.tree.leaves((params, given))
+        known = jax.tree.leaves((params, constants))
         sources = [next((i for i, k in enumerate(known) if k is leaf), None) for leaf in leaves]
         if self.structure is None:
             self.structure, self.sources = structure, sources
-        assert sources == self.sources  # every trace keeps the same
+        assert sources == self.sources  # every trace stores the same residuals
         return y, [leaf for leaf, i in zip(leaves, sources, strict=True) if i is None], aux
 
-    def backward(self, residuals: Arrays, params, given, dy: jax.Array):
+    def backward(self, residuals: Arrays, params, constants, dy: jax.Array):
         """(gradients of params, gradient of x)."""
-        known, kept = jax.tree.leaves((params, given)), iter(residuals)
+        known, kept = jax.tree.leaves((params, constants)), iter(residuals)
         leaves = [next(kept) if i is None else known[i] for i in self.sources]
         assert self.structure is not None
         return jax.tree.unflatten(self.structure, leaves)(dy)
@@ -53,7 +53,7 @@ def empty_ring(shapes, *sizes: int) -> Arrays:
 
 
 def write(ring: Arrays, values: Arrays, *place: jax.Array | int) -> Arrays:
-    """`ring` with `values` at the indices `place` of its first dimensions."""
+    """`ring` with `values` written at the indices `place` of its first dimensions."""
 
     def one(buffer, value):
         start = (*place, *(0,) * value.ndim)
@@ -63,7 +63,7 @@ def write(ring: Arrays, values: Arrays, *place: jax.Array | int) -> Arrays:
 
 
 def read(ring, *place: jax.Array | int):
-    """The arrays at the indices `place` of the first dimensions of a tree."""
+    """The arrays of the tree `ring` at the indices `place` of their first dimensions."""
 
     def one(buffer):
         start = (*place, *(0,) * (buffer.ndim - len(place)))

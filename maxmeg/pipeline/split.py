@@ -1,9 +1,9 @@
-"""Backward of a layer in two lanes: gradients of its input now, of its weights later.
+"""Backward of a layer in two lanes: the gradient of its input now, of its weights later.
 
-The backward program is traced, nested calls are dissolved, and its equations are divided: those
-that the input's gradient needs run in the first lane, the rest in the second. What the second
-needs of the first is stored or, where that is cheap, made again: a minimum cut chooses the least
-bytes to store, as AOTAutograd's partitioner does between forward and backward.
+The backward jaxpr is traced and nested calls are inlined. Equations on which the input's gradient
+depends run in the first lane, the others in the second. Values of the first lane that the second
+needs are stored or, if cheap, recomputed: a minimum cut chooses the fewest bytes to store, as
+AOTAutograd's partitioner does between forward and backward.
 """
 
 import math
@@ -17,8 +17,8 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from maxmeg.pipeline.residuals import Arrays, UnitVjp
 
 NESTED = ("jaxpr", "call_jaxpr")
-DISSOLVED = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call")
-# Whatever costs no more than to read and to write its operands may be made again.
+INLINED = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_call")
+# Primitives that cost no more than reading and writing their operands: recompute them.
 # fmt: off
 CHEAP = frozenset((
     "abs", "add", "add_any", "and", "axis_index", "broadcast_in_dim", "ceil", "clamp",
@@ -32,20 +32,20 @@ CHEAP = frozenset((
     "threefry2x32", "transpose", "xor",
 ))
 # fmt: on
-GRAIN = 1024  # bytes: unit of the cut's capacities, which are 32-bit
+GRAIN = 1024  # bytes per unit of the cut's capacities, which are 32-bit
 
 
 class SplitVjp(UnitVjp):
-    """UnitVjp whose backward comes in two parts; `deferred` is what the first hands the second."""
+    """UnitVjp with a backward in two parts. deferred: shapes of what is stored between them."""
 
-    def __init__(self, function, params, x, given):
-        super().__init__(function, params, x, given)
-        shapes = (self.residuals, params, given, self.output_shape(params, x, given))
+    def __init__(self, function, params, x, constants):
+        super().__init__(function, params, x, constants)
+        shapes = (self.residuals, params, constants, self.output_shape(params, x, constants))
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shapes)
 
         def whole(*arguments):
             traced = jax.make_jaxpr(self.backward)(*arguments)
-            return evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(arguments), dissolve=True)
+            return inlined(traced.jaxpr, traced.consts, jax.tree.leaves(arguments))
 
         traced = jax.make_jaxpr(whole)(*shapes)
         self.jaxpr, self.consts = traced.jaxpr, traced.consts
@@ -53,19 +53,19 @@ class SplitVjp(UnitVjp):
         self.deferred = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stored]
         self.params_tree = jax.tree.structure(params)
 
-    def output_shape(self, params, x, given):
-        return jax.eval_shape(self.function, params, x, given)[0]
+    def output_shape(self, params, x, constants):
+        return jax.eval_shape(self.function, params, x, constants)[0]
 
-    def backward_input(self, residuals: Arrays, params, given, dy) -> tuple[jax.Array, Arrays]:
-        """(gradient of x, what backward_weight needs beside the same residuals)."""
-        values = jax.tree.leaves((residuals, params, given, dy))
+    def backward_input(self, residuals: Arrays, params, constants, dy) -> tuple[jax.Array, Arrays]:
+        """(gradient of x, values for backward_weight)."""
+        values = jax.tree.leaves((residuals, params, constants, dy))
         known = self.bound(values)
         run(self.first, known)
         return value(self.jaxpr.outvars[-1], known), [known[v] for v in self.stored]
 
-    def backward_weight(self, residuals: Arrays, params, given, deferred: Arrays):
+    def backward_weight(self, residuals: Arrays, params, constants, deferred: Arrays):
         """Gradients of params."""
-        values = jax.tree.leaves((residuals, params, given))
+        values = jax.tree.leaves((residuals, params, constants))
         known = self.bound(values) | dict(zip(self.stored, deferred, strict=True))
         run(self.second, known)
         gradients = [value(v, known) for v in self.jaxpr.outvars[:-1]]
@@ -81,7 +81,7 @@ def value(variable, known: dict):
 
 
 def run(equations, known: dict) -> None:
-    """Evaluate `equations` in order, adding to `known` variables."""
+    """Evaluate `equations` in order, adding their results to `known`."""
     for equation in equations:
         inputs = [value(v, known) for v in equation.invars]
         settings = equation.primitive.get_bind_params(equation.params)
@@ -91,19 +91,18 @@ def run(equations, known: dict) -> None:
         known |= dict(zip(equation.outvars, outputs, strict=True))
 
 
-def evaluate(jaxpr, consts, values, dissolve: bool) -> list:
-    """The outputs of a jaxpr; dissolve: nested calls are evaluated in place."""
+def inlined(jaxpr, consts, values) -> list:
+    """Evaluate a jaxpr with its nested calls inlined. Returns its outputs."""
     known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *values), strict=True))
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
         inner = next((equation.params[k] for k in NESTED if k in equation.params), None)
-        if not dissolve or inner is None or name not in DISSOLVED:
+        if inner is None or equation.primitive.name not in INLINED:
             run([equation], known)
             continue
         closed = hasattr(inner, "consts")
         inputs = [value(v, known) for v in equation.invars]
         nested = inner.jaxpr if closed else inner
-        outputs = evaluate(nested, inner.consts if closed else (), inputs, dissolve)
+        outputs = inlined(nested, inner.consts if closed else (), inputs)
         known |= dict(zip(equation.outvars, outputs, strict=True))
     return [value(v, known) for v in jaxpr.outvars]
 
@@ -113,9 +112,10 @@ def variables(atoms) -> list:
 
 
 def divide(jaxpr) -> tuple[list, list, list]:
-    """(equations of the input's gradient, of the weights' gradients, variables stored between).
+    """(equations of the first lane, equations of the second, variables stored between).
 
-    The last output is the input's gradient; the last input, its cotangent, is the first lane's.
+    The last output of the jaxpr is the input's gradient. Its last input is the cotangent, which
+    only the first lane has.
     """
     *weights, dx = jaxpr.outvars
     first = depended_on(jaxpr.eqns, [dx])
@@ -124,33 +124,33 @@ def divide(jaxpr) -> tuple[list, list, list]:
     wanted = {v for e in rest for v in variables(e.invars)} | set(variables(weights))
     wanted &= makers.keys()
     stored = least_stored(wanted, makers)
-    twice, pending = [], list(wanted - stored)
+    repeated, pending = [], list(wanted - stored)
     while pending:
         maker = makers[pending.pop()]
-        assert maker is not None  # the cotangent, if wanted, is stored
-        if maker not in twice:
-            twice.append(maker)
+        assert maker is not None  # a cotangent that is wanted is stored
+        if maker not in repeated:
+            repeated.append(maker)
             pending += [v for v in variables(maker.invars) if v in makers and v not in stored]
-    second = [e for e in jaxpr.eqns if e in rest or e in twice]
+    second = [e for e in jaxpr.eqns if e in rest or e in repeated]
     return first, second, [v for v in makers if v in stored]
 
 
 def depended_on(equations: list, outputs: list) -> list:
     """The equations that `outputs` depend on, in order."""
-    needed, found = set(variables(outputs)), []
+    needed, selected = set(variables(outputs)), []
     for equation in reversed(equations):
         if not needed.isdisjoint(equation.outvars):
-            found.append(equation)
+            selected.append(equation)
             needed |= set(variables(equation.invars))
-    return found[::-1]
+    return selected[::-1]
 
 
 def least_stored(wanted: set, makers: dict) -> set:
-    """The fewest bytes of variables from which all `wanted` can be made by cheap equations.
+    """The variables of fewest bytes from which cheap equations compute all `wanted` ones.
 
-    makers: the first lane's variables and their equations (None: its own input). A minimum cut:
-    each variable is an edge of its size; what cannot be made again hangs on the source, what is
-    wanted on the sink.
+    makers: the first lane's variables with their equations (None: its input). A minimum cut: each
+    variable is an edge with its size as capacity; the source leads to the variables that must not
+    be recomputed, the wanted variables lead to the sink.
     """
 
     def inputs(variable) -> list:
@@ -165,16 +165,16 @@ def least_stored(wanted: set, makers: dict) -> set:
         if variable is not None and variable not in number:
             number[variable] = len(number)
             pending += inputs(variable)
-    endless = np.iinfo(np.int32).max // 4
+    unlimited = np.iinfo(np.int32).max // 4
     source, sink = 2 * len(number), 2 * len(number) + 1
     edges = {}
     for variable, i in number.items():
         size = math.prod(variable.aval.shape) * variable.aval.dtype.itemsize
-        edges[2 * i, 2 * i + 1] = min(size // GRAIN + 1, endless)
+        edges[2 * i, 2 * i + 1] = min(size // GRAIN + 1, unlimited)
         for v in inputs(variable):
-            edges[source if v is None else 2 * number[v] + 1, 2 * i] = endless
+            edges[source if v is None else 2 * number[v] + 1, 2 * i] = unlimited
         if variable in wanted:
-            edges[2 * i + 1, sink] = endless
+            edges[2 * i + 1, sink] = unlimited
     if not edges:
         return set()
     ends = np.array(list(edges)).T

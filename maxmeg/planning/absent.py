@@ -1,4 +1,4 @@
-"""GPUs that are not here, as JAX devices that can be compiled for and nothing else."""
+"""JAX devices for GPUs that this machine does not have, to compile for."""
 
 import ctypes
 import importlib.metadata
@@ -13,13 +13,13 @@ _PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 def hardware_names() -> list[str]:
-    """Kinds of GPU that can be compiled for: "a100", "b200", ..."""
+    """Names of the GPUs to compile for: "a100", "b200", ..."""
     files = importlib.resources.files("maxmeg.planning").joinpath("targets").iterdir()
     return sorted(file.name.removesuffix(".txtpb") for file in files if "." in file.name)
 
 
 def target_text(name: str) -> str:
-    """What XLA knows of a GPU, a GpuTargetConfigProto as text; ValueError for an unknown name."""
+    """XLA's description of a GPU, a GpuTargetConfigProto as text; ValueError for unknown names."""
     if name not in hardware_names():
         raise ValueError(f"unknown hardware {name!r}: choose from {', '.join(hardware_names())}")
     file = importlib.resources.files("maxmeg.planning").joinpath("targets", f"{name}.txtpb")
@@ -27,10 +27,10 @@ def target_text(name: str) -> str:
 
 
 def absent_gpus(name: str, count: int) -> list:
-    """`count` GPUs, eight a node, in rank order.
+    """`count` GPUs, eight per node, in rank order.
 
-    The process must have been started with runtime.absent_environment. ValueError for an unknown
-    name, a number that makes no whole nodes, and a missing plugin or one of another version.
+    The process must have been started with `absent_environment()`. ValueError for an unknown
+    name, a count without whole nodes, and a missing plugin or one of another version.
     """
     target = target_text(name)
     parse_cluster(f"{name}x{count}")
@@ -41,23 +41,23 @@ def absent_gpus(name: str, count: int) -> list:
 
 
 def check_plugins() -> None:
-    """ValueError unless the wheels that compile for CUDA are here, in jaxlib's version."""
+    """ValueError unless the wheels that compile for CUDA are installed, in jaxlib's version."""
     jaxlib = importlib.metadata.version("jaxlib")
     for wheel in _PLUGINS:
         try:
-            found = importlib.metadata.version(wheel)
+            version = importlib.metadata.version(wheel)
         except importlib.metadata.PackageNotFoundError:
             raise ValueError(
-                f"{wheel} is not installed, without which nothing can be compiled for GPUs: {EXTRA}"
+                f"{wheel}, which compiles for GPUs, is not installed: {EXTRA}"
             ) from None
-        if found != jaxlib:
+        if version != jaxlib:
             raise ValueError(
-                f"{wheel} {found} does not fit jaxlib {jaxlib}: pip install '{wheel}=={jaxlib}'"
+                f"{wheel} {version} does not fit jaxlib {jaxlib}: pip install '{wheel}=={jaxlib}'"
             )
 
 
 def has_cudnn() -> bool:
-    """Whether cuDNN can be loaded; the plugin has already loaded a wheel's, if there is one."""
+    """Whether cuDNN can be loaded; the plugin has already loaded that of a wheel."""
     try:
         ctypes.CDLL("libcudnn.so.9")
     except OSError:

@@ -1,26 +1,25 @@
-"""The step's time and memory from formulas, in milliseconds: a roofline, nothing compiled.
+"""Time and memory of a step from formulas: a roofline model, nothing is compiled.
 
-The model of time, for one device:
+The time of one device:
 
-- Products at `MATMUL_REACHED` of the peak, attention at its own rates, and beside them what must
-  go through memory: norms, residual sums, activations (each column-parallel output and five
-  residual streams a sublayer, forward once, backward twice, and once made again), logits, float32
-  sums of gradients, the optimizer.
-- A frozen base has no products for gradients of its layers; adapters' own are left out.
-- Recomputation adds products (full: the layer's forward once more; selective: attention's).
-- A tick of a pipeline lasts as long as its lanes, on every stage; ticks beyond the ideal are the
-  bubble. Layers that a stage lacks are waited for.
-- Of experts the rows that even loads have: with the kernels (mosaic) their products, or the time
-  to read their matrices; with XLA every row by every expert of the device. What moves rows about
-  goes through memory.
-- Key/value heads fewer than tensor are projected by every device that attends to them.
-- Counted as hidden behind the layers' own work, as far as that lasts: gathers and scatters over
-  fsdp, and what is sent between stages; and behind the products of shared experts one of the two
-  directions in which copies are sent. Everything else is counted as exposed. XLA hides less: in the
-  compiled step the first gathers of every layer and the sends between stages have no matrix product
-  beside them ("exposed" in `plan --compile`), so the step time is a lower bound.
+- Matrix products run at `MATMUL_REACHED` of the peak, attention at its own rates. Memory traffic is
+  added: norms, residual sums, activation functions (per sublayer each column-parallel output and
+  five residual streams; once in forward, twice in backward, once if recomputed), logits, float32
+  gradient accumulation, the optimizer.
+- A frozen base has no weight gradients; the products of adapters are left out.
+- Recomputation adds products (full: the layer's forward; selective: attention).
+- A pipeline tick takes the time of its lanes on every stage, also on stages with fewer layers. The
+  bubble is the ticks beyond the ideal.
+- Experts have balanced loads. With the kernels (mosaic) they take the time of their products or of
+  reading their matrices; XLA multiplies every row by every expert of the device. Permuting rows is
+  memory traffic.
+- If tensor exceeds the number of key/value heads, several devices project the same head.
+- Communication is hidden behind the layers' work as far as that lasts: collectives over fsdp, and
+  sends between stages; behind a shared expert, one direction of the dispatch. The rest is exposed.
+  XLA hides less: in the compiled step, the first gathers of every layer and the sends between
+  stages overlap no matrix product ("exposed" in `plan --compile`), so the time is a lower bound.
 
-It does not know kernels' launch times, stragglers, small messages' latency, or uneven loads.
+Launch times, stragglers, latency of small messages and unbalanced loads are not modelled.
 """
 
 import dataclasses
@@ -47,7 +46,7 @@ from maxmeg.planning.hardware import (
 )
 from maxmeg.planning.report import Analytic, Traffic
 
-BACKWARD_SCORES = 2.5  # attention's backward makes the scores again: five products for two
+BACKWARD_SCORES = 2.5  # attention's backward recomputes the scores: five products, forward two
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD, communication.SENT_FORWARD)
 HIDDEN_BACKWARD = (
     communication.PARAMETERS_BACKWARD,
@@ -66,11 +65,12 @@ class LayerSeconds:
 
 
 def analyze(config: Config, cluster: Cluster) -> Analytic:
-    """What a step of a valid config takes on a cluster: memory, FLOPs, communication, time.
+    """Memory, FLOPs, communication and time of a step of a valid config on a cluster.
 
-    bubble_fraction: time beyond the ideal over the ideal, of the layers' work (1F1B: (S - 1) / M
-    for S stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds is that ideal with
-    embedding, head and update; communication_seconds what is exposed; step_seconds all three.
+    bubble_fraction: time of the layers beyond the ideal, over the ideal (1F1B: (S - 1) / M for S
+    stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds: that ideal plus
+    embedding, head and optimizer. communication_seconds: exposed communication. step_seconds: sum
+    of the two and the bubble.
     """
     work, model = workload(config, cluster.count), config.model
     carried = traffic(work, cluster)
@@ -110,8 +110,8 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
 def exposed_seconds(
     carried: tuple[Traffic, ...], forward: float, backward: float, shared: float = 0.0
 ) -> float:
-    """Seconds that communication adds to `forward` and `backward` seconds of layers' work, of which
-    `shared` and twice that are shared experts'."""
+    """Seconds that communication adds to the layers' `forward` and `backward` seconds. shared:
+    forward seconds of shared experts; their backward takes twice that."""
 
     def total(purposes: tuple[str, ...]) -> float:
         return sum(entry.seconds for entry in carried if entry.purpose in purposes)
@@ -124,7 +124,7 @@ def exposed_seconds(
 
 
 def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
-    """Of the average layer, as the module's docstring says."""
+    """Seconds of the average layer."""
     model, tensor = work.config.model, work.axes["tensor"]
     products, scores = layer_flops(model, work.config.data.sequence_length)
     peak = cluster.gpu.bf16_tflops * 1e12
@@ -144,15 +144,15 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     summed = 0.0
     if work.accumulates:
         layers = [s for s in work.shards if s.parameter.group is not None]
-        own = sum(s.computed for s in layers if s.trained)
-        each = own / (work.layers_of_chunk * work.config.parallel.chunks)
-        summed = (2 * FLOAT32 + work.itemsize) * each / cluster.memory_rate
+        elements = sum(s.computed for s in layers if s.trained)
+        elements /= work.layers_of_chunk * work.config.parallel.chunks
+        summed = (2 * FLOAT32 + work.itemsize) * elements / cluster.memory_rate
     return LayerSeconds(forward, backward, (0 if work.config.lora.rank else matmul) + summed)
 
 
 def repeated_products(work: Workload) -> float:
     """Forward FLOPs of the average layer for keys and values that several devices along tensor
-    compute, beyond those of one of the devices."""
+    compute, beyond the first device's."""
     total = 0
     for unit in work.units:
         more = unit.columns - dataclasses.replace(unit, kv_copies=1).columns
@@ -161,9 +161,9 @@ def repeated_products(work: Workload) -> float:
 
 
 def elementwise_bytes(work: Workload) -> float:
-    """Bytes that a layer's forward reads and writes outside of its matrix products: five residual
-    streams a sublayer (norm 2, sum 3) and each column-parallel output twice, of the average layer;
-    on XLA also six passes over the float32 scores, half of them in a causal model."""
+    """Bytes that the average layer's forward reads and writes outside of its matrix products: five
+    residual streams per sublayer (norm 2, sum 3) and each column-parallel output twice; on XLA also
+    six passes over the float32 scores, over half of them in a causal model."""
     model, tensor = work.config.model, work.axes["tensor"]
     total = 0.0
     for unit in work.units:
@@ -178,8 +178,7 @@ def elementwise_bytes(work: Workload) -> float:
 
 
 def ends_seconds(work: Workload, cluster: Cluster) -> float:
-    """Of the loss (`Head.products`, `Head.streamed`) and the embedding's gradient, for one
-    microbatch."""
+    """Seconds of the loss (`Head`) and of the embedding's gradient, for one microbatch."""
     width, rows, loss = work.config.model.hidden_size, work.vocabulary, head(work)
     products = loss.products * 2 * work.tokens * width * rows
     table = 4 * FLOAT32 * width * rows
@@ -187,8 +186,8 @@ def ends_seconds(work: Workload, cluster: Cluster) -> float:
 
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:
-    """Of the optimizer, once a step: gradient, master and moments read, the latter two written,
-    and the weights cast."""
+    """Seconds of the optimizer, once per step: it reads gradients, masters and moments, writes
+    masters and moments, and casts the weights."""
     arrays = 3 + 2 * moments(work.config.optim.optimizer)
     stored = sum(shard.stored for shard in work.shards if shard.trained)
     each = arrays * FLOAT32 + FLOAT32 + work.itemsize

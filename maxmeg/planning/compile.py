@@ -1,10 +1,8 @@
-"""What the real train step compiles to on GPUs that are not here.
+"""Compiles the real train step for GPUs that this machine does not have.
 
-    python -m maxmeg.planning.compile < request.json
-
-is the child process that `compile_report` starts, so that the environment is right from the start
-and the caller keeps its own devices. Nothing is allocated. GEMMs are not tuned without a device:
-read memory, collectives and structure from it, never the speed of a GEMM.
+`compile_report` starts a child process, `python -m maxmeg.planning.compile < request.json`, with
+the environment for absent GPUs; the caller keeps its devices. Nothing is allocated. Without a
+device, GEMMs are not tuned: the result shows memory, collectives and structure, not GEMM speed.
 """
 
 import dataclasses
@@ -31,7 +29,7 @@ from maxmeg.parallel.placement import LocalRows, batch_spec
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.hardware import cluster, parse_cluster
 from maxmeg.planning.report import Collective, Compiled
-from maxmeg.runtime.absent_environment import absent_environment
+from maxmeg.runtime.gpu_environment import absent_environment
 from maxmeg.state import abstract_state
 from maxmeg.step import make_train_step
 
@@ -39,30 +37,30 @@ _REFUSALS = {kind.__name__: kind for kind in (ValueError, NotImplementedError)}
 
 
 def compile_report(config: Config, hardware: str, count: int, hlo_path: str = "") -> Compiled:
-    """The train step of `config` compiled for `count` absent GPUs, in a process of its own.
+    """Compile the train step of `config` for `count` GPUs in a child process.
 
-    hlo_path: a file for the compiled text. ValueError where config, hardware name or number of
-    GPUs is wrong, or what `maxmeg[plan]` brings is missing; ChildProcessError where the compiler
-    fails or this machine's memory does not suffice.
+    hlo_path: a file for the compiled text; empty: none. Raises ValueError if config, hardware name
+    or count is wrong, or packages of `maxmeg[plan]` are missing; ChildProcessError if the compiler
+    fails or runs out of memory.
     """
     parse_cluster(f"{hardware}x{count}")
     validate(config, count)
     request = {"config": files.to_dict(config), "hardware": hardware, "count": count}
     path = str(pathlib.Path(hlo_path).resolve()) if hlo_path else ""
-    done = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-m", "maxmeg.planning.compile"],
         input=json.dumps({**request, "hlo_path": path}),
         env=absent_environment(config.train.deterministic),
-        cwd=pathlib.Path(__file__).parents[2],  # finds the package even where it is not installed
+        cwd=pathlib.Path(__file__).parents[2],  # finds the package even if it is not installed
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        cause = done.stderr.strip()[-4000:]
-        if done.returncode == -signal.SIGKILL:
+    if child.returncode:
+        cause = child.stderr.strip()[-4000:]
+        if child.returncode == -signal.SIGKILL:
             cause = "killed: not enough memory on this machine"
         raise ChildProcessError(f"compiling for {count} {hardware} failed: {cause}")
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(child.stdout.splitlines()[-1])
     if "refusal" in answer:
         raise _REFUSALS[answer["refusal"]](answer["message"])
     rows = [Collective(**{**row, "axes": tuple(row["axes"])}) for row in answer["collectives"]]
@@ -70,7 +68,7 @@ def compile_report(config: Config, hardware: str, count: int, hlo_path: str = ""
 
 
 def compile_here(config: Config, hardware: str, count: int) -> tuple[Compiled, str]:
-    """(report, compiled text); this process must have the environment of absent GPUs."""
+    """(report, compiled text). This process must have `absent_environment()`."""
     started = time.monotonic()
     devices = absent.absent_gpus(hardware, count)
     mesh = make_mesh(axis_sizes(config.parallel, count), devices, config.parallel.fold)
@@ -101,15 +99,15 @@ def compile_here(config: Config, hardware: str, count: int) -> tuple[Compiled, s
 
 
 def named_sizes(mesh: Mesh) -> dict[str, int]:
-    """Sizes of the mesh's axes; tensor is one where one of its parts is all of it."""
-    one = 1 in (mesh.shape["fold"], mesh.shape["tensor"])
-    return sizes_of(mesh) if one else dict(mesh.shape)
+    """Sizes of the mesh axes; fold and tensor count as one axis if either has size 1."""
+    joined = 1 in (mesh.shape["fold"], mesh.shape["tensor"])
+    return sizes_of(mesh) if joined else dict(mesh.shape)
 
 
 def missing_part(error: str) -> str:
-    """What to install where a compile failed for want of it; else empty."""
+    """The package whose absence made the compilation fail; empty: another error."""
     if "libdevice" in error:
-        return f"CUDA's libdevice is not here: {absent.EXTRA}"
+        return f"CUDA's libdevice is missing: {absent.EXTRA}"
     if "cudnn" in error.lower() and not absent.has_cudnn():
         return (
             f"attention uses cuDNN, which is not installed: {absent.EXTRA}, "
@@ -119,7 +117,7 @@ def missing_part(error: str) -> str:
 
 
 def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
-    """(the jitted train step, its abstract arguments) of a config on a mesh."""
+    """(jitted train step, its abstract arguments) of a config on a mesh."""
     optimizer = make_optimizer(config.optim)
     abstract = abstract_state(config, optimizer, mesh)
     train_step = make_train_step(config, mesh, optimizer, abstract)
@@ -127,7 +125,7 @@ def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
-    """Arrays [microbatch, sample, length] of one step."""
+    """Abstract arrays [microbatch, sample, length] of one step."""
     size = config.train.global_batch_size
     rows = LocalRows(batch_shards(mesh), (), config.train.micro_batch_size)
     microbatches = rows.microbatches(size)
@@ -139,7 +137,7 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
 
 
 def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Rates of one step, and a flag a device."""
+    """Abstract learning rate and weight decay, and the stop flag of every device."""
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, P()))
     stop = jax.ShapeDtypeStruct((mesh.size,), jnp.int32, sharding=NamedSharding(mesh, P(MESH_AXES)))
     return {"learning_rate": rate, "weight_decay": rate, "stop": stop}

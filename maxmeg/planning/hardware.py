@@ -1,4 +1,4 @@
-"""Datasheet numbers of GPUs by the name JAX gives them (`device_kind`), and clusters of them."""
+"""Datasheet numbers of GPUs by JAX's `device_kind`, and clusters of GPUs."""
 
 import dataclasses
 import re
@@ -8,11 +8,11 @@ from maxmeg.runtime.gpu_environment import MEMORY_FRACTION
 GIB = 2**30
 GPUS_A_NODE = 8
 
-# Share of the datasheet's rate that is reached. MATMUL, MEMORY and ATTENTION: single operations in
-# plain JAX, timed on one H200: a bf16 matrix product (795 of 989 TFLOP/s), a copy (4.18 of
-# 4.8 TB/s), cuDNN's causal attention at 4,096 tokens with heads of size 128 (591 forward and 474
-# backward of 989). LINK: an assumption, for NCCL's rings with large messages. No GPU has timed a
-# training step of maxmeg yet, so step times and MFU from these formulas are upper bounds.
+# Fractions of the datasheet's rates that are reached. MATMUL, MEMORY and ATTENTION were measured
+# with single operations in plain JAX on one H200: a bf16 product (795 of 989 TFLOP/s), a copy
+# (4.18 of 4.8 TB/s), cuDNN's causal attention at 4,096 tokens with heads of size 128 (591 forward
+# and 474 backward of 989). LINK is an assumption for NCCL's rings with large messages. No GPU has
+# timed a training step of maxmeg yet.
 MATMUL_REACHED = 0.80
 MEMORY_REACHED = 0.87
 ATTENTION_FORWARD_REACHED = 0.60
@@ -36,7 +36,7 @@ class Gpu:
     cuda_gib: float = 0.0
 
 
-# Matched on the words of the name, first row first: variants before the plain name.
+# The first row whose words are all in the device's name counts: variants before the plain name.
 _GPUS = (
     ("GB300", Gpu(2500.0, 288, 8.0)),
     ("GB200", Gpu(2500.0, 192, 8.0)),
@@ -69,13 +69,13 @@ _GPUS = (
     ("RTX 3090", Gpu(71.0, 24, 0.94)),
 )
 
-# Nodes of eight, all to all over NVLink; a 400 Gb/s adapter a GPU, on A100 200 Gb/s (DGX).
+# Nodes of eight GPUs with NVLink; one 400 Gb/s network adapter per GPU, on A100 200 Gb/s (DGX).
 _CLUSTER_GPUS = {"a100": "A100-SXM4-80GB", "h100": "H100", "h200": "H200", "b200": "B200"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`count` GPUs in nodes of GPUS_A_NODE, rank after rank."""
+    """`count` GPUs in nodes of GPUS_A_NODE, in rank order."""
 
     name: str
     gpu: Gpu
@@ -88,26 +88,26 @@ class Cluster:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes a second that a GPU reads and writes."""
+        """Bytes per second that a GPU reads and writes."""
         return self.gpu.memory_tb_per_s * 1e12 * MEMORY_REACHED
 
     @property
     def matmul_rate(self) -> float:
-        """FLOPs a second of matrix products."""
+        """FLOPs per second of matrix products."""
         return self.gpu.bf16_tflops * 1e12 * MATMUL_REACHED
 
     def link_rate(self, nodes: int, adapters: int) -> float:
-        """Bytes a second that a GPU of a group sends in a ring over so many nodes.
+        """Bytes per second that a GPU of a group sends in a ring over `nodes` nodes.
 
-        Within a node over NVLink. Else the group's members in a node share their adapters, as
-        NCCL's several rings do: as fast as `adapters` of them, at most as NVLink.
+        Within a node over NVLink. Between nodes, the members of a group in a node share their
+        `adapters`, as with NCCL's parallel rings; at most NVLink's rate.
         """
         network = min(adapters * self.gpu.network_gb_per_s, self.gpu.nvlink_gb_per_s)
         return (self.gpu.nvlink_gb_per_s if nodes == 1 else network) * 1e9 * LINK_REACHED
 
 
 def parse_cluster(text: str) -> Cluster:
-    """ "h100x64" -> 64 H100s. ValueError for an unknown name or a count that makes no nodes."""
+    """ "h100x64" -> 64 H100s. ValueError for an unknown name or a count without whole nodes."""
     match = re.fullmatch(r"([a-z0-9]*?)x(-?\d+)", text.lower())
     if not match:
         raise ValueError(
@@ -127,26 +127,26 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def cluster(name: str, count: int) -> Cluster:
-    """`count` GPUs of a name that parse_cluster knows."""
+    """`count` GPUs of a name in _CLUSTER_GPUS."""
     sheet = gpu(_CLUSTER_GPUS[name])
     assert sheet is not None
     return Cluster(name, sheet, count)
 
 
 def cluster_name(device_kind: str) -> str:
-    """The name that parse_cluster knows a GPU by; empty for others."""
+    """The name of this GPU in _CLUSTER_GPUS; empty if it is not there."""
     sheet = gpu(device_kind)
     return next((name for name, kind in _CLUSTER_GPUS.items() if gpu(kind) is sheet), "")
 
 
 def gpu(device_kind: str) -> Gpu | None:
-    """Datasheet of a GPU, or None for a CPU or an unlisted device."""
+    """Datasheet of a GPU; None for a CPU or an unlisted device."""
     words = _words(device_kind)
     return next((sheet for name, sheet in _GPUS if set(_words(name)) <= set(words)), None)
 
 
 def peak_tflops(device_kind: str) -> float | None:
-    """Peak dense bf16 TFLOP/s, the denominator of MFU; None where it is unknown."""
+    """Peak dense bf16 TFLOP/s, the denominator of MFU; None if unknown."""
     sheet = gpu(device_kind)
     return sheet.bf16_tflops if sheet else None
 

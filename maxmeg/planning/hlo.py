@@ -1,6 +1,6 @@
-"""What a compiled program says in its text (HLO): loops, collectives, kernels, matrix products.
+"""Parses the text of a compiled program (HLO): loops, collectives, kernels, matrix products.
 
-Reads the text that `compiled.as_text()` gives for CPUs and GPUs, line by line, and imports no JAX.
+Input is `compiled.as_text()` for CPUs and GPUs. No JAX.
 """
 
 import dataclasses
@@ -24,8 +24,8 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-UNKNOWN_AXES = ("?",)  # groups that are no product of mesh axes
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of fused attention: backward makes the scores again
+UNKNOWN_AXES = ("?",)  # the groups are no product of mesh axes
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS = 2, 5  # of fused attention: backward recomputes the scores
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}  # else the first number in the type's name: bf16
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
@@ -53,7 +53,7 @@ _KERNEL_LABELS = re.compile(r"dim_labels=\w+?_(\w+?)->")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """`name = shape opcode(attributes`, the operands at the front of the attributes."""
+    """`name = shape opcode(attributes`; the attributes begin with the operands."""
 
     name: str
     shape: str
@@ -65,10 +65,9 @@ class Instruction:
 class Program:
     """A parsed program.
 
-    runs: how often a step runs each computation; loops count by their known number of trips (1
-    where it is not known), and each branch of a conditional as if it were the one that is taken.
-    overlapped: computations that run beside others, being called by an asynchronous start.
-    unbounded: those in loops whose number of trips is not known.
+    runs: executions of each computation per step; a loop counts by its known number of trips, else
+    once; every branch of a conditional counts as taken. overlapped: computations called by an
+    asynchronous start. unbounded: computations in loops whose number of trips is not known.
     """
 
     computations: dict[str, tuple[Instruction, ...]]
@@ -77,7 +76,7 @@ class Program:
     unbounded: frozenset[str] = frozenset()
 
     def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
-        """(computation, instruction, runs a step) of all that runs."""
+        """(computation, instruction, runs per step) of every instruction that runs."""
         for name, instructions in self.computations.items():
             if self.runs[name]:
                 for instruction in instructions:
@@ -85,7 +84,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """The program in the text of a compiled module; ValueError where there is none."""
+    """The program in the text of a compiled module; ValueError if it is not such a text."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -104,19 +103,19 @@ def parse(text: str) -> Program:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """The instruction on a line; a tuple's shape may hold parentheses of its own."""
+    """The instruction on a line; None if there is none."""
     name = _NAME.match(line)
     if not name:
         return None
     start = name.end()
-    stop = closing(line, start) if line[start] == "(" else line.index(" ", start)
+    stop = matching_parenthesis(line, start) if line[start] == "(" else line.index(" ", start)
     opcode = _OPCODE.match(line, stop)
     if not opcode:
         return None
     return Instruction(name[1], line[start:stop], opcode[1], line[opcode.end() :])
 
 
-def closing(text: str, start: int) -> int:
+def matching_parenthesis(text: str, start: int) -> int:
     """One past the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
@@ -129,24 +128,20 @@ def closing(text: str, start: int) -> int:
 def count_runs(
     computations: dict[str, tuple[Instruction, ...]], entry: str
 ) -> tuple[dict[str, int], frozenset[str], frozenset[str]]:
-    """How often a step runs each computation; which are called asynchronously; which lie in loops
-    of an unknown number of trips."""
+    """(runs of each computation per step, computations called asynchronously, computations in loops
+    with an unknown number of trips)."""
     callers: dict[str, list[tuple[str, int]]] = {name: [] for name in computations}
     overlapped, unbounded = set(), set()
     for name, instructions in computations.items():
         for instruction in instructions:
-            trips = 1
-            if instruction.opcode == "while" and (known := _TRIPS.search(instruction.attributes)):
-                trips = int(known[1])
-            endless = instruction.opcode == "while" and not _TRIPS.search(instruction.attributes)
-            for found in _CALLED.finditer(instruction.attributes):
-                for callee in re.findall(r"[\w.\-]+", found[2]):
-                    if callee in callers:
-                        callers[callee].append((name, trips))
-                        if starts(instruction):
-                            overlapped.add(callee)
-                        if endless:
-                            unbounded.add(callee)
+            trips = num_trips(instruction)
+            for callee in callees(instruction):
+                if callee in callers:
+                    callers[callee].append((name, trips or 1))
+                    if starts(instruction):
+                        overlapped.add(callee)
+                    if trips is None:
+                        unbounded.add(callee)
     graph = {name: {caller for caller, _ in of} for name, of in callers.items()}
     runs = dict.fromkeys(computations, 0)
     for name in graphlib.TopologicalSorter(graph).static_order():
@@ -157,17 +152,31 @@ def count_runs(
     return runs, frozenset(overlapped), frozenset(unbounded)
 
 
+def callees(instruction: Instruction) -> list[str]:
+    """Names of the computations that an instruction calls."""
+    calls = _CALLED.finditer(instruction.attributes)
+    return [callee for call in calls for callee in re.findall(r"[\w.\-]+", call[2])]
+
+
+def num_trips(instruction: Instruction) -> int | None:
+    """Number of trips of a loop, None if unknown; 1 for other instructions."""
+    if instruction.opcode != "while":
+        return 1
+    known = _TRIPS.search(instruction.attributes)
+    return int(known[1]) if known else None
+
+
 def starts(instruction: Instruction) -> bool:
-    """Whether an instruction starts work that really goes on beside what follows."""
+    """Whether an instruction starts work that can overlap with the following ones."""
     asynchronous = instruction.opcode.endswith("-start")
     return asynchronous and not _SYNCHRONOUS.search(instruction.attributes)
 
 
 def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...]:
-    """Every collective, gathered by kind, mesh axes, runs of each, asynchrony and certainty.
+    """All collectives, summed by kind, mesh axes, runs, asynchrony and boundedness.
 
-    mesh: size of every axis, slowest first, devices in rank order. Collectives of single numbers
-    make rows of their own.
+    mesh: size of every axis, slowest first, devices in rank order. Collectives of scalars have
+    entries of their own.
     """
     rows: dict[tuple, Collective] = {}
     beside = flops_beside(program)
@@ -194,7 +203,8 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
 
 
 def result_shape(instruction: Instruction) -> str:
-    """Shape of what a collective gives; a start's is (operands, results, ...) but all-reduce's."""
+    """Shape of a collective's result. The shape of a start is (operands, results, ...), except for
+    an all-reduce."""
     shape = instruction.shape
     if not instruction.opcode.endswith("-start") or instruction.opcode == "all-reduce-start":
         return shape
@@ -236,10 +246,10 @@ def numbers(text: str) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def axes_of(groups: str, kind: str, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """Mesh axes over which a collective works, from its groups or pairs as HLO writes them.
+    """Mesh axes of a collective, from its groups or pairs as HLO writes them.
 
-    Groups must be exactly the sets of devices that differ along some axes alone; pairs may cross
-    any. No groups ("{}") are all devices.
+    Groups must be exactly the sets of devices that differ along some axes; pairs may cross any. No
+    groups ("{}") means all devices.
     """
     sizes = tuple(size for _, size in mesh)
     names = np.array([name for name, _ in mesh])
@@ -263,7 +273,7 @@ def axes_of(groups: str, kind: str, mesh: tuple[tuple[str, int], ...]) -> tuple[
 
 
 def groups_table(groups: str, total: int) -> np.ndarray | None:
-    """[groups, members] of device numbers; None where the groups are of several sizes."""
+    """[groups, members] of device numbers; None if the groups differ in size."""
     if groups == "{}":
         return np.arange(total)[None]
     if groups.startswith("["):
@@ -278,9 +288,9 @@ def groups_table(groups: str, total: int) -> np.ndarray | None:
 
 
 def iota(text: str) -> np.ndarray | None:
-    """Device numbers as "[4,2]<=[2,4]T(1,0)" writes them: counted, transposed, reshaped.
+    """Device numbers from "[4,2]<=[2,4]T(1,0)": a range of shape [2,4], transposed, reshaped.
 
-    "[2,4]T(1,0)" is the same with nothing reshaped.
+    "[2,4]T(1,0)" is the same without the reshape. None for other texts.
     """
     if text.startswith("[") and "]T(" in text and "<=" not in text:
         source, order = (numbers(part) for part in text.split("T"))
@@ -293,10 +303,10 @@ def iota(text: str) -> np.ndarray | None:
 
 
 def mesh_groups(text: str) -> np.ndarray | None:
-    """Groups along axes of a mesh of the compiler's own: "mesh['a'=2,'b'=8] {'a','b':(2)4}".
+    """Groups along axes of a mesh of the compiler, as "mesh['a'=2,'b'=8] {'a','b':(2)4}".
 
-    'b':(2)4 is the part of b with 4 values that has 2 slower ones before it. device_ids, where
-    given, are the mesh's devices in order.
+    'b':(2)4 is the part of b with 4 values that has 2 slower ones before it. device_ids, if
+    present, are the mesh's devices in order. None for other texts.
     """
     found = _MESH.fullmatch(text)
     if not found:
@@ -321,12 +331,12 @@ def mesh_groups(text: str) -> np.ndarray | None:
 
 
 def rows_set(table: np.ndarray) -> set[tuple[int, ...]]:
-    """The groups whatever their order and that of their members."""
+    """The groups, independent of their order and the order of members."""
     return {tuple(row) for row in np.sort(table, axis=1).tolist()}
 
 
 def kernels(program: Program) -> dict[str, int]:
-    """Custom calls by target, and how often a step runs each."""
+    """Executions of custom calls per step, by target."""
     found: dict[str, int] = {}
     for _, instruction, runs in program.instructions():
         if target := _TARGET.search(instruction.attributes):
@@ -335,10 +345,10 @@ def kernels(program: Program) -> dict[str, int]:
 
 
 def matrix_flops(program: Program) -> float:
-    """Floating-point operations of matrix products on one device and step, two a multiply-add.
+    """FLOPs of matrix products per device and step, two per multiply-add.
 
-    Counted are products (in fusions too), convolutions, cuBLAS calls and cuDNN's attention: its
-    two products forward and five backward, half of each where it is causal.
+    Counted are products (also in fusions), convolutions, cuBLAS calls and cuDNN's attention: two
+    products forward and five backward, half of each if it is causal.
     """
     total, shapes, inside = 0.0, {}, ""
     for name, instruction, runs in program.instructions():
@@ -372,8 +382,8 @@ def instruction_flops(instruction: Instruction, shapes: dict[str, str]) -> float
 
 
 def flops_beside(program: Program) -> dict[str, float]:
-    """FLOPs of the matrix products that one run of the schedule has between the start and the end
-    of each asynchronous instruction, by its name and by those of the computations that it calls."""
+    """FLOPs of the matrix products between start and end of each asynchronous instruction, by its
+    name and by the names of the computations that it calls."""
     found = {}
     for name, instructions in program.computations.items():
         if not program.runs[name]:
@@ -392,33 +402,30 @@ def flops_beside(program: Program) -> dict[str, float]:
                 pending = {key: value + flops for key, value in pending.items()}
         for instruction in instructions:
             if instruction.name in found:
-                for called in _CALLED.finditer(instruction.attributes):
-                    found[called[2].lstrip("%")] = found[instruction.name]
+                found |= dict.fromkeys(callees(instruction), found[instruction.name])
     return found
 
 
 def flops_within(program: Program, instruction: Instruction, shapes: dict[str, str]) -> float:
-    """FLOPs of one run of an instruction and of the computations that it calls: a fusion's, and
-    all trips of a loop."""
-    total, trips = instruction_flops(instruction, shapes), 1
-    if instruction.opcode == "while" and (known := _TRIPS.search(instruction.attributes)):
-        trips = int(known[1])
-    for found in _CALLED.finditer(instruction.attributes):
-        for callee in re.findall(r"[\w.\-]+", found[2]):
-            inside: dict[str, str] = {}
-            for inner in program.computations.get(callee, ()):
-                inside[inner.name] = inner.shape
-                total += trips * flops_within(program, inner, inside)
+    """FLOPs of one run of an instruction and of the computations that it calls (fusions, all trips
+    of a loop)."""
+    total, trips = instruction_flops(instruction, shapes), num_trips(instruction) or 1
+    for callee in callees(instruction):
+        inside: dict[str, str] = {}
+        for inner in program.computations.get(callee, ()):
+            inside[inner.name] = inner.shape
+            total += trips * flops_within(program, inner, inside)
     return total
 
 
 def first_size(instruction: Instruction) -> int:
-    """Number of elements of the first array that an instruction gives."""
+    """Number of elements of the first array of an instruction's result."""
     return math.prod(arrays(instruction.shape)[0][1])
 
 
 def operand_dims(instruction: Instruction, shapes: dict[str, str], number: int):
-    """Dimensions of an operand of one array, or None where they are not known."""
-    names = _OPERAND.findall(instruction.attributes[: closing("(" + instruction.attributes, 0) - 2])
+    """Dimensions of operand `number`, which must be one array; None if unknown."""
+    end = matching_parenthesis("(" + instruction.attributes, 0) - 2
+    names = _OPERAND.findall(instruction.attributes[:end])
     found = arrays(shapes.get(names[number], "")) if number < len(names) else []
     return found[0][1] if found else None

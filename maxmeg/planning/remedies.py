@@ -1,4 +1,4 @@
-"""Changes of a config that save memory, by the planner's formulas; nothing is compiled."""
+"""Changes of a config that save memory, from formulas; nothing is compiled."""
 
 import enum
 import itertools
@@ -20,7 +20,7 @@ SHOWN = 3
 
 
 def planned_memory(config: Config, count: int) -> dict[str, int] | None:
-    """Bytes per device by purpose, on `count` devices; None for a model that is not planned."""
+    """Bytes per device by purpose, on `count` devices; None if the planner does not support it."""
     try:
         return device_memory(workload(config, count))
     except ValueError:
@@ -28,11 +28,11 @@ def planned_memory(config: Config, count: int) -> dict[str, int] | None:
 
 
 def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
-    """The smallest changes under which a config fits a cluster, the fastest first.
+    """The smallest changes with which a config fits a cluster, the fastest first.
 
-    Tried are more recomputation, smaller microbatches and mesh axes that divide more of the memory,
-    alone, then two of them together, then all three. Of changes to the same settings the fastest
-    is kept. Empty where nothing that was tried fits.
+    It tries more recomputation, smaller microbatches and meshes that divide more of the memory:
+    one of the three, then two together, then all. It keeps the fastest change of each set of
+    settings. Empty if none of them fits.
     """
     seconds = analyze(config, cluster).step_seconds
     groups = [[{}, *group] for group in _changes(config, cluster.count)]
@@ -43,7 +43,7 @@ def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
     for number in (1, 2, 3):
         found: dict[tuple[str, ...], Remedy] = {}
         for settings in combined.get(number, []):
-            changed = _changed(config, settings)
+            changed = with_fields(config, settings)
             memory = _memory(changed, cluster.count)
             if memory is None or memory > cluster.capacity:
                 continue
@@ -60,21 +60,21 @@ def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
 def largest_savings(config: Config, count: int) -> list[tuple[str, int]]:
     """(flags, bytes saved per device) of at most three single changes, the largest saving first.
 
-    One each of recomputation, of microbatches and of the mesh; where no other mesh of `count`
-    devices saves memory, one of twice as many.
+    One change each of recomputation, microbatches and mesh. If no mesh of `count` devices saves
+    memory, a mesh of twice as many.
     """
     before, found = _memory(config, count), []
     if before is None:
         return []
     for group in _changes(config, count):
-        sizes = ((_memory(_changed(config, change), count), change) for change in group)
+        sizes = ((_memory(with_fields(config, change), count), change) for change in group)
         tried = [(size, flags_text(change)) for size, change in sizes if size is not None]
         found += [min(tried)] if tried else []
     saved = [(flags, before - size) for size, flags in found if size < before]
     if not any("parallel." in flags for flags, _ in saved):
         fsdp = 2 * axis_sizes(config.parallel, count)["fsdp"]
         doubled: Settings = {"parallel.fsdp": fsdp}
-        size = _memory(_changed(config, doubled), 2 * count)
+        size = _memory(with_fields(config, doubled), 2 * count)
         if size is not None and size < before:
             saved.append((f"{flags_text(doubled)} on {2 * count} devices", before - size))
     return sorted(saved, key=lambda pair: -pair[1])
@@ -87,7 +87,7 @@ def flags_text(settings: Mapping[str, object]) -> str:
 
 
 def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
-    """Single changes that may save memory: of recomputation, of microbatches, of the mesh."""
+    """Single changes that may save memory: recomputation, microbatches, mesh."""
     policies, train = list(POLICIES), config.train
     more: list[Settings] = [
         {"model.recompute": policy}
@@ -102,7 +102,7 @@ def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
 
 
 def _meshes(config: Config, count: int) -> Iterator[Settings]:
-    """Meshes of the same devices, a factor of `data` or `fsdp` moved to another axis."""
+    """Meshes of the same devices that move a factor of `data` or `fsdp` to another axis."""
     parallel, sizes = config.parallel, axis_sizes(config.parallel, count)
     targets = ("fsdp", "tensor", "pipe", *(("expert",) if config.model.has("moe") else ()))
     for source, target in itertools.product(("data", "fsdp"), targets):
@@ -114,19 +114,15 @@ def _meshes(config: Config, count: int) -> Iterator[Settings]:
             tensor = moved.get("tensor", 1)
             if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
                 continue
-            if not parallel.fsdp:  # takes all devices that are left
+            if not parallel.fsdp:  # 0: all remaining devices
                 moved.pop("fsdp", None)
             padded = target == "pipe" and config.model.num_units % moved["pipe"]
             settings: Settings = {f"parallel.{axis}": size for axis, size in moved.items()}
             yield settings | ({"parallel.pad_layers": True} if padded else {})
 
 
-def _changed(config: Config, settings: Settings) -> Config:
-    return with_fields(config, settings)
-
-
 def _memory(config: Config, count: int) -> int | None:
-    """Bytes per device; None where the config is not valid or not planned."""
+    """Bytes per device; None if the config is invalid or not supported by the planner."""
     try:
         validate(config, count)
         return needed(config, count)

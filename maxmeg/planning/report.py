@@ -1,15 +1,15 @@
-"""What a plan says, as data; text, JSON and HTML are made from it. Bytes are of one device."""
+"""The results of a plan as data, for text, JSON and HTML. Bytes are per device."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """What one mesh axis carries for one purpose in a step.
+    """Communication over one mesh axis for one purpose in a step.
 
-    axis: "tensor", "pipe", ... purpose: in words, such as "gathered sequences". kind: as XLA
-    names collectives, such as "all-gather". runs: collectives a step. volume: bytes that a device
-    sends in a step. seconds: over the slowest link that the axis crosses, nothing hidden.
+    axis: "tensor", "pipe", ... purpose: in words, such as "embedding table". kind: XLA's name of
+    the collective, such as "all-gather". runs: collectives per step. volume: bytes that a device
+    sends per step. seconds: over the slowest link of the axis, without overlap.
     """
 
     axis: str
@@ -22,8 +22,8 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """Flags under which the config fits, its bytes per device then, and the time of a step divided
-    by that without the flags."""
+    """Flags with which the config fits, its bytes per device with them, and the step time relative
+    to that without them."""
 
     flags: str
     total: int
@@ -32,13 +32,13 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class Analytic:
-    """Computed from formulas, in milliseconds.
+    """The report from formulas.
 
-    parameters: number by kind (embedding, attention, ...). memory: bytes of what a device holds
-    at its fullest, by purpose (masters, optimizer, weights, gradients, activations, loss).
-    activations: bytes of activations under each recompute mode. flops: of a step, as the training
-    log counts them. step_seconds: compute, bubble and what communication cannot hide behind it.
-    remedies: changes under which a config that does not fit would; `analyze` leaves them out.
+    parameters: number by kind (embedding, attention, ...). memory: peak bytes by purpose (masters,
+    optimizer, weights, gradients, activations, loss). activations: bytes of activations under each
+    recompute mode. flops: of a step, as the training log counts them. step_seconds: compute, bubble
+    and exposed communication. mfu: fraction of the peak. remedies: changes with which a config that
+    does not fit would fit; `analyze` leaves them empty.
     """
 
     parameters: dict[str, int]
@@ -66,13 +66,12 @@ class Analytic:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """Instructions of one kind over the same mesh axes, in loops that run as often.
+    """Collectives of one kind over the same mesh axes, in loops with the same number of trips.
 
-    instructions: in the program; runs: executions per step, of all of them; volume: bytes of their
-    results per step. asynchronous: whether other work can go on meanwhile; exposed: how many of the
-    runs have no matrix product scheduled between start and end, so that nothing hides them.
-    unbounded: in a loop whose number of trips the program does not say, counted as one: further
-    rounds of experts with uneven loads, which even loads do not need.
+    instructions: number in the program. runs: executions per step, of all of them. volume: bytes of
+    their results per step. asynchronous: whether other work can overlap. exposed: number of runs
+    without a matrix product between start and end. unbounded: in a loop whose number of trips the
+    program does not say, counted as one: further rounds of experts with unbalanced loads.
     """
 
     kind: str
@@ -87,10 +86,10 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of the real train step for GPUs that are not here.
+    """The report on the real train step, compiled for GPUs that this machine does not have.
 
-    arguments: state and batch; temporaries: what the program needs beside them; kernels: custom
-    calls by target and how often a step runs each; flops: of matrix products, a device and step.
+    arguments: bytes of state and batch. temporaries: bytes that the program needs beside them.
+    kernels: custom calls per step, by target. flops: of matrix products, per device and step.
     """
 
     arguments: int

@@ -15,7 +15,7 @@ from maxmeg.planning.report import Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
-MOST_GPUS = 2**16  # where the search for a number that is enough ends
+MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
 EXCHANGE = ("expert_exchange", "expert_buffer")
@@ -38,52 +38,51 @@ VARIED = {
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A valid config that fits, and what it takes."""
+    """A valid config that fits, and its report."""
 
     config: Config
     analytic: Analytic
 
     @property
     def settings(self) -> dict[str, int | str | bool]:
-        """What the search chose, by the name of the flag: {"parallel.tensor": 8, ...}."""
-        found = {}
+        """The settings that the search chose, by flag: {"parallel.tensor": 8, ...}."""
+        settings = {}
         for section, names in VARIED.items():
             for name in names:
                 value = getattr(getattr(self.config, section), name)
-                found[f"{section}.{name}"] = getattr(value, "value", value)
-        return found
+                settings[f"{section}.{name}"] = getattr(value, "value", value)
+        return settings
 
 
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
-    """Every layout tried that is valid and fits, the fastest first.
+    """Every valid layout that fits, the fastest first.
 
-    Tried are all sizes of tensor (within a node), pipe, fsdp, data and, of a model with experts,
-    expert that make the cluster (1 only where nothing is said of what experts exchange), experts
-    cut over tensor or whole on devices along it, micro_batch_size in MICRO_BATCHES, 1F1B with up to
-    MOST_CHUNKS chunks and zero bubble (GPipe takes 1F1B's time and more memory), and of the
-    recomputation policies the first, from minimal to full, that fits. Everything else is
-    `config`'s; where layers do not divide, pad_layers is set.
-    ValueError where nothing fits, saying by how much and how many GPUs would be enough, and for
-    what no layout can mend.
+    The search covers all sizes of tensor (within a node), pipe, fsdp, data and, with experts,
+    expert whose product is the cluster; experts cut over tensor or not; micro_batch_size in
+    MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe takes 1F1B's time and
+    more memory). Of the recompute policies it takes the first, from minimal to full, that fits. It
+    sets pad_layers if the layers do not divide; all else is as in `config`.
+    ValueError if the config is invalid in every layout, or if nothing fits: by how much, and how
+    many GPUs would be enough.
     """
-    one = dict.fromkeys(("pipe", "tensor", "fsdp", "data", "expert"), 1)
-    nothing_sent = {name: getattr(ParallelConfig(), name) for name in EXCHANGE}
-    alone = _with(config, {**one, "expert_tensor": 0, **nothing_sent, **PLAIN}, 1)
-    validate(alone, alone.parallel.context)
-    found = []
+    sizes = dict.fromkeys(("pipe", "tensor", "fsdp", "data", "expert"), 1)
+    exchange = {name: getattr(ParallelConfig(), name) for name in EXCHANGE}
+    single = _with(config, {**sizes, "expert_tensor": 0, **exchange, **PLAIN}, 1)
+    validate(single, single.parallel.context)
+    candidates = []
     for layout in layouts(config, cluster.count):
         for policy in POLICIES:
             tried = with_recompute(layout, policy)
             if needed(tried, cluster.count) <= cluster.capacity:
-                found.append(Candidate(tried, analyze(tried, cluster)))
+                candidates.append(Candidate(tried, analyze(tried, cluster)))
                 break
-    if not found:
+    if not candidates:
         raise ValueError(_nothing_fits(config, cluster))
-    return sorted(found, key=lambda c: (c.analytic.step_seconds, c.analytic.total))
+    return sorted(candidates, key=lambda c: (c.analytic.step_seconds, c.analytic.total))
 
 
 def layouts(config: Config, count: int) -> Iterator[Config]:
-    """The valid ones of all combinations; recompute is left as it is."""
+    """All valid layouts, with the recompute policy of `config`."""
     for tensor in divisors(count):
         if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
             continue
@@ -101,8 +100,8 @@ def layouts(config: Config, count: int) -> Iterator[Config]:
 
 
 def replicated(config: Config, replicas: int, tensor: int) -> Iterator[dict]:
-    """Ways to cut so many replicas, as fields of ParallelConfig: fsdp, data and expert, experts cut
-    over tensor as the rest is, or whole."""
+    """Divisions of the replicas into fsdp, data and expert, with experts cut over tensor like the
+    rest of the model or not cut; as fields of ParallelConfig."""
     experts = max(config.model.moe.num_experts, 1)
     for expert in divisors(replicas):
         if experts % expert:
@@ -115,7 +114,7 @@ def replicated(config: Config, replicas: int, tensor: int) -> Iterator[dict]:
 
 
 def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
-    """Schedules and chunks of so many stages, as fields of ParallelConfig."""
+    """Schedules and numbers of chunks for `pipe` stages, as fields of ParallelConfig."""
     layers = config.model.num_units
     padded = {"pad_layers": layers % pipe != 0}
     yield PLAIN | padded
@@ -134,7 +133,7 @@ def divisors(number: int) -> list[int]:
 
 
 def needed(config: Config, count: int) -> int:
-    """Bytes of a device."""
+    """Bytes per device."""
     return sum(device_memory(workload(config, count)).values())
 
 
@@ -143,19 +142,19 @@ def with_recompute(config: Config, policy: str) -> Config:
 
 
 def _with(config: Config, parallel: dict, micro: int) -> Config:
-    """`config` with these sizes and order, the layers' own layout forgotten."""
-    own = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
+    """`config` with these fields, and its layers divided evenly over the stages."""
+    even = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
     return dataclasses.replace(
         config,
-        parallel=with_fields(config.parallel, {**own, **parallel}),
+        parallel=with_fields(config.parallel, {**even, **parallel}),
         train=dataclasses.replace(config.train, micro_batch_size=micro),
     )
 
 
 def _microbatches(config: Config, replicas: int, micro: int) -> int:
-    """Of a step; 0 where the batch does not divide."""
-    count, left = divmod(config.train.global_batch_size, replicas * micro)
-    return 0 if left else count
+    """Microbatches per step; 0 if the batch does not divide."""
+    count, remainder = divmod(config.train.global_batch_size, replicas * micro)
+    return 0 if remainder else count
 
 
 def _is_valid(config: Config, count: int) -> bool:
@@ -167,7 +166,7 @@ def _is_valid(config: Config, count: int) -> bool:
 
 
 def least(config: Config, count: int) -> tuple[int, Config | None]:
-    """(bytes, layout) of the least memory of a device, under full recomputation."""
+    """(bytes per device, layout) of the layout that needs least, under full recomputation."""
     best: tuple[int, Config | None] = (0, None)
     for layout in layouts(config, count):
         if layout.train.micro_batch_size > 1:
@@ -192,15 +191,15 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
             f"no layout of {where} is valid for model.attention.num_heads="
             f"{config.model.attention.num_heads}, "
             f"model.num_layers={config.model.num_layers} and "
-            f"train.global_batch_size={config.train.global_batch_size}: let the batch divide by "
-            f"the replicas (a multiple of {unit} has most choices), or take another number of GPUs"
+            f"train.global_batch_size={config.train.global_batch_size}: choose a batch that the "
+            f"replicas divide (best a multiple of {unit}), or another number of GPUs"
         )
     parallel, over = layout.parallel, size - cluster.capacity
     enough = cluster.count
     while enough <= MOST_GPUS:
         enough *= 2
-        found, other = least(config, enough)
-        if other is not None and found <= cluster.capacity:
+        fewest, other = least(config, enough)
+        if other is not None and fewest <= cluster.capacity:
             remedy = f"{enough} GPUs would be enough by the same formulas"
             break
     else:

@@ -1,1 +1,1 @@
-"""What surrounds the training loop: hooks, writers, progress, profiles, signals, guards."""
+"""Around the training loop: environment, hooks, metrics, signals, faults."""

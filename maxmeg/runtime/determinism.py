@@ -1,4 +1,4 @@
-"""Whether the GPUs at hand can train as `train.deterministic` promises."""
+"""Check that this machine's GPUs can train deterministically."""
 
 from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.schema import Config
@@ -9,10 +9,9 @@ CUDNN = (AttentionBackend.auto, AttentionBackend.cudnn)
 
 
 def check_deterministic(config: Config) -> None:
-    """ValueError where train.deterministic is set and cuDNN's attention may not be deterministic.
+    """ValueError if train.deterministic is set and cuDNN's attention may not be deterministic.
 
-    The other backends of attention, and every other op, are deterministic under the flag that
-    `gpu_environment` sets.
+    Every other op and attention backend is deterministic with the flag of `gpu_environment`.
     """
     if not config.train.deterministic or config.model.attention.backend not in CUDNN:
         return

@@ -1,4 +1,4 @@
-"""Log lines of a program of several processes: process 0 speaks for all, except in errors."""
+"""Logging in a run of several processes: process 0 logs for all, except errors."""
 
 import logging
 
@@ -6,7 +6,7 @@ import jax
 
 
 def start_logging() -> None:
-    """Process 0 logs everything from INFO of this package; others log errors, with their number.
+    """Process 0 logs INFO and above of this package; the others log errors, with their number.
 
     Call it after `multihost.initialize`.
     """

@@ -15,7 +15,7 @@ from maxmeg.planning.hardware import peak_tflops
 from maxmeg.runtime.faults.guard import Guard
 from maxmeg.runtime.faults.stragglers import Stragglers
 from maxmeg.runtime.faults.watchdog import VALIDATING, Watchdog
-from maxmeg.runtime.metrics import loads
+from maxmeg.runtime.metrics.expert_load import ExpertLoad
 from maxmeg.runtime.metrics.hooks import Hook, Hooks, Metrics
 from maxmeg.runtime.metrics.memory import peak_memory_hook
 from maxmeg.runtime.metrics.profile import profile_hook
@@ -27,7 +27,7 @@ from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, Wandb
 def make_throughput(
     config: Config, schedules: Schedules, num_devices: int, kind: str
 ) -> Throughput:
-    """Throughput on `num_devices` devices of a kind."""
+    """Throughput on `num_devices` devices of this `device_kind`."""
     length = config.data.sequence_length
 
     def flops(step: int) -> float:
@@ -42,10 +42,10 @@ def make_throughput(
 
 
 class Observer:
-    """Calls the hooks of a run with the metrics of each step, and closes them on leaving.
+    """Context manager that calls the hooks of a run with the metrics of each step.
 
     The metrics of the newest step stay on the device until the next step is dispatched.
-    skipped: whether the last step that was flushed changed nothing.
+    skipped: whether the last flushed step skipped its update.
     """
 
     def __init__(self, config: Config, schedules: Schedules, start_step: int, watchdog: Watchdog):
@@ -59,23 +59,23 @@ class Observer:
         self._stop_agreed, self.skipped = False, False
 
     def dispatched(self, step: int, metrics: dict) -> None:
-        """Flush the metrics of the step before, and hold those of step `step`."""
+        """Flush the metrics of the previous step, and hold the metrics of step `step`."""
         self.flush()
         self._step, self._metrics = step, dict(metrics)
 
     def stops(self, requested: bool) -> bool:
-        """Whether the processes agree to stop; a request to this one suffices if it is alone."""
+        """Whether all processes have agreed to stop, or this only process was asked to."""
         return self._stop_agreed or (requested and jax.process_count() == 1)
 
     @contextlib.contextmanager
     def validation(self, state) -> Iterator[Metrics]:
-        """A dict for validation losses of the newest step, whose time is not one of training."""
+        """Yields the newest step's metrics, for its validation losses; pauses the throughput."""
         jax.block_until_ready(state)
         with self._throughput.paused(), self._watchdog.phase(VALIDATING):
             yield self._metrics
 
     def flush(self) -> None:
-        """Wait for the metrics that are held, and call the hooks with them."""
+        """Fetch the held metrics and call the hooks with them."""
         if self._step is None:
             return
         step, layers = self._step, self._metrics.pop("layers", {})
@@ -99,7 +99,7 @@ class Observer:
 
 
 def config_hook(config: Config) -> Hook:
-    """Completes the run folder (config.yaml, tokenizer) after the first step of this process."""
+    """Write config.yaml and tokenizer into the run folder after this process's first step."""
     unwritten = [config]
 
     def call(step: int, metrics: Metrics) -> None:
@@ -133,7 +133,7 @@ def training_hooks(
         hooks.append(profile_hook(path, log.profile_start, log.profile_steps))
     if config.model.has("moe"):
         path = os.path.join(folder, "experts.json") if primary else ""
-        hooks.append(loads.ExpertLoads(config.model, schedules.num_steps, log.every, path).hook())
+        hooks.append(ExpertLoad(config.model, schedules.num_steps, log.every, path).hook())
     if primary:
         hooks.append(peak_memory_hook())
         hooks.append(config_hook(config))

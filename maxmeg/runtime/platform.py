@@ -1,4 +1,4 @@
-"""Whether JAX is to look for GPUs, decided before it does."""
+"""The choice of JAX's platform, CPU or GPU, before JAX looks for devices."""
 
 import glob
 import importlib.metadata
@@ -10,10 +10,10 @@ _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
 
 
 def choose_platform() -> None:
-    """Take the CPU if JAX's CUDA plugin is installed on a machine without an NVIDIA GPU.
+    """Use the CPU if JAX's CUDA plugin is installed on a machine without an NVIDIA GPU.
 
-    JAX would end there as well, after the plugin's traceback of 20 lines. Call before the first use
-    of a device. ValueError where JAX_PLATFORMS asks for CUDA that is not here.
+    JAX would use the CPU too, after the plugin's traceback of 20 lines. Call before the first use
+    of a device. ValueError if JAX_PLATFORMS asks for CUDA and the GPU or the plugin is missing.
     """
     asked, has_gpu, has_plugin = requested_platforms(), has_nvidia_gpu(), has_cuda_plugin()
     if {"cuda", "gpu"} & {name.strip() for name in asked.split(",")}:
@@ -32,12 +32,12 @@ def choose_platform() -> None:
 
 
 def requested_platforms() -> str:
-    """JAX_PLATFORMS, or what a program has set instead; empty: JAX looks for all."""
+    """JAX_PLATFORMS, or the value that the program has set; empty: any platform."""
     return jax.config.values["jax_platforms"] or ""
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the driver offers a device file."""
+    """Whether a device file of NVIDIA's driver exists."""
     return any(glob.glob(pattern) for pattern in _DEVICE_FILES)
 
 

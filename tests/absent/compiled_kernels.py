@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from maxmeg.runtime.absent_environment import absent_environment
+from maxmeg.runtime.gpu_environment import absent_environment
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = 232_448  # bytes a program can have on an H100

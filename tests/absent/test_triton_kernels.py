@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from maxmeg.kernels.attention import TUNED_SHAPES
 
-from maxmeg.runtime.absent_environment import absent_environment
+from maxmeg.runtime.gpu_environment import absent_environment
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = 101_376  # bytes that a program can have on every GPU of capability 8.x and newer

@@ -12,7 +12,7 @@ from maxmeg.layers.balance import dropped
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe, MoeSpec
 from maxmeg.ops.experts.routing import RoutingSpec
-from maxmeg.parallel.parts import trained
+from maxmeg.parallel.trainable import trained
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 B, L, D, E, K = 4, 6, 16, 8, 2

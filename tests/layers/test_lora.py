@@ -14,7 +14,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.lora import Lora, LoraSpec, linears, merged, targeted
 from maxmeg.models.lm import LM, language_model
-from maxmeg.parallel.parts import frozen, joined, trained
+from maxmeg.parallel.trainable import frozen, joined, trained
 
 TOLERANCE = 2e-6  # of the largest value, float32
 LOGITS = 1e-5  # of the largest logit: merged weights add up in another order

@@ -18,7 +18,7 @@ from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.mixers import pattern
-from maxmeg.parallel.parts import trained
+from maxmeg.parallel.trainable import trained
 from maxmeg.state import array_name
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs

@@ -30,8 +30,8 @@ from maxmeg.inference.decode import Request, Writer
 from maxmeg.inference.load import Trained, load_run
 from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.sampling import Sampling
-from maxmeg.parallel.parts import frozen
 from maxmeg.parallel.placement import local_rows
+from maxmeg.parallel.trainable import frozen
 from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step
 

@@ -62,7 +62,7 @@ def test_experts_that_are_cut_less_than_the_model():
 
 
 def test_a_wrong_number_of_devices_is_refused():
-    with pytest.raises(ValueError, match="needs 3 devices and 8 are here"):
+    with pytest.raises(ValueError, match="needs 3 devices, but there are 8"):
         make_mesh(dict.fromkeys(AXES, 1) | {"tensor": 3})
     with pytest.raises(ValueError, match=r"tensor=9 must lie in 1\.\.8"):
         local_mesh(9)

@@ -16,7 +16,7 @@ from maxmeg.planning.compile import abstract_step, compile_report, missing_part
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import Collective, Compiled
-from maxmeg.runtime.absent_environment import absent_environment
+from maxmeg.runtime.gpu_environment import absent_environment
 
 FLOPS = 1.03  # over the model's; XLA's attention may make its two products again for backward
 GIB = 2**30

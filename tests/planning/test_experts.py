@@ -73,25 +73,25 @@ def of(model: dict, gpus: int, microbatches: int = 1, length: int = 4096, **para
 
 @pytest.mark.parametrize("kind", [ExpertExchange.all_to_all, ExpertExchange.ragged])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize(("devices", "here"), [(2, 4), (8, 1), (4, 2), (3, 5)])
-def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devices, here):
+@pytest.mark.parametrize(("devices", "local_experts"), [(2, 4), (8, 1), (4, 2), (3, 5)])
+def test_rows_are_those_that_the_layer_exchanges(monkeypatch, kind, top_k, devices, local_experts):
     monkeypatch.setattr(exchange.collectives, "axis_size", lambda axes: devices)
     for tokens in (1, 7, 64):
         for buffer in (1.0, 1.3, 2.0, 9.0):
             made, enough = exchange.make_exchange(
-                tokens, top_k, here, ("expert",), kind.value, buffer
+                tokens, top_k, local_experts, ("expert",), kind.value, buffer
             )
-            found = experts.Dispatch(tokens, top_k, devices, here, 16, 1, kind, buffer, 2)
-            assert (found.rows, found.rows == found.most) == (made.rows, enough)
+            found = experts.Dispatch(tokens, top_k, devices, local_experts, 16, 1, kind, buffer, 2)
+            assert (found.rows, found.rows == found.max_rows) == (made.rows, enough)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"expert": 4}, {"expert": 4, "expert_tensor": 1}])
 def test_padded_rows_are_what_experts_take_of_each_device(parallel):
     config = of(MIXTRAL | PADDED, 8, length=1000, **parallel | {"tensor": 2})
-    given = experts.dispatch(workload(config, 8))
+    dispatch = experts.dispatch_of(workload(config, 8))
     tokens = 500 if "expert_tensor" in parallel else 1000
-    room = capacity_of(tokens, 2, 8, 1.25)
-    assert (given.rows, given.in_rounds) == (8 * room, False)
+    capacity = capacity_of(tokens, 2, 8, 1.25)
+    assert (dispatch.rows, dispatch.in_rounds) == (8 * capacity, False)
 
 
 def test_parameters_of_the_published_models():
@@ -187,9 +187,9 @@ def test_time_of_dense_products_is_told():
     work = workload(config, 64)
     assert experts.surplus_seconds(work, cluster) == 0
     config.model.moe.backend = ExpertBackend.xla
-    given = experts.dispatch(work)
-    rows, matrices = given.rows, 3 * 4096 * 14336
-    needed = 2 * given.load * matrices / cluster.matmul_rate
+    dispatch = experts.dispatch_of(work)
+    rows, matrices = dispatch.rows, 3 * 4096 * 14336
+    needed = 2 * dispatch.balanced_rows * matrices / cluster.matmul_rate
     dense = 2 * rows * 4 * matrices / cluster.matmul_rate
     assert experts.surplus_seconds(work, cluster) == pytest.approx(dense - needed)
     assert (

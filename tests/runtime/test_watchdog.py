@@ -130,7 +130,7 @@ def test_short_stops_are_seen():
 )
 def test_the_process_that_the_others_wait_for_is_named(own, named, caplog):
     statuses = {
-        i: {"own_seconds": seconds, "data_wait_seconds": seconds / 2, "host": f"h{i}"}
+        i: {"busy_seconds": seconds, "data_wait_seconds": seconds / 2, "host": f"h{i}"}
         for i, seconds in enumerate(own)
     }
     others = types.SimpleNamespace(index=0, statuses=statuses, interval=1.0)
@@ -144,7 +144,7 @@ def test_the_process_that_the_others_wait_for_is_named(own, named, caplog):
     for step in range(3):
         hook.before(step)
         hook.call(step, metrics)
-    assert dog.own == {"own_seconds": 1.0, "data_wait_seconds": 0.25}  # of 2 s per step
+    assert dog.busy == {"busy_seconds": 1.0, "data_wait_seconds": 0.25}  # of 2 s per step
     assert metrics["slowest_process"] == max(range(len(own)), key=own.__getitem__)
     slow = [record.getMessage() for record in caplog.records]
     assert len(slow) == (named is not None)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from maxmeg.runtime.metrics.curve import write_curve
+from maxmeg.runtime.metrics.plots import plot_loss
 from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
 
 
@@ -132,7 +132,7 @@ def test_wandb_continues_the_run_of_its_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("validations", [0, 1, 5])
-def test_curve_is_a_picture(tmp_path, validations):
+def test_loss_is_plotted(tmp_path, validations):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path)
     for step in range(50):
@@ -142,13 +142,13 @@ def test_curve_is_a_picture(tmp_path, validations):
             metrics["validation_loss"] = loss + 0.1
         writer(step, metrics)
     writer.close()
-    write_curve(path, tmp_path / "loss.png", "runs/test")
+    plot_loss(path, tmp_path / "loss.png", "runs/test")
     data = (tmp_path / "loss.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
 
 
-def test_curve_of_nothing_is_an_error(tmp_path):
+def test_plot_of_nothing_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.touch()
     with pytest.raises(ValueError, match="holds no loss"):
-        write_curve(path, tmp_path / "loss.png")
+        plot_loss(path, tmp_path / "loss.png")

@@ -1,8 +1,8 @@
-"""What the mesh axes carry in a step, by formulas; nothing is compiled.
+"""Communication of a step over each mesh axis, by formulas; nothing is compiled.
 
-Counted is what the program asks for, stage by stage and tick by tick; the compiler may combine
-collectives or drop one of two equal ones. Left out are sums of scalars. Letters: B samples of a
-microbatch on a device, L tokens a sample, D width of the residual stream, t size of tensor.
+The formulas count the collectives that the program calls in every tick. The compiler may combine
+collectives or drop duplicates. Sums of scalars are left out. Letters: B samples of a microbatch on
+a device, L tokens per sample, D hidden size, t size of tensor.
 """
 
 import dataclasses
@@ -35,39 +35,25 @@ SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to
 EXCHANGED_FORWARD, EXCHANGED_BACKWARD = "copies to experts and back", "their gradients"
 
 
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """How often a step runs each part: layers on a device forward and backward, embedding forward
-    and backward, and head.
+def embeddings(work: Workload) -> tuple[int, int]:
+    """How often a step runs the embedding, forward and backward.
 
-    With a pipeline every stage takes part in every tick, also where its own work is void.
+    With one chunk per stage it runs in every tick, also when the first stage idles.
     """
-
-    layers_forward: int
-    layers_backward: int
-    embed: int
-    embed_backward: int
-    head: int
-
-
-def runs(work: Workload) -> Runs:
-    """With one chunk a stage the embedding is in every tick, with more in those that need it."""
-    layers, lanes = sum(work.places), work.lanes
-    forward, backward = lanes.forward * layers, lanes.backward * layers
-    M = work.microbatches
     if work.config.parallel.chunks > 1:
-        return Runs(forward, backward, M, M, M)
-    return Runs(forward, backward, lanes.forward, lanes.backward, M)
+        return work.microbatches, work.microbatches
+    return work.lanes.forward, work.lanes.backward
 
 
 def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
-    """Every axis and purpose with what a device sends in a step.
+    """The bytes that a device sends in a step, and their seconds, for every axis and purpose.
 
-    Of n devices a gather or scatter of `size` bytes (the larger side) sends (n - 1) / n of it, an
-    all-to-all too, an all-reduce twice that, a permute all. Seconds: at `Cluster.link_rate` of the
-    group's span; of an all-to-all over nodes what leaves the node, through a GPU's own adapter.
+    Among n devices a gather or scatter of `size` bytes (the larger of input and output) sends
+    (n - 1) / n of it, as does an all-to-all; an all-reduce sends twice that, a permute all of it.
+    Seconds: at `Cluster.link_rate` of the group; for an all-to-all between nodes, the bytes that
+    leave the node, through one adapter per GPU.
     """
-    found = [
+    entries = [
         *_tensor(work),
         *_experts(work),
         *_loss(work),
@@ -75,7 +61,7 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
         *_data(work),
         *_pipe(work),
     ]
-    return tuple(_timed(entry, work, cluster) for entry in found if entry.runs)
+    return tuple(_timed(entry, work, cluster) for entry in entries if entry.runs)
 
 
 def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
@@ -83,17 +69,17 @@ def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
     n, nodes, adapters = span(tuple(work.axes.values()), axes)
     share = {REDUCE: 2 * (n - 1) / n, PERMUTE: 1.0}.get(entry.kind, (n - 1) / n)
     volume = int(entry.volume * share)
-    own = entry.kind in (PERMUTE, *EXCHANGES)
-    rate = cluster.link_rate(nodes, 1 if own else adapters)
+    one_adapter = entry.kind in (PERMUTE, *EXCHANGES)
+    rate = cluster.link_rate(nodes, 1 if one_adapter else adapters)
     leaving = entry.volume * (n - adapters) / n if entry.kind in EXCHANGES and nodes > 1 else volume
     return dataclasses.replace(entry, volume=volume, seconds=leaving / rate)
 
 
 @functools.lru_cache(maxsize=4096)
 def span(sizes: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int, int]:
-    """(devices of a group along `axes`, most nodes that one lies on, its fewest in a node).
+    """(devices in a group along `axes`, most nodes of a group, its devices per node).
 
-    Ranks go through the mesh with the last axis fastest, GPUS_A_NODE to a node.
+    Ranks are in mesh order, the last axis fastest, GPUS_A_NODE per node.
     """
     ranks = np.arange(math.prod(sizes)).reshape(sizes)
     dims = [AXES.index(axis) for axis in axes]
@@ -105,25 +91,29 @@ def span(sizes: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, int, int]:
 
 
 def entry(axis: str, purpose: str, kind: str, count: int, size: int) -> Traffic:
-    """`count` collectives of `size` bytes each; the volume is cut to what is sent by `_timed`."""
+    """`count` collectives of `size` bytes each; `_timed` reduces the volume to the bytes sent."""
     return Traffic(axis, purpose, kind, count, count * size, 0.0)
 
 
 def _tensor(work: Workload) -> Iterator[Traffic]:
     """Whole sequences, B x L x D in the compute dtype.
 
-    A sublayer gathers its input and scatters its output, forward; backward gathers its input again
-    (it is not kept) and the output's gradient, and scatters the input's. Full recomputation also
-    scatters the output of each sublayer but the last once more. Latents are gathered in place of
-    the input they are made of; `experts.sums` says what experts scatter.
+    In forward a sublayer gathers its input and scatters its output. In backward it gathers its
+    input again (which is not stored) and the output's gradient, and scatters the input's gradient.
+    Full recomputation scatters the output of each sublayer but the last again. Multi-latent
+    attention gathers latents instead of its input; `experts.sums` counts the scatters of experts.
     """
     tensor = work.axes["tensor"]
     if tensor == 1:
         return
-    size, times = work.hidden_bytes * tensor, runs(work)
+    size, M, (embed, embed_backward) = (
+        work.hidden_bytes * tensor,
+        work.microbatches,
+        embeddings(work),
+    )
     layers = list(zip(work.units, work.places, strict=True))
-    read = [width for unit, places in layers for width in unit.gathered * places]
-    bytes_read = work.itemsize * work.tokens * sum(read)
+    gathered = [width for unit, places in layers for width in unit.gathered * places]
+    bytes_gathered = work.itemsize * work.tokens * sum(gathered)
     written = sum(sum(experts.sums(work, unit)) * places for unit, places in layers)
     again = 0
     if not work.kept:
@@ -132,32 +122,30 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     into, out = "sequences into sublayers", "sums of sublayers"
 
     def both(purpose: str, kind: str, times: int, inputs: int, outputs: int) -> Traffic:
-        """What sublayers read and write; a sum's size is that of a stream."""
-        total = inputs * bytes_read + outputs * size
-        return Traffic(
-            "tensor", purpose, kind, times * (inputs * len(read) + outputs), times * total, 0
-        )
+        """`inputs` times all gathered inputs, and `outputs` sequences of width D."""
+        count, total = inputs * len(gathered) + outputs, inputs * bytes_gathered + outputs * size
+        return Traffic("tensor", purpose, kind, times * count, times * total, 0)
 
     yield both(f"{into}, forward", GATHER, forward, 1, 0)
     yield both(f"{out}, forward", SCATTER, forward, 0, written)
     yield both(f"{into} and gradients, backward", GATHER, backward, 1, written)
     yield both(f"{out}, backward", SCATTER, backward, 1, again)
     ends = "embedding and head"
-    yield entry("tensor", ends, GATHER, times.head + times.embed_backward, size)
-    yield entry("tensor", ends, SCATTER, times.embed + times.head, size)
+    yield entry("tensor", ends, GATHER, M + embed_backward, size)
+    yield entry("tensor", ends, SCATTER, embed + M, size)
 
 
 def _experts(work: Workload) -> Iterator[Traffic]:
-    """Copies of tokens and sums of outputs, where experts lie on several devices.
+    """Copies of tokens and sums of outputs, if experts lie on several devices.
 
-    Exchanged: rows and their labels there, outputs back, and all gradients; where rows are made
-    again, rows and labels once more; further rounds, of uneven loads, are left out, and padded ones
-    have none, nor numbers of copies that it took to know. Gathered:
-    vectors, labels and, scattered, sums; backward again and the gradients of all.
+    Exchange: rows and their labels are sent to the experts, outputs back, and all gradients; rows
+    and labels again if they are not stored. Unbalanced loads may need further rounds, which are
+    left out; padding to the capacity needs neither rounds nor counts of copies. Gather: vectors
+    and labels are gathered and sums scattered; backward gathers again, with all gradients.
     """
     if not any(unit.sparse for unit in work.units):
         return
-    given, axes = experts.dispatch(work), experts.axes(work)
+    dispatch, axes = experts.dispatch_of(work), experts.axes(work)
     if not axes:
         return
     layers = list(zip(work.units, work.places, strict=True))
@@ -168,53 +156,57 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     def some(purpose: str, kind: str, times: int, count: int, size: int) -> Traffic:
         return Traffic(name, purpose, kind, times * count, times * size, 0.0)
 
-    vectors, labels = given.vectors, given.labels
-    if given.gathers:
+    vectors, labels = dispatch.vectors, dispatch.labels
+    if dispatch.gathers:
         yield some(EXCHANGED_FORWARD, GATHER, forward, 4, vectors + labels)
         yield some(EXCHANGED_FORWARD, SCATTER, forward, 1, vectors)
         yield some(EXCHANGED_BACKWARD, GATHER, backward, 5, 2 * vectors + labels)
-        yield some(EXCHANGED_BACKWARD, SCATTER, backward, 2, vectors + given.weights)
+        yield some(EXCHANGED_BACKWARD, SCATTER, backward, 2, vectors + dispatch.weights)
         return
     again = int("dispatched_tokens" not in work.kept)
-    kind = RAGGED if given.kind is ExpertExchange.ragged else ALL_TO_ALL
+    kind = RAGGED if dispatch.kind is ExpertExchange.ragged else ALL_TO_ALL
     yield some(EXCHANGED_FORWARD, kind, forward, 3, 2 * vectors + labels)
     sizes = (2 + again) * vectors + (1 + again) * labels
     yield some(EXCHANGED_BACKWARD, kind, backward, 3 + 2 * again, sizes)
     counted = forward + (0 if "dispatch_counts" in work.kept else backward)
-    if given.room:
+    if dispatch.capacity:
         return
-    yield some("how many copies", GATHER, counted, 1, given.counts)
+    yield some("how many copies", GATHER, counted, 1, dispatch.counts)
 
 
 def _loss(work: Workload) -> Iterator[Traffic]:
     """For each block of tokens, in float32: the largest logit, then two sums in one collective.
 
-    (The sum of all logits enters the smoothed loss, not its gradient: no step asks for it.)
+    (The sum of all logits affects the smoothed loss, not its gradient: a step does not compute it.)
     """
     axes = [axis for axis in ("pipe", "tensor") if work.axes[axis] > 1]
     if not axes:
         return
     loss = head(work)
     blocks, tokens = loss.blocks
-    count = blocks * runs(work).head
+    count = blocks * work.microbatches
     total = 3 * FLOAT32 * tokens * count
     yield Traffic(" x ".join(axes), "sums of the loss", REDUCE, 2 * count, total, 0.0)
 
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:
-    """Parameters in the compute dtype gathered at every use, and their gradients scattered.
+    """Parameters in the compute dtype are gathered at every use, their gradients scattered.
 
-    Backward gathers a layer's again. Embedding and output are gathered once a microbatch each.
+    Backward gathers a layer's parameters again.
     """
     if work.axes["fsdp"] == 1:
         return
-    times, e, chunks = runs(work), work.itemsize, work.config.parallel.chunks
+    (embed, embed_backward), e, chunks = (
+        embeddings(work),
+        work.itemsize,
+        work.config.parallel.chunks,
+    )
     sharded = [shard for shard in work.shards if shard.whole != shard.computed]
     layered = [shard for shard in sharded if shard.parameter.group is not None]
     lanes = work.lanes
 
     def layers(purpose: str, kind: str, times: int, shards: list[Shard]) -> Traffic:
-        """One layer of every group, over all places of a chunk."""
+        """The parameters of all layers of a chunk."""
         count = sum(work.places[s.parameter.group or 0] for s in shards)
         size = sum(e * shard.whole // chunks for shard in shards)
         return Traffic("fsdp", purpose, kind, times * count, times * size, 0.0)
@@ -227,17 +219,17 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     for shard in ends:
         kind, size = shard.parameter.kind, e * shard.whole
-        head = times.head if kind == "output" or (tied and kind == "embedding") else 0
-        forward = head + (times.embed if kind != "output" else 0)
-        backward = head + (times.embed_backward if kind != "output" else 0)
+        head = work.microbatches * (kind == "output" or (tied and kind == "embedding"))
+        forward = head + (embed if kind != "output" else 0)
+        backward = head + (embed_backward if kind != "output" else 0)
         yield entry("fsdp", f"{kind} table", GATHER, forward, size)
         if shard.trained:
             yield entry("fsdp", f"gradient of the {kind} table", SCATTER, backward, size)
 
 
 def _data(work: Workload) -> Iterator[Traffic]:
-    """Once a step: weights gathered in the compute dtype and gradients scattered in float32
-    (ZeRO-1), and gradients of what is replicated summed over all axes that it is replicated on."""
+    """Once per step: ZeRO-1 gathers weights in the compute dtype and scatters gradients in float32;
+    gradients of a replicated parameter are summed over the axes along which it is replicated."""
     scattered = [shard for shard in work.shards if shard.scattered]
     weights = sum(work.itemsize * shard.computed for shard in scattered)
     gradients = sum(FLOAT32 * shard.computed for shard in scattered)
@@ -253,13 +245,13 @@ def _data(work: Workload) -> Iterator[Traffic]:
 
 
 def _pipe(work: Workload) -> Iterator[Traffic]:
-    """Residual streams, B x L x D / t: sent on at every tick of a lane; summed over the stages
-    when embedded, when given to the head, and both gradients."""
+    """Residual streams, B x L x D / t: sent to the next stage at every tick of a lane; summed over
+    pipe after the embedding and before the head, as are the gradients of both."""
     if not work.pipelined:
         return
-    times, size = runs(work), work.hidden_bytes
+    (embed, embed_backward), size = embeddings(work), work.hidden_bytes
     yield entry("pipe", SENT_FORWARD, PERMUTE, work.lanes.forward, size)
     yield entry("pipe", SENT_BACKWARD, PERMUTE, work.lanes.backward, size)
-    yield entry("pipe", "embedded tokens", REDUCE, times.embed, size)
-    yield entry("pipe", "gradient of embedded tokens", REDUCE, times.embed_backward, size)
-    yield entry("pipe", "input of the head and its gradient", REDUCE, 2 * times.head, size)
+    yield entry("pipe", "embedded tokens", REDUCE, embed, size)
+    yield entry("pipe", "gradient of embedded tokens", REDUCE, embed_backward, size)
+    yield entry("pipe", "input of the head and its gradient", REDUCE, 2 * work.microbatches, size)

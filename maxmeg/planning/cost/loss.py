@@ -1,4 +1,4 @@
-"""What linear + cross entropy takes on a device, by formulas, for each backend of the op."""
+"""Memory and time of the output projection with cross entropy, for each backend of the op."""
 
 import dataclasses
 
@@ -13,10 +13,8 @@ FLOAT32 = 4
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The loss of a microbatch of T tokens over v rows of the output weight, D wide, in e bytes.
-
-    chunk: tokens, of backend xla.
-    """
+    """The loss of T tokens (a microbatch on a device) over v rows of the output weight [v, D] of e
+    bytes an element. chunk: number of tokens in a chunk of backend xla."""
 
     tokens: int
     width: int
@@ -29,13 +27,13 @@ class Head:
 
     @property
     def backend(self) -> str:
-        """On a GPU."""
+        """The backend that the op chooses on a GPU."""
         sizes = (self.tokens, self.words, self.chunk)
         return choice(self.named.value, *sizes, Device("cuda"))
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """(count, tokens of each): blocks of tokens whose sums are exchanged together."""
+        """(number of blocks, tokens of each): blocks of tokens whose sums share collectives."""
         if self.backend == "mosaic":
             return 1, self.tokens
         if self.backend == "tiled":
@@ -46,21 +44,21 @@ class Head:
 
     @property
     def products(self) -> int:
-        """Matrix products over all tokens and words."""
+        """Number of matrix products over all tokens and vocabulary rows."""
         if self.backend == "tiled":
             return 5 if self.smoothed and self.capped else 4
         return 4 if self.backend == "mosaic" else 3
 
     @property
     def temporaries(self) -> int:
-        """Bytes while it runs, beside the weight, the hidden state and both gradients.
+        """Bytes of temporaries beside the weight, the hidden state and both gradients.
 
-        xla, c tokens at a time: logits in float32 and their gradient, (4 + e) c v, and the
-        weight's gradient summed in float32, 4 v D. tiled, the larger of forward and backward:
-        c tokens and n words at a time, logits and weights (4 + e) c n, the words' copy e n D, and
-        in forward two float32 products of the tokens, 8 c D (twice that where it has two sums), in
-        backward the words' gradient, e n D. mosaic, n words at a time: the logits' gradient, e T n,
-        the words' copy, e n D, and the float32 sum for the tokens, 4 T D.
+        xla, c tokens at a time: logits in float32 and their gradient, (4 + e) c v, and the weight's
+        gradient accumulated in float32, 4 v D. tiled, the larger of forward and backward, with c
+        tokens and n rows at a time: logits and their gradient, (4 + e) c n, a copy of the rows,
+        e n D; in forward one or two float32 products, 8 c D each; in backward the rows' gradient,
+        e n D. mosaic, n rows at a time: the logits' gradient, e T n, a copy of the rows, e n D,
+        and the hidden state's gradient accumulated in float32, 4 T D.
         """
         e, D, T, v = self.itemsize, self.width, self.tokens, self.words
         if self.backend == "xla":
@@ -75,12 +73,13 @@ class Head:
 
     @property
     def streamed(self) -> float:
-        """Bytes that go through memory beside what the products read once.
+        """Bytes read and written beyond reading each product's operands once.
 
-        xla: 18 a logit, and the weight's float32 gradient read and written a chunk. tiled, whose
-        logits fit in the L2 cache: in forward the words copied a block of tokens, e D v, and the
-        tokens' float32 product read and written a chunk of words. mosaic: the logits' gradient
-        written once and read twice, 3 e a logit, and the tokens' products three times a chunk.
+        xla: 18 per logit, and the weight's float32 gradient read and written per chunk. tiled,
+        whose logits fit in the L2 cache: in forward a copy of the weight per block of tokens,
+        e D v, and the float32 product of the tokens read and written per chunk of rows. mosaic: the
+        logits' gradient written once and read twice, 3 e per logit, and the tokens' product three
+        times per chunk.
         """
         e, D, T, v = self.itemsize, self.width, self.tokens, self.words
         if self.backend == "xla":

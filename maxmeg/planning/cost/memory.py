@@ -1,8 +1,7 @@
-"""Bytes of one device, by formulas over what it does in a step; nothing is compiled.
+"""Memory of one device in bytes, by formulas; nothing is compiled.
 
-Activations and what the loss needs follow the formulas of `unit_activations`, `activations` and
-`loss`. Letters: T tokens of a microbatch on a device (B x L), D width of the residual stream, t
-size of the axis tensor, e bytes of the compute dtype.
+Letters: T tokens of a microbatch on a device (B x L), D hidden size, t size of the axis tensor, e
+bytes of the compute dtype.
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ from maxmeg.planning.cost.workload import Unit, Workload
 
 
 def fused_attention(config: Config) -> bool:
-    """Whether attention on a GPU is one kernel: our own, where named, or cuDNN's, whose rule is
-    `ops.attention_cudnn.refuses`."""
+    """Whether attention on a GPU is one kernel: ours, if the config names it, or cuDNN's, which
+    `ops.attention.cudnn.refuses` in other cases."""
     model = config.model
     if model.attention.backend in (AttentionBackend.mosaic, AttentionBackend.triton):
         return True
@@ -35,24 +34,23 @@ def fused_attention(config: Config) -> bool:
 
 
 def keeps_attention(config: Config) -> bool:
-    """Whether backward reads attention's results from memory: they are kept by name, and attention
-    is one kernel, or XLA's weights for one block of queries."""
+    """Whether backward reads attention's results from memory: the recompute policy keeps them, and
+    attention is one kernel, or XLA's weights fit one block of queries."""
     short = config.data.sequence_length <= QUERY_BLOCK
     names = {"attention_output", "attention_weights", "attention_lse"}
     return names <= kept_names(config.model.recompute) and (fused_attention(config) or short)
 
 
 def unit_activations(work: Workload, unit: Unit) -> int:
-    """Bytes that one layer keeps for one microbatch.
+    """Bytes that one unit stores for one microbatch.
 
     full: its input, e T D / t.
-    selective: input and output of every sublayer but the last one's output, e T D / t each, and
-    the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
-    summed) / t. Norms, activations, rotations and gathered sequences are made again.
-    minimal: that, and of fused attention its output and log-sum-exp, (e T H K + 4 T H) / t with H
-    heads whose values have size K;
-    on XLA, for a sequence of L <= 512, output and weights, (e T H K + 4 B H L^2) / t.
-    Of experts what `experts.kept` says. What latents are projected to is kept by minimal alone.
+    selective: input and output of every sublayer except the output of the last one, e T D / t each,
+    and the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
+    summed) / t. Norms, activation functions, rotations and gathered sequences are recomputed.
+    minimal: the same, and for fused attention its output and log-sum-exp, (e T H K + 4 T H) / t
+    with H heads of value size K; for XLA and L <= 512 output, weights: (e T H K + 4 B H L^2) / t.
+    Experts add `experts.kept`. Only minimal stores the up-projections of latents.
     """
     tensor = work.axes["tensor"]
     if not work.kept:
@@ -68,35 +66,35 @@ def unit_activations(work: Workload, unit: Unit) -> int:
 
 
 def unit_deferred(work: Workload, unit: Unit) -> int:
-    """Bytes that one layer of one microbatch keeps for a weight lane.
+    """Bytes that one unit of one microbatch stores for a weight lane.
 
-    Gradients of query, key and value, of what the MLP's last product reads and of the sublayers'
-    inputs, e T (width) / t each; and of the sublayers' outputs gathered, e T D each (t = 1: of the
-    last one, from which the others' can be made). Where cuDNN's attention is made again its
-    output, e T H K / t. full: also what else is made again, the MLP's columns and the outputs of
-    all sublayers but the last, e T (width) / t each, and the inputs gathered, e T D each (t = 1:
+    Gradients of query, key, value, of the input of the MLP's last product and of the sublayers'
+    inputs, e T (width) / t each; gradients of the gathered outputs of the sublayers, e T D each
+    (t = 1: only the last one; the others follow from it). If cuDNN's attention is recomputed, its
+    output, e T H K / t. full: also the other recomputed arrays: the MLP's columns and the outputs
+    of all sublayers but the last, e T (width) / t each, and the gathered inputs, e T D each (t = 1:
     none).
     """
     tensor = work.axes["tensor"]
     widths, hidden = unit.projected + unit.last_inputs, unit.sublayers
-    whole = unit.sublayers if tensor > 1 else 1
+    gathered = unit.sublayers if tensor > 1 else 1
     if not keeps_attention(work.config):
         widths += unit.head_outputs
     if not work.kept:
         widths += unit.columns - unit.projected
         hidden += unit.sublayers - 1
-        whole += unit.sublayers if tensor > 1 else 0
+        gathered += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor
     kept += experts.deferred(work, unit)
-    return kept + (hidden + whole * tensor) * work.hidden_bytes
+    return kept + (hidden + gathered * tensor) * work.hidden_bytes
 
 
 def activations(work: Workload) -> int:
-    """Bytes kept for backward at the fullest.
+    """Bytes stored for backward at the peak.
 
-    Without a pipeline: every layer of one microbatch. With one: the ring, its slots x the layers
-    of a chunk; for a schedule with a weight lane also its deferred units (`unit_deferred`); for
-    one whose outputs wait for the loss (GPipe) those, e T D / t each.
+    Without a pipeline: every layer of one microbatch. With one: the ring buffer, its slots x the
+    layers of a chunk; with a weight lane also its deferred units (`unit_deferred`); for GPipe also
+    the outputs that wait for the loss, e T D / t each.
     """
     layers, lanes = list(zip(work.units, work.places, strict=True)), work.lanes
     chunk = sum(unit_activations(work, unit) * places for unit, places in layers)
@@ -108,12 +106,12 @@ def activations(work: Workload) -> int:
 
 def activations_by_mode(work: Workload) -> dict[str, int]:
     """`activations` under each recompute mode."""
-    found = {}
+    sizes = {}
     for mode in POLICIES:
         model = dataclasses.replace(work.config.model, recompute=mode)
         config = dataclasses.replace(work.config, model=model)
-        found[mode] = activations(dataclasses.replace(work, config=config))
-    return found
+        sizes[mode] = activations(dataclasses.replace(work, config=config))
+    return sizes
 
 
 def head(work: Workload) -> Head:
@@ -133,7 +131,7 @@ def head(work: Workload) -> Head:
 def loss(work: Workload) -> int:
     """Bytes while the loss of v rows of the output weight is computed.
 
-    What its backend takes (`Head.temporaries`), the weight's gradient unless frozen, e v D, and
+    The temporaries of its backend (`Head.temporaries`); the weight's gradient unless frozen, e v D;
     the weight gathered over fsdp, e v D; the whole sequence's hidden state and its gradient,
     2 e T D.
     """
@@ -143,11 +141,11 @@ def loss(work: Workload) -> int:
 
 
 def layer(work: Workload) -> int:
-    """Bytes while the largest layer runs backward.
+    """Bytes while the largest unit runs backward.
 
-    What it makes again under full recomputation; the cotangents of its products and what they
-    read, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three blocks
-    of scores in float32 where attention runs on XLA.
+    The recomputed activations under full recomputation; the gradients of its products and their
+    inputs, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three
+    float32 blocks of scores if attention runs on XLA.
     """
     config, e, largest = work.config, work.itemsize, 0
     for group, unit in enumerate(work.units):
@@ -156,8 +154,8 @@ def layer(work: Workload) -> int:
         if not work.kept:
             total += total // 2
         if work.axes["fsdp"] > 1:
-            own = [(1 + s.trained) * s.whole for s in work.shards if s.parameter.group == group]
-            total += e * sum(own) // (work.places[group] * config.parallel.chunks)
+            sizes = [(1 + s.trained) * s.whole for s in work.shards if s.parameter.group == group]
+            total += e * sum(sizes) // (work.places[group] * config.parallel.chunks)
         heads = max(one.heads for one in unit.widths)
         if heads and not fused_attention(config):
             length = config.data.sequence_length
@@ -170,7 +168,7 @@ def layer(work: Workload) -> int:
 
 @functools.cache
 def moments(optimizer) -> int:
-    """Float32 arrays as large as the parameters in the optimizer's state: AdamW 2, SGD 1."""
+    """Number of float32 arrays of the parameters' size in the optimizer state: AdamW 2, SGD 1."""
     shape = (2, 3)
     init = make_optimizer(OptimConfig(optimizer=optimizer)).init
     state = jax.eval_shape(init, jax.ShapeDtypeStruct(shape, "float32"))
@@ -178,18 +176,17 @@ def moments(optimizer) -> int:
 
 
 def device_memory(work: Workload) -> dict[str, int]:
-    """Bytes of the fullest device by purpose; their sum bounds what lives at once.
+    """Bytes of the fullest device by purpose; their sum is an upper bound of the peak.
 
-    masters: float32 parameters, sharded as RULES and ZeRO-1 say; optimizer: its moments, alike.
-    frozen: the base of adapters in the compute dtype, for which there is nothing else below.
-    weights: masters cast to the compute dtype once a step, gathered over data under ZeRO-1 (none
-    where neither changes anything). gradients: float32 sums as large as the weights' elements,
-    not yet reduced (as the masters', where those are larger: key/value heads fewer than tensor);
-    with one microbatch the gradients themselves, in the compute dtype.
-    activations, loss: see there. working: the gradients of one microbatch that are added to the
-    sums (in a pipeline each layer's are added at once), and what a layer's backward takes beyond
-    what the loss has left.
-    Layers that a shorter chunk lacks are held as padding. The batch is left out.
+    masters: float32 parameters, sharded by RULES and ZeRO-1. optimizer: moments, sharded alike.
+    frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
+    weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data (0 if
+    neither changes them). gradients: float32 accumulators of the weights' size, or the masters' if
+    that is larger (key/value heads fewer than tensor); with one microbatch the gradients in the
+    compute dtype. activations, loss: see there. working: the gradients of one microbatch before
+    accumulation (a pipeline accumulates layer by layer), and the part of a layer's backward that
+    exceeds the loss's bytes.
+    The padding of short chunks is included; the batch is not.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]

@@ -1,7 +1,7 @@
-"""What each device does in a step: its parameters, its part of the layers, its schedule's lanes.
+"""The work of one device in a step: its parameters, layers and schedule lanes.
 
-Parameters come from the real model by `jax.eval_shape`, their shards from the table of
-`parallel.rules`, and the sizes of activations from the specs of the mixers. Nothing is compiled.
+Parameters come from the real model by `jax.eval_shape`, their shards from `parallel.rules`, sizes
+of activations from the specs of the mixers. Nothing is compiled.
 """
 
 import dataclasses
@@ -42,10 +42,10 @@ ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parameter:
-    """An array of the model: its path, kind, and abstract variable; group None: not of the stack.
+    """An array of the model. group: its group of the layer stack; None: outside of the stack.
 
-    kind: the mixer that it belongs to (attention, mlp, ...), of a mixture of experts its part
-    (experts, router, shared expert), norm, embedding, positions, output.
+    kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
+    shared expert), or norm, embedding, positions, output.
     """
 
     path: tuple[str, ...]
@@ -60,11 +60,12 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Elements of a parameter on a device: of its master, of the copy that computes (gathered over
-    data under ZeRO-1, cut to one key/value head where those are fewer than tensor), and of that
-    gathered over fsdp.
+    """Number of elements of a parameter on a device.
 
-    scattered: its gradient is scattered over data. sum_axes: its gradient is summed over these.
+    stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered over
+    data, cut to one key/value head if there are fewer of them than tensor. whole: of that copy
+    gathered over fsdp. scattered: its gradient is scattered over data. sum_axes: its gradient is
+    summed over these mesh axes.
     """
 
     parameter: Parameter
@@ -81,10 +82,10 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """The unit that repeats in a group of the stack: its sublayers, and the sizes of its mixers'
-    arrays (`Widths`), each computed with key/value heads repeated on `kv_copies` devices.
+    """The repeated unit of a group of the stack, and sizes of its mixers' arrays (`Widths`).
 
-    layers: number of layers of the model in the unit.
+    layers: number of model layers in the unit. kv_copies: number of devices along tensor that
+    compute the same key/value head.
     """
 
     repeats: int
@@ -102,29 +103,29 @@ class Unit:
 
     @property
     def columns(self) -> int:
-        """Outputs of products, of which a device has 1 / tensor; those of experts left out."""
+        """Width of the column-parallel outputs, without experts; a device has 1 / tensor of it."""
         return sum(sum(one.stored.values()) for one in self.widths)
 
     def kept_columns(self, names: frozenset[str]) -> tuple[int, int]:
-        """The stored outputs with these names: those cut over tensor, and the replicated ones."""
+        """Widths of the outputs with these names: those cut over tensor, and replicated ones."""
         cut = [width for one in self.widths for name, width in one.stored.items() if name in names]
         whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
         return sum(cut), sum(whole)
 
     @property
     def projected(self) -> int:
-        """Queries, keys and values."""
+        """Width of queries, keys and values."""
         return sum(one.queries_keys_values for one in self.widths)
 
     @property
     def last_inputs(self) -> int:
-        """Inputs of the last products of MLPs and of shared experts."""
+        """Width of the inputs of the last product of MLPs and shared experts."""
         return sum(one.last_input for one in self.widths)
 
     @property
     def gathered(self) -> tuple[int, ...]:
-        """Width of each sequence that is gathered over tensor: the input of a sublayer, and what
-        mixers gather themselves."""
+        """Width of each sequence that is gathered over tensor: by the mixers themselves, and the
+        inputs of sublayers."""
         streams = [
             spec.mixers[0].hidden_size
             for spec in self.specs
@@ -139,7 +140,7 @@ class Unit:
 
     @property
     def head_outputs(self) -> int:
-        """Outputs of attention's heads."""
+        """Width of the outputs of attention heads."""
         return sum(one.head_outputs for one in self.widths)
 
     @property
@@ -149,18 +150,18 @@ class Unit:
 
     @property
     def expert_columns(self) -> int:
-        """Outputs of one expert's column-parallel products, summed over the sublayers."""
+        """Width of one expert's column-parallel outputs, summed over the sublayers."""
         return sum(one.expert_columns for one in self.widths)
 
     @property
     def expert_inputs(self) -> int:
-        """Inputs of one expert's last product, summed over the sublayers."""
+        """Width of the input of one expert's last product, summed over the sublayers."""
         return sum(one.expert_input for one in self.widths)
 
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """Of a schedule: sizes of its rings, and ticks at which each lane is on."""
+    """A schedule's ring buffer sizes (slots, outputs, deferred), and active ticks of each lane."""
 
     slots: int
     outputs: int
@@ -172,8 +173,8 @@ class Lanes:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A config on its devices. samples: of a microbatch on a device. places: layers of a chunk,
-    by group, the fullest chunk's (units, where kinds of layers alternate)."""
+    """A config on its devices. samples: samples of a microbatch on a device. places: number of
+    units of each group in the fullest chunk."""
 
     config: Config
     axes: dict[str, int]
@@ -202,12 +203,12 @@ class Workload:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Names of the activations that backward reads from memory; empty: of none."""
+        """Names of the stored activations; empty under full recomputation."""
         return kept_names(self.config.model.recompute)
 
     @property
     def accumulates(self) -> bool:
-        """Whether gradients are added up in float32."""
+        """Whether gradients are accumulated in float32."""
         return self.pipelined or self.microbatches > 1
 
     @property
@@ -218,19 +219,19 @@ class Workload:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of one microbatch's residual stream on a device: e T D / t."""
+        """Bytes of one microbatch's residual stream on a device: e T D / t."""
         width = self.config.model.hidden_size
         return self.itemsize * self.tokens * width // self.axes["tensor"]
 
 
 def architecture_key(model: ModelConfig) -> frozenset:
-    """(name, value) of the fields of `model`, hashable; the same for all recompute modes."""
+    """Fields of `model` as a hashable cache key, the same for all recompute modes."""
     same = with_fields(model, {"recompute": "minimal"})
     return frozenset((path, value) for path, value, _ in walk(same))
 
 
 def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
-    """Every array of the model and its adapters, the vocabulary padded for few devices."""
+    """Every array of the model and its adapters, with the vocabulary padded for one device."""
     adapters = frozenset(vars(lora or LoraConfig()).items())
     return _parameters(architecture_key(model), adapters)
 
@@ -239,13 +240,13 @@ def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Para
 def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
     config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
-    found = []
+    arrays = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
         stacked = names[0] == "stack"
         group = int(names[2]) if stacked else None
-        found.append(Parameter(names, kind_of(names), group, variable))
-    return tuple(found)
+        arrays.append(Parameter(names, kind_of(names), group, variable))
+    return tuple(arrays)
 
 
 def kind_of(path: tuple[str, ...]) -> str:
@@ -292,10 +293,13 @@ def _counts(every: tuple[Parameter, ...], vocabulary: int) -> dict[str, int]:
 
 
 def workload(config: Config, num_devices: int) -> Workload:
-    """What each of `num_devices` devices does in a step of a valid config."""
+    """The work of a device in a step of a valid config on `num_devices` devices.
+
+    Raises ValueError for settings that are not planned yet.
+    """
     if not config.model.vocab_size:
         raise ValueError(
-            "model.vocab_size=0 would be the tokenizer's, and no corpus is read here: set it"
+            "model.vocab_size=0 means that of the tokenizer, which is not read here: set it"
         )
     if 1 < config.parallel.expert_tensor < config.parallel.tensor:
         raise ValueError(
@@ -342,9 +346,9 @@ def _places(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> t
 
 @functools.lru_cache(maxsize=4096)
 def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
-    """Of every parameter; `places`: layers of each group that a device holds."""
+    """The shard of every parameter. places: number of units of each group on a device."""
     mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
-    found = []
+    shards = []
     for parameter in every:
         variable, shape = parameter.variable, list(parameter.variable.shape)
         for dim, axis in enumerate(parameter.axes):
@@ -364,16 +368,17 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         summed = MESH_AXES if is_trained(variable) else ()
         left = (name for name in summed if name not in used and mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
-        found.append(Shard(parameter, stored, computed, whole, scattered, sums))
-    return tuple(found)
+        shards.append(Shard(parameter, stored, computed, whole, scattered, sums))
+    return tuple(shards)
 
 
 def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> Lanes:
-    """Closed forms of the schedule's table, with M microbatches, S stages, V chunks a stage.
+    """Closed forms of the schedule's table with M microbatches, S stages, V chunks per stage.
 
-    Ticks: M V + S - 1 forward and as many backward; a weight lane is on for M. Slots: S V + S - 1,
-    or M V + 1 if that is less (one is for what idle stages write); GPipe M + 1 and M outputs.
-    Deferred units of zero bubble: S, or M + 1. One stage runs all lanes once a microbatch.
+    Active ticks: M V + S - 1 in forward and in backward, M in a weight lane. Slots: the smaller of
+    S V + S - 1 and M V + 1 (one for the writes of idle stages); GPipe: M + 1, and M outputs.
+    Deferred units of zero bubble: the smaller of S and M + 1. A single stage runs every lane once
+    per microbatch.
     """
     M, S, V = microbatches, stages, chunks
     if S == 1:

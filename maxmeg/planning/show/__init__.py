@@ -1,1 +1,1 @@
-"""Plans as text, page and timeline."""
+"""Plans as text, JSON, HTML and pipeline timeline."""

@@ -1,17 +1,22 @@
-"""A plan as one HTML page that needs nothing beside itself; light and dark, wide and narrow."""
+"""A plan as one self-contained HTML page, for light and dark mode, wide and narrow screens."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
 
 from maxmeg.planning.report import Analytic, Compiled
 from maxmeg.planning.show.text import (
+    CHOICE_HEADER,
+    TRAFFIC_HEADER,
     Choice,
     Plan,
+    choice_cells,
+    collective_cells,
     compiled_memory,
     gib,
     merged,
     parts_of_step,
     times,
+    traffic_cells,
     verdict,
 )
 from maxmeg.planning.show.timeline import timeline_facts, timeline_svg
@@ -72,7 +77,7 @@ footer { margin-top: 20px; color: var(--soft); font-size: 13px }
 
 
 def plan_html(plan: Plan) -> str:
-    """The page; a part that the plan does not have is not on it."""
+    """The page; it has only the parts that the plan has."""
     title = f"{plan.name} on {plan.hardware}" if plan.hardware else plan.name
     parts = [_header(plan, title)]
     if plan.analytic:
@@ -153,7 +158,7 @@ def _verdict(report: Analytic | Compiled) -> str:
 
 
 def _bar(parts: dict[str, int], capacity: int) -> str:
-    """All parts in a row, as long as what there is or is needed; a line where the memory ends."""
+    """All parts in a row, as long as their sum or the capacity; a line marks the capacity."""
     total = sum(parts.values())
     whole = max(total, capacity, 1)
     cells = "".join(
@@ -206,17 +211,12 @@ def _traffic(report: Analytic) -> str:
     slowest = max((row.seconds for row in report.traffic), default=0.0) or 1.0
     rows = [
         [
-            escape(row.axis),
-            escape(row.purpose),
-            escape(row.kind),
-            f"{row.runs:,}",
-            gib(row.volume),
-            f"{row.seconds * 1e3:.1f}",
+            *(escape(cell) for cell in (row.axis, *traffic_cells(row))),
             _small(row.seconds / slowest, COLOURS[2]),
         ]
         for row in report.traffic
     ]
-    header = ["axis", "purpose", "kind", "runs", "GiB sent", "ms", ""]
+    header = ["axis", *TRAFFIC_HEADER, ""]
     return _table(header, rows, "lwlnnnf")
 
 
@@ -243,10 +243,7 @@ def _compiled(report: Compiled) -> str:
                 escape(row.kind),
                 ("yes" if row.asynchronous else '<span class="bad">no</span>')
                 + ", if needed" * row.unbounded,
-                f"{row.instructions:,}",
-                f"{row.runs:,}",
-                f"{row.exposed:,}",
-                gib(row.volume),
+                *collective_cells(row),
             ]
             for row in merged(report.collectives)
         ]
@@ -258,22 +255,11 @@ def _compiled(report: Compiled) -> str:
 def _choices(choices: Sequence[Choice]) -> str:
     rows = []
     for rank, choice in enumerate(choices, 1):
-        report, compiled = choice.analytic, choice.compiled
+        compiled = choice.compiled
         kind = "good" if compiled and compiled.fits else "bad"
         shown = f'<span class="{kind}">{gib(compiled.total)}</span>' if compiled else ""
-        rows.append(
-            [
-                str(rank),
-                escape(choice.layout),
-                times(report)["step"],
-                quantity(report.tokens_per_second),
-                f"{report.mfu:.1%}",
-                f"{report.bubble_fraction:.1%}",
-                gib(report.total),
-                shown,
-            ]
-        )
-    header = ["", "layout", "step", "tokens/s", "MFU at most", "bubble", "GiB", "compiled GiB"]
+        rows.append([str(rank), escape(choice.layout), *choice_cells(choice.analytic), shown])
+    header = ["", "layout", *CHOICE_HEADER, "compiled GiB"]
     return _table(header, rows, "nwnnnnnn")
 
 
@@ -281,14 +267,14 @@ def _list(facts: Iterable[tuple[str, str]]) -> str:
     rows = []
     for name, text in facts:
         shown = escape(text)
-        if text.startswith("--"):  # flags break between each other only
+        if text.startswith("--"):  # lines break between flags only
             shown = " ".join(f'<span class="flag">{word}</span>' for word in shown.split(" "))
         rows.append(f"<dt>{escape(name)}</dt><dd>{shown}</dd>")
     return f"<dl>{''.join(rows)}</dl>"
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]], kinds: str) -> str:
-    """kinds: of each column: l text, w long text, n numbers, f a bar that fills what is left."""
+    """kinds: a letter per column: l text, w long text, n number, f a bar of the remaining width."""
     classes = {"l": "", "w": ' class="wide"', "n": ' class="num"', "f": ' class="fill"'}
     names = [classes[kind] for kind in kinds]
     titles = [f"<th{name}>{text}</th>" for name, text in zip(names, header, strict=True)]
@@ -309,7 +295,7 @@ def _small(part: float, colour: str) -> str:
 
 
 def _beside(left: str, right: str) -> str:
-    """Two columns, or one below the other where the page is narrow."""
+    """Two columns, or one below the other on a narrow page."""
     return f'<div class="two"><div>{left}</div><div>{right}</div></div>'
 
 

@@ -1,4 +1,4 @@
-"""A plan: all its parts together, as text for a terminal, and as JSON."""
+"""A plan with all its parts, as text for a terminal and as JSON."""
 
 import dataclasses
 import json
@@ -8,19 +8,21 @@ from collections.abc import Sequence
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.pipeline.schedule import SCHEDULES, Table, bubble, live
-from maxmeg.planning.report import Analytic, Collective, Compiled
+from maxmeg.planning.report import Analytic, Collective, Compiled, Traffic
 from maxmeg.planning.show.timeline import timeline_text
 from maxmeg.runtime.metrics.progress import quantity
 
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
 GIB = 2**30
 MEMORY_TITLE = "memory of a device, from formulas"
-SHORT = 0.1  # seconds: a step is given in milliseconds
+SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
+TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
+CHOICE_HEADER = ["step", "tokens/s", "MFU at most", "bubble", "GiB"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One layout among those that a search ranks; settings: by the names of their flags."""
+    """A layout of a search. settings: values by flag name."""
 
     settings: dict[str, int | str | bool]
     analytic: Analytic
@@ -28,21 +30,22 @@ class Choice:
 
     @property
     def layout(self) -> str:
-        """ "tensor 8, pipe 4, recompute full": without the sizes that are 1."""
-        alone = self.settings.get("parallel.pipe") == 1
+        """ "tensor 8, pipe 4, recompute full", without sizes of 1."""
+        single_stage = self.settings.get("parallel.pipe") == 1
         words = [
             f"{path.rpartition('.')[2].replace('_', ' ')} {value}"
             for path, value in self.settings.items()
-            if value not in (0, 1) and not (alone and path == "parallel.schedule")
+            if value not in (0, 1) and not (single_stage and path == "parallel.schedule")
         ]
         return ", ".join(words)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Everything a plan says; what was not asked for, or cannot be known, is None or empty.
+    """All parts of a plan; None or empty if not requested or unknown.
 
-    settings: what the run is, by name, in words. table: of its pipeline. choices: best first.
+    settings: descriptions of the run, by name. table: the pipeline schedule. choices: layouts of a
+    search, best first.
     """
 
     name: str
@@ -55,7 +58,7 @@ class Plan:
 
 
 def plan_of(config: Config, count: int) -> Plan:
-    """What the config alone says of a run on `count` devices; ValueError if it is not valid."""
+    """The plan of a config on `count` devices, without hardware; ValueError if it is not valid."""
     validate(config, count)
     sizes, train, model = axis_sizes(config.parallel, count), config.train, config.model
     samples = sizes["data"] * sizes["fsdp"] * sizes["expert"] * train.micro_batch_size
@@ -76,7 +79,7 @@ def plan_of(config: Config, count: int) -> Plan:
 
 
 def experts_words(config: Config, sizes: dict[str, int]) -> str:
-    """How many there are, which a token takes, and where they lie; empty without experts."""
+    """Number of experts, top k, width and placement; empty without experts."""
     model, parallel = config.model, config.parallel
     if not model.has("moe"):
         return ""
@@ -103,7 +106,7 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """All parts of the plan that there are, apart from each other by empty lines."""
+    """All parts of the plan, separated by empty lines."""
     parts = [heading(plan)]
     parts += [choices_text(plan.choices)] if plan.choices else []
     parts += [analytic_text(plan.analytic)] if plan.analytic else []
@@ -137,24 +140,14 @@ def analytic_text(report: Analytic) -> str:
         aligned([["time of a step, from formulas", ""], *seconds], right=1),
     ]
     if report.traffic:
-        header = ["communication of a step", "purpose", "kind", "runs", "GiB sent", "ms"]
-        rows = [
-            [
-                f"  {t.axis}",
-                t.purpose,
-                t.kind,
-                f"{t.runs:,}",
-                gib(t.volume),
-                f"{t.seconds * 1e3:.1f}",
-            ]
-            for t in report.traffic
-        ]
+        header = ["communication of a step", *TRAFFIC_HEADER]
+        rows = [[f"  {row.axis}", *traffic_cells(row)] for row in report.traffic]
         blocks.append(aligned([header, *rows], right=4))
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
 def compiled_text(report: Compiled) -> str:
-    """What the compiler made of the step."""
+    """The compiler's report on the step."""
     blocks = [
         [
             *memory_table(compiled_memory(report), "compiled: memory of a device"),
@@ -172,10 +165,7 @@ def compiled_text(report: Compiled) -> str:
                 f"  {'+'.join(c.axes) or '-'}",
                 c.kind,
                 ("async" if c.asynchronous else "sync") + ", if needed" * c.unbounded,
-                f"{c.instructions:,}",
-                f"{c.runs:,}",
-                f"{c.exposed:,}",
-                gib(c.volume),
+                *collective_cells(c),
             ]
             for c in merged(report.collectives)
         ]
@@ -186,9 +176,30 @@ def compiled_text(report: Compiled) -> str:
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
+def traffic_cells(row: Traffic) -> list[str]:
+    """Cells below TRAFFIC_HEADER."""
+    milliseconds = f"{row.seconds * 1e3:.1f}"
+    return [row.purpose, row.kind, f"{row.runs:,}", gib(row.volume), milliseconds]
+
+
+def collective_cells(row: Collective) -> list[str]:
+    """Instructions, runs, exposed runs and GiB of a row of `merged`."""
+    return [f"{row.instructions:,}", f"{row.runs:,}", f"{row.exposed:,}", gib(row.volume)]
+
+
+def choice_cells(report: Analytic) -> list[str]:
+    """Cells below CHOICE_HEADER."""
+    return [
+        times(report)["step"],
+        quantity(report.tokens_per_second),
+        f"{report.mfu:.1%}",
+        f"{report.bubble_fraction:.1%}",
+        gib(report.total),
+    ]
+
+
 def merged(collectives: Sequence[Collective]) -> list[Collective]:
-    """One row per kind, axes and asynchrony, however often they run; loops whose number of trips
-    the program does not say have rows of their own."""
+    """One row per kind, axes, asynchrony and boundedness, whatever the number of runs."""
     rows: dict[tuple, Collective] = {}
     for new in collectives:
         key = (new.axes, new.kind, new.asynchronous, new.unbounded)
@@ -200,20 +211,11 @@ def merged(collectives: Sequence[Collective]) -> list[Collective]:
 
 
 def choices_text(choices: Sequence[Choice]) -> str:
-    """The ranked layouts; the compiler's memory beside the formulas' where it is known."""
+    """The ranked layouts, with the compiler's memory if known."""
     compiled = any(choice.compiled for choice in choices)
-    header = ["layouts, best first", "step", "tokens/s", "MFU at most", "bubble", "GiB"]
-    rows = [header + ["compiled GiB"] * compiled]
+    rows = [["layouts, best first", *CHOICE_HEADER] + ["compiled GiB"] * compiled]
     for rank, choice in enumerate(choices, 1):
-        report = choice.analytic
-        row = [
-            f"  {rank:2}  {choice.layout}",
-            times(report)["step"],
-            quantity(report.tokens_per_second),
-            f"{report.mfu:.1%}",
-            f"{report.bubble_fraction:.1%}",
-            gib(report.total),
-        ]
+        row = [f"  {rank:2}  {choice.layout}", *choice_cells(choice.analytic)]
         shown = choice.compiled and gib(choice.compiled.total) + "!" * (not choice.compiled.fits)
         rows.append(row + [shown or ""] * compiled)
     lines = aligned(rows, right=5 + compiled)
@@ -223,7 +225,7 @@ def choices_text(choices: Sequence[Choice]) -> str:
 
 
 def verdict(report: Analytic | Compiled) -> str:
-    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB are free", or by how much it does not."""
+    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB are free", or how much memory is missing."""
     total, capacity = report.total / GIB, report.capacity / GIB
     if report.fits:
         return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB are free"
@@ -231,7 +233,7 @@ def verdict(report: Analytic | Compiled) -> str:
 
 
 def remedies_text(report: Analytic) -> list[str]:
-    """Lines that say which flags would make a config fit; none for one that fits."""
+    """Lines with the flags that would make a config fit; none for a config that fits."""
     if report.fits:
         return []
     if not report.remedies:
@@ -243,7 +245,7 @@ def remedies_text(report: Analytic) -> list[str]:
 
 
 def parts_of_step(report: Analytic) -> dict[str, float]:
-    """Seconds; the bubble is what is neither computing nor exposed communication."""
+    """Seconds of a step: compute, bubble and exposed communication."""
     busy = report.compute_seconds + report.communication_seconds
     return {
         "compute": report.compute_seconds,
@@ -253,14 +255,14 @@ def parts_of_step(report: Analytic) -> dict[str, float]:
 
 
 def times(report: Analytic) -> dict[str, str]:
-    """The parts of a step and the whole, all in seconds or, where it is short, milliseconds."""
+    """The parts of a step and their sum, all in seconds or all in milliseconds."""
     parts = parts_of_step(report) | {"step": report.step_seconds}
     scale, unit = (1, "s") if report.step_seconds >= SHORT else (1000, "ms")
     return {name: f"{scale * seconds:,.3f} {unit}" for name, seconds in parts.items()}
 
 
 def compiled_memory(report: Compiled) -> dict[str, int]:
-    """Bytes of a device by the compiler's count."""
+    """Bytes per device by the compiler's count."""
     parts = {
         "state and batch": report.arguments,
         "temporaries": report.temporaries,
@@ -270,7 +272,7 @@ def compiled_memory(report: Compiled) -> dict[str, int]:
 
 
 def plan_json(plan: Plan) -> str:
-    """The plan as a JSON object with a `version`; absent parts are null."""
+    """The plan as a JSON object with a `version`; missing parts are null."""
     return json.dumps(
         {
             "version": VERSION,
@@ -294,13 +296,13 @@ def plan_json(plan: Plan) -> str:
 
 
 def gib(size: float) -> str:
-    """Bytes as GiB with two digits."""
+    """Bytes as GiB with two decimals."""
     amount = size / GIB
     return "<0.01" if 0 < amount < 0.005 else f"{amount:,.2f}"
 
 
 def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
-    """Rows of equally many cells as lines, the last `right` columns flush right."""
+    """Rows with the same number of cells as lines, the last `right` columns flush right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     left = len(widths) - right
     lines = []
@@ -314,7 +316,7 @@ def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
 
 
 def memory_table(memory: dict[str, int], title: str = MEMORY_TITLE) -> list[str]:
-    """Lines of a table of bytes by purpose, in GiB, with their sum."""
+    """Lines of a table of bytes by purpose, in GiB, and their sum."""
     rows = [[f"  {name}", gib(size)] for name, size in memory.items() if size]
     return aligned([[title, "GiB"], *rows, ["  all", gib(sum(memory.values()))]], right=1)
 

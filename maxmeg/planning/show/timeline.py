@@ -1,8 +1,8 @@
-"""A pipeline schedule as a picture (SVG) and as text.
+"""A pipeline schedule as an SVG image and as text.
 
-The picture is true to time: a tick's column holds the lanes that are on in it side by side, each
-as wide as it takes (forward, gradients of inputs and gradients of weights taken as equally long),
-because all stages wait for each other at the end of every tick.
+The x axis is time. The active lanes of a tick lie side by side, with widths in proportion to their
+time (forward, gradients of inputs and gradients of weights count as equal), because all stages wait
+for each other at the end of every tick.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ TITLES = {
     "zero_bubble": "Zero bubble",
     "forward_only": "Forward only",
 }
-# Of each lane: the only chunk's colour, then the ends of the range of several chunks.
+# For each lane: the colour of a single chunk, then those of the first and last of several chunks.
 COLOURS = {
     "forward": ("#4c84e6", "#9cbdf7", "#2a56b0"),
     "backward": ("#2fa37c", "#8fd6bb", "#1b7355"),
@@ -40,15 +40,15 @@ STYLE = """
   .tl-line { stroke: #5b6472 }
 }
 """
-CHART, LEFT, TOP = 1120, 72, 92  # pixels: aimed at width; margins
+CHART, LEFT, TOP = 1120, 72, 92  # pixels: intended width; margins
 WIDEST_UNIT = 24
-MOST_UNITS, CLEAR_UNITS = 720, 300  # more are cut in the middle, then to as few as this
+MOST_UNITS, CLEAR_UNITS = 720, 300  # longer timelines omit ticks in the middle, down to CLEAR_UNITS
 SMALLEST_TEXT = 6.5
 CHARACTER = 0.62  # width of a digit, in font sizes
 
 
 def timeline_facts(table: Table) -> list[tuple[str, str]]:
-    """(name, words): ticks, the bubble, and what each stage keeps."""
+    """(name, text) of the schedule: ticks, bubble, live activations."""
     found, kept = bubble(table), live(table)
     on = ", ".join(f"{count} {name}" for name, count in found.ticks.items())
     terms = [f"{part:.4g} {name}" for part, name in zip(found.lost, "FBW", strict=True) if part]
@@ -89,7 +89,7 @@ def title(table: Table) -> str:
 
 
 def timeline_svg(table: Table) -> str:
-    """The schedule as an SVG document: ticks x stages, coloured by what runs, grey where idle."""
+    """The schedule as an SVG document: ticks x stages, coloured by lane, grey if idle."""
     picture = _Picture(table)
     kept = live(table)
     note = f"bubble {bubble(table).fraction:.1%} over the ideal where F = B = W"
@@ -120,7 +120,7 @@ def timeline_svg(table: Table) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Column:
-    """A lane of a tick: where it begins and ends, in units of time."""
+    """A lane of a tick, with start and stop in units of time."""
 
     lane: str
     tick: int
@@ -129,7 +129,7 @@ class _Column:
 
 
 class _Picture:
-    """Positions of everything, computed once, and the parts drawn from them."""
+    """The positions of all elements, and the elements as SVG."""
 
     def __init__(self, table: Table):
         self.table = table
@@ -149,12 +149,12 @@ class _Picture:
         return 2 if name == "backward" and self.table.weight is None else 1
 
     def _shown_ticks(self) -> tuple[list[int], int]:
-        """All ticks, or, where they are too many to see, without those in the middle."""
+        """(ticks to show, number of omitted ticks in the middle)."""
         cost = sum(self._cost(name) * self.on[name] for name in self.lanes)
         every, table = range(self.table.ticks), self.table
         if int(np.sum(cost)) <= MOST_UNITS:
             return list(every), 0
-        ends = 2 * table.stages * (2 * table.chunks + 3)  # of all units, warm-up and cool-down
+        ends = 2 * table.stages * (2 * table.chunks + 3)  # units of warm-up and cool-down
         kept = min(MOST_UNITS, max(CLEAR_UNITS, ends))
         half = int(np.searchsorted(np.cumsum(cost), kept / 2))
         half = max(1, min(half, (table.ticks - 1) // 2))
@@ -164,7 +164,7 @@ class _Picture:
     def _columns(self) -> list[_Column]:
         columns, at = [], 0.0
         for previous, tick in zip([-1, *self.ticks], self.ticks, strict=False):
-            at += self.gap if tick != previous + 1 else 0.0  # the place of the hidden ticks
+            at += self.gap if tick != previous + 1 else 0.0  # the gap for the omitted ticks
             for name in self.lanes:
                 if self.on[name][tick]:
                     columns.append(_Column(name, tick, at, at := at + self._cost(name)))
@@ -177,7 +177,7 @@ class _Picture:
         return TOP + stage * self.row
 
     def rows(self) -> list[str]:
-        """A grey band for each stage: what no cell covers is idle."""
+        """A grey band for each stage, below the cells."""
         size, width = min(12.0, self.row * 0.9), self.units * self.unit
         every = max(1, round(14 / self.row))
         parts = []
@@ -194,7 +194,7 @@ class _Picture:
         return parts
 
     def _gap(self) -> list[str]:
-        """Says how many ticks are not drawn, where they would be."""
+        """A gap with the number of omitted ticks."""
         last = next(
             column
             for column, after in zip(self.columns, self.columns[1:], strict=False)
@@ -210,7 +210,7 @@ class _Picture:
         ]
 
     def phases(self) -> list[str]:
-        """Above the rows: ticks with the same lanes, the executor's runs."""
+        """Brackets above the rows: the executor's runs of ticks with the same lanes."""
         spans: list[list] = []
         for start, stop, names in runs(self.table):
             on = [name for name in names if name in self.lanes]
@@ -238,7 +238,7 @@ class _Picture:
         return parts
 
     def axis(self) -> list[str]:
-        """Below the rows: numbers of ticks, as dense as they can be read."""
+        """Tick numbers below the rows, as dense as is readable."""
         starts = {column.tick: self.x(column.start) for column in reversed(self.columns)}
         for step in (scale * digit for scale in (1, 10, 100, 1000, 10**9) for digit in (1, 2, 5)):
             ticks = [tick for tick in self.ticks if tick % step == 0]
@@ -260,7 +260,7 @@ class _Picture:
         return parts
 
     def _cells_of(self, lane: Lane, columns: list[_Column], chunk: int, fill: str) -> list[str]:
-        """One path of all boxes of a colour, and the microbatches' numbers where they fit."""
+        """One path with all boxes of a colour, and microbatch numbers if they fit."""
         gap = 1.0 if self.unit >= 5 else 0.0 if self.unit < 2 else 0.4
         width = self._cost(columns[0].lane) * self.unit - gap
         digits = len(str(self.table.microbatches - 1))
@@ -305,7 +305,7 @@ class _Picture:
 
 
 def shade(lane: str, chunk: int, chunks: int) -> str:
-    """A lane's colour, darker for each next chunk."""
+    """The colour of a lane, darker for each further chunk."""
     single, light, dark = COLOURS[lane]
     if chunks == 1:
         return single

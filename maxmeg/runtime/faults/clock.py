@@ -1,17 +1,17 @@
-"""A clock that stands still while its process does."""
+"""A clock that does not count the time in which its process was stopped."""
 
 import time
 from collections.abc import Callable
 
 TICK = 0.05  # seconds between two ticks
-_LONGEST = 1.0  # seconds between two ticks that count; more only where the process did not run
-_LATE = 0.03  # seconds that a tick may come late on a machine that is not overloaded
+_LONGEST = 1.0  # seconds between two ticks that count; a longer gap means a stopped process
+_LATE = 0.03  # seconds by which a tick may be late on a machine that is not overloaded
 
 
 class RunningClock:
-    """Seconds in which this process ran: those in which it was stopped or suspended do not count.
+    """Seconds in which this process ran, without those in which it was stopped or suspended.
 
-    Call `tick` every TICK seconds. `stalled` sums up how late the ticks came, in seconds.
+    Call `tick` every TICK seconds. stalled: total delay of the ticks, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

@@ -1,4 +1,4 @@
-"""Watches the loss: counts skipped steps, stops a run that skips too many, reports spikes."""
+"""Monitors the loss: reports skipped steps and spikes, ends a run that skips too many steps."""
 
 import collections
 import logging
@@ -9,30 +9,30 @@ from maxmeg.runtime.metrics.hooks import Hook, Metrics
 
 log = logging.getLogger("maxmeg")
 SHOWN_SAMPLES = 16
-WINDOW, FEWEST = 100, 20  # losses that a spike is measured against
+WINDOW, FEWEST = 100, 20  # most and fewest previous losses that define a spike
 
 
 class NonFiniteLoss(FloatingPointError):
-    """Too many steps in a row had a loss or a gradient norm that is infinite or NaN.
+    """Too many consecutive steps had an infinite or NaN loss or gradient norm.
 
-    steps: the numbers of these steps. samples: the sample indices of their batches.
+    steps: their numbers. samples: the sample indices of their batches.
     """
 
-    def __init__(self, steps: Sequence[int], samples: Sequence[int], found: str):
+    def __init__(self, steps: Sequence[int], samples: Sequence[int], values: str):
         self.steps, self.samples = tuple(steps), tuple(samples)
         first, last = self.steps[0], self.steps[-1]
         super().__init__(
             f"{f'steps {first} to {last} were' if first < last else f'step {last} was'} skipped: "
-            f"{found} is not finite (train.max_skipped_steps={len(steps)} in a row). Parameters "
-            f"are those before step {first}; the batches hold samples {shown(samples)}: look at "
-            "them, or resume from the last checkpoint with a lower optim.lr or a longer warm-up"
+            f"{values} is not finite (train.max_skipped_steps={len(steps)} in a row). Parameters "
+            f"are those before step {first}; the batches hold samples {shown(samples)}: inspect "
+            "these, or resume from the last checkpoint with a lower optim.lr or a longer warm-up"
         )
 
 
 class Guard:
-    """Hook over the metrics loss, grad_norm and skipped; put it before hooks that write.
+    """Hook on the metrics loss, grad_norm and skipped; put it before hooks that write.
 
-    Raises NonFiniteLoss after `max_skipped` skipped steps in a row. Warns when a loss lies more
+    Raises NonFiniteLoss after `max_skipped` consecutive skipped steps. Warns when a loss is more
     than `spike_zscore` standard deviations above the mean of the last WINDOW finite losses (0:
     never). samples_of(step): the sample indices of a step's batch.
     """
@@ -52,14 +52,14 @@ class Guard:
             self._losses.append(metrics["loss"])
             return
         self._streak.append(step)
-        found = f"loss={metrics['loss']}, grad_norm={metrics['grad_norm']}"
+        values = f"loss={metrics['loss']}, grad_norm={metrics['grad_norm']}"
         if len(self._streak) >= self._max_skipped:
             samples = [sample for s in self._streak for sample in self._samples_of(s)]
-            raise NonFiniteLoss(self._streak, samples, found)
+            raise NonFiniteLoss(self._streak, samples, values)
         log.warning(
             "step %d was skipped: %s is not finite; parameters and optimizer are unchanged. Its "
             "batch holds samples %s",
-            *(step, found, shown(self._samples_of(step))),
+            *(step, values, shown(self._samples_of(step))),
         )
 
     def hook(self) -> Hook:

@@ -1,4 +1,4 @@
-"""One run at a time writes to a run folder: a lock that tells who holds it."""
+"""A lock on the run folder, so that one run at a time writes to it; it names its holder."""
 
 import contextlib
 import dataclasses
@@ -16,7 +16,7 @@ from maxmeg.checkpoint.processes import Processes
 
 LOCK = "lock"  # in the run folder while a run writes to it
 HEARTBEAT_SECONDS = 10
-STALE_SECONDS = 60  # a holder on another host without a heartbeat for so long has ended
+STALE_SECONDS = 60  # after this time without a heartbeat, a holder on another host has ended
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +35,7 @@ class Holder:
 
 @contextlib.contextmanager
 def lock_run(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """As `lock_folder`, by all processes of one run: process 0 holds the lock for them."""
+    """`lock_folder` for all processes of one run: process 0 holds the lock."""
     processes = Processes("lock")
     with contextlib.ExitStack() as stack:
 
@@ -49,11 +49,11 @@ def lock_run(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Holds the lock of a run folder; OSError naming the holder where another process has it.
+    """Hold the lock of a run folder; OSError that names the holder if another process has it.
 
-    The kernel releases its lock (flock) when the process ends. Some network file systems keep
-    flock within one host, or lack it: so the holder also renews the file's time every
-    HEARTBEAT_SECONDS, and a lock of another host is taken over only when that has stopped.
+    The kernel releases its lock (flock) when the process ends. Some network file systems keep flock
+    within one host, or lack it. The holder therefore also updates the file's modification time
+    every HEARTBEAT_SECONDS, and a lock of another host is taken over only once that has stopped.
     """
     path = Path(folder, LOCK)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 
     def beat() -> None:
         while not ended.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(OSError):  # the file system may be away for a moment
+            with contextlib.suppress(OSError):  # the file system may be unavailable for a moment
                 os.utime(path)
 
     heart = threading.Thread(target=beat, name="lock", daemon=True)
@@ -78,7 +78,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _take(path: Path) -> int:
-    """Takes the lock; returns its open file, which must stay open."""
+    """Take the lock. Returns the descriptor of its file, which must stay open."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -92,11 +92,11 @@ def _take(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # the last holder has removed this file meanwhile: lock the next one
+        os.close(descriptor)  # the previous holder has just removed this file: lock the new one
 
 
 def _refuse_if_held(path: Path, descriptor: int) -> None:
-    """OSError where the process that wrote the lock holds it still."""
+    """OSError if the process that wrote the lock still holds it."""
     has_flock = True
     holder = _read_holder(path)
     try:
@@ -113,13 +113,13 @@ def _refuse_if_held(path: Path, descriptor: int) -> None:
         alive = _has_heartbeat(path, holder)
     if alive:
         raise OSError(_in_use(path, holder))
-    _log.warning("taking over %s: %s, which held it, has ended without removing it", path, holder)
+    _log.warning("taking over %s: its holder, %s, has ended without removing it", path, holder)
 
 
 def _has_heartbeat(path: Path, holder: Holder) -> bool:
-    """Whether the file's time changes within STALE_SECONDS."""
+    """Whether the file's modification time changes within STALE_SECONDS."""
     first = _renewed(path)
-    if abs(time.time() - first) > 10 * STALE_SECONDS:  # more than clocks differ by
+    if abs(time.time() - first) > 10 * STALE_SECONDS:  # clocks differ by less
         return False
     _log.warning("%s is held by %s: waiting %d s for its heartbeat", path, holder, STALE_SECONDS)
     end = time.monotonic() + STALE_SECONDS
@@ -131,13 +131,13 @@ def _has_heartbeat(path: Path, holder: Holder) -> bool:
 
 
 def _renewed(path: Path) -> float:
-    """When the lock was renewed; opened, because NFS then asks its server for the time."""
+    """Modification time of the lock. Opening the file makes NFS ask the server for it."""
     with path.open("rb") as file:
         return os.fstat(file.fileno()).st_mtime
 
 
 def _read_holder(path: Path) -> Holder | None:
-    """The holder by the file's contents; None where there are none."""
+    """The holder that the file names; None without one."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

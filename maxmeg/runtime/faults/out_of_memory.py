@@ -1,4 +1,4 @@
-"""Out of memory as an error that says what was requested, where memory goes and what saves it."""
+"""Out-of-memory errors with the requested size, the planner's memory table and remedies."""
 
 import functools
 import os
@@ -19,8 +19,8 @@ from maxmeg.planning.show.text import aligned, gib, memory_table
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size
 
-# XLA's pool, the CUDA driver and NCCL word it differently. RESOURCE_EXHAUSTED alone is too wide:
-# a kernel that asks for too much shared memory has that status as well.
+# The messages of XLA's pool, the CUDA driver and NCCL. RESOURCE_EXHAUSTED alone is too broad: a
+# kernel that asks for too much shared memory has this status as well.
 _WORDS = re.compile(r"out of memory|OUT_OF_MEMORY|failed to allocate|exceeded memory limit", re.I)
 _REQUESTED = re.compile(r"([\d.]+) ?(B|bytes|[KMGT]i?B)\b")
 _UNITS = {"B": 1, "b": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -29,8 +29,8 @@ _UNITS = {"B": 1, "b": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def explains_out_of_memory(remedies: str = "") -> Callable:
     """Decorate a command: running out of memory becomes a MemoryError for the user.
 
-    `remedies` says what to change. Without it the first argument is a run's config, and the
-    planner's memory table and the changes that save most follow.
+    remedies: text that says what to change. Empty: the command's first argument is a run's config,
+    and the message ends with the planner's memory table and the changes that save most.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -48,13 +48,13 @@ def explains_out_of_memory(remedies: str = "") -> Callable:
     return decorate
 
 
-def explanation(error: BaseException, given: Any, remedies: str) -> str:
+def explanation(error: BaseException, argument: Any, remedies: str) -> str:
     """The text of the MemoryError that `explains_out_of_memory` raises."""
     happened = what_happened(error)
     if remedies:
         return f"{happened}; {remedies}"
     on_host = isinstance(error, MemoryError) and memory_limit() is not None  # beside a GPU
-    return happened if on_host else "\n".join([happened, *advice(given)])
+    return happened if on_host else "\n".join([happened, *advice(argument)])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -69,30 +69,28 @@ def requested_bytes(text: str) -> int | None:
 
 
 def what_happened(error: BaseException) -> str:
-    """One line: on which device, how much was requested, and how much there is."""
+    """One line: the device, the requested size, the available memory."""
     limit = memory_limit()
     kind = "the host" if isinstance(error, MemoryError) else jax.devices()[0].device_kind
     if limit is None or isinstance(error, MemoryError):
-        there_is = f"{memory_size(host_memory())} of memory"
+        available = f"{memory_size(host_memory())} of memory"
     else:
-        there_is = f"a memory pool of {memory_size(limit)}"
+        available = f"a memory pool of {memory_size(limit)}"
     size = requested_bytes(str(error))
     cause = f"{memory_size(size)} requested" if size else " ".join(str(error).split())[:200]
-    return f"out of memory on {kind}, which has {there_is}: {cause or 'no size given'}"
+    return f"out of memory on {kind}, which has {available}: {cause or 'no size given'}"
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory, or of the process's address space where that is limited."""
+    """Bytes of this machine's memory, or of the process's address space if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return machine if limit == resource.RLIM_INFINITY else min(machine, limit)
 
 
 def advice(config: Config) -> list[str]:
-    """Lines: the planner's memory table, the changes that save most, the command that searches.
-
-    The command alone on processes other than the first.
-    """
+    """Lines: the planner's memory table, the changes that save most, the command that searches
+    layouts. Processes other than the first get the command alone."""
     count = jax.device_count()
     name = cluster_name(jax.devices()[0].device_kind)
     hardware = f"{name}x{count}" if name else "NAMExCOUNT"

@@ -1,8 +1,8 @@
 """The processes of a run watch each other through the coordinator's key-value store.
 
-Every process writes a heartbeat. Process 0 reads all of them, the others only that of process 0,
-so that the traffic grows linearly with their number. Whoever finds another process dead, or fails
-itself, publishes a Failure; every process waits for one, prints it and ends with its exit code.
+Every process writes a heartbeat. Process 0 reads all heartbeats, the others read that of process 0,
+so that traffic grows linearly with the number of processes. A process that finds another one dead,
+or fails itself, publishes a Failure; every process prints it and ends with its exit code.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ RESTART_CODE = 75  # EX_TEMPFAIL: a hang or a lost process; launchers start the 
 FAILURE, ALIVE = "maxmeg/failure", "maxmeg/alive/"
 INTERVAL = 2.0  # seconds between heartbeats, at most
 _CHECK_SECONDS = 0.5
-_BEATS = 3  # heartbeats without which a process is named as silent in a hang
-_RPC_SECONDS = 5.0  # for a call that may block because the coordinator does not answer
-GRACE = 1.0  # seconds in which a process does by itself what another has published
-_COLLECTIVES = ("gloo", "nccl")  # in errors that only follow from the end of another process
+_BEATS = 3  # missing heartbeats after which a hang is reported with this process as silent
+_RPC_SECONDS = 5.0  # limit of a call that blocks if the coordinator does not answer
+GRACE = 1.0  # seconds for a process to fail by itself before a published failure ends it
+_COLLECTIVES = ("gloo", "nccl")  # words in errors that the end of another process causes
 _CAUSES = {
     "stopped": "is stopped (SIGSTOP or a debugger)",
     "": "was killed or stopped, or its host or network is down",
@@ -43,7 +43,7 @@ _CAUSES = {
 class Failure:
     """Why a run ends: one line and the exit code of all processes.
 
-    process: who published it. stacks: every process writes the stacks of its threads.
+    process: number of the publisher. stacks: every process writes the stacks of its threads.
     """
 
     process: int
@@ -55,10 +55,10 @@ class Failure:
 class Peers:
     """Exchanges heartbeats in a daemon thread and ends this process when the run has failed.
 
-    silence: seconds without a heartbeat after which a process counts as dead; 0: never. A process
-    that has ended on this host is found at once. `status()` is what a heartbeat tells the others;
-    `statuses` has the last one of each process, `interval` the seconds between two of them. `end`
-    is called with the failure in this thread.
+    silence: seconds without a heartbeat after which a process counts as dead; 0: never. The end of
+    a process on this host is noticed at once. status(): content of a heartbeat. statuses: the last
+    heartbeat of each process. interval: seconds between heartbeats. `end` is called with the
+    failure in this thread.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Peers:
         self.interval = min(INTERVAL, silence / 4) if silence else INTERVAL
         self._moved = dict.fromkeys(self._watched(), clock.now)  # when a heartbeat was new
         self._beats: dict[int, int] = {}  # the newest heartbeat of every process
-        self._gone: dict[int, float] = {}  # when a process on this host was first seen dead
+        self._gone: dict[int, float] = {}  # when a process on this host was first found dead
         self._checked = 0.0
-        self._answered = clock.now  # when the coordinator was last heard of
+        self._answered = clock.now  # time of the coordinator's last answer
         self._thread = threading.Thread(target=self._exchange, name="peers", daemon=True)
         self._thread.start()
 
@@ -101,7 +101,7 @@ class Peers:
             self._end(failure)
 
     def with_laggards(self, failure: Failure) -> Failure:
-        """Add to a hang the processes that are silent or have not dispatched the newest step."""
+        """Add to a hang's message the processes that are silent or behind in dispatched steps."""
         before = self._newest_beats()
 
         def read_twice() -> None:  # without effect where the coordinator does not answer
@@ -125,7 +125,7 @@ class Peers:
         return dataclasses.replace(failure, line=line)
 
     def close(self) -> None:
-        """Wait until every process has come here, then stop watching."""
+        """Wait until every process has called this, then stop the thread."""
         multihost.meet("end")
         publish(Failure(self.index, "", 0))  # wakes every thread that waits for a failure
         self._thread.join()
@@ -169,14 +169,14 @@ class Peers:
         return {index: status["beat"] for index, status in self.statuses.copy().items()}
 
     def _dead(self, index: int, now: float) -> str:
-        """What is wrong with a process. Empty: nothing."""
+        """Why a process counts as dead; empty: it does not."""
         seconds = now - self._moved[index]
         state = _state(self.statuses.get(index, {}))
         if state == "gone":
             if now - self._gone.setdefault(index, now) < 1.5 * GRACE:
-                return ""  # its last word may be on its way
+                return ""  # its own failure may not have arrived yet
             return f"{self._describe(index)} was killed or has crashed"
-        # A process on this host that runs, but does not answer, is left to the limits of its phase.
+        # A process on this host that runs without heartbeats has the limits of its own watchdog.
         if not self._silence or seconds <= self._silence or state == "running":
             return ""
         return f"{self._describe(index)} has not answered for {seconds:.0f} s: it {_CAUSES[state]}"
@@ -191,11 +191,11 @@ class Peers:
 
 
 def publish(failure: Failure) -> None:
-    """Tell all processes of a failure. The first one counts."""
+    """Publish a failure to all processes. The first one counts."""
     client, text = multihost.store(), json.dumps(dataclasses.astuple(failure))
 
     def write() -> None:
-        # It fails when another was first, or when nobody can be told.
+        # It fails if another failure was first, or if the coordinator is gone.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             client.key_value_set(FAILURE, text)
 
@@ -205,7 +205,7 @@ def publish(failure: Failure) -> None:
 
 
 def leave(line: str, code: int) -> None:
-    """Print a line and end this process from any thread, whatever its main thread is doing."""
+    """Print a line and end this process, from any thread, even if the main thread hangs."""
 
     def flush() -> None:
         sys.stdout.flush()
@@ -220,9 +220,10 @@ def leave(line: str, code: int) -> None:
 
 
 def ending_together(main: Callable[[Config], None]) -> Callable[[Config], None]:
-    """A command's `main` whose exception ends all processes of the run.
+    """Decorate a command's `main`: an exception ends all processes of the run.
 
-    A process that only raised would wait for the others at JAX's exit, and they in a collective.
+    Otherwise the process would wait for the others in JAX's exit handler, and they would wait for
+    it in a collective.
     """
 
     @functools.wraps(main)
@@ -235,7 +236,7 @@ def ending_together(main: Callable[[Config], None]) -> Callable[[Config], None]:
             text = " ".join(f"{type(error).__name__}: {error}".split())
             follows = any(name in text.lower() for name in _COLLECTIVES)
             follows = follows and not isinstance(error, MemoryError)
-            if follows:  # wait for the true cause
+            if follows:  # wait until the process that failed first publishes the cause
                 time.sleep(1.5 * config.watchdog.silence + 4 * INTERVAL)
             code = report(error, config)
             if follows:  # no process has failed: a connection was lost
@@ -248,7 +249,7 @@ def ending_together(main: Callable[[Config], None]) -> Callable[[Config], None]:
 
 
 def _identity() -> dict[str, Any]:
-    """How others on this host find this process."""
+    """Identifies this process to the others on this host."""
     pid = os.getpid()
     _, began = _state_and_start(pid)
     return {"host": socket.gethostname(), "pid": pid, "began": began, "space": _process_space()}
@@ -256,7 +257,7 @@ def _identity() -> dict[str, Any]:
 
 @functools.cache
 def _process_space() -> str:
-    """Equal for processes that see each other's numbers. Empty: unknown."""
+    """Equal for processes in the same PID namespace. Empty: unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -265,7 +266,7 @@ def _process_space() -> str:
 
 
 def _state_and_start(pid: int) -> tuple[str, str]:
-    """A process's state letter and start time from /proc; empty if it does not exist."""
+    """State letter and start time of a process, from /proc; empty if it does not exist."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

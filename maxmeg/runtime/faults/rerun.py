@@ -1,7 +1,7 @@
-"""Runs a skipped step again, to tell a transient fault of the hardware from a persistent one.
+"""Runs a skipped step again, to tell a transient hardware fault from a persistent one.
 
-As Megatron-LM's rerun state machine does; a step is a deterministic function of state and batch on
-hardware that works (on GPUs with train.deterministic).
+It follows Megatron-LM's rerun state machine. On working hardware a step is a deterministic function
+of state and batch (on GPUs with train.deterministic).
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ COMPARED = ("loss", "grad_norm")
 
 
 def with_rerun(train_step: Callable) -> Callable:
-    """`train_step`, run a second time where it skips its update; waits for every step's metrics.
+    """`train_step` that runs again when it skips its update; it waits for every step's metrics.
 
-    A second result that is finite is kept. metrics["rerun"]: 0 where the step ran once, 1 where
-    both results were equal (persistent), 2 where they differed (transient).
+    The second result is kept. metrics["rerun"]: 0 if the step ran once, 1 if both results were
+    equal (persistent), 2 if they differed (transient).
     """
 
     def step(state, batch, controls):
@@ -26,7 +26,7 @@ def with_rerun(train_step: Callable) -> Callable:
         if not float(first["skipped"]):
             return state, {**first, "rerun": 0.0}
         number = int(state.step) - 1
-        # A skipped step leaves all but its number as it was: this is the state it began with.
+        # A skipped step changes the step number alone: this is the state before it.
         state = dataclasses.replace(state, step=state.step - 1)
         state, second = train_step(state, batch, controls)
         results = [{name: np.asarray(m[name]) for name in COMPARED} for m in (first, second)]

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: finish the step and save; the second time, leave at once."""
+"""SIGINT and SIGTERM: the first one finishes the step and saves, the second exits at once."""
 
 import math
 import os
@@ -6,15 +6,15 @@ import signal
 import sys
 import time
 
-_NOTE = "\n{name}: finishing the step, then saving; once more to leave at once\n"
+_NOTE = "\n{name}: finishing the step, then saving; send it again to exit at once\n"
 
 
 class Interrupt:
-    """Context manager whose `requested` turns true at the first SIGINT or SIGTERM, or later on.
+    """Context manager whose `requested` becomes true at the first SIGINT or SIGTERM.
 
-    minutes: from now on, after which it turns true without a signal; 0: never. The second signal
-    ends the process with 128 + its number (130, 143), saving nothing. Enter it on the main thread;
-    the handlers from before come back on leaving.
+    minutes: time from now after which it becomes true without a signal; 0: never. The second signal
+    ends the process with exit code 128 + its number (130, 143) and saves nothing. Enter it on the
+    main thread; on exit it restores the previous handlers.
     """
 
     def __init__(self, minutes: float = 0.0):

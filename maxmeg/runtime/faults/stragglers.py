@@ -1,4 +1,4 @@
-"""Names the process that the others wait for."""
+"""Finds the process that the others wait for."""
 
 import logging
 import statistics
@@ -9,7 +9,7 @@ from typing import Any
 from maxmeg.runtime.faults.watchdog import Watchdog
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 
-_NOTABLE = 0.1  # share of the step's time that a straggler must cost
+_NOTABLE = 0.1  # fraction of the step's time that a straggler must cost to be reported
 _log = logging.getLogger(__name__)
 
 
@@ -61,9 +61,9 @@ class Stragglers:
             if step % self._every or now - begin < 2 * peers.interval:
                 return
             seconds = (now - begin) / self._steps
-            own = min((self._busy + stalled - stalled_before) / self._steps, seconds)
-            data_wait = min(self._data_wait / self._steps, own)
-            self._watchdog.own = {"own_seconds": own, "data_wait_seconds": data_wait}
+            busy = min((self._busy + stalled - stalled_before) / self._steps, seconds)
+            data_wait = min(self._data_wait / self._steps, busy)
+            self._watchdog.busy = {"busy_seconds": busy, "data_wait_seconds": data_wait}
             if peers.index == 0:
                 self._compare(peers.statuses, seconds, metrics)
         self._begin, self._busy, self._data_wait, self._steps = (now, stalled), 0.0, 0.0, 0
@@ -71,12 +71,12 @@ class Stragglers:
     def _compare(
         self, statuses: dict[int, dict[str, Any]], step_seconds: float, metrics: Metrics
     ) -> None:
-        own = {i: s["own_seconds"] for i, s in statuses.items() if "own_seconds" in s}
-        if len(own) < 2:
+        busy = {i: s["busy_seconds"] for i, s in statuses.items() if "busy_seconds" in s}
+        if len(busy) < 2:
             return
-        slowest = max(own, key=own.__getitem__)
-        seconds, status = own.pop(slowest), statuses[slowest]
-        median = statistics.median(own.values())
+        slowest = max(busy, key=busy.__getitem__)
+        seconds, status = busy.pop(slowest), statuses[slowest]
+        median = statistics.median(busy.values())
         metrics["slowest_process"] = slowest
         metrics["slowest_process_seconds"] = seconds
         metrics["slowest_process_data_wait_seconds"] = status["data_wait_seconds"]

@@ -1,4 +1,4 @@
-"""Ends a run that makes no progress, with an exit code on which launchers start it again."""
+"""Ends a run that makes no progress, with the exit code on which launchers restart it."""
 
 import collections
 import contextlib
@@ -22,7 +22,7 @@ from maxmeg.runtime.metrics.hooks import Hook, Metrics
 STARTING, COMPILING, TRAINING = "starting", "compiling", "training"
 VALIDATING, SAVING, ENDING = "validating", "saving", "shutting down"
 MEDIANS = 10  # a step may take this many times the median
-_RECENT = 64  # steps of which the median is taken
+_RECENT = 64  # number of steps in the median
 
 
 class Watchdog:
@@ -30,9 +30,8 @@ class Watchdog:
 
     The limit depends on the phase. A step may take `watchdog.step` seconds or 10 times the median
     step, whichever is longer; the first step of every batch size compiles. In a run of several
-    processes it also ends this one when another is dead or has failed.
-
-    The thread runs within `with`; without it, the phases are only noted.
+    processes it also ends this process when another is dead or has failed. The thread runs inside
+    the `with` block; outside of it, phases are recorded only.
     """
 
     def __init__(self, config: Config):
@@ -51,8 +50,8 @@ class Watchdog:
         self.dispatched: int | None = None
         self.finished: int | None = None
         self.peers: Peers | None = None
-        self.wait_for_save: Callable[[], object] = lambda: None  # for one in the background
-        self.own: dict[str, float] = {}  # what a heartbeat says besides, for `Stragglers`
+        self.wait_for_save: Callable[[], object] = lambda: None  # for a save in the background
+        self.busy: dict[str, float] = {}  # sent in heartbeats, for `Stragglers`
         self.phase_seconds = 0.0  # spent within `phase`
         # The phase, and when it began or its last step finished: one object, read by the thread.
         self._phase = (STARTING, 0.0)
@@ -79,7 +78,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around work with a limit of its own: VALIDATING, SAVING."""
+        """The `with` block is a phase with its own limit: VALIDATING, SAVING."""
         before, _ = self._phase
         self._begin(name)
         try:
@@ -89,7 +88,7 @@ class Watchdog:
             self._begin(before)
 
     def hook(self, batch_size: Callable[[int], int]) -> Hook:
-        """Put it before all other hooks. A step whose batch_size(step) is new is compiled."""
+        """Put it before all other hooks. A step with a new batch_size(step) compiles."""
 
         def before(step: int) -> None:
             if (size := batch_size(step)) not in self._batch_sizes:
@@ -111,7 +110,7 @@ class Watchdog:
         return Hook(finish, before=before)
 
     def last_hook(self) -> Hook:
-        """Put it after all other hooks, which close after it and may take long."""
+        """Put it after all other hooks: they close after it, which may take long."""
         return Hook(lambda step, metrics: None, close=lambda: self._begin(ENDING))
 
     def check(self) -> Failure | None:
@@ -138,8 +137,8 @@ class Watchdog:
             leave(line, failure.code)
 
     def status(self) -> dict[str, Any]:
-        """What a heartbeat says of this process."""
-        return {"phase": self._phase[0], "dispatched": self.dispatched, **self.own}
+        """Status of this process, for its heartbeats."""
+        return {"phase": self._phase[0], "dispatched": self.dispatched, **self.busy}
 
     def _watch(self) -> None:
         while not self._stop.wait(TICK):
@@ -151,14 +150,14 @@ class Watchdog:
 
     def _end_hang(self, failure: Failure) -> None:
         """End all processes for a hang, once a save in the background is complete."""
-        if self._phase[0] not in (SAVING, ENDING):  # those wait for it as well
+        if self._phase[0] not in (SAVING, ENDING):  # these phases wait for it themselves
             saving = threading.Thread(target=self.wait_for_save, daemon=True)
             saving.start()
             saving.join(self._limits[SAVING] or None)
         if self.peers is not None:
             failure = self.peers.with_laggards(failure)
-            # Once a process has ended, the others' collectives fail and their stacks are lost: this
-            # one's are written before the others hear of the failure, theirs while it waits.
+            # Once a process has ended, collectives of the others fail and their stacks are lost: so
+            # write these stacks before publishing the failure, and wait while others write theirs.
             self._write_stacks(failure.line)
             publish(failure)
             time.sleep(GRACE)
@@ -166,7 +165,7 @@ class Watchdog:
         self.end(failure)
 
     def _write_stacks(self, line: str) -> None:
-        """Write the stacks of all threads to stderr and to a file that marks the run folder."""
+        """Write the stacks of all threads to stderr and to a file in the run folder."""
         faulthandler.dump_traceback(sys.__stderr__ or 2)
         path = self._folder / f"step_{self.dispatched or 0:08d}_process_{multihost.rank()}.txt"
         with contextlib.suppress(OSError):

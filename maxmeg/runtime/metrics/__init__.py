@@ -1,1 +1,1 @@
-"""What a run reports: progress, metrics, writers, profiles."""
+"""Metrics of a run: progress, writers, plots, profiles."""

@@ -1,4 +1,4 @@
-"""Everything periodic is a hook, called with the numbers of a finished step."""
+"""Hooks: callbacks with the metrics of finished steps."""
 
 import contextlib
 import dataclasses
@@ -9,10 +9,10 @@ Metrics = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """`call(step, metrics)` on every `every`-th step, counted from 0; every=0: on none.
+    """Runs `call(step, metrics)` on every `every`-th step, counted from 0; every=0: never.
 
-    `first` and `last` say whether step 0 and the run's last step are among them, in addition to
-    the multiples. `before(step)` runs before the dispatch of each step, `close()` at the end.
+    first, last: whether it also runs on step 0 and on the last step of the run. `before(step)` runs
+    before the dispatch of each step, `close()` at the end of the run.
     """
 
     call: Callable[[int, Metrics], None]
@@ -32,9 +32,9 @@ class Hook:
 
 
 class Hooks:
-    """Hooks in order; a context manager that closes them all, the last first, whatever happens.
+    """Hooks in order; a context manager that closes all of them, the last one first.
 
-    The metrics of a step are one dict: a hook may add to it what later hooks then see.
+    All hooks share a step's dict of metrics: later hooks see what earlier ones add to it.
     """
 
     def __init__(self, hooks: Sequence[Hook], num_steps: int):
@@ -43,13 +43,13 @@ class Hooks:
         self._closing = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
-        """Call where step `step` is about to be dispatched."""
+        """Call before the dispatch of step `step`."""
         for hook in self._hooks:
             if hook.before is not None:
                 hook.before(step)
 
     def __call__(self, step: int, metrics: Metrics) -> None:
-        """Call with the metrics of step `step`, host floats."""
+        """Call with the metrics of step `step`, as Python floats."""
         for hook in self._hooks:
             if hook.is_due(step, self._num_steps):
                 hook.call(step, metrics)

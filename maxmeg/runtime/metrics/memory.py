@@ -1,4 +1,4 @@
-"""Device memory: the peak in use, and what the compiled train step needs."""
+"""Device memory: peak usage, and the memory that the compiled train step needs."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,11 +15,10 @@ GIB = 2**30
 
 
 class CompiledStep:
-    """A jitted step that is compiled before its first call with a batch of new shapes.
+    """A jitted step that compiles before its first call with a batch of new shapes.
 
-    `report` is called with the memory statistics of each compiled step. There is one compilation
-    per shape: the call finds the executable in JAX's cache. In a run of several processes the call
-    waits until all of them have compiled.
+    Calls `report` with each compiled step. It compiles once per shape: the call finds the
+    executable in JAX's cache. In a run of several processes, all wait until all have compiled.
     """
 
     def __init__(self, step: Callable, report: Callable[[jax.stages.Compiled], None]):
@@ -31,7 +30,7 @@ class CompiledStep:
         return self.jitted(state, batch, controls)
 
     def compile(self, state, batch: Batch, controls: dict) -> None:
-        """Compile for these arguments, unless that has been done; nothing is executed."""
+        """Compile for the shapes of these arguments, unless done before; execute nothing."""
         arrays, structure = jax.tree.flatten(batch)
         shapes = (structure, *(array.shape for array in arrays))
         if shapes not in self._compiled:
@@ -42,13 +41,13 @@ class CompiledStep:
 
 
 def print_memory(compiled: jax.stages.Compiled, config: Config) -> None:
-    """Print one line on process 0: what a compiled train step needs per device."""
+    """Print on process 0 how much memory per device a compiled train step needs."""
     if multihost.is_primary():
         print(memory_text(compiled, config), flush=True)
 
 
 def memory_text(compiled: jax.stages.Compiled, config: Config) -> str:
-    """Memory per device of a compiled train step, the planner's estimate of it, and the pool."""
+    """One line: memory per device of a compiled train step, the planner's estimate, the pool."""
     stats = compiled.memory_analysis()
     assert stats is not None
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -73,8 +72,8 @@ def memory_limit(devices: Sequence | None = None) -> int | None:
 def peak_memory_hook(devices: Sequence | None = None) -> Hook:
     """Hook that adds peak_memory_gib to a step's metrics; put it before the hooks that write.
 
-    It is the maximum over this process's devices since the process started. A CPU keeps no memory
-    statistics: then the metric is left out.
+    It is the maximum over this process's devices since the process started. CPUs have no memory
+    statistics and get no metric.
     """
 
     def call(step: int, metrics: Metrics) -> None:

@@ -1,6 +1,8 @@
-"""A jax.profiler trace of chosen steps, for TensorBoard, XProf or Perfetto."""
+"""A jax.profiler trace of some steps, for TensorBoard, XProf or Perfetto."""
 
 import os
+
+import jax
 
 from maxmeg.runtime.metrics.hooks import Hook
 
@@ -8,8 +10,8 @@ from maxmeg.runtime.metrics.hooks import Hook
 def profile_hook(folder: str | os.PathLike, start: int, num_steps: int) -> Hook:
     """Hook that traces steps start to start + num_steps - 1 into `folder`.
 
-    The trace begins before the first of them is dispatched and ends when the metrics of the last
-    have arrived; it also ends with the run. Raises ValueError for an impossible range.
+    The trace starts before the dispatch of the first step and stops when the metrics of the last
+    step have arrived, or with the run. Raises ValueError for an impossible range.
     """
     if start < 0 or num_steps < 1:
         raise ValueError(
@@ -20,15 +22,11 @@ def profile_hook(folder: str | os.PathLike, start: int, num_steps: int) -> Hook:
 
     def before(step):
         if step == start:
-            import jax
-
             jax.profiler.start_trace(os.fspath(folder))
             tracing.append(step)
 
     def stop():
         if tracing:
-            import jax
-
             tracing.clear()
             jax.profiler.stop_trace()
 

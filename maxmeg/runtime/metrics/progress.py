@@ -1,4 +1,4 @@
-"""The console while a run goes on: a line every few steps, and on a terminal a live bar below."""
+"""Console output of a run: a line every few steps, and on a terminal a live progress bar."""
 
 import math
 import sys
@@ -9,13 +9,13 @@ from typing import TextIO
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 
 _RATES = ("tokens_per_second", "tflops_per_device", "mfu")
-_SEEN = 0.005  # share of the time that is worth showing
+_MIN_WAIT = 0.005  # fraction of the time; a shorter wait for data is not shown
 
 
 class Progress:
     """Prints a line every `every` steps, after each validation and at the end.
 
-    Rates are means over the steps since the line before. What a step's metrics lack is left out.
+    Rates are means over the steps since the previous line. Missing metrics are left out.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Progress:
         self._clock = clock
         self._first: tuple[int, float] | None = None
         self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
-        self._bar, self._task = None, None  # on a terminal, from the first step's dispatch on
+        self._bar, self._task = None, None  # on a terminal, once the first step is dispatched
 
     def hook(self) -> Hook:
         """Put it after the hooks that add metrics."""
@@ -110,7 +110,7 @@ class Progress:
             parts.append(f"{tflops:.3g} TFLOP/s")
             if mfu:
                 parts.append(f"MFU {mfu:.1f}%")
-            if self._waited > _SEEN * self._seconds:
+            if self._waited > _MIN_WAIT * self._seconds:
                 parts.append(f"data wait {100 * self._waited / self._seconds:.0f}%")
         if "peak_memory_gib" in metrics:
             parts.append(f"peak {metrics['peak_memory_gib']:.1f} GiB")
@@ -118,7 +118,7 @@ class Progress:
 
 
 def _tokens_are_bytes(metrics: Metrics) -> bool:
-    """Whether the loss per byte says no more than the loss per token (ends of documents apart)."""
+    """Whether tokens are bytes, except for ends of documents: then the two losses are equal."""
     return metrics["validation_loss_per_byte"] > 0.99 * metrics.get("validation_loss", math.inf)
 
 
@@ -132,7 +132,7 @@ def duration(seconds: float) -> str:
 
 
 def memory_size(number: float) -> str:
-    """Bytes as '29.7 GiB', or below a tenth of it '41.2 MiB'."""
+    """Bytes as '29.7 GiB', or below 0.1 GiB as '41.2 MiB'."""
     big = abs(number) >= 2**30 / 10
     return f"{number / 2**30:,.1f} GiB" if big else f"{number / 2**20:.1f} MiB"
 

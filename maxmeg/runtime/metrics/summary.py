@@ -1,4 +1,4 @@
-"""What is about to be trained: the mesh and the table of parameters, printed at start."""
+"""The mesh and the table of parameters, printed at the start of a run."""
 
 import dataclasses
 import math
@@ -13,7 +13,7 @@ _PLAIN_WIDTH = 160
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRow:
-    """One array: its path, shape, logical axes, mesh axes of each dimension, bytes a device."""
+    """One array: path, shape, logical axis and mesh axes of each dimension, bytes per device."""
 
     name: str
     shape: tuple[int, ...]
@@ -23,7 +23,7 @@ class ParameterRow:
 
 
 def print_parameters(rows: Sequence[ParameterRow], file: TextIO | None = None) -> None:
-    """Table of all parameters and their sums."""
+    """Print the table of all parameters, with totals."""
     from rich import box, table
 
     view = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
@@ -43,7 +43,7 @@ def print_parameters(rows: Sequence[ParameterRow], file: TextIO | None = None) -
 
 
 def print_mesh(axes: Mapping[str, int], device_kind: str, file: TextIO | None = None) -> None:
-    """One line: devices and the mesh axes larger than 1."""
+    """Print one line: the devices, and the mesh axes that are larger than 1."""
     count = math.prod(axes.values())
     large = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
     line = f"mesh: {count} {device_kind} device{'s' if count > 1 else ''}"

@@ -10,8 +10,8 @@ from maxmeg.runtime.metrics.hooks import Hook, Metrics
 class Throughput:
     """Adds step_seconds, tokens_per_second, tflops_per_device and mfu to a step's metrics.
 
-    Time runs from the arrival of one step's metrics to the next's, so the first step of a process,
-    which compiles, gets none. `mfu` (percent of the devices' peak) is left out without a peak.
+    A step takes the time between the arrivals of its metrics and the previous step's. The first
+    step of a process compiles and gets no metrics. mfu: percent of `peak_tflops`; left out if None.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Throughput:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Around validation and other work that is not training: its time does not count."""
+        """Exclude the time of the `with` block, such as a validation."""
         begin = self._clock()
         try:
             yield
@@ -50,5 +50,5 @@ class Throughput:
             self._paused += self._clock() - begin
 
     def hook(self) -> Hook:
-        """Put it before the hooks that write or show."""
+        """Put it before the hooks that write or print metrics."""
         return Hook(self)

@@ -1,7 +1,7 @@
-"""Where metrics go: metrics.jsonl, TensorBoard event files, Weights & Biases.
+"""Writers of metrics: metrics.jsonl, TensorBoard event files, Weights & Biases.
 
-Each is a hook's `call`, made by process 0 alone. A run resumed at step k replaces what an earlier
-attempt wrote about step k and later. A full disk stops a writer, never the training.
+Process 0 alone writes. A run that resumes at step k replaces the metrics of step k and later. A
+full disk stops a writer, never the training.
 """
 
 import importlib.util
@@ -13,13 +13,14 @@ import pathlib
 import uuid
 from collections.abc import Callable
 
+from maxmeg.data.corpus.stored import write_atomically
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 
 _log = logging.getLogger(__name__)
 
 
 class JsonlWriter:
-    """One line of JSON a step: {"step": n, "loss": ...}; a number that is not finite is null."""
+    """One line of JSON per step: {"step": n, "loss": ...}; NaN and inf become null."""
 
     def __init__(self, path: str | os.PathLike, start_step: int = 0):
         self._path = pathlib.Path(path)
@@ -47,14 +48,14 @@ class TensorBoardWriter:
 
     def __call__(self, step: int, metrics: Metrics) -> None:
         if self._writer is None:
-            import tensorboardX  # slow to import: not before the first step is under way
+            import tensorboardX  # slow to import: only once the first step runs
 
-            # TensorBoard hides what older files of the folder hold from the purged step on.
+            # From purge_step on, TensorBoard ignores the older files of the folder.
             self._writer = tensorboardX.SummaryWriter(
                 self._folder,
                 purge_step=self._start_step,
                 flush_secs=10,
-                filename_suffix=f".{self._start_step:08}",  # names hold only whole seconds
+                filename_suffix=f".{self._start_step:08}",  # names have whole seconds only
             )
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
@@ -65,7 +66,7 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """A Weights & Biases run; a resumed training continues the run of its folder."""
+    """A Weights & Biases run; a resumed training continues the run with the id in its folder."""
 
     def __init__(self, project: str, run_dir: str | os.PathLike, config: dict):
         if importlib.util.find_spec("wandb") is None:
@@ -97,7 +98,7 @@ class WandbWriter:
 
 
 def writer_hook(writer: JsonlWriter | TensorBoardWriter | WandbWriter) -> Hook:
-    """Hook that writes every step, and gives up with one warning when the system refuses."""
+    """Hook that writes every step, until an OSError: then it warns once and stops writing."""
     name = type(writer).__name__
     failed = []
 
@@ -120,7 +121,7 @@ def _guarded(action: Callable[[], None], what: str, name: str, failed: list) -> 
 
 
 def _drop_from(path, start_step):
-    """Remove the rows of step `start_step` and later, and a last line cut short."""
+    """Remove the rows of step `start_step` and later, and an incomplete last line."""
     if not path.exists():
         return
     kept, whole = [], True
@@ -133,6 +134,4 @@ def _drop_from(path, start_step):
         if keep:
             kept.append(line)
     if not whole:
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text("".join(kept), encoding="utf-8")
-        os.replace(partial, path)
+        write_atomically(path, "".join(kept).encode())

@@ -1,8 +1,7 @@
-"""Parts of a model or of a train state: what is trained, what is not, and what checkpoints hold.
+"""The trained, frozen and saved parts of a model or a train state.
 
-The metadata of a variable says which part it belongs to (parallel/rules.py). A part is the whole
-tree with None in place of all other arrays, so that gradients, moments and sums exist for the
-trained part alone.
+The metadata of a variable decides (parallel/rules.py). A part is the whole tree with None instead
+of all other arrays, so that gradients and moments exist for the trained part alone.
 """
 
 from collections.abc import Callable
@@ -18,22 +17,23 @@ def trained(tree):
 
 
 def fixed(tree):
-    """`tree` with the arrays alone that no gradient exists for: frozen weights and state."""
+    """`tree` with only the arrays without a gradient: frozen weights and state."""
     return part(tree, lambda variable: not is_trained(variable), others=False)
 
 
 def frozen(tree):
-    """`tree` with the arrays of the frozen base alone; nothing of a model without adapters."""
+    """`tree` with only the arrays of the frozen base; none without adapters."""
     return part(tree, is_frozen, others=False)
 
 
 def saved(tree):
-    """`tree` without the frozen base: what checkpoints hold."""
+    """`tree` without the frozen base, as in checkpoints."""
     return part(tree, lambda variable: not is_frozen(variable), others=True)
 
 
 def part(tree, wanted: Callable, others: bool):
-    """The variables that `wanted` accepts; others: also the arrays that lie in no variable."""
+    """`tree` with only the variables that `wanted` accepts. others: keep arrays that are not in a
+    variable."""
 
     def one(node):
         if not is_variable(node):
@@ -44,17 +44,17 @@ def part(tree, wanted: Callable, others: bool):
 
 
 def without(tree, part):
-    """`tree` without the arrays that `part` has."""
+    """`tree` without the arrays of `part`."""
     return jax.tree.map(
-        lambda here, there: here if there is None else None,
+        lambda array, other: array if other is None else None,
         tree,
         part,
         is_leaf=lambda leaf: leaf is None,
     )
 
 
-def joined(one, other):
-    """The tree whose two parts these are."""
+def joined(first, second):
+    """The tree with the arrays of two parts."""
     return jax.tree.map(
-        lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None
+        lambda a, b: b if a is None else a, first, second, is_leaf=lambda leaf: leaf is None
     )

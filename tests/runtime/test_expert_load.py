@@ -1,4 +1,4 @@
-"""Numbers and the picture of experts' loads, against their definitions."""
+"""Metrics and the plot of expert load, against their definitions."""
 
 import json
 
@@ -7,7 +7,8 @@ import pytest
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import with_fields
-from maxmeg.runtime.metrics.loads import ExpertLoads, write_loads
+from maxmeg.runtime.metrics.expert_load import ExpertLoad
+from maxmeg.runtime.metrics.plots import plot_expert_load
 
 EXPERTS = 4
 MODEL = with_fields(
@@ -26,7 +27,7 @@ def metrics(counts=COUNTS) -> dict:
 
 def test_numbers_of_every_step_and_of_layers_at_the_logging_interval(tmp_path):
     path = tmp_path / "experts.json"
-    call, found = ExpertLoads(MODEL, num_steps=8, every=5, path=str(path)).hook().call, []
+    call, found = ExpertLoad(MODEL, num_steps=8, every=5, path=str(path)).hook().call, []
     for step in range(8):
         found.append(metrics())
         call(step, found[-1])
@@ -45,12 +46,12 @@ def test_numbers_of_every_step_and_of_layers_at_the_logging_interval(tmp_path):
 
 def test_loads_are_means_over_the_steps_since_the_last_ones(tmp_path):
     path = tmp_path / "experts.json"
-    call = ExpertLoads(MODEL, num_steps=100, every=2, path=str(path)).hook().call
+    call = ExpertLoad(MODEL, num_steps=100, every=2, path=str(path)).hook().call
     for step, counts in ((1, COUNTS), (2, COUNTS[:, ::-1])):
         call(step, metrics(counts))
     assert json.loads(path.read_text())["loads"] == [[1, 1, 1, 1], [2, 0, 0, 2]]
     picture = tmp_path / "experts.png"
-    write_loads(path, picture, "runs/test")
+    plot_expert_load(path, picture, "runs/test")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["experts.json", "experts.png"]
 
@@ -61,8 +62,8 @@ def test_a_run_whose_router_chooses_nothing_says_so(caplog):
             ModelConfig(),
             {"layers": "*(attention,moe)", "moe.num_experts": EXPERTS, "moe.force_balance": even},
         )
-        ExpertLoads(model, num_steps=1, every=1, path="experts.json")
-        assert ("its weights are of no use" in caplog.text) == even
+        ExpertLoad(model, num_steps=1, every=1, path="experts.json")
+        assert ("its weights are useless" in caplog.text) == even
 
 
 def test_an_mtp_layer_reports_loads():
@@ -76,5 +77,5 @@ def test_an_mtp_layer_reports_loads():
         },
     )
     values = metrics()
-    ExpertLoads(model, num_steps=1, every=1).hook().call(0, values)
+    ExpertLoad(model, num_steps=1, every=1).hook().call(0, values)
     assert values["expert_load_max/layer_mtp_0"] == 4 and "expert_load_max/layer_0" in values

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from maxmeg.runtime.faults.deadline import warn_of_late_save
+from maxmeg.runtime.slurm import warn_of_late_save
 
 
 @pytest.mark.parametrize(

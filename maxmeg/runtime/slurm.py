@@ -1,4 +1,4 @@
-"""The end of a Slurm job, before which a run must have saved."""
+"""What the environment of a Slurm job says: its end, its number in an array."""
 
 import logging
 import os
@@ -8,7 +8,7 @@ log = logging.getLogger("maxmeg")
 
 
 def warn_of_late_save(save_seconds: float | None) -> None:
-    """Warn where a save like the last, of `save_seconds`, would outlast the Slurm job."""
+    """Warn if a save that takes `save_seconds`, like the last one, would outlast the Slurm job."""
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if save_seconds is None or not end.isdecimal():
         return
@@ -19,3 +19,9 @@ def warn_of_late_save(save_seconds: float | None) -> None:
             "more notice: #SBATCH --signal=B:USR1@%d",
             *(left, save_seconds, int(2 * save_seconds) + 60),
         )
+
+
+def array_task() -> int | None:
+    """Number of this job in its Slurm array; None outside of an array."""
+    task = os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    return int(task) if task.isdecimal() else None

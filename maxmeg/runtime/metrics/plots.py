@@ -1,0 +1,137 @@
+"""Plots of a run: the loss curve and the load of experts, as PNG files."""
+
+import io
+import itertools
+import json
+import os
+import pathlib
+
+import numpy as np
+
+from maxmeg.data.corpus.stored import write_atomically
+
+_TRAIN, _VALIDATION, _INK, _BALANCED = "#4c78a8", "#e4572e", "#333333", "#f7f4ee"
+_MAX_LOAD = 2.0  # loads over the mean load from here on have the same colour
+
+
+def write_plots(run_dir: str) -> dict[str, str]:
+    """Plot what the run folder holds. Returns the paths of the PNG files by title."""
+    title = os.path.basename(os.path.normpath(run_dir))
+    plots = {"loss curve": os.path.join(run_dir, "loss.png")}
+    plot_loss(os.path.join(run_dir, "metrics.jsonl"), plots["loss curve"], title)
+    loads = os.path.join(run_dir, "experts.json")
+    if os.path.exists(loads):
+        plots["expert load"] = os.path.join(run_dir, "experts.png")
+        plot_expert_load(loads, plots["expert load"], title)
+    return plots
+
+
+def plot_loss(
+    metrics_path: str | os.PathLike, image_path: str | os.PathLike, title: str = ""
+) -> None:
+    """Plot loss and validation_loss of a metrics.jsonl.
+
+    Raises ValueError when the file holds no loss yet.
+    """
+    train, validation = _series(metrics_path, "loss"), _series(metrics_path, "validation_loss")
+    if not train[0]:
+        raise ValueError(f"{metrics_path} holds no loss: nothing to plot")
+    figure, axes = _figure(4.5)
+    steps, losses = train
+    axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
+    axes.plot(steps, _smooth(losses), color=_TRAIN, linewidth=1.8, label="training")
+    if validation[0]:
+        axes.plot(
+            *validation, color=_VALIDATION, marker="o", markersize=4, linewidth=1.2,
+            label="validation",
+        )  # fmt: skip
+    _annotate_last(axes, *(validation if validation[0] else (steps, _smooth(losses))))
+    low, high = min(losses + validation[1]), max(losses + validation[1])
+    axes.set_ylim(low - 0.05 * (high - low) - 1e-6, high + 0.05 * (high - low) + 1e-6)
+    _label(axes, "step", "loss (nats per token)", title)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+    axes.legend(frameon=False)
+    _save(figure, image_path)
+
+
+def plot_expert_load(
+    loads_path: str | os.PathLike, image_path: str | os.PathLike, title: str
+) -> None:
+    """Plot the file of `ExpertLoad`: one row per layer, one column per expert."""
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
+    from matplotlib.ticker import MaxNLocator
+
+    measured = json.loads(pathlib.Path(loads_path).read_text(encoding="utf-8"))
+    loads = np.array(measured["loads"])
+    figure, axes = _figure(min(max(1.6 + 0.16 * len(loads), 2.6), 12))
+    colours = LinearSegmentedColormap.from_list("load", ["#2b5c8a", _BALANCED, "#c8442b"])
+    norm = TwoSlopeNorm(1.0, 0.0, _MAX_LOAD)
+    image = axes.imshow(loads, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
+    bar = figure.colorbar(image, ax=axes, extend="max", pad=0.02)
+    bar.set_label("load / mean load", color=_INK)
+    bar.set_ticks([0, 0.5, 1, 1.5, _MAX_LOAD])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    labels = dict(enumerate(measured["layers"]))
+    axes.yaxis.set_major_formatter(lambda row, _: labels.get(round(row), ""))
+    steps = f"steps {measured['first_step']} to {measured['last_step']}, at most {loads.max():.2f}"
+    _label(axes, "expert", "layer", f"{title}   {steps}".strip())
+    _save(figure, image_path)
+
+
+def _figure(height: float):
+    """(figure of 8 x `height` inches, its axes)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, height), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def _label(axes, x: str, y: str, title: str) -> None:
+    axes.set_xlabel(x, color=_INK)
+    axes.set_ylabel(y, color=_INK)
+    axes.set_title(title, loc="left", color=_INK, fontsize=11)
+
+
+def _save(figure, path: str | os.PathLike) -> None:
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_atomically(pathlib.Path(path), image.getvalue())
+
+
+def _series(path, name):
+    steps, values = [], []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if row.get(name) is not None:
+                steps.append(row["step"])
+                values.append(row[name])
+    return steps, values
+
+
+def _smooth(values):
+    """Centred mean over about a thirtieth of the run, narrower near its start."""
+    sums = [0.0, *itertools.accumulate(values)]
+    half, smooth = len(values) // 60, []
+    for i in range(len(values)):
+        reach = min(half, i)
+        begin, end = i - reach, min(i + reach + 1, len(values))
+        smooth.append((sums[end] - sums[begin]) / (end - begin))
+    return smooth
+
+
+def _annotate_last(axes, steps, values):
+    axes.annotate(
+        f"{values[-1]:.3f}",
+        (steps[-1], values[-1]),
+        xytext=(0, 10),
+        textcoords="offset points",
+        ha="center",
+        color=_INK,
+        fontsize=9,
+    )
