@@ -48,7 +48,7 @@ def check_plugins() -> None:
             version = importlib.metadata.version(wheel)
         except importlib.metadata.PackageNotFoundError:
             raise ValueError(
-                f"{wheel}, which compiles for GPUs, is not installed: {EXTRA}"
+                f"{wheel} is not installed; compiling for GPUs needs it: {EXTRA}"
             ) from None
         if version != jaxlib:
             raise ValueError(
