@@ -271,24 +271,12 @@ def _rampup_segments(rampup, final, origin):
     if start == final:
         return [(step, consumed, final)]
     each = samples / ((final - start) // increment)
-
-    def size_at(consumed):
-        return final if consumed > samples else start + int(consumed / each) * increment
-
     segments = []
-    while True:
-        size = size_at(consumed)
+    while consumed <= samples:
+        size = start + int(consumed / each) * increment
         segments.append((step, consumed, size))
-        if consumed > samples:
-            return segments
-        # Steps until the size changes: estimate, then correct for the division's rounding.
-        boundary = each * (1 + (size - start) // increment)
-        count = max(1, math.ceil((min(boundary, samples + 1) - consumed) / size))
-        while count > 1 and size_at(consumed + (count - 1) * size) != size:
-            count -= 1
-        while size_at(consumed + count * size) == size and consumed + count * size <= samples:
-            count += 1
-        step, consumed = step + count, consumed + count * size
+        step, consumed = step + 1, consumed + size
+    return [*_merged(segments), (step, consumed, final)]
 
 
 def _schedule_segments(schedule, sequence_length, final, origin):

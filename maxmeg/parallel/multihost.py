@@ -8,9 +8,10 @@ GPUs of a node are divided among its processes, so that a single process per nod
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -137,27 +138,20 @@ def meet(name: str, seconds: float = 0.0) -> None:
 def detect(environ: Mapping[str, str]) -> Rendezvous | None:
     """Read a launcher's environment; None if this is the only process."""
     # mpirun before Slurm: it passes on the Slurm variables of its own daemon.
-    readers = (_from_local, _from_open_mpi, _from_slurm, _from_jax)
+    local = functools.partial(_from_variables, "MAXMEG_", "COORDINATOR")
+    jax_names = functools.partial(_from_variables, "JAX_", "COORDINATOR_ADDRESS")
+    readers = (local, _from_open_mpi, _from_slurm, jax_names)
     rendezvous = next((r for read in readers if (r := read(environ))), None)
     return rendezvous if rendezvous and rendezvous.num_processes > 1 else None
 
 
-def _from_local(environ: Mapping[str, str]) -> Rendezvous | None:
-    names = ("MAXMEG_COORDINATOR", "MAXMEG_NUM_PROCESSES", "MAXMEG_PROCESS_ID")
-    return _from_triple(environ, names) if any(name in environ for name in names) else None
-
-
-def _from_jax(environ: Mapping[str, str]) -> Rendezvous | None:
-    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-    return _from_triple(environ, names) if any(name in environ for name in names) else None
-
-
-def _from_triple(environ: Mapping[str, str], names: tuple[str, str, str]) -> Rendezvous:
-    coordinator, num_processes, process_id = names
+def _from_variables(prefix: str, coordinator: str, environ: Mapping[str, str]) -> Rendezvous | None:
+    names = [prefix + name for name in (coordinator, "NUM_PROCESSES", "PROCESS_ID")]
+    if not any(name in environ for name in names):
+        return None
     _require(environ, names)
-    return Rendezvous(
-        environ[coordinator], _integer(environ, num_processes), _integer(environ, process_id)
-    )
+    count, number = (_integer(environ, name) for name in names[1:])
+    return Rendezvous(environ[names[0]], count, number)
 
 
 def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
@@ -261,7 +255,7 @@ def _local_device_ids(
     return tuple(range(local_rank * share, (local_rank + 1) * share))
 
 
-def _require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+def _require(environ: Mapping[str, str], names: Sequence[str]) -> None:
     missing = [name for name in names if name not in environ]
     if missing:
         present = {name: environ[name] for name in names if name in environ}

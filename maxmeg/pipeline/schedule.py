@@ -184,9 +184,9 @@ def _ticks(table: Table, lane: Lane) -> np.ndarray:
     """[microbatches x chunks, stages]: the tick of each unit."""
     ticks, stages = np.nonzero(lane.active)
     units = lane.microbatch[ticks, stages] * table.chunks + lane.chunk[ticks, stages]
-    found = np.empty((table.microbatches * table.chunks, table.stages), np.int64)
-    found[units, stages] = ticks
-    return found
+    tick_of_unit = np.empty((table.microbatches * table.chunks, table.stages), np.int64)
+    tick_of_unit[units, stages] = ticks
+    return tick_of_unit
 
 
 Units = dict[tuple[int, int], tuple[int, int]]  # (stage, tick) -> (microbatch, chunk)

@@ -89,9 +89,9 @@ def parse(text: str) -> Program:
     entry, current = "", None
     for line in text.splitlines():
         if line[:1] in ("%", "E"):
-            if found := _COMPUTATION.match(line):
-                current = computations.setdefault(found[2], [])
-                entry = found[2] if found[1] else entry
+            if header := _COMPUTATION.match(line):
+                current = computations.setdefault(header[2], [])
+                entry = header[2] if header[1] else entry
         elif line[:1] == "}":
             current = None
         elif current is not None and (instruction := parse_instruction(line)):
@@ -118,10 +118,10 @@ def parse_instruction(line: str) -> Instruction | None:
 def matching_parenthesis(text: str, start: int) -> int:
     """One past the parenthesis that closes the one at `start`."""
     depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
+    for parenthesis in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if parenthesis[0] == "(" else -1
         if depth == 0:
-            return found.end()
+            return parenthesis.end()
     return len(text)
 
 
@@ -184,8 +184,8 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
         kind = instruction.opcode.removesuffix("-start")
         if kind not in KINDS:
             continue
-        found = _GROUPS.search(instruction.attributes)
-        axes = axes_of(found[1] if found else "", kind, tuple(mesh.items()))
+        groups = _GROUPS.search(instruction.attributes)
+        axes = axes_of(groups[1] if groups else "", kind, tuple(mesh.items()))
         synchronous = _SYNCHRONOUS.search(instruction.attributes)
         asynchronous = starts(instruction) or (name in program.overlapped and not synchronous)
         results = arrays(result_shape(instruction))
@@ -215,19 +215,19 @@ def result_shape(instruction: Instruction) -> str:
 def elements(shape: str) -> list[str]:
     """The outermost elements of a tuple's shape."""
     parts, depth, start = [], 0, 1
-    for found in re.finditer(r"[(){}\[\],]", shape):
-        depth += found[0] in "({["
-        if (found[0] == "," and depth == 1) or (found[0] == ")" and depth == 1):
-            parts.append(shape[start : found.start()])
-            start = found.end()
-        depth -= found[0] in ")}]"
+    for mark in re.finditer(r"[(){}\[\],]", shape):
+        depth += mark[0] in "({["
+        if (mark[0] == "," and depth == 1) or (mark[0] == ")" and depth == 1):
+            parts.append(shape[start : mark.start()])
+            start = mark.end()
+        depth -= mark[0] in ")}]"
     return parts
 
 
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
     """(element type, dimensions) of every array in a shape."""
-    found = _ARRAY.findall(shape)
-    return [(kind, numbers(dims.replace("<=", ""))) for kind, dims in found]
+    matches = _ARRAY.findall(shape)
+    return [(kind, numbers(dims.replace("<=", ""))) for kind, dims in matches]
 
 
 def array_bytes(kind: str, dims: tuple[int, ...]) -> int:
@@ -295,9 +295,9 @@ def iota(text: str) -> np.ndarray | None:
     if text.startswith("[") and "]T(" in text and "<=" not in text:
         source, order = (numbers(part) for part in text.split("T"))
         return np.arange(math.prod(source)).reshape(source).transpose(order)
-    found = _IOTA.fullmatch(text)
-    dims, source, order = (numbers(part or "") for part in found.groups()) if found else ((),) * 3
-    if not found or math.prod(dims) != math.prod(source):
+    match = _IOTA.fullmatch(text)
+    dims, source, order = (numbers(part or "") for part in match.groups()) if match else ((),) * 3
+    if not match or math.prod(dims) != math.prod(source):
         return None
     return np.arange(math.prod(source)).reshape(source).transpose(order or None).reshape(dims)
 
@@ -308,16 +308,16 @@ def mesh_groups(text: str) -> np.ndarray | None:
     'b':(2)4 is the part of b with 4 values that has 2 slower ones before it. device_ids, if
     present, are the mesh's devices in order. None for other texts.
     """
-    found = _MESH.fullmatch(text)
-    if not found:
+    match = _MESH.fullmatch(text)
+    if not match:
         return None
-    axes = {name: int(size) for name, size in re.findall(r"([\w'.\-]+)=(\d+)", found[1])}
+    axes = {name: int(size) for name, size in re.findall(r"([\w'.\-]+)=(\d+)", match[1])}
     ids = np.arange(math.prod(axes.values()))
-    if found[2]:
-        listed = iota(found[2])
-        ids = np.array(numbers(found[2].rpartition("]")[2])) if listed is None else listed.ravel()
+    if match[2]:
+        listed = iota(match[2])
+        ids = np.array(numbers(match[2].rpartition("]")[2])) if listed is None else listed.ravel()
     chosen: dict[str, list[tuple[int, int]]] = {name: [] for name in axes}
-    for name, before, size in re.findall(r"([\w'.\-]+)(?::\((\d+)\)(\d+))?", found[3]):
+    for name, before, size in re.findall(r"([\w'.\-]+)(?::\((\d+)\)(\d+))?", match[3]):
         chosen[name].append((int(before or 1), int(size or axes[name])))
     sizes, members = [], []
     for name, whole in axes.items():
@@ -337,11 +337,11 @@ def rows_set(table: np.ndarray) -> set[tuple[int, ...]]:
 
 def kernels(program: Program) -> dict[str, int]:
     """Executions of custom calls per step, by target."""
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for _, instruction, runs in program.instructions():
         if target := _TARGET.search(instruction.attributes):
-            found[target[1]] = found.get(target[1], 0) + runs
-    return dict(sorted(found.items()))
+            counts[target[1]] = counts.get(target[1], 0) + runs
+    return dict(sorted(counts.items()))
 
 
 def matrix_flops(program: Program) -> float:
@@ -384,7 +384,7 @@ def instruction_flops(instruction: Instruction, shapes: dict[str, str]) -> float
 def flops_beside(program: Program) -> dict[str, float]:
     """FLOPs of the matrix products between start and end of each asynchronous instruction, by its
     name and by the names of the computations that it calls."""
-    found = {}
+    beside = {}
     for name, instructions in program.computations.items():
         if not program.runs[name]:
             continue
@@ -394,16 +394,16 @@ def flops_beside(program: Program) -> dict[str, float]:
             shapes[instruction.name] = instruction.shape
             done = _OPERAND.search(instruction.attributes)
             if instruction.opcode.endswith("-done") and done and done[1] in pending:
-                found[done[1]] = pending.pop(done[1])
+                beside[done[1]] = pending.pop(done[1])
             elif starts(instruction):
                 pending[instruction.name] = 0.0
             elif pending:
                 flops = flops_within(program, instruction, shapes)
                 pending = {key: value + flops for key, value in pending.items()}
         for instruction in instructions:
-            if instruction.name in found:
-                found |= dict.fromkeys(callees(instruction), found[instruction.name])
-    return found
+            if instruction.name in beside:
+                beside |= dict.fromkeys(callees(instruction), beside[instruction.name])
+    return beside
 
 
 def flops_within(program: Program, instruction: Instruction, shapes: dict[str, str]) -> float:
@@ -427,5 +427,5 @@ def operand_dims(instruction: Instruction, shapes: dict[str, str], number: int):
     """Dimensions of operand `number`, which must be one array; None if unknown."""
     end = matching_parenthesis("(" + instruction.attributes, 0) - 2
     names = _OPERAND.findall(instruction.attributes[:end])
-    found = arrays(shapes.get(names[number], "")) if number < len(names) else []
-    return found[0][1] if found else None
+    operands = arrays(shapes.get(names[number], "")) if number < len(names) else []
+    return operands[0][1] if operands else None

@@ -41,7 +41,7 @@ def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
         settings = {name: value for part in parts for name, value in part.items()}
         combined.setdefault(sum(map(bool, parts)), []).append(settings)
     for number in (1, 2, 3):
-        found: dict[tuple[str, ...], Remedy] = {}
+        fastest: dict[tuple[str, ...], Remedy] = {}
         for settings in combined.get(number, []):
             changed = with_fields(config, settings)
             memory = _memory(changed, cluster.count)
@@ -49,11 +49,11 @@ def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
                 continue
             slowdown = analyze(changed, cluster).step_seconds / seconds
             remedy = Remedy(flags_text(settings), memory, slowdown)
-            best = found.setdefault(tuple(settings), remedy)
+            best = fastest.setdefault(tuple(settings), remedy)
             if slowdown < best.slowdown:
-                found[tuple(settings)] = remedy
-        if found:
-            return tuple(sorted(found.values(), key=lambda remedy: remedy.slowdown)[:SHOWN])
+                fastest[tuple(settings)] = remedy
+        if fastest:
+            return tuple(sorted(fastest.values(), key=lambda remedy: remedy.slowdown)[:SHOWN])
     return ()
 
 
@@ -63,14 +63,14 @@ def largest_savings(config: Config, count: int) -> list[tuple[str, int]]:
     One change each of recomputation, microbatches and mesh. If no mesh of `count` devices saves
     memory, a mesh of twice as many.
     """
-    before, found = _memory(config, count), []
+    before, smallest = _memory(config, count), []
     if before is None:
         return []
     for group in _changes(config, count):
         sizes = ((_memory(with_fields(config, change), count), change) for change in group)
         tried = [(size, flags_text(change)) for size, change in sizes if size is not None]
-        found += [min(tried)] if tried else []
-    saved = [(flags, before - size) for size, flags in found if size < before]
+        smallest += [min(tried)] if tried else []
+    saved = [(flags, before - size) for size, flags in smallest if size < before]
     if not any("parallel." in flags for flags, _ in saved):
         fsdp = 2 * axis_sizes(config.parallel, count)["fsdp"]
         doubled: Settings = {"parallel.fsdp": fsdp}

@@ -132,12 +132,12 @@ def axes(work: Workload) -> tuple[str, ...]:
 def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
     """Number of outputs that each sublayer scatters over tensor: one; for experts one if they are
     cut over tensor, and one for a shared expert."""
-    found = []
+    counts = []
     for spec in unit.specs:
         whole = [mixer for mixer in spec.mixers if mixer.writes == "whole"]
         shared = any(mixer.widths().shared_expert for mixer in spec.mixers)
-        found.append(1 if whole else int(not folded(work)) + shared)
-    return tuple(found)
+        counts.append(1 if whole else int(not folded(work)) + shared)
+    return tuple(counts)
 
 
 def kept(work: Workload, unit: Unit) -> int:

@@ -330,17 +330,17 @@ def _report(report: Analytic | Compiled | None) -> dict | None:
 def _pipeline(table: Table | None) -> dict | None:
     if table is None:
         return None
-    found = bubble(table)
+    idle = bubble(table)
     names = ("forward", "input_gradients", "weight_gradients")
     return {
         "schedule": table.name,
         "stages": table.stages,
         "microbatches": table.microbatches,
         "chunks": table.chunks,
-        "ticks": found.ticks,
-        "lost": dict(zip(names, found.lost, strict=True)),
-        "ideal": dict(zip(names, found.ideal, strict=True)),
-        "bubble_fraction": found.fraction,
+        "ticks": idle.ticks,
+        "lost": dict(zip(names, idle.lost, strict=True)),
+        "ideal": dict(zip(names, idle.ideal, strict=True)),
+        "bubble_fraction": idle.fraction,
         "live_activations": live(table),
         "activation_slots": table.slots,
         "deferred_slots": table.deferred,

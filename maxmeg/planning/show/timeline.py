@@ -49,9 +49,9 @@ CHARACTER = 0.62  # width of a digit, in font sizes
 
 def timeline_facts(table: Table) -> list[tuple[str, str]]:
     """(name, text) of the schedule: ticks, bubble, live activations."""
-    found, kept = bubble(table), live(table)
-    on = ", ".join(f"{count} {name}" for name, count in found.ticks.items())
-    terms = [f"{part:.4g} {name}" for part, name in zip(found.lost, "FBW", strict=True) if part]
+    idle, kept = bubble(table), live(table)
+    on = ", ".join(f"{count} {name}" for name, count in idle.ticks.items())
+    terms = [f"{part:.4g} {name}" for part, name in zip(idle.lost, "FBW", strict=True) if part]
     lost = " + ".join(terms) or "nothing"
     facts = [
         ("schedule", f"{title(table)}, {table.ticks} ticks: {on}"),
