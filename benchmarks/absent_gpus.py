@@ -122,7 +122,7 @@ def exchanged(config: Config, gpus: int, compiled: Compiled) -> dict[str, float]
         return {}
     work = workload(config, gpus)
     rows = [row for row in compiled.collectives if row.kind.endswith("all-to-all")]
-    sent = experts.dispatch(work)
+    sent = experts.dispatch_of(work)
     cluster = parse_cluster(f"h100x{gpus}")
     planned = [row for row in traffic(work, cluster) if row.kind.endswith("all-to-all")]
     whole = sent.devices / (sent.devices - 1)

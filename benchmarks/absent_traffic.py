@@ -37,7 +37,7 @@ def size(shape: str) -> int:
 
 
 def operands(instruction: hlo.Instruction) -> list[str]:
-    stop = hlo.closing("(" + instruction.attributes, 0)
+    stop = hlo.matching_parenthesis("(" + instruction.attributes, 0)
     return re.findall(r"%([\w.\-]+)", instruction.attributes[: stop - 1])
 
 
