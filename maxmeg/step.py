@@ -242,13 +242,11 @@ def make_gradients(
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
         computing = compute_model(model, places, dtype)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective)
-        if config.parallel.pipe > 1:  # each stage has the auxiliary values of its own layers
-            aux_axes = (collectives.PIPE_AXIS, *TOKEN_AXES)
-            stack_aux = auxiliary.over_devices(sums.pop("stack_aux"), aux_axes)
-            sums = auxiliary.over_devices(sums, TOKEN_AXES) | {"stack_aux": stack_aux}
-        else:
-            sums = auxiliary.over_devices(sums, TOKEN_AXES)
-        return reduce_gradients(gradients, trained(places)), sums
+        # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
+        aux_axes = (collectives.PIPE_AXIS, *TOKEN_AXES)
+        aux = {"stack_aux": auxiliary.over_devices(sums.pop("stack_aux"), aux_axes)}
+        sums = auxiliary.over_devices(sums, TOKEN_AXES)
+        return reduce_gradients(gradients, trained(places)), sums | aux
 
     def gradients(model, batch, raw_key):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
