@@ -1,0 +1,133 @@
+"""Random models on random meshes of eight devices give one device's loss and gradients."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from layouts import BATCH, LENGTH, model_gradients, tiny
+
+from maxmeg.config.mixers import Activation, QkNorm, RouterScore
+from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
+from maxmeg.config.schema import ExpertExchange, LossBackend, Schedule
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
+AXES = ("pipe", "data", "fsdp", "expert", "tensor")
+SIZES = itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in SIZES if math.prod(sizes) == 8]
+# What settings are drawn from. Left out are those whose meaning depends on the layout: the balance
+# loss over a microbatch, capacity, and means over microbatches.
+BOTH = (False, True)
+BACKENDS = (LossBackend.xla, LossBackend.tiled)
+TRAIN = {"z_loss": (0.0, 1e-3), "label_smoothing": (0.0, 0.1), "loss_backend": BACKENDS}
+GENERAL = {
+    **{"norm": Norm, "norm_place": NormPlace, "norm_one_plus": BOTH},
+    **{"position": Position, "embedding_scale": (1.0, 3.0), "dropout_embedding": (0.0, 0.1)},
+    **{"tied": BOTH, "logit_softcap": (0.0, 5.0), "mtp.num_layers": (0, 0, 1)},
+    "dropout_hidden": (0.0, 0.2),
+    "recompute": ("minimal", "selective", "full", "query,mlp_up"),
+}
+SCORES = {
+    **dict.fromkeys(("attention.bias_qkv", "attention.bias_out", "attention.sinks"), BOTH),
+    **{"attention.softcap": (0.0, 5.0), "attention.dropout": (0.0, 0.1)},
+}
+HEADS = SCORES | {"attention.num_kv_heads": (0, 1, 2, 4), "attention.qk_norm": QkNorm}
+MLA = SCORES | {"mla.kv_rank": (16,), "mla.query_rank": (0, 16), "mla.rotary_size": (2, 4)}
+WINDOW = {"attention.window": (5, 9)}
+MLP = {"mlp.ffn_size": (64,), "mlp.activation": Activation, "mlp.bias": BOTH}
+MOE = MLP | {
+    **{"moe.num_experts": (8,), "moe.top_k": (2, 3), "moe.score": RouterScore},
+    **{"moe.ffn_size": (32,), "moe.shared_ffn_size": (0, 32), "moe.latent_size": (0, 16)},
+    **{"moe.sequence_aux_loss": (0.0, 0.1), "moe.z_loss": (0.0, 0.01), "moe.jitter": (0.0, 0.1)},
+    **{"moe.normalize_weights": BOTH, "moe.bias_balancing": BOTH, "moe.logit_bias": BOTH},
+}
+CONV = {"conv.kernel_size": (1, 3, 4), "conv.bias": BOTH}
+READ = {"attention": HEADS, "local": HEADS | WINDOW, "mla": MLA, "local_mla": MLA | WINDOW}
+READ |= {"conv": CONV, "mlp": MLP, "moe": MOE}
+
+
+@st.composite
+def runs(draw) -> tuple[dict, dict, dict, bool]:
+    """(model settings, train settings, mesh, whether rows hold two documents); all are valid."""
+
+    def one_of(values):
+        return draw(st.sampled_from(values))
+
+    mesh = dict(one_of(MESHES))
+    replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    if mesh["expert"] > 1:
+        mesh["expert_exchange"] = one_of(ExpertExchange)
+        if mesh["expert_exchange"] is not ExpertExchange.gather:
+            mesh["expert_buffer"] = one_of((1.0, 1.5, 3.0))
+        if mesh["tensor"] > 1 and one_of(BOTH):  # experts lie along tensor too
+            mesh["expert_tensor"] = mesh["tensor"] // 2
+            mesh["expert"] *= 2
+    mesh["zero1"] = one_of(BOTH)
+    kinds = one_of([("attention", "local", "conv"), ("mla", "local_mla", "conv")])
+    unit = []
+    for number in range(one_of((1, 2))):
+        feed = one_of(("moe",) if mesh["expert"] > 1 and number == 0 else ("mlp", "moe"))
+        unit.append(one_of(kinds) + ("," if feed == "moe" else one_of(",+")) + feed)
+    repeats = one_of((1, 2, 3))
+    rounds = 1  # what the number of microbatches must divide by
+    if mesh["pipe"] > 1:
+        mesh["schedule"] = one_of(Schedule)
+        if mesh["schedule"] is Schedule.one_f_one_b and one_of(BOTH):
+            mesh["chunks"], rounds = 2, mesh["pipe"]
+        mesh["pad_layers"] = one_of(BOTH)
+        repeats = mesh["pipe"] * mesh.get("chunks", 1) * 2 - mesh["pad_layers"]
+    rows = BATCH // replicas
+    sizes = [n for n in range(1, rows + 1) if rows % (n * rounds) == 0]
+    train = {"micro_batch_size": one_of(sizes if mesh["pipe"] > 1 else [0, *sizes])}
+    train |= {name: one_of(values) for name, values in TRAIN.items()}
+    model = {"layers": f"*({' '.join(unit)})", "num_layers": len(unit) * repeats}
+    mixers = {mixer for layer in unit for mixer in layer.replace("+", ",").split(",")}
+    choices = GENERAL.copy()
+    for mixer in sorted(mixers):
+        choices |= READ[mixer]
+    model |= {name: one_of(values) for name, values in choices.items()}
+    if mixers <= {"conv", "mlp", "moe"}:
+        model["attention.num_heads"] = ModelConfig().attention.num_heads  # nothing reads it
+    if "moe" in mixers and one_of(BOTH):
+        model |= {"moe.num_groups": 4, "moe.topk_groups": 2}
+    if model["position"] is Position.learned:
+        model["max_position"] = LENGTH
+    if "+" in model["layers"] and model["norm_place"] is not NormPlace.post:
+        model["parallel_norms"] = one_of(BOTH)
+    return model, train, mesh, one_of(BOTH)
+
+
+def documents() -> dict[str, np.ndarray]:
+    """Rows of two documents, the positions in each from 0 on."""
+    cuts_B1 = np.random.default_rng(1).integers(1, LENGTH, (BATCH, 1))
+    places_L = np.arange(LENGTH)
+    positions_BL = np.where(places_L < cuts_B1, places_L, places_L - cuts_B1)
+    segments_BL = 1 + (places_L >= cuts_B1)
+    return {"positions": np.int32(positions_BL), "segment_ids": np.int32(segments_BL)}
+
+
+def check_run(model: dict, train: dict, mesh: dict, is_packed: bool) -> None:
+    extra = documents() if is_packed else {}
+    loss, found = model_gradients(tiny(model, train, **mesh), **extra)
+    whole = tiny(model, train | {"micro_batch_size": 0}, fsdp=1)
+    wanted_loss, wanted = model_gradients(whole, **extra)
+    assert loss == pytest.approx(wanted_loss, rel=TOLERANCE)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        rows = min(len(array), len(found[name]))  # the padding of the vocabulary differs
+        assert not array[rows:].any() and not found[name][rows:].any(), name
+        error = np.abs(array[:rows] - found[name][:rows]).max()
+        assert error <= TOLERANCE * np.abs(array).max() + FLOOR, (name, error)
+
+
+@pytest.mark.parametrize("examples", [2, pytest.param(30, marks=pytest.mark.slow)])
+def test_random_layout_equals_one_device(examples):
+    @settings(max_examples=examples, derandomize=True, phases=[Phase.generate])
+    @given(runs())
+    def check(run):
+        check_run(*run)
+
+    check()
