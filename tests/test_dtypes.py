@@ -169,8 +169,17 @@ def equations(jaxpr) -> Iterator:
     """All equations of a program, those of its loops and calls too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
+        for inner in jax.tree.leaves([*equation.params.values()]):  # a closed one has its own jaxpr
+            if hasattr(inner := getattr(inner, "jaxpr", inner), "eqns"):
+                yield from equations(inner)
+
+
+def carry_of(params: dict) -> tuple[int, int]:
+    """(number of constants before a scan's carry, number of arrays in the carry)."""
+    if "num_carry" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # jax 0.12
+    return len(consts), len(carry)
 
 
 @functools.cache
@@ -221,7 +230,8 @@ def test_loops_carry_gradients_in_float32(step):
     for equation in found:
         params, arrays = equation.params, []
         if equation.primitive.name == "scan":
-            arrays = equation.invars[params["num_consts"] :][: params["num_carry"]]
+            consts, carry = carry_of(params)
+            arrays = equation.invars[consts:][:carry]
         elif equation.primitive.name == "while":
             arrays = equation.invars[params["cond_nconsts"] + params["body_nconsts"] :]
         for array in arrays:
