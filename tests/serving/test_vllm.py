@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_cases import LINEAR, families
@@ -98,7 +99,7 @@ def test_greedy_tokens_are_the_same(name, answers):
     assert "error" not in found, found["error"]
     if name in INEXACT:
         for prompt, tokens in zip(PROMPTS, found["tokens"], strict=True):
-            logits_LV = found["model"](np.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
+            logits_LV = found["model"](jnp.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
             chosen_L = logits_LV[np.arange(COUNT), np.array(tokens)]
             assert (logits_LV.max(-1) - chosen_L).max() <= INEXACT[name]
         return
