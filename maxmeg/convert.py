@@ -1,51 +1,26 @@
-"""Convert a model: python -m maxmeg.convert --input=HF_FOLDER --output=FOLDER
+"""Convert a model: maxmeg convert --input=HF_FOLDER --output=FOLDER
 
 Or --input=FILE.gguf, or a folder of Megatron-LM's torch_dist (needs torch; --config if it names no
 architecture). Back: --to=huggingface --input=RUN_DIR merges adapters, --to=peft writes them alone.
 """
 
-import dataclasses
-import enum
-import sys
+if __name__ == "__main__":  # before the imports: a mistake needs no JAX
+    from maxmeg.__main__ import run_module
+
+    run_module("convert")
+
 import typing
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
-from maxmeg.config.flags import run_command
-from maxmeg.config.model import DType
+from maxmeg.config.options import Convert as Options
+from maxmeg.config.options import To
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import setting
 from maxmeg.hf import convert, peft
 from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.source import Source
 from maxmeg.megatron import convert as megatron
-
-
-class To(enum.Enum):
-    maxmeg = "maxmeg"
-    huggingface = "huggingface"
-    peft = "peft"
-
-
-@dataclasses.dataclass
-class Options:
-    """Input, output and format."""
-
-    input: str = setting(
-        dataclasses.MISSING, "folder of Hugging Face, Megatron or a run, or a .gguf file"
-    )
-    output: str = setting("", "folder to create: a run's, Hugging Face's or PEFT's")
-    to: To = setting(To.maxmeg, "maxmeg | huggingface | peft")
-    list: bool = setting(False, "show tensors and arrays, write nothing")
-    tokenizer: str = setting(
-        "", "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's"
-    )
-    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights, bfloat16 | float32")
-    step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
-    shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
-    family: str = setting("", "architecture in transformers; empty: the model's")
 
 
 def main(*arguments: typing.Any) -> None:
@@ -83,7 +58,7 @@ def main(*arguments: typing.Any) -> None:
         print(f"note: {note}")
     if inward:
         prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"
-        print(f"next: python -m maxmeg.generate --run_dir={options.output} --prompt={prompt}")
+        print(f"next: maxmeg generate --run_dir={options.output} --prompt={prompt}")
     else:
         print(f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')")
 
@@ -107,14 +82,6 @@ def to_maxmeg(options: Options, config: Config | None) -> convert.Report:
     return convert.import_model(source, options.output, tokenizer)
 
 
-def has_config(argv: Sequence[str]) -> bool:
-    return any(argument.partition("=")[0] == "--config" for argument in argv)
-
-
 def opened(options: Options) -> Source:
     is_gguf = Path(options.input).suffix == ".gguf"
     return gguf.open_file(options.input) if is_gguf else convert.open_folder(options.input)
-
-
-if __name__ == "__main__":
-    run_command(main, Options, needs_config=has_config(sys.argv))

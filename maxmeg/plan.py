@@ -1,24 +1,30 @@
 """Plan memory, communication and time of a run, for GPUs that this machine need not have.
 
-    python -m maxmeg.plan --config=configs/gpt.py:175b --hardware=h100x64 [--search] [--compile]
-    python -m maxmeg.plan --config=configs/gpt.py --config.parallel.pipe=4 --timeline=pipe.svg
+    maxmeg plan --config=llama3-8b --hardware=h100x64 [--search] [--compile]
+    maxmeg plan --config=gpt --parallel.pipe=4 --timeline=pipe.svg
 
 The report comes from formulas, in milliseconds; with --compile also from the real train step,
 compiled for those GPUs. Without --hardware it shows the pipeline's timeline alone.
 """
 
+if __name__ == "__main__":  # before the imports: a mistake needs no JAX
+    from maxmeg.__main__ import run_module
+
+    run_module("plan")
+
 import dataclasses
 import pathlib
+import shlex
 import sys
 
-from maxmeg.config.flags import run_command
+from maxmeg.config.options import Plan as Options
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import setting
 from maxmeg.config.validate import resolve
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.planning.absent import check_plugins
-from maxmeg.planning.analytic import analyze
+from maxmeg.planning.analytic import analyze, attention_words
 from maxmeg.planning.compile import compile_report
+from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import Cluster, parse_cluster
 from maxmeg.planning.remedies import flags_text, remedies
 from maxmeg.planning.search import search
@@ -29,18 +35,6 @@ from maxmeg.runtime.platform import choose_platform
 
 BEST_COMPILED = 3
 SHOWN = 10  # number of layouts of a search in the report
-
-
-@dataclasses.dataclass
-class Options:
-    """GPUs, methods and output files of a plan."""
-
-    hardware: str = setting("", "GPUs as NAMExCOUNT, h100x64; empty: the pipeline's timeline alone")
-    search: bool = setting(False, "rank all layouts and report on the best instead of the config's")
-    compile: bool = setting(False, "compile the train step; with --search of the best 3 layouts")
-    timeline: str = setting("", "SVG file: ticks x stages of the pipeline")
-    json: str = setting("", "JSON file: the whole report")
-    html: str = setting("", "HTML file: the whole report as one page")
 
 
 def main(config: Config, options: Options) -> None:
@@ -54,13 +48,14 @@ def main(config: Config, options: Options) -> None:
         plan = plan_of(config, config.parallel.devices)
     if plan.table is None and options.timeline:
         raise ValueError(
-            f"--timeline={options.timeline}: parallel.pipe=1 has none; set --config.parallel.pipe=4"
+            f"--timeline={options.timeline}: parallel.pipe=1 has none; set --parallel.pipe=4"
         )
     if plan.table is None and not options.hardware:
         raise ValueError(
             "nothing to plan: give --hardware=NAMExCOUNT, as h100x64, or stages of a pipeline, "
-            "--config.parallel.pipe=4"
+            "--parallel.pipe=4"
         )
+    plan = dataclasses.replace(plan, command=f"maxmeg plan {shlex.join(sys.argv[1:])}")
     print(plan_text(plan))
     write(options.json, plan_json(plan))
     write(options.html, plan_html(plan))
@@ -90,6 +85,8 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
         chosen = [candidate.config for candidate in candidates]
         choices = [Choice(candidate.settings, candidate.analytic) for candidate in candidates]
     plan = plan_of(chosen[0], cluster.count)
+    work = workload(chosen[0], cluster.count, cluster.device)
+    plan.settings["attention"] = attention_words(work, cluster)
     if choices:
         plan.settings["flags"] = flags_text(choices[0].settings)
     analytic, compiled = analyze(chosen[0], cluster), []
@@ -112,7 +109,3 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
 def write(path: str, text: str) -> None:
     if path:
         pathlib.Path(path).write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    run_command(main, Options)

@@ -1,11 +1,15 @@
-"""Tokenizes text into .bin/.idx files: `python -m maxmeg.preprocess --input=a.jsonl --output=out`.
+"""Tokenizes text into .bin/.idx files: `maxmeg preprocess --input=a.jsonl --output=out`.
 
-Reads JSON lines (.jsonl, .json, .ndjson), Parquet (.parquet) and plain text (any other name, the
-whole file is one document), lines and text also packed as .gz, .zst, .bz2 and .xz, from paths,
-s3://bucket/key and other addresses that fsspec knows, and standard input (`-`). What is written
-has subcommands: `python -m maxmeg.preprocess inspect PREFIX`, `merge PREFIX ... --output=PREFIX`,
-`verify PREFIX`.
+Reads JSON lines (.jsonl, .json, .ndjson), Parquet (.parquet) and plain text (any other name: one
+document per file) from paths, s3://bucket/key and other fsspec URLs, and standard input (`-`). JSON
+lines and text may be compressed (.gz, .zst, .bz2, .xz). For the files that it has written, see
+`maxmeg preprocess inspect PREFIX`, `merge PREFIX ... --output=PREFIX` and `verify PREFIX`.
 """
+
+if __name__ == "__main__":  # before the imports: a mistake needs no JAX
+    from maxmeg.__main__ import run_module
+
+    run_module("preprocess")
 
 import signal
 import sys
@@ -15,13 +19,18 @@ from maxmeg.data import commands, prepare_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 1 after an error that was explained."""
+    """Run the command. Returns the exit code, 2 after an error, which is printed."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments and arguments[0] in commands.COMMANDS:
-        return commands.run(arguments)
-    return prepare_command.run(__doc__, arguments)
+    try:
+        if arguments and arguments[0] in commands.COMMANDS:
+            return commands.run(arguments)
+        return prepare_command.run(__doc__, arguments)
+    except (ValueError, NotImplementedError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
-if __name__ == "__main__":
+def command(arguments: Sequence[str]) -> int:
+    """Run as a program of its own, which SIGTERM interrupts as Ctrl-C does."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(main())
+    return main(arguments)

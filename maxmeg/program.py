@@ -12,12 +12,13 @@ from maxmeg.parallel.placement import local_rows
 from maxmeg.runtime.faults.rerun import with_rerun
 from maxmeg.runtime.metrics.memory import CompiledStep, print_memory
 from maxmeg.state import abstract_state
-from maxmeg.step import make_eval_step, make_train_step
+from maxmeg.step import make_compute_copy, make_eval_step, make_train_step
 
 
 class Program:
     """The training and the evaluation step of a valid configuration, on all devices.
 
+    compute_copy: the model -> the copy of it that eval_step reads for all batches of an evaluation.
     abstract: the state's shapes, dtypes and shardings. rows: batch size -> the rows of the global
     batch that this process reads.
     """
@@ -33,9 +34,10 @@ class Program:
         self.optimizer = make_optimizer(config.optim)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)
-        self.train_step = CompiledStep(step, lambda compiled: print_memory(compiled, config))
+        self.train_step = CompiledStep(step, print_memory)
         if config.train.rerun_bad_steps:
             self.train_step = with_rerun(self.train_step)
+        self.compute_copy = make_compute_copy(config, self.mesh, self.abstract.model)
         self.eval_step = make_eval_step(
             config, self.mesh, self.abstract.model, byte_lengths, objective
         )

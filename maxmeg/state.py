@@ -14,9 +14,10 @@ from maxmeg.checkpoint import storage
 from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
+from maxmeg.ops.random import split
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import saved, trained
-from maxmeg.runtime.metrics.summary import ParameterRow
+from maxmeg.runtime.metrics.parameter_table import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS
 VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimension 0
@@ -36,7 +37,7 @@ class TrainState:
 
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     """The state before the first step; depends on the key alone, not on any layout."""
-    model_key, later = jax.random.split(key)
+    model_key, later = split(key, 2)
     model = language_model(model_key, config)
     moments = optimizer.init(trained(model))
     return TrainState(jnp.int32(0), model, moments, jax.random.key_data(later))

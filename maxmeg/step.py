@@ -5,6 +5,7 @@ They accumulate in float32, unreduced, over all microbatches and are then reduce
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Sequence
 
@@ -25,7 +26,7 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
-from maxmeg.parallel.rules import reductions
+from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.executor import Program, run_pipeline
@@ -42,7 +43,7 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
         rows_B=batch.rows,
         dropout_key=None if raw_key is None else jax.random.wrap_key_data(raw_key),
         layer=layer,
-        microbatch_weight=batch.share,
+        microbatch_weight=batch.microbatch_weight,
         training=raw_key is not None,
     )
 
@@ -68,7 +69,7 @@ def complete(
     batch: Batch, reduction: LossReduction, shards: int, masks: Sequence[jax.Array]
 ) -> Batch:
     """The batch [M, B, ...] with the rows' numbers in the global batch, the divisor of the loss of
-    each of `masks` [M, B, L], and the microbatches' share in means over microbatches.
+    each of `masks` [M, B, L], and the weight of each microbatch in means over them.
 
     Losses and gradients then need only be summed. token_mean: a token weighs 1 / (tokens of the
     global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
@@ -88,37 +89,42 @@ def complete(
         batch,
         rows=rows_MB,
         divisors=jnp.stack([divisors(mask_MBL) for mask_MBL in masks], axis=1),
-        share=jnp.full(M, 1 / M),
+        microbatch_weight=jnp.full(M, 1 / M),
     )
 
 
-def compute_model(model: typing.Any, places, dtype) -> typing.Any:
+@jax.named_scope("compute_weights")
+def compute_model(model: typing.Any, gradient_reductions, dtype) -> typing.Any:
     """The parameters that compute: masters cast once to the compute dtype, cut to the device's
-    key/value head where those are fewer than tensor, and under ZeRO-1 gathered once over data."""
+    key/value head where those are fewer than tensor, and under ZeRO-1 gathered once."""
 
     def one(master, place):
         value = master if place.exact else master.astype(dtype)
         if place.kv_slice is not None:
             head = place.kv_slice
             value = collectives.local_kv_head(value, head.dim, head.num_heads)
-        if place.scatter_dim is None:
+        if place.cut is None:
             return value
-        return collectives.gather(value, ("data",), place.scatter_dim)
+        return collectives.gather(value, place.cut.axes, place.cut.dim)
 
-    return jax.tree.map(one, model, places)
+    return jax.tree.map(one, model, gradient_reductions)
 
 
-def reduce_gradients(gradients: Model, places) -> Model:
+@jax.named_scope("reduce_gradients")
+def reduce_gradients(gradients: Model, gradient_reductions) -> Model:
     """Sum each gradient over the devices that hold its parameter: one collective per set of axes.
 
-    Under ZeRO-1 each device keeps its part along data.
+    Under ZeRO-1 each device keeps the part of its master. The sums are float32, rounded to
+    `parallel.gradient_dtype` in every collective.
     """
     leaves, tree = jax.tree.flatten(gradients)
-    flat = jax.tree.leaves(places)
+    flat = jax.tree.leaves(gradient_reductions)
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for i, place in enumerate(flat):
-        if place.scatter_dim is not None:
-            leaves[i] = collectives.scatter(leaves[i], ("data",), place.scatter_dim)
+        if place.cut is not None or collectives.present(place.sum_axes):
+            leaves[i] = leaves[i].astype(place.dtype)
+        if place.cut is not None:
+            leaves[i] = collectives.scatter(leaves[i], place.cut.axes, place.cut.dim)
         if place.kv_slice is not None:
             head = place.kv_slice
             leaves[i] = collectives.at_kv_head(leaves[i], head.dim, head.num_heads)
@@ -126,7 +132,7 @@ def reduce_gradients(gradients: Model, places) -> Model:
     for axes, members in by_axes.items():
         sums = collectives.sum_over([leaves[i] for i in members], axes)
         for i, total in zip(members, sums, strict=True):
-            leaves[i] = total
+            leaves[i] = total.astype(jnp.float32)
     return jax.tree.unflatten(tree, leaves)
 
 
@@ -189,9 +195,13 @@ def pipelined(
     def embed(outer: Model, microbatch: Batch):
         return joined(outer, fixed_outer).embed(microbatch, context(microbatch, raw_key))
 
+    def shared(microbatch: Batch):
+        return microbatch, units.with_rotations(context(microbatch, raw_key)).rotations
+
     def unit(params, x_BLD, given):
-        microbatch, layer, rest = given
-        whole, ctx = joined(params, rest), context(microbatch, raw_key)
+        (microbatch, rotations), layer, rest = given
+        whole = joined(params, rest)
+        ctx = dataclasses.replace(context(microbatch, raw_key), rotations=rotations)
         x_BLD, _, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=False)
         return x_BLD, aux
 
@@ -201,7 +211,7 @@ def pipelined(
         return objective.loss(whole, h_BLD, microbatch, config.train, ctx)
 
     groups = tuple(stack.stack.groups), tuple(fixed_stack.stack.groups)
-    program = Program(outer, *groups, batch, embed, unit, head)
+    program = Program(outer, *groups, batch, embed, shared, unit, head)
     parallel = config.parallel
     table = schedule(batch.tokens.shape[0], parallel.pipe, parallel.chunks)
     (outer_sums, group_sums), sums, aux = run_pipeline(program, table, units.layout)
@@ -233,20 +243,21 @@ def make_gradients(
     None means the one that data.objective names.
     """
     objective = objective or OBJECTIVES[config.data.objective]
-    places = reductions(model, mesh, config.parallel.zero1)
+    gradient_reductions = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, batch, raw_key):
         masks = objective.masks(model, batch)
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
-        computing = compute_model(model, places, dtype)
+        computing = compute_model(model, gradient_reductions, dtype)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective)
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
-        aux_axes = (collectives.PIPE_AXIS, *TOKEN_AXES)
-        aux = {"stack_aux": auxiliary.over_devices(sums.pop("stack_aux"), aux_axes)}
-        sums = auxiliary.over_devices(sums, TOKEN_AXES)
-        return reduce_gradients(gradients, trained(places)), sums | aux
+        pipe = (collectives.PIPE_AXIS,)
+        stack_aux = sums.pop("stack_aux")
+        sums = auxiliary.counted_once(sums, pipe) | {"stack_aux": stack_aux}
+        sums = auxiliary.over_devices(sums, (*pipe, *TOKEN_AXES))
+        return reduce_gradients(gradients, trained(gradient_reductions)), sums
 
     def gradients(model, batch, raw_key):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
@@ -284,8 +295,9 @@ def make_train_step(
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
         own = trained(state.model)
-        updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
-        model = joined(jax.tree.map(jnp.add, own, updates), fixed(state.model))
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
+            model = joined(jax.tree.map(jnp.add, own, updates), fixed(state.model))
         model.update(sums)
         model, opt_state = auxiliary.choose(
             finite, (model, opt_state), (state.model, state.optimizer)
@@ -302,6 +314,36 @@ def make_train_step(
     return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))
 
 
+def make_compute_copy(config: Config, mesh: Mesh, model: Model) -> Callable:
+    """The model -> the model that all batches of an evaluation read, made by one program.
+
+    Weights are cast to the compute dtype and, under ZeRO-1, gathered; fsdp and tensor shard them as
+    before. Arrays that are neither cast nor gathered are shared with the model. `model` is abstract
+    with shardings.
+    """
+    zero1, dtype = config.parallel.zero1, jnp.dtype(config.model.dtype.value)
+    # The eval step cuts key/value heads itself: their arrays then keep the shape of the model's.
+    places = jax.tree.map(
+        lambda place: dataclasses.replace(place, kv_slice=None), reductions(model, mesh, zero1)
+    )
+    is_copied = jax.tree.map(
+        lambda place, a: place.cut is not None or not (place.exact or a.dtype == dtype),
+        places,
+        model,
+    )
+
+    def arrays(tree, copied: bool):
+        return jax.tree.map(lambda leaf, is_it: leaf if is_it == copied else None, tree, is_copied)
+
+    if not any(jax.tree.leaves(is_copied)):
+        return lambda model: model
+    local = functools.partial(compute_model, gradient_reductions=arrays(places, True), dtype=dtype)
+    before = jax.tree.map(lambda a: a.sharding.spec, arrays(model, True))
+    after = arrays(storage_specs(model, mesh, zero1=False), True)
+    copy = jax.jit(spmd(local, mesh, (before,), after))
+    return lambda model: joined(copy(arrays(model, True)), arrays(model, False))
+
+
 def make_eval_step(
     config: Config,
     mesh: Mesh,
@@ -311,19 +353,23 @@ def make_eval_step(
 ) -> Callable:
     """The jitted (model, batch, stop) -> sums of losses and tokens, without dropout.
 
-    Batch arrays are [microbatch, sample, length]. byte_lengths: bytes of the text of each id; then
-    the bytes of the targets are summed too. stop: None, or one flag per device, whose sum is
-    returned too. objective: None means the one that data.objective names.
+    `model` is abstract with shardings; the step takes the model's `make_compute_copy`, or the model
+    itself, which each call then casts. Batch arrays are [microbatch, sample, length]. byte_lengths:
+    bytes of the text of each id; then the bytes of the targets are summed too. stop: None, or one
+    flag per device, whose sum is returned too. objective: None means the one that data.objective
+    names.
     """
     objective = objective or OBJECTIVES[config.data.objective]
-    places = reductions(model, mesh, config.parallel.zero1)
-    specs = jax.tree.map(lambda a: a.sharding.spec, model)
+    gradient_reductions = reductions(model, mesh, zero1=False)
+    specs = storage_specs(model, mesh, zero1=False)
     dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, batch):
         reduction = config.train.loss_reduction
         batch = complete(batch, reduction, batch_shards(mesh), [batch.loss_mask])
-        sums = local_sums(compute_model(model, places, dtype), batch, config, objective)
+        sums = local_sums(
+            compute_model(model, gradient_reductions, dtype), batch, config, objective
+        )
         return auxiliary.over_devices(sums, TOKEN_AXES)
 
     def eval_step(model, batch, stop=None):

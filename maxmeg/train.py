@@ -1,7 +1,13 @@
-"""Train a language model: python -m maxmeg.train --config=configs/gpt.py [--config.FIELD=VALUE]"""
+"""Train a language model: maxmeg train --config=gpt [--train.num_steps=100 ...]"""
+
+if __name__ == "__main__":  # before the imports: a mistake needs no JAX
+    from maxmeg.__main__ import run_module
+
+    run_module("train")
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +15,11 @@ import jax
 import numpy as np
 
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.resume import Start, start
+from maxmeg.checkpoint.resume import Start, check_start, start
 from maxmeg.config import files
-from maxmeg.config.flags import run_command
+from maxmeg.config.options import Train as Options
 from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import batch_unit, resolve, validate
 from maxmeg.data import run_folder
 from maxmeg.data.loader import eval_batches, train_loader
@@ -21,10 +28,14 @@ from maxmeg.data.source import Corpora, Source
 from maxmeg.evals.perplexity import StopRequested, mean_loss, validation_metrics
 from maxmeg.inference.decode import sample_at_end
 from maxmeg.objectives.objective import Objective
+from maxmeg.ops.attention.call import warn_of_xla
 from maxmeg.optim.schedules import Origin, Schedules
 from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.mesh import sizes_of
 from maxmeg.parallel.placement import place_batch, place_flag
+from maxmeg.planning.remedies import planned_attention, planned_memory
+from maxmeg.planning.show.text import memory_table
 from maxmeg.program import Program
 from maxmeg.runtime.determinism import check_deterministic
 from maxmeg.runtime.faults.lock import lock_run
@@ -32,12 +43,15 @@ from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.faults.peers import ending_together
 from maxmeg.runtime.faults.signals import Interrupt
 from maxmeg.runtime.faults.watchdog import SAVING, Watchdog
+from maxmeg.runtime.garbage import collected_every
 from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.logs import start_logging
-from maxmeg.runtime.metrics.plots import write_plots
-from maxmeg.runtime.metrics.summary import print_mesh, print_parameters
+from maxmeg.runtime.metrics.parameter_table import parameter_table
+from maxmeg.runtime.metrics.plots import validation_words, write_plots
+from maxmeg.runtime.metrics.summary import summary
 from maxmeg.runtime.observe import Observer
-from maxmeg.runtime.slurm import warn_of_late_save
+from maxmeg.runtime.screen import say, width
+from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
 from maxmeg.state import CHECKPOINTS, orders_of, parameter_rows, to_tree
 
 
@@ -106,9 +120,10 @@ class Run:
         size, rows = self.config.train.global_batch_size, self.program.rows
         mesh, eval_step = self.program.mesh, self.program.eval_step
         first, results = self.schedules.evaluation_start(step), {}
+        computing = self.program.compute_copy(model)
         for name, data in self.validation.items():
             batches = eval_batches(data, self.config.train.eval_steps, size, rows, first)
-            evaluated = (eval_step, model, batches, mesh, size, rows)
+            evaluated = (eval_step, computing, batches, mesh, size, rows)
             try:
                 results[name] = mean_loss(*evaluated, lambda: place_flag(interrupt.requested, mesh))
             except StopRequested:
@@ -143,11 +158,14 @@ def train(run: Run, state, start_step: int):
     interrupt, at_end = Interrupt(settings.exit_after_minutes), contextlib.ExitStack()
     at_end.callback(run.checkpointer.wait)  # a save in the background ends before the program
     postponed = False  # a save that was due after a skipped step
-    with at_end, interrupt, observer, run.batches(start_step) as batches:
+    collected, loader = collected_every(settings.gc_interval), run.batches(start_step)
+    with at_end, interrupt, observer, collected as collect, loader as batches:
         for step, batch in batches:
             observer.before(step)
             controls = run.controls(step, interrupt.requested)
-            state, metrics = run.program.train_step(state, run.place(step, batch), controls)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
+                state, metrics = run.program.train_step(state, run.place(step, batch), controls)
+            collect(step + 1)
             observer.dispatched(step, {**metrics, "data_wait_seconds": batches.waited})
             last = step + 1 == settings.num_steps
             stopping = observer.stops(interrupt.requested) or due(settings.exit_at, step)
@@ -158,7 +176,8 @@ def train(run: Run, state, start_step: int):
                 observer.flush()  # too many skipped steps raise here, before the save
                 postponed = observer.skipped and not (stopping or last)
                 if not postponed:
-                    run.save(state, stopping)
+                    with observer.saving():
+                        run.save(state, stopping)
             if stopping or last:
                 break
     return state
@@ -175,47 +194,103 @@ def finish(run: Run, state) -> None:
     config, step = run.config, int(state.step)
     done = step == config.train.num_steps
     sample = ""
-    pipelined = run.program.mesh.shape["pipe"] > 1  # then the model that writes is the saved one
-    if done and config.log.sample_prompt and (saved or not pipelined):
-        sample = sample_at_end(state.model, config, run.tokenizer, step, run.program.mesh)
+    if done and config.log.sample_prompt:
+        mesh = run.program.mesh
+        sample = sample_at_end(state.model, config, run.tokenizer, step, mesh, saved)
     if not multihost.is_primary():
         return
     if sample:
-        print(f"\n--- sample\n{config.log.sample_prompt}{sample}\n---")
+        text = f"{config.log.sample_prompt}{sample}".rstrip()
+        lines = (line.rstrip() for line in text.splitlines())
+        print("", "--- sample", *lines, "---", sep="\n")
+    if words := validation_words(config.run_dir):
+        print(words)
     for title, path in write_plots(config.run_dir).items():
         print(f"{title}: {path}")
     if saved:
-        print(f"checkpoint: {run.checkpointer.folder}, step {step}")
+        print(f"checkpoint: {os.path.join(config.run_dir, CHECKPOINTS)}, step {step}")
     if not done:
-        print(f"stopped after step {step}; the same command goes on from there")
+        print(f"stopped after step {step}; {resuming_words()}")
 
 
 def announce(run: Run, begun: Start) -> None:
     """Print what is about to be trained, and what changed since the checkpoint that it resumes."""
-    config, step = run.config, begun.step
     if not multihost.is_primary():
         return
-    if begun.metadata:
-        print(f"resumed at step {step}, sample {begun.metadata['consumed_samples']:,}")
-        if changed := files.differences(begun.metadata["config"], run_folder.stored(config)):
-            print(f"changed since step {step}: {', '.join(changed)}")
+    print_resumed(run.config, begun.step, begun.metadata)
+    if begun.step < run.config.train.num_steps:
+        print_summary(run)
+
+
+def print_resumed(
+    config: Config, step: int, metadata: Mapping[str, Any], verb: str = "resumed"
+) -> None:
+    """Print the step that a run goes on from, and what changed since. metadata: {} of a new run."""
+    if metadata:
+        say(f"{verb} at step {step}, sample {metadata['consumed_samples']:,}")
+        if changed := files.differences(metadata["config"], run_folder.stored(config)):
+            say(f"changed since step {step}: {', '.join(changed)}")
     if step >= config.train.num_steps:
-        print(
-            f"this run is finished (train.num_steps={config.train.num_steps}): raise "
-            "train.num_steps to train further, or choose another run_dir"
+        say(
+            f"already finished at step {step}: raise train.num_steps={config.train.num_steps} to "
+            "train further, or choose another run_dir"
         )
-        return
-    print_mesh(dict(run.program.mesh.shape), jax.devices()[0].device_kind)
-    print_parameters(parameter_rows(run.program.abstract.model))
+
+
+def print_summary(run: Run) -> None:
+    config = run.config
+    for label, text in summary(config, sizes_of(run.program.mesh), run.program.abstract):
+        say(text, label)
+    for reason, words in planned_attention(config, jax.device_count())[1].items():
+        warn_of_xla(reason, words)
+    if config.log.parameters:
+        table = parameter_table(parameter_rows(run.program.abstract.model), width())
+        print(*table, sep="\n", flush=True)
+
+
+def set_up(config: Config, cache: str = "") -> None:
+    """Prepare the process: environment, devices, other processes, logging.
+
+    cache: a folder for the programs that are compiled for GPUs.
+    """
+    environment = set_gpu_environment(config.train.deterministic, cache)
+    multihost.initialize(config.watchdog.silence)
+    start_logging()
+    if environment and multihost.is_primary():
+        say(environment.words(), "gpu")
+    check_deterministic(config)
+
+
+@explains_out_of_memory()
+def dry_run(config: Config) -> None:
+    """Check a run and print its summary, estimated memory and data. No step, no files in run_dir.
+
+    Of a checkpoint that the run would resume, or begin from, the metadata are read.
+    """
+    set_up(config)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(with_fields(config, {"run_dir": folder}))
+        settings = with_fields(run.config, {"run_dir": config.run_dir})
+        checkpoints = Checkpointer(os.path.join(config.run_dir, CHECKPOINTS))
+        identity = run.tokenizer.identity
+        resumed = check_start(settings, checkpoints, run.program.abstract, identity)
+        step, metadata = (resumed.step, resumed.metadata) if resumed else (0, {})
+        if multihost.is_primary():
+            print_resumed(settings, step, metadata, "would resume")
+            print_summary(run)
+            if memory := planned_memory(run.config, jax.device_count()):
+                print(*memory_table(memory), sep="\n", flush=True)
+        if step < config.train.num_steps:
+            run.open_data(step, metadata)
+    if multihost.is_primary():
+        say("dry run: these settings are valid; nothing was trained or saved")
+    multihost.shutdown()
 
 
 @explains_out_of_memory()
 def main(config: Config, source: Source | None = None, objective: Objective | None = None) -> None:
     """Train. source, objective: instead of those that the settings in config.data name."""
-    set_gpu_environment(config.train.deterministic)
-    multihost.initialize(config.watchdog.silence)
-    start_logging()
-    check_deterministic(config)
+    set_up(config, os.path.join(os.path.abspath(config.run_dir), files.COMPILE_CACHE))
     with Watchdog(config) as watchdog, lock_run(config.run_dir):
         run = Run(config, watchdog, source, objective)
         begun = start(
@@ -234,5 +309,10 @@ def main(config: Config, source: Source | None = None, objective: Objective | No
     run.checkpointer.check()
 
 
-if __name__ == "__main__":
-    run_command(ending_together(main))
+@ending_together
+def command(config: Config, options: Options) -> None:
+    """`maxmeg train`."""
+    if options.dry_run:
+        dry_run(config)
+    else:
+        main(config)

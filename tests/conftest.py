@@ -27,6 +27,8 @@ if importlib.util.find_spec("jax_cuda13_plugin") is None:  # they would reach GP
     XLA_FLAGS["--xla_backend_optimization_level"] = "0"
     if metadata.version("jaxlib").startswith("0.10."):  # later ones know it no more
         XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
+# Of the files in folders, those with minutes of tests.
+LONGEST = ("test_kernels.py", "test_real_slurm.py", "test_real_weights.py", "test_vllm.py")
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
 # Without these it cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
 ORACLES = ("torch", "transformers", "peft", "lm_eval", "megatron")
@@ -51,7 +53,8 @@ def set_environment() -> None:
     os.environ["XLA_FLAGS"] = " ".join(given + added)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+    # Of all programs, the smallest too: most are single operations of tests' references.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 set_environment()
@@ -83,8 +86,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whole programs first: the longest files, which must not be left for one worker at the end."""
-    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+    """The longest files and whole programs first: the end must not be left to one worker."""
+
+    def starts_later(item: pytest.Item) -> tuple[bool, bool]:
+        is_long = item.path.name in LONGEST
+        return not is_long, item.path.parent != Path(__file__).parent
+
+    items.sort(key=starts_later)
 
 
 @pytest.hookimpl(optionalhook=True)

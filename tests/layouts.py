@@ -10,6 +10,7 @@ from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.objectives.objective import Objective
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import make_mesh
@@ -99,10 +100,15 @@ def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> Batc
     return place_batch(local, rows, mesh, shape[0])
 
 
+def tiny_abstract(config: Config, mesh):
+    """(optimizer, abstract state), which compile nothing."""
+    optimizer = make_optimizer(config.optim)
+    return optimizer, abstract_state(config, optimizer, mesh)
+
+
 def tiny_state(config: Config, mesh):
     """(optimizer, abstract state, state)."""
-    optimizer = make_optimizer(config.optim)
-    abstract = abstract_state(config, optimizer, mesh)
+    optimizer, abstract = tiny_abstract(config, mesh)
     return optimizer, abstract, create_state(config, optimizer, abstract)
 
 
@@ -115,11 +121,13 @@ def in_model_order(tree) -> dict:
     return nested(arrays)
 
 
-def model_gradients(config: Config, **extra: np.ndarray) -> tuple[float, dict[str, np.ndarray]]:
+def model_gradients(
+    config: Config, objective: Objective | None = None, **extra: np.ndarray
+) -> tuple[float, dict[str, np.ndarray]]:
     """(token-mean loss, gradients by name, layers in model order) of `tiny_batch`."""
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
-    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    function = jax.jit(make_gradients(config, mesh, abstract.model, objective))
     found, sums = function(state.model, tiny_batch(config, mesh, **extra), state.key)
     arrays, layout = {}, abstract.model.stack.layout
     for name, array in to_arrays(found).items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ from tokenizer_files import WORDS, folder
 from maxmeg import generate
 from maxmeg.config.flags import parse
 from maxmeg.config.model import DType
+from maxmeg.inference import load
 from maxmeg.inference.load import Trained
 
 LENGTH = 4
@@ -41,8 +43,12 @@ def command(trained, monkeypatch):
         seen.extend(trained.tokenizer.decode(ids) for ids in found)
         return found
 
+    def loaded(run_dir, step, mesh, dtype):
+        trained.config.model.dtype = dtype or trained.config.model.dtype
+        return trained
+
     encode = generate.encoded
-    monkeypatch.setattr(generate, "load_run", lambda *arguments: trained)
+    monkeypatch.setattr(load, "load_run", loaded)
     monkeypatch.setattr(generate, "encoded", recorded)
 
     def run(*flags: str) -> list[str]:
@@ -75,6 +81,15 @@ def test_chats_go_through_the_template(command, tmp_path):
     assert command(*flags, "--chat") == [user.format("b"), user.format("a b")]
     system = "<s> [UNK] [UNK] [UNK] a </s> <|user|> b </s> <|assistant|>"
     assert command("--prompt=b", "--chat", "--system=a") == [system]
+
+
+def test_one_answer_is_streamed_to_a_terminal(command, capsys, monkeypatch):
+    command("--prompt=b")
+    whole = capsys.readouterr().out
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(generate, "Writer", None)
+    command("--prompt=b")
+    assert capsys.readouterr().out == whole
 
 
 def test_rows_end_at_the_model_s_own_ends(command, trained, monkeypatch, capsys):

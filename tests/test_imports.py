@@ -7,7 +7,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parent.parent
 WITHOUT_JAX = r"maxmeg\.(config(\..*)?|data\.(indexed|sampling)|planning\.flops)"
-WITHOUT_JAX += r"|maxmeg\.pipeline\.(schedule|check)"
+WITHOUT_JAX += r"|maxmeg\.pipeline\.(schedule|check)|maxmeg\.models\.(registry|\w+_sizes)"
+WITHOUT_JAX += r"|maxmeg\.(__main__|configs\..*)"
 IMPORT_WITHOUT_JAX = """
 import importlib, sys, traceback
 class Refuse:

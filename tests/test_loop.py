@@ -195,6 +195,23 @@ def test_the_run_folder_is_complete_once_a_step_is_made(tmp_path, monkeypatch):
     assert [line["peak_memory_gib"] for line in lines] == [3.0] * STEPS
 
 
+def test_a_row_is_a_finished_step_with_the_seconds_of_validation_and_saving(tmp_path):
+    """Validation stands in the row of its step, before the save that has its number."""
+    events: list = []
+    run = run_of(tmp_path, events, eval_every=2, save_every=2)
+    saved, rows = [], tmp_path / "metrics.jsonl"
+    run.save = lambda state, stopping=False: saved.append((state, rows.read_text().count("\n")))
+    train.train(run, 0, 0)
+    lines = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert saved == [(2, 2), (4, 4), (5, 5)]
+    assert [n for n, line in enumerate(lines, 1) if "validation_loss" in line] == [2, 4, 5]
+    assert all(("eval_seconds" in line) == ("validation_loss" in line) for line in lines)
+    assert [n for n, line in enumerate(lines, 1) if "save_seconds" in line] == [3, 5]
+    length = run.config.data.sequence_length
+    assert all(line["consumed_tokens"] == length * line["consumed_samples"] for line in lines)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_process_0_alone_prints_what_is_resumed(tmp_path, monkeypatch, capsys, rank):
     config = run_of(tmp_path, []).config
@@ -202,4 +219,8 @@ def test_process_0_alone_prints_what_is_resumed(tmp_path, monkeypatch, capsys, r
     monkeypatch.setattr(multihost.jax, "process_index", lambda: rank)
     train.announce(types.SimpleNamespace(config=config), begun)
     out = capsys.readouterr().out
-    assert ("resumed at step 5, sample 9" in out and "is finished" in out) if rank == 0 else not out
+    assert (
+        ("resumed at step 5, sample 9" in out and "already finished" in out)
+        if rank == 0
+        else not out
+    )

@@ -114,7 +114,7 @@ def test_a_run_learns_and_does_not_generate(settings, tmp_path, capsys):
         "log.every": 1,
         "log.sample_prompt": "",
     }
-    command = [sys.executable, "-m", "maxmeg.train", f"--config={REPOSITORY}/configs/gpt.py"]
+    command = [sys.executable, "-m", "maxmeg.train", "--config=gpt"]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr

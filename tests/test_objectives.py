@@ -5,17 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import mesh_of, tiny, tiny_state
+from layouts import mesh_of, model_gradients, tiny, tiny_state
 
 from maxmeg.config.data import Objective, Packing
 from maxmeg.data.build import build_dataset, open_corpus
+from maxmeg.objectives.objective import objective_of
 from maxmeg.parallel.placement import local_rows, place_batch
 from maxmeg.step import make_eval_step
 
 REPOSITORY = Path(__file__).parent.parent
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
+GRADIENT = 2e-5  # of a gradient's largest element
 LENGTH = 48
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] + ':' }}{% if m.role == 'assistant' %}{% generation %}"
@@ -58,6 +62,23 @@ def test_packed_chats_have_the_losses_of_single_ones(files, tmp_path):
     assert packed_loss == pytest.approx(loss, rel=TOLERANCE)
 
 
+def test_a_loss_of_the_logits_has_the_gradients_of_the_built_in_one_on_a_sharded_vocabulary():
+    def cross_entropy(logits_BLV, batch):
+        chosen_BL1 = jnp.take_along_axis(logits_BLV, batch.targets[..., None], axis=-1)
+        return jax.nn.logsumexp(logits_BLV, axis=-1) - chosen_BL1[..., 0]
+
+    loss, gradients = model_gradients(tiny({"num_layers": 1}, fsdp=1))
+    sharded = tiny({"num_layers": 1}, fsdp=2, tensor=2)
+    own_loss, own = model_gradients(sharded, objective_of(cross_entropy))
+    assert own_loss == pytest.approx(loss, rel=TOLERANCE)
+    for name, expected in gradients.items():
+        rows = min(len(expected), len(own[name]))  # the vocabulary's padding differs
+        scale = np.abs(expected).max()
+        np.testing.assert_allclose(own[name][:rows], expected[:rows], atol=GRADIENT * scale)
+    with pytest.raises(ValueError, match=r"returned shape \(8,\) for targets of shape \(8, 16\)"):
+        model_gradients(sharded, objective_of(lambda logits_BLV, batch: logits_BLV[:, 0, 0]))
+
+
 def _corpus(config, folder):
     tokenizer, prefixes = open_corpus(config.data, str(folder))
     return prefixes, tokenizer
@@ -81,13 +102,13 @@ def test_chats_train_and_finetune(files, tmp_path):
     }
     small = {"model.num_layers": 2, "model.hidden_size": 32, "model.attention.num_heads": 4}
     runs = {
-        "first": ("configs/gpt.py", {**shared, **small, "data.packing": "first_fit"}),
-        "second": (f"configs/finetune.py:{tmp_path / 'first'}", shared),
+        "first": ("gpt", {**shared, **small, "data.packing": "first_fit"}),
+        "second": (f"finetune:{tmp_path / 'first'}", shared),
     }
     losses = {}
     for name, (config, settings) in runs.items():
         settings = {"run_dir": tmp_path / name, **settings}
-        command = [sys.executable, "-m", "maxmeg.train", f"--config={REPOSITORY / config}"]
+        command = [sys.executable, "-m", "maxmeg.train", f"--config={config}"]
         command += [f"--config.{key}={value}" for key, value in settings.items()]
         done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
         assert done.returncode == 0, done.stderr

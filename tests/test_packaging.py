@@ -1,7 +1,8 @@
-"""What is installed, and that the README's first screen is what the checks run."""
+"""What is installed, and that the README has the commands that the checks run."""
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 import tomllib
@@ -9,11 +10,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
+import maxmeg
+
 REPOSITORY = Path(__file__).parent.parent
-FIRST_SCREEN = 50  # lines
-TRAIN_COMMAND = "pip install -e . && python -m maxmeg.train --config=configs/gpt.py"
+TRAIN_COMMAND = "pip install -e . && maxmeg train --config=gpt"
+HELD = (".py", ".sbatch")  # endings of files that a wheel holds
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 # Their private or fast-moving interfaces are used: a newer minor version may break a run.
 BOUNDED_ABOVE = {"flax", "grain", "jax", "optax"}
@@ -37,24 +41,23 @@ def test_kernels_are_installed_from_their_own_folder():
 
 def test_a_wheel_holds_every_module(tmp_path: Path):
     """Built from a copy without isolation: it needs no network and leaves nothing behind."""
-    for name in ("maxmeg", "kernels"):
-        for path in (REPOSITORY / name).rglob("*.py"):
+    for name in ("maxmeg", "kernels", "launch"):
+        for path in (path for end in HELD for path in (REPOSITORY / name).rglob(f"*{end}")):
             copy = tmp_path / path.relative_to(REPOSITORY)
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         (tmp_path / name).write_bytes((REPOSITORY / name).read_bytes())
-    expected = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")}
+    expected = {str(p.relative_to(tmp_path)) for end in HELD for p in tmp_path.rglob(f"*{end}")}
     build = "import setuptools.build_meta as b; b.build_wheel('dist')"
     (tmp_path / "dist").mkdir()
     command = [sys.executable, "-c", build]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(HELD)}
     assert held == {
-        name.replace("kernels/", "maxmeg/kernels/", 1) if name.startswith("kernels/") else name
-        for name in expected
+        f"maxmeg/{name}" if name.startswith(("kernels/", "launch/")) else name for name in expected
     }
 
 
@@ -63,10 +66,19 @@ def test_the_named_extras_exist():
     assert {"cuda12", "cuda13", "test", "dev", "wandb", "oracle"} <= set(extras)
 
 
-def test_the_first_screen_of_the_readme_holds_the_two_commands():
-    screen = (REPOSITORY / "README.md").read_text().splitlines()[:FIRST_SCREEN]
-    for command in (TRAIN_COMMAND, TEST_COMMAND):
-        assert any(command in line for line in screen), f"not in the first screen: {command}"
+def test_metadata_changelog_and_citation_have_one_version():
+    citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## (\S+) \((\d{4}-\d\d-\d\d)\)$", changelog, re.MULTILINE)
+    assert newest, "the first section of CHANGELOG.md is not '## VERSION (DATE)'"
+    released = (citation["version"], str(citation["date-released"]))
+    assert (maxmeg.__version__, newest[2]) == newest.groups() == released
+    assert importlib.metadata.version("maxmeg") == maxmeg.__version__
+
+
+def test_the_readme_holds_the_commands_to_train_and_to_test():
+    text = (REPOSITORY / "README.md").read_text()
+    assert TRAIN_COMMAND in text and TEST_COMMAND in text
 
 
 def test_the_checks_run_the_readme_command():

@@ -38,6 +38,18 @@ def test_the_function_behind_dot_product_attention():
     assert [[*inspect.signature(f).parameters] for f in replaced] == [["capability"]] * 2
 
 
+def test_the_rules_that_masks_and_sinks_call():
+    """ops/attention/cudnn.py: their parameters, and where log-sum-exp and output are saved."""
+    assert attention_cudnn.refuses_rules() == ""
+    forward = inspect.getsource(fused._dot_product_attention_fwd_rule)
+    assert (
+        "outputs[1], outputs[0])\n  if return_residual:\n    return tuple(outputs), res" in forward
+    )
+    backward = inspect.getsource(fused._dot_product_attention_bwd_rule)
+    assert "activation, fwd_output) = res\n" in backward
+    assert "\n  if return_residual:\n    grad_output = grad_output[0]" in backward
+
+
 def test_importing_attention_leaves_cudnns_check_alone(monkeypatch):
     """It is replaced only when a program is compiled for a GPU that is not here."""
     monkeypatch.setattr(fused, "check_compute_capability", check := object())

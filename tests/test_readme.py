@@ -1,28 +1,89 @@
 """The Python of the README and of docs/, run as it stands, and the lines that docs/ quote."""
 
+import contextlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from maxmeg.__main__ import start
+from maxmeg.config.commands import COMMANDS
+from maxmeg.config.flags import names_config, parse
+from maxmeg.config.validate import check_settings
+
 REPOSITORY = Path(__file__).parent.parent
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 ADDING = (REPOSITORY / "docs/adding.md").read_text()
 
 
+# Folders that a reader has at that point, and that no test has.
+STAND_IN = {
+    r"--config=(finetune:|RUN_DIR|runs/|run\.yaml|my_run\.py).*": [
+        "--config=gpt",
+        "--optim.min_lr=0",
+    ]
+}
+PROGRAM = re.compile(
+    r"(?:\bmaxmeg |python -m maxmeg[ .])(\w[\w-]*)(.*)|(?:launch/slurm\.sbatch|\"\$script\")(.*)"
+)
+
+
+def commands() -> list[tuple[str, str, list[str]]]:
+    """(page, command of maxmeg, arguments) of every line in a bash block or script."""
+    found = []
+    for page in [*PAGES, *sorted((REPOSITORY / "examples").glob("*.sh"))]:
+        is_script = page.suffix == ".sh"
+        blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
+        for block in [page.read_text()] if is_script else blocks:
+            for line in block.replace("\\\n", " ").splitlines():
+                match = PROGRAM.search(re.split(r" #|^#| \| |^echo ", line)[0])
+                if match:
+                    name, arguments = match[1] or "train", match[2] or match[3] or ""
+                    words = shlex.split(arguments)
+                    found.append((page.name, name, [word for word in words if word != "$@"]))
+    return found
+
+
+@pytest.mark.parametrize(("page", "name", "arguments"), commands())
+def test_commands_of_pages_are_understood(page, name, arguments, capsys):
+    assert name in COMMANDS
+    command = COMMANDS[name]
+    if command.arguments:
+        words = [word for word in arguments[:1] if not word.startswith("-")]
+        known = words if name == "preprocess" else []
+        with contextlib.suppress(SystemExit):
+            start(name, command, [*known, "--help"])
+        out = capsys.readouterr().out
+        for flag in re.findall(r"--\w+", " ".join(arguments)):
+            assert flag in out, f"{page}: maxmeg {name} has no {flag}"
+        return
+    words = [word for word in arguments if not word.startswith(("--help", "--print_config"))]
+    for pattern, values in STAND_IN.items():
+        words = [
+            new for word in words for new in (values if re.fullmatch(pattern, word) else [word])
+        ]
+    if words or not command.config:
+        needs_config = names_config(words) if command.config is None else command.config
+        config, _ = parse([name, *words], command.options, needs_config)
+        if config is not None:
+            check_settings(config)
+
+
+def test_links_lead_to_files_that_exist():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
 @pytest.mark.slow
-def test_python_block_runs(tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.S)
-    assert len(blocks) == 1
-    check = """
-assert logits_BLV.shape == (1, 16, 50257) and jnp.isfinite(logits_BLV).all()
-assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-assert not mlp.out.weight[...][3].any() and mlp.out.weight[...][2].any()
-edited_BLV = jax.jit(lambda model, ids: model(ids))(model, jnp.ones((1, 16), jnp.int32))
-assert abs(edited_BLV - logits_BLV).max() > 0
-"""
-    command = [sys.executable, "-c", blocks[0] + check]
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md"])
+def test_python_blocks_run(tmp_path, page):
+    """Those of a page one after the other, in one process."""
+    blocks = re.findall(r"```python\n(.*?)```", (REPOSITORY / page).read_text(), re.S)
+    command = [sys.executable, "-c", "\n".join(blocks)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +16,15 @@ from layouts import (
     controls,
     mesh_of,
     tiny,
+    tiny_abstract,
     tiny_batch,
     tiny_state,
 )
 
 from maxmeg.config.model import DType
-from maxmeg.config.schema import LossBackend, LossReduction
+from maxmeg.config.schema import LossBackend, LossReduction, Schedule
 from maxmeg.state import to_arrays
-from maxmeg.step import make_eval_step, make_gradients, make_train_step
+from maxmeg.step import make_compute_copy, make_eval_step, make_gradients, make_train_step
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
 BFLOAT16 = 2**-8  # the largest error of one rounding
@@ -158,7 +160,7 @@ def test_megatron_reduction_is_the_mean_of_microbatch_means():
 def compiled(parallel: dict, micro_batch_size: int) -> str:
     config = tiny({}, {"micro_batch_size": micro_batch_size}, **parallel)
     mesh = mesh_of(config)
-    optimizer, abstract, _ = tiny_state(config, mesh)
+    optimizer, abstract = tiny_abstract(config, mesh)
     step = make_train_step(config, mesh, optimizer, abstract)
     return step.lower(abstract, tiny_batch(config, mesh), controls(mesh)).compile().as_text()
 
@@ -209,9 +211,110 @@ def test_step_compiles_once_and_learns():
     assert float(sums["loss_sum"] / sums["tokens"]) < losses[-1]
 
 
-def test_zero1_shards_masters_and_moments_over_data():
-    config = tiny({}, {}, data=8, fsdp=1)
-    _, abstract, _ = tiny_state(config, mesh_of(config))
+@pytest.mark.parametrize(
+    ("dtype", "parallel"),
+    [
+        (DType.bfloat16, {"data": 2, "fsdp": 2, "tensor": 2}),
+        pytest.param(DType.bfloat16, {"fsdp": 8}, marks=pytest.mark.slow),
+        pytest.param(DType.float32, {"fsdp": 2, "expert": 4}, marks=pytest.mark.slow),
+        (DType.float32, {"fsdp": 8}),
+    ],
+)
+def test_an_evaluation_casts_and_gathers_its_weights_once(dtype, parallel):
+    """The copy is sharded as layers read it, and no batch casts or gathers over data again."""
+    experts = {"layers": "*(attention,moe)", "moe.num_experts": 8, "moe.bias_balancing": True}
+    heads = {"attention.num_kv_heads": 1}  # fewer than devices along tensor
+    config = tiny({"num_layers": 1, "dtype": dtype} | experts | heads, {}, **parallel)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    copy = make_compute_copy(config, mesh, abstract.model)(state.model)
+    config.parallel.zero1 = False
+    expected = to_arrays(tiny_abstract(config, mesh)[1].model)
+    masters = to_arrays(state.model)
+    for name, array in to_arrays(copy).items():
+        kept = name.endswith("moe.bias")
+        assert array.dtype == (jnp.float32 if kept else dtype.value), name
+        assert array.sharding.is_equivalent_to(expected[name].sharding, array.ndim), name
+        np.testing.assert_array_equal(array, masters[name].astype(array.dtype), err_msg=name)
+        master = masters[name]
+        same = master.dtype == array.dtype and master.sharding.is_equivalent_to(
+            array.sharding, array.ndim
+        )
+        assert (array is master) == same, name  # no memory for what neither changes
+
+    evaluate, batch = make_eval_step(config, mesh, abstract.model), tiny_batch(config, mesh)
+    shapes = {a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(copy)}
+
+    def casts(model) -> bool:
+        text = evaluate.lower(model, batch).as_text()
+        found = re.findall(r"convert .*tensor<([0-9x]+)xf32>\) -> tensor<\1xbf16>", text)
+        return not shapes.isdisjoint(tuple(map(int, sizes.split("x"))) for sizes in found)
+
+    assert not casts(copy) and casts(state.model) == (dtype is DType.bfloat16)
+    if dtype is DType.bfloat16:
+        whole, cast = (evaluate(model, batch)["loss_sum"] for model in (state.model, copy))
+        assert whole == cast
+
+
+def computed(jaxpr, primitive: str, depth: int = 0) -> Counter:
+    """How often a jaxpr computes a primitive, by the number of loops around it."""
+    found = Counter()
+    for equation in jaxpr.eqns:
+        found[depth] += equation.primitive.name == primitive
+        inner = depth + (equation.primitive.name in ("scan", "while"))
+        for nested in jax.tree.leaves([*equation.params.values()]):
+            if hasattr(nested := getattr(nested, "jaxpr", nested), "eqns"):
+                found += computed(nested, primitive, inner)
+    return +found
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "count"),
+    [
+        ({"recompute": "full"}, {"tensor": 2, "fsdp": 1}, 1),
+        ({**ALTERNATING, "rotary.local_base": 50.0}, {"fsdp": 1}, 2),
+        ({"layers": "*(mla,mlp)", "mla.kv_rank": 16, "mla.rotary_size": 4}, {"fsdp": 1}, 1),
+        ({"scan_layers": False}, {"fsdp": 1}, 1),
+        ({}, {"pipe": 2, "fsdp": 1}, 4),  # each lane of each loop over ticks
+        ({}, {"pipe": 2, "fsdp": 1, "schedule": Schedule.zero_bubble}, 8),
+    ],
+)
+def test_layers_share_the_rotations_of_a_microbatch(model, parallel, count):
+    """Forward, backward and recomputation of all layers read the same cosines."""
+    config = tiny(model, {"micro_batch_size": 4}, **parallel)
+    mesh = mesh_of(config)
+    _, abstract = tiny_abstract(config, mesh)
+    gradients = make_gradients(config, mesh, abstract.model)
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    traced = jax.make_jaxpr(gradients)(abstract.model, tiny_batch(config, mesh), key)
+    for primitive in ("cos", "sin"):
+        # In the loop over microbatches or ticks; none in loops over layers.
+        assert computed(traced.jaxpr, primitive) == {1: count}
+
+
+def test_a_profile_names_the_parts_of_the_model():
+    """The compiler writes the scopes of each operation into traces."""
+    config = tiny({"num_layers": 1}, {}, fsdp=2)
+    mesh = mesh_of(config)
+    optimizer, abstract = tiny_abstract(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    lowered = step.lower(abstract, tiny_batch(config, mesh), controls(mesh))
+    text = lowered.as_text(debug_info=True)
+    for part in ("embedding", "norm", "attention", "mlp", "loss"):
+        assert f"jvp({part})" in text
+    for part in ("embedding", "norm", "loss"):
+        assert f"transpose(jvp({part}))" in text
+    for part in ("clip_gradients", "reduce_gradients", "optimizer"):
+        assert f"{part}/" in text
+
+
+@pytest.mark.parametrize(
+    "parallel", [{"data": 8}, {"expert": 8}, {"data": 2, "fsdp": 2, "expert": 2}]
+)
+def test_zero1_shards_masters_and_moments_over_all_that_replicate_them(parallel):
+    experts = {"layers": "*(attention,moe)", "moe.num_experts": 8}
+    config = tiny(experts if "expert" in parallel else {}, {}, **{"fsdp": 1} | parallel)
+    _, abstract = tiny_abstract(config, mesh_of(config))
     whole = local = 0
     for array in jax.tree.leaves(abstract):
         whole += array.size * array.dtype.itemsize
@@ -224,7 +327,7 @@ def test_few_parameter_bytes_are_replicated(parallel):
     config = tiny(
         {"hidden_size": 128, **{"attention.bias_qkv": True, "mlp.bias": True}}, {}, **parallel
     )
-    _, abstract, _ = tiny_state(config, mesh_of(config))
+    _, abstract = tiny_abstract(config, mesh_of(config))
     sizes = {True: 0, False: 0}
     for array in jax.tree.leaves(abstract.model):
         sizes[array.sharding.is_fully_replicated] += array.size

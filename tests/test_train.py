@@ -42,7 +42,7 @@ from maxmeg.runtime.faults.lock import lock_folder
 from maxmeg.runtime.faults.rerun import with_rerun
 from maxmeg.state import to_arrays
 from maxmeg.step import make_train_step
-from maxmeg.train import Run, finish, main, train
+from maxmeg.train import Options, Run, command, finish, main, train
 
 REPOSITORY = Path(__file__).parent.parent
 SAME_LOSS = 1e-6  # relative, of one process and several
@@ -108,7 +108,7 @@ def flags(corpus: str, run_dir: Path, steps: int, **other: int) -> list[str]:
         "log.sample_prompt": "",
         **{f"parallel.{axis}": size for axis, size in other.items()},
     }
-    command = [sys.executable, "-m", "maxmeg.train", f"--config={REPOSITORY / 'configs/gpt.py'}"]
+    command = [sys.executable, "-m", "maxmeg.train", "--config=gpt"]
     return command + [f"--config.{name}={value}" for name, value in settings.items()]
 
 
@@ -122,7 +122,7 @@ def environment(devices: int) -> dict[str, str]:
 def losses(run_dir: Path) -> dict[int, float]:
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return {row["step"]: row["loss"] for row in rows}
 
 
@@ -146,7 +146,7 @@ def test_interrupted_run_resumes_bit_for_bit(corpus, tmp_path):
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate()
-    assert process.returncode == 0 and b"the same command goes on" in out
+    assert process.returncode == 0 and b"the same command resumes" in out
     stopped = Checkpointer(broken / "checkpoints").steps()[-1]
     assert 3 <= stopped < steps and len(losses(broken)) == stopped
     subprocess.run(flags(corpus, broken, steps), env=env, check=True, capture_output=True)
@@ -218,7 +218,8 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     assert run.checkpointer.processes.timeout_seconds == 77
     run.open_data(0, {})
     state = create_state(config, run.program.optimizer, run.program.abstract)
-    compiled = []
+    compiled, copied, compute_copy = [], [], run.program.compute_copy
+    run.program.compute_copy = lambda model: copied.append(compute_copy(model)) or copied[-1]
 
     def listen(event: str, duration_secs: float, **details: str | int) -> None:
         if details.get("fun_name") == "jit(train_step)":
@@ -228,7 +229,8 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
     state = train(run, state, 0)
     jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled.count("backend_compile_duration") == 1
-    assert capsys.readouterr().out.count("train step compiled: ") == 1
+    assert len(copied) == STEPS // config.train.eval_every
+    assert capsys.readouterr().out.count("compiled ") == 1
     finish(run, state)
     assert run.program.train_step.jitted._cache_size() == run.program.eval_step._cache_size() == 1
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -264,16 +266,27 @@ def test_run_compiles_once_and_restores_on_other_meshes(corpus, tmp_path, capsys
 
     wider = small(corpus, tmp_path / "run")
     wider.model.hidden_size = 64
-    with pytest.raises(ValueError, match=r"embedding.table has shape \(512, 32\)"):
-        main(wider)
     other = small(corpus, tmp_path / "run")
-    other.data.tokenizer, other.checkpoint.load = "null:200", "auto"
-    with pytest.raises(ValueError, match="vocabulary"):
-        main(other)
+    other.data.tokenizer, other.checkpoint.load = "null:257", "auto"
     fresh = small(corpus, tmp_path / "run")
     fresh.checkpoint.load = "none"
-    with pytest.raises(ValueError, match="already holds checkpoints"):
-        main(fresh)
+    begins = small(corpus, tmp_path / "begins")
+    begins.checkpoint.init_from, begins.model.hidden_size = "run", 64
+    for config, error in (
+        (wider, r"embedding.table has shape \(512, 32\)"),
+        (other, "vocabulary"),
+        (fresh, "already holds checkpoints"),
+        (begins, "is another model: hidden_size 32 -> 64"),
+    ):
+        for options in (Options(), Options(dry_run=True)):
+            with pytest.raises(ValueError, match=error):
+                command(config, options)
+    longer = small(corpus, tmp_path / "run")
+    longer.train.num_steps += 1
+    capsys.readouterr()
+    command(longer, Options(dry_run=True))
+    shown = capsys.readouterr().out
+    assert f"would resume at step {STEPS}, sample" in shown and "num_steps 6 -> 7" in shown
 
     newest = tmp_path / "run" / "checkpoints" / f"step_{STEPS:08d}" / "manifest.json"
     newest.write_bytes(newest.read_bytes()[:100])
@@ -289,11 +302,11 @@ def test_a_diverged_run_stops_and_keeps_its_last_checkpoint(corpus, tmp_path):
     config = small(corpus, tmp_path)
     config.optim.lr = config.optim.warmup_init_lr = 1e30
     config.checkpoint.save_every, config.train.max_skipped_steps = 1, 2
-    with pytest.raises(NonFiniteLoss, match=r"steps 1 to 2 were skipped: .* samples 16, 17"):
+    with pytest.raises(NonFiniteLoss, match=r"steps 2 to 3 were skipped: .* samples 16, 17"):
         main(config)
     checkpointer = Checkpointer(tmp_path / "checkpoints")
     assert checkpointer.steps() == [1]
-    assert np.isfinite(losses(tmp_path)[0])
+    assert np.isfinite(losses(tmp_path)[1])
 
 
 @pytest.mark.slow
@@ -317,7 +330,7 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
     run.program.train_step = with_rerun(damaged) if transient else damaged
     state = train(run, create_state(config, run.program.optimizer, run.program.abstract), 0)
     assert compiled._cache_size() == 1
-    told = "step 3 ran twice .* a transient fault" if transient else "step 3 was skipped: loss=nan"
+    told = "step 4 ran twice .* a transient fault" if transient else "step 4 was skipped: loss=nan"
     assert re.search(told, caplog.text)
 
     expected = create_state(config, run.program.optimizer, run.program.abstract)
@@ -346,6 +359,19 @@ def test_training_outlives_a_failing_save(corpus, tmp_path, caplog, capsys):
     assert "checkpoint:" not in capsys.readouterr().out
 
 
+def test_a_dry_run_checks_and_prints_and_writes_nothing(corpus, tmp_path, capsys):
+    config = small(corpus, tmp_path / "run")
+    command(config, Options(dry_run=True))
+    shown = capsys.readouterr().out
+    for words in ("parameters", "memory per device, estimated", "validation", "dry run: these"):
+        assert words in shown
+    assert list(tmp_path.iterdir()) == [] and config == small(corpus, tmp_path / "run")
+    assert "resume" not in shown
+    config.train.global_batch_size = 3
+    with pytest.raises(ValueError, match=r"train.global_batch_size=3 is not divisible"):
+        command(config, Options(dry_run=True))
+
+
 def test_run_folder_that_cannot_be_made(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
@@ -363,7 +389,7 @@ def test_a_corpus_of_another_tokenizer_is_refused(corpus, tmp_path):
     config.model.vocab_size = 100
     with pytest.raises(ValueError, match=r"vocab_size=100 is smaller than the tokenizer's 257"):
         main(config)
-    config.model.vocab_size, config.data.tokenizer = 0, "null:99"
+    config.model.vocab_size, config.data.tokenizer = 257, "null:99"
     with pytest.raises(ValueError, match="is not in the vocabulary"):
         main(config)
 
@@ -465,6 +491,6 @@ def test_a_run_loads_another_run(corpus, tmp_path, capsys):
     main(config)  # it has no step to make
     out = capsys.readouterr().out
     assert "changed since step 7: optim.lr 0.01 -> 1.0" in out
-    assert "this run is finished (train.num_steps=7): raise" in out
+    assert "already finished at step 7: raise train.num_steps=7" in out
     assert (tmp_path / "second" / "config.yaml").read_text() == saved
     assert jax.process_count() == 1

@@ -156,11 +156,11 @@ def gelu(x):
 def rope(x):
     import jax.numpy as jnp
 
-    from maxmeg.ops.rope import rotate
+    from maxmeg.ops.rope import rotate, rotation
 
     heads = x.reshape(8, x.shape[0] // 8, -1, 64)
     positions_BL = jnp.broadcast_to(jnp.arange(heads.shape[1]), heads.shape[:2])
-    return rotate(heads, positions_BL)
+    return rotate(heads, rotation(positions_BL, heads.shape[-1]))
 
 
 # function, arrays in, vectors of parameters, arrays out

@@ -16,8 +16,10 @@ from maxmeg.checkpoint.upcycling import Upcycling
 from maxmeg.config import files
 from maxmeg.config.hints import hub_command
 from maxmeg.config.initial import changes
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
+from maxmeg.ops.random import split
 from maxmeg.parallel.trainable import frozen, joined, without
 from maxmeg.state import (
     CHECKPOINTS,
@@ -53,12 +55,9 @@ def initialize(
         return random_state(config, optimizer, abstract, base), base_of(config)
 
     def use(source: Checkpointer, step: int, manifest: Manifest) -> tuple[TrainState, Base]:
-        saved = files.from_dict(manifest.metadata["config"]).model
-        if tokenizer is not None and config.model.vocab_size == saved.vocab_size:
-            check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
         part = frozen(abstract.model)
         part = part if jax.tree.leaves(part) else abstract.model
-        model = initial_model(config, part, source, step)
+        model = initial_model(config, part, source, step, tokenizer)
         state = random_state(config, optimizer, abstract, model)
         return state, identity(config, step, manifest) if config.lora.rank else {}
 
@@ -85,7 +84,7 @@ def random_base(config: Config, model: LM) -> LM:
         return part
 
     def init(key):
-        return frozen(language_model(jax.random.split(key)[0], config))
+        return frozen(language_model(split(key, 2)[0], config))
 
     return jax.jit(init, out_shardings=shardings_of(part))(jax.random.key(config.seed))
 
@@ -119,27 +118,21 @@ def from_initial(config: Config, use: typing.Callable[[Checkpointer, int, Manife
     if result is None:
         raise ValueError(
             f"checkpoint.init_from={config.checkpoint.init_from}: {source.folder} holds no "
-            "checkpoint; give the run_dir of a run, or a folder that python -m maxmeg.convert has "
+            "checkpoint; give the run_dir of a run, or a folder that maxmeg convert has "
             f"written{hub_command(config.checkpoint.init_from)}"
         )
     return result[0]
 
 
-def initial_model(config: Config, part: LM, source: Checkpointer, step: int) -> LM:
+def initial_model(
+    config: Config, part: LM, source: Checkpointer, step: int, tokenizer: str | None = None
+) -> LM:
     """Return `part` of an abstract model with the weights of a checkpoint, in the dtypes of `part`.
 
     Rows of new vocabulary and MTP layers that the checkpoint lacks are random, by the run's seed.
-    ValueError if the checkpoint holds another model (config/initial.py).
+    tokenizer: as for `check_initial`, which raises a ValueError for another model.
     """
-    saved = files.from_dict(source.manifest(step).metadata["config"]).model
-    if config.lora.rank and config.model.vocab_size > saved.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={config.model.vocab_size} adds tokens to the {saved.vocab_size} of "
-            f"checkpoint.init_from, and lora.rank={config.lora.rank} would freeze them at random: "
-            "train all weights (lora.rank=0), or keep the vocabulary"
-        )
-    if adapted := changes(saved, config.model, config.checkpoint.init_from):
-        log.info("checkpoint.init_from=%s: %s", source.folder.parent, ", ".join(adapted))
+    saved = check_initial(config, source.manifest(step), tokenizer)
     wanted, layout = to_arrays({"model": part}), part.stack.layout
 
     def take(name: str, like: jax.ShapeDtypeStruct, orders=None) -> jax.Array:
@@ -165,19 +158,44 @@ def initial_model(config: Config, part: LM, source: Checkpointer, step: int) -> 
 
     read, noise = take_reordered, config.checkpoint.upcycle_noise
     if config.model.has("moe") and not saved.has("moe"):
-        if config.lora.rank:
-            raise ValueError(
-                f"lora.rank={config.lora.rank} would freeze experts that are copies of an MLP "
-                "(checkpoint.init_from is dense): train all weights first (lora.rank=0)"
-            )
         read = Upcycling(saved, config.model, layout, noise, config.seed, take).take
-    elif noise:
-        raise ValueError(
-            f"checkpoint.upcycle_noise={noise} is for a dense model in checkpoint.init_from, and "
-            f"{config.checkpoint.init_from} has experts already: set it to 0"
-        )
     arrays = {name: read(name, like) for name, like in wanted.items()}
     return from_tree(nested(arrays), {"model": part})["model"]
+
+
+def check_initial(config: Config, manifest: Manifest, tokenizer: str | None) -> ModelConfig:
+    """Return a checkpoint's model, and log how the run's differs. No array is read.
+
+    ValueError if a run cannot begin with its weights. tokenizer: identity of the run's tokenizer;
+    None: not checked.
+    """
+    saved, lora = files.from_dict(manifest.metadata["config"]).model, config.lora
+    if tokenizer is not None and config.model.vocab_size == saved.vocab_size:
+        check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
+    if lora.rank and config.model.vocab_size > saved.vocab_size:
+        raise ValueError(
+            f"model.vocab_size={config.model.vocab_size} adds tokens to the {saved.vocab_size} of "
+            f"checkpoint.init_from, and lora.rank={lora.rank} would freeze them at random: "
+            "train all weights (lora.rank=0), or keep the vocabulary"
+        )
+    adapted = changes(saved, config.model, config.checkpoint.init_from)
+    upcycles = config.model.has("moe") and not saved.has("moe")
+    if upcycles and lora.rank:
+        raise ValueError(
+            f"lora.rank={lora.rank} would freeze experts that are copies of an MLP "
+            "(checkpoint.init_from is dense): train all weights first (lora.rank=0)"
+        )
+    if config.checkpoint.upcycle_noise and not upcycles:
+        raise ValueError(
+            f"checkpoint.upcycle_noise={config.checkpoint.upcycle_noise} is for a dense model in "
+            f"checkpoint.init_from, and {config.checkpoint.init_from} has experts already: set it "
+            "to 0"
+        )
+    step = f"step {manifest.step}"
+    log.info(
+        "checkpoint.init_from=%s: %s", config.checkpoint.init_from, ", ".join([step, *adapted])
+    )
+    return saved
 
 
 def random_array(name: str, sharding, config: Config) -> jax.Array:
@@ -186,7 +204,7 @@ def random_array(name: str, sharding, config: Config) -> jax.Array:
     def init(key):
         return to_arrays({"model": LM(key, config.model, config.parallel)})[name]
 
-    key = jax.random.split(jax.random.key(config.seed))[0]
+    key = split(jax.random.key(config.seed), 2)[0]
     return jax.jit(init, out_shardings=sharding)(key)
 
 
@@ -198,7 +216,7 @@ def with_new_rows(table_VD: jax.Array, name: str, known: int, config: Config) ->
         rows_V1 = jnp.arange(fresh_VD.shape[0])[:, None]
         return jnp.where(rows_V1 < known, table_VD, fresh_VD)
 
-    key = jax.random.split(jax.random.key(config.seed))[0]
+    key = split(jax.random.key(config.seed), 2)[0]
     return jax.jit(grow, out_shardings=table_VD.sharding)(table_VD, key)
 
 

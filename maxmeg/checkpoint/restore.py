@@ -47,7 +47,7 @@ def check_tree(
         if stored.shape != shape and not _resizes(stored.shape, shape, resizable.get(path)):
             raise ValueError(
                 f"tensor {path} has shape {stored.shape} in {where}, {shape} here: choose the"
-                " sizes that it was saved with"
+                " sizes that it was saved with, or another run_dir"
             )
 
 

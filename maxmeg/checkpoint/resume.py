@@ -4,9 +4,17 @@ import dataclasses
 import os
 import typing
 
-from maxmeg.checkpoint.initialize import check_base, check_tokenizer, initialize, restored_base
-from maxmeg.checkpoint.integrity import Manifest
+from maxmeg.checkpoint.initialize import (
+    check_base,
+    check_initial,
+    check_tokenizer,
+    from_initial,
+    initialize,
+    restored_base,
+)
+from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.restore import check_tree
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
@@ -51,26 +59,15 @@ def resume(
 ) -> Start | None:
     """Restore the newest intact checkpoint of the run folder, else of checkpoint.load, else None.
 
-    Process 0 chooses the folder. `tokenizer` is the identity of the run's tokenizer; ValueError if
-    the checkpoint was trained with another tokenizer or another frozen base.
+    `tokenizer` is the identity of the run's tokenizer; ValueError if the checkpoint was trained
+    with another tokenizer or another frozen base.
     """
-    load = Checkpointer(
-        os.path.join(config.checkpoint.load, CHECKPOINTS),
-        timeout_seconds=config.checkpoint.timeout_seconds,
-    )
-
-    def choose() -> str:
-        return choose_source(config.checkpoint.load, checkpointer, load)
-
-    chosen = checkpointer.processes.broadcast("source", choose, ValueError)
-    if not chosen:
+    source = resumed_source(config, checkpointer)
+    if source is None:
         return None
-    source = checkpointer if chosen == "run" else load
 
     def use(step: int, manifest: Manifest) -> tuple[int, TrainState, dict[str, typing.Any]]:
-        check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
-        check_base(config, manifest.metadata.get("base", {}))
-        check_layers(config.model, manifest)
+        check(config, manifest, abstract, tokenizer)
         return step, restore(source, step, abstract), manifest.metadata
 
     restored = source.latest(use)
@@ -80,6 +77,49 @@ def resume(
     model = joined(state.model, restored_base(config, abstract.model, base))
     state = dataclasses.replace(state, model=model)
     return Start(step, state, metadata, base)
+
+
+def check_start(
+    config: Config, checkpointer: Checkpointer, abstract: TrainState, tokenizer: str
+) -> Manifest | None:
+    """Check what `start` would restore, from manifests alone. ValueError as from `start`.
+
+    Returns the manifest of the checkpoint that the run would resume; None for a new run.
+    """
+    if source := resumed_source(config, checkpointer):
+
+        def use(_: int, manifest: Manifest) -> Manifest:
+            check(config, manifest, abstract, tokenizer)
+            return manifest
+
+        return source.latest(use)
+    if config.checkpoint.init_from:
+        from_initial(config, lambda _, __, manifest: check_initial(config, manifest, tokenizer))
+    return None
+
+
+def resumed_source(config: Config, checkpointer: Checkpointer) -> Checkpointer | None:
+    """Return the checkpoints that a run resumes, as process 0 chooses: its own, else those of
+    checkpoint.load; None for a new run."""
+    load = Checkpointer(
+        os.path.join(config.checkpoint.load, CHECKPOINTS),
+        timeout_seconds=config.checkpoint.timeout_seconds,
+    )
+
+    def choose() -> str:
+        return choose_source(config.checkpoint.load, checkpointer, load)
+
+    chosen = checkpointer.processes.broadcast("source", choose, ValueError)
+    return {"run": checkpointer, "load": load}.get(chosen)
+
+
+def check(config: Config, manifest: Manifest, abstract: TrainState, tokenizer: str) -> None:
+    """ValueError if a run cannot resume a checkpoint; its arrays are not read."""
+    check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
+    check_base(config, manifest.metadata.get("base", {}))
+    check_layers(config.model, manifest)
+    tree, options = _request(abstract)
+    check_tree(manifest, flatten(tree), **options)
 
 
 def check_layers(model: ModelConfig, manifest: Manifest) -> None:
@@ -114,13 +154,18 @@ def restore(checkpointer: Checkpointer, step: int, abstract):
     No other arrays are read, and no frozen base. The padding of the vocabulary and the pipeline may
     differ from those at save.
     """
+    request, options = _request(abstract)
+    tree, _ = checkpointer.restore(step, request, **options)
+    return from_tree(tree, saved(abstract))
+
+
+def _request(abstract) -> tuple[dict[str, typing.Any], dict[str, typing.Any]]:
+    """Return the abstract tree and the options of `Checkpointer.restore`."""
     abstract = saved(abstract)
     names = to_arrays(abstract)
-    tree, _ = checkpointer.restore(
-        step,
-        nested(names),
-        resizable={n.replace(".", "/"): 0 for n in names if n.endswith(VOCABULARY_TABLES)},
-        orders=orders_of(abstract),
-        partial=not isinstance(abstract, TrainState),
-    )
-    return from_tree(tree, abstract)
+    tables = [name for name in names if name.endswith(VOCABULARY_TABLES)]
+    return nested(names), {
+        "resizable": {name.replace(".", "/"): 0 for name in tables},
+        "orders": orders_of(abstract),
+        "partial": not isinstance(abstract, TrainState),
+    }

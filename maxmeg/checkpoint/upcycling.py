@@ -25,6 +25,7 @@ from maxmeg.config.layers import places
 from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import ModelConfig
 from maxmeg.models.lm import LM
+from maxmeg.ops.random import fold, normal, split
 from maxmeg.pipeline.layout import Layout
 
 Rows = list[tuple[int, int] | None]  # layer and sublayer of each row; None: padding
@@ -125,11 +126,11 @@ class Upcycling:
         dense = self.stacked(rows, rest, tuple(shape), sharding)
         copies, scale = like.shape[1] // slices, self.scale()
         noise = 0.0 if kind else self.noise
-        key = jax.random.fold_in(jax.random.key(self.seed), zlib.crc32(name.encode()))
+        key = fold(jax.random.key(self.seed), zlib.crc32(name.encode()))
         order = np.array([row[0] if row else 0 for row in rows])
 
         def draw(layer):
-            return jax.random.normal(jax.random.fold_in(key, layer), like.shape[1:], dense.dtype)
+            return normal(fold(key, layer), like.shape[1:])
 
         def cut(dense):
             parts = jnp.split(dense, slices, axis=dim) if is_cut else [dense] * slices
@@ -149,7 +150,7 @@ class Upcycling:
         order = np.array(self.layout.orders[group]).reshape(-1, 1, 1)
 
         def draw(key):
-            stack = LM(jax.random.split(key)[0], self.wanted).stack
+            stack = LM(split(key, 2)[0], self.wanted).stack
             router = stack.groups[group].sublayers[sublayer].mixers["moe"].router[...]
             columns = router[..., : like.shape[-1] // self.slices]
             columns = jnp.where(order >= 0, columns[np.maximum(order, 0)[:, 0, 0]], 0)

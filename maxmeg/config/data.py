@@ -40,8 +40,8 @@ class DataConfig:
 
     paths: tuple[str, ...] = setting(
         (),
-        "prefixes of .bin/.idx files, with weights (0.7,a,0.3,b) or, for one epoch of each, "
-        "without, divided by split; if no setting names a corpus: the sources of Python",
+        "prefixes of .bin/.idx files, divided by split: a blend by weights (0.7,a,0.3,b), or one "
+        "epoch of each (a,b); if no setting names a corpus: the source code of Python's library",
         "--data-path",
     )
     split: str = setting("969,30,1", "weights of train, validation and test", "--split")
@@ -61,7 +61,9 @@ class DataConfig:
         "--data-args-path, --per-split-data-args-path",
     )
     mock: bool = setting(
-        False, "synthetic documents of counting numbers, a third for each set", "--mock-data"
+        False,
+        "synthetic counting sequences, a third each for train, validation, test",
+        "--mock-data",
     )
     validate_each: bool = setting(
         False,
@@ -89,7 +91,7 @@ class DataConfig:
         Objective.gpt,
         "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
         "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
-        "masked tokens of a .bin/.idx file of sentences (maxmeg.preprocess --split_sentences), "
+        "masked tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
         "with model.attention.causal=false",
         "--sft",
     )

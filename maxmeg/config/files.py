@@ -14,12 +14,13 @@ import yaml
 from maxmeg.config.hints import hub_command, nearest
 from maxmeg.config.paths import relocated
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import get, walk
+from maxmeg.config.setting import declarations
 
 CONFIG_FILE, CHECKPOINTS = "config.yaml", "checkpoints"  # in a run folder
+COMPILE_CACHE = "compile_cache"  # there too: programs compiled for GPUs
 _HEADER = """\
-# The settings of a run; start it again with --config=configs/yaml.py:{name}
-# run_dir is the folder of this file, even after a move; start another with --config.run_dir=FOLDER
+# The settings of a run; start it again with: maxmeg train --config={name}
+# run_dir is the folder of this file, even after a move; start another with --run_dir=FOLDER
 """
 EMPTY = "''"  # an empty value on a command line
 _BOOLEANS = {"true": True, "1": True, "false": False, "0": False}
@@ -38,14 +39,33 @@ def from_dict(values: dict[str, typing.Any]) -> Config:
     return _section(Config, values, "")
 
 
+def to_yaml(config: Config, changed: bool = False) -> str:
+    """Return a config as YAML. changed: only the fields that are not at their defaults."""
+    values = to_dict(config)
+    if changed:
+        values = _changed(values, to_dict(Config()))
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _changed(values, defaults):
+    """Return the items of a nested dict that differ from those of another."""
+    kept = {}
+    for name, value in values.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and default is not None:
+            value, default = _changed(value, default), {}
+        if value != default:
+            kept[name] = value
+    return kept
+
+
 def save(config: Config, path: str | os.PathLike) -> None:
     """Write every field as YAML, atomically."""
     path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    text = yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
     try:
         with open(partial, "w", encoding="utf-8") as file:
-            file.write(_HEADER.format(name=path) + text)
+            file.write(_HEADER.format(name=path) + to_yaml(config))
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
@@ -86,11 +106,32 @@ def differences(saved: dict[str, typing.Any], config: Config) -> list[str]:
     difference. Settings that the checkpoint lacks had their defaults.
     """
     before = relocated(from_dict(saved), config.run_dir)
+    before.run_dir = config.run_dir
+    return changes(before, config)
+
+
+def changes(before: Config, after: Config) -> list[str]:
+    """Return the settings that differ: ["optim.lr 0.003 -> 0.001", "encoder absent -> present"].
+
+    The fields of an absent section count as its defaults.
+    """
+    old, new = dict(_values(before)), dict(_values(after))
     return [
-        f"{path} {text(old) or EMPTY} -> {text(value) or EMPTY}"
-        for path, value, _ in walk(config)
-        if (old := get(before, path)) != value and path != "run_dir"
+        f"{path} {text(old[path]) or EMPTY} -> {text(value) or EMPTY}"
+        for path, value in new.items()
+        if old[path] != value
     ]
+
+
+def _values(section, prefix=""):
+    for field, is_section in declarations(type(section)):
+        value, path = getattr(section, field.name), f"{prefix}{field.name}"
+        if not is_section:
+            yield path, value
+            continue
+        if field.default is None:
+            yield path, "absent" if value is None else "present"
+        yield from _values(field.metadata["section"]() if value is None else value, f"{path}.")
 
 
 def text(value: typing.Any) -> str:
@@ -109,12 +150,13 @@ def fields(section: type) -> dict[str, typing.Any]:
 
 
 def leaves(section: type, prefix: str = "") -> dict[str, typing.Any]:
-    """Return the type of every field below a section, by dotted path."""
+    """Return the type of every field below a section, by dotted path; of absent sections too."""
     found: dict[str, typing.Any] = {}
-    for name, kind in fields(section).items():
-        path = f"{prefix}{name}"
-        is_section = isinstance(kind, type) and dataclasses.is_dataclass(kind)
-        found.update(leaves(kind, path + ".") if is_section else {path: kind})
+    for (field, is_section), kind in zip(
+        declarations(section), fields(section).values(), strict=True
+    ):
+        path = f"{prefix}{field.name}"
+        found |= leaves(field.metadata["section"], path + ".") if is_section else {path: kind}
     return found
 
 
@@ -193,11 +235,12 @@ def _section(section, values, prefix):
     result = section()
     for name, value in values.items():
         _check_name(name, kinds, prefix)
-        kind, path = kinds[name], f"{prefix}{name}"
-        if dataclasses.is_dataclass(kind):
-            value = _section(kind, {} if value is None else value, path + ".")
-        else:
-            value = convert(path, value, kind)
+        path, field = f"{prefix}{name}", section.__dataclass_fields__[name]
+        below = field.metadata.get("section")
+        if below is None:
+            value = convert(path, value, kinds[name])
+        elif value is not None or field.default is not None:  # else it stays absent
+            value = _section(below, {} if value is None else value, path + ".")
         setattr(result, name, value)
     return result
 
@@ -206,7 +249,8 @@ def _section_to_dict(section, prefix):
     kinds = fields(type(section))
     for name in vars(section):
         _check_name(name, kinds, prefix)
-    return {name: _plain(getattr(section, name), f"{prefix}{name}.") for name in kinds}
+    values = {name: getattr(section, name) for name in kinds}  # None: an absent section
+    return {n: _plain(value, f"{prefix}{n}.") for n, value in values.items() if value is not None}
 
 
 def _plain(value, prefix):

@@ -1,38 +1,28 @@
-"""The command line: --config=FILE.py[:ARGUMENT], --config.FIELD=VALUE and a command's options.
+"""The command line: --config=NAME, settings as --SECTION.FIELD=VALUE, and a command's options.
 
-Every override is checked against the schema before ml_collections reads the config file, so that a
-mistake is reported in one line instead of a traceback.
+A setting may also be written SECTION.FIELD=VALUE or --config.SECTION.FIELD=VALUE, an option
+NAME=VALUE. A mistake is a ValueError of one line, with the nearest valid name.
 """
 
 import dataclasses
-import difflib
 import itertools
-import linecache
 import os
-import pathlib
-import signal
+import shlex
 import sys
-import sysconfig
-import traceback
 import typing
 from collections.abc import Callable, Sequence
 
-from absl import flags
-from ml_collections import config_flags
-
 from maxmeg.config import files
-from maxmeg.config.hints import nearest
+from maxmeg.config.errors import is_for_user, report
+from maxmeg.config.hints import DEVICES, nearest
+from maxmeg.config.named import EXAMPLES, load_config
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import walk
+from maxmeg.config.setting import declared_problems, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
-
-# Errors for the user, if a `raise` statement of this program raised them: no traceback.
-_EXIT_CODES = {ValueError: 2, NotImplementedError: 2, OSError: 2}
-_EXIT_CODES |= {FloatingPointError: 1, MemoryError: 1}
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-_STANDARD_LIBRARY = pathlib.Path(sysconfig.get_path("stdlib")).resolve()
-_LIBRARIES = {"site-packages", "dist-packages"}  # folders of installed packages
+FOLDER = "run_dir"  # the option that may stand without its name
+HELP = {"--help", "-h", "-help", "--helpfull"}
+PRINT = {"--print_config": False, "--print_config=diff": True}  # whether only changed fields
 
 
 def run_command(
@@ -44,35 +34,36 @@ def run_command(
     """Parse the command line and call `main(config)`, `main(config, options)` or `main(options)`.
 
     `options` is a dataclass of settings, which become the command's flags (--name=value). An error
-    that a user can correct is printed as one line on stderr; the exit code is 2.
+    that a user can correct is printed as one line on stderr; the exit code is 2. --print_config
+    prints the settings as YAML instead; --print_config=diff prints only the changed ones.
     """
     argv = list(sys.argv if argv is None else argv)
+    prints = [PRINT[word] for word in argv if word in PRINT and needs_config]
+    argv = [word for word in argv if word not in PRINT or not needs_config]
     config = chosen = None
-    if {"--help", "-h", "-help", "--helpfull"} & set(argv[1:]):
-        print(describe(sys.modules[main.__module__].__doc__ or "", options, needs_config))
-        return
     try:
         config, chosen = parse(argv, options, needs_config)
+        if config is not None and prints:
+            show(files.to_yaml(config, changed=prints[-1]).rstrip())
+            return
         main(*[part for part in (config, chosen) if part is not None])
-    except tuple(_EXIT_CODES) as error:
-        if not _is_for_user(error):
+    except Exception as error:
+        if not is_for_user(error):
             raise
         raise SystemExit(report(error, config, chosen)) from None
 
 
-def report(error: BaseException, config: Config | None, options: typing.Any = None) -> int:
-    """Print an error that ends a command: one line if it is for the user, else a traceback.
+def show(text: str) -> None:
+    """Print a text that may be read through a pipe whose reader, such as head, stops early."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    Returns the command's exit code.
-    """
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
-    if not isinstance(error, tuple(_EXIT_CODES)) or not _is_for_user(error):
-        traceback.print_exception(error)
-        return 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    text = _os_error_text(error, config, options) if isinstance(error, OSError) else error
-    print(f"error: {text}", file=sys.stderr)
-    return next(code for kind, code in _EXIT_CODES.items() if isinstance(error, kind))
+
+def names_config(argv: Sequence[str]) -> bool:
+    """Return whether a command line has --config, which some commands do not need."""
+    return any(argument.partition("=")[0] == "--config" for argument in argv)
 
 
 def parse(
@@ -82,30 +73,19 @@ def parse(
 
     ValueError, with the nearest valid name, for an unknown flag, field or value.
     """
-    file, overrides, chosen = _separate(list(argv[1:]), options, needs_config)
-    if not flags.FLAGS.is_parsed():  # libraries read their own absl flags' defaults
-        flags.FLAGS.mark_as_parsed()
-    config = _load(argv[0], file, overrides) if needs_config else None
+    name, settings, chosen = _separate(list(argv[1:]), options, needs_config)
+    config = load_config(name) if needs_config else None
+    for path, value in settings.items():
+        set_field(config, path, value)
     if options is None:
         return config, None
     for field in dataclasses.fields(options):
         if field.name not in chosen and field.default is dataclasses.MISSING:
             raise ValueError(f"--{field.name} is missing: {field.metadata.get('doc', '')}")
-    return config, options(**chosen)
-
-
-def _load(program: str, file: str, overrides: dict[str, typing.Any]) -> Config:
-    """Return the config of a file, with the overridden fields."""
-    argv = [program, f"--config={file}"]
-    for path, value in overrides.items():  # ml_collections reads a tuple from its literal
-        argv.append(f"--config.{path}={value if isinstance(value, tuple) else files.text(value)}")
-    values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
-    try:
-        values(argv)
-    except flags.Error as error:
-        raise _root_cause(error) from error
-    return _checked(values["config"].value)
+    chosen = options(**chosen)
+    if problems := list(declared_problems(chosen)):
+        raise ValueError("\n".join(problems))
+    return config, chosen
 
 
 def describe(summary: str, options: type | None = None, needs_config: bool = True) -> str:
@@ -115,62 +95,66 @@ def describe(summary: str, options: type | None = None, needs_config: bool = Tru
         lines += ["", "options:"]
         for field in dataclasses.fields(options):
             is_required = field.default is dataclasses.MISSING
-            lines.append(_described("", field, "required" if is_required else field.default))
+            default = "required" if is_required else field.default
+            lines.append(_described(field.name, default, field))
     if needs_config:
-        lines += ["", "--config=FILE.py[:ARGUMENT] names the run; its fields (defaults):"]
+        lines += ["", f"--config names the run: gpt, {EXAMPLES}"]
+        lines += ["--print_config prints its settings, --print_config=diff those that are changed"]
+        lines += ["", "settings (defaults):"]
         for _, group in itertools.groupby(walk(Config()), lambda each: each[0].rpartition(".")[0]):
-            lines += ["", *(_described("config.", f, value, path) for path, value, f in group)]
+            lines += ["", *itertools.starmap(_described, group)]
     return "\n".join(lines)
 
 
-def _described(prefix: str, field: dataclasses.Field, value: typing.Any, path: str = "") -> str:
-    shown = files.text(value) or '""'
-    return f"  --{prefix}{path or field.name} ({shown}): {field.metadata.get('doc', '')}"
+def _described(name: str, default: typing.Any, field: dataclasses.Field) -> str:
+    shown = files.text(default) or '""'
+    return f"  --{name} ({shown}): {field.metadata.get('doc', '')}"
 
 
 def _separate(arguments, options, needs_config):
-    """Return the config file, the values of overridden fields, and those of options."""
-    own_kinds = files.fields(options) if options is not None else {}
-    file, overrides, own = "", {}, {}
+    """Return the value of --config, the values of settings, and those of options."""
+    option_kinds = files.fields(options) if options is not None else {}
+    setting_kinds = files.leaves(Config) if needs_config else {}
+    config, settings, chosen = "", {}, {}
     while arguments:
-        flag, equals, value = arguments.pop(0).partition("=")
-        name, negated = _flag_name(flag, own_kinds)
-        path, target, kind = name, own, own_kinds.get(name)
-        if name == "config" and needs_config:
-            file = _config_file(value if equals else _next_value(flag, arguments))
+        argument = arguments.pop(0)
+        flag, equals, value = argument.partition("=")
+        if not flag.startswith("-") and not (equals and (needs_config or flag in option_kinds)):
+            if FOLDER not in option_kinds or FOLDER in chosen:
+                names = {**option_kinds, **({} if config or not needs_config else {"config": str})}
+                raise ValueError(_unexpected(argument, names))
+            chosen[FOLDER] = argument  # maxmeg chat RUN
             continue
-        if name.startswith("config.") and needs_config:
-            path, target = name.removeprefix("config."), overrides
-            kind = _field_kind(path)
-        if kind is None:
-            raise ValueError(_unknown_flag(flag, own_kinds, needs_config))
+        if flag in ("--config", "config") and needs_config:
+            config = value if equals else _next_value(flag, arguments)
+            continue
+        name, kind, negated = _find(flag, option_kinds, setting_kinds)
         if kind is bool and not equals:
             value = "false" if negated else "true"
         elif not equals:
             value = _next_value(flag, arguments)
-        converted = (value,) if kind == Texts else files.convert(path, value, kind)
+        target = chosen if name in option_kinds else settings
+        converted = (value,) if kind == Texts else files.convert(name, value, kind)
         if isinstance(converted, tuple):  # repeated flags of a list add up
-            converted = target.get(path, ()) + converted
-        target[path] = converted
-    if needs_config and not file:
-        raise ValueError(
-            "no --config: name a run, for example --config=configs/gpt.py"
-            " or --config=configs/yaml.py:RUN_DIR/config.yaml"
-        )
-    return file, overrides, own
+            converted = target.get(name, ()) + converted
+        target[name] = converted
+    if needs_config and not config:
+        raise ValueError(f"no --config: name a run, such as --config=gpt; others are {EXAMPLES}")
+    return config, settings, chosen
 
 
-def _flag_name(flag, own_kinds):
-    """Return the name without dashes, and whether it was --noNAME of a boolean."""
-    if not flag.startswith("-"):
-        raise ValueError(f"unexpected argument {flag!r}: flags are written --name=value")
-    name = flag.lstrip("-")
-    if name.startswith("noconfig."):
-        if files.leaves(Config).get(name.removeprefix("noconfig.")) is bool:
-            return name.removeprefix("no"), True
-    elif own_kinds.get(name.removeprefix("no")) is bool and name not in own_kinds:
-        return name.removeprefix("no"), True
-    return name, False
+def _find(flag, option_kinds, setting_kinds):
+    """Return the name and the type of an option or setting, and whether it was written --noNAME.
+
+    The name of an option hides that of a setting without a section, such as seed.
+    """
+    written = flag.lstrip("-")
+    for name, negated in ((written, False), (written.removeprefix("no"), True)):
+        kinds = option_kinds if name in option_kinds else setting_kinds
+        path = name if name in option_kinds else name.removeprefix("config.")
+        if path in kinds and (kinds[path] is bool or not negated):
+            return path, kinds[path], negated
+    raise ValueError(_unknown(flag, option_kinds, setting_kinds))
 
 
 def _next_value(flag, arguments):
@@ -179,96 +163,24 @@ def _next_value(flag, arguments):
     return arguments.pop(0)
 
 
-def _field_kind(path):
-    known = files.leaves(Config)
-    if path in known:
-        return known[path]
-    inside = [name for name in known if name.startswith(path + ".")]
-    if inside:
-        raise ValueError(f"{path} is a section: set its fields, for example --config.{inside[0]}")
-    raise ValueError(files.unknown_field(path, known))
+def _unexpected(argument, names):
+    name = next((name for name in ("config", "input", "prompt") if name in names), "")
+    hint = f"did you mean --{name}={shlex.quote(argument)}?" if name else "write --name=value"
+    return f"unexpected argument {argument!r}: {hint}"
 
 
-def _config_file(value):
-    path = pathlib.Path(value.partition(":")[0])
-    if path.suffix in (".yaml", ".yml"):
-        raise ValueError(f"--config={value} is YAML: write --config=configs/yaml.py:{value}")
-    if not path.is_file():
-        found = [
-            p for folder in (path.parent, "configs") for p in pathlib.Path(folder).glob("*.py")
-        ]
-        near = difflib.get_close_matches(path.name, [p.name for p in found], 1)
-        same = [p for p in found if [p.name] == near]
-        hint = f"did you mean {same[0]}?" if same else "check the path"
-        raise ValueError(f"no config file {path} (working folder {pathlib.Path.cwd()}): {hint}")
-    return value
-
-
-def _unknown_flag(flag, own_kinds, needs_config):
+def _unknown(flag, option_kinds, setting_kinds):
     fields = reversed([*walk(Config())])  # the first field that replaces a flag counts
-    megatron = {field.metadata["flag"]: f"--config.{path}" for path, _, field in fields}
-    if needs_config and flag in megatron:
-        return f"unknown flag {flag}: here it is {megatron[flag]}"
-    name = flag.lstrip("-").removeprefix("config.")
-    if near := nearest(name, own_kinds):
-        return f"unknown flag {flag}: did you mean --{near}?"
-    if needs_config and (near := nearest(name, files.leaves(Config))):
-        return f"unknown flag {flag}: did you mean --config.{near}?"
-    return f"unknown flag {flag}: see --help"
-
-
-def _checked(config):
-    if not isinstance(config, Config):
-        if type(config).__name__ == "_ErrorConfig":  # ml_collections keeps an OSError for later
-            config.run_dir  # noqa: B018
-        raise ValueError(
-            f"get_config() returned {type(config).__name__}: return a maxmeg.config.schema.Config"
+    megatron = {field.metadata["flag"]: path for path, _, field in fields}
+    if setting_kinds and flag in megatron:
+        return f"unknown flag {flag}: here it is --{megatron[flag]}"
+    path = flag.lstrip("-").removeprefix("config.")
+    if inside := [name for name in setting_kinds if name.startswith(path + ".")]:
+        return f"{path} is a section: set its fields, for example --{inside[0]}"
+    near = nearest(path, [*option_kinds, *setting_kinds, *(["config"] if setting_kinds else [])])
+    if setting_kinds and path in DEVICES.split() and near != "hardware":
+        return (
+            f"unknown flag {flag}: every GPU that JAX sees is used; CUDA_VISIBLE_DEVICES selects "
+            "some, and the settings parallel.* divide the work"
         )
-    return files.from_dict(files.to_dict(config))
-
-
-def _root_cause(error):
-    """Return the error that ml_collections wrapped: one for the user, else the innermost."""
-    chain = [error]
-    while chain[-1].__context__ is not None:
-        chain.append(chain[-1].__context__)
-    kinds = tuple(_EXIT_CODES)
-    ours = (cause for cause in chain if isinstance(cause, kinds) and _is_for_user(cause))
-    root = next(ours, chain[-1])
-    return ValueError(str(root)) if isinstance(root, flags.Error) else root
-
-
-def _os_error_text(error, config, options):
-    """Return the text of an OSError, with the setting that holds its path."""
-    if not isinstance(error.filename, str) or not error.strerror:
-        return str(error)
-    place = os.path.abspath(error.filename)
-    settings = [
-        (f"{prefix}{name}", value)
-        for section, prefix in ((config, "config."), (options, ""))
-        if section is not None
-        for name, value, _ in walk(section)
-        if isinstance(value, str) and value
-    ]
-    inside = [s for s in settings if _is_inside(place, s[1])]
-    above = [s for s in settings if _is_inside(s[1], place)]  # parent folders are created too
-    if not inside + above:
-        return str(error)
-    name, value = max(inside or above[:1], key=lambda setting: len(os.path.abspath(setting[1])))
-    where = "" if value == error.filename else f" ({error.filename})"
-    return f"--{name}={value}: {error.strerror}{where}; name a path that can be used"
-
-
-def _is_inside(path, folder):
-    return pathlib.Path(os.path.abspath(path)).is_relative_to(os.path.abspath(folder))
-
-
-def _is_for_user(error):
-    """Return whether a `raise` statement of this program or of a config file raised an error."""
-    if isinstance(error, OSError):
-        return True
-    *_, frame = traceback.extract_tb(error.__traceback__)
-    path = pathlib.Path(frame.filename).resolve()
-    library = not _LIBRARIES.isdisjoint(path.parts) or _STANDARD_LIBRARY in path.parents
-    line = linecache.getline(frame.filename, frame.lineno or 0).strip()
-    return line.startswith("raise ") and (_PACKAGE in path.parents or not library)
+    return f"unknown flag {flag}: " + (f"did you mean --{near}?" if near else "see --help")

@@ -1,5 +1,5 @@
-"""Suggestions in errors: the field for another framework's name of it, and the next command for the
-name of a model on the Hugging Face Hub or for text that was named as a corpus."""
+"""Suggestions in errors: the field, option or command for another program's name of it, and the
+next command for a model on the Hugging Face Hub or for text that was named as a corpus."""
 
 import difflib
 import os
@@ -23,7 +23,7 @@ SYNONYMS = {
     " num_iterations iterations train_iters iters epochs num_epochs num_train_epochs",
     "train.global_batch_size": "batch_size train_batch_size total_batch_size batch",
     "train.micro_batch_size": "per_device_train_batch_size per_device_batch_size"
-    " device_batch_size local_batch_size gradient_accumulation_steps accumulation_steps",
+    " device_batch_size local_batch_size gradient_accumulation_steps accumulation_steps grad_accum",
     "train.eval_every": "eval_interval eval_freq validation_freq val_every",
     "train.eval_steps": "eval_iters val_steps",
     "data.sequence_length": "seq_length seq_len sequence_len max_seq_len max_seq_length"
@@ -55,7 +55,7 @@ SYNONYMS = {
     "model.moe.ffn_size": "moe_intermediate_size moe_mlp_dim",
     "model.dropout_hidden": "dropout hidden_dropout resid_pdrop dropout_rate",
     "model.attention.dropout": "attention_dropout attn_pdrop",
-    "model.dtype": "torch_dtype bf16 fp16 mixed_precision mixed_precision_param",
+    "model.dtype": "torch_dtype bf16 fp16 precision mixed_precision mixed_precision_param",
     "model.recompute": "gradient_checkpointing activation_checkpoint activation_checkpointing"
     " remat remat_policy",
     "parallel.tensor": "tp tensor_parallel_size tensor_parallel_degree tensor_parallelism"
@@ -78,14 +78,29 @@ SYNONYMS = {
     "lora.dropout": "lora_dropout",
     "lora.targets": "target_modules lora_target_modules",
     "run_dir": "output_dir out_dir out save_dir base_output_directory dump_folder run_name"
-    " checkpoint_dir ckpt_dir model model_path model_name_or_path",
+    " checkpoint_dir ckpt_dir model model_path model_name_or_path config checkpoint ckpt",
     # options of commands
     "num_tokens": "max_new_tokens max_tokens new_tokens max_length",
+    "temperature": "temp do_sample",
+    "prompts": "prompt_file input_file input file",
     "batch": "batch_size per_device_eval_batch_size",
+    "batch_size": "bs batch",
+    "paths": "dataset data data_path",
     "num_batches": "eval_steps eval_iters",
     "shots": "num_fewshot n_shot few_shot",
     "limit": "max_samples num_examples",
+    "tensor": "tp tensor_parallel_size gpus num_gpus devices",
+    "hardware": "gpus gpu num_gpus devices cluster",
+    "input": "model model_path checkpoint source",
+    "to": "format output_format",
+    # commands
+    "train": "finetune sft pretrain fit",
+    "generate": "gen sample infer inference complete",
+    "preprocess": "tokenize prepare",
+    "convert": "export import",
+    "plan": "estimate",
 }
+DEVICES = "gpus gpu num_gpus n_gpus device devices num_devices nproc_per_node"  # not settings
 _ROOTS = ("runs", "configs", "data", "checkpoints", "models")  # folder names, not users of the Hub
 
 
@@ -104,8 +119,15 @@ def nearest(name: str, paths: Iterable[str]) -> str | None:
 
 
 def nearest_few(name: str, names: Sequence[str], count: int = 3) -> str:
-    """Return the names most similar to `name`, for an error: "a, b or c"."""
-    close = difflib.get_close_matches(name, names, count, 0.0)
+    """Return the names most similar to `name`, for an error: "a, b or c". Those that begin with it,
+    in upper or lower case and without punctuation, come first."""
+
+    def letters(text: str) -> str:
+        return re.sub(r"[\W_]", "", text).lower()
+
+    close = [each for each in names if letters(each).startswith(letters(name))]
+    close += difflib.get_close_matches(name, [e for e in names if e not in close], count, 0.0)
+    close = close[:count]
     return " or ".join(filter(None, [", ".join(close[:-1]), *close[-1:]]))
 
 
@@ -116,7 +138,7 @@ def hub_command(name: str, convert: bool = True) -> str:
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name) or owner in _ROOTS or os.path.exists(owner):
         return ""
     download = f"hf download {name} --local-dir {model}"
-    convert_too = f" && python -m maxmeg.convert --input={model} --output=runs/{model}" * convert
+    convert_too = f" && maxmeg convert --input={model} --output=runs/{model}" * convert
     return f" (a model on the Hugging Face Hub is downloaded first: {download}{convert_too})"
 
 
@@ -128,7 +150,7 @@ def corpus_command(prefix: str) -> str:
         name = os.path.basename(prefix).partition(".")[0]
         return (
             f"{prefix} is a file to preprocess, not the prefix of a .bin and an .idx file; run "
-            f"python -m maxmeg.preprocess --input={prefix} --output={name} --append_eod "
+            f"maxmeg preprocess --input={prefix} --output={name} --append_eod "
             f"--tokenizer=TOKENIZER and give {name}_text_document (chats: data.objective=sft)"
         )
     return "give the prefix of a .bin and an .idx file"

@@ -35,7 +35,7 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
         raise ValueError(
             f"checkpoint.init_from={folder} is another model: "
             + ", ".join(f"{path} {texts[path]}" for path in fixed)
-            + "; take its own architecture (--config=configs/finetune.py:FOLDER), or only change "
+            + "; take its own architecture (--config=finetune:FOLDER), or only change "
             "the vocabulary, mtp.num_layers and what positions and windows depend on"
         )
     if wanted.vocab_size < saved.vocab_size:
@@ -73,7 +73,8 @@ def upcycled(saved: ModelConfig, wanted: ModelConfig, folder: str) -> tuple[list
         )
     copies = experts // slices
     layers = wanted.layers.replace("moe", "mlp")
-    text = f"moe in model.layers: {copies} copies of each MLP, each of {slices} experts"
+    text = f"moe in model.layers: {copies} cop{'ies' if copies > 1 else 'y'} of each MLP, "
+    text += f"each cut into {slices} experts" if slices > 1 else "one per expert"
     return [text], with_fields(wanted, {"moe": MoeConfig(), "layers": layers})
 
 

@@ -245,7 +245,7 @@ class MlpConfig:
 
     ffn_size: int = setting(
         0,
-        "intermediate size; 0: 4 x hidden_size, or int(8/3 hidden_size / 64) x 64 when gated",
+        "intermediate size; 0: 4 x hidden_size, or, gated, 8/3 hidden_size in whole 64s",
         "--ffn-hidden-size",
         at_least=0,
     )
@@ -256,15 +256,15 @@ class MlpConfig:
     )
     activation_clamp: float = setting(
         0.0,
-        "upper limit of a gated activation's input, and limit of the absolute value of what it "
-        "gates; 0: none",
+        "clamps the gate branch of a gated activation to at most x, and its linear (up) branch to "
+        "[-x, x]; 0: off",
         "--activation-func-clamp-value",
         at_least=0,
         needs="activation=swiglu|geglu|quick_geglu",
     )
     glu_offset: float = setting(
         0.0,
-        "constant added to what a gated activation gates (GPT-OSS: 1)",
+        "constant added to the linear (up) branch of a gated activation (GPT-OSS: 1)",
         "--glu-linear-offset",
         needs="activation=swiglu|geglu|quick_geglu",
     )
@@ -326,20 +326,19 @@ class MoeConfig:
     )
     group_score_topk: int = setting(
         0,
-        "a group's score is the sum of so many of its highest expert scores; 0: top_k / "
-        "topk_groups",
+        "number of highest expert scores whose sum is a group's score; 0: top_k / topk_groups",
         needs="num_groups",
     )
     logit_bias: bool = setting(False, "trained bias of the router's logits (GPT-OSS)")
     bias_balancing: bool = setting(
         False,
-        "balance loads without a loss: a bias per expert is added to the scores that choose "
-        "experts",
+        "auxiliary-loss-free load balancing (DeepSeek-V3): a bias per expert, added to the scores "
+        "that select experts",
         "--moe-router-enable-expert-bias",
     )
     bias_rate: float = setting(
         1e-3,
-        "step of that bias after each global batch",
+        "update size of that bias, after each step",
         "--moe-router-bias-update-rate",
         at_least=0,
         needs="bias_balancing",
@@ -413,7 +412,7 @@ class MoeConfig:
     backend: ExpertBackend = setting(
         ExpertBackend.auto,
         "kernel of the grouped matrix products; xla on a GPU multiplies every token by every "
-        "expert; mosaic needs Hopper; auto: xla, until mosaic was measured",
+        "expert; mosaic needs Hopper; auto: xla (mosaic has not been timed yet)",
         "--moe-grouped-gemm",
         effect="none",
     )
@@ -425,7 +424,7 @@ class MtpConfig:
 
     num_layers: int = setting(
         0,
-        "number of multi-token-prediction (MTP) layers, one for each further token",
+        "number of multi-token-prediction (MTP) layers; layer k predicts token t+1+k",
         "--mtp-num-layers",
         at_least=0,
         effect="adapted",

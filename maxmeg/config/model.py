@@ -65,7 +65,7 @@ class ModelConfig:
         "mixers of the layers: commas join sublayers, spaces layers, + mixers that read the same "
         "input (parallel block); 3(...) repeats, *(...) repeats up to num_layers; mixers are "
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
-        "mlp, moe; or a hybrid string of Megatron-LM",
+        "mlp, moe; or Megatron-LM's --hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
     parallel_norms: bool = setting(
@@ -74,7 +74,7 @@ class ModelConfig:
     )
     norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
     norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon", at_least=0)
-    norm_one_plus: bool = setting(False, "store norm weights as w - 1", "--apply-layernorm-1p")
+    norm_one_plus: bool = setting(False, "store norm weights minus 1", "--apply-layernorm-1p")
     norm_place: NormPlace = setting(
         NormPlace.pre,
         "what each sublayer normalizes: its input (pre), its output (post, OLMo 2) or both "
@@ -127,9 +127,9 @@ class ModelConfig:
     )
     recompute: str = setting(
         "minimal",
-        "what backward computes again: minimal (norms, activation functions, rotations) | "
+        "activations to recompute in backward: minimal (norms, activation functions, rotations) | "
         "selective (attention and MLA's up-projections too) | full (whole layers); or the names of "
-        f"the activations to keep, with commas: {', '.join(NAMES)}",
+        f"the activations to store, with commas: {', '.join(NAMES)}",
         "--recompute-granularity",
         effect="none",
     )
@@ -212,7 +212,7 @@ class ModelConfig:
 
     @property
     def ffn(self) -> int:
-        gated = int(4 * self.hidden_size * 2 / 3 / 64) * 64
+        gated = max(int(4 * self.hidden_size * 2 / 3 / 64), 1) * 64
         return self.mlp.ffn_size or (gated if self.gated else 4 * self.hidden_size)
 
     @property

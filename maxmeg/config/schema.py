@@ -10,7 +10,7 @@ import enum
 import math
 
 from maxmeg.config.data import DataConfig
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.setting import setting
 
 
@@ -89,30 +89,40 @@ class ParallelConfig:
     )
     expert_tensor: int = setting(
         0,
-        "tensor-parallel size of an expert; 0: as tensor; if less than tensor, expert also counts "
-        "the other devices along tensor, and those along context",
+        "tensor-parallel size of an expert; 0: as tensor; less than tensor: MoE parallel "
+        "folding, where expert counts the other devices along tensor, and those along context too",
         "--expert-tensor-parallel-size",
     )
     expert_exchange: ExpertExchange = setting(
         ExpertExchange.auto,
-        "token dispatcher: all_to_all (padded) | ragged | gather (all tokens on all devices); "
+        "token dispatch: all_to_all (padded) | ragged | gather (all tokens on all devices); "
         "auto: all_to_all",
         "--moe-token-dispatcher-type",
         needs="expert",
     )
     expert_buffer: float = setting(
         1.5,
-        "rows of an exchange, as a multiple of a device's mean load, >= 1; the rest takes further "
-        "rounds",
+        "receive buffer of token dispatch, as a multiple of the mean load, >= 1; overflow is sent "
+        "in further rounds",
         at_least=1,
         needs="expert",
     )
-    context: int = setting(1, "context-parallel size", "--context-parallel-size")
+    context: int = setting(
+        1, "context-parallel size; not supported yet: it must be 1", "--context-parallel-size"
+    )
     tensor: int = setting(
         1, "tensor-parallel size; the sequence is sharded too", "--tensor-model-parallel-size"
     )
     zero1: bool = setting(
-        True, "shard master weights and optimizer over data (ZeRO-1)", "--use-distributed-optimizer"
+        True,
+        "shard master weights and optimizer over all devices that replicate a weight (ZeRO-1)",
+        "--use-distributed-optimizer",
+    )
+    gradient_dtype: DType = setting(
+        DType.float32,
+        "dtype in which gradients are summed over devices: float32 | bfloat16 (half the bytes, "
+        "less exact); over microbatches they are always summed in float32",
+        "--grad-reduce-in-bf16",
     )
     schedule: Schedule = setting(
         Schedule.one_f_one_b,
@@ -120,7 +130,7 @@ class ParallelConfig:
     )
     chunks: int = setting(
         1,
-        "chunks of layers per stage, interleaved (only one_f_one_b)",
+        "chunks of layers per stage; more than 1: interleaved 1F1B (only one_f_one_b)",
         "--num-virtual-stages-per-pipeline-rank",
         at_least=1,
     )
@@ -286,6 +296,13 @@ class TrainConfig:
     exit_at: int = setting(
         0, "save and stop after each step divisible by this; 0: off", "--exit-interval", at_least=0
     )
+    gc_interval: int = setting(
+        100,
+        "steps between collections of Python's garbage, which all processes make after the same "
+        "step; 0: each process when Python chooses",
+        "--manual-gc-interval",
+        at_least=0,
+    )
     max_skipped_steps: int = setting(
         10,
         "a step whose loss or gradient norm is not finite is skipped; the run stops after so many "
@@ -370,6 +387,9 @@ class LogConfig:
         "--check-for-spiky-loss",
         at_least=0,
     )
+    parameters: bool = setting(
+        False, "print the table of all parameters: shapes, sharding, bytes per device"
+    )
     sample_prompt: str = setting("", "text to continue when training ends; empty: none")
 
 
@@ -388,7 +408,7 @@ class LoraConfig:
     )
     targets: tuple[str, ...] = setting(
         ("query", "value"),
-        "projections with adapters, by patterns of paths or their ends: mixers.attention.*, mlp.up",
+        "patterns of the projections with adapters, by path or its end: mixers.attention.*, mlp.up",
         needs="rank",
     )
 
@@ -445,3 +465,15 @@ class Config:
     log: LogConfig = setting(LogConfig, "seeing it")
     lora: LoraConfig = setting(LoraConfig, "adapters")
     watchdog: WatchdogConfig = setting(WatchdogConfig, "hangs and dead processes")
+    encoder: ModelConfig | None = setting(
+        ModelConfig,
+        "encoder beside the decoder, with all fields of model (encoder.num_layers ...); absent "
+        "unless one of them is set. No model reads it yet: it must be absent",
+        absent=True,
+    )
+    vision: ModelConfig | None = setting(
+        ModelConfig,
+        "vision tower, with all fields of model; absent unless one of them is set. No model reads "
+        "it yet: it must be absent",
+        absent=True,
+    )

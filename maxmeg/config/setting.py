@@ -23,6 +23,7 @@ def setting(
     *,
     needs: str = "",
     effect: str = "function",
+    absent: bool = False,
     **bounds: float,
 ) -> typing.Any:
     """Declare a dataclass field: its meaning, Megatron-LM's flag, and the rules for its value.
@@ -32,17 +33,24 @@ def setting(
     (that field is not at its default) or "scaling=yarn|llama3" (it has one of these values). A
     field that is a section passes its condition on to all of its fields. effect, for the model's
     fields: what a change does to trained weights: "function" (they compute something else),
-    "adapted" (something else that training can adapt to) or "none".
+    "adapted" (something else that training can adapt to) or "none". absent: the section is None
+    until one of its fields is set.
     """
+    section = typing.cast(type, default) if dataclasses.is_dataclass(default) else None
     metadata = {"doc": doc, "flag": flag, "bounds": bounds, "needs": needs, "effect": effect}
-    if dataclasses.is_dataclass(default):  # a section
-        return dataclasses.field(default_factory=typing.cast(type, default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata["section"] = section
+    if section and not absent:
+        return dataclasses.field(default_factory=section, metadata=metadata)
+    return dataclasses.field(default=None if section else default, metadata=metadata)
 
 
 def get(section: typing.Any, path: str) -> typing.Any:
-    """Return the value of a dotted field name, such as "moe.top_k"."""
-    return functools.reduce(getattr, path.split("."), section)
+    """Return the value of a dotted field name, such as "moe.top_k"; None in an absent section."""
+
+    def below(parent: typing.Any, name: str) -> typing.Any:
+        return None if parent is None else getattr(parent, name)
+
+    return functools.reduce(below, path.split("."), section)
 
 
 def field_of(section: typing.Any, path: str) -> dataclasses.Field:
@@ -63,24 +71,39 @@ def with_fields(section: Section, values: Mapping[str, typing.Any]) -> Section:
 
 
 def set_field(section: typing.Any, path: str, value: typing.Any) -> None:
-    """Set the field of a dotted name; raises TypeError for a name that is no field."""
-    parents, _, name = path.rpartition(".")
-    parent = get(section, parents) if parents else section
+    """Set the field of a dotted name. An absent section in it begins with its defaults.
+
+    Raises TypeError for a name that is no field.
+    """
+    *parents, name = path.split(".")
+    parent = section
+    for each in parents:
+        if getattr(parent, each, "") is None:
+            setattr(parent, each, field_of(parent, each).metadata["section"]())
+        parent = getattr(parent, each, None)
     if name not in getattr(type(parent), "__dataclass_fields__", ()):
         raise TypeError(f"{type(section).__name__} has no field {path}")
     setattr(parent, name, value)
 
 
+@functools.cache
+def declarations(kind: type) -> tuple[tuple[dataclasses.Field, bool], ...]:
+    """Return (field, whether it is a section) of the fields of a dataclass."""
+    return tuple(
+        (field, field.metadata.get("section") is not None) for field in dataclasses.fields(kind)
+    )
+
+
 def walk(
     section: typing.Any, prefix: str = ""
 ) -> Iterator[tuple[str, typing.Any, dataclasses.Field]]:
-    """Yield (dotted name, value, field) of every field that is no section."""
-    for field in dataclasses.fields(section):
+    """Yield (dotted name, value, field) of every field that is no section. Skips absent ones."""
+    for field, is_section in declarations(type(section)):
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(value):
-            yield from walk(value, f"{path}.")
-        else:
+        if not is_section:
             yield path, value, field
+        elif value is not None:
+            yield from walk(value, f"{path}.")
 
 
 def shown(path: str, value: typing.Any) -> str:
@@ -90,10 +113,11 @@ def shown(path: str, value: typing.Any) -> str:
 
 def declared_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
     """Yield the broken bounds and conditions that the fields of a section declare."""
-    for field in dataclasses.fields(section):
+    for field, is_section in declarations(type(section)):
+        needs, bounds = field.metadata["needs"], field.metadata["bounds"]
+        if not (needs or bounds or is_section):
+            continue
         value, path = getattr(section, field.name), f"{prefix}{field.name}"
-        is_section = dataclasses.is_dataclass(value)
-        needs = field.metadata["needs"]
         if needs and not _holds(section, needs):
             leaves = walk(value, f"{path}.") if is_section else [(path, value, field)]
             changed = [shown(name, leaf) for name, leaf, each in leaves if leaf != each.default]
@@ -105,10 +129,8 @@ def declared_problems(section: typing.Any, prefix: str = "") -> Iterator[str]:
                     f"or leave {'this' if len(changed) == 1 else 'these'} out"
                 )
         if is_section:
-            yield from declared_problems(value, f"{path}.")
-            continue
-        bounds = field.metadata["bounds"]
-        if not all(BOUNDS[name](value, limit) for name, limit in bounds.items()):  # also NaN
+            yield from declared_problems(value, f"{path}.") if value is not None else ()
+        elif not all(BOUNDS[name](value, limit) for name, limit in bounds.items()):  # also NaN
             wanted = " and ".join(f"{n.replace('_', ' ')} {limit}" for n, limit in bounds.items())
             yield f"{path}={value} must be {wanted}"
 
@@ -118,7 +140,7 @@ def _holds(section: typing.Any, condition: str) -> bool:
     value = get(section, path)
     if equals:
         return getattr(value, "name", str(value)) in values.split("|")
-    return value != get(type(section)(), path)
+    return value != field_of(section, path).default
 
 
 def divisors(number: int, at_most: int = 0) -> str:

@@ -5,6 +5,7 @@ Lengths and batch sizes over time are checked where they are computed: `optim/sc
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.model import ModelConfig
@@ -20,6 +21,7 @@ from maxmeg.config.stages import units_of_chunks
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
 UNSUPPORTED_AXES = ("context",)
+STACK_READERS: dict[str, tuple[str, ...]] = {"encoder": (), "vision": ()}  # models by section
 
 
 def axis_sizes(parallel: ParallelConfig, num_devices: int, platform: str = "") -> dict[str, int]:
@@ -85,35 +87,61 @@ def batch_unit(config: Config, sizes: dict[str, int]) -> int:
     return shards * max(config.train.micro_batch_size, 1) * rounds
 
 
+def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
+    """Yield the broken rules that hold on any number of devices.
+
+    training: also the rules for models that are trained.
+    """
+    if not config.run_dir:
+        yield "run_dir is empty: name the folder of the run, --run_dir=runs/NAME"
+    yield from stack_problems(config)
+    yield from declared_problems(config)
+    yield from model_problems(config.model)
+    if not has_pattern(config.model):
+        return
+    yield from data_problems(config)
+    yield from objective_problems(config.data)
+    yield from bidirectional_problems(config)
+    yield from fim_problems(config.data)
+    yield from optim_problems(config)
+    yield from lora_problems(config)
+    yield from upcycling_problems(config)
+    yield from watchdog_problems(config.watchdog)
+    if training:
+        yield from training_problems(config)
+
+
+def check_settings(config: Config) -> None:
+    """Raise a ValueError that lists the broken rules of a run on any number of devices."""
+    check_axes(config)
+    if problems := list(setting_problems(config)):
+        raise ValueError("\n".join(problems))
+
+
+def check_axes(config: Config) -> None:
+    """Raise NotImplementedError for a mesh axis that is not supported yet."""
+    for name in UNSUPPORTED_AXES:
+        if (size := getattr(config.parallel, name)) > 1:
+            raise NotImplementedError(
+                f"parallel.{name}={size}: this axis must be 1; available are pipe, data, fsdp, "
+                "expert and tensor"
+            )
+
+
 def validate(config: Config, num_devices: int, platform: str = "", training: bool = True) -> None:
     """Raise a ValueError that lists every broken rule with its values and the remedy.
 
     training: also the rules for models that are trained.
     """
+    check_axes(config)
     sizes = axis_sizes(config.parallel, num_devices, platform)
-    for name in UNSUPPORTED_AXES:
-        if sizes[name] > 1:
-            raise NotImplementedError(
-                f"parallel.{name}={sizes[name]}: this axis must be 1; available are pipe, "
-                "data, fsdp, expert and tensor"
-            )
-    problems = [*declared_problems(config), *model_problems(config.model)]
-    if not has_pattern(config.model):
-        raise ValueError("\n".join(problems))
-    problems += [
-        *parallel_problems(config, sizes),
-        *pipeline_problems(config, sizes),
-        *data_problems(config),
-        *objective_problems(config.data),
-        *bidirectional_problems(config),
-        *fim_problems(config.data),
-        *optim_problems(config),
-        *train_problems(config, sizes),
-        *lora_problems(config),
-        *upcycling_problems(config),
-        *watchdog_problems(config.watchdog),
-        *(training_problems(config) if training else ()),
-    ]
+    problems = list(setting_problems(config, training))
+    if has_pattern(config.model):
+        problems += [
+            *parallel_problems(config, sizes),
+            *pipeline_problems(config, sizes),
+            *train_problems(config, sizes),
+        ]
     if problems:
         raise ValueError("\n".join(problems))
 
@@ -179,6 +207,14 @@ def pipeline_problems(config: Config, sizes: dict[str, int]):
             units_of_chunks(config.model, parallel)
         except ValueError as error:
             yield str(error)
+
+
+def stack_problems(config: Config):
+    """A stack that the model does not read must be absent."""
+    for name, models in STACK_READERS.items():
+        if getattr(config, name) is not None:
+            readers = f"only {', '.join(models)} read" if models else "no model reads yet"
+            yield f"the section {name} is a stack that {readers}: leave out all {name}.* settings"
 
 
 def data_problems(config: Config):

@@ -121,9 +121,9 @@ def build_dataset(
 
     prefixes: from `open_corpus`. vocab_size: of the model; 0 means the tokenizer's. samples: the
     samples that the run reads; n means Request(n), None one epoch. cache_dir: for files that are
-    made once per node; empty: memory. ValueError for bad files and a split without a sample.
+    made once per node; empty: memory. ValueError for bad files or ids, a split without a sample.
     """
-    vocab_size = vocab_size or tokenizer.vocab_size
+    num_ids = min(vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
     request = samples if isinstance(samples, Request) else Request(samples)
     starts, num_samples, saved = request.changes, request.num_samples, list(request.saved)
     (names, weights), split = _find_blend(config, prefixes, split_index)
@@ -136,28 +136,28 @@ def build_dataset(
         _refuse_weights(config, prefixes, weights)
         opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
         part = whole_documents.Part(names, split, split_index, opened)
-        return whole_documents.open_rows(config, part, tokenizer, seed, vocab_size, cache_dir)
+        return whole_documents.open_rows(config, part, tokenizer, seed, num_ids, cache_dir)
     if config.mock:
         corpora: list[IndexedDataset] = [mock.MockCorpus(tokenizer.vocab_size, tokenizer.eod)]
     else:
-        corpora = [remote.open_dataset(name, config, cache_dir, vocab_size) for name in names]
+        corpora = [remote.open_dataset(name, config, cache_dir, num_ids) for name in names]
     empty = _empty_corpora(corpora, split, split_index)
     if len(empty) == len(corpora) and split_index:
         return None
     is_native = config.order is DataOrder.native
     if len(empty) == len(corpora) or weights or not is_native:
         _refuse_empty(empty, split, split_index)
-    rules = _rules(config, tokenizer, seed, vocab_size)
+    rules = _rules(config, tokenizer, seed, vocab_size or num_ids)
 
     def single(members: list[IndexedDataset], size: int | None) -> GptDataset:
         length, order = config.sequence_length, None
         if not is_native:
             parts = kept_parts(saved, members, (split, split_index, length, seed), size)
             order = MegatronOrder(size, cache_dir, parts)
-        return GptDataset(members, split, split_index, length, vocab_size, seed, rules, order)
+        return GptDataset(members, split, split_index, length, num_ids, seed, rules, order)
 
     def added(name: str) -> GptDataset:
-        corpus = remote.open_dataset(name, config, cache_dir, vocab_size)
+        corpus = remote.open_dataset(name, config, cache_dir, num_ids)
         _refuse_empty(_empty_corpora([corpus], split, split_index), split, split_index)
         return single([corpus], None)
 
@@ -353,7 +353,7 @@ def _open_masked(
     if len(names) > 1:
         raise ValueError(
             f"data.objective=masked reads one corpus, not {len(names)} ({', '.join(names)}): merge "
-            "them (maxmeg.preprocess reads several files), or name one"
+            "them (maxmeg preprocess reads several files), or name one"
         )
     corpus = remote.open_dataset(names[0], config, order.cache_dir, tokenizer.vocab_size)
     begin, end = split_range(*part, corpus.num_documents)

@@ -1,18 +1,20 @@
-"""The subcommands of `python -m maxmeg.preprocess`.
+"""The subcommands of `maxmeg preprocess`.
 
 inspect PREFIX ...                 counts, lengths, a text sample and problems of datasets
-inspect --config=FILE.py           what a run reads of its corpora
+inspect --config=NAME           what a run reads of its corpora
 merge PREFIX ... --output=PREFIX   one dataset from several
 verify PREFIX ...                  compare files with their checksums
 train-tokenizer                    train a vocabulary on text
 image-text                         images and their texts as one dataset
 """
 
-import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 
+from maxmeg.config.files import fields
 from maxmeg.config.flags import parse as parse_config
+from maxmeg.config.schema import Config
 from maxmeg.data import image_text_command as _image_text_command
 from maxmeg.data import tokenizer_command as _tokenizer_command
 from maxmeg.data.corpus.checksum import SUFFIX, create_sums
@@ -22,6 +24,7 @@ from maxmeg.data.inspect.composition import composition_text, uses_of
 from maxmeg.data.inspect.contents import inspect, inspection_text
 from maxmeg.data.inspect.page import check_report, write_report
 from maxmeg.data.prepare.merge import find_prefixes, merge
+from maxmeg.data.prepare_command import Parser
 from maxmeg.data.tokenizers.load import load_tokenizer
 
 _PREFIXES = "prefixes of .bin and .idx files, or folders of them"
@@ -32,9 +35,9 @@ def run_inspect(arguments: Sequence[str]) -> int:
     parser = _parser("inspect", "Counts, lengths, a sample and problems of .bin/.idx files.")
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help=_PREFIXES)
     parser.add_argument(
-        "--config", action="append", default=[], metavar="FILE.py",
+        "--config", action="append", default=[], metavar="NAME",
         help="what a run reads: documents, tokens, samples, epochs of every split, and its corpora "
-        "where no PREFIX is given; --config.FIELD=VALUE as there",
+        "where no PREFIX is given; --SECTION.FIELD=VALUE as there",
     )  # fmt: skip
     parser.add_argument("--tokenizer", help="decodes the sample; its vocabulary bounds the ids")
     parser.add_argument("--vocab_size", type=int, help="bounds the ids instead of the tokenizer's")
@@ -42,18 +45,18 @@ def run_inspect(arguments: Sequence[str]) -> int:
         "--document", type=int, help="number of the document to show; default: the first"
     )
     parser.add_argument("--verify", action="store_true", help=f"compare .bin with PREFIX{SUFFIX}")
-    parser.add_argument("--report", metavar="FILE", help="draw the lengths into a .png or .html")
-    of_run = [word for word in arguments if word.startswith("--config.")]
+    parser.add_argument("--report", metavar="FILE", help="write the report as an .html page")
+    of_run = [word for word in arguments if _is_setting(word)]
     flags = parser.parse_args([word for word in arguments if word not in of_run])
     if not flags.prefixes and not flags.config:
-        parser.error("name a PREFIX, or a run with --config=FILE.py")
+        parser.error("name a PREFIX, or a run with --config=NAME")
     if of_run and not flags.config:
-        parser.error(f"{of_run[0]} needs --config=FILE.py")
+        parser.error(f"{of_run[0]} needs --config=NAME")
     if flags.report:
         check_report(flags.report)
     uses, prefixes, spec = [], find_prefixes(flags.prefixes), flags.tokenizer
     if flags.config:
-        words = ["maxmeg.preprocess", *(f"--config={file}" for file in flags.config), *of_run]
+        words = ["maxmeg preprocess", *(f"--config={file}" for file in flags.config), *of_run]
         config, _ = parse_config(words)
         assert config is not None
         uses = uses_of(config)
@@ -73,9 +76,16 @@ def run_inspect(arguments: Sequence[str]) -> int:
         print(inspection_text(inspection) + "\n")
         inspections.append(inspection)
     if flags.report and (inspections or uses):
-        write_report(flags.report, inspections, uses)
+        command = f"maxmeg preprocess {shlex.join(sys.argv[1:])}"
+        write_report(flags.report, inspections, uses, command)
         print(f"wrote {flags.report}")
     return int(failed or any(inspection.problems for inspection in inspections))
+
+
+def _is_setting(word: str) -> bool:
+    """Return whether a word sets a field of a run: --run_dir=X, --data.split=X."""
+    name = word.partition("=")[0].removeprefix("--")
+    return word.startswith("--") and ("." in name or name in fields(Config))
 
 
 def run_merge(arguments: Sequence[str]) -> int:
@@ -123,10 +133,8 @@ def run_verify(arguments: Sequence[str]) -> int:
     return int(failed)
 
 
-def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
-        f"maxmeg.preprocess {name}", description=description, allow_abbrev=False
-    )
+def _parser(name: str, description: str) -> Parser:
+    return Parser(f"maxmeg preprocess {name}", description=description, allow_abbrev=False)
 
 
 COMMANDS = {
@@ -139,13 +147,9 @@ COMMANDS = {
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the subcommand that the first argument names; returns 1 after an error, which is
-    printed."""
+    """Run the subcommand that the first argument names. Returns the exit code."""
     try:
         return COMMANDS[arguments[0]](arguments[1:])
-    except (ValueError, NotImplementedError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

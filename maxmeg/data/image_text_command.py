@@ -1,6 +1,5 @@
-"""`python -m maxmeg.preprocess image-text`: write images and their texts as one dataset."""
+"""`maxmeg preprocess image-text`: write images and their texts as one dataset."""
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from maxmeg.data.prepare.documents import (
     kind_of,
     read_records,
 )
+from maxmeg.data.prepare_command import Parser
 from maxmeg.data.samples.image_text import IMAGE, TEXT, WORD, decode_image, image_words
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer, encode_placeholders
@@ -98,8 +98,8 @@ def write_pairs(inputs: Sequence[str], output: str, pairs: Pairs) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run the subcommand."""
-    parser = argparse.ArgumentParser(
-        "maxmeg.preprocess image-text", allow_abbrev=False,
+    parser = Parser(
+        "maxmeg preprocess image-text", allow_abbrev=False,
         description='Rows {"image": FILE, "text" or "caption": TEXT} as multimodal .bin/.idx.',
     )  # fmt: skip
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE.jsonl")

@@ -1,8 +1,10 @@
-"""The flags and the output of `python -m maxmeg.preprocess` without a subcommand."""
+"""The flags and the output of `maxmeg preprocess` without a subcommand."""
 
 import argparse
+import difflib
 import os
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +15,29 @@ from maxmeg.runtime.slurm import array_task
 _SHOWN = 5  # bad lines that are listed
 
 
+class Parser(argparse.ArgumentParser):
+    """Raises a ValueError for a mistake, which is printed as those of the other commands."""
+
+    def parse_args(self, args=None, namespace=None):
+        known = [name for action in self._actions for name in action.option_strings]
+        for word in args or ():
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in known and word != "--":
+                near = difflib.get_close_matches(name, known, 1)
+                raise ValueError(
+                    f"unknown flag {name}: "
+                    + (f"did you mean {near[0]}?" if near else f"see {self.prog} --help")
+                )
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str) -> typing.NoReturn:
+        raise ValueError(f"{message}: see {self.prog} --help")
+
+
 def parse_arguments(description: str | None, arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command's flags, which have Megatron-LM's names."""
-    parser = argparse.ArgumentParser(
-        "maxmeg.preprocess", description=description, allow_abbrev=False,
+    parser = Parser(
+        "maxmeg preprocess", description=description, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_input_flags(parser)
@@ -111,7 +132,7 @@ class BadLines:
 
 
 def run(description: str | None, arguments: Sequence[str]) -> int:
-    """Tokenize a corpus; returns 1 after an error, which is printed."""
+    """Tokenize a corpus. Returns the exit code."""
     flags = parse_arguments(description, arguments)
     options = Options(
         flags.tokenizer, tuple(flags.json_keys), flags.append_eod, flags.split_sentences,
@@ -124,9 +145,6 @@ def run(description: str | None, arguments: Sequence[str]) -> int:
             flags.input, flags.output, options, flags.workers,
             flags.skip_bad_lines, flags.stdin_format, BadLines(), share,
         )  # fmt: skip
-    except (ValueError, ChildProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         parts = Path(share.name(flags.output) + ".parts")
         said = (

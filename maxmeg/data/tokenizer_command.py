@@ -1,7 +1,6 @@
-"""`python -m maxmeg.preprocess train-tokenizer`: its flags, its input, and its output."""
+"""`maxmeg preprocess train-tokenizer`: its flags, its input, and its output."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -9,14 +8,14 @@ from maxmeg.data.prepare import documents
 from maxmeg.data.prepare.encoding import DocumentNames, Options, read_documents, texts_of
 from maxmeg.data.prepare.pieces import chunks, cut, open_inputs
 from maxmeg.data.prepare.run import SKIP_HINT
-from maxmeg.data.prepare_command import BadLines, add_input_flags
+from maxmeg.data.prepare_command import BadLines, Parser, add_input_flags
 from maxmeg.data.tokenizers.tiktoken_ranks import PATTERNS
 from maxmeg.data.tokenizers.training import Recipe, Trained, check_recipe, train_tokenizer
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "maxmeg.preprocess train-tokenizer",
+    parser = Parser(
+        "maxmeg preprocess train-tokenizer",
         description="Train a vocabulary on text, for --tokenizer and data.tokenizer.",
         allow_abbrev=False,
     )
@@ -53,12 +52,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--max_mb", type=float, metavar="MB", help="megabytes of text to read; default: all of it"
     )
-    known = [name for action in parser._actions for name in action.option_strings]
-    for word in arguments:
-        name = word.partition("=")[0]
-        if name.startswith("--") and name not in known and word not in ("--", "-"):
-            near = difflib.get_close_matches(name, known, 1)
-            parser.error(f"unknown {name}" + (f": did you mean {near[0]}?" if near else ""))
     return parser.parse_args(arguments)
 
 

@@ -18,7 +18,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.inference.decode import BATCH, SHORTEST, Request, Writer, check_ids, jitted
+from maxmeg.inference.decode import (
+    BATCH,
+    SHORTEST,
+    Request,
+    Writer,
+    check_causal,
+    check_ids,
+    jitted,
+)
 from maxmeg.inference.load import Trained
 from maxmeg.inference.prompts import end_tokens
 from maxmeg.inference.sampling import Sampling
@@ -146,6 +154,7 @@ class HarnessModel:
         tokenizer: Tokenizer = trained.tokenizer
         self.max_length = trained.config.model.max_position
         self.prefix = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
+        check_causal(trained.config.model)
         self.run = jitted(score, trained.config, trained.mesh, trained.model)
         self.hidden_ids = special_ids(tokenizer)
 

@@ -42,8 +42,10 @@ def mean_loss(
     sums = []
     for batch in batches:
         sums.append(eval_step(model, place_batch(batch, rows, mesh, batch_size), stop()))
-        if len(sums) > 1 and sums[-2].get("stop", 0) > 0:  # the newest batch is still running
-            raise StopRequested
+        if len(sums) > 1:  # the newest batch is still running
+            previous = jax.block_until_ready(sums[-2])
+            if previous.get("stop", 0) > 0:
+                raise StopRequested
     nats, tokens, num_bytes = (
         sum(float(part.get(name, 0)) for part in sums) for name in ("loss_sum", "tokens", "bytes")
     )

@@ -37,6 +37,7 @@ from maxmeg.hf.trained import (
     choose_family,
     newest,
 )
+from maxmeg.runtime.screen import tracked
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 TOKENIZER_FILES = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"]
@@ -144,7 +145,7 @@ def import_model(source: Source, target: str | os.PathLike[str], tokenizer: str 
         config, identity, notes = _prepare(source, model, target, tokenizer)
         pieces = (
             (piece, source.weights.read(name, *(() if expert is None else (expert,))))
-            for name, binding in matched
+            for name, binding in tracked(matched, "converting")
             for expert, piece in binding.pieces()
         )
         write_run(config, identity, pieces)
@@ -217,7 +218,7 @@ def export_model(
         for b in bindings
     }
     with SafetensorsWriter(target, tensors, max_shard_bytes) as writer:
-        for binding in bindings:
+        for binding in tracked(bindings, "converting"):
             if binding.ours[0].name in VOCABULARY_TABLES:
                 writer.write_rows(binding.theirs, trained.words(binding.ours[0].name))
                 continue

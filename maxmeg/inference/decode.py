@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
@@ -33,6 +33,7 @@ from maxmeg.step import compute_model
 SHORTEST = 16  # prompts are padded to this length times a power of two
 SAMPLE_TOKENS = 200  # that a run generates when training ends
 BATCH = 8  # prompts per batch
+REPLICATED = P()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +59,18 @@ class Prompts(typing.NamedTuple):
 
 
 class Progress(typing.NamedTuple):
-    """State of the decoding loop: `step` new tokens per row, counts_B of them before its end."""
+    """State of the decoding loop, after `step` new tokens per row.
+
+    ids_BM: each prompt followed by its new tokens. lengths_B: tokens of each prompt. counts_B: new
+    tokens before a row's end. raw_keys: of the sampling, one per row. cache: of M tokens.
+    """
 
     step: jax.Array
-    ids_BN: jax.Array
+    ids_BM: jax.Array
+    lengths_B: jax.Array
     counts_B: jax.Array
     ended_B: jax.Array
+    raw_keys: jax.Array
     cache: list
 
 
@@ -104,14 +111,63 @@ def rotary_switch(config: ModelConfig) -> int:
     return config.rotary.original_length if is_longrope else 0
 
 
-def rows_so_far(prompts: Prompts, new_BN: Int[Array, "B N"], length: int) -> Int[Array, "B M"]:
-    """Return each prompt followed by its new tokens, padded to `length`."""
-    added = length - prompts.ids_BL.shape[1]
-    prompt_BM = jnp.pad(prompts.ids_BL, ((0, 0), (0, added)))
-    place_BM = jnp.arange(length) - prompts.lengths_B[:, None]
-    last = new_BN.shape[1] - 1
-    new_BM = jnp.take_along_axis(new_BN, jnp.clip(place_BM, 0, last), axis=1)
-    return jnp.where(place_BM < 0, prompt_BM, new_BM)
+def start(model: LM, prompts: Prompts, key: jax.Array, request: Request, length: int) -> Progress:
+    """Read the prompts into a cache of `length` tokens, and choose the first token of each row."""
+    B, L = prompts.ids_BL.shape
+    keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(prompts.rows_B)
+    cache = model.stack.init_cache(B, length)
+    logits_BV, cache = prefill(model, prompts.ids_BL, prompts.lengths_B, cache)
+    progress = Progress(
+        step=jnp.int32(0),
+        ids_BM=jnp.pad(prompts.ids_BL, ((0, 0), (0, length - L))),
+        lengths_B=prompts.lengths_B,
+        counts_B=jnp.zeros(B, jnp.int32),
+        ended_B=prompts.lengths_B == 0,
+        raw_keys=jax.random.key_data(keys_B),
+        cache=cache,
+    )
+    return choose_next(logits_BV, progress, request)
+
+
+def choose_next(logits_BV: Float[Array, "B V"], progress: Progress, request: Request) -> Progress:
+    """Sample the next token of each row."""
+
+    def choose(logits_V, raw_key):
+        key = jax.random.fold_in(jax.random.wrap_key_data(raw_key), progress.step)
+        return sample(logits_V[None], key, request.sampling)[0]
+
+    ids_B = jax.vmap(choose)(logits_BV, progress.raw_keys)
+    ended_B = progress.ended_B | jnp.isin(ids_B, jnp.array(request.ends, jnp.int32))
+    places = jnp.arange(len(ids_B)), progress.lengths_B + progress.step
+    return progress._replace(
+        step=progress.step + 1,
+        ids_BM=progress.ids_BM.at[places].set(ids_B),
+        counts_B=progress.counts_B + ~ended_B,
+        ended_B=ended_B,
+    )
+
+
+def advance(model: LM, progress: Progress, request: Request, switch: int) -> Progress:
+    """Choose one more token of each row.
+
+    switch: the model's rotary_switch; when a row grows past it, the cache is recomputed, because
+    the cached keys have the rotation of shorter rows.
+    """
+    offset_B = progress.lengths_B + progress.step - 1  # number of cached tokens per row
+
+    def decode(cache: list):
+        ids_B1 = jnp.take_along_axis(progress.ids_BM, offset_B[:, None], axis=1)
+        return forward_cached(model, ids_B1, offset_B, cache)
+
+    def recompute(cache: list):
+        return prefill(model, progress.ids_BM, offset_B + 1, cache)
+
+    if 0 < switch < progress.ids_BM.shape[1]:
+        crosses = jnp.any((offset_B == switch) & ~progress.ended_B)
+        logits_BV, cache = lax.cond(crosses, recompute, decode, progress.cache)
+    else:
+        logits_BV, cache = decode(progress.cache)
+    return choose_next(logits_BV, progress._replace(cache=cache), request)
 
 
 def generate(
@@ -119,57 +175,21 @@ def generate(
 ) -> tuple[Int[Array, "B N"], Int[Array, " B"]]:
     """Return the new ids of each row, and how many of them precede its end.
 
-    Ids after the end have no meaning. A row depends only on its prompt and its number. switch: the
-    model's rotary_switch; when a row grows past it, the cache is recomputed, because the cached
-    keys have the rotation of shorter rows.
+    Ids after the end have no meaning. A row depends only on its prompt and its number. switch: as
+    of `advance`.
     """
-    B, L = prompts.ids_BL.shape
-    N, ends = request.num_tokens, jnp.array(request.ends, jnp.int32)
+    L, N = prompts.ids_BL.shape[1], request.num_tokens
     length = L + N if L + N < PAGE else -(-(L + N) // PAGE) * PAGE
-    keys_B = jax.vmap(lambda row: jax.random.fold_in(key, row))(prompts.rows_B)
-
-    def choose(logits_V, row_key, step):
-        row_key = jax.random.fold_in(row_key, step)
-        return sample(logits_V[None], row_key, request.sampling)[0]
-
-    def choose_next(logits_BV, cache, progress: Progress) -> Progress:
-        ids_B = jax.vmap(choose, (0, 0, None))(logits_BV, keys_B, progress.step)
-        ended_B = progress.ended_B | jnp.isin(ids_B, ends)
-        return Progress(
-            progress.step + 1,
-            progress.ids_BN.at[:, progress.step].set(ids_B),
-            progress.counts_B + ~ended_B,
-            ended_B,
-            cache,
-        )
 
     def unfinished(progress: Progress):
         return (progress.step < N) & ~jnp.all(progress.ended_B)
 
-    def advance(progress: Progress) -> Progress:
-        offset_B = prompts.lengths_B + progress.step - 1  # number of cached tokens per row
+    def step(progress: Progress) -> Progress:
+        return advance(model, progress, request, switch)
 
-        def decode(cache: list):
-            ids_B1 = lax.dynamic_slice_in_dim(progress.ids_BN, progress.step - 1, 1, axis=1)
-            return forward_cached(model, ids_B1, offset_B, cache)
-
-        def recompute(cache: list):
-            ids_BM = rows_so_far(prompts, progress.ids_BN, length)
-            return prefill(model, ids_BM, offset_B + 1, cache)
-
-        if 0 < switch < length:
-            crosses = jnp.any((offset_B == switch) & ~progress.ended_B)
-            logits_BV, cache = lax.cond(crosses, recompute, decode, progress.cache)
-        else:
-            logits_BV, cache = decode(progress.cache)
-        return choose_next(logits_BV, cache, progress)
-
-    first = prefill(model, prompts.ids_BL, prompts.lengths_B, model.stack.init_cache(B, length))
-    initial = jnp.zeros((B, N), jnp.int32), jnp.zeros(B, jnp.int32), prompts.lengths_B == 0
-    final = lax.while_loop(
-        unfinished, advance, choose_next(*first, Progress(jnp.int32(0), *initial, first[1]))
-    )
-    return final.ids_BN, final.counts_B
+    final = lax.while_loop(unfinished, step, start(model, prompts, key, request, length))
+    places_BN = final.lengths_B[:, None] + jnp.arange(N)
+    return jnp.take_along_axis(final.ids_BM, places_BN, axis=1), final.counts_B
 
 
 def check_causal(model: ModelConfig) -> None:
@@ -177,12 +197,16 @@ def check_causal(model: ModelConfig) -> None:
     if not model.attention.causal:
         raise ValueError(
             "model.attention.causal=false: a bidirectional model predicts masked tokens and does "
-            "not continue text; its loss can be measured (python -m maxmeg.evaluate)"
+            "not continue text; its loss can be measured (maxmeg evaluate)"
         )
 
 
 def make_generate(config: Config, mesh: Mesh, model: LM, request: Request) -> Callable:
-    """Return the jitted (model, prompts, raw key) -> (ids_BN, counts_B) for a model on `mesh`."""
+    """Return the jitted (model, prompts, raw key) -> (ids_BN, counts_B) for a model on `mesh`.
+
+    ValueError for a model that is not causal.
+    """
+    check_causal(config.model)
 
     def local(model, prompts, raw_key):
         key = jax.random.wrap_key_data(raw_key)
@@ -191,22 +215,29 @@ def make_generate(config: Config, mesh: Mesh, model: LM, request: Request) -> Ca
     return jitted(local, config, mesh, model)
 
 
-def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
+def jitted(
+    function: Callable,
+    config: Config,
+    mesh: Mesh,
+    model: LM,
+    arguments: typing.Any = REPLICATED,
+    result: typing.Any = REPLICATED,
+    donate: tuple[int, ...] = (),
+) -> Callable:
     """Return the jitted function(model, *arguments) for a model on `mesh`.
 
-    Weights are cast to the compute dtype. Every device has all arguments. ValueError for a model
-    that is not causal.
+    Weights are cast to the compute dtype. arguments, result: their partition specs; by default
+    every device has all of them. donate: numbers of the arguments that are reused, from 1.
     """
-    check_causal(config.model)
     grad_layout = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
-    def local(model, arguments):
-        return function(compute_model(model, grad_layout, dtype), *arguments)
+    def local(model, values):
+        return function(compute_model(model, grad_layout, dtype), *values)
 
-    program = spmd(local, mesh, (specs, P()), P())
-    return jax.jit(lambda model, *arguments: program(model, arguments))
+    program = spmd(local, mesh, (specs, arguments), result)
+    return jax.jit(lambda model, *values: program(model, values), donate_argnums=donate)
 
 
 class Writer:
@@ -295,15 +326,26 @@ def check_ids(ids: np.ndarray, vocab_size: int, where: str = "") -> None:
         )
 
 
-def sample_at_end(model: LM, config: Config, tokenizer: Tokenizer, step: int, mesh: Mesh) -> str:
+def sample_at_end(
+    model: LM, config: Config, tokenizer: Tokenizer, step: int, mesh: Mesh, saved: bool
+) -> str:
     """Return how the trained model continues log.sample_prompt.
 
-    With a pipeline, the model is read from the checkpoint of `step` onto a mesh without one.
+    saved: whether there is a checkpoint of `step`. From it the model is read onto one device if the
+    devices are virtual ones of this process's CPU, and with a pipeline onto a mesh without one;
+    "" for a pipeline that is not saved.
     """
-    prompt = config.log.sample_prompt
+    prompt, pipelined = config.log.sample_prompt, mesh.shape["pipe"] > 1
     trained = Trained(model, config, tokenizer, step, mesh)
-    if mesh.shape["pipe"] > 1:
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if saved and on_cpu and mesh.size > 1 and not mesh.is_multi_process:
+        # XLA may start collectives that do not depend on each other, as small steps of decoding
+        # have many, in another order on each virtual device of a busy CPU: they wait forever.
+        trained = load_run(config.run_dir, step)
+    elif saved and pipelined:
         trained = load_run(config.run_dir, step, without_pipeline(mesh, config.model.hidden_size))
+    elif pipelined:
+        return ""
     room = config.model.max_position - len(tokenizer.encode(prompt))
-    sampling = Sampling(temperature=0.8, top_p=0.95)
+    sampling = Sampling(temperature=0.5, top_k=40)
     return continue_text(trained, prompt, min(SAMPLE_TOKENS, room), sampling, config.seed)

@@ -1,16 +1,21 @@
 """Load the model of a run for inference."""
 
 import dataclasses
+import math
 import os
 import typing
 
+import jax
 from jax.sharding import Mesh
 
 from maxmeg.checkpoint.initialize import check_base, check_tokenizer, restored_base
 from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import restore
+from maxmeg.config import files
 from maxmeg.config.hints import hub_command
+from maxmeg.config.model import DType
+from maxmeg.config.options import ModelOptions
 from maxmeg.config.schema import Config, ParallelConfig
 from maxmeg.config.validate import head_problems
 from maxmeg.data import run_folder
@@ -19,13 +24,20 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
-from maxmeg.parallel.trainable import joined
+from maxmeg.parallel.rules import is_state, is_variable
+from maxmeg.parallel.trainable import joined, part, saved
 from maxmeg.state import CHECKPOINTS, abstract_state
+
+READ_BYTES = 2**30  # of a checkpoint's arrays that are read together, on each device
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A restored model (fp32 master weights on `mesh`) with its config and tokenizer."""
+    """A model on `mesh` with its config and tokenizer.
+
+    Weights that are in float32 although the compute dtype is another one are cast by every call
+    that computes.
+    """
 
     model: LM
     config: Config
@@ -35,11 +47,19 @@ class Trained:
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
 
 
-def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) -> Trained:
+def load_run(
+    run_dir: str,
+    step: int | None = None,
+    mesh: Mesh | None = None,
+    dtype: DType | None = None,
+    master_weights: bool = False,
+) -> Trained:
     """Load the model of a run at `step` (default: its newest intact checkpoint) on any mesh.
 
-    Only the model's arrays are read. mesh: default one device. ValueError if the folder holds no
-    checkpoint, or if the numbers of heads are not divisible by the tensor axis.
+    Only the model's arrays are read. mesh: default one device. dtype: compute dtype, default the
+    run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint.
+    ValueError if the folder holds no checkpoint, or if the numbers of heads are not divisible by
+    the tensor axis.
     """
     mesh = mesh or local_mesh()
     checkpointer = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
@@ -53,10 +73,12 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
         sizes: dict[str, typing.Any] = {**sizes_of(mesh)}
         config.parallel = ParallelConfig(**sizes, zero1=False)
         config.model = config.model.without_mtp()  # MTP layers do not serve inference
+        config.model.dtype = dtype or config.model.dtype
         if problems := list(head_problems(config.model, sizes["tensor"])):
             raise ValueError("\n".join(problems))
         model = abstract_state(config, make_optimizer(config.optim), mesh).model
-        restored = restore(checkpointer, step, {"model": model})["model"]
+        held = DType.float32 if master_weights else config.model.dtype
+        restored = restored_in(held, checkpointer, step, model)
         restored = joined(restored, restored_base(config, model, base))
         return Trained(restored, config, tokenizer, step, mesh, manifest.metadata)
 
@@ -70,6 +92,55 @@ def load_run(run_dir: str, step: int | None = None, mesh: Mesh | None = None) ->
             f"{hub_command(run_dir)}"
         )
     return trained
+
+
+def load_chosen(options: ModelOptions) -> Trained:
+    """Load the model that a command's options name. ValueError as from `load_run`."""
+    dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
+    step = None if options.step < 0 else options.step
+    return load_run(options.run_dir, step, local_mesh(options.tensor), dtype)
+
+
+def restored_in(dtype: DType, checkpointer: Checkpointer, step: int, model: LM) -> LM:
+    """Restore the saved part of an abstract model, its weights in `dtype`.
+
+    Arrays are verified in float32, as they were saved, and then cast. At most READ_BYTES of them a
+    device, or one array, are in memory in float32 at a time.
+    """
+    saved_model, restored = saved(model), None
+    for group in read_groups(saved_model):
+        chosen = part(saved_model, lambda variable, ids=group: id(variable) in ids, others=False)
+        read = restore(checkpointer, step, {"model": chosen})["model"]
+        read = jax.block_until_ready(cast(read, dtype))
+        restored = read if restored is None else joined(restored, read)
+    assert restored is not None  # a model has arrays
+    return restored
+
+
+def read_groups(model: LM) -> list[set[int]]:
+    """Return the ids of an abstract model's variables in groups of at most READ_BYTES a device."""
+    groups, size = [], READ_BYTES
+    for variable in jax.tree.leaves(model, is_leaf=is_variable):
+        if (array := variable.get_value()) is None:
+            continue
+        local = math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+        if size + local > READ_BYTES:
+            groups, size = [*groups, set()], 0
+        groups[-1].add(id(variable))
+        size += local
+    return groups
+
+
+def cast(model: LM, dtype: DType) -> LM:
+    """Return the model with its weights in `dtype`; the state of layers keeps its own."""
+
+    def one(variable):
+        array = variable.get_value()
+        if array is None or is_state(variable):
+            return variable
+        return variable.replace(array.astype(dtype.value))
+
+    return jax.tree.map(one, model, is_leaf=is_variable)
 
 
 def without_pipeline(mesh: Mesh, hidden_size: int) -> Mesh:

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, RotaryKind
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention.call import attention
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.decode_attention import call as decoding
+from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import first_index, stored
 from maxmeg.parallel.mesh import TENSOR_AXES
@@ -64,6 +65,15 @@ class AttentionSpec(MixerSpec):
     def head_output_size(self) -> int:
         """Size of a head's values and outputs."""
         return self.head_dim
+
+    @property
+    def rotated_size(self) -> int:
+        """Size of the part of a head that `rotary` is about."""
+        return self.head_dim
+
+    @property
+    def rotary_kinds(self) -> tuple[RotaryKind, ...]:
+        return () if self.rotary is None else ((self.rotary, self.rotated_size),)
 
     def make(self, key: jax.Array) -> "Attention":
         return Attention(key, self)
@@ -142,7 +152,7 @@ class Attention(Mixer):
     """
 
     def __init__(self, key: jax.Array, spec: AttentionSpec):
-        keys = jax.random.split(key, 4)
+        keys = split(key, 4)
         self.spec = spec
         D, K = spec.hidden_size, spec.head_dim
         H, G, std = spec.num_heads, spec.num_kv_heads, spec.std
@@ -165,8 +175,9 @@ class Attention(Mixer):
         k_BLGK = normalized(k_BLI, self.key_norm, heads)
         v_BLGK = stored(self.value(h_BLD, ctx), "value").reshape(heads)
         if self.spec.rotary is not None:
-            q_BLHK = rotate(q_BLHK, ctx.positions_BL, self.spec.rotary)
-            k_BLGK = rotate(k_BLGK, ctx.positions_BL, self.spec.rotary)
+            by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
+            q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)
+            k_BLGK = rotate(k_BLGK, by, self.spec.rotary.interleaved)
         if cache is None:
             out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
         else:

@@ -53,6 +53,16 @@ def choose(condition, tree, other):
     return jax.tree.map(lambda a, b: a if a is b else jnp.where(condition, a, b), tree, other)
 
 
+def counted_once(tree, axes: tuple[str, ...]):
+    """Values that are equal along `axes`, for a sum over them: zero except on rank 0. Max values
+    are unchanged."""
+
+    def one(a):
+        return a if is_max(a) else collectives.counted_once(a, axes)
+
+    return jax.tree.map(one, tree, is_leaf=is_max)
+
+
 def over_devices(tree, axes: tuple[str, ...]):
     """Reduce over devices to plain arrays: one collective over `axes` for all sums, and one over
     all mesh axes for all maxima."""

@@ -1,15 +1,28 @@
 """What the sublayers of one forward pass read beside their input."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from maxmeg.ops.dropout import fold
+from maxmeg.ops.random import fold
+from maxmeg.ops.rope import RotarySpec, Rotation, rotation
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 from maxmeg.parallel.sequence import SequenceShard
+
+RotaryKind = tuple[RotarySpec, int]  # and the size of the heads
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rotations:
+    """The Rotation of each kind, for the positions of one Context."""
+
+    kinds: tuple[RotaryKind, ...] = dataclasses.field(metadata={"static": True})
+    tables: tuple[Rotation, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -26,6 +39,7 @@ class Context:
     sequence_sharded: the residual stream is sharded over tensor along the sequence; False in
     decoding. training: apply dropout, router noise and Sinkhorn balancing.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
+    rotations: of these positions, computed once for all layers (`with_rotations`).
     """
 
     positions_BL: jax.Array
@@ -38,6 +52,7 @@ class Context:
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
     microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
+    rotations: Rotations | None = None
 
     @property
     def sequence(self) -> SequenceShard:
@@ -51,6 +66,18 @@ class Context:
             tensor_size=collectives.axis_size(tensor_axes),
             tensor_rank=collectives.axis_index(tensor_axes),
         )
+
+    def with_rotations(self, kinds: Sequence[RotaryKind]) -> "Context":
+        """The context of layers that rotate heads in these ways."""
+        tables = tuple(rotation(self.positions_BL, size, spec) for spec, size in kinds)
+        return dataclasses.replace(self, rotations=Rotations(tuple(kinds), tables))
+
+    def rotation(self, spec: RotarySpec, head_size: int) -> Rotation:
+        """Cosines and sines for heads of `head_size` elements."""
+        kind, known = (spec, head_size), self.rotations
+        if known is not None and kind in known.kinds:
+            return known.tables[known.kinds.index(kind)]
+        return rotation(self.positions_BL, head_size, spec)
 
     def shard(self, x_BL: jax.Array) -> jax.Array:
         """The part of the residual stream of an array [B, L, ...] of the gathered sequence."""

@@ -1,14 +1,16 @@
 """Token and position embeddings, vocabulary-parallel."""
 
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmeg.ops.random import normal
 from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.parallel.collectives import FSDP_AXES, VOCAB_AXES
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -39,27 +41,47 @@ lookup.defvjp(lookup_forward, lookup_backward)
 
 
 class Embedding(nnx.Module):
-    """Token embeddings [V, D], padded with zero rows to `padded_size`."""
+    """Token embeddings [V, D], padded with zero rows to `padded_size`.
+
+    is_output: they are the output projection alone. Then fsdp shards them as any matrix, otherwise
+    along D.
+    """
 
     def __init__(
-        self, key: jax.Array, vocab_size: int, padded_size: int, hidden_size: int, std: float
+        self,
+        key: jax.Array,
+        vocab_size: int,
+        padded_size: int,
+        hidden_size: int,
+        std: float,
+        is_output: bool = False,
     ):
-        rows = std * jax.random.normal(key, (vocab_size, hidden_size))
+        rows = std * normal(key, (vocab_size, hidden_size))
         table = jnp.pad(rows, ((0, padded_size - vocab_size), (0, 0)))
-        self.table = nnx.Param(table, axes=("vocab", "embed"))
+        sizes = table.shape if is_output else ()
+        self.table = nnx.Param(table, axes=("vocab", "embed"), sizes=sizes)
 
     def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:
-        """Partial sums over VOCAB_AXES."""
-        table_VD = collectives.unshard_parameter(self.table)
-        first = collectives.first_index(VOCAB_AXES, table_VD.shape[0])
-        return lookup(table_VD, ids_BL - first, table_VD.shape[0])
+        """Partial sums over VOCAB_AXES.
+
+        fsdp shards the table along D. Either every device gathers its rows, or, where a microbatch
+        has fewer tokens than that, looks up its columns for the tokens of all and exchanges them.
+        """
+        rows = self.table.shape[0]
+        ids_BL -= collectives.first_index(VOCAB_AXES, rows)
+        if ids_BL.size >= rows:
+            return lookup(collectives.unshard_parameter(self.table), ids_BL, rows)
+        columns_BLD: typing.Any = lookup(
+            self.table[...], collectives.gather(ids_BL, FSDP_AXES, 0), rows
+        )
+        return collectives.exchange(columns_BLD, FSDP_AXES, cut=0, joined=2)
 
 
 class Positions(nnx.Module):
     """Learned absolute position embeddings [max_position, D]."""
 
     def __init__(self, key: jax.Array, max_position: int, hidden_size: int, std: float):
-        table = std * jax.random.normal(key, (max_position, hidden_size))
+        table = std * normal(key, (max_position, hidden_size))
         self.table = nnx.Param(table, axes=("position", "embed"))
 
     def __call__(self, positions_BL: Int[Array, "B L"]) -> Float[Array, "B L D"]:

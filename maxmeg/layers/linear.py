@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
 from maxmeg.ops.broadcast import broadcast
+from maxmeg.ops.random import normal
 from maxmeg.parallel.collectives import counted_once, unshard_parameter
 
 
@@ -26,7 +27,7 @@ class Linear(nnx.Module):
         std: float,
         bias: bool = False,
     ):
-        self.weight = nnx.Param(std * jax.random.normal(key, sizes), axes=axes)
+        self.weight = nnx.Param(std * normal(key, sizes), axes=axes, sizes=sizes)
         self.row_parallel = axes[1] == "embed"
         bias_axis = "norm" if self.row_parallel else axes[1]
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None

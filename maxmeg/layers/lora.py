@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.ops.dropout import kept
+from maxmeg.ops.random import fold, uniform
 from maxmeg.parallel.collectives import first_index, unshard_parameter
 from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import is_state, is_variable, set_kv_heads
@@ -102,7 +103,7 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
         axes = linear.weight.get_metadata()["axes"]
         order = np.array(orders[int(path.split(".")[2])])
         *_, width_in, width_out = linear.weight.shape
-        path_key = jax.random.fold_in(key, zlib.crc32(path.encode()))
+        path_key = fold(key, zlib.crc32(path.encode()))
         a = initial(path_key, order, (width_in, spec.rank))
         linear.lora = Lora(a, jnp.zeros((len(order), spec.rank, width_out)), axes, spec, number)
         set_kv_heads(linear.lora, linear.weight.get_metadata().get("num_kv_heads", 0))
@@ -111,9 +112,9 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
 
 def initial(key: jax.Array, order: np.ndarray, sizes: tuple[int, int]) -> jax.Array:
     """A of every layer, uniform with variance 1 / (3 * input size)."""
-    keys = jax.vmap(lambda layer: jax.random.fold_in(key, layer))(np.maximum(order, 0))
     bound = sizes[0] ** -0.5
-    a = jax.vmap(lambda k: jax.random.uniform(k, sizes, minval=-bound, maxval=bound))(keys)
+    draw = jax.vmap(lambda layer: bound * uniform(fold(key, layer), sizes))
+    a = draw(np.maximum(order, 0))
     return jnp.where((order >= 0)[:, None, None], a, 0)
 
 

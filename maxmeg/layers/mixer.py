@@ -13,7 +13,7 @@ import typing
 import jax
 from flax import nnx
 
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, RotaryKind
 
 Span = typing.Literal["whole", "shard"]  # of the sequence, which is sharded over tensor
 
@@ -59,6 +59,11 @@ class MixerSpec(abc.ABC):
     writes: typing.ClassVar[Span] = "whole"
 
     hidden_size: int
+
+    @property
+    def rotary_kinds(self) -> tuple[RotaryKind, ...]:
+        """What the mixer asks `Context.rotation` for."""
+        return ()
 
     @abc.abstractmethod
     def make(self, key: jax.Array) -> "Mixer":

@@ -23,6 +23,7 @@ from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
+from maxmeg.ops.random import split
 from maxmeg.ops.rope import rotate
 from maxmeg.parallel.collectives import gather_sequence, stored, unshard_parameter
 
@@ -51,6 +52,10 @@ class MlaSpec(AttentionSpec):
     @property
     def head_output_size(self) -> int:
         return self.value_size
+
+    @property
+    def rotated_size(self) -> int:
+        return self.rotary_size
 
     def make(self, key: jax.Array) -> "Mla":
         return Mla(key, self)
@@ -105,7 +110,7 @@ class Mla(Attention):
     """
 
     def __init__(self, key: jax.Array, spec: MlaSpec):
-        keys = jax.random.split(key, 6)
+        keys = split(key, 6)
         self.spec: MlaSpec = spec
         D, H, K, V = spec.hidden_size, spec.num_heads, spec.head_dim, spec.value_size
         std, kv_rank, kv_width = spec.std, spec.kv_rank, spec.kv_rank + spec.rotary_size
@@ -163,7 +168,9 @@ class Mla(Attention):
 
     def rotated(self, x_BLHK: jax.Array, ctx: Context) -> jax.Array:
         rotary = self.spec.rotary
-        return x_BLHK if rotary is None else rotate(x_BLHK, ctx.positions_BL, rotary)
+        if rotary is None:
+            return x_BLHK
+        return rotate(x_BLHK, ctx.rotation(rotary, self.spec.rotary_size), rotary.interleaved)
 
     def expanded(self, q_BLHI: jax.Array, kv_BLI: jax.Array, ctx: Context) -> jax.Array:
         """Attention of queries [B, L, H, key_size] with keys and values computed for each head."""

@@ -9,6 +9,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.ops.activation import GATED, activate
+from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
 
 
@@ -46,7 +47,7 @@ class Mlp(Mixer):
     """out(act(gate x) * up x), or out(act(up x)) if the activation is not gated."""
 
     def __init__(self, key: jax.Array, spec: MlpSpec):
-        keys = jax.random.split(key, 3)
+        keys = split(key, 3)
         D, F = spec.hidden_size, spec.ffn_size
         self.spec = spec
         inward = (D, F), ("embed", "mlp"), spec.std, spec.bias

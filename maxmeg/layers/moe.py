@@ -33,6 +33,7 @@ from maxmeg.ops.experts.dispatch import (
 from maxmeg.ops.experts.exchange import exchange_in_rounds, exchange_padded
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
+from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
 from maxmeg.parallel.mesh import EXPERT_AXES, TOKEN_AXES
@@ -120,13 +121,13 @@ class Experts(nnx.Module):
     """The matrices of this device's experts, stacked."""
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
-        keys = jax.random.split(key, 3)
+        keys = split(key, 3)
         E, D = spec.routing.num_experts, spec.latent_size or spec.hidden_size
         F, self.spec = spec.ffn_size, spec
         inward, outward = ("expert", "embed", "expert_mlp"), ("expert", "expert_mlp", "embed")
 
         def matrix(key, sizes, std, axes):
-            return nnx.Param(std * jax.random.normal(key, sizes), axes=axes)
+            return nnx.Param(std * normal(key, sizes), axes=axes, sizes=sizes)
 
         def bias(size, axis):
             return nnx.Param(jnp.zeros((E, size)), axes=("expert", axis)) if spec.bias else None
@@ -199,10 +200,10 @@ class Moe(Mixer):
     """
 
     def __init__(self, key: jax.Array, spec: MoeSpec):
-        keys = jax.random.split(key, 4)
+        keys = split(key, 6)
         D, E = spec.hidden_size, spec.routing.num_experts
         self.spec = spec
-        self.router = nnx.Param(spec.std * jax.random.normal(keys[0], (D, E)), axes=("norm", None))
+        self.router = nnx.Param(spec.std * normal(keys[0], (D, E)), axes=("norm", None))
 
         def state(exists):
             return nnx.Variable(jnp.zeros(E), axes=(None,), state=True) if exists else None
@@ -213,10 +214,10 @@ class Moe(Mixer):
         self.shared = Mlp(keys[2], spec.shared) if spec.shared_ffn_size else None
         gated = spec.shared_ffn_size and spec.shared_gate
         self.shared_gate = Linear(keys[3], (D, 1), ("norm", "norm"), spec.std) if gated else None
-        width, keys = spec.latent_size, [jax.random.fold_in(key, place) for place in (4, 5)]
+        width = spec.latent_size
         inward, outward = ("embed", "norm"), ("norm", "embed")
-        self.latent_down = Linear(keys[0], (D, width), inward, spec.std) if width else None
-        self.latent_up = Linear(keys[1], (width, D), outward, spec.out_std) if width else None
+        self.latent_down = Linear(keys[4], (D, width), inward, spec.std) if width else None
+        self.latent_up = Linear(keys[5], (width, D), outward, spec.out_std) if width else None
 
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None

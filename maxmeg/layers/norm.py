@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -35,6 +36,7 @@ class Norm(nnx.Module):
         biased = weighted and spec.kind == "layernorm"
         self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if biased else None
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         weight = None if self.weight is None else self.weight[...]
         if weight is not None and self.spec.one_plus:

@@ -10,6 +10,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.dropout import dropout
+from maxmeg.ops.random import split
 from maxmeg.parallel import collectives
 
 DROPOUT_PLACE = 1
@@ -36,7 +37,7 @@ class Residual(nnx.Module):
 
     def __init__(self, key: jax.Array, spec: ResidualSpec):
         self.spec = spec
-        keys = jax.random.split(key, len(spec.mixers))
+        keys = split(key, len(spec.mixers))
         mixers, norms = {}, {}
         for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
             mixers[mixer.name] = mixer.make(mixer_key)
@@ -60,7 +61,8 @@ class Residual(nnx.Module):
             mixer_cache = None if cache is None else cache[name]
             input_BLD = h_BLD if mixer.spec.reads == "shard" else gathered_BLD
             input_BLD = input_BLD if self.norms is None else self.norms[name](input_BLD)
-            output_BLD, new_cache[name], values = mixer(input_BLD, ctx, mixer_cache)
+            with jax.named_scope(name):
+                output_BLD, new_cache[name], values = mixer(input_BLD, ctx, mixer_cache)
             outputs.append(output_BLD)
             if values:
                 aux[name] = values

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
+from maxmeg.ops.random import split, uniform
 from maxmeg.parallel.collectives import stored
 
 
@@ -53,7 +54,7 @@ class Depthwise(nnx.Module):
 
     def __init__(self, key: jax.Array, channels: int, width: int, bias: bool):
         bound, axes = width**-0.5, (None, None, "channels")
-        weight_W1X = jax.random.uniform(key, (width, 1, channels), minval=-bound, maxval=bound)
+        weight_W1X = bound * uniform(key, (width, 1, channels))
         self.weight = nnx.Param(weight_W1X, axes=axes)
         self.bias = nnx.Param(jnp.zeros(channels), axes=("channels",)) if bias else None
 
@@ -82,7 +83,7 @@ class ShortConv(Mixer):
     """out(output_gate(h) * kernel(input_gate(h) * value(h))); channels are sharded over tensor."""
 
     def __init__(self, key: jax.Array, spec: ShortConvSpec):
-        keys = jax.random.split(key, 5)
+        keys = split(key, 5)
         self.spec, D = spec, spec.hidden_size
         inward = (D, D), ("embed", "channels"), spec.std, spec.bias
         self.input_gate = Linear(keys[0], *inward)

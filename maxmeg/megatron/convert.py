@@ -40,6 +40,7 @@ from maxmeg.hf.families.tables import QKV, Family
 from maxmeg.megatron import experts as megatron_experts
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
+from maxmeg.runtime.screen import tracked
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 # Name of a tensor in the checkpoint, and an index into it: of a layer, an expert, or both.
@@ -126,7 +127,8 @@ def import_megatron(
         bound = bindings(config.model, family(config.model))
         pieces = locate(bound, reader.tensors, reader.dtypes)
         try:
-            write_run(config, identity, ((b, tensor(reader, b, pieces[b.theirs])) for b in bound))
+            bar = tracked(bound, "converting")
+            write_run(config, identity, ((b, tensor(reader, b, pieces[b.theirs])) for b in bar))
         except BaseException:
             shutil.rmtree(target / CHECKPOINTS, ignore_errors=True)
             raise

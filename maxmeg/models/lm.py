@@ -20,12 +20,13 @@ from maxmeg.models import mtp
 from maxmeg.models.mixers import norm_spec, pattern
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
-from maxmeg.ops.dropout import fold
+from maxmeg.ops.random import fold, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.rules import set_gradient_dtype
 from maxmeg.pipeline.layout import Layout, arrange
 
-ADAPTERS, MTP = 1, 2  # random keys of the initial weights of LoRA adapters, and of MTP layers
+ADAPTERS = 5  # number of the random key of LoRA adapters, after those of the plain model
 EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 
@@ -46,7 +47,7 @@ class LM(nnx.Module):
     def __init__(self, key: jax.Array, config: ModelConfig, parallel: ParallelConfig | None = None):
         check_model(config)
         parallel = parallel or ParallelConfig()
-        keys = jax.random.split(key, 4)
+        keys = split(key, ADAPTERS)
         padded = config.padded_vocab_size(parallel.tensor, parallel.pipe)
         size = (config.vocab_size, padded, config.hidden_size, config.init_std)
         self.vocab_size = config.vocab_size
@@ -64,15 +65,16 @@ class LM(nnx.Module):
         layers = pattern(config, parallel)
         self.stack = Stack(keys[2], layers, config.recompute, places, config.scan_layers)
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
-        self.output = None if config.tied else Embedding(keys[3], *size)
+        self.output = None if config.tied else Embedding(keys[3], *size, is_output=True)
         last = layers[-1][0][-len(config.layer_kinds[-1]) :]
-        arguments = (jax.random.fold_in(key, MTP), config, last, norm_spec(config))
+        arguments = (keys[4], config, last, norm_spec(config))
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
 
     def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input: partial sums over pipe."""
         return self.embed_tokens(batch.tokens, ctx)
 
+    @jax.named_scope("embedding")
     def embed_tokens(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
         x_BLD = collectives.scatter_sequence(self.embedding(ids_BL), ctx.sequence_sharded)
         if self.embedding_scale != 1:
@@ -153,8 +155,9 @@ class LM(nnx.Module):
 def language_model(key: jax.Array, config: Config) -> LM:
     """The model of a run: an LM, with config.lora frozen in the compute dtype and with adapters."""
     model, lora = LM(key, config.model, config.parallel), config.lora
-    if not lora.rank:
-        return model
-    spec = adapters.LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
-    dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
-    return adapters.adapted(jax.random.fold_in(key, ADAPTERS), model, spec, dtype, orders)
+    if lora.rank:
+        spec = adapters.LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
+        dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
+        model = adapters.adapted(fold(key, ADAPTERS), model, spec, dtype, orders)
+    set_gradient_dtype(model, jnp.dtype(config.parallel.gradient_dtype.value))
+    return model

@@ -15,13 +15,14 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.models.stack import Unit, UnitSpec
+from maxmeg.ops.random import split
 
 
 class Depth(nnx.Module):
     """One MTP layer. Its norms and projection are replicated: they work on the sequence shard."""
 
     def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
-        keys, width = jax.random.split(key), config.hidden_size
+        keys, width = split(key, 2), config.hidden_size
         self.embedding_norm = Norm(width, norm)
         self.hidden_norm = Norm(width, norm)
         self.projection = Linear(keys[0], (2 * width, width), ("norm", "embed"), config.init_std)
@@ -40,6 +41,6 @@ class Mtp(nnx.Module):
     """All MTP layers; layer: the sublayers of each, which are those of the model's last layer."""
 
     def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
-        keys = jax.random.split(key, config.mtp.num_layers)
+        keys = split(key, config.mtp.num_layers)
         self.factor = config.mtp.loss_weight
         self.depths = nnx.List([Depth(k, config, layer, norm) for k in keys])

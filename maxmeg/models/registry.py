@@ -31,7 +31,7 @@ def architecture(name: str) -> ModelConfig:
         known = [*ARCHITECTURES, *ALIASES]
         raise ValueError(
             f"no architecture is named {name!r}: did you mean {nearest_few(name, known)}? "
-            f"maxmeg/models/registry.py lists all {len(known)}"
+            f"`maxmeg models` lists all {len(known)}"
         )
     return with_fields(ModelConfig(), fields)
 

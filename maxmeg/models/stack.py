@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from maxmeg.config.recompute import kept_names
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
+from maxmeg.ops.random import fold, split
 from maxmeg.parallel.collectives import keeps
 from maxmeg.pipeline.layout import Layout, arrange
 
@@ -24,7 +25,7 @@ class Unit(nnx.Module):
     """A sequence of sublayers, which the pattern repeats."""
 
     def __init__(self, key: jax.Array, spec: UnitSpec):
-        keys = jax.random.split(key, len(spec))
+        keys = split(key, len(spec))
         self.sublayers = nnx.List([Residual(k, s) for k, s in zip(keys, spec, strict=True)])
 
     def __call__(
@@ -49,8 +50,7 @@ class Unit(nnx.Module):
 
 def make_group(key: jax.Array, spec: UnitSpec, repeats: int, order: np.ndarray) -> Unit:
     """Units stacked in `order`, -1: zeros. Weights depend on the layer's number only."""
-    keys = jax.random.split(key, repeats)
-    units = jax.vmap(lambda k: Unit(k, spec))(keys[np.maximum(order, 0)])
+    units = jax.vmap(lambda layer: Unit(fold(key, layer), spec))(np.maximum(order, 0))
     if (order >= 0).all():
         return units
 
@@ -81,7 +81,7 @@ class Stack(nnx.Module):
         self.repeats = tuple(repeats for _, repeats in pattern)
         self.kept = kept_names(recompute)
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
-        keys = jax.random.split(key, len(pattern))
+        keys = split(key, len(pattern))
         self.groups = nnx.List(
             [
                 make_group(group_key, spec, repeats, np.array(order))
@@ -99,6 +99,7 @@ class Stack(nnx.Module):
         Only without a pipeline.
         """
         assert self.layout.trivial and self.layout.stages == 1
+        ctx = self.with_rotations(ctx)
 
         def body(looped, x_BLD, layer):
             unit, index, unit_cache = layer
@@ -118,6 +119,12 @@ class Stack(nnx.Module):
             auxes.append(aux)
             first += repeats
         return x_BLD, None if cache is None else caches, auxes
+
+    def with_rotations(self, ctx: Context) -> Context:
+        """`ctx` with the rotations that any layer reads: loops over layers compute none."""
+        sublayers = (sublayer for group in self.groups for sublayer in group.sublayers)
+        mixers = (mixer for sublayer in sublayers for mixer in sublayer.spec.mixers)
+        return ctx.with_rotations([*dict.fromkeys(k for m in mixers for k in m.rotary_kinds)])
 
     def run_unit(
         self,

@@ -10,7 +10,7 @@ from maxmeg.config.schema import TrainConfig
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, token_metrics
-from maxmeg.ops.dropout import fold
+from maxmeg.ops.random import fold
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.collectives import PIPE_AXIS
@@ -45,6 +45,7 @@ def masks(model: LM, batch: Batch) -> list[jax.Array]:
     return [batch.loss_mask, *(shifted(batch, i + 1).loss_mask for i in range(depths))]
 
 
+@jax.named_scope("loss")
 def loss(
     model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context
 ) -> tuple[jax.Array, Sums]:

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 from maxmeg.config.schema import TrainConfig
 from maxmeg.layers.context import Context
 from maxmeg.models.stack import Stack
+from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 
 Sums = dict[str, typing.Any]
 Metrics = dict[str, typing.Any]
+TargetLoss = Callable[[jax.Array, Batch], jax.Array]  # (logits_BLV, batch) -> losses_BL
 
 
 class Model(typing.Protocol):
@@ -70,3 +72,26 @@ class Objective:
     masks: Callable[[typing.Any, Batch], Sequence[jax.Array]] = target_masks
     loss: Callable[..., tuple[jax.Array, Sums]] = token_loss
     metrics: Callable[[Sums], Metrics] = token_metrics
+
+
+def objective_of(function: TargetLoss) -> Objective:
+    """The objective whose loss is the mean of `function(logits_BLV, batch)` over the targets.
+
+    `function` returns one float32 loss per target, [B, L], weighted by batch.loss_mask. All devices
+    that share a vocabulary compute it; each counts its part.
+    """
+
+    def loss(model, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context):
+        logits_BLV = model.logits(h_BLD)
+        losses_BL = function(logits_BLV, batch)
+        if losses_BL.shape != batch.targets.shape:
+            raise ValueError(
+                f"the loss function returned shape {losses_BL.shape} for targets of shape "
+                f"{batch.targets.shape}: return one loss per target"
+            )
+        mask_BL = batch.loss_mask
+        copies = collectives.axis_size(collectives.VOCAB_AXES)
+        total = jnp.sum(losses_BL * mask_BL / batch.divisors[0]) / copies
+        return total, {"loss_sum": jnp.sum(losses_BL * mask_BL), "tokens": jnp.sum(mask_BL)}
+
+    return Objective(loss=loss)

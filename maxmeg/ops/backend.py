@@ -33,12 +33,27 @@ class Device:
 def pick(
     op: str, backends: Mapping[str, Any], order: Sequence[str], named: str, call: tuple
 ) -> str:
-    """The backend that runs `call`: `named`, or for "auto" the first of `order` that supports it.
+    """The backend that runs `call` (`choose`) on the target device; logs each choice once."""
+    name, reason = choose(op, backends, order, named, call, target_device())
+    if named == "auto":
+        log_choice(op, name, reason)
+    return name
 
-    Logs each new choice of "auto" once. ValueError, with the reasons, if the named backend or all
-    backends of `order` cannot run the call.
+
+def choose(
+    op: str,
+    backends: Mapping[str, Any],
+    order: Sequence[str],
+    named: str,
+    call: tuple,
+    device: Device,
+) -> tuple[str, str]:
+    """(backend that runs `call`, why "auto" does not use those before it in `order`).
+
+    `named`, or for "auto" the first of `order` that supports the call. Its arrays may be shapes;
+    nothing runs. ValueError, with the reasons, if the named backend or all backends of `order`
+    cannot run the call.
     """
-    device = target_device()
     if named == "auto":
         return first(op, backends, order, call, device)
     if named not in backends:
@@ -48,16 +63,17 @@ def pick(
         raise ValueError(
             f"{op} backend {named} cannot run: {reason}; use auto or {' or '.join(others)}"
         )
-    return named
+    return named, ""
 
 
-def first(op: str, backends: Mapping[str, Any], order: Sequence[str], call: tuple, device) -> str:
+def first(
+    op: str, backends: Mapping[str, Any], order: Sequence[str], call: tuple, device: Device
+) -> tuple[str, str]:
     reasons = {}
     for name in order:
         reason = backends[name].refuses(*call, device)
         if not reason:
-            log_choice(op, name, "; ".join(f"{other}: {why}" for other, why in reasons.items()))
-            return name
+            return name, "; ".join(f"{other}: {why}" for other, why in reasons.items())
         reasons[name] = reason
     raise ValueError(
         f"no {op} backend can run this: "

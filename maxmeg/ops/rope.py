@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -67,23 +68,34 @@ class RotarySpec:
 PLAIN = RotarySpec()
 
 
-def rotate(
-    x_BLHK: Float[Array, "B L H K"], positions_BL: Int[Array, "B L"], spec: RotarySpec = PLAIN
-) -> jax.Array:
-    """x with each head rotated by its position, in x's dtype."""
-    size = int(x_BLHK.shape[-1] * spec.fraction) // 2 * 2
-    rotated, rest = x_BLHK[..., :size], x_BLHK[..., size:]
+class Rotation(typing.NamedTuple):
+    """Cosines and sines of each token's angles times the amplitude, float32 [B, L, 1, size / 2]."""
+
+    cos: jax.Array
+    sin: jax.Array
+
+
+def rotation(positions_BL: Int[Array, "B L"], head_size: int, spec: RotarySpec = PLAIN) -> Rotation:
+    """The rotation of heads of `head_size` elements at these positions."""
+    size = int(head_size * spec.fraction) // 2 * 2
     frequency = frequencies(spec, size, positions_BL)  # [size / 2], or per row [B, 1, 1, size / 2]
     angle = positions_BL[:, :, None, None].astype(jnp.float32) * frequency
     amplitude = spec.scaling.amplitude
-    cos, sin = amplitude * jnp.cos(angle), amplitude * jnp.sin(angle)
-    if spec.interleaved:
+    return Rotation(amplitude * jnp.cos(angle), amplitude * jnp.sin(angle))
+
+
+def rotate(x_BLHK: Float[Array, "B L H K"], by: Rotation, interleaved: bool = False) -> jax.Array:
+    """x with the first `size` elements of each head rotated, in x's dtype."""
+    cos, sin = by
+    size = 2 * cos.shape[-1]
+    rotated, rest = x_BLHK[..., :size], x_BLHK[..., size:]
+    if interleaved:
         pairs = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], size // 2, 2)
         first, second = pairs[..., 0], pairs[..., 1]
     else:
         first, second = jnp.split(rotated.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
-    if spec.interleaved:
+    if interleaved:
         out = jnp.stack(turned, axis=-1).reshape(rotated.shape)
     else:
         out = jnp.concatenate(turned, axis=-1)

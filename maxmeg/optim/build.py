@@ -54,6 +54,7 @@ def descend() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
+@jax.named_scope("clip_gradients")
 def clip(gradients, limit: float):
     """(gradients scaled to a global L2 norm of at most `limit`, their norm before).
 

@@ -15,8 +15,8 @@ class Batch:
     segment_ids: document of each token, 0 for padding; None if all tokens of a row may attend to
     each other. extra: further arrays of the dataset, by name, for some objectives. The step sets
     the other fields. rows [M, B]: index of each row in the global batch. divisors [M, losses]:
-    divisor of each loss of the objective. share [M]: weight of a microbatch in means over
-    microbatches.
+    divisor of each loss of the objective. microbatch_weight [M]: weight of each microbatch in means
+    over microbatches.
     """
 
     tokens: jax.Array
@@ -27,7 +27,7 @@ class Batch:
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     rows: typing.Any = None
     divisors: typing.Any = None
-    share: typing.Any = None
+    microbatch_weight: typing.Any = None
 
     @classmethod
     def of(cls, arrays: dict[str, typing.Any]) -> "Batch":

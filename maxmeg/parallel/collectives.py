@@ -17,8 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.rules import fsdp_dim, gradient_dtype
 
-PIPE_AXIS = "pipe"
+PIPE_AXIS, FSDP_AXES = "pipe", ("fsdp",)
 ALWAYS = "always"  # name of the activations that every recompute policy keeps
 VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
@@ -111,11 +112,30 @@ def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
 
 
 def unshard_parameter(parameter) -> jax.Array:
-    """The parameter gathered over fsdp along its "embed" dimension (ZeRO-3)."""
-    value, axes = parameter[...], parameter.get_metadata()["axes"]
-    if "embed" in axes:
-        value = gather(value, ("fsdp",), axes.index("embed") + value.ndim - len(axes))
-    return value
+    """The parameter gathered over fsdp along its `fsdp_dim` (ZeRO-3).
+
+    Its gradient is summed and scattered in its `gradient_dtype`.
+    """
+    value = parameter[...]
+    dim = fsdp_dim(parameter, jax.sharding.get_abstract_mesh()) if present(FSDP_AXES) else None
+    return value if dim is None else _unsharded(dim, gradient_dtype(parameter), value)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _unsharded(dim: int, dtype: jnp.dtype, value: jax.Array) -> jax.Array:
+    return gather(value, FSDP_AXES, dim)
+
+
+def _unsharded_forward(dim: int, dtype: jnp.dtype, value: jax.Array):
+    return gather(value, FSDP_AXES, dim), None
+
+
+def _unsharded_backward(dim: int, dtype: jnp.dtype, _, gradient: jax.Array):
+    total = scatter(gradient.astype(dtype), FSDP_AXES, dim)
+    return (total.astype(gradient.dtype),)  # JAX wants that of the value
+
+
+_unsharded.defvjp(_unsharded_forward, _unsharded_backward)
 
 
 def local_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:

@@ -18,10 +18,12 @@ import jax
 from jax._src import distributed  # no public access to the key-value store
 
 from maxmeg.config.validate import VIRTUAL_DEVICES
+from maxmeg.parallel.affinity import bind_near_gpus
 from maxmeg.parallel.coordinator import Coordinator
 
 FIRST_PORT = 61440  # of the last 4096 ports, which JAX uses for its coordinator as well
 NUM_PORTS = 4096
+MOST_STEPS = 16  # of a Slurm job before it is requeued
 CPU_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 LINGER_SECONDS = 30  # the coordinator outlives the time in which the others notice a failure
 HEARTBEAT_SECONDS = 100  # JAX's default; then JAX ends a run with a C++ stack trace
@@ -53,6 +55,7 @@ class Rendezvous:
 def initialize(silence: float = 60.0) -> None:
     """Connect to the other processes of the job, once, before any other use of JAX.
 
+    Binds a process that has a part of its node's GPUs to the CPUs near them.
     Does nothing without a known launcher, or if it started a single process. silence: seconds
     without an answer after which `runtime/faults/peers.py` considers a process dead.
 
@@ -66,6 +69,7 @@ def initialize(silence: float = 60.0) -> None:
     order_cpu_collectives(rendezvous is not None)
     if rendezvous is None:
         return
+    bind_near_gpus(rendezvous.local_device_ids, os.environ)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     heartbeat = max(HEARTBEAT_SECONDS, int(2 * silence))
     options: dict[str, Any] = {}
@@ -166,7 +170,10 @@ def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
         raise ValueError(
             f"SLURM_NODEID={node} has no entry in {layout}={environ[layout]!r}: start with srun"
         )
-    port = _port(environ, _integer(environ, "SLURM_JOB_ID"), _integer(environ, "SLURM_STEP_ID"))
+    step = _integer(environ, "SLURM_STEP_ID")
+    if "SLURM_RESTART_COUNT" in environ:  # a requeued job: what it left behind may hold its port
+        step += MOST_STEPS * _integer(environ, "SLURM_RESTART_COUNT")
+    port = _port(environ, _integer(environ, "SLURM_JOB_ID"), step)
     host = _slurm_first_host(environ["SLURM_STEP_NODELIST"])
     return Rendezvous(
         environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}"),

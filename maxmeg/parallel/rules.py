@@ -6,11 +6,13 @@ Each parameter is an `nnx.Param`, and each state of a layer another `nnx.Variabl
 """
 
 import dataclasses
+import itertools
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.parallel.mesh import EXPERT_AXES, MESH_AXES, TENSOR_AXES
@@ -24,7 +26,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "channels": TENSOR_AXES,
     "expert": EXPERT_AXES,
     "expert_mlp": ("tensor",),
-    "embed": ("fsdp",),  # the residual width of every matrix
+    "embed": (),  # the residual width of every matrix: see fsdp_dim
     "position": (),
     "norm": (),  # vectors along the residual width: small, replicated
     "head_dim": (),
@@ -32,6 +34,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "lora": (),  # the rank of adapters
     None: (),
 }
+ZERO1_AXES = ("pipe", "data", "expert", "context")  # ZeRO-1 shards what they replicate
 
 
 def is_variable(node) -> bool:
@@ -68,6 +71,18 @@ def set_kv_heads(module, num_kv_heads: int) -> None:
             variable.set_metadata(num_kv_heads=num_kv_heads)
 
 
+def set_gradient_dtype(module, dtype: jnp.dtype) -> None:
+    """Record in the metadata of every parameter of `module` the dtype in which its gradient is
+    summed over devices."""
+    for variable in jax.tree.leaves(module, is_leaf=is_variable):
+        variable.set_metadata(gradient_dtype=dtype)
+
+
+def gradient_dtype(variable: nnx.Variable) -> jnp.dtype:
+    """The dtype of `set_gradient_dtype`; float32 without it."""
+    return variable.get_metadata().get("gradient_dtype", jnp.dtype(jnp.float32))
+
+
 @dataclasses.dataclass(frozen=True)
 class KvSlice:
     """Dimension `dim` of a parameter holds `num_heads` key/value heads and is replicated over
@@ -88,40 +103,78 @@ def kv_slice(variable: nnx.Variable, mesh: Mesh) -> KvSlice | None:
     return KvSlice(logical_axes(variable).index("kv_heads"), num_heads)
 
 
+def fsdp_dim(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> int | None:
+    """The dimension of a matrix that fsdp shards; None for other parameters.
+
+    The first one (after those of layers and experts) that all devices divide: there gathers and
+    scatters need no transposed copy. If there is none, or the metadata have no `sizes` (the global
+    size of each dimension, without layers), "embed".
+    """
+    metadata = variable.get_metadata()
+    axes = metadata["axes"]
+    if "embed" not in axes:
+        return None
+    first = variable.ndim - len(axes)  # after layers
+    for dim, size in enumerate(metadata.get("sizes", ())):
+        devices = math.prod(mesh.shape[axis] for axis in (*RULES[axes[dim]], "fsdp"))
+        if axes[dim] != "expert" and size % devices == 0:
+            return first + dim
+    return first + axes.index("embed")
+
+
 def mesh_axes(variable: nnx.Variable, mesh: Mesh) -> list[tuple[str, ...]]:
     """Mesh axes over which each dimension of the parameter is sharded, without ZeRO-1."""
     axes, replicated = [RULES[name] for name in logical_axes(variable)], kv_slice(variable, mesh)
     if replicated is not None:
         axes[replicated.dim] = ()
+    dim = fsdp_dim(variable, mesh)
+    if dim is not None:
+        axes[dim] = (*axes[dim], "fsdp")
     return axes
 
 
-def zero1_dim(variable: nnx.Variable, mesh: Mesh) -> int | None:
-    """The dimension that ZeRO-1 also shards over `data` for master and optimizer; None without one.
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Dimension `dim` of a parameter's master and optimizer state is also sharded over `axes`."""
 
-    It is the first dimension (except layers and that of a KvSlice) whose size is divisible by its
-    mesh axes times data. A variable that is not trained has none: it has no optimizer state, and
-    would be gathered every step.
+    dim: int
+    axes: tuple[str, ...]
+
+
+def zero1_cut(variable: nnx.Variable, mesh: Mesh) -> Cut | None:
+    """The Cut of ZeRO-1: over as many as possible of the devices that compute with the same shard
+    of the parameter; tensor and fsdp replicate little but vectors. None without one.
+
+    The dimension is the first (except layers and that of a KvSlice) whose size the devices divide.
+    A variable that is not trained has none: it has no optimizer state, and would be gathered every
+    step.
     """
-    names, shape = logical_axes(variable), variable.shape
-    if mesh.shape["data"] == 1 or not is_trained(variable):
+    if not is_trained(variable):
         return None
-    sliced = kv_slice(variable, mesh)
-    for dim, axes in enumerate(mesh_axes(variable, mesh)):
-        parts = mesh.shape["data"] * math.prod(mesh.shape[axis] for axis in axes)
-        if names[dim] == "layers" or (sliced is not None and sliced.dim == dim):
-            continue
-        if shape[dim] % parts == 0:
-            return dim
+    names, sliced = logical_axes(variable), kv_slice(variable, mesh)
+    shards = mesh_axes(variable, mesh)
+    used = {axis for axes in shards for axis in axes}
+    free = [axis for axis in ZERO1_AXES if axis not in used and mesh.shape[axis] > 1]
+    subsets = [c for n in range(1, len(free) + 1) for c in itertools.combinations(free, n)]
+
+    def devices(axes: tuple[str, ...]) -> int:
+        return math.prod(mesh.shape[axis] for axis in axes)
+
+    for axes in sorted(subsets, key=devices, reverse=True):
+        for dim, cut in enumerate(shards):
+            if names[dim] == "layers" or (sliced is not None and sliced.dim == dim):
+                continue
+            if variable.shape[dim] % devices((*cut, *axes)) == 0:
+                return Cut(dim, axes)
     return None
 
 
 def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[str, ...]]:
     """Mesh axes of each dimension of masters, moments and checkpoints, with ZeRO-1."""
     axes = mesh_axes(variable, mesh)
-    dim = zero1_dim(variable, mesh) if zero1 else None
-    if dim is not None:
-        axes[dim] = (*axes[dim], "data")
+    cut = zero1_cut(variable, mesh) if zero1 else None
+    if cut is not None:
+        axes[cut.dim] = (*axes[cut.dim], *cut.axes)
     return axes
 
 
@@ -129,16 +182,18 @@ def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[
 class Reduction:
     """How a step makes the computing copy of a parameter from its master, and reduces its gradient.
 
-    scatter_dim: dimension along which ZeRO-1 gathers the master over data and scatters the
-    gradient. sum_axes: mesh axes over which the parameter is replicated and its gradient summed.
+    cut: where ZeRO-1 gathers the master and scatters the gradient. sum_axes: mesh axes over which
+    the master is replicated and the gradient summed.
+    dtype: of the gradient in those collectives.
     exact: the parameter is not rounded to the compute dtype.
     kv_slice: the device computes with this part of the parameter; its gradient is zero elsewhere.
     Devices that share a head differentiate different query heads, so the sum over tensor counts
     each head's gradient once.
     """
 
-    scatter_dim: int | None
+    cut: Cut | None
     sum_axes: tuple[str, ...]
+    dtype: jnp.dtype = jnp.dtype(jnp.float32)
     exact: bool = False
     kv_slice: KvSlice | None = None
 
@@ -147,11 +202,12 @@ def reductions(model, mesh: Mesh, zero1: bool):
     """`model` with the Reduction of every variable."""
 
     def one(variable):
-        dim = zero1_dim(variable, mesh) if zero1 else None
+        cut = zero1_cut(variable, mesh) if zero1 else None
         used = {axis for axes in storage_axes(variable, mesh, zero1) for axis in axes}
         summed = tuple(axis for axis in MESH_AXES if axis not in used)
         sliced = kv_slice(variable, mesh)
-        return variable.replace(Reduction(dim, summed, is_state(variable), sliced))
+        dtype = gradient_dtype(variable)
+        return variable.replace(Reduction(cut, summed, dtype, is_state(variable), sliced))
 
     return jax.tree.map(one, model, is_leaf=is_variable)
 

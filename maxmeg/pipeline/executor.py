@@ -1,7 +1,8 @@
 """Runs any schedule table on all stages in lockstep, inside the one shard_map of a step.
 
 Ticks with the same lanes form a run, and each run is one `lax.scan`: 1F1B is three scans, the same
-program on every device, without branches. Nothing differentiates through the schedule: each lane
+program on every device. Where stages hold different layers, each of those is behind a `lax.cond`,
+and a stage runs only what it holds. Nothing differentiates through the schedule: each lane
 calls `jax.vjp` on one layer, and residuals lie in a ring buffer whose slots the table assigns, so
 that memory does not grow with the number of microbatches. A layer writes its residuals directly
 into the ring buffer and adds its weight gradients directly to the float32 sums.
@@ -37,7 +38,8 @@ class Program:
     stacked over this stage's places [chunks x slots]. fixed[g]: its other arrays, stacked alike.
     batches: arrays [microbatches, ...].
     embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
-    unit(params, x, (microbatch, layer, fixed)) -> (x, auxiliary values of the layer).
+    shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
+    unit(params, x, (shared, layer, fixed)) -> (x, auxiliary values of the layer).
     head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
     """
 
@@ -46,6 +48,7 @@ class Program:
     fixed: tuple
     batches: typing.Any
     embed: Callable
+    shared: Callable
     unit: Callable
     head: Callable
 
@@ -110,9 +113,10 @@ class Executor:
         self.last = table.stages - 1
         self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
+        shared = jax.eval_shape(self.shared, 0)
         kind = SplitVjp if table.weight else UnitVjp
         self.vjps = [
-            kind(program.unit, read(group, 0), self.x, self.constants(g, self.microbatch(0), 0))
+            kind(program.unit, read(group, 0), self.x, self.constants(g, shared, 0))
             for g, group in enumerate(program.groups)
             if table.backward
         ]
@@ -168,26 +172,29 @@ class Executor:
     def forward(self, carry: Carry, work: Work) -> tuple[jax.Array, Carry]:
         """Run this stage's chunk on its microbatch, and store the residuals in the rings."""
         local, x, rings, aux_of_groups = self.local(work), self.embed_forward(carry.x, work), [], []
-        microbatch = self.microbatch(local.microbatch)
+        shared = self.shared(local.microbatch)
         for g, group in enumerate(self.program.groups):
-            slots, first = self.layout.slots(g), sum(self.layout.repeats[:g])
+            first = sum(self.layout.repeats[:g])
 
-            def body(state, slot, g=g, group=group, slots=slots, first=first):
+            def body(state, slot, place, g=g, group=group, first=first):
                 x, ring, total = state
-                place = jnp.maximum(local.chunk, 0) * slots + slot
-                params, constants = read(group, place), self.constants(g, microbatch, place)
-                if self.vjps:
-                    y, residuals, aux = self.vjps[g].forward(params, x, constants)
-                    ring = write(ring, residuals, local.slot, slot)
-                    used = (local.microbatch >= 0) & (constants[1] >= 0)
-                    aux = choose(used, aux, start_values(aux))
-                    total = combine_at(total, jnp.maximum(constants[1] - first, 0), aux)
-                else:
-                    y, _ = self.program.unit(params, x, constants)
-                return (self.unless_skipped(y, x, constants[1]), ring, total), None
+
+                def run(x):
+                    params, constants = read(group, place), self.constants(g, shared, place)
+                    if not self.vjps:
+                        return self.program.unit(params, x, constants)[0], [], None
+                    return self.vjps[g].forward(params, x, constants)
+
+                y, residuals, aux = self.if_held(g, place, run, x)
+                if not self.vjps:
+                    return y, ring, total
+                ring, layer = write(ring, residuals, local.slot, slot), self.layers[g][place]
+                used = (local.microbatch >= 0) & (layer >= 0)
+                aux = choose(used, aux, start_values(aux))
+                return y, ring, combine_at(total, jnp.maximum(layer - first, 0), aux)
 
             memory = (carry.rings[g], carry.aux[g]) if self.vjps else ([], [])
-            (x, ring, aux), _ = lax.scan(body, (x, *memory), jnp.arange(slots))
+            x, ring, aux = self.loop(g, local, body, (x, *memory))
             rings.append(ring)
             aux_of_groups.append(aux)
         return x, carry._replace(rings=rings, aux=aux_of_groups) if self.vjps else carry
@@ -198,27 +205,28 @@ class Executor:
         With a weight lane, store the inputs of that lane instead of weight gradients.
         """
         local, dx, outs = self.local(work), carry.dy, list(carry.deferred or carry.groups)
-        microbatch = self.microbatch(local.microbatch)
+        shared = self.shared(local.microbatch)
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
             dx = jnp.where(at_end, loss_dy, dx)
         for g in reversed(range(len(self.vjps))):
 
-            def body(state, slot, g=g, vjp=self.vjps[g]):
+            def body(state, slot, place, g=g, vjp=self.vjps[g]):
                 dy, out = state
-                place, params, constants, residuals = self.layer_inputs(
-                    carry, g, local, microbatch, slot
-                )
-                if isinstance(vjp, SplitVjp):
-                    dx, deferred = vjp.backward_input(residuals, params, constants, dy)
-                    out = write(out, deferred, jnp.maximum(local.deferred, 0), slot)
-                else:
-                    gradients, dx = vjp.backward(residuals, params, constants, dy)
-                    out = self.sum_at(out, place, gradients, local, constants[1])
-                return (self.unless_skipped(dx, dy, constants[1]), out), None
 
-            slots = jnp.arange(self.layout.slots(g))
-            (dx, outs[g]), _ = lax.scan(body, (dx, outs[g]), slots, reverse=True)
+                def run(dy):
+                    inputs = self.layer_inputs(carry, g, local, shared, slot, place)
+                    params, constants, residuals = inputs
+                    if isinstance(vjp, SplitVjp):
+                        return vjp.backward_input(residuals, params, constants, dy)
+                    return vjp.backward(residuals, params, constants, dy)[::-1]
+
+                dx, values = self.if_held(g, place, run, dy)
+                if isinstance(vjp, SplitVjp):
+                    return dx, write(out, values, jnp.maximum(local.deferred, 0), slot)
+                return dx, self.sum_at(out, place, values, local)
+
+            dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
         carry = carry._replace(dy=self.send(dx, -1), outer=outer)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
@@ -226,36 +234,61 @@ class Executor:
     def weight(self, carry: Carry, work: Work) -> Carry:
         """Add up the weight gradients of a chunk after its backward lane."""
         local, sums = self.local(work), list(carry.groups)
-        microbatch = self.microbatch(local.microbatch)
+        shared = self.shared(local.microbatch)
         for g, vjp in enumerate(self.vjps):
             assert isinstance(vjp, SplitVjp)
 
-            def body(total, slot, g=g, vjp=vjp):
-                place, params, constants, residuals = self.layer_inputs(
-                    carry, g, local, microbatch, slot
-                )
-                deferred = read(carry.deferred[g], jnp.maximum(local.deferred, 0), slot)
-                gradients = vjp.backward_weight(residuals, params, constants, deferred)
-                return self.sum_at(total, place, gradients, local, constants[1]), None
+            def body(total, slot, place, g=g, vjp=vjp):
+                def run(_):
+                    inputs = self.layer_inputs(carry, g, local, shared, slot, place)
+                    params, constants, residuals = inputs
+                    deferred = read(carry.deferred[g], jnp.maximum(local.deferred, 0), slot)
+                    return None, vjp.backward_weight(residuals, params, constants, deferred)
 
-            sums[g], _ = lax.scan(body, sums[g], jnp.arange(self.layout.slots(g)))
+                _, gradients = self.if_held(g, place, run, None)
+                return self.sum_at(total, place, gradients, local)
+
+            sums[g] = self.loop(g, local, body, sums[g])
         return carry._replace(groups=sums)
 
-    def layer_inputs(self, carry: Carry, g: int, local: Work, microbatch, slot) -> tuple:
-        """(place, parameters, constants, residuals) of a layer after its forward."""
-        place = jnp.maximum(local.chunk, 0) * self.layout.slots(g) + slot
+    def loop(self, g: int, local: Work, body: Callable, state, reverse: bool = False):
+        """`state` after body(state, slot, place) for the places of group g in the stage's chunk."""
+        slots = self.layout.slots(g)
+
+        def one(state, slot):
+            place = jnp.maximum(local.chunk, 0) * slots + slot
+            return body(state, slot, place), None
+
+        return lax.scan(one, state, jnp.arange(slots), reverse=reverse)[0]
+
+    def if_held(self, g: int, place, run: Callable, x):
+        """run(x), a tuple whose first part is like x; at a place without a layer (x, zeros, ...).
+
+        Collectives in the branch join devices of one stage, which take the same one. Ring buffers
+        and sums stay outside: on GPUs XLA would copy what a branch updates.
+        """
+        if not self.layout.padded(g):
+            return run(x)
+
+        def skip(x):
+            shapes = jax.eval_shape(run, x)[1:]
+            return x, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+
+        return lax.cond(self.layers[g][place] >= 0, run, skip, x)
+
+    def layer_inputs(self, carry: Carry, g: int, local: Work, shared, slot, place) -> tuple:
+        """(parameters, constants, residuals) of a layer after its forward."""
         residuals = read(carry.rings[g], jnp.maximum(local.slot, 0), slot)
-        constants = self.constants(g, microbatch, place)
-        return place, read(self.program.groups[g], place), constants, residuals
+        constants = self.constants(g, shared, place)
+        return read(self.program.groups[g], place), constants, residuals
 
-    def constants(self, g: int, microbatch, place) -> tuple:
+    def constants(self, g: int, shared, place) -> tuple:
         """Inputs of the unit at a place other than x and trained parameters."""
-        return microbatch, self.layers[g][place], read(self.program.fixed[g], place)
+        return shared, self.layers[g][place], read(self.program.fixed[g], place)
 
-    def sum_at(self, total, place, gradients, local: Work, layer):
-        """`total` plus a layer's gradients, unless the stage is idle or the place is padding."""
-        used = (local.microbatch >= 0) & (layer >= 0)
-        gradients = jax.tree.map(lambda d: jnp.where(used, d, 0), gradients)
+    def sum_at(self, total, place, gradients, local: Work):
+        """`total` plus a layer's gradients, unless the stage is idle."""
+        gradients = jax.tree.map(lambda d: jnp.where(local.microbatch >= 0, d, 0), gradients)
         return combine_at(total, place, gradients)
 
     def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
@@ -323,8 +356,8 @@ class Executor:
     def microbatch(self, number):
         return read(self.program.batches, jnp.maximum(number, 0))
 
-    def unless_skipped(self, result: jax.Array, before: jax.Array, layer: jax.Array) -> jax.Array:
-        return jnp.where(layer >= 0, result, before) if self.layout.padded else result
+    def shared(self, number):
+        return self.program.shared(self.microbatch(number))
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send to the next stage (step 1) or the previous one (-1); cyclic with several chunks."""

@@ -23,9 +23,9 @@ class Layout:
         """Whether the places hold the layers in model order, without padding."""
         return all(order == tuple(range(len(order))) for order in self.orders)
 
-    @property
-    def padded(self) -> bool:
-        return any(-1 in order for order in self.orders)
+    def padded(self, group: int) -> bool:
+        """Whether some chunk holds fewer layers of the group than another."""
+        return -1 in self.orders[group]
 
     def slots(self, group: int) -> int:
         """Number of places in a chunk."""

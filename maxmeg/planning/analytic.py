@@ -8,16 +8,16 @@ The time of one device:
   gradient accumulation, the optimizer.
 - A frozen base has no weight gradients; the products of adapters are left out.
 - Recomputation adds products (full: the layer's forward; selective: attention).
-- A pipeline tick takes the time of its lanes on every stage, also on stages with fewer layers. The
-  bubble is the ticks beyond the ideal.
+- A pipeline tick takes the time of its lanes in the busiest chunk; stages with fewer layers wait.
+  The bubble is the ticks beyond the ideal.
 - Experts have balanced loads. With the kernels (mosaic) they take the time of their products or of
   reading their matrices; XLA multiplies every row by every expert of the device. Permuting rows is
   memory traffic.
 - If tensor exceeds the number of key/value heads, several devices project the same head.
-- Communication is hidden behind the layers' work as far as that lasts: collectives over fsdp, and
-  sends between stages; behind a shared expert, one direction of the dispatch. The rest is exposed.
-  XLA hides less: in the compiled step, the first gathers of every layer and the sends between
-  stages overlap no matrix product ("exposed" in `plan --compile`), so the time is a lower bound.
+- Communication takes time of its own, except what XLA runs beside matrix products. Collectives over
+  fsdp are hidden up to the time of the layers' products and attention, but the first gathers of a
+  layer never are (as "exposed" in `plan --compile` shows). One direction of the dispatch to experts
+  is hidden up to the time of the shared expert.
 
 Launch times, stragglers, latency of small messages and unbalanced loads are not modelled.
 """
@@ -26,6 +26,7 @@ import dataclasses
 
 from maxmeg.config.schema import Config
 from maxmeg.planning.cost import communication
+from maxmeg.planning.cost.attention import backends, score_bytes, surplus
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
 from maxmeg.planning.cost.flops import layer_flops, training_flops
@@ -47,12 +48,8 @@ from maxmeg.planning.hardware import (
 from maxmeg.planning.report import Analytic, Traffic
 
 BACKWARD_SCORES = 2.5  # attention's backward recomputes the scores: five products, forward two
-HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD, communication.SENT_FORWARD)
-HIDDEN_BACKWARD = (
-    communication.PARAMETERS_BACKWARD,
-    communication.LAYER_GRADIENTS,
-    communication.SENT_BACKWARD,
-)
+HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD,)
+HIDDEN_BACKWARD = (communication.PARAMETERS_BACKWARD, communication.LAYER_GRADIENTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +69,7 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
     embedding, head and optimizer. communication_seconds: exposed communication. step_seconds: sum
     of the two and the bubble.
     """
-    work, model = workload(config, cluster.count), config.model
+    work, model = workload(config, cluster.count, cluster.device), config.model
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
     layers = work.layers_of_chunk
@@ -83,9 +80,11 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
     compute = (
         ideal + work.microbatches * ends_seconds(work, cluster) + update_seconds(work, cluster)
     )
-    forward = units * layers * lane.forward
+    products = product_seconds(work, cluster)
+    forward = units * layers * products.forward
+    backward = units * layers * (products.backward + products.weight)
     beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
-    exposed = exposed_seconds(carried, forward, ideal - forward, beside)
+    exposed = exposed_seconds(carried, forward, backward, beside)
     step = compute + bubble + exposed
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
@@ -110,8 +109,9 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
 def exposed_seconds(
     carried: tuple[Traffic, ...], forward: float, backward: float, shared: float = 0.0
 ) -> float:
-    """Seconds that communication adds to the layers' `forward` and `backward` seconds. shared:
-    forward seconds of shared experts; their backward takes twice that."""
+    """Seconds that communication adds. forward, backward: seconds of the layers' products, which
+    hide communication. shared: forward seconds of shared experts; their backward takes twice
+    that."""
 
     def total(purposes: tuple[str, ...]) -> float:
         return sum(entry.seconds for entry in carried if entry.purpose in purposes)
@@ -125,29 +125,38 @@ def exposed_seconds(
 
 def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     """Seconds of the average layer."""
-    model, tensor = work.config.model, work.axes["tensor"]
-    products, scores = layer_flops(model, work.config.data.sequence_length)
-    peak = cluster.gpu.bf16_tflops * 1e12
-    products = work.samples * products + repeated_products(work)
-    matmul = products / tensor / cluster.matmul_rate
-    matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
-    attention = work.samples * scores / tensor / peak
+    products = product_seconds(work, cluster)
     streamed = elementwise_bytes(work) / cluster.memory_rate
-    forward = matmul + attention / ATTENTION_FORWARD_REACHED + streamed
-    again = streamed
-    if not work.kept:
-        again = forward
-    elif not keeps_attention(work.config):
-        again += attention / ATTENTION_FORWARD_REACHED
-    backward_attention = BACKWARD_SCORES * attention / ATTENTION_BACKWARD_REACHED
-    backward = matmul + backward_attention + 2 * streamed + again
     summed = 0.0
     if work.accumulates:
         layers = [s for s in work.shards if s.parameter.group is not None]
         elements = sum(s.computed for s in layers if s.trained)
-        elements /= work.layers_of_chunk * work.config.parallel.chunks
+        stored = sum(u.layers * places for u, places in zip(work.units, work.places, strict=True))
+        elements /= stored * work.config.parallel.chunks
         summed = (2 * FLOAT32 + work.itemsize) * elements / cluster.memory_rate
-    return LayerSeconds(forward, backward, (0 if work.config.lora.rank else matmul) + summed)
+    return LayerSeconds(
+        products.forward + streamed, products.backward + 3 * streamed, products.weight + summed
+    )
+
+
+def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
+    """Seconds of the average layer's matrix products and attention."""
+    model, tensor = work.config.model, work.axes["tensor"]
+    products, scores = layer_flops(model, work.config.data.sequence_length)
+    products = work.samples * products + repeated_products(work)
+    matmul = products / tensor / cluster.matmul_rate
+    matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
+    attention = surplus(work) * work.samples * scores / tensor
+    attention /= cluster.gpu.bf16_tflops * 1e12
+    forward_attention = attention / ATTENTION_FORWARD_REACHED
+    backward = matmul + BACKWARD_SCORES * attention / ATTENTION_BACKWARD_REACHED
+    if not work.kept:
+        backward += matmul
+    if not keeps_attention(work):
+        backward += forward_attention
+    return LayerSeconds(
+        matmul + forward_attention, backward, 0.0 if work.config.lora.rank else matmul
+    )
 
 
 def repeated_products(work: Workload) -> float:
@@ -162,19 +171,31 @@ def repeated_products(work: Workload) -> float:
 
 def elementwise_bytes(work: Workload) -> float:
     """Bytes that the average layer's forward reads and writes outside of its matrix products: five
-    residual streams per sublayer (norm 2, sum 3) and each column-parallel output twice; on XLA also
-    six passes over the float32 scores, over half of them in a causal model."""
-    model, tensor = work.config.model, work.axes["tensor"]
-    total = 0.0
+    residual streams per sublayer (norm 2, sum 3) and each column-parallel output twice; also
+    the scores of plain XLA or the mask of cuDNN (`score_bytes`)."""
+    model, tensor, total = work.config.model, work.axes["tensor"], 0.0
     for unit in work.units:
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
-        if not fused_attention(work.config):
-            pairs = work.tokens * work.config.data.sequence_length
-            pairs /= 2 if model.attention.causal else 1
-            each += 6 * FLOAT32 * pairs * unit.heads / tensor
         total += unit.repeats * each
-    return total / model.num_layers
+    return total / model.num_layers + score_bytes(work)
+
+
+def score_traffic(work: Workload) -> float:
+    """Bytes of attention scores, or of a mask, that are written and read in a step: in forward and
+    when it is recomputed once, in backward twice."""
+    layers = work.microbatches * work.layers_of_chunk * work.config.parallel.chunks
+    return 4 * layers * score_bytes(work)
+
+
+def attention_words(work: Workload, cluster: Cluster) -> str:
+    """The backends of attention, and the traffic and time of their scores or masks."""
+    words, moved = backends(work), score_traffic(work)
+    if not moved:
+        return words
+    cost = f"{moved / 1e9:,.0f} GB per GPU and step, {moved / cluster.memory_rate:,.3g} s"
+    what = "mask is" if fused_attention(work) else "scores are"
+    return f"{words}; its {what} written and read: {cost}"
 
 
 def ends_seconds(work: Workload, cluster: Cluster) -> float:

@@ -3,7 +3,8 @@
 import dataclasses
 import re
 
-from maxmeg.runtime.gpu_environment import MEMORY_FRACTION
+from maxmeg.ops.backend import COMPILED_FOR, Device
+from maxmeg.runtime.gpu_environment import pool_fraction
 
 GIB = 2**30
 GPUS_A_NODE = 8
@@ -84,7 +85,12 @@ class Cluster:
     @property
     def capacity(self) -> int:
         """Bytes of XLA's memory pool on one GPU, as `runtime.gpu_environment` sets it."""
-        return int(self.gpu.cuda_gib * GIB * MEMORY_FRACTION)
+        return int(self.gpu.cuda_gib * GIB * pool_fraction())
+
+    @property
+    def device(self) -> Device:
+        """The GPU with its compute capability, (0, 0) if unknown."""
+        return Device("cuda", (COMPILED_FOR.get(self.name.upper(), 0), 0))
 
     @property
     def memory_rate(self) -> float:

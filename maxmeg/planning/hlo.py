@@ -66,7 +66,8 @@ class Program:
     """A parsed program.
 
     runs: executions of each computation per step; a loop counts by its known number of trips, else
-    once; every branch of a conditional counts as taken. overlapped: computations called by an
+    once; every branch of a conditional counts as taken, also the layers of other pipeline stages
+    where stages hold different ones. overlapped: computations called by an
     asynchronous start. unbounded: computations in loops whose number of trips is not known.
     """
 

@@ -8,7 +8,9 @@ from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.ops.backend import Device, target_device
 from maxmeg.planning.analytic import analyze
+from maxmeg.planning.cost.attention import backends, warnings
 from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
@@ -25,6 +27,18 @@ def planned_memory(config: Config, count: int) -> dict[str, int] | None:
         return device_memory(workload(config, count))
     except ValueError:
         return None
+
+
+def planned_attention(config: Config, count: int) -> tuple[str, dict[str, str]]:
+    """(backends of attention in words, warnings by reason) on this machine's GPUs; ("", {}) if it
+    has none, or if the planner does not support the config."""
+    if not target_device().is_cuda:
+        return "", {}
+    try:
+        work = workload(config, count)
+    except ValueError:
+        return "", {}
+    return backends(work), warnings(work)
 
 
 def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
@@ -44,7 +58,7 @@ def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
         fastest: dict[tuple[str, ...], Remedy] = {}
         for settings in combined.get(number, []):
             changed = with_fields(config, settings)
-            memory = _memory(changed, cluster.count)
+            memory = _memory(changed, cluster.count, cluster.device)
             if memory is None or memory > cluster.capacity:
                 continue
             slowdown = analyze(changed, cluster).step_seconds / seconds
@@ -81,9 +95,9 @@ def largest_savings(config: Config, count: int) -> list[tuple[str, int]]:
 
 
 def flags_text(settings: Mapping[str, object]) -> str:
-    """ "--config.parallel.tensor=8 --config.model.recompute=full" """
+    """ "--parallel.tensor=8 --model.recompute=full" """
     values = ((path, getattr(value, "value", value)) for path, value in settings.items())
-    return " ".join(f"--config.{path}={value}".lower() for path, value in values)
+    return " ".join(f"--{path}={value}".lower() for path, value in values)
 
 
 def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
@@ -121,10 +135,10 @@ def _meshes(config: Config, count: int) -> Iterator[Settings]:
             yield settings | ({"parallel.pad_layers": True} if padded else {})
 
 
-def _memory(config: Config, count: int) -> int | None:
+def _memory(config: Config, count: int, device: Device | None = None) -> int | None:
     """Bytes per device; None if the config is invalid or not supported by the planner."""
     try:
         validate(config, count)
-        return needed(config, count)
+        return needed(config, count, device)
     except ValueError:
         return None

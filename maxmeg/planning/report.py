@@ -89,7 +89,8 @@ class Compiled:
     """The report on the real train step, compiled for GPUs that this machine does not have.
 
     arguments: bytes of state and batch. temporaries: bytes that the program needs beside them.
-    kernels: custom calls per step, by target. flops: of matrix products, per device and step.
+    kernels: custom calls per step, by target. flops: of matrix products, per device and step; where
+    pipeline stages hold different layers, as if a stage ran all of them.
     """
 
     arguments: int

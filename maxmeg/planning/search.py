@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, ParallelConfig, Schedule
-from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
+from maxmeg.ops.backend import Device
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.workload import workload
@@ -15,6 +15,7 @@ from maxmeg.planning.report import Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
+SPARE = 0.05  # share of a GPU's memory that found layouts leave free: formulas may be too low
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
@@ -55,7 +56,7 @@ class Candidate:
 
 
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
-    """Every valid layout that fits, the fastest first.
+    """Every valid layout that fits and leaves SPARE of the memory, the fastest first.
 
     The search covers all sizes of tensor (within a node), pipe, fsdp, data and, with experts,
     expert whose product is the cluster; experts cut over tensor or not; micro_batch_size in
@@ -73,7 +74,7 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     for layout in layouts(config, cluster.count):
         for policy in POLICIES:
             tried = with_recompute(layout, policy)
-            if needed(tried, cluster.count) <= cluster.capacity:
+            if needed(tried, cluster.count, cluster.device) <= usable(cluster):
                 candidates.append(Candidate(tried, analyze(tried, cluster)))
                 break
     if not candidates:
@@ -81,14 +82,16 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     return sorted(candidates, key=lambda c: (c.analytic.step_seconds, c.analytic.total))
 
 
-def layouts(config: Config, count: int) -> Iterator[Config]:
-    """All valid layouts, with the recompute policy of `config`."""
+def layouts(
+    config: Config, count: int, micro_batches: tuple[int, ...] = MICRO_BATCHES
+) -> Iterator[Config]:
+    """All valid layouts with these micro-batch sizes, and the recompute policy of `config`."""
     for tensor in divisors(count):
         if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
             continue
         for pipe in divisors(count // tensor):
             replicas = count // tensor // pipe
-            for micro in MICRO_BATCHES:
+            for micro in micro_batches:
                 if pipe > config.model.num_units or _microbatches(config, replicas, micro) == 0:
                     continue
                 for order in orders(config, pipe, _microbatches(config, replicas, micro)):
@@ -132,9 +135,14 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def needed(config: Config, count: int) -> int:
-    """Bytes per device."""
-    return sum(device_memory(workload(config, count)).values())
+def usable(cluster: Cluster) -> float:
+    """Bytes of a GPU's memory that the search fills."""
+    return (1 - SPARE) * cluster.capacity
+
+
+def needed(config: Config, count: int, device: Device | None = None) -> int:
+    """Bytes per device; `device` as of `workload`."""
+    return sum(device_memory(workload(config, count, device)).values())
 
 
 def with_recompute(config: Config, policy: str) -> Config:
@@ -146,7 +154,7 @@ def _with(config: Config, parallel: dict, micro: int) -> Config:
     even = {"chunk_layers": (), "first_stage_layers": 0, "last_stage_layers": 0}
     return dataclasses.replace(
         config,
-        parallel=with_fields(config.parallel, {**even, **parallel}),
+        parallel=dataclasses.replace(config.parallel, **even, **parallel),
         train=dataclasses.replace(config.train, micro_batch_size=micro),
     )
 
@@ -165,14 +173,12 @@ def _is_valid(config: Config, count: int) -> bool:
     return True
 
 
-def least(config: Config, count: int) -> tuple[int, Config | None]:
+def least(config: Config, count: int, device: Device) -> tuple[int, Config | None]:
     """(bytes per device, layout) of the layout that needs least, under full recomputation."""
     best: tuple[int, Config | None] = (0, None)
-    for layout in layouts(config, count):
-        if layout.train.micro_batch_size > 1:
-            continue
+    for layout in layouts(config, count, micro_batches=(1,)):
         tried = with_recompute(layout, "full")
-        size = needed(tried, count)
+        size = needed(tried, count, device)
         if best[1] is None or size < best[0]:
             best = size, tried
     return best
@@ -184,7 +190,7 @@ def _experts(parallel: ParallelConfig) -> str:
 
 def _nothing_fits(config: Config, cluster: Cluster) -> str:
     where = f"{cluster.count} {cluster.name}"
-    size, layout = least(config, cluster.count)
+    size, layout = least(config, cluster.count, cluster.device)
     if layout is None:
         unit = max(cluster.count // GPUS_A_NODE, 1)
         return (
@@ -194,12 +200,12 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
             f"train.global_batch_size={config.train.global_batch_size}: choose a batch that the "
             f"replicas divide (best a multiple of {unit}), or another number of GPUs"
         )
-    parallel, over = layout.parallel, size - cluster.capacity
+    parallel, over = layout.parallel, size - usable(cluster)
     enough = cluster.count
     while enough <= MOST_GPUS:
         enough *= 2
-        fewest, other = least(config, enough)
-        if other is not None and fewest <= cluster.capacity:
+        fewest, other = least(config, enough, cluster.device)
+        if other is not None and fewest <= usable(cluster):
             remedy = f"{enough} GPUs would be enough by the same formulas"
             break
     else:
@@ -208,5 +214,6 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
         f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
         f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
         f"data={parallel.data}{_experts(parallel)}, full recompute), {over / GIB:.1f} GiB more "
-        f"than the {cluster.capacity / GIB:.1f} GiB of one; {remedy}"
+        f"than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
+        f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
     )

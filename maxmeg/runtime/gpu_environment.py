@@ -1,9 +1,19 @@
-"""Environment variables that must be set before JAX starts its GPUs."""
+"""The environment of a process on GPUs: variables that JAX, XLA and NCCL read when they start.
 
+A value that the user has set wins. XLA's flags keep their defaults: benchmarks/NOTES.md, "Flags of
+XLA", has what those that were tried change.
+"""
+
+import dataclasses
+import glob
+import math
 import os
+import re
 from collections.abc import Mapping
 
-from maxmeg.runtime.platform import choose_platform
+import jax
+
+from maxmeg.runtime.platform import choose_platform, uses_gpu
 
 # Fraction of a GPU's memory that XLA preallocates as its pool; XLA's default is 0.75. Arrays, the
 # step's temporaries and cuDNN's workspaces come from the pool. The CUDA context, loaded kernels
@@ -11,11 +21,17 @@ from maxmeg.runtime.platform import choose_platform
 # with the same fraction.
 MEMORY_FRACTION = 0.92
 _FRACTION_NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-_ABSENT = {
-    "CUDA_VISIBLE_DEVICES": "-1",  # a GPU of this machine must not be touched
-    "JAX_PLATFORMS": "cpu",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the plugin's wheel without CUDA's wheels
-    "JAX_ENABLE_COMPILATION_CACHE": "false",  # the report has the seconds to compile
+
+# One hardware queue keeps kernels in the order in which XLA launches them, so that a collective
+# starts before the product that is to hide it. NVIDIA's guide to XLA on GPUs advises it for Ampere
+# and Hopper and against it for Blackwell. No GPU has timed it with maxmeg yet.
+_ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+VARIABLES = {"Ampere": _ONE_QUEUE, "Hopper": _ONE_QUEUE, "Blackwell": {}}
+_PREFIXES = "^(CUDA_DEVICE_|XLA_CLIENT_)"
+_GENERATIONS = {
+    "Ampere": r"\bA(100|800|40|30|10G?)\b|RTX A\d|RTX 30\d\d",
+    "Hopper": r"\bG?H(100|200|800|20)\b",
+    "Blackwell": r"\bG?B(100|200|300)\b|RTX 50\d\d|RTX PRO",
 }
 
 # With it XLA uses no atomic additions (scatters are sorted and summed in a fixed order), cuDNN's
@@ -23,19 +39,69 @@ _ABSENT = {
 DETERMINISTIC = "--xla_gpu_deterministic_ops"
 NCCL_ALGORITHMS = "^NVLS,NVLSTree"  # sums inside NVLink switches have no fixed order
 
+_ABSENT = {
+    "CUDA_VISIBLE_DEVICES": "-1",  # a GPU of this machine must not be touched
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the plugin's wheel without CUDA's wheels
+    "JAX_ENABLE_COMPILATION_CACHE": "false",  # the report has the seconds to compile
+}
 
-def gpu_environment(environ: Mapping[str, str], deterministic: bool = False) -> dict[str, str]:
-    """Variables to add to `environ` for a process on GPUs; never one that the user has set.
 
-    ValueError if XLA_FLAGS contradict `deterministic`.
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What `set_gpu_environment` decided.
+
+    generation: of the GPUs; empty if unknown. added: variables with their new values. users: the
+    user's values that replace ours, as NAME=VALUE.
     """
-    added = {}
-    if not any(environ.get(name) for name in _FRACTION_NAMES):  # JAX refuses both names together
+
+    generation: str
+    added: dict[str, str]
+    users: tuple[str, ...] = ()
+
+    def words(self) -> str:
+        """One line for the terminal: what was added, without common prefixes, and `users`."""
+        ours = [f"{re.sub(_PREFIXES, '', name)}={value}" for name, value in self.added.items()]
+        yours = ("yours:", *self.users) if self.users else ()
+        return " ".join([self.generation or "unknown, default environment:", *ours, *yours])
+
+
+def gpu_environment(
+    environ: Mapping[str, str], generation: str = "", deterministic: bool = False
+) -> Environment:
+    """The environment to add to `environ` for a process on GPUs of a generation in VARIABLES.
+
+    deterministic: as train.deterministic. ValueError if XLA_FLAGS contradict it.
+    """
+    added, users = {}, []
+    fractions = [name for name in _FRACTION_NAMES if environ.get(name)]
+    if fractions:  # JAX refuses both names together
+        users += [f"{name}={environ[name]}" for name in fractions]
+    else:
         added[_FRACTION_NAMES[0]] = str(MEMORY_FRACTION)
+    for name, value in VARIABLES.get(generation, {}).items():
+        if not environ.get(name):
+            added[name] = value
+        elif environ[name] != value:
+            users.append(f"{name}={environ[name]}")
     if deterministic:
-        added["XLA_FLAGS"] = deterministic_flags(environ.get("XLA_FLAGS", ""))
+        added["XLA_FLAGS"] = deterministic_flags(user_flags(environ))
         added["NCCL_ALGO"] = environ.get("NCCL_ALGO") or NCCL_ALGORITHMS
-    return added
+    return Environment(generation, added, tuple(users))
+
+
+def user_flags(environ: Mapping[str, str]) -> str:
+    """The flags in XLA_FLAGS, or in the file that it names: a text without "-" is a file's path."""
+    text = environ.get("XLA_FLAGS", "").strip()
+    if not text or text.startswith("-"):
+        return text
+    try:
+        with open(text, encoding="utf-8") as file:
+            return " ".join(file.read().split())
+    except OSError as error:
+        raise ValueError(
+            f"XLA_FLAGS={text} is neither flags, which begin with --, nor a file: {error.strerror}"
+        ) from None
 
 
 def deterministic_flags(flags: str) -> str:
@@ -48,21 +114,79 @@ def deterministic_flags(flags: str) -> str:
     return flags if named else f"{flags} {DETERMINISTIC}=true".strip()
 
 
-def set_gpu_environment(deterministic: bool = False) -> None:
+def generation_of(names: list[str]) -> str:
+    """The generation of GPUs with these names; empty if unknown, or if they differ."""
+    found = {
+        next((one for one, words in _GENERATIONS.items() if re.search(words, name)), "")
+        for name in names
+    }
+    return found.pop() if len(found) == 1 else ""
+
+
+def gpu_names() -> list[str]:
+    """Names of this host's GPUs, as NVIDIA's driver on Linux lists them; JAX need not run."""
+    texts = []
+    for path in sorted(glob.glob("/proc/driver/nvidia/gpus/*/information")):
+        with open(path, encoding="utf-8") as file:
+            texts.append(file.read())
+    return [match[1].strip() for text in texts if (match := re.search(r"^Model:(.*)", text, re.M))]
+
+
+def set_gpu_environment(deterministic: bool = False, cache: str = "") -> Environment | None:
     """Add `gpu_environment` to this process's environment; call before the first use of a device.
 
-    deterministic: as train.deterministic. Without a GPU, JAX uses the CPU; ValueError if
+    deterministic: as train.deterministic. cache: a folder for compiled programs, unless the user
+    has chosen one. Without a GPU, JAX uses the CPU, and the result is None; ValueError if
     JAX_PLATFORMS asks for CUDA nevertheless.
     """
     choose_platform()
-    os.environ.update(gpu_environment(os.environ, deterministic))
+    if not uses_gpu():
+        return None
+    memory_fraction(os.environ)
+    environment = gpu_environment(os.environ, generation_of(gpu_names()), deterministic)
+    os.environ.update(environment.added)
+    if cache and not jax.config.values["jax_compilation_cache_dir"]:
+        jax.config.update("jax_compilation_cache_dir", cache)
+    return environment
+
+
+def memory_fraction(environ: Mapping[str, str]) -> float:
+    """Fraction of a GPU's memory in XLA's pool; ValueError unless the user's is in (0, 1]."""
+    for name in _FRACTION_NAMES:
+        if text := environ.get(name):
+            try:
+                fraction = float(text)
+            except ValueError:
+                fraction = math.nan
+            if not 0 < fraction <= 1:
+                rule = f"must be above 0 and at most 1: unset it for {MEMORY_FRACTION}"
+                raise ValueError(f"{name}={text} {rule}")
+            return fraction
+    return MEMORY_FRACTION
+
+
+def pool_fraction() -> float:
+    """`memory_fraction` of this process's environment, which the planner fits models to."""
+    return memory_fraction(os.environ)
 
 
 def absent_environment(deterministic: bool = False) -> dict[str, str]:
     """Environment of a child process that compiles for GPUs that this machine does not have.
 
-    deterministic: as train.deterministic.
+    It keeps the user's XLA_FLAGS. deterministic: as train.deterministic.
     """
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()
+    flags = user_flags(os.environ)
     flags = deterministic_flags(flags) if deterministic else flags
+    flags = f"{flags} --xla_gpu_autotune_level=0".strip()
     return {**os.environ, **_ABSENT, "XLA_FLAGS": flags}
+
+
+def recorded_environment() -> str:
+    """The variables of this process that NCCL, CUDA and XLA read, for the run's metrics; empty
+    without a GPU."""
+    if not uses_gpu():
+        return ""
+    read = re.compile("XLA_|NCCL_|CUDA_DEVICE_MAX_CONNECTIONS$")
+    return " ".join(
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if read.match(name)
+    )

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 
 import jax
@@ -15,13 +16,22 @@ from maxmeg.planning.hardware import peak_tflops
 from maxmeg.runtime.faults.guard import Guard
 from maxmeg.runtime.faults.stragglers import Stragglers
 from maxmeg.runtime.faults.watchdog import VALIDATING, Watchdog
+from maxmeg.runtime.gpu_environment import recorded_environment
 from maxmeg.runtime.metrics.expert_load import ExpertLoad
 from maxmeg.runtime.metrics.hooks import Hook, Hooks, Metrics
 from maxmeg.runtime.metrics.memory import peak_memory_hook
+from maxmeg.runtime.metrics.plots import METRICS_FILE, LossPlot
 from maxmeg.runtime.metrics.profile import profile_hook
 from maxmeg.runtime.metrics.progress import Progress
 from maxmeg.runtime.metrics.throughput import Throughput
-from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
+from maxmeg.runtime.metrics.writers import (
+    JsonlWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+    writer_hook,
+)
+from maxmeg.runtime.revision import commit
 
 
 def make_throughput(
@@ -31,12 +41,12 @@ def make_throughput(
     length = config.data.sequence_length
 
     def flops(step: int) -> float:
-        size = schedules.batch_size(step)
+        size = schedules.batch_size(step - 1)
         frozen = config.lora.rank > 0
         return training_flops(config.model, length, size, config.parallel.tensor, frozen=frozen)
 
     def tokens(step: int) -> int:
-        return schedules.batch_size(step) * length
+        return schedules.batch_size(step - 1) * length
 
     return Throughput(tokens, flops, num_devices, peak_tflops(kind))
 
@@ -53,13 +63,18 @@ class Observer:
         self._throughput = make_throughput(config, schedules, jax.device_count(), kind)
         self._hooks = training_hooks(config, schedules, self._throughput, start_step, watchdog)
         self._schedules, self._watchdog = schedules, watchdog
+        self._length = config.data.sequence_length
         self._step: int | None = None
         self._metrics: dict = {}
-        self.before = self._hooks.before
+        self._save_seconds = 0.0
         self._stop_agreed, self.skipped = False, False
 
+    def before(self, step: int) -> None:
+        """Call before the dispatch of the step after `step` updates."""
+        self._hooks.before(step + 1)
+
     def dispatched(self, step: int, metrics: dict) -> None:
-        """Flush the metrics of the previous step, and hold the metrics of step `step`."""
+        """Flush the metrics of the previous step; hold those of the step after `step` updates."""
         self.flush()
         self._step, self._metrics = step, dict(metrics)
 
@@ -69,10 +84,25 @@ class Observer:
 
     @contextlib.contextmanager
     def validation(self, state) -> Iterator[Metrics]:
-        """Yields the newest step's metrics, for its validation losses; pauses the throughput."""
+        """Yields the newest step's metrics, for its validation losses; then flushes them.
+
+        The throughput excludes this time, which becomes the metric eval_seconds.
+        """
         jax.block_until_ready(state)
+        begin = time.perf_counter()
         with self._throughput.paused(), self._watchdog.phase(VALIDATING):
             yield self._metrics
+        self._metrics["eval_seconds"] = time.perf_counter() - begin
+        with self._throughput.paused():
+            self.flush()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """The throughput excludes the `with` block: the next step's metric save_seconds."""
+        begin = time.perf_counter()
+        with self._throughput.paused():
+            yield
+        self._save_seconds = time.perf_counter() - begin
 
     def flush(self) -> None:
         """Fetch the held metrics and call the hooks with them."""
@@ -88,7 +118,10 @@ class Observer:
         values["learning_rate"] = self._schedules.learning_rate(step)
         values["weight_decay"] = self._schedules.weight_decay(step)
         values["consumed_samples"] = self._schedules.consumed_samples(step + 1)
-        self._hooks(step, values)
+        values["consumed_tokens"] = values["consumed_samples"] * self._length
+        if self._save_seconds:
+            values["save_seconds"], self._save_seconds = self._save_seconds, 0.0
+        self._hooks(step + 1, values)
 
     def __enter__(self) -> "Observer":
         self._hooks.__enter__()
@@ -120,12 +153,16 @@ def training_hooks(
     primary = jax.process_index() == 0
 
     def samples(step: int) -> range:
-        first = schedules.consumed_samples(step)
-        return range(first, first + schedules.batch_size(step))
+        first, size = schedules.extent(step - 1)
+        return range(first, first + size)
 
     log, folder = config.log, config.run_dir
     guard = Guard(samples, config.train.max_skipped_steps, log.spike_zscore)
-    hooks = [watchdog.hook(schedules.batch_size), guard.hook(), throughput.hook()]
+    hooks = [
+        watchdog.hook(lambda step: schedules.batch_size(step - 1)),
+        guard.hook(),
+        throughput.hook(),
+    ]
     if watchdog.peers is not None and config.watchdog.straggler:
         hooks.append(Stragglers(watchdog, config.watchdog.straggler, log.every).hook())
     if log.profile_start:
@@ -137,9 +174,9 @@ def training_hooks(
     if primary:
         hooks.append(peak_memory_hook())
         hooks.append(config_hook(config))
-        writers: list[JsonlWriter | TensorBoardWriter | WandbWriter] = [
-            JsonlWriter(os.path.join(folder, "metrics.jsonl"), start_step)
-        ]
+        path = os.path.join(folder, METRICS_FILE)
+        once = {"commit": commit(), "environment": recorded_environment()}
+        writers: list[Writer] = [JsonlWriter(path, start_step, once), LossPlot(folder)]
         if log.tensorboard:
             writers.append(TensorBoardWriter(os.path.join(folder, "tensorboard"), start_step))
         if log.wandb_project:
@@ -147,4 +184,4 @@ def training_hooks(
         hooks += [writer_hook(writer) for writer in writers]
         hooks.append(Progress(schedules.num_steps, start_step, log.every).hook())
     hooks.append(watchdog.last_hook())
-    return Hooks(hooks, schedules.num_steps)
+    return Hooks(hooks)

@@ -36,6 +36,11 @@ def requested_platforms() -> str:
     return jax.config.values["jax_platforms"] or ""
 
 
+def uses_gpu() -> bool:
+    """Whether JAX will use NVIDIA GPUs: a device, the plugin, and no request for the CPU."""
+    return requested_platforms() != "cpu" and has_nvidia_gpu() and has_cuda_plugin()
+
+
 def has_nvidia_gpu() -> bool:
     """Whether a device file of NVIDIA's driver exists."""
     return any(glob.glob(pattern) for pattern in _DEVICE_FILES)

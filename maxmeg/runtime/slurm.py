@@ -21,6 +21,13 @@ def warn_of_late_save(save_seconds: float | None) -> None:
         )
 
 
+def resuming_words() -> str:
+    """How a run that was stopped is resumed."""
+    if os.environ.get("SLURM_JOB_ID"):
+        return "the job resumes from there once it runs again"
+    return "the same command resumes from there"
+
+
 def array_task() -> int | None:
     """Number of this job in its Slurm array; None outside of an array."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID", "")

@@ -72,11 +72,11 @@ def compiled_shapes(program: str, folder: Path, names: list[str]) -> dict:
 
 
 def kernels_in(folder: Path) -> list[Kernel]:
-    found = []
+    actual = []
     for path in sorted(folder.glob("*.ptxas")):
         report = path.read_text()
         passes = path.with_suffix(".mlir-passes.log").read_text()
-        found.append(
+        actual.append(
             Kernel(
                 name=path.stem.rpartition("_")[0],
                 spilled=max(map(int, re.findall(r"(\d+) bytes spill stores", report))),
@@ -84,4 +84,4 @@ def kernels_in(folder: Path) -> list[Kernel]:
                 shared=max(map(int, re.findall(r"shared_memory_size %c(\d+)_i32", passes))),
             )
         )
-    return found
+    return actual

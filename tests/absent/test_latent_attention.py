@@ -34,6 +34,6 @@ print(json.dumps(dict(
 
 def test_heads_of_192_and_128_are_cudnns():
     """As on a GPU that is here; nothing is as large as the scores of a block of queries."""
-    (found,) = output_of(COMPILE)
-    assert (found["forward"], found["backward"]) == (1, 1)
-    assert found["temporaries"] <= KEPT * 2 * LENGTH * HEADS * sum(SIZES) + 16 * MIB
+    (actual,) = output_of(COMPILE)
+    assert (actual["forward"], actual["backward"]) == (1, 1)
+    assert actual["temporaries"] <= KEPT * 2 * LENGTH * HEADS * sum(SIZES) + 16 * MIB

@@ -69,7 +69,7 @@ class Kernel:
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory) -> dict[tuple[str, str], tuple[int, list[Kernel]]]:
     """Of each GPU and shape the temporaries in bytes, and its kernels; a process for each GPU."""
-    found = {}
+    actual = {}
     for gpu, names in NAMES.items():
         folder = tmp_path_factory.mktemp(gpu)
         done = subprocess.run(
@@ -83,22 +83,22 @@ def compiled(tmp_path_factory) -> dict[tuple[str, str], tuple[int, list[Kernel]]
         for line in filter(lambda line: line.startswith("{"), done.stdout.splitlines()):
             row = json.loads(line)
             kernels = kernels_in(folder / row["name"], ARCHITECTURE[gpu])
-            found[gpu, row["name"]] = (row["temporaries"], kernels)
-    return found
+            actual[gpu, row["name"]] = (row["temporaries"], kernels)
+    return actual
 
 
 def kernels_in(folder: Path, architecture: str) -> list[Kernel]:
     (thunks,) = folder.glob("*thunk_sequence.txt")
     shared = dict(re.findall(r"(triton_flash_\w+) .*shared_memory: (\d+)", thunks.read_text()))
-    found = []
+    actual = []
     for path in folder.glob("*.ptx"):
         code = path.read_text()
         if entry := re.search(r"\.entry (triton_flash_\w+)", code):
             report = assembled(path, architecture)
             spilled = max(map(int, re.findall(r"(\d+) bytes spill stores", report)))
             products = re.search(r"mma\.sync|wgmma\.mma_async", code) is not None
-            found.append(Kernel(entry[1], int(shared[entry[1]]), spilled, products))
-    return sorted(found, key=lambda kernel: kernel.name)
+            actual.append(Kernel(entry[1], int(shared[entry[1]]), spilled, products))
+    return sorted(actual, key=lambda kernel: kernel.name)
 
 
 def assembled(path: Path, architecture: str) -> str:

@@ -92,10 +92,10 @@ def test_no_damage_to_the_newest_manifest_stops_a_resume_or_a_load(run, caplog):
     caplog.set_level(logging.CRITICAL, "maxmeg")
     path, abstract, checkpoints = manifest_of(run, 2), abstract_of(), run / CHECKPOINTS
     intact = path.read_bytes()
-    for number, data in enumerate(damages(intact, 60)):
+    for number, data in enumerate(damages(intact, 30)):
         write(path, data)
-        found = Checkpointer(checkpoints).latest(lambda step, manifest: (step, manifest.metadata))
-        assert found is not None and found[0] == found[1]["step"] == 1, data
+        actual = Checkpointer(checkpoints).latest(lambda step, manifest: (step, manifest.metadata))
+        assert actual is not None and actual[0] == actual[1]["step"] == 1, data
         assert open_run(run).metadata["step"] == 1
         if number < 6:  # reads the arrays as well
             begun = resume(config_of(), Checkpointer(checkpoints), abstract, TOKENIZER)
@@ -298,5 +298,5 @@ def test_a_file_that_is_not_visible_yet_is_waited_for(run, two_processes, monkey
 
     monkeypatch.setattr(Path, "exists", exists_late)
     monkeypatch.setattr(manager.time, "sleep", lambda seconds: None)
-    found = two_processes(lambda number: Checkpointer(run / CHECKPOINTS).manifest(2).step)
-    assert found == [2, 2] and len(looks) == 2
+    actual = two_processes(lambda number: Checkpointer(run / CHECKPOINTS).manifest(2).step)
+    assert actual == [2, 2] and len(looks) == 2

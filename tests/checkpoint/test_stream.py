@@ -63,9 +63,9 @@ def abstract(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def assert_same_bits(found, wanted):
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+def assert_same_bits(actual, wanted):
+    assert actual.dtype == wanted.dtype and actual.shape == wanted.shape
+    assert np.asarray(actual).tobytes() == np.asarray(wanted).tobytes()
 
 
 @pytest.fixture(params=[(64 << 20, 1 << 30), (64 << 20, 330), (40, 330)])

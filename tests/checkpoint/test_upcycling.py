@@ -100,9 +100,9 @@ def begun(dense, fields: dict, parallel: dict | None = None, noise: float = 0.0)
 def test_an_upcycled_model_computes_what_the_dense_model_does(request, name, source):
     ids = jax.random.randint(jax.random.key(1), (2, 12), 0, 61)
     dense = request.getfixturevalue(source)
-    found, wanted = (jax.jit(model)(ids) for model in (begun(dense, *CASES[name]), dense[2]))
+    actual, wanted = (jax.jit(model)(ids) for model in (begun(dense, *CASES[name]), dense[2]))
     assert float(jnp.std(wanted)) > 0.1
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=SAME * float(jnp.abs(wanted).max()))
+    np.testing.assert_allclose(actual, wanted, rtol=0, atol=SAME * float(jnp.abs(wanted).max()))
 
 
 def test_noise_makes_copies_differ(dense):
@@ -135,15 +135,15 @@ def test_sizes_that_upcycling_cannot_produce_are_refused(fields, message):
         changes(saved, wanted, "runs/dense")
     assert changes(
         saved, with_fields(saved, {"layers": "*(attention,moe)", "moe.num_experts": 4}), ""
-    ) == ["moe in model.layers: 4 copies of each MLP, each of 1 experts"]
+    ) == ["moe in model.layers: 4 copies of each MLP, one per expert"]
 
 
 def test_a_model_with_experts_goes_on_with_other_losses_and_as_many_experts(tmp_path_factory):
     source = made(
         tmp_path_factory, {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.z_loss": 0.1}
     )
-    found = begun(source, {"moe.z_loss": 0.0, "moe.global_aux_loss": 0.1})
-    moe, before = (m.stack.groups[0].sublayers[1].mixers["moe"] for m in (found, source[2]))
+    actual = begun(source, {"moe.z_loss": 0.0, "moe.global_aux_loss": 0.1})
+    moe, before = (m.stack.groups[0].sublayers[1].mixers["moe"] for m in (actual, source[2]))
     np.testing.assert_array_equal(moe.router[...], before.router[...])
     np.testing.assert_array_equal(moe.experts.up[...], before.experts.up[...])
     assert moe.load.shape == (3, 4) and not moe.load[...].any()

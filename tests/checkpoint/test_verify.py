@@ -35,8 +35,8 @@ def test_wrong_bytes_on_the_disk_are_found(tmp_path, monkeypatch, verify):
         named = {Verify.crc: "arrays/w/c/0 of tensor w has CRC-32", Verify.off: "values differ"}
         with pytest.raises(CorruptCheckpointError, match=named[verify]):
             checkpointer.restore(2, wanted)
-    found = restore_latest(checkpointer, wanted)
-    assert found is not None and found[0] == 1
-    np.testing.assert_array_equal(found[1]["w"], tree["w"])
+    actual = restore_latest(checkpointer, wanted)
+    assert actual is not None and actual[0] == 1
+    np.testing.assert_array_equal(actual[1]["w"], tree["w"])
     checksums = {crc for _, crc in checkpointer.manifest(1).files.values()}
     assert (checksums == {""}) == (verify is Verify.off)

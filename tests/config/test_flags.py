@@ -1,5 +1,6 @@
 """Config dicts, YAML files and the command line, right and wrong."""
 
+import copy
 import dataclasses
 import os
 import pathlib
@@ -13,11 +14,14 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg import evaluate, generate
 from maxmeg.config import docs, files, flags, hints
-from maxmeg.config.model import Norm
+from maxmeg.config.commands import COMMANDS
+from maxmeg.config.errors import is_for_user
+from maxmeg.config.model import ModelConfig, Norm
+from maxmeg.config.options import Chat
 from maxmeg.config.schema import Config, LrDecay
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import get, setting, walk, with_fields
+from maxmeg.config.validate import check_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG_FILE = """
@@ -44,7 +48,7 @@ PIECES += [b"!!binary ", b"!!timestamp ", b"!!int x", b"!!set ", b"? ", b"[1]: 2
 class Options:
     """A command's own settings."""
 
-    output: str = dataclasses.field(metadata={"doc": "file to write"})
+    output: str = setting(dataclasses.MISSING, "file to write")
     prompt: str = setting("", "text to continue")
     top_k: int = setting(0, "candidates")
     greedy: bool = setting(False, "take the most likely")
@@ -78,6 +82,48 @@ def test_dict_and_file_round_trip(tmp_path):
         files.save(config, path)
         assert files.load(path) == config
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_an_absent_section_stays_absent_until_it_is_set(tmp_path):
+    path = tmp_path / "config.yaml"
+    for text in ("", "encoder:\n"):
+        path.write_text(text)
+        assert files.load(path).encoder is None and get(files.load(path), "vision.tied") is None
+    config, _ = flags.parse(["prog", "--config=gpt", "--encoder.moe.top_k=3", "vision.tied=true"])
+    assert config.encoder == with_fields(ModelConfig(), {"moe.top_k": 3})
+    assert config.vision == ModelConfig(tied=True)
+    files.save(config, path)
+    assert files.load(path) == config == copy.deepcopy(config)
+    assert yaml.safe_load(files.to_yaml(config, changed=True))["encoder"]["moe"]["top_k"] == 3
+    plain, _ = flags.parse(["prog", "--config=gpt"])
+    there = ["encoder absent -> present", "encoder.moe.top_k 2 -> 3"]
+    there += ["vision absent -> present", "vision.tied false -> true"]
+    assert files.changes(plain, config) == there
+    assert files.differences(files.to_dict(plain), config) == there
+    assert files.changes(config, plain)[0] == "encoder present -> absent"
+    path.write_text("encoder: {}\n")
+    assert files.load(path).encoder == ModelConfig() != files.load(path).vision
+    with pytest.raises(ValueError, match=r"encoder.num_layer: did you mean encoder"):
+        files.from_dict({"encoder": {"num_layer": 3}})
+    with pytest.raises(TypeError, match=r"Config has no field encoder.depth"):
+        with_fields(Config(), {"encoder.depth": 3})
+    for name in ("encoder", "vision"):
+        with pytest.raises(ValueError, match=f"the section {name} is a stack that no model reads"):
+            check_settings(with_fields(Config(), {f"{name}.num_layers": 4}))
+
+
+def test_only_changed_settings_are_printed(tmp_path, capsys):
+    for config in (Config(), changed()):
+        (tmp_path / "run.yaml").write_text(files.to_yaml(config, changed=True))
+        assert files.load(tmp_path / "run.yaml") == config
+    assert files.to_yaml(Config(), changed=True) == "{}\n"
+    line = ["prog", f"--config={tmp_path}/run.yaml", "--seed=3"]
+    flags.run_command(fail_inside, argv=[*line, "--print_config=diff"])
+    diff = capsys.readouterr().out
+    flags.run_command(fail_inside, argv=[*line, "--print_config"])
+    whole = yaml.safe_load(capsys.readouterr().out)
+    assert files.from_dict(yaml.safe_load(diff)) == files.from_dict(whole)
+    assert whole["seed"] == 3 and len(diff.splitlines()) < 30
 
 
 def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
@@ -142,11 +188,12 @@ def test_a_damaged_yaml_file_is_a_config_or_one_line(tmp_path_factory, data):
 
 
 def test_overrides_of_every_type(config_file):
+    """With and without "config." and dashes."""
     line = (
-        "prog --config.optim.lr=3e-4 --config.data.paths=a,b --config.data.paths=c"
-        " --config.train.batch_rampup 16,8,300000 --config.model.attention.bias_qkv"
-        f" --noconfig.log.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
-        " --config.model.num_layers=1e1 --config.train.batch_schedule=0:8"
+        "prog --config.optim.lr=3e-4 --data.paths=a,b data.paths=c"
+        " --train.batch_rampup 16,8,300000 --config.model.attention.bias_qkv"
+        f" --nolog.tensorboard --config.model.norm layernorm --config {config_file}:tiny"
+        " model.num_layers=1e1 --config.train.batch_schedule=0:8 --seed=7 --noconfig.model.tied"
     )
     config, options = flags.parse(line.split())
     assert options is None
@@ -154,6 +201,7 @@ def test_overrides_of_every_type(config_file):
     assert config.train.batch_rampup == (16, 8, 300000) and config.model.attention.bias_qkv
     assert not config.log.tensorboard and config.model.norm is Norm.layernorm
     assert config.model.num_layers == 10 and config.train.batch_schedule == "0:8"
+    assert config.seed == 7 and not config.model.tied
     assert flags.parse(["prog", f"--config={config_file}"])[0] == Config()
 
 
@@ -172,19 +220,22 @@ def test_options_of_a_command(config_file):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--config.model.num_layer=3", "did you mean model.num_layers"),
+        ("--config.model.num_layer=3", "did you mean --model.num_layers"),
         ("--config.model=3", "model is a section"),
         ("--config.optim.lr=abc", "optim.lr='abc'"),
         ("--config.optim.decay=cosin", "did you mean cosine"),
         ("--config.seed", "write --config.seed=VALUE"),
-        ("--config.optim.learning_rate=1", "optim.learning_rate: did you mean optim.lr[?]"),
-        ("--config.batch_size=8", "did you mean train.global_batch_size[?]"),
-        ("--config.data.seq_length=8", "did you mean data.sequence_length[?]"),
-        ("--config.model.n_layer=8", "did you mean model.num_layers[?]"),
-        ("--config.model.dropout=0", "did you mean model.dropout_hidden[?]"),
-        ("--max_steps=8", "unknown flag --max_steps: did you mean --config.train.num_steps[?]"),
+        ("--optim.lr", "write --optim.lr=VALUE"),
+        ("train.num_step=3", "did you mean --train.num_steps[?]"),
+        ("--noseed", "unknown flag --noseed: did you mean --seed"),
+        ("--config.optim.learning_rate=1", "optim.learning_rate: did you mean --optim.lr[?]"),
+        ("--config.batch_size=8", "did you mean --train.global_batch_size[?]"),
+        ("--config.data.seq_length=8", "did you mean --data.sequence_length[?]"),
+        ("--config.model.n_layer=8", "did you mean --model.num_layers[?]"),
+        ("--config.model.dropout=0", "did you mean --model.dropout_hidden[?]"),
+        ("--max_steps=8", "unknown flag --max_steps: did you mean --train.num_steps[?]"),
         ("--candidates=8", "unknown flag --candidates: see --help"),
-        ("--num-layers", "here it is --config.model.num_layers"),
+        ("--num-layers", "here it is --model.num_layers"),
         ("--promt=x", "unknown flag --promt: did you mean --prompt"),
         ("extra", "unexpected argument 'extra'"),
         ("--top_k=x", "top_k='x'"),
@@ -200,14 +251,57 @@ def test_mistakes_in_the_config_file(config_file, tmp_path):
         config_file + ":huge": "^unknown size 'huge': choose tiny$",
         config_file + ":typo": "unknown field model.num_layer: did you mean model.num_layers",
         config_file.replace("small", "smal"): "did you mean .*small.py",
-        str(tmp_path / "run.yaml"): "write --config=configs/yaml.py:",
-        "yml.py": "no config file yml.py .*did you mean configs/yaml.py",
+        config_file + ":bug": f"^{config_file}:8: ValueError: invalid literal for int",
+        config_file + ":more:colons": "unknown size 'more:colons'",
+        str(tmp_path / "run.yaml"): "no config file .*run.yaml",
+        str(tmp_path): "no config file .*config.yaml",
+        "elsewhere/gpt.py": "no config file elsewhere/gpt.py .*did you mean gpt[?]",
+        "runs/none": "no built-in configuration, architecture, run folder, .yaml or .py file",
+        "llama3-8b:x": "no built-in configuration",
+        "gtp": "no architecture is named 'gtp'.*other names for --config are finetune, gpt",
+        "gpt:llama4-8b": "did you mean llama3-8b",
     }
+    sources = {
+        "syntax.py": ("def get_config(:\n", "syntax.py:1: SyntaxError: invalid syntax"),
+        "none.py": ("x = 1\n", "none.py defines no get_config"),
+        "other.py": ("def get_config():\n    return 3\n", "returned int: return a maxmeg"),
+        "name.py": ("\nlearning_rate\n", "name.py:2: NameError: name 'learning_rate' is not"),
+        "open.py": ("open('/none')\n", "No such file or directory: '/none'"),
+    }
+    for name, (text, message) in sources.items():
+        (tmp_path / name).write_text(text)
+        cases[str(tmp_path / name)] = message
     for value, message in cases.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, OSError), match=message) as raised:
             flags.parse(["prog", f"--config={value}"])
+        assert is_for_user(raised.value), value
     with pytest.raises(ValueError, match="no --config: name a run"):
         flags.parse(["prog"])
+
+
+def test_what_config_names(config_file, tmp_path, monkeypatch):
+    """Built-in names, architectures, run folders, YAML, and a file that imports its neighbour."""
+    (tmp_path / "mine.py").write_text(
+        "from small import get_config as parent\nfrom maxmeg.configs.gpt import get_config as gpt\n"
+        "def get_config():\n    config = parent()\n    config.optim = gpt().optim\n"
+        "    return config\n"
+    )
+    (tmp_path / "gpt").mkdir()
+    files.save(changed(), tmp_path / "gpt" / "config.yaml")
+    (tmp_path / "run.yaml").write_text("seed: 5\n")
+    monkeypatch.chdir(tmp_path)
+
+    def load(value):
+        return flags.parse(["prog", f"--config={value}"])[0]
+
+    assert load("gpt").train.num_steps == 800 and load("./gpt") == load("gpt/") == changed()
+    assert load("gpt:qwen3-8b") == load("qwen3-8b") and load("qwen3-8b").model.num_layers == 36
+    assert load("run.yaml") == Config(seed=5) and load("run.yaml") == load(tmp_path / "run.yaml")
+    assert load("mine.py") == Config(optim=load("gpt").optim) == load(tmp_path / "mine.py")
+    assert load("finetune:gpt").checkpoint.init_from == "gpt"
+    assert str(tmp_path) not in sys.path and not (tmp_path / "__pycache__" / "mine.pyc").exists()
+    (tmp_path / "run.py").write_text("from maxmeg.config.schema import Config as get_config\n")
+    assert load("run.py") == Config()
 
 
 def fail_for_user(config):
@@ -229,14 +323,12 @@ def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, cap
     bad = tmp_path / "bad.yaml"
     bad.write_text("seed: [\n")
     with pytest.raises(SystemExit) as stop:
-        flags.run_command(fail_inside, argv=["prog", f"--config={ROOT}/configs/yaml.py:{bad}"])
+        flags.run_command(fail_inside, argv=["prog", f"--config={bad}"])
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {bad} is not valid YAML: line 2, column 1: expected")
     with pytest.raises(ValueError, match="invalid literal"):
         flags.run_command(fail_inside, argv=argv)
-    with pytest.raises(ValueError, match="invalid literal"):
-        flags.run_command(fail_inside, argv=[argv[0], argv[1] + ":bug"])
 
 
 @pytest.mark.parametrize(
@@ -244,9 +336,9 @@ def test_user_errors_are_one_line_and_bugs_keep_their_traceback(config_file, cap
     [
         (
             "--config.run_dir={file}/runs/x",
-            "--config.run_dir={file}/runs/x: Not a directory ({file}/",
+            "--run_dir={file}/runs/x: Not a directory ({file}/",
         ),
-        ("--config.run_dir={file}", "--config.run_dir={file}: File exists;"),
+        ("--run_dir={file}", "--run_dir={file}: File exists;"),
     ],
 )
 def test_os_errors_name_the_setting(config_file, capsys, argument, shown):
@@ -258,8 +350,9 @@ def test_os_errors_name_the_setting(config_file, capsys, argument, shown):
 
 
 def test_names_of_other_frameworks_are_of_fields_that_exist():
-    options = [f.name for kind in (generate.Options, evaluate.Options) for f in fields(kind)]
-    assert set(hints.SYNONYMS) <= {*files.leaves(Config), *options}
+    kinds = [command.options for command in COMMANDS.values() if command.options]
+    options = [field.name for kind in kinds for field in fields(kind)]
+    assert set(hints.SYNONYMS) <= {*files.leaves(Config), *options, *COMMANDS}
 
 
 @pytest.mark.parametrize(
@@ -278,15 +371,14 @@ def test_names_of_other_frameworks_are_of_fields_that_exist():
 def test_names_on_the_hub_come_with_the_command_that_downloads(name, shown):
     assert (shown in hints.hub_command(name)) and bool(shown) == bool(hints.hub_command(name))
     with pytest.raises(ValueError, match="no config file") as refused:
-        flags.parse(["prog", f"--config={ROOT}/configs/finetune.py:{name}"])
+        flags.parse(["prog", f"--config=finetune:{name}"])
     assert ("hf download" in str(refused.value)) == bool(shown)
 
 
-def test_help_names_every_field_and_option(capsys):
-    flags.run_command(fail_inside, Options, argv=["prog", "--help"])
-    text = capsys.readouterr().out
-    for path in files.leaves(Config):
-        assert f"--config.{path} (" in text
+def test_help_names_every_field_and_option():
+    text = flags.describe("", Options)
+    for path, _, _ in walk(Config()):
+        assert f"--{path} (" in text
     assert "--output (required): file to write" in text
 
 
@@ -296,8 +388,7 @@ def test_saved_config_restarts_a_run_in_a_fresh_process(tmp_path):
         "from maxmeg.config import flags, files\n"
         "flags.run_command(lambda config: files.save(config, 'again.yaml'))"
     )
-    argument = f"--config={ROOT}/configs/yaml.py:config.yaml"
-    command = [sys.executable, "-c", program, argument, "--config.seed=7"]
+    command = [sys.executable, "-c", program, "--config=config.yaml", "--seed=7"]
     environment = {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
     expected = changed()
@@ -308,3 +399,10 @@ def test_saved_config_restarts_a_run_in_a_fresh_process(tmp_path):
 def test_reference_is_current():
     text = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert text == docs.markdown(), "run python -m maxmeg.config.docs > docs/config.md"
+
+
+def test_the_run_folder_needs_no_name():
+    _, chosen = flags.parse(["chat", "runs/x", "--temperature=0"], Chat, needs_config=False)
+    assert (chosen.run_dir, chosen.temperature) == ("runs/x", 0)
+    with pytest.raises(ValueError, match="unexpected argument 'runs/y'"):
+        flags.parse(["chat", "runs/x", "runs/y"], Chat, needs_config=False)

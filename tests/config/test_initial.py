@@ -43,7 +43,11 @@ def test_mtp_layers_can_be_added_and_removed():
     ("saved", "wanted", "parts"),
     [
         ({}, {"num_layers": 5, "tied": True}, ["num_layers 4 -> 5, tied False -> True"]),
-        ({}, {"norm_eps": 1e-6}, ["init_from=runs/m", "norm_eps 1e-05 -> 1e-06", "finetune.py"]),
+        (
+            {},
+            {"norm_eps": 1e-6},
+            ["init_from=runs/m", "norm_eps 1e-05 -> 1e-06", "finetune:"],
+        ),
         ({}, {"vocab_size": 99}, ["vocab_size=99 is less than the 100", "added"]),
         (
             {"position": Position.learned},

@@ -222,7 +222,7 @@ def test_named_architectures_are_valid_where_their_heads_divide(name):
 
 def test_an_unknown_architecture_names_the_three_nearest():
     near = "llama3-8b, llama3.1-8b or llama2-7b"
-    with pytest.raises(ValueError, match=rf"'llama4-8b': did you mean {near}\?.*registry.py"):
+    with pytest.raises(ValueError, match=rf"'llama4-8b': did you mean {near}\?.*`maxmeg models`"):
         architecture("llama4-8b")
 
 

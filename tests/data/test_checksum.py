@@ -47,10 +47,10 @@ def test_a_stream_in_any_parts_has_the_sums_of_its_file(tmp_path_factory, data, 
         stream.update(data[begin:end])
     path = tmp_path_factory.mktemp("stream") / "x"
     path.write_bytes(data)
-    found, expected = stream.finish(), sums_of_file(path, block_bytes)
-    assert found.size == expected.size == len(data)
-    assert found.blocks.tolist() == expected.blocks.tolist()
-    assert len(found.blocks) == -(-len(data) // block_bytes)
+    actual, expected = stream.finish(), sums_of_file(path, block_bytes)
+    assert actual.size == expected.size == len(data)
+    assert actual.blocks.tolist() == expected.blocks.tolist()
+    assert len(actual.blocks) == -(-len(data) // block_bytes)
 
 
 def test_the_writers_sums_are_those_of_its_files(corpus):

@@ -1,6 +1,7 @@
 """The subcommands of maxmeg.preprocess: what they print, write and return."""
 
 import gzip
+import re
 from pathlib import Path
 
 import pytest
@@ -28,28 +29,26 @@ def test_a_corpus_is_inspected(prefix, tmp_path, capsys):
     assert preprocess.main(["inspect", f"{tmp_path}/none", prefix]) == 1
     shown = capsys.readouterr()
     assert "none.idx does not exist" in shown.err and "18 tokens" in shown.out
-    assert preprocess.main(["inspect", prefix, "--report=x.svg"]) == 1
-    assert "must end in .png or .html" in capsys.readouterr().err
+    assert preprocess.main(["inspect", prefix, "--report=x.svg"]) == 2
+    assert "must end in .html" in capsys.readouterr().err
 
 
 def test_a_run_is_inspected(prefix, tmp_path, capsys):
-    config = Path(preprocess.__file__).parents[1] / "configs" / "gpt.py"
-    run = [f"--config={config}", f"--config.data.paths={prefix}", "--config.data.split=1,0,0"]
-    run += [f"--config.run_dir={tmp_path}/run", "--config.data.sequence_length=8"]
+    run = ["--config=gpt", f"--data.paths={prefix}", "--config.data.split=1,0,0"]
+    run += [f"--run_dir={tmp_path}/run", "--data.sequence_length=8"]
     report = tmp_path / "r.html"
     assert preprocess.main(["inspect", *run, f"--report={report}"]) == 0
     shown = capsys.readouterr().out
-    assert "train                              2                 18" in shown
+    assert re.search("^train +2 +18 ", shown, re.MULTILINE)
     assert "\nfirst text" in shown  # by the run's own tokenizer
     assert "samples read" in report.read_text()
-    assert preprocess.main(["inspect", *run, "--config.data.split=0,1,0"]) == 1
+    assert preprocess.main(["inspect", *run, "--config.data.split=0,1,0"]) == 2
     assert "leaves no sequence for train" in capsys.readouterr().err
-    assert preprocess.main(["inspect", *run, "--config.data.pats=x"]) == 1
+    assert preprocess.main(["inspect", *run, "--config.data.pats=x"]) == 2
     assert "did you mean" in capsys.readouterr().err
     for flags in ([], [prefix, "--config.data.split=1,0,0"]):
-        with pytest.raises(SystemExit):
-            preprocess.main(["inspect", *flags])
-        assert "--config=FILE.py" in capsys.readouterr().err
+        assert preprocess.main(["inspect", *flags]) == 2
+        assert "--config=NAME" in capsys.readouterr().err
 
 
 def test_corpora_are_merged_and_verified(prefix, tmp_path, capsys):
@@ -63,7 +62,7 @@ def test_corpora_are_merged_and_verified(prefix, tmp_path, capsys):
     assert preprocess.main(["verify", f"{tmp_path}/m", prefix]) == 1
     shown = capsys.readouterr()
     assert "c_text_document.bin differs" in shown.err and "m: .bin and .idx match" in shown.out
-    assert preprocess.main(["merge", prefix, output]) == 1
+    assert preprocess.main(["merge", prefix, output]) == 2
     assert IndexedDataset(tmp_path / "m").num_documents == 4
 
 
@@ -115,11 +114,11 @@ def test_a_tokenizer_is_trained(tmp_path, capsys, write_lines, model):
     assert "20 documents" in capsys.readouterr().out
     with open(source, "a") as file:
         file.write("{}\n")
-    assert preprocess.main(command) == 1
+    assert preprocess.main(command) == 2
     assert f"{source} line 21: no key 'text'" in capsys.readouterr().err
     assert preprocess.main([*command, "--skip_bad_lines"]) == 0
     assert "1 bad lines left out" in capsys.readouterr().out
-    assert preprocess.main([*command, "--max_mb=0.0001"]) == (1 if model == "unigram" else 0)
+    assert preprocess.main([*command, "--max_mb=0.0001"]) == (2 if model == "unigram" else 0)
 
 
 def test_what_cannot_be_trained_is_explained(tmp_path, capsys, write_lines):
@@ -134,11 +133,10 @@ def test_what_cannot_be_trained_is_explained(tmp_path, capsys, write_lines):
         (["--special_tokens", "<a>", "<a>"], "name '<a>' twice"),
         (["--model=wordpiece", "--input=-"], "which is impossible for -"),
     ):
-        assert preprocess.main([*command, *words]) == 1
+        assert preprocess.main([*command, *words]) == 2
         assert message in capsys.readouterr().err
     for word, message in (("--vocabsize=9", "--vocab_size"), ("--models=bpe", "--model")):
-        with pytest.raises(SystemExit):
-            preprocess.main([*command, word])
+        assert preprocess.main([*command, word]) == 2
         assert f"did you mean {message}?" in capsys.readouterr().err
 
 
@@ -154,5 +152,5 @@ def test_placeholders_are_tokens_where_they_are_asked_for(tmp_path, capsys, writ
         assert preprocess.main([*command, *words]) == 0
         assert IndexedDataset(f"{tmp_path}/c_text_document").get(0).tolist() == tokens
     capsys.readouterr()
-    assert preprocess.main([*command, "--placeholders", "<img>"]) == 1
+    assert preprocess.main([*command, "--placeholders", "<img>"]) == 2
     assert "'<img>' is not a token of bytes?special" in capsys.readouterr().err

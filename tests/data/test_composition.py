@@ -5,7 +5,13 @@ import pytest
 from maxmeg.config.data import Packing
 from maxmeg.config.schema import Config
 from maxmeg.data.build import open_corpus, split_weights
-from maxmeg.data.inspect.composition import composition_text, print_data, split_warnings, uses_of
+from maxmeg.data.inspect.composition import (
+    composition_text,
+    print_data,
+    split_warnings,
+    uses_of,
+    vocabulary_warnings,
+)
 from maxmeg.optim.schedules import Schedules
 
 LENGTH = 9
@@ -70,7 +76,7 @@ def test_settings_that_a_run_refuses_are_refused(config):
         uses_of(config)
 
 
-def test_splits_that_mislead_are_told(config, make_corpus, capsys, caplog):
+def test_misleading_splits_are_reported(config, make_corpus, capsys, caplog):
     """One long document at the end; few documents; shares of the tokens that are as they should."""
     weights = split_weights(config.data, list(config.data.paths))
     assert weights == {"train": 0.8, "validation": 0.2, "test": 0}
@@ -97,7 +103,11 @@ def test_splits_that_mislead_are_told(config, make_corpus, capsys, caplog):
     config.data.paths, config.data.train_paths = config.data.train_paths, ()
     config.data.validation_paths, config.data.split = (), "70,29,1"
     sets = {use.whole.name: None for use in uses}
-    config.model.vocab_size = 1000
+    config.model.vocab_size = 2000
     print_data(config, prefixes, tokenizer, sets, Schedules(config))
     assert capsys.readouterr().out.splitlines()[1].split()[:2] == ["test,", "each"]
-    assert caplog.text.count("its loss may be unlike") == 1
+    assert caplog.text.count("its loss may be unlike") == 1 and len(caplog.records) == 1
+    assert not vocabulary_warnings(config, tokenizer)
+    config.model.vocab_size = 2001
+    (warning,) = vocabulary_warnings(config, tokenizer)
+    assert "model.vocab_size=2001, but data.tokenizer=null:1000 has only 1000 ids" in warning

@@ -62,8 +62,8 @@ def test_corpora_without_weights_are_read_once(three, order):
     config = settings(three, ("a", "b", "c"), split="1", order=order)
     dataset = opened(config, 0)
     tokens = dataset.batch(np.arange(dataset.samples_per_epoch))["tokens"]
-    found, counts = np.unique(tokens, return_counts=True)
-    assert len(found) == 63 and counts.max() == 9
+    actual, counts = np.unique(tokens, return_counts=True)
+    assert len(actual) == 63 and counts.max() == 9
     fewer = opened(config, 0, 30)
     assert corpora_of(fewer, 30) == pytest.approx([0.63, 0.32, 0.05], abs=0.25)
 
@@ -128,7 +128,7 @@ def test_a_plain_file_is_cut_by_split(three, tmp_path):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_samples_depend_on_seed_and_corpus_alone(three, order):
+def test_samples_depend_only_on_seed_and_corpus(three, order):
     """The same of any size of batch, and from any sample on."""
     config = settings(three, ("0.6", "a", "0.4", "b"), order=order)
     one, two = opened(config, 0, 90), opened(config, 0, 90)

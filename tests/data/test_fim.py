@@ -80,7 +80,7 @@ def test_nothing_is_lost_but_at_the_end():
     assert 90 < changed < 135  # of 160, at a rate of 0.7
 
 
-def test_a_sample_depends_on_its_number_alone():
+def test_a_sample_depends_only_on_its_number():
     text = np.tile(np.arange(97, 117, dtype=np.int32), (6, 1))
     rows, used = fim()(text, np.arange(6))
     assert rows.dtype == np.int32 and (used == 20).all() and len(np.unique(rows, axis=0)) == 6
@@ -104,14 +104,14 @@ def settings(make_corpus, **changes) -> DataConfig:
 def test_training_samples_contain_fim(make_corpus, order):
     data = settings(make_corpus, order=order, reset_attention_mask=True)
     tokenizer, prefixes = open_corpus(data, "unused")
-    found = build_dataset(data, prefixes, tokenizer, 0, seed=1, vocab_size=300)
-    assert found is not None
-    numbers = np.arange(found.samples_per_epoch)
-    batch = found.batch(numbers)
+    actual = build_dataset(data, prefixes, tokenizer, 0, seed=1, vocab_size=300)
+    assert actual is not None
+    numbers = np.arange(actual.samples_per_epoch)
+    batch = actual.batch(numbers)
     assert (batch["tokens"] == PREFIX).any(1).all()
     assert (batch["tokens"][:, 1:] == batch["targets"][:, :-1]).all()
     assert batch["segment_ids"].max() > 1
-    again = pickle.loads(pickle.dumps(found)).batch(numbers[3:5])
+    again = pickle.loads(pickle.dumps(actual)).batch(numbers[3:5])
     assert all((array == batch[name][3:5]).all() for name, array in again.items())
     data.fim_rate = 0
     plain = build_dataset(data, prefixes, tokenizer, 0, seed=1, vocab_size=300)
@@ -121,9 +121,9 @@ def test_training_samples_contain_fim(make_corpus, order):
 def test_padding_has_no_loss(make_corpus):
     ends = settings(make_corpus, paths=(make_corpus([[EOD] * 200 + [97]], "ends"),))
     tokenizer, prefixes = open_corpus(ends, "unused")
-    found = build_dataset(ends, prefixes, tokenizer, 0, seed=1, vocab_size=300)
-    assert found is not None
-    batch = found.batch(np.arange(8))  # empty documents go with their ends: sentinels are left
+    actual = build_dataset(ends, prefixes, tokenizer, 0, seed=1, vocab_size=300)
+    assert actual is not None
+    batch = actual.batch(np.arange(8))  # empty documents go with their ends: sentinels are left
     is_padding = batch["targets"] == PAD
     assert is_padding.sum(1).min() > 10
     assert (batch["loss_mask"] == ~is_padding).all()
@@ -131,9 +131,9 @@ def test_padding_has_no_loss(make_corpus):
 
 def test_special_tokens_leave_the_text(tmp_path):
     tokenizer = folder(tmp_path / "hf", {"eos_token": "</s>"})  # <s> </s> <|user|> ... a b
-    found = sentinel_ids(("<s>", "<|user|>", "3", "</s>"), tokenizer, 7)
-    assert found == {"prefix": 0, "middle": 2, "suffix": 3, "pad": 1}
-    rules = FimRules(1.0, 0.0, 0.5, found, tokenizer.eod)
+    actual = sentinel_ids(("<s>", "<|user|>", "3", "</s>"), tokenizer, 7)
+    assert actual == {"prefix": 0, "middle": 2, "suffix": 3, "pad": 1}
+    rules = FimRules(1.0, 0.0, 0.5, actual, tokenizer.eod)
     new = Fim(rules, tokenizer, 0).transform(np.array([4, 2, 5]), np.random.RandomState(1)).tolist()
     assert new.count(2) == 1 and sorted(t for t in new if t > 3) == [4, 5]
 

@@ -123,13 +123,13 @@ def test_rows_that_are_refused(tmp_path, capsys):
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row, _ in rows))
     flags = ["--tokenizer=bytes", f"--images={tmp_path}", f"--output={tmp_path}/out"]
-    assert preprocess.main(["image-text", f"--input={tmp_path}/rows.jsonl", *flags]) == 1
+    assert preprocess.main(["image-text", f"--input={tmp_path}/rows.jsonl", *flags]) == 2
     lines = capsys.readouterr().err.splitlines()
     for number, (line, (_, error)) in enumerate(zip(lines, rows, strict=False), 1):
         assert f"line {number}: " in line and error in line
     assert not list(tmp_path.glob("out*"))
     (tmp_path / "rows.jsonl").write_text("\n")
-    assert preprocess.main(["image-text", f"--input={tmp_path}/rows.jsonl", *flags]) == 1
+    assert preprocess.main(["image-text", f"--input={tmp_path}/rows.jsonl", *flags]) == 2
     assert "no rows" in capsys.readouterr().err
 
 

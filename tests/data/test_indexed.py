@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from maxmeg.data.corpus.indexed import DTYPES, IndexedDataset, IndexedWriter
 
 DOCUMENTS = [[[1, 2, 3], [4]], [], [[500, 600]], [[7, 8, 9, 10]]]
-FLIPS = 10_000
+FLIPS = 4_000
 
 
 def golden_index(code: int, itemsize: int) -> bytes:
@@ -103,11 +103,11 @@ def test_any_documents_round_trip(tmp_path_factory, documents):
         for document in documents:
             writer.add_document(list(itertools.chain(*document)), list(map(len, document)))
     data = IndexedDataset(prefix)
-    found = [
+    actual = [
         [data.get(i).tolist() for i in range(begin, end)]
         for begin, end in zip(data.document_indices, data.document_indices[1:], strict=False)
     ]
-    assert found == documents
+    assert actual == documents
 
 
 def test_missing_empty_and_truncated_files_are_named(tmp_path):
@@ -217,7 +217,7 @@ def test_positions_are_reported(tmp_path):
     assert data.document_starts().tolist() == [0, 4, 4, 6, 10]
 
 
-def test_an_error_while_writing_leaves_what_was_there(tmp_path):
+def test_an_error_while_writing_leaves_the_old_files(tmp_path):
     write_golden(tmp_path / "x", vocab_size=1000, checksums=True)
     before = {p.name: hashlib.sha256(p.read_bytes()).digest() for p in tmp_path.iterdir()}
     with pytest.raises(KeyError), IndexedWriter(tmp_path / "x", 100) as writer:

@@ -65,9 +65,9 @@ def assert_same(one, two):
 
 
 def test_batches_are_the_samples_in_order(dataset):
-    found = read(dataset)
-    assert [step for step, _ in found] == list(range(STEPS))
-    for step, batch in found:
+    actual = read(dataset)
+    assert [step for step, _ in actual] == list(range(STEPS))
+    for step, batch in actual:
         first, size = growing(step)
         expected = dataset.batch(np.arange(first, first + size))
         assert all(np.array_equal(batch[name], expected[name]) for name in expected)
@@ -187,7 +187,7 @@ def step_by_step(step: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("moment", ["within a batch", "before a batch"])
-def test_a_killed_worker_is_told_at_once(moment):
+def test_a_killed_worker_is_reported_at_once(moment):
     """Killed while the pipe holds half a batch, or while it makes one: the rest never comes."""
     data = Large() if moment == "within a batch" else Large(2)
     before = set(multiprocessing.active_children())
@@ -216,7 +216,7 @@ def test_a_killed_worker_is_told_at_once(moment):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_waiting_for_data_is_told_apart_from_waiting_for_steps(num_workers, tmp_path):
+def test_waiting_for_data_is_distinguished_from_waiting_for_steps(num_workers, tmp_path):
     slow = Gated(str(tmp_path / "gate"))
     with Loader(slow, step_by_step, all_rows, range(9), num_workers, 1) as loader:
         threading.Timer(0.05, slow.open).start()  # the step is there before the batch
@@ -285,13 +285,13 @@ def test_a_run_opens_its_corpus_from_the_config(make_corpus):
         build_dataset(config.data, prefixes, tokenizer, 0, config.seed)
 
 
-def test_the_default_corpus_is_made_once(tmp_path, capsys):
+def test_the_default_corpus_is_made_once(tmp_path, caplog):
+    caplog.set_level("INFO")
     config = Config()
     tokenizer, (prefix,) = open_corpus(config.data, str(tmp_path / "run"))
     assert prefix.startswith(str(tmp_path / "run" / "data"))
-    assert "files of Python's standard library" in capsys.readouterr().err
     assert open_corpus(config.data, str(tmp_path / "run"))[1] == [prefix]
-    assert capsys.readouterr().err == ""
+    assert caplog.text.count("files of Python's standard library") == 1
     corpus = IndexedDataset(prefix)
     files = source_files()
     assert 5e6 < corpus.num_tokens < 5e7 and len(files) - 5 <= corpus.num_documents <= len(files)

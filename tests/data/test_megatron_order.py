@@ -47,8 +47,8 @@ def test_arrays_are_megatrons(asked, length):
     documents, places, offsets, shuffle = GOLDEN[asked, length]
     assert samples.documents.tolist() == documents and samples.shuffle.tolist() == shuffle
     assert (samples.documents.dtype, samples.shuffle.dtype) == (np.int32, np.uint32)
-    found = samples.boundaries(np.arange(samples.num_samples + 1))
-    assert [part.tolist() for part in found] == [places, offsets]
+    actual = samples.boundaries(np.arange(samples.num_samples + 1))
+    assert [part.tolist() for part in actual] == [places, offsets]
 
 
 @pytest.mark.parametrize("asked, length", ROWS)
@@ -94,9 +94,9 @@ def test_samples_cover_what_their_epochs_hold(lengths, length, seed, asked):
     stream = [(int(d), i) for d in samples.documents for i in range(lengths[d])]
     assert sorted(samples.documents) == sorted(list(range(len(lengths))) * plan.num_epochs)
     for n in range(samples.num_samples):
-        found = [(s, o + i) for s, o, size in samples[n] for i in range(size)]
+        actual = [(s, o + i) for s, o, size in samples[n] for i in range(size)]
         start = int(samples.shuffle[n]) * length
-        assert found == stream[start : start + length + 1] and len(found) == length + 1
+        assert actual == stream[start : start + length + 1] and len(actual) == length + 1
 
 
 def test_the_last_epoch_is_apart_below_four_fifths():

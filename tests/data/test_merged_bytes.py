@@ -137,19 +137,19 @@ def test_bytes_that_are_no_token_are_told_by_their_characters():
     always = needs_library(letters)
     assert always is not None and always[0x378] and not always[[0x41, 0xE9, 0x6771, 0x1F389]].any()
     for byte in (0x2D, 0x80, 0xC1, 0xC2, 0xE0, 0xF0, 0xF4):
-        found = needs_library(letter for letter in letters if letters[letter] != byte)
+        actual = needs_library(letter for letter in letters if letters[letter] != byte)
         if byte == 0x80:
-            assert found is None
+            assert actual is None
             continue
-        assert found is not None
+        assert actual is not None
         for code in ODD:
-            assert found[code] == (byte in chr(code).encode("utf-8"))
+            assert actual[code] == (byte in chr(code).encode("utf-8"))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_lists_of_any_kind_give_the_same_ids_or_none(seed):
     """Merges of random pairs: few are what training makes, so most are refused."""
-    source, found = random.Random(seed), 0
+    source, actual = random.Random(seed), 0
     for _ in range(30):
         tokens, pairs = list("abc"), []
         for _ in range(source.randrange(1, 7)):
@@ -162,12 +162,12 @@ def test_lists_of_any_kind_give_the_same_ids_or_none(seed):
         fast = merged_bytes(ids, pairs, GPT2, whole)
         if fast is None:
             continue
-        found += 1
+        actual += 1
         slow = tokenizers.Tokenizer(models.BPE(ids, pairs, ignore_merges=whole))
         for _ in range(60):
             text = "".join(source.choices("abc", k=source.randrange(1, 14)))
             assert fast.encode_ordinary(text) == slow.encode(text).ids
-    assert found
+    assert actual
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_a_run_changes_its_blend(three, items, order):
         assert np.array_equal(mine, read(member, 0, len(mine)))
 
 
-def test_more_samples_than_an_order_has_are_told(three, caplog):
+def test_more_samples_than_an_order_has_are_reported(three, caplog):
     """They come again from the first, in whole rounds of the corpus."""
     caplog.set_level("INFO")
     changed = opened(settings_of(three, ("a",), ("20:b",)))

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import maxmeg
-from maxmeg.data import prepare_command
+from maxmeg import preprocess
 from maxmeg.data.prepare import documents
 from maxmeg.data.prepare.documents import read_span
 from maxmeg.data.prepare.encoding import Options
@@ -73,12 +73,12 @@ def test_every_line_is_in_one_span(tmp_path_factory, data, cuts):
     path = tmp_path_factory.getbasetemp() / "spans"
     path.write_bytes(data)
     bounds = sorted({0, len(data), *(min(at, len(data)) for at in cuts)})
-    found = b""
+    actual = b""
     for begin, end in itertools.pairwise(bounds):
         at, lines = read_span(str(path), begin, end, len(data))
         assert not lines or (begin <= at < end and data[at : at + len(lines)] == lines)
-        found += lines
-    assert found == data
+        actual += lines
+    assert actual == data
 
 
 @pytest.mark.parametrize("line", [10, 1 << 16, (1 << 16) + 1, 3 << 20])
@@ -127,19 +127,19 @@ def test_partitions_are_all_there_is_once(tmp_path, corpus):
     total = sum(one.width for one in inputs)
 
     def read(bounds: list[int]) -> list:
-        found = []
+        actual = []
         for begin, end in itertools.pairwise(bounds):
             for chunk in chunks(cut(inputs, begin, end), ["text"]):
                 if chunk.kind == documents.TEXT:
-                    found += chunk.paths
+                    actual += chunk.paths
                 elif chunk.kind == documents.ROWS:
-                    found += [("row", chunk.first, len(chunk.data or b""))]
+                    actual += [("row", chunk.first, len(chunk.data or b""))]
                 elif chunk.span != (0, 0):
                     lines = read_span(chunk.paths[0], *chunk.span, chunk.size)[1]
-                    found += [line for line in lines.split(b"\n") if line]
+                    actual += [line for line in lines.split(b"\n") if line]
                 elif chunk.data:
-                    found.append((chunk.first, chunk.data))
-        return found
+                    actual.append((chunk.first, chunk.data))
+        return actual
 
     whole, source = read([0, total]), random.Random(0)
     for count in (1, 2, 5, 30):
@@ -154,13 +154,13 @@ def test_a_bad_line_is_named_wherever_it_is_cut(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n\n" + b"".join(lines))
     for part_bytes in (1 << 20, 100):
-        found: list[str] = []
+        actual: list[str] = []
         output = str(tmp_path / f"out{part_bytes}")
         report = prepare(
-            [str(path)], output, Options("bytes"), 0, True, on_bad_line=found.append,
+            [str(path)], output, Options("bytes"), 0, True, on_bad_line=actual.append,
             share=Share(part_bytes=part_bytes),
         )  # fmt: skip
-        assert [message.split(":")[0] for message in found] == [
+        assert [message.split(":")[0] for message in actual] == [
             f"{path} line {i + 3}" for i in (3, 17, 29)
         ]
         assert report.bad_lines == 3
@@ -239,8 +239,8 @@ def test_killed_at_any_point_it_goes_on_to_the_same_bytes(tmp_path):
     final = Path(f"{output}_text_document.idx")
     for _ in range(KILLS):
         run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
-        found = parts_of(output)
-        while run.poll() is None and parts_of(output) == found:
+        actual = parts_of(output)
+        while run.poll() is None and parts_of(output) == actual:
             time.sleep(0.002)
         time.sleep(source.random() * 0.1)
         run.send_signal(signal.SIGKILL)
@@ -266,16 +266,16 @@ def test_partitions_come_from_flags_or_a_slurm_array(tmp_path, monkeypatch, caps
 
     def run(*flags: str) -> int:
         common = [f"--input={path}", f"--output={tmp_path}/out", "--workers=0", "--partitions=2"]
-        return prepare_command.run("", [*common, *flags])
+        return preprocess.main([*common, *flags])
 
     monkeypatch.delenv("SLURM_ARRAY_TASK_ID", raising=False)
-    assert run() == 1 and "--partition, from 0" in capsys.readouterr().err
-    assert run("--partition=2") == 1 and "partition=2 is not in [0" in capsys.readouterr().err
+    assert run() == 2 and "--partition, from 0" in capsys.readouterr().err
+    assert run("--partition=2") == 2 and "partition=2 is not in [0" in capsys.readouterr().err
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
     assert run() == 0 and run("--partition=0") == 0
     assert sorted(p.stem for p in tmp_path.glob("*.idx")) == [
         "out_00000-of-00002_text_document",
         "out_00001-of-00002_text_document",
     ]
-    assert prepare_command.run("", ["--input=-", "--output=x", "--partitions=2"]) == 1
+    assert preprocess.main(["--input=-", "--output=x", "--partitions=2"]) == 2
     assert "standard input (-) cannot be read in partitions" in capsys.readouterr().err

@@ -41,9 +41,9 @@ def test_lines_do_not_depend_on_blocks(tmp_path, monkeypatch, block):
     path.write_bytes(
         b"\xef\xbb\xbf{1}\r\n\n  \n{22}\n{333}" if block > 3 else b"{1}\n\n{22}\n{333}"
     )
-    found = records(path)
-    assert [r.data.strip(b"\xef\xbb\xbf \r") for r in found] == [b"{1}", b"{22}", b"{333}"]
-    assert [r.line for r in found] == ([1, 4, 5] if block > 3 else [1, 3, 4])
+    actual = records(path)
+    assert [r.data.strip(b"\xef\xbb\xbf \r") for r in actual] == [b"{1}", b"{22}", b"{333}"]
+    assert [r.line for r in actual] == ([1, 4, 5] if block > 3 else [1, 3, 4])
 
 
 @given(st.lists(st.binary(max_size=6), max_size=8))
@@ -82,8 +82,8 @@ def test_compressed_files_are_read_and_truncated_ones_refused(tmp_path):
 def test_inputs_are_found_in_order(tmp_path, monkeypatch):
     for name in ("b.jsonl", "a.jsonl", "c.txt"):
         (tmp_path / name).write_text("x")
-    found = documents.find_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl"), "-"])
-    assert [name.rpartition("/")[2] for name in found] == ["c.txt", "a.jsonl", "b.jsonl", "-"]
+    actual = documents.find_inputs([str(tmp_path / "c.txt"), str(tmp_path / "*.jsonl"), "-"])
+    assert [name.rpartition("/")[2] for name in actual] == ["c.txt", "a.jsonl", "b.jsonl", "-"]
     for bad, message in (
         ([str(tmp_path / "none*")], "matches no file"),
         ([str(tmp_path)], "is a folder"),
@@ -113,10 +113,10 @@ def test_text_is_split_into_sentences(text, sentences):
 
 def lengths(line: str, **options) -> tuple[list[int], str]:
     chunk = Chunk(LINES, ("f",), line.encode())
-    found = encode_chunk(chunk, Options("bytes", **options), BYTES)
-    errors = [f"{DocumentNames().name(chunk, place)}: {message}" for place, message in found.bad]
-    assert len(errors) + found.documents == 1
-    return found.columns[0].lengths.tolist(), "".join(errors)
+    actual = encode_chunk(chunk, Options("bytes", **options), BYTES)
+    errors = [f"{DocumentNames().name(chunk, place)}: {message}" for place, message in actual.bad]
+    assert len(errors) + actual.documents == 1
+    return actual.columns[0].lengths.tolist(), "".join(errors)
 
 
 def test_a_document_becomes_sequences():

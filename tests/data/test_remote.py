@@ -166,7 +166,7 @@ def test_a_connection_that_is_cut_is_tried_again(store, tmp_path):
     assert store.cuts == 0
 
 
-def test_a_store_that_fails_is_told_with_object_and_bytes(store, tmp_path, monkeypatch):
+def test_a_failing_store_is_reported_with_object_and_bytes(store, tmp_path, monkeypatch):
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # its own tries, each of ours
     far = opened(tmp_path, "s3://bucket/a")
     for path in chunks(tmp_path):
@@ -200,7 +200,7 @@ def test_the_cache_keeps_to_its_room_and_what_was_read_last(store, tmp_path):
     assert not list(tmp_path.glob("*/chunks-*/*.tmp"))
 
 
-def test_room_for_less_than_a_batch_is_told(store, tmp_path, caplog):
+def test_a_cache_smaller_than_a_batch_is_reported(store, tmp_path, caplog):
     """And still every sample comes; nothing is fetched before its time only to go again."""
     room = Room(str(tmp_path), 3 * CHUNK, CHUNK)
     corpus = IndexedDataset("s3://bucket/a", remote=open_remote("s3://bucket/a", room))
@@ -288,7 +288,7 @@ def test_an_object_that_was_replaced_is_noticed(store, tmp_path, monkeypatch):
         opened(tmp_path, "s3://bucket/c")
 
 
-def test_what_is_missing_or_forbidden_is_told_at_once(store, tmp_path, monkeypatch):
+def test_missing_and_forbidden_objects_are_reported_at_once(store, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"s3://bucket/none.idx does not exist"):
         opened(tmp_path, "s3://bucket/none")
     store.files.rm("bucket/b.sums")
@@ -309,7 +309,7 @@ def refuse(path: str) -> bool:
     raise ValueError(f"not allowed to look for {path}")
 
 
-def test_a_disk_that_is_full_is_told(store, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported(store, tmp_path, monkeypatch):
     room = Room(str(tmp_path), 1 << 30, CHUNK)
     corpus = open_remote("s3://bucket/a", room)
     far = IndexedDataset("s3://bucket/a", remote=corpus)

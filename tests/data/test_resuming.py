@@ -183,7 +183,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("steps", [11, 50], ids=["one epoch", "several"])
-def test_another_order_is_told_with_the_tokens_that_it_costs(corpora, name, steps, caplog):
+def test_another_order_is_reported_with_the_tokens_that_it_costs(corpora, name, steps, caplog):
     """Counted by hand: what was read and does not count as read by the new order; the reverse."""
     first = Checkpoint(run_of(corpora, ("0.8", "a", "0.2", "b"), train__num_steps=60), steps)
     consumed = first.metadata["consumed_samples"]

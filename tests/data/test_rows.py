@@ -59,9 +59,9 @@ def test_a_document_of_several_sequences(tmp_path):
     with IndexedWriter(prefix, 100) as writer:
         writer.add_document(np.arange(7), [3, 4])
         writer.add_document(np.arange(20, 22), [1, 1])
-    found = StoredDocuments(Part([prefix], "1,0,0", 0), 4)
-    assert [found.read(i)[0].tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [4, 5, 6], [20, 21]]
-    assert str(found) == "3 pieces, 0 too short"
+    actual = StoredDocuments(Part([prefix], "1,0,0", 0), 4)
+    assert [actual.read(i)[0].tolist() for i in range(3)] == [[0, 1, 2, 3, 4], [4, 5, 6], [20, 21]]
+    assert str(actual) == "3 pieces, 0 too short"
 
 
 def test_ids_and_empty_splits(make_corpus):

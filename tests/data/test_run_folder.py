@@ -57,11 +57,11 @@ def test_a_moved_run_folder_finds_its_paths(tmp_path):
     (tmp_path / "a" / "stays.idx").touch()
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "b" / "deep" / "moves.idx").touch()
-    found = paths.relocated(config, now)
-    assert found.run_dir == str(now)
-    assert found.data.tokenizer == f"huggingface:{now}/tokenizer/tokenizer.json?eod=<end>"
+    actual = paths.relocated(config, now)
+    assert actual.run_dir == str(now)
+    assert actual.data.tokenizer == f"huggingface:{now}/tokenizer/tokenizer.json?eod=<end>"
     places = ("a/stays", "b/deep/moves", "a/gone")
-    assert found.data.paths == tuple(f"{tmp_path}/{place}" for place in places)
+    assert actual.data.paths == tuple(f"{tmp_path}/{place}" for place in places)
     assert paths.relocated(config, before) == config
     relative = Config(run_dir="runs/a")  # nobody knows where that was
     assert paths.relocated(relative, now) == relative
@@ -119,16 +119,16 @@ def test_the_tokenizer_is_copied_into_the_run_folder(kind, tmp_path, monkeypatch
     os.remove("mine.jinja")
     shutil.move("run", "moved")
     monkeypatch.chdir("/")
-    found = files.load(tmp_path / "moved" / "config.yaml")
-    copy = load_tokenizer(found.data.tokenizer)
+    actual = files.load(tmp_path / "moved" / "config.yaml")
+    copy = load_tokenizer(actual.data.tokenizer)
     assert copy.identity == source.identity
     assert list(copy.encode("ab a")) == list(source.encode("ab a"))
     assert end_tokens(copy, copy.vocab_size) == ends
-    assert load_chat_template(copy, found.data.chat_template).text == "{{ messages }}"
+    assert load_chat_template(copy, actual.data.chat_template).text == "{{ messages }}"
     if kind.startswith("huggingface"):
         assert load_chat_template(copy).text == "{{ messages }}"
     assert not [path for path in (tmp_path / "moved" / "tokenizer").glob(".*")]
-    assert run_folder.stored(found) == found
+    assert run_folder.stored(actual) == actual
 
 
 def test_a_lost_base_is_named_with_every_place(tmp_path):
@@ -140,8 +140,8 @@ def test_a_lost_base_is_named_with_every_place(tmp_path):
     with pytest.raises(ValueError, match=f"not in {tmp_path}/a/base nor in {tmp_path}/b/base: "):
         run_folder.read(settings, tmp_path / "b" / "run")
     (tmp_path / "b" / "base").mkdir(parents=True)
-    found = run_folder.read(settings, tmp_path / "b" / "run")  # both were moved
-    assert found.checkpoint.init_from == f"{tmp_path}/b/base"
+    actual = run_folder.read(settings, tmp_path / "b" / "run")  # both were moved
+    assert actual.checkpoint.init_from == f"{tmp_path}/b/base"
     (tmp_path / "a" / "base").mkdir(parents=True)
-    found = run_folder.read(settings, tmp_path / "b" / "run")  # the run alone was moved
-    assert found.checkpoint.init_from == f"{tmp_path}/a/base"
+    actual = run_folder.read(settings, tmp_path / "b" / "run")  # the run alone was moved
+    assert actual.checkpoint.init_from == f"{tmp_path}/a/base"

@@ -58,9 +58,9 @@ def built(data: DataConfig, tmp_path, split: int):
 
 
 def opened(data: DataConfig, tmp_path, split: int = 0) -> PackedDataset:
-    found = built(data, tmp_path, split)
-    assert isinstance(found, PackedDataset)
-    return found
+    actual = built(data, tmp_path, split)
+    assert isinstance(actual, PackedDataset)
+    return actual
 
 
 def conversations(data) -> dict[str, str]:

@@ -39,15 +39,15 @@ def test_objects_are_prepared_like_files(tmp_path, bucket):
         bucket.pipe_file(f"texts/in/{name}", data)
     bucket.pipe_file("texts/in/deeper/e.txt", b"not matched")
     here = prepare([str(tmp_path / name) for name in files], str(tmp_path / "here"), OPTIONS, 0)
-    found = []
+    actual = []
     for inputs, workers, part_bytes in (
         (["s3://texts/in/*"], 1, 1 << 30),
         ([f"s3://texts/in/{name}" for name in files], 0, 1000),
     ):
         output, share = str(tmp_path / f"out{workers}"), Share(part_bytes=part_bytes)
         report = prepare(inputs, output, OPTIONS, workers, share=share)
-        found.append(report.prefixes["text"])
-    for prefix in found:
+        actual.append(report.prefixes["text"])
+    for prefix in actual:
         for suffix in (".bin", ".idx", ".sums"):
             assert (
                 Path(prefix + suffix).read_bytes()
@@ -86,7 +86,7 @@ def test_what_a_bucket_lacks_is_named(tmp_path, bucket):
             operation()
 
 
-def test_credentials_are_told_from_missing_keys(tmp_path, bucket, monkeypatch):
+def test_wrong_credentials_are_distinguished_from_missing_keys(tmp_path, bucket, monkeypatch):
     """In the moment of the request: nothing is tried again."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -145,7 +145,7 @@ def test_reads_are_tried_again_where_that_can_help(monkeypatch, failures, asked,
     assert all(w / 2 <= s <= w for s, w in zip(waited, storage.WAITS, strict=False))
 
 
-def test_libraries_that_are_not_there_are_named(monkeypatch):
+def test_missing_libraries_are_named(monkeypatch):
     def missing(*arguments, **settings):
         raise ImportError("Install s3fs to access S3")
 

@@ -46,8 +46,8 @@ def test_nothing_is_left_of_a_failure(tmp_path):
         made = {"a": np.arange(3), "b": Unwritable()}
         cached(str(tmp_path), "name", ["a"], lambda: made)
     assert os.listdir(tmp_path) == [".lock"]
-    found = cached(str(tmp_path), "name", ["a"], lambda: {"a": np.arange(3)})
-    assert isinstance(found["a"], np.memmap) and found["a"].tolist() == [0, 1, 2]
+    actual = cached(str(tmp_path), "name", ["a"], lambda: {"a": np.arange(3)})
+    assert isinstance(actual["a"], np.memmap) and actual["a"].tolist() == [0, 1, 2]
     assert isinstance(cached("", "name", ["a"], lambda: {"a": np.arange(3)})["a"], np.ndarray)
 
 

@@ -42,16 +42,18 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_trained_tokenizer_has_the_requested_properties(trained, tmp_path, name):
-    recipe, found = RECIPES[name], trained[name]
-    tokenizer = found.tokenizer
+    recipe, actual = RECIPES[name], trained[name]
+    tokenizer = actual.tokenizer
     assert tokenizer.vocab_size <= recipe.vocab_size
-    assert found.documents + found.held_out == len(TEXTS) and found.held_out == 7
-    assert found.held_out_bytes / found.held_out_tokens > (1.5 if tokenizer.vocab_size > 300 else 1)
+    assert actual.documents + actual.held_out == len(TEXTS) and actual.held_out == 7
+    assert actual.held_out_bytes / actual.held_out_tokens > (
+        1.5 if tokenizer.vocab_size > 300 else 1
+    )
     again = train_tokenizer(TEXTS, str(tmp_path / name), recipe)
-    for one, other in zip(found.files, again.files, strict=True):
+    for one, other in zip(actual.files, again.files, strict=True):
         assert Path(one).read_bytes() == Path(other).read_bytes()
     assert load_tokenizer(tokenizer.spec).identity == again.tokenizer.identity
-    assert not list(Path(found.files[0]).parent.glob("*.partial"))
+    assert not list(Path(actual.files[0]).parent.glob("*.partial"))
     for symbol in recipe.user_symbols:
         assert tokenizer.encode(f"fox{symbol}fox").tolist().count(tokenizer.token_id(symbol)) == 1
     ids = [tokenizer.token_id(token) for token in recipe.special_tokens]
@@ -87,8 +89,8 @@ def test_roles_are_written(trained):
 
 
 def test_a_small_corpus_has_fewer_tokens(tmp_path):
-    found = train_tokenizer(["ab ab"], str(tmp_path / "tokenizer.json"), Recipe("bpe", 1000))
-    assert (found.tokenizer.vocab_size, found.held_out) == (259, 0)  # bytes, the end, ab and _ab
+    actual = train_tokenizer(["ab ab"], str(tmp_path / "tokenizer.json"), Recipe("bpe", 1000))
+    assert (actual.tokenizer.vocab_size, actual.held_out) == (259, 0)  # bytes, the end, ab and _ab
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert config == {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
 

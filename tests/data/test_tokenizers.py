@@ -147,7 +147,7 @@ def damaged(whole: str, data) -> str:
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_a_damaged_tokenizer_json_is_told(vocabularies, tmp_path_factory, data):
+def test_a_damaged_tokenizer_json_is_reported(vocabularies, tmp_path_factory, data):
     """Whatever the library does with it, panics among them: it works, or it is a ValueError."""
     whole = SMALL if data.draw(st.booleans()) else UNIGRAM
     path = tmp_path_factory.getbasetemp() / "tokenizer.json"
@@ -160,7 +160,7 @@ def test_a_damaged_tokenizer_json_is_told(vocabularies, tmp_path_factory, data):
         assert str(path) in str(error)
 
 
-def test_a_panic_of_the_library_is_told(tmp_path):
+def test_a_panic_of_the_library_is_reported(tmp_path):
     model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": {"a": 0, "": 1, "ab": 2}}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"version": "1.0", "model": {**model, "merges": [["a", ""]]}}))
@@ -168,7 +168,7 @@ def test_a_panic_of_the_library_is_told(tmp_path):
         load_tokenizer(f"huggingface:{path}")
 
 
-def test_a_character_that_a_vocabulary_lacks_is_told(tmp_path):
+def test_a_character_that_a_vocabulary_lacks_is_reported(tmp_path):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"version": "1.0", "model": {**UNIGRAM_MODEL, "unk_id": None}}))
     tokenizer = load_tokenizer(f"huggingface:{path}")
@@ -298,11 +298,11 @@ def test_added_tokens_follow_the_vocabulary(vocabularies, kind):
     other = load_tokenizer(f"{vocabularies[kind]}?special_tokens=<|end|>,<image>&extra_ids=3")
     assert other.identity != tokenizer.identity
     text = "hello<image>the <|end|>fox<extra_id_2>"
-    found = encode_placeholders(tokenizer, text, ["<image>", "<extra_id_2>"]).tolist()
-    assert [i for i in found if i >= base.vocab_size] == [new[0], new[4]]
-    assert tokenizer.decode(found[found.index(new[0]) :]).startswith("<image>")
+    actual = encode_placeholders(tokenizer, text, ["<image>", "<extra_id_2>"]).tolist()
+    assert [i for i in actual if i >= base.vocab_size] == [new[0], new[4]]
+    assert tokenizer.decode(actual[actual.index(new[0]) :]).startswith("<image>")
     if kind in LOSSLESS:
-        assert tokenizer.decode(found) == text
+        assert tokenizer.decode(actual) == text
     if kind != "huggingface":  # there the file itself asks for its tokens
         assert not set(tokenizer.encode(text)) & tokenizer.special_ids
     assert not set(tokenizer.encode(text)) & set(new)

@@ -132,7 +132,7 @@ ROWS = {
 }
 
 
-def test_bad_rows_are_told_and_the_others_kept():
+def test_bad_rows_are_reported_and_the_others_kept():
     good = {"messages": [USER, SAID]}
     rows = [good, *(row for row, _ in ROWS.values()), good]
     first, *bad, last = found(BLOCKS, *rows)

@@ -100,9 +100,9 @@ def greedy(context, count: int) -> list[int]:
 @pytest.mark.parametrize(("batch", "parallel"), [(4, {}), (2, {"fsdp": 1, "tensor": 8})])
 def test_scores_are_those_of_plain_forward_passes(batch, parallel):
     pairs = [*PAIRS, (SHARED, greedy(SHARED, 4)), (SHARED, [*greedy(SHARED, 3), 0])]
-    found = harness(batch, **parallel).scores(pairs)
-    assert found[-2][1] and not found[-1][1]
-    for pair, (value, likeliest) in zip(pairs, found, strict=True):
+    actual = harness(batch, **parallel).scores(pairs)
+    assert actual[-2][1] and not actual[-1][1]
+    for pair, (value, likeliest) in zip(pairs, actual, strict=True):
         wanted = plain_score(*pair)
         assert value == pytest.approx(wanted[0], rel=TOLERANCE) and likeliest == wanted[1]
 
@@ -150,11 +150,11 @@ def test_texts_are_scored_as_their_tokens():
     context, following = some(5), some(3)
     requests = [asked(text(context), " " + text(following)), asked("", text(following))]
     requests.append(asked(text(context) + "  ", text(following)))
-    found = harness().loglikelihood(requests)
-    found += harness().scores([(context, following), ([60], following)])
-    found += harness().loglikelihood([asked("", "60 " + text(following))])
+    actual = harness().loglikelihood(requests)
+    actual += harness().scores([(context, following), ([60], following)])
+    actual += harness().loglikelihood([asked("", "60 " + text(following))])
     for one, other in ((0, 2), (0, 3), (1, 4), (1, 5)):
-        assert found[one] == (pytest.approx(found[other][0], rel=TOLERANCE), found[other][1])
+        assert actual[one] == (pytest.approx(actual[other][0], rel=TOLERANCE), actual[other][1])
 
 
 def test_long_texts_are_scored_in_windows():
@@ -176,10 +176,10 @@ def test_generation_ends_at_stop_strings():
     stops = [{"max_gen_toks": 6}, {"max_gen_toks": 6, "until": [f" {stop} ", ""]}]
     requests = [asked(text(ids), stops[0]) for ids in contexts]
     requests += [asked(text(contexts[0]), stops[1]), asked("", {"until": stop, "max_tokens": 2})]
-    found = harness().generate_until(requests)
-    assert found[:3] == [text(ids) for ids in new]
-    assert found[3] == until(text(new[0]), [f" {stop} "]) != found[0]
-    assert found[4] == until(text(greedy([60], 2)), [stop])
+    actual = harness().generate_until(requests)
+    assert actual[:3] == [text(ids) for ids in new]
+    assert actual[3] == until(text(new[0]), [f" {stop} "]) != actual[0]
+    assert actual[4] == until(text(greedy([60], 2)), [stop])
 
 
 def test_single_token_stops_end_generation():

@@ -44,9 +44,9 @@ def test_an_export_reports_omitted_mtp_layers(run, tmp_path):
     report = convert.export_model(folder, tmp_path / "hf")
     assert "LlamaForCausalLM has no MTP layers" in report.notes[-1]
     assert "model.mtp.num_layers=1" in report.notes[-1]
-    found = SafetensorsFolder(tmp_path / "hf").tensors
-    assert {name for name, _ in convert.exported(folder)} == found.keys()
-    count = sum(int(np.prod(info.shape)) for info in found.values())
+    actual = SafetensorsFolder(tmp_path / "hf").tensors
+    assert {name for name, _ in convert.exported(folder)} == actual.keys()
+    count = sum(int(np.prod(info.shape)) for info in actual.values())
     words = sum(3 * 32 for name in arrays if name.endswith("table"))  # the padding
     plain = sum(array.size for name, array in arrays.items() if not name.startswith("mtp."))
     assert count == plain - words
@@ -54,9 +54,9 @@ def test_an_export_reports_omitted_mtp_layers(run, tmp_path):
 
 def test_inference_does_not_load_mtp_layers(run):
     trained = load_run(str(run[0]))
-    found = to_arrays(trained.model)
-    assert found.keys() == {name for name in run[2] if not name.startswith("mtp.")}
-    for name, array in found.items():
+    actual = to_arrays(trained.model)
+    assert actual.keys() == {name for name in run[2] if not name.startswith("mtp.")}
+    for name, array in actual.items():
         np.testing.assert_array_equal(array, run[2][name])
 
 
@@ -71,9 +71,9 @@ def test_a_run_continues_with_more_mtp_layers(run):
         new.checkpoint.init_from, new.seed = start, 7
         state = tiny_state(new, mesh_of(new))[2]
         made.append({n: np.asarray(a) for n, a in to_arrays(state.model).items()})
-    fresh, found = made
-    assert found.keys() == fresh.keys() > arrays.keys()
-    for name, array in found.items():
+    fresh, actual = made
+    assert actual.keys() == fresh.keys() > arrays.keys()
+    for name, array in actual.items():
         wanted = arrays.get(name, fresh[name])
         rows = min(len(array), len(wanted))  # the padding of the vocabulary differs
         np.testing.assert_array_equal(array[:rows], wanted[:rows], err_msg=name)

@@ -125,10 +125,10 @@ def test_published_configs_give_the_published_models(name):
     model, family = model_config(config), architecture(config)
     fields = values_of(settings, ModelConfig)
     assert {field: get(model, field) for field in fields} == fields
-    found = bindings(model, family)
-    assert sum(math.prod(binding.shape) for binding in found) == parameters
-    assert len({binding.theirs for binding in found}) == len(found)
-    places = [place for binding in found for place in binding.ours]
+    actual = bindings(model, family)
+    assert sum(math.prod(binding.shape) for binding in actual) == parameters
+    assert len({binding.theirs for binding in actual}) == len(actual)
+    places = [place for binding in actual for place in binding.ours]
     whole = [place for place in places if not place.index]
     assert len(set(places)) == len(places)
     unused = unused_arrays(model)

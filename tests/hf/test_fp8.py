@@ -46,9 +46,9 @@ def settings(**changes):
     return {"quant_method": "fp8", "weight_block_size": list(BLOCK)} | changes
 
 
-def same_bits(found, wanted):
-    assert found.dtype == wanted.dtype == BF16 and found.shape == wanted.shape
-    return found.tobytes() == wanted.tobytes()
+def same_bits(actual, wanted):
+    assert actual.dtype == wanted.dtype == BF16 and actual.shape == wanted.shape
+    return actual.tobytes() == wanted.tobytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -69,8 +69,8 @@ def test_metadata_describe_the_model(case):
     model = families.model_config(config)
     assert families.architecture(config) == family.name
     assert model.vocab_size == 70 and model.max_position == 64 and model.tied == (name != "qwen2")
-    found = {field: get(model, field) or model.head_size**-0.5 for field in wanted}
-    assert found == pytest.approx(wanted) or found == wanted
+    actual = {field: get(model, field) or model.head_size**-0.5 for field in wanted}
+    assert actual == pytest.approx(wanted) or actual == wanted
 
 
 REFUSED = {

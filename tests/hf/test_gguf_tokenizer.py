@@ -76,8 +76,8 @@ def test_byte_level_bpe_encodes_as_its_source(byte_level, tmp_path, pre):
     assert tokenizer.opening == ((tokenizer.bos,) if SPLITTINGS[pre].bos else ())
     library = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     if pre in PARTS:
-        found = library.pre_tokenizer.pre_tokenize_str("it's 12345 I'LL\n\n")
-        parts = ["it's 12345 I'LL\n\n"[begin:end] for _, (begin, end) in found]
+        actual = library.pre_tokenizer.pre_tokenize_str("it's 12345 I'LL\n\n")
+        parts = ["it's 12345 I'LL\n\n"[begin:end] for _, (begin, end) in actual]
         assert parts == PARTS[pre]
     assert json.loads(library.to_str())["model"]["ignore_merges"] == SPLITTINGS[pre].whole_words
 

@@ -73,7 +73,7 @@ def test_an_imported_run_holds_the_model(tmp_path):
     """Every array where the bindings say, padding zero, config and tokenizer of the folder."""
     tensors = make_folder(tmp_path / "hf")
     convert_in(tmp_path / "hf", tmp_path / "run")
-    loaded = load_run(str(tmp_path / "run"))
+    loaded = load_run(str(tmp_path / "run"), master_weights=True)
     assert loaded.step == 0
     saved = files.load(tmp_path / "run" / "config.yaml")
     assert loaded.config == dataclasses.replace(saved, parallel=loaded.config.parallel)
@@ -313,15 +313,15 @@ def test_adapters_are_merged_as_they_were_trained(tmp_path):
     adapters = write_adapters(tmp_path / "run", tmp_path / "base")
     assert len(adapters) >= 4
     convert.export_model(tmp_path / "run", tmp_path / "merged", DType.float32)
-    found = SafetensorsFolder(tmp_path / "merged")
-    model = to_arrays(lora.merged(load_run(str(tmp_path / "run")).model))
+    actual = SafetensorsFolder(tmp_path / "merged")
+    model = to_arrays(lora.merged(load_run(str(tmp_path / "run"), master_weights=True).model))
     arrays = {name: np.asarray(array) for name, array in model.items()}
     for binding in families.bindings(LLAMA, FAMILY):
         parts = [
             arrays[p.name] if p.layer is None else arrays[p.name][p.layer] for p in binding.ours
         ]
         wanted = binding.join(parts)[: binding.shape[0]]
-        np.testing.assert_allclose(found.read(binding.theirs), wanted, rtol=MERGED, atol=MERGED)
+        np.testing.assert_allclose(actual.read(binding.theirs), wanted, rtol=MERGED, atol=MERGED)
     assert (tmp_path / "merged" / "chat_template.jinja").is_file()
     write_adapters(tmp_path / "grown", tmp_path / "base", vocab_size=90)
     with pytest.raises(ValueError, match="base has 70 tokens, the run 90"):
@@ -387,7 +387,7 @@ def imported_experts(folder: Path, count: int) -> None:
 def peaks(folder: Path) -> None:
     """Peak memory after a model of 2 layers went there and back, then one of 10, and after one of
     many words went back; then with 2 and 32 experts there and back."""
-    found, stream.BLOCK_BYTES = [], BLOCK_BYTES
+    actual, stream.BLOCK_BYTES = [], BLOCK_BYTES
     runs = {"few": 2, "more": 10, "words": 0, "few experts": 2, "experts": 32}
     for name, layers in runs.items():
         if "experts" in name:
@@ -397,8 +397,8 @@ def peaks(folder: Path) -> None:
         convert.export_model(folder / name / "run", folder / name / "back")
         # What getrusage says begins with the peak of the process that started this one.
         status = Path("/proc/self/status").read_text()
-        found.append(1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1]))
-    print(json.dumps(found))
+        actual.append(1024 * int(re.search(r"VmHWM:\s+(\d+)", status)[1]))
+    print(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -106,9 +106,9 @@ GIVEN += [({"num_experts": 8, **arguments}, fields) for arguments, fields in ROU
 
 @pytest.mark.parametrize(("arguments", "fields"), GIVEN)
 def test_arguments_set_fields_of_the_model(arguments: dict, fields: str):
-    found, wanted = megatron.architecture({**SIZES, **arguments}), values_of(fields, ModelConfig)
-    assert {name: found[name] for name in wanted} == wanted
-    assert set(found) <= {path for path, _, _ in walk(ModelConfig())}
+    actual, wanted = megatron.architecture({**SIZES, **arguments}), values_of(fields, ModelConfig)
+    assert {name: actual[name] for name in wanted} == wanted
+    assert set(actual) <= {path for path, _, _ in walk(ModelConfig())}
 
 
 REFUSED = [
@@ -136,8 +136,8 @@ def test_unsupported_arguments_are_refused_by_name(arguments: dict, message: str
 def test_a_config_must_match_the_arguments():
     config = Config(model=with_fields(ModelConfig(), megatron.architecture(SIZES)))
     config.data.tokenizer = "null:9"
-    found = megatron.resolve_config(config, SIZES, "")
-    assert found == config and found is not config
+    actual = megatron.resolve_config(config, SIZES, "")
+    assert actual == config and actual is not config
     assert megatron.resolve_config(config, {}, "null:7").data.tokenizer == "null:7"
     config.model.norm_eps, config.model.mlp.activation = 1e-6, Activation.gelu
     config.model.attention.softcap = 30.0
@@ -226,14 +226,14 @@ def tensors_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def stack(shapes: dict) -> dict:
-    found = {}
+    actual = {}
     for name, shape in shapes.items():
         prefix, _, rest = name.partition(f"{STACKED}0.")
         if not name.startswith(STACKED):
-            found[name] = shape
+            actual[name] = shape
         elif rest and not prefix:
-            found[STACKED + rest] = (MODEL.num_layers, *shape)
-    return found
+            actual[STACKED + rest] = (MODEL.num_layers, *shape)
+    return actual
 
 
 def fuse_norms(shapes: dict) -> dict:
@@ -243,15 +243,15 @@ def fuse_norms(shapes: dict) -> dict:
 
 
 def halve(shapes: dict) -> dict:
-    found = {}
+    actual = {}
     for name, shape in shapes.items():
         if name.endswith("linear_fc1.weight"):
             axis = len(shape) - 2
             half = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
-            found |= {f"{name}_w": half, f"{name}_v": half}
+            actual |= {f"{name}_w": half, f"{name}_v": half}
         else:
-            found[name] = shape
-    return found
+            actual[name] = shape
+    return actual
 
 
 def locate(shapes: dict, model: ModelConfig = MODEL) -> dict[str, list[megatron.Piece]]:
@@ -276,7 +276,7 @@ def test_tensors_are_found_under_every_naming(naming: str):
         shapes = change(shapes)
     shapes |= {"optimizer.state.exp_avg.output_layer.weight": (1,), "rng_state.x": (1,)}
     shapes |= {"decoder.layers.mlp.linear_fc1._extra_state": (1,)}
-    pieces = [piece for found in locate(shapes).values() for piece in found]
+    pieces = [piece for actual in locate(shapes).values() for piece in actual]
     used = {name for name in shapes if not megatron.IGNORED.match(name)}
     assert {name for name, _ in pieces} == used and len(set(pieces)) == len(pieces)
     halves = [name for name, _ in locate(shapes)[f"{STACKED}1.mlp.linear_fc1.weight"]]
@@ -297,11 +297,11 @@ SPARSE = with_fields(
 
 
 def stack_experts(shapes: dict) -> dict:
-    found = {}
+    actual = {}
     for name, shape in shapes.items():
         plain = re.sub(r"\.experts\.experts\.\d+\.", ".experts.experts.", name)
-        found[plain] = shape if plain == name else (SPARSE.moe.num_experts, *shape)
-    return found
+        actual[plain] = shape if plain == name else (SPARSE.moe.num_experts, *shape)
+    return actual
 
 
 @pytest.mark.parametrize("changes", [[], [stack_experts], [stack_experts, stack], [halve]])
@@ -313,11 +313,11 @@ def test_experts_are_found_separately_or_stacked(changes, pattern):
     shapes = tensors_of(model)
     for change in changes:
         shapes = change(shapes)
-    found = locate(shapes, model)
-    pieces = [piece for parts in found.values() for piece in parts]
+    actual = locate(shapes, model)
+    pieces = [piece for parts in actual.values() for piece in parts]
     assert {name for name, _ in pieces} == set(shapes) and len(set(pieces)) == len(pieces)
     lead = (1,) * (stack in changes) + (2,) * (stack_experts in changes)
-    assert found[f"{STACKED}1.mlp.experts.experts.2.linear_fc2.weight"][0][1] == lead
+    assert actual[f"{STACKED}1.mlp.experts.experts.2.linear_fc2.weight"][0][1] == lead
 
 
 @pytest.mark.parametrize("layers", [False, True])

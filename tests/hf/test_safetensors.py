@@ -50,9 +50,9 @@ def write(folder, values, max_shard_bytes=1 << 30):
             writer.write(name, values[name])
 
 
-def assert_same_bits(found, wanted):
-    assert found.dtype == wanted.dtype and found.shape == wanted.shape
-    assert found.tobytes() == wanted.tobytes()
+def assert_same_bits(actual, wanted):
+    assert actual.dtype == wanted.dtype and actual.shape == wanted.shape
+    assert actual.tobytes() == wanted.tobytes()
 
 
 def file_of(header, data=b"", length=None):
@@ -88,10 +88,10 @@ def test_files_are_exchanged_with_the_safetensors_library(tmp_path):
     library = pytest.importorskip("safetensors.numpy")
     values = {name: array for name, array in arrays().items() if array.dtype.isbuiltin == 1}
     write(tmp_path / "ours", values)
-    found = library.load_file(tmp_path / "ours" / SINGLE)
-    assert set(found) == set(values)
+    actual = library.load_file(tmp_path / "ours" / SINGLE)
+    assert set(actual) == set(values)
     for name, array in values.items():
-        assert_same_bits(found[name], array)
+        assert_same_bits(actual[name], array)
     (tmp_path / "theirs").mkdir()
     library.save_file(values, tmp_path / "theirs" / SINGLE, {"a": "b"})
     folder = SafetensorsFolder(tmp_path / "theirs")
@@ -104,9 +104,11 @@ def test_float32_rounds_to_the_nearest_even(tmp_path):
     values = np.float32([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8 - 2**-20, 3e38, np.nan, -0.0])
     with SafetensorsWriter(tmp_path, {"x": TensorInfo(BF16, (6,))}) as writer:
         writer.write("x", values)
-    found = SafetensorsFolder(tmp_path).read("x").astype("f4")
-    np.testing.assert_array_equal(found[:3], [1, 1 + 2**-6, -1 - 2**-7])
-    assert np.isnan(found[4]) and np.signbit(found[5]) and found[3] == np.float32(3e38).astype(BF16)
+    actual = SafetensorsFolder(tmp_path).read("x").astype("f4")
+    np.testing.assert_array_equal(actual[:3], [1, 1 + 2**-6, -1 - 2**-7])
+    assert (
+        np.isnan(actual[4]) and np.signbit(actual[5]) and actual[3] == np.float32(3e38).astype(BF16)
+    )
 
 
 WRITER_MISTAKES = {

@@ -171,9 +171,9 @@ def test_arguments_are_plain_values(tmp_path: Path):
     }
     common_state = {"args": Called("argparse", "Namespace", (), state), "iteration": 3}
     with TorchDistReader(put(tmp_path, metadata(HALVES), common_state)) as reader:
-        found = reader.arguments()
+        actual = reader.arguments()
     kept = {name: state[name] for name in ("num_layers", "swiglu", "tokenizer_model")}
-    assert found == {
+    assert actual == {
         **kept,
         "window_size": [127, 0],
         "params_dtype": "bfloat16",

@@ -17,9 +17,11 @@ from maxmeg.inference.decode import (
     continue_text,
     make_generate,
     pad,
+    text_after,
 )
 from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import Sampling, sample
+from maxmeg.inference.stream import SHORTEST_CACHE, Stream
 from maxmeg.layers.context import Context
 
 GREEDY = Sampling(temperature=0)
@@ -108,8 +110,10 @@ def writer(request: Request, batch: int = 4, **parallel: int) -> Writer:
 def forward(kind: str):
     """Logits after position `last` of one row, padded; without a cache."""
 
+    model = trained(kind).model
+
     def logits_V(ids_BL, last):
-        model, positions_L = trained(kind).model, jnp.arange(ids_BL.shape[1])
+        positions_L = jnp.arange(ids_BL.shape[1])
         positions_BL = jnp.minimum(positions_L, last)[None]  # a row's length decides LongRoPE
         return model.logits(model.hidden(ids_BL, Context(positions_BL))[0])[0, last]
 
@@ -140,7 +144,10 @@ def test_a_cache_changes_no_token(kind):
         np.testing.assert_array_equal(ids, forward_greedy(prompt, 8, kind))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(top_k=20, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(GREEDY, marks=pytest.mark.slow), Sampling(top_k=20, top_p=0.9)],
+)
 def test_a_row_depends_on_its_own_prompt_and_number_alone(sampling):
     write = writer(Request(8, sampling))
     together = write(PROMPTS, 3)
@@ -154,6 +161,25 @@ def test_a_row_depends_on_its_own_prompt_and_number_alone(sampling):
     else:
         assert not np.array_equal(*write([PROMPTS[1]] * 2 + others[:2], 3)[:2])
         assert not np.array_equal(write(PROMPTS, 4)[0], together[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [("grouped", {}), pytest.param("longrope", {"tensor": 2}, marks=pytest.mark.slow)],
+)
+def test_a_stream_yields_what_a_writer_generates(kind, parallel):
+    """A sharded cache, a cache that is recomputed, and no compilation after the first prompt."""
+    model = trained(kind, **parallel)
+    sampled = Request(8, Sampling(top_k=20, top_p=0.9))
+    stream, write = Stream(model, sampled), Writer(model, sampled, 1)
+    for prompt in (PROMPTS[0], PROMPTS[1]):
+        pieces = [*stream(prompt, 3)]
+        assert "".join(pieces) == text_after(model, prompt, write([prompt], 3)[0])
+        assert len(pieces) == 8 and all(pieces)
+    assert stream._advance._cache_size() == 1 and [*stream._starts] == [SHORTEST_CACHE]
+    assert len([*stream(prompt, 3, num_tokens=2)]) == 2
+    with pytest.raises(ValueError, match="57 tokens and 8 new ones exceed the context of 64"):
+        next(stream(np.zeros(57, np.int32), 0))
 
 
 def test_each_row_ends_at_its_own_end():

@@ -71,9 +71,9 @@ def interpret(call, monkeypatch, plainly: bool = False):
             fill_gaps(patch, plainly)
         stack.enter_context(params.force_gpu_interpret_mode(PARAMS))
         try:
-            found = jax.block_until_ready(call())
+            actual = jax.block_until_ready(call())
         except jax.errors.JaxRuntimeError as error:  # how jax 0.12 reports a race
             if "RACE DETECTED" not in str(error):
                 raise
             return None, True
-        return found, bool(interpret_pallas_call.get_races().races_found)
+        return actual, bool(interpret_pallas_call.get_races().races_found)

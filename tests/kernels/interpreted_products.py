@@ -76,9 +76,9 @@ class Products:
         return sums.value
 
     def run_scoped(self, compute: Any, *values: jax.Array) -> Any:
-        found = compute(*(Sums(value, self) for value in values))
+        actual = compute(*(Sums(value, self) for value in values))
         assert not self.issued
-        return found
+        return actual
 
     def run_state(self, compute: Any) -> Any:
         def run(values: Any) -> Any:
@@ -112,8 +112,8 @@ def longer_results(body: Any, out_type: list, grid: dict[str, int], **options: A
 
     call = real_launch(body, out_type=[*map(longer, out_type)], grid=grid, **options)
     return lambda *arrays: [
-        found[:, : wanted.shape[1]] if found.ndim == 4 else found
-        for found, wanted in zip(call(*arrays), out_type, strict=True)
+        actual[:, : wanted.shape[1]] if actual.ndim == 4 else actual
+        for actual, wanted in zip(call(*arrays), out_type, strict=True)
     ]
 
 
@@ -182,5 +182,5 @@ def interpret(call: Any, monkeypatch: Any) -> tuple[Any, bool]:
     with monkeypatch.context() as patch:
         if not interpreted.COMPLETE:
             patch.setattr(gpu_callbacks, "RaceDetectionState", state)
-        found, race = interpreted.interpret(call, patch)
-    return found, race or any(state.races_found for state in states)
+        actual, race = interpreted.interpret(call, patch)
+    return actual, race or any(state.races_found for state in states)

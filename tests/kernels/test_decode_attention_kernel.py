@@ -80,7 +80,7 @@ def interpret(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
     arrays = arrays_of(case, dtype)
     try:
         with params.force_gpu_interpret_mode(params.InterpretGPUParams(detect_races=True)):
-            found = run(case, *arrays, "mosaic")
+            actual = run(case, *arrays, "mosaic")
         race = interpret_pallas_call.get_races().races_found
     except jax.errors.JaxRuntimeError as error:  # how jax 0.12 reports a race
         if "RACE DETECTED" not in str(error):
@@ -88,15 +88,15 @@ def interpret(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
         return {}, True
     finally:
         interpret_pallas_call.reset_gpu_interpret_mode_state()
-    assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
-    return errors(found, expected(case, *arrays)), race
+    assert actual["out"].dtype == dtype and actual["lse"].dtype == "float32"
+    return errors(actual, expected(case, *arrays)), race
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_the_interpreted_kernel_is_attention_without_a_race(name: str, interpreter):
-    found, race = interpret(name, interpreter)
+    actual, race = interpret(name, interpreter)
     assert not race
-    assert all(e <= TOLERANCE[INTERPRETED[name][0]] for e in found.values()), found
+    assert all(e <= TOLERANCE[INTERPRETED[name][0]] for e in actual.values()), actual
 
 
 def test_a_program_that_does_not_wait_for_its_copies_is_a_race(interpreter):
@@ -147,8 +147,8 @@ def test_merged_parts_are_the_whole():
     for sink in (None, sinks):
         total = np.exp(scores).sum(-1) + (0 if sink is None else np.exp(sink))
         wanted = (np.exp(scores) @ values / total[..., None], np.log(total))
-        for found, whole in zip(kernel.merge_parts(parts, sums, sink), wanted, strict=True):
-            assert np.linalg.norm(found - whole) <= MERGED * np.linalg.norm(whole)
+        for actual, whole in zip(kernel.merge_parts(parts, sums, sink), wanted, strict=True):
+            assert np.linalg.norm(actual - whole) <= MERGED * np.linalg.norm(whole)
     nothing = kernel.merge_parts(parts[:, 2:], sums[:, 2:], None)
     assert not nothing[0].any() and (nothing[1] == -np.inf).all()
 

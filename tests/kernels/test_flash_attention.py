@@ -254,8 +254,8 @@ def model_backward(case: Case, q, k, v, out, lse, slope, lse_slope) -> list[np.n
                 mask = walk.mask(row, rows, keys) if masked else None
                 numbers = [number[row, head, rows, None] for number in (lse, delta)]
                 products = (q[queries] @ k[own].T, slope[queries] @ v[own].T)
-                found = score_slopes(scores, *products, *numbers, mask)
-                weights, score_slope = map(np.asarray, found)
+                actual = score_slopes(scores, *products, *numbers, mask)
+                weights, score_slope = map(np.asarray, actual)
                 if walk.rows_own:
                     q_grad[queries] += score_slope @ k[own]
                 else:
@@ -266,12 +266,12 @@ def model_backward(case: Case, q, k, v, out, lse, slope, lse_slope) -> list[np.n
     return [*grads, v_grad[:, : case.keys]]
 
 
-def error(found, expected) -> float:
+def error(actual, expected) -> float:
     """Relative, by norm; infinities must agree."""
-    found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
-    assert (np.isinf(found) == np.isinf(expected)).all()
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert (np.isinf(actual) == np.isinf(expected)).all()
     finite = np.isfinite(expected)
-    distance = np.linalg.norm(found[finite] - expected[finite])
+    distance = np.linalg.norm(actual[finite] - expected[finite])
     return float(distance / max(float(np.linalg.norm(expected[finite])), 1e-30))
 
 
@@ -279,8 +279,8 @@ def error(found, expected) -> float:
 def test_forward_loop_is_attention(case: Case):
     q, k, v, *_ = arrays(case)
     expected = naive(case, q, k, v)
-    found = model_forward(case, q, k, v)
-    for part, reference in zip(found, expected, strict=True):
+    actual = model_forward(case, q, k, v)
+    for part, reference in zip(actual, expected, strict=True):
         assert error(part, reference) < FORWARD_TOLERANCE
 
 
@@ -290,8 +290,8 @@ def test_backward_loops_are_the_gradients(case: Case):
     (out, lse), pull = jax.vjp(lambda *inputs: naive(case, *inputs), q, k, v)
     lse_slope = jnp.where(lse == -math.inf, 0.0, lse_slope)
     expected = pull((slope, lse_slope))
-    found = model_backward(case, q, k, v, out, lse, slope, lse_slope)
-    for part, reference in zip(found, expected, strict=True):
+    actual = model_backward(case, q, k, v, out, lse, slope, lse_slope)
+    for part, reference in zip(actual, expected, strict=True):
         assert error(part, reference) < GRADIENT_TOLERANCE
 
 

@@ -78,11 +78,11 @@ def attend(case: Case, sizes: Sizes, monkeypatch) -> tuple[dict[str, float], boo
     tiles = backward.BackwardTiles(walk, walk, sizes.split)
     monkeypatch.setitem(backward.BACKWARD_TILES, dims, tiles)
     arrays, operands = arrays_of(case, "bfloat16")
-    found, race = interpret(lambda: run(case, arrays, operands, "mosaic"), monkeypatch)
-    if race or found is None:
+    actual, race = interpret(lambda: run(case, arrays, operands, "mosaic"), monkeypatch)
+    if race or actual is None:
         return {}, True
     wanted = expected(case, arrays, operands)
-    return {part: error(found[part], wanted[part]) for part in found}, False
+    return {part: error(actual[part], wanted[part]) for part in actual}, False
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -54,21 +54,22 @@ def errors(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
         case = dataclasses.replace(case, inner=128, outer=128)
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", INTERPRETED.get(name, 1))
     arrays, sizes = arrays_of(case, "bfloat16")
-    found, race = interpret(lambda: run(case, arrays, sizes, "mosaic"), monkeypatch)
+    actual, race = interpret(lambda: run(case, arrays, sizes, "mosaic"), monkeypatch)
     if race:
         return {}, True
     wanted = expected(case, arrays)
     shares = {
-        part: error(found[part], wanted[part]) / tolerance(case, part, "bfloat16") for part in NAMES
+        part: error(actual[part], wanted[part]) / tolerance(case, part, "bfloat16")
+        for part in NAMES
     }
     return shares, False
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_product_and_gradients_without_a_race(name: str, hopper):
-    found, race = errors(name, hopper)
+    actual, race = errors(name, hopper)
     assert not race
-    assert max(found.values()) < 1, found
+    assert max(actual.values()) < 1, actual
 
 
 def test_rows_that_are_not_set_to_zero_are_noticed(hopper):
@@ -78,8 +79,8 @@ def test_rows_that_are_not_set_to_zero_are_noticed(hopper):
     hopper.setattr(kernel, "MULTIPROCESSORS", 1)
     hopper.setattr(kernel, "keep_rows", lambda tile, own: None)
     call = lambda: kernel.grouped_weights(x, slope, jnp.asarray(sizes))  # noqa: E731
-    found, race = interpret(call, hopper)
-    assert not race and np.isnan(np.asarray(found, np.float32)).any()
+    actual, race = interpret(call, hopper)
+    assert not race and np.isnan(np.asarray(actual, np.float32)).any()
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -88,15 +88,15 @@ def test_gradient_of_the_logits_without_a_race(tokens, words, real, start, numbe
     rows = (targets, *(jnp.asarray(x, jnp.float32) for x in (weights, logsumexp)))
     h = h.at[0].set(jnp.nan)  # of weight 0
     span = (jnp.int32(real), jnp.int32(start), number)
-    found, race = interpret(lambda: kernel.logit_gradient(h, w, rows, span, logits), small)
+    actual, race = interpret(lambda: kernel.logit_gradient(h, w, rows, span, logits), small)
     hit = np.arange(words) == np.asarray(targets)[:, None]
     wanted = np.exp(z - logsumexp[:, None]) * (1 + 2 * logits.z_loss * logsumexp[:, None])
     wanted -= logits.uniform + logits.target_share * hit
     if logits.softcap:
         wanted *= 1 - (z / logits.softcap) ** 2
     wanted = (wanted * weights[:, None] * (np.arange(words) < real))[:, start : start + number]
-    assert not race and found.dtype == jnp.bfloat16 and not found[0].any()
-    assert error(found, wanted) <= TOLERANCE["bfloat16"]
+    assert not race and actual.dtype == jnp.bfloat16 and not actual[0].any()
+    assert error(actual, wanted) <= TOLERANCE["bfloat16"]
 
 
 def test_the_backend_is_the_reference(small):
@@ -108,10 +108,10 @@ def test_the_backend_is_the_reference(small):
     case = Case(61, 64, 192, 150, 0.1, 3.0, 0.1, bad_targets=True, large=0.3)
     assert mosaic.chunk_words(64, 192) == 128  # of 61 tokens, in whole blocks
     given = arrays_of(case, "bfloat16")
-    found, race = interpret(lambda: run(case, given, "mosaic"), small)
+    actual, race = interpret(lambda: run(case, given, "mosaic"), small)
     wanted = expected(case, given)
     assert not race
-    errors = {key: error(found[key], wanted[key]) for key in wanted}
+    errors = {key: error(actual[key], wanted[key]) for key in wanted}
     assert all(e <= TOLERANCE["bfloat16"] for e in errors.values()), errors
     assert all(errors[key] <= TOLERANCE["float32"] for key in ("loss", "losses")), errors
 

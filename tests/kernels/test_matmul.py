@@ -50,10 +50,10 @@ def product(case: Case, monkeypatch, plainly: bool = False) -> tuple[float, bool
     right = right.T if case.tiling.right == "NK" else right
     monkeypatch.setattr(kernel, "MULTIPROCESSORS", case.programs)
     call = lambda: kernel.matmul(left, right, case.tiling, jnp.float32)  # noqa: E731
-    found, race = interpret(call, monkeypatch, plainly)
+    actual, race = interpret(call, monkeypatch, plainly)
     if race:
         return np.inf, True
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted)), False
+    return float(np.linalg.norm(actual - wanted) / np.linalg.norm(wanted)), False
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -72,7 +72,7 @@ def test_a_tile_that_was_not_waited_for_is_a_race(monkeypatch):
     assert product(CASES["more steps than slots"], monkeypatch, plainly=True)[1]
 
 
-def test_products_made_plainly_have_no_race(monkeypatch):
+def test_plain_products_have_no_race(monkeypatch):
     error, race = product(CASES["more steps than slots"], monkeypatch, plainly=True)
     assert not race and error < TOLERANCE
 
@@ -81,9 +81,9 @@ def test_products_made_plainly_have_no_race(monkeypatch):
 def test_every_tile_has_its_turn(rows: int, columns: int, width: int):
     index = jnp.arange(rows * columns, dtype=jnp.int32)
     places = jax.vmap(lambda i: tile_place(i, rows, columns, width))(index)
-    found = list(zip(*(np.asarray(part).tolist() for part in places), strict=True))
-    assert sorted(found) == list(np.ndindex(rows, columns))
-    assert {row for row, _ in found[: width * columns]} == set(range(min(width, rows)))
+    actual = list(zip(*(np.asarray(part).tolist() for part in places), strict=True))
+    assert sorted(actual) == list(np.ndindex(rows, columns))
+    assert {row for row, _ in actual[: width * columns]} == set(range(min(width, rows)))
 
 
 @pytest.mark.parametrize(("total", "programs"), [(1, 1), (7, 3), (6, 3), (2, 5), (0, 4)])

@@ -69,10 +69,10 @@ def interpreted(monkeypatch, tiles: Tiles) -> str:
 )
 def test_results_and_gradients_equal_the_reference(name: str, dtype: str, monkeypatch):
     arrays, operands = arrays_of(CASES[name], dtype)
-    found = run(CASES[name], arrays, operands, interpreted(monkeypatch, SMALL), jax.jit)
+    actual = run(CASES[name], arrays, operands, interpreted(monkeypatch, SMALL), jax.jit)
     wanted = expected(CASES[name], arrays, operands)
-    assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
-    errors = {key: error(found[key], wanted[key]) for key in found}
+    assert actual["out"].dtype == dtype and actual["lse"].dtype == "float32"
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
     assert all(value <= TOLERANCE[dtype] for value in errors.values()), errors
 
 
@@ -83,10 +83,10 @@ def test_the_tiles_of_each_head_dim_do(name: str, monkeypatch):
     arrays, operands = arrays_of(case, "float32")
     halves = [jnp.asarray(array, jnp.bfloat16) for array in arrays[1:3]]
     tiles = dataclasses.replace(kernels.tiles_of(*halves), interpreted=True)
-    found = run(case, arrays, operands, interpreted(monkeypatch, tiles), jax.jit)
+    actual = run(case, arrays, operands, interpreted(monkeypatch, tiles), jax.jit)
     wanted = run(case, arrays, operands, "xla", jax.jit)
-    errors = {key: error(found[key], wanted[key]) for key in found}
-    assert set(found) == set(NAMES) - {"dsinks"}
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
+    assert set(actual) == set(NAMES) - {"dsinks"}
     assert all(value <= TOLERANCE["float32"] for value in errors.values()), errors
 
 
@@ -122,8 +122,8 @@ def test_what_is_not_finite_stays_in_its_document():
         (out, lse), pull = jax.vjp(call, *qkv)
         return out, lse, *pull((d_out, d_lse))
 
-    for found, wanted in zip(both(*strange), both(*arrays), strict=True):
-        np.testing.assert_array_equal(np.asarray(found)[~rows], np.asarray(wanted)[~rows])
+    for actual, wanted in zip(both(*strange), both(*arrays), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual)[~rows], np.asarray(wanted)[~rows])
         assert np.isfinite(np.asarray(wanted)).all()
     assert np.isnan(np.asarray(both(*strange)[0])[rows]).all()
 

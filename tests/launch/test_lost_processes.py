@@ -37,7 +37,7 @@ def main(config):
         x = jax.make_array_from_callback((2,), rows, lambda index: jax.numpy.arange(2.0)[index])
         total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh,
                                       in_specs=jax.P("data"), out_specs=jax.P()))
-        hooks = Hooks([watchdog.hook(lambda step: 1), Stragglers(watchdog, 1.2, 1).hook()], 0)
+        hooks = Hooks([watchdog.hook(lambda step: 1), Stragglers(watchdog, 1.2, 1).hook()])
         for step in itertools.count():
             hooks.before(step)
             if multihost.rank() == FAULTY:
@@ -244,7 +244,7 @@ def test_processes_that_a_network_no_longer_joins_end_and_name_each_other(tmp_pa
     assert [process.returncode for process in processes] == [RESTART_CODE] * 2, errors
     lines = [text.splitlines()[-1] for text in errors]
     where = r"last heartbeat: training, step \d+\)"
-    cause = r"or its host or network is down; the same command goes on from the last checkpoint"
+    cause = r"or its host or network is down; the same command resumes from the last checkpoint"
     silent = rf"error: process 1 \(10.0.0.2, pid \d+; {where} has not answered for \d+ s: .*{cause}"
     assert re.fullmatch(silent, lines[0]), errors[0]
     silent = rf"error: process 0 \(10.0.0.1, pid \d+; {where} and the coordinator there .*{cause}"

@@ -51,6 +51,10 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
         (LOCAL | {"MAXMEG_NUM_PROCESSES": "1", "MAXMEG_PROCESS_ID": "0"}, None),
         (SLURM | LOCAL, Rendezvous("127.0.0.1:1234", 2, 1)),
         (
+            SLURM | {"SLURM_RESTART_COUNT": "2"},
+            Rendezvous(f"gpu007:{SLURM_PORT + 37 * 32}", 5, 3, (4, 5, 6, 7)),
+        ),
+        (
             {
                 "JAX_COORDINATOR_ADDRESS": "host:99",
                 "JAX_NUM_PROCESSES": "3",

@@ -8,11 +8,33 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 SRUN = """#!/bin/bash
-echo srun >> "$CALLS"
+echo srun >> "$CALLS"; echo "$@" >> "$CALLS.options"
 code=$(head -n 1 "$CODES"); sed -i 1d "$CODES"
 [ "$code" = preempted ] && { kill -USR1 "$PPID"; sleep 0.3; code=0; }
 exit "$code"
 """
+
+
+def submitted(folder: Path, codes: list[str], **variables: str) -> subprocess.CompletedProcess:
+    """Run the script as in a job; srun ends with `codes`, one after the other."""
+    (folder / "codes").write_text("\n".join(codes) + "\n")
+    for name in ("scancel", "scontrol"):
+        (folder / name).write_text(f'#!/bin/bash\necho {name} "$@" >> "$CALLS"\n')
+    (folder / "srun").write_text(SRUN)
+    for name in ("srun", "scancel", "scontrol"):
+        (folder / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "CALLS": str(folder / "calls"),
+        "CODES": str(folder / "codes"),
+        "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        "SLURM_JOB_ID": "7",
+        "MAXMEG_LOGS": str(folder / "logs"),
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        **variables,
+    }
+    script = ["bash", str(REPOSITORY / "launch" / "slurm.sbatch"), "--config=x.py"]
+    return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.parametrize(
@@ -28,21 +50,33 @@ exit "$code"
     ],
 )
 def test_slurm_restarts_a_run_that_hung_or_lost_a_process(tmp_path, codes, calls, code):
-    noted = tmp_path / "calls"
-    (tmp_path / "codes").write_text("\n".join(codes) + "\n")
-    for name in ("scancel", "scontrol"):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho {name} "$@" >> "$CALLS"\n')
-    (tmp_path / "srun").write_text(SRUN)
-    for name in ("srun", "scancel", "scontrol"):
-        (tmp_path / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CALLS": str(noted),
-        "CODES": str(tmp_path / "codes"),
-        "SLURM_SUBMIT_DIR": str(REPOSITORY),
-        "SLURM_JOB_ID": "7",
-        "MAXMEG_RESTARTS": "2",
-    }
-    script = ["bash", str(REPOSITORY / "launch" / "slurm.sbatch"), "--config=x.py"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, noted.read_text().splitlines()) == (code, calls), done.stderr
+    done = submitted(tmp_path, codes, MAXMEG_RESTARTS="2")
+    noted = (tmp_path / "calls").read_text().splitlines()
+    assert (done.returncode, noted) == (code, calls), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "ntasks", "per_node"),
+    [
+        ({"SLURM_GPUS_PER_NODE": "8", "SLURM_JOB_NUM_NODES": "4"}, 32, 8),
+        ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_JOB_NUM_NODES": "1"}, 4, 4),
+        (
+            {
+                "SLURM_GPUS_PER_NODE": "8",
+                "SLURM_JOB_NUM_NODES": "4",
+                "SLURM_NTASKS_PER_NODE": "1",
+            },
+            4,
+            1,
+        ),
+        ({"SLURM_JOB_NUM_NODES": "3"}, 3, 1),  # nodes without GPUs
+    ],
+)
+def test_slurm_starts_a_process_per_gpu_unless_told_otherwise(
+    tmp_path, variables, ntasks, per_node
+):
+    done = submitted(tmp_path, ["0"], **variables)
+    assert done.returncode == 0, done.stderr
+    options = (tmp_path / "calls.options").read_text().split()
+    chosen = [option for option in options if option.startswith(("--ntasks", "--cpu-bind"))]
+    assert chosen == [f"--ntasks={ntasks}", f"--ntasks-per-node={per_node}", "--cpu-bind=none"]

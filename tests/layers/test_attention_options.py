@@ -41,7 +41,7 @@ def context(length: int = L) -> Context:
 def test_each_option_is_that_of_the_op(name):
     layer = made(OPTIONS[name])
     x_BLD = jax.random.normal(jax.random.key(2), (B, L, D))
-    found = jax.jit(lambda layer, x: layer(x, context())[0])(layer, x_BLD)
+    actual = jax.jit(lambda layer, x: layer(x, context())[0])(layer, x_BLD)
     x, (q, k, v, out) = (
         np.asarray(x_BLD, np.float64),
         (
@@ -55,9 +55,9 @@ def test_each_option_is_that_of_the_op(name):
     case = Case(L, 0, H, G, K, 0, ScoreSpec(**fields), sinks=layer.sinks is not None)
     sinks_H = None if layer.sinks is None else np.asarray(layer.sinks[...])
     wanted = expected(case, arrays, Operands(sinks_H=sinks_H))["out"].reshape(B, L, -1) @ out
-    assert error(found, wanted) <= TOLERANCE
+    assert error(actual, wanted) <= TOLERANCE
     plain = made({})(x_BLD, context())[0]
-    assert error(found, plain) > 0.01
+    assert error(actual, plain) > 0.01
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "causal"])

@@ -48,13 +48,13 @@ def expected(x_TD, router_DE) -> dict:
         beyond += seen[expert] > limit
     rows = [slice(row * L, (row + 1) * L) for row in range(B)]
     each = [uneven(shares[r], np.bincount(chosen[r].reshape(-1), minlength=E), L) for r in rows]
-    found = {
+    actual = {
         "load_balancing_loss": uneven(shares, counts, B * L),
         "seq_load_balancing_loss": np.mean(each),
         "global_load_balancing_loss": E * (shares.mean(0) * LOAD / LOAD.sum()).sum(),
         "z_loss": np.mean(np.log(np.exp(logits).sum(1)) ** 2),
     }
-    copies = {name: B * L * K * loss for name, loss in found.items()}
+    copies = {name: B * L * K * loss for name, loss in actual.items()}
     return copies | {"expert_tokens": counts, "expert_dropped": beyond}
 
 

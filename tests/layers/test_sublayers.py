@@ -30,8 +30,8 @@ def double(x) -> np.ndarray:
     return np.asarray(x, np.float64)
 
 
-def close(found, expected) -> bool:
-    return bool(np.abs(found - expected).max() <= TOLERANCE * np.abs(expected).max())
+def close(actual, expected) -> bool:
+    return bool(np.abs(actual - expected).max() <= TOLERANCE * np.abs(expected).max())
 
 
 def gelu_tanh(x):
@@ -55,7 +55,7 @@ def test_mlp_is_its_formula(name):
     for seed, linear in enumerate(linears):
         linear.bias[...] = normal(linear.bias.shape[0], seed=seed)
     x_BLD = normal(B, L, D)
-    found, cache, aux = mlp(x_BLD, Context(jnp.zeros((B, L), int)))
+    actual, cache, aux = mlp(x_BLD, Context(jnp.zeros((B, L), int)))
 
     def apply(linear, x):
         return x @ double(linear.weight[...]) + double(linear.bias[...])
@@ -64,7 +64,7 @@ def test_mlp_is_its_formula(name):
     inner_BLF = FORMULAS[name](up_BLF)
     if name in GATED:
         inner_BLF = FORMULAS[name](apply(mlp.gate, double(x_BLD))) * up_BLF
-    assert close(found, apply(mlp.out, inner_BLF)) and cache is None and aux == {}
+    assert close(actual, apply(mlp.out, inner_BLF)) and cache is None and aux == {}
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])

@@ -66,11 +66,11 @@ ALLOWED = [
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_incompatible_settings_are_refused(fields, message):
     model = with_fields(ModelConfig(), PLAIN | fields)
-    found = [*declared_problems(model, "model."), *model_problems(model)]
-    assert any(message in problem for problem in found), found
+    actual = [*declared_problems(model, "model."), *model_problems(model)]
+    assert any(message in problem for problem in actual), actual
 
 
-def test_a_router_without_a_gradient_is_refused_in_training_alone():
+def test_a_router_without_a_gradient_is_refused_only_in_training():
     config = tiny({"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 1}, fsdp=1)
     with pytest.raises(ValueError, match=r"router gets no gradient: set softmax_before_topk=True"):
         validate(config, 1)
@@ -107,8 +107,8 @@ def test_padded_experts_are_exchanged_at_once(parallel, message):
         },
     )
     config = Config(model=model, parallel=ParallelConfig(expert=2, **parallel))
-    found = [*expert_layout_problems(config)]
-    assert (len(found) == 1 and message in found[0]) if message else not found
+    actual = [*expert_layout_problems(config)]
+    assert (len(actual) == 1 and message in actual[0]) if message else not actual
 
 
 def test_loads_are_frozen_beside_adapters():

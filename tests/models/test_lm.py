@@ -232,9 +232,9 @@ def test_every_rotary_setting_reaches_the_layer():
     config = with_fields(ModelConfig(), {f"rotary.{name}": value for name, value in values.items()})
     unit, _ = pattern(config)[0]
     spec = unit[0].mixers[0].rotary
-    found = dataclasses.asdict(spec) | dataclasses.asdict(spec.scaling)
-    found["scaling"] = found.pop("kind")
-    assert found == values | {"scaling": "longrope"}
+    actual = dataclasses.asdict(spec) | dataclasses.asdict(spec.scaling)
+    actual["scaling"] = actual.pop("kind")
+    assert actual == values | {"scaling": "longrope"}
 
 
 @pytest.mark.parametrize("join", [",", "+"])
@@ -306,7 +306,7 @@ def test_prefill_and_decode_equal_forward(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_documents_equal_documents_alone(kind):
+def test_packed_documents_equal_single_documents(kind):
     model, _ = forward(kind)
     ids, cut = random_ids(1), 5
     positions = jnp.concatenate([jnp.arange(cut), jnp.arange(LENGTH - cut)])[None]
@@ -336,7 +336,7 @@ def test_packed_documents_do_not_leak():
 
 
 @pytest.mark.parametrize("place", ["dropout_hidden", "attention.dropout", "dropout_embedding"])
-def test_dropout_is_on_in_training_alone_and_differs_by_key(place):
+def test_dropout_is_on_only_in_training_and_differs_by_key(place):
     _, model = make("llama", **{place: 0.3})
     ids, rows = random_ids(), jnp.arange(2)
     positions = jnp.broadcast_to(jnp.arange(LENGTH), ids.shape)

@@ -78,7 +78,7 @@ def plain_losses(model: LM, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
     segments, positions = batch.segment_ids, batch.positions
     ctx = Context(positions, segments)
     x_BLD = model.hidden(batch.tokens, ctx)[0]
-    found = [losses(x_BLD, 0)]
+    actual = [losses(x_BLD, 0)]
     assert model.mtp is not None
     for d, depth in enumerate(model.mtp.depths, 1):
         here = dataclasses.replace(
@@ -90,13 +90,13 @@ def plain_losses(model: LM, batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
         weight = depth.projection.weight[...]
         x_BLD = e_BLD @ weight[: e_BLD.shape[-1]] + h_BLD @ weight[e_BLD.shape[-1] :]
         x_BLD = depth.final_norm(depth.layer(x_BLD, here)[0])
-        found.append(losses(x_BLD, d))
-    return found
+        actual.append(losses(x_BLD, d))
+    return actual
 
 
-def assert_same(found, wanted) -> None:
+def assert_same(actual, wanted) -> None:
     for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(wanted), strict=True
     ):
         error = np.abs(a - b).max()
         assert error <= TOLERANCE * np.abs(b).max() + FLOOR, jax.tree_util.keystr(path)
@@ -128,8 +128,8 @@ def test_a_loop_over_depths_gives_the_same_loss_and_gradients():
     assert_same(
         [sums["mtp_loss_sum"], sums["mtp_tokens"]], list(map(jnp.stack, zip(*later, strict=True)))
     )
-    found, expected = to_arrays(gradients), to_arrays(expected)
-    assert_same(found, expected)
+    actual, expected = to_arrays(gradients), to_arrays(expected)
+    assert_same(actual, expected)
 
 
 def test_batches_are_shifted_for_each_mtp_layer():
@@ -155,12 +155,12 @@ def test_each_depth_is_divided_by_its_own_tokens(reduction):
     zeros = jnp.zeros(mask.shape, jnp.int32)
     batch = Batch(zeros, zeros, zeros, jnp.asarray(mask))
     model = jax.eval_shape(lambda key: LM(key, tiny(MODEL).model), jax.random.key(0))
-    found = complete(batch, reduction, 1, LANGUAGE_MODELLING.masks(model, batch))
+    actual = complete(batch, reduction, 1, LANGUAGE_MODELLING.masks(model, batch))
     for depth in range(DEPTHS):
         each = mask[:, :, depth + 1 :].sum(axis=(1, 2))
         wanted = [each.sum()] * 2 if reduction is LossReduction.token_mean else 2 * each
-        np.testing.assert_array_equal(found.divisors[:, depth + 1], wanted)
-    assert found.divisors.shape == (2, 1 + DEPTHS)
+        np.testing.assert_array_equal(actual.divisors[:, depth + 1], wanted)
+    assert actual.divisors.shape == (2, 1 + DEPTHS)
 
 
 KINDS = {  # of the last layer

@@ -148,7 +148,7 @@ def gradient_program(kind: str, recompute: str, scan_layers: bool):
         loss_mask=np.ones(shape),
         rows=np.arange(B),
         divisors=np.full(1 + config.mtp.num_layers, 64.0),
-        share=np.array(1.0),
+        microbatch_weight=np.array(1.0),
     )
 
     @jax.jit
@@ -185,12 +185,12 @@ def test_the_compiled_program_recomputes_and_gradients_are_the_same(kind):
 def test_a_cache_is_the_same_with_and_without_the_loop():
     x_BLD = jax.random.normal(jax.random.key(1), (B, 8, D))
     ctx = Context(jnp.broadcast_to(jnp.arange(8), (B, 8)), cache_offset=jnp.int32(0))
-    found = []
+    actual = []
     for scan_layers in (True, False):
         _, stack, _ = run("llama", "minimal", scan_layers)
         out = jax.jit(lambda s, x: s(x, ctx, s.init_cache(B, 12))[:2])
-        found.append(out(stack, x_BLD))
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        actual.append(out(stack, x_BLD))
+    for a, b in zip(*map(jax.tree.leaves, actual), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 

@@ -19,6 +19,7 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
 from maxmeg.parallel.rules import RULES, is_variable, logical_axes
+from maxmeg.planning.cost import parameters
 from maxmeg.state import array_name
 
 SAME = 1e-5  # absolute, of logits about 1: the order of sums differs
@@ -178,10 +179,12 @@ def test_architecture_has_its_parameters(name: str):
     count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1))
     ends = 2 * config.vocab_size * config.hidden_size
     longer = count
+    assert parameters.num_parameters(config)[0] == count
     if name in IN_FILES:
         config.vocab_divisible_by, config.mtp.num_layers = 1, 1
         model = jax.eval_shape(lambda key: LM(key, config), jax.random.key(0))
         longer, _ = num_parameters(model)
+        assert parameters.num_parameters(config)[0] == longer
         assert longer + ends == IN_FILES[name]
     if name in PUBLISHED:
         assert count == PUBLISHED[name]
@@ -224,11 +227,13 @@ def test_a_token_uses_as_many_parameters_as_published(name: str):
     config, (number, unit, ends) = architecture(name), ACTIVE[name]
     count, routed = num_parameters(abstract_model(name, vocab_divisible_by=1))
     count -= routed * (config.moe.num_experts - config.moe.top_k) // config.moe.num_experts
+    assert parameters.num_parameters(config)[1] == count
     count -= (2 - ends) * config.vocab_size * config.hidden_size
     rounded = math.floor if name in CUT else round
     assert rounded(count / unit) == number
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_little_of_an_architecture_is_replicated(name: str):
     total = replicated = 0
@@ -340,12 +345,18 @@ def properties(model: LM, ids_BL: jax.Array) -> Found:
     return Found(loss, seen_L, forward_BLV[:, FIRST - 1 :], decoded_BLV)
 
 
-@pytest.mark.parametrize("family", SMALL)
+QUICK = ("gpt", "gemma3", "phi3")  # of the others, test_lm.py has every option
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SMALL],
+)
 def test_a_small_model_trains_is_causal_and_decodes(family: str):
     model = random_model(small(SMALL[family]))
     ids_BL = jax.random.randint(jax.random.key(1), (2, LENGTH), 0, VOCAB)
-    found = jax.jit(properties)(model, ids_BL)
-    assert jnp.isfinite(found.loss) and 1 < found.loss < 100
-    assert found.seen_L[: FIRST + 1].all() and not found.seen_L[FIRST + 1 :].any()
-    assert float(jnp.std(found.forward_BLV)) > 0.1
-    np.testing.assert_allclose(found.decoded_BLV, found.forward_BLV, atol=SAME)
+    actual = jax.jit(properties)(model, ids_BL)
+    assert jnp.isfinite(actual.loss) and 1 < actual.loss < 100
+    assert actual.seen_L[: FIRST + 1].all() and not actual.seen_L[FIRST + 1 :].any()
+    assert float(jnp.std(actual.forward_BLV)) > 0.1
+    np.testing.assert_allclose(actual.decoded_BLV, actual.forward_BLV, atol=SAME)

@@ -113,8 +113,8 @@ def arrays_of(case: Case, dtype: str) -> tuple[list, Operands]:
     arrays = [np.asarray(jnp.asarray(rng.normal(size=shape), dtype)) for shape in shapes]
     arrays.append(rng.normal(size=shapes[0][:3]).astype(np.float32))
     sinks = rng.normal(size=case.heads).astype(np.float32) if case.sinks else None
-    found = [documents(s) if s else None for s in (case.segments, case.key_segments)]
-    return arrays, Operands(case.offset, *found, sinks)
+    actual = [documents(s) if s else None for s in (case.segments, case.key_segments)]
+    return arrays, Operands(case.offset, *actual, sinks)
 
 
 def sees(case: Case, row: int, query: int, key: int) -> bool:
@@ -136,8 +136,8 @@ def expected(case: Case, arrays: list, operands: Operands) -> dict[str, np.ndarr
     q, k, v, d_out, d_lse = (np.asarray(x, np.float64) for x in arrays)
     spec, groups = case.spec, case.heads // case.groups
     scale = spec.scale or 1 / np.sqrt(case.head_dim)
-    found = {"out": 0 * d_out, "lse": 0 * d_lse, "dq": 0 * q, "dk": 0 * k, "dv": 0 * v}
-    found["dsinks"] = np.zeros(case.heads)
+    actual = {"out": 0 * d_out, "lse": 0 * d_lse, "dq": 0 * q, "dk": 0 * k, "dv": 0 * v}
+    actual["dsinks"] = np.zeros(case.heads)
     sinks = operands.sinks_H if case.sinks else np.full(case.heads, -np.inf)
     size = (2, q.shape[1], k.shape[1])
     seen = np.array([sees(case, *place) for place in np.ndindex(size)]).reshape(size)
@@ -154,14 +154,14 @@ def expected(case: Case, arrays: list, operands: Operands) -> dict[str, np.ndarr
         slope = weights * (slope + d_lse[b, :, h, None])
         if spec.softcap:
             slope *= 1 - (capped / spec.softcap) ** 2
-        found["out"][b, :, h] = out
-        found["lse"][b, :, h] = np.where(alive, np.log(np.where(alive, sums, 1)), UNSEEN)
-        found["dq"][b, :, h] = scale * slope @ k[b, :, g]
-        found["dk"][b, :, g] += scale * slope.T @ q[b, :, h]
-        found["dv"][b, :, g] += weights.T @ d_out[b, :, h]
+        actual["out"][b, :, h] = out
+        actual["lse"][b, :, h] = np.where(alive, np.log(np.where(alive, sums, 1)), UNSEEN)
+        actual["dq"][b, :, h] = scale * slope @ k[b, :, g]
+        actual["dk"][b, :, g] += scale * slope.T @ q[b, :, h]
+        actual["dv"][b, :, g] += weights.T @ d_out[b, :, h]
         share = np.exp(sinks[h]) / np.where(alive, sums, 1)
-        found["dsinks"][h] += share @ (d_lse[b, :, h] - (out * d_out[b, :, h]).sum(1))
-    return found
+        actual["dsinks"][h] += share @ (d_lse[b, :, h] - (out * d_out[b, :, h]).sum(1))
+    return actual
 
 
 def run(case: Case, arrays: list, operands: Operands, backend: str, jit=jax.jit) -> dict:
@@ -177,16 +177,16 @@ def run(case: Case, arrays: list, operands: Operands, backend: str, jit=jax.jit)
         (out, lse), pull = jax.vjp(call, *qkv, operands.sinks_H)
         return out, lse, *pull((d_out, d_lse))
 
-    found = jit(both)(arrays, operands)
-    named = zip(NAMES, found, strict=True)
+    actual = jit(both)(arrays, operands)
+    named = zip(NAMES, actual, strict=True)
     return {name: np.asarray(array) for name, array in named if array is not None}
 
 
-def error(found, wanted) -> float:
+def error(actual, wanted) -> float:
     """Of the norm; of a norm of nothing, the size. Infinite unless the same queries see nothing."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
     unseen = wanted == UNSEEN
-    if not np.array_equal(np.float32(found) == np.float32(UNSEEN), unseen):
+    if not np.array_equal(np.float32(actual) == np.float32(UNSEEN), unseen):
         return np.inf
-    found, wanted = np.where(unseen, 0, found), np.where(unseen, 0, wanted)
-    return float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
+    actual, wanted = np.where(unseen, 0, actual), np.where(unseen, 0, wanted)
+    return float(np.linalg.norm(actual - wanted) / (np.linalg.norm(wanted) or 1.0))

@@ -139,11 +139,11 @@ def run(case: Case, arrays: list, backend: str, jit=jax.jit, scale: float = SCAL
         loss, pull, losses = jax.vjp(call, h, w, has_aux=True)
         return loss, losses, *pull(jnp.float32(scale))
 
-    found = jit(both)(*arrays)
-    return {name: np.asarray(array) for name, array in zip(NAMES, found, strict=True)}
+    actual = jit(both)(*arrays)
+    return {name: np.asarray(array) for name, array in zip(NAMES, actual, strict=True)}
 
 
-def error(found, wanted) -> float:
+def error(actual, wanted) -> float:
     """Of the norm; of a norm of nothing, the size."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
+    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(actual - wanted) / (np.linalg.norm(wanted) or 1.0))

@@ -149,15 +149,15 @@ def run(case: Case, q, cache: PagedCache, sinks, backend: str, jit=jax.jit) -> d
     return {"out": np.asarray(out), "lse": np.asarray(lse)}
 
 
-def errors(found: dict, wanted: dict) -> dict[str, float]:
+def errors(actual: dict, wanted: dict) -> dict[str, float]:
     """Of the norm, by name; infinite unless the same queries see nothing and the rest is finite."""
     unseen = wanted["lse"] == UNSEEN
-    if not np.array_equal(found["lse"] == np.float32(UNSEEN), unseen):
+    if not np.array_equal(actual["lse"] == np.float32(UNSEEN), unseen):
         return {"lse": np.inf}
     measured = {}
     for name, mask in (("out", unseen[..., None]), ("lse", unseen)):
         reference = np.where(mask, 0, wanted[name])
-        difference = np.where(mask & (name == "lse"), 0, found[name]) - reference
+        difference = np.where(mask & (name == "lse"), 0, actual[name]) - reference
         size = np.linalg.norm(difference) / (np.linalg.norm(reference) or 1.0)
         measured[name] = float(size) if np.isfinite(size) else np.inf
     return measured

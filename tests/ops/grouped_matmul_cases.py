@@ -66,15 +66,15 @@ def arrays_of(case: Case, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
 def expected(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     """Product and gradients in float64, a group at a time."""
     x, w, slope = (np.asarray(array, np.float64) for array in arrays)
-    found = {"y": 0 * np.nan_to_num(slope), "dx": 0 * np.nan_to_num(x), "dw": 0 * w}
+    actual = {"y": 0 * np.nan_to_num(slope), "dx": 0 * np.nan_to_num(x), "dw": 0 * w}
     first = 0
     for group, size in enumerate(case.sizes):
         rows = slice(first, first + size)
-        found["y"][rows] = x[rows] @ w[group]
-        found["dx"][rows] = slope[rows] @ w[group].T
-        found["dw"][group] = x[rows].T @ slope[rows]
+        actual["y"][rows] = x[rows] @ w[group]
+        actual["dx"][rows] = slope[rows] @ w[group].T
+        actual["dw"][group] = x[rows].T @ slope[rows]
         first += size
-    return found
+    return actual
 
 
 def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str, np.ndarray]:
@@ -87,15 +87,15 @@ def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str,
         y, pull = jax.vjp(call, x, w)
         return y, *pull(slope)
 
-    found = jit(both)(*arrays, sizes)
-    return {name: np.asarray(array) for name, array in zip(NAMES, found, strict=True)}
+    actual = jit(both)(*arrays, sizes)
+    return {name: np.asarray(array) for name, array in zip(NAMES, actual, strict=True)}
 
 
 def tolerance(case: Case, name: str, dtype: str) -> float:
     return FP8_TOLERANCE[name] if case.fp8 else TOLERANCE[dtype]
 
 
-def error(found, wanted) -> float:
+def error(actual, wanted) -> float:
     """Of the norm; of a norm of nothing, the size. NaN where anything is NaN."""
-    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
-    return float(np.linalg.norm(found - wanted) / (np.linalg.norm(wanted) or 1.0))
+    actual, wanted = np.asarray(actual, np.float64), np.asarray(wanted, np.float64)
+    return float(np.linalg.norm(actual - wanted) / (np.linalg.norm(wanted) or 1.0))

@@ -27,31 +27,31 @@ def formula(name: str, x, up=1.0):
 def test_gradients_equal_finite_differences(name):
     given = inputs(name)
     cotangent = np.random.default_rng(1).normal(size=(3, 40)).astype(np.float32)
-    found = jax.jit(jax.grad(lambda g: jnp.sum(activate(name, **g) * cotangent)))(given)
+    actual = jax.jit(jax.grad(lambda g: jnp.sum(activate(name, **g) * cotangent)))(given)
     for key in given:
         ends = []
         for sign in (1, -1):
             moved = {k: np.float64(v) + (sign * STEP if k == key else 0) for k, v in given.items()}
             ends.append(formula(name, **moved))
         slope = cotangent * (ends[0] - ends[1]) / (2 * STEP)
-        assert np.abs(found[key] - slope).max() <= FINITE_DIFFERENCES * np.abs(slope).max(), key
+        assert np.abs(actual[key] - slope).max() <= FINITE_DIFFERENCES * np.abs(slope).max(), key
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_bfloat16_is_rounded_once(name):
     given = {key: jnp.bfloat16(value) for key, value in inputs(name).items()}
-    found = jax.jit(activate, static_argnums=0)(name, **given)
+    actual = jax.jit(activate, static_argnums=0)(name, **given)
     expected = formula(name, **{key: np.float64(value) for key, value in given.items()})
-    assert found.dtype == jnp.bfloat16
-    assert (np.abs(np.float64(found) - expected) <= BFLOAT16 * np.abs(expected) + 1e-6).all()
+    assert actual.dtype == jnp.bfloat16
+    assert (np.abs(np.float64(actual) - expected) <= BFLOAT16 * np.abs(expected) + 1e-6).all()
     slope = jax.grad(lambda g: jnp.sum(activate(name, **g).astype(jnp.float32)))(given)
     assert {value.dtype for value in slope.values()} == {jnp.dtype(jnp.bfloat16)}
 
 
 def test_clamped_and_offset_gates():
     given = inputs("quick_geglu")
-    found = jax.jit(lambda g: activate("quick_geglu", **g, clamp=1.5, offset=1.0))(given)
+    actual = jax.jit(lambda g: activate("quick_geglu", **g, clamp=1.5, offset=1.0))(given)
     x, up = (np.float64(given[key]) for key in ("x", "up"))
     assert (x > 1.5).any() and (x < -1.5).any() and (np.abs(up) > 1.5).any()
     expected = formula("quick_geglu", np.minimum(x, 1.5), np.clip(up, -1.5, 1.5) + 1)
-    np.testing.assert_allclose(found, expected, rtol=FINITE_DIFFERENCES, atol=FINITE_DIFFERENCES)
+    np.testing.assert_allclose(actual, expected, rtol=FINITE_DIFFERENCES, atol=FINITE_DIFFERENCES)

@@ -1,5 +1,6 @@
 """Every attention backend over one table, against softmax attention in float64 NumPy."""
 
+import dataclasses
 import logging
 import re
 
@@ -17,6 +18,7 @@ from ops.attention_cases import (
     error,
     expected,
     run,
+    sees,
 )
 
 import maxmeg.ops.attention.call as module
@@ -28,6 +30,7 @@ from maxmeg.ops.backend import Device
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
 CPU = Device("cpu")
+WITHIN_PIECES = 2  # queries of a block so small that a piece holds several
 ROUNDED = ("grouped", "uneven blocks", "documents", "everything", "heads of 128")
 
 
@@ -43,6 +46,8 @@ BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
 def prepared(name: str, dtype: str, monkeypatch) -> tuple:
     case = CASES[name]
     monkeypatch.setattr(xla, "QUERY_BLOCK", case.block)
+    if case.block <= WITHIN_PIECES:
+        monkeypatch.setattr(xla, "PIECES", 4)  # each is compiled separately
     return case, *arrays_of(case, dtype)
 
 
@@ -67,10 +72,10 @@ def test_results_and_gradients_equal_the_reference(name, dtype, backend, monkeyp
             run(case, arrays, operands, backend, jax.jit)
         return
     wanted = expected(case, arrays, operands)
-    found = run(case, arrays, operands, backend, jax.jit)
-    assert set(found) == set(wanted) - (set() if case.sinks else {"dsinks"})
-    assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
-    errors = {key: error(found[key], wanted[key]) for key in found}
+    actual = run(case, arrays, operands, backend, jax.jit)
+    assert set(actual) == set(wanted) - (set() if case.sinks else {"dsinks"})
+    assert actual["out"].dtype == dtype and actual["lse"].dtype == "float32"
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
     assert all(e <= TOLERANCE[dtype] for e in errors.values()), errors
 
 
@@ -136,7 +141,7 @@ STRANGE = {
 @pytest.mark.parametrize(
     ("name", "value"), [*((n, np.nan) for n in STRANGE), ("blocks", np.inf), ("grouped", -np.inf)]
 )
-def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(name, value, monkeypatch):
+def test_non_finite_values_reach_only_queries_that_see_them(name, value, monkeypatch):
     """In queries, keys and values of a row, and in the cotangents of the queries that see it."""
     case, arrays, operands = prepared(name, "float32", monkeypatch)
     rows, live = STRANGE[name]
@@ -149,14 +154,14 @@ def test_what_is_not_finite_reaches_those_who_see_it_and_no_others(name, value, 
     for array in strange[3:]:
         array[:, dead] = value
     wanted = run(case, clean, operands, "xla", jax.jit)
-    found = run(case, strange, operands, "xla", jax.jit)
+    actual = run(case, strange, operands, "xla", jax.jit)
     for key in ("out", "lse", "dq"):
-        np.testing.assert_allclose(found[key][:, live], wanted[key][:, live], rtol=1e-5, atol=1e-6)
-    assert np.isnan(found["out"][:, dead]).all() and np.isnan(found["lse"][:, dead]).all()
+        np.testing.assert_allclose(actual[key][:, live], wanted[key][:, live], rtol=1e-5, atol=1e-6)
+    assert np.isnan(actual["out"][:, dead]).all() and np.isnan(actual["lse"][:, dead]).all()
     kept = [n for n in range(case.length) if n not in rows]
     for key in ("dk", "dv"):
-        np.testing.assert_allclose(found[key][:, kept], wanted[key][:, kept], rtol=1e-5, atol=1e-6)
-        assert np.isfinite(found[key]).all()
+        np.testing.assert_allclose(actual[key][:, kept], wanted[key][:, kept], rtol=1e-5, atol=1e-6)
+        assert np.isfinite(actual[key]).all()
 
 
 def test_a_document_of_padding_holds_what_it_likes():
@@ -170,9 +175,9 @@ def test_a_document_of_padding_holds_what_it_likes():
         ]
         return run(case, filled, operands, "xla", jax.jit)
 
-    found = padded(np.nan)
+    actual = padded(np.nan)
     for key, wanted in padded(0).items():
-        np.testing.assert_allclose(found[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(actual[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
@@ -180,14 +185,14 @@ def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
         CASES["before the keys"],
         *arrays_of(CASES["before the keys"], "float32"),
     )
-    found = run(case, arrays, operands, "xla", jax.jit)
-    assert not found["out"][:, :4].any() and not found["dq"][:, :4].any()
-    assert (found["lse"][:, :4] == np.float32(UNSEEN)).all() and np.isfinite(found["lse"]).all()
+    actual = run(case, arrays, operands, "xla", jax.jit)
+    assert not actual["out"][:, :4].any() and not actual["dq"][:, :4].any()
+    assert (actual["lse"][:, :4] == np.float32(UNSEEN)).all() and np.isfinite(actual["lse"]).all()
     case = CASES["sinks alone"]
     arrays, operands = arrays_of(case, "float32")
-    found = run(case, arrays, operands, "xla", jax.jit)
-    np.testing.assert_allclose(found["lse"][:, :4], np.broadcast_to(operands.sinks_H, (2, 4, 2)))
-    assert not found["out"][:, :4].any()
+    actual = run(case, arrays, operands, "xla", jax.jit)
+    np.testing.assert_allclose(actual["lse"][:, :4], np.broadcast_to(operands.sinks_H, (2, 4, 2)))
+    assert not actual["out"][:, :4].any()
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if CASES[name].block < 512])
@@ -214,7 +219,7 @@ def test_keys_outside_the_range_of_a_block_are_seen_by_none_of_it(name, monkeypa
 
 
 @pytest.mark.parametrize("spec", [ScoreSpec(), FULL, ScoreSpec(window=64)])
-def test_memory_grows_with_the_length_alone(spec, monkeypatch):
+def test_memory_grows_linearly_with_the_length(spec, monkeypatch):
     """Forward and backward, packed documents; with the square of it, it would grow four times."""
     monkeypatch.setattr(xla, "QUERY_BLOCK", 16)
     monkeypatch.setattr(xla, "PIECES", 4)
@@ -236,8 +241,7 @@ def test_memory_grows_with_the_length_alone(spec, monkeypatch):
 
 @pytest.mark.parametrize("named", ["cudnn", "mosaic", "triton"])
 def test_what_an_old_gpu_lacks_is_named_and_auto_takes_the_reference(named, monkeypatch, caplog):
-    for asked in (choice, module):
-        monkeypatch.setattr(asked, "target_device", lambda: Device("cuda", (7, 0)))
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (7, 0)))
     x = jax.ShapeDtypeStruct((1, 4, 2, 64), jnp.bfloat16)
     with pytest.raises(ValueError, match=rf"{named} cannot run: it needs .*found 7\.0"):
         jax.eval_shape(lambda x: attention(x, x, x, backend=named), x)
@@ -253,17 +257,49 @@ def test_auto_runs_the_reference_on_a_cpu_and_says_so_once(caplog):
     arrays, operands = arrays_of(CASES["grouped"], "float32")
     choice.log_choice.cache_clear()
     with caplog.at_level(logging.INFO, "maxmeg"):
-        found = [
+        actual = [
             attend(arrays[:3], operands, ScoreSpec(), backend=b) for b in ("auto", "auto", "xla")
         ]
-    np.testing.assert_array_equal(found[0], found[2])
+    np.testing.assert_array_equal(actual[0], actual[2])
     assert [record.getMessage() for record in caplog.records] == ["attention backend: xla"]
 
 
-def test_every_choice_names_backends_and_some_choice_fits_anything():
-    assert all(set(choice.order) <= set(module.BACKENDS) for choice in module.CHOICES)
-    for cuda in (True, False):
-        assert max(c.head_dim for c in module.CHOICES if c.cuda == cuda) >= 2**31
+@pytest.mark.parametrize("name", CASES)
+def test_pairs_are_those_of_the_mask_and_of_the_blocks(name, monkeypatch):
+    """By a loop over all pairs; without documents, which a count of pairs does not know."""
+    case = dataclasses.replace(CASES[name], segments=())
+    monkeypatch.setattr(xla, "QUERY_BLOCK", case.block)
+    keys, call = case.keys or case.length, (case.length, case.keys or case.length)
+    seen = np.array([sees(case, 0, *pair) for pair in np.ndindex(call)]).reshape(call)
+    assert xla.visible_pairs(*call, case.spec, case.offset) == seen.sum()
+    computed = xla.computed_pairs(*call, case.spec, case.offset)
+    assert seen.sum() <= computed <= case.length * keys
+    if keys == case.length and case.offset == 0:
+        blocks = [seen[start:stop].any(axis=0) for start, stop in xla.pieces(keys)]
+        assert max(block.sum() for block in blocks) <= xla.most_keys(keys, case.spec) <= keys
+
+
+WARNED = {  # why: the call
+    "softcap=30.0 is not supported": {"spec": ScoreSpec(softcap=30.0)},
+    "dtype float32 is neither": {"dtype": "float32"},
+    "head dim 512 is not": {"head_dim": 512},
+}
+
+
+@pytest.mark.parametrize("why", WARNED)
+def test_attention_in_plain_xla_on_a_gpu_is_a_warning_with_its_price(why, monkeypatch, caplog):
+    """1,024 queries in two blocks of 512: 512 x 512 + 512 x 1,024 pairs of 2 x 4 heads."""
+    call = {"dtype": "bfloat16", "head_dim": 64, "spec": ScoreSpec()} | WARNED[why]
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    monkeypatch.setattr(module, "WARNED", set())
+    for length in (512, 1024, 1024):
+        x = jax.ShapeDtypeStruct((2, length, 4, call["head_dim"]), call["dtype"])
+        jax.eval_shape(lambda x: attention(x, x, x, call["spec"]), x)
+    (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    text = record.getMessage()
+    assert why in text and "0.0252 GB" in text and "1,024 queries x 768 keys" in text
+    assert "1.5 times as many pairs" in text
+    assert ("mosaic" in text) == ("softcap" in why)
 
 
 def test_a_named_backend_that_cannot_run_raises_and_says_why():
@@ -315,7 +351,7 @@ def dropped(case: Case, first_head: int = 0, rows=(0, 1), heads: slice = slice(N
     return attend((q, k, v), Operands(dropout=spec), case.spec, backend="xla")  # [B, L, H, M]
 
 
-def test_dropped_weights_depend_on_row_head_and_query_alone(monkeypatch):
+def test_dropped_weights_depend_only_on_row_head_and_query(monkeypatch):
     case = CASES["blocks"]
     whole = dropped(case)
     seen = np.tril(np.ones((48, 48), bool))[None, :, None]
@@ -325,6 +361,7 @@ def test_dropped_weights_depend_on_row_head_and_query_alone(monkeypatch):
     later = dropped(case, first_head=2, heads=slice(2, None))
     np.testing.assert_array_equal(later == 0, whole[:, :, 2:] == 0)
     np.testing.assert_array_equal(dropped(case, rows=(1,)) == 0, whole[1:] == 0)
+    monkeypatch.setattr(xla, "PIECES", 6)
     for block in (8, 1):  # blocks of their own, and within pieces
         monkeypatch.setattr(xla, "QUERY_BLOCK", block)
         np.testing.assert_array_equal(dropped(case) == 0, whole == 0)

@@ -1,5 +1,6 @@
 """What cuDNN is given and what it refuses; no kernel runs here."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from ops.attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
+from ops.attention_cases import CASES, NAMES, TOLERANCE, arrays_of, error, expected, run
 
 import maxmeg.ops.attention.call as module
 import maxmeg.ops.attention.cudnn as cudnn
@@ -44,15 +45,17 @@ REFUSED = {  # what the reason says: the call
     "head dim 192 is not a multiple of 8 up to 128": {"sizes": (192, 192), "device": ABSENT},
     "head dim 128 of values is more than 64 of keys": {"sizes": (64, 128)},
     "192 is not a multiple of 8 up to 128": {"sizes": (192, 128), "device": AMPERE},
-    "segment ids": {"segments_BL": GIVEN},
-    "dropout": {"dropout": GIVEN},
-    "sinks": {"sinks_H": GIVEN},
+    "dropout is not supported: cuDNN draws from a seed": {"dropout": GIVEN},
     "softcap=30.0": {"spec": ScoreSpec(softcap=30.0)},
-    "chunk=2": {"spec": ScoreSpec(chunk=2)},
+    "need queries that are also the keys": {"segments_BL": GIVEN, "key_segments_BM": GIVEN},
+    "also the keys, from position 0": {"spec": FULL, "lengths": (2, 4), "segments_BL": GIVEN},
+    "documents and chunks need": {"spec": ScoreSpec(causal=False, chunk=2), "offset": 2},
+    "10.x are not proved": {"segments_BL": GIVEN, "device": BLACKWELL},
+    "head dim 192 > 128": {"sizes": (192, 128), "segments_BL": GIVEN},
+    "head dim 256 > 128": {"sizes": (256, 256), "spec": ScoreSpec(chunk=2)},
     "one length": {"lengths": (2, 4), "offset": 2},
     "from position 0": {"offset": 2},
     "queries and keys of one length, from position 0": {"offset": np.int32(0)},
-    "window=2 needs causal": {"spec": ScoreSpec(causal=False, window=2)},
     "5 queries and 5 keys: backward needs even": {"lengths": (5, 5)},
     "4 queries and 7 keys": {"lengths": (4, 7), "spec": FULL},
 }
@@ -72,6 +75,21 @@ def test_nothing_against_the_usual_shapes_on_a_gpu(dtype, size, device):
     assert refusal(**call) == ""
     assert refusal(**call, spec=ScoreSpec(window=3, scale=0.1)) == ""
     assert refusal(**call, spec=FULL, lengths=(2, 6), offset=np.int32(3)) == ""
+    assert refusal(**call, sinks_H=GIVEN) == ""
+    masks = ({"segments_BL": GIVEN}, {"spec": ScoreSpec(chunk=2)})
+    masks += ({"spec": ScoreSpec(causal=False, window=2)}, {"segments_BL": GIVEN, "spec": FULL})
+    for mask in masks:
+        assert bool(refusal(**call, **mask)) == (device == BLACKWELL)
+
+
+def test_rules_with_settings_that_are_not_known_are_not_called(monkeypatch):
+    def rule(query, key, value, temperature):
+        pass
+
+    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_fwd_rule", rule)
+    for operand in ("segments_BL", "sinks_H"):
+        assert "with unknown settings temperature" in refusal(**{operand: GIVEN})
+    assert refusal() == ""
 
 
 def test_nothing_against_large_heads_on_hopper(monkeypatch):
@@ -80,8 +98,8 @@ def test_nothing_against_large_heads_on_hopper(monkeypatch):
     for version, reason in ((91000, ""), (90900, "head dim 192 is not")):
         monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda version=version: version)
         assert refusal(sizes=(192, 128)) == ""
-        found = refusal(sizes=(192, 128), device=BLACKWELL)
-        assert reason in found and bool(reason) == bool(found)
+        actual = refusal(sizes=(192, 128), device=BLACKWELL)
+        assert reason in actual and bool(reason) == bool(actual)
 
 
 def test_auto_takes_cudnn_where_it_can(monkeypatch):
@@ -89,9 +107,8 @@ def test_auto_takes_cudnn_where_it_can(monkeypatch):
 
     def chosen(head_dim: int, dtype: str, **options) -> str:
         x = jax.ShapeDtypeStruct((1, 4, 2, head_dim), dtype)
-        order = module.preference(head_dim, choice.target_device())
         call = (x, x, x, ScoreSpec(**options), Operands())
-        return choice.pick("attention", module.BACKENDS, order, "auto", call)
+        return module.choice(call, "auto", choice.target_device())[0]
 
     assert chosen(64, "bfloat16") == "cudnn"
     assert chosen(64, "float32") == "xla"
@@ -99,38 +116,56 @@ def test_auto_takes_cudnn_where_it_can(monkeypatch):
     assert chosen(512, "bfloat16") == "xla"
 
 
-LOWERED = {  # head dims, queries and keys, spec
+LOWERED = {  # head dims, queries and keys, spec, operands
     "causal": ((128, 128), (64, 64), ScoreSpec()),
     "all keys": ((64, 64), (32, 64), FULL),
     "window": ((80, 80), (64, 64), ScoreSpec(window=16, scale=0.5)),
     "large heads": ((256, 256), (64, 64), ScoreSpec(window=16)),
     "smaller values": ((192, 128), (64, 64), ScoreSpec()),
     "padded values": ((96, 64), (64, 64), ScoreSpec()),
+    "sinks": ((64, 64), (64, 64), ScoreSpec(window=16), "sinks_H"),
+    "documents": ((128, 128), (64, 64), ScoreSpec(), "segments_BL"),
+    "documents, window, sinks": (
+        *((64, 64), (64, 64), ScoreSpec(window=16)),
+        *("segments_BL", "sinks_H"),
+    ),
+    "documents, all keys": ((64, 64), (64, 64), FULL, "segments_BL"),
+}
+OPERANDS = {
+    "segments_BL": jax.ShapeDtypeStruct((2, 64), "int32"),
+    "sinks_H": jax.ShapeDtypeStruct((4,), "float32"),
 }
 
 
 @pytest.mark.parametrize("name", LOWERED)
 def test_what_is_not_refused_lowers_for_cuda(name, monkeypatch):
     """jax's own checks, as on a Hopper, and cuDNN's call with our mask, window and scale."""
-    (K, V), (L, M), spec = LOWERED[name]
+    (K, V), (L, M), spec, *names = LOWERED[name]
     monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 92800)
     for user in (choice, cudnn):
         monkeypatch.setattr(user, "target_device", lambda: HOPPER)
     shapes = ((2, L, 4, K), (2, M, 2, K), (2, M, 2, V))
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
-    def gradient(*qkv):
+    def gradient(operands, *qkv):
         def loss(*qkv):
-            out, lse = attention_with_lse(*qkv, spec, backend="cudnn")
+            out, lse = attention_with_lse(*qkv, spec, operands, backend="cudnn")
             return jnp.sum(out.astype(jnp.float32)) + jnp.sum(lse)
 
         return jax.grad(loss, (0, 1, 2))(*qkv)
 
-    text = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__cudnn$fmhaSoftmax(" in text and "__cudnn$fmhaSoftmaxBackward(" in text
+    operands = Operands(0, **{name: OPERANDS[name] for name in names})
+    traced = jax.jit(lambda some, *qkv: gradient(some._replace(offset=0), *qkv)).trace(
+        operands._replace(offset=None), *arrays
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    biased = "segments_BL" in names
+    kind = "ScaleBiasSoftmax" if biased else "Softmax"
+    assert f"__cudnn$fmha{kind}(" in text and f"__cudnn$fmha{kind}Backward(" in text
+    assert f"__cudnn$fmha{'Softmax' if biased else 'ScaleBiasSoftmax'}" not in text
     mask = "CAUSAL" if spec.causal else "NO_MASK"
-    scale = spec.scale or K**-0.5
-    for setting in (f'"mask_type": "{mask}"', f'"sliding_window_length": {spec.window}'):
+    scale, window = spec.scale or K**-0.5, 0 if biased else spec.window
+    for setting in (f'"mask_type": "{mask}"', f'"sliding_window_length": {window}'):
         assert setting in text.replace("\\22", '"')
     assert f'"fmha_scale": {scale}' in text.replace("\\22", '"')
 
@@ -157,8 +192,88 @@ def test_the_log_sum_exp_has_a_gradient(name, monkeypatch):
     case = CASES[name]
     arrays, operands = arrays_of(case, "float32")
     jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    found, wanted = run(case, arrays, operands, "cudnn", jit), expected(case, arrays, operands)
-    errors = {key: error(found[key], wanted[key]) for key in found}
+    actual, wanted = run(case, arrays, operands, "cudnn", jit), expected(case, arrays, operands)
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
+    assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
+
+
+def scores_of(query, key, bias, scale, mask_type, window):
+    """float32 scores [B, G, J, L, M] of cuDNN's call, -inf where its own mask is."""
+    (B, L, H, K), (M, G) = query.shape, key.shape[1:3]
+    grouped = query.reshape(B, L, G, H // G, K)
+    scores = scale * jnp.einsum("BLGJK,BMGK->BGJLM", grouped, key)
+    scores += bias[:, :, None] if bias.size else 0
+    behind_LM = jnp.arange(L)[:, None] - jnp.arange(M)
+    seen_LM = (behind_LM >= 0) | (mask_type is cudnn.fused.MaskType.NO_MASK)
+    seen_LM &= behind_LM < (window or M)
+    return jnp.where(seen_LM, scores, -jnp.inf)
+
+
+def pretended_forward(
+    query, key, value, bias, scale, variadic_args, mask_type, sliding_window_length
+):
+    assert variadic_args == (bias.size > 0, False)
+    scores = scores_of(query, key, bias, scale, mask_type, sliding_window_length)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    out = jnp.einsum("BGJLM,BMGV->BLGJV", jnp.exp(scores - lse[..., None]), value)
+    out = out.reshape(*query.shape[:3], -1)
+    lse = lse.reshape(query.shape[0], -1, query.shape[1])
+    return (out, lse), (query, key, value, bias, lse, out)
+
+
+def pretended_backward(
+    scale, variadic_args, mask_type, sliding_window_length, return_residual, res, grad_output
+):
+    """FlashAttention's backward, from the output and the log-sum-exp that it is given."""
+    assert not return_residual
+    query, key, value, bias, lse, out = res
+    scores = scores_of(query, key, bias, scale, mask_type, sliding_window_length)
+    B, G, J, L, _ = scores.shape
+    weights = jnp.exp(scores - lse.reshape(B, G, J, L, 1))
+    slope, out = (x.reshape(B, L, G, J, -1) for x in (grad_output, out))
+    inner = jnp.moveaxis(jnp.sum(slope * out, axis=-1), 1, 3)[..., None]
+    slope_of_scores = jnp.einsum("BLGJV,BMGV->BGJLM", slope, value) - inner
+    slope_of_scores *= scale * weights
+    dq = jnp.einsum("BGJLM,BMGK->BLGJK", slope_of_scores, key).reshape(query.shape)
+    dk = jnp.einsum("BGJLM,BLGJK->BMGK", slope_of_scores, query.reshape(B, L, G, J, -1))
+    return dq, dk, jnp.einsum("BGJLM,BLGJV->BMGV", weights, slope), None
+
+
+BY_RULES = {
+    name: CASES[name]
+    for name in (
+        *("documents", "documents, all keys", "documents in blocks", "documents, window", "chunks"),
+        *(
+            "chunks of all keys",
+            "window and chunks",
+            "window on both sides",
+            "sinks",
+            "sinks, window",
+        ),
+    )
+} | {
+    "documents, sinks": dataclasses.replace(CASES["documents"], sinks=True),
+    "documents, window, sinks": dataclasses.replace(CASES["documents, window"], sinks=True),
+    "sinks, all keys": dataclasses.replace(CASES["all keys"], sinks=True),
+    "padded values, documents": dataclasses.replace(CASES["documents"], head_dim=12, value_dim=8),
+}
+
+
+@pytest.mark.parametrize("name", BY_RULES)
+def test_masks_and_sinks_around_cudnn_are_those_of_the_reference(name, monkeypatch):
+    """Output, log-sum-exp and all gradients, with cuDNN's forward and backward by formulas."""
+    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_fwd_rule", pretended_forward)
+    monkeypatch.setattr(cudnn.fused, "_dot_product_attention_bwd_rule", pretended_backward)
+    monkeypatch.setattr(cudnn.fused, "check_cudnn_version", lambda: 91200)
+    monkeypatch.setattr(cudnn.fused, "dot_product_attention", pretended)
+    monkeypatch.setattr(cudnn.fused, "get_large_negative_number", lambda dtype: -(2.0**41))
+    monkeypatch.setattr(cudnn, "refuses", lambda *call: "")
+    case = BY_RULES[name]
+    arrays, operands = arrays_of(case, "float32")
+    jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    actual, wanted = run(case, arrays, operands, "cudnn", jit), expected(case, arrays, operands)
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
+    assert set(errors) == set(NAMES) - (set() if case.sinks else {"dsinks"})
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 

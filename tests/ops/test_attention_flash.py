@@ -67,8 +67,8 @@ def plain(monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_mask_and_sink_reaches_the_kernel(name):
     case, (arrays, operands) = CASES[name], arrays_of(CASES[name], "float32")
-    wanted, found = expected(case, arrays, operands), run(case, arrays, operands, "plain")
-    errors = {key: error(found[key], wanted[key]) for key in found}
+    wanted, actual = expected(case, arrays, operands), run(case, arrays, operands, "plain")
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 
@@ -84,8 +84,8 @@ def test_rows_of_padding_up_to_whole_blocks_change_nothing(name, monkeypatch):
     monkeypatch.setattr(attention_mosaic, "kernel_module", lambda name: kernels)
     monkeypatch.setattr(module.BACKENDS["plain"], "attend", attention_mosaic.attend)
     case, (arrays, operands) = CASES[name], arrays_of(CASES[name], "float32")
-    wanted, found = expected(case, arrays, operands), run(case, arrays, operands, "plain")
-    errors = {key: error(found[key], wanted[key]) for key in found}
+    wanted, actual = expected(case, arrays, operands), run(case, arrays, operands, "plain")
+    errors = {key: error(actual[key], wanted[key]) for key in actual}
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 
@@ -100,10 +100,10 @@ def padded(value: float):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_padding_that_is_not_finite_reaches_no_live_row(value):
-    found = padded(value)
+    actual = padded(value)
     for key, wanted in padded(0.0).items():
-        np.testing.assert_allclose(found[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
-    assert np.isnan(found["out"][:, 8:]).all() and np.isnan(found["lse"][:, 8:]).all()
+        np.testing.assert_allclose(actual[key][:, :8], wanted[:, :8], rtol=1e-5, atol=1e-6)
+    assert np.isnan(actual["out"][:, 8:]).all() and np.isnan(actual["lse"][:, 8:]).all()
 
 
 def test_the_guard_is_what_keeps_it_away():
@@ -117,8 +117,8 @@ def test_the_guard_is_what_keeps_it_away():
 def test_documents_that_return_make_their_row_nan_and_no_other():
     case, (arrays, _) = CASES["documents"], arrays_of(CASES["documents"], "float32")
     segments = np.array([[7] * 6 + [1] * 6, [1] * 3 + [0] * 6 + [1] * 3])
-    found = run(case, arrays, Operands(segments_BL=segments), "plain")
-    assert np.isnan(found["out"][1]).all() and np.isfinite(found["out"][0]).all()
+    actual = run(case, arrays, Operands(segments_BL=segments), "plain")
+    assert np.isnan(actual["out"][1]).all() and np.isfinite(actual["out"][0]).all()
 
 
 REFUSED = {

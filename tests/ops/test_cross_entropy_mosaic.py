@@ -71,8 +71,8 @@ def test_losses_and_gradients_equal_the_reference(name, modelled):
     modelled.setattr(mosaic, "CHUNK", 8 * case.tokens)
     assert mosaic.chunk_words(case.tokens, case.words) == 8
     arrays = arrays_of(case, "float32")
-    wanted, found = expected(case, arrays), run(case, arrays, "mosaic", jax.jit)
-    errors = {key: error(found[key], wanted[key]) for key in wanted}
+    wanted, actual = expected(case, arrays), run(case, arrays, "mosaic", jax.jit)
+    errors = {key: error(actual[key], wanted[key]) for key in wanted}
     assert max(errors.values()) <= TOLERANCE["float32"], errors
 
 
@@ -83,8 +83,8 @@ def test_a_vocabulary_over_devices_is_the_whole_one(modelled):
     gradient, _ = over_vocabulary(case, "mosaic")
     padded = np.pad(w, ((0, 32 - case.words), (0, 0)))
     loss, losses, dh, dw = jax.jit(gradient)(h, padded, targets, weights)
-    found = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
-    for key, array in found.items():
+    actual = {"loss": loss, "losses": losses, "dh": dh.sum(axis=0), "dw": dw[: case.words]}
+    for key, array in actual.items():
         assert error(array, wanted[key]) <= TOLERANCE["float32"], key
 
 

@@ -44,22 +44,22 @@ def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkey
         with pytest.raises(ValueError, match=re.escape(reason)):  # named, it never gives way
             run(case, *arrays, backend)
         return
-    found = run(case, *arrays, backend, jax.jit)
-    assert found["out"].dtype == dtype and found["lse"].dtype == "float32"
-    measured = errors(found, expected(case, *arrays))
+    actual = run(case, *arrays, backend, jax.jit)
+    assert actual["out"].dtype == dtype and actual["lse"].dtype == "float32"
+    measured = errors(actual, expected(case, *arrays))
     assert all(e <= TOLERANCE[dtype] for e in measured.values()), measured
 
 
 def test_it_is_attention_over_the_gathered_cache():
     case = CASES["everything"]
     q, cache, sinks = arrays_of(case, "float32")
-    found = run(case, q, cache, sinks, "auto", jax.jit)
+    actual = run(case, q, cache, sinks, "auto", jax.jit)
     for row in (0, 3):
         operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks)
         qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
         call = functools.partial(attention_with_lse, spec=case.spec, operands=operands)
         wanted = jax.jit(call)(*qkv)
-        for part, whole in zip((found["out"], found["lse"]), wanted, strict=True):
+        for part, whole in zip((actual["out"], actual["lse"]), wanted, strict=True):
             np.testing.assert_allclose(part[row], whole[0], rtol=1e-4, atol=1e-5)
 
 
@@ -72,18 +72,18 @@ def test_one_query_needs_no_dimension_of_its_own():
     assert decode_attention(jnp.asarray(q[:, 0]), cache)[0].shape == (5, 4, 64)
 
 
-def test_what_is_not_finite_reaches_its_own_row_alone():
+def test_non_finite_values_reach_only_their_row():
     """A key that is seen is NaN in the row, as in `attention`; the other rows are as they were."""
     case = CASES["several blocks"]
     q, cache, sinks = arrays_of(case, "float32")
     wanted = run(case, q, cache, sinks, "xla", jax.jit)
     pages = cache.k_pages.copy()
     pages[cache.page_table[1, 2]] = np.nan
-    found = run(case, q, cache._replace(k_pages=pages), sinks, "xla", jax.jit)
+    actual = run(case, q, cache._replace(k_pages=pages), sinks, "xla", jax.jit)
     for key in ("out", "lse"):
-        assert np.isnan(found[key][1]).all()
+        assert np.isnan(actual[key][1]).all()
         others = [0, 2, 3, 4]
-        np.testing.assert_array_equal(found[key][others], wanted[key][others])
+        np.testing.assert_array_equal(actual[key][others], wanted[key][others])
 
 
 def described(case: Case, dtype=jnp.bfloat16, pool: int = 64) -> tuple:
@@ -113,11 +113,15 @@ def test_memory_does_not_grow_with_the_cache(monkeypatch):
 def test_auto_takes_the_reference_even_where_the_kernel_could_run(monkeypatch, caplog):
     monkeypatch.setattr(choice, "target_device", lambda: HOPPER)
     choice.log_choice.cache_clear()
+    module.warn_of_xla.cache_clear()
     arguments = described(Case(pages=4))
     assert module.BACKENDS["mosaic"].refuses(*arguments, ScoreSpec(), None, HOPPER) == ""
     with caplog.at_level(logging.INFO, "maxmeg"):
         jax.eval_shape(decode_attention, *arguments)
-    assert [record.getMessage() for record in caplog.records] == ["decode attention backend: xla"]
+        jax.eval_shape(decode_attention, *arguments)
+    chosen, warned = caplog.records
+    assert chosen.getMessage() == "decode attention backend: xla"
+    assert warned.levelno == logging.WARNING and "in plain XLA on the GPU" in warned.getMessage()
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,9 @@ def test_everything_equals_a_loop_over_experts(top_k, kind, span):
     x, weights, into, out = arrays(top_k)
     operands = (x, weights, into[first : first + count], out[first : first + count])
     both = (both_ways(make(experts, first, count), operands) for make in (sorted_experts, loop))
-    for found, wanted in zip(*both, strict=True):
+    for actual, wanted in zip(*both, strict=True):
         limit = TOLERANCE * (1 + np.abs(wanted).max())
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=limit)
 
 
 def both_ways(function, operands) -> tuple:
@@ -120,9 +120,9 @@ def test_copies_beyond_the_capacity_count_for_nothing(kind, factor, by_weight, p
 
     run = limited(jnp.asarray(experts), capacity, by_weight, pads)
     both = (both_ways(function, operands) for function in (run, without_dropped))
-    for found, wanted in zip(*both, strict=True):
+    for actual, wanted in zip(*both, strict=True):
         limit = TOLERANCE * (1 + np.abs(wanted).max())
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=limit)
+        np.testing.assert_allclose(actual, wanted, rtol=0, atol=limit)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_low_precision_sums_in_float32():
     experts = jnp.asarray(choices("random", 4))
     order = sort_by_expert(experts, EXPERTS)
     y = jax.random.randint(jax.random.key(0), (TOKENS * 4, WIDTH), -256, 257).astype(jnp.bfloat16)
-    found = collect(y, order)
+    actual = collect(y, order)
     wanted = jnp.sum(y[order.rows_TK].astype(jnp.float32), axis=1)
-    assert found.dtype == jnp.bfloat16
-    assert np.array_equal(found, wanted.astype(jnp.bfloat16))
+    assert actual.dtype == jnp.bfloat16
+    assert np.array_equal(actual, wanted.astype(jnp.bfloat16))

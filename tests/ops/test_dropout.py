@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxmeg.ops.dropout import dropout, fold, random_bits
+from maxmeg.ops.dropout import dropout
 
 SHAPE = (8, 32, 64)  # rows, positions, width
 KEY = jax.random.key(3)
@@ -49,38 +49,6 @@ def test_another_key_gives_another_mask():
     x = jnp.ones((4, 64))
     a, b = (dropout(x, 0.5, jax.random.key(seed), jnp.arange(4)) for seed in (0, 1))
     assert (a != b).any()
-
-
-def bits(key=KEY, rows=512, first=0) -> np.ndarray:
-    """[bit, row, position, feature] of 0 and 1."""
-    places = jnp.arange(rows)[:, None], jnp.arange(8)[None]
-    words = np.asarray(random_bits((rows, 8, 64), key, *places, first=first))
-    return np.stack([((words >> bit) & 1).astype(np.uint8) for bit in range(32)])
-
-
-@pytest.mark.parametrize("axis", ["row", "position", "feature", "key"])
-def test_bits_are_even_and_neighbours_do_not_tell_of_each_other(axis):
-    """Of each of the 32 bits, in steps of 1, 2 and 4 along one coordinate or of the key."""
-    found, places = bits(), {"row": 1, "position": 2, "feature": 3}
-    limit = 5 * found[0].size ** -0.5
-    assert np.abs(2 * found.mean((1, 2, 3)) - 1).max() < limit
-    for step in (1, 2, 4):
-        other = bits(fold(KEY, step)) if axis == "key" else np.roll(found, step, places[axis])
-        agreement = 2 * (found == other).mean((1, 2, 3)) - 1
-        assert np.abs(agreement).max() < limit, step
-
-
-def test_a_changed_bit_of_a_coordinate_changes_half_of_the_bits():
-    rows = jnp.arange(4096, dtype=jnp.uint32)
-    plain = np.asarray(random_bits((4096, 1), KEY, rows))
-    for bit in range(32):
-        other = np.asarray(random_bits((4096, 1), KEY, rows ^ np.uint32(1 << bit)))
-        changed = np.unpackbits((plain ^ other).view(np.uint8)).mean()
-        assert abs(changed - 0.5) < 0.01, bit
-
-
-def test_a_part_of_a_vector_has_its_part_of_the_bits():
-    np.testing.assert_array_equal(bits(first=3)[..., :-3], bits()[..., 3:])
 
 
 @settings(max_examples=20)

@@ -38,13 +38,13 @@ RUNS += [("bfloat16", name) for name in ROUNDED]
 def test_product_and_gradients_equal_the_reference(backend: str, dtype: str, name: str):
     case = CASES[name]
     arrays, sizes = arrays_of(case, dtype)
-    found, wanted = run(case, arrays, sizes, backend, jax.jit), expected(case, arrays)
+    actual, wanted = run(case, arrays, sizes, backend, jax.jit), expected(case, arrays)
     for part in NAMES:
-        assert found[part].dtype == dtype
-        assert error(found[part], wanted[part]) < tolerance(case, part, dtype), part
+        assert actual[part].dtype == dtype
+        assert error(actual[part], wanted[part]) < tolerance(case, part, dtype), part
     live = sum(case.sizes)
-    assert not found["y"][live:].any() and not found["dx"][live:].any()
-    assert not found["dw"][np.asarray(case.sizes) == 0].any()
+    assert not actual["y"][live:].any() and not actual["dx"][live:].any()
+    assert not actual["dw"][np.asarray(case.sizes) == 0].any()
 
 
 def test_gradients_by_finite_differences():
@@ -60,9 +60,9 @@ def test_gradients_by_finite_differences():
     for _ in range(3):
         dx, dw = (np.float32(rng.normal(size=array.shape)) for array in (x, w))
         dx, dw = dx / np.linalg.norm(dx), dw / np.linalg.norm(dw)
-        found = sum(float(np.vdot(g, d)) for g, d in zip(grads, (dx, dw), strict=True))
+        actual = sum(float(np.vdot(g, d)) for g, d in zip(grads, (dx, dw), strict=True))
         ahead, back = (float(value(x + s * dx, w + s * dw)) for s in (step, -step))
-        assert abs((ahead - back) / (2 * step) - found) < FINITE_DIFFERENCES * (1 + abs(found))
+        assert abs((ahead - back) / (2 * step) - actual) < FINITE_DIFFERENCES * (1 + abs(actual))
 
 
 def test_sizes_may_be_known_only_when_run():
@@ -80,11 +80,11 @@ def test_quantize_keeps_its_range():
     x = np.float32([[0, 0], [3e-39, 1e-39], [1e37, -3e38], [1, FP8_MAX], [np.nan, 1]])
     eight, scale = quantize(jnp.asarray(x, jnp.bfloat16))
     assert eight.dtype == module.FP8 and scale.shape == (5,)
-    found = np.asarray(eight, np.float32) * np.asarray(scale)[:, None]
+    actual = np.asarray(eight, np.float32) * np.asarray(scale)[:, None]
     rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
     usual = [0, 2, 3]
-    near = np.abs(found - rounded) <= HALF_STEP * np.abs(rounded)
-    assert near[usual].all() and np.isfinite(found[:4]).all() and np.isnan(found[4, 0])
+    near = np.abs(actual - rounded) <= HALF_STEP * np.abs(rounded)
+    assert near[usual].all() and np.isfinite(actual[:4]).all() and np.isnan(actual[4, 0])
 
 
 BAD = [

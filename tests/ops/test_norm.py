@@ -54,7 +54,7 @@ def test_gradients_equal_finite_differences(with_bias):
         out = normalize(given["x"], given["weight"], given.get("bias"))
         return jnp.sum(out * cotangent.astype(np.float32))
 
-    found = jax.jit(jax.grad(loss))(given)
+    actual = jax.jit(jax.grad(loss))(given)
     for name, array in given.items():
         direction = np.random.default_rng(2).normal(size=array.shape)
         ends = []
@@ -64,7 +64,7 @@ def test_gradients_equal_finite_differences(with_bias):
             out = reference(moved["x"], moved["weight"], moved.get("bias"))
             ends.append((out * cotangent).sum())
         slope = (ends[0] - ends[1]) / 2e-6
-        assert (found[name] * direction).sum() == pytest.approx(slope, rel=1e-5), name
+        assert (actual[name] * direction).sum() == pytest.approx(slope, rel=1e-5), name
 
 
 @KINDS

@@ -1,11 +1,13 @@
 """Rotary positions against multiplication by complex numbers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxmeg.ops.rope import RotaryScaling, RotarySpec, frequencies, rotate
+from maxmeg.ops.rope import RotaryScaling, RotarySpec, frequencies, rotate, rotation
 
 TOLERANCE = 1e-5  # absolute, of values near 1: float32 angles up to 100
 SETTINGS = {
@@ -18,7 +20,11 @@ SETTINGS = {
 }
 TABLE = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 SHAPE = (2, 5, 3, 16)
-compiled = jax.jit(rotate, static_argnums=2)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def compiled(x, positions, spec):
+    return rotate(x, rotation(positions, x.shape[-1], spec), spec.interleaved)
 
 
 def turn(x, positions, *setting):
@@ -98,29 +104,29 @@ def plain() -> np.ndarray:
 
 def test_linear_and_ntk_scaling():
     np.testing.assert_allclose(scaled("linear"), plain() / FACTOR, rtol=1e-6)
-    found = scaled("ntk") / plain()
-    assert found[0] == pytest.approx(1) and found[-1] == pytest.approx(1 / FACTOR)
-    np.testing.assert_allclose(np.diff(np.log(found)), np.log(found[1]), rtol=1e-4)
+    actual = scaled("ntk") / plain()
+    assert actual[0] == pytest.approx(1) and actual[-1] == pytest.approx(1 / FACTOR)
+    np.testing.assert_allclose(np.diff(np.log(actual)), np.log(actual[1]), rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
 def test_short_waves_are_kept_and_long_ones_divided(kind):
     """Between them, by turns in the original length: monotonic."""
     turns = ORIGINAL * plain() / (2 * np.pi)
-    found = scaled(kind, low=0.1, high=4.0) / plain()
-    np.testing.assert_allclose(found[turns > 4.0], 1, rtol=1e-6)
+    actual = scaled(kind, low=0.1, high=4.0) / plain()
+    np.testing.assert_allclose(actual[turns > 4.0], 1, rtol=1e-6)
     outside = turns < (0.1 if kind == "llama3" else 0.03)  # yarn rounds to whole dimensions
-    np.testing.assert_allclose(found[outside], 1 / FACTOR, rtol=1e-6)
-    assert (np.diff(found) <= 1e-6).all() and ((found > 0.13) & (found < 0.99)).any()
+    np.testing.assert_allclose(actual[outside], 1 / FACTOR, rtol=1e-6)
+    assert (np.diff(actual) <= 1e-6).all() and ((actual > 0.13) & (actual < 0.99)).any()
 
 
 def test_llama3_between_the_bounds_is_their_mean_by_turns():
     turns = ORIGINAL * plain() / (2 * np.pi)
     kept = (turns - 0.1) / 3.9
     between = (kept > 0) & (kept < 1)
-    found = scaled("llama3", low=0.1, high=4.0)[between]
+    actual = scaled("llama3", low=0.1, high=4.0)[between]
     mean = (kept + (1 - kept) / FACTOR)[between]
-    np.testing.assert_allclose(found, plain()[between] * mean, rtol=1e-6)
+    np.testing.assert_allclose(actual, plain()[between] * mean, rtol=1e-6)
 
 
 def rows(*lengths: int) -> jax.Array:
@@ -129,18 +135,18 @@ def rows(*lengths: int) -> jax.Array:
 
 def test_dynamic_scaling_is_ntk_with_what_each_row_needs():
     spec = RotarySpec(BASE, scaling=RotaryScaling("dynamic", 2.0, ORIGINAL))
-    found = np.asarray(frequencies(spec, SIZE, rows(64, 128)), np.float64)[:, 0, 0]
-    np.testing.assert_allclose(found[0], plain(), rtol=1e-6)
+    actual = np.asarray(frequencies(spec, SIZE, rows(64, 128)), np.float64)[:, 0, 0]
+    np.testing.assert_allclose(actual[0], plain(), rtol=1e-6)
     expected = RotarySpec(BASE, scaling=RotaryScaling("ntk", 3.0))  # 2 x 128 / 64 - 1
-    np.testing.assert_allclose(found[1], frequencies(expected, SIZE, rows(1)), rtol=1e-5)
+    np.testing.assert_allclose(actual[1], frequencies(expected, SIZE, rows(1)), rtol=1e-5)
 
 
 def test_longrope_takes_its_factors_by_the_length_of_the_row():
     short, long = (tuple(np.linspace(1, end, SIZE // 2)) for end in (2, 20))
     scaling = RotaryScaling("longrope", 4.0, ORIGINAL, short_factors=short, long_factors=long)
-    found = np.asarray(frequencies(RotarySpec(BASE, scaling=scaling), SIZE, rows(64, 65)))
-    np.testing.assert_allclose(found[0, 0, 0], plain() / short, rtol=1e-6)
-    np.testing.assert_allclose(found[1, 0, 0], plain() / long, rtol=1e-6)
+    actual = np.asarray(frequencies(RotarySpec(BASE, scaling=scaling), SIZE, rows(64, 65)))
+    np.testing.assert_allclose(actual[0, 0, 0], plain() / short, rtol=1e-6)
+    np.testing.assert_allclose(actual[1, 0, 0], plain() / long, rtol=1e-6)
     assert scaling.amplitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))
 
 

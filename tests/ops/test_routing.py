@@ -85,8 +85,8 @@ def expected(row: np.ndarray, spec: RoutingSpec, bias: np.ndarray) -> tuple[list
 def test_choice_and_weights_equal_the_reference(name, biased):
     spec, rows = CASES[name], logits()
     bias = np.random.default_rng(1).normal(size=EXPERTS).astype(np.float32) * biased
-    found = route(jnp.asarray(rows), spec, jnp.asarray(bias) if biased else None)
-    for row, experts, weights in zip(rows, *map(np.asarray, found), strict=True):
+    actual = route(jnp.asarray(rows), spec, jnp.asarray(bias) if biased else None)
+    for row, experts, weights in zip(rows, *map(np.asarray, actual), strict=True):
         wanted = expected(row, spec, bias)
         assert experts.tolist() == wanted[0]
         np.testing.assert_allclose(weights, wanted[1], rtol=TOLERANCE)
@@ -105,14 +105,14 @@ def test_gradients_are_those_of_the_weights_alone():
     def by_routing(x_TE, bias_E):
         return jnp.sum(out * route(x_TE, spec, bias_E).weights_TK)
 
-    found = jax.grad(by_routing, (0, 1))(rows, jnp.zeros(EXPERTS))
-    np.testing.assert_allclose(found[0], jax.grad(with_fixed_choice)(rows), atol=1e-6)
-    assert not np.any(found[1])
+    actual = jax.grad(by_routing, (0, 1))(rows, jnp.zeros(EXPERTS))
+    np.testing.assert_allclose(actual[0], jax.grad(with_fixed_choice)(rows), atol=1e-6)
+    assert not np.any(actual[1])
 
 
 def test_low_precision_is_scored_in_float32():
-    found = route(jnp.asarray(logits(), jnp.bfloat16), CASES["qwen3"])
-    assert found.weights_TK.dtype == jnp.float32
+    actual = route(jnp.asarray(logits(), jnp.bfloat16), CASES["qwen3"])
+    assert actual.weights_TK.dtype == jnp.float32
 
 
 def test_sinkhorn_evens_tokens_and_experts():
@@ -137,11 +137,11 @@ def test_sinkhorn_chooses_in_training_and_scores_weigh(chosen):
     spec = RoutingSpec(EXPERTS, chosen, score, softmax_before_topk=True, sinkhorn=True)
     scores = np.asarray(all_scores(rows, score))
     for training, choice in ((True, np.asarray(sinkhorn(rows))), (False, scores)):
-        found = route(rows, spec, training=training)
+        actual = route(rows, spec, training=training)
         wanted = np.argsort(-choice, axis=1)[:, :chosen]
-        np.testing.assert_array_equal(found.experts_TK, wanted)
+        np.testing.assert_array_equal(actual.experts_TK, wanted)
         weights = np.take_along_axis(scores, wanted, axis=1)
-        np.testing.assert_allclose(found.weights_TK, weights, rtol=TOLERANCE)
+        np.testing.assert_allclose(actual.weights_TK, weights, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,8 +203,8 @@ def test_even_loads_cost_one():
 
 
 def test_bias_goes_to_where_tokens_are_missing():
-    found = updated_bias(jnp.zeros(4), jnp.asarray([4.0, 0.0, 2.0, 2.0]), 0.5)
-    assert found.tolist() == [-0.5, 0.5, 0.0, 0.0]
+    actual = updated_bias(jnp.zeros(4), jnp.asarray([4.0, 0.0, 2.0, 2.0]), 0.5)
+    assert actual.tolist() == [-0.5, 0.5, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(

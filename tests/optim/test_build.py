@@ -59,7 +59,7 @@ def test_updates_are_the_formula(optimizer):
     gradients = [
         jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape)), TREE) for _ in range(3)
     ]
-    found = steps(config, gradients)
+    actual = steps(config, gradients)
     for name, decay in (("weight", 0.5), ("sinks", 0.0)):
         p, m, v = np.asarray(TREE[name][...]), 0.0, 0.0
         for t, tree in enumerate(gradients, start=1):
@@ -70,7 +70,7 @@ def test_updates_are_the_formula(optimizer):
             else:
                 u = m = 0.7 * m + g
             p = p - 0.1 * (u + decay * p)
-        np.testing.assert_allclose(found[name][...], p, rtol=1e-5)
+        np.testing.assert_allclose(actual[name][...], p, rtol=1e-5)
 
 
 def parameters():

@@ -88,16 +88,15 @@ def tasks(folder: Path) -> list[dict]:
 
 def both(folder: Path, run: Path, data: Path, tokenizer=None) -> tuple[dict, dict]:
     """What transformers' model in `folder` and ours in `run` make of the tasks, in float32."""
-    trained = load_run(str(run))
-    trained.config.model.dtype = DType.float32
+    trained = load_run(str(run), dtype=DType.float32)
     theirs = HFLM(str(folder), tokenizer=tokenizer, dtype="float32", device="cpu", batch_size=BATCH)
     models = (theirs, harness_model(trained, BATCH))
     ours_alone = TaskManager(include_defaults=False)  # to read its own thousands takes 20 s
-    found = [
+    actual = [
         simple_evaluate(one, tasks=tasks(data), bootstrap_iters=0, task_manager=ours_alone)
         for one in models
     ]
-    return found[0], found[1]
+    return actual[0], actual[1]
 
 
 def assert_same(theirs: dict, ours: dict) -> None:
@@ -108,9 +107,9 @@ def assert_same(theirs: dict, ours: dict) -> None:
         pairs = [
             [
                 np.array(sample["resps"], object).ravel().tolist()
-                for sample in found["samples"][task]
+                for sample in actual["samples"][task]
             ]
-            for found in (theirs, ours)
+            for actual in (theirs, ours)
         ]
         assert len(pairs[0]) == len(pairs[1]) >= (8 if task != "passages" else 3)
         if texts:

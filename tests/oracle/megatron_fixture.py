@@ -79,7 +79,7 @@ def gpt2_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         layers = [read[f"transformer.h.{i}.{name}"] for i in range(LAYERS)]
         return torch.stack([layer.T if layer.ndim == 2 else layer for layer in layers])
 
-    found = {
+    actual = {
         "embedding.word_embeddings.weight": padded(read["transformer.wte.weight"]),
         "embedding.position_embeddings.weight": read["transformer.wpe.weight"],
     }
@@ -87,22 +87,22 @@ def gpt2_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     names |= {"mlp.linear_fc2": "mlp.c_proj"}
     for kind in ("weight", "bias"):
         layer = "decoder.layers"
-        found[f"decoder.final_layernorm.{kind}"] = read[f"transformer.ln_f.{kind}"]
+        actual[f"decoder.final_layernorm.{kind}"] = read[f"transformer.ln_f.{kind}"]
         for theirs, ours in names.items():
-            found[f"{layer}.{theirs}.{kind}"] = stacked(f"{ours}.{kind}")
+            actual[f"{layer}.{theirs}.{kind}"] = stacked(f"{ours}.{kind}")
         qkv = [torch.chunk(x, 3) for x in stacked(f"attn.c_attn.{kind}")]
         qkv = torch.stack([interleaved(*parts, HEADS) for parts in qkv])
-        found[f"{layer}.self_attention.linear_qkv.{kind}"] = qkv
+        actual[f"{layer}.self_attention.linear_qkv.{kind}"] = qkv
         norms = {"self_attention.linear_qkv": "ln_1", "mlp.linear_fc1": "ln_2"}
         for theirs, ours in norms.items():
-            found[f"{layer}.{theirs}.layer_norm_{kind}"] = stacked(f"{ours}.{kind}")
-    return found
+            actual[f"{layer}.{theirs}.layer_norm_{kind}"] = stacked(f"{ours}.{kind}")
+    return actual
 
 
 def qwen3_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Each layer by itself, norms by themselves, the halves of [gate; up] in one."""
     read = {name: value.detach() for name, value in model.named_parameters()}
-    found = {
+    actual = {
         "embedding.word_embeddings.weight": padded(read["model.embed_tokens.weight"]),
         "output_layer.weight": padded(read["lm_head.weight"]),
         "decoder.final_layernorm.weight": read["model.norm.weight"],
@@ -111,7 +111,7 @@ def qwen3_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         ours, theirs = f"model.layers.{i}", f"decoder.layers.{i}"
         qkv = [read[f"{ours}.self_attn.{name}_proj.weight"] for name in "qkv"]
         up = [read[f"{ours}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        found |= {
+        actual |= {
             f"{theirs}.input_layernorm.weight": read[f"{ours}.input_layernorm.weight"],
             f"{theirs}.pre_mlp_layernorm.weight": read[f"{ours}.post_attention_layernorm.weight"],
             f"{theirs}.self_attention.linear_qkv.weight": interleaved(*qkv, GROUPS),
@@ -121,7 +121,7 @@ def qwen3_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             f"{theirs}.mlp.linear_fc1.weight": torch.cat(up),
             f"{theirs}.mlp.linear_fc2.weight": read[f"{ours}.mlp.down_proj.weight"],
         }
-    return found
+    return actual
 
 
 class Parts:

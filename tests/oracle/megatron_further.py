@@ -47,10 +47,10 @@ def main(folder: pathlib.Path) -> None:
     parallel_state.initialize_model_parallel(1, 1)
     model = build(ARGUMENTS, 1, 1)
     rng = np.random.default_rng(0)
-    found = {name: rng.integers(0, PADDED, (ROWS, LENGTH)) for name in ("tokens", "targets")}
-    found["positions"] = np.tile(np.arange(LENGTH), (ROWS, 1))
+    actual = {name: rng.integers(0, PADDED, (ROWS, LENGTH)) for name in ("tokens", "targets")}
+    actual["positions"] = np.tile(np.arange(LENGTH), (ROWS, 1))
     mask = (rng.random((ROWS, LENGTH)) < 0.7).astype(np.float32)
-    tokens, targets, positions = map(torch.tensor, found.values())
+    tokens, targets, positions = map(torch.tensor, actual.values())
     weights, hidden = torch.tensor(mask), torch.ones(1, 1, LENGTH, LENGTH)
     causal = torch.triu(hidden, 1).bool()
     losses = model(tokens, positions, causal, labels=targets, loss_mask=weights)
@@ -58,11 +58,11 @@ def main(folder: pathlib.Path) -> None:
     loss = (losses * weights).sum() / weights.sum()
     loss.backward()
     told = MTPLossLoggingHelper.tracker["values"]
-    found |= {"loss_mask": mask, "losses": torch.cat([loss[None], told]).detach().numpy()}
+    actual |= {"loss_mask": mask, "losses": torch.cat([loss[None], told]).detach().numpy()}
     for name, parameter in model.named_parameters():
-        found |= {f"weights {name}": parameter.detach().numpy()}
-        found |= {f"gradients {name}": parameter.grad.numpy()}
-    np.savez(folder / "further.npz", **found)
+        actual |= {f"weights {name}": parameter.detach().numpy()}
+        actual |= {f"gradients {name}": parameter.grad.numpy()}
+    np.savez(folder / "further.npz", **actual)
 
 
 if __name__ == "__main__":

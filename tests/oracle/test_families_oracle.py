@@ -46,9 +46,9 @@ CASES = families() | sparse() | {"gpt j": ("GPTJForCausalLM", {**old(), "rotary_
 class RotaryDim:
     """Dimensions of each head that rotate, in pairs."""
 
-    def read(self, keys, found):
-        size = found["hidden_size"] // found["attention.num_heads"]
-        found["rotary.fraction"] = keys.take("rotary_dim", 64) / size
+    def read(self, keys, actual):
+        size = actual["hidden_size"] // actual["attention.num_heads"]
+        actual["rotary.fraction"] = keys.take("rotary_dim", 64) / size
 
     def write(self, model: ModelConfig):
         return {"rotary_dim": round(model.rotary.fraction * model.head_size)}
@@ -139,11 +139,11 @@ def exported(ours, model: ModelConfig, family: str) -> dict[str, np.ndarray]:
     for table in VOCABULARY_TABLES:  # without padding
         if table in arrays:
             arrays[table] = arrays[table][:VOCAB]
-    found = {}
+    actual = {}
     for binding in bindings(model, family):
         parts = [arrays[place.name][place.index] for place in binding.ours]
-        found[binding.theirs] = binding.join(parts)
-    return found
+        actual[binding.theirs] = binding.join(parts)
+    return actual
 
 
 @jax.jit
@@ -158,8 +158,8 @@ def evaluated(model: LM, ids_BL: jax.Array):
     return jax.value_and_grad(loss, has_aux=True)(model)
 
 
-def close(found: np.ndarray, wanted: np.ndarray, tolerance: float, floor: float = 0.0) -> bool:
-    return np.abs(found - wanted).max() <= tolerance * np.abs(wanted).max() + floor
+def close(actual: np.ndarray, wanted: np.ndarray, tolerance: float, floor: float = 0.0) -> bool:
+    return np.abs(actual - wanted).max() <= tolerance * np.abs(wanted).max() + floor
 
 
 def saved_gradients(theirs, folder) -> dict[str, np.ndarray]:

@@ -79,6 +79,6 @@ def test_deepseek_with_its_layer_that_predicts(tmp_path, monkeypatch):
             pair = [fp8[name].view(np.uint8), fp8[name + "_scale_inv"]]
             weight, scale = (torch.tensor(array) for array in pair)
             weight = weight.view(torch.float8_e4m3fn)
-            found = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale})
-            wanted = as_numpy(found["weight"].to(torch.bfloat16))
+            actual = Fp8Dequantize(None).convert({"weight": weight, "weight_scale_inv": scale})
+            wanted = as_numpy(actual["weight"].to(torch.bfloat16))
         assert source.weights.read(name).tobytes() == wanted.tobytes(), name

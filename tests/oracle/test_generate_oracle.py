@@ -55,7 +55,7 @@ def theirs_greedy(model, prompts, use_cache: bool = True) -> np.ndarray:
         ids[row, longest - len(prompt) :] = prompt
         mask[row, longest - len(prompt) :] = 1
     model.generation_config.eos_token_id = None  # no row ends early
-    found = model.generate(
+    actual = model.generate(
         torch.tensor(ids),
         attention_mask=torch.tensor(mask),
         max_new_tokens=COUNT,
@@ -63,7 +63,7 @@ def theirs_greedy(model, prompts, use_cache: bool = True) -> np.ndarray:
         use_cache=use_cache,
         pad_token_id=0,
     )
-    return found[:, longest:].numpy()
+    return actual[:, longest:].numpy()
 
 
 def ours_greedy(model, config: ModelConfig, prompts) -> np.ndarray:
@@ -84,15 +84,15 @@ def test_greedy_text_equals_transformers(name, tmp_path, monkeypatch):
     ours = imported(tensors, settings, CASES[name][0])
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, VOCAB, length) for length in LENGTHS]
-    found = ours_greedy(ours, settings, prompts)
+    actual = ours_greedy(ours, settings, prompts)
     kind = config.get("rope_parameters", {}).get("rope_type")
     if kind in ("dynamic", "longrope"):
         use_cache = kind == "dynamic"
         wanted = np.concatenate([theirs_greedy(theirs, [prompt], use_cache) for prompt in prompts])
     else:
         wanted = theirs_greedy(theirs, prompts)
-    np.testing.assert_array_equal(found, wanted)
-    assert len(np.unique(found)) > 4
+    np.testing.assert_array_equal(actual, wanted)
+    assert len(np.unique(actual)) > 4
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -1,5 +1,6 @@
 """Checkpoints of Megatron import to models with its logits, and damaged ones are refused."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,16 +14,18 @@ import megatron_fixture as fixture
 import megatron_model
 import numpy as np
 import pytest
+import tokenizer_files
 import torch
 
 from maxmeg import convert
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config import files
-from maxmeg.config.flags import run_command
+from maxmeg.config.flags import names_config, run_command
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
+from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
 from maxmeg.megatron.convert import import_megatron
 from maxmeg.megatron.torch_dist import TorchDistReader, UnsafePickleError
@@ -30,10 +33,12 @@ from maxmeg.state import CHECKPOINTS
 
 LOGITS = 1e-4  # largest error over the scale of the logits
 MAKER = Path(megatron_model.__file__)
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "examples/from_megatron.sh"
 
 
 def logits_of(run: Path, ids: np.ndarray) -> np.ndarray:
-    model = load_run(str(run)).model
+    model = load_run(str(run), master_weights=True).model
     quick = {"xla_backend_optimization_level": 0}
     forward = jax.jit(lambda model, ids: model(ids), compiler_options=quick)
     return np.asarray(forward(model, jnp.asarray(ids)))
@@ -61,8 +66,8 @@ def test_megatrons_own_checkpoints_give_its_logits(name: str, megatron: Path, tm
         first, *others = [reader.read(path) for reader in readers]
         assert all((other == first).all() for other in others), path
     expected = np.load(megatron / f"{name}.npy")
-    found = logits_of(tmp_path / naming, megatron_model.tokens())
-    assert np.abs(found - expected).max() <= LOGITS * np.abs(expected).max()
+    actual = logits_of(tmp_path / naming, megatron_model.tokens())
+    assert np.abs(actual - expected).max() <= LOGITS * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "qwen3"])
@@ -80,8 +85,26 @@ def test_uneven_parts_over_ranks_give_the_logits_of_transformers(kind: str, tmp_
     assert len(padding) and not padding.any()
     ids = np.random.default_rng(0).integers(0, fixture.VOCAB, (2, fixture.LENGTH))
     expected = model(torch.tensor(ids)).logits.detach().numpy()
-    found = logits_of(tmp_path / "to", ids)
-    assert np.abs(found - expected).max() <= LOGITS * np.abs(expected).max()
+    actual = logits_of(tmp_path / "to", ids)
+    assert np.abs(actual - expected).max() <= LOGITS * np.abs(expected).max()
+
+
+def test_the_example_converts_a_checkpoint_and_trains_it_on(tmp_path: Path):
+    model, arguments = fixture.gpt2()
+    fixture.write(tmp_path / "from", fixture.gpt2_tensors(model), arguments)
+    tokenizer_files.folder(tmp_path / "words")
+    with IndexedWriter(str(tmp_path / "text"), vocab_size=fixture.VOCAB) as writer:
+        for document in np.random.default_rng(0).integers(0, 7, (40, 100)):
+            writer.add_document(document, [len(document)])
+    length = f"--data.sequence_length={fixture.LENGTH}"
+    command = ["bash", str(EXAMPLE), "from", "text", "words/tokenizer.json", length]
+    command += ["--train.num_steps=2", "--train.global_batch_size=2", "--train.eval_every=0"]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "runs/megatron-finetuned/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows][-1] == 2
 
 
 SMALL = with_fields(
@@ -201,9 +224,8 @@ def test_a_config_of_another_model_is_refused(fields, message, written: Path, tm
 def test_the_command_line_takes_a_config(written: Path, tmp_path: Path, capsys, monkeypatch):
     files.save(small_config(), tmp_path / "run.yaml")
     monkeypatch.chdir(tmp_path)
-    yaml = MAKER.parents[2] / "configs" / "yaml.py"
-    argv = ["convert", f"--config={yaml}:run.yaml", f"--input={written}", "--output=to"]
-    assert convert.has_config(argv)
+    argv = ["convert", "--config=run.yaml", f"--input={written}", "--output=to"]
+    assert names_config(argv)
     run_command(convert.main, convert.Options, needs_config=True, argv=argv)
     assert "megatron: 9 tensors, 664 parameters -> to" in capsys.readouterr().out
     model = load_run("to").config.model

@@ -59,7 +59,7 @@ def test_family_on_a_mesh(name, tmp_path):
     batch = tiny_batch(config, mesh)
     key = jax.random.key_data(jax.random.key(0))  # there is no dropout
     gradients_of = jax.jit(make_gradients(config, mesh, abstract))
-    found, sums = gradients_of(on_mesh(ours, abstract), batch, key)
+    actual, sums = gradients_of(on_mesh(ours, abstract), batch, key)
 
     tokens, targets, weights = (
         torch.tensor(np.concatenate(np.asarray(array)))
@@ -72,5 +72,5 @@ def test_family_on_a_mesh(name, tmp_path):
     loss = (losses * weights.flatten()).sum() / weights.sum()
     loss.backward()
     assert float(sums["loss_sum"] / sums["tokens"]) == pytest.approx(float(loss.detach()), rel=LOSS)
-    gradients = in_model_order({"model": found})["model"]
+    gradients = in_model_order({"model": actual})["model"]
     assert_same_gradients(gradients, theirs, model, family, tmp_path / "gradients")

@@ -141,8 +141,8 @@ def our_layer(fields: dict, arrays: dict) -> Mla:
     return as_ours(Mla(jax.random.key(0), spec), arrays)
 
 
-def check_equal(found, wanted) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+def check_equal(actual, wanted) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         limit = TOLERANCE * float(np.abs(other).max())
         np.testing.assert_allclose(one, other, rtol=0, atol=limit)
 
@@ -177,8 +177,8 @@ def test_output_gradients_and_decoding(name: str):
 
     inputs = jnp.asarray(x.detach().numpy())
     function = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-    (_, found), gradients = function(layer, inputs)
-    check_equal(found, expected.detach().numpy())
+    (_, actual), gradients = function(layer, inputs)
+    check_equal(actual, expected.detach().numpy())
     check_equal(gradients, (our_layer(fields, slopes), x.grad.numpy()))
     next_BLD, cache = jax.jit(decoded)(layer, inputs)
     check_equal(next_BLD, expected[:, -1:].detach().numpy())

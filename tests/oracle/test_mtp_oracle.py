@@ -67,9 +67,9 @@ def our_layer(theirs: dict, prefix: str) -> dict[str, np.ndarray]:
     }
 
 
-def ours(found, kind: str) -> dict[str, np.ndarray]:
+def ours(actual, kind: str) -> dict[str, np.ndarray]:
     """All "weights" or "gradients" of the model by our names."""
-    theirs = {n.removeprefix(f"{kind} "): found[n] for n in found.files if n.startswith(kind)}
+    theirs = {n.removeprefix(f"{kind} "): actual[n] for n in actual.files if n.startswith(kind)}
     arrays = {
         "embedding.table": theirs["embedding.word_embeddings.weight"],
         "output.table": theirs["output_layer.weight"],
@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_those_of_its_gpt(tmp_path):
     """Of a microbatch whose depths each have their own number of tokens."""
     script = Path(__file__).with_name("megatron_further.py")
     subprocess.run([sys.executable, script, tmp_path], check=True)
-    found = np.load(tmp_path / "further.npz")
+    actual = np.load(tmp_path / "further.npz")
     sizes = {
         "vocab_size": PADDED,
         "hidden_size": HIDDEN,
@@ -100,20 +100,20 @@ def test_losses_and_gradients_are_those_of_its_gpt(tmp_path):
     config = with_fields(
         ModelConfig(), {"num_layers": 1, "dtype": DType.float32, **sizes, **further}
     )
-    weights, gradients = ours(found, "weights"), ours(found, "gradients")
+    weights, gradients = ours(actual, "weights"), ours(actual, "gradients")
     model = jax.tree_util.tree_map_with_path(
         lambda path, like: jnp.asarray(weights[array_name(path)]).reshape(like.shape),
         jax.eval_shape(lambda key: LM(key, config), jax.random.key(0)),
     )
     assert to_arrays(model).keys() == weights.keys()
-    batch = Batch.of({name: jnp.asarray(found[name])[None] for name in SHIFTED})
+    batch = Batch.of({name: jnp.asarray(actual[name])[None] for name in SHIFTED})
     whole = complete(batch, LossReduction.megatron, 1, LANGUAGE_MODELLING.masks(model, batch))
     whole = jax.tree.map(lambda array: array[0], whole)
     objective = LANGUAGE_MODELLING, TrainConfig()
     loss = jax.value_and_grad(lambda model: loss_fn(model, whole, *objective), has_aux=True)
     (_, sums), own = jax.jit(loss)(model)
     means = [sums["loss_sum"] / sums["tokens"], *(sums["mtp_loss_sum"] / sums["mtp_tokens"])]
-    np.testing.assert_allclose(means, found["losses"], rtol=TOLERANCE)
+    np.testing.assert_allclose(means, actual["losses"], rtol=TOLERANCE)
     for name, array in to_arrays(own).items():
         wanted = gradients[name].reshape(array.shape)
         assert np.abs(array - wanted).max() <= TOLERANCE * np.abs(wanted).max(), name

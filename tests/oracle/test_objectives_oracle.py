@@ -87,8 +87,8 @@ def test_tokens_and_masks_are_those_of_transformers(name, kind, tmp_path):
         settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": text}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
         ours = load_tokenizer(f"huggingface:{tmp_path}")
-        found = [turns for _, turns in find_turns(load_chat_template(ours), records)]
-        for turns, expected in zip(found, wanted, strict=True):
+        actual = [turns for _, turns in find_turns(load_chat_template(ours), records)]
+        for turns, expected in zip(actual, wanted, strict=True):
             assert not isinstance(turns, BadRow), turns
             ids, has_loss = encode_turns(ours, turns)
             assert ids.tolist() == list(expected["input_ids"])

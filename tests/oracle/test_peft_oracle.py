@@ -89,9 +89,9 @@ def test_peft_loads_adapters_and_gives_our_logits(architecture, settings, target
         # Of peft, which asks transformers for what that has renamed.
         warnings.simplefilter("ignore", FutureWarning)
         adapted = peft.PeftModel.from_pretrained(theirs, folder).eval()
-    found = adapted(torch.tensor(ids)).logits.detach().numpy()
+    actual = adapted(torch.tensor(ids)).logits.detach().numpy()
     scale = np.abs(ours).max()
-    assert not heard and np.abs(found - ours).max() <= LOGITS * scale
+    assert not heard and np.abs(actual - ours).max() <= LOGITS * scale
     assert np.abs(plain - ours).max() > 0.05 * scale
     merged = adapted.merge_and_unload()(torch.tensor(ids)).logits.detach().numpy()
     assert np.abs(merged - ours).max() <= LOGITS * scale

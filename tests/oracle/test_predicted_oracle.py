@@ -23,19 +23,19 @@ LOSS = 1e-5  # relative, of a sum over tokens
 
 def in_files(layer: MtpLayer, number: int) -> dict[str, np.ndarray]:
     """The layer's tensors by their names in DeepSeek's files."""
-    start, found = f"model.layers.{number}.", {}
+    start, actual = f"model.layers.{number}.", {}
     for name, tensor in layer.state_dict().items():
         name, array = start + name.removeprefix("mtp_block."), tensor.numpy()
         stem, is_stack, part = name.partition("mlp.experts.")
         if not is_stack:
-            found[name.replace(f"{start}post_norm", f"{start}shared_head.norm")] = array
+            actual[name.replace(f"{start}post_norm", f"{start}shared_head.norm")] = array
             continue
         for expert, one in enumerate(array):
             parts = np.split(one, 2) if part == "gate_up_proj" else [one]
             names = ("gate_proj", "up_proj") if part == "gate_up_proj" else ("down_proj",)
             for own, values in zip(names, parts, strict=True):
-                found[f"{stem}mlp.experts.{expert}.{own}.weight"] = values
-    return found
+                actual[f"{stem}mlp.experts.{expert}.{own}.weight"] = values
+    return actual
 
 
 def test_mtp_layers_equal_transformers(tmp_path, monkeypatch):
@@ -64,8 +64,8 @@ def test_mtp_layers_equal_transformers(tmp_path, monkeypatch):
         later = theirs.model.embed_tokens(torch.tensor(ids[:, 1:]))
         mask = torch.full((LENGTH - 1, LENGTH - 1), -torch.inf).triu(1)[None, None]
         rotary = theirs.model.rotary_emb(later, position_ids=positions)
-        found = layer(later, hidden, rotary, mask, positions, None)
-        logits = theirs.lm_head(found)[:, :-1]
+        actual = layer(later, hidden, rotary, mask, positions, None)
+        logits = theirs.lm_head(actual)[:, :-1]
         wanted = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), torch.tensor(ids[:, 2:]).flatten(), reduction="sum"
         )

@@ -6,6 +6,9 @@ The commands are run as a user does; transformers judges what they make.
 import dataclasses
 import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -16,7 +19,7 @@ import torch
 import transformers
 from harness_tasks import assert_same, both
 from peft import PeftModel
-from smollm2 import converted, export, gguf_file, run
+from smollm2 import REPOSITORY, converted, export, gguf_file, run
 from tokenizers import pre_tokenizers
 
 from maxmeg.config import files
@@ -64,7 +67,7 @@ def finetuned(folder: Path, name: str, *flags: str) -> Path:
     """A run that continues the converted model on Python's own sources."""
     run(
         "train",
-        f"--config=configs/finetune.py:{folder / 'run'}",
+        f"--config=finetune:{folder / 'run'}",
         f"--config.run_dir={folder / name}",
         f"--config.data.cache_dir={folder / 'data'}",
         f"--config.data.sequence_length={LENGTH}",
@@ -101,9 +104,7 @@ def manifest(folder: Path) -> dict:
 
 
 def loaded(folder: Path) -> Trained:
-    trained = load_run(str(folder))
-    trained.config.model.dtype = DType.float32
-    return trained
+    return load_run(str(folder), dtype=DType.float32)
 
 
 def theirs_of(folder: Path):
@@ -130,13 +131,13 @@ def token_loss(logits_LV: np.ndarray, ids) -> float:
 def assert_same_model(ours: Trained, theirs, text: str = PARAGRAPH) -> float:
     """Loss and logits of a text; the loss."""
     ids = ours.tokenizer.encode(text).tolist()
-    found = np.asarray(forward()(ours.model, jnp.array([ids])))[0]
+    actual = np.asarray(forward()(ours.model, jnp.array([ids])))[0]
     with torch.no_grad():
         answer = theirs(torch.tensor([ids]), labels=torch.tensor([ids]))
     wanted = answer.logits[0].numpy()
-    loss = token_loss(found, ids)
+    loss = token_loss(actual, ids)
     assert loss == pytest.approx(answer.loss.item(), rel=LOSS)
-    assert np.abs(found - wanted).max() <= LOGITS * np.abs(wanted).max()
+    assert np.abs(actual - wanted).max() <= LOGITS * np.abs(wanted).max()
     return loss
 
 
@@ -163,15 +164,15 @@ def assert_same_text(ours: Trained, theirs) -> None:
     tokenizer = ours.tokenizer
     ends = end_tokens(tokenizer, ours.config.model.vocab_size)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    found = Writer(ours, Request(NEW_TOKENS, Sampling(temperature=0), ends))(prompts, 0)
-    for ids, new in zip(prompts, found, strict=True):
+    actual = Writer(ours, Request(NEW_TOKENS, Sampling(temperature=0), ends))(prompts, 0)
+    for ids, new in zip(prompts, actual, strict=True):
         given = torch.tensor(ids, dtype=torch.int64)[None]
         with torch.no_grad():
             text = theirs.generate(given, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
         following = text[len(ids) :]
         first_end = next((i for i, one in enumerate(following) if one in ends), NEW_TOKENS)
         assert new.tolist() == following[:first_end]
-    assert max(map(len, found)) == NEW_TOKENS
+    assert max(map(len, actual)) == NEW_TOKENS
 
 
 def held_out_loss(trained: Trained, config: Config) -> float:
@@ -228,7 +229,6 @@ def test_training_goes_on_and_its_export_writes_the_same(folder, continued, loss
     assert_same_text(trained, theirs)
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_adapters_learn_beside_a_base_that_stays_as_it_was(folder, adapters, loss_before):
     trained = assert_learned(adapters, loss_before)
     base = to_arrays({"model": loaded(folder / "run").model})
@@ -243,6 +243,22 @@ def test_adapters_learn_beside_a_base_that_stays_as_it_was(folder, adapters, los
     assert own.joinpath("adapter_model.safetensors").stat().st_size < ADAPTERS_BYTES
     beside = PeftModel.from_pretrained(theirs_of(folder / "hf"), own).eval()
     assert_same_model(trained, beside)
+
+
+def test_the_example_of_chats_writes_adapters_that_peft_loads(folder, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    script = ["bash", str(REPOSITORY / "examples/lora_chat.sh"), str(folder / "hf")]
+    done = subprocess.run(
+        [*script, "--train.num_steps=2"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "maxmeg chat runs/smollm2-finetuned" in done.stdout
+    PeftModel.from_pretrained(theirs_of(folder / "hf"), tmp_path / "adapters")
 
 
 @pytest.mark.filterwarnings("ignore")  # of the harness and its libraries

@@ -68,6 +68,6 @@ def test_samples_have_the_expected_frequencies(name):
     )
     expected, amplitude = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu", seq_len=length)
     positions = jnp.arange(length)[None]
-    found = np.ravel(frequencies(RotarySpec(BASE, scaling=scaling), HEAD, positions))
-    np.testing.assert_allclose(found, expected.numpy(), rtol=TOLERANCE)
+    actual = np.ravel(frequencies(RotarySpec(BASE, scaling=scaling), HEAD, positions))
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=TOLERANCE)
     assert scaling.amplitude == pytest.approx(amplitude, rel=1e-6)

@@ -55,9 +55,9 @@ def logits(seed: int = 0) -> np.ndarray:
 
 def dense(experts: np.ndarray, values: np.ndarray) -> np.ndarray:
     """[T, E], zero where not chosen."""
-    found = np.zeros((TOKENS, EXPERTS), values.dtype)
-    np.put_along_axis(found, experts, values, axis=1)
-    return found
+    actual = np.zeros((TOKENS, EXPERTS), values.dtype)
+    np.put_along_axis(actual, experts, values, axis=1)
+    return actual
 
 
 @pytest.mark.parametrize(("score", "spec"), CASES)
@@ -75,13 +75,13 @@ def test_choice_weights_and_loss_equal_megatrons(score, spec):
         score_function=score,
         expert_bias=None if bias is None else torch.tensor(bias),
     )
-    found = route(jnp.asarray(rows), spec, None if bias is None else jnp.asarray(bias))
-    experts = np.asarray(found.experts_TK)
+    actual = route(jnp.asarray(rows), spec, None if bias is None else jnp.asarray(bias))
+    experts = np.asarray(actual.experts_TK)
     assert np.array_equal(dense(experts, np.ones_like(experts)), chosen.numpy().astype(int))
     np.testing.assert_allclose(
-        dense(experts, np.asarray(found.weights_TK)), weights.numpy(), rtol=0, atol=TOLERANCE
+        dense(experts, np.asarray(actual.weights_TK)), weights.numpy(), rtol=0, atol=TOLERANCE
     )
-    counts = count_experts(found.experts_TK, EXPERTS)
+    counts = count_experts(actual.experts_TK, EXPERTS)
     scores = balance_scores(jnp.asarray(rows), spec)
     wanted = moe_utils.switch_load_balancing_loss_func(
         torch.tensor(np.asarray(scores)), chosen.sum(0), TOKENS, spec.top_k, EXPERTS, 1.0
@@ -97,8 +97,8 @@ def test_z_loss_and_sinkhorn_and_bias():
     wanted = moe_utils.z_loss_func(torch.tensor(rows), 1.0)
     assert float(z_loss(jnp.asarray(rows), TOKENS)) == pytest.approx(float(wanted), rel=TOLERANCE)
     shares = moe_utils.sinkhorn(torch.tensor(rows)).numpy()
-    found = np.asarray(sinkhorn(jnp.asarray(rows)))
-    assert np.array_equal(found.argmax(1), shares.argmax(1))
+    actual = np.asarray(sinkhorn(jnp.asarray(rows)))
+    assert np.array_equal(actual.argmax(1), shares.argmax(1))
     spec = RoutingSpec(EXPERTS, 2, softmax_before_topk=True, sinkhorn=True)
     routing = route(jnp.asarray(rows), spec)
     experts, weights = map(np.asarray, routing)
@@ -116,12 +116,12 @@ def test_z_loss_and_sinkhorn_and_bias():
 @pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
 def test_copies_that_a_capacity_keeps(factor):
     """By weight: by position Megatron-LM leaves it to torch.topk which of equal ones come first."""
-    found = route(jnp.asarray(logits(2)), RoutingSpec(EXPERTS, 4))
-    experts, weights = np.asarray(found.experts_TK), np.asarray(found.weights_TK)
+    actual = route(jnp.asarray(logits(2)), RoutingSpec(EXPERTS, 4))
+    experts, weights = np.asarray(actual.experts_TK), np.asarray(actual.weights_TK)
     chosen = torch.tensor(dense(experts, np.ones_like(experts)).astype(bool))
     _, kept = moe_utils.apply_router_token_dropping(
         torch.tensor(dense(experts, weights)), chosen, 4, factor, "probs"
     )
     capacity = capacity_of(TOKENS, 4, EXPERTS, factor)
-    ours = np.asarray(places_in_experts(found.experts_TK, EXPERTS, found.weights_TK)) < capacity
+    ours = np.asarray(places_in_experts(actual.experts_TK, EXPERTS, actual.weights_TK)) < capacity
     assert np.array_equal(dense(experts, ours.astype(np.int32)), kept.numpy().astype(np.int32))

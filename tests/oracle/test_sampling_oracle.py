@@ -39,14 +39,14 @@ CORPORA = {  # lengths of documents
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory) -> dict[str, str]:
-    folder, found = tmp_path_factory.mktemp("corpora"), {}
+    folder, actual = tmp_path_factory.mktemp("corpora"), {}
     for name, lengths in CORPORA.items():
         random = np.random.default_rng(7)
-        found[name] = str(folder / name)
-        with IndexedWriter(found[name], VOCAB) as writer:
+        actual[name] = str(folder / name)
+        with IndexedWriter(actual[name], VOCAB) as writer:
             for length in lengths(random):
                 writer.add_document(random.integers(0, VOCAB, length))
-    return found
+    return actual
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -116,19 +116,19 @@ def test_orders_are_megatrons(corpora, tmp_path, name):
         for index, wanted in enumerate(theirs):
             if wanted is None or not len(wanted):
                 continue
-            found = ours(config, index, seed, size)
-            samples = found.samples
-            assert np.array_equal(samples.documents + found._begins[0], wanted.document_index)
+            actual = ours(config, index, seed, size)
+            samples = actual.samples
+            assert np.array_equal(samples.documents + actual._begins[0], wanted.document_index)
             assert np.array_equal(samples.shuffle, wanted.shuffle_index)
             assert samples.shuffle.dtype == wanted.shuffle_index.dtype
-            assert found.num_samples == len(wanted)
+            assert actual.num_samples == len(wanted)
             places, offsets = samples.boundaries(np.arange(len(wanted) + 1))
             assert np.array_equal(np.stack([places, offsets], 1), wanted.sample_index)
             compared += 1
             epochs = max(epochs, samples.plan.num_epochs)
             separate += samples.plan.has_separate_epoch
             if i % 7 == 0:
-                assert_rows_equal(found, wanted, i)
+                assert_rows_equal(actual, wanted, i)
     assert compared >= 20 and epochs > 2 and (separate or "one" in name)
 
 
@@ -152,8 +152,8 @@ def test_boundaries_are_the_compiled_helpers():
             True,
             True,
         )
-        found = np.stack(samples.boundaries(np.arange(samples.num_samples + 1)), 1)
-        assert np.array_equal(found, wanted)
+        actual = np.stack(samples.boundaries(np.arange(samples.num_samples + 1)), 1)
+        assert np.array_equal(actual, wanted)
 
 
 def test_turns_are_the_compiled_helpers():
@@ -196,11 +196,11 @@ def test_blends_are_megatrons(corpora, tmp_path, names):
                 with pytest.raises(ValueError, match="without weights holds"):
                     ours(config, index, seed, size)
                 continue
-            found = ours(config, index, seed, size)
-            members, numbers = found.locate(np.arange(len(wanted)))
+            actual = ours(config, index, seed, size)
+            members, numbers = actual.locate(np.arange(len(wanted)))
             assert np.array_equal(members, wanted.dataset_index)
             assert np.array_equal(numbers, wanted.dataset_sample_index)
-            assert_rows_equal(found, wanted)
+            assert_rows_equal(actual, wanted)
 
 
 def test_sets_of_their_own_are_megatrons(corpora, tmp_path):

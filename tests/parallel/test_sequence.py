@@ -17,16 +17,16 @@ from maxmeg.parallel.spmd import spmd
 @pytest.mark.parametrize(("context", "tensor"), itertools.product((1, 2, 3, 4), (1, 2, 4)))
 def test_shards_cover_the_sequence_once_in_order(context, tensor):
     whole_length = context * tensor * 6
-    found = []
+    actual = []
     for rank in range(context):
         shards = [SequenceShard(whole_length, context, rank, tensor, t) for t in range(tensor)]
         places = [shard.places(np.arange(shard.length)) for shard in shards]
         assert {len(part) for part in places} == {6}
         piece = shards[-1].gathered()  # a gather over tensor restores the order of the piece
         np.testing.assert_array_equal(np.concatenate(places), piece.places(np.arange(piece.length)))
-        found += places
-    np.testing.assert_array_equal(np.concatenate(found), context_order(whole_length, context))
-    assert sorted(np.concatenate(found)) == list(range(whole_length))
+        actual += places
+    np.testing.assert_array_equal(np.concatenate(actual), context_order(whole_length, context))
+    assert sorted(np.concatenate(actual)) == list(range(whole_length))
 
 
 def test_layers_know_the_tokens_that_placement_gave_them():
@@ -49,5 +49,5 @@ def test_layers_know_the_tokens_that_placement_gave_them():
 
     cut, gathered = P("data", CONTEXT_AXES + TENSOR_AXES), P("data", CONTEXT_AXES)
     out = spmd(local, mesh, (batch_spec(3),), ((cut,) * 2, (gathered,) * 4))
-    for found in jax.tree.leaves(jax.jit(out)(positions)):
-        np.testing.assert_array_equal(found, whole[:2])
+    for actual in jax.tree.leaves(jax.jit(out)(positions)):
+        np.testing.assert_array_equal(actual, whole[:2])

@@ -1,6 +1,7 @@
 """The executor: every schedule gives one device's loss and gradients; memory, FLOPs, reductions."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -16,13 +17,14 @@ from layouts import (
     controls,
     mesh_of,
     tiny,
+    tiny_abstract,
     tiny_batch,
     tiny_state,
 )
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import ParallelConfig, Schedule
+from maxmeg.config.schema import Config, ParallelConfig, Schedule
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.layers.auxiliary import Max, by_layer, over_devices
 from maxmeg.layers.mlp import Mlp
@@ -34,6 +36,7 @@ from maxmeg.pipeline.layout import arrange
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import hlo
 from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.workload import workload
 from maxmeg.state import to_arrays
 from maxmeg.step import accumulated, make_eval_step, make_gradients, make_train_step
 
@@ -110,10 +113,10 @@ def run(model: str, parallel: dict, settings: dict, micro: int, layers: int = LA
     _, abstract, state = tiny_state(config, mesh)
     function = jax.jit(make_gradients(config, mesh, abstract.model))
     with reporting_mlps():
-        found, sums = function(state.model, tiny_batch(config, mesh), state.key)
+        actual, sums = function(state.model, tiny_batch(config, mesh), state.key)
     layout = abstract.model.stack.layout
     arrays = {name: np.asarray(rows) for name, rows in by_layer(sums).items()}
-    for name, array in to_arrays(found).items():
+    for name, array in to_arrays(actual).items():
         array = np.asarray(array)
         if name.startswith("stack."):
             group = int(name.split(".")[2])
@@ -129,10 +132,10 @@ def one_device(model: str, layers: int = LAYERS):
     return run(model, {"fsdp": 1}, {}, 0, layers)
 
 
-def check_equal(found, expected) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=TOLERANCE)
-    assert found[1].keys() == expected[1].keys()
-    for name, a in found[1].items():
+def check_equal(actual, expected) -> None:
+    assert actual[0] == pytest.approx(expected[0], rel=TOLERANCE)
+    assert actual[1].keys() == expected[1].keys()
+    for name, a in actual[1].items():
         b = expected[1][name]
         rows = min(len(a), len(b))  # the padding of the vocabulary differs
         assert not a[rows:].any() and not b[rows:].any()
@@ -172,7 +175,8 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     def local(weights_S, x_MB):
         outer = jnp.ones(())
         if is_piped:
-            program = Program(outer, (weights_S,), (None,), x_MB, embed, toy_unit, head)
+            parts = (embed, lambda x_B: x_B, toy_unit, head)
+            program = Program(outer, (weights_S,), (None,), x_MB, *parts)
             table = SCHEDULES[parallel.schedule.value](4, 2, parallel.chunks)
             _, _, aux = run_pipeline(program, table, layout)
         else:
@@ -184,10 +188,10 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
 
     run = jax.jit(spmd(local, mesh, (P("pipe"), P(None, BATCH_AXES)), P()))
     places = weights_L[np.maximum(layout.orders[0], 0)] if is_piped else weights_L
-    found = by_layer(run(jnp.float32(places), jnp.float32(x_MB)))
+    actual = by_layer(run(jnp.float32(places), jnp.float32(x_MB)))
     inputs = np.cumprod([1, *weights_L[:-1]])[:, None, None] * x_MB
-    np.testing.assert_allclose(found["total"], inputs.sum((1, 2)), rtol=TOLERANCE)
-    np.testing.assert_allclose(found["largest"], inputs.max((1, 2)), rtol=TOLERANCE)
+    np.testing.assert_allclose(actual["total"], inputs.sum((1, 2)), rtol=TOLERANCE)
+    np.testing.assert_allclose(actual["largest"], inputs.max((1, 2)), rtol=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -197,7 +201,7 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
 )
 def test_units_of_several_layers_equal_one_device(model, order):
     """Three units, the last shorter and a group of its own, on two stages."""
-    mesh = {"pipe": 2, "fsdp": 1, "tensor": 2, "chunk_layers": (2, 1)} | ORDERS[order]
+    mesh = {"pipe": 2, "fsdp": 2, "tensor": 2, "chunk_layers": (2, 1)} | ORDERS[order]
     check_equal(run(model, mesh, {}, 2), one_device(model))
 
 
@@ -208,7 +212,7 @@ def test_everything_equals_one_device(parallel, micro):
     check_equal(run("everything", parallel, {}, micro, layers), one_device("everything", layers))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_evaluation_and_learning(chunks):
     """Losses fall, one compilation; validation runs forwards alone and agrees."""
     train = {"micro_batch_size": 1}
@@ -235,7 +239,7 @@ def compiled(parallel: dict, microbatches: int, **model):
     config = tiny(fields, {**sizes, "loss_chunk": 512}, **parallel)
     config.data.sequence_length = 128
     mesh = mesh_of(config)
-    optimizer, abstract, _ = tiny_state(config, mesh)
+    optimizer, abstract = tiny_abstract(config, mesh)
     step = make_train_step(config, mesh, optimizer, abstract)
     lowered = step.lower(abstract, tiny_batch(config, mesh), controls(mesh))
     return config, lowered.compile()
@@ -263,22 +267,61 @@ def test_memory_of_gpipe_grows():
 @pytest.mark.parametrize("order", ["1f1b", "interleaved", "zero_bubble"])
 def test_flops_are_the_models_times_the_ticks(order):
     """No product is made twice, and a bubble costs its ticks alone."""
-    microbatches, stages = 16, 4
-    parallel = {"pipe": stages, "fsdp": 1, **ORDERS[order]}
-    config, step = compiled(parallel, microbatches)
-    counted = hlo.matrix_flops(hlo.parse(step.as_text())) * stages
-    size = (config.model, config.data.sequence_length, microbatches)
-    model = training_flops(*size, tensor=1, causal=False)
-    head = 6 * microbatches * config.data.sequence_length
-    head *= config.model.hidden_size * config.model.padded_vocab_size(1, stages)
-    chunks = config.parallel.chunks
-    ticks = microbatches * chunks + stages - 1  # in which a lane is on
-    layers = (model - head) * ticks / (microbatches * chunks)
-    if order == "zero_bubble":  # the weight lane has no bubble; its products: all but attention's
-        scores = 12 * microbatches * config.data.sequence_length**2 * config.model.hidden_size
+    config, step = compiled({"pipe": 4, "fsdp": 1, **ORDERS[order]}, 16)
+    counted = hlo.matrix_flops(hlo.parse(step.as_text())) * 4
+    expected = sum(expected_flops(config, 16))
+    assert expected <= counted <= 1.02 * expected
+
+
+def expected_flops(config: Config, microbatches: int) -> tuple[float, float]:
+    """FLOPs of layers and head in the ticks of a schedule, summed over stages and tensor."""
+    parallel, length = config.parallel, config.data.sequence_length
+    model = training_flops(config.model, length, microbatches, parallel.tensor, causal=False)
+    head = 6 * microbatches * length * config.model.hidden_size
+    head *= config.model.padded_vocab_size(parallel.tensor, parallel.pipe)
+    ticks = microbatches * parallel.chunks + parallel.pipe - 1  # in which a lane is on
+    layers = (model - head) * ticks / (microbatches * parallel.chunks)
+    if parallel.schedule is Schedule.zero_bubble:
+        # the weight lane has no bubble; its products: all but attention's
+        scores = 12 * microbatches * length**2 * config.model.hidden_size
         weights = (model - head - scores * LAYERS) / 3
         layers -= weights * (ticks / microbatches - 1)
-    assert layers + head <= counted <= 1.02 * (layers + head)
+    return layers, head
+
+
+@pytest.mark.slow
+def test_a_stage_runs_only_the_layers_that_it_holds():
+    """Three layers of one kind on the first stage, five of another on the second: all products of
+    layers stand in branches, whose collectives join devices of one stage. The slowest stage runs
+    the FLOPs of five layers a tick, as the planner says, not those of all eight places."""
+    mesh = {"pipe": 2, "fsdp": 2, "tensor": 2, "chunk_layers": (3, 5)}
+    kinds = "3(attention+mlp) *(attention,mlp)"
+    config, step = compiled(mesh | ORDERS["zero_bubble"], 8, layers=kinds)
+    program = hlo.parse(step.as_text())
+    inside = in_branches(program)
+    sizes = {"pipe": 2, "data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    actual = {axis for row in hlo.collectives(inside, sizes) for axis in row.axes}
+    assert actual == {"fsdp", "tensor"}
+    held, places = workload(config, 8).layers_of_chunk, 8
+    assert held == 5
+    branches = hlo.matrix_flops(inside)
+    counted = hlo.matrix_flops(program) - branches * (1 - held / places)
+    layers, head = expected_flops(config, 8)
+    expected = layers * 2 * held / LAYERS + head  # two stages as busy as the slowest
+    assert expected <= counted * 4 <= 1.02 * expected
+
+
+def in_branches(program: hlo.Program) -> hlo.Program:
+    """The computations that conditionals call, also through others."""
+    pending = [i for _, i, _ in program.instructions() if i.opcode == "conditional"]
+    names: set[str] = set()
+    while pending:
+        for name in hlo.callees(pending.pop()):
+            if name not in names:
+                names.add(name)
+                pending += program.computations[name]
+    computations = {name: program.computations[name] for name in names}
+    return dataclasses.replace(program, computations=computations)
 
 
 @pytest.mark.parametrize("zero1", [False, True])
@@ -287,18 +330,18 @@ def test_gradients_are_reduced_once(zero1):
     parallel = {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "zero1": zero1}
     _, step = compiled(parallel, 8)
     sizes = {"pipe": 2, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
-    found = [
+    actual = [
         c
         for c in hlo.collectives(hlo.parse(step.as_text()), sizes)
         if "data" in c.axes and c.volume > 64 and c.kind != "all-gather"
     ]
-    assert found and all(c.runs == c.instructions for c in found)
+    assert actual and all(c.runs == c.instructions for c in actual)
     if not zero1:
-        assert {c.kind for c in found} == {"all-reduce"}
+        assert {c.kind for c in actual} == {"all-reduce"}
         # by sets of axes: what pipe and tensor shard, what one of them, what neither; the sums of
         # losses and tokens go with one of these, or alone
-        assert len({c.axes for c in found}) == len(found)
-        assert sum(c.instructions for c in found) <= len(found) + 1
+        assert len({c.axes for c in actual}) == len(actual)
+        assert sum(c.instructions for c in actual) <= len(actual) + 1
 
 
 def test_every_schedule_of_the_settings_has_a_table():

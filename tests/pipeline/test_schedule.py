@@ -97,7 +97,7 @@ def test_tables_over_the_grid_keep_the_invariants_and_equal_closed_forms(schedul
             table = schedule(microbatches, stages, chunks)
             expected = forms(stages, microbatches, chunks)
             check(table)
-            found = Expected(
+            actual = Expected(
                 table.ticks,
                 live(table),
                 table.slots,
@@ -105,7 +105,7 @@ def test_tables_over_the_grid_keep_the_invariants_and_equal_closed_forms(schedul
                 table.outputs,
                 bubble(table).lost,
             )
-            assert found == expected, (stages, microbatches, chunks)
+            assert actual == expected, (stages, microbatches, chunks)
 
 
 def test_every_schedule_has_closed_forms():
@@ -120,10 +120,10 @@ def test_slots_of_1f1b_do_not_grow_with_microbatches():
 
 
 def test_bubble_counts_ticks_and_its_fraction_of_the_ideal():
-    found = bubble(one_f_one_b(8, 4, 2))
-    assert found.ticks == {"forward": 19, "backward": 19}
-    assert found.ideal == (8.0, 8.0, 8.0)
-    assert found.fraction == pytest.approx(4.5 / 24)  # (S-1)/V = 1.5 of each, beside M = 8
+    actual = bubble(one_f_one_b(8, 4, 2))
+    assert actual.ticks == {"forward": 19, "backward": 19}
+    assert actual.ideal == (8.0, 8.0, 8.0)
+    assert actual.fraction == pytest.approx(4.5 / 24)  # (S-1)/V = 1.5 of each, beside M = 8
     assert bubble(zero_bubble(8, 4)).fraction == pytest.approx(6 / 24)  # (S-1)(F+B)
     assert bubble(gpipe(8, 4)).fraction == bubble(one_f_one_b(8, 4)).fraction == 3 / 8
     assert bubble(forward_only(8, 4)).fraction == 3 / 8

@@ -91,7 +91,7 @@ def test_two_lanes_give_the_gradients_of_one(kind, recompute):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_residuals_are_neither_parameters_nor_what_is_given(kind):
+def test_residuals_are_neither_parameters_nor_inputs_of_all_layers(kind):
     unit, params, x, given = layer(kind, "full", 32)
     kept = UnitVjp(unit, params, x, given).residuals
     large = [a.shape for a in kept if a.size >= x.size]

@@ -117,14 +117,14 @@ COMPILED_GIB = [
     (SMALL, 8, 1, 8192, WHOLE, {"minimal": 7.03}),
     (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 8.24}),
     (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 24.07, "full": 14.06}),
-    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 34.70}),
+    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 35.43}),
     (SMALL | PADDED, 8, 1, 8192, {"expert": 8}, {"minimal": 7.57, "full": 6.18}),
     (SMALL | PADDED, 8, 1, 8192, WHOLE, {"minimal": 4.55}),
     (SMALL | PADDED, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 4.96}),
     (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.71, "full": 6.18}),
     (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 18.39, "full": 11.09}),
     (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 27.25}),
-    (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.48}),
+    (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 18.92}),
 ]
 
 
@@ -135,7 +135,7 @@ def test_memory_is_what_was_compiled(case):
         config = of(model, gpus, microbatches, length, **parallel)
         config.model.recompute = mode
         memory = device_memory(workload(config, gpus))
-        beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
+        beside = sum(memory.values()) - memory["master weights"] - memory["optimizer"]
         assert beside / GIB == pytest.approx(gib, rel=COMPILED)
 
 
@@ -180,7 +180,7 @@ def test_shared_experts_hide_half_of_what_is_sent():
     assert exposed_seconds(rows, 1e9, 1e9, less) == pytest.approx(before - 3 * less)
 
 
-def test_time_of_dense_products_is_told():
+def test_time_of_dense_products_is_reported():
     """XLA multiplies every row by every expert of the device."""
     config = of(MIXTRAL, 64, expert=2, fsdp=32)
     cluster = parse_cluster("h100x64")
@@ -192,9 +192,8 @@ def test_time_of_dense_products_is_told():
     needed = 2 * dispatch.balanced_rows * matrices / cluster.matmul_rate
     dense = 2 * rows * 4 * matrices / cluster.matmul_rate
     assert experts.surplus_seconds(work, cluster) == pytest.approx(dense - needed)
-    assert (
-        analyze(config, cluster).mfu < 0.5 * analyze(of(MIXTRAL, 64, expert=8, fsdp=8), cluster).mfu
-    )
+    kernels = analyze(of(MIXTRAL, 64, expert=8, fsdp=8), cluster).compute_seconds
+    assert analyze(config, cluster).compute_seconds > 2 * kernels
 
 
 def test_empty_rows_take_time_too():
@@ -216,24 +215,24 @@ def test_few_rows_wait_for_their_matrices():
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
-        ({}, "8 a device"),
-        ({"expert": 8}, "1 a device; all-to-all, buffer 1.5"),
+        ({}, "8 per GPU"),
+        ({"expert": 8}, "1 per GPU; all-to-all, buffer 1.5"),
         (
             {"expert": 4, "tensor": 2, "expert_exchange": ExpertExchange.gather},
-            "2 a device, cut over tensor 2; gather",
+            "2 per GPU, each over tensor 2; gather",
         ),
         (
             {"expert": 8, "tensor": 2, "expert_tensor": 1, "expert_buffer": 2.0},
-            "1 a device, whole; all-to-all, buffer 2",
+            "1 per GPU, each on one GPU; all-to-all, buffer 2",
         ),
     ],
 )
 def test_the_report_says_where_experts_are(parallel, words):
     found = plan_of(of(MIXTRAL, 8, **parallel), 8).settings["experts"]
-    assert found == f"8 in 32 layers, 2 a token, width 14336, {words}"
+    assert found == f"8 in 32 layers, top-2 routing, width 14336, {words}"
     if "expert_buffer" not in parallel:
         found = plan_of(of(MIXTRAL | PADDED, 8, **parallel), 8).settings["experts"]
-        assert found.endswith(f"{words.split(', buffer')[0]}; padded to 1.25 times an even share")
+        assert found.endswith(f"{words.split(', buffer')[0]}; padded to 1.25 times the mean load")
 
 
 def test_mtp_layers_are_refused_by_the_planner():

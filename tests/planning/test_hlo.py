@@ -48,7 +48,7 @@ def test_flops_of_nested_loops():
     assert hlo.matrix_flops(program) == 3 * (5 + 1) * 2 * 8 * 32 * 32
 
 
-def test_collectives_in_loops_without_a_known_end_are_told_apart():
+def test_collectives_in_loops_without_a_known_end_are_marked():
     def function(x):
         def more(state):
             return state[1] < jnp.max(x)

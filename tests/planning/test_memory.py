@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
-from maxmeg.config.mixers import Activation, AttentionBackend
+from maxmeg.config.mixers import Activation
 from maxmeg.config.model import DType, ModelConfig, Norm, Position
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import (
@@ -25,9 +25,6 @@ from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
-from maxmeg.ops.attention import cudnn as attention_cudnn
-from maxmeg.ops.attention.spec import Operands, ScoreSpec
-from maxmeg.ops.backend import Device
 from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
@@ -37,7 +34,6 @@ from maxmeg.planning.cost.memory import (
     activations,
     activations_by_mode,
     device_memory,
-    fused_attention,
     unit_deferred,
 )
 from maxmeg.planning.cost.workload import lanes, parameter_counts, workload
@@ -113,8 +109,8 @@ def test_masters_and_optimizer_are_those_of_the_real_state(name):
         state = abstract_state(config, make_optimizer(config.optim), mesh)
         held = sum(row.bytes_per_device for row in parameter_rows(state.model))
         found = device_memory(workload(config, mesh.size))
-        assert found["masters"] == held
-        assert found["optimizer"] == moments * found["masters"]
+        assert found["master weights"] == held
+        assert found["optimizer"] == moments * found["master weights"]
 
 
 def test_bytes_of_a_parameter_are_megatrons():
@@ -122,7 +118,9 @@ def test_bytes_of_a_parameter_are_megatrons():
     for replicas, zero1 in ((1, True), (2, False), (2, True), (8, True), (64, True)):
         config = of("22b", 8 * replicas, 1, 4, data=replicas, fsdp=1, tensor=8, zero1=zero1)
         memory = device_memory(workload(config, 8 * replicas))
-        own = sum(memory[name] for name in ("masters", "optimizer", "weights", "gradients"))
+        own = sum(
+            memory[name] for name in ("master weights", "optimizer", "compute weights", "gradients")
+        )
         whole = sum(shard.computed for shard in workload(config, 8 * replicas).shards)
         theirs = megatrons_memory(config, replicas, 4)["each"]
         assert own / whole == theirs == (6 + 12 / replicas if zero1 else 18)
@@ -132,15 +130,15 @@ def test_float32_weights_are_the_masters_unless_gathered():
     config = of("345m", 8, 1, 4, data=8, fsdp=1)
     config.model.dtype = DType.float32
     gathered = device_memory(workload(config, 8))
-    assert gathered["weights"] == 8 * gathered["masters"]
+    assert gathered["compute weights"] == 8 * gathered["master weights"]
     config.parallel.zero1 = False
-    assert device_memory(workload(config, 8))["weights"] == 0
+    assert device_memory(workload(config, 8))["compute weights"] == 0
 
 
 def test_gradients_are_summed_in_float32_where_there_is_more_than_one_microbatch():
     one, many = (device_memory(workload(of("345m", 1, 4, n), 1)) for n in (1, 8))
     assert many["gradients"] == 2 * one["gradients"]
-    assert many["working"] >= one["gradients"] > one["working"]
+    assert many["workspace"] >= one["gradients"] > one["workspace"]
 
 
 KINDS = {
@@ -206,7 +204,7 @@ def test_a_shared_key_value_head_takes_as_much_as_one_of_its_own(mode):
         work = workload(tiny(model, {"micro_batch_size": 2}, **parallel), 8)
         seconds = layer_seconds(work, parse_cluster("h100x8"))
         computed = sum(shard.computed for shard in work.shards)
-        found.append((activations(work), seconds, computed, device_memory(work)["weights"]))
+        found.append((activations(work), seconds, computed, device_memory(work)["compute weights"]))
     assert found[0] == found[1]
 
 
@@ -291,45 +289,6 @@ def test_lanes_are_those_of_the_tables(stages):
                 assert found.weight == on.get("weight", on["backward"])
 
 
-@pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("head", [64, 100, 128, 136])
-@pytest.mark.parametrize("length", [64, 65])
-def test_the_choice_of_cudnn_is_the_layers(dtype, head, length):
-    for segments, dropout in ((False, 0.0), (True, 0.0), (False, 0.1)):
-        config = Config()
-        config.model = with_fields(
-            ModelConfig(),
-            {"dtype": dtype, "attention.head_dim": head, "attention.dropout": dropout},
-        )
-        config.data.reset_attention_mask = segments
-        config.data.sequence_length = length
-        x = jax.ShapeDtypeStruct((1, length, 4, head), dtype.value)
-        operands = Operands(0, segments or None, dropout=dropout or None)
-        refusal = attention_cudnn.refuses(x, x, x, ScoreSpec(), operands, Device("cuda"))
-        assert fused_attention(config) == (not refusal)
-        config.model.attention.backend = AttentionBackend.xla
-        assert not fused_attention(config)
-        config.model.attention.backend = AttentionBackend.mosaic
-        assert fused_attention(config)
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"layers": "*(local,mlp)", "attention.window": 8},
-        {"attention.softcap": 9.0},
-        {"attention.sinks": True},
-    ],
-)
-def test_the_choice_of_cudnn_heeds_what_attention_asks_for(option):
-    config = Config(model=with_fields(ModelConfig(), option))
-    x = jax.ShapeDtypeStruct((1, 64, 4, 32), jnp.bfloat16)
-    spec = ScoreSpec(window=config.model.attention.window, softcap=config.model.attention.softcap)
-    operands = Operands(sinks_H=jnp.zeros(4) if config.model.attention.sinks else None)
-    refusal = attention_cudnn.refuses(x, x, x, spec, operands, Device("cuda"))
-    assert fused_attention(config) == (not refusal)
-
-
 # (name, GPUs, samples, microbatches, sizes): GiB beside the state under minimal, selective and
 # full, as XLA allocated them for the real step on absent GPUs (benchmarks/NOTES.md; pipelines were
 # compiled alike with the default chunk of the loss). Not covered: what XLA keeps transposed once
@@ -340,19 +299,19 @@ COMPILED_GIB = [
     ("gpt2-124m", 1, 16, 1, {}, (3.97, 3.68, 1.39)),
     ("1.3b", 1, 4, 1, {}, (13.44, 12.68, 6.83)),
     ("llama3-8b", 8, 1, 4, {"data": 2, "fsdp": 2, "tensor": 2}, (29.02, 28.00, 18.72)),
-    ("llama3-8b", 16, 1, 1, {"fsdp": 16}, (28.85, 26.85, 8.22)),
+    ("llama3-8b", 16, 1, 1, {"fsdp": 16}, (28.85, 26.85, 8.18)),
     ("llama3-8b", 16, 1, 4, {"fsdp": 16}, (30.63, 28.61, 10.22)),
     ("llama3-8b", 16, 1, 16, {"tensor": 8, "fsdp": 2}, (7.32, None, None)),
     ("llama3-8b", 16, 1, 8, {"pipe": 4, "tensor": 2, "data": 2, "fsdp": 1}, (27.54, None, None)),
-    ("llama3-8b", 16, 1, 16, SIXTEEN, (24.10, 22.49, 5.93)),
+    ("llama3-8b", 16, 1, 16, SIXTEEN, (24.37, 22.60, 6.13)),
     ("llama3-8b", 16, 2, 8, SIXTEEN, (44.76, None, None)),
-    ("llama3-8b", 16, 1, 16, SIXTEEN | {"chunks": 2}, (19.48, 18.21, 5.26)),
+    ("llama3-8b", 16, 1, 16, SIXTEEN | {"chunks": 2}, (19.77, 18.37, 5.47)),
     ("llama3-8b", 16, 1, 16, SIXTEEN | {"chunks": 4}, (17.32, None, None)),
     ("llama3-8b", 16, 1, 16, SIXTEEN | GPIPE, (53.30, 49.14, 8.89)),
     ("llama3-8b", 16, 1, 16, SIXTEEN | ZERO_BUBBLE, (34.92, 34.14, None)),
-    ("llama3-8b", 16, 1, 4, {"pipe": 2, "fsdp": 8}, (39.95, None, None)),
+    ("llama3-8b", 16, 1, 4, {"pipe": 2, "fsdp": 8}, (40.01, None, None)),
     ("llama3-8b", 16, 1, 32, {"pipe": 8, "tensor": 2}, (25.93, None, None)),
-    ("175b", 1024, 1, 128, {"pipe": 16, "tensor": 8, "fsdp": 8}, (12.68, None, None)),
+    ("175b", 1024, 1, 128, {"pipe": 16, "tensor": 8, "fsdp": 8}, (12.99, None, None)),
     ("22b", 32, 1, 32, {"pipe": 4, "tensor": 8}, (6.91, None, None)),
     ("22b", 32, 1, 32, {"pipe": 4, "tensor": 8} | ZERO_BUBBLE, (10.65, None, None)),
     ("1.3b", 8, 2, 16, {"pipe": 4, "tensor": 2}, (4.66, None, None)),
@@ -370,17 +329,17 @@ def test_memory_is_what_was_compiled(case):
         config.train.loss_chunk = 2048 if config.parallel.pipe > 1 else 1024
         config.train.loss_backend = LossBackend.xla
         memory = device_memory(workload(config, gpus))
-        beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
+        beside = sum(memory.values()) - memory["master weights"] - memory["optimizer"]
         assert gib is None or beside / GIB == pytest.approx(gib, rel=COMPILED)
 
 
-@pytest.mark.parametrize(("mode", "gib"), [("minimal", 27.55), ("full", 6.86)])
+@pytest.mark.parametrize(("mode", "gib"), [("minimal", 27.55), ("full", 7.21)])
 def test_memory_with_the_tiled_loss_is_what_was_compiled(mode, gib):
     """128,256 words a device (with xla, the layers made again: 9.11)."""
     config = of("llama3-8b", 16, 1, 1, mode, fsdp=16)
     config.train.loss_backend = LossBackend.tiled
     memory = device_memory(workload(config, 16))
-    beside = sum(memory.values()) - memory["masters"] - memory["optimizer"]
+    beside = sum(memory.values()) - memory["master weights"] - memory["optimizer"]
     assert beside / GIB == pytest.approx(gib, rel=COMPILED)
 
 

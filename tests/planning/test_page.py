@@ -13,7 +13,7 @@ from maxmeg.planning.show.text import GIB, Choice, Plan, verdict
 
 ANALYTIC = Analytic(
     parameters={"embedding": 1_000, "mlp": 3_000},
-    memory={"masters": 30 * GIB, "activations": 20 * GIB},
+    memory={"master weights": 30 * GIB, "activations": 20 * GIB},
     activations={"minimal": 80 * GIB, "selective": 20 * GIB, "full": 5 * GIB},
     capacity=70 * GIB,
     flops=1e18,
@@ -54,6 +54,7 @@ PLAN = Plan(
     ANALYTIC,
     COMPILED,
     CHOICES,
+    "maxmeg plan --config=175b",
 )
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 REFERENCES = {"src", "href", "srcset", "data", "action"}
@@ -93,17 +94,17 @@ def test_page_has_every_part():
     page = Page(plan_html(PLAN))
     assert page.headings == [
         "175b & more on 64 x h100",
-        "Memory of a device, from formulas",
+        "Memory per GPU, estimated",
         "Parameters",
-        "Time of a step, from formulas",
+        "Step time, estimated",
         "Pipeline",
-        "Communication of a step, from formulas",
+        "Communication per step, estimated",
         "Compiled for these GPUs",
         "Layouts, best first",
     ]
     text = "\n".join(page.texts)
     for part in (
-        "fits: 50.0 of 70.0 GiB, 20.0 GiB are free",
+        "fits: 50.0 of 70.0 GiB, 20.0 GiB free",
         "does not fit by 5.0 GiB: 77.0 of 72.0 GiB",
         "gathered <sequences>",
         "12,288",
@@ -112,6 +113,7 @@ def test_page_has_every_part():
         "pipe + data",
         "pipe 8, tensor 8",
         "44.3%",
+        "maxmeg plan --config=175b",
     ):
         assert part in text, part
 
@@ -165,5 +167,5 @@ def test_parts_of_a_step_are_its_whole():
 
 def test_verdict_at_the_limit():
     exact = dataclasses.replace(ANALYTIC, capacity=50 * GIB)
-    assert verdict(exact) == "fits: 50.0 of 50.0 GiB, 0.0 GiB are free"
+    assert verdict(exact) == "fits: 50.0 of 50.0 GiB, 0.0 GiB free"
     assert verdict(dataclasses.replace(exact, capacity=49 * GIB)).startswith("does not fit by 1.0")

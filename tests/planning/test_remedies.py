@@ -23,7 +23,7 @@ def test_one_change_is_enough():
     config, cluster = of("175b", 512, 4, pipe=8, tensor=8), parse_cluster("h100x64")
     assert needed(config, 64) > cluster.capacity
     found = remedies(config, cluster)
-    flags = ["--config.train.micro_batch_size=2", "--config.model.recompute=full"]
+    flags = ["--train.micro_batch_size=2", "--model.recompute=full"]
     assert [remedy.flags for remedy in found] == flags  # selective does not fit
     assert found[1].total == needed(with_recompute(config, "full"), 64) <= cluster.capacity
     assert 1 < found[0].slowdown < 1.1 < found[1].slowdown < 1.4
@@ -32,7 +32,7 @@ def test_one_change_is_enough():
 def test_as_few_changes_as_possible_together():
     cluster = parse_cluster("h100x8")
     found = remedies(of("llama3-8b", 128, data=8), cluster)
-    assert found[0].flags == "--config.train.micro_batch_size=2 --config.parallel.data=1"
+    assert found[0].flags == "--train.micro_batch_size=2 --parallel.data=1"
     assert all(remedy.total <= cluster.capacity for remedy in found)
     assert not any("recompute" in remedy.flags and "micro" in remedy.flags for remedy in found)
     assert [r.slowdown for r in found] == sorted(r.slowdown for r in found)
@@ -42,13 +42,13 @@ def test_as_few_changes_as_possible_together():
 @pytest.mark.parametrize(
     ("config", "count", "last"),
     [
-        (of("llama3-8b", 128, data=8), 8, "--config.parallel.data=1"),
-        (of("1.3b", 64), 1, "--config.parallel.fsdp=2 on 2 devices"),
+        (of("llama3-8b", 128, data=8), 8, "--parallel.data=1"),
+        (of("1.3b", 64), 1, "--parallel.fsdp=2 on 2 devices"),
     ],
 )
 def test_the_largest_saving_of_each_kind(config, count, last):
     found = largest_savings(config, count)
-    flags = ["--config.train.micro_batch_size=1", "--config.model.recompute=full", last]
+    flags = ["--train.micro_batch_size=1", "--model.recompute=full", last]
     assert [flag for flag, _ in found] == flags
     lighter = with_recompute(config, "full")
     assert found[1][1] == needed(config, count) - needed(lighter, count) > 70 * GIB

@@ -111,13 +111,13 @@ def test_shades_go_from_light_to_dark():
 def test_text_has_bubble_and_live_activations():
     text = timeline_text(one_f_one_b(16, 4))
     assert "1F1B: 4 stages, 16 microbatches, 22 ticks: 19 forward, 19 backward" in text
-    assert "18.8% over the ideal" in text and "lost 3 F + 3 B + 3 W" in text
+    assert "18.8% over the ideal" in text and "idle per stage: 3 F + 3 B + 3 W" in text
     assert "at most 7 5 3 1 microbatches" in text
     text = timeline_text(one_f_one_b(16, 4, 2))
     assert "Interleaved 1F1B: 4 stages x 2 chunks" in text
-    assert "lost 1.5 F + 1.5 B + 1.5 W" in text and "11 9 7 5 chunks" in text
+    assert "idle per stage: 1.5 F + 1.5 B + 1.5 W" in text and "11 9 7 5 chunks" in text
     text = timeline_text(zero_bubble(16, 4))
-    assert "lost 3 F + 3 B of" in text and "at most 4 weight gradients" in text
-    assert "kept" not in timeline_text(forward_only(8, 4))
-    assert "lost nothing" in timeline_text(one_f_one_b(8, 1))
+    assert "idle per stage: 3 F + 3 B" in text and "at most 4 weight-gradient passes" in text
+    assert "in flight" not in timeline_text(forward_only(8, 4))
+    assert "idle per stage: nothing" in timeline_text(one_f_one_b(8, 1))
     assert all(len(line) <= 100 for line in timeline_text(one_f_one_b(64, 64)).splitlines())

@@ -28,7 +28,7 @@ def metrics(counts=COUNTS) -> dict:
 def test_numbers_of_every_step_and_of_layers_at_the_logging_interval(tmp_path):
     path = tmp_path / "experts.json"
     call, found = ExpertLoad(MODEL, num_steps=8, every=5, path=str(path)).hook().call, []
-    for step in range(8):
+    for step in range(1, 9):
         found.append(metrics())
         call(step, found[-1])
     common = {"loss": 1, "expert_load_max": 4, "expert_load_entropy": 0.5, "expert_dropped": 0.25}
@@ -36,11 +36,11 @@ def test_numbers_of_every_step_and_of_layers_at_the_logging_interval(tmp_path):
     of_layers = {f"expert_load_max/layer_{i}": value for i, value in ((0, 1), (2, 4))}
     of_layers |= {f"expert_load_entropy/layer_{i}": value for i, value in ((0, 1), (2, 0))}
     of_layers |= {f"expert_dropped/layer_{i}": 0.25 for i in (0, 2)}
-    for step, values in enumerate(found):
-        wanted = {**common, **of_layers} if step in (0, 5, 7) else common
+    for step, values in enumerate(found, 1):
+        wanted = {**common, **of_layers} if step in (5, 8) else common
         assert values == pytest.approx(wanted), step
     saved = json.loads(path.read_text())
-    assert (saved["first_step"], saved["last_step"], saved["layers"]) == (6, 7, ["0", "2"])
+    assert (saved["first_step"], saved["last_step"], saved["layers"]) == (6, 8, ["0", "2"])
     assert saved["loads"] == [[1, 1, 1, 1], [4, 0, 0, 0]]
 
 
@@ -77,5 +77,5 @@ def test_an_mtp_layer_reports_loads():
         },
     )
     values = metrics()
-    ExpertLoad(model, num_steps=1, every=1).hook().call(0, values)
+    ExpertLoad(model, num_steps=1, every=1).hook().call(1, values)
     assert values["expert_load_max/layer_mtp_0"] == 4 and "expert_load_max/layer_0" in values

@@ -1,5 +1,6 @@
 """GPUs before JAX starts: their memory pool, where the user's setting wins, and their absence."""
 
+import os
 from pathlib import Path
 
 import jax
@@ -12,32 +13,113 @@ from maxmeg.config.schema import Config
 from maxmeg.ops.attention import cudnn as attention_cudnn
 from maxmeg.ops.backend import Device
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.runtime import determinism, platform
-from maxmeg.runtime.gpu_environment import MEMORY_FRACTION, gpu_environment, set_gpu_environment
+from maxmeg.runtime import determinism, platform, screen
+from maxmeg.runtime import gpu_environment as gpu_environment_module
+from maxmeg.runtime.gpu_environment import (
+    MEMORY_FRACTION,
+    generation_of,
+    gpu_environment,
+    memory_fraction,
+    recorded_environment,
+    set_gpu_environment,
+    user_flags,
+)
 
 NAMES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
+OURS = {NAMES[0]: str(MEMORY_FRACTION)}
+
+
+@pytest.mark.parametrize(
+    ("name", "generation"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "Ampere"),
+        ("NVIDIA H100 80GB HBM3", "Hopper"),
+        ("NVIDIA H200", "Hopper"),
+        ("NVIDIA GH200 480GB", "Hopper"),
+        ("NVIDIA B200", "Blackwell"),
+        ("NVIDIA GB200", "Blackwell"),
+        ("NVIDIA L40S", ""),
+        ("Tesla V100-SXM2-16GB", ""),
+    ],
+)
+def test_generation_of_a_gpu(name, generation):
+    assert generation_of([name] * 8) == generation
+    assert generation_of([name, "Another"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("generation", "user", "added", "users"),
+    [
+        ("Hopper", {}, OURS | {QUEUE: "1"}, []),
+        ("Ampere", {}, OURS | {QUEUE: "1"}, []),
+        ("Blackwell", {}, OURS, []),
+        ("", {}, OURS, []),
+        ("Hopper", {QUEUE: "8"}, OURS, [f"{QUEUE}=8"]),
+        ("Hopper", {QUEUE: "1"}, OURS, []),
+        ("", {NAMES[0]: "0.5"}, {}, [f"{NAMES[0]}=0.5"]),
+        ("", {NAMES[1]: "0.5"}, {}, [f"{NAMES[1]}=0.5"]),
+        ("", {"XLA_FLAGS": "--a=1"}, OURS, []),
+    ],
+)
+def test_the_users_values_win_and_are_said(generation, user, added, users):
+    environment = gpu_environment(user, generation)
+    assert environment.added == added
+    assert list(environment.users) == users
+    words = environment.words()
+    assert words.startswith(generation or "unknown, default environment: ")
+    assert all(words.count(text) == 1 for text in users)
+
+
+def test_the_printed_line_is_one():
+    words = gpu_environment({}, "Hopper").words()
+    assert words == "Hopper MEM_FRACTION=0.92 MAX_CONNECTIONS=1"
+    assert len(screen.wrapped(words, "gpu").splitlines()) == 1
+
+
+def test_flags_in_a_file_are_kept(tmp_path):
+    """XLA takes XLA_FLAGS as the path of a file if it does not begin with a dash."""
+    file = tmp_path / "flags"
+    file.write_text("--a=1\n--b=2\n")
+    assert user_flags({"XLA_FLAGS": str(file)}) == "--a=1 --b=2"
+    with pytest.raises(ValueError, match=r"XLA_FLAGS=/absent is neither flags, .* nor a file"):
+        user_flags({"XLA_FLAGS": "/absent"})
 
 
 @pytest.mark.parametrize("named", [{}, {NAMES[0]: "0.5"}, {NAMES[1]: "0.5"}])
-def test_jax_reads_the_fraction_that_is_set(monkeypatch, named):
-    for name in NAMES:
+def test_jax_and_the_planner_read_the_fraction_that_is_set(monkeypatch, named):
+    monkeypatch.setattr(gpu_environment_module, "uses_gpu", lambda: True)
+    for name in (*NAMES, "XLA_FLAGS"):
         monkeypatch.setenv(name, named.get(name, ""))
-    set_gpu_environment()
-    options = xla_client.generate_pjrt_gpu_plugin_options()
-    assert options["memory_fraction"] == (0.5 if named else MEMORY_FRACTION)
+    environment = set_gpu_environment()
+    assert environment is not None and environment.generation == ""
+    fraction = 0.5 if named else MEMORY_FRACTION
+    assert xla_client.generate_pjrt_gpu_plugin_options()["memory_fraction"] == fraction
     pool = parse_cluster("h100x8").capacity / 2**30
-    assert pool == pytest.approx(72.77, abs=0.01)  # of the 79.1 GiB that CUDA reports
+    assert pool == pytest.approx(79.1 * fraction, abs=0.01)  # of the GiB that CUDA reports
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "90%", "nan"])
+def test_a_fraction_that_is_none_is_refused(value):
+    with pytest.raises(ValueError, match=rf"{NAMES[1]}={value} must be above 0 and at most 1"):
+        memory_fraction({NAMES[1]: value})
+
+
+def test_a_cpu_keeps_its_environment(monkeypatch):
+    before = dict(os.environ)
+    assert set_gpu_environment() is None and recorded_environment() == ""
+    assert dict(os.environ) == before
 
 
 def test_deterministic_programs_are_asked_of_xla_and_nccl():
     """tests/absent proves that XLA obeys the flag."""
     flag = "--xla_gpu_deterministic_ops"
-    assert "XLA_FLAGS" not in gpu_environment({"XLA_FLAGS": "--a=1"})
-    added = gpu_environment({"XLA_FLAGS": "--a=1"}, deterministic=True)
+    assert "XLA_FLAGS" not in gpu_environment({"XLA_FLAGS": "--a=1"}).added
+    added = gpu_environment({"XLA_FLAGS": "--a=1"}, deterministic=True).added
     assert added["XLA_FLAGS"] == f"--a=1 {flag}=true"
     assert added["NCCL_ALGO"] == "^NVLS,NVLSTree"
     own = {"XLA_FLAGS": f"{flag}=true", "NCCL_ALGO": "Ring"}
-    assert own.items() <= gpu_environment(own, deterministic=True).items()
+    assert own.items() <= gpu_environment(own, deterministic=True).added.items()
     with pytest.raises(ValueError, match=f"{flag}=false in XLA_FLAGS: remove one"):
         gpu_environment({"XLA_FLAGS": f"{flag}=false"}, deterministic=True)
 

@@ -1,41 +1,18 @@
 """Hooks, the guard, throughput, profile range and what the console shows."""
 
 import io
+import logging
 import math
 
 import pytest
 
 from maxmeg.runtime.faults.guard import FEWEST, Guard, NonFiniteLoss
+from maxmeg.runtime.logs import Stderr
 from maxmeg.runtime.metrics.hooks import Hook, Hooks
+from maxmeg.runtime.metrics.parameter_table import ParameterRow, num_bytes, parameter_table
 from maxmeg.runtime.metrics.profile import profile_hook
 from maxmeg.runtime.metrics.progress import Progress, duration, quantity
-from maxmeg.runtime.metrics.summary import ParameterRow, num_bytes, print_mesh, print_parameters
 from maxmeg.runtime.metrics.throughput import Throughput
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"every": 1}, list(range(10))),
-        ({"every": 4}, [0, 4, 8, 9]),
-        ({"every": 4, "first": False}, [4, 8, 9]),
-        ({"every": 4, "last": False}, [0, 4, 8]),
-        ({"every": 9, "last": False}, [0, 9]),
-        ({"every": 100}, [0, 9]),
-        ({"every": 0}, []),
-    ],
-)
-def test_steps_of_a_hook(settings, expected):
-    seen = []
-    hooks = Hooks([Hook(lambda step, metrics: seen.append(step), **settings)], 10)
-    for step in range(10):
-        hooks(step, {})
-    assert seen == expected
-
-
-def test_a_run_of_one_step_is_both_first_and_last():
-    assert Hook(print, every=5, first=False).is_due(0, 1)
-    assert not Hook(print, every=5, first=False, last=False).is_due(0, 1)
 
 
 def test_hooks_share_metrics_run_in_order_and_all_close():
@@ -52,13 +29,12 @@ def test_hooks_share_metrics_run_in_order_and_all_close():
         [
             Hook(add, before=seen.append, close=lambda: seen.append("close 1")),
             Hook(lambda step, metrics: seen.append(metrics["b"]), close=fail),
-        ],
-        3,
+        ]
     )
     with pytest.raises(RuntimeError, match="close failed"), hooks:
-        hooks.before(0)
-        hooks(0, {"a": 1})
-    assert seen == [0, 2, "close 2", "close 1"]
+        hooks.before(1)
+        hooks(1, {"a": 1})
+    assert seen == [1, 2, "close 2", "close 1"]
 
 
 GOOD = {"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0}
@@ -122,26 +98,27 @@ def test_profile_traces_the_chosen_steps(monkeypatch):
     calls = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(folder))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
-    hooks = Hooks([profile_hook("profile", 3, 2)], 10)
+    hooks = Hooks([profile_hook("profile", 3, 2)])
     with hooks:
-        for step in range(10):  # metrics of a step arrive after the next one's dispatch
+        for step in range(1, 10):  # metrics of a step arrive after the next one's dispatch
             hooks.before(step)
             calls.append(step)
-            if step:
+            if step > 1:
                 hooks(step - 1, {})
-    assert calls == [0, 1, 2, "profile", 3, 4, 5, "stop", 6, 7, 8, 9]
+    assert calls == [1, 2, "profile", 3, 4, 5, "stop", 6, 7, 8, 9]
 
 
-def test_profile_ends_with_the_run_and_checks_its_range(monkeypatch):
+def test_profile_ends_with_the_run_and_checks_its_range(monkeypatch, capsys):
     import jax
 
     calls = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append("start"))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
-    hooks = Hooks([profile_hook("profile", 1, 50)], 3)
+    hooks = Hooks([profile_hook("profile", 1, 50)])
     with hooks:
         hooks.before(1)
     assert calls == ["start", "stop"]
+    assert "xprof --logdir=profile" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"log\.profile_steps=0"):
         profile_hook("profile", 1, 0)
 
@@ -157,23 +134,55 @@ def test_plain_lines_where_stdout_is_no_terminal():
     out = io.StringIO()
     progress = Progress(100, every=10, file=out, clock=clock_of(range(100)))
     hook = progress.hook()
-    for step in range(25):
+    for step in range(1, 26):
         hook.before(step)
         more = {"validation_loss": 2.5, "mfu": 41.23} if step == 15 else {}
         hook.call(step, metrics_of(step, **more))
     hook.close()
     lines = out.getvalue().splitlines()
-    assert [int(line.split()[1]) for line in lines] == [0, 10, 15, 20]
-    assert lines[1] == (
-        "step  10  loss 2.0000  lr 3.00e-04  grad 0.500  12.3k tok/s  1.5 TFLOP/s  1m 29s left"
+    assert [int(line.split("/")[0]) for line in lines] == [1, 10, 15, 20]
+    assert lines[1] == (  # the mean loss of steps 2 to 10
+        " 10/100  loss 2.400  lr 3.0e-4  gnorm 0.5  12.3k tok/s  1.5 TFLOP/s  eta 1m30s"
     )
-    assert "validation 2.5000" in lines[2] and "MFU" in lines[2] and "MFU" not in lines[3]
+    assert "val 2.500" in lines[2] and "mfu" in lines[2] and "mfu" not in lines[3]
+
+
+def test_skipped_steps_have_no_part_in_the_mean_loss():
+    out = io.StringIO()
+    progress = Progress(100, every=3, file=out)
+    for step, loss in enumerate((2.0, 1.0, math.nan), 1):
+        progress(step, {"loss": loss, "skipped": float(math.isnan(loss))})
+    assert [line.split()[2] for line in out.getvalue().splitlines()] == ["2.000", "1.000"]
+
+
+LONGEST = {
+    "loss": 11.25, "validation_loss": 11.25, "validation_loss_per_byte": 1.25,
+    "learning_rate": 2.7e-11, "grad_norm": 0.0001234, "step_seconds": 1.0, "mfu": 41.25,
+    "tokens_per_second": 12.3e6, "tflops_per_device": 412.0, "data_wait_seconds": 0.5,
+    "peak_memory_gib": 131.25,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["alone", "srun --label"])
+def test_lines_fit_and_keep_what_matters(labelled, monkeypatch):
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    if labelled:
+        monkeypatch.setenv("SLURM_PROCID", "0")
+    for absent in LONGEST:
+        out = io.StringIO()
+        progress = Progress(1_000_000, file=out, clock=clock_of([0.0, 1e6]))
+        for step in (1, 500_000):
+            progress(step, {name: value for name, value in LONGEST.items() if name != absent})
+        lines = out.getvalue().splitlines()
+        assert len(lines) == 2 and max(map(len, lines)) <= (74 if labelled else 78)
+        assert ("  loss 11.250  " in lines[1]) == (absent != "loss")
+        assert ("  val 11.250" in lines[1]) == (absent != "validation_loss")
 
 
 def test_waiting_for_data_is_shown_where_it_is_worth_it():
     out = io.StringIO()
     progress = Progress(100, every=4, file=out, clock=clock_of(range(100)))
-    for step in range(9):
+    for step in range(1, 9):
         waited = 1.0 if 4 < step < 7 else 0.001 if step < 4 else 0.0
         progress(step, metrics_of(step, data_wait_seconds=waited))
     lines = out.getvalue().splitlines()
@@ -181,33 +190,48 @@ def test_waiting_for_data_is_shown_where_it_is_worth_it():
     assert "data wait 25%" in lines[2]  # 2 of 4 x 2 seconds
 
 
-def test_live_bar_on_a_terminal():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_live_bar_on_a_terminal():
     out = Terminal()
     hook = Progress(4, every=2, file=out).hook()
-    for step in range(4):
+    for step in range(1, 5):
         hook.before(step)
         hook.call(step, metrics_of(step))
     hook.close()
     text = out.getvalue()
-    assert "step 0" in text and "step 2" in text and "step 3" in text and "step 1" not in text
+    assert "1/4" in text and "2/4" in text and "4/4" in text and "3/4" not in text
     assert "compiling the step" in text and "\x1b[?25h" in text  # the cursor is shown again
+
+
+def test_log_lines_are_printed_above_the_live_bar(monkeypatch):
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    record = logging.makeLogRecord({"msg": "attention backend: xla"})
+    handler, hook = Stderr(), Progress(4, file=out).hook()
+    hook.before(1)
+    handler.emit(record)
+    hook.close()
+    assert "attention backend: xla\n" in out.getvalue() and not err.getvalue()
+    handler.emit(record)
+    assert err.getvalue() == "attention backend: xla\n"
 
 
 def test_resumed_runs_print_their_first_step():
     out = io.StringIO()
     progress = Progress(100, start_step=37, every=10, file=out)
-    for step in range(37, 42):
+    for step in range(38, 42):
         progress(step, metrics_of(step))
-    assert [line.split()[1] for line in out.getvalue().splitlines()] == ["37", "40"]
+    assert [line.split("/")[0].strip() for line in out.getvalue().splitlines()] == ["38", "40"]
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0s"), (59.6, "1m 00s"), (185, "3m 05s"), (7800, "2h 10m"), (273600, "3d 04h")],
+    [(0.4, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7800, "2h10m"), (273600, "3d04h")],
 )
 def test_durations_are_formatted(seconds, text):
     assert duration(seconds) == text
@@ -220,27 +244,24 @@ def test_numbers_are_formatted_briefly():
     assert [num_bytes(n) for n in (512, 1536, 2.8e9)] == ["512 B", "1.5 KiB", "2.61 GiB"]
 
 
-def test_tables_are_printed_at_start():
-    out = io.StringIO()
-    print_mesh({"pipe": 1, "data": 2, "tensor": 4}, "NVIDIA H200", out)
-    print_mesh({"pipe": 1}, "cpu", out)
+def test_the_table_of_parameters_fits():
     rows = [
         ParameterRow(
-            "embedding.weight", (1024, 64), ("vocab", "embed"), ("tensor", ("fsdp",)), 4096
+            "embedding.weight", (1024, 64), ("vocab", "embed"), (("tensor", "fsdp"), None), 4096
         ),
-        ParameterRow("norm.scale", (64,), (None,), (None,), 256),
+        ParameterRow("stack.groups.0.sublayers.1.mixers.mlp.up.weight", (64,), (None,), (), 256),
+        ParameterRow(f"stack.groups.0.{'deep.' * 20}weight", (), (), (), 4),
     ]
-    print_parameters(rows, out)
-    lines = out.getvalue().splitlines()
-    assert lines[:2] == ["mesh: 8 NVIDIA H200 devices (data 2 x tensor 4)", "mesh: 1 cpu device"]
-    text = "\n".join(lines)
-    assert "1024 x 64" in text and "vocab, embed" in text and "tensor, fsdp" in text
-    assert "replicated" in text and "65.6k parameters" in text and "4.25 KiB" in text
+    lines = parameter_table(rows, 78)
+    assert len(lines) == 5 and max(map(len, lines)) <= 78
+    assert lines[1].split() == ["embedding.weight", "1024/tensor+fsdp", "x", "64", "4", "KiB"]
+    assert lines[2].startswith("layers.0.1.mlp.up.weight ") and lines[3].startswith("..")
+    assert lines[4].split() == ["all", "4.25", "KiB"]
 
 
 @pytest.mark.parametrize(("per_byte", "shown"), [(0.5, True), (1.999, False)])
 def test_the_loss_per_byte_is_shown_where_tokens_are_not_bytes(per_byte, shown):
     file = io.StringIO()
     losses = {"validation_loss": 2.0, "validation_loss_per_byte": per_byte}
-    Progress(10, file=file)(0, {"loss": 2.0, **losses})
-    assert ("per byte" in file.getvalue()) == shown
+    Progress(10, file=file)(1, {"loss": 2.0, **losses})
+    assert ("val/byte" in file.getvalue()) == shown

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from maxmeg.runtime.slurm import warn_of_late_save
+from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,10 @@ def test_a_late_save_is_announced(end_in, save_seconds, told, monkeypatch, caplo
     warn_of_late_save(save_seconds)
     assert bool(caplog.records) == told
     assert not told or "--signal=B:USR1@1460" in caplog.text
+
+
+def test_a_requeued_job_is_not_told_to_be_started_again(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert "the same command" in resuming_words()
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert "command" not in resuming_words() and "once it runs again" in resuming_words()

@@ -92,7 +92,7 @@ def test_a_hang_waits_for_the_save_in_the_background(tmp_path, monkeypatch):
     failure = steps.watchdog.check()
     assert failure is not None
     steps.watchdog._end_hang(failure)
-    line = f"error: {failure.line}; the same command goes on from the last checkpoint"
+    line = f"error: {failure.line}; the same command resumes from the last checkpoint"
     assert events == ["saved", (line, RESTART_CODE)]
     stacks = tmp_path / "hangs" / "step_00000003_process_0.txt"
     assert stacks.read_text().startswith(f"{failure.line}\n") and "thread" in stacks.read_text()

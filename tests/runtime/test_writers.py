@@ -8,7 +8,8 @@ import types
 
 import pytest
 
-from maxmeg.runtime.metrics.plots import plot_loss
+from maxmeg.runtime.metrics.names import grouped
+from maxmeg.runtime.metrics.plots import LossPlot, plot_loss, validation_words
 from maxmeg.runtime.metrics.writers import JsonlWriter, TensorBoardWriter, WandbWriter, writer_hook
 
 
@@ -26,11 +27,11 @@ def write(path, steps, start_step=0, value=0.0):
 @pytest.mark.parametrize("resume", [0, 1, 6, 10, 15])
 def test_each_step_once_after_a_resume(tmp_path, resume):
     path = tmp_path / "run" / "metrics.jsonl"
-    write(path, range(10))
-    write(path, range(resume, 12), resume, value=100.0)
-    expected = {step: step + (100.0 if step >= resume else 0.0) for step in range(12)}
+    write(path, range(1, 11))
+    write(path, range(resume + 1, 13), resume, value=100.0)
+    expected = {step: step + (100.0 if step > resume else 0.0) for step in range(1, 13)}
     if resume > 10:
-        expected = {step: float(step) for step in range(10)}
+        expected = {step: float(step) for step in range(1, 11)}
     assert {row["step"]: row["loss"] for row in rows(path)} == expected
     assert len(rows(path)) == len(expected)
     assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
@@ -38,19 +39,49 @@ def test_each_step_once_after_a_resume(tmp_path, resume):
 
 def test_a_line_cut_short_is_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    write(path, range(3))
+    write(path, range(1, 4))
     with open(path, "a") as file:
         file.write('{"step": 1')
-    write(path, [5], start_step=5)
-    assert [row["step"] for row in rows(path)] == [0, 1, 2, 5]
+    write(path, [6], start_step=5)
+    assert [row["step"] for row in rows(path)] == [1, 2, 3, 6]
 
 
 def test_numbers_stay_exact_and_json_valid(tmp_path):
     path = tmp_path / "metrics.jsonl"
     writer = JsonlWriter(path)
-    writer(0, {"loss": 0.1 + 0.2, "grad_norm": math.inf})
-    assert rows(path) == [{"step": 0, "loss": 0.1 + 0.2, "grad_norm": None}]  # before close
+    writer(1, {"loss": 0.1 + 0.2, "grad_norm": math.inf})
+    (row,) = rows(path)  # before close
+    assert row.pop("time") > 1e9
+    assert row == {"step": 1, "loss": 0.1 + 0.2, "grad_norm": None}
     writer.close()
+
+
+def test_the_commit_is_written_once_a_start(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for start, commit in ((0, "abc"), (2, "def-dirty"), (4, "")):
+        writer = JsonlWriter(path, start, {"commit": commit})
+        for step in (start + 1, start + 2):
+            writer(step, {})
+        writer.close()
+    assert [row.get("commit") for row in rows(path)] == ["abc", None, "def-dirty", None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("loss", "train/loss"),
+        ("mtp_loss/1", "train/mtp_loss/1"),
+        ("learning_rate", "optim/lr"),
+        ("validation_loss", "val/loss"),
+        ("validation_loss_per_byte/web", "val/loss_per_byte/web"),
+        ("mfu", "perf/mfu"),
+        ("peak_memory_gib", "memory/peak_gib"),
+        ("expert_load_max/layer_3", "moe/load_max/layer_3"),
+        ("load_balancing_loss", "moe/load_balancing_loss"),
+    ],
+)
+def test_names_have_groups(name, shown):
+    assert grouped(name) == shown
 
 
 def test_training_goes_on_when_the_disk_is_full(tmp_path, caplog):
@@ -78,19 +109,19 @@ def test_event_files_are_read_back(tmp_path):
 
     folder = tmp_path / "tensorboard"
     first = TensorBoardWriter(folder)
-    for step in range(6):
+    for step in range(1, 7):
         first(step, {"loss": float(step)})
     first.close()
     resumed = TensorBoardWriter(folder, start_step=4)
-    for step in range(4, 8):
+    for step in range(5, 9):
         resumed(step, {"loss": 100.0 + step, "learning_rate": 1e-3})
     resumed.close()
     events = EventAccumulator(str(folder))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
-        (0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0), (4, 104.0), (5, 105.0), (6, 106.0), (7, 107.0),
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 105.0), (6, 106.0), (7, 107.0), (8, 108.0),
     ]  # fmt: skip
-    assert len(events.Scalars("learning_rate")) == 4
+    assert len(events.Scalars("optim/lr")) == 4
 
 
 def test_a_writer_that_saw_nothing_leaves_nothing(tmp_path):
@@ -126,7 +157,7 @@ def test_wandb_continues_the_run_of_its_folder(tmp_path, monkeypatch):
         writer = WandbWriter("project", tmp_path / "run", {"seed": 1})
         writer(3, {"loss": 1.0})
         writer.close()
-    assert calls[1:3] == [(3, {"loss": 1.0}), "finish"]
+    assert calls[1:3] == [(3, {"train/loss": 1.0}), "finish"]
     assert calls[0]["id"] == calls[3]["id"] and calls[0]["resume"] == "allow"
     assert calls[0]["project"] == "project" and calls[0]["config"] == {"seed": 1}
 
@@ -145,6 +176,20 @@ def test_loss_is_plotted(tmp_path, validations):
     plot_loss(path, tmp_path / "loss.png", "runs/test")
     data = (tmp_path / "loss.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n" and len(data) > 10_000
+
+
+def test_the_curve_is_drawn_at_validations_and_the_last_one_is_told(tmp_path):
+    curve, writer, seen = LossPlot(str(tmp_path)), JsonlWriter(tmp_path / "metrics.jsonl"), []
+    validation = {"validation_loss": 2.0, "validation_loss_per_byte": 0.5}
+    for step, metrics in enumerate(({"loss": math.nan}, {"loss": 3.0}, {"loss": 2.5}), 1):
+        metrics |= validation if step != 2 else {}
+        writer(step, metrics)
+        curve(step, metrics)
+        seen.append((tmp_path / "loss.png").exists())
+    writer.close()
+    assert seen == [False, False, True]  # nothing to draw; no validation; drawn
+    words = "validation loss: 0.5000 nats per byte (0.721 bits) at step 3"
+    assert validation_words(str(tmp_path)) == words
 
 
 def test_plot_of_nothing_is_an_error(tmp_path):

@@ -41,15 +41,15 @@ CASES = families(HIDDEN, HEADS, HEAD_DIM)
 
 def enlivened(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights at which the text is no echo and norms and biases count."""
-    found = {}
+    actual = {}
     for name, array in tensors.items():
         if array.ndim == 1:
             is_scale = re.search(r"norm|ln_", name) and name.endswith("weight")
-            found[name] = 0.1 * array + bool(is_scale)
+            actual[name] = 0.1 * array + bool(is_scale)
             continue
         is_embedding = re.search(r"embed_tokens|embed_in|word_emb|wte", name)
-        found[name] = array * (0.4 if is_embedding else 2.0) / array.shape[1] ** 0.5
-    return found
+        actual[name] = array * (0.4 if is_embedding else 2.0) / array.shape[1] ** 0.5
+    return actual
 
 
 def converted(name: str, folder: Path) -> tuple[LM, list[list[int]]]:
@@ -63,8 +63,7 @@ def converted(name: str, folder: Path) -> tuple[LM, list[list[int]]]:
     import_model(open_folder(folder / "hf"), folder / "run")
     export_model(folder / "run", folder / "exported", DType.float32, SHARD_BYTES)
     assert len([*(folder / "exported").glob("*.safetensors")]) > 1
-    ours = load_run(str(folder / "run"))
-    ours.config.model.dtype = DType.float32
+    ours = load_run(str(folder / "run"), dtype=DType.float32)
     write = Writer(ours, Request(COUNT, Sampling(temperature=0)))
     return ours.model, [new.tolist() for new in write(PROMPTS, seed=0)]
 
@@ -95,13 +94,13 @@ def test_every_family_is_served():
 
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_tokens_are_the_same(name, answers):
-    found = answers[name]
-    assert "error" not in found, found["error"]
+    actual = answers[name]
+    assert "error" not in actual, actual["error"]
     if name in INEXACT:
-        for prompt, tokens in zip(PROMPTS, found["tokens"], strict=True):
-            logits_LV = found["model"](jnp.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
+        for prompt, tokens in zip(PROMPTS, actual["tokens"], strict=True):
+            logits_LV = actual["model"](jnp.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
             chosen_L = logits_LV[np.arange(COUNT), np.array(tokens)]
             assert (logits_LV.max(-1) - chosen_L).max() <= INEXACT[name]
         return
-    assert found["tokens"] == found["ours"]
-    assert len({token for tokens in found["ours"] for token in tokens}) > 4
+    assert actual["tokens"] == actual["ours"]
+    assert len({token for tokens in actual["ours"] for token in tokens}) > 4

@@ -29,9 +29,9 @@ def ask(url: str, **body) -> dict:
 @contextlib.contextmanager
 def served(folder: Path, log: Path):
     """The address of a server of the model in a folder."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as actual:
+        actual.bind(("127.0.0.1", 0))
+        port = actual.getsockname()[1]
     # `vllm serve` by the name of its module: the script asks for the version of another package.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"]
     command += ["--host=127.0.0.1", f"--port={port}", "--served-model-name=ours"]

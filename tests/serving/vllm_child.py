@@ -25,19 +25,19 @@ def answer(folder: str, prompts: list[list[int]], count: int) -> dict:
     model = vllm.LLM(folder, dtype="float32", enforce_eager=True, max_num_seqs=len(prompts))
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     choice = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    found = model.generate(given, choice, use_tqdm=False)
-    return {"tokens": [list(one.outputs[0].token_ids) for one in found]}
+    actual = model.generate(given, choice, use_tqdm=False)
+    return {"tokens": [list(one.outputs[0].token_ids) for one in actual]}
 
 
 def main(jobs: str, answers: str) -> None:
-    found = {}
+    actual = {}
     for name, (folder, prompts, count) in json.loads(Path(jobs).read_text()).items():
         try:
-            found[name] = answer(folder, prompts, count)
+            actual[name] = answer(folder, prompts, count)
         except Exception as error:  # whatever it is, the other models are asked too
-            found[name] = {"error": repr(error)}
+            actual[name] = {"error": repr(error)}
         cleanup_dist_env_and_memory()
-    Path(answers).write_text(json.dumps(found))
+    Path(answers).write_text(json.dumps(actual))
 
 
 if __name__ == "__main__":

@@ -145,7 +145,8 @@ def _own_template(
     if text is None:
         raise ValueError(
             f"{folder} has no chat template, neither chat_template.jinja nor one in "
-            "tokenizer_config.json: the model was not made for chats; give a plain prompt"
+            "tokenizer_config.json: the model was not made for chats; give a plain prompt, or "
+            "train with data.chat_template=FILE"
         )
     return default_of(text, source) if isinstance(text, list) else text, source
 

@@ -23,7 +23,7 @@ _THREADS = 8  # reading and zlib release the GIL
 _FORMAT = "maxmeg sums 1 block_bytes"
 _REMEDY = (
     "check where the files come from, then create the checksums again with "
-    "`python -m maxmeg.preprocess verify --create PREFIX`, or delete the checksums"
+    "`maxmeg preprocess verify --create PREFIX`, or delete the checksums"
 )
 
 

@@ -39,7 +39,7 @@ _CHUNK = 1 << 20  # entries that are checked at a time, to save memory
 _COPIED = 1 << 24  # bytes that are copied at a time
 _WINDOWS, _WINDOW = 64, 4096  # sampled ids: positions over the file, and tokens at each
 _SHOWN = 5  # damaged blocks that are listed
-_REMEDY = "prepare the corpus again with `python -m maxmeg.preprocess`, or copy both files again"
+_REMEDY = "prepare the corpus again with `maxmeg preprocess`, or copy both files again"
 
 
 def token_dtype(vocab_size: int | None) -> np.dtype:
@@ -186,7 +186,7 @@ class IndexedDataset:
         if sums is None:
             raise ValueError(
                 f"there is no {self.prefix}{checksum.SUFFIX} to verify against: make it with "
-                f"`python -m maxmeg.preprocess verify --create {self.prefix}`"
+                f"`maxmeg preprocess verify --create {self.prefix}`"
             )
         checksum.check_index(self.prefix)
         damaged = checksum.damaged_blocks(self.prefix, ".bin", sums)

@@ -68,7 +68,8 @@ def print_data(
     sets: Mapping[str, Dataset | None],
     schedules: Schedules,
 ) -> None:
-    """Print the table of a run's splits, and warn of splits whose loss would mislead.
+    """Print the table of a run's splits, and warn of splits whose loss would mislead and of a
+    tokenizer that may not be the model's.
 
     sets: the datasets that the run has opened, by their names in the table. The test split is
     opened for the table.
@@ -78,8 +79,21 @@ def print_data(
         sets = {**sets, "test": test}
     uses = _split_uses(config, sets, schedules)
     print(composition_text([dataclasses.replace(use, corpora=()) for use in uses]), flush=True)
-    for warning in split_warnings(uses, split_weights(config.data, prefixes)):
+    weights = split_weights(config.data, prefixes)
+    for warning in split_warnings(uses, weights) + vocabulary_warnings(config, tokenizer):
         logger.warning(warning)
+
+
+def vocabulary_warnings(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """A warning if over half of the model's vocabulary has no token. Mock data needs none."""
+    size = config.model.vocab_size
+    if config.data.mock or 2 * tokenizer.vocab_size >= size:
+        return []
+    return [
+        f"model.vocab_size={size}, but data.tokenizer={config.data.tokenizer} has only "
+        f"{tokenizer.vocab_size} ids, so most rows of the embedding are never used: set "
+        "data.tokenizer to the model's tokenizer, or model.vocab_size=0 to take the tokenizer's"
+    ]
 
 
 def split_warnings(uses: Sequence[SplitUse], weights: Mapping[str, float] | None) -> list[str]:
@@ -98,7 +112,7 @@ def split_warnings(uses: Sequence[SplitUse], weights: Mapping[str, float] | None
             warnings.append(
                 f"the {use.name} split has {documents}{100 * share:.3g} % of the tokens at a weight"
                 f" of {100 * weight:.3g} %: its loss may be unlike the corpus's. Shuffle the"
-                " documents (maxmeg.preprocess --shuffle_documents=SEED), use a larger corpus, or"
+                " documents (maxmeg preprocess --shuffle_documents=SEED), use a larger corpus, or"
                 " change data.split"
             )
     return warnings
@@ -167,7 +181,7 @@ def _documents_within(corpus: IndexedDataset, begin: int, end: int) -> int:
 
 def composition_text(uses: Sequence[SplitUse]) -> str:
     """A table of the splits and their corpora."""
-    lines = [f"{'':22} {'documents':>13} {'tokens':>18} {'samples read':>14} {'epochs':>8}"]
+    lines = [f"{'data':22} {'documents':>11} {'tokens':>18} {'samples read':>13} {'epochs':>10}"]
     for split in uses:
         rows = [split.whole, *(split.corpora if len(split.corpora) > 1 else ())]
         for use in rows:
@@ -175,7 +189,7 @@ def composition_text(uses: Sequence[SplitUse]) -> str:
             documents = "-" if use.documents is None else f"{use.documents:,}"
             each = ", each time" if use is split.whole and use.name != SPLITS[0] else ""
             lines.append(
-                f"{name + each:22} {documents:>13} {use.tokens:>18,} {use.samples:>14,.0f} "
-                f"{use.epochs:>8.3f}"
+                f"{name + each:22} {documents:>11} {use.tokens:>18,} {use.samples:>13,.0f} "
+                f"{use.epochs:>10,.3f}"
             )
     return "\n".join(lines)

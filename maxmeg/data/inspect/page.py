@@ -1,121 +1,106 @@
-"""Reports on inspected datasets, as a PNG picture or an HTML page: token lengths and
-composition."""
+"""Report on inspected datasets as one self-contained HTML page."""
 
-import base64
-import html
-import io
 from collections.abc import Sequence
+from html import escape
 from pathlib import Path
 
 from maxmeg.data.corpus.stored import write_atomically
-from maxmeg.data.inspect.composition import SplitUse, composition_text
-from maxmeg.data.inspect.contents import Inspection, Lengths, bin_range, inspection_text
-
-_INK, _DOCUMENTS, _SHARES = "#333333", "#4c78a8", "#e4572e"
-_DRAWN = 30  # datasets in a picture; the text of a page lists all
-_STYLE = "body{font:15px sans-serif;max-width:60em;margin:2em auto;color:#333}img{max-width:100%}"
+from maxmeg.data.inspect.composition import SplitUse
+from maxmeg.data.inspect.contents import Inspection, Lengths, bin_range
+from maxmeg.pages import COLOURS, cards, definitions, document, section, small_bar, table
 
 
 def check_report(path: str) -> None:
-    """ValueError unless `path` is a .png or .html file in an existing folder."""
-    if Path(path).suffix not in (".png", ".html"):
-        raise ValueError(f"--report={path} must end in .png or .html")
+    """ValueError unless `path` is a .html file in an existing folder."""
+    if Path(path).suffix != ".html":
+        raise ValueError(f"--report={path} must end in .html")
     if not Path(path).parent.is_dir() or Path(path).is_dir():
         raise ValueError(f"--report={path}: the folder {Path(path).parent} does not exist")
 
 
 def write_report(
-    path: str, inspections: Sequence[Inspection], uses: Sequence[SplitUse] = ()
+    path: str, inspections: Sequence[Inspection], uses: Sequence[SplitUse] = (), command: str = ""
 ) -> None:
-    """Write a report: a histogram for each of the 30 largest datasets, the share of tokens of
-    each dataset, and the tokens that a run reads of each corpus."""
+    """Write a page: what the run reads of each corpus, the tokens, lengths, sample and problems of
+    each dataset. command: the command line that made it."""
     check_report(path)
-    picture = _draw(inspections, uses)
-    if path.endswith(".html"):
-        texts = [inspection_text(inspection) for inspection in inspections]
-        picture = _page(picture, texts + [composition_text(uses)] * bool(uses)).encode()
-    write_atomically(Path(path), picture)
-
-
-def _draw(inspections: Sequence[Inspection], uses: Sequence[SplitUse]) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = sorted(inspections, key=lambda inspection: -inspection.num_tokens)[:_DRAWN]
-    shares = []
-    if len(inspections) > 1:
-        shares.append(
-            (
-                "tokens",
-                [(inspection.prefix, float(inspection.num_tokens)) for inspection in inspections],
-            )
+    total = sum(inspection.num_tokens for inspection in inspections)
+    count = len(inspections)
+    title = f"{count} datasets" if count != 1 else inspections[0].prefix
+    facts = [
+        ("tokens", f"{total:,}"),
+        ("documents", f"{sum(each.documents.total for each in inspections):,}"),
+        ("problems", str(sum(len(each.problems) for each in inspections))),
+    ]
+    parts = [f"<h1>{escape(title)}</h1>", cards(facts)]
+    if uses:
+        parts.append(section("What the run reads", _uses(uses)))
+    if count > 1:
+        rows = [
+            _row(escape(each.prefix), f"{each.num_tokens:,}", each.num_tokens / max(total, 1))
+            for each in sorted(inspections, key=lambda each: -each.num_tokens)
+        ]
+        parts.append(
+            section("Share of the tokens", table(["dataset", "tokens", "share", ""], rows, "wnnf"))
         )
-    for use in uses:
-        parts = use.corpora or (use.whole,)
-        read = [(part.name, part.epochs * part.tokens) for part in parts]
-        shares.append((f"tokens read: {use.whole.name}", read))
-    shares = [(title, _largest(bars)) for title, bars in shares]
-    heights = [3.0] * len(drawn) + [1.2 + 0.3 * len(bars) for _, bars in shares]
-    figure = Figure(figsize=(8, sum(heights)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, inspection in zip(panels, drawn, strict=False):
-        _draw_lengths(axes, inspection.prefix, inspection.documents)
-    for axes, (title, bars) in zip(panels[len(drawn) :], shares, strict=True):
-        _draw_shares(axes, title, bars)
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    return picture.getvalue()
+    parts += [section(each.prefix, _dataset(each)) for each in inspections]
+    notes = f"Made by <code>{escape(command)}</code>" if command else ""
+    write_atomically(Path(path), document(title, "\n".join(parts), notes).encode())
 
 
-def _draw_lengths(axes, prefix: str, lengths: Lengths) -> None:
-    first = lengths.smallest.bit_length()
-    ranges = [bin_range(i) for i in range(first, len(lengths.counts))]
-    labels = [str(low) if low == high else f"{low}-{high}" for low, high in ranges]
-    positions = range(len(labels))
-    axes.bar(positions, lengths.counts[first:], color=_DOCUMENTS, width=0.9)
-    axes.set_xticks(positions, labels, rotation=45, ha="right", fontsize=8)
-    axes.set_xlabel("tokens per document", color=_INK)
-    axes.set_ylabel("documents", color=_INK)
-    axes.set_title(
-        f"{_literal(prefix)}: {lengths.total:,} documents, median {lengths.median:,.0f} tokens",
-        loc="left", color=_INK, fontsize=10,
-    )  # fmt: skip
+def _dataset(inspection: Inspection) -> str:
+    facts = [
+        ("tokens", f"{inspection.num_tokens:,} of {inspection.dtype}"),
+        ("bytes", f"{inspection.num_bytes:,}"),
+        ("checksums", inspection.checksums),
+    ]
+    if inspection.modes is not None:
+        modes = (f"{count:,} of mode {mode}" for mode, count in inspection.modes.items())
+        facts.append(("multimodal", ", ".join(modes)))
+    facts += [("note", note) for note in inspection.notes]
+    content = [
+        _problems(inspection),
+        definitions(facts),
+        _lengths("document", inspection.documents),
+    ]
+    if inspection.sequences != inspection.documents:
+        content.append(_lengths("sequence", inspection.sequences))
+    return "\n".join([*content, f"<h3>Sample</h3><pre>{escape(inspection.sample)}</pre>"])
 
 
-def _largest(bars: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
-    """The largest bars in their original order, then one bar with the sum of the others."""
-    if len(bars) <= _DRAWN:
-        return list(bars)
-    least = sorted((count for _, count in bars), reverse=True)[_DRAWN - 1]
-    shown = [bar for bar in bars if bar[1] >= least][:_DRAWN]
-    rest = sum(count for _, count in bars) - sum(count for _, count in shown)
-    return [*shown, (f"{len(bars) - len(shown)} others", rest)]
+def _problems(inspection: Inspection) -> str:
+    problems = inspection.problems or ("no problems found",)
+    kind = "bad" if inspection.problems else "good"
+    return "".join(f'<p class="verdict {kind}">{escape(problem)}</p>' for problem in problems)
 
 
-def _draw_shares(axes, title: str, bars: Sequence[tuple[str, float]]) -> None:
-    counts, total = [count for _, count in bars], sum(count for _, count in bars)
-    axes.barh(range(len(bars)), counts, color=_SHARES)
-    axes.set_yticks(range(len(bars)), [_literal(name[-40:]) for name, _ in bars], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(title, color=_INK)
-    for i, count in enumerate(counts):
-        axes.annotate(f" {100 * count / max(total, 1):.1f} %", (count, i), va="center", fontsize=8)
-    axes.margins(x=0.15)
-
-
-def _literal(text: str) -> str:
-    """Escape dollar signs, between which matplotlib reads formulas."""
-    return text.replace("$", r"\$")
-
-
-def _page(picture: bytes, texts: Sequence[str]) -> str:
-    blocks = "\n".join(f"<pre>{html.escape(text)}</pre>" for text in texts)
-    return (
-        '<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>Corpora</title>\n'
-        f"<style>{_STYLE}</style>\n<h1>Corpora</h1>\n"
-        f'<img alt="token lengths" src="data:image/png;base64,'
-        f'{base64.b64encode(picture).decode()}">\n{blocks}\n</html>\n'
+def _lengths(name: str, lengths: Lengths) -> str:
+    """A histogram of tokens per sequence or document; each bin doubles the length."""
+    rows = []
+    for i in range(lengths.smallest.bit_length(), len(lengths.counts)):
+        count, (low, high) = lengths.counts[i], bin_range(i)
+        span = f"{low:,}" if low == high else f"{low:,} to {high:,}"
+        rows.append([span, f"{count:,}", small_bar(count / max(lengths.counts), COLOURS[0])])
+    summary = (
+        f"min {lengths.smallest:,}, median {lengths.median:,.0f}, mean {lengths.mean:,.1f}, "
+        f"max {lengths.largest:,}"
     )
+    histogram = table([f"tokens per {name}", f"{name}s", ""], rows, "lnf")
+    return f"<h3>Tokens per {name}: {summary}</h3>{histogram}"
+
+
+def _uses(uses: Sequence[SplitUse]) -> str:
+    rows = []
+    for split in uses:
+        for use in (split.whole, *(split.corpora if len(split.corpora) > 1 else ())):
+            documents = "-" if use.documents is None else f"{use.documents:,}"
+            name = escape(use.name)
+            name = f"<b>{name}</b>" if use is split.whole else name
+            read = f"{use.samples:,.0f}"
+            rows.append([name, documents, f"{use.tokens:,}", read, f"{use.epochs:.3f}"])
+    header = ["split, corpus", "documents", "tokens", "samples read", "epochs"]
+    return table(header, rows, "wnnnn")
+
+
+def _row(name: str, number: str, share: float) -> list[str]:
+    return [name, number, f"{share:.1%}", small_bar(share, COLOURS[1])]

@@ -117,7 +117,7 @@ def _check(inputs: Sequence[Input], options: Options, share: Share) -> None:
     if options.shuffle_seed is not None and share.partitions > 1:
         raise ValueError(
             f"partitions={share.partitions} are shuffled when they are joined: leave out "
-            "--shuffle_documents here, and give it to `python -m maxmeg.preprocess merge`"
+            "--shuffle_documents here, and give it to `maxmeg preprocess merge`"
         )
     if options.aligned and options.split_sentences:
         raise ValueError("aligned rows have one sequence per key: leave out split_sentences")

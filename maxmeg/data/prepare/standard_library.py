@@ -1,8 +1,8 @@
 """The default corpus: the source files of Python's standard library, which every machine has."""
 
 import hashlib
+import logging
 import os
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from maxmeg.data.corpus.stored import atomic_folder
 from maxmeg.data.prepare.encoding import Options, output_prefix
 from maxmeg.data.prepare.run import prepare
 from maxmeg.data.tokenizers.load import load_tokenizer
+
+log = logging.getLogger("maxmeg")
 
 # Third-party packages, tests, and long tables that are data rather than text.
 _EXCLUDED = {
@@ -52,10 +54,9 @@ def standard_library(cache_dir: str | os.PathLike, tokenizer_spec: str) -> str:
         options = Options(tokenizer_spec, append_eod=True)
         with atomic_folder(final) as temporary:
             report = prepare(list(map(str, source_files())), str(temporary / "python"), options, 0)
-        print(
-            f"corpus: {report.documents:,} files of Python's standard library, {report.tokens:,} "
-            f"tokens, made in {report.seconds:.1f} s in {final}",
-            file=sys.stderr,
+        log.info(
+            "corpus: %s files of Python's standard library, %s tokens",
+            *(f"{number:,}" for number in (report.documents, report.tokens)),
         )
     IndexedDataset(prefix)  # ValueError for a damaged file
     return prefix

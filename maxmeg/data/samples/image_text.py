@@ -162,8 +162,8 @@ def _check(corpus: IndexedDataset) -> None:
     """ValueError unless every document is a text and an image."""
     if corpus.modes is None:
         raise ValueError(
-            f"{corpus.prefix}.idx has no modes, it holds text only: prepare pairs with `python -m "
-            "maxmeg.preprocess image-text`"
+            f"{corpus.prefix}.idx has no modes, it holds text only: prepare pairs with "
+            "`maxmeg preprocess image-text`"
         )
     if corpus.dtype != WORD:
         raise ValueError(

@@ -133,6 +133,9 @@ KINDS = {
 }
 
 
+_SUFFIXES = {".json": "huggingface", ".model": "sentencepiece", ".tiktoken": "tiktoken"}
+
+
 def parse_spec(spec: str) -> Spec:
     """Parse `KIND:ARGUMENT?NAME=VALUE&...`; write a ? at the end if the file name contains one.
 
@@ -141,7 +144,8 @@ def parse_spec(spec: str) -> Spec:
     kind, argument, words = split_spec(spec)
     if kind not in KINDS:
         is_huggingface = os.path.exists(kind) or bool(hub_command(kind))
-        hint = f"did you mean huggingface:{spec}? " if is_huggingface else _near(kind, KINDS)
+        likely = _SUFFIXES.get(os.path.splitext(kind)[1], "huggingface" * is_huggingface)
+        hint = f"did you mean {likely}:{spec}? " if likely else _near(kind, KINDS)
         raise ValueError(
             f"unknown tokenizer {spec!r}: {hint}Choose one of {', '.join(KINDS)}"
             f"{hub_command(kind, convert=False)}"

@@ -4,16 +4,17 @@ A backend (ops/backend.py) has `refuses(q, k, v, spec, operands, device)`, the r
 run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-sum-exp.
 """
 
-import dataclasses
+import logging
 
 from jaxtyping import Array, Float
 
+from maxmeg.ops import backend as dispatch
 from maxmeg.ops.attention import cudnn as attention_cudnn
 from maxmeg.ops.attention import mosaic as attention_mosaic
 from maxmeg.ops.attention import triton as attention_triton
 from maxmeg.ops.attention import xla as attention_xla
 from maxmeg.ops.attention.spec import Operands, ScoreSpec, check_shapes
-from maxmeg.ops.backend import Device, pick, target_device
+from maxmeg.ops.backend import Device, choose, log_choice
 
 CAUSAL, NOTHING_ELSE = ScoreSpec(), Operands()
 BACKENDS = {
@@ -22,25 +23,14 @@ BACKENDS = {
     "triton": attention_triton,
     "xla": attention_xla,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Backends in the order to try, for query head dims up to `head_dim`; because: the reason."""
-
-    cuda: bool
-    head_dim: int
-    order: tuple[str, ...]
-    because: str
-
-
-# The first matching row decides. TFLOP/s are of one H200, bf16, causal (DESIGN.md, section 6).
-CHOICES = (
-    Choice(True, 128, ("cudnn", "xla"), "cuDNN at 128: 484-673 forward, 370-579 backward, 2k-16k"),
-    Choice(True, 256, ("cudnn", "xla"), "not measured; XLA writes its scores to memory"),
-    Choice(True, 2**31, ("xla",), "no other backend supports such heads"),
-    Choice(False, 2**31, ("xla",), "no other backend runs there"),
-)
+# The order in which "auto" tries backends. cuDNN on one H200, bf16, causal, heads of 128, 2k to 16k
+# tokens: 484-673 TFLOP/s forward, 370-579 backward (DESIGN.md, section 10). Our kernels have not
+# run on a GPU yet.
+GPU_ORDER, OTHER_ORDER = ("cudnn", "xla"), ("xla",)
+UNMEASURED = ("mosaic", "triton")
+SHORT = attention_xla.QUERY_BLOCK  # keys up to which XLA's scores are too few for a warning
+WARNED: set[str] = set()  # reasons for plain XLA on a GPU that this process has warned of
+GB = 1e9
 
 
 def attention(
@@ -54,7 +44,7 @@ def attention(
 ) -> Float[Array, "B L H V"]:
     """Attention with grouped key/value heads, softmax in float32.
 
-    backend: a key of BACKENDS, or "auto" for the first of CHOICES that supports the call.
+    backend: a key of BACKENDS, or "auto" for the first in `preference` that supports the call.
     ValueError if shapes do not fit, or if no backend (or the named one) supports the call.
     """
     return attention_with_lse(q_BLHK, k_BMGK, v_BMGV, spec, operands, backend=backend)[0]
@@ -72,10 +62,58 @@ def attention_with_lse(
     """As `attention`, and the float32 log-sum-exp of each query's scores and sink."""
     check_shapes(q_BLHK, k_BMGK, v_BMGV, operands)
     call = (q_BLHK, k_BMGK, v_BMGV, spec, operands)
-    order = preference(q_BLHK.shape[-1], target_device())
-    return BACKENDS[pick("attention", BACKENDS, order, backend, call)].attend(*call)
+    device = dispatch.target_device()
+    name, reason = choice(call, backend, device)
+    if backend == "auto":
+        log_choice("attention", name, reason)
+        if is_costly(call, name, device):
+            warn_of_xla(reason, xla_words(call, reason, device))
+    return BACKENDS[name].attend(*call)
 
 
-def preference(head_dim: int, device: Device) -> tuple[str, ...]:
+def choice(call: tuple, named: str, device: Device) -> tuple[str, str]:
+    """(backend, why "auto" uses none before it) of call = (q, k, v, spec, operands) on a device.
+
+    Arrays may be shapes, and operands any value that is not None: nothing runs. ValueError if the
+    named backend cannot run the call.
+    """
+    return choose("attention", BACKENDS, preference(device), named, call, device)
+
+
+def preference(device: Device) -> tuple[str, ...]:
     """Backends in the order that "auto" tries."""
-    return next(c.order for c in CHOICES if c.cuda == device.is_cuda and head_dim <= c.head_dim)
+    return GPU_ORDER if device.is_cuda else OTHER_ORDER
+
+
+def is_costly(call: tuple, name: str, device: Device) -> bool:
+    """Whether the backend `name` writes many scores to the memory of a GPU."""
+    return name == "xla" and device.is_cuda and call[1].shape[1] > SHORT
+
+
+def warn_of_xla(reason: str, words: str) -> None:
+    """Warn with `words` that attention runs in plain XLA on a GPU, once for each reason."""
+    if reason not in WARNED:
+        WARNED.add(reason)
+        logging.getLogger("maxmeg").warning("%s", words)
+
+
+def xla_words(call: tuple, reason: str, device: Device) -> str:
+    """Why a call on a GPU runs in plain XLA, what that costs, and what could run it instead."""
+    q_BLHK, k_BMGK, _, spec, operands = call
+    (B, L, H), M = q_BLHK.shape[:3], k_BMGK.shape[1]
+    computed = attention_xla.computed_pairs(L, M, spec, operands.offset)
+    size = attention_xla.score_bytes(B * H, computed)
+    more = computed / max(attention_xla.visible_pairs(L, M, spec, operands.offset), 1)
+    able = [name for name in UNMEASURED if not BACKENDS[name].refuses(*call, device)]
+    words = (
+        f"attention runs in plain XLA on the GPU, which writes its scores to memory ({reason}). "
+        f"In every such layer and microbatch, forward writes and reads a float32 score matrix of "
+        f"{size / GB:,.3g} GB per device ({B:,} x {H:,} heads x {L:,} queries x {computed // L:,} "
+        f"keys on average) about {attention_xla.SCORE_PASSES} times, and multiplies "
+        f"{more:.3g} times as many pairs as the mask keeps"
+    )
+    words += ", and those between documents" * (operands.segments_BL is not None)
+    if able:
+        words += f". model.attention.backend={' or '.join(able)} can run it in one kernel, but has "
+        words += "not run on a GPU yet: compare its loss with auto's"
+    return words

@@ -3,10 +3,20 @@
 Unlike the public function it returns the float32 log-sum-exp and supports values with another head
 dim than keys; it is the same in jax 0.10 to 0.12. The kernels multiply the masked weights, zeros,
 with the values of a tile: NaN or inf in a value can reach queries that do not see it.
+
+Masks other than causal ones and windows (documents, chunks) are a bias of 0 and a large negative
+number, one for all heads, as in jax.nn.dot_product_attention(mask=...): every head reads it, and
+masked blocks are computed. jax's packed layout (offsets of documents) is not used: jax 0.10.2
+computes wrong offsets of keys when there are fewer key heads than query heads. The layout also
+needs a maximum number of documents per row, and stores log-sum-exps for that many.
+
+Sinks are merged into the output and the log-sum-exp after the kernel. Its backward then takes the
+merged ones, with which its formulas are those of attention with sinks.
 """
 
 import dataclasses
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -14,17 +24,32 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
+from maxmeg.ops.attention.flash import with_sinks
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.attention.xla import Rows, visible
 from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, target_device
 
 SUPPORTS = (
     "bfloat16 and float16 on CUDA GPUs of capability 8.0 and newer, even lengths, causal "
     "attention with equally many queries and keys from position 0 (with a window) or all keys, "
-    "log-sum-exp, head dims that are multiples of 8 up to 128, on Hopper up to 256, on Blackwell "
-    "192 with values of 128; other values shorter than keys are padded"
+    "log-sum-exp, sinks, head dims that are multiples of 8 up to 128, on Hopper up to 256, on "
+    "Blackwell 192 with values of 128; other values shorter than keys are padded; on Ampere and "
+    "Hopper with heads up to 128 documents and chunks of queries that are also the keys"
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
 MLA_VERSION = 91000  # of cuDNN, as jax counts it
+OLDEST_VERSION = 91200  # of pyproject.toml
+LARGEST_MASKED = 128  # head dim with a mask of documents
+RULE_ARRAYS = (
+    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
+    *("page_table_k", "page_table_v", "score_mod_args"),
+)
+RULE_SETTINGS: dict[str, Any] = {  # of jax 0.10 to 0.12, with the values of a call
+    **{"scale": 1.0, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False)},
+    **{"mask_type": None, "layout": fused.AttentionLayout.BTNH.value, "score_mod": None},
+    **{"sliding_window_length": None, "cudnn_version": 0, "is_training": 0},
+    "return_residual": True,
+}
 DETERMINISTIC_VERSION = 91801  # first version with a deterministic backward on Blackwell
 
 
@@ -49,19 +74,52 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
         return f"dtypes {q_BLHK.dtype}, {k_BMGK.dtype} and {v_BMGV.dtype} differ"
     if reason := refuses_heads(q_BLHK.shape[-1], v_BMGV.shape[-1], device):
         return reason
-    unsupported = {
-        "segment ids (packed documents) are": operands.segments_BL,
-        "attention dropout is": operands.dropout,
-        "learned sinks are": operands.sinks_H,
-    }
-    for what, operand in unsupported.items():
-        if operand is not None:
-            return f"{what} not supported"
+    if operands.dropout is not None:
+        return (
+            "attention dropout is not supported: cuDNN draws from a seed that XLA compiles in and "
+            "a count of its calls, so steps that are recomputed or resumed would draw others"
+        )
     if spec.softcap:
         return f"softcap={spec.softcap} is not supported"
-    if spec.chunk:
-        return f"chunk={spec.chunk} (chunked local attention) is not supported"
-    return refuses_lengths(q_BLHK.shape[1], k_BMGK.shape[1], spec, operands.offset)
+    if operands.sinks_H is not None and (reason := refuses_rules()):
+        return reason
+    lengths = q_BLHK.shape[1], k_BMGK.shape[1]
+    if reason := refuses_lengths(*lengths, spec, operands.offset):
+        return reason
+    if needs_mask(spec, operands):
+        return refuses_mask(lengths, q_BLHK.shape[-1], operands, device)
+    return ""
+
+
+def needs_mask(spec: ScoreSpec, operands: Operands) -> bool:
+    """Whether the mask is neither causal nor a causal window nor empty, and becomes a bias."""
+    both_sides = spec.window > 0 and not spec.causal
+    return operands.segments_BL is not None or spec.chunk > 0 or both_sides
+
+
+def refuses_mask(
+    lengths: tuple[int, int], head_dim: int, operands: Operands, device: Device
+) -> str:
+    """Why a bias cannot be the mask: a query that sees no key would get the mean of all values."""
+    major = device.capability[0]
+    square = lengths[0] == lengths[1] and isinstance(operands.offset, int) and operands.offset == 0
+    if not square or operands.key_segments_BM is not None:
+        return "documents and chunks need queries that are also the keys, from position 0"
+    if major >= BLACKWELL:
+        return f"documents and chunks on a GPU of compute capability {major}.x are not proved"
+    if head_dim > LARGEST_MASKED:
+        return f"documents and chunks with head dim {head_dim} > {LARGEST_MASKED} are not proved"
+    return refuses_rules()
+
+
+def refuses_rules() -> str:
+    """Why jax's rules for forward and backward cannot be called; empty if they are known."""
+    known = {*RULE_SETTINGS, *RULE_ARRAYS, "res", "grad_output"}
+    rules = (fused._dot_product_attention_fwd_rule, fused._dot_product_attention_bwd_rule)
+    unknown = {n for rule in rules for n in inspect.signature(rule).parameters if n not in known}
+    if unknown:
+        return f"jax {jax.__version__} calls cuDNN with unknown settings {', '.join(unknown)}"
+    return ""
 
 
 def refuses_heads(head_dim: int, value_dim: int, device: Device) -> str:
@@ -79,7 +137,16 @@ def refuses_heads(head_dim: int, value_dim: int, device: Device) -> str:
 
 def takes_unpadded(head_dim: int, value_dim: int) -> bool:
     """Whether values with a smaller head dim need no padding."""
-    return (head_dim, value_dim) == MLA and fused.check_cudnn_version() >= MLA_VERSION
+    return (head_dim, value_dim) == MLA and cudnn_version() >= MLA_VERSION
+
+
+def cudnn_version() -> int:
+    """The installed version, as jax counts it; without one, as where a CPU plans for GPUs, the
+    oldest that pyproject.toml installs."""
+    try:
+        return fused.check_cudnn_version()
+    except RuntimeError:
+        return OLDEST_VERSION
 
 
 def refuses_determinism(device: Device) -> str:
@@ -104,28 +171,44 @@ def refuses_lengths(length: int, keys: int, spec: ScoreSpec, offset) -> str:
     square = length == keys and isinstance(offset, int) and offset == 0
     if spec.causal and not square:
         return "causal attention needs queries and keys of one length, from position 0"
-    if spec.window and not spec.causal:
-        return f"window={spec.window} needs causal attention"
     return ""
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     """Output [B, L, H, V] and log-sum-exp [B, L, H]."""
-    assert not any(array is not None for array in operands[1:])
+    assert operands.dropout is None and operands.key_segments_BM is None
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
+    bias_B1LM, sinks_H = mask_bias(q_BLHK, spec, operands), operands.sinks_H
     size, padding = v_BMGV.shape[-1], q_BLHK.shape[-1] - v_BMGV.shape[-1]
     if padding and not takes_unpadded(q_BLHK.shape[-1], size):
         v_BMGV = jnp.pad(v_BMGV, ((0, 0), (0, 0), (0, 0), (0, padding)))
-    out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV)
-    out_BLHV = out_BLHV[..., :size]
-    lse_BLH = jnp.swapaxes(lax.stop_gradient(lse_BHL), 1, 2)
-    return out_BLHV, with_gradient(spec, q_BLHK, k_BMGK, lse_BLH)
+    out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H)
+    lse_BLH: Any = jnp.swapaxes(lax.stop_gradient(lse_BHL), 1, 2)
+    lse_BLH = with_gradient(spec, q_BLHK, k_BMGK, bias_B1LM, lse_BLH)
+    if sinks_H is not None:
+        lse_BLH = jnp.logaddexp(lse_BLH, sinks_H.astype(lse_BLH.dtype))
+    return out_BLHV[..., :size], lse_BLH
 
 
-def fused_attention(spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV) -> tuple[jax.Array, jax.Array]:
-    """Output [B, L, H, V] and log-sum-exp [B, H, L]; backward ignores the latter's cotangent."""
+def mask_bias(q_BLHK, spec: ScoreSpec, operands: Operands) -> jax.Array | None:
+    """0 where a query sees a key, else a large negative number; None if cuDNN knows the mask."""
+    if not needs_mask(spec, operands):
+        return None
+    length, segments = q_BLHK.shape[1], operands.segments_BL
+    seen_BLM = visible(spec, Rows(0, 0, segments, segments, None), length, jnp.arange(length))
+    unseen = fused.get_large_negative_number(q_BLHK.dtype)
+    return jnp.where(seen_BLM, jnp.zeros((), q_BLHK.dtype), unseen)[:, None]
+
+
+def fused_attention(
+    spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM=None, sinks_H=None
+) -> tuple[jax.Array, jax.Array]:
+    """Output [B, L, H, V], and log-sum-exp [B, H, L] without the sinks, whose cotangent backward
+    ignores."""
     if jax.default_backend() != "gpu":
         compile_for_absent_gpus()
+    if bias_B1LM is not None or sinks_H is not None:
+        return by_rules(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H)
     out_and_lse: Any = fused.dot_product_attention(
         q_BLHK,
         k_BMGK,
@@ -139,7 +222,68 @@ def fused_attention(spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV) -> tuple[jax.Array,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def with_gradient(spec: ScoreSpec, q_BLHK, k_BMGK, lse_BLH) -> jax.Array:
+def by_rules(spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H):
+    """`fused_attention` by jax's rules for forward and backward.
+
+    The public function computes a gradient of the bias (jax 0.10), and does not let backward take
+    an output and a log-sum-exp with sinks.
+    """
+    return rules_forward(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H)[0]
+
+
+def rules_forward(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H):
+    unused = jnp.zeros(0, q_BLHK.dtype)
+    arrays = dict.fromkeys(RULE_ARRAYS, unused) | {"score_mod_args": ()}
+    arrays |= {"query": q_BLHK, "key": k_BMGK, "value": v_BMGV}
+    arrays |= {} if bias_B1LM is None else {"bias": bias_B1LM}
+    settings = rule_settings(spec, bias_B1LM is not None)
+    (out, lse_BHL), saved = call_rule(
+        fused._dot_product_attention_fwd_rule, arrays | settings | {"return_residual": True}
+    )
+    all_BLH = jnp.swapaxes(lse_BHL, 1, 2)
+    out, all_BLH = with_sinks(out, all_BLH, sinks_H)
+    return (out, lse_BHL), (saved[:-2], jnp.swapaxes(all_BLH, 1, 2), out, bias_B1LM, sinks_H)
+
+
+def rules_backward(spec, residuals, cotangents):
+    """With weights P = exp(score - lse), dS = P (dO v - dO O), also where O and lse have sinks; the
+    gradient of a sink is that of a score whose value is 0."""
+    saved, all_BHL, out_BLHV, bias_B1LM, sinks_H = residuals
+    d_out_BLHV = cotangents[0]
+    given = {"res": (*saved, all_BHL, out_BLHV), "grad_output": d_out_BLHV}
+    settings = rule_settings(spec, bias_B1LM is not None) | {"return_residual": False}
+    dq, dk, dv, *_ = call_rule(fused._dot_product_attention_bwd_rule, given | settings)
+    d_sinks_H = None
+    if sinks_H is not None:
+        share_BHL = jnp.exp(sinks_H.astype(all_BHL.dtype)[:, None] - all_BHL)
+        slope_BLH = jnp.sum(d_out_BLHV.astype(jnp.float32) * out_BLHV, axis=-1)
+        d_sinks_H = -jnp.einsum("BHL,BLH->H", share_BHL, slope_BLH).astype(sinks_H.dtype)
+    return dq, dk, dv, None, d_sinks_H
+
+
+by_rules.defvjp(rules_forward, rules_backward)
+
+
+def rule_settings(spec: ScoreSpec, has_bias: bool) -> dict[str, Any]:
+    """Settings of jax's rules. A window beside a bias is in the bias."""
+    version = fused.check_cudnn_version()
+    return RULE_SETTINGS | {
+        "scale": spec.scale,
+        "variadic_args": (has_bias, False),  # has a bias, whose gradient is not computed
+        "mask_type": fused.MaskType.CAUSAL if spec.causal else fused.MaskType.NO_MASK,
+        "sliding_window_length": None if has_bias else spec.window or None,
+        "cudnn_version": version,
+        "is_training": version,  # the name of the same parameter in backward before jax 0.12
+    }
+
+
+def call_rule(rule, given: dict[str, Any]):
+    """rule(...) with those of `given` that it takes, by position."""
+    return rule(*[given[name] for name in inspect.signature(rule).parameters])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def with_gradient(spec: ScoreSpec, q_BLHK, k_BMGK, bias_B1LM, lse_BLH) -> jax.Array:
     """The log-sum-exp, differentiable; costs nothing if the result is not used.
 
     With weights P and cotangent c: dq = scale c (P k) and dk = scale P' (c q): attention with the
@@ -148,16 +292,20 @@ def with_gradient(spec: ScoreSpec, q_BLHK, k_BMGK, lse_BLH) -> jax.Array:
     return lse_BLH
 
 
-def forward(spec, q_BLHK, k_BMGK, lse_BLH):
-    return lse_BLH, (q_BLHK, k_BMGK)
+def forward(spec, q_BLHK, k_BMGK, bias_B1LM, lse_BLH):
+    return lse_BLH, (q_BLHK, k_BMGK, bias_B1LM)
 
 
 def backward(spec, residuals, slope_BLH):
-    q_BLHK, k_BMGK = residuals
-    mean_BLHK, transpose = jax.vjp(lambda v: fused_attention(spec, q_BLHK, k_BMGK, v)[0], k_BMGK)
+    q_BLHK, k_BMGK, bias_B1LM = residuals
+
+    def mean(values):
+        return fused_attention(spec, q_BLHK, k_BMGK, values, bias_B1LM)[0]
+
+    mean_BLHK, transpose = jax.vjp(mean, k_BMGK)
     slope_BLH1 = spec.scale * slope_BLH[..., None]
     (dk_BMGK,) = transpose((slope_BLH1 * q_BLHK).astype(q_BLHK.dtype))
-    return (slope_BLH1 * mean_BLHK).astype(q_BLHK.dtype), dk_BMGK, None
+    return (slope_BLH1 * mean_BLHK).astype(q_BLHK.dtype), dk_BMGK, None, None
 
 
 with_gradient.defvjp(forward, backward)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec, finite
@@ -22,6 +23,7 @@ from maxmeg.parallel import collectives
 
 QUERY_BLOCK = 512  # queries whose scores exist at once
 PIECES = 16  # at most, of the queries: each is compiled separately, with its own range of keys
+SCORE_PASSES = 6  # about so often forward reads or writes the float32 scores; not measured
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
@@ -132,6 +134,45 @@ def key_range(start: int, stop: int, keys: int, spec: ScoreSpec, offset) -> tupl
         last = min(last, (high // spec.chunk + 1) * spec.chunk)
     first = min(first, keys)
     return first, max(last, first)
+
+
+def computed_pairs(length: int, keys: int, spec: ScoreSpec, offset=0) -> int:
+    """Number of pairs of a query and a key whose scores one head computes."""
+    ranges = (
+        (last - first, *key_range(first, last, keys, spec, offset))
+        for first, last in pieces(length)
+    )
+    return sum(queries * (last - first) for queries, first, last in ranges)
+
+
+def visible_pairs(length: int, keys: int, spec: ScoreSpec, offset=0) -> int:
+    """Number of pairs of a query and a key that the mask of `spec` keeps; all if the offset is
+    traced."""
+    if not isinstance(offset, int):
+        return length * keys
+    places_L = offset + np.arange(length)
+    first_L, last_L = np.zeros_like(places_L), np.full_like(places_L, keys)
+    if spec.causal:
+        last_L = np.minimum(last_L, places_L + 1)
+    elif spec.window:
+        last_L = np.minimum(last_L, places_L + spec.window)
+    if spec.window:
+        first_L = np.maximum(first_L, places_L - spec.window + 1)
+    if spec.chunk:
+        first_L = np.maximum(first_L, places_L // spec.chunk * spec.chunk)
+        last_L = np.minimum(last_L, (places_L // spec.chunk + 1) * spec.chunk)
+    return int(np.maximum(last_L - first_L, 0).sum())
+
+
+def most_keys(length: int, spec: ScoreSpec) -> int:
+    """Number of keys of the block of queries with most keys, from position 0."""
+    ranges = (key_range(first, last, length, spec, 0) for first, last in pieces(length))
+    return max(last - first for first, last in ranges)
+
+
+def score_bytes(heads: int, pairs: int) -> int:
+    """Bytes of the float32 scores of `heads` heads of all samples, each with so many pairs."""
+    return 4 * heads * pairs
 
 
 def rows_of(operands: Operands, start: int, stop: int, first: int, last: int) -> Rows:

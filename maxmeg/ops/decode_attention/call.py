@@ -4,10 +4,14 @@ A backend (ops/backend.py) has `refuses(q, cache, spec, sinks_H, device)`, the r
 run a call, and `attend(q, cache, spec, sinks_H)`, which returns output and log-sum-exp.
 """
 
+import functools
+import logging
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from maxmeg.ops import backend as dispatch
 from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.ops.backend import pick
 from maxmeg.ops.decode_attention import mosaic as decode_attention_mosaic
@@ -40,8 +44,24 @@ def decode_attention(
     is_single = q_BLHK.ndim == 3
     call = (q_BLHK[:, None] if is_single else q_BLHK, cache, spec, sinks_H)
     name = pick("decode attention", BACKENDS, ORDER, backend, call)
+    if (backend, name) == ("auto", "xla") and dispatch.target_device().is_cuda:
+        warn_of_xla(*cache.page_table.shape, *cache.k_pages.shape[1:])
     out_BLHV, lse_BLH = forward_only(name, *call)
     return (out_BLHV[:, 0], lse_BLH[:, 0]) if is_single else (out_BLHV, lse_BLH)
+
+
+@functools.cache
+def warn_of_xla(rows: int, columns: int, slots: int, groups: int, size: int) -> None:
+    """Warn once of the copies that XLA makes of a cache of this shape on a GPU."""
+    logging.getLogger("maxmeg").warning(
+        "decode attention runs in plain XLA on the GPU: each step and layer copies up to %s "
+        "positions of %s rows, %s key heads of size %s, and as many values, before it reads them. "
+        "The kernel mosaic, which reads them in place, has not run on a GPU yet",
+        f"{columns * slots:,}",
+        rows,
+        groups,
+        size,
+    )
 
 
 def run_backend(name: str, q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.ops.dropout import random_bits
+from maxmeg.ops.random import random_bits, uniform_of
 
 SINKHORN_TOLERANCE = 1e-4  # mean relative change of the column factors
 SINKHORN_STEPS = 200
@@ -143,9 +143,8 @@ def jittered(
 
     key, coordinates: as in `dropout`; the noise does not depend on the layout either.
     """
-    bits_BLD = random_bits(x_BLD.shape, key, *coordinates) >> 8  # 24 bits are exact in float32
-    noise_BLD = 1 - size + 2 * size * (bits_BLD.astype(jnp.float32) / 2**24)
-    return x_BLD.astype(jnp.float32) * noise_BLD
+    noise_BLD = uniform_of(random_bits(x_BLD.shape, key, *coordinates))
+    return x_BLD.astype(jnp.float32) * (1 + size * noise_BLD)
 
 
 def of_kept_groups(choice_TE: Float[Array, "T E"], spec: RoutingSpec) -> Bool[Array, "T E"]:

@@ -8,7 +8,7 @@ a device, L tokens per sample, D hidden size, t size of tensor.
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -30,6 +30,8 @@ GATHER, SCATTER, REDUCE, PERMUTE = (
 EXCHANGES = ALL_TO_ALL, RAGGED = "all-to-all", "ragged-all-to-all"
 PARAMETERS_FORWARD = "parameters of layers, forward"
 PARAMETERS_BACKWARD = "parameters of layers, backward"
+FIRST_FORWARD = "first parameters of a layer, forward"
+FIRST_BACKWARD = "first parameters of a layer, backward"
 LAYER_GRADIENTS = "gradients of layers"
 SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to the one before"
 EXCHANGED_FORWARD, EXCHANGED_BACKWARD = "copies to experts and back", "their gradients"
@@ -111,13 +113,13 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
         work.microbatches,
         embeddings(work),
     )
-    layers = list(zip(work.units, work.places, strict=True))
-    gathered = [width for unit, places in layers for width in unit.gathered * places]
+    layers = list(zip(work.units, work.held, strict=True))
+    gathered = [width for unit, held in layers for width in unit.gathered * held]
     bytes_gathered = work.itemsize * work.tokens * sum(gathered)
-    written = sum(sum(experts.sums(work, unit)) * places for unit, places in layers)
+    written = sum(sum(experts.sums(work, unit)) * held for unit, held in layers)
     again = 0
     if not work.kept:
-        again = sum(sum(experts.sums(work, unit)[:-1]) * places for unit, places in layers)
+        again = sum(sum(experts.sums(work, unit)[:-1]) * held for unit, held in layers)
     forward, backward = work.lanes.forward, work.lanes.backward
     into, out = "sequences into sublayers", "sums of sublayers"
 
@@ -148,8 +150,8 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     dispatch, axes = experts.dispatch_of(work), experts.axes(work)
     if not axes:
         return
-    layers = list(zip(work.units, work.places, strict=True))
-    sparse = sum(unit.sparse * places for unit, places in layers)
+    layers = list(zip(work.units, work.held, strict=True))
+    sparse = sum(unit.sparse * held for unit, held in layers)
     forward, backward = work.lanes.forward * sparse, work.lanes.backward * sparse
     name = " x ".join(axes)
 
@@ -190,9 +192,12 @@ def _loss(work: Workload) -> Iterator[Traffic]:
 
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:
-    """Parameters in the compute dtype are gathered at every use, their gradients scattered.
+    """Parameters in the compute dtype are gathered at every use, their gradients scattered in
+    parallel.gradient_dtype.
 
-    Backward gathers a layer's parameters again.
+    Backward gathers a layer's parameters again. Where a microbatch has fewer tokens than the table
+    of token embeddings has rows, the tokens' ids are gathered and their vectors, B x L x D,
+    exchanged instead, in backward the vectors' gradients (and in a pipeline the ids again).
     """
     if work.axes["fsdp"] == 1:
         return
@@ -206,42 +211,82 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     lanes = work.lanes
 
     def layers(purpose: str, kind: str, times: int, shards: list[Shard]) -> Traffic:
-        """The parameters of all layers of a chunk."""
-        count = sum(work.places[s.parameter.group or 0] for s in shards)
-        size = sum(e * shard.whole // chunks for shard in shards)
+        """The parameters of all layers that a chunk runs."""
+        held = [work.held[shard.parameter.group or 0] for shard in shards]
+        places = [chunks * work.places[shard.parameter.group or 0] for shard in shards]
+        count, itemsize = sum(held), e if kind == GATHER else work.gradient_itemsize
+        size = sum(
+            itemsize * s.whole // n * m for s, n, m in zip(shards, places, held, strict=True)
+        )
         return Traffic("fsdp", purpose, kind, times * count, times * size, 0.0)
 
-    yield layers(PARAMETERS_FORWARD, GATHER, lanes.forward, layered)
-    yield layers(PARAMETERS_BACKWARD, GATHER, lanes.backward, layered)
+    for purpose, first_purpose, times, first in (
+        (PARAMETERS_FORWARD, FIRST_FORWARD, lanes.forward, _reads_input),
+        (PARAMETERS_BACKWARD, FIRST_BACKWARD, lanes.backward, _writes_output),
+    ):
+        yield layers(first_purpose, GATHER, times, [s for s in layered if first(work, s)])
+        yield layers(purpose, GATHER, times, [s for s in layered if not first(work, s)])
     trained = [shard for shard in layered if shard.trained]
     yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward, trained)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
+    exchanged = work.tokens < work.vocabulary
     for shard in ends:
-        kind, size = shard.parameter.kind, e * shard.whole
+        kind = shard.parameter.kind
         head = work.microbatches * (kind == "output" or (tied and kind == "embedding"))
-        forward = head + (embed if kind != "output" else 0)
-        backward = head + (embed_backward if kind != "output" else 0)
-        yield entry("fsdp", f"{kind} table", GATHER, forward, size)
+        forward, backward = head, head
+        if kind == "embedding" and exchanged:
+            vectors = e * work.tokens * work.config.model.hidden_size
+            ids = FLOAT32 * work.tokens * work.axes["fsdp"]
+            again = embed_backward if shard.trained and work.pipelined else 0
+            yield entry("fsdp", "ids of tokens", GATHER, embed + again, ids)
+            yield entry("fsdp", "vectors of tokens", ALL_TO_ALL, embed, vectors)
+            if shard.trained:
+                yield entry("fsdp", "their gradients", ALL_TO_ALL, embed_backward, vectors)
+        elif kind != "output":
+            forward, backward = head + embed, head + embed_backward
+        yield entry("fsdp", f"{kind} table", GATHER, forward, e * shard.whole)
         if shard.trained:
+            size = work.gradient_itemsize * shard.whole
             yield entry("fsdp", f"gradient of the {kind} table", SCATTER, backward, size)
 
 
+def _reads_input(work: Workload, shard: Shard) -> bool:
+    """Whether the products that forward begins a unit with need the parameter: it is of the first
+    sublayer and reads the hidden size."""
+    axes = shard.parameter.variable.get_metadata()["axes"]
+    return shard.parameter.path[4] == "0" and axes[-1] != "embed"
+
+
+def _writes_output(work: Workload, shard: Shard) -> bool:
+    """Whether the products that backward begins a unit with need the parameter: it is of the last
+    sublayer and writes the hidden size."""
+    unit = work.units[shard.parameter.group or 0]
+    axes = shard.parameter.variable.get_metadata()["axes"]
+    return shard.parameter.path[4] == str(unit.sublayers - 1) and axes[-1] == "embed"
+
+
 def _data(work: Workload) -> Iterator[Traffic]:
-    """Once per step: ZeRO-1 gathers weights in the compute dtype and scatters gradients in float32;
-    gradients of a replicated parameter are summed over the axes along which it is replicated."""
-    scattered = [shard for shard in work.shards if shard.scattered]
-    weights = sum(work.itemsize * shard.computed for shard in scattered)
-    gradients = sum(FLOAT32 * shard.computed for shard in scattered)
-    yield Traffic("data", "weights of the step (ZeRO-1)", GATHER, len(scattered), weights, 0.0)
-    yield Traffic("data", "gradients (ZeRO-1)", SCATTER, len(scattered), gradients, 0.0)
-    by_axes: dict[tuple[str, ...], list[Shard]] = {}
-    for shard in work.shards:
-        if shard.sum_axes:
-            by_axes.setdefault(shard.sum_axes, []).append(shard)
-    for axes, members in by_axes.items():
-        size = sum(FLOAT32 * shard.stored for shard in members)
+    """Once per step: ZeRO-1 gathers weights in the compute dtype and scatters gradients; gradients
+    of a replicated parameter are summed over the axes along which it is replicated."""
+    scattered = _by_axes(work, lambda shard: shard.zero1_axes)
+    for axes, members in scattered.items():
+        name, computed = " x ".join(axes), sum(shard.computed for shard in members)
+        weights, gradients = work.itemsize * computed, work.gradient_itemsize * computed
+        yield Traffic(name, "weights of the step (ZeRO-1)", GATHER, len(members), weights, 0.0)
+        yield Traffic(name, "gradients (ZeRO-1)", SCATTER, len(members), gradients, 0.0)
+    for axes, members in _by_axes(work, lambda shard: shard.sum_axes).items():
+        size = sum(work.gradient_itemsize * shard.stored for shard in members)
         yield entry(" x ".join(axes), "gradients of replicated parameters", REDUCE, 1, size)
+
+
+def _by_axes(work: Workload, axes: Callable[[Shard], tuple[str, ...]]) -> dict:
+    """The shards by axes(shard), those without axes left out."""
+    groups: dict[tuple[str, ...], list[Shard]] = {}
+    for shard in work.shards:
+        if axes(shard):
+            groups.setdefault(axes(shard), []).append(shard)
+    return groups
 
 
 def _pipe(work: Workload) -> Iterator[Traffic]:

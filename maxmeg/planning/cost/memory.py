@@ -9,36 +9,27 @@ import functools
 
 import jax
 
-from maxmeg.config.mixers import AttentionBackend
-from maxmeg.config.model import DType
-from maxmeg.config.recompute import POLICIES, kept_names
-from maxmeg.config.schema import Config, OptimConfig
+from maxmeg.config.recompute import POLICIES
+from maxmeg.config.schema import OptimConfig
 from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import experts
+from maxmeg.planning.cost.attention import kernels
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.workload import Unit, Workload
 
 
-def fused_attention(config: Config) -> bool:
-    """Whether attention on a GPU is one kernel: ours, if the config names it, or cuDNN's, which
-    `ops.attention.cudnn.refuses` in other cases."""
-    model = config.model
-    if model.attention.backend in (AttentionBackend.mosaic, AttentionBackend.triton):
-        return True
-    fits = model.dtype is DType.bfloat16 and model.head_size % 8 == 0 and model.head_size <= 128
-    plain = not config.data.has_segments and not model.attention.dropout
-    fits = fits and config.data.sequence_length % 2 == 0
-    plain = plain and not model.attention.softcap and not model.attention.sinks
-    return model.attention.backend is not AttentionBackend.xla and fits and plain
+def fused_attention(work: Workload) -> bool:
+    """Whether one kernel computes the attention of every layer."""
+    return all(kernel.is_fused for unit in work.units for kernel in kernels(work, unit))
 
 
-def keeps_attention(config: Config) -> bool:
+def keeps_attention(work: Workload) -> bool:
     """Whether backward reads attention's results from memory: the recompute policy keeps them, and
     attention is one kernel, or XLA's weights fit one block of queries."""
-    short = config.data.sequence_length <= QUERY_BLOCK
+    short = work.config.data.sequence_length <= QUERY_BLOCK
     names = {"attention_output", "attention_weights", "attention_lse"}
-    return names <= kept_names(config.model.recompute) and (fused_attention(config) or short)
+    return names <= work.kept and (fused_attention(work) or short)
 
 
 def unit_activations(work: Workload, unit: Unit) -> int:
@@ -58,8 +49,8 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     columns, replicated = unit.kept_columns(work.kept)
     kept = work.itemsize * work.tokens * (columns // tensor + replicated)
     kept += unit.sublayers * work.hidden_bytes + experts.kept(work, unit)
-    if keeps_attention(work.config):
-        saved = 1 if fused_attention(work.config) else work.config.data.sequence_length
+    if keeps_attention(work):
+        saved = 1 if fused_attention(work) else work.config.data.sequence_length
         outputs = work.itemsize * (unit.head_outputs // tensor)
         kept += work.tokens * (outputs + FLOAT32 * saved * (unit.heads // tensor))
     return kept
@@ -78,7 +69,7 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     tensor = work.axes["tensor"]
     widths, hidden = unit.projected + unit.last_inputs, unit.sublayers
     gathered = unit.sublayers if tensor > 1 else 1
-    if not keeps_attention(work.config):
+    if not keeps_attention(work):
         widths += unit.head_outputs
     if not work.kept:
         widths += unit.columns - unit.projected
@@ -145,7 +136,10 @@ def layer(work: Workload) -> int:
 
     The recomputed activations under full recomputation; the gradients of its products and their
     inputs, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three
-    float32 blocks of scores if attention runs on XLA.
+    float32 blocks of scores if attention runs on XLA. Where parallel.gradient_dtype differs, also
+    the gradients converted, by what compiled steps need: in a pipeline half of them; else they wait
+    for their scatter when most of the rest is free, 2.5 times their size beside a quarter of the
+    activations, if that is more than all activations.
     """
     config, e, largest = work.config, work.itemsize, 0
     for group, unit in enumerate(work.units):
@@ -154,14 +148,16 @@ def layer(work: Workload) -> int:
         if not work.kept:
             total += total // 2
         if work.axes["fsdp"] > 1:
-            sizes = [(1 + s.trained) * s.whole for s in work.shards if s.parameter.group == group]
-            total += e * sum(sizes) // (work.places[group] * config.parallel.chunks)
-        heads = max(one.heads for one in unit.widths)
-        if heads and not fused_attention(config):
-            length = config.data.sequence_length
-            block = min(QUERY_BLOCK, length)
-            rows = work.samples * heads // work.axes["tensor"] * block
-            total += 3 * FLOAT32 * rows * length
+            members = [s for s in work.shards if s.parameter.group == group]
+            units = work.places[group] * config.parallel.chunks
+            trained = sum(s.whole for s in members if s.trained) // units
+            gathered = e * (sum(s.whole for s in members) // units + trained)
+            waiting = work.gradient_itemsize * trained if work.gradient_itemsize != e else 0
+            if work.pipelined:
+                total += gathered + waiting // 2
+            else:
+                total = max(total, total // 4 + 5 * waiting // 2) + gathered
+        total += 3 * max((kernel.block for kernel in kernels(work, unit)), default=0)
         largest = max(largest, total + experts.working(work, unit))
     return largest
 
@@ -198,12 +194,12 @@ def device_memory(work: Workload) -> dict[str, int]:
     stack = e * computed if work.microbatches > 1 and not work.pipelined else 0
     loss_bytes = loss(work)
     return {
-        "masters": FLOAT32 * stored,
+        "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
         "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
-        "weights": e * copied,
+        "compute weights": e * copied,
         "gradients": (FLOAT32 if work.accumulates else e) * reduced,
         "activations": activations(work),
         "loss": loss_bytes,
-        "working": stack + max(0, layer(work) - loss_bytes),
+        "workspace": stack + max(0, layer(work) - loss_bytes),
     }

@@ -23,6 +23,7 @@ from maxmeg.layers.mixer import Widths
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
+from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
     is_trained,
@@ -30,7 +31,7 @@ from maxmeg.parallel.rules import (
     kv_slice,
     logical_axes,
     storage_axes,
-    zero1_dim,
+    zero1_cut,
 )
 from maxmeg.pipeline.layout import arrange
 
@@ -62,17 +63,17 @@ class Parameter:
 class Shard:
     """Number of elements of a parameter on a device.
 
-    stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered over
-    data, cut to one key/value head if there are fewer of them than tensor. whole: of that copy
-    gathered over fsdp. scattered: its gradient is scattered over data. sum_axes: its gradient is
-    summed over these mesh axes.
+    stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered,
+    cut to one key/value head if there are fewer of them than tensor. whole: of that copy
+    gathered over fsdp. zero1_axes: its gradient is scattered over these mesh axes.
+    sum_axes: its gradient is summed over these.
     """
 
     parameter: Parameter
     stored: int
     computed: int
     whole: int
-    scattered: bool
+    zero1_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
 
     @property
@@ -96,6 +97,11 @@ class Unit:
     @functools.cached_property
     def widths(self) -> tuple[Widths, ...]:
         return tuple(mixer.widths(self.kv_copies) for one in self.specs for mixer in one.mixers)
+
+    def multiply_adds(self, length: int) -> int:
+        """Of its matrix products in forward, for one sequence."""
+        mixers = [mixer for one in self.specs for mixer in one.mixers]
+        return sum(length * mixer.weights() + mixer.scores(length) for mixer in mixers)
 
     @property
     def sublayers(self) -> int:
@@ -174,20 +180,24 @@ class Lanes:
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A config on its devices. samples: samples of a microbatch on a device. places: number of
-    units of each group in the fullest chunk."""
+    units of each group that a chunk has memory for. held: number that the busiest chunk runs.
+    device: the GPU, which decides the kernels."""
 
     config: Config
     axes: dict[str, int]
     microbatches: int
     samples: int
     places: tuple[int, ...]
+    held: tuple[int, ...]
     units: tuple[Unit, ...]
     shards: tuple[Shard, ...]
     lanes: Lanes
+    device: Device
 
     @property
     def layers_of_chunk(self) -> int:
-        return sum(u.layers * places for u, places in zip(self.units, self.places, strict=True))
+        """Number of layers that the busiest chunk runs."""
+        return sum(u.layers * held for u, held in zip(self.units, self.held, strict=True))
 
     @property
     def tokens(self) -> int:
@@ -196,6 +206,11 @@ class Workload:
     @property
     def itemsize(self) -> int:
         return ITEMSIZE[self.config.model.dtype]
+
+    @property
+    def gradient_itemsize(self) -> int:
+        """Of gradients while they are summed over devices."""
+        return ITEMSIZE[self.config.parallel.gradient_dtype]
 
     @property
     def pipelined(self) -> bool:
@@ -226,7 +241,7 @@ class Workload:
 
 def architecture_key(model: ModelConfig) -> frozenset:
     """Fields of `model` as a hashable cache key, the same for all recompute modes."""
-    same = with_fields(model, {"recompute": "minimal"})
+    same = dataclasses.replace(model, recompute="minimal")
     return frozenset((path, value) for path, value, _ in walk(same))
 
 
@@ -292,10 +307,16 @@ def _counts(every: tuple[Parameter, ...], vocabulary: int) -> dict[str, int]:
     return counts
 
 
-def workload(config: Config, num_devices: int) -> Workload:
+def gpu_here() -> Device:
+    """The GPU of this machine; an H100 if it has none."""
+    device = target_device()
+    return device if device.is_cuda else Device("cuda", (HOPPER, 0))
+
+
+def workload(config: Config, num_devices: int, device: Device | None = None) -> Workload:
     """The work of a device in a step of a valid config on `num_devices` devices.
 
-    Raises ValueError for settings that are not planned yet.
+    device: None means `gpu_here()`. Raises ValueError for settings that are not planned yet.
     """
     if not config.model.vocab_size:
         raise ValueError(
@@ -322,8 +343,14 @@ def workload(config: Config, num_devices: int) -> Workload:
     microbatches = config.train.global_batch_size // (samples * shards)
     blocks, parallel = units(model, config.parallel.tensor), config.parallel
     counts = units_of_chunks(model, parallel)
-    places = _places(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
-    held = tuple(number * parallel.chunks for number in places)
+    chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
+    places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
+    stored = tuple(number * parallel.chunks for number in places)
+    sizes = [unit.multiply_adds(config.data.sequence_length) for unit in blocks]
+
+    def load(held: tuple[int, ...]) -> int:
+        return sum(number * size for number, size in zip(held, sizes, strict=True))
+
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
     every = parameters(model, config.lora)
     return Workload(
@@ -332,16 +359,20 @@ def workload(config: Config, num_devices: int) -> Workload:
         microbatches,
         samples,
         places,
+        max(chunks, key=load),
         blocks,
-        _shards(every, mesh_shape(axes, parallel.fold), held, vocabulary, parallel.zero1),
+        _shards(every, mesh_shape(axes, parallel.fold), stored, vocabulary, parallel.zero1),
         lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
+        device or gpu_here(),
     )
 
 
 @functools.lru_cache(maxsize=1024)
-def _places(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+def _units_of_groups(repeats: tuple[int, ...], stages: int, counts: tuple[int, ...]) -> tuple:
+    """Number of units of each group, for every chunk."""
     layout = arrange(repeats, stages, counts)
-    return tuple(layout.slots(group) for group in range(len(repeats)))
+    chunks = [layout.layers(group).reshape(len(counts), -1) >= 0 for group in range(len(repeats))]
+    return tuple(zip(*(places.sum(axis=1).tolist() for places in chunks), strict=True))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -357,11 +388,14 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
             elif axis == "vocab":
                 shape[dim] = vocabulary
         variable = variable.replace(jax.ShapeDtypeStruct(tuple(shape), variable.dtype))
+        if parameter.kind == "output":
+            variable.set_metadata(sizes=tuple(shape))
         names = storage_axes(variable, mesh, zero1)
         used = {name for dim in names for name in dim}
-        scattered = zero1 and zero1_dim(variable, mesh) is not None
+        cut = zero1_cut(variable, mesh) if zero1 else None
+        scattered = cut.axes if cut is not None else ()
         stored = math.prod(shape) // math.prod(mesh.shape[name] for name in used)
-        computed = stored * (mesh.shape["data"] if scattered else 1)
+        computed = stored * math.prod(mesh.shape[name] for name in scattered)
         if (sliced := kv_slice(variable, mesh)) is not None:
             computed //= sliced.num_heads
         whole = computed * (mesh.shape["fsdp"] if "embed" in parameter.axes else 1)

@@ -14,10 +14,10 @@ from maxmeg.runtime.metrics.progress import quantity
 
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
 GIB = 2**30
-MEMORY_TITLE = "memory of a device, from formulas"
+MEMORY_TITLE = "memory per device, estimated"
 SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
 TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
-CHOICE_HEADER = ["step", "tokens/s", "MFU at most", "bubble", "GiB"]
+CHOICE_HEADER = ["step", "tokens/s", "MFU (upper bound)", "bubble", "GiB"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Plan:
     """All parts of a plan; None or empty if not requested or unknown.
 
     settings: descriptions of the run, by name. table: the pipeline schedule. choices: layouts of a
-    search, best first.
+    search, best first. command: the command line that made the plan.
     """
 
     name: str
@@ -55,6 +55,10 @@ class Plan:
     analytic: Analytic | None = None
     compiled: Compiled | None = None
     choices: tuple[Choice, ...] = ()
+    command: str = ""
+
+    def __str__(self) -> str:
+        return plan_text(self)
 
 
 def plan_of(config: Config, count: int) -> Plan:
@@ -84,16 +88,16 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
     if not model.has("moe"):
         return ""
     layers = sum("moe" in model.mixers(i) for i in range(model.num_layers))
-    words = f"{model.moe.num_experts} in {layers} layers, {model.moe.top_k} a token"
+    words = f"{model.moe.num_experts} in {layers} layers, top-{model.moe.top_k} routing"
     words += (
-        f" and a shared one of width {model.moe.shared_ffn_size}"
+        f", a shared expert of width {model.moe.shared_ffn_size}"
         if model.moe.shared_ffn_size
         else ""
     )
-    words += f", width {model.expert_ffn}, {model.moe.num_experts // parallel.expert} a device"
+    words += f", width {model.expert_ffn}, {model.moe.num_experts // parallel.expert} per GPU"
     if sizes["tensor"] > 1:
         whole = parallel.expert_tensor == 1
-        words += ", whole" if whole else f", cut over tensor {sizes['tensor']}"
+        words += ", each on one GPU" if whole else f", each over tensor {sizes['tensor']}"
     if parallel.expert > 1:
         kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")
         words += f"; {kind}"
@@ -101,7 +105,7 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
         words += f", buffer {parallel.expert_buffer:g}" if in_rounds else ""
     if model.moe.capacity_factor:
         kept = "padded to" if model.moe.pad_to_capacity else "dropped beyond"
-        words += f"; {kept} {model.moe.capacity_factor:g} times an even share"
+        words += f"; {kept} {model.moe.capacity_factor:g} times the mean load"
     return words
 
 
@@ -123,7 +127,7 @@ def heading(plan: Plan) -> str:
 
 
 def analytic_text(report: Analytic) -> str:
-    """Parameters, memory, time and communication, from formulas."""
+    """Parameters, and estimates of memory, time and communication."""
     count = sum(report.parameters.values())
     parameters = [[f"  {name}", f"{number:,}"] for name, number in report.parameters.items()]
     modes = [[f"  {mode}", gib(size)] for mode, size in report.activations.items()]
@@ -134,13 +138,17 @@ def analytic_text(report: Analytic) -> str:
         ["  MFU, upper bound", f"{report.mfu:.1%}"],
     ]
     blocks = [
-        aligned([["parameters", ""], *parameters, ["  all", f"{count:,}"]], right=1),
-        [*memory_table(report.memory), f"  {verdict(report)}", *remedies_text(report)],
+        aligned([["parameters", ""], *parameters, ["  total", f"{count:,}"]], right=1),
+        [
+            *memory_table(report.memory, "memory per GPU, estimated"),
+            f"  {verdict(report)}",
+            *remedies_text(report),
+        ],
         aligned([["activations by recompute mode", "GiB"], *modes], right=1),
-        aligned([["time of a step, from formulas", ""], *seconds], right=1),
+        aligned([["step time, estimated", ""], *seconds], right=1),
     ]
     if report.traffic:
-        header = ["communication of a step", *TRAFFIC_HEADER]
+        header = ["communication per step", *TRAFFIC_HEADER]
         rows = [[f"  {row.axis}", *traffic_cells(row)] for row in report.traffic]
         blocks.append(aligned([header, *rows], right=4))
     return "\n\n".join("\n".join(block) for block in blocks)
@@ -150,12 +158,12 @@ def compiled_text(report: Compiled) -> str:
     """The compiler's report on the step."""
     blocks = [
         [
-            *memory_table(compiled_memory(report), "compiled: memory of a device"),
+            *memory_table(compiled_memory(report), "compiled: memory per GPU"),
             f"  {verdict(report)}",
         ],
         [
             f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; "
-            f"{report.flops:.3e} FLOPs of a device and step in matrix products"
+            f"{report.flops:.3e} FLOPs in matrix products per GPU and step"
         ],
     ]
     if report.collectives:
@@ -220,15 +228,15 @@ def choices_text(choices: Sequence[Choice]) -> str:
         rows.append(row + [shown or ""] * compiled)
     lines = aligned(rows, right=5 + compiled)
     if any(choice.compiled and not choice.compiled.fits for choice in choices):
-        lines.append("  ! does not fit, says the compiler")
+        lines.append("  ! does not fit, according to the compiler")
     return "\n".join(lines)
 
 
 def verdict(report: Analytic | Compiled) -> str:
-    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB are free", or how much memory is missing."""
+    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB free", or how much memory is missing."""
     total, capacity = report.total / GIB, report.capacity / GIB
     if report.fits:
-        return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB are free"
+        return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB free"
     return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"
 
 
@@ -241,7 +249,7 @@ def remedies_text(report: Analytic) -> list[str]:
             "  no change of recomputation, microbatches and mesh fits: --search tries all layouts"
         ]
     rows = [[f"    {r.flags}", gib(r.total), f"x {r.slowdown:.2f}"] for r in report.remedies]
-    return aligned([["  it fits with any one of", "GiB", "step"], *rows], right=2)
+    return aligned([["  any one of these makes it fit", "GiB", "step"], *rows], right=2)
 
 
 def parts_of_step(report: Analytic) -> dict[str, float]:
@@ -266,7 +274,7 @@ def compiled_memory(report: Compiled) -> dict[str, int]:
     parts = {
         "state and batch": report.arguments,
         "temporaries": report.temporaries,
-        "outputs beside the state": report.outputs_not_aliased,
+        "other outputs": report.outputs_not_aliased,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -278,6 +286,7 @@ def plan_json(plan: Plan) -> str:
             "version": VERSION,
             "name": plan.name,
             "hardware": plan.hardware,
+            "command": plan.command,
             "settings": plan.settings,
             "analytic": _report(plan.analytic),
             "pipeline": _pipeline(plan.table),
@@ -318,7 +327,7 @@ def aligned(rows: Sequence[Sequence[str]], right: int = 0) -> list[str]:
 def memory_table(memory: dict[str, int], title: str = MEMORY_TITLE) -> list[str]:
     """Lines of a table of bytes by purpose, in GiB, and their sum."""
     rows = [[f"  {name}", gib(size)] for name, size in memory.items() if size]
-    return aligned([[title, "GiB"], *rows, ["  all", gib(sum(memory.values()))]], right=1)
+    return aligned([[title, "GiB"], *rows, ["  total", gib(sum(memory.values()))]], right=1)
 
 
 def _report(report: Analytic | Compiled | None) -> dict | None:

@@ -57,15 +57,17 @@ def timeline_facts(table: Table) -> list[tuple[str, str]]:
         ("schedule", f"{title(table)}, {table.ticks} ticks: {on}"),
         (
             "bubble",
-            f"{bubble(table).fraction:.1%} over the ideal where F = B = W; lost {lost} of a stage",
+            f"{bubble(table).fraction:.1%} over the ideal where F = B = W; idle per stage: {lost}",
         ),
     ]
     if any(kept):
         each = " ".join(str(count) for count in kept)
         unit = "microbatches" if table.chunks == 1 else "chunks of microbatches"
-        facts.append(("kept", f"at most {each} {unit} on stages 0 to {table.stages - 1}"))
+        facts.append(("in flight", f"at most {each} {unit} on stages 0 to {table.stages - 1}"))
     if table.deferred:
-        facts.append(("deferred", f"at most {table.deferred} weight gradients of a stage wait"))
+        facts.append(
+            ("deferred", f"at most {table.deferred} weight-gradient passes wait per stage")
+        )
     return facts
 
 
@@ -95,7 +97,7 @@ def timeline_svg(table: Table) -> str:
     note = f"bubble {bubble(table).fraction:.1%} over the ideal where F = B = W"
     if any(kept):
         shown = ", ".join(map(str, kept)) if len(kept) <= 16 else f"{max(kept)} to {min(kept)}"
-        note += f" · live activations of stages 0 to {table.stages - 1}: {shown}"
+        note += f" · microbatches in flight on stages 0 to {table.stages - 1}: {shown}"
     width, height = picture.width, picture.height
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="tl" viewBox="0 0 {width} {height}" '

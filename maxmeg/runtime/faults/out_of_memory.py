@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from maxmeg.config.flags import names_config
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.planning.hardware import cluster_name
@@ -94,9 +95,8 @@ def advice(config: Config) -> list[str]:
     count = jax.device_count()
     name = cluster_name(jax.devices()[0].device_kind)
     hardware = f"{name}x{count}" if name else "NAMExCOUNT"
-    named = any(argument.startswith("--config") for argument in sys.argv)
-    arguments = sys.argv[1:] if named else ["--config=FILE"]
-    command = f"python -m maxmeg.plan {shlex.join(arguments)} --hardware={hardware} --search"
+    arguments = sys.argv[1:] if names_config(sys.argv) else ["--config=NAME"]
+    command = f"maxmeg plan {shlex.join(arguments)} --hardware={hardware} --search"
     lines = [f"layouts that fit: {command}"]
     if not multihost.is_primary():
         return lines
@@ -105,5 +105,5 @@ def advice(config: Config) -> list[str]:
         changes = "train.micro_batch_size=1, model.recompute=full, more parallel.fsdp or tensor"
         return [f"what saves memory: {changes}", *lines]
     saved = [[f"  {flags}", gib(size)] for flags, size in largest_savings(config, count)]
-    table = aligned([["what saves memory, from formulas", "GiB"], *saved], right=1)
+    table = aligned([["settings that save memory, estimated", "GiB"], *saved], right=1)
     return [*memory_table(planned), *table, *lines]

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from maxmeg.config.flags import report
+from maxmeg.config.errors import report
 from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.clock import RunningClock
@@ -179,6 +179,8 @@ class Peers:
         # A process on this host that runs without heartbeats has the limits of its own watchdog.
         if not self._silence or seconds <= self._silence or state == "running":
             return ""
+        if index == 0 and now - self._answered > self._silence / 2:
+            return ""  # the coordinator in process 0 is silent too: `check` soon says so
         return f"{self._describe(index)} has not answered for {seconds:.0f} s: it {_CAUSES[state]}"
 
     def _describe(self, index: int) -> str:
@@ -219,17 +221,17 @@ def leave(line: str, code: int) -> None:
     os._exit(code)
 
 
-def ending_together(main: Callable[[Config], None]) -> Callable[[Config], None]:
-    """Decorate a command's `main`: an exception ends all processes of the run.
+def ending_together(main: Callable[..., None]) -> Callable[..., None]:
+    """Decorate a command's `main(config, ...)`: an exception ends all processes of the run.
 
     Otherwise the process would wait for the others in JAX's exit handler, and they would wait for
     it in a collective.
     """
 
     @functools.wraps(main)
-    def run(config: Config) -> None:
+    def run(config: Config, *others: Any) -> None:
         try:
-            main(config)
+            main(config, *others)
         except BaseException as error:
             if multihost.store() is None:
                 raise

@@ -25,7 +25,7 @@ def with_rerun(train_step: Callable) -> Callable:
         state, first = train_step(state, batch, controls)
         if not float(first["skipped"]):
             return state, {**first, "rerun": 0.0}
-        number = int(state.step) - 1
+        number = int(state.step)
         # A skipped step changes the step number alone: this is the state before it.
         state = dataclasses.replace(state, step=state.step - 1)
         state, second = train_step(state, batch, controls)

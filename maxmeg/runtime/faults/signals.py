@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 
-_NOTE = "\n{name}: finishing the step, then saving; send it again to exit at once\n"
+_NOTE = "{name}: finishing the step, then saving; send it again to exit at once\n"
 
 
 class Interrupt:
@@ -41,5 +41,6 @@ class Interrupt:
                 os.write(2, b"\x1b[?25h")  # a progress bar may have hidden the cursor
             os._exit(128 + number)
         self._signalled = True
-        # Python's buffered streams are not reentrant; write(2) is.
-        os.write(2, _NOTE.format(name=signal.Signals(number).name).encode())
+        # Python's buffered streams are not reentrant; write(2) is. It replaces a progress bar.
+        begin = "\r\x1b[2K" if sys.stderr.isatty() else ""
+        os.write(2, (begin + _NOTE.format(name=signal.Signals(number).name)).encode())

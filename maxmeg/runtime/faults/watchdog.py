@@ -133,7 +133,7 @@ class Watchdog:
                 self._write_stacks(failure.line)
             line = f"error: {failure.line}"
             if failure.code == RESTART_CODE:
-                line += "; the same command goes on from the last checkpoint"
+                line += "; the same command resumes from the last checkpoint"
             leave(line, failure.code)
 
     def status(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class ExpertLoad:
             metrics[name] = float(np.mean(layers[name] / copies))
         self._first = step if self._first < 0 else self._first
         self._sums = self._sums + counts
-        if step % self._every and step != self._num_steps - 1:
+        if step % self._every and step != self._num_steps:
             return
         each = {"expert_load_max": largest, "expert_load_entropy": evenness}
         for name, values in (each | {DROPPED: layers[DROPPED] / copies}).items():

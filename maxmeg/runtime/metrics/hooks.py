@@ -1,4 +1,8 @@
-"""Hooks: callbacks with the metrics of finished steps."""
+"""Hooks: callbacks with the metrics of finished steps.
+
+Hooks, logs and metrics count steps as users do: step n is the n-th update, from 1, and the
+checkpoint after it has its number. The loop and `Schedules` count the updates before a step.
+"""
 
 import contextlib
 import dataclasses
@@ -9,26 +13,14 @@ Metrics = dict[str, float]
 
 @dataclasses.dataclass(frozen=True)
 class Hook:
-    """Runs `call(step, metrics)` on every `every`-th step, counted from 0; every=0: never.
+    """Runs `call(step, metrics)` when the metrics of a step have arrived, in every step.
 
-    first, last: whether it also runs on step 0 and on the last step of the run. `before(step)` runs
-    before the dispatch of each step, `close()` at the end of the run.
+    `before(step)` runs before the dispatch of each step, `close()` at the end of the run.
     """
 
     call: Callable[[int, Metrics], None]
-    every: int = 1
-    first: bool = True
-    last: bool = True
     before: Callable[[int], None] | None = None
     close: Callable[[], None] | None = None
-
-    def is_due(self, step: int, num_steps: int) -> bool:
-        """Whether the hook runs after step `step` of `num_steps`."""
-        if self.every <= 0:
-            return False
-        if step == num_steps - 1:
-            return self.last or (step > 0 and step % self.every == 0)
-        return self.first if step == 0 else step % self.every == 0
 
 
 class Hooks:
@@ -37,9 +29,8 @@ class Hooks:
     All hooks share a step's dict of metrics: later hooks see what earlier ones add to it.
     """
 
-    def __init__(self, hooks: Sequence[Hook], num_steps: int):
+    def __init__(self, hooks: Sequence[Hook]):
         self._hooks = tuple(hooks)
-        self._num_steps = num_steps
         self._closing = contextlib.ExitStack()
 
     def before(self, step: int) -> None:
@@ -51,8 +42,7 @@ class Hooks:
     def __call__(self, step: int, metrics: Metrics) -> None:
         """Call with the metrics of step `step`, as Python floats."""
         for hook in self._hooks:
-            if hook.is_due(step, self._num_steps):
-                hook.call(step, metrics)
+            hook.call(step, metrics)
 
     def __enter__(self) -> "Hooks":
         for hook in self._hooks:

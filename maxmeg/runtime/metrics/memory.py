@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from maxmeg.config.schema import Config
 from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
-from maxmeg.planning.remedies import planned_memory
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
 from maxmeg.runtime.metrics.progress import memory_size
+from maxmeg.runtime.screen import say
 
 GIB = 2**30
 
@@ -40,27 +39,19 @@ class CompiledStep:
             multihost.meet(f"compiled/{len(self._compiled)}")
 
 
-def print_memory(compiled: jax.stages.Compiled, config: Config) -> None:
+def print_memory(compiled: jax.stages.Compiled) -> None:
     """Print on process 0 how much memory per device a compiled train step needs."""
-    if multihost.is_primary():
-        print(memory_text(compiled, config), flush=True)
-
-
-def memory_text(compiled: jax.stages.Compiled, config: Config) -> str:
-    """One line: memory per device of a compiled train step, the planner's estimate, the pool."""
     stats = compiled.memory_analysis()
+    if not multihost.is_primary():
+        return
     assert stats is not None
     outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    total = stats.argument_size_in_bytes + stats.temp_size_in_bytes + outputs
-    planned, limit = planned_memory(config, jax.device_count()), memory_limit()
-    parts = [
-        f"train step compiled: {memory_size(total)} per device (state and batch "
-        f"{memory_size(stats.argument_size_in_bytes)}, temporaries "
-        f"{memory_size(stats.temp_size_in_bytes)})",
-        f"planner's estimate {memory_size(sum(planned.values()))}" if planned else "",
-        f"memory pool {memory_size(limit)}" if limit else "",
-    ]
-    return "; ".join(part for part in parts if part)
+    parts = {
+        "state": stats.argument_size_in_bytes,
+        "temporaries": stats.temp_size_in_bytes + outputs,
+    }
+    shown = ", ".join(f"{name} {memory_size(size)}" for name, size in parts.items())
+    say(f"{memory_size(sum(parts.values()))} per device: {shown}", "compiled")
 
 
 def memory_limit(devices: Sequence | None = None) -> int | None:

@@ -1,29 +1,72 @@
 """Plots of a run: the loss curve and the load of experts, as PNG files."""
 
+import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
 from maxmeg.data.corpus.stored import write_atomically
+from maxmeg.runtime.metrics.hooks import Metrics
 
 _TRAIN, _VALIDATION, _INK, _BALANCED = "#4c78a8", "#e4572e", "#333333", "#f7f4ee"
+METRICS_FILE = "metrics.jsonl"
+Series = tuple[list[int], list[float]]
 _MAX_LOAD = 2.0  # loads over the mean load from here on have the same colour
+
+
+class LossPlot:
+    """Writer that draws RUN_DIR/loss.png after every validation; put it after metrics.jsonl's."""
+
+    def __init__(self, run_dir: str):
+        self._run_dir = run_dir
+
+    def __call__(self, step: int, metrics: Metrics) -> None:
+        if "validation_loss" in metrics:
+            with contextlib.suppress(ValueError):  # every step so far was skipped
+                _plot_run(self._run_dir)
+
+    def close(self) -> None:
+        pass
 
 
 def write_plots(run_dir: str) -> dict[str, str]:
     """Plot what the run folder holds. Returns the paths of the PNG files by title."""
-    title = os.path.basename(os.path.normpath(run_dir))
-    plots = {"loss curve": os.path.join(run_dir, "loss.png")}
-    plot_loss(os.path.join(run_dir, "metrics.jsonl"), plots["loss curve"], title)
+    plots = {"loss curve": _plot_run(run_dir)}
     loads = os.path.join(run_dir, "experts.json")
     if os.path.exists(loads):
         plots["expert load"] = os.path.join(run_dir, "experts.png")
-        plot_expert_load(loads, plots["expert load"], title)
+        plot_expert_load(loads, plots["expert load"], _title(run_dir))
     return plots
+
+
+def validation_words(run_dir: str) -> str:
+    """The last validation's loss, in nats per byte where the tokenizer gives bytes; or ""."""
+    names = ("validation_loss", "validation_loss_per_byte")
+    found = series(os.path.join(run_dir, METRICS_FILE), names)
+    (steps, per_token), (_, per_byte) = (found[name] for name in names)
+    if not steps:
+        return ""
+    if per_byte:
+        loss = f"{per_byte[-1]:.4f} nats per byte ({per_byte[-1] / math.log(2):.3f} bits)"
+    else:
+        loss = f"{per_token[-1]:.4f} nats per token"
+    return f"validation loss: {loss} at step {steps[-1]}"
+
+
+def _title(run_dir: str) -> str:
+    return os.path.basename(os.path.normpath(run_dir))
+
+
+def _plot_run(run_dir: str) -> str:
+    path = os.path.join(run_dir, "loss.png")
+    plot_loss(os.path.join(run_dir, METRICS_FILE), path, _title(run_dir))
+    return path
 
 
 def plot_loss(
@@ -33,19 +76,20 @@ def plot_loss(
 
     Raises ValueError when the file holds no loss yet.
     """
-    train, validation = _series(metrics_path, "loss"), _series(metrics_path, "validation_loss")
+    found = series(metrics_path, ("loss", "validation_loss"))
+    train, validation = found["loss"], found["validation_loss"]
     if not train[0]:
         raise ValueError(f"{metrics_path} holds no loss: nothing to plot")
     figure, axes = _figure(4.5)
     steps, losses = train
     axes.plot(steps, losses, color=_TRAIN, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, _smooth(losses), color=_TRAIN, linewidth=1.8, label="training")
+    axes.plot(steps, smooth(losses), color=_TRAIN, linewidth=1.8, label="training")
     if validation[0]:
         axes.plot(
             *validation, color=_VALIDATION, marker="o", markersize=4, linewidth=1.2,
             label="validation",
         )  # fmt: skip
-    _annotate_last(axes, *(validation if validation[0] else (steps, _smooth(losses))))
+    _annotate_last(axes, *(validation if validation[0] else (steps, smooth(losses))))
     low, high = min(losses + validation[1]), max(losses + validation[1])
     axes.set_ylim(low - 0.05 * (high - low) - 1e-6, high + 0.05 * (high - low) + 1e-6)
     _label(axes, "step", "loss (nats per token)", title)
@@ -76,8 +120,8 @@ def plot_expert_load(
         axis.set_major_locator(MaxNLocator(integer=True))
     labels = dict(enumerate(measured["layers"]))
     axes.yaxis.set_major_formatter(lambda row, _: labels.get(round(row), ""))
-    steps = f"steps {measured['first_step']} to {measured['last_step']}, at most {loads.max():.2f}"
-    _label(axes, "expert", "layer", f"{title}   {steps}".strip())
+    steps = f"steps {measured['first_step']}-{measured['last_step']}"
+    _label(axes, "expert", "layer", f"{title}: load / mean load, {steps}, max {loads.max():.2f}")
     _save(figure, image_path)
 
 
@@ -103,18 +147,20 @@ def _save(figure, path: str | os.PathLike) -> None:
     write_atomically(pathlib.Path(path), image.getvalue())
 
 
-def _series(path, name):
-    steps, values = [], []
+def series(path: str | os.PathLike, names: Sequence[str]) -> dict[str, Series]:
+    """(steps, values) of each of these metrics in a metrics.jsonl; nulls are left out."""
+    found: dict[str, Series] = {name: ([], []) for name in names}
     with open(path, encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)
-            if row.get(name) is not None:
-                steps.append(row["step"])
-                values.append(row[name])
-    return steps, values
+            for name, (steps, values) in found.items():
+                if row.get(name) is not None:
+                    steps.append(row["step"])
+                    values.append(row[name])
+    return found
 
 
-def _smooth(values):
+def smooth(values):
     """Centred mean over about a thirtieth of the run, narrower near its start."""
     sums = [0.0, *itertools.accumulate(values)]
     half, smooth = len(values) // 60, []
@@ -131,7 +177,7 @@ def _annotate_last(axes, steps, values):
         (steps[-1], values[-1]),
         xytext=(0, 10),
         textcoords="offset points",
-        ha="center",
+        ha="right",
         color=_INK,
         fontsize=9,
     )

@@ -7,15 +7,19 @@ from collections.abc import Callable
 from typing import TextIO
 
 from maxmeg.runtime.metrics.hooks import Hook, Metrics
+from maxmeg.runtime.screen import width
 
 _RATES = ("tokens_per_second", "tflops_per_device", "mfu")
 _MIN_WAIT = 0.005  # fraction of the time; a shorter wait for data is not shown
+# Left out in this order, until a line is short enough; all are in metrics.jsonl.
+_LESS_IMPORTANT = ("TFLOP/s", "lr", "gnorm", "val/byte", "mem", "mfu", "eta")
 
 
 class Progress:
-    """Prints a line every `every` steps, after each validation and at the end.
+    """Prints a line for every `every`-th step, for validations, for the first and the last step.
 
-    Rates are means over the steps since the previous line. Missing metrics are left out.
+    Loss and rates are means over the steps since the previous line; skipped steps have no loss.
+    Missing metrics are left out.
     """
 
     def __init__(
@@ -26,12 +30,13 @@ class Progress:
         file: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
+        """start_step: number of steps made before, by the run that is resumed."""
         self._num_steps, self._start_step, self._every = num_steps, start_step, every
         self._file = file or sys.stdout
         self._clock = clock
         self._first: tuple[int, float] | None = None
-        self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
         self._bar, self._task = None, None  # on a terminal, once the first step is dispatched
+        self._begin_line()
 
     def hook(self) -> Hook:
         """Put it after the hooks that add metrics."""
@@ -45,15 +50,16 @@ class Progress:
         self._waited += metrics.get("data_wait_seconds", 0.0) if seconds else 0.0
         for name in _RATES:
             self._sums[name] += metrics.get(name, 0.0) * seconds
-        last = step == self._num_steps - 1
-        due = self._every > 0 and step % self._every == 0
+        if "loss" in metrics and not metrics.get("skipped"):
+            self._losses.append(metrics["loss"])
+        due = step % self._every == 0 or step in (self._start_step + 1, self._num_steps)
         left = self._time_left(step, now, *self._first)
-        if due or last or step == self._start_step or "validation_loss" in metrics:
+        if due or "validation_loss" in metrics:
             self._print(self._line(step, metrics, left))
-            self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
+            self._begin_line()
         if self._bar is not None and self._task is not None:
-            text = f"loss {metrics['loss']:.4f}" if "loss" in metrics else "training"
-            self._bar.update(self._task, completed=step + 1, text=text, left=left)
+            text = f"loss {metrics['loss']:.3f}" if "loss" in metrics else "training"
+            self._bar.update(self._task, completed=step, text=text, left=left)
 
     def close(self) -> None:
         """Remove the live bar; the lines stay."""
@@ -61,8 +67,12 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
+    def _begin_line(self):
+        self._seconds, self._waited, self._sums = 0.0, 0.0, dict.fromkeys(_RATES, 0.0)
+        self._losses: list[float] = []
+
     def _before(self, step):
-        if step > self._start_step or self._bar is not None or not self._file.isatty():
+        if step > self._start_step + 1 or self._bar is not None or not self._file.isatty():
             return
         from rich import console, progress
 
@@ -75,9 +85,10 @@ class Progress:
             console=console.Console(file=self._file),
             refresh_per_second=4,
             transient=True,
+            redirect_stderr=sys.stderr.isatty(),  # log lines are printed above the bar
         )
         self._task = self._bar.add_task(
-            "", total=self._num_steps, completed=step, text="compiling the step", left=""
+            "", total=self._num_steps, completed=step - 1, text="compiling the step", left=""
         )
         self._bar.start()
 
@@ -88,52 +99,71 @@ class Progress:
             print(line, file=self._file, flush=True)
 
     def _time_left(self, step, now, first, begin):
-        if step == first or step >= self._num_steps - 1:
+        if step == first or step >= self._num_steps:
             return ""
-        seconds = (now - begin) / (step - first) * (self._num_steps - 1 - step)
-        return f"{duration(seconds)} left"
+        return f"eta {duration((now - begin) / (step - first) * (self._num_steps - step))}"
 
     def _line(self, step, metrics, left):
-        parts = [f"step {step:>{len(str(self._num_steps))}}"]
-        for name, label, layout in (
-            ("loss", "loss", ".4f"),
-            ("validation_loss", "validation", ".4f"),
-            ("validation_loss_per_byte", "per byte", ".4f"),
-            ("learning_rate", "lr", ".2e"),
-            ("grad_norm", "grad", ".3f"),
-        ):
-            if name in metrics and not (name.endswith("_per_byte") and _tokens_are_bytes(metrics)):
-                parts.append(f"{label} {metrics[name]:{layout}}")
+        parts = self._parts(metrics) | ({"eta": left} if left else {})
+        number = f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
+        for name in ("", *_LESS_IMPORTANT):
+            parts.pop(name, None)
+            line = "  ".join([number, *parts.values()])
+            if len(line) <= width():
+                break
+        return line
+
+    def _parts(self, metrics) -> dict[str, str]:
+        """The texts of a line after the step's number, in order."""
+        parts = {}
+        if "loss" in metrics:
+            losses = self._losses or [metrics["loss"]]
+            parts["loss"] = f"loss {sum(losses) / len(losses):.3f}"
+        if "validation_loss" in metrics:
+            parts["val"] = f"val {metrics['validation_loss']:.3f}"
+        if "validation_loss_per_byte" in metrics and not tokens_are_bytes(metrics):
+            parts["val/byte"] = f"val/byte {metrics['validation_loss_per_byte']:.3f}"
+        if "learning_rate" in metrics:
+            parts["lr"] = f"lr {brief(metrics['learning_rate'])}"
+        if "grad_norm" in metrics:
+            parts["gnorm"] = f"gnorm {metrics['grad_norm']:.3g}"
         if self._seconds:
             tokens, tflops, mfu = (self._sums[name] / self._seconds for name in _RATES)
-            parts.append(f"{quantity(tokens)} tok/s")
-            parts.append(f"{tflops:.3g} TFLOP/s")
+            parts["tok/s"] = f"{quantity(tokens)} tok/s"
             if mfu:
-                parts.append(f"MFU {mfu:.1f}%")
+                parts["mfu"] = f"mfu {mfu:.1f}%"
+            elif tflops >= 1:
+                parts["TFLOP/s"] = f"{tflops:.3g} TFLOP/s"
             if self._waited > _MIN_WAIT * self._seconds:
-                parts.append(f"data wait {100 * self._waited / self._seconds:.0f}%")
+                parts["data wait"] = f"data wait {100 * self._waited / self._seconds:.0f}%"
         if "peak_memory_gib" in metrics:
-            parts.append(f"peak {metrics['peak_memory_gib']:.1f} GiB")
-        return "  ".join([*parts, left]).rstrip()
+            parts["mem"] = f"{metrics['peak_memory_gib']:.1f}GiB"
+        return parts
 
 
-def _tokens_are_bytes(metrics: Metrics) -> bool:
+def tokens_are_bytes(metrics: Metrics) -> bool:
     """Whether tokens are bytes, except for ends of documents: then the two losses are equal."""
     return metrics["validation_loss_per_byte"] > 0.99 * metrics.get("validation_loss", math.inf)
 
 
 def duration(seconds: float) -> str:
-    """'42s', '3m 05s', '2h 10m' or '3d 04h'."""
+    """'42s', '3m05s', '2h10m' or '3d04h'."""
     seconds = round(seconds)
     for size, unit, small, name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m")):
         if seconds >= size:
-            return f"{seconds // size}{unit} {seconds % size // small:02}{name}"
-    return f"{seconds // 60}m {seconds % 60:02}s" if seconds >= 60 else f"{seconds}s"
+            return f"{seconds // size}{unit}{seconds % size // small:02}{name}"
+    return f"{seconds // 60}m{seconds % 60:02}s" if seconds >= 60 else f"{seconds}s"
+
+
+def brief(number: float) -> str:
+    """Two digits with an exponent: 2.7e-3; 0 for zero."""
+    mantissa, exponent = f"{number:.1e}".split("e")
+    return f"{mantissa}e{int(exponent)}" if number else "0"
 
 
 def memory_size(number: float) -> str:
-    """Bytes as '29.7 GiB', or below 0.1 GiB as '41.2 MiB'."""
-    big = abs(number) >= 2**30 / 10
+    """Bytes as '29.7 GiB', or below 1 GiB as '41.2 MiB'."""
+    big = abs(number) >= 2**30
     return f"{number / 2**30:,.1f} GiB" if big else f"{number / 2**20:.1f} MiB"
 
 

@@ -1,73 +1,104 @@
-"""The mesh and the table of parameters, printed at the start of a run."""
+"""What a run is about to train, in lines of a terminal: model, parameters, memory, mesh, batch."""
 
-import dataclasses
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from typing import TextIO
+from collections.abc import Iterator, Mapping
 
-from maxmeg.runtime.metrics.progress import quantity
+import jax
 
-_PLAIN_WIDTH = 160
+from maxmeg.config.schema import Config
+from maxmeg.parallel.rules import is_trained
+from maxmeg.planning.cost.parameters import num_parameters
+from maxmeg.planning.cost.workload import parameters
+from maxmeg.planning.remedies import planned_attention, planned_memory
+from maxmeg.runtime.metrics.memory import memory_limit
+from maxmeg.runtime.metrics.progress import memory_size, quantity
 
-
-@dataclasses.dataclass(frozen=True)
-class ParameterRow:
-    """One array: path, shape, logical axis and mesh axes of each dimension, bytes per device."""
-
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[str | None, ...]
-    spec: tuple[object, ...]
-    bytes_per_device: int
+_BATCH_AXES = ("data", "fsdp", "expert")
 
 
-def print_parameters(rows: Sequence[ParameterRow], file: TextIO | None = None) -> None:
-    """Print the table of all parameters, with totals."""
-    from rich import box, table
+def summary(config: Config, axes: Mapping[str, int], state) -> Iterator[tuple[str, str]]:
+    """(label, text) of each line. axes: sizes of the mesh axes, as the settings name them.
 
-    view = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
-    count = sum(math.prod(row.shape) for row in rows)
-    view.add_column("parameter", f"{quantity(count)} parameters", overflow="fold")
-    view.add_column("shape")
-    view.add_column("logical axes", overflow="fold")
-    view.add_column("sharded over", overflow="fold")
-    size = sum(row.bytes_per_device for row in rows)
-    view.add_column("on each device", num_bytes(size), justify="right")
-    for row in rows:
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        axes = ", ".join(axis or "-" for axis in row.axes)
-        spec = ", ".join(map(_mesh_axes, row.spec)) if any(row.spec) else "replicated"
-        view.add_row(row.name, shape, axes, spec, num_bytes(row.bytes_per_device))
-    _console(file).print(view)
+    state: the abstract train state, with shardings.
+    """
+    yield "model", model_words(config)
+    yield "params", parameter_words(config)
+    yield "memory", memory_words(config, state)
+    if words := planned_attention(config, jax.device_count())[0]:
+        yield "kernels", f"attention by {words}"
+    yield "mesh", mesh_words(config, axes)
+    yield "batch", batch_words(config, axes)
 
 
-def print_mesh(axes: Mapping[str, int], device_kind: str, file: TextIO | None = None) -> None:
-    """Print one line: the devices, and the mesh axes that are larger than 1."""
-    count = math.prod(axes.values())
-    large = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
-    line = f"mesh: {count} {device_kind} device{'s' if count > 1 else ''}"
-    print(f"{line} ({large})" if large else line, file=file or sys.stdout, flush=True)
+def model_words(config: Config) -> str:
+    model = config.model
+    words = [f"{model.num_layers} layers", f"hidden {model.hidden_size}"]
+    if model.has("attention") or model.is_mla:
+        shared = model.kv_heads != model.attention.num_heads and not model.is_mla
+        kv = f" ({model.kv_heads} KV)" if shared else ""
+        words.append(f"{model.attention.num_heads} heads{kv}")
+    words += [f"vocabulary {model.vocab_size:,}", model.dtype.name]
+    return ", ".join(words)
 
 
-def num_bytes(number: float) -> str:
-    """'512 B', '1.50 KiB', '2.6 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
-        number /= 1024
-    return f"{number:.3g} TiB"
+def parameter_words(config: Config) -> str:
+    """Numbers of parameters without the padding of the vocabulary: all; of a mixture of experts
+    also those that one token uses; with adapters also those that are trained."""
+    model, trained = config.model, 0
+    if config.lora.rank:
+        arrays = [parameter.variable for parameter in parameters(model, config.lora)]
+        trained = sum(array.size for array in arrays if is_trained(array))
+    total, active = (number + trained for number in num_parameters(model))
+    words = f"{total:,}" if total < 10**7 else quantity(total)
+    if model.has("moe"):
+        words += f", {quantity(active)} active (top {model.moe.top_k} of {model.moe.num_experts}"
+        words += " experts)"
+    if config.lora.rank:
+        words += f", {quantity(trained)} trainable ({100 * trained / total:.2g} %, LoRA rank "
+        words += f"{config.lora.rank})"
+    return words
 
 
-def _mesh_axes(entry):
-    if entry is None:
-        return "-"
-    return "+".join(entry) if isinstance(entry, tuple) else str(entry)
+def memory_words(config: Config, state) -> str:
+    """Memory per device: of the state by its shardings, of a whole step by the planner."""
+    words = f"{memory_size(_bytes(state.model))} parameters, "
+    words += f"{memory_size(_bytes(state.optimizer))} optimizer"
+    planned, limit = planned_memory(config, jax.device_count()), memory_limit()
+    if planned:
+        needed = sum(planned.values())
+        words += f", step ~{memory_size(needed)}"
+        if limit:
+            words += ", more than the pool" * (needed > limit) + f" of {memory_size(limit)}"
+    return f"{words} per device"
 
 
-def _console(file):
-    from rich import console
+def mesh_words(config: Config, axes: Mapping[str, int]) -> str:
+    count, kind = math.prod(axes.values()), jax.devices()[0].device_kind
+    words = f"{count} {kind} device{'s' * (count > 1)}"
+    if large := " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1):
+        words += f": {large}"
+    if config.parallel.expert > axes["expert"]:  # also along tensor or context
+        words += f" (experts over {config.parallel.expert} devices)"
+    if jax.process_count() > 1:
+        words += f", {jax.process_count()} processes"
+    return words
 
-    file = file or sys.stdout
-    width = None if file.isatty() else _PLAIN_WIDTH
-    return console.Console(file=file, width=width, highlight=False, markup=False)
+
+def batch_words(config: Config, axes: Mapping[str, int]) -> str:
+    train, length = config.train, config.data.sequence_length
+    size = train.global_batch_size
+    shards = math.prod(axes[name] for name in _BATCH_AXES)
+    number = size // (shards * train.micro_batch_size) if train.micro_batch_size else 1
+    words = f"{size:,} samples of {length:,} tokens in {number:,} microbatch{'es' * (number > 1)}"
+    grows = bool(train.batch_rampup or train.batch_schedule)
+    words = f"up to {words}" if grows else words
+    words += f"; {train.num_steps:,} step{'s' * (train.num_steps > 1)}"
+    return words if grows else f"{words}, {quantity(train.num_steps * size * length)} tokens"
+
+
+def _bytes(tree) -> int:
+    """Bytes of one device's shards of all arrays."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )

@@ -1,14 +1,13 @@
-"""Train a converted or trained model further: --config=configs/finetune.py:FOLDER
+"""Train a converted or trained model further: maxmeg train --config=finetune:FOLDER
 
-    python -m maxmeg.convert --input=SmolLM2-135M --output=runs/smollm2
-    python -m maxmeg.train --config=configs/finetune.py:runs/smollm2 --config.data.paths=PREFIX
+    maxmeg convert --input=SmolLM2-135M --output=runs/smollm2
+    maxmeg train --config=finetune:runs/smollm2 --data.paths=PREFIX
 
-On chats, with the loss on what the assistant says: `--config.data.objective=sft
---config.data.paths=chats.jsonl --config.data.packing=best_fit`.
+On chats, with the loss on what the assistant says: `--data.objective=sft --data.paths=chats.jsonl
+--data.packing=best_fit`.
 
-Architecture and tokenizer are the folder's. `--config.model.vocab_size` may grow, and what
-positions and windows depend on may change; `--config.lora.rank=16` trains adapters beside the
-frozen model.
+Architecture and tokenizer are the folder's. `--model.vocab_size` may grow, and what positions and
+windows depend on may change; `--lora.rank=16` trains adapters beside the frozen model.
 """
 
 import os
@@ -22,7 +21,7 @@ LONGEST = 4096  # tokens a sample, unless it is set
 
 def get_config(folder: str = "") -> Config:
     if not folder:
-        raise ValueError("which model? write --config=configs/finetune.py:FOLDER")
+        raise ValueError("which model? write --config=finetune:FOLDER")
     source = files.load(os.path.join(folder, "config.yaml"))
     config = Config(model=source.model)
     config.model.dtype = DType.bfloat16

@@ -1,0 +1,147 @@
+"""maxmeg in Python: load, train, plan. `import maxmeg` has these names (maxmeg/__init__.py)."""
+
+import copy
+import dataclasses
+import os
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxmeg.config import files
+from maxmeg.config.model import DType
+from maxmeg.config.named import load_config
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
+from maxmeg.config.validate import axis_sizes, resolve
+from maxmeg.data.corpus.indexed import IndexedWriter
+from maxmeg.data.source import Source
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.activations import capture
+from maxmeg.inference.language_model import LanguageModel
+from maxmeg.inference.load import load_run, without_pipeline
+from maxmeg.objectives.objective import Objective, TargetLoss, objective_of
+from maxmeg.parallel.mesh import local_mesh, make_mesh
+from maxmeg.plan import Options, check_options, plan_for
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.show.text import Plan
+from maxmeg.runtime.gpu_environment import set_gpu_environment
+from maxmeg.runtime.platform import choose_platform
+from maxmeg.train import main as run_training
+
+__all__ = ["LanguageModel", "capture", "config", "load", "plan", "train"]
+DOCUMENTS = "data/documents"  # prefix in the run folder of the documents that `train` was given
+
+
+def load(
+    folder: str | os.PathLike,
+    step: int | None = None,
+    tensor: int = 1,
+    dtype: str = "",
+    master_weights: bool = False,
+) -> LanguageModel:
+    """Load a run, or a folder that `maxmeg convert` has written.
+
+    step: of the checkpoint; default the newest intact one. tensor: number of tensor-parallel
+    devices. dtype: of the computation, float32 or bfloat16; default the run's. The weights are held
+    in it, or with `master_weights` in float32 as in the checkpoint: to train them further or to
+    save them. MTP layers are not loaded. ValueError for a folder without a checkpoint.
+    """
+    set_gpu_environment()
+    chosen = files.convert("dtype", dtype, DType) if dtype else None
+    path, mesh = os.fspath(folder), local_mesh(tensor)
+    return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights))
+
+
+def config(name: str, **overrides: typing.Any) -> Config:
+    """Return the settings that --config=NAME of the commands names: "gpt", an architecture
+    ("llama3-8b"), "finetune:FOLDER", a run folder, a YAML or a Python file.
+
+    overrides: values by dotted name, config("gpt", **{"train.num_steps": 10}). ValueError for an
+    unknown name or value.
+    """
+    loaded, kinds = load_config(name), files.leaves(Config)
+    for path in overrides:
+        if path not in kinds:
+            raise ValueError(files.unknown_field(path, kinds))
+    values = {path: files.convert(path, value, kinds[path]) for path, value in overrides.items()}
+    return with_fields(loaded, values)
+
+
+def train(
+    config: Config,
+    data: Source | Sequence[str] | Sequence[np.ndarray] | None = None,
+    loss: Objective | TargetLoss | None = None,
+) -> LanguageModel:
+    """Train, or resume, the run in config.run_dir; return the model of its newest checkpoint.
+
+    data: documents, each a text or an array of token ids without the end-of-document token, which
+    are written to RUN_DIR/data and split by data.split; or a Source (maxmeg/data/source.py); None:
+    the corpora of config.data. loss: a function (logits_BLV, batch) -> losses_BL that returns a
+    float32 loss for each target; training minimizes their mean, weighted by batch.loss_mask. Or an
+    Objective (maxmeg/objectives/objective.py); None: that of data.objective.
+    """
+    config = copy.deepcopy(config)
+    if loss is not None and not isinstance(loss, Objective):
+        if config.model.mtp.num_layers:
+            raise ValueError(
+                f"model.mtp.num_layers={config.model.mtp.num_layers}: a loss of the next token's "
+                "logits does not train MTP layers; set it to 0, or give an Objective"
+            )
+        loss = objective_of(loss)
+    source = data if hasattr(data, "open") else None
+    if data is not None and source is None:
+        write_documents(config, typing.cast(Sequence, data))
+    run_training(config, typing.cast(Source | None, source), loss)
+    mesh = local_mesh()
+    if jax.process_count() == 1:
+        sizes = axis_sizes(config.parallel, jax.device_count())
+        mesh = make_mesh(sizes, fold=config.parallel.fold)
+        mesh = without_pipeline(mesh, config.model.hidden_size)
+    return LanguageModel.of(load_run(config.run_dir, None, mesh))
+
+
+def write_documents(config: Config, documents: Sequence[str] | Sequence[np.ndarray]) -> None:
+    """Write documents as a corpus in the run folder, and name it in config.data."""
+    if not len(documents):
+        raise ValueError("data=[] holds no document: give texts or arrays of token ids")
+    tokenizer, prefix = load_tokenizer(config.data.tokenizer), Path(config.run_dir, DOCUMENTS)
+    with IndexedWriter(prefix, tokenizer.vocab_size) as writer:
+        for number, document in enumerate(documents):
+            ids = tokenizer.encode(document) if isinstance(document, str) else np.asarray(document)
+            if ids.ndim != 1 or ids.dtype.kind not in "iu":
+                raise ValueError(
+                    f"data[{number}] has shape {ids.shape} and dtype {ids.dtype}: a document is a "
+                    "text or a one-dimensional array of token ids"
+                )
+            if ids.size and not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+                raise ValueError(
+                    f"data[{number}] has ids from {ids.min()} to {ids.max()}: those of "
+                    f"data.tokenizer={config.data.tokenizer} lie in [0, {tokenizer.vocab_size})"
+                )
+            writer.add_document(np.append(ids, tokenizer.eod))
+    empty = {
+        "blend": "",
+        "mock": False,
+        "train_paths": (),
+        "validation_paths": (),
+        "test_paths": (),
+    }
+    config.data = dataclasses.replace(config.data, paths=(str(prefix),), **empty)
+
+
+def plan(config: Config, hardware: str, search: bool = False, compile: bool = False) -> Plan:
+    """Plan memory, communication and time of a run on GPUs that need not be there; print it.
+
+    hardware: NAMExCOUNT, as h100x64. search: rank all layouts and report on the best. compile: also
+    compile the training step for these GPUs (pip install 'maxmeg[plan]').
+    """
+    options = Options(hardware=hardware, search=search, compile=compile)
+    check_options(options)
+    config = copy.deepcopy(config)
+    choose_platform()
+    size = config.model.vocab_size
+    resolve(config, size or load_tokenizer(config.data.tokenizer).vocab_size)
+    return plan_for(config, parse_cluster(hardware), options)

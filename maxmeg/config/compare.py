@@ -1,0 +1,25 @@
+"""Compare settings: maxmeg config diff A B
+
+A and B are values of --config, such as two run folders: what differs from A to B is printed.
+"""
+
+from collections.abc import Sequence
+
+from maxmeg.config import files
+from maxmeg.config.flags import HELP
+from maxmeg.config.named import load_config
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print one line per setting that differs."""
+    if not arguments or HELP & set(arguments):
+        print(__doc__)
+        return 0
+    if arguments[0] != "diff" or len(arguments) != 3:
+        raise ValueError(
+            f"maxmeg config {' '.join(arguments)}: write maxmeg config diff A B, with two values "
+            "of --config, such as run folders"
+        )
+    before, after = map(load_config, arguments[1:])
+    print("\n".join(files.changes(before, after)) or "no setting differs")
+    return 0

@@ -1,0 +1,146 @@
+"""The options of the commands: --NAME=VALUE beside the settings of a run. No JAX.
+
+They stand here and not with their commands, so that a mistake is answered before JAX is imported.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+
+from maxmeg.config.model import DType
+from maxmeg.config.setting import setting
+
+
+@dataclasses.dataclass
+class Train:
+    """What `maxmeg train` does."""
+
+    dry_run: bool = setting(
+        False,
+        "check settings, data and the checkpoint to resume or begin from, print a summary and "
+        "the memory, and stop before the first step",
+    )
+
+
+@dataclasses.dataclass
+class Plan:
+    """GPUs, methods and output files of a plan."""
+
+    hardware: str = setting("", "GPUs as NAMExCOUNT, h100x64; empty: the pipeline's timeline alone")
+    search: bool = setting(False, "rank all layouts and report on the best instead of the config's")
+    compile: bool = setting(False, "compile the train step; with --search of the best 3 layouts")
+    timeline: str = setting("", "SVG file: ticks x stages of the pipeline")
+    json: str = setting("", "JSON file: the whole report")
+    html: str = setting("", "HTML file: the whole report as one page")
+
+
+@dataclasses.dataclass
+class ModelOptions:
+    """The model that a command loads."""
+
+    run_dir: str = setting("runs/gpt", "folder of the run, or of a converted model")
+    step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
+    dtype: str = setting("", "compute dtype, float32 or bfloat16; empty: the run's")
+    tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
+
+
+@dataclasses.dataclass
+class Evaluate(ModelOptions):
+    """Model, data and tasks of an evaluation."""
+
+    split: str = setting("validation", "train | validation | test")
+    paths: tuple[str, ...] = setting((), "prefixes of another corpus, in full; empty: the run's")
+    num_batches: int = setting(0, "number of batches; 0: the whole split once", at_least=0)
+    batch_size: int = setting(16, "samples per batch, >= 1", at_least=1)
+    tasks: tuple[str, ...] = setting((), "lm-evaluation-harness tasks or files; empty: loss")
+    shots: int = setting(-1, "few-shot examples per question; -1: the task's default", at_least=-1)
+    limit: int = setting(0, "number of questions per task; 0: all", at_least=0)
+
+
+@dataclasses.dataclass
+class SamplingOptions(ModelOptions):
+    """A model, and how tokens are sampled from it."""
+
+    num_tokens: int = setting(100, "most tokens to generate per prompt, >= 1", at_least=1)
+    temperature: float = setting(
+        0.8, "sampling temperature; 0: always the most likely token", at_least=0
+    )
+    top_k: int = setting(0, "sample from the k most likely tokens; 0: all", at_least=0)
+    top_p: float = setting(
+        1.0, "sample from the most likely tokens with this total probability", above=0, at_most=1
+    )
+    seed: int = setting(0, "seed of the sampling")
+
+
+@dataclasses.dataclass
+class Generate(SamplingOptions):
+    """Prompts, model and sampling."""
+
+    prompt: Sequence[str] = setting((), "text to continue; may be given several times")
+    prompts: str = setting(
+        "", "file of prompts and chats, one JSON object per line, instead of --prompt"
+    )
+    output: str = setting(
+        "", "file for the completions, one JSON object per line; empty: the screen"
+    )
+    chat: bool = setting(False, "prompts are user messages; use the chat template")
+    system: str = setting("", "system message for chats without one")
+    opening: bool = setting(True, "begin prompts with the special tokens of the tokenizer.json")
+    batch: int = setting(8, "number of prompts per batch", at_least=1)
+
+
+@dataclasses.dataclass
+class Chat(SamplingOptions):
+    """Model and sampling."""
+
+    num_tokens: int = setting(1000, "most tokens per answer, >= 1", at_least=1)
+    system: str = setting("", "system message at the start of every conversation")
+
+
+class To(enum.Enum):
+    maxmeg = "maxmeg"
+    huggingface = "huggingface"
+    peft = "peft"
+
+
+@dataclasses.dataclass
+class Convert:
+    """Input, output and format."""
+
+    input: str = setting(
+        dataclasses.MISSING, "folder of Hugging Face, Megatron or a run, or a .gguf file"
+    )
+    output: str = setting("", "folder to create: a run's, Hugging Face's or PEFT's")
+    to: To = setting(To.maxmeg, "maxmeg | huggingface | peft")
+    list: bool = setting(False, "show tensors and arrays, write nothing")
+    tokenizer: str = setting(
+        "", "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's"
+    )
+    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights, bfloat16 | float32")
+    step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
+    shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
+    family: str = setting("", "architecture in transformers; empty: the model's")
+
+
+@dataclasses.dataclass
+class Doctor:
+    """Sizes of the measurements."""
+
+    matrix: int = setting(
+        0, "rows and columns of a bfloat16 matrix product; 0: 8192, on a CPU 1024", at_least=0
+    )
+    size_mb: float = setting(256.0, "MB (10^6 bytes) per device of copy and all-reduce", above=0)
+
+
+class PlotAxis(enum.Enum):
+    step = "step"
+    tokens = "tokens"
+    seconds = "seconds"
+
+
+@dataclasses.dataclass
+class Plot:
+    """Axis and file of a comparison of runs."""
+
+    x: PlotAxis = setting(PlotAxis.step, "horizontal axis: step | tokens | seconds (of training)")
+    output: str = setting("runs.html", "HTML file")

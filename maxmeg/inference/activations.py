@@ -1,0 +1,91 @@
+"""The activations of a model by name, for looking inside of it.
+
+"embedding"            the stack's input                                     [B, L, D]
+"layers.3"             the residual stream after layer 3                     [B, L, D]
+"layers.3.mlp"         what the mixer adds to the residual stream            [B, L, D]
+"layers.3.mlp.mlp_up"  an activation of the mixer that has a name in config/recompute.py
+"final_norm"           the input of the output projection                    [B, L, D]
+
+Mixers of a parallel block are one: "layers.3.attention+mlp".
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from maxmeg.config.hints import nearest_few
+from maxmeg.config.layers import places
+from maxmeg.config.model import ModelConfig
+from maxmeg.layers.context import Context
+from maxmeg.layers.residual import Residual
+from maxmeg.models.lm import LM
+
+MIXER_OUTPUT = "mixer_output"  # the name under which layers/residual.py stores it
+
+
+def capture(
+    model: LM, config: ModelConfig, ids_BL: Int[Array, "B L"], patterns: Sequence[str]
+) -> dict[str, jax.Array]:
+    """Return the activations whose names match a pattern, in the order of the forward pass.
+
+    patterns: "layers.*.mlp": * stands for any characters but a dot. The layers run one after the
+    other instead of in a loop, so compiling takes longer with every layer. The function is pure:
+    jit and differentiate it. ValueError for a pattern without a match.
+    """
+    expressions = [re.compile(re.escape(pattern).replace(r"\*", "[^.]*")) for pattern in patterns]
+    captured: dict[str, jax.Array] = {}
+    seen: list[str] = []
+
+    def keep(name: str, x: jax.Array) -> None:
+        seen.append(name)
+        if any(expression.fullmatch(name) for expression in expressions):
+            captured[name] = x
+
+    ctx = Context(jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape))
+    ctx = model.stack.with_rotations(ctx)
+    x_BLD = model.embed_tokens(ids_BL, ctx)
+    keep("embedding", x_BLD)
+    firsts = [sum(repeats for _, repeats in config.groups[:i]) for i in range(len(config.groups))]
+    for number, place in enumerate(places(config.groups)):
+        unit = jax.tree.map(lambda leaf, at=place.repeat: leaf[at], model.stack.groups[place.group])
+        layer_ctx = dataclasses.replace(ctx, layer=firsts[place.group] + place.repeat)
+        for i in range(place.sublayer, place.sublayer + len(config.layer_kinds[number])):
+            sublayer = unit.sublayers[i]
+            x_BLD, named = run_named(sublayer, x_BLD, dataclasses.replace(layer_ctx, sublayer=i))
+            mixer = f"layers.{number}.{'+'.join(sublayer.mixers)}"
+            mixer += f"_{i}" if mixer in seen else ""
+            for name, x in named.items():
+                keep(mixer if name == MIXER_OUTPUT else f"{mixer}.{name}", x)
+        keep(f"layers.{number}", x_BLD)
+    keep("final_norm", model.outputs(x_BLD, ctx))
+    for pattern, expression in zip(patterns, expressions, strict=True):
+        if not any(map(expression.fullmatch, seen)):
+            raise ValueError(
+                f"no activation is named {pattern!r}: nearest are {nearest_few(pattern, seen)}"
+            )
+    return captured
+
+
+def run_named(
+    sublayer: Residual, x_BLD: jax.Array, ctx: Context
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Return a sublayer's output, and the activations that it stores under names."""
+
+    def run(x_BLD: jax.Array) -> jax.Array:
+        return sublayer(x_BLD, ctx)[0]
+
+    closed = jax.make_jaxpr(run)(x_BLD)
+    named = {
+        equation.params["name"]: equation.outvars[0]
+        for equation in closed.jaxpr.eqns
+        if equation.primitive.name == "name"
+    }
+    jaxpr = closed.jaxpr.replace(outvars=[*closed.jaxpr.outvars, *named.values()])
+    function: Callable = jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, closed.consts))
+    output_BLD, *arrays = function(x_BLD)
+    return output_BLD, dict(zip(named, arrays, strict=True))

@@ -1,0 +1,144 @@
+"""The attention backend of each mixer on a GPU, and its cost. Nothing is compiled."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxmeg.layers.attention import AttentionSpec
+from maxmeg.ops.attention import cudnn, xla
+from maxmeg.ops.attention.call import choice, is_costly, xla_words
+from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.backend import Device
+from maxmeg.planning.cost.workload import Unit, Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """How the attention of a mixer runs on a device, in a microbatch.
+
+    backend, reason: as `ops.attention.call.choice` returns them. warning: why and at what price it
+    runs in plain XLA; empty if it does not, or if its sequences are short. moved: bytes that XLA
+    writes and reads of its float32 scores, or cuDNN of a mask. block: bytes of the scores that
+    exist at once, or of the mask. surplus: scores that are computed over those that the mask keeps,
+    without documents.
+    """
+
+    backend: str
+    reason: str
+    warning: str
+    moved: int
+    block: int
+    surplus: float
+
+    @property
+    def is_fused(self) -> bool:
+        return self.backend != "xla"
+
+
+def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
+    """The kernel of each attention mixer of a unit."""
+    config = work.config
+    for sublayer in unit.specs:
+        for mixer in sublayer.mixers:
+            if isinstance(mixer, AttentionSpec):
+                yield kernel(
+                    mixer,
+                    (work.samples, config.data.sequence_length, work.axes["tensor"]),
+                    config.model.dtype.value,
+                    config.data.has_segments,
+                    work.device,
+                )
+
+
+@functools.lru_cache(maxsize=1024)
+def kernel(
+    spec: AttentionSpec, sizes: tuple[int, int, int], dtype: str, documents: bool, device: Device
+) -> Kernel:
+    """The kernel of a mixer in training. sizes: samples of a microbatch, their length, and the
+    number of devices over which the heads are sharded. documents: whether tokens attend to their
+    own document only."""
+    samples, length, tensor = sizes
+    call = call_of(spec, sizes, dtype, documents)
+    name, reason = spec.backend, ""
+    if name == "auto":
+        name, reason = choice(call, name, device)
+    scores, heads = call[3], samples * spec.num_heads // tensor
+    if name == "cudnn" and (cudnn.needs_mask(*call[3:]) or spec.sinks):
+        return masked_by_cudnn(call, heads, dtype)
+    if name != "xla":
+        return Kernel(name, reason, "", 0, 0, 1.0)
+    computed = xla.computed_pairs(length, length, scores)
+    warns = spec.backend == "auto" and is_costly(call, name, device)
+    return Kernel(
+        name,
+        reason,
+        xla_words(call, reason, device) if warns else "",
+        xla.SCORE_PASSES * xla.score_bytes(heads, computed),
+        xla.score_bytes(heads, min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)),
+        computed / xla.visible_pairs(length, length, scores),
+    )
+
+
+def masked_by_cudnn(call: tuple, heads: int, dtype: str) -> Kernel:
+    """cuDNN with a mask or sinks. The mask is written once, and read by every head: in a causal
+    model the half of it that is computed."""
+    (samples, length), spec, operands = call[0].shape[:2], *call[3:]
+    words = ["a mask"] * cudnn.needs_mask(spec, operands) + ["sinks"] * bool(operands.sinks_H)
+    reason = f"with {' and '.join(words)}; not yet run on a GPU"
+    if not cudnn.needs_mask(spec, operands):
+        return Kernel("cudnn", reason, "", 0, 0, 1.0)
+    itemsize = jnp.dtype(dtype).itemsize
+    computed = length * (length + 1) // 2 if spec.causal else length**2
+    visible = xla.visible_pairs(length, length, spec)
+    mask = itemsize * samples * length**2
+    return Kernel("cudnn", reason, "", mask + itemsize * heads * computed, mask, computed / visible)
+
+
+def call_of(spec: AttentionSpec, sizes: tuple[int, int, int], dtype: str, documents: bool) -> tuple:
+    """The (q, k, v, spec, operands) of a mixer's attention in training, with shapes for arrays."""
+    samples, length, tensor = sizes
+
+    def array(*shape: int, kind: str = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((samples, length, *shape), kind)
+
+    heads, groups = max(spec.num_heads // tensor, 1), max(spec.num_kv_heads // tensor, 1)
+    ids: Any = array(kind="int32")
+    present: Any = True  # in place of an operand whose shape no backend asks for
+    operands = Operands(
+        segments_BL=ids if documents else None,
+        sinks_H=present if spec.sinks else None,
+        dropout=present if spec.dropout else None,
+    )
+    scores = ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
+    queries, keys = array(heads, spec.key_size), array(groups, spec.key_size)
+    return queries, keys, array(groups, spec.head_output_size), scores, operands
+
+
+def score_bytes(work: Workload) -> float:
+    """Bytes of scores or of a mask that the average layer's forward writes and reads."""
+    found = ((u.repeats, kernel.moved) for u in work.units for kernel in kernels(work, u))
+    return sum(repeats * size for repeats, size in found) / work.config.model.num_layers
+
+
+def surplus(work: Workload) -> float:
+    """Scores that are computed over those that the masks keep, on average."""
+    found = [(u.repeats, kernel.surplus) for u in work.units for kernel in kernels(work, u)]
+    layers = sum(repeats for repeats, _ in found)
+    return sum(repeats * more for repeats, more in found) / layers if layers else 1.0
+
+
+def backends(work: Workload) -> str:
+    """ "cudnn", or "xla (cudnn: softcap=50.0 is not supported)"; empty without attention."""
+    found = [kernel for unit in work.units for kernel in kernels(work, unit)]
+    words = {k.backend + (f" ({k.reason})" if k.reason else "") for k in found}
+    return ", ".join(sorted(words))
+
+
+def warnings(work: Workload) -> dict[str, str]:
+    """Warnings of attention in plain XLA, by their reason; of several, that of most scores."""
+    found = [kernel for unit in work.units for kernel in kernels(work, unit) if kernel.warning]
+    return {k.reason: k.warning for k in sorted(found, key=lambda k: k.moved)}

@@ -1,0 +1,110 @@
+"""Numbers of parameters of a model, by formulas without JAX.
+
+Letters: D hidden size, H and G query and key/value heads, K head size, F feed-forward size, E
+experts.
+"""
+
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
+
+
+def num_parameters(model: ModelConfig) -> tuple[int, int]:
+    """(all parameters, those that one token uses), MTP layers included.
+
+    A token uses top_k of the routed experts. The vocabulary is not padded; a tied table counts
+    once; the arrays that balance experts without gradients count.
+    """
+    D, kinds = model.hidden_size, model.layer_kinds
+    tables = (1 if model.tied else 2) * model.vocab_size
+    tables += model.max_position if model.position is Position.learned else 0
+    depth = 3 * _norm(model, D) + _linear(2 * D, D)  # of MTP, beside its layer
+    layers = [*kinds, *kinds[-1:] * model.mtp.num_layers]
+    total = tables * D + _norm(model, D) + model.mtp.num_layers * depth
+    total += sum(_layer(model, layer) for layer in layers)
+    sparse = sum("moe" in mixers for layer in layers for mixers in layer)
+    idle = (model.moe.num_experts - model.moe.top_k) * sparse
+    return total, total - (idle * _expert(model) if sparse else 0)
+
+
+def _layer(model: ModelConfig, layer: tuple[tuple[str, ...], ...]) -> int:
+    """layer: its sublayers, each the names of its mixers."""
+    total = 0
+    for mixers in layer:
+        before = len(mixers) if model.parallel_norms else 1
+        norms = {NormPlace.pre: before, NormPlace.post: 1, NormPlace.sandwich: before + 1}
+        total += norms[model.norm_place] * _norm(model, model.hidden_size)
+        total += sum(MIXERS[name](model) for name in mixers)
+    return total
+
+
+def _attention(model: ModelConfig) -> int:
+    D, H, G, K = model.hidden_size, model.attention.num_heads, model.kv_heads, model.head_size
+    bias = model.attention.bias_qkv
+    total = _linear(D, H * K, bias) + 2 * _linear(D, G * K, bias)
+    normed = {QkNorm.head: (K, K), QkNorm.heads: (H * K, G * K)}
+    total += sum(_norm(model, width) for width in normed.get(model.attention.qk_norm, ()))
+    return total + _heads_out(model, K)
+
+
+def _mla(model: ModelConfig) -> int:
+    D, H, mla = model.hidden_size, model.attention.num_heads, model.mla
+    width, bias = H * model.key_size, model.attention.bias_qkv
+    total = D * width
+    if rank := mla.query_rank:
+        total = _linear(D, rank, bias) + _norm(model, rank) + rank * width
+    total += _linear(D, mla.kv_rank + mla.rotary_size, bias) + _norm(model, mla.kv_rank)
+    total += mla.kv_rank * H * (model.head_size + model.value_size)
+    return total + _heads_out(model, model.value_size)
+
+
+def _heads_out(model: ModelConfig, size: int) -> int:
+    """Output projection and sinks. size: of a head's output."""
+    heads = model.attention
+    width = heads.num_heads * size
+    return _linear(width, model.hidden_size, heads.bias_out) + heads.num_heads * heads.sinks
+
+
+def _conv(model: ModelConfig) -> int:
+    D, bias = model.hidden_size, model.conv.bias
+    return 4 * _linear(D, D, bias) + (model.conv.kernel_size + bias) * D
+
+
+def _mlp(model: ModelConfig) -> int:
+    return _projections(model, model.hidden_size, model.ffn)
+
+
+def _moe(model: ModelConfig) -> int:
+    D, E, moe = model.hidden_size, model.moe.num_experts, model.moe
+    state = moe.bias_balancing + bool(moe.global_aux_loss)
+    total = E * (_expert(model) + D + moe.logit_bias + state) + 2 * D * moe.latent_size
+    if moe.shared_ffn_size:
+        total += _projections(model, D, moe.shared_ffn_size) + D * moe.shared_gate
+    return total
+
+
+def _expert(model: ModelConfig) -> int:
+    return _projections(model, model.moe.latent_size or model.hidden_size, model.expert_ffn)
+
+
+def _projections(model: ModelConfig, width: int, F: int) -> int:
+    inward = (1 + model.gated) * _linear(width, F, model.mlp.bias)
+    return inward + _linear(F, width, model.mlp.bias)
+
+
+def _linear(inputs: int, outputs: int, bias: bool = False) -> int:
+    return (inputs + bias) * outputs
+
+
+def _norm(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.norm is Norm.layernorm else 1)
+
+
+MIXERS = {
+    "attention": _attention,
+    "local": _attention,
+    "mla": _mla,
+    "local_mla": _mla,
+    "conv": _conv,
+    "mlp": _mlp,
+    "moe": _moe,
+}

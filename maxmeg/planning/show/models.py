@@ -1,0 +1,36 @@
+"""Named architectures and their sizes: maxmeg models [WORD ...]
+
+Lists those whose names contain one of the words; without words, all.
+"""
+
+from collections.abc import Sequence
+
+from maxmeg.config.flags import show
+from maxmeg.config.hints import nearest_few
+from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
+from maxmeg.planning.cost.parameters import num_parameters
+
+
+def main(words: Sequence[str]) -> int:
+    """Print a line for each architecture."""
+    if any(word in ("-h", "--help") for word in words):
+        print(__doc__)
+        return 0
+    names = [name for name in ARCHITECTURES if not words or any(word in name for word in words)]
+    if not names:
+        near = nearest_few(words[0], list(ARCHITECTURES))
+        raise ValueError(f"no architecture is named {' or '.join(words)}: did you mean {near}?")
+    lines = [_line("name", "parameters", "active", "layers", "context")]
+    for name in names:
+        model = architecture(name)
+        counts = (f"{number / 1e9:,.3f} B" for number in num_parameters(model))
+        lines.append(_line(name, *counts, str(model.num_layers), f"{model.max_position:,}"))
+    if not words:
+        aliases = (f"{alias} = {name}" for alias, name in ALIASES.items())
+        lines.append("other names: " + ", ".join(aliases))
+    show("\n".join(lines))
+    return 0
+
+
+def _line(name: str, *cells: str) -> str:
+    return f"{name:<26}" + "".join(f"{cell:>12}" for cell in cells)

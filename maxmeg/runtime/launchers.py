@@ -1,0 +1,34 @@
+"""Paths of the launch scripts: maxmeg launch [NAME]
+
+    sbatch --nodes=2 $(maxmeg launch slurm.sbatch) --config=gpt --run_dir=/shared/runs/gpt
+    python $(maxmeg launch local.py) -n 2 -- maxmeg train --config=gpt
+
+Without a name, the scripts are listed. Copy one to change it.
+"""
+
+import pathlib
+from collections.abc import Sequence
+
+from maxmeg.config.hints import nearest_few
+
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the path of the script that is named, or the names of all."""
+    found = scripts()
+    if not arguments or arguments[0].startswith("-"):
+        print(f"{__doc__}\n{', '.join(found)}")
+        return 0
+    if len(arguments) > 1 or arguments[0] not in found:
+        near = nearest_few(arguments[0], list(found))
+        raise ValueError(f"no launch script is named {' '.join(arguments)}: there are {near}")
+    print(found[arguments[0]])
+    return 0
+
+
+def scripts() -> dict[str, pathlib.Path]:
+    """Return the launch scripts by name: maxmeg/launch in a wheel, launch in a checkout."""
+    folders = (_PACKAGE / "launch", _PACKAGE.parent / "launch")
+    folder = next(folder for folder in folders if (folder / "local.py").is_file())
+    return {p.name: p for p in sorted(folder.iterdir()) if p.suffix in (".py", ".sbatch")}

@@ -1,0 +1,65 @@
+"""The table of all parameters (log.parameters)."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+_SUBLAYER = re.compile(r"stack\.groups\.(\d+)\.sublayers\.(\d+)\.(mixers\.)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterRow:
+    """One array: path, shape, logical axis and mesh axes of each dimension, bytes per device."""
+
+    name: str
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    spec: tuple[tuple[str, ...] | None, ...]
+    bytes_per_device: int
+
+
+def parameter_table(rows: Sequence[ParameterRow], width: int) -> list[str]:
+    """Lines of at most `width` columns: name, shape with sharded dimensions, bytes per device.
+
+    "1024/tensor x 64": the first dimension is sharded over the mesh axis tensor. Sublayer 1 of
+    group 0 of the stack is named layers.0.1. Names that are too long lose their beginning.
+    """
+    cells = [(_short(row.name), _shape(row), num_bytes(row.bytes_per_device)) for row in rows]
+    total = num_bytes(sum(row.bytes_per_device for row in rows))
+    cells = [
+        ("parameter", "shape / sharded over", "per device"),
+        *cells,
+        ("all", "", total),
+    ]
+    names, shapes, sizes = (max(len(row[i]) for row in cells) for i in range(3))
+    names = max(min(names, width - shapes - sizes - 4), 16)
+    return [
+        f"{_cut(name, names):{names}}  {shape:{shapes}}  {size:>{sizes}}"
+        for name, shape, size in cells
+    ]
+
+
+def num_bytes(number: float) -> str:
+    """'512 B', '1.50 KiB', '2.6 GiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def _short(name: str) -> str:
+    return _SUBLAYER.sub(r"layers.\1.\2.", name)
+
+
+def _shape(row: ParameterRow) -> str:
+    spec = (*row.spec, *(None,) * (len(row.shape) - len(row.spec)))
+    sizes = (
+        f"{size}/{'+'.join(names)}" if names else str(size)
+        for size, names in zip(row.shape, spec, strict=True)
+    )
+    return " x ".join(sizes) or "scalar"
+
+
+def _cut(name: str, width: int) -> str:
+    return name if len(name) <= width else f"..{name[len(name) - width + 2 :]}"

@@ -1,0 +1,213 @@
+"""The program `maxmeg`: its commands exist, and mistakes are answered in one line, without JAX."""
+
+import importlib
+import inspect
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxmeg.__main__ import main
+from maxmeg.config.commands import COMMANDS
+
+CPU_SECONDS = 1.5
+TRAIN = "train --config=gpt "
+MISTAKES = [
+    ("trian", "unknown command 'trian': did you mean train?"),
+    ("serve", "unknown command 'serve': the commands are train, evaluate"),
+    ("--config=gpt", "no command before --config=gpt: write maxmeg COMMAND --config=gpt"),
+    ("train", "no --config: name a run, such as --config=gpt; others are llama3-8b"),
+    ("train gpt", "unexpected argument 'gpt': did you mean --config=gpt?"),
+    ("train --Config=gpt", "unknown flag --Config: did you mean --config?"),
+    ("train config=gtp", "no architecture is named 'gtp'"),
+    ("train --config", "--config has no value: write --config=VALUE"),
+    ("train --config=gtp", "no architecture is named 'gtp'"),
+    ("train --config=gpt.py", "no config file gpt.py .*: did you mean gpt?"),
+    ("train --config=none.yaml", "no config file none.yaml: check the path"),
+    ("train --config=runs/none", "no built-in configuration, architecture, run folder"),
+    ("train --config=meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B"),
+    ("train --config=finetune", "which model? write --config=finetune:FOLDER"),
+    ("train --config=finetune:runs/none", "no config file runs/none/config.yaml"),
+    (
+        TRAIN + "--train.num_step=3",
+        "unknown flag --train.num_step: did you mean --train.num_steps",
+    ),
+    (TRAIN + "train.num_step=3", "unknown flag train.num_step: did you mean --train.num_steps?"),
+    (TRAIN + "--config.train.num_step=3", "did you mean --train.num_steps?"),
+    (TRAIN + "--num-layers=3", "here it is --model.num_layers"),
+    (TRAIN + "--learning_rate=3", "did you mean --optim.lr?"),
+    (TRAIN + "--batch_size=3", "did you mean --train.global_batch_size?"),
+    (TRAIN + "--seq_length=3", "did you mean --data.sequence_length?"),
+    (TRAIN + "--max_steps=3", "did you mean --train.num_steps?"),
+    (TRAIN + "--n_layer=3", "did you mean --model.num_layers?"),
+    (TRAIN + "--optim=3", "optim is a section: set its fields, for example --optim.optimizer"),
+    (TRAIN + "--optim.lr=fast", "optim.lr='fast' .*: expected a finite number"),
+    (TRAIN + "--optim.lr", "--optim.lr has no value: write --optim.lr=VALUE"),
+    (TRAIN + "--optim.decay=cosin", "did you mean cosine?"),
+    (TRAIN + "--optim.min_lr=1", "optim.min_lr=1.0 must lie in [0, optim.lr=0.003]"),
+    (TRAIN + "--model.num_layers=0", "model.num_layers=0 must be at least 1"),
+    (TRAIN + "--data.objective=sft", "data.objective=sft needs chats: set data.paths=FILE.jsonl"),
+    (TRAIN + "--train.num_steps=1.5", "train.num_steps='1.5' .*: expected a whole number"),
+    (TRAIN + "--encoder.num_layers=4", "the section encoder is a stack that no model reads yet"),
+    (TRAIN + "--print_config=all", "unknown flag --print_config"),
+    ("config dif gpt x", "maxmeg config dif gpt x: write maxmeg config diff A B"),
+    ("config diff gpt gtp", "no architecture is named 'gtp'"),
+    ("plan --config=gpt --hardwear=h100x8", "did you mean --hardware?"),
+    ("generate --promt=a", "unknown flag --promt: did you mean --prompt?"),
+    ("generate --max_new_tokens=3", "did you mean --num_tokens?"),
+    ("generate --top_k=many", "top_k='many' .*: expected a whole number"),
+    ("evaluate --eval_iters=3", "did you mean --num_batches?"),
+    ("convert --output=x", "--input is missing: folder of Hugging Face, Megatron or a run"),
+    ("convert --input=x --to=gguf", "to='gguf' .*: expected one of maxmeg, huggingface, peft"),
+    (
+        "preprocess",
+        "the following arguments are required: --input, --output: see maxmeg preprocess",
+    ),
+    ("preprocess --input=none.jsonl --output=x", "none.jsonl does not exist and matches no file"),
+    (
+        "preprocess --input=x --output=x --worker=3",
+        "unknown flag --worker: did you mean --workers",
+    ),
+    ("preprocess inspect", "name a PREFIX, or a run with --config=NAME"),
+    ("preprocess merge none --output=x", "none"),
+    ("launch slurm", "no launch script is named slurm: there are slurm.sbatch"),
+    (TRAIN + "--run_dir=", "run_dir is empty: name the folder of the run"),
+    (TRAIN + "--parallel.context=2", "parallel.context=2: this axis must be 1"),
+    (TRAIN + "--model.attention.num_heads=3", "choose num_heads in 1, 2, 4, 8"),
+    (TRAIN + "--model.attention.num_kv_heads=3", "choose num_kv_heads in 1, 2, 4"),
+    (TRAIN + "--model.layers=*(attention,mlpp)", "the unknown mixer 'mlpp': did you mean mlp"),
+    (TRAIN + "--model.layers=*(attention,mlp", "cannot be read at character 16, its end"),
+    (TRAIN + "--model.layers=3(attention,mlp)", "describes 3 layers and model.num_layers is 4"),
+    (TRAIN + "--model.moe.top_k=4", "reads this: leave it out, or use the mixer moe"),
+    (TRAIN + "--model.dtype=fp16", "expected one of float32, bfloat16"),
+    (TRAIN + "--optim.optimizer=muon", "expected one of adamw, sgd"),
+    (TRAIN + "--parallel.schedule=1f1b", "expected one of gpipe, one_f_one_b, zero_bubble"),
+    (TRAIN + "--model.recompute=all", "'all' is neither a policy (minimal, selective, full)"),
+    (TRAIN + "--lora.rank=-1", "lora.rank=-1 must be at least 0"),
+    (TRAIN + "--data.sequence_length=0", "data.sequence_length=0 must be at least 1"),
+    (TRAIN + "--data.objective=masked", "data.objective=masked needs a corpus of sentences"),
+    ("generate runs/none --prompt=a", "holds no checkpoint: give the run_dir of a training run"),
+    ("generate", "give either --prompt=TEXT, once or more, or --prompts=FILE.jsonl"),
+    ("chat runs/none runs/more", "unexpected argument 'runs/more': write --name=value"),
+    ("evaluate runs/none --split=tets", "split='tets' must be one of train, validation, test"),
+    ("plan --config=gpt --hardware=h100", "hardware='h100' is not NAMExCOUNT, as h100x64"),
+    ("plan --config=gpt --hardware=x100x8", "no GPU is named 'x100'; choose from a100"),
+    ("plan --config=gpt --search", "--search needs GPUs: give --hardware=NAMExCOUNT"),
+    ("plot none", "none is not the folder of a run: it has no metrics.jsonl"),
+    ("doctor --matrix=-1", "matrix=-1 must be at least 0"),
+    ("plan llama3-8b --hardware=h100x8", "did you mean --config=llama3-8b?"),
+    ("plan --config=gpt --gpus=h100x8", "did you mean --hardware?"),
+    (TRAIN + "--gpus=8", "every GPU that JAX sees is used; CUDA_VISIBLE_DEVICES selects some"),
+    ("generate runs/none hello", "unexpected argument 'hello': did you mean --prompt=hello?"),
+    ("generate --config=gpt", "did you mean --run_dir?"),
+    ("generate --tp=2", "did you mean --tensor?"),
+    ("generate runs/none prompt=a --top_p=2", "top_p=2.0 must be above 0 and at most 1"),
+    ("evaluate runs/none --batch_size=0", "batch_size=0 must be at least 1"),
+    ("convert --model=x --output=y", "did you mean --input?"),
+    ("chat runs/lr=3", "runs/lr=3/checkpoints holds no checkpoint"),
+    ("tokenize", "unknown command 'tokenize': did you mean preprocess?"),
+    ("train --config=GPT", "did you mean gpt2-124m"),
+    (
+        "plan --config=gpt --hardware=h100x8 --data.tokenizer=a.model",
+        "did you mean sentencepiece:a.model?",
+    ),
+    ("models llama9", "no architecture is named llama9: did you mean llama3-8b"),
+]
+WITHOUT_JAX = """
+import runpy, sys
+try:
+    runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+finally:
+    print({"jax", "numpy", "flax"} & set(sys.modules))
+"""
+
+
+def pattern(text: str) -> str:
+    """A regular expression of which only ".*" is special."""
+    return ".*".join(map(re.escape, text.split(".*")))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_is_there(name, capsys):
+    name_of_module, _, function = COMMANDS[name].target.partition(":")
+    module = importlib.import_module(name_of_module)
+    assert callable(getattr(module, function))
+    if name_of_module == f"maxmeg.{name}":  # python -m maxmeg.train
+        assert f'    run_module("{name}")\n' in inspect.getsource(module)
+    main([])
+    assert f"  {name} " in capsys.readouterr().out
+    if not COMMANDS[name].arguments:
+        main(["help", name])
+        shown = capsys.readouterr().out
+        assert ("--optim.lr (" in shown) == (COMMANDS[name].config is not False)
+
+
+@pytest.mark.parametrize(("line", "answer"), MISTAKES)
+def test_a_mistake_is_answered_in_one_line(line, answer, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        main(line.split())
+    printed = capsys.readouterr()
+    assert (stop.value.code, printed.out) == (2, "")
+    assert re.match(f"error: .*{pattern(answer)}", printed.err.splitlines()[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "maxmeg trian",
+        "maxmeg " + TRAIN + "--max_steps=3",
+        "maxmeg.train --config=gpt --max_steps=3",
+        "maxmeg.generate --promt=a",
+        "maxmeg models llama9",
+    ],
+)
+def test_a_mistake_needs_no_jax(line, tmp_path):
+    """line: as after `python -m`."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-c", WITHOUT_JAX, *line.split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert after.ru_utime - before.ru_utime < CPU_SECONDS
+
+
+def test_help_may_be_cut_off(tmp_path):
+    command = [sys.executable, "-m", "maxmeg", "train", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout and process.stderr
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait()) == (b"", 0)
+
+
+def test_settings_are_compared(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("seed: 7\n")
+    for names, line in (("gpt run.yaml", "seed 1234 -> 7"), ("gpt gpt", "no setting differs")):
+        with pytest.raises(SystemExit) as stop:
+            main(["config", "diff", *names.split()])
+        assert stop.value.code == 0 and line in capsys.readouterr().out.splitlines()
+
+
+def test_launch_scripts_are_found(capsys):
+    for name in ("slurm.sbatch", "local.py"):
+        with pytest.raises(SystemExit):
+            main(["launch", name])
+        path = Path(capsys.readouterr().out.strip())
+        assert path.name == name and path.is_file()
+
+
+def test_models_are_listed(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["models", "gpt2-124m", "mixtral-8x7b"])
+    assert stop.value.code == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert lines == [
+        ["gpt2-124m", "0.124", "B", "0.124", "B", "12", "1,024"],
+        ["mixtral-8x7b", "46.703", "B", "12.880", "B", "32", "32,768"],
+    ]

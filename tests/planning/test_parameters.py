@@ -1,0 +1,54 @@
+"""The formulas for numbers of parameters, against models with settings that no named one has."""
+
+import jax
+import pytest
+from layouts import CONVOLUTIONS, EVERYTHING, tiny
+
+from maxmeg.config import layers
+from maxmeg.config.mixers import Activation, QkNorm
+from maxmeg.config.model import Norm
+from maxmeg.models.lm import LM
+from maxmeg.planning.cost.parameters import MIXERS, num_parameters
+
+EXPERTS = {
+    "layers": "mla+mlp *(local_mla,moe)",
+    "attention.window": 4,
+    "parallel_norms": True,
+    "norm": Norm.layernorm,
+    "attention.bias_qkv": True,
+    "attention.sinks": True,
+    "mla.kv_rank": 12,
+    "mla.rotary_size": 2,
+    "mla.value_size": 6,
+    "mlp.bias": True,
+    "moe.num_experts": 8,
+    "moe.ffn_size": 20,
+    "moe.shared_ffn_size": 24,
+    "moe.shared_gate": True,
+    "moe.latent_size": 16,
+    "moe.logit_bias": True,
+    "moe.bias_balancing": True,
+    "moe.global_aux_loss": 0.1,
+    "mtp.num_layers": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        EVERYTHING,
+        CONVOLUTIONS,
+        EXPERTS,
+        EXPERTS | {"mla.query_rank": 10, "mlp.activation": Activation.gelu},
+        {"attention.qk_norm": QkNorm.head, "attention.num_kv_heads": 4, "tied": True},
+        {"attention.qk_norm": QkNorm.l2},
+    ],
+)
+def test_formulas_count_every_array(fields):
+    model = tiny(fields | {"vocab_divisible_by": 1}).model
+    arrays = jax.eval_shape(lambda: LM(jax.random.key(0), model))
+    assert num_parameters(model)[0] == sum(array.size for array in jax.tree.leaves(arrays))
+
+
+def test_every_mixer_has_a_formula():
+    assert MIXERS.keys() == layers.MIXERS.keys()

@@ -1,0 +1,68 @@
+"""The first screen of a run: numbers counted by hand, and its width."""
+
+import types
+
+import pytest
+
+from maxmeg.config.schema import Config
+from maxmeg.config.setting import with_fields
+from maxmeg.models.registry import use_architecture
+from maxmeg.runtime import screen
+from maxmeg.runtime.metrics.progress import quantity
+from maxmeg.runtime.metrics.summary import summary
+
+ONE = dict.fromkeys(("pipe", "data", "fsdp", "expert", "context", "tensor"), 1)
+STATE = types.SimpleNamespace(model={}, optimizer={})
+SMALL = {"num_layers": 2, "hidden_size": 8, "attention.num_heads": 2, "vocab_size": 257}
+NORMS_AND_TABLES = 5 * 8 + 2 * 257 * 8
+ATTENTION, MLP = 4 * 8 * 8, 3 * 8 * 32  # weights of a layer
+
+
+def words(config: Config, **axes: int) -> dict[str, str]:
+    return dict(summary(config, ONE | axes, STATE))
+
+
+def model_of(fields: dict) -> Config:
+    return with_fields(Config(), {f"model.{name}": value for name, value in fields.items()})
+
+
+def test_parameters_are_counted_without_the_padding_of_the_vocabulary():
+    config = model_of(SMALL | {"mlp.ffn_size": 32})
+    for tensor in (1, 4):
+        total = NORMS_AND_TABLES + 2 * (ATTENTION + MLP)
+        assert words(config, tensor=tensor)["params"] == f"{total:,}"
+
+
+def test_active_and_trained_parameters_are_told():
+    experts = {"layers": "*(attention,moe)", "moe.num_experts": 8, "moe.ffn_size": 4}
+    config = model_of(SMALL | experts | {"moe.top_k": 2})
+    expert, adapters = 3 * 8 * 4, 2 * 2 * 2 * 8 * 4
+    total = NORMS_AND_TABLES + 2 * (ATTENTION + 8 * 8 + 8 * expert)
+    active = quantity(total - 2 * 6 * expert)
+    assert words(config)["params"] == f"{total:,}, {active} active (top 2 of 8 experts)"
+    config.lora.rank = 4  # of query and value
+    total, shown = total + adapters, f"{quantity(adapters)} trainable"
+    assert words(config)["params"].startswith(f"{total:,}, ") and shown in words(config)["params"]
+
+
+@pytest.mark.parametrize("name", ["gpt3-175b", "deepseek-v3"])
+def test_every_line_of_a_large_run_fits(name, monkeypatch):
+    """With all axes of the mesh, behind the prefix of srun; data is the line after them."""
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    config = use_architecture(Config(), name)
+    config.train.global_batch_size, config.train.num_steps = 16384, 1_000_000
+    config.train.micro_batch_size, config.lora.rank = 1, int(name == "gpt3-175b")
+    config.parallel.expert, config.parallel.expert_tensor = 64, 1
+    axes = {"pipe": 16, "data": 32, "fsdp": 8, "expert": 8, "tensor": 8}
+    lines = [screen.wrapped(text, label) for label, text in words(config, **axes).items()]
+    assert [line.split()[0] for line in lines] == ["model", "params", "memory", "mesh", "batch"]
+    parts = "\n".join(lines).splitlines()
+    assert max(map(len, parts)) <= 74 and len(parts) <= 8
+    assert "expert 8 x tensor 8 (experts over 64 devices)" in " ".join(lines[3].split())
+
+
+def test_long_texts_continue_below_their_beginning(monkeypatch):
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    lines = screen.wrapped("word " * 40, "mesh").splitlines()
+    assert all(len(line) <= 78 for line in lines) and len(lines) == 3
+    assert {line.index("word") for line in lines} == {9}

@@ -1,0 +1,68 @@
+"""The examples: each says what it does, and does it."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+EXAMPLES = REPOSITORY / "examples"
+LINES = 60
+SHOWN = {  # a part of what each prints
+    "own_text.py": r"LanguageModel\(.*own_text, step 600, 131,392 parameters.*\nReturn .{20}",
+    "activations_and_steering.py": r"trained: [a-z. ]{20,}\nsteered: [a-z ]*[A-Z. ]{15,}",
+    "custom_layer.py": r"step   0  loss 5\.\d+\n(.*\n)*step 100  loss 0\.[0-4]",
+    "custom_loss_and_data.py": r"3 6 9 12\s+15 18 21 24 27 30",
+    "plan_a_cluster.py": r"as configured: \d+ GiB per GPU(.*\n)*fsdp 16, .* GiB per GPU",
+}
+SCRIPTS = {  # flags that make it shorter, and a part of what it prints; None: needs other programs
+    "experts.sh": (["--train.num_steps=2"], r"expert load: (.*\n)*mixtral-8x7b on 64 x h100"),
+    "export_and_vllm.sh": ([], r"exported/ is ready|Uvicorn"),
+    "lora_chat.sh": None,  # run in tests/oracle/test_real_weights.py
+    "from_megatron.sh": None,  # run in tests/oracle/test_megatron_oracle.py
+    "slurm_container.sh": None,  # needs pyxis
+}
+ONE_DEVICE = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(REPOSITORY)}
+QUICK = {"plan_a_cluster.py"}
+
+
+def test_every_example_is_short_says_what_to_expect_and_is_run():
+    assert {path.name for path in EXAMPLES.iterdir()} == {*SHOWN, *SCRIPTS}
+    for name in SHOWN:
+        text = (EXAMPLES / name).read_text()
+        said = ast.get_docstring(ast.parse(text)) or ""
+        assert len(text.splitlines()) < LINES and f"python examples/{name}" in said
+        assert re.search(r"\n\nCommand: .*\nTime: .*\nResult: ", said), name
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SHOWN]
+)
+def test_an_example_prints_what_it_says(name, tmp_path):
+    command = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(command, cwd=tmp_path, env=ONE_DEVICE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(SHOWN[name], done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_is_short_says_what_to_expect_and_parses(name):
+    text = (EXAMPLES / name).read_text()
+    assert len(text.splitlines()) < LINES and f"bash examples/{name}" in text
+    assert re.search(r"\n# Command: .*\n(#  .*\n)*# Time: .*\n(#  .*\n)*# Result: ", text)
+    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if SCRIPTS[name]])
+def test_a_script_prints_what_it_says(name, tmp_path):
+    flags, shown = SCRIPTS[name] or ([], "")
+    environment = ONE_DEVICE | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", str(EXAMPLES / name), *flags]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(shown, done.stdout), done.stdout
