@@ -17,8 +17,8 @@ REPOSITORY = Path(__file__).parent.parent
 XLA_FLAGS = {
     "--xla_force_host_platform_device_count": "8",
     # Virtual devices share the cores: a busy machine must not count as a dead peer.
-    "--xla_cpu_collective_call_terminate_timeout_seconds": "600",
-    "--xla_cpu_collective_timeout_seconds": "600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds": "300",
+    "--xla_cpu_collective_timeout_seconds": "300",
     # As multihost.initialize sets it for runs on virtual devices.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
@@ -51,6 +51,7 @@ def set_environment() -> None:
     names = {flag.split("=")[0] for flag in given}
     added = [f"{name}={value}" for name, value in XLA_FLAGS.items() if name not in names]
     os.environ["XLA_FLAGS"] = " ".join(given + added)
+    os.environ.setdefault("NPROC", "32")  # threads of XLA, as multihost.initialize sets it too
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
     # Of all programs, the smallest too: most are single operations of tests' references.

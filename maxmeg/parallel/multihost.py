@@ -24,6 +24,7 @@ from maxmeg.parallel.coordinator import Coordinator
 FIRST_PORT = 61440  # of the last 4096 ports, which JAX uses for its coordinator as well
 NUM_PORTS = 4096
 MOST_STEPS = 16  # of a Slurm job before it is requeued
+CPU_THREADS = 4  # of XLA for each CPU device, of at least 8 devices
 CPU_SCHEDULER = "--xla_cpu_enable_concurrency_optimized_scheduler"
 LINGER_SECONDS = 30  # the coordinator outlives the time in which the others notice a failure
 HEARTBEAT_SECONDS = 100  # JAX's default; then JAX ends a run with a C++ stack trace
@@ -93,14 +94,21 @@ def initialize(silence: float = 60.0) -> None:
 
 
 def order_cpu_collectives(several_processes: bool = False) -> None:
-    """Make XLA start collectives on CPU devices in one order. Call it before JAX starts.
+    """Keep collectives of CPU devices from deadlocks. Call it before JAX starts.
 
     XLA's default starts independent collectives at once, in an order that may differ between
-    devices: then they deadlock, or sum the wrong arrays.
+    devices: then they deadlock, or sum the wrong arrays. Another scheduler orders them, except for
+    one behind a loop, which may start during the loop. A waiting collective blocks a thread, and
+    XLA has a thread per core or device: then all may wait for one that has no thread to start in.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if (several_processes or VIRTUAL_DEVICES in flags) and CPU_SCHEDULER not in flags:
+    if not several_processes and VIRTUAL_DEVICES not in flags:
+        return
+    if CPU_SCHEDULER not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {CPU_SCHEDULER}=false".strip()
+    devices = re.findall(rf"{VIRTUAL_DEVICES}=(\d+)", flags)[-1:] or ["1"]
+    threads = max(os.cpu_count() or 1, CPU_THREADS * max(8, int(devices[0])))
+    os.environ.setdefault("NPROC", str(threads))
 
 
 def is_primary() -> bool:

@@ -119,15 +119,22 @@ def test_incomplete_environments_are_errors(environ: dict[str, str], message: st
 
 
 @pytest.mark.parametrize(
-    ("flags", "several", "ordered"),
+    ("flags", "several", "ordered", "threads"),
     [
-        ("", False, False),
-        ("", True, True),
-        ("--xla_force_host_platform_device_count=8", False, True),
-        (f"{CPU_SCHEDULER}=true {VIRTUAL_DEVICES}=2", True, False),  # what is given wins
+        ("", False, False, None),
+        ("", True, True, "32"),
+        ("--xla_force_host_platform_device_count=8", False, True, "32"),
+        (f"{VIRTUAL_DEVICES}=100", False, True, "400"),
+        (f"{CPU_SCHEDULER}=true {VIRTUAL_DEVICES}=2", True, False, "32"),  # what is given wins
     ],
 )
-def test_cpu_devices_that_speak_are_ordered(monkeypatch, flags, several, ordered):
+def test_cpu_devices_that_speak_are_ordered(monkeypatch, flags, several, ordered, threads):
     monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
     order_cpu_collectives(several)
     assert os.environ["XLA_FLAGS"].split() == flags.split() + [f"{CPU_SCHEDULER}=false"] * ordered
+    assert os.environ.get("NPROC") == threads
+    monkeypatch.setenv("NPROC", "3")
+    order_cpu_collectives(several)
+    assert os.environ["NPROC"] == "3"
