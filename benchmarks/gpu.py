@@ -29,7 +29,7 @@ from gpu_parts.timing import Item, Sizes, sizes
 FOLDER = Path(__file__).parent
 SECONDS = 470
 MARKS = ("<!-- gpu: written by benchmarks/gpu.py --readme -->", "<!-- end of gpu -->")
-HIDDEN = ("part", "item", "losses", "failed", "took_s", "seed")  # of the table
+HIDDEN = ("part", "item", "losses", "failed", "took_s", "seed", "why")  # of the table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ PARTS = {
     "check-loss": Part(checking("loss", "tiled", "mosaic"), 45),
     "check-grouped": Part(checking("grouped", "mosaic"), 45),
     "check-decode": Part(checking("decode", "mosaic"), 45),
+    "check-norm": Part(checking("norm", "xla"), 30),
     "attention": Part(kernels.attention, 90),
     "train": Part(steps.train, 200),
     "loss": Part(kernels.loss, 60),

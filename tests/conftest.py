@@ -22,13 +22,15 @@ XLA_FLAGS = {
     # As multihost.initialize sets it for runs on virtual devices.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
-if importlib.util.find_spec("jax_cuda13_plugin") is None:  # they would reach GPU code too
+if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):  # else for GPUs too
     # Programs are compiled in a third of the time; tests run most of them once.
     XLA_FLAGS["--xla_backend_optimization_level"] = "0"
     if metadata.version("jaxlib").startswith("0.10."):  # later ones know it no more
         XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
 # Of the files in folders, those with minutes of tests.
 LONGEST = ("test_kernels.py", "test_real_slurm.py", "test_real_weights.py", "test_vllm.py")
+DEFAULT = "not slow and not gpu"  # as addopts in pyproject.toml
+CHOSEN = os.environ.get("JAX_PLATFORMS", "")
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
 # Without these it cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
 ORACLES = ("torch", "transformers", "peft", "lm_eval", "megatron")
@@ -74,11 +76,27 @@ jaxtyping.install_import_hook(
 )
 
 
+def choose_device(config: pytest.Config) -> None:
+    """`pytest -m gpu` uses a GPU if there is one. JAX_PLATFORMS=cuda selects `gpu` by default."""
+    if "cuda" in CHOSEN and config.option.markexpr == DEFAULT:
+        config.option.markexpr = "not slow"
+    if config.option.markexpr == "gpu" and not CHOSEN:
+        del os.environ["JAX_PLATFORMS"]
+    if os.environ.get("JAX_PLATFORMS") != "cpu":
+        from maxmeg.runtime.gpu_environment import set_gpu_environment
+
+        set_gpu_environment(deterministic=True)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    choose_device(config)
     if hasattr(config.option, "loadscopereorder"):  # with pytest-xdist: in the order given below
         config.option.loadscopereorder = False
     config.addinivalue_line(
         "markers", "slow: over about 5 s cold, or a long table; run by `pytest -m slow`, as CI does"
+    )
+    config.addinivalue_line(
+        "markers", "gpu: for the device that JAX finds, GPU or CPU; run by `pytest -m gpu`"
     )
     # A killed run can leave half an entry: jax then compiles anew, which is no error.
     config.addinivalue_line(

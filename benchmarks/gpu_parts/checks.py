@@ -88,11 +88,17 @@ def decode(name: str):
     return cases, cases.CASES, cases.expected, cases.run
 
 
+def norm(name: str):
+    cases = importlib.import_module("ops.norm_cases")
+    return cases, cases.CASES, cases.expected, cases.run
+
+
 OPS: dict[str, Callable] = {
     "attention": attention,
     "loss": loss,
     "grouped": grouped,
     "decode": decode,
+    "norm": norm,
 }
 
 
@@ -105,7 +111,7 @@ def check(op: str, backend: str, size: Sizes) -> dict:
     rng = np.random.default_rng(seed)
     dtype = "bfloat16" if size.on_gpu else "float32"
     limit = CASES[backend] if size.on_gpu else 2
-    worst, ran, refused, wrong, started = 0.0, 0, [], {}, time.time()
+    worst, ran, refused, wrong, started = 0.0, 0, {}, {}, time.time()
     for name, case in chosen.items():
         if ran >= limit or time.time() - started > SECONDS:
             break
@@ -116,7 +122,7 @@ def check(op: str, backend: str, size: Sizes) -> dict:
         except ValueError as error:
             if "cannot run" not in str(error):
                 raise
-            refused.append(name)
+            refused[name] = str(error)
             continue
         ran += 1
         for key, error in errors_of(cases, found, expected(case, *given)).items():
@@ -127,6 +133,7 @@ def check(op: str, backend: str, size: Sizes) -> dict:
         "cases": ran,
         "worst": worst,
         "refused": len(refused),
+        "why": sorted(set(refused.values())),
         "wrong": wrong,
         "seed": seed,
         "ok": ran > 0 and not wrong,

@@ -4,21 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ops.norm_cases import EPS, reference
 
 from maxmeg.ops.norm import norm
 
 TOLERANCE = 2e-6  # of the largest value, float32
 BFLOAT16 = 2**-8  # of each value: one rounding of the result
-EPS = 1e-5
-
-
-def reference(x, weight, bias):
-    """LayerNorm where there is a bias, else RMSNorm."""
-    x, weight = x.astype(np.float64), weight.astype(np.float64)
-    if bias is not None:
-        x = x - x.mean(-1, keepdims=True)
-    normalized = x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * weight
-    return normalized if bias is None else normalized + bias
 
 
 @jax.jit
