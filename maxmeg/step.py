@@ -211,7 +211,7 @@ def pipelined(
         return objective.loss(whole, h_BLD, microbatch, config.train, ctx)
 
     groups = tuple(stack.stack.groups), tuple(fixed_stack.stack.groups)
-    program = Program(outer, *groups, batch, embed, shared, unit, head)
+    program = Program(outer, *groups, batch, embed, shared, unit, head, units.unroll)
     parallel = config.parallel
     table = schedule(batch.tokens.shape[0], parallel.pipe, parallel.chunks)
     (outer_sums, group_sums), sums, aux = run_pipeline(program, table, units.layout)

@@ -51,10 +51,11 @@ LAYOUTS = [
 ]
 
 
-def gradients(model: str, parallel: dict, train: dict, dtype: DType = DType.float32):
+def gradients(model: str | dict, parallel: dict, train: dict, dtype: DType = DType.float32):
     """(token-mean loss, gradients by name) of one batch on a layout."""
     train = {"z_loss": 1e-3, "label_smoothing": 0.1, **train}
-    config = tiny(MODELS[model] | {"dtype": dtype}, train, **parallel)
+    fields = MODELS[model] if isinstance(model, str) else model
+    config = tiny(fields | {"dtype": dtype}, train, **parallel)
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
     batch = tiny_batch(config, mesh)
@@ -113,6 +114,39 @@ def test_accumulation_equals_one_batch():
     for name, reference in single_device("everything")[1].items():
         limit = TOLERANCE * np.abs(reference).max() + FLOOR
         assert np.abs(found[name] - reference).max() <= limit, name
+
+
+@functools.cache
+def unrolled(unroll: int, mesh: tuple) -> tuple[float, dict]:
+    """Gradients with 2 and 7 repeats of two units, `unroll` per iteration of the loop over them."""
+    model = {
+        "num_layers": 9,
+        "layers": "2(local,mlp) *(attention,mlp)",
+        "attention.window": 5,
+        "recompute": "selective",
+        "scan_unroll": unroll,
+    }
+    return gradients(model, dict(mesh), {"micro_batch_size": 4})
+
+
+@pytest.mark.parametrize("unroll", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"fsdp": 1}, marks=pytest.mark.slow),
+        pytest.param({"pipe": 2, "fsdp": 1, "pad_layers": True}, marks=pytest.mark.slow),
+        {"fsdp": 2, "tensor": 2},
+    ],
+)
+def test_layers_per_iteration_change_no_gradient(parallel, unroll):
+    """Of 7 repeats one is left over."""
+    mesh = tuple(parallel.items())
+    (expected_loss, expected), (loss, found) = unrolled(1, mesh), unrolled(unroll, mesh)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        scale = np.abs(expected[name]).max()
+        assert np.abs(array - expected[name]).max() <= 1e-6 * scale + FLOOR, name
 
 
 def test_initial_state_is_bitwise_the_same_on_every_layout():

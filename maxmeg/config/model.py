@@ -139,6 +139,15 @@ class ModelConfig:
         "copies less",
         effect="none",
     )
+    scan_unroll: int = setting(
+        1,
+        "repeats of a unit per iteration of the loop over layers: 2 runs fewer kernels and hides "
+        "more of fsdp's gathers, for more memory; repeats that do not fill an iteration run after "
+        "the loop",
+        needs="scan_layers=True",
+        at_least=1,
+        effect="none",
+    )
     attention: AttentionConfig = setting(AttentionConfig, "attention")
     rotary: RotaryConfig = setting(
         RotaryConfig, "rotary position embedding", needs="position=rotary"

@@ -63,7 +63,8 @@ class LM(nnx.Module):
         )
         places = layout(config, parallel)
         layers = pattern(config, parallel)
-        self.stack = Stack(keys[2], layers, config.recompute, places, config.scan_layers)
+        unroll = config.scan_unroll if config.scan_layers else 0
+        self.stack = Stack(keys[2], layers, config.recompute, places, unroll)
         self.final_norm = Norm(config.hidden_size, norm_spec(config))
         self.output = None if config.tied else Embedding(keys[3], *size, is_output=True)
         last = layers[-1][0][-len(config.layer_kinds[-1]) :]

@@ -65,8 +65,8 @@ class Stack(nnx.Module):
     """`groups[i]` holds the parameters of all repeats of a unit, stacked on dimension 0.
 
     They are in model order or, with a `layout`, in the order of the pipeline's places; places
-    without a layer are zero. recompute: as in ModelConfig. scan: one loop over the repeats of a
-    unit, else unrolled.
+    without a layer are zero. recompute: as in ModelConfig. unroll: repeats of a unit per iteration
+    of the loop over them; 0: no loop.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Stack(nnx.Module):
         pattern: Pattern,
         recompute: str = "minimal",
         layout: Layout | None = None,
-        scan: bool = True,
+        unroll: int = 1,
     ):
-        self.scan = scan
+        self.unroll = unroll
         self.repeats = tuple(repeats for _, repeats in pattern)
         self.kept = kept_names(recompute)
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
@@ -109,12 +109,10 @@ class Stack(nnx.Module):
 
         first, caches, auxes = 0, [], []
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
-            looped = self.scan and repeats > 1  # XLA inlines a loop of one iteration
             indices = first + jnp.arange(repeats)
             group_cache = None if cache is None else cache[i]
-            run = lax.scan if looped else one_by_one
             layers = (group, indices, group_cache)
-            x_BLD, (new_cache, aux) = run(functools.partial(body, looped), x_BLD, layers)
+            x_BLD, (new_cache, aux) = scan_layers(body, x_BLD, layers, self.unroll or repeats)
             caches.append(new_cache)
             auxes.append(aux)
             first += repeats
@@ -168,11 +166,20 @@ class Stack(nnx.Module):
         return [jax.vmap(unit_cache)(group) for group in self.groups]
 
 
-def one_by_one(body, carry, stacked):
-    """lax.scan unrolled, so that XLA does not copy activations into and out of stacked arrays."""
-    length = jax.tree.leaves(stacked)[0].shape[0]
+def scan_layers(body, carry, layers, unroll: int):
+    """lax.scan of body(looped, carry, layer) over stacked layers, `unroll` layers per iteration.
+
+    Layers that do not fill an iteration run after the loop. There is no loop if it would have one
+    iteration: XLA inlines it.
+    """
+    length = jax.tree.leaves(layers)[0].shape[0]
+    looped = length - length % unroll if length >= 2 * unroll else 0
     outputs = []
-    for i in range(length):
-        carry, out = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], stacked))
+    if looped:
+        part = jax.tree.map(lambda leaf: leaf[:looped], layers)
+        carry, out = lax.scan(functools.partial(body, True), carry, part, unroll=unroll)
         outputs.append(out)
-    return carry, jax.tree.map(lambda *outs: jnp.stack(outs), *outputs)
+    for i in range(looped, length):
+        carry, out = body(False, carry, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+        outputs.append(jax.tree.map(lambda leaf: leaf[None], out))
+    return carry, jax.tree.map(lambda *outs: jnp.concatenate(outs), *outputs)

@@ -41,6 +41,7 @@ class Program:
     shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
     unit(params, x, (shared, layer, fixed)) -> (x, auxiliary values of the layer).
     head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
+    unroll: places per iteration of the loops over a chunk's places.
     """
 
     outer: typing.Any
@@ -51,6 +52,7 @@ class Program:
     shared: Callable
     unit: Callable
     head: Callable
+    unroll: int = 1
 
 
 class Carry(typing.NamedTuple):
@@ -259,7 +261,8 @@ class Executor:
             place = jnp.maximum(local.chunk, 0) * slots + slot
             return body(state, slot, place), None
 
-        return lax.scan(one, state, jnp.arange(slots), reverse=reverse)[0]
+        indices, unroll = jnp.arange(slots), self.program.unroll
+        return lax.scan(one, state, indices, reverse=reverse, unroll=unroll)[0]
 
     def if_held(self, g: int, place, run: Callable, x):
         """run(x), a tuple whose first part is like x; at a place without a layer (x, zeros, ...).

@@ -89,6 +89,28 @@ def test_sharded_step_fits_and_what_it_hides():
     assert 1 <= report.flops / model_flops(config) <= FLOPS
 
 
+@pytest.mark.parametrize("unroll", [2, 3])
+def test_layers_per_iteration_change_no_count(unroll):
+    """FLOPs, attention kernels and bytes sent; of 8 layers, 3 an iteration leave 2 over."""
+    config, report = sharded()
+    model = dataclasses.replace(config.model, scan_unroll=unroll)
+    unrolled = compile_report(dataclasses.replace(config, model=model), "h100", GPUS)
+    assert (unrolled.flops, unrolled.kernels) == (report.flops, report.kernels)
+    totals = [
+        {
+            kind: sum(row.volume for row in rows if row.kind == kind)
+            for kind in ("all-gather", "reduce-scatter")
+        }
+        for rows in (report.collectives, unrolled.collectives)
+    ]
+    assert totals[0] == totals[1]
+    exposed = [
+        sum(row.exposed for row in rows if row.kind == "all-gather" and row.runs > LAYERS)
+        for rows in (report.collectives, unrolled.collectives)
+    ]
+    assert 0 < exposed[1] < exposed[0]
+
+
 def test_arguments_are_the_state_and_the_batch():
     config, report = sharded()
     model, tokens = config.model, config.data.sequence_length

@@ -168,9 +168,9 @@ UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "att
 ELSEWHERE = (
     "dtype", "recompute", "init_std", "attention.backend", "attention.causal", "max_position",
     "norm_eps", "rotary.base", "dropout_hidden", "attention.dropout", "dropout_embedding",
-    "scan_layers", "rotary.scaling", "rotary.factor", "rotary.original_length", "rotary.low",
-    "rotary.high", "rotary.attention_factor", "rotary.truncate", "rotary.short_factors",
-    "rotary.long_factors",
+    "scan_layers", "scan_unroll", "rotary.scaling", "rotary.factor", "rotary.original_length",
+    "rotary.low", "rotary.high", "rotary.attention_factor", "rotary.truncate",
+    "rotary.short_factors", "rotary.long_factors",
     "moe.bias_rate", "moe.aux_loss", "moe.sequence_aux_loss", "moe.z_loss",
     "moe.global_aux_loss", "moe.sinkhorn", "moe.jitter", "moe.force_balance",
     "moe.capacity_factor", "moe.drop_policy", "moe.pad_to_capacity", "moe.backend",
