@@ -137,6 +137,32 @@ def test_a_wrong_kernel_is_named_with_its_error_also_when_it_gives_nan():
     assert not rows[0]["wrong"] and all(": dq" in str(row["wrong"]) for row in rows[1:])
 
 
+ROW = {"part": "check-loss", "item": "loss mosaic"}
+
+
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [
+        (ROW | {"ok": True}, None),
+        (ROW | {"ok": False}, 1),
+        (ROW | {"error": "ended after 60 s"}, 1),
+        (ROW | {"skipped": "out of time"}, 1),
+        (ROW | {"part": "loss", "skipped": "out of time"}, None),
+        (ROW | {"part": "train", "ok": False}, 1),
+    ],
+)
+def test_the_exit_code_says_whether_all_is_right(row: dict, code, monkeypatch):
+    main = runpy.run_path(str(BENCHMARK))["main"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--quick"])
+    monkeypatch.setitem(main.__globals__, "measure", lambda names, given: [ROW, row])
+    if code is None:
+        main()
+        return
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == code
+
+
 def test_an_item_that_failed_its_check_is_not_timed():
     gpu = runpy.run_path(str(BENCHMARK))
     rows = [
