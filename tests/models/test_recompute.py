@@ -127,7 +127,7 @@ UNITS = {"gpt": (1,), "llama": (2, 2, 1, 1)}  # layers of each unit that runs
 PRODUCTS = {"gpt": 8, "llama": 9}  # matrix products of a layer's forward, two of them attention's
 
 
-def gradient_program(kind: str, recompute: str, scan_layers: bool):
+def gradient_program(kind: str, recompute: str, scan_layers: bool, **more: int):
     """(number of matrix products of the compiled gradient of the loss, the gradients)."""
     config = with_fields(
         ModelConfig(),
@@ -137,6 +137,7 @@ def gradient_program(kind: str, recompute: str, scan_layers: bool):
             "attention.num_heads": 4,
             **KINDS[kind],
             **DEPTHS[kind],
+            **more,
         },
     )
     config.recompute, config.scan_layers = recompute, scan_layers
@@ -180,6 +181,17 @@ def test_the_compiled_program_recomputes_and_gradients_are_the_same(kind):
         for a, b in zip(expected, gradients, strict=True):
             scale = np.abs(np.asarray(a)).max()
             assert np.abs(np.asarray(a) - np.asarray(b)).max() <= TOLERANCE * scale
+
+
+@pytest.mark.slow
+def test_each_layer_of_an_iteration_recomputes():
+    """Two of five layers in each of two iterations, one after the loop."""
+    layers = {"num_layers": 5, "scan_unroll": 2}
+    stored, expected = gradient_program("gpt", "minimal", True, **layers)
+    products, gradients = gradient_program("gpt", "full", True, **layers)
+    assert products - stored == 5 * (PRODUCTS["gpt"] - 1)
+    for a, b in zip(expected, gradients, strict=True):
+        np.testing.assert_allclose(a, b, atol=TOLERANCE * np.abs(np.asarray(b)).max())
 
 
 def test_a_cache_is_the_same_with_and_without_the_loop():
