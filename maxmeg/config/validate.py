@@ -137,13 +137,16 @@ def validate(config: Config, num_devices: int, platform: str = "", training: boo
     sizes = axis_sizes(config.parallel, num_devices, platform)
     problems = list(setting_problems(config, training))
     if has_pattern(config.model):
-        problems += [
-            *parallel_problems(config, sizes),
-            *pipeline_problems(config, sizes),
-            *train_problems(config, sizes),
-        ]
+        problems += layout_problems(config, sizes)
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def layout_problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
+    """Yield the broken rules between the settings and the sizes of the mesh axes."""
+    yield from parallel_problems(config, sizes)
+    yield from pipeline_problems(config, sizes)
+    yield from train_problems(config, sizes)
 
 
 def parallel_problems(config: Config, sizes: dict[str, int]):

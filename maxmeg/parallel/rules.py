@@ -43,13 +43,13 @@ def is_variable(node) -> bool:
 
 def is_frozen(variable: nnx.Variable) -> bool:
     """Whether the variable belongs to the frozen base of adapters."""
-    return variable.get_metadata().get("frozen", False)
+    return variable.get_metadata("frozen", False)
 
 
 def is_state(variable: nnx.Variable) -> bool:
     """Whether the train step sets the variable from auxiliary values of its layer: it has no
     gradient and no optimizer state, and is never rounded to the compute dtype."""
-    return variable.get_metadata().get("state", False)
+    return variable.get_metadata("state", False)
 
 
 def is_trained(variable: nnx.Variable) -> bool:
@@ -59,7 +59,7 @@ def is_trained(variable: nnx.Variable) -> bool:
 
 def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
     """Logical names of the variable's dimensions, with a leading "layers" if it is stacked."""
-    axes = variable.get_metadata()["axes"]
+    axes = variable.get_metadata("axes")
     return ("layers",) * (variable.ndim - len(axes)) + axes
 
 

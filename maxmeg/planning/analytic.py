@@ -62,14 +62,19 @@ class LayerSeconds:
 
 
 def analyze(config: Config, cluster: Cluster) -> Analytic:
-    """Memory, FLOPs, communication and time of a step of a valid config on a cluster.
+    """Memory, FLOPs, communication and time of a step of a valid config on a cluster."""
+    return analyze_work(workload(config, cluster.count, cluster.device), cluster)
+
+
+def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
+    """`analyze` of a workload.
 
     bubble_fraction: time of the layers beyond the ideal, over the ideal (1F1B: (S - 1) / M for S
     stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds: that ideal plus
     embedding, head and optimizer. communication_seconds: exposed communication. step_seconds: sum
     of the two and the bubble.
     """
-    work, model = workload(config, cluster.count, cluster.device), config.model
+    config, model = work.config, work.config.model
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
     layers = work.layers_of_chunk

@@ -1,14 +1,16 @@
 """Layouts of a model on a cluster, ranked by the analytic model of time; nothing is compiled."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, ParallelConfig, Schedule
-from maxmeg.config.validate import validate
+from maxmeg.config.setting import declared_problems
+from maxmeg.config.validate import axis_sizes, layout_problems, validate
 from maxmeg.ops.backend import Device
-from maxmeg.planning.analytic import analyze
-from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.analytic import analyze_work
+from maxmeg.planning.cost.memory import device_memory, parameter_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
 from maxmeg.planning.report import Analytic
@@ -71,11 +73,14 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     single = _with(config, {**sizes, "expert_tensor": 0, **exchange, **PLAIN}, 1)
     validate(single, single.parallel.context)
     candidates = []
-    for layout in layouts(config, cluster.count):
+    for layout in layouts(with_recompute(config, "minimal"), cluster.count):
+        work = workload(layout, cluster.count, cluster.device)
+        if sum(parameter_memory(work).values()) > usable(cluster):
+            continue  # under every policy
         for policy in POLICIES:
-            tried = with_recompute(layout, policy)
-            if needed(tried, cluster.count, cluster.device) <= usable(cluster):
-                candidates.append(Candidate(tried, analyze(tried, cluster)))
+            tried = work.with_recompute(policy)
+            if sum(device_memory(tried).values()) <= usable(cluster):
+                candidates.append(Candidate(tried.config, analyze_work(tried, cluster)))
                 break
     if not candidates:
         raise ValueError(_nothing_fits(config, cluster))
@@ -85,7 +90,8 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
 def layouts(
     config: Config, count: int, micro_batches: tuple[int, ...] = MICRO_BATCHES
 ) -> Iterator[Config]:
-    """All valid layouts with these micro-batch sizes, and the recompute policy of `config`."""
+    """All valid layouts with these micro-batch sizes, and the recompute policy of `config`, whose
+    settings other than the layout are valid."""
     for tensor in divisors(count):
         if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
             continue
@@ -166,21 +172,19 @@ def _microbatches(config: Config, replicas: int, micro: int) -> int:
 
 
 def _is_valid(config: Config, count: int) -> bool:
-    try:
-        validate(config, count)
-    except ValueError:
-        return False
-    return True
+    """Whether no rule is broken that the fields of VARIED affect."""
+    sizes = axis_sizes(config.parallel, count)
+    problems = itertools.chain(layout_problems(config, sizes), declared_problems(config.parallel))
+    return next(problems, None) is None
 
 
 def least(config: Config, count: int, device: Device) -> tuple[int, Config | None]:
     """(bytes per device, layout) of the layout that needs least, under full recomputation."""
     best: tuple[int, Config | None] = (0, None)
-    for layout in layouts(config, count, micro_batches=(1,)):
-        tried = with_recompute(layout, "full")
-        size = needed(tried, count, device)
+    for layout in layouts(with_recompute(config, "full"), count, micro_batches=(1,)):
+        size = needed(layout, count, device)
         if best[1] is None or size < best[0]:
-            best = size, tried
+            best = size, layout
     return best
 
 

@@ -4,7 +4,6 @@ Letters: T tokens of a microbatch on a device (B x L), D hidden size, t size of 
 bytes of the compute dtype.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -97,12 +96,7 @@ def activations(work: Workload) -> int:
 
 def activations_by_mode(work: Workload) -> dict[str, int]:
     """`activations` under each recompute mode."""
-    sizes = {}
-    for mode in POLICIES:
-        model = dataclasses.replace(work.config.model, recompute=mode)
-        config = dataclasses.replace(work.config, model=model)
-        sizes[mode] = activations(dataclasses.replace(work, config=config))
-    return sizes
+    return {mode: activations(work.with_recompute(mode)) for mode in POLICIES}
 
 
 def head(work: Workload) -> Head:
@@ -171,34 +165,43 @@ def moments(optimizer) -> int:
     return sum(leaf.shape == shape for leaf in jax.tree.leaves(state))
 
 
-def device_memory(work: Workload) -> dict[str, int]:
-    """Bytes of the fullest device by purpose; their sum is an upper bound of the peak.
+def parameter_memory(work: Workload) -> dict[str, int]:
+    """Bytes of the parameters and of the arrays of their size, under any recompute policy.
 
     masters: float32 parameters, sharded by RULES and ZeRO-1. optimizer: moments, sharded alike.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data (0 if
     neither changes them). gradients: float32 accumulators of the weights' size, or the masters' if
     that is larger (key/value heads fewer than tensor); with one microbatch the gradients in the
-    compute dtype. activations, loss: see there. working: the gradients of one microbatch before
-    accumulation (a pipeline accumulates layer by layer), and the part of a layer's backward that
-    exceeds the loss's bytes.
-    The padding of short chunks is included; the batch is not.
+    compute dtype. The padding of short chunks is included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
-    computed = sum(shard.computed for shard in trained)
     copied = sum(s.computed for s in trained if e != FLOAT32 or s.computed != s.stored)
     reduced = sum(max(s.computed, s.stored) for s in trained)
     frozen = sum(shard.stored for shard in work.shards) - stored
-    stack = e * computed if work.microbatches > 1 and not work.pipelined else 0
-    loss_bytes = loss(work)
     return {
         "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
         "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
         "compute weights": e * copied,
         "gradients": (FLOAT32 if work.accumulates else e) * reduced,
+    }
+
+
+def device_memory(work: Workload) -> dict[str, int]:
+    """Bytes of the fullest device by purpose; their sum is an upper bound of the peak.
+
+    Those of `parameter_memory`; activations, loss: see there. workspace: the gradients of one
+    microbatch before accumulation (a pipeline accumulates layer by layer), and the part of a
+    layer's backward that exceeds the loss's bytes. The batch is not included.
+    """
+    loss_bytes, stack = loss(work), 0
+    if work.microbatches > 1 and not work.pipelined:
+        stack = work.itemsize * sum(shard.computed for shard in work.shards if shard.trained)
+    return {
+        **parameter_memory(work),
         "activations": activations(work),
         "loss": loss_bytes,
         "workspace": stack + max(0, layer(work) - loss_bytes),

@@ -76,7 +76,7 @@ class Shard:
     zero1_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def trained(self) -> bool:
         return is_trained(self.parameter.variable)
 
@@ -107,7 +107,7 @@ class Unit:
     def sublayers(self) -> int:
         return len(self.specs)
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         """Width of the column-parallel outputs, without experts; a device has 1 / tensor of it."""
         return sum(sum(one.stored.values()) for one in self.widths)
@@ -118,17 +118,17 @@ class Unit:
         whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
         return sum(cut), sum(whole)
 
-    @property
+    @functools.cached_property
     def projected(self) -> int:
         """Width of queries, keys and values."""
         return sum(one.queries_keys_values for one in self.widths)
 
-    @property
+    @functools.cached_property
     def last_inputs(self) -> int:
         """Width of the inputs of the last product of MLPs and shared experts."""
         return sum(one.last_input for one in self.widths)
 
-    @property
+    @functools.cached_property
     def gathered(self) -> tuple[int, ...]:
         """Width of each sequence that is gathered over tensor: by the mixers themselves, and the
         inputs of sublayers."""
@@ -139,27 +139,27 @@ class Unit:
         ]
         return tuple([width for one in self.widths for width in one.gathered] + streams)
 
-    @property
+    @functools.cached_property
     def heads(self) -> int:
         """Number of attention heads of all its layers."""
         return sum(one.heads for one in self.widths)
 
-    @property
+    @functools.cached_property
     def head_outputs(self) -> int:
         """Width of the outputs of attention heads."""
         return sum(one.head_outputs for one in self.widths)
 
-    @property
+    @functools.cached_property
     def sparse(self) -> int:
         """Number of sublayers with experts."""
         return sum(one.expert_columns > 0 for one in self.widths)
 
-    @property
+    @functools.cached_property
     def expert_columns(self) -> int:
         """Width of one expert's column-parallel outputs, summed over the sublayers."""
         return sum(one.expert_columns for one in self.widths)
 
-    @property
+    @functools.cached_property
     def expert_inputs(self) -> int:
         """Width of the input of one expert's last product, summed over the sublayers."""
         return sum(one.expert_input for one in self.widths)
@@ -238,6 +238,10 @@ class Workload:
         width = self.config.model.hidden_size
         return self.itemsize * self.tokens * width // self.axes["tensor"]
 
+    def with_recompute(self, policy: str) -> "Workload":
+        model = dataclasses.replace(self.config.model, recompute=policy)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, model=model))
+
 
 def architecture_key(model: ModelConfig) -> frozenset:
     """Fields of `model` as a hashable cache key, the same for all recompute modes."""
@@ -245,10 +249,13 @@ def architecture_key(model: ModelConfig) -> frozenset:
     return frozenset((path, value) for path, value, _ in walk(same))
 
 
+def adapters_key(lora: LoraConfig) -> frozenset:
+    return frozenset(vars(lora).items())
+
+
 def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Parameter, ...]:
     """Every array of the model and its adapters, with the vocabulary padded for one device."""
-    adapters = frozenset(vars(lora or LoraConfig()).items())
-    return _parameters(architecture_key(model), adapters)
+    return _parameters(architecture_key(model), adapters_key(lora or LoraConfig()))
 
 
 @functools.lru_cache(maxsize=64)
@@ -278,13 +285,9 @@ def kv_head_copies(model: ModelConfig, tensor: int) -> int:
     return max(1, tensor // model.kv_heads)
 
 
-def units(model: ModelConfig, tensor: int) -> tuple[Unit, ...]:
-    """The repeated unit of each group of the stack."""
-    return _units(architecture_key(model), kv_head_copies(model, tensor))
-
-
 @functools.lru_cache(maxsize=64)
 def _units(key: frozenset, kv_copies: int) -> tuple[Unit, ...]:
+    """The repeated unit of each group of the stack."""
     model = with_fields(ModelConfig(), dict(key))
     return tuple(
         Unit(repeats, len(layers), specs, kv_copies)
@@ -341,7 +344,8 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
-    blocks, parallel = units(model, config.parallel.tensor), config.parallel
+    parallel, key = config.parallel, architecture_key(model)
+    blocks = _units(key, kv_head_copies(model, parallel.tensor))
     counts = units_of_chunks(model, parallel)
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
@@ -352,7 +356,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         return sum(number * size for number, size in zip(held, sizes, strict=True))
 
     vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
-    every = parameters(model, config.lora)
+    every = _parameters(key, adapters_key(config.lora))
     return Workload(
         config,
         axes,
