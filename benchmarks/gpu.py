@@ -1,12 +1,13 @@
 """Everything that needs a GPU, in one call of at most eight minutes: `python benchmarks/gpu.py`.
 
-    python benchmarks/gpu.py [--quick] [--only=context,check-attention,train] [--readme]
+    python benchmarks/gpu.py [--quick] [--only=context,check-attention,train] [--readme] [--choices]
 
 Needs jax, flax, optax and numpy. Each part runs in a process of its own with its share of
 the time; what failed is recorded with its traceback, what did not fit as skipped, and the rest
 goes on. A kernel that crashed or hung when it was checked is not timed. Results: after every part
 benchmarks/results/DEVICE-DATE.json, and a table beside it and at the end (--readme: also in the
-README). On a CPU the shapes are tiny and the numbers mean nothing. The exit code is 1 if an item
+README). --choices writes maxmeg/ops/choices.json, the order in which "auto" tries backends on this
+GPU. On a CPU the shapes are tiny and the numbers mean nothing. The exit code is 1 if an item
 failed, a result was wrong, or a check was skipped.
 """
 
@@ -24,7 +25,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpu_parts import checks, experts, kernels, steps
+from gpu_parts import checks, choices, experts, kernels, steps
 from gpu_parts.timing import Item, Sizes, sizes
 
 FOLDER = Path(__file__).parent
@@ -99,8 +100,9 @@ def prepare(quick: bool, skipped: tuple[str, ...]) -> Sizes:
     import jax
 
     device = jax.local_devices()[0]
-    versions = {"jax": jax.__version__, "python": sys.version.split()[0]}
-    print(json.dumps({"device": device.device_kind, **versions}), flush=True)
+    about = {"jax": jax.__version__, "python": sys.version.split()[0]}
+    about["capability"] = getattr(device, "compute_capability", "")  # "9.0"; no GPU: empty
+    print(json.dumps({"device": device.device_kind, **about}), flush=True)
     return dataclasses.replace(sizes(quick, device.platform == "gpu"), skipped=skipped)
 
 
@@ -194,6 +196,8 @@ def measure(names: list[str], given: argparse.Namespace) -> list[dict]:
     print(f"{text}\n{time.time() - started:.0f} s")
     if given.readme:
         write_readme(FOLDER.parent / "README.md", text)
+    if given.choices:
+        choices.write(choices.FILE, device.get("capability", ""), rows)
     return rows
 
 
@@ -204,6 +208,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="budget of the whole call")
     parser.add_argument("--results", type=Path, default=FOLDER / "results")
     parser.add_argument("--readme", action="store_true", help="show the table in the README")
+    parser.add_argument("--choices", action="store_true", help='write what "auto" chooses')
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--skip", default="", help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from maxmeg.ops.choices import measured_order
+
 AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities
 COMPILED_FOR = {"A100": AMPERE, "H100": HOPPER, "H200": HOPPER, "B200": BLACKWELL}  # absent GPUs
 
@@ -48,14 +50,15 @@ def choose(
     call: tuple,
     device: Device,
 ) -> tuple[str, str]:
-    """(backend that runs `call`, why "auto" does not use those before it in `order`).
+    """(backend that runs `call`, why "auto" does not use those before it in its order).
 
-    `named`, or for "auto" the first of `order` that supports the call. Its arrays may be shapes;
-    nothing runs. ValueError, with the reasons, if the named backend or all backends of `order`
-    cannot run the call.
+    `named`, or for "auto" the first that supports the call, of those measured (ops/choices.py) and
+    then of `order`. Its arrays may be shapes; nothing runs. ValueError, with the reasons, if the
+    named backend or all that "auto" tries cannot run the call.
     """
     if named == "auto":
-        return first(op, backends, order, call, device)
+        measured = measured_order(op, backends, order, device.capability)
+        return first(op, backends, measured, call, device)
     if named not in backends:
         raise ValueError(f"{op} backend {named!r} is none of auto, {', '.join(backends)}")
     if reason := backends[named].refuses(*call, device):
