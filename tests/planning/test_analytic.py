@@ -14,6 +14,7 @@ from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import analytic
 from maxmeg.planning.analytic import analyze, exposed_seconds, layer_seconds
 from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import MATMUL_REACHED, Cluster, parse_cluster
 
@@ -98,6 +99,8 @@ def test_the_report_holds_together(name):
     found = analyze(config, cluster)
     model, length = config.model, config.data.sequence_length
     batch = config.train.global_batch_size
+    padded = dataclasses.replace(model, vocab_size=model.padded_vocab_size(tensor))
+    assert sum(found.parameters.values()) == num_parameters(padded)[0]
     assert found.flops == training_flops(model, length, batch, tensor=tensor)
     assert found.step_seconds == found.compute_seconds + found.communication_seconds
     assert found.tokens_per_second == pytest.approx(batch * length / found.step_seconds)

@@ -24,7 +24,7 @@ from maxmeg.config.schema import (
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
+from maxmeg.models.registry import architecture, use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
@@ -55,8 +55,9 @@ def of(name: str, gpus: int, samples: int, microbatches: int, recompute="minimal
     return config
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", ["gpt2-124m", "gemma3-4b", "deepseek-v2-lite"])
 def test_kinds_add_up_to_the_model(name):
+    """With tables that are padded; all architectures: see test_the_report_holds_together."""
     model = architecture(name)
     abstract = jax.eval_shape(lambda: LM(jax.random.key(0), model))
     assert sum(parameter_counts(model).values()) == sum(a.size for a in jax.tree.leaves(abstract))
