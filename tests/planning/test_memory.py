@@ -182,7 +182,7 @@ def test_activations_are_what_backward_keeps(kind, mode, length):
         },
     )
     config.model.dtype = DType.float32
-    stack = LM(jax.random.key(0), config.model).stack
+    stack = jax.eval_shape(lambda: LM(jax.random.key(0), config.model)).stack
 
     def function(stack, x_BLD):
         positions_BL = jnp.broadcast_to(jnp.arange(length), x_BLD.shape[:2])
