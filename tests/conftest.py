@@ -119,7 +119,29 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log):
     """With `-n`, a file stays in one process: its tests share what they compile."""
     from xdist.scheduler import LoadFileScheduling
 
-    return LoadFileScheduling(config, log)
+    class Scheduling(LoadFileScheduling):
+        def remove_node(self, node) -> str | None:
+            """The test at which a worker crashed, which xdist would run again."""
+            units = [unit for unit in self.assigned_work[node].values() if not all(unit.values())]
+            crashed = next((name for name, done in units[0].items() if not done)) if units else None
+            if crashed:
+                units[0][crashed] = True
+            super().remove_node(node)
+            return crashed
+
+        def _reschedule(self, node) -> None:
+            """A worker starts a test once it knows the next one or the end. One that replaces a
+            crashed worker may get a single test, and xdist lets it wait for ever."""
+            super()._reschedule(node)
+            pending = self._pending_of(self.assigned_work[node])
+            while self.workqueue and pending < 2 and not node.shutting_down:
+                self._assign_work_unit(node)
+                pending = self._pending_of(self.assigned_work[node])
+            for other in self.nodes if not self.workqueue else ():
+                if not other.shutting_down:
+                    other.shutdown()
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)
