@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.config.schema import Config, LossReduction, TrainConfig
+from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
 from maxmeg.layers.context import Context
+from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
@@ -30,7 +30,7 @@ from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.executor import Program, run_pipeline
-from maxmeg.pipeline.schedule import SCHEDULES, forward_only
+from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.state import TrainState, shardings_of
 
 
@@ -46,23 +46,6 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
         microbatch_weight=batch.microbatch_weight,
         training=raw_key is not None,
     )
-
-
-def loss_fn(
-    model: Model,
-    batch: Batch,
-    objective: Objective,
-    train: TrainConfig,
-    raw_key: jax.Array | None = None,
-) -> tuple[jax.Array, Metrics]:
-    """Local contribution to the global loss of a microbatch, and sums over this device's tokens.
-
-    sums["stack_aux"]: auxiliary values of the stack's layers, by group. raw_key: as of `context`.
-    """
-    ctx = context(batch, raw_key)
-    x_BLD, _, aux = model.stack(model.embed(batch, ctx), ctx)
-    loss, sums = objective.loss(model, model.outputs(x_BLD, ctx), batch, train, ctx)
-    return loss, sums | {"stack_aux": aux}
 
 
 def complete(
@@ -140,53 +123,24 @@ def local_gradients(
     model: Model, batch: Batch, raw_key: jax.Array, config: Config, objective: Objective
 ):
     """(float32 gradients of the trained part, sums and auxiliary values), both combined over the
-    microbatches; nothing is reduced over devices."""
-    if config.parallel.pipe > 1:
-        schedule = SCHEDULES[config.parallel.schedule.value]
-        return pipelined(model, batch, raw_key, config, objective, schedule)
-
-    rest = fixed(model)
-
-    def one(microbatch: Batch):
-        def loss(variables: Model):
-            return loss_fn(joined(variables, rest), microbatch, objective, config.train, raw_key)
-
-        (_, sums), gradients = jax.value_and_grad(loss, has_aux=True)(trained(model))
-        return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
-
-    if batch.tokens.shape[0] == 1:
-        return one(jax.tree.map(lambda array: array[0], batch))
-    return accumulated(one, batch)
+    microbatches; only gradients of parameters that fsdp shards are reduced, over fsdp."""
+    schedule = (
+        SCHEDULES[config.parallel.schedule.value] if config.parallel.pipe > 1 else one_f_one_b
+    )
+    gradients, sums = through_stages(model, batch, raw_key, config, objective, schedule)
+    return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
 
 def local_sums(model: Model, batch: Batch, config: Config, objective: Objective) -> Metrics:
     """Sums of losses and tokens over the microbatches, without dropout."""
-
-    def one(microbatch: Batch) -> Metrics:
-        sums = loss_fn(model, microbatch, objective, config.train)[1]
-        return {name: value for name, value in sums.items() if name != "stack_aux"}
-
-    if config.parallel.pipe > 1:
-        return pipelined(model, batch, None, config, objective, forward_only)[1]
-    return accumulated(one, batch)
+    return through_stages(model, batch, None, config, objective, forward_only)[1]
 
 
-def accumulated(function: Callable, batch: Batch):
-    """The results of `function` for the microbatches, one after the other, combined."""
-
-    def accumulate(total, microbatch):
-        return auxiliary.combine(total, function(microbatch)), None
-
-    shapes = jax.eval_shape(function, jax.tree.map(lambda array: array[0], batch))
-    return lax.scan(accumulate, auxiliary.start_values(shapes), batch)[0]
-
-
-def pipelined(
+def through_stages(
     model: Model, batch: Batch, raw_key, config: Config, objective: Objective, schedule: Callable
 ) -> tuple[typing.Any, Metrics]:
-    """local_gradients on the stages of a pipeline, in the order of a schedule.
-
-    The gradients are None where the schedule has forwards alone.
+    """local_gradients on the stages of a pipeline, one without `parallel.pipe`, in the order of a
+    schedule. Without a backward lane the gradients are None.
     """
     outer, stack = partition(trained(model))
     fixed_outer, fixed_stack = partition(fixed(model))
@@ -198,11 +152,11 @@ def pipelined(
     def shared(microbatch: Batch):
         return microbatch, units.with_rotations(context(microbatch, raw_key)).rotations
 
-    def unit(params, x_BLD, given):
+    def unit(params, x_BLD, given, prevent_cse: bool):
         (microbatch, rotations), layer, rest = given
-        whole = joined(params, rest)
+        whole = collectives.whole(joined(params, rest))
         ctx = dataclasses.replace(context(microbatch, raw_key), rotations=rotations)
-        x_BLD, _, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=False)
+        x_BLD, _, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=prevent_cse)
         return x_BLD, aux
 
     def head(outer: Model, x_BLD, microbatch: Batch):
@@ -211,11 +165,12 @@ def pipelined(
         return objective.loss(whole, h_BLD, microbatch, config.train, ctx)
 
     groups = tuple(stack.stack.groups), tuple(fixed_stack.stack.groups)
-    program = Program(outer, *groups, batch, embed, shared, unit, head, units.unroll)
+    functions = embed, shared, unit, head
+    program = Program(outer, *groups, batch, *functions, units.unroll, first_sublayer)
     parallel = config.parallel
     table = schedule(batch.tokens.shape[0], parallel.pipe, parallel.chunks)
     (outer_sums, group_sums), sums, aux = run_pipeline(program, table, units.layout)
-    if outer_sums is None:
+    if schedule is forward_only:
         return None, sums
     stack = jax.tree.unflatten(jax.tree.structure(stack), jax.tree.leaves(group_sums))
     return joined(outer_sums, stack), sums | {"stack_aux": aux}

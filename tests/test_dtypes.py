@@ -199,8 +199,8 @@ def carry_of(params: dict) -> tuple[int, int]:
 
 
 @functools.cache
-def program(step: str) -> tuple[list, set[tuple[int, ...]]]:
-    """(equations of the train step in bfloat16, shapes of a device's parameters).
+def program(step: str) -> tuple[list, set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """(equations of the train step in bfloat16, shapes of a device's parameters, of its stack's).
 
     The equations are JAX's, before compilation: XLA's CPU backend replaces bfloat16 by float32.
     """
@@ -210,14 +210,17 @@ def program(step: str) -> tuple[list, set[tuple[int, ...]]]:
     optimizer, abstract = tiny_abstract(config, mesh)
     train_step = make_train_step(config, mesh, optimizer, abstract)
     traced = train_step.trace(abstract, tiny_batch(config, mesh), controls(mesh))
-    shapes = set()
+    shapes, stacked = set(), set()
     places = reductions(abstract.model, mesh, config.parallel.zero1)
-    for array, place in zip(jax.tree.leaves(abstract.model), jax.tree.leaves(places), strict=True):
+    arrays = jax.tree_util.tree_leaves_with_path(abstract.model)
+    for (path, array), place in zip(arrays, jax.tree.leaves(places), strict=True):
         shape = list(array.sharding.shard_shape(array.shape))
         if place.cut is not None:  # ZeRO-1 cuts the master alone
             shape[place.cut.dim] *= math.prod(mesh.shape[axis] for axis in place.cut.axes)
         shapes.add(tuple(shape))
-    return list(equations(traced.jaxpr.jaxpr)), shapes
+        if path[0].name == "stack":
+            stacked.add(tuple(shape))
+    return list(equations(traced.jaxpr.jaxpr)), shapes, stacked
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -240,8 +243,9 @@ def test_the_dtype_of_every_collective_and_sum(step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_loops_carry_gradients_in_float32(step):
-    """Over microbatches, and over rounds of an exchange, where they are those of one layer."""
-    found, shapes = program(step)
+    """Over microbatches, and over rounds of an exchange, where they are those of one layer. What
+    waits for its sum over fsdp, a layer's as it came, is no sum."""
+    found, shapes, stacked = program(step)
     carried = collections.defaultdict(set)
     for equation in found:
         params, arrays = equation.params, []
@@ -251,6 +255,7 @@ def test_loops_carry_gradients_in_float32(step):
         elif equation.primitive.name == "while":
             arrays = equation.invars[params["cond_nconsts"] + params["body_nconsts"] :]
         for array in arrays:
-            carried[str(array.aval.dtype)].add(array.aval.shape)
-    assert carried["float32"] >= shapes
-    assert not carried["bfloat16"] & (shapes | {shape[1:] for shape in shapes})
+            carried[equation.primitive.name, str(array.aval.dtype)].add(array.aval.shape)
+    assert carried["scan", "float32"] >= shapes
+    assert not carried["scan", "bfloat16"] & stacked
+    assert not carried["while", "bfloat16"] & {shape[1:] for shape in stacked}

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from maxmeg.layers.context import Context
-from maxmeg.ops.experts.dispatch import capacity_of
-from maxmeg.ops.experts.routing import Routing, balance_loss, balance_scores, count_experts, z_loss
+from maxmeg.ops.experts.dispatch import capacity_of, count_values
+from maxmeg.ops.experts.routing import Routing, balance_loss, balance_scores, z_loss
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TENSOR_AXES, TOKEN_AXES
 
@@ -35,7 +35,7 @@ def balanced(
     sequences.
     """
     spec, (experts_TK, weights_TK) = moe.spec, routing
-    counts_E = count_experts(experts_TK, logits_TE.shape[1])
+    counts_E = count_values(experts_TK, logits_TE.shape[1], jnp.float32)
     losses = local_losses(routing, logits_TE, counts_E, rows, moe)
     if losses:
         weight_of = coefficients(spec)
@@ -70,7 +70,7 @@ def local_losses(
         losses["load_balancing_loss"] = balance_loss(scores_TE, total_E, top_k, tokens * shards)
     if "seq_load_balancing_loss" in names:
         experts_BLK = routing.experts_TK.reshape(rows, -1, top_k)
-        counts_BE = jax.vmap(lambda experts: count_experts(experts, num_experts))(experts_BLK)
+        counts_BE = counts_of(experts_BLK, num_experts)
         counts_BE = collectives.stored_always(collectives.sum_over(counts_BE, CONTEXT_AXES))
         length = tokens // rows * collectives.axis_size(CONTEXT_AXES)
         losses_B = jax.vmap(lambda scores, counts: balance_loss(scores, counts, top_k, length))(
@@ -92,13 +92,20 @@ def local_losses(
     return losses
 
 
+def counts_of(experts_BLK: Int[Array, "B L K"], num_experts: int) -> Float[Array, "B E"]:
+    """Number of tokens of each sequence that are routed to each expert."""
+    return jax.vmap(lambda experts_LK: count_values(experts_LK, num_experts, jnp.float32))(
+        experts_BLK
+    )
+
+
 def dropped(experts_TK: Int[Array, "T K"], rows: int, pieces: int, spec: Any) -> Float[Array, ""]:
     """Number of dropped copies; the capacity applies to each of `pieces` parts of the sequence."""
     if not spec.capacity:
         return jnp.float32(0)
     num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
     cut = experts_TK.reshape(rows, pieces, -1, top_k).swapaxes(0, 1).reshape(pieces, -1, top_k)
-    counts = jax.vmap(lambda experts: count_experts(experts, num_experts))(cut)
+    counts = counts_of(cut, num_experts)
     capacity = capacity_of(cut.shape[1], top_k, num_experts, spec.capacity)
     return jnp.sum(jnp.maximum(counts - capacity, 0))
 

@@ -187,7 +187,7 @@ def rows_of_experts(
         E, size = vectors_EO.shape
         return broadcast(vectors_EO[:, None], (E, rows // E, size)).reshape(rows, size)
     ends_E = jnp.cumsum(sizes_E)
-    experts_R = jnp.searchsorted(ends_E, jnp.arange(rows), side="right")
+    experts_R = jnp.searchsorted(ends_E, jnp.arange(rows), side="right", method="compare_all")
     rows_1RO: jax.Array = lookup(vectors_EO, experts_R[None], len(vectors_EO))  # pyright: ignore
     return rows_1RO[0]
 

@@ -48,6 +48,19 @@ class Unit(nnx.Module):
                 sublayer.mixers[name].update(values)
 
 
+def first_sublayer(unit: Unit) -> tuple[Unit, Unit]:
+    """(the unit with the arrays of its first sublayer alone, with the others alone)."""
+
+    def keep(first: bool):
+        def one(path, array):
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            return array if name.startswith("sublayers/0/") == first else None
+
+        return jax.tree_util.tree_map_with_path(one, unit)
+
+    return keep(True), keep(False)
+
+
 def make_group(key: jax.Array, spec: UnitSpec, repeats: int, order: np.ndarray) -> Unit:
     """Units stacked in `order`, -1: zeros. Weights depend on the layer's number only."""
     units = jax.vmap(lambda layer: Unit(fold(key, layer), spec))(np.maximum(order, 0))

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rules import fsdp_dim, gradient_dtype
+from maxmeg.parallel.rules import fsdp_dim, gradient_dtype, is_variable
 
 PIPE_AXIS, FSDP_AXES = "pipe", ("fsdp",)
 ALWAYS = "always"  # name of the activations that every recompute policy keeps
@@ -112,13 +112,58 @@ def scatter_sequence(x_BLD: jax.Array, sharded: bool = True) -> jax.Array:
 
 
 def unshard_parameter(parameter) -> jax.Array:
-    """The parameter gathered over fsdp along its `fsdp_dim` (ZeRO-3).
+    """The parameter gathered over fsdp along its `fsdp_dim` (ZeRO-3); `whole` ones are already.
 
     Its gradient is summed and scattered in its `gradient_dtype`.
     """
-    value = parameter[...]
-    dim = fsdp_dim(parameter, jax.sharding.get_abstract_mesh()) if present(FSDP_AXES) else None
-    return value if dim is None else _unsharded(dim, gradient_dtype(parameter), value)
+    value, dim = parameter[...], gathered_dim(parameter)
+    if dim is None or parameter.get_metadata("whole", False):
+        return value
+    return _unsharded(dim, gradient_dtype(parameter), value)
+
+
+def gathered_dim(parameter) -> int | None:
+    """The dimension along which fsdp gathers a parameter; None: fsdp does not shard it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return fsdp_dim(parameter, mesh) if present(FSDP_AXES) else None
+
+
+def gather_parameters(tree):
+    """`tree` with every variable gathered over fsdp. Layers need it marked by `whole`."""
+    return _map_sharded(lambda value, dim, _: gather(value, FSDP_AXES, dim), tree)
+
+
+def scatter_gradients(tree):
+    """`tree` with the gradients of gathered variables summed over fsdp, each device keeping its
+    shard, in their `gradient_dtype`. Other gradients stay as they are."""
+    return _map_sharded(
+        lambda value, dim, dtype: scatter(value.astype(dtype), FSDP_AXES, dim), tree
+    )
+
+
+def _map_sharded(function: Callable, tree):
+    def one(node):
+        if not is_variable(node) or node.get_value() is None:
+            return node
+        dim = gathered_dim(node)
+        if dim is None:
+            return node
+        return node.replace(function(node.get_value(), dim, gradient_dtype(node)))
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
+
+
+def whole(tree):
+    """`tree` with its variables marked as gathered: `unshard_parameter` returns them as they
+    are."""
+
+    def one(node):
+        if is_variable(node):
+            node = node.copy()
+            node.set_metadata(whole=True)
+        return node
+
+    return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

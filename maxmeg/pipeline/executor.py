@@ -5,7 +5,11 @@ program on every device. Where stages hold different layers, each of those is be
 and a stage runs only what it holds. Nothing differentiates through the schedule: each lane
 calls `jax.vjp` on one layer, and residuals lie in a ring buffer whose slots the table assigns, so
 that memory does not grow with the number of microbatches. A layer writes its residuals directly
-into the ring buffer and adds its weight gradients directly to the float32 sums.
+into the ring buffer and adds its weight gradients directly to the sums.
+
+Under fsdp a layer's parameters are gathered before it runs, and its gradients summed and scattered.
+Those that backward computes last wait, whole, until the next layer of the lane runs: beside its
+products.
 
 Embedding and head are not stages: their weights are sharded over `pipe`, and every stage computes
 its share in the same tick. Sums over `pipe` are outside of the vjps.
@@ -23,9 +27,19 @@ from jax import lax
 
 from maxmeg.layers.auxiliary import choose, combine, start_values
 from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.parallel.collectives import FSDP_AXES, PIPE_AXIS
+from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.layout import Layout
-from maxmeg.pipeline.residuals import Arrays, UnitVjp, combine_at, empty_ring, read, write
+from maxmeg.pipeline.residuals import (
+    Arrays,
+    UnitVjp,
+    combine_at,
+    empty_ring,
+    read,
+    read_ring,
+    write,
+    write_ring,
+)
 from maxmeg.pipeline.schedule import Lane, Table, runs
 from maxmeg.pipeline.split import SplitVjp
 
@@ -39,9 +53,13 @@ class Program:
     batches: arrays [microbatches, ...].
     embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
     shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
-    unit(params, x, (shared, layer, fixed)) -> (x, auxiliary values of the layer).
+    unit(params, x, (shared, layer, fixed), prevent_cse) -> (x, auxiliary values of the layer);
+    params and fixed are gathered over fsdp. prevent_cse: whether forward and backward of the unit
+    are in one computation, where XLA would merge a recomputation with forward.
     head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
-    unroll: places per iteration of the loops over a chunk's places.
+    unroll: places per iteration of the loops over a chunk's places; 0: no loop.
+    divide(gradients of a unit) -> (those that backward computes last, the others), None in place
+    of the other part's arrays.
     """
 
     outer: typing.Any
@@ -53,6 +71,7 @@ class Program:
     unit: Callable
     head: Callable
     unroll: int = 1
+    divide: Callable = lambda gradients: (gradients, jax.tree.map(lambda _: None, gradients))
 
 
 class Carry(typing.NamedTuple):
@@ -60,17 +79,19 @@ class Carry(typing.NamedTuple):
 
     x, dy: received from the previous and the next stage. rings: residuals of each group by slot and
     layer. deferred: inputs of the weight lane from the backward lane. outputs: of the last stage.
-    outer, groups: sums of gradients. sums: sums of the head. aux: auxiliary values of each group,
+    outer, groups: sums of gradients. waiting: under fsdp, of each group the place that ran last and
+    those of its gradients that wait. sums: sums of the head. aux: auxiliary values of each group,
     stacked over all its layers in model order.
     """
 
     x: jax.Array
     dy: jax.Array
-    rings: list[Arrays]
+    rings: list
     deferred: list[Arrays]
     outputs: jax.Array | None
     outer: typing.Any
     groups: list
+    waiting: list
     sums: typing.Any
     aux: list
 
@@ -87,9 +108,10 @@ class Work(typing.NamedTuple):
 def run_pipeline(program: Program, table: Table, layout: Layout):
     """((gradients of outer, of groups), sums of the head, auxiliary values of each group).
 
-    Gradients are float32 and local: not reduced over devices. Auxiliary values [layers, ...] are in
-    model order, with start values for the layers of other stages. A table without a backward lane
-    gives neither.
+    Gradients are local: not reduced over devices, except those of parameters gathered over fsdp.
+    They are float32, or in the dtype of the parameters where nothing is added: one stage and one
+    microbatch. Auxiliary values [layers, ...] are in model order, with start values for the layers
+    of other stages. A table without a backward lane gives neither.
     """
     executor = Executor(program, table, layout)
     carry = executor.start()
@@ -101,7 +123,7 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         always = bool((table.head[first:stop] >= 0).all())
         tick = functools.partial(executor.tick, lanes, always)
         carry, _ = lax.scan(tick, carry, rows)
-    return (carry.outer, carry.groups), carry.sums, carry.aux
+    return (carry.outer, executor.settled(carry)), carry.sums, carry.aux
 
 
 def work_of(lane: Lane, first: int, stop: int) -> Work:
@@ -113,40 +135,74 @@ class Executor:
         self.program, self.table, self.layout = program, table, layout
         self.stage = collectives.axis_index((PIPE_AXIS,))
         self.last = table.stages - 1
+        self.alone = table.stages == 1
+        self.once = self.alone and table.microbatches == 1  # each sum has one term
         self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
+        self.looped = [0 < program.unroll < layout.slots(g) for g in range(len(program.groups))]
         shared = jax.eval_shape(self.shared, 0)
         kind = SplitVjp if table.weight else UnitVjp
+        self.inputs = [
+            jax.eval_shape(lambda shared, g=g: self.unit_inputs(g, shared, 0), shared)
+            for g in range(len(program.groups))
+        ]
         self.vjps = [
-            kind(program.unit, read(group, 0), self.x, self.constants(g, shared, 0))
-            for g, group in enumerate(program.groups)
+            kind(self.unit(g), params, self.x, constants)
+            for g, (params, constants) in enumerate(self.inputs)
             if table.backward
         ]
+
+    def unit(self, g: int) -> Callable:
+        """The unit of group g. On one stage without a whole loop, its forward and backward are in
+        one computation."""
+        whole = self.looped[g] and self.layout.slots(g) % self.program.unroll == 0
+        return functools.partial(self.program.unit, prevent_cse=self.alone and not whole)
 
     def start(self) -> Carry:
         table, program = self.table, self.program
         x = jnp.zeros(self.x.shape, self.x.dtype)
         head = functools.partial(program.head, program.outer)
         sums = jax.eval_shape(lambda x: head(x, self.microbatch(0))[1], x)
-        zeros = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
-        rings = [
-            empty_ring(vjp.residuals, table.slots, self.layout.slots(g))
-            for g, vjp in enumerate(self.vjps)
-        ]
+        outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
+        if table.backward is None:
+            return Carry(x, x, [], [], outputs, None, [], [], start_values(sums), [])
+        rings = [self.empty(g, vjp.residuals, table.slots) for g, vjp in enumerate(self.vjps)]
         deferred = [
-            empty_ring(vjp.deferred, table.deferred, self.layout.slots(g))
+            self.empty(g, vjp.deferred, table.deferred)
             for g, vjp in enumerate(self.vjps)
             if isinstance(vjp, SplitVjp)
         ]
-        outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
-        trained = table.backward is not None
-        outer = zeros(program.outer) if trained else None
-        groups = [zeros(group) for group in program.groups] if trained else []
         aux = [
             start_values(stacked(vjp.aux, repeats))
-            for vjp, repeats in zip(self.vjps, self.layout.repeats, strict=False)
+            for vjp, repeats in zip(self.vjps, self.layout.repeats, strict=True)
         ]
-        return Carry(x, x, rings, deferred, outputs, outer, groups, start_values(sums), aux)
+        groups, waiting = zip(*map(self.start_gradients, range(len(self.vjps))), strict=True)
+        outer = self.sums_of(program.outer)
+        head = start_values(sums)
+        return Carry(x, x, rings, deferred, outputs, outer, [*groups], [*waiting], head, aux)
+
+    def start_gradients(self, g: int) -> tuple:
+        """(zero sums of the gradients of group g, what waits: zeros, None without fsdp)."""
+        gradients, _ = self.inputs[g]
+        shards = jax.eval_shape(collectives.scatter_gradients, gradients)
+        sums = self.sums_of(stacked(shards, self.table.chunks * self.layout.slots(g)))
+        if not collectives.present(FSDP_AXES):
+            return sums, None
+        return sums, (jnp.int32(0), start_values(self.program.divide(gradients)[0]))
+
+    def sums_of(self, gradients):
+        """Zeros for sums of `gradients`."""
+        return jax.tree.map(
+            lambda a: jnp.zeros(a.shape, a.dtype if self.once else jnp.float32), gradients
+        )
+
+    def empty(self, g: int, shapes, size: int) -> list:
+        """Zeros for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
+        without a loop a list of [size, ...]."""
+        slots = self.layout.slots(g)
+        if self.looped[g]:
+            return empty_ring(shapes, size, slots)
+        return [empty_ring(shapes, size) for _ in range(slots)]
 
     def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick."""
@@ -165,7 +221,7 @@ class Executor:
             carry = self.backward(carry, dy, rows["backward"])
         if "weight" in lanes:
             carry = self.weight(carry, rows["weight"])
-        if {"forward", "backward"} <= set(lanes):
+        if {"forward", "backward"} <= set(lanes) and not self.alone:
             # Keep the sends in this tick, beside the other lane's work: XLA would delay them.
             x, dy = lax.optimization_barrier((carry.x, carry.dy))
             carry = carry._replace(x=x, dy=dy)
@@ -175,25 +231,25 @@ class Executor:
         """Run this stage's chunk on its microbatch, and store the residuals in the rings."""
         local, x, rings, aux_of_groups = self.local(work), self.embed_forward(carry.x, work), [], []
         shared = self.shared(local.microbatch)
-        for g, group in enumerate(self.program.groups):
+        for g in range(len(self.program.groups)):
             first = sum(self.layout.repeats[:g])
 
-            def body(state, slot, place, g=g, group=group, first=first):
+            def body(state, slot, place, g=g, first=first):
                 x, ring, total = state
 
                 def run(x):
-                    params, constants = read(group, place), self.constants(g, shared, place)
+                    params, constants = self.unit_inputs(g, shared, place)
                     if not self.vjps:
-                        return self.program.unit(params, x, constants)[0], [], None
+                        return self.unit(g)(params, x, constants)[0], [], None
                     return self.vjps[g].forward(params, x, constants)
 
                 y, residuals, aux = self.if_held(g, place, run, x)
                 if not self.vjps:
                     return y, ring, total
-                ring, layer = write(ring, residuals, local.slot, slot), self.layers[g][place]
+                ring, layer = write_ring(ring, residuals, local.slot, slot), self.layers[g][place]
                 used = (local.microbatch >= 0) & (layer >= 0)
                 aux = choose(used, aux, start_values(aux))
-                return y, ring, combine_at(total, jnp.maximum(layer - first, 0), aux)
+                return y, ring, combine_at(total, aux, jnp.maximum(layer - first, 0))
 
             memory = (carry.rings[g], carry.aux[g]) if self.vjps else ([], [])
             x, ring, aux = self.loop(g, local, body, (x, *memory))
@@ -207,59 +263,67 @@ class Executor:
         With a weight lane, store the inputs of that lane instead of weight gradients.
         """
         local, dx, outs = self.local(work), carry.dy, list(carry.deferred or carry.groups)
+        waiting = list(carry.waiting)
         shared = self.shared(local.microbatch)
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
-            dx = jnp.where(at_end, loss_dy, dx)
+            dx = loss_dy if self.alone else jnp.where(at_end, loss_dy, dx)
         for g in reversed(range(len(self.vjps))):
 
             def body(state, slot, place, g=g, vjp=self.vjps[g]):
-                dy, out = state
+                dy, out, waits = state
 
                 def run(dy):
-                    inputs = self.layer_inputs(carry, g, local, shared, slot, place)
-                    params, constants, residuals = inputs
+                    params, constants = self.unit_inputs(g, shared, place)
+                    residuals = read_ring(carry.rings[g], local.slot, slot)
                     if isinstance(vjp, SplitVjp):
                         return vjp.backward_input(residuals, params, constants, dy)
                     return vjp.backward(residuals, params, constants, dy)[::-1]
 
                 dx, values = self.if_held(g, place, run, dy)
                 if isinstance(vjp, SplitVjp):
-                    return dx, write(out, values, jnp.maximum(local.deferred, 0), slot)
-                return dx, self.sum_at(out, place, values, local)
+                    return dx, write_ring(out, values, local.deferred, slot), waits
+                return dx, *self.add(g, out, waits, place, values, local)
 
-            dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
+            state = dx, outs[g], waiting[g]
+            dx, outs[g], waiting[g] = self.loop(g, local, body, state, reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
-        carry = carry._replace(dy=self.send(dx, -1), outer=outer)
+        carry = carry._replace(dy=self.send(dx, -1), outer=outer, waiting=waiting)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
     def weight(self, carry: Carry, work: Work) -> Carry:
         """Add up the weight gradients of a chunk after its backward lane."""
-        local, sums = self.local(work), list(carry.groups)
+        local, sums, waiting = self.local(work), list(carry.groups), list(carry.waiting)
         shared = self.shared(local.microbatch)
         for g, vjp in enumerate(self.vjps):
             assert isinstance(vjp, SplitVjp)
 
-            def body(total, slot, place, g=g, vjp=vjp):
+            def body(state, slot, place, g=g, vjp=vjp):
+                total, waits = state
+
                 def run(_):
-                    inputs = self.layer_inputs(carry, g, local, shared, slot, place)
-                    params, constants, residuals = inputs
-                    deferred = read(carry.deferred[g], jnp.maximum(local.deferred, 0), slot)
+                    params, constants = self.unit_inputs(g, shared, place)
+                    residuals = read_ring(carry.rings[g], local.slot, slot)
+                    deferred = read_ring(carry.deferred[g], local.deferred, slot)
                     return None, vjp.backward_weight(residuals, params, constants, deferred)
 
                 _, gradients = self.if_held(g, place, run, None)
-                return self.sum_at(total, place, gradients, local)
+                return self.add(g, total, waits, place, gradients, local)
 
-            sums[g] = self.loop(g, local, body, sums[g])
-        return carry._replace(groups=sums)
+            sums[g], waiting[g] = self.loop(g, local, body, (sums[g], waiting[g]))
+        return carry._replace(groups=sums, waiting=waiting)
 
     def loop(self, g: int, local: Work, body: Callable, state, reverse: bool = False):
         """`state` after body(state, slot, place) for the places of group g in the stage's chunk."""
         slots = self.layout.slots(g)
+        first = 0 if self.alone else jnp.maximum(local.chunk, 0) * slots
+        if not self.looped[g]:
+            for slot in reversed(range(slots)) if reverse else range(slots):
+                state = body(state, slot, first + slot)
+            return state
 
         def one(state, slot):
-            place = jnp.maximum(local.chunk, 0) * slots + slot
-            return body(state, slot, place), None
+            return body(state, slot, first + slot), None
 
         indices, unroll = jnp.arange(slots), self.program.unroll
         return lax.scan(one, state, indices, reverse=reverse, unroll=unroll)[0]
@@ -279,20 +343,40 @@ class Executor:
 
         return lax.cond(self.layers[g][place] >= 0, run, skip, x)
 
-    def layer_inputs(self, carry: Carry, g: int, local: Work, shared, slot, place) -> tuple:
-        """(parameters, constants, residuals) of a layer after its forward."""
-        residuals = read(carry.rings[g], jnp.maximum(local.slot, 0), slot)
-        constants = self.constants(g, shared, place)
-        return read(self.program.groups[g], place), constants, residuals
+    def unit_inputs(self, g: int, shared, place) -> tuple:
+        """(trained parameters, constants) of the unit at a place, parameters gathered over fsdp."""
+        parts = read((self.program.groups[g], self.program.fixed[g]), place)
+        params, rest = collectives.gather_parameters(parts)
+        return params, (shared, self.layers[g][place], rest)
 
-    def constants(self, g: int, shared, place) -> tuple:
-        """Inputs of the unit at a place other than x and trained parameters."""
-        return shared, self.layers[g][place], read(self.program.fixed[g], place)
+    def add(self, g: int, total, waiting, place, gradients, local: Work) -> tuple:
+        """(total, waiting) with the gradients of the layer at a place; those of idle stages are
+        zero."""
+        if not self.alone:
+            gradients = jax.tree.map(lambda d: jnp.where(local.microbatch >= 0, d, 0), gradients)
+        if waiting is None:
+            return self.add_at(total, place, gradients), None
+        last, others = self.program.divide(gradients)
+        total = self.scattered(g, self.scattered(g, total, *waiting), place, others)
+        return total, (jnp.int32(place), last)
 
-    def sum_at(self, total, place, gradients, local: Work):
-        """`total` plus a layer's gradients, unless the stage is idle."""
-        gradients = jax.tree.map(lambda d: jnp.where(local.microbatch >= 0, d, 0), gradients)
-        return combine_at(total, place, gradients)
+    def scattered(self, g: int, total, place, gradients):
+        """`total` with some gradients of the layer at a place, summed over fsdp."""
+        _, shards = self.if_held(
+            g, place, lambda _: (None, collectives.scatter_gradients(gradients)), None
+        )
+        others = without(total, shards)
+        return joined(self.add_at(without(total, others), place, shards), others)
+
+    def settled(self, carry: Carry) -> list:
+        """The sums of all layers' gradients, with those that wait."""
+        return [
+            total if waiting is None else self.scattered(g, total, *waiting)
+            for g, (total, waiting) in enumerate(zip(carry.groups, carry.waiting, strict=True))
+        ]
+
+    def add_at(self, total, place, gradients):
+        return (write if self.once else combine_at)(total, gradients, place)
 
     def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
         """The chunk's input: for the first chunk the embedding, computed by all stages together;
@@ -304,6 +388,8 @@ class Executor:
             return collectives.sum_over(share, (PIPE_AXIS,))
 
         entering = (microbatch >= 0) & (work.chunk[0] == 0)
+        if self.alone:
+            return embedded()
         if self.table.chunks == 1:
             x = embedded()
         else:
@@ -319,7 +405,7 @@ class Executor:
 
         def add(total):
             outer, microbatch = self.program.outer, self.microbatch(number)
-            left = jnp.where((self.stage == 0) & leaving, dx, 0)
+            left = dx if self.alone else jnp.where((self.stage == 0) & leaving, dx, 0)
             left = collectives.sum_over(left, (PIPE_AXIS,))
             _, pull = jax.vjp(lambda outer: self.program.embed(outer, microbatch), outer)
             return combine(total, pull(left)[0])

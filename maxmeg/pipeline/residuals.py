@@ -52,14 +52,15 @@ def empty_ring(shapes, *sizes: int) -> Arrays:
     return [jnp.zeros((*sizes, *s.shape), s.dtype) for s in shapes]
 
 
-def write(ring: Arrays, values: Arrays, *place: jax.Array | int) -> Arrays:
-    """`ring` with `values` written at the indices `place` of its first dimensions."""
+def write(ring, values, *place: jax.Array | int):
+    """The arrays of the tree `ring` with `values` at the indices `place` of their first
+    dimensions."""
 
     def one(buffer, value):
         start = (*place, *(0,) * value.ndim)
         return lax.dynamic_update_slice(buffer, value[(None,) * len(place)], start)
 
-    return [one(buffer, value) for buffer, value in zip(ring, values, strict=True)]
+    return jax.tree.map(one, ring, values)
 
 
 def read(ring, *place: jax.Array | int):
@@ -73,7 +74,21 @@ def read(ring, *place: jax.Array | int):
     return jax.tree.map(one, ring)
 
 
-def combine_at(total, place: jax.Array, values):
+def write_ring(ring: list, values: Arrays, number: jax.Array, slot: jax.Array | int) -> list:
+    """`ring` with `values` at entry `number`, of place `slot`: an index of dimension 1 or, where
+    the loop over places is unrolled, of the list."""
+    if not isinstance(slot, int):
+        return write(ring, values, number, slot)
+    return [write(r, values, number) if i == slot else r for i, r in enumerate(ring)]
+
+
+def read_ring(ring: list, number: jax.Array, slot: jax.Array | int) -> Arrays:
+    """What `write_ring` has written; at an idle stage, entry 0."""
+    number = jnp.maximum(number, 0)
+    return read(ring[slot], number) if isinstance(slot, int) else read(ring, number, slot)
+
+
+def combine_at(total, values, place: jax.Array | int):
     """`total` with `values` combined into it at index `place` of dimension 0."""
     return jax.tree.map(
         lambda buffer, row: lax.dynamic_update_slice_in_dim(buffer, row[None], place, axis=0),

@@ -285,6 +285,16 @@ def test_padded_experts_take_one_exchange_each_way():
     assert "while" not in text and "ragged_dot" not in text
 
 
+@pytest.mark.parametrize("capacity", [0.0, 0.5])
+def test_routing_and_dispatch_add_nothing_at_colliding_places(capacity):
+    """Forward and backward; scatter-adds are slow and in no fixed order on a GPU."""
+    spec = dataclasses.replace(SPECS["deepseek"], aux_loss=0.1, capacity=capacity)
+    run, operands = on_devices(spec, {"expert": 2, "tensor": 2}, fold=2)
+    text = run.lower(*operands).as_text()
+    added = re.findall(r"stablehlo.scatter.*?\n.*\n(.*)\n", text)
+    assert added and not any("add" in line for line in added)
+
+
 def test_balance_counts_as_the_microbatch_does():
     """Gradients of the balance losses alone, of one microbatch of four."""
     spec = SPECS["balanced"]

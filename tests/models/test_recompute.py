@@ -12,14 +12,14 @@ import pytest
 from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import ModelConfig, Norm
 from maxmeg.config.recompute import NAMES, POLICIES
-from maxmeg.config.schema import TrainConfig
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import set_field, with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
 from maxmeg.parallel.batch import Batch
 from maxmeg.planning import hlo
-from maxmeg.step import loss_fn
+from maxmeg.step import local_gradients
 
 ROOT = pathlib.Path(__file__).parents[2]
 B, L, D, LAYERS = 2, 1024, 64, 3
@@ -141,24 +141,23 @@ def gradient_program(kind: str, recompute: str, scan_layers: bool, **more: int):
         },
     )
     config.recompute, config.scan_layers = recompute, scan_layers
-    rng, shape = np.random.default_rng(0), (B, 32)
+    rng, shape = np.random.default_rng(0), (1, B, 32)
     batch = Batch(
         tokens=rng.integers(0, 64, shape),
         targets=rng.integers(0, 64, shape),
         positions=np.broadcast_to(np.arange(32), shape),
         loss_mask=np.ones(shape),
-        rows=np.arange(B),
-        divisors=np.full(1 + config.mtp.num_layers, 64.0),
-        microbatch_weight=np.array(1.0),
+        rows=np.arange(B)[None],
+        divisors=np.full((1, 1 + config.mtp.num_layers), 64.0),
+        microbatch_weight=np.ones(1),
     )
 
     @jax.jit
-    @jax.grad
-    def gradient(model, batch):
-        return loss_fn(model, batch, LANGUAGE_MODELLING, TrainConfig())[0]
+    def gradients(model, batch):
+        return local_gradients(model, batch, None, Config(model=config), LANGUAGE_MODELLING)[0]
 
     model = LM(jax.random.key(0), config)
-    compiled = gradient.lower(model, jax.tree.map(jnp.asarray, batch)).compile()
+    compiled = gradients.lower(model, jax.tree.map(jnp.asarray, batch)).compile()
     instructions = hlo.parse(compiled.as_text()).instructions()
     products = sum(runs for _, instruction, runs in instructions if instruction.opcode == "dot")
     return products, jax.tree.leaves(compiled(model, jax.tree.map(jnp.asarray, batch)))

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from maxmeg.ops.experts.dispatch import count_values
 from maxmeg.ops.experts.routing import (
     RoutingSpec,
     Score,
     all_scores,
     balance_loss,
     balance_scores,
-    count_experts,
     jittered,
     route,
     sinkhorn,
@@ -124,7 +124,7 @@ def test_sinkhorn_evens_tokens_and_experts():
     np.testing.assert_allclose(ratio * ratio[0, 0], np.outer(ratio[:, 0], ratio[0]), rtol=1e-3)
     plain = RoutingSpec(EXPERTS, 1, softmax_before_topk=True)
     loads = [
-        np.asarray(count_experts(route(jnp.asarray(rows), spec).experts_TK, EXPERTS))
+        np.asarray(count_values(route(jnp.asarray(rows), spec).experts_TK, EXPERTS))
         for spec in (plain, dataclasses.replace(plain, sinkhorn=True))
     ]
     assert loads[1].max() < 0.7 * loads[0].max()
@@ -181,7 +181,7 @@ def test_losses_of_parts_add_up_to_that_of_the_batch(name):
     spec, rows = CASES[name], jnp.asarray(logits(4))
     experts = np.asarray(route(rows, spec).experts_TK)
     counts = np.bincount(experts.reshape(-1), minlength=EXPERTS).astype(np.float64)
-    assert np.array_equal(count_experts(jnp.asarray(experts), EXPERTS), counts)
+    assert np.array_equal(count_values(jnp.asarray(experts), EXPERTS), counts)
     shares = np.stack([score(row, spec.score) for row in np.asarray(rows, np.float64)])
     shares /= shares.sum(1, keepdims=True)
     wanted = EXPERTS / (spec.top_k * TOKENS**2) * (shares.sum(0) * counts).sum()

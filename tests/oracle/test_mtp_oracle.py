@@ -14,13 +14,13 @@ import torch
 from megatron_further import FACTOR, FFN, HEADS, HIDDEN, PADDED
 
 from maxmeg.config.model import DType, ModelConfig
-from maxmeg.config.schema import LossReduction, TrainConfig
+from maxmeg.config.schema import Config, LossReduction
 from maxmeg.config.setting import with_fields
 from maxmeg.models.lm import LM
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING, shifted
 from maxmeg.parallel.batch import Batch
 from maxmeg.state import array_name, to_arrays
-from maxmeg.step import complete, loss_fn
+from maxmeg.step import complete, local_gradients
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what its imports say of optional packages
@@ -108,10 +108,9 @@ def test_losses_and_gradients_are_those_of_its_gpt(tmp_path):
     assert to_arrays(model).keys() == weights.keys()
     batch = Batch.of({name: jnp.asarray(actual[name])[None] for name in SHIFTED})
     whole = complete(batch, LossReduction.megatron, 1, LANGUAGE_MODELLING.masks(model, batch))
-    whole = jax.tree.map(lambda array: array[0], whole)
-    objective = LANGUAGE_MODELLING, TrainConfig()
-    loss = jax.value_and_grad(lambda model: loss_fn(model, whole, *objective), has_aux=True)
-    (_, sums), own = jax.jit(loss)(model)
+    own, sums = jax.jit(
+        lambda model: local_gradients(model, whole, None, Config(), LANGUAGE_MODELLING)
+    )(model)
     means = [sums["loss_sum"] / sums["tokens"], *(sums["mtp_loss_sum"] / sums["mtp_tokens"])]
     np.testing.assert_allclose(means, actual["losses"], rtol=TOLERANCE)
     for name, array in to_arrays(own).items():

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from maxmeg.ops.experts.dispatch import capacity_of, places_in_experts
+from maxmeg.ops.experts.dispatch import capacity_of, count_values, places_in_experts
 from maxmeg.ops.experts.routing import (
     RoutingSpec,
     Score,
     balance_loss,
     balance_scores,
-    count_experts,
     route,
     sinkhorn,
     updated_bias,
@@ -81,7 +80,7 @@ def test_choice_weights_and_loss_equal_megatrons(score, spec):
     np.testing.assert_allclose(
         dense(experts, np.asarray(actual.weights_TK)), weights.numpy(), rtol=0, atol=TOLERANCE
     )
-    counts = count_experts(actual.experts_TK, EXPERTS)
+    counts = count_values(actual.experts_TK, EXPERTS, jnp.float32)
     scores = balance_scores(jnp.asarray(rows), spec)
     wanted = moe_utils.switch_load_balancing_loss_func(
         torch.tensor(np.asarray(scores)), chosen.sum(0), TOKENS, spec.top_k, EXPERTS, 1.0

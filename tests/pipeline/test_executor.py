@@ -38,7 +38,7 @@ from maxmeg.planning import hlo
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.workload import workload
 from maxmeg.state import to_arrays
-from maxmeg.step import accumulated, make_eval_step, make_gradients, make_train_step
+from maxmeg.step import make_eval_step, make_gradients, make_train_step
 
 TOLERANCE = 5e-6  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
@@ -148,21 +148,25 @@ def test_schedule_equals_one_device(model, parallel, settings, micro):
     check_equal(run(model, parallel, settings, micro), one_device(model))
 
 
-def toy_unit(weight, x_B, given):
+def toy_unit(weight, x_B, given, prevent_cse):
     """x * weight, which reports its input."""
     aux = {"total": jnp.sum(x_B), "largest": Max(jnp.max(x_B))}
     return x_B * weight, [{"toy": aux}]
 
 
 @pytest.mark.parametrize("layers", [4, 5])
-@pytest.mark.parametrize("order", [*ORDERS, "accumulated"])
+@pytest.mark.parametrize("order", [*ORDERS, "one stage"])
 def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     """Over microbatches, and over devices, in model order; stages that idle report nothing."""
     is_piped = order in ORDERS
     parallel = ParallelConfig(pipe=2, pad_layers=True, **ORDERS.get(order, {}))
-    layout = arrange((layers,), 2, units_of_chunks(ModelConfig(num_layers=layers), parallel))
-    sizes = dict.fromkeys(AXES, 1) | {"data": 2, "pipe": 2 if is_piped else 1}
-    mesh = make_mesh(sizes, jax.devices()[: 4 if is_piped else 2])
+    if not is_piped:
+        parallel.pipe = 1
+    layout = arrange(
+        (layers,), parallel.pipe, units_of_chunks(ModelConfig(num_layers=layers), parallel)
+    )
+    sizes = dict.fromkeys(AXES, 1) | {"data": 2, "pipe": parallel.pipe}
+    mesh = make_mesh(sizes, jax.devices()[: 2 * parallel.pipe])
     rng = np.random.default_rng(0)
     x_MB, weights_L = -1 - rng.random((4, 6)), 1 + rng.random(layers)
 
@@ -174,20 +178,15 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
 
     def local(weights_S, x_MB):
         outer = jnp.ones(())
-        if is_piped:
-            parts = (embed, lambda x_B: x_B, toy_unit, head)
-            program = Program(outer, (weights_S,), (None,), x_MB, *parts)
-            table = SCHEDULES[parallel.schedule.value](4, 2, parallel.chunks)
-            _, _, aux = run_pipeline(program, table, layout)
-        else:
-            aux = accumulated(
-                lambda x_B: jax.lax.scan(lambda x, w: toy_unit(w, x, None), x_B, weights_S)[1], x_MB
-            )
-            aux = [aux]
+        program = Program(
+            outer, (weights_S,), (None,), x_MB, embed, lambda x_B: x_B, toy_unit, head
+        )
+        table = SCHEDULES[parallel.schedule.value](4, parallel.pipe, parallel.chunks)
+        _, _, aux = run_pipeline(program, table, layout)
         return {"stack_aux": over_devices(aux, MESH_AXES)}
 
     run = jax.jit(spmd(local, mesh, (P("pipe"), P(None, BATCH_AXES)), P()))
-    places = weights_L[np.maximum(layout.orders[0], 0)] if is_piped else weights_L
+    places = weights_L[np.maximum(layout.orders[0], 0)]
     actual = by_layer(run(jnp.float32(places), jnp.float32(x_MB)))
     inputs = np.cumprod([1, *weights_L[:-1]])[:, None, None] * x_MB
     np.testing.assert_allclose(actual["total"], inputs.sum((1, 2)), rtol=TOLERANCE)

@@ -130,5 +130,5 @@ def test_a_ring_returns_the_values_written_to_it():
     ring = write(ring, [jnp.array([1.0, 2.0]), jnp.int32(7)], jnp.int32(2), jnp.int32(1))
     np.testing.assert_array_equal(read(ring, 2, 1)[0], [1, 2])
     assert int(read(ring, 2, 1)[1]) == 7 and float(ring[0].sum()) == 3
-    total = combine_at({"a": jnp.ones((3, 2))}, jnp.int32(1), {"a": jnp.array([1.0, 2.0])})
+    total = combine_at({"a": jnp.ones((3, 2))}, {"a": jnp.array([1.0, 2.0])}, jnp.int32(1))
     np.testing.assert_array_equal(total["a"], [[1, 1], [2, 3], [1, 1]])

@@ -26,6 +26,13 @@ class Order(NamedTuple):
     sizes_E: Int[Array, " E"]
 
 
+def count_values(values: Int[Array, "*N"], number: int, dtype=jnp.int32) -> Array:
+    """How often each of 0 .. number - 1 occurs. A sum of comparisons: additions that collide at a
+    few places of memory are slow on a GPU."""
+    numbers = jnp.arange(number, dtype=values.dtype)
+    return jnp.sum(values.reshape(1, -1) == numbers[:, None], axis=1, dtype=dtype)
+
+
 def sort_by_expert(
     experts_TK: Int[Array, "T K"],
     num_experts: int,
@@ -44,7 +51,7 @@ def sort_by_expert(
         is_local_TK &= kept_TK
     local_R = jnp.where(is_local_TK, local_TK, num_experts).reshape(-1)
     copies_R = jnp.argsort(local_R, stable=True).astype(jnp.int32)
-    sizes_E = jnp.bincount(local_R, length=num_experts + 1)[:num_experts].astype(jnp.int32)
+    sizes_E = count_values(local_R, num_experts)
     tokens, top_k = experts_TK.shape
     rows = tokens * (min(top_k, num_experts) if distinct else top_k)
     return Order(copies_R[:rows], _inverse(copies_R).reshape(experts_TK.shape), sizes_E)
@@ -68,7 +75,7 @@ def places_in_experts(
     expert_R = experts_TK.reshape(-1)
     keys = (expert_R,) if weights_TK is None else (-weights_TK.reshape(-1), expert_R)
     copies_R = jnp.lexsort(keys)  # the last key leads; stable
-    counts_E = jnp.bincount(expert_R, length=num_experts)
+    counts_E = count_values(expert_R, num_experts)
     starts_E = jnp.cumsum(counts_E) - counts_E
     return (_inverse(copies_R) - starts_E[expert_R]).reshape(experts_TK.shape).astype(jnp.int32)
 

@@ -1,7 +1,10 @@
 """grouped_matmul by our kernels for Hopper (kernels/grouped_matmul.py). Not yet run on a GPU.
 
-Not chosen by "auto" until it has been measured.
+Not chosen by "auto" until it has been measured. JAX traces and lowers a kernel at each call; the
+products are jitted so that calls of the same shapes share one kernel.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ def refuses(x_TD, w_EDF, sizes_E, fp8: bool, device: Device) -> str:
     return kernel_module("grouped_matmul").operands_refuse(x_TD, w_EDF, fp8)
 
 
+@functools.partial(jax.jit, static_argnames="order")
 def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order: str) -> jax.Array:
     """Each row times its group's matrix; scales: of rows and columns, for fp8."""
     dtype = jnp.bfloat16 if scales else x_TK.dtype
@@ -28,6 +32,7 @@ def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order
     return grouped_rows(x_TK, w, sizes_E, scales, right=order, out_dtype=dtype)
 
 
+@jax.jit
 def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array) -> jax.Array:
     """x^T y of each group's rows, in the dtype of x; zeros for an empty group."""
     grouped_weights = kernel_module("grouped_matmul").grouped_weights

@@ -123,12 +123,33 @@ def route(
         experts_TK = round_robin(len(logits_TE), spec.num_experts, spec.top_k)
     else:
         experts_TK = jax.lax.top_k(choice_TE, spec.top_k)[1]
-    chosen_TK = jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
+    chosen_TK = scores_of(scores_TE, experts_TK)
     if softmax_last:
         chosen_TK = jax.nn.softmax(chosen_TK, axis=-1)
     if spec.normalize_weights and spec.top_k > 1:
         chosen_TK /= jnp.sum(chosen_TK, axis=-1, keepdims=True) + TINY
     return Routing(experts_TK, chosen_TK * spec.scale)
+
+
+@jax.custom_vjp
+def scores_of(scores_TE: Float[Array, "T E"], experts_TK: Int[Array, "T K"]) -> Array:
+    """The score of each chosen expert. Backward compares and sums: it scatters nothing."""
+    return jnp.take_along_axis(scores_TE, experts_TK, axis=-1)
+
+
+def _scores_of_backward(residuals, slope_TK):
+    experts_TK, num_experts = residuals
+    is_chosen_TKE = experts_TK[:, :, None] == jnp.arange(num_experts)
+    return jnp.sum(jnp.where(is_chosen_TKE, slope_TK[:, :, None], 0), axis=1), None
+
+
+scores_of.defvjp(
+    lambda scores_TE, experts_TK: (
+        scores_of(scores_TE, experts_TK),
+        (experts_TK, scores_TE.shape[1]),
+    ),
+    _scores_of_backward,
+)
 
 
 def round_robin(tokens: int, num_experts: int, top_k: int) -> Int[Array, "T K"]:
@@ -181,11 +202,6 @@ def sinkhorn(logits_TE: Float[Array, "T E"]) -> Float[Array, "T E"]:
     start = (0, jnp.ones(experts, cost_TE.dtype), jnp.asarray(jnp.inf, cost_TE.dtype))
     columns_E = jax.lax.while_loop(is_unfinished, iterate, start)[1]
     return cost_TE * columns_E * rows(columns_E)[:, None]
-
-
-def count_experts(experts_TK: Int[Array, "T K"], num_experts: int) -> Float[Array, " E"]:
-    """Number of tokens routed to each expert."""
-    return jnp.zeros(num_experts, jnp.float32).at[experts_TK.reshape(-1)].add(1.0)
 
 
 def balance_scores(logits_TE: Float[Array, "T E"], spec: RoutingSpec) -> Float[Array, "T E"]:

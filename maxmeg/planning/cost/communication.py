@@ -195,9 +195,10 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     """Parameters in the compute dtype are gathered at every use, their gradients scattered in
     parallel.gradient_dtype.
 
-    Backward gathers a layer's parameters again. Where a microbatch has fewer tokens than the table
-    of token embeddings has rows, the tokens' ids are gathered and their vectors, B x L x D,
-    exchanged instead, in backward the vectors' gradients (and in a pipeline the ids again).
+    Backward gathers a layer's parameters again. The gradients of a unit's first sublayer wait for
+    the next layer, so that a step scatters them once more, at its end. Where a microbatch has fewer
+    tokens than the table of token embeddings has rows, the tokens' ids are gathered and their
+    vectors, B x L x D, exchanged instead, in backward the vectors' gradients, and the ids again.
     """
     if work.axes["fsdp"] == 1:
         return
@@ -228,6 +229,12 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         yield layers(purpose, GATHER, times, [s for s in layered if not first(work, s)])
     trained = [shard for shard in layered if shard.trained]
     yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward, trained)
+    first = [shard for shard in trained if shard.parameter.path[4] == "0"]
+    size = sum(
+        work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])
+        for s in first
+    )
+    yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, len(first), size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     exchanged = work.tokens < work.vocabulary
@@ -238,7 +245,7 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         if kind == "embedding" and exchanged:
             vectors = e * work.tokens * work.config.model.hidden_size
             ids = FLOAT32 * work.tokens * work.axes["fsdp"]
-            again = embed_backward if shard.trained and work.pipelined else 0
+            again = embed_backward if shard.trained else 0
             yield entry("fsdp", "ids of tokens", GATHER, embed + again, ids)
             yield entry("fsdp", "vectors of tokens", ALL_TO_ALL, embed, vectors)
             if shard.trained:

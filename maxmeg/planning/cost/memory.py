@@ -193,16 +193,13 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 def device_memory(work: Workload) -> dict[str, int]:
     """Bytes of the fullest device by purpose; their sum is an upper bound of the peak.
 
-    Those of `parameter_memory`; activations, loss: see there. workspace: the gradients of one
-    microbatch before accumulation (a pipeline accumulates layer by layer), and the part of a
-    layer's backward that exceeds the loss's bytes. The batch is not included.
+    Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
+    backward that exceeds the loss's bytes. The batch is not included.
     """
-    loss_bytes, stack = loss(work), 0
-    if work.microbatches > 1 and not work.pipelined:
-        stack = work.itemsize * sum(shard.computed for shard in work.shards if shard.trained)
+    loss_bytes = loss(work)
     return {
         **parameter_memory(work),
         "activations": activations(work),
         "loss": loss_bytes,
-        "workspace": stack + max(0, layer(work) - loss_bytes),
+        "workspace": max(0, layer(work) - loss_bytes),
     }
