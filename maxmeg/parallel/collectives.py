@@ -142,6 +142,9 @@ def scatter_gradients(tree):
 
 
 def _map_sharded(function: Callable, tree):
+    """`tree` with function(value, sharded dimension, gradient dtype) for each variable sharded over
+    fsdp."""
+
     def one(node):
         if not is_variable(node) or node.get_value() is None:
             return node

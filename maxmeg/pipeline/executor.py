@@ -369,13 +369,14 @@ class Executor:
         return joined(self.add_at(without(total, others), place, shards), others)
 
     def settled(self, carry: Carry) -> list:
-        """The sums of all layers' gradients, with those that wait."""
+        """The sums of all layers' gradients, after those that wait are scattered and added."""
         return [
             total if waiting is None else self.scattered(g, total, *waiting)
             for g, (total, waiting) in enumerate(zip(carry.groups, carry.waiting, strict=True))
         ]
 
     def add_at(self, total, place, gradients):
+        """`total` with a layer's gradients added at its place; set there if it runs only once."""
         return (write if self.once else combine_at)(total, gradients, place)
 
     def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
