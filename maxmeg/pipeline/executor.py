@@ -369,7 +369,7 @@ class Executor:
         return joined(self.add_at(without(total, others), place, shards), others)
 
     def settled(self, carry: Carry) -> list:
-        """The sums of all layers' gradients, after those that wait are scattered and added."""
+        """The sums of the gradients of each group, also of those that are not yet scattered."""
         return [
             total if waiting is None else self.scattered(g, total, *waiting)
             for g, (total, waiting) in enumerate(zip(carry.groups, carry.waiting, strict=True))
