@@ -185,8 +185,7 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
         kind = instruction.opcode.removesuffix("-start")
         if kind not in KINDS:
             continue
-        groups = _GROUPS.search(instruction.attributes)
-        axes = axes_of(groups[1] if groups else "", kind, tuple(mesh.items()))
+        axes = axes_along(instruction, mesh)
         synchronous = _SYNCHRONOUS.search(instruction.attributes)
         asynchronous = starts(instruction) or (name in program.overlapped and not synchronous)
         results = arrays(result_shape(instruction))
@@ -201,6 +200,13 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
             exposed=row.exposed + (0 if beside.get(instruction.name, beside.get(name)) else runs),
         )
     return tuple(sorted(rows.values(), key=lambda row: (row.axes, row.kind, -row.volume)))
+
+
+def axes_along(instruction: Instruction, mesh: dict[str, int]) -> tuple[str, ...]:
+    """Mesh axes of a collective; `mesh` as in `collectives`."""
+    groups = _GROUPS.search(instruction.attributes)
+    kind = instruction.opcode.removesuffix("-start")
+    return axes_of(groups[1] if groups else "", kind, tuple(mesh.items()))
 
 
 def result_shape(instruction: Instruction) -> str:
