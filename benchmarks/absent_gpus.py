@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.mixers import AttentionBackend, ExpertBackend
+from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
@@ -77,8 +77,6 @@ def config_of(case: Case, recompute: str) -> Config:
     config = use_architecture(config, case.model)
     config.model.attention.backend = AttentionBackend.cudnn
     config.model.recompute = recompute or case.recompute
-    if config.model.has("moe"):
-        config.model.moe.backend = ExpertBackend.mosaic
     config.data.sequence_length = case.length or config.data.sequence_length
     return config
 

@@ -24,6 +24,7 @@ from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.planning.absent import check_plugins
 from maxmeg.planning.analytic import analyze, attention_words
 from maxmeg.planning.compile import compile_report
+from maxmeg.planning.cost.experts import product_words
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import Cluster, parse_cluster
 from maxmeg.planning.remedies import flags_text, remedies
@@ -87,6 +88,8 @@ def plan_for(config: Config, cluster: Cluster, options: Options) -> Plan:
     plan = plan_of(chosen[0], cluster.count)
     work = workload(chosen[0], cluster.count, cluster.device)
     plan.settings["attention"] = attention_words(work, cluster)
+    if words := product_words(work):
+        plan.settings["experts' products"] = words
     if choices:
         plan.settings["flags"] = flags_text(choices[0].settings)
     analytic, compiled = analyze(chosen[0], cluster), []

@@ -34,7 +34,7 @@ from maxmeg.parallel import multihost
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import sizes_of
 from maxmeg.parallel.placement import place_batch, place_flag
-from maxmeg.planning.remedies import planned_attention, planned_memory
+from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.planning.show.text import memory_table
 from maxmeg.program import Program
 from maxmeg.runtime.determinism import check_deterministic
@@ -241,7 +241,7 @@ def print_summary(run: Run) -> None:
     config = run.config
     for label, text in summary(config, sizes_of(run.program.mesh), run.program.abstract):
         say(text, label)
-    for reason, words in planned_attention(config, jax.device_count())[1].items():
+    for reason, words in planned_kernels(config, jax.device_count())[1].items():
         warn_of_xla(reason, words)
     if config.log.parameters:
         table = parameter_table(parameter_rows(run.program.abstract.model), width())

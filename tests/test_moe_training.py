@@ -63,7 +63,12 @@ TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}  # seve
 WIDE = {"expert_buffer": 3.0}  # one
 # The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
 QUICK = [
-    ("mixtral", {"expert": 4, "fsdp": 2}, {}, 0),
+    (
+        "mixtral",
+        {"expert": 4, "fsdp": 2, "expert_buffer": 1.0},  # several rounds
+        {"moe.backend": ExpertBackend.batched},
+        0,
+    ),
     ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": "selective"}, 16),
 ]
 SLOW = [

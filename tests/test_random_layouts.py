@@ -15,7 +15,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from layouts import BATCH, LENGTH, model_gradients, tiny
 
-from maxmeg.config.mixers import Activation, QkNorm, RouterScore
+from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm, RouterScore
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.schema import ExpertExchange, LossBackend, Schedule
 
@@ -96,6 +96,11 @@ def runs(draw) -> tuple[dict, dict, dict, bool]:
     for mixer in sorted(mixers):
         choices |= READ[mixer]
     model |= {name: one_of(values) for name, values in choices.items()}
+    if "moe" in mixers and mesh.get("expert_exchange") is not ExpertExchange.ragged:
+        exchanged = mesh["expert"] > 1 and mesh["expert_exchange"] is not ExpertExchange.gather
+        model["moe.backend"] = one_of((ExpertBackend.xla, ExpertBackend.batched))
+        if model["moe.backend"] is ExpertBackend.batched and not exchanged:
+            mesh["expert_buffer"] = one_of((1.0, 1.5, 3.0))
     if mixers <= {"conv", "mlp", "moe"}:
         model["attention.num_heads"] = ModelConfig().attention.num_heads  # nothing reads it
     if "moe" in mixers and one_of(BOTH):

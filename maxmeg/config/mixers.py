@@ -50,6 +50,7 @@ class ExpertBackend(enum.Enum):
     auto = "auto"
     xla = "xla"
     mosaic = "mosaic"
+    batched = "batched"
 
 
 class ExpertDrop(enum.Enum):
@@ -411,8 +412,12 @@ class MoeConfig:
     )
     backend: ExpertBackend = setting(
         ExpertBackend.auto,
-        "kernel of the grouped matrix products; xla on a GPU multiplies every token by every "
-        "expert; mosaic needs Hopper; auto: xla (mosaic has not been timed yet)",
+        "how experts multiply: batched (equal numbers of rows for every expert, "
+        "parallel.expert_buffer times the mean load, in one product; overflow in further rounds) | "
+        "mosaic (our grouped kernel, Hopper only, not timed yet) | xla (grouped; on a GPU it "
+        "multiplies every row by every expert); auto: on a GPU batched if capacity_factor is at "
+        "most 1.1 and expert_buffer not less, else mosaic where it runs, else batched; on a CPU "
+        "xla",
         "--moe-grouped-gemm",
         effect="none",
     )

@@ -216,7 +216,7 @@ def moe_problems(model: ModelConfig) -> Iterator[str]:
             f"model.moe.group_score_topk={moe.group_score_topk} must be from 0 to the "
             f"{experts // groups} experts of a group"
         )
-    if moe.pad_to_capacity and moe.backend is not ExpertBackend.auto:
+    if moe.pad_to_capacity and moe.backend not in (ExpertBackend.auto, ExpertBackend.batched):
         yield (
             f"model.moe.backend={moe.backend.name} has no effect with pad_to_capacity=True, whose "
             "products have the same number of rows for every expert: leave one out"
@@ -243,9 +243,20 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
             f"{', '.join(changed)}: only for models with experts; use the mixer moe in "
             "model.layers, or leave this out (to use more devices: fsdp or data)"
         )
-    gathers = parallel.expert_exchange is ExpertExchange.gather
-    if gathers and parallel.expert_buffer != plain.expert_buffer:
-        yield "parallel.expert_buffer has no effect with expert_exchange=gather: leave it out"
+    sorted_rows = moe.backend in (ExpertBackend.xla, ExpertBackend.mosaic)
+    exchanged = parallel.expert > 1 and parallel.expert_exchange is not ExpertExchange.gather
+    if sorted_rows and not exchanged and parallel.expert_buffer != plain.expert_buffer:
+        yield (
+            f"parallel.expert_buffer={parallel.expert_buffer} has no effect with model.moe."
+            f"backend={moe.backend.name} where tokens are not exchanged (expert=1 or "
+            "expert_exchange=gather): leave it out, or set backend=batched"
+        )
+    if moe.backend is ExpertBackend.batched and parallel.expert_exchange is ExpertExchange.ragged:
+        yield (
+            "model.moe.backend=batched cannot be combined with parallel.expert_exchange=ragged, "
+            "which sends unequal numbers of rows: choose auto, all_to_all or gather, or another "
+            "backend"
+        )
     if moe.pad_to_capacity and (
         parallel.expert_buffer != plain.expert_buffer
         or parallel.expert_exchange is ExpertExchange.ragged

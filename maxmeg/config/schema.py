@@ -102,10 +102,9 @@ class ParallelConfig:
     )
     expert_buffer: float = setting(
         1.5,
-        "receive buffer of token dispatch, as a multiple of the mean load, >= 1; overflow is sent "
-        "in further rounds",
+        "receive buffer of token dispatch, as a multiple of a device's mean load, or with "
+        "model.moe.backend=batched of an expert's; >= 1; overflow is sent in further rounds",
         at_least=1,
-        needs="expert",
     )
     context: int = setting(
         1, "context-parallel size; not supported yet: it must be 1", "--context-parallel-size"

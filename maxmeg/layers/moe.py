@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, routed experts in one grouped product, an optional shared expert.
+"""Mixture of experts: a router, routed experts, an optional shared expert.
 
 Experts are spread over EXPERT_AXES of the mesh and split over EXPERT_TENSOR_AXES. Tokens go to
 their experts by all-to-all (ops/experts/exchange.py). Or they are all-gathered, each device runs
@@ -20,17 +20,24 @@ from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, Widths
 from maxmeg.layers.mlp import Mlp, MlpSpec
 from maxmeg.ops.activation import activate
+from maxmeg.ops.backend import Device, log_choice, target_device
 from maxmeg.ops.broadcast import broadcast
+from maxmeg.ops.experts.choice import BATCHED, choose_backend, warn_of_xla
 from maxmeg.ops.experts.dispatch import (
     capacity_of,
     collect,
-    pad_experts,
     places_in_experts,
     rows_of_copies,
     sort_by_expert,
     spread,
 )
-from maxmeg.ops.experts.exchange import exchange_in_rounds, exchange_padded
+from maxmeg.ops.experts.exchange import (
+    Blocks,
+    Places,
+    block_rows,
+    exchange_in_rounds,
+    run_rounds,
+)
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
 from maxmeg.ops.random import normal, split
@@ -61,8 +68,9 @@ class MoeSpec(MlpSpec):
     weights are dropped, else the last ones. pad: every expert computes exactly as many rows as its
     capacity, in one plain batched product.
     exchange: "gather", "all_to_all", "ragged" (all-to-all), or "auto" (all_to_all). buffer: rows of
-    an exchange round relative to a device's mean load; unused with pad.
-    backend: of ops.experts.grouped_matmul.
+    a round relative to the mean load of a device, or of an expert if `backend` is batched; unused
+    with pad.
+    backend: of the experts' products, as in ops.experts.choice.
     """
 
     name = "moe"
@@ -92,6 +100,22 @@ class MoeSpec(MlpSpec):
         """The shared expert."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(MlpSpec)}
         return dataclasses.replace(MlpSpec(**fields), ffn_size=self.shared_ffn_size)
+
+    def products(self, matrices: jax.ShapeDtypeStruct, device: Device) -> tuple[str, str]:
+        """The backend of the experts and why, as `choose_backend` returns them.
+
+        matrices: [experts, D, F] of a device."""
+        if self.pad:
+            return BATCHED, ""
+        most = self.routing.num_experts / self.routing.top_k  # every token to the same experts
+        return choose_backend(
+            self.backend,
+            matrices,
+            buffer=self.buffer,
+            limit=min(self.capacity or most, most),
+            ragged=self.exchange == "ragged",
+            device=device,
+        )
 
     def make(self, key: jax.Array) -> "Moe":
         return Moe(key, self)
@@ -151,6 +175,9 @@ class Experts(nnx.Module):
         sizes_E: number of rows of each expert; None: equal numbers. The weight is applied before
         the last product, so that backward does not need the output.
         """
+        if sizes_E is not None and self.backend() == "xla" and target_device().is_cuda:
+            sides = 2 + (self.gate is not None)
+            warn_of_xla(len(x_RD), self.up.shape[-3], 2.0 * sides * x_RD.size * self.up.shape[-1])
         up_RF = self._product(x_RD, self.up, self.up_bias, sizes_E)
         inputs = (stored(up_RF, "expert_up"),)
         if self.gate is not None:
@@ -166,13 +193,23 @@ class Experts(nnx.Module):
         bias_RD = rows_of_experts(bias_ED, sizes_E, len(x_RD))
         return y_RD + (bias_RD * weights_R[:, None]).astype(y_RD.dtype)
 
+    def backend(self) -> str:
+        """The backend of the products of these matrices on the target device."""
+        D = self.spec.latent_size or self.spec.hidden_size
+        shape, dtype = (self.up.shape[-3], D, self.up.shape[-1]), self.up.dtype
+        matrices = jax.ShapeDtypeStruct(shape, dtype)
+        name, reason = self.spec.products(matrices, target_device())
+        if self.spec.backend == "auto":
+            log_choice("experts", name, reason)
+        return name
+
     def _product(self, x_RI, weight, bias, sizes_E):
         w_EIO = unshard_parameter(weight)
         if sizes_E is None:
             x_ECI = x_RI.reshape(len(w_EIO), -1, x_RI.shape[-1])
             y_RO = (x_ECI @ w_EIO).reshape(len(x_RI), -1)
         else:
-            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, backend=self.spec.backend)
+            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, backend=self.backend())
         return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 
 
@@ -282,41 +319,55 @@ class Moe(Mixer):
         local = [collectives.local_part(array, EXPERT_FOLD_AXES, 1) for array in local]
         x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
         routing = Routing(experts_TK, weights_TK)
-        places_TK, capacity = self._places(routing)
-        if spec.pad:
-            y_TD = exchange_padded(self.experts, x_TD, routing, places_TK, capacity, EXPERT_AXES)
+        places_TK, limit = self._places(routing)
+        if self._in_blocks():
+            blocks = self._blocks(len(x_TD), limit, axes=EXPERT_AXES)
+            plan = Places(experts_TK, places_TK)
+            y_TD = run_rounds(blocks, self.experts, x_TD, weights_TK, plan)
         else:
-            how, kept_TK = (spec.exchange, spec.buffer, EXPERT_AXES), places_TK < capacity
+            how, kept_TK = (spec.exchange, spec.buffer, EXPERT_AXES), places_TK < limit
             y_TD = exchange_in_rounds(self.experts, x_TD, routing, kept_TK, *how)
         y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
         return collectives.scatter(y_BLD, EXPERT_TENSOR_AXES, 1)
 
+    def _in_blocks(self) -> bool:
+        return self.experts.backend() == BATCHED
+
+    def _blocks(self, tokens: int, limit: int, **how) -> Blocks:
+        """Blocks of the experts for `tokens` tokens per device."""
+        spec = self.spec
+        sizes = tokens, spec.routing.top_k, spec.routing.num_experts
+        rows = limit if spec.pad else block_rows(*sizes, spec.buffer, limit)
+        count = self.experts.up.shape[-3] * collectives.axis_size(how.get("axes", ()))
+        return Blocks(count, rows, limit, **how)
+
     def _places(self, routing: Routing) -> tuple[Int[Array, "T K"], int]:
-        """(place of each copy at its expert, capacity of an expert); (zeros, 1) if dropless."""
+        """(place of each copy at its expert, number of places); (zeros, 1) if nothing reads it."""
         spec, (experts_TK, weights_TK) = self.spec, routing
-        if not spec.capacity:
-            return jnp.zeros(experts_TK.shape, jnp.int32), 1
         num_experts, top_k = spec.routing.num_experts, spec.routing.top_k
+        if not spec.capacity and not self._in_blocks():
+            return jnp.zeros(experts_TK.shape, jnp.int32), 1
+        limit = len(experts_TK)
+        if spec.capacity:
+            limit = capacity_of(limit, top_k, num_experts, spec.capacity)
         priority_TK = jax.lax.stop_gradient(weights_TK) if spec.drop_by_weight else None
-        capacity = capacity_of(len(experts_TK), top_k, num_experts, spec.capacity)
-        return places_in_experts(experts_TK, num_experts, priority_TK), capacity
+        return places_in_experts(experts_TK, num_experts, priority_TK), limit
 
     def _gathered(self, x_TD: Float[Array, "T D"], routing: Routing) -> Float[Array, "T D"]:
         """As `_experts`, with all-gathered tokens: partial sums over TENSOR_AXES."""
         count, devices = self.experts.up.shape[-3], collectives.axis_size(GATHER_AXES)
-        places_TK, capacity = self._places(routing)
-        sent_TK = is_kept_TK = places_TK < capacity
-        if self.spec.pad:  # an expert has `capacity` rows for each device, in the order of devices
-            places_TK += collectives.first_index(GATHER_AXES, capacity)
-            sent_TK = jnp.where(is_kept_TK, places_TK, devices * capacity)
+        places_TK, limit = self._places(routing)
+        blocks = self._blocks(len(x_TD), limit, senders=devices)
+        sent_TK = places_TK if self._in_blocks() else places_TK < limit
         x_TD, experts_TK, weights_TK, sent_TK = (
             collectives.gather(array, GATHER_AXES, 0) for array in (x_TD, *routing, sent_TK)
         )
         local_TK = experts_TK - collectives.first_index(EXPERT_AXES, count)
-        if self.spec.pad:
-            order, sizes_E = pad_experts(local_TK, sent_TK, count, devices * capacity), None
+        if self._in_blocks():
+            plan = Places(local_TK, sent_TK)
+            y_TD = run_rounds(blocks, self.experts, x_TD, weights_TK, plan)
         else:
             order = sort_by_expert(local_TK, count, kept_TK=sent_TK)
-            sizes_E = order.sizes_E
-        y_RD = self.experts(spread(x_TD, order), sizes_E, rows_of_copies(weights_TK, order))
-        return collectives.scatter(collect(y_RD, order), GATHER_AXES, 0)
+            weights_R = rows_of_copies(weights_TK, order)
+            y_TD = collect(self.experts(spread(x_TD, order), order.sizes_E, weights_R), order)
+        return collectives.scatter(y_TD, GATHER_AXES, 0)

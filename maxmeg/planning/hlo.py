@@ -352,7 +352,8 @@ def kernels(program: Program) -> dict[str, int]:
 
 
 def matrix_flops(program: Program) -> float:
-    """FLOPs of matrix products per device and step, two per multiply-add.
+    """FLOPs of matrix products per device and step, two per multiply-add, without those of loops
+    whose number of trips is not known: further rounds of unevenly loaded experts.
 
     Counted are products (also in fusions), convolutions, cuBLAS calls and cuDNN's attention: two
     products forward and five backward, half of each if it is causal.
@@ -362,7 +363,8 @@ def matrix_flops(program: Program) -> float:
         if name != inside:
             shapes, inside = {}, name
         shapes[instruction.name] = instruction.shape
-        total += runs * instruction_flops(instruction, shapes)
+        if name not in program.unbounded:
+            total += runs * instruction_flops(instruction, shapes)
     return total
 
 
@@ -416,7 +418,7 @@ def flops_beside(program: Program) -> dict[str, float]:
 def flops_within(program: Program, instruction: Instruction, shapes: dict[str, str]) -> float:
     """FLOPs of one run of an instruction and of the computations that it calls (fusions, all trips
     of a loop)."""
-    total, trips = instruction_flops(instruction, shapes), num_trips(instruction) or 1
+    total, trips = instruction_flops(instruction, shapes), num_trips(instruction) or 0
     for callee in callees(instruction):
         inside: dict[str, str] = {}
         for inner in program.computations.get(callee, ()):

@@ -11,6 +11,7 @@ from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.ops.backend import Device, target_device
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.cost.attention import backends, warnings
+from maxmeg.planning.cost.experts import product_words
 from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
@@ -29,16 +30,18 @@ def planned_memory(config: Config, count: int) -> dict[str, int] | None:
         return None
 
 
-def planned_attention(config: Config, count: int) -> tuple[str, dict[str, str]]:
-    """(backends of attention in words, warnings by reason) on this machine's GPUs; ("", {}) if it
-    has none, or if the planner does not support the config."""
+def planned_kernels(config: Config, count: int) -> tuple[str, dict[str, str]]:
+    """(backends of attention and experts in words, warnings of attention by reason) on this
+    machine's GPUs; ("", {}) if it has none, or if the planner does not support the config."""
     if not target_device().is_cuda:
         return "", {}
     try:
         work = workload(config, count)
     except ValueError:
         return "", {}
-    return backends(work), warnings(work)
+    found = {"attention": backends(work), "experts": product_words(work)}
+    words = "; ".join(f"{what} by {names}" for what, names in found.items() if names)
+    return words, warnings(work)
 
 
 def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:

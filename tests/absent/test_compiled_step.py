@@ -233,8 +233,7 @@ def sparse(tmp_path_factory) -> tuple[Config, Compiled, hlo.Program]:
         "moe.num_experts": EXPERTS,
         "moe.aux_loss": 0.01,
     }
-    more = {"moe.backend": ExpertBackend.mosaic, "moe.shared_ffn_size": 4096}
-    config.model = with_fields(config.model, {**experts, **more})
+    config.model = with_fields(config.model, {**experts, "moe.shared_ffn_size": 4096})
     text = tmp_path_factory.mktemp("sparse") / "step.hlo.txt"
     report = compile_report(config, "h100", EXPERTS, str(text))
     return config, report, hlo.parse(text.read_text())
@@ -264,7 +263,12 @@ def test_experts_send_the_least_that_the_buffer_allows(sparse):
     assert sum(row.volume for row in sent) == 4 * copies * 2 * model.hidden_size + 2 * copies * 8
 
 
-def test_padded_experts_are_plain_products_and_one_exchange_each_way():
+@pytest.mark.parametrize(
+    "fields",
+    [{"moe.pad_to_capacity": True}, {"moe.backend": ExpertBackend.batched}],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_blocks_of_the_capacity_are_plain_products_and_one_exchange_each_way(fields):
     """FLOPs are of every expert's capacity, none of another expert's; nothing goes in rounds."""
     config = llama(1, expert=EXPERTS, fsdp=1)
     config.train.global_batch_size = EXPERTS
@@ -273,7 +277,7 @@ def test_padded_experts_are_plain_products_and_one_exchange_each_way():
         "layers": "*(attention,moe)",
         "moe.num_experts": EXPERTS,
         "moe.capacity_factor": 1.25,
-        "moe.pad_to_capacity": True,
+        **fields,
     }
     config.model = with_fields(config.model, experts)
     report = compile_report(config, "h100", EXPERTS)

@@ -58,17 +58,24 @@ MESHES = [
     {"expert": 8},
 ]
 
-EXCHANGES = [  # how, rows of a round over the mean load, sizes, what of tensor holds other experts
-    ("gather", 1.5, {"expert": 2, "tensor": 2}, 2),
-    ("all_to_all", 1.0, {"expert": 4}, 1),
-    ("all_to_all", 1.0, {"tensor": 4, "expert": 2}, 2),
-    ("all_to_all", 4.0, {"tensor": 4}, 4),
-    ("ragged", 1.0, {"expert": 4}, 1),
-    ("ragged", 1.0, {"expert": 2, "tensor": 2}, 2),
+# How, products, rows of a round over the mean load, sizes, what of tensor holds other experts.
+EXCHANGES = [
+    ("gather", "xla", 1.5, {"expert": 2, "tensor": 2}, 2),
+    ("gather", "batched", 1.0, {"expert": 2, "tensor": 2}, 2),
+    ("gather", "batched", 1.0, {"fsdp": 2, "tensor": 2}, 1),
+    ("gather", "batched", 4.0, {}, 1),  # one round holds all
+    ("all_to_all", "xla", 1.0, {"expert": 4}, 1),
+    ("all_to_all", "xla", 1.0, {"tensor": 4, "expert": 2}, 2),
+    ("all_to_all", "xla", 4.0, {"tensor": 4}, 4),
+    ("all_to_all", "batched", 1.0, {"expert": 2, "fsdp": 2, "tensor": 2}, 1),
+    ("all_to_all", "batched", 1.0, {"tensor": 4, "expert": 2}, 2),
+    ("ragged", "xla", 1.0, {"expert": 4}, 1),
+    ("ragged", "xla", 1.0, {"expert": 2, "tensor": 2}, 2),
 ]
 
 
 CAPACITIES = [  # padded, how, what is dropped, and of which model and layout
+    (False, "batched", "position", "biases", {"expert": 2, "tensor": 2}, 1),
     (True, "auto", "position", "biases", {}, 1),
     (True, "auto", "weight", "mixtral", {"expert": 4}, 1),
     (True, "auto", "position", "biases", {"expert": 2, "tensor": 4}, 2),
@@ -238,17 +245,19 @@ def test_every_mesh_equals_one_device(name, sizes):
     check_equal(found_on(SPECS[name], sizes), expected(SPECS[name]))
 
 
-@pytest.mark.parametrize(("kind", "buffer", "sizes", "fold"), EXCHANGES)
-def test_every_exchange_equals_one_device(kind, buffer, sizes, fold):
+@pytest.mark.parametrize(("kind", "backend", "buffer", "sizes", "fold"), EXCHANGES)
+def test_every_exchange_equals_one_device(kind, backend, buffer, sizes, fold):
     """Also where loads are so uneven that most of it goes in further rounds."""
-    spec = dataclasses.replace(SPECS["biases"], exchange=kind, buffer=buffer)
+    spec = dataclasses.replace(SPECS["biases"], exchange=kind, backend=backend, buffer=buffer)
     check_equal(found_on(spec, sizes, fold=fold), expected(spec))
 
 
-@pytest.mark.parametrize("kind", ["all_to_all", "ragged"])
-def test_all_tokens_to_one_device_are_exchanged(kind):
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("all_to_all", "xla"), ("all_to_all", "batched"), ("ragged", "xla")]
+)
+def test_all_tokens_to_one_device_are_exchanged(kind, backend):
     """Every router's weight is zero: the first two experts are chosen, both on the first device."""
-    spec = dataclasses.replace(PLAIN, exchange=kind, buffer=1.0)
+    spec = dataclasses.replace(PLAIN, exchange=kind, backend=backend, buffer=1.0)
     moe = model(spec)
     moe.router[...] = jnp.zeros((D, E))
     y_BLD, gradients, into_BLD = found_on(spec, {"expert": 4}, moe=moe)
@@ -266,15 +275,17 @@ def test_all_tokens_to_one_device_are_exchanged(kind):
 
 @pytest.mark.parametrize(("pads", "how", "drop", "name", "sizes", "fold"), CAPACITIES)
 def test_capacity_drops_the_same_copies_however_they_travel(pads, how, drop, name, sizes, fold):
-    options = {"capacity": 0.5, "drop_by_weight": drop == "weight", "exchange": how, "pad": pads}
+    options = {"capacity": 0.5, "drop_by_weight": drop == "weight", "pad": pads}
+    options |= {"backend": how} if how == "batched" else {"exchange": how}
     spec = dataclasses.replace(SPECS[name], **options)
     parts = sizes.get("expert", 1), 1 if how == "gather" else fold
     check_equal(found_on(spec, sizes, fold=fold), expected(spec, parts))
 
 
-def test_padded_experts_take_one_exchange_each_way():
+@pytest.mark.parametrize("fields", [{"pad": True}, {"backend": "batched"}], ids=str)
+def test_blocks_of_the_capacity_take_one_exchange_each_way(fields):
     """Of blocks as large as capacities, and of weights; no loop, no grouped product."""
-    spec = dataclasses.replace(PLAIN, capacity=0.5, pad=True)
+    spec = dataclasses.replace(PLAIN, capacity=0.5, **fields)
     run, operands = on_devices(spec, {"expert": 4})
     text = run.lower(*operands).as_text()
     sent = re.findall(r"all_to_all.*\(tensor<([0-9x]+)xf32>\)", text)

@@ -111,6 +111,21 @@ def test_padded_experts_are_exchanged_at_once(parallel, message):
     assert (len(actual) == 1 and message in actual[0]) if message else not actual
 
 
+@pytest.mark.parametrize(
+    ("backend", "parallel", "message"),
+    [
+        ("batched", {"expert": 2, "expert_exchange": ExpertExchange.ragged}, "choose auto, all_to"),
+        ("xla", {"expert_buffer": 2.0}, "expert_buffer=2.0 has no effect with model.moe.backend"),
+        ("batched", {"expert_buffer": 2.0}, ""),
+        ("mosaic", {"expert": 2, "expert_buffer": 2.0}, ""),
+    ],
+)
+def test_a_buffer_needs_blocks_or_an_exchange(backend, parallel, message):
+    model = with_fields(ModelConfig(), PLAIN | {"moe.backend": ExpertBackend(backend)})
+    actual = [*expert_layout_problems(Config(model=model, parallel=ParallelConfig(**parallel)))]
+    assert (len(actual) == 1 and message in actual[0]) if message else not actual
+
+
 def test_loads_are_frozen_beside_adapters():
     config = tiny(
         {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.global_aux_loss": 0.1}, fsdp=1

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
+from maxmeg.config.mixers import ExpertBackend
 from maxmeg.config.model import DType, Position
 from maxmeg.config.schema import (
     Config,
@@ -123,8 +124,10 @@ EXPERTS = {
     "moe.num_experts": 4,
     "num_layers": 1,
     "moe.shared_ffn_size": 16,
+    "moe.backend": ExpertBackend.xla,
 }
-PADDED = {"moe.capacity_factor": 0.7, "moe.pad_to_capacity": True}
+BATCHED = {"moe.backend": ExpertBackend.batched}
+PADDED = {"moe.capacity_factor": 0.7, "moe.pad_to_capacity": True} | BATCHED
 LATENT = {
     "layers": "*(mla,mlp)",
     "mla.kv_rank": 8,
@@ -135,6 +138,7 @@ LATENT = {
 CASES |= {
     "exchanged": (EXPERTS, {}, {"fsdp": 1, "expert": 2, "tensor": 2}),
     "exchanged again": (EXPERTS | {"recompute": "full"}, MICRO, {"fsdp": 2, "expert": 2}),
+    "blocks": (EXPERTS | BATCHED | {"recompute": "full"}, MICRO, {"fsdp": 2, "expert": 2}),
     "folded": (
         EXPERTS | LATENT | {"num_layers": 2, "layers": "mla,mlp *(mla,moe)"},
         {},

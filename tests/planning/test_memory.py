@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
-from maxmeg.config.mixers import Activation
+from maxmeg.config.mixers import Activation, ExpertBackend
 from maxmeg.config.model import DType, ModelConfig, Norm, Position
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import (
@@ -152,6 +152,7 @@ KINDS = {
         "moe.num_experts": 4,
         "moe.ffn_size": 48,
         "moe.shared_ffn_size": 32,
+        "moe.backend": ExpertBackend.xla,
     },
     "convolution": {"layers": "*(conv,mlp)"},
     "latent": {

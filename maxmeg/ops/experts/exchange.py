@@ -1,9 +1,9 @@
 """Expert parallelism: send each token's copies to the devices of its experts and sum the outputs.
 
-`exchange_padded` sends `capacity` rows per expert in one all-to-all. `exchange_in_rounds` sends a
-bounded number of rows per round: an all-to-all of equal blocks, or a ragged all-to-all. Copies that
-do not fit in a round go in the next one, so nothing is dropped and memory does not depend on the
-expert loads. The first round is differentiated by JAX. Further rounds are rare; they run in a loop
+A round sends a bounded number of rows. Copies that do not fit in it go in the next one, so nothing
+is dropped and memory does not depend on the expert loads. `Blocks` sends equal numbers of rows for
+every expert, `Exchange` equal numbers of rows to every device, or as many as there are by a ragged
+all-to-all. The first round is differentiated by JAX. Further rounds are rare; they run in a loop
 that backward recomputes, so that memory stays that of one round.
 
 XLA has a ragged all-to-all on CUDA only; other backends pick the rows from an all-gather.
@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxmeg.ops.backend import target_device
 from maxmeg.ops.experts.dispatch import (
     Order,
+    capacity_of,
     collect,
     pad_experts,
     rows_of_copies,
@@ -36,49 +37,164 @@ from maxmeg.parallel.mesh import MESH_AXES
 EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
 
 
+class Places(NamedTuple):
+    """Where the copies go in `Blocks`.
+
+    experts_TK: expert of each copy; none of this device's if out of range. places_TK: number of
+    earlier copies of the same sending device for the same expert.
+    """
+
+    experts_TK: Int[Array, "T K"]
+    places_TK: Int[Array, "T K"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Equal blocks: in a round every expert takes `rows` rows of each sending device.
+
+    experts: number of experts that tokens are sent to. limit: most copies that one device has for
+    one expert; copies with a higher place are dropped. axes: devices along which tokens are sent;
+    (): the tokens of `senders` devices, in their order, are here already.
+    """
+
+    experts: int
+    rows: int
+    limit: int
+    axes: tuple[str, ...] = ()
+    senders: int = 1
+
+    @property
+    def one_suffices(self) -> bool:
+        return self.rows >= self.limit
+
+    def count_rounds(self, plan: Places) -> jax.Array:
+        """Rounds until every copy is sent, equal on all devices except along pipe."""
+        experts_TK, places_TK = plan
+        is_sent_TK = (experts_TK >= 0) & (experts_TK < self.experts) & (places_TK < self.limit)
+        rounds = jnp.max(jnp.where(is_sent_TK, places_TK // self.rows + 1, 1))
+        return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
+
+    def run(self, number, experts, x_TD, weights_TK, plan: Places) -> Float[Array, "T D"]:
+        """Output of the copies sent in round `number`. Rows arrive in the order of the experts."""
+        order = self._order(number, plan)
+        order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
+        x_RD, weights_R = spread(x_TD, order), rows_of_copies(weights_TK, order)
+        if not self.axes:
+            return collect(experts(x_RD, None, weights_R), order)
+        x_RD = collectives.stored(self._send(x_RD), "dispatched_tokens")
+        weights_R = collectives.stored(self._send(weights_R), "dispatched_weights")
+        return collect(self._send_back(experts(x_RD, None, weights_R)), order)
+
+    def _order(self, number, plan: Places) -> Order:
+        experts_TK, places_TK = plan
+        tokens, size = len(places_TK) // self.senders, self.senders * self.rows
+        senders_T1 = jnp.arange(len(places_TK))[:, None] // tokens
+        is_now_TK = (places_TK < self.limit) & (places_TK // self.rows == number)
+        rows_TK = jnp.where(is_now_TK, senders_T1 * self.rows + places_TK % self.rows, size)
+        return pad_experts(experts_TK, rows_TK, self.experts, size)
+
+    def _send(self, rows):
+        rows_EC = rows.reshape(self.experts, self.rows, *rows.shape[1:])
+        return collectives.exchange(rows_EC, self.axes, cut=0, joined=1).reshape(rows.shape)
+
+    def _send_back(self, rows):
+        local = self.experts // collectives.axis_size(self.axes)
+        rows_EC = rows.reshape(local, -1, *rows.shape[1:])
+        return collectives.exchange(rows_EC, self.axes, cut=1, joined=0).reshape(rows.shape)
+
+
+class DispatchPlan(NamedTuple):
+    """Where this device's copies go in an `Exchange`.
+
+    devices_TK: device of each copy's expert. local_TK: index of the expert there. order: sorts the
+    copies by device. places_TK: number of earlier copies for the same device. counts: [sender,
+    receiver] numbers of copies.
+    """
+
+    devices_TK: Int[Array, "T K"]
+    local_TK: Int[Array, "T K"]
+    order: Order
+    places_TK: Int[Array, "T K"]
+    counts: Int[Array, "devices devices"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """An exchange between the devices along `axes`.
 
     rows: rows that a device receives per round; unless ragged, an equal number from each device.
+    one_suffices: whether every copy fits in one round, however uneven the loads are.
     """
 
     axes: tuple[str, ...]
     rows: int
+    one_suffices: bool
     ragged: bool = False
 
     @property
     def devices(self) -> int:
         return collectives.axis_size(self.axes)
 
+    def count_rounds(self, plan: DispatchPlan) -> jax.Array:
+        """Rounds until every copy is sent, equal on all devices except along pipe."""
+        if self.ragged:
+            most = jnp.max(jnp.sum(plan.counts, axis=0))
+            rounds = -(-most // self.rows)
+        else:
+            rounds = -(-jnp.max(plan.counts) // (self.rows // self.devices))
+        return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
 
-class DispatchPlan(NamedTuple):
-    """Where this device's copies go.
+    def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan) -> Float[Array, "T D"]:
+        """Output of the copies sent in round `number`."""
+        order, send, send_back = self._round(plan, number)
+        x_RD = collectives.stored(send(spread(x_TD, order)), "dispatched_tokens")
+        # Rows without a copy get the label 0, also rows that do not arrive.
+        labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
+        labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
+        labels_R2 = collectives.stored(send(labels_R2), "dispatched_weights")
+        local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
+        local_order = sort_by_expert(local_R1, experts.up.shape[-3])
+        weights_R = rows_of_copies(labels_R2[:, :1], local_order)
+        y_RD = experts(spread(x_RD, local_order), local_order.sizes_E, weights_R)
+        return collect(send_back(collect(y_RD, local_order)), order)
 
-    order: sorts the copies by device. places_TK: number of earlier copies for the same device.
-    counts: [sender, receiver] numbers of copies.
-    """
-
-    devices_TK: Int[Array, "T K"]
-    order: Order
-    places_TK: Int[Array, "T K"]
-    counts: Int[Array, "devices devices"]
+    def _round(
+        self, plan: DispatchPlan, number
+    ) -> tuple[Order, Callable[[Array], Array], Callable[[Array], Array]]:
+        """(order of the rows of one round, function that sends them, function that returns
+        outputs). Rows without a copy arrive as zeros."""
+        if self.ragged:
+            slices = ragged_slices(plan.counts, number, self.rows)
+            sent = len(plan.order.copies_R)
+            send = functools.partial(_ragged, self.axes, self.rows, slices)
+            return plan.order, send, functools.partial(_ragged, self.axes, sent, slices.reversed())
+        width = self.rows // self.devices
+        is_now_TK = plan.places_TK // width == number
+        places_TK = jnp.where(is_now_TK, plan.places_TK % width, width)
+        order = pad_experts(plan.devices_TK, places_TK, self.devices, width)
+        send = functools.partial(collectives.exchange, axes=self.axes)
+        return order, send, send
 
 
 def make_exchange(
     tokens: int, top_k: int, local_experts: int, axes: tuple[str, ...], kind: str, buffer: float
-) -> tuple[Exchange, bool]:
-    """(the exchange of `tokens` tokens per device, whether one round always suffices).
+) -> Exchange:
+    """The exchange of `tokens` tokens per device.
 
-    buffer: rows of a round relative to a device's mean load.
+    kind: "ragged", or anything else. buffer: rows of a round relative to a device's mean load.
     """
     devices = collectives.axis_size(axes)
     most = tokens * min(top_k, local_experts)  # from one device to another
     width = min(math.ceil(buffer * tokens * top_k / devices), most)
     if kind == "ragged":
         rows = min(math.ceil(buffer * tokens * top_k), most * devices)
-        return Exchange(axes, rows, ragged=True), rows == most * devices
-    return Exchange(axes, width * devices), width == most
+        return Exchange(axes, rows, rows == most * devices, ragged=True)
+    return Exchange(axes, width * devices, width == most)
+
+
+def block_rows(tokens: int, top_k: int, num_experts: int, buffer: float, limit: int) -> int:
+    """Rows of a block: `buffer` times an expert's mean load of `tokens` tokens, at most `limit`."""
+    return min(capacity_of(tokens, top_k, num_experts, buffer), limit)
 
 
 def exchange_in_rounds(
@@ -90,47 +206,17 @@ def exchange_in_rounds(
     dropped. kind, buffer: as in `make_exchange`.
     """
     experts_TK, weights_TK = routing
-    local_experts = experts.up.shape[-3]
-    tokens, top_k = experts_TK.shape
-    exchange, one_suffices = make_exchange(tokens, top_k, local_experts, axes, kind, buffer)
-    plan = plan_dispatch(experts_TK // local_experts, kept_TK, exchange)
-    local_TK = experts_TK % local_experts
-    y_TD = run_round(exchange, 0, experts, x_TD, weights_TK, local_TK, plan)
-    if one_suffices:
-        return y_TD
-    rounds = count_rounds(plan, exchange)
-    return y_TD + further_rounds(exchange, experts, x_TD, weights_TK, local_TK, plan, rounds)
-
-
-def exchange_padded(
-    experts, x_TD: Float[Array, "T D"], routing: Routing, places_TK, capacity: int, axes
-) -> Float[Array, "T D"]:
-    """As `exchange_in_rounds`, with `capacity` rows per expert and device in one exchange.
-
-    Rows arrive in the order of the experts. places_TK: as of `places_in_experts`.
-    """
-    num_experts = experts.up.shape[-3] * collectives.axis_size(axes)
-    order = pad_experts(routing.experts_TK, places_TK, num_experts, capacity)
-    order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
-
-    def send(rows):
-        rows_EC = rows.reshape(num_experts, capacity, *rows.shape[1:])
-        return collectives.exchange(rows_EC, axes, cut=0, joined=1).reshape(rows.shape)
-
-    def send_back(rows):
-        rows_EC = rows.reshape(experts.up.shape[-3], -1, *rows.shape[1:])
-        return collectives.exchange(rows_EC, axes, cut=1, joined=0).reshape(rows.shape)
-
-    x_RD = collectives.stored(send(spread(x_TD, order)), "dispatched_tokens")
-    weights_R = send(rows_of_copies(routing.weights_TK, order))
-    y_RD = experts(x_RD, None, collectives.stored(weights_R, "dispatched_weights"))
-    return collect(send_back(y_RD), order)
+    (tokens, top_k), local_experts = experts_TK.shape, experts.up.shape[-3]
+    exchange = make_exchange(tokens, top_k, local_experts, axes, kind, buffer)
+    plan = plan_dispatch(experts_TK, local_experts, kept_TK, exchange)
+    return run_rounds(exchange, experts, x_TD, weights_TK, plan)
 
 
 def plan_dispatch(
-    devices_TK: Int[Array, "T K"], kept_TK: Bool[Array, "T K"], exchange: Exchange
+    experts_TK: Int[Array, "T K"], local_experts: int, kept_TK: Bool[Array, "T K"], exchange
 ) -> DispatchPlan:
     """kept_TK: copies that are not dropped."""
+    devices_TK, local_TK = experts_TK // local_experts, experts_TK % local_experts
     order = sort_by_expert(devices_TK, exchange.devices, kept_TK=kept_TK, distinct=False)
     order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
     starts = jnp.cumsum(order.sizes_E) - order.sizes_E
@@ -138,86 +224,46 @@ def plan_dispatch(
     places_TK = jnp.where(kept_TK, order.rows_TK - starts[devices_TK], never)
     counts = collectives.gather(order.sizes_E[None], exchange.axes, 0)
     counts = collectives.stored(counts, "dispatch_counts")
-    return DispatchPlan(devices_TK, order, places_TK, counts)
+    return DispatchPlan(devices_TK, local_TK, order, places_TK, counts)
 
 
-def count_rounds(plan: DispatchPlan, exchange: Exchange) -> jax.Array:
-    """Rounds until every copy is sent, equal on all devices except along pipe."""
-    if exchange.ragged:
-        most = jnp.max(jnp.sum(plan.counts, axis=0))
-        rounds = -(-most // exchange.rows)
-    else:
-        rounds = -(-jnp.max(plan.counts) // (exchange.rows // exchange.devices))
-    return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
-
-
-def plan_round(
-    plan: DispatchPlan, number, exchange: Exchange
-) -> tuple[Order, Callable[[Array], Array], Callable[[Array], Array]]:
-    """(order of the rows of one round, function that sends them, function that returns outputs).
-
-    Rows without a copy arrive as zeros.
-    """
-    if exchange.ragged:
-        slices = ragged_slices(plan.counts, number, exchange.rows)
-        sent = len(plan.order.copies_R)
-        send = functools.partial(_ragged, exchange.axes, exchange.rows, slices)
-        return plan.order, send, functools.partial(_ragged, exchange.axes, sent, slices.reversed())
-    width = exchange.rows // exchange.devices
-    is_now_TK = plan.places_TK // width == number
-    places_TK = jnp.where(is_now_TK, plan.places_TK % width, width)
-    order = pad_experts(plan.devices_TK, places_TK, exchange.devices, width)
-    send = functools.partial(collectives.exchange, axes=exchange.axes)
-    return order, send, send
-
-
-def run_round(
-    exchange: Exchange, number, experts, x_TD, weights_TK, local_TK, plan: DispatchPlan
+def run_rounds(
+    exchange: Blocks | Exchange, experts, x_TD, weights_TK, plan: Any
 ) -> Float[Array, "T D"]:
-    """Output of the copies sent in round `number`. local_TK: index of each expert on its device."""
-    order, send, send_back = plan_round(plan, number, exchange)
-    x_RD = collectives.stored(send(spread(x_TD, order)), "dispatched_tokens")
-    # Rows without a copy get the label 0, also rows that do not arrive.
-    labels = (weights_TK, (local_TK + 1).astype(weights_TK.dtype))
-    labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
-    labels_R2 = collectives.stored(send(labels_R2), "dispatched_weights")
-    local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
-    local_order = sort_by_expert(local_R1, experts.up.shape[-3])
-    weights_R = rows_of_copies(labels_R2[:, :1], local_order)
-    y_RD = experts(spread(x_RD, local_order), local_order.sizes_E, weights_R)
-    return collect(send_back(collect(y_RD, local_order)), order)
+    """The weighted sums of all rounds: one where that suffices for any loads, else a loop of as
+    many as the loads need."""
+    y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
+    if exchange.one_suffices:
+        return y_TD
+    rounds = exchange.count_rounds(plan)
+    return y_TD + further_rounds(exchange, experts, x_TD, weights_TK, plan, rounds)
 
 
-def _further_rounds(exchange, experts, x_TD, weights_TK, local_TK, plan: DispatchPlan, rounds):
+def _further_rounds(exchange, experts, x_TD, weights_TK, plan, rounds):
     """Output of all rounds after the first."""
 
     def body(state):
         number, total_TD = state
-        y_TD = run_round(exchange, number, experts, x_TD, weights_TK, local_TK, plan)
-        return number + 1, total_TD + y_TD
+        return number + 1, total_TD + exchange.run(number, experts, x_TD, weights_TK, plan)
 
     start = (jnp.int32(1), jnp.zeros_like(x_TD))
     return lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
 
 
 def _further_rounds_backward(exchange, operands, slope_TD):
-    experts, x_TD, weights_TK, local_TK, plan, rounds = operands
+    experts, x_TD, weights_TK, plan, rounds = operands
     variables = (experts, x_TD, weights_TK)
 
     def body(state):
         number, total = state
-
-        def run(experts, x_TD, weights_TK):
-            return run_round(exchange, number, experts, x_TD, weights_TK, local_TK, plan)
-
-        _, pull = jax.vjp(run, *variables)
+        _, pull = jax.vjp(lambda *given: exchange.run(number, *given, plan), *variables)
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
     start = (jnp.int32(1), zeros)
     total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
-    return (*gradients, None, None, None)
+    return (*gradients, None, None)
 
 
 further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0,))

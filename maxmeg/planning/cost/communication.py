@@ -142,7 +142,7 @@ def _experts(work: Workload) -> Iterator[Traffic]:
 
     Exchange: rows and their labels are sent to the experts, outputs back, and all gradients; rows
     and labels again if they are not stored. Unbalanced loads may need further rounds, which are
-    left out; padding to the capacity needs neither rounds nor counts of copies. Gather: vectors
+    left out; blocks need no counts of copies. Gather: vectors
     and labels are gathered and sums scattered; backward gathers again, with all gradients.
     """
     if not any(unit.sparse for unit in work.units):
@@ -162,7 +162,9 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     if dispatch.gathers:
         yield some(EXCHANGED_FORWARD, GATHER, forward, 4, vectors + labels)
         yield some(EXCHANGED_FORWARD, SCATTER, forward, 1, vectors)
-        yield some(EXCHANGED_BACKWARD, GATHER, backward, 5, 2 * vectors + labels)
+        ordered = dispatch.in_blocks and "dispatch_order" in work.kept  # only weights once more
+        again = (3, dispatch.weights) if ordered else (5, labels)
+        yield some(EXCHANGED_BACKWARD, GATHER, backward, again[0], 2 * vectors + again[1])
         yield some(EXCHANGED_BACKWARD, SCATTER, backward, 2, vectors + dispatch.weights)
         return
     again = int("dispatched_tokens" not in work.kept)
@@ -171,7 +173,7 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     sizes = (2 + again) * vectors + (1 + again) * labels
     yield some(EXCHANGED_BACKWARD, kind, backward, 3 + 2 * again, sizes)
     counted = forward + (0 if "dispatch_counts" in work.kept else backward)
-    if dispatch.capacity:
+    if dispatch.in_blocks:
         return
     yield some("how many copies", GATHER, counted, 1, dispatch.counts)
 

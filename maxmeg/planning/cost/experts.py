@@ -7,9 +7,13 @@ the experts of a device multiply, F width of an expert.
 import dataclasses
 import math
 
-from maxmeg.config.mixers import ExpertBackend
+import jax
+
 from maxmeg.config.schema import ExpertExchange
+from maxmeg.models.mixers import moe_spec
+from maxmeg.ops.experts.choice import BATCHED
 from maxmeg.ops.experts.dispatch import capacity_of
+from maxmeg.ops.experts.exchange import block_rows
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 from maxmeg.planning.hardware import Cluster
@@ -21,37 +25,61 @@ class Dispatch:
 
     tokens: tokens that the device sends: T; T / t if every device along tensor sends its own, to
     experts that are not cut. devices: number of devices that it exchanges with or gathers from.
-    local_experts: number of experts on a device. width: width of the vectors sent. expert_shards:
-    number of devices that an expert is cut over. kind: the dispatcher. buffer: rows of a round over
-    the mean load. itemsize: e. capacity: padded rows per expert and sending device; 0: no padding.
+    num_experts: of the model. local_experts: of a device. width: width of the vectors sent.
+    expert_shards: number of devices that an expert is cut over. kind: the dispatcher. buffer: rows
+    of a round over the mean load. itemsize: e. backend, reason: of `choose_backend`. capacity:
+    capacity factor; 0: dropless. pad: rows are padded to the capacity.
     """
 
     tokens: int
     top_k: int
     devices: int
+    num_experts: int
     local_experts: int
     width: int
     expert_shards: int
     kind: ExpertExchange
     buffer: float
     itemsize: int
-    capacity: int = 0
+    backend: str = "mosaic"
+    reason: str = ""
+    capacity: float = 0.0
+    pad: bool = False
 
     @property
     def gathers(self) -> bool:
         return self.devices == 1 or self.kind is ExpertExchange.gather
 
     @property
+    def in_blocks(self) -> bool:
+        return self.backend == BATCHED
+
+    @property
+    def limit(self) -> int:
+        """The most copies that a sending device has for one expert."""
+        sizes = self.tokens, self.top_k, self.num_experts
+        return capacity_of(*sizes, self.capacity) if self.capacity else self.tokens
+
+    @property
+    def block(self) -> int:
+        """Rows of a block: of one expert and sending device in a round."""
+        sizes = self.tokens, self.top_k, self.num_experts
+        return self.limit if self.pad else block_rows(*sizes, self.buffer, self.limit)
+
+    @property
     def max_rows(self) -> int:
-        """Rows under the most unbalanced load: min(K, local experts) for every token."""
+        """Rows under the most unbalanced load: min(K, local experts) for every token; in blocks
+        `limit` for every expert."""
+        if self.in_blocks:
+            return self.devices * self.local_experts * self.limit
         return self.devices * self.tokens * min(self.top_k, self.local_experts)
 
     @property
     def rows(self) -> int:
-        """N. Gather: the most that are possible. Exchange: the rows of one round, `buffer` times
-        the mean load, divided evenly over the sending devices. Padding: the capacity."""
-        if self.capacity:
-            return self.devices * self.local_experts * self.capacity
+        """N. Blocks: those of a round. Gather: the most that are possible. Exchange: the rows of
+        one round, `buffer` times the mean load, divided evenly over the sending devices."""
+        if self.in_blocks:
+            return self.devices * self.local_experts * self.block
         if self.gathers:
             return self.max_rows
         round_rows = self.buffer * self.tokens * self.top_k
@@ -62,7 +90,14 @@ class Dispatch:
     @property
     def in_rounds(self) -> bool:
         """Whether unbalanced loads need further rounds."""
-        return not self.capacity and self.rows < self.max_rows
+        return self.rows < self.max_rows
+
+    @property
+    def multiplied(self) -> int:
+        """Rows times matrices that a device multiplies, for each of an expert's products."""
+        if self.in_blocks:
+            return self.rows
+        return self.rows * self.local_experts if self.backend == "xla" else self.balanced_rows
 
     @property
     def balanced_rows(self) -> int:
@@ -82,14 +117,12 @@ class Dispatch:
 
     @property
     def labels(self) -> int:
-        """Bytes sent with the vectors. Exchange: weight and, without padding, expert of each row.
-        Gather: experts, weights, and whether a copy is kept or, with padding, its row."""
+        """Bytes sent with the vectors. Exchange: weight and, without blocks, expert of each row.
+        Gather: experts, weights, and whether a copy is kept or, in blocks, its place."""
         if self.gathers:
-            return (
-                2 * self.weights
-                + (FLOAT32 if self.capacity else 1) * self.devices * self.balanced_rows
-            )
-        return (1 if self.capacity else 2) * FLOAT32 * self.rows
+            place = FLOAT32 if self.in_blocks else 1
+            return 2 * self.weights + place * self.devices * self.balanced_rows
+        return (1 if self.in_blocks else 2) * FLOAT32 * self.rows
 
     @property
     def counts(self) -> int:
@@ -101,19 +134,28 @@ def dispatch_of(work: Workload) -> Dispatch:
     """The dispatch of one layer's tokens to its experts."""
     model, parallel = work.config.model, work.config.parallel
     tensor, kind = work.axes["tensor"], parallel.expert_exchange
-    tokens = work.tokens // (tensor if folded(work) else 1)
-    sizes = (tokens, model.moe.top_k, model.moe.num_experts, model.moe.capacity_factor)
+    spec = moe_spec(model, parallel)
+    local_experts = model.moe.num_experts // parallel.expert
+    width = model.moe.latent_size or model.hidden_size
+    shards = 1 if parallel.fold > 1 else tensor
+    sizes = (local_experts, width, spec.ffn_size // shards)
+    matrices = jax.ShapeDtypeStruct(sizes, model.dtype.value)
+    backend, reason = spec.products(matrices, work.device)
     return Dispatch(
-        tokens=tokens,
+        tokens=work.tokens // (tensor if folded(work) else 1),
         top_k=model.moe.top_k,
         devices=work.axes["expert"] if kind is ExpertExchange.gather else parallel.expert,
-        local_experts=model.moe.num_experts // parallel.expert,
-        width=model.moe.latent_size or model.hidden_size,
-        expert_shards=1 if parallel.fold > 1 else tensor,
+        num_experts=model.moe.num_experts,
+        local_experts=local_experts,
+        width=width,
+        expert_shards=shards,
         kind=kind,
         buffer=parallel.expert_buffer,
         itemsize=work.itemsize,
-        capacity=capacity_of(*sizes) if model.moe.pad_to_capacity else 0,
+        backend=backend,
+        reason=reason,
+        capacity=model.moe.capacity_factor,
+        pad=model.moe.pad_to_capacity,
     )
 
 
@@ -138,6 +180,11 @@ def sums(work: Workload, unit: Unit) -> tuple[int, ...]:
         shared = any(mixer.widths().shared_expert for mixer in spec.mixers)
         counts.append(1 if whole else int(not folded(work)) + shared)
     return tuple(counts)
+
+
+def in_rounds(work: Workload, unit: Unit) -> bool:
+    """Whether unbalanced loads of the unit's experts need further rounds."""
+    return unit.sparse > 0 and dispatch_of(work).in_rounds
 
 
 def kept(work: Workload, unit: Unit) -> int:
@@ -174,23 +221,39 @@ def working(work: Workload, unit: Unit) -> int:
     Gather: gradients of the products and their inputs, 2 e N (widths / t), and 3 e N D for vectors
     in expert and device order and their gradients. Exchange, as XLA schedules it (ragged: less):
     3 e N (widths / t) and 7 e N D, and with further rounds, whose gradients are accumulated, 4 e
-    (a device's expert matrices). Padding: as gather; under full recomputation also e N
-    (widths / t + D), and in a pipeline float32 gradients of the expert matrices.
+    (a device's expert matrices). Blocks: as gather, under full recomputation with e N (widths / t
+    + D) more, and in a pipeline float32 gradients of the expert matrices; with further rounds as
+    exchange, but gather takes 3 e N D less.
     """
     if not unit.sparse:
         return 0
     dispatch, e = dispatch_of(work), work.itemsize
     columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    matrices = dispatch.local_experts * dispatch.width * widths // work.axes["fsdp"]
-    if dispatch.capacity:
-        again = not work.kept
-        total = e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width)
-        return total + FLOAT32 * matrices * work.pipelined
+    matrices = dispatch.local_experts * dispatch.width * widths
+    rounds = 4 * e * matrices if dispatch.in_rounds else 0
+    more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
+    again = int(not work.kept)
+    if dispatch.in_blocks and not dispatch.in_rounds:
+        return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
+    if dispatch.in_blocks and dispatch.gathers:
+        return e * dispatch.rows * (3 * columns + 3 * dispatch.width) + 5 * rounds // 4 + more
     if dispatch.gathers:
         return e * dispatch.rows * (2 * columns + 3 * dispatch.width)
-    total = e * dispatch.rows * (3 * columns + 7 * dispatch.width)
-    return total + (4 * e * matrices if dispatch.in_rounds else 0)
+    if dispatch.in_blocks:
+        return e * dispatch.rows * (3 * columns + 8 * dispatch.width) + 5 * rounds // 4 + more
+    return e * dispatch.rows * (3 * columns + 7 * dispatch.width) + rounds
+
+
+def product_words(work: Workload) -> str:
+    """The backend of the experts' products and why, and what empty or other experts' rows cost;
+    empty without experts."""
+    if not work.config.model.has("moe"):
+        return ""
+    dispatch = dispatch_of(work)
+    words = dispatch.backend + (f" ({dispatch.reason})" if dispatch.reason else "")
+    more = dispatch.multiplied / dispatch.balanced_rows
+    return words + (f", {more:.3g} times the FLOPs of the chosen experts" if more > 1 else "")
 
 
 def streamed(work: Workload, unit: Unit) -> float:
@@ -206,21 +269,16 @@ def streamed(work: Workload, unit: Unit) -> float:
 def surplus_seconds(work: Workload, cluster: Cluster) -> float:
     """Forward seconds of the average layer's experts beyond the FLOPs of the chosen experts.
 
-    XLA multiplies all rows by every expert of the device; padded rows by one expert. A product
-    takes at least the time to read its matrices.
+    XLA multiplies all rows by every expert of the device; rows of blocks, also empty ones, are
+    multiplied by one expert. A product takes at least the time to read its matrices.
     """
     total, dispatch = 0.0, dispatch_of(work)
-    rows = dispatch.balanced_rows
-    if dispatch.capacity:
-        rows = dispatch.rows
-    elif work.config.model.moe.backend is not ExpertBackend.mosaic:
-        rows = dispatch.rows * dispatch.local_experts
     for unit in work.units:
         matrices = (
             dispatch.width * (unit.expert_columns + unit.expert_inputs) // dispatch.expert_shards
         )
         needed = 2 * dispatch.balanced_rows * matrices / cluster.matmul_rate
-        multiplied = needed * rows / dispatch.balanced_rows
+        multiplied = needed * dispatch.multiplied / dispatch.balanced_rows
         read = work.itemsize * dispatch.local_experts * matrices / cluster.memory_rate
         total += unit.repeats * max(multiplied - needed, read - needed, 0.0)
     return total / work.config.model.num_layers

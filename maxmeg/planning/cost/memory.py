@@ -130,10 +130,11 @@ def layer(work: Workload) -> int:
 
     The recomputed activations under full recomputation; the gradients of its products and their
     inputs, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three
-    float32 blocks of scores if attention runs on XLA. Where parallel.gradient_dtype differs, also
-    the gradients converted, by what compiled steps need: in a pipeline half of them; else they wait
-    for their scatter when most of the rest is free, 2.5 times their size beside a quarter of the
-    activations, if that is more than all activations.
+    float32 blocks of scores if attention runs on XLA. Gradients over fsdp are scattered one by one:
+    by what compiled steps need, all but the largest exist at once, and where
+    parallel.gradient_dtype differs 1.75 of the largest converted. Experts in rounds hold theirs
+    until the last round: all, and 2.5 times as many converted when most of the rest is free; in a
+    pipeline they are among the sums of the rounds.
     """
     config, e, largest = work.config, work.itemsize, 0
     for group, unit in enumerate(work.units):
@@ -144,13 +145,15 @@ def layer(work: Workload) -> int:
         if work.axes["fsdp"] > 1:
             members = [s for s in work.shards if s.parameter.group == group]
             units = work.places[group] * config.parallel.chunks
-            trained = sum(s.whole for s in members if s.trained) // units
-            gathered = e * (sum(s.whole for s in members) // units + trained)
-            waiting = work.gradient_itemsize * trained if work.gradient_itemsize != e else 0
-            if work.pipelined:
-                total += gathered + waiting // 2
-            else:
-                total = max(total, total // 4 + 5 * waiting // 2) + gathered
+            trained = [s.whole // units for s in members if s.trained]
+            converted = work.gradient_itemsize * (work.gradient_itemsize != e)
+            total += e * sum(s.whole for s in members) // units
+            if not experts.in_rounds(work, unit):
+                one = max(trained, default=0)
+                total += e * (sum(trained) - one) + 7 * converted * one // 4
+            elif not work.pipelined:
+                waiting = total // 4 + 5 * converted * sum(trained) // 2
+                total = max(total, waiting) + e * sum(trained)
         total += 3 * max((kernel.block for kernel in kernels(work, unit)), default=0)
         largest = max(largest, total + experts.working(work, unit))
     return largest

@@ -9,7 +9,7 @@ from maxmeg.config.schema import Config
 from maxmeg.parallel.rules import is_trained
 from maxmeg.planning.cost.parameters import num_parameters
 from maxmeg.planning.cost.workload import parameters
-from maxmeg.planning.remedies import planned_attention, planned_memory
+from maxmeg.planning.remedies import planned_kernels, planned_memory
 from maxmeg.runtime.metrics.memory import memory_limit
 from maxmeg.runtime.metrics.progress import memory_size, quantity
 
@@ -24,8 +24,8 @@ def summary(config: Config, axes: Mapping[str, int], state) -> Iterator[tuple[st
     yield "model", model_words(config)
     yield "params", parameter_words(config)
     yield "memory", memory_words(config, state)
-    if words := planned_attention(config, jax.device_count())[0]:
-        yield "kernels", f"attention by {words}"
+    if words := planned_kernels(config, jax.device_count())[0]:
+        yield "kernels", words
     yield "mesh", mesh_words(config, axes)
     yield "batch", batch_words(config, axes)
 

@@ -1,0 +1,74 @@
+"""The backend of the experts' products.
+
+batched: every expert multiplies an equal block of rows, empty ones too, in one plain product; loads
+that do not fit are multiplied in further rounds. The others are those of `grouped_matmul`, which
+multiply rows sorted by expert.
+"""
+
+import functools
+import logging
+
+import jax
+
+from maxmeg.ops.backend import Device
+from maxmeg.ops.choices import measured_order
+from maxmeg.ops.experts import grouped_matmul_mosaic
+from maxmeg.ops.experts.grouped_matmul import BACKENDS
+
+BATCHED = "batched"
+MOST_EMPTY = 1.1  # rows of blocks over the mean load up to which "auto" prefers them to a kernel
+
+
+def choose_backend(
+    named: str,
+    matrices: jax.ShapeDtypeStruct,
+    *,
+    buffer: float,
+    limit: float,
+    ragged: bool,
+    device: Device,
+) -> tuple[str, str]:
+    """(BATCHED or a backend of grouped_matmul, why "auto" does not use another one).
+
+    matrices: [experts, D, F] of a device. buffer: rows of a block over an expert's mean load.
+    limit: the same of a block that holds every load. ragged: a device receives as many rows as
+    there are, without blocks.
+
+    On a GPU "auto" is batched if a block holds every load and has few empty rows, else our kernel,
+    else batched. XLA's grouped product, which multiplies each row by every expert, remains for
+    ragged exchanges. ValueError if `named` is batched and the exchange is ragged.
+    """
+    if named == BATCHED and ragged:
+        raise ValueError("backend=batched needs equal blocks: choose another exchange than ragged")
+    if named != "auto" or not device.is_cuda:
+        return ("xla", "") if named == "auto" else (named, "")
+    if limit <= min(buffer, MOST_EMPTY) and not ragged:
+        return BATCHED, ""
+    rows = jax.ShapeDtypeStruct((1, matrices.shape[1]), matrices.dtype)
+    reason = grouped_matmul_mosaic.refuses(rows, matrices, None, False, device)
+    order = measured_order("grouped_matmul", BACKENDS, ("mosaic",), device.capability)
+    if not reason and order[0] != "mosaic":
+        reason = f"{order[0]} was measured to be faster"
+    if not reason:
+        return "mosaic", ""
+    return ("xla" if ragged else BATCHED), f"mosaic: {reason}"
+
+
+@functools.cache
+def warn_of_xla(rows: int, experts: int, flops: float) -> None:
+    """Warn once that XLA multiplies `rows` rows by all of a device's experts, if these are several.
+
+    flops: of a forward pass in which each row is multiplied by one expert.
+    """
+    if experts > 1:
+        logging.getLogger("maxmeg").warning("%s", xla_words(rows, experts, flops))
+
+
+def xla_words(rows: int, experts: int, flops: float) -> str:
+    return (
+        f"experts run in XLA's grouped matrix product on the GPU, which multiplies each of {rows:,}"
+        f" rows by all {experts:,} experts of the device: in every such layer and microbatch, "
+        f"forward takes {experts * flops / 1e12:,.3g} instead of {flops / 1e12:,.3g} TFLOP, and "
+        "backward twice as much. Set model.moe.backend=auto or batched (with "
+        "parallel.expert_exchange other than ragged), or on Hopper mosaic"
+    )
