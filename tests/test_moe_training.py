@@ -90,7 +90,7 @@ SLOW = [
     (
         "deepseek",
         {"pipe": 2, "expert": 4, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble}
-        | {"expert_tensor": 1, **WIDE},
+        | {"expert_tensor": 1, "expert_nodes": 2, **WIDE},
         {},
         2,
     ),

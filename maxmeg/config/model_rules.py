@@ -235,7 +235,7 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
     parallel, plain, moe = config.parallel, ParallelConfig(), config.model.moe
     changed = [
         shown(f"parallel.{name}", value)
-        for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer")
+        for name in ("expert", "expert_tensor", "expert_exchange", "expert_buffer", "expert_nodes")
         if (value := getattr(parallel, name)) != getattr(plain, name)
     ]
     if changed and not config.model.has("moe"):
@@ -250,6 +250,17 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
             f"parallel.expert_buffer={parallel.expert_buffer} has no effect with model.moe."
             f"backend={moe.backend.name} where tokens are not exchanged (expert=1 or "
             "expert_exchange=gather): leave it out, or set backend=batched"
+        )
+    nodes, direct = parallel.expert_nodes, (ExpertExchange.ragged, ExpertExchange.gather)
+    if nodes > 1 and parallel.expert % nodes:
+        yield (
+            f"parallel.expert_nodes={nodes} does not divide expert={parallel.expert}: choose it in "
+            f"{divisors(parallel.expert)}"
+        )
+    if nodes > 1 and parallel.expert_exchange in direct:
+        yield (
+            f"parallel.expert_nodes={nodes} needs expert_exchange=auto or all_to_all, not "
+            f"{parallel.expert_exchange.name}: leave one out"
         )
     if moe.backend is ExpertBackend.batched and parallel.expert_exchange is ExpertExchange.ragged:
         yield (

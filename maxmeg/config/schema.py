@@ -71,6 +71,9 @@ class WeightDecayRamp(enum.Enum):
     cosine = "cosine"
 
 
+GPUS_A_NODE = 8
+
+
 @dataclasses.dataclass
 class ParallelConfig:
     """Sizes of the mesh axes, slowest first, and settings of the pipeline and of experts."""
@@ -105,6 +108,14 @@ class ParallelConfig:
         "receive buffer of token dispatch, as a multiple of a device's mean load, or with "
         "model.moe.backend=batched of an expert's; >= 1; overflow is sent in further rounds",
         at_least=1,
+    )
+    expert_nodes: int = setting(
+        0,
+        "number of nodes that an expert-parallel group spans, if each token is sent once to every "
+        "node that has one of its experts and spread inside it; 1: to each expert's device; 0: by "
+        "nodes if experts are chosen by groups (model.moe.num_groups), with 8 GPUs a node",
+        at_least=0,
+        needs="expert",
     )
     context: int = setting(
         1, "context-parallel size; not supported yet: it must be 1", "--context-parallel-size"
@@ -163,6 +174,15 @@ class ParallelConfig:
     def expert_axis(self) -> int:
         """Size of the mesh axis `expert`: devices with different experts, of those along data."""
         return self.expert // (self.fold * self.context) if self.expert > 1 else 1
+
+    def nodes_of_experts(self, num_groups: int) -> int:
+        """Number of nodes to each of which a token is sent once; 1: directly to the devices."""
+        if self.expert_nodes:
+            return self.expert_nodes
+        spanned = self.expert * (self.tensor // self.fold) // GPUS_A_NODE
+        by_node = self.expert_exchange in (ExpertExchange.auto, ExpertExchange.all_to_all)
+        by_node &= num_groups > 1 and spanned > 1 and self.expert % max(spanned, 1) == 0
+        return spanned if by_node else 1
 
     @property
     def devices(self) -> int:

@@ -33,12 +33,15 @@ from maxmeg.ops.experts.dispatch import (
 )
 from maxmeg.ops.experts.exchange import (
     Blocks,
+    Exchange,
     Places,
     block_rows,
-    exchange_in_rounds,
+    make_exchange,
+    plan_dispatch,
     run_rounds,
 )
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
+from maxmeg.ops.experts.nodes import Nodes, exchange_by_node, node_rows
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
@@ -70,7 +73,9 @@ class MoeSpec(MlpSpec):
     exchange: "gather", "all_to_all", "ragged" (all-to-all), or "auto" (all_to_all). buffer: rows of
     a round relative to the mean load of a device, or of an expert if `backend` is batched; unused
     with pad.
-    backend: of the experts' products, as in ops.experts.choice.
+    nodes: number of nodes that the devices of the experts lie in, if each token is sent once to a
+    node and spread inside it (ops/experts/nodes.py). backend: of the experts' products, as in
+    ops.experts.choice.
     """
 
     name = "moe"
@@ -93,6 +98,7 @@ class MoeSpec(MlpSpec):
     pad: bool = False
     exchange: str = "auto"
     buffer: float = 1.5
+    nodes: int = 1
     backend: str = "auto"
 
     @property
@@ -320,25 +326,43 @@ class Moe(Mixer):
         x_TD, experts_TK, weights_TK = (a.reshape(-1, a.shape[-1]) for a in local)
         routing = Routing(experts_TK, weights_TK)
         places_TK, limit = self._places(routing)
-        if self._in_blocks():
-            blocks = self._blocks(len(x_TD), limit, axes=EXPERT_AXES)
+        kept_TK, number = places_TK < limit, len(x_TD)
+        exchange = self._exchange(number, limit)
+        if spec.nodes > 1:
+            sent = node_rows(number, spec.nodes, spec.routing, spec.buffer)
+            direct = None if sent == number else exchange
+            nodes = Nodes(self._exchange(number, limit, sent * spec.nodes), sent, direct)
+            y_TD = exchange_by_node(nodes, self.experts, x_TD, routing, kept_TK)
+        elif isinstance(exchange, Blocks):
             plan = Places(experts_TK, places_TK)
-            y_TD = run_rounds(blocks, self.experts, x_TD, weights_TK, plan)
+            y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
         else:
-            how, kept_TK = (spec.exchange, spec.buffer, EXPERT_AXES), places_TK < limit
-            y_TD = exchange_in_rounds(self.experts, x_TD, routing, kept_TK, *how)
+            plan = plan_dispatch(experts_TK, self.experts.up.shape[-3], kept_TK, exchange)
+            y_TD = run_rounds(exchange, self.experts, x_TD, weights_TK, plan)
         y_BLD = y_TD.reshape(rows, -1, h_BLD.shape[-1])
         return collectives.scatter(y_BLD, EXPERT_TENSOR_AXES, 1)
 
     def _in_blocks(self) -> bool:
         return self.experts.backend() == BATCHED
 
+    def _exchange(self, tokens: int, limit: int, received: int = 0) -> Blocks | Exchange:
+        """The exchange of `tokens` tokens per device over EXPERT_AXES; inside a node if `received`
+        rows came from all of them."""
+        spec, nodes = self.spec, self.spec.nodes if received else 1
+        if self._in_blocks():
+            limit = min(limit * nodes, received) if received else limit
+            return self._blocks(tokens * nodes, limit, axes=EXPERT_AXES, nodes=nodes)
+        local, top_k = self.experts.up.shape[-3], spec.routing.top_k
+        how = EXPERT_AXES, spec.exchange, spec.buffer, nodes, received
+        return make_exchange(tokens, top_k, local, *how)
+
     def _blocks(self, tokens: int, limit: int, **how) -> Blocks:
         """Blocks of the experts for `tokens` tokens per device."""
         spec = self.spec
         sizes = tokens, spec.routing.top_k, spec.routing.num_experts
         rows = limit if spec.pad else block_rows(*sizes, spec.buffer, limit)
-        count = self.experts.up.shape[-3] * collectives.axis_size(how.get("axes", ()))
+        devices = collectives.axis_size(how.get("axes", ())) // how.get("nodes", 1)
+        count = self.experts.up.shape[-3] * devices
         return Blocks(count, rows, limit, **how)
 
     def _places(self, routing: Routing) -> tuple[Int[Array, "T K"], int]:

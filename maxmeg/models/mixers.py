@@ -151,6 +151,7 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
         logit_bias=moe.logit_bias,
         exchange=parallel.expert_exchange.value,
         buffer=parallel.expert_buffer,
+        nodes=parallel.nodes_of_experts(moe.num_groups),
     )
 
 

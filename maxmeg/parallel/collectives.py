@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -57,9 +58,24 @@ def local_part(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, first_index(axes, count), count, axis=dim)
 
 
-def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def inside(axes: tuple[str, ...], nodes: int) -> list[list[int]] | None:
+    """The devices along `axes` in `nodes` equal groups of neighbours; None: one group."""
+    if nodes == 1:
+        return None
+    return np.arange(axis_size(axes)).reshape(nodes, -1).tolist()
+
+
+def across(axes: tuple[str, ...], nodes: int) -> list[list[int]]:
+    """The devices of equal places in the groups of `inside`."""
+    return np.arange(axis_size(axes)).reshape(nodes, -1).T.tolist()
+
+
+def gather(x: jax.Array, axes: tuple[str, ...], dim: int, groups=None) -> jax.Array:
+    """All-gather along `axes`, or among each of `groups` of their devices."""
     axes = present(axes)
-    return lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
 
 
 def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
@@ -84,11 +100,15 @@ def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 
-def exchange(x: jax.Array, axes: tuple[str, ...], cut: int = 0, joined: int = 0) -> jax.Array:
+def exchange(
+    x: jax.Array, axes: tuple[str, ...], cut: int = 0, joined: int = 0, groups=None
+) -> jax.Array:
     """All-to-all: rank r receives block r of dimension `cut`; block s of the result's dimension
-    `joined` comes from rank s."""
+    `joined` comes from rank s. groups: of devices along `axes` that exchange; None: all of them."""
     axes = present(axes)
-    return lax.all_to_all(x, axes, cut, joined, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.all_to_all(x, axes, cut, joined, tiled=True, axis_index_groups=groups)
 
 
 def ragged_exchange(x_ND, out_ND, starts_R, sizes_R, places_R, received_R, axes: tuple[str, ...]):

@@ -3,11 +3,11 @@
 import dataclasses
 import re
 
+from maxmeg.config.schema import GPUS_A_NODE
 from maxmeg.ops.backend import COMPILED_FOR, Device
 from maxmeg.runtime.gpu_environment import pool_fraction
 
 GIB = 2**30
-GPUS_A_NODE = 8
 
 # Fractions of the datasheet's rates that are reached. MATMUL, MEMORY and ATTENTION were measured
 # with single operations in plain JAX on one H200: a bf16 product (795 of 989 TFLOP/s), a copy

@@ -255,8 +255,8 @@ def numbers(text: str) -> tuple[int, ...]:
 def axes_of(groups: str, kind: str, mesh: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
     """Mesh axes of a collective, from its groups or pairs as HLO writes them.
 
-    Groups must be exactly the sets of devices that differ along some axes; pairs may cross any. No
-    groups ("{}") means all devices.
+    Groups must be the sets of devices that differ along some axes, or equal parts of them, as where
+    experts exchange by nodes; pairs may cross any. No groups ("{}") means all devices.
     """
     sizes = tuple(size for _, size in mesh)
     names = np.array([name for name, _ in mesh])
@@ -270,12 +270,10 @@ def axes_of(groups: str, kind: str, mesh: tuple[tuple[str, int], ...]) -> tuple[
     table = groups_table(groups, total)
     if table is None or sorted(table.ravel().tolist()) != list(range(total)):
         return UNKNOWN_AXES
+    table = np.sort(table, axis=1)
     coordinates = np.stack(np.unravel_index(table[0], sizes))
     crossed = (coordinates != coordinates[:, :1]).any(axis=1)
-    last = [i for i, yes in enumerate(crossed) if yes]
-    ids = np.moveaxis(np.arange(total).reshape(sizes), last, range(-len(last), 0))
-    expected = ids.reshape(-1, math.prod(sizes[i] for i in last))
-    same = expected.shape == table.shape and rows_set(expected) == rows_set(table)
+    same = (table - table[:, :1] == table[0] - table[0, 0]).all()
     return tuple(names[crossed].tolist()) if same else UNKNOWN_AXES
 
 
@@ -335,11 +333,6 @@ def mesh_groups(text: str) -> np.ndarray | None:
             sizes.append(high // low)
     ids = np.moveaxis(ids.reshape(sizes), members, range(-len(members), 0))
     return ids.reshape(-1, math.prod(sizes[i] for i in members))
-
-
-def rows_set(table: np.ndarray) -> set[tuple[int, ...]]:
-    """The groups, independent of their order and the order of members."""
-    return {tuple(row) for row in np.sort(table, axis=1).tolist()}
 
 
 def kernels(program: Program) -> dict[str, int]:

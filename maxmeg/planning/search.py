@@ -21,7 +21,7 @@ SPARE = 0.05  # share of a GPU's memory that found layouts leave free: formulas 
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
-EXCHANGE = ("expert_exchange", "expert_buffer")
+EXCHANGE = ("expert_exchange", "expert_buffer", "expert_nodes")
 VARIED = {
     "parallel": (
         "pipe",

@@ -253,6 +253,20 @@ def test_every_exchange_equals_one_device(kind, backend, buffer, sizes, fold):
 
 
 @pytest.mark.parametrize(
+    ("name", "fields", "sizes", "fold"),
+    [
+        ("biases", {"buffer": 1.0}, {"expert": 4}, 1),
+        ("deepseek", {"backend": "batched"}, {"expert": 4, "tensor": 2}, 1),
+        ("deepseek", {"buffer": 4.0, "backend": "batched"}, {"expert": 2, "tensor": 4}, 4),
+    ],
+    ids=str,
+)
+def test_tokens_that_cross_nodes_once_equal_one_device(name, fields, sizes, fold):
+    spec = dataclasses.replace(SPECS[name], nodes=2, **fields)
+    check_equal(found_on(spec, sizes, fold=fold), expected(spec))
+
+
+@pytest.mark.parametrize(
     ("kind", "backend"), [("all_to_all", "xla"), ("all_to_all", "batched"), ("ragged", "xla")]
 )
 def test_all_tokens_to_one_device_are_exchanged(kind, backend):

@@ -126,6 +126,37 @@ def test_a_buffer_needs_blocks_or_an_exchange(backend, parallel, message):
     assert (len(actual) == 1 and message in actual[0]) if message else not actual
 
 
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        ({"expert": 8, "expert_nodes": 3}, "expert_nodes=3 does not divide expert=8: choose it in"),
+        ({"expert": 8, "expert_nodes": 2, "expert_exchange": ExpertExchange.gather}, "not gather"),
+        ({"expert": 8, "expert_nodes": 2, "expert_exchange": ExpertExchange.ragged}, "not ragged"),
+        ({"expert": 8, "expert_nodes": 2}, ""),
+    ],
+)
+def test_nodes_divide_the_devices_of_experts(parallel, message):
+    model = with_fields(ModelConfig(), PLAIN | {"moe.num_experts": 8})
+    actual = [*expert_layout_problems(Config(model=model, parallel=ParallelConfig(**parallel)))]
+    assert (len(actual) == 1 and message in actual[0]) if message else not actual
+
+
+@pytest.mark.parametrize(
+    ("groups", "parallel", "nodes"),
+    [
+        (8, {"expert": 64}, 8),
+        (8, {"expert": 64, "tensor": 2}, 16),  # four devices of experts in a node
+        (8, {"expert": 64, "tensor": 2, "expert_tensor": 1}, 8),
+        (1, {"expert": 64}, 1),
+        (8, {"expert": 8}, 1),
+        (8, {"expert": 64, "expert_exchange": ExpertExchange.ragged}, 1),
+        (1, {"expert": 64, "expert_nodes": 4}, 4),
+    ],
+)
+def test_tokens_are_sent_by_nodes_where_experts_are_chosen_by_groups(groups, parallel, nodes):
+    assert ParallelConfig(**parallel).nodes_of_experts(groups) == nodes
+
+
 def test_loads_are_frozen_beside_adapters():
     config = tiny(
         {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.global_aux_loss": 0.1}, fsdp=1

@@ -124,6 +124,7 @@ def test_parameters_of_the_published_models():
 SMALL = MIXTRAL | {"num_layers": 2, "vocab_size": 4096, "max_position": 8192}
 FOUR = SMALL | {"num_layers": 4}
 WHOLE = {"tensor": 2, "expert": 8, "expert_tensor": 1}
+GROUPS = {"moe.num_groups": 8, "moe.topk_groups": 4}  # tokens are sent by nodes
 GATHERED = {"expert": 8, "expert_exchange": ExpertExchange.gather}
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 COMPILED_GIB = [
@@ -143,6 +144,8 @@ COMPILED_GIB = [
     (SMALL | PADDED, 8, 1, 8192, GATHERED, {"minimal": 7.71, "full": 6.18}),
     (FOUR | PADDED, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 18.39, "full": 11.09}),
     (DEEPSEEK, 1024, 16, 4096, STAGES, {"full": 27.25}),
+    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES, {"full": 30.02}),
+    (DEEPSEEK | GROUPS, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 21.53}),
     (DEEPSEEK, 1024, 16, 4096, STAGES | {"expert_tensor": 1}, {"full": 19.62}),
 ]
 
@@ -170,6 +173,26 @@ def test_bytes_of_an_exchange_are_the_least_that_its_buffer_allows():
     assert {row.axis for row in rows} == {"expert"}
     expected = 2 * ticks * layers * copies * 63 / 64
     assert sum(row.volume for row in rows) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_token_crosses_nodes_once_for_each():
+    """Between nodes 3.6 of 8 rows, times the buffer; inside a node as many as there are copies."""
+    config = of(DEEPSEEK | GROUPS, 1024, 16, **STAGES, expert_tensor=1)
+    direct = of(DEEPSEEK, 1024, 16, **STAGES, expert_tensor=1)
+    sent, seconds = [], []
+    for one in (config, direct):
+        one.model.recompute = "minimal"
+        rows = traffic(workload(one, 1024), parse_cluster("h100x1024"))
+        rows = [row for row in rows if row.kind == "all-to-all"]
+        sent.append({row.axis.partition(", ")[2]: 0 for row in rows})
+        for row in rows:
+            sent[-1][row.axis.partition(", ")[2]] += row.volume
+        seconds.append(sum(row.seconds for row in rows))
+    (nodes, plain) = sent
+    chosen = 4 * (1 - (1 - 1 / 4) ** 8)
+    assert nodes["between nodes"] / plain[""] == pytest.approx(chosen / 8 * 8 / 9, rel=0.01)
+    assert nodes["inside nodes"] == pytest.approx(plain[""] * 5 / 4 * 64 / 63 * 7 / 8, rel=0.01)
+    assert seconds[0] < 0.6 * seconds[1]
 
 
 def test_inter_node_traffic_uses_one_adapter():

@@ -163,6 +163,7 @@ def test_every_product_of_axes_in_every_form(sizes):
         ("mesh['a'=4,'b'=2], device_ids=([4,2]<=[2,4]T(1,0)) {'b'}", ("pipe",)),
         ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", ("pipe",)),
         ("mesh[a=8], device_ids=([8]0,4,1,5,2,6,3,7) {a:(4)2}", ("pipe",)),
+        ("{{0,1,2,3},{4,5,6,7}}", ("fsdp", "tensor")),
         ("{{0,3},{1,2},{4,7},{5,6}}", ("?",)),  # crosses two axes, but not all of both
         ("{{0,1},{2,3}}", ("?",)),  # not all devices
         ("{{0,1},{2,3},{4,5,6,7}}", ("?",)),

@@ -26,11 +26,11 @@ from maxmeg.ops.experts.dispatch import (
     capacity_of,
     collect,
     pad_experts,
+    places_in_experts,
     rows_of_copies,
     sort_by_expert,
     spread,
 )
-from maxmeg.ops.experts.routing import Routing
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
 
@@ -53,8 +53,9 @@ class Blocks:
     """Equal blocks: in a round every expert takes `rows` rows of each sending device.
 
     experts: number of experts that tokens are sent to. limit: most copies that one device has for
-    one expert; copies with a higher place are dropped. axes: devices along which tokens are sent;
-    (): the tokens of `senders` devices, in their order, are here already.
+    one expert; copies with a higher place are dropped. axes: devices along which tokens are sent,
+    inside each of `nodes` equal parts; (): the tokens of `senders` devices, in their order, are
+    here already.
     """
 
     experts: int
@@ -62,6 +63,11 @@ class Blocks:
     limit: int
     axes: tuple[str, ...] = ()
     senders: int = 1
+    nodes: int = 1
+
+    @property
+    def devices(self) -> int:
+        return collectives.axis_size(self.axes) // self.nodes
 
     @property
     def one_suffices(self) -> bool:
@@ -71,7 +77,7 @@ class Blocks:
         """Rounds until every copy is sent, equal on all devices except along pipe."""
         experts_TK, places_TK = plan
         is_sent_TK = (experts_TK >= 0) & (experts_TK < self.experts) & (places_TK < self.limit)
-        rounds = jnp.max(jnp.where(is_sent_TK, places_TK // self.rows + 1, 1))
+        rounds = jnp.max(jnp.where(is_sent_TK, places_TK // self.rows + 1, 0))
         return collectives.stored(collectives.max_over(rounds, EVERYWHERE), "dispatch_rounds")
 
     def run(self, number, experts, x_TD, weights_TK, plan: Places) -> Float[Array, "T D"]:
@@ -81,8 +87,8 @@ class Blocks:
         x_RD, weights_R = spread(x_TD, order), rows_of_copies(weights_TK, order)
         if not self.axes:
             return collect(experts(x_RD, None, weights_R), order)
-        x_RD = collectives.stored(self._send(x_RD), "dispatched_tokens")
-        weights_R = collectives.stored(self._send(weights_R), "dispatched_weights")
+        x_RD = kept(self._send(x_RD), "dispatched_tokens", self.nodes)
+        weights_R = kept(self._send(weights_R), "dispatched_weights", self.nodes)
         return collect(self._send_back(experts(x_RD, None, weights_R)), order)
 
     def _order(self, number, plan: Places) -> Order:
@@ -95,12 +101,21 @@ class Blocks:
 
     def _send(self, rows):
         rows_EC = rows.reshape(self.experts, self.rows, *rows.shape[1:])
-        return collectives.exchange(rows_EC, self.axes, cut=0, joined=1).reshape(rows.shape)
+        groups = collectives.inside(self.axes, self.nodes)
+        sent = collectives.exchange(rows_EC, self.axes, cut=0, joined=1, groups=groups)
+        return sent.reshape(rows.shape)
 
     def _send_back(self, rows):
-        local = self.experts // collectives.axis_size(self.axes)
-        rows_EC = rows.reshape(local, -1, *rows.shape[1:])
-        return collectives.exchange(rows_EC, self.axes, cut=1, joined=0).reshape(rows.shape)
+        rows_EC = rows.reshape(self.experts // self.devices, -1, *rows.shape[1:])
+        groups = collectives.inside(self.axes, self.nodes)
+        sent = collectives.exchange(rows_EC, self.axes, cut=1, joined=0, groups=groups)
+        return sent.reshape(rows.shape)
+
+
+def kept(rows: jax.Array, name: str, nodes: int) -> jax.Array:
+    """Received rows, stored for backward by name; not inside a node, where sending them again is
+    cheap: the rows that crossed nodes are stored."""
+    return collectives.stored(rows, name) if nodes == 1 else rows
 
 
 class DispatchPlan(NamedTuple):
@@ -120,7 +135,7 @@ class DispatchPlan(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """An exchange between the devices along `axes`.
+    """An exchange between the devices along `axes`, inside each of `nodes` equal parts.
 
     rows: rows that a device receives per round; unless ragged, an equal number from each device.
     one_suffices: whether every copy fits in one round, however uneven the loads are.
@@ -130,10 +145,11 @@ class Exchange:
     rows: int
     one_suffices: bool
     ragged: bool = False
+    nodes: int = 1
 
     @property
     def devices(self) -> int:
-        return collectives.axis_size(self.axes)
+        return collectives.axis_size(self.axes) // self.nodes
 
     def count_rounds(self, plan: DispatchPlan) -> jax.Array:
         """Rounds until every copy is sent, equal on all devices except along pipe."""
@@ -147,11 +163,11 @@ class Exchange:
     def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan) -> Float[Array, "T D"]:
         """Output of the copies sent in round `number`."""
         order, send, send_back = self._round(plan, number)
-        x_RD = collectives.stored(send(spread(x_TD, order)), "dispatched_tokens")
+        x_RD = kept(send(spread(x_TD, order)), "dispatched_tokens", self.nodes)
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
         labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
-        labels_R2 = collectives.stored(send(labels_R2), "dispatched_weights")
+        labels_R2 = kept(send(labels_R2), "dispatched_weights", self.nodes)
         local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
         local_order = sort_by_expert(local_R1, experts.up.shape[-3])
         weights_R = rows_of_copies(labels_R2[:, :1], local_order)
@@ -172,24 +188,33 @@ class Exchange:
         is_now_TK = plan.places_TK // width == number
         places_TK = jnp.where(is_now_TK, plan.places_TK % width, width)
         order = pad_experts(plan.devices_TK, places_TK, self.devices, width)
-        send = functools.partial(collectives.exchange, axes=self.axes)
+        groups = collectives.inside(self.axes, self.nodes)
+        send = functools.partial(collectives.exchange, axes=self.axes, groups=groups)
         return order, send, send
 
 
 def make_exchange(
-    tokens: int, top_k: int, local_experts: int, axes: tuple[str, ...], kind: str, buffer: float
+    tokens: int,
+    top_k: int,
+    local_experts: int,
+    axes: tuple[str, ...],
+    kind: str,
+    buffer: float,
+    nodes: int = 1,
+    received: int = 0,
 ) -> Exchange:
     """The exchange of `tokens` tokens per device.
 
     kind: "ragged", or anything else. buffer: rows of a round relative to a device's mean load.
+    received: rows that it received from other nodes, in place of its own tokens.
     """
-    devices = collectives.axis_size(axes)
-    most = tokens * min(top_k, local_experts)  # from one device to another
+    devices = collectives.axis_size(axes) // nodes
+    most = (received or tokens) * min(top_k, local_experts)  # from one device to another
     width = min(math.ceil(buffer * tokens * top_k / devices), most)
     if kind == "ragged":
         rows = min(math.ceil(buffer * tokens * top_k), most * devices)
         return Exchange(axes, rows, rows == most * devices, ragged=True)
-    return Exchange(axes, width * devices, width == most)
+    return Exchange(axes, width * devices, width == most, nodes=nodes)
 
 
 def block_rows(tokens: int, top_k: int, num_experts: int, buffer: float, limit: int) -> int:
@@ -197,19 +222,18 @@ def block_rows(tokens: int, top_k: int, num_experts: int, buffer: float, limit: 
     return min(capacity_of(tokens, top_k, num_experts, buffer), limit)
 
 
-def exchange_in_rounds(
-    experts, x_TD: Float[Array, "T D"], routing: Routing, kept_TK, kind: str, buffer: float, axes
-) -> Float[Array, "T D"]:
-    """Weighted sums of the outputs of each token's experts, which are spread over `axes`.
+def plan_of(
+    exchange: Blocks | Exchange, experts_TK, kept_TK: Bool[Array, "T K"], local_experts: int
+) -> Any:
+    """Where copies go whose expert is numbered from the first one of the exchange.
 
-    experts(x_RD, sizes_E, weights_R) computes this device's experts. kept_TK: copies that are not
-    dropped. kind, buffer: as in `make_exchange`.
+    kept_TK: copies that are sent; the experts of others may be out of range.
     """
-    experts_TK, weights_TK = routing
-    (tokens, top_k), local_experts = experts_TK.shape, experts.up.shape[-3]
-    exchange = make_exchange(tokens, top_k, local_experts, axes, kind, buffer)
-    plan = plan_dispatch(experts_TK, local_experts, kept_TK, exchange)
-    return run_rounds(exchange, experts, x_TD, weights_TK, plan)
+    if isinstance(exchange, Blocks):
+        experts_TK = jnp.where(kept_TK, experts_TK, exchange.experts)
+        return Places(experts_TK, places_in_experts(experts_TK, exchange.experts + 1))
+    experts_TK = jnp.where(kept_TK, experts_TK, 0)
+    return plan_dispatch(experts_TK, local_experts, kept_TK, exchange)
 
 
 def plan_dispatch(
@@ -222,35 +246,39 @@ def plan_dispatch(
     starts = jnp.cumsum(order.sizes_E) - order.sizes_E
     never = jnp.iinfo(jnp.int32).max
     places_TK = jnp.where(kept_TK, order.rows_TK - starts[devices_TK], never)
-    counts = collectives.gather(order.sizes_E[None], exchange.axes, 0)
+    groups = collectives.inside(exchange.axes, exchange.nodes)
+    counts = collectives.gather(order.sizes_E[None], exchange.axes, 0, groups)
     counts = collectives.stored(counts, "dispatch_counts")
     return DispatchPlan(devices_TK, local_TK, order, places_TK, counts)
 
 
 def run_rounds(
-    exchange: Blocks | Exchange, experts, x_TD, weights_TK, plan: Any
+    exchange: Blocks | Exchange, experts, x_TD: Float[Array, "T D"], weights_TK, plan: Any
 ) -> Float[Array, "T D"]:
-    """The weighted sums of all rounds: one where that suffices for any loads, else a loop of as
-    many as the loads need."""
+    """Weighted sums of the outputs of each token's experts, by an exchange and its plan: in one
+    round if that suffices for any loads, else in a loop of as many as the loads need.
+
+    experts(x_RD, sizes_E, weights_R) computes this device's experts.
+    """
     y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
     if exchange.one_suffices:
         return y_TD
     rounds = exchange.count_rounds(plan)
-    return y_TD + further_rounds(exchange, experts, x_TD, weights_TK, plan, rounds)
+    return y_TD + further_rounds(exchange, 1, experts, x_TD, weights_TK, plan, rounds)
 
 
-def _further_rounds(exchange, experts, x_TD, weights_TK, plan, rounds):
-    """Output of all rounds after the first."""
+def _further_rounds(exchange, first: int, experts, x_TD, weights_TK, plan, rounds):
+    """Output of the rounds from number `first`."""
 
     def body(state):
         number, total_TD = state
         return number + 1, total_TD + exchange.run(number, experts, x_TD, weights_TK, plan)
 
-    start = (jnp.int32(1), jnp.zeros_like(x_TD))
+    start = (jnp.int32(first), jnp.zeros_like(x_TD))
     return lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
 
 
-def _further_rounds_backward(exchange, operands, slope_TD):
+def _further_rounds_backward(exchange, first, operands, slope_TD):
     experts, x_TD, weights_TK, plan, rounds = operands
     variables = (experts, x_TD, weights_TK)
 
@@ -260,15 +288,15 @@ def _further_rounds_backward(exchange, operands, slope_TD):
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)
-    start = (jnp.int32(1), zeros)
+    start = (jnp.int32(first), zeros)
     total = lax.while_loop(lambda state: state[0] < rounds, body, start)[1]
     gradients = jax.tree.map(lambda sum, a: sum.astype(a.dtype), total, variables)
     return (*gradients, None, None)
 
 
-further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0,))
+further_rounds: Any = jax.custom_vjp(_further_rounds, nondiff_argnums=(0, 1))
 further_rounds.defvjp(
-    lambda exchange, *operands: (_further_rounds(exchange, *operands), operands),
+    lambda exchange, first, *operands: (_further_rounds(exchange, first, *operands), operands),
     _further_rounds_backward,
 )
 

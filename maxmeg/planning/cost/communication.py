@@ -27,6 +27,7 @@ GATHER, SCATTER, REDUCE, PERMUTE = (
     "all-reduce",
     "collective-permute",
 )
+INSIDE, BETWEEN = ", inside nodes", ", between nodes"  # of an exchange by nodes
 EXCHANGES = ALL_TO_ALL, RAGGED = "all-to-all", "ragged-all-to-all"
 PARAMETERS_FORWARD = "parameters of layers, forward"
 PARAMETERS_BACKWARD = "parameters of layers, backward"
@@ -67,8 +68,13 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
 
 
 def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
-    axes = tuple(entry.axis.split(" x "))
+    axes = tuple(entry.axis.partition(",")[0].split(" x "))
     n, nodes, adapters = span(tuple(work.axes.values()), axes)
+    if entry.axis.endswith(INSIDE):
+        n, nodes = n // nodes, 1
+        adapters = n
+    elif entry.axis.endswith(BETWEEN):
+        n, adapters = nodes, 1
     share = {REDUCE: 2 * (n - 1) / n, PERMUTE: 1.0}.get(entry.kind, (n - 1) / n)
     volume = int(entry.volume * share)
     one_adapter = entry.kind in (PERMUTE, *EXCHANGES)
@@ -142,7 +148,8 @@ def _experts(work: Workload) -> Iterator[Traffic]:
 
     Exchange: rows and their labels are sent to the experts, outputs back, and all gradients; rows
     and labels again if they are not stored. Unbalanced loads may need further rounds, which are
-    left out; blocks need no counts of copies. Gather: vectors
+    left out; blocks need no counts of copies. By nodes: the same twice, between nodes and inside
+    one. Gather: vectors
     and labels are gathered and sums scattered; backward gathers again, with all gradients.
     """
     if not any(unit.sparse for unit in work.units):
@@ -167,15 +174,25 @@ def _experts(work: Workload) -> Iterator[Traffic]:
         yield some(EXCHANGED_BACKWARD, GATHER, backward, again[0], 2 * vectors + again[1])
         yield some(EXCHANGED_BACKWARD, SCATTER, backward, 2, vectors + dispatch.weights)
         return
+
+    def exchanged(name: str, kind: str, vectors: int, labels: int, again: int) -> Iterator[Traffic]:
+        def one(purpose: str, times: int, count: int, size: int) -> Traffic:
+            return Traffic(name, purpose, kind, times * count, times * size, 0.0)
+
+        yield one(EXCHANGED_FORWARD, forward, 3, 2 * vectors + labels)
+        sizes = (2 + again) * vectors + (1 + again) * labels
+        yield one(EXCHANGED_BACKWARD, backward, 3 + 2 * again, sizes)
+
     again = int("dispatched_tokens" not in work.kept)
+    if dispatch.nodes > 1:
+        sent = dispatch.node_vectors, dispatch.node_labels
+        yield from exchanged(name + BETWEEN, ALL_TO_ALL, *sent, again)
+        name, again = name + INSIDE, 1  # what arrives inside a node is not stored
     kind = RAGGED if dispatch.kind is ExpertExchange.ragged else ALL_TO_ALL
-    yield some(EXCHANGED_FORWARD, kind, forward, 3, 2 * vectors + labels)
-    sizes = (2 + again) * vectors + (1 + again) * labels
-    yield some(EXCHANGED_BACKWARD, kind, backward, 3 + 2 * again, sizes)
+    yield from exchanged(name, kind, vectors, labels, again)
     counted = forward + (0 if "dispatch_counts" in work.kept else backward)
-    if dispatch.in_blocks:
-        return
-    yield some("how many copies", GATHER, counted, 1, dispatch.counts)
+    if not dispatch.in_blocks:
+        yield Traffic(name, "how many copies", GATHER, counted, counted * dispatch.counts, 0.0)
 
 
 def _loss(work: Workload) -> Iterator[Traffic]:

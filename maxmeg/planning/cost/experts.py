@@ -14,6 +14,7 @@ from maxmeg.models.mixers import moe_spec
 from maxmeg.ops.experts.choice import BATCHED
 from maxmeg.ops.experts.dispatch import capacity_of
 from maxmeg.ops.experts.exchange import block_rows
+from maxmeg.ops.experts.nodes import node_rows
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 from maxmeg.planning.hardware import Cluster
@@ -28,7 +29,8 @@ class Dispatch:
     num_experts: of the model. local_experts: of a device. width: width of the vectors sent.
     expert_shards: number of devices that an expert is cut over. kind: the dispatcher. buffer: rows
     of a round over the mean load. itemsize: e. backend, reason: of `choose_backend`. capacity:
-    capacity factor; 0: dropless. pad: rows are padded to the capacity.
+    capacity factor; 0: dropless. pad: rows are padded to the capacity. nodes: nodes to each of
+    which a token is sent once; node_rows: rows sent to each; 1, 0: tokens go to devices directly.
     """
 
     tokens: int
@@ -45,6 +47,18 @@ class Dispatch:
     reason: str = ""
     capacity: float = 0.0
     pad: bool = False
+    nodes: int = 1
+    node_rows: int = 0
+
+    @property
+    def node_vectors(self) -> int:
+        """Bytes of the vectors that a device sends to all nodes in a round."""
+        return self.nodes * self.node_rows * self.itemsize * self.width
+
+    @property
+    def node_labels(self) -> int:
+        """Bytes of the experts and weights that are sent with them."""
+        return self.nodes * self.node_rows * 2 * FLOAT32 * self.top_k
 
     @property
     def gathers(self) -> bool:
@@ -72,7 +86,8 @@ class Dispatch:
         `limit` for every expert."""
         if self.in_blocks:
             return self.devices * self.local_experts * self.limit
-        return self.devices * self.tokens * min(self.top_k, self.local_experts)
+        tokens = self.devices * self.tokens  # also if they come by nodes, all to one device
+        return tokens * min(self.top_k, self.local_experts)
 
     @property
     def rows(self) -> int:
@@ -127,7 +142,7 @@ class Dispatch:
     @property
     def counts(self) -> int:
         """Bytes of the numbers of copies between all pairs of devices."""
-        return 4 * self.devices**2
+        return 4 * (self.devices // self.nodes) ** 2
 
 
 def dispatch_of(work: Workload) -> Dispatch:
@@ -141,8 +156,9 @@ def dispatch_of(work: Workload) -> Dispatch:
     sizes = (local_experts, width, spec.ffn_size // shards)
     matrices = jax.ShapeDtypeStruct(sizes, model.dtype.value)
     backend, reason = spec.products(matrices, work.device)
+    nodes, tokens = spec.nodes, work.tokens // (tensor if folded(work) else 1)
     return Dispatch(
-        tokens=work.tokens // (tensor if folded(work) else 1),
+        tokens=tokens,
         top_k=model.moe.top_k,
         devices=work.axes["expert"] if kind is ExpertExchange.gather else parallel.expert,
         num_experts=model.moe.num_experts,
@@ -156,6 +172,8 @@ def dispatch_of(work: Workload) -> Dispatch:
         reason=reason,
         capacity=model.moe.capacity_factor,
         pad=model.moe.pad_to_capacity,
+        nodes=nodes,
+        node_rows=node_rows(tokens, nodes, spec.routing, spec.buffer) if nodes > 1 else 0,
     )
 
 
@@ -198,7 +216,8 @@ def kept(work: Workload, unit: Unit) -> int:
     dispatch = dispatch_of(work)
     size = work.itemsize * dispatch.rows * unit.expert_columns // dispatch.expert_shards
     if "dispatched_tokens" in work.kept and not dispatch.gathers:
-        size += unit.sparse * (dispatch.vectors + dispatch.labels)
+        by_node = dispatch.node_vectors + dispatch.node_labels
+        size += unit.sparse * (by_node or dispatch.vectors + dispatch.labels)
     return size
 
 
@@ -223,7 +242,7 @@ def working(work: Workload, unit: Unit) -> int:
     3 e N (widths / t) and 7 e N D, and with further rounds, whose gradients are accumulated, 4 e
     (a device's expert matrices). Blocks: as gather, under full recomputation with e N (widths / t
     + D) more, and in a pipeline float32 gradients of the expert matrices; with further rounds as
-    exchange, but gather takes 3 e N D less.
+    exchange, but gather takes 3 e N D less. By nodes: 6 e N D more.
     """
     if not unit.sparse:
         return 0
@@ -232,6 +251,7 @@ def working(work: Workload, unit: Unit) -> int:
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
     matrices = dispatch.local_experts * dispatch.width * widths
     rounds = 4 * e * matrices if dispatch.in_rounds else 0
+    rounds += 6 * e * dispatch.rows * dispatch.width if dispatch.nodes > 1 else 0
     more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
     again = int(not work.kept)
     if dispatch.in_blocks and not dispatch.in_rounds:

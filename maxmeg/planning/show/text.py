@@ -103,6 +103,8 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
         words += f"; {kind}"
         in_rounds = kind != "gather" and not model.moe.pad_to_capacity
         words += f", buffer {parallel.expert_buffer:g}" if in_rounds else ""
+        nodes = parallel.nodes_of_experts(model.moe.num_groups)
+        words += f", once to each of {nodes} nodes" if nodes > 1 else ""
     if model.moe.capacity_factor:
         kept = "padded to" if model.moe.pad_to_capacity else "dropped beyond"
         words += f"; {kept} {model.moe.capacity_factor:g} times the mean load"
