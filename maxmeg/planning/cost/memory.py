@@ -76,7 +76,18 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
         gathered += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor
     kept += experts.deferred(work, unit)
+    if transposes(work):
+        hidden, gathered = hidden * (1 if work.kept else 2), gathered * 2
     return kept + (hidden + gathered * tensor) * work.hidden_bytes
+
+
+def transposes(work: Workload) -> bool:
+    """Whether XLA holds gathered sequences of a weight lane twice (full: all residual streams).
+
+    Collectives along the sequence store several samples with the tokens outermost; the last ticks,
+    which only read them, transpose them all.
+    """
+    return work.lanes.deferred > 0 and work.axes["tensor"] > 1 and work.samples > 1
 
 
 def activations(work: Workload) -> int:
@@ -91,6 +102,8 @@ def activations(work: Workload) -> int:
     if not work.pipelined:
         return chunk
     deferred = sum(unit_deferred(work, unit) * places for unit, places in layers)
+    if transposes(work) and not work.kept:
+        chunk *= 2
     return lanes.slots * chunk + lanes.deferred * deferred + lanes.outputs * work.hidden_bytes
 
 
