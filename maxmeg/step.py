@@ -31,6 +31,7 @@ from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.executor import Program, run_pipeline
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
+from maxmeg.runtime.gpu_environment import compiler_options
 from maxmeg.state import TrainState, shardings_of
 
 
@@ -266,7 +267,12 @@ def make_train_step(
         }
         return TrainState(state.step + 1, model, opt_state, state.key), metrics
 
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(shardings_of(abstract), None))
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        out_shardings=(shardings_of(abstract), None),
+        compiler_options=compiler_options(abstract.model, mesh),
+    )
 
 
 def make_compute_copy(config: Config, mesh: Mesh, model: Model) -> Callable:

@@ -1,18 +1,26 @@
 """The environment of a process on GPUs: variables that JAX, XLA and NCCL read when they start.
 
-A value that the user has set wins. XLA's flags keep their defaults: benchmarks/NOTES.md, "Flags of
-XLA", has what those that were tried change.
+A value that the user has set wins. XLA's flags keep their defaults, but for `compiler_options`:
+benchmarks/NOTES.md, "Flags of XLA", has what those that were tried change.
 """
 
 import dataclasses
 import glob
+import itertools
 import math
 import os
 import re
 from collections.abc import Mapping
 
 import jax
+from jax.sharding import Mesh
 
+from maxmeg.parallel.rules import (
+    fsdp_dim,
+    gradient_dtype,
+    is_variable,
+    storage_axes,
+)
 from maxmeg.runtime.platform import choose_platform, uses_gpu
 
 # Fraction of a GPU's memory that XLA preallocates as its pool; XLA's default is 0.75. Arrays, the
@@ -45,6 +53,12 @@ _ABSENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # the plugin's wheel without CUDA's wheels
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # the report has the seconds to compile
 }
+
+
+# XLA combines reduce-scatters up to this size into one. Combined, the gradients of a layer's
+# matrices wait for the last of them, and nothing is left that could hide their scatter.
+COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+XLA_COMBINES = 30 * 2**20  # its default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +182,33 @@ def memory_fraction(environ: Mapping[str, str]) -> float:
 def pool_fraction() -> float:
     """`memory_fraction` of this process's environment, which the planner fits models to."""
     return memory_fraction(os.environ)
+
+
+def compiler_options(model, mesh: Mesh) -> dict[str, int]:
+    """Options with which XLA compiles a train step of `model` for `mesh`; none on CPUs.
+
+    Reduce-scatters over fsdp are combined up to the size of the layers' largest matrix on a device,
+    so that two large ones are not. A flag in XLA_FLAGS wins.
+    """
+    if mesh.devices.flat[0].platform not in ("cuda", "gpu") or mesh.shape["fsdp"] == 1:
+        return {}
+    if COMBINED in user_flags(os.environ):
+        return {}
+    size = largest_shard(model, mesh)
+    return {COMBINED: size} if 0 < size < XLA_COMBINES else {}
+
+
+def largest_shard(model, mesh: Mesh) -> int:
+    """Bytes of the largest matrix of a layer on a device, in the dtype of its gradient."""
+    sizes = [0]
+    for variable in jax.tree.leaves(model, is_leaf=is_variable):
+        layers = variable.ndim - len(variable.get_metadata()["axes"])  # their dimensions come first
+        if layers and fsdp_dim(variable, mesh) is not None:
+            axes = itertools.chain(*storage_axes(variable, mesh, zero1=False)[layers:])
+            devices = math.prod(mesh.shape[axis] for axis in axes)
+            elements = math.prod(variable.shape[layers:]) // devices
+            sizes.append(elements * gradient_dtype(variable).itemsize)
+    return max(sizes)
 
 
 def absent_environment(deterministic: bool = False) -> dict[str, str]:

@@ -1,11 +1,15 @@
 """GPUs before JAX starts: their memory pool, where the user's setting wins, and their absence."""
 
 import os
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from jaxlib import xla_client
+from layouts import mesh_of, tiny, tiny_abstract
 
 from maxmeg import evaluate, generate, plan, train
 from maxmeg.config.mixers import AttentionBackend
@@ -16,7 +20,9 @@ from maxmeg.planning.hardware import parse_cluster
 from maxmeg.runtime import determinism, platform, screen
 from maxmeg.runtime import gpu_environment as gpu_environment_module
 from maxmeg.runtime.gpu_environment import (
+    COMBINED,
     MEMORY_FRACTION,
+    compiler_options,
     generation_of,
     gpu_environment,
     memory_fraction,
@@ -198,3 +204,20 @@ def test_every_command_that_computes_chooses_the_platform(monkeypatch, command):
 def test_this_machine_is_looked_at():
     assert platform.has_nvidia_gpu() == bool([*Path("/dev").glob("nvidia*")])
     assert platform.requested_platforms() == (jax.config.jax_platforms or "")
+
+
+def test_scatters_of_large_matrices_are_not_combined_with_others(monkeypatch):
+    """On GPUs, up to the largest matrix of a layer on a device; the user's flag wins."""
+    config = tiny({"mlp.ffn_size": 96}, fsdp=4, tensor=2)
+    mesh = mesh_of(config)
+    model = tiny_abstract(config, mesh)[1].model
+    assert compiler_options(model, mesh) == {}
+    device = types.SimpleNamespace(platform="cuda")
+    gpus: Any = types.SimpleNamespace(devices=np.array([device]), shape=mesh.shape)
+    size = 4 * config.model.hidden_size * 96 // 8
+    assert compiler_options(model, gpus) == {COMBINED: size}
+    monkeypatch.setenv("XLA_FLAGS", f"--{COMBINED}=7")
+    assert compiler_options(model, gpus) == {}
+    monkeypatch.delenv("XLA_FLAGS")
+    monkeypatch.setattr("maxmeg.runtime.gpu_environment.XLA_COMBINES", size)
+    assert compiler_options(model, gpus) == {}
