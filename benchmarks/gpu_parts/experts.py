@@ -13,8 +13,8 @@ def moe(size: Sizes) -> Iterator[Item]:
 
 
 def measure(size: Sizes, mixture: Mixture) -> dict:
-    """TFLOP/s and MFU of each backend of the products, and of plain ones of experts padded to their
-    even share; and as ratios to the MLP."""
+    """TFLOP/s and MFU of each backend of the products, also with experts padded to their even
+    share, and as ratios to the MLP."""
     import jax
     import jax.numpy as jnp
 
@@ -42,6 +42,7 @@ def measure(size: Sizes, mixture: Mixture) -> dict:
         if backend == "xla" and mixture.experts > 8 and size.on_gpu:
             continue  # it multiplies every token with every expert
         layers[backend] = made(Moe, MoeSpec(width, inner, routing=routing, backend=backend))
+    layers["batched"] = made(Moe, MoeSpec(width, inner, routing=routing, backend="batched"))
     layers["padded"] = made(Moe, MoeSpec(width, inner, routing=routing, capacity=1.0, pad=True))
     forward: dict[str, Callable] = {}
     both: dict[str, Callable] = {}
