@@ -176,7 +176,7 @@ class ParallelConfig:
         return self.expert // (self.fold * self.context) if self.expert > 1 else 1
 
     def nodes_of_experts(self, num_groups: int) -> int:
-        """Number of nodes to each of which a token is sent once; 1: directly to the devices."""
+        """Number of nodes, if tokens are sent once to every node; 1: directly to the devices."""
         if self.expert_nodes:
             return self.expert_nodes
         spanned = self.expert * (self.tensor // self.fold) // GPUS_A_NODE
