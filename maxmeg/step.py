@@ -80,7 +80,7 @@ def complete(
 @jax.named_scope("compute_weights")
 def compute_model(model: typing.Any, gradient_reductions, dtype) -> typing.Any:
     """The parameters that compute: masters cast once to the compute dtype, cut to the device's
-    key/value head where those are fewer than tensor, and under ZeRO-1 gathered once."""
+    key/value head where those are fewer than tensor, and gathered where a Reduction has a cut."""
 
     def one(master, place):
         value = master if place.exact else master.astype(dtype)
@@ -98,8 +98,8 @@ def compute_model(model: typing.Any, gradient_reductions, dtype) -> typing.Any:
 def reduce_gradients(gradients: Model, gradient_reductions) -> Model:
     """Sum each gradient over the devices that hold its parameter: one collective per set of axes.
 
-    Under ZeRO-1 each device keeps the part of its master. The sums are float32, rounded to
-    `parallel.gradient_dtype` in every collective.
+    Where a Reduction has a cut, each device keeps the part of its master. The sums are float32,
+    rounded to `parallel.gradient_dtype` in every collective.
     """
     leaves, tree = jax.tree.flatten(gradients)
     flat = jax.tree.leaves(gradient_reductions)
@@ -121,24 +121,42 @@ def reduce_gradients(gradients: Model, gradient_reductions) -> Model:
 
 
 def local_gradients(
-    model: Model, batch: Batch, raw_key: jax.Array, config: Config, objective: Objective
+    model: Model,
+    batch: Batch,
+    raw_key: jax.Array,
+    config: Config,
+    objective: Objective,
+    gradient_reductions,
 ):
     """(float32 gradients of the trained part, sums and auxiliary values), both combined over the
-    microbatches; only gradients of parameters that fsdp shards are reduced, over fsdp."""
+    microbatches. Gradients are reduced over fsdp and, those of the stack, over ZeRO-1's cuts, along
+    which the model's stack is cut: see pipeline/executor.py."""
     schedule = (
         SCHEDULES[config.parallel.schedule.value] if config.parallel.pipe > 1 else one_f_one_b
     )
-    gradients, sums = through_stages(model, batch, raw_key, config, objective, schedule)
+    gradients, sums = through_stages(
+        model, batch, raw_key, config, objective, schedule, gradient_reductions
+    )
     return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
 
-def local_sums(model: Model, batch: Batch, config: Config, objective: Objective) -> Metrics:
+def local_sums(
+    model: Model, batch: Batch, config: Config, objective: Objective, gradient_reductions
+) -> Metrics:
     """Sums of losses and tokens over the microbatches, without dropout."""
-    return through_stages(model, batch, None, config, objective, forward_only)[1]
+    return through_stages(
+        model, batch, None, config, objective, forward_only, gradient_reductions
+    )[1]
 
 
 def through_stages(
-    model: Model, batch: Batch, raw_key, config: Config, objective: Objective, schedule: Callable
+    model: Model,
+    batch: Batch,
+    raw_key,
+    config: Config,
+    objective: Objective,
+    schedule: Callable,
+    gradient_reductions,
 ) -> tuple[typing.Any, Metrics]:
     """local_gradients on the stages of a pipeline, one without `parallel.pipe`, in the order of a
     schedule. Without a backward lane the gradients are None.
@@ -165,7 +183,8 @@ def through_stages(
         h_BLD = whole.outputs(x_BLD, ctx)
         return objective.loss(whole, h_BLD, microbatch, config.train, ctx)
 
-    groups = tuple(stack.stack.groups), tuple(fixed_stack.stack.groups)
+    parts = stack, fixed_stack, partition(trained(gradient_reductions))[1]
+    groups = [tuple(part.stack.groups) for part in parts]
     functions = embed, shared, unit, head
     program = Program(outer, *groups, batch, *functions, units.unroll, first_sublayer)
     parallel = config.parallel
@@ -189,6 +208,12 @@ def partition(model: Model) -> tuple[Model, Model]:
     return keep(False), keep(True)
 
 
+def without_cuts_of_stack(gradient_reductions):
+    """The Reductions of a model, without the cuts that the executor gathers and scatters."""
+    outer, stack = partition(gradient_reductions)
+    return joined(outer, jax.tree.map(lambda r: dataclasses.replace(r, cut=None), stack))
+
+
 def make_gradients(
     config: Config, mesh: Mesh, model: Model, objective: Objective | None = None
 ) -> Callable:
@@ -200,20 +225,26 @@ def make_gradients(
     """
     objective = objective or OBJECTIVES[config.data.objective]
     gradient_reductions = reductions(model, mesh, config.parallel.zero1)
+    outside_stages = without_cuts_of_stack(gradient_reductions)
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
     def local(model, batch, raw_key):
         masks = objective.masks(model, batch)
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
-        computing = compute_model(model, gradient_reductions, dtype)
-        gradients, sums = local_gradients(computing, batch, raw_key, config, objective)
+        computing = compute_model(model, outside_stages, dtype)
+        batch = collectives.after(batch, partition(computing)[0])
+        gradients, sums = local_gradients(
+            computing, batch, raw_key, config, objective, gradient_reductions
+        )
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
         stack_aux = sums.pop("stack_aux")
         sums = auxiliary.counted_once(sums, pipe) | {"stack_aux": stack_aux}
         sums = auxiliary.over_devices(sums, (*pipe, *TOKEN_AXES))
-        return reduce_gradients(gradients, trained(gradient_reductions)), sums
+        outer, stack = partition(gradients)
+        gradients = joined(collectives.after(outer, stack), stack)
+        return reduce_gradients(gradients, trained(outside_stages)), sums
 
     def gradients(model, batch, raw_key):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
@@ -271,7 +302,7 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(shardings_of(abstract), None),
-        compiler_options=compiler_options(abstract.model, mesh),
+        compiler_options=compiler_options(abstract.model, mesh, config.parallel.zero1),
     )
 
 
@@ -328,9 +359,8 @@ def make_eval_step(
     def local(model, batch):
         reduction = config.train.loss_reduction
         batch = complete(batch, reduction, batch_shards(mesh), [batch.loss_mask])
-        sums = local_sums(
-            compute_model(model, gradient_reductions, dtype), batch, config, objective
-        )
+        computing = compute_model(model, gradient_reductions, dtype)
+        sums = local_sums(computing, batch, config, objective, gradient_reductions)
         return auxiliary.over_devices(sums, TOKEN_AXES)
 
     def eval_step(model, batch, stop=None):

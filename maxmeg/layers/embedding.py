@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.random import normal
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import FSDP_AXES, VOCAB_AXES
@@ -32,7 +33,7 @@ def lookup_forward(table_VD, rows_BL, num_rows):
 
 def lookup_backward(num_rows, rows_BL, d_BLD):
     rows_BL = jnp.where(rows_BL >= 0, rows_BL, num_rows)  # out of range: dropped
-    zeros_VD = jnp.zeros((num_rows, d_BLD.shape[-1]), jnp.float32)
+    zeros_VD = zeros_after(d_BLD, (num_rows, d_BLD.shape[-1]))
     d_VD = zeros_VD.at[rows_BL].add(d_BLD.astype(jnp.float32), mode="drop")
     return d_VD.astype(d_BLD.dtype), None
 

@@ -30,3 +30,14 @@ def backward(shape, summed, _, slope):
 
 
 expand.defvjp(forward, backward)
+
+
+def zeros_after(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """float32 zeros that exist once x does. XLA would make all plain zeros of one shape together,
+    before the first of them is needed, and keep them."""
+    return jnp.broadcast_to(never(x).astype(jnp.float32), shape)
+
+
+def never(x: jax.Array) -> jax.Array:
+    """False, which XLA cannot know before it has computed x."""
+    return jnp.ravel(x)[0] > jnp.inf

@@ -7,9 +7,9 @@ calls `jax.vjp` on one layer, and residuals lie in a ring buffer whose slots the
 that memory does not grow with the number of microbatches. A layer writes its residuals directly
 into the ring buffer and adds its weight gradients directly to the sums.
 
-Under fsdp a layer's parameters are gathered before it runs, and its gradients summed and scattered.
-Those that backward computes last wait, whole, until the next layer of the lane runs: beside its
-products.
+Under fsdp a layer's parameters are gathered before it runs. Weights that ZeRO-1 cuts are gathered
+in the first tick, each layer's beside the products of the layer before it, and stay whole for the
+other ticks; pipeline/gradients.py reduces the gradients.
 
 Embedding and head are not stages: their weights are sharded over `pipe`, and every stage computes
 its share in the same tick. Sums over `pipe` are outside of the vjps.
@@ -27,8 +27,9 @@ from jax import lax
 
 from maxmeg.layers.auxiliary import choose, combine, start_values
 from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import FSDP_AXES, PIPE_AXIS
+from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.parallel.trainable import joined, without
+from maxmeg.pipeline.gradients import GroupGradients, Sums
 from maxmeg.pipeline.layout import Layout
 from maxmeg.pipeline.residuals import (
     Arrays,
@@ -58,6 +59,7 @@ class Program:
     are in one computation, where XLA would merge a recomputation with forward.
     head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
     unroll: places per iteration of the loops over a chunk's places; 0: no loop.
+    reductions[g]: the Reduction of each parameter of groups[g].
     divide(gradients of a unit) -> (those that backward computes last, the others), None in place
     of the other part's arrays.
     """
@@ -65,6 +67,7 @@ class Program:
     outer: typing.Any
     groups: tuple
     fixed: tuple
+    reductions: tuple
     batches: typing.Any
     embed: Callable
     shared: Callable
@@ -79,9 +82,9 @@ class Carry(typing.NamedTuple):
 
     x, dy: received from the previous and the next stage. rings: residuals of each group by slot and
     layer. deferred: inputs of the weight lane from the backward lane. outputs: of the last stage.
-    outer, groups: sums of gradients. waiting: under fsdp, of each group the place that ran last and
-    those of its gradients that wait. sums: sums of the head. aux: auxiliary values of each group,
-    stacked over all its layers in model order.
+    weights: what ZeRO-1 cuts of each group's parameters, gathered in the first tick. outer: sums of
+    gradients. groups: those of each group's. sums: sums of the head. aux: auxiliary values of each
+    group, stacked over all its layers in model order.
     """
 
     x: jax.Array
@@ -89,9 +92,9 @@ class Carry(typing.NamedTuple):
     rings: list
     deferred: list[Arrays]
     outputs: jax.Array | None
+    weights: list
     outer: typing.Any
-    groups: list
-    waiting: list
+    groups: list[Sums]
     sums: typing.Any
     aux: list
 
@@ -115,13 +118,15 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
     """
     executor = Executor(program, table, layout)
     carry = executor.start()
-    for first, stop, lanes in runs(table):
+    for first, stop, lanes in runs(table, ends_apart=executor.has_cuts):
         rows: dict[str, typing.Any] = {
             name: work_of(lane, first, stop) for name, lane in table.lanes().items()
         }
         rows["head"] = jnp.asarray(table.head[first:stop])
         always = bool((table.head[first:stop] >= 0).all())
-        tick = functools.partial(executor.tick, lanes, always)
+        if stop == table.ticks:
+            carry = executor.enter_last_tick(carry)
+        tick = functools.partial(executor.tick, lanes, always, gathers=first == 0)
         carry, _ = lax.scan(tick, carry, rows)
     return (carry.outer, executor.settled(carry)), carry.sums, carry.aux
 
@@ -140,15 +145,41 @@ class Executor:
         self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
         self.looped = [0 < program.unroll < layout.slots(g) for g in range(len(program.groups))]
+        parts = [divided(*each) for each in zip(program.groups, program.reductions, strict=True)]
+        self.cut, self.kept = [cut for cut, _ in parts], [kept for _, kept in parts]
+        self.has_cuts = bool(jax.tree.leaves(self.cut))
+        self.rows = [
+            jax.eval_shape(functools.partial(self.whole, g), read(cut, 0))
+            for g, cut in enumerate(self.cut)
+        ]
         shared = jax.eval_shape(self.shared, 0)
         kind = SplitVjp if table.weight else UnitVjp
         self.inputs = [
-            jax.eval_shape(lambda shared, g=g: self.unit_inputs(g, shared, 0), shared)
-            for g in range(len(program.groups))
+            jax.eval_shape(
+                lambda shared, row, g=g: self.unit_inputs(
+                    g, shared, 0, joined(row, read(self.kept[g], 0))
+                ),
+                shared,
+                row,
+            )
+            for g, row in enumerate(self.rows)
         ]
         self.vjps = [
             kind(self.unit(g), params, self.x, constants)
             for g, (params, constants) in enumerate(self.inputs)
+            if table.backward
+        ]
+        self.gradients = [
+            GroupGradients(
+                params,
+                program.reductions[g],
+                program.divide,
+                layout.slots(g),
+                table.chunks,
+                self.once,
+                functools.partial(self.if_held, g),
+            )
+            for g, (params, _) in enumerate(self.inputs)
             if table.backward
         ]
 
@@ -164,8 +195,12 @@ class Executor:
         head = functools.partial(program.head, program.outer)
         sums = jax.eval_shape(lambda x: head(x, self.microbatch(0))[1], x)
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
+        weights = [
+            jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), stacked(rows, self.places(g)))
+            for g, rows in enumerate(self.rows)
+        ]
         if table.backward is None:
-            return Carry(x, x, [], [], outputs, None, [], [], start_values(sums), [])
+            return Carry(x, x, [], [], outputs, weights, None, [], start_values(sums), [])
         rings = [self.empty(g, vjp.residuals, table.slots) for g, vjp in enumerate(self.vjps)]
         deferred = [
             self.empty(g, vjp.deferred, table.deferred)
@@ -176,25 +211,24 @@ class Executor:
             start_values(stacked(vjp.aux, repeats))
             for vjp, repeats in zip(self.vjps, self.layout.repeats, strict=True)
         ]
-        groups, waiting = zip(*map(self.start_gradients, range(len(self.vjps))), strict=True)
-        outer = self.sums_of(program.outer)
-        head = start_values(sums)
-        return Carry(x, x, rings, deferred, outputs, outer, [*groups], [*waiting], head, aux)
-
-    def start_gradients(self, g: int) -> tuple:
-        """(zero sums of the gradients of group g, what waits: zeros, None without fsdp)."""
-        gradients, _ = self.inputs[g]
-        shards = jax.eval_shape(collectives.scatter_gradients, gradients)
-        sums = self.sums_of(stacked(shards, self.table.chunks * self.layout.slots(g)))
-        if not collectives.present(FSDP_AXES):
-            return sums, None
-        return sums, (jnp.int32(0), start_values(self.program.divide(gradients)[0]))
-
-    def sums_of(self, gradients):
-        """Zeros for sums of `gradients`."""
-        return jax.tree.map(
-            lambda a: jnp.zeros(a.shape, a.dtype if self.once else jnp.float32), gradients
+        outer = jax.tree.map(
+            lambda a: jnp.zeros(a.shape, a.dtype if self.once else jnp.float32), program.outer
         )
+        groups, head = [group.start() for group in self.gradients], start_values(sums)
+        return Carry(x, x, rings, deferred, outputs, weights, outer, groups, head, aux)
+
+    def enter_last_tick(self, carry: Carry) -> Carry:
+        groups = zip(self.gradients, carry.groups, strict=True)
+        return carry._replace(groups=[group.enter_last_tick(sums) for group, sums in groups])
+
+    def settled(self, carry: Carry) -> list:
+        """The gradients of each group after the last tick."""
+        groups = zip(self.gradients, collectives.after(carry.groups, carry.dy), strict=True)
+        return [group.settled(sums) for group, sums in groups]
+
+    def places(self, g: int) -> int:
+        """Number of places of a stage."""
+        return self.table.chunks * self.layout.slots(g)
 
     def empty(self, g: int, shapes, size: int) -> list:
         """Zeros for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
@@ -204,11 +238,12 @@ class Executor:
             return empty_ring(shapes, size, slots)
         return [empty_ring(shapes, size) for _ in range(slots)]
 
-    def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict):
-        """One tick of a run with these active lanes. always: the head has work at every tick."""
+    def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict, gathers: bool):
+        """One tick of a run with these active lanes. always: the head has work at every tick.
+        gathers: the forward lane gathers what ZeRO-1 cuts."""
         y = dy = None
         if "forward" in lanes:
-            y, carry = self.forward(carry, rows["forward"])
+            y, carry = self.forward(carry, rows["forward"], gathers and self.has_cuts)
             carry = carry._replace(x=self.send(y, 1))
             if carry.outputs is not None:
                 leaving = jnp.maximum(rows["forward"].microbatch[self.last], 0)
@@ -227,35 +262,45 @@ class Executor:
             carry = carry._replace(x=x, dy=dy)
         return carry, None
 
-    def forward(self, carry: Carry, work: Work) -> tuple[jax.Array, Carry]:
+    def forward(self, carry: Carry, work: Work, gathers: bool) -> tuple[jax.Array, Carry]:
         """Run this stage's chunk on its microbatch, and store the residuals in the rings."""
-        local, x, rings, aux_of_groups = self.local(work), self.embed_forward(carry.x, work), [], []
+        local, x = self.local(work), self.embed_forward(carry.x, work)
+        rings, aux_of_groups, all_weights = [], [], []
         shared = self.shared(local.microbatch)
         for g in range(len(self.program.groups)):
             first = sum(self.layout.repeats[:g])
 
             def body(state, slot, place, g=g, first=first):
-                x, ring, total = state
+                x, ring, total, weights = state
+                parts = self.parameters(g, weights, place)
+                if gathers:
+                    parts, weights = self.gather_next(g, parts, weights, slot, x)
 
                 def run(x):
-                    params, constants = self.unit_inputs(g, shared, place)
+                    params, constants = self.unit_inputs(g, shared, place, parts)
                     if not self.vjps:
                         return self.unit(g)(params, x, constants)[0], [], None
                     return self.vjps[g].forward(params, x, constants)
 
                 y, residuals, aux = self.if_held(g, place, run, x)
                 if not self.vjps:
-                    return y, ring, total
+                    return y, ring, total, weights
                 ring, layer = write_ring(ring, residuals, local.slot, slot), self.layers[g][place]
                 used = (local.microbatch >= 0) & (layer >= 0)
                 aux = choose(used, aux, start_values(aux))
-                return y, ring, combine_at(total, aux, jnp.maximum(layer - first, 0))
+                return y, ring, combine_at(total, aux, jnp.maximum(layer - first, 0)), weights
 
+            weights = carry.weights[g]
+            if gathers:
+                weights = self.with_slot(g, weights, 0, self.gathered(g, 0, x))
             memory = (carry.rings[g], carry.aux[g]) if self.vjps else ([], [])
-            x, ring, aux = self.loop(g, local, body, (x, *memory))
+            x, ring, aux, weights = self.loop(g, local, body, (x, *memory, weights))
             rings.append(ring)
             aux_of_groups.append(aux)
-        return x, carry._replace(rings=rings, aux=aux_of_groups) if self.vjps else carry
+            all_weights.append(weights)
+        if not self.vjps:
+            return x, carry
+        return x, carry._replace(rings=rings, aux=aux_of_groups, weights=all_weights)
 
     def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work) -> Carry:
         """Add up the gradients of this stage's chunk, and send that of its input back.
@@ -263,7 +308,6 @@ class Executor:
         With a weight lane, store the inputs of that lane instead of weight gradients.
         """
         local, dx, outs = self.local(work), carry.dy, list(carry.deferred or carry.groups)
-        waiting = list(carry.waiting)
         shared = self.shared(local.microbatch)
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
@@ -271,10 +315,11 @@ class Executor:
         for g in reversed(range(len(self.vjps))):
 
             def body(state, slot, place, g=g, vjp=self.vjps[g]):
-                dy, out, waits = state
+                dy, out = state
 
                 def run(dy):
-                    params, constants = self.unit_inputs(g, shared, place)
+                    parts = self.parameters(g, carry.weights[g], place)
+                    params, constants = self.unit_inputs(g, shared, place, parts)
                     residuals = read_ring(carry.rings[g], local.slot, slot)
                     if isinstance(vjp, SplitVjp):
                         return vjp.backward_input(residuals, params, constants, dy)
@@ -282,36 +327,34 @@ class Executor:
 
                 dx, values = self.if_held(g, place, run, dy)
                 if isinstance(vjp, SplitVjp):
-                    return dx, write_ring(out, values, local.deferred, slot), waits
-                return dx, *self.add(g, out, waits, place, values, local)
+                    return dx, write_ring(out, values, local.deferred, slot)
+                return dx, self.add(g, out, place, values, local)
 
-            state = dx, outs[g], waiting[g]
-            dx, outs[g], waiting[g] = self.loop(g, local, body, state, reverse=True)
+            dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
-        carry = carry._replace(dy=self.send(dx, -1), outer=outer, waiting=waiting)
+        carry = carry._replace(dy=self.send(dx, -1), outer=outer)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
     def weight(self, carry: Carry, work: Work) -> Carry:
         """Add up the weight gradients of a chunk after its backward lane."""
-        local, sums, waiting = self.local(work), list(carry.groups), list(carry.waiting)
+        local, sums = self.local(work), list(carry.groups)
         shared = self.shared(local.microbatch)
         for g, vjp in enumerate(self.vjps):
             assert isinstance(vjp, SplitVjp)
 
-            def body(state, slot, place, g=g, vjp=vjp):
-                total, waits = state
-
+            def body(total, slot, place, g=g, vjp=vjp):
                 def run(_):
-                    params, constants = self.unit_inputs(g, shared, place)
+                    parts = self.parameters(g, carry.weights[g], place)
+                    params, constants = self.unit_inputs(g, shared, place, parts)
                     residuals = read_ring(carry.rings[g], local.slot, slot)
                     deferred = read_ring(carry.deferred[g], local.deferred, slot)
                     return None, vjp.backward_weight(residuals, params, constants, deferred)
 
                 _, gradients = self.if_held(g, place, run, None)
-                return self.add(g, total, waits, place, gradients, local)
+                return self.add(g, total, place, gradients, local)
 
-            sums[g], waiting[g] = self.loop(g, local, body, (sums[g], waiting[g]))
-        return carry._replace(groups=sums, waiting=waiting)
+            sums[g] = self.loop(g, local, body, sums[g])
+        return carry._replace(groups=sums)
 
     def loop(self, g: int, local: Work, body: Callable, state, reverse: bool = False):
         """`state` after body(state, slot, place) for the places of group g in the stage's chunk."""
@@ -343,41 +386,66 @@ class Executor:
 
         return lax.cond(self.layers[g][place] >= 0, run, skip, x)
 
-    def unit_inputs(self, g: int, shared, place) -> tuple:
-        """(trained parameters, constants) of the unit at a place, parameters gathered over fsdp."""
-        parts = read((self.program.groups[g], self.program.fixed[g]), place)
+    def parameters(self, g: int, weights, place):
+        """The trained parameters of the unit at a place; weights: what ZeRO-1 cuts of the group."""
+        return joined(read(weights, place), read(self.kept[g], place))
+
+    def unit_inputs(self, g: int, shared, place, params) -> tuple:
+        """(trained parameters, constants) of the unit at a place, all gathered over fsdp."""
+        parts = params, read(self.program.fixed[g], place)
         params, rest = collectives.gather_parameters(parts)
         return params, (shared, self.layers[g][place], rest)
 
-    def add(self, g: int, total, waiting, place, gradients, local: Work) -> tuple:
-        """(total, waiting) with the gradients of the layer at a place; those of idle stages are
-        zero."""
+    def gather_next(self, g: int, params, weights, slot, x) -> tuple:
+        """(params, weights with those of the next slot), for a unit with `params` and input x.
+
+        The products of the unit hide the gather: it follows the reading of all its weights, without
+        which XLA would copy `weights`, and what the next unit needs first comes before the products
+        with which this one ends.
+        """
+        if isinstance(slot, int) and slot + 1 == self.layout.slots(g):
+            return params, weights
+        params, x = lax.optimization_barrier((params, x))
+        first, others = self.program.divide(params)
+        rows = [self.program.divide(row) for row in self.gathered(g, slot + 1, x)]
+        others, soon = lax.optimization_barrier((others, [row for row, _ in rows]))
+        rows = [joined(row, later) for row, (_, later) in zip(soon, rows, strict=True)]
+        return joined(first, others), self.with_slot(g, weights, slot + 1, rows)
+
+    def gathered(self, g: int, slot, x) -> list:
+        """What ZeRO-1 cuts of a slot of each chunk, gathered once x is there."""
+        rows = [read(self.cut[g], place) for place in self.places_of(g, slot)]
+        rows, _ = lax.optimization_barrier((rows, x))
+        return [self.whole(g, row) for row in collectives.after(rows, x)]
+
+    def with_slot(self, g: int, weights, slot, rows: list):
+        """`weights` with the gathered rows of a slot of each chunk."""
+        for row, place in zip(rows, self.places_of(g, slot), strict=True):
+            weights = write(weights, row, place)
+        return weights
+
+    def places_of(self, g: int, slot) -> list:
+        """The place of a slot in each chunk; beyond the last slot, of the last."""
+        slots = self.layout.slots(g)
+        slot = jnp.minimum(slot, slots - 1)
+        return [chunk * slots + slot for chunk in range(self.table.chunks)]
+
+    def whole(self, g: int, shards):
+        """A layer's `shards` gathered over the axes of ZeRO-1."""
+
+        def one(shard, place):
+            if shard is None:
+                return None
+            return collectives.gather(shard, place.cut.axes, place.cut.dim - 1)  # without layers
+
+        reductions = self.program.reductions[g]
+        return jax.tree.map(one, shards, reductions, is_leaf=lambda leaf: leaf is None)
+
+    def add(self, g: int, sums: Sums, place, gradients, local: Work) -> Sums:
+        """`sums` with the gradients of the layer at a place; those of idle stages are zero."""
         if not self.alone:
             gradients = jax.tree.map(lambda d: jnp.where(local.microbatch >= 0, d, 0), gradients)
-        if waiting is None:
-            return self.add_at(total, place, gradients), None
-        last, others = self.program.divide(gradients)
-        total = self.scattered(g, self.scattered(g, total, *waiting), place, others)
-        return total, (jnp.int32(place), last)
-
-    def scattered(self, g: int, total, place, gradients):
-        """`total` with some gradients of the layer at a place, summed over fsdp."""
-        _, shards = self.if_held(
-            g, place, lambda _: (None, collectives.scatter_gradients(gradients)), None
-        )
-        others = without(total, shards)
-        return joined(self.add_at(without(total, others), place, shards), others)
-
-    def settled(self, carry: Carry) -> list:
-        """The sums of the gradients of each group, also of those that are not yet scattered."""
-        return [
-            total if waiting is None else self.scattered(g, total, *waiting)
-            for g, (total, waiting) in enumerate(zip(carry.groups, carry.waiting, strict=True))
-        ]
-
-    def add_at(self, total, place, gradients):
-        """`total` with a layer's gradients added at its place; set there if it runs only once."""
-        return (write if self.once else combine_at)(total, gradients, place)
+        return self.gradients[g].add(sums, place, gradients)
 
     def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
         """The chunk's input: for the first chunk the embedding, computed by all stages together;
@@ -461,6 +529,12 @@ class Executor:
 
 def keep(total):
     return total
+
+
+def divided(arrays, reductions) -> tuple:
+    """(`arrays` with what ZeRO-1 cuts alone, with the others alone)."""
+    cut = jax.tree.map(lambda a, place: None if place.cut is None else a, arrays, reductions)
+    return cut, without(arrays, cut)
 
 
 def stacked(shapes, size: int):

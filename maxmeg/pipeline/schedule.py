@@ -109,10 +109,11 @@ def forward_only(microbatches: int, stages: int, chunks: int = 1) -> Table:
 SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zero_bubble": zero_bubble}
 
 
-def runs(table: Table) -> list[tuple[int, int, tuple[str, ...]]]:
+def runs(table: Table, ends_apart: bool = False) -> list[tuple[int, int, tuple[str, ...]]]:
     """(first tick, tick after the last, active lanes) of each run of ticks with the same lanes.
 
     "head" counts as a lane; with several chunks it is active from its first tick to its last.
+    ends_apart: the first tick and the last one are runs of their own.
     """
     with_head = table.head >= 0
     if table.chunks > 1:
@@ -123,7 +124,12 @@ def runs(table: Table) -> list[tuple[int, int, tuple[str, ...]]]:
         + ("head",) * bool(with_head[tick])
         for tick in range(table.ticks)
     ]
-    starts = [tick for tick in range(table.ticks) if tick == 0 or on[tick] != on[tick - 1]]
+    apart = (1, table.ticks - 1) if ends_apart else ()
+    starts = [
+        tick
+        for tick in range(table.ticks)
+        if tick == 0 or on[tick] != on[tick - 1] or tick in apart
+    ]
     return [
         (start, stop, on[start])
         for start, stop in zip(starts, [*starts[1:], table.ticks], strict=True)

@@ -16,8 +16,9 @@ The time of one device:
 - If tensor exceeds the number of key/value heads, several devices project the same head.
 - Communication takes time of its own, except what XLA runs beside matrix products. Collectives over
   fsdp are hidden up to the time of the layers' products and attention, but the first gathers of a
-  layer never are (as "exposed" in `plan --compile` shows). One direction of the dispatch to experts
-  is hidden up to the time of the shared expert.
+  layer never are (as "exposed" in `plan --compile` shows). Those of ZeRO-1 for layers are hidden up
+  to what this leaves of the time of one tick. One direction of the dispatch to experts is hidden up
+  to the time of the shared expert.
 
 Launch times, stragglers, latency of small messages and unbalanced loads are not modelled.
 """
@@ -89,7 +90,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     forward = units * layers * products.forward
     backward = units * layers * (products.backward + products.weight)
     beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
-    exposed = exposed_seconds(carried, forward, backward, beside)
+    exposed = exposed_seconds(carried, forward, backward, beside, units)
     step = compute + bubble + exposed
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
@@ -112,20 +113,27 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
 
 
 def exposed_seconds(
-    carried: tuple[Traffic, ...], forward: float, backward: float, shared: float = 0.0
+    carried: tuple[Traffic, ...],
+    forward: float,
+    backward: float,
+    shared: float = 0.0,
+    units: int = 1,
 ) -> float:
     """Seconds that communication adds. forward, backward: seconds of the layers' products, which
-    hide communication. shared: forward seconds of shared experts; their backward takes twice
-    that."""
+    hide communication, in `units` ticks. shared: forward seconds of shared experts; their backward
+    takes twice that."""
 
     def total(purposes: tuple[str, ...]) -> float:
         return sum(entry.seconds for entry in carried if entry.purpose in purposes)
 
     hideable = total(HIDDEN_FORWARD), total(HIDDEN_BACKWARD)
     beyond = max(0.0, hideable[0] - forward) + max(0.0, hideable[1] - backward)
+    once = total((communication.ZERO1_WEIGHTS,)), total((communication.ZERO1_GRADIENTS,))
+    free = max(0.0, forward - hideable[0]) / units, max(0.0, backward - hideable[1]) / units
+    zero1 = min(once[0], free[0]) + min(once[1], free[1])
     sent = total((communication.EXCHANGED_FORWARD,)), total((communication.EXCHANGED_BACKWARD,))
     hidden = min(sent[0] / 2, shared) + min(sent[1] / 2, 2 * shared)
-    return sum(entry.seconds for entry in carried) - sum(hideable) + beyond - hidden
+    return sum(entry.seconds for entry in carried) - sum(hideable) + beyond - hidden - zero1
 
 
 def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:

@@ -15,11 +15,14 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
+from maxmeg.config.schema import GPUS_A_NODE
+from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import (
     fsdp_dim,
     gradient_dtype,
     is_variable,
     storage_axes,
+    zero1_cut,
 )
 from maxmeg.runtime.platform import choose_platform, uses_gpu
 
@@ -59,6 +62,10 @@ _ABSENT = {
 # matrices wait for the last of them, and nothing is left that could hide their scatter.
 COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 XLA_COMBINES = 30 * 2**20  # its default
+
+# XLA schedules one collective at a time. With two, a gather over one axis need not end before the
+# next collective over another one starts.
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,27 +191,44 @@ def pool_fraction() -> float:
     return memory_fraction(os.environ)
 
 
-def compiler_options(model, mesh: Mesh) -> dict[str, int]:
+def compiler_options(model, mesh: Mesh, zero1: bool = False) -> dict[str, int]:
     """Options with which XLA compiles a train step of `model` for `mesh`; none on CPUs.
 
-    Reduce-scatters over fsdp are combined up to the size of the layers' largest matrix on a device,
-    so that two large ones are not. A flag in XLA_FLAGS wins.
+    Reduce-scatters of gradients are combined up to the size of the layers' largest matrix on a
+    device, so that two large ones are not. Two collectives run at once where axes inside nodes and
+    axes across nodes meet: they use different links. A flag in XLA_FLAGS wins.
     """
-    if mesh.devices.flat[0].platform not in ("cuda", "gpu") or mesh.shape["fsdp"] == 1:
+    if mesh.devices.flat[0].platform not in ("cuda", "gpu"):
         return {}
-    if COMBINED in user_flags(os.environ):
-        return {}
-    size = largest_shard(model, mesh)
-    return {COMBINED: size} if 0 < size < XLA_COMBINES else {}
+    size = largest_shard(model, mesh, zero1)
+    options = {COMBINED: size} if 0 < size < XLA_COMBINES else {}
+    if len(links(mesh)) > 1:
+        options[AT_ONCE] = 2
+    users = user_flags(os.environ)
+    return {name: value for name, value in options.items() if name not in users}
 
 
-def largest_shard(model, mesh: Mesh) -> int:
-    """Bytes of the largest matrix of a layer on a device, in the dtype of its gradient."""
+def links(mesh: Mesh) -> set[bool]:
+    """Whether the axes over which layers communicate cross nodes of GPUS_A_NODE, as a set."""
+    crossing, stride = set(), 1
+    for axis in reversed(MESH_AXES):
+        size = mesh.shape[axis]
+        if size > 1 and axis != "pipe":  # stages communicate between ticks, not beside layers
+            crossing.add(stride * size > GPUS_A_NODE)
+        stride *= size
+    return crossing
+
+
+def largest_shard(model, mesh: Mesh, zero1: bool) -> int:
+    """Bytes of the largest matrix of a layer whose gradient is scattered, on a device, in the dtype
+    of its gradient: over fsdp or, without, over the axes of ZeRO-1."""
     sizes = [0]
+    has_fsdp = mesh.shape["fsdp"] > 1
     for variable in jax.tree.leaves(model, is_leaf=is_variable):
         layers = variable.ndim - len(variable.get_metadata()["axes"])  # their dimensions come first
-        if layers and fsdp_dim(variable, mesh) is not None:
-            axes = itertools.chain(*storage_axes(variable, mesh, zero1=False)[layers:])
+        is_cut = zero1 and zero1_cut(variable, mesh) is not None
+        if layers and fsdp_dim(variable, mesh) is not None and (has_fsdp or is_cut):
+            axes = itertools.chain(*storage_axes(variable, mesh, zero1=not has_fsdp)[layers:])
             devices = math.prod(mesh.shape[axis] for axis in axes)
             elements = math.prod(variable.shape[layers:]) // devices
             sizes.append(elements * gradient_dtype(variable).itemsize)

@@ -30,6 +30,7 @@ from maxmeg.layers.auxiliary import Max, by_layer, over_devices
 from maxmeg.layers.mlp import Mlp
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, make_mesh
+from maxmeg.parallel.rules import Reduction
 from maxmeg.parallel.spmd import spmd
 from maxmeg.pipeline.executor import Program, run_pipeline
 from maxmeg.pipeline.layout import arrange
@@ -43,6 +44,7 @@ from maxmeg.step import make_eval_step, make_gradients, make_train_step
 TOLERANCE = 5e-6  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 LAYERS = 8
+UNCUT = Reduction(None, ())
 
 MODELS = {
     "llama": {"attention.num_kv_heads": 1},
@@ -179,7 +181,7 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     def local(weights_S, x_MB):
         outer = jnp.ones(())
         program = Program(
-            outer, (weights_S,), (None,), x_MB, embed, lambda x_B: x_B, toy_unit, head
+            outer, (weights_S,), (None,), (UNCUT,), x_MB, embed, lambda x_B: x_B, toy_unit, head
         )
         table = SCHEDULES[parallel.schedule.value](4, parallel.pipe, parallel.chunks)
         _, _, aux = run_pipeline(program, table, layout)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.ops.backend import Device
+from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.cross_entropy.spec import (
     MASKED,
     CrossEntropySpec,
@@ -77,7 +78,7 @@ def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradie
 
         chunks = (split(h_TD), split(targets_T), split(weights_T))
         zeros = [jnp.zeros((), jnp.float32)]
-        zeros += [jnp.zeros(w_VD.shape, jnp.float32)] if gradients else []
+        zeros += [zeros_after(h_TD, w_VD.shape)] if gradients else []
         sums, rows = lax.scan(body, zeros, chunks)
         rows = [row.reshape(-1, *row.shape[2:])[:T] for row in rows]
     if not gradients:

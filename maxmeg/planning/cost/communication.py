@@ -34,6 +34,9 @@ PARAMETERS_BACKWARD = "parameters of layers, backward"
 FIRST_FORWARD = "first parameters of a layer, forward"
 FIRST_BACKWARD = "first parameters of a layer, backward"
 LAYER_GRADIENTS = "gradients of layers"
+ZERO1_WEIGHTS, ZERO1_GRADIENTS = "weights of layers (ZeRO-1)", "gradients of layers (ZeRO-1)"
+ZERO1_FIRST = "weights of the first layer (ZeRO-1)"
+ZERO1_LAST = "gradients of the last sublayer (ZeRO-1)"
 SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to the one before"
 EXCHANGED_FORWARD, EXCHANGED_BACKWARD = "copies to experts and back", "their gradients"
 
@@ -294,16 +297,40 @@ def _writes_output(work: Workload, shard: Shard) -> bool:
 
 def _data(work: Workload) -> Iterator[Traffic]:
     """Once per step: ZeRO-1 gathers weights in the compute dtype and scatters gradients; gradients
-    of a replicated parameter are summed over the axes along which it is replicated."""
+    of a replicated parameter are summed over the axes along which it is replicated.
+
+    Weights of layers are gathered in the first tick, a slot of each chunk beside the layer before
+    it (a loop gathers its last slot twice), and their gradients scattered in the last tick: those
+    of a unit's first sublayer beside the next layer, once more at the end.
+    """
     scattered = _by_axes(work, lambda shard: shard.zero1_axes)
     for axes, members in scattered.items():
-        name, computed = " x ".join(axes), sum(shard.computed for shard in members)
+        name = " x ".join(axes)
+        ends = [shard for shard in members if shard.parameter.group is None]
+        computed = sum(shard.computed for shard in ends)
         weights, gradients = work.itemsize * computed, work.gradient_itemsize * computed
-        yield Traffic(name, "weights of the step (ZeRO-1)", GATHER, len(members), weights, 0.0)
-        yield Traffic(name, "gradients (ZeRO-1)", SCATTER, len(members), gradients, 0.0)
+        yield Traffic(name, "weights of the step (ZeRO-1)", GATHER, len(ends), weights, 0.0)
+        yield Traffic(name, "gradients (ZeRO-1)", SCATTER, len(ends), gradients, 0.0)
+        for shard in members:
+            if shard.parameter.group is not None:
+                yield from _zero1_of_layers(work, name, shard)
     for axes, members in _by_axes(work, lambda shard: shard.sum_axes).items():
         size = sum(work.gradient_itemsize * shard.stored for shard in members)
         yield entry(" x ".join(axes), "gradients of replicated parameters", REDUCE, 1, size)
+
+
+def _zero1_of_layers(work: Workload, axis: str, shard: Shard) -> Iterator[Traffic]:
+    model, chunks = work.config.model, work.config.parallel.chunks
+    slots = work.places[shard.parameter.group or 0]
+    one = shard.computed // slots  # a slot of each chunk
+    is_loop = model.scan_layers and model.scan_unroll < slots
+    for purpose, kind, count, itemsize in (
+        (ZERO1_FIRST, GATHER, 1, work.itemsize),
+        (ZERO1_WEIGHTS, GATHER, slots if is_loop else slots - 1, work.itemsize),
+        (ZERO1_GRADIENTS, SCATTER, slots, work.gradient_itemsize),
+        (ZERO1_LAST, SCATTER, int(shard.parameter.path[4] == "0"), work.gradient_itemsize),
+    ):
+        yield Traffic(axis, purpose, kind, count * chunks, count * itemsize * one, 0.0)
 
 
 def _by_axes(work: Workload, axes: Callable[[Shard], tuple[str, ...]]) -> dict:
