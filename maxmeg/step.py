@@ -144,9 +144,9 @@ def local_sums(
     model: Model, batch: Batch, config: Config, objective: Objective, gradient_reductions
 ) -> Metrics:
     """Sums of losses and tokens over the microbatches, without dropout."""
-    return through_stages(
-        model, batch, None, config, objective, forward_only, gradient_reductions
-    )[1]
+    return through_stages(model, batch, None, config, objective, forward_only, gradient_reductions)[
+        1
+    ]
 
 
 def through_stages(

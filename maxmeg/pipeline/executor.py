@@ -8,8 +8,8 @@ that memory does not grow with the number of microbatches. A layer writes its re
 into the ring buffer and adds its weight gradients directly to the sums.
 
 Under fsdp a layer's parameters are gathered before it runs. Weights that ZeRO-1 cuts are gathered
-in the first tick, each layer's beside the products of the layer before it, and stay whole for the
-other ticks; pipeline/gradients.py reduces the gradients.
+in the first tick (pipeline/weights.py); gradients are reduced beside the backward lane
+(pipeline/gradients.py).
 
 Embedding and head are not stages: their weights are sharded over `pipe`, and every stage computes
 its share in the same tick. Sums over `pipe` are outside of the vjps.
@@ -28,7 +28,7 @@ from jax import lax
 from maxmeg.layers.auxiliary import choose, combine, start_values
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
-from maxmeg.parallel.trainable import joined, without
+from maxmeg.parallel.trainable import joined
 from maxmeg.pipeline.gradients import GroupGradients, Sums
 from maxmeg.pipeline.layout import Layout
 from maxmeg.pipeline.residuals import (
@@ -43,6 +43,7 @@ from maxmeg.pipeline.residuals import (
 )
 from maxmeg.pipeline.schedule import Lane, Table, runs
 from maxmeg.pipeline.split import SplitVjp
+from maxmeg.pipeline.weights import GroupWeights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +127,8 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         always = bool((table.head[first:stop] >= 0).all())
         if stop == table.ticks:
             carry = executor.enter_last_tick(carry)
-        tick = functools.partial(executor.tick, lanes, always, gathers=first == 0)
+        ends = (first == 0, stop == table.ticks)
+        tick = functools.partial(executor.tick, lanes, always, ends)
         carry, _ = lax.scan(tick, carry, rows)
     return (carry.outer, executor.settled(carry)), carry.sums, carry.aux
 
@@ -145,24 +147,24 @@ class Executor:
         self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
         self.looped = [0 < program.unroll < layout.slots(g) for g in range(len(program.groups))]
-        parts = [divided(*each) for each in zip(program.groups, program.reductions, strict=True)]
-        self.cut, self.kept = [cut for cut, _ in parts], [kept for _, kept in parts]
-        self.has_cuts = bool(jax.tree.leaves(self.cut))
-        self.rows = [
-            jax.eval_shape(functools.partial(self.whole, g), read(cut, 0))
-            for g, cut in enumerate(self.cut)
+        self.weights = [
+            GroupWeights(group, reductions, program.divide, layout.slots(g), table.chunks)
+            for g, (group, reductions) in enumerate(
+                zip(program.groups, program.reductions, strict=True)
+            )
         ]
+        self.has_cuts = any(group.has_cuts for group in self.weights)
         shared = jax.eval_shape(self.shared, 0)
         kind = SplitVjp if table.weight else UnitVjp
         self.inputs = [
             jax.eval_shape(
                 lambda shared, row, g=g: self.unit_inputs(
-                    g, shared, 0, joined(row, read(self.kept[g], 0))
+                    g, shared, 0, joined(row, read(self.weights[g].others, 0))
                 ),
                 shared,
-                row,
+                group.row,
             )
-            for g, row in enumerate(self.rows)
+            for g, group in enumerate(self.weights)
         ]
         self.vjps = [
             kind(self.unit(g), params, self.x, constants)
@@ -172,10 +174,7 @@ class Executor:
         self.gradients = [
             GroupGradients(
                 params,
-                program.reductions[g],
-                program.divide,
-                layout.slots(g),
-                table.chunks,
+                self.weights[g],
                 self.once,
                 functools.partial(self.if_held, g),
             )
@@ -195,10 +194,7 @@ class Executor:
         head = functools.partial(program.head, program.outer)
         sums = jax.eval_shape(lambda x: head(x, self.microbatch(0))[1], x)
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
-        weights = [
-            jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), stacked(rows, self.places(g)))
-            for g, rows in enumerate(self.rows)
-        ]
+        weights = [group.start() for group in self.weights]
         if table.backward is None:
             return Carry(x, x, [], [], outputs, weights, None, [], start_values(sums), [])
         rings = [self.empty(g, vjp.residuals, table.slots) for g, vjp in enumerate(self.vjps)]
@@ -226,10 +222,6 @@ class Executor:
         groups = zip(self.gradients, collectives.after(carry.groups, carry.dy), strict=True)
         return [group.settled(sums) for group, sums in groups]
 
-    def places(self, g: int) -> int:
-        """Number of places of a stage."""
-        return self.table.chunks * self.layout.slots(g)
-
     def empty(self, g: int, shapes, size: int) -> list:
         """Zeros for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
         without a loop a list of [size, ...]."""
@@ -238,12 +230,12 @@ class Executor:
             return empty_ring(shapes, size, slots)
         return [empty_ring(shapes, size) for _ in range(slots)]
 
-    def tick(self, lanes: tuple[str, ...], always: bool, carry: Carry, rows: dict, gathers: bool):
+    def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.
-        gathers: the forward lane gathers what ZeRO-1 cuts."""
-        y = dy = None
+        ends: whether the run begins with the first tick, and ends with the last."""
+        y, dy, (first, last) = None, None, ends
         if "forward" in lanes:
-            y, carry = self.forward(carry, rows["forward"], gathers and self.has_cuts)
+            y, carry = self.forward(carry, rows["forward"], first and self.has_cuts)
             carry = carry._replace(x=self.send(y, 1))
             if carry.outputs is not None:
                 leaving = jnp.maximum(rows["forward"].microbatch[self.last], 0)
@@ -253,9 +245,9 @@ class Executor:
                 y = read(carry.outputs, jnp.maximum(rows["head"], 0))
             dy, carry = self.head(carry, y, rows["head"], always)
         if "backward" in lanes:
-            carry = self.backward(carry, dy, rows["backward"])
+            carry = self.backward(carry, dy, rows["backward"], last)
         if "weight" in lanes:
-            carry = self.weight(carry, rows["weight"])
+            carry = self.weight(carry, rows["weight"], last)
         if {"forward", "backward"} <= set(lanes) and not self.alone:
             # Keep the sends in this tick, beside the other lane's work: XLA would delay them.
             x, dy = lax.optimization_barrier((carry.x, carry.dy))
@@ -272,9 +264,9 @@ class Executor:
 
             def body(state, slot, place, g=g, first=first):
                 x, ring, total, weights = state
-                parts = self.parameters(g, weights, place)
+                parts = self.weights[g].at(weights, place)
                 if gathers:
-                    parts, weights = self.gather_next(g, parts, weights, slot, x)
+                    parts, weights = self.weights[g].gather_next(parts, weights, slot, x)
 
                 def run(x):
                     params, constants = self.unit_inputs(g, shared, place, parts)
@@ -292,7 +284,7 @@ class Executor:
 
             weights = carry.weights[g]
             if gathers:
-                weights = self.with_slot(g, weights, 0, self.gathered(g, 0, x))
+                weights = self.weights[g].gather_first(weights, x)
             memory = (carry.rings[g], carry.aux[g]) if self.vjps else ([], [])
             x, ring, aux, weights = self.loop(g, local, body, (x, *memory, weights))
             rings.append(ring)
@@ -302,7 +294,7 @@ class Executor:
             return x, carry
         return x, carry._replace(rings=rings, aux=aux_of_groups, weights=all_weights)
 
-    def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work) -> Carry:
+    def backward(self, carry: Carry, loss_dy: jax.Array | None, work: Work, last: bool) -> Carry:
         """Add up the gradients of this stage's chunk, and send that of its input back.
 
         With a weight lane, store the inputs of that lane instead of weight gradients.
@@ -318,7 +310,7 @@ class Executor:
                 dy, out = state
 
                 def run(dy):
-                    parts = self.parameters(g, carry.weights[g], place)
+                    parts = self.weights[g].at(carry.weights[g], place)
                     params, constants = self.unit_inputs(g, shared, place, parts)
                     residuals = read_ring(carry.rings[g], local.slot, slot)
                     if isinstance(vjp, SplitVjp):
@@ -328,14 +320,14 @@ class Executor:
                 dx, values = self.if_held(g, place, run, dy)
                 if isinstance(vjp, SplitVjp):
                     return dx, write_ring(out, values, local.deferred, slot)
-                return dx, self.add(g, out, place, values, local)
+                return dx, self.add(g, out, place, values, local, last)
 
             dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
         carry = carry._replace(dy=self.send(dx, -1), outer=outer)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
-    def weight(self, carry: Carry, work: Work) -> Carry:
+    def weight(self, carry: Carry, work: Work, last: bool) -> Carry:
         """Add up the weight gradients of a chunk after its backward lane."""
         local, sums = self.local(work), list(carry.groups)
         shared = self.shared(local.microbatch)
@@ -344,14 +336,14 @@ class Executor:
 
             def body(total, slot, place, g=g, vjp=vjp):
                 def run(_):
-                    parts = self.parameters(g, carry.weights[g], place)
+                    parts = self.weights[g].at(carry.weights[g], place)
                     params, constants = self.unit_inputs(g, shared, place, parts)
                     residuals = read_ring(carry.rings[g], local.slot, slot)
                     deferred = read_ring(carry.deferred[g], local.deferred, slot)
                     return None, vjp.backward_weight(residuals, params, constants, deferred)
 
                 _, gradients = self.if_held(g, place, run, None)
-                return self.add(g, total, place, gradients, local)
+                return self.add(g, total, place, gradients, local, last)
 
             sums[g] = self.loop(g, local, body, sums[g])
         return carry._replace(groups=sums)
@@ -386,66 +378,17 @@ class Executor:
 
         return lax.cond(self.layers[g][place] >= 0, run, skip, x)
 
-    def parameters(self, g: int, weights, place):
-        """The trained parameters of the unit at a place; weights: what ZeRO-1 cuts of the group."""
-        return joined(read(weights, place), read(self.kept[g], place))
-
     def unit_inputs(self, g: int, shared, place, params) -> tuple:
         """(trained parameters, constants) of the unit at a place, all gathered over fsdp."""
         parts = params, read(self.program.fixed[g], place)
         params, rest = collectives.gather_parameters(parts)
         return params, (shared, self.layers[g][place], rest)
 
-    def gather_next(self, g: int, params, weights, slot, x) -> tuple:
-        """(params, weights with those of the next slot), for a unit with `params` and input x.
-
-        The products of the unit hide the gather: it follows the reading of all its weights, without
-        which XLA would copy `weights`, and what the next unit needs first comes before the products
-        with which this one ends.
-        """
-        if isinstance(slot, int) and slot + 1 == self.layout.slots(g):
-            return params, weights
-        params, x = lax.optimization_barrier((params, x))
-        first, others = self.program.divide(params)
-        rows = [self.program.divide(row) for row in self.gathered(g, slot + 1, x)]
-        others, soon = lax.optimization_barrier((others, [row for row, _ in rows]))
-        rows = [joined(row, later) for row, (_, later) in zip(soon, rows, strict=True)]
-        return joined(first, others), self.with_slot(g, weights, slot + 1, rows)
-
-    def gathered(self, g: int, slot, x) -> list:
-        """What ZeRO-1 cuts of a slot of each chunk, gathered once x is there."""
-        rows = [read(self.cut[g], place) for place in self.places_of(g, slot)]
-        rows, _ = lax.optimization_barrier((rows, x))
-        return [self.whole(g, row) for row in collectives.after(rows, x)]
-
-    def with_slot(self, g: int, weights, slot, rows: list):
-        """`weights` with the gathered rows of a slot of each chunk."""
-        for row, place in zip(rows, self.places_of(g, slot), strict=True):
-            weights = write(weights, row, place)
-        return weights
-
-    def places_of(self, g: int, slot) -> list:
-        """The place of a slot in each chunk; beyond the last slot, of the last."""
-        slots = self.layout.slots(g)
-        slot = jnp.minimum(slot, slots - 1)
-        return [chunk * slots + slot for chunk in range(self.table.chunks)]
-
-    def whole(self, g: int, shards):
-        """A layer's `shards` gathered over the axes of ZeRO-1."""
-
-        def one(shard, place):
-            if shard is None:
-                return None
-            return collectives.gather(shard, place.cut.axes, place.cut.dim - 1)  # without layers
-
-        reductions = self.program.reductions[g]
-        return jax.tree.map(one, shards, reductions, is_leaf=lambda leaf: leaf is None)
-
-    def add(self, g: int, sums: Sums, place, gradients, local: Work) -> Sums:
+    def add(self, g: int, sums: Sums, place, gradients, local: Work, last: bool) -> Sums:
         """`sums` with the gradients of the layer at a place; those of idle stages are zero."""
         if not self.alone:
             gradients = jax.tree.map(lambda d: jnp.where(local.microbatch >= 0, d, 0), gradients)
-        return self.gradients[g].add(sums, place, gradients)
+        return self.gradients[g].add(sums, place, gradients, last)
 
     def embed_forward(self, arrived: jax.Array, work: Work) -> jax.Array:
         """The chunk's input: for the first chunk the embedding, computed by all stages together;
@@ -529,12 +472,6 @@ class Executor:
 
 def keep(total):
     return total
-
-
-def divided(arrays, reductions) -> tuple:
-    """(`arrays` with what ZeRO-1 cuts alone, with the others alone)."""
-    cut = jax.tree.map(lambda a, place: None if place.cut is None else a, arrays, reductions)
-    return cut, without(arrays, cut)
 
 
 def stacked(shapes, size: int):

@@ -17,111 +17,121 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import FSDP_AXES
 from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.residuals import combine_at, read, write
+from maxmeg.pipeline.weights import GroupWeights
 
 
 class Sums(typing.NamedTuple):
-    """rows: sums of gradients [places, ...]. In the last tick, rows of what ZeRO-1 cuts are shards,
-    and `before` holds the whole sums of the ticks before it. waiting: the place whose layer ran
-    last (-1: none) and those of its gradients that are not yet in `rows`."""
+    """rows: sums of gradients [places, ...]. waiting: the place whose layer ran last (-1: none) and
+    those of its gradients that are not yet in `rows`; None: nothing ever waits."""
 
     rows: typing.Any
     waiting: tuple[jax.Array, typing.Any] | None = None
-    before: typing.Any = None
 
 
 class GroupGradients:
     """The Sums of one group of layers, and what is added to them.
 
-    gradients: shapes of a layer's gradients, gathered over fsdp. reductions: the Reduction of each.
-    divide: of a pipeline's Program. slots, chunks: of the stage's places. once: nothing is added,
-    as there is one stage and one microbatch. if_held(place, run, x): run(x) on stages that hold a
-    layer at this place.
+    gradients: shapes of a layer's gradients, gathered over fsdp. weights: of the group. once:
+    nothing is added, as there is one stage and one microbatch: what ZeRO-1 cuts then has shards
+    alone. Otherwise the last tick writes each shard into the beginning of its row. if_held(place,
+    run, x): run(x) on stages that hold a layer at this place.
     """
 
-    def __init__(
-        self,
-        gradients,
-        reductions,
-        divide: Callable,
-        slots: int,
-        chunks: int,
-        once: bool,
-        if_held: Callable,
-    ):
-        self.gradients, self.reductions, self.divide = gradients, reductions, divide
-        self.slots, self.chunks, self.once, self.if_held = slots, chunks, once, if_held
-        self.has_cuts = any(place.cut is not None for place in jax.tree.leaves(reductions))
+    def __init__(self, gradients, weights: GroupWeights, once: bool, if_held: Callable):
+        self.gradients, self.once, self.if_held = gradients, once, if_held
+        self.reductions, self.divide = weights.reductions, weights.divide
+        self.slots, self.chunks, self.has_cuts = weights.slots, weights.chunks, weights.has_cuts
 
     def start(self) -> Sums:
         """Zeros for a whole step."""
-        shards = jax.eval_shape(self.reduced if self.once else self.over_fsdp, self.gradients)
-        rows = jax.tree.map(self.zeros, shards)
-        return Sums(rows, self.nothing() if collectives.present(FSDP_AXES) else None)
 
-    def zeros(self, shard) -> jax.Array:
-        dtype = shard.dtype if self.once else jnp.float32
-        return jnp.zeros((self.chunks * self.slots, *shard.shape), dtype)
+        def zeros(row) -> jax.Array:
+            dtype = row.dtype if self.once else jnp.float32
+            return jnp.zeros((self.chunks * self.slots, *row.shape), dtype)
+
+        rows = jax.eval_shape(self.reduced if self.once else self.over_fsdp, self.gradients)
+        waiting = self.nothing() if collectives.present(FSDP_AXES) else None
+        return Sums(jax.tree.map(zeros, rows), waiting)
 
     def nothing(self) -> tuple:
         return jnp.int32(-1), start_values(self.divide(self.gradients)[0])
 
     def enter_last_tick(self, sums: Sums) -> Sums:
-        """The sums as the last tick takes them; the same without a cut of ZeRO-1."""
+        """The sums as the last tick takes them."""
         if not self.has_cuts:
             return sums
-        whole = jax.tree.map(
-            lambda row, place: None if place.cut is None else row, sums.rows, self.reductions
-        )
-        if self.once:
-            return Sums(sums.rows, self.nothing(), jax.tree.map(lambda _: None, whole))
-        rows = self.settled(sums)
-        whole = without(rows, without(rows, whole))
-        shards = jax.eval_shape(lambda rows: self.over_cuts(read(rows, 0)), whole)
-        rows = joined(jax.tree.map(self.zeros, shards), without(rows, whole))
-        return Sums(rows, self.nothing(), whole)
+        rows = sums.rows if self.once or sums.waiting is None else self.flushed(sums, last=False)
+        return Sums(rows, self.nothing())
 
-    def add(self, sums: Sums, place, gradients) -> Sums:
-        """`sums` with the gradients of the layer at a place."""
+    def add(self, sums: Sums, place, gradients, last: bool) -> Sums:
+        """`sums` with the gradients of the layer at a place, in the last tick or an earlier one."""
+        last = last and self.has_cuts
         if sums.waiting is None:
             return sums._replace(rows=self.accumulated(sums.rows, place, gradients))
-        last, others = self.divide(gradients)
-        sums = self.reduce_into(self.reduce_into(sums, *sums.waiting), place, others)
-        if sums.before is not None:  # the last tick runs the first chunk: others are complete
+        rows, (ends, others) = self.flushed(sums, last), self.divide(gradients)
+        rows = self.reduced_into(rows, place, others, last)
+        if last:  # it runs the first chunk: the rows of the others are complete
             for chunk in range(1, self.chunks):
-                sums = self.complete(sums, place + chunk * self.slots)
-        return sums._replace(waiting=(jnp.int32(place), last))
+                rows = self.with_shards(rows, place + chunk * self.slots, self.over_cuts)
+        return Sums(rows, (jnp.int32(place), ends))
 
     def settled(self, sums: Sums):
+        """The gradients of the group after the last tick."""
+        if sums.waiting is None:
+            return sums.rows
+        rows = self.flushed(sums, self.has_cuts)
+        if self.once:
+            return rows
+
+        def one(row, place):
+            if place.cut is None:
+                return row
+            size = row.shape[place.cut.dim] // collectives.axis_size(place.cut.axes)
+            return jax.lax.slice_in_dim(row, 0, size, axis=place.cut.dim)
+
+        return jax.tree.map(one, rows, self.reductions)
+
+    def flushed(self, sums: Sums, last: bool):
         """The rows with what is waiting."""
-        return sums.rows if sums.waiting is None else self.reduce_into(sums, *sums.waiting).rows
+        assert sums.waiting is not None
+        return self.reduced_into(sums.rows, *sums.waiting, last)
 
-    def reduce_into(self, sums: Sums, place, gradients) -> Sums:
-        """`sums` with some gradients of the layer at a place, reduced over devices."""
+    def reduced_into(self, rows, place, gradients, last: bool):
+        """`rows` with some gradients of the layer at a place (-1: zeros), reduced over devices."""
         at = jnp.maximum(place, 0)
+        if not last or self.once:
+            reduce = self.reduced if last else self.over_fsdp
+            _, shards = self.if_held(at, lambda _: (None, reduce(gradients)), None)
+            return self.accumulated(rows, at, shards)
 
-        def reduce(_):
-            if sums.before is None:
-                return None, self.over_fsdp(gradients)
-            earlier = jax.tree.map(lambda row: jnp.where(place >= 0, row, 0), read(sums.before, at))
-            return None, self.reduced(gradients, earlier)
+        def reduce_with(earlier):
+            total = jax.tree.map(_sum, self.over_fsdp(gradients), earlier, is_leaf=_is_absent)
+            return self.if_held(at, lambda _: (None, self.over_cuts(total)), None)[1]
 
-        _, shards = self.if_held(at, reduce, None)
-        return sums._replace(rows=self.accumulated(sums.rows, at, shards))
+        return self.with_shards(rows, at, reduce_with, place >= 0)
 
-    def complete(self, sums: Sums, place) -> Sums:
-        """`sums` with the row at a place, to which the last tick adds nothing, scattered."""
-        shards = self.over_cuts(read(sums.before, place))
-        return sums._replace(rows=self.accumulated(sums.rows, place, shards))
+    def with_shards(self, rows, place, reduce: Callable, is_real: typing.Any = True):
+        """`rows` with reduce(row at a place) in the beginning of that row; without `is_real`, as
+        they are."""
+        row = read(rows, place)
+        shards = reduce(row)
+
+        def one(buffer, shard):
+            if shard is None:
+                return buffer
+            start = (place, *(0,) * shard.ndim)
+            before = jax.lax.dynamic_slice(buffer, start, (1, *shard.shape))
+            value = jnp.where(is_real, shard[None].astype(buffer.dtype), before)
+            return jax.lax.dynamic_update_slice(buffer, value, start)
+
+        return jax.tree.map(one, rows, shards, is_leaf=_is_absent)
 
     def over_fsdp(self, gradients):
         return collectives.scatter_gradients(gradients)
 
-    def reduced(self, gradients, earlier=None):
-        """Gradients of a layer over fsdp and the cuts of ZeRO-1, with the sums of earlier ticks."""
-        shards = self.over_fsdp(gradients)
-        if earlier is not None:
-            shards = jax.tree.map(_sum, shards, earlier, is_leaf=_is_absent)
-        return self.over_cuts(shards)
+    def reduced(self, gradients):
+        """Gradients of a layer, scattered over fsdp and where ZeRO-1 cuts their parameters."""
+        return self.over_cuts(self.over_fsdp(gradients))
 
     def over_cuts(self, gradients):
         """A layer's gradients scattered where ZeRO-1 cuts their parameters, in their dtypes."""
@@ -146,6 +156,4 @@ def _is_absent(leaf) -> bool:
 
 
 def _sum(gradient, earlier):
-    if gradient is None or earlier is None:
-        return gradient
-    return earlier + gradient.astype(earlier.dtype)
+    return None if gradient is None else earlier + gradient.astype(earlier.dtype)

@@ -36,8 +36,10 @@ from maxmeg.pipeline.executor import Program, run_pipeline
 from maxmeg.pipeline.layout import arrange
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import hlo
+from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.workload import workload
+from maxmeg.planning.hardware import parse_cluster
 from maxmeg.state import to_arrays
 from maxmeg.step import make_eval_step, make_gradients, make_train_step
 
@@ -82,6 +84,22 @@ def grid() -> list:
                 case = ("llama", mesh | settings, {"recompute": recompute}, micro)
                 cases.append(case if kept else pytest.param(*case, marks=pytest.mark.slow))
     return cases
+
+
+def layer_by_layer() -> list:
+    """One, two and four microbatches without a pipeline; every schedule; stages that differ."""
+    uneven = {"pipe": 2, "fsdp": 1, "chunk_layers": (3, 5)}
+    slow = [
+        ({"fsdp": 1}, {}, 4),
+        ({"fsdp": 2}, {"recompute": "full"}, 2),
+        ({"fsdp": 2, "tensor": 2}, {}, 1),
+        ({"fsdp": 2}, {"scan_layers": False}, 1),
+        ({"pipe": 2, "fsdp": 1} | ORDERS["gpipe"], {}, 1),
+        ({"pipe": 2, "fsdp": 2} | ORDERS["zero_bubble"], {}, 1),
+        (uneven, {}, 1),
+    ]
+    quick = ("llama", {"pipe": 2, "fsdp": 2} | ORDERS["interleaved"], {}, 1)
+    return [quick, *(pytest.param("llama", *case, marks=pytest.mark.slow) for case in slow)]
 
 
 MIXED = [
@@ -206,6 +224,12 @@ def test_units_of_several_layers_equal_one_device(model, order):
     check_equal(run(model, mesh, {}, 2), one_device(model))
 
 
+@pytest.mark.parametrize(("model", "parallel", "settings", "micro"), layer_by_layer())
+def test_what_zero1_cuts_layer_by_layer_equals_one_device(model, parallel, settings, micro):
+    """Gathered in the first tick and scattered in the last, which may be the same."""
+    check_equal(run(model, {"data": 2} | parallel, settings, micro), one_device(model))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "micro"), MIXED)
 def test_everything_equals_one_device(parallel, micro):
@@ -327,17 +351,25 @@ def in_branches(program: hlo.Program) -> hlo.Program:
 
 @pytest.mark.parametrize("zero1", [False, True])
 def test_gradients_are_reduced_once(zero1):
-    """Over the replicas: one collective for every set of axes, outside of loops."""
+    """Over the replicas: one collective for every set of axes, outside of loops. Under ZeRO-1 what
+    the planner says: the gradients of layers in the last tick."""
     parallel = {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "zero1": zero1}
-    _, step = compiled(parallel, 8)
+    config, step = compiled(parallel, 8)
     sizes = {"pipe": 2, "data": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 2}
     actual = [
         c
         for c in hlo.collectives(hlo.parse(step.as_text()), sizes)
         if "data" in c.axes and c.volume > 64 and c.kind != "all-gather"
     ]
-    assert actual and all(c.runs == c.instructions for c in actual)
-    if not zero1:
+    if zero1:
+        rows = traffic(workload(config, 8), parse_cluster("h100x8"))
+        sent = [r.volume for r in rows if (r.kind, r.axis) == ("reduce-scatter", "data")]
+        found = [row.volume for row in actual if row.kind == "reduce-scatter"]
+        assert (
+            sum(found) == sum(sent) > 0
+        )  # of two devices each sends the half that it does not keep
+    else:
+        assert actual and all(c.runs == c.instructions for c in actual)
         assert {c.kind for c in actual} == {"all-reduce"}
         # by sets of axes: what pipe and tensor shard, what one of them, what neither; the sums of
         # losses and tokens go with one of these, or alone

@@ -246,17 +246,20 @@ def test_volumes_of_175b_in_numbers():
     sent = found["pipe", "hidden state to the next stage", "collective-permute"]
     assert (sent.runs, sent.volume) == (ticks, ticks * hidden // 8)
     assert sent.seconds == sent.volume / (50e9 * LINK_REACHED)
-    weights = found["data", "weights of the step (ZeRO-1)", "all-gather"]
-    gradients = found["data", "gradients (ZeRO-1)", "reduce-scatter"]
-    assert gradients.volume == 2 * weights.volume  # float32, bfloat16
+    ends = found["data", "weights of the step (ZeRO-1)", "all-gather"].volume
+    layers = found["data", "weights of layers (ZeRO-1)", "all-gather"].volume
     parameters = 175e9 / (16 * 8)
-    assert weights.volume == pytest.approx(2 * parameters * 7 / 8, rel=0.02)
+    assert ends + layers == pytest.approx(2 * parameters * 7 / 8, rel=0.02)
+    for kind, both in (("all-gather", 7 / 6), ("reduce-scatter", 2)):  # float32; of 6 slots 7
+        once = sum(e.volume for e in entries if e.axis == "data" and e.kind == kind)
+        assert once == pytest.approx(both * (ends + layers), rel=0.1)
 
 
 def test_without_zero1_gradients_are_summed_at_the_same_cost():
     sizes = {"data": 128, "fsdp": 1, "tensor": 8}
     with_it, without = of_175b(**sizes), of_175b(**sizes, zero1=False)
-    in_float32 = [e.volume for e in with_it if e.purpose == "gradients (ZeRO-1)"]
+    whole = ("gradients (ZeRO-1)", "gradients of layers (ZeRO-1)")
+    in_float32 = [e.volume for e in with_it if e.purpose in whole]
     summed = [e.volume for e in without if e.kind == "all-reduce" and "data" in e.axis]
     assert sum(summed) == pytest.approx(2 * sum(in_float32), rel=1e-3)
     assert not [e for e in without if e.kind != "all-reduce" and e.axis == "data"]

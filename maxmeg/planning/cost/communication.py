@@ -218,7 +218,8 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     parallel.gradient_dtype.
 
     Backward gathers a layer's parameters again. The gradients of a unit's first sublayer wait for
-    the next layer, so that a step scatters them once more, at its end. Where a microbatch has fewer
+    the next layer, so that a step scatters them once more, at its end, and under ZeRO-1 also before
+    its last tick. Where a microbatch has fewer
     tokens than the table of token embeddings has rows, the tokens' ids are gathered and their
     vectors, B x L x D, exchanged instead, in backward the vectors' gradients, and the ids again.
     """
@@ -252,11 +253,12 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     trained = [shard for shard in layered if shard.trained]
     yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward, trained)
     first = [shard for shard in trained if shard.parameter.path[4] == "0"]
-    size = sum(
-        work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])
-        for s in first
-    )
-    yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, len(first), size, 0.0)
+    cut = {s.parameter.group for s in trained if s.zero1_axes} if work.accumulates else set()
+    for shard in first:
+        times = 2 if shard.parameter.group in cut else 1
+        size = work.gradient_itemsize * shard.whole
+        size //= chunks * work.places[shard.parameter.group or 0]
+        yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, times, times * size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     exchanged = work.tokens < work.vocabulary
@@ -311,26 +313,32 @@ def _data(work: Workload) -> Iterator[Traffic]:
         weights, gradients = work.itemsize * computed, work.gradient_itemsize * computed
         yield Traffic(name, "weights of the step (ZeRO-1)", GATHER, len(ends), weights, 0.0)
         yield Traffic(name, "gradients (ZeRO-1)", SCATTER, len(ends), gradients, 0.0)
-        for shard in members:
-            if shard.parameter.group is not None:
-                yield from _zero1_of_layers(work, name, shard)
+        layers = [shard for shard in members if shard.parameter.group is not None]
+        yield from _zero1_of_layers(work, name, layers)
     for axes, members in _by_axes(work, lambda shard: shard.sum_axes).items():
         size = sum(work.gradient_itemsize * shard.stored for shard in members)
         yield entry(" x ".join(axes), "gradients of replicated parameters", REDUCE, 1, size)
 
 
-def _zero1_of_layers(work: Workload, axis: str, shard: Shard) -> Iterator[Traffic]:
+def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator[Traffic]:
     model, chunks = work.config.model, work.config.parallel.chunks
-    slots = work.places[shard.parameter.group or 0]
-    one = shard.computed // slots  # a slot of each chunk
-    is_loop = model.scan_layers and model.scan_unroll < slots
-    for purpose, kind, count, itemsize in (
-        (ZERO1_FIRST, GATHER, 1, work.itemsize),
-        (ZERO1_WEIGHTS, GATHER, slots if is_loop else slots - 1, work.itemsize),
-        (ZERO1_GRADIENTS, SCATTER, slots, work.gradient_itemsize),
-        (ZERO1_LAST, SCATTER, int(shard.parameter.path[4] == "0"), work.gradient_itemsize),
-    ):
-        yield Traffic(axis, purpose, kind, count * chunks, count * itemsize * one, 0.0)
+    unroll = model.scan_unroll if model.scan_layers else 0
+
+    def entry(purpose: str, kind: str, itemsize: int, runs: Callable) -> Traffic:
+        """runs(slots of a chunk, whether a loop runs them, whether the unit begins with it)."""
+        count = size = 0
+        for shard in layers:
+            slots = work.places[shard.parameter.group or 0]
+            times = runs(slots, 0 < unroll < slots, shard.parameter.path[4] == "0")
+            count += times * chunks
+            size += times * itemsize * shard.computed // slots  # a slot of each chunk
+        return Traffic(axis, purpose, kind, count, size, 0.0)
+
+    weights, gradients = work.itemsize, work.gradient_itemsize
+    yield entry(ZERO1_FIRST, GATHER, weights, lambda slots, loops, begins: 1)
+    yield entry(ZERO1_WEIGHTS, GATHER, weights, lambda slots, loops, begins: slots - 1 + loops)
+    yield entry(ZERO1_GRADIENTS, SCATTER, gradients, lambda slots, loops, begins: slots)
+    yield entry(ZERO1_LAST, SCATTER, gradients, lambda slots, loops, begins: int(begins))
 
 
 def _by_axes(work: Workload, axes: Callable[[Shard], tuple[str, ...]]) -> dict:

@@ -190,27 +190,27 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data (0 if
     neither changes them). gradients: float32 accumulators of the weights' size, or the masters' if
     that is larger (key/value heads fewer than tensor); with one microbatch the gradients in the
-    compute dtype. Under ZeRO-1 layers have shards beside their accumulators, with one microbatch
-    shards alone. The padding of short chunks is included.
+    compute dtype and, of layers under ZeRO-1, their shards alone. The padding of short chunks is
+    included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
     copied = sum(s.computed for s in trained if e != FLOAT32 or s.computed != s.stored)
     cut = [bool(s.zero1_axes) and s.parameter.group is not None for s in trained]
-    shards = work.gradient_itemsize * sum(itertools.compress((s.stored for s in trained), cut))
-    reduced = sum(
-        max(s.computed, s.stored)
-        for s, is_cut in zip(trained, cut, strict=True)
-        if work.accumulates or not is_cut
-    )
+    whole = [max(s.computed, s.stored) for s in trained]
+    gradients = FLOAT32 * sum(whole)
+    if not work.accumulates:
+        shards = itertools.compress((s.stored for s in trained), cut)
+        others = itertools.compress(whole, (not is_cut for is_cut in cut))
+        gradients = work.gradient_itemsize * sum(shards) + e * sum(others)
     frozen = sum(shard.stored for shard in work.shards) - stored
     return {
         "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
         "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
         "compute weights": e * copied,
-        "gradients": (FLOAT32 if work.accumulates else e) * reduced + shards,
+        "gradients": gradients,
     }
 
 
