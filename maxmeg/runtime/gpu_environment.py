@@ -92,7 +92,8 @@ def gpu_environment(
 ) -> Environment:
     """The environment to add to `environ` for a process on GPUs of a generation in VARIABLES.
 
-    deterministic: as train.deterministic. ValueError if XLA_FLAGS contradict it.
+    deterministic: as train.deterministic. ValueError if XLA_FLAGS contradict it, or name a file
+    that does not exist.
     """
     added, users = {}, []
     fractions = [name for name in _FRACTION_NAMES if environ.get(name)]
@@ -105,6 +106,7 @@ def gpu_environment(
             added[name] = value
         elif environ[name] != value:
             users.append(f"{name}={environ[name]}")
+    users += [flag for flag in user_flags(environ).split() if COMBINED in flag]
     if deterministic:
         added["XLA_FLAGS"] = deterministic_flags(user_flags(environ))
         added["NCCL_ALGO"] = environ.get("NCCL_ALGO") or NCCL_ALGORITHMS

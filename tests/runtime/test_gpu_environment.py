@@ -66,6 +66,7 @@ def test_generation_of_a_gpu(name, generation):
         ("", {NAMES[0]: "0.5"}, {}, [f"{NAMES[0]}=0.5"]),
         ("", {NAMES[1]: "0.5"}, {}, [f"{NAMES[1]}=0.5"]),
         ("", {"XLA_FLAGS": "--a=1"}, OURS, []),
+        ("", {"XLA_FLAGS": f"--a=1 --{COMBINED}=7"}, OURS, [f"--{COMBINED}=7"]),
     ],
 )
 def test_the_users_values_win_and_are_said(generation, user, added, users):
