@@ -57,6 +57,8 @@ _ABSENT = {
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # the report has the seconds to compile
 }
 
+# JAX keeps only programs that take a second to compile, but a restart shall compile none again.
+_CACHED_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 # XLA combines reduce-scatters up to this size into one. Combined, the gradients of a layer's
 # matrices wait for the last of them, and nothing is left that could hide their scatter.
@@ -170,6 +172,8 @@ def set_gpu_environment(deterministic: bool = False, cache: str = "") -> Environ
     os.environ.update(environment.added)
     if cache and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", cache)
+        if not os.environ.get(_CACHED_SECONDS):
+            jax.config.update(_CACHED_SECONDS.lower(), 0.0)
     return environment
 
 
