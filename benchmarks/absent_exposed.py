@@ -11,8 +11,9 @@ It is exposed for as long as the matrix products between its start and its end d
 it if it is synchronous. All milliseconds are arithmetic over stated rates; nothing is timed. The
 estimated step is the sum of products, of exposed collectives and of the bytes that kernels other
 than products read and write. Every tick of a pipeline is in the program, so the bubble counts as
-products. FLOPs of Mosaic's grouped products, which the text does not tell, are those of the mean
-load of a device: the rows of the buffer over `parallel.expert_buffer`.
+products; where stages hold different layers, a stage with those of the most frequent unit counts.
+FLOPs of Mosaic's grouped products, which the text does not tell, are those of the mean load of a
+device: the rows of the buffer over `parallel.expert_buffer`. Further rounds of experts do not run.
 
 --table prints a row of Markdown for each of CASES. --checkout: the folder of another commit, whose
 package compiles; this one reads the text. --hlo: where the compiled texts are kept; those that are
@@ -56,8 +57,11 @@ CASES = {
     "8b-tensor4": Case("llama3-8b", 8, {"tensor": 4, "fsdp": 2}),
     "8b-pipe4": Case("llama3-8b", 16, {"pipe": 4, "tensor": 2, "fsdp": 2}, microbatches=8),
     "1.3b": Case("1.3b", micro_batch=4),
-    "mixtral": Case("mixtral-8x7b", 64, {"expert": 8, "fsdp": 8}, length=4096),
+    "mixtral": Case("mixtral-8x7b", 64, {"expert": 8, "fsdp": 8}, 4, 1, 4096, "full"),
     "deepseek-v3": Case("deepseek-v3", 1024, STAGES, 1, 16, 4096, "full"),
+    "deepseek-v3-whole": Case(
+        "deepseek-v3", 1024, STAGES | {"expert_tensor": 1}, 1, 16, 4096, "full"
+    ),
 }
 
 
@@ -179,6 +183,23 @@ class Step:
         return ", ".join(f"{name} {size:.1f}" for size, name in largest if size >= 0.05) or "none"
 
 
+def without_short_loops(text: str) -> str:
+    """The text without conditionals in loops over fewer places than others: of layers that only
+    some stages hold, those of the most frequent unit remain."""
+    program = hlo.parse(text)
+    loops = [each for _, each, _ in program.instructions() if each.opcode == "while"]
+    trips = {callee: hlo.num_trips(loop) for loop in loops for callee in hlo.callees(loop)}
+    places = {
+        each.name: trips[name] or 1
+        for name, each, _ in program.instructions()
+        if each.opcode == "conditional" and name in trips
+    }
+    short = {f"%{name}" for name, number in places.items() if number < max(places.values())}
+    return "\n".join(
+        line for line in text.splitlines() if line.split(" = ", 1)[0].split(" ")[-1] not in short
+    )
+
+
 def read(case: Case, name: str, checkout: str = "", folder: str = "") -> Step:
     """Compile a case, unless its text is in `folder`."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -188,6 +209,7 @@ def read(case: Case, name: str, checkout: str = "", folder: str = "") -> Step:
             told.write_text(json.dumps(compiled(case, text, checkout)))
         report, words = json.loads(told.read_text()), text.read_text()
     config = case.config()
+    words = without_short_loops(words) if config.parallel.pipe > 1 else words
     program = hlo.parse(words)
     kernels = grouped_products(program, config.parallel.expert_buffer)
     program = dataclasses.replace(program, kernel_flops=kernels)
