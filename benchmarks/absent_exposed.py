@@ -253,7 +253,8 @@ COLUMNS = (
 def table_row(step: Step) -> str:
     """A line of Markdown."""
     case, report = step.case, step.report
-    layout = " x ".join(f"{axis} {size}" for axis, size in case.parallel.items() if size > 1)
+    sizes = [(axis, size) for axis, size in case.parallel.items() if axis != "pad_layers"]
+    layout = " x ".join(f"{axis} {size}" for axis, size in sizes)
     tokens = case.micro_batch * case.config().data.sequence_length
     cells = (
         f"{case.model}, {layout or 'one GPU'}, {case.recompute}, {case.microbatches} x {tokens:,}",
