@@ -108,7 +108,8 @@ def gpu_environment(
             added[name] = value
         elif environ[name] != value:
             users.append(f"{name}={environ[name]}")
-    users += [flag for flag in user_flags(environ).split() if COMBINED in flag]
+    ours = (COMBINED, AT_ONCE)  # `compiler_options`
+    users += [flag for flag in user_flags(environ).split() if any(name in flag for name in ours)]
     if deterministic:
         added["XLA_FLAGS"] = deterministic_flags(user_flags(environ))
         added["NCCL_ALGO"] = environ.get("NCCL_ALGO") or NCCL_ALGORITHMS
