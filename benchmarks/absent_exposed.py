@@ -2,18 +2,28 @@
 
     python benchmarks/absent_exposed.py MODEL[:LAYERS[:MICROBATCHES]] GPUS [AXIS=SIZE ...]
         [--recompute=minimal] [--length=8192] [--flags="--xla_..."] [--top=N]
+    python benchmarks/absent_exposed.py --table [--cases=NAME,...] [--checkout=FOLDER]
+        [--hlo=FOLDER]
 
 Compiles the step for absent H100s, nothing allocated, with one sequence per device and microbatch.
-A collective takes the bytes that a device sends over the rate of its mesh axis. It is exposed for
-as long as the matrix products between its start and its end do not last: all of it if it is
-synchronous. All milliseconds are arithmetic over stated rates; nothing is timed. The estimated step
-is the sum of products, of exposed collectives and of the bytes that kernels other than products
-read and write. Every tick of a pipeline is in the program, so the bubble counts as products.
+A collective takes the bytes that a device sends over the rate of its group, as the planner has it.
+It is exposed for as long as the matrix products between its start and its end do not last: all of
+it if it is synchronous. All milliseconds are arithmetic over stated rates; nothing is timed. The
+estimated step is the sum of products, of exposed collectives and of the bytes that kernels other
+than products read and write. Every tick of a pipeline is in the program, so the bubble counts as
+products; where stages hold different layers, a stage with those of the most frequent unit counts.
+FLOPs of Mosaic's grouped products, which the text does not tell, are those of the mean load of a
+device: the rows of the buffer over `parallel.expert_buffer`. Further rounds of experts do not run.
+
+--table prints a row of Markdown for each of CASES. --checkout: the folder of another commit, whose
+package compiles; this one reads the text. --hlo: where the compiled texts are kept; those that are
+there are read, and not compiled again.
 """
 
 import argparse
 import collections
 import dataclasses
+import json
 import math
 import os
 import re
@@ -21,32 +31,67 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from absent_cases import Case, compiled
 from absent_traffic import traffic
 
-from maxmeg.config.mixers import AttentionBackend
-from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+from maxmeg.config.schema import GPUS_A_NODE
 from maxmeg.config.validate import axis_sizes
-from maxmeg.models.registry import use_architecture
 from maxmeg.planning import hlo
-from maxmeg.planning.compile import compile_report
+from maxmeg.planning.cost.communication import EXCHANGES
 from maxmeg.planning.cost.flops import training_flops
+from maxmeg.planning.hardware import parse_cluster
 
 GIB = 2**30
 PRODUCTS, PEAK = 791e12, 989.4e12  # FLOPs a second that products reach; of the data sheet
 MEMORY = 2.91e12  # bytes a second
-RATES = {"tensor": 370e9, "pipe": 45e9}  # bytes a second that a GPU sends over an axis
-OTHERS = 320e9  # over fsdp, expert, data, context
+PERMUTE = "collective-permute"
+CLUSTER = parse_cluster("h100x8")
+STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
+CASES = {
+    "8b-fsdp8": Case("llama3-8b", 8, {"fsdp": 8}),
+    "8b-fsdp16": Case("llama3-8b", 16, {"fsdp": 16}),
+    "8b-tensor4": Case("llama3-8b", 8, {"tensor": 4, "fsdp": 2}),
+    "8b-pipe4": Case("llama3-8b", 16, {"pipe": 4, "tensor": 2, "fsdp": 2}, microbatches=8),
+    "1.3b": Case("1.3b", micro_batch=4),
+    "mixtral": Case("mixtral-8x7b", 64, {"expert": 8, "fsdp": 8}, 4, 1, 4096, "full"),
+    "deepseek-v3": Case("deepseek-v3", 1024, STAGES, 1, 16, 4096, "full"),
+    "deepseek-v3-whole": Case(
+        "deepseek-v3", 1024, STAGES | {"expert_tensor": 1}, 1, 16, 4096, "full"
+    ),
+}
 
 
 def sent_bytes(instruction: hlo.Instruction, kind: str, members: int) -> float:
     """Bytes that one device sends: a permute the array, others the whole array less its part."""
     size = sum(hlo.array_bytes(*array) for array in hlo.arrays(hlo.result_shape(instruction)))
-    if kind == "collective-permute":
+    if kind == PERMUTE:
         return size
     whole = size * members if kind == "reduce-scatter" else size
     return (2 if kind == "all-reduce" else 1) * whole * (members - 1) / members
+
+
+def span(instruction: hlo.Instruction, kind: str, gpus: int) -> tuple[int, int]:
+    """(members of a collective's group, nodes that it spans); a permute's are two."""
+    text = hlo.groups_text(instruction)
+    if kind == PERMUTE:
+        ends = np.array(hlo.numbers(text)).reshape(-1, 2) // GPUS_A_NODE
+        return 2, 1 + int((ends[:, 0] != ends[:, 1]).any())
+    table = hlo.groups_table(text, gpus)
+    assert table is not None, text
+    return table.shape[1], len(set(table[0] // GPUS_A_NODE))
+
+
+def seconds(kind: str, sent: float, members: int, nodes: int) -> float:
+    """How long a device sends, by the planner's rates. Between nodes, permutes and exchanges go
+    through one adapter per GPU; the part of an exchange that stays in the node costs nothing."""
+    one_adapter = kind == PERMUTE or kind in EXCHANGES
+    if kind in EXCHANGES and nodes > 1:
+        sent *= (members - members / nodes) / (members - 1)
+    return sent / CLUSTER.link_rate(nodes, 1 if one_adapter else members // nodes)
 
 
 @dataclasses.dataclass
@@ -68,60 +113,123 @@ class Row:
 def exposure(program: hlo.Program, mesh: dict[str, int]) -> tuple[dict, dict]:
     """Rows by (axes, kind), and rows by (axes, kind, name and shape) of single instructions.
 
-    mesh: as for `hlo.collectives`. Loops of unknown length count as one trip.
+    mesh: as for `hlo.collectives`. Loops with an unknown number of trips are left out.
     """
     beside = hlo.flops_beside(program)
     totals: dict[tuple, Row] = collections.defaultdict(Row)
     single: dict[tuple, Row] = collections.defaultdict(Row)
     for name, instruction, runs in program.instructions():
         kind = instruction.opcode.removesuffix("-start")
-        if kind not in hlo.KINDS:
+        if kind not in hlo.KINDS or name in program.unbounded:
             continue
         axes = hlo.axes_along(instruction, mesh)
-        sent = sent_bytes(instruction, kind, math.prod(mesh.get(axis, 1) for axis in axes))
+        members, nodes = span(instruction, kind, math.prod(mesh.values()))
+        sent = sent_bytes(instruction, kind, members)
         flops = beside.get(instruction.name, beside.get(name, 0.0))
         shape = re.sub(r"\{[^}]*\}", "", hlo.result_shape(instruction))
         for row in (totals[axes, kind], single[axes, kind, f"{instruction.name} {shape[:60]}"]):
-            row.add(runs, sent, flops, sent / min(RATES.get(axis, OTHERS) for axis in axes))
+            row.add(runs, sent, flops, seconds(kind, sent, members, nodes))
     return totals, single
 
 
-def config_of(given: argparse.Namespace) -> Config:
-    name, *counts = given.model.split(":")
-    layers, microbatches = (int(count) for count in (counts + ["0", "1"][len(counts) :]))
-    parallel = ParallelConfig(**{axis: int(size) for axis, size in given.axes})
-    shards = given.gpus // (parallel.pipe * parallel.tensor * parallel.context)
-    train = TrainConfig(global_batch_size=microbatches * shards, micro_batch_size=1)
-    config = use_architecture(Config(parallel=parallel, train=train), name)
-    config.model.num_layers = layers or config.model.num_layers
-    config.model.recompute = given.recompute
-    config.model.attention.backend = AttentionBackend.cudnn
-    config.data.sequence_length = given.length or config.data.sequence_length
-    return config
+def grouped_products(program: hlo.Program, buffer: float) -> dict[str, float]:
+    """FLOPs of each of Mosaic's products of rows [N, K] with experts [E, K, F], or of the weights'
+    gradient, for a mean load of N / buffer rows."""
+    flops = {}
+    for _, instruction, _ in program.instructions():
+        if 'custom_call_target="mosaic' in instruction.attributes:
+            arrays = hlo.arrays(instruction.shape + instruction.attributes.partition("api_v")[0])
+            floats = [dims for kind, dims in arrays if kind == "bf16"]
+            experts = [dims for dims in floats if len(dims) == 3]
+            rows = [dims[0] for dims in floats if len(dims) == 2]
+            if experts and rows:
+                flops[instruction.name] = 2.0 * max(rows) / buffer * math.prod(experts[0][1:])
+    return flops
 
 
-def report(given: argparse.Namespace) -> None:
-    config, gpus = config_of(given), given.gpus
-    sizes = axis_sizes(config.parallel, gpus)
-    with tempfile.NamedTemporaryFile() as file:
-        compiled = compile_report(config, "h100", gpus, file.name)
-        text = Path(file.name).read_text()
-    totals, single = exposure(hlo.parse(text), sizes)
-    moved = sum(size for kind, size in traffic(text)[0].items() if kind != "products")
-    products, exposed = compiled.flops / PRODUCTS, sum(row.exposed for row in totals.values())
-    step = products + exposed + moved / MEMORY
-    length, batch = config.data.sequence_length, config.train.global_batch_size
-    mfu = training_flops(config.model, length, batch) / gpus / step / PEAK
-    print(
-        f"{given.model} on {gpus}, {dict(given.axes)}, {given.recompute}: "
-        f"state {compiled.arguments / GIB:.2f} GiB, temporaries {compiled.temporaries / GIB:.2f}; "
-        f"products {compiled.flops / 1e12:.1f} TFLOP ({products * 1e3:.1f} ms), exposed "
-        f"{exposed * 1e3:.1f} ms, moved beside products {moved / 1e9:.1f} GB "
-        f"({moved / MEMORY * 1e3:.1f} ms); step {step * 1e3:.0f} ms, "
-        f"MFU {mfu * 100:.1f} %; compiled in {compiled.compile_seconds:.0f} s"
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A compiled step, read. report: `Compiled` as a dict. moved: bytes beside products."""
+
+    case: Case
+    report: dict
+    flops: float
+    moved: float
+    totals: dict[tuple, Row]
+    single: dict[tuple, Row]
+
+    @property
+    def exposed(self) -> float:
+        return sum(row.exposed for row in self.totals.values())
+
+    @property
+    def seconds(self) -> float:
+        return self.flops / PRODUCTS + self.exposed + self.moved / MEMORY
+
+    @property
+    def mfu(self) -> float:
+        config = self.case.config()
+        length, batch = config.data.sequence_length, config.train.global_batch_size
+        return training_flops(config.model, length, batch) / self.case.gpus / self.seconds / PEAK
+
+    def along(self, value: str, of: int) -> str:
+        """Sums of a value of the rows by mesh axes (0) or kind (1), largest first, in words."""
+        sums: dict[str, float] = collections.defaultdict(float)
+        for key, row in self.totals.items():
+            name = key[of] if of else "+".join(key[of])
+            sums[name] += getattr(row, value)
+        scale = {"sent": 1e-9, "beside": 1e-12, "exposed": 1e3}[value]
+        largest = sorted(((size * scale, name) for name, size in sums.items()), reverse=True)
+        return ", ".join(f"{name} {size:.1f}" for size, name in largest if size >= 0.05) or "none"
+
+
+def without_short_loops(text: str) -> str:
+    """The text without conditionals in loops over fewer places than others: of layers that only
+    some stages hold, those of the most frequent unit remain."""
+    program = hlo.parse(text)
+    loops = [each for _, each, _ in program.instructions() if each.opcode == "while"]
+    trips = {callee: hlo.num_trips(loop) for loop in loops for callee in hlo.callees(loop)}
+    places = {
+        each.name: trips[name] or 1
+        for name, each, _ in program.instructions()
+        if each.opcode == "conditional" and name in trips
+    }
+    short = {f"%{name}" for name, number in places.items() if number < max(places.values())}
+    return "\n".join(
+        line for line in text.splitlines() if line.split(" = ", 1)[0].split(" ")[-1] not in short
     )
-    rows = sorted(single.items(), key=lambda item: -item[1].exposed)[: given.top]
-    for (axes, *words), row in [*sorted(totals.items()), *rows]:
+
+
+def read(case: Case, name: str, checkout: str = "", folder: str = "") -> Step:
+    """Compile a case, unless its text is in `folder`."""
+    with tempfile.TemporaryDirectory() as temporary:
+        text = Path(folder or temporary, f"{name}.hlo.txt")
+        told = text.with_name(f"{name}.json")
+        if not told.exists():
+            told.write_text(json.dumps(compiled(case, text, checkout)))
+        report, words = json.loads(told.read_text()), text.read_text()
+    config = case.config()
+    words = without_short_loops(words) if config.parallel.pipe > 1 else words
+    program = hlo.parse(words)
+    kernels = grouped_products(program, config.parallel.expert_buffer)
+    program = dataclasses.replace(program, kernel_flops=kernels)
+    moved = sum(size for kind, size in traffic(words)[0].items() if kind != "products")
+    rows = exposure(program, axis_sizes(config.parallel, case.gpus))
+    return Step(case, report, hlo.matrix_flops(program), moved, *rows)
+
+
+def print_step(step: Step, title: str, top: int) -> None:
+    exposed, moved, report = step.exposed, step.moved, step.report
+    print(
+        f"{title}: state {report['arguments'] / GIB:.2f} GiB, "
+        f"temporaries {report['temporaries'] / GIB:.2f}; "
+        f"products {step.flops / 1e12:.1f} TFLOP ({step.flops / PRODUCTS * 1e3:.1f} ms), exposed "
+        f"{exposed * 1e3:.1f} ms, moved beside products {moved / 1e9:.1f} GB "
+        f"({moved / MEMORY * 1e3:.1f} ms); step {step.seconds * 1e3:.0f} ms, "
+        f"MFU {step.mfu * 100:.1f} %; compiled in {report['compile_seconds']:.0f} s"
+    )
+    rows = sorted(step.single.items(), key=lambda item: -item[1].exposed)[:top]
+    for (axes, *words), row in [*sorted(step.totals.items()), *rows]:
         print(
             f"  {'+'.join(axes):12s} {' '.join(words):18s} {row.runs:6d} runs, "
             f"{row.sent / 1e9:8.2f} GB sent, {row.beside / 1e12:8.2f} TFLOP beside, "
@@ -129,18 +237,67 @@ def report(given: argparse.Namespace) -> None:
         )
 
 
+COLUMNS = (
+    "model, layout",
+    "state, temporaries (GiB)",
+    "sent (GB)",
+    "beside collectives (TFLOP)",
+    "exposed (ms)",
+    "moved (GB)",
+    "products (TFLOP)",
+    "step (ms)",
+    "MFU (%)",
+)
+
+
+def table_row(step: Step) -> str:
+    """A line of Markdown."""
+    case, report = step.case, step.report
+    sizes = [(axis, size) for axis, size in case.parallel.items() if axis != "pad_layers"]
+    layout = " x ".join(f"{axis} {size}" for axis, size in sizes)
+    tokens = case.micro_batch * case.config().data.sequence_length
+    cells = (
+        f"{case.model}, {layout or 'one GPU'}, {case.recompute}, {case.microbatches} x {tokens:,}",
+        f"{report['arguments'] / GIB:.2f}, {report['temporaries'] / GIB:.2f}",
+        step.along("sent", 0),
+        step.along("beside", 1),
+        f"**{step.exposed * 1e3:.1f}**: {step.along('exposed', 0)}",
+        f"{step.moved / 1e9:.1f}",
+        f"{step.flops / 1e12:.1f}",
+        f"{step.seconds * 1e3:.0f}",
+        f"{step.mfu * 100:.1f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", help="MODEL[:LAYERS[:MICROBATCHES]]")
-    parser.add_argument("gpus", type=int)
+    parser.add_argument("model", nargs="?", help="MODEL[:LAYERS[:MICROBATCHES]]")
+    parser.add_argument("gpus", nargs="?", type=int)
     parser.add_argument("axes", nargs="*", type=lambda text: text.split("="), help="fsdp=16 ...")
     parser.add_argument("--recompute", default="minimal", help="minimal, selective, full")
     parser.add_argument("--length", type=int, default=0, help="tokens of a sequence")
     parser.add_argument("--flags", default="", help="further XLA_FLAGS")
     parser.add_argument("--top", type=int, default=0, help="list so many collectives")
+    parser.add_argument("--table", action="store_true", help="a row of Markdown for each case")
+    parser.add_argument("--cases", default=",".join(CASES), help="of the table")
+    parser.add_argument("--checkout", default="", help="folder whose package compiles the table")
+    parser.add_argument("--hlo", default="", help="folder for the compiled texts of the table")
     given = parser.parse_args()
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {given.flags}".strip()
-    report(given)
+    if given.table:
+        print(f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|", sep="\n")
+        for name in given.cases.split(","):
+            print(table_row(read(CASES[name], name, given.checkout, given.hlo)), flush=True)
+        return
+    if not given.gpus:
+        parser.error("name a model and a number of GPUs, or --table")
+    name, *counts = given.model.split(":")
+    layers, microbatches = (int(count) for count in (counts + ["0", "1"][len(counts) :]))
+    axes = {axis: int(size) for axis, size in given.axes}
+    case = Case(name, given.gpus, axes, 1, microbatches, given.length, given.recompute, layers)
+    title = f"{given.model} on {given.gpus}, {axes}, {given.recompute}"
+    print_step(read(case, "step"), title, given.top)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,15 @@ tuned: no speed can be read from it.
 import argparse
 import dataclasses
 import json
-import math
 import resource
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.mixers import AttentionBackend
-from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
-from maxmeg.models.registry import use_architecture
+from absent_cases import Case
+
+from maxmeg.config.schema import Config
 from maxmeg.planning.compile import compile_report
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.communication import traffic
@@ -32,20 +31,6 @@ from maxmeg.planning.report import Compiled
 from maxmeg.planning.show.text import verdict
 
 GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A named architecture on `gpus` GPUs, samples a device and microbatch, microbatches;
-    recompute: where the command does not say."""
-
-    model: str
-    gpus: int = 1
-    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
-    micro_batch: int = 1
-    microbatches: int = 1
-    length: int = 0  # 0: the architecture's
-    recompute: str = "minimal"
 
 
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
@@ -65,26 +50,11 @@ CASES = {
 }
 
 
-def config_of(case: Case, recompute: str) -> Config:
-    shards = case.gpus // math.prod(case.parallel.get(axis, 1) for axis in ("pipe", "tensor"))
-    config = Config(
-        parallel=ParallelConfig(**case.parallel),
-        train=TrainConfig(
-            global_batch_size=case.micro_batch * case.microbatches * shards,
-            micro_batch_size=case.micro_batch,
-        ),
-    )
-    config = use_architecture(config, case.model)
-    config.model.attention.backend = AttentionBackend.cudnn
-    config.model.recompute = recompute or case.recompute
-    config.data.sequence_length = case.length or config.data.sequence_length
-    return config
-
-
 def report(name: str, recompute: str, hardware: str, folder: str) -> dict:
     """Everything that is known of one case."""
     case = CASES[name]
-    config = config_of(case, recompute)
+    case = dataclasses.replace(case, recompute=recompute or case.recompute)
+    config = case.config()
     recompute = config.model.recompute
     path = str(Path(folder, f"{name}-{recompute}.hlo.txt")) if folder else ""
     compiled = compile_report(config, hardware, case.gpus, path)

@@ -90,7 +90,8 @@ class Fusion:
 
 
 def traffic(text: str) -> tuple[dict[str, int], dict[tuple[str, str], list]]:
-    """Bytes a step by kind, and (kind, kernel) -> [runs, bytes] of the kernels."""
+    """Bytes a step by kind, and (kind, kernel) -> [runs, bytes] of the kernels; loops with an
+    unknown number of trips (further rounds of experts) are left out."""
     program = hlo.parse(text)
     inner = {
         found
@@ -102,7 +103,8 @@ def traffic(text: str) -> tuple[dict[str, int], dict[tuple[str, str], list]]:
     kernels: dict[tuple[str, str], list] = collections.defaultdict(lambda: [0, 0])
     for computation, instruction, runs in program.instructions():
         called = re.search(r"calls=%?([\w.\-]+)", instruction.attributes)
-        if computation in inner or instruction.opcode != "fusion" or not called:
+        skipped = computation in inner or computation in program.unbounded
+        if skipped or instruction.opcode != "fusion" or not called:
             continue
         fusion = Fusion(program.computations[called[1]])
         moved = fusion.read() + fusion.written()

@@ -47,14 +47,15 @@ def compile_report(config: Config, hardware: str, count: int, hlo_path: str = ""
     validate(config, count)
     request = {"config": files.to_dict(config), "hardware": hardware, "count": count}
     path = str(pathlib.Path(hlo_path).resolve()) if hlo_path else ""
-    child = subprocess.run(
-        [sys.executable, "-m", "maxmeg.planning.compile"],
-        input=json.dumps({**request, "hlo_path": path}),
-        env=absent_environment(config.train.deterministic),
-        cwd=pathlib.Path(__file__).parents[2],  # finds the package even if it is not installed
-        capture_output=True,
-        text=True,
-    )
+    with absent.without_assembler(absent_environment(config.train.deterministic)) as environment:
+        child = subprocess.run(
+            [sys.executable, "-m", "maxmeg.planning.compile"],
+            input=json.dumps({**request, "hlo_path": path}),
+            env=environment,
+            cwd=pathlib.Path(__file__).parents[2],  # finds the package even if it is not installed
+            capture_output=True,
+            text=True,
+        )
     if child.returncode:
         cause = child.stderr.strip()[-4000:]
         if child.returncode == -signal.SIGKILL:

@@ -9,7 +9,7 @@ import graphlib
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -69,12 +69,14 @@ class Program:
     once; every branch of a conditional counts as taken, also the layers of other pipeline stages
     where stages hold different ones. overlapped: computations called by an
     asynchronous start. unbounded: computations in loops whose number of trips is not known.
+    kernel_flops: FLOPs of one run of instructions, by name, where the text does not tell them.
     """
 
     computations: dict[str, tuple[Instruction, ...]]
     runs: dict[str, int]
     overlapped: frozenset[str]
     unbounded: frozenset[str] = frozenset()
+    kernel_flops: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def instructions(self) -> Iterator[tuple[str, Instruction, int]]:
         """(computation, instruction, runs per step) of every instruction that runs."""
@@ -204,9 +206,14 @@ def collectives(program: Program, mesh: dict[str, int]) -> tuple[Collective, ...
 
 def axes_along(instruction: Instruction, mesh: dict[str, int]) -> tuple[str, ...]:
     """Mesh axes of a collective; `mesh` as in `collectives`."""
-    groups = _GROUPS.search(instruction.attributes)
     kind = instruction.opcode.removesuffix("-start")
-    return axes_of(groups[1] if groups else "", kind, tuple(mesh.items()))
+    return axes_of(groups_text(instruction), kind, tuple(mesh.items()))
+
+
+def groups_text(instruction: Instruction) -> str:
+    """The groups of a collective's devices, or its pairs, as HLO writes them."""
+    groups = _GROUPS.search(instruction.attributes)
+    return groups[1] if groups else ""
 
 
 def result_shape(instruction: Instruction) -> str:
@@ -358,6 +365,7 @@ def matrix_flops(program: Program) -> float:
         shapes[instruction.name] = instruction.shape
         if name not in program.unbounded:
             total += runs * instruction_flops(instruction, shapes)
+            total += runs * program.kernel_flops.get(instruction.name, 0.0)
     return total
 
 
@@ -412,6 +420,7 @@ def flops_within(program: Program, instruction: Instruction, shapes: dict[str, s
     """FLOPs of one run of an instruction and of the computations that it calls (fusions, all trips
     of a loop)."""
     total, trips = instruction_flops(instruction, shapes), num_trips(instruction) or 0
+    total += program.kernel_flops.get(instruction.name, 0.0)
     for callee in callees(instruction):
         inside: dict[str, str] = {}
         for inner in program.computations.get(callee, ()):

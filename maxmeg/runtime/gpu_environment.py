@@ -57,6 +57,8 @@ _ABSENT = {
     "JAX_ENABLE_COMPILATION_CACHE": "false",  # the report has the seconds to compile
 }
 
+# JAX keeps only programs that take a second to compile, but a restart shall compile none again.
+_CACHED_SECONDS = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 # XLA combines reduce-scatters up to this size into one. Combined, the gradients of a layer's
 # matrices wait for the last of them, and nothing is left that could hide their scatter.
@@ -92,7 +94,8 @@ def gpu_environment(
 ) -> Environment:
     """The environment to add to `environ` for a process on GPUs of a generation in VARIABLES.
 
-    deterministic: as train.deterministic. ValueError if XLA_FLAGS contradict it.
+    deterministic: as train.deterministic. ValueError if XLA_FLAGS contradict it, or name a file
+    that does not exist.
     """
     added, users = {}, []
     fractions = [name for name in _FRACTION_NAMES if environ.get(name)]
@@ -105,6 +108,8 @@ def gpu_environment(
             added[name] = value
         elif environ[name] != value:
             users.append(f"{name}={environ[name]}")
+    ours = (COMBINED, AT_ONCE)  # `compiler_options`
+    users += [flag for flag in user_flags(environ).split() if any(name in flag for name in ours)]
     if deterministic:
         added["XLA_FLAGS"] = deterministic_flags(user_flags(environ))
         added["NCCL_ALGO"] = environ.get("NCCL_ALGO") or NCCL_ALGORITHMS
@@ -168,6 +173,8 @@ def set_gpu_environment(deterministic: bool = False, cache: str = "") -> Environ
     os.environ.update(environment.added)
     if cache and not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", cache)
+        if not os.environ.get(_CACHED_SECONDS):
+            jax.config.update(_CACHED_SECONDS.lower(), 0.0)
     return environment
 
 

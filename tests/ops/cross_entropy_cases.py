@@ -71,6 +71,16 @@ CASES = {
         bad_targets=True,
         tiles=(10, 8, 13, 8),
     ),
+    "wide, all": Case(  # xla multiplies once for the weight's gradient
+        width=40,
+        vocab_size=21,
+        z_loss=0.1,
+        softcap=3.0,
+        label_smoothing=0.1,
+        chunk=10,
+        bad_targets=True,
+        tiles=(10, 8, 13, 8),
+    ),
     "kernels": Case(tokens=300, width=128, words=1280, large=0.3, tiles=(128, 256, 256, 256)),
     "kernels, all": Case(
         tokens=260,

@@ -25,7 +25,7 @@ from maxmeg.planning import hlo
 FINITE_DIFFERENCES = 1e-3  # float32, steps of 1e-2
 CPU, GPU = Device("cpu"), Device("cuda")
 P = jax.sharding.PartitionSpec
-ROUNDED = ("sure of itself", "all", "kernels")
+ROUNDED = ("sure of itself", "all", "wide, all", "kernels")
 
 
 def can_run(backend: str) -> bool:

@@ -4,8 +4,10 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import json
+import os
 import subprocess
 import types
+from pathlib import Path
 
 import jax
 import pytest
@@ -176,3 +178,39 @@ def test_environment_keeps_the_rest(monkeypatch):
     assert environment["XLA_FLAGS"] == "--xla_gpu_autotune_level=0"
     deterministic = absent_environment(deterministic=True)
     assert "--xla_gpu_deterministic_ops=true" in deterministic["XLA_FLAGS"].split()
+
+
+def ptxas(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProcess:
+    program = Path(environ["CUDA_ROOT"], "bin", "ptxas")
+    return subprocess.run([program, *arguments], capture_output=True, text=True)
+
+
+def test_the_child_assembles_nothing(tmp_path):
+    """The `ptxas` first on PATH tells versions and writes empty files; no folder is left."""
+    (tmp_path / "nvvm" / "libdevice").mkdir(parents=True)
+    binary = tmp_path / "out.cubin"
+    with absent.without_assembler({"CUDA_ROOT": str(tmp_path), "PATH": "/bin"}) as environ:
+        folder = Path(environ["CUDA_ROOT"])
+        assert environ["PATH"] == f"{folder}/bin:/bin"
+        assert ptxas(environ, "in.ptx", "-o", str(binary), "-arch=sm_90a").returncode == 0
+        assert binary.read_bytes() == b""
+        assert ", V13.0.88" in ptxas(environ, "--version").stdout
+        isa = ptxas(environ, "--input-as-string", ".version 99.99")
+        assert isa.returncode and "current version is '9.0'" in isa.stderr
+        assert (folder / "nvvm" / "libdevice").is_dir()
+    assert not folder.exists() and (tmp_path / "nvvm" / "libdevice").is_dir()
+
+
+@pytest.mark.parametrize(
+    "environ", [{"MOSAIC_GPU_DUMP_PTXAS": "1"}, {"XLA_FLAGS": "--a=1 --xla_dump_to=here"}]
+)
+def test_dumps_are_of_the_real_assembler(environ):
+    with absent.without_assembler(environ) as kept:
+        assert kept == environ
+
+
+def test_the_real_assembler_where_no_program_can_be_executed(monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    warned = pytest.warns(UserWarning, match="with the real ptxas, which takes longer: set TMPDIR")
+    with warned, absent.without_assembler({"KEPT": "yes"}) as kept:
+        assert kept == {"KEPT": "yes"}

@@ -20,6 +20,7 @@ from maxmeg.planning.hardware import parse_cluster
 from maxmeg.runtime import determinism, platform, screen
 from maxmeg.runtime import gpu_environment as gpu_environment_module
 from maxmeg.runtime.gpu_environment import (
+    AT_ONCE,
     COMBINED,
     MEMORY_FRACTION,
     compiler_options,
@@ -66,6 +67,8 @@ def test_generation_of_a_gpu(name, generation):
         ("", {NAMES[0]: "0.5"}, {}, [f"{NAMES[0]}=0.5"]),
         ("", {NAMES[1]: "0.5"}, {}, [f"{NAMES[1]}=0.5"]),
         ("", {"XLA_FLAGS": "--a=1"}, OURS, []),
+        ("", {"XLA_FLAGS": f"--a=1 --{COMBINED}=7"}, OURS, [f"--{COMBINED}=7"]),
+        ("", {"XLA_FLAGS": f"--{AT_ONCE}=1 --a=1"}, OURS, [f"--{AT_ONCE}=1"]),
     ],
 )
 def test_the_users_values_win_and_are_said(generation, user, added, users):

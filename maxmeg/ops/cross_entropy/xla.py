@@ -1,7 +1,9 @@
 """Linear + cross entropy in plain XLA over chunks of tokens: the reference, on every device.
 
 Only the logits of one chunk exist at a time. Forward computes each chunk's gradients along with its
-logits (as Liger Kernel does): three matrix products in all. Backward only scales them.
+logits (as Liger Kernel does): three matrix products in all. Backward only scales them. The weight's
+gradient is one product over all tokens if the logits' gradient takes no more memory than a float32
+sum of the weight's gradient; otherwise such a sum is read and written for each chunk.
 """
 
 import functools
@@ -57,10 +59,16 @@ def backward(_, residuals, cotangents):
 linear_cross_entropy.defvjp(forward, backward)
 
 
+def multiplies_once(tokens: int, width: int, itemsize: int) -> bool:
+    """Whether the gradient of the weight [V, width] is one product over all tokens: e T <= 4 D."""
+    return itemsize * tokens <= 4 * width
+
+
 def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
     """[loss, token losses], and with gradients [loss, token losses, dh, dw]."""
     T = h_TD.shape[0]
-    run = functools.partial(one_chunk, spec=spec, gradients=gradients)
+    once = gradients and multiplies_once(*h_TD.shape, h_TD.dtype.itemsize)
+    run = functools.partial(one_chunk, spec=spec, gradients=gradients, stores=once)
     targets_T = known_targets(targets_T, spec)
     if spec.chunk >= T:
         sums, rows = run(h_TD, w_VD, targets_T, weights_T)
@@ -78,16 +86,22 @@ def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradie
 
         chunks = (split(h_TD), split(targets_T), split(weights_T))
         zeros = [jnp.zeros((), jnp.float32)]
-        zeros += [zeros_after(h_TD, w_VD.shape)] if gradients else []
+        zeros += [zeros_after(h_TD, w_VD.shape)] if gradients and not once else []
         sums, rows = lax.scan(body, zeros, chunks)
         rows = [row.reshape(-1, *row.shape[2:])[:T] for row in rows]
     if not gradients:
         return [sums[0], rows[0]]
-    return [sums[0], rows[0], rows[1], sums[1].astype(w_VD.dtype)]
+    dh_TD, dw_VD = products(rows[1], h_TD, w_VD) if once else (rows[1], sums[1])
+    return [sums[0], rows[0], dh_TD, dw_VD.astype(w_VD.dtype)]
 
 
-def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradients: bool):
-    """Sums [loss, dw] and rows [token losses, dh] of one chunk of tokens."""
+def one_chunk(
+    h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradients: bool, stores: bool
+):
+    """Sums [loss, dw] and rows [token losses, dh] of one chunk of tokens.
+
+    stores: instead of dw and dh, the gradient of the logits is one of the rows.
+    """
     raw_TV = jnp.einsum("TD,VD->TV", h_TD, w_VD, preferred_element_type=jnp.float32)
     ids_V = first_word(w_VD) + jnp.arange(w_VD.shape[0])
     real_V = ids_V < spec.vocab_size
@@ -112,6 +126,14 @@ def one_chunk(h_TD, w_VD, targets_T, weights_T, *, spec: CrossEntropySpec, gradi
     if spec.softcap:
         d_TV *= slope_of_softcap(capped_TV, spec.softcap)
     d_TV = jnp.where(weights_T1 == 0, 0, d_TV * weights_T1).astype(h_TD.dtype)
+    if stores:
+        return [loss], [token_loss_T, d_TV]
+    dh_TD, dw_VD = products(d_TV, h_TD, w_VD)
+    return [loss, dw_VD], [token_loss_T, dh_TD]
+
+
+def products(d_TV, h_TD, w_VD):
+    """dh in the dtype of h, dw in float32."""
     dh_TD = jnp.einsum("TV,VD->TD", d_TV, w_VD, preferred_element_type=jnp.float32)
     dw_VD = jnp.einsum("TV,TD->VD", d_TV, h_TD, preferred_element_type=jnp.float32)
-    return [loss, dw_VD], [token_loss_T, dh_TD.astype(h_TD.dtype)]
+    return dh_TD.astype(h_TD.dtype), dw_VD

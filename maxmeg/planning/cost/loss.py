@@ -7,6 +7,7 @@ from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import choice
 from maxmeg.ops.cross_entropy.mosaic import chunk_words
 from maxmeg.ops.cross_entropy.tiled import TILES
+from maxmeg.ops.cross_entropy.xla import multiplies_once
 
 FLOAT32 = 4
 
@@ -43,6 +44,11 @@ class Head:
         return count, -(-self.tokens // count)
 
     @property
+    def once(self) -> bool:
+        """Whether backend xla makes the weight's gradient in one product."""
+        return multiplies_once(self.tokens, self.width, self.itemsize)
+
+    @property
     def products(self) -> int:
         """Number of matrix products over all tokens and vocabulary rows."""
         if self.backend == "tiled":
@@ -53,16 +59,19 @@ class Head:
     def temporaries(self) -> int:
         """Bytes of temporaries beside the weight, the hidden state and both gradients.
 
-        xla, c tokens at a time: logits in float32 and their gradient, (4 + e) c v, and the weight's
-        gradient accumulated in float32, 4 v D. tiled, the larger of forward and backward, with c
-        tokens and n rows at a time: logits and their gradient, (4 + e) c n, a copy of the rows,
-        e n D; in forward one or two float32 products, 8 c D each; in backward the rows' gradient,
-        e n D. mosaic, n rows at a time: the logits' gradient, e T n, a copy of the rows, e n D,
-        and the hidden state's gradient accumulated in float32, 4 T D.
+        xla, c tokens at a time: logits in float32, 4 c v, and their gradient for all tokens, e T v,
+        or for a chunk, e c v, and the weight's gradient accumulated in float32, 4 v D. tiled, the
+        larger of forward and backward, with c tokens and n rows at a time: logits and their
+        gradient, (4 + e) c n, a copy of the rows, e n D; in forward one or two float32 products,
+        8 c D each; in backward the rows' gradient, e n D. mosaic, n rows at a time: the logits'
+        gradient, e T n, a copy of the rows, e n D, and the hidden state's gradient accumulated in
+        float32, 4 T D.
         """
         e, D, T, v = self.itemsize, self.width, self.tokens, self.words
         if self.backend == "xla":
-            return (FLOAT32 + e) * self.blocks[1] * v + FLOAT32 * v * D
+            c = self.blocks[1]
+            gradients = e * T * v if self.once else e * c * v + FLOAT32 * v * D
+            return FLOAT32 * c * v + gradients
         if self.backend == "mosaic":
             words = chunk_words(T, v)
             return e * words * (T + D) + FLOAT32 * T * D
@@ -75,15 +84,15 @@ class Head:
     def streamed(self) -> float:
         """Bytes read and written beyond reading each product's operands once.
 
-        xla: 18 per logit, and the weight's float32 gradient read and written per chunk. tiled,
-        whose logits fit in the L2 cache: in forward a copy of the weight per block of tokens,
-        e D v, and the float32 product of the tokens read and written per chunk of rows. mosaic: the
-        logits' gradient written once and read twice, 3 e per logit, and the tokens' product three
-        times per chunk.
+        xla: 18 per logit, and unless `once` the weight's float32 gradient read and written per
+        chunk. tiled, whose logits fit in the L2 cache: in forward a copy of the weight per block of
+        tokens, e D v, and the float32 product of the tokens read and written per chunk of rows.
+        mosaic: the logits' gradient written once and read twice, 3 e per logit, and the tokens'
+        product three times per chunk.
         """
         e, D, T, v = self.itemsize, self.width, self.tokens, self.words
         if self.backend == "xla":
-            return 18 * T * v + 2 * FLOAT32 * D * v * self.blocks[0]
+            return 18 * T * v + (0 if self.once else 2 * FLOAT32 * D * v * self.blocks[0])
         if self.backend == "mosaic":
             return 3 * e * T * v + 3 * FLOAT32 * T * D * (v / chunk_words(T, v))
         copies = e * D * v * self.blocks[0]
