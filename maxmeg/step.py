@@ -24,6 +24,7 @@ from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.fused import fuse, separate
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import reductions, storage_specs
@@ -207,7 +208,9 @@ def make_gradients(
         masks = objective.masks(model, batch)
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
         computing = compute_model(model, gradient_reductions, dtype)
+        computing, _ = fuse(computing, gradient_reductions, mesh)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective)
+        gradients = separate(gradients, trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
         stack_aux = sums.pop("stack_aux")

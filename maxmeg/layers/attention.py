@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context, RotaryKind
-from maxmeg.layers.linear import Linear
+from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention.call import attention
@@ -151,6 +151,8 @@ class Attention(Mixer):
     (parallel.rules.KvSlice).
     """
 
+    fused_projections = (("query", "key", "value"),)
+
     def __init__(self, key: jax.Array, spec: AttentionSpec):
         keys = split(key, 4)
         self.spec = spec
@@ -170,10 +172,10 @@ class Attention(Mixer):
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
         """(partial sums over tensor, new cache, no auxiliary values)."""
         heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
-        q_BLI, k_BLI = stored(self.query(h_BLD, ctx), "query"), stored(self.key(h_BLD, ctx), "key")
-        q_BLHK = normalized(q_BLI, self.query_norm, heads)
-        k_BLGK = normalized(k_BLI, self.key_norm, heads)
-        v_BLGK = stored(self.value(h_BLD, ctx), "value").reshape(heads)
+        q_BLI, k_BLI, v_BLI = project((self.query, self.key, self.value), h_BLD, ctx)
+        q_BLHK = normalized(stored(q_BLI, "query"), self.query_norm, heads)
+        k_BLGK = normalized(stored(k_BLI, "key"), self.key_norm, heads)
+        v_BLGK = stored(v_BLI, "value").reshape(heads)
         if self.spec.rotary is not None:
             by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
             q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)

@@ -212,7 +212,7 @@ def _loss(work: Workload) -> Iterator[Traffic]:
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:
     """Parameters in the compute dtype are gathered at every use, their gradients scattered in
-    parallel.gradient_dtype.
+    parallel.gradient_dtype; a fused weight is one array.
 
     Backward gathers a layer's parameters again. The gradients of a unit's first sublayer wait for
     the next layer, so that a step scatters them once more, at its end. Where a microbatch has fewer
@@ -234,7 +234,8 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         """The parameters of all layers that a chunk runs."""
         held = [work.held[shard.parameter.group or 0] for shard in shards]
         places = [chunks * work.places[shard.parameter.group or 0] for shard in shards]
-        count, itemsize = sum(held), e if kind == GATHER else work.gradient_itemsize
+        count = sum(n for s, n in zip(shards, held, strict=True) if s.first_fused)
+        itemsize = e if kind == GATHER else work.gradient_itemsize
         size = sum(
             itemsize * s.whole // n * m for s, n, m in zip(shards, places, held, strict=True)
         )
@@ -253,7 +254,8 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])
         for s in first
     )
-    yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, len(first), size, 0.0)
+    count = sum(shard.first_fused for shard in first)
+    yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, count, size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     exchanged = work.tokens < work.vocabulary

@@ -4,6 +4,7 @@ Parameters come from the real model by `jax.eval_shape`, their shards from `para
 of activations from the specs of the mixers. Nothing is compiled.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -24,6 +25,7 @@ from maxmeg.layers.residual import ResidualSpec
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
+from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
     is_trained,
@@ -46,13 +48,15 @@ class Parameter:
     """An array of the model. group: its group of the layer stack; None: outside of the stack.
 
     kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
-    shared expert), or norm, embedding, positions, output.
+    shared expert), or norm, embedding, positions, output. projections: number of the group of
+    projections that it belongs to (parallel.fused); None: of no group.
     """
 
     path: tuple[str, ...]
     kind: str
     group: int | None
     variable: nnx.Variable
+    projections: int | None = None
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -66,7 +70,8 @@ class Shard:
     stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered,
     cut to one key/value head if there are fewer of them than tensor. whole: of that copy
     gathered over fsdp. zero1_axes: its gradient is scattered over these mesh axes.
-    sum_axes: its gradient is summed over these.
+    sum_axes: its gradient is summed over these. fused: it is part of a weight of several
+    projections; first_fused: its first part, or a weight by itself.
     """
 
     parameter: Parameter
@@ -75,6 +80,8 @@ class Shard:
     whole: int
     zero1_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
+    fused: bool = False
+    first_fused: bool = True
 
     @functools.cached_property
     def trained(self) -> bool:
@@ -262,12 +269,14 @@ def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Para
 def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
     config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
+    groups = {id(one): n for n, group in enumerate(fused_groups(abstract)) for one in group}
     arrays = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
         stacked = names[0] == "stack"
         group = int(names[2]) if stacked else None
-        arrays.append(Parameter(names, kind_of(names), group, variable))
+        number = groups.get(id(variable))
+        arrays.append(Parameter(names, kind_of(names), group, variable, number))
     return tuple(arrays)
 
 
@@ -383,7 +392,7 @@ def _units_of_groups(repeats: tuple[int, ...], stages: int, counts: tuple[int, .
 def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
     """The shard of every parameter. places: number of units of each group on a device."""
     mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
-    shards = []
+    shards, groups = [], collections.defaultdict(list)
     for parameter in every:
         variable, shape = parameter.variable, list(parameter.variable.shape)
         for dim, axis in enumerate(parameter.axes):
@@ -406,7 +415,14 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         summed = MESH_AXES if is_trained(variable) else ()
         left = (name for name in summed if name not in used and mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
+        if parameter.projections is not None:
+            groups[parameter.projections].append((len(shards), variable, cut))
         shards.append(Shard(parameter, stored, computed, whole, scattered, sums))
+    for group in groups.values():
+        numbers, variables, cuts = zip(*group, strict=True)
+        if can_fuse(variables, set(cuts), mesh):
+            for i in numbers:
+                shards[i] = dataclasses.replace(shards[i], fused=True, first_fused=i == numbers[0])
     return tuple(shards)
 
 
