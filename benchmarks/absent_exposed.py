@@ -1,7 +1,7 @@
 """What products of a train step hide of its collectives: `python benchmarks/absent_exposed.py`.
 
     python benchmarks/absent_exposed.py MODEL[:LAYERS[:MICROBATCHES]] GPUS [AXIS=SIZE ...]
-        [--recompute=minimal] [--length=8192] [--flags="--xla_..."] [--top=N]
+        [--recompute=minimal] [--length=8192] [--overlap] [--flags="--xla_..."] [--top=N]
 
 Compiles the step for absent H100s, nothing allocated, with one sequence per device and microbatch.
 A collective takes the bytes that a device sends over the rate of its mesh axis. It is exposed for
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from absent_traffic import traffic
 
-from maxmeg.config.mixers import AttentionBackend
+from maxmeg.config.mixers import AttentionBackend, TensorOverlap
 from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
 from maxmeg.config.validate import axis_sizes
 from maxmeg.models.registry import use_architecture
@@ -90,6 +90,7 @@ def config_of(given: argparse.Namespace) -> Config:
     name, *counts = given.model.split(":")
     layers, microbatches = (int(count) for count in (counts + ["0", "1"][len(counts) :]))
     parallel = ParallelConfig(**{axis: int(size) for axis, size in given.axes})
+    parallel.tensor_overlap = TensorOverlap.on if given.overlap else TensorOverlap.auto
     shards = given.gpus // (parallel.pipe * parallel.tensor * parallel.context)
     train = TrainConfig(global_batch_size=microbatches * shards, micro_batch_size=1)
     config = use_architecture(Config(parallel=parallel, train=train), name)
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("axes", nargs="*", type=lambda text: text.split("="), help="fsdp=16 ...")
     parser.add_argument("--recompute", default="minimal", help="minimal, selective, full")
     parser.add_argument("--length", type=int, default=0, help="tokens of a sequence")
+    parser.add_argument("--overlap", action="store_true", help="parallel.tensor_overlap=on")
     parser.add_argument("--flags", default="", help="further XLA_FLAGS")
     parser.add_argument("--top", type=int, default=0, help="list so many collectives")
     given = parser.parse_args()

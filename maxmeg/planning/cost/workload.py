@@ -14,9 +14,10 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.recompute import POLICIES, kept_names
-from maxmeg.config.schema import Config, LoraConfig, Schedule
+from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
@@ -142,9 +143,14 @@ class Unit:
         streams = [
             spec.mixers[0].hidden_size
             for spec in self.specs
-            if any(mixer.reads == "whole" for mixer in spec.mixers)
+            if any(mixer.input_span == "whole" for mixer in spec.mixers)
         ]
         return tuple([width for one in self.widths for width in one.gathered] + streams)
+
+    @functools.cached_property
+    def rings(self) -> tuple[int, ...]:
+        """Number of mixers of each sublayer that multiply beside transfers over tensor."""
+        return tuple(sum(mixer.overlap for mixer in one.mixers) for one in self.specs)
 
     @functools.cached_property
     def heads(self) -> int:
@@ -295,12 +301,14 @@ def kv_head_copies(model: ModelConfig, tensor: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _units(key: frozenset, kv_copies: int) -> tuple[Unit, ...]:
+def _units(key: frozenset, kv_copies: int, overlap: TensorOverlap) -> tuple[Unit, ...]:
     """The repeated unit of each group of the stack."""
-    model = with_fields(ModelConfig(), dict(key))
+    model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(tensor_overlap=overlap)
     return tuple(
         Unit(repeats, len(layers), specs, kv_copies)
-        for (layers, _), (specs, repeats) in zip(model.groups, pattern(model), strict=True)
+        for (layers, _), (specs, repeats) in zip(
+            model.groups, pattern(model, parallel), strict=True
+        )
     )
 
 
@@ -354,7 +362,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
     parallel, key = config.parallel, architecture_key(model)
-    blocks = _units(key, kv_head_copies(model, parallel.tensor))
+    blocks = _units(key, kv_head_copies(model, parallel.tensor), parallel.tensor_overlap)
     counts = units_of_chunks(model, parallel)
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
