@@ -104,7 +104,7 @@ def shard_of(x_BLI: jax.Array, rank: jax.Array | int) -> jax.Array:
 def assemble(ranks: Sequence[jax.Array | int], shards: Sequence[jax.Array]) -> jax.Array:
     """The whole sequence from the shards of these ranks."""
     B, length, *rest = shards[0].shape
-    whole = jnp.zeros((B, length * len(shards), *rest), shards[0].dtype)
+    whole = lax.empty((B, length * len(shards), *rest), shards[0].dtype)
     for rank, shard in zip(ranks, shards, strict=True):
         whole = lax.dynamic_update_slice_in_dim(whole, shard, rank * length, axis=1)
     return whole
