@@ -39,7 +39,9 @@ class Linear(nnx.Module):
     def __call__(
         self, x: Float[Array, "B L I"], ctx: Context | None = None
     ) -> Float[Array, "B L O"]:
-        return self._completed(multiply(x, unshard_parameter(self.weight)), x, ctx)
+        # All tokens as one matrix: for [1, L, O] with a bias XLA would also keep a transposed copy.
+        y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
+        return self._completed(y_TO, x, ctx).reshape(*x.shape[:-1], -1)
 
     def summed(self, x: Float[Array, "B L I"], ctx: Context) -> Float[Array, "B l O"]:
         """The row-parallel output summed over tensor: of the local sequence shard, in parts beside
@@ -52,17 +54,15 @@ class Linear(nnx.Module):
             y_BlO = scatter_sequence(multiply(x, weight), sharded=False)
         return y_BlO if self.bias is None else y_BlO + broadcast(self.bias[...], y_BlO.shape)
 
-    def _completed(self, y_BLO: jax.Array, x: jax.Array, ctx: Context | None) -> jax.Array:
-        """The output, from the product with the weight."""
-        # All tokens as one matrix: for [1, L, O] with a bias XLA would also keep a transposed copy.
-        y_TO = y_BLO.reshape(-1, y_BLO.shape[-1])
+    def _completed(self, y_TO: jax.Array, x: jax.Array, ctx: Context | None) -> jax.Array:
+        """The output [tokens, O], from the product with the weight."""
         if self.bias is not None:
             bias = self.bias[...]
             bias = counted_once(bias) if self.row_parallel else bias
             y_TO = y_TO + broadcast(bias, y_TO.shape)
         if self.lora is not None:
             y_TO = y_TO + self.lora(x, ctx)
-        return y_TO.reshape(y_BLO.shape)
+        return y_TO
 
 
 def project(
@@ -78,12 +78,17 @@ def project(
     (parallel.rings); without adapters.
     """
     widths = fused_widths(linears[0].weight)
-    weights = [linear.weight for linear in (linears if widths is None else linears[:1])]
-    matrices = tuple(unshard_parameter(weight) for weight in weights)
-    if overlap and ctx is not None and ctx.sequence_sharded:
+    overlap = overlap and ctx is not None and ctx.sequence_sharded
+    if widths is None and not overlap:
+        return [linear(x, ctx) for linear in linears]
+    fused = linears if widths is None else linears[:1]
+    matrices = tuple(unshard_parameter(linear.weight) for linear in fused)
+    if overlap:
         assert all(linear.lora is None for linear in linears)
         products = gather_matmul(x, matrices)
     else:
         products = [multiply(x, matrix) for matrix in matrices]
+    shape, products = products[0].shape[:-1], [y.reshape(-1, y.shape[-1]) for y in products]
     parts = products if widths is None else split_columns(products[0], widths)
-    return [linear._completed(y, x, ctx) for linear, y in zip(linears, parts, strict=True)]
+    outputs = [linear._completed(y, x, ctx) for linear, y in zip(linears, parts, strict=True)]
+    return [y_TO.reshape(*shape, -1) for y_TO in outputs]
