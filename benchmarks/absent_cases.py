@@ -23,7 +23,8 @@ from maxmeg.planning.compile import compile_report
 class Case:
     """A named architecture on `gpus` GPUs, samples a device and microbatch, microbatches.
 
-    layers, length: 0 means the architecture's. recompute: where the command does not say.
+    layers, length: 0 means the architecture's. recompute: where the command does not say. overlap:
+    parallel.tensor_overlap=on, which older checkouts do not have.
     """
 
     model: str
@@ -34,9 +35,14 @@ class Case:
     length: int = 0
     recompute: str = "minimal"
     layers: int = 0
+    overlap: bool = False
 
     def config(self) -> Config:
         parallel = ParallelConfig(**self.parallel)
+        if self.overlap:
+            from maxmeg.config.mixers import TensorOverlap
+
+            parallel.tensor_overlap = TensorOverlap.on
         shards = self.gpus // (parallel.pipe * parallel.tensor * parallel.context)
         train = TrainConfig(
             global_batch_size=self.micro_batch * self.microbatches * shards,

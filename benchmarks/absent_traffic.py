@@ -65,7 +65,7 @@ class Fusion:
                 if origin.opcode != "parameter":
                     continue
                 whole = size(origin.shape)
-                if position == 0 and instruction.opcode == "dynamic-slice":
+                if position == 0 and instruction.opcode in ("dynamic-slice", "slice"):
                     whole = size(instruction.shape)
                 elif position == 0 and instruction.opcode == "dynamic-update-slice":
                     whole = 0

@@ -24,6 +24,7 @@ from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.fused import fuse, separate
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import reductions, storage_specs
@@ -234,9 +235,9 @@ def make_gradients(
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
         computing = compute_model(model, outside_stages, dtype)
         batch = collectives.after(batch, partition(computing)[0])
-        gradients, sums = local_gradients(
-            computing, batch, raw_key, config, objective, gradient_reductions
-        )
+        computing, places = fuse(computing, gradient_reductions, mesh)
+        gradients, sums = local_gradients(computing, batch, raw_key, config, objective, places)
+        gradients = separate(gradients, trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
         stack_aux = sums.pop("stack_aux")

@@ -23,6 +23,7 @@ from layouts import (
 
 from maxmeg.config.model import DType, Norm, Position
 from maxmeg.config.schema import Schedule
+from maxmeg.parallel.fused import fuse
 from maxmeg.parallel.rules import reductions
 from maxmeg.step import make_train_step
 
@@ -200,28 +201,31 @@ def carry_of(params: dict) -> tuple[int, int]:
 
 @functools.cache
 def program(step: str) -> tuple[list, set, set, collections.Counter]:
-    """(equations of the train step in bfloat16, shapes of a device's parameters, of its stack's,
-    numbers of those that ZeRO-1 cuts).
+    """(equations of the train step in bfloat16, shapes of the parameters that a device computes
+    with, of its stack's, numbers of the latter).
 
     The equations are JAX's, before compilation: XLA's CPU backend replaces bfloat16 by float32.
     """
-    model, parallel = STEPS[step]
-    config = tiny({**model, "dtype": DType.bfloat16}, {"micro_batch_size": 2}, **parallel)
+    fields, parallel = STEPS[step]
+    config = tiny({**fields, "dtype": DType.bfloat16}, {"micro_batch_size": 2}, **parallel)
     mesh = mesh_of(config)
     optimizer, abstract = tiny_abstract(config, mesh)
     train_step = make_train_step(config, mesh, optimizer, abstract)
     traced = train_step.trace(abstract, tiny_batch(config, mesh), controls(mesh))
-    shapes, stacked, gathered = set(), set(), collections.Counter()
     places = reductions(abstract.model, mesh, config.parallel.zero1)
-    arrays = jax.tree_util.tree_leaves_with_path(abstract.model)
-    for (path, array), place in zip(arrays, jax.tree.leaves(places), strict=True):
+
+    def local(array, place):
         shape = list(array.sharding.shard_shape(array.shape))
         if place.cut is not None:  # ZeRO-1 cuts the master alone
             shape[place.cut.dim] *= math.prod(mesh.shape[axis] for axis in place.cut.axes)
-        shapes.add(tuple(shape))
-        if path[0].name == "stack":
-            stacked.add(tuple(shape))
-            gathered[tuple(shape)] += place.cut is not None
+        return jax.ShapeDtypeStruct(shape, array.dtype)
+
+    model = jax.tree.map(local, abstract.model, places)
+    model = jax.eval_shape(lambda model: fuse(model, places, mesh)[0], model)
+    arrays = jax.tree_util.tree_leaves_with_path(model)
+    shapes = {array.shape for _, array in arrays}
+    stacked = {array.shape for path, array in arrays if path[0].name == "stack"}
+    gathered = collections.Counter(a.shape for path, a in arrays if path[0].name == "stack")
     return list(equations(traced.jaxpr.jaxpr)), shapes, stacked, gathered
 
 

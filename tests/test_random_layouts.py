@@ -15,7 +15,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from layouts import BATCH, LENGTH, model_gradients, tiny
 
-from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm, RouterScore
+from maxmeg.config.layers import OVERLAPPED
+from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm, RouterScore, TensorOverlap
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.schema import ExpertExchange, LossBackend, Schedule
 
@@ -78,6 +79,9 @@ def runs(draw) -> tuple[dict, dict, dict, bool]:
     for number in range(one_of((1, 2))):
         feed = one_of(("moe",) if mesh["expert"] > 1 and number == 0 else ("mlp", "moe"))
         unit.append(one_of(kinds) + ("," if feed == "moe" else one_of(",+")) + feed)
+    sublayers = [set(names.split("+")) for layer in unit for names in layer.split(",")]
+    if mesh["tensor"] > 1 and any(names <= OVERLAPPED for names in sublayers):
+        mesh["tensor_overlap"] = one_of(TensorOverlap)
     repeats = one_of((1, 2, 3))
     rounds = 1  # what the number of microbatches must divide by
     if mesh["pipe"] > 1:

@@ -21,6 +21,7 @@ from layouts import (
     tiny_state,
 )
 
+from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType
 from maxmeg.config.schema import LossBackend, LossReduction, Schedule
 from maxmeg.planning import hlo as planning
@@ -29,6 +30,7 @@ from maxmeg.step import make_compute_copy, make_eval_step, make_gradients, make_
 
 TOLERANCE = 2e-6  # relative, float32: the order of sums differs
 BFLOAT16 = 2**-8  # the largest error of one rounding
+OVERLAP_TOLERANCE = 1e-6  # the same, of products in parts
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic (a key's bias before a softmax)
 
 MODELS = {
@@ -67,6 +69,13 @@ def gradients(model: str | dict, parallel: dict, train: dict, dtype: DType = DTy
     return float(sums["loss_sum"] / sums["tokens"]), arrays
 
 
+OVERLAPPED = [
+    ("llama", {"fsdp": 2, "tensor": 4}),
+    ("everything", {"data": 2, "fsdp": 1, "tensor": 2}),
+    ("llama", {"fsdp": 2, "tensor": 2, "pipe": 2, "schedule": Schedule.zero_bubble}),
+]
+
+
 @functools.cache
 def single_device(model: str, dtype: DType = DType.float32):
     return gradients(model, {"fsdp": 1}, {}, dtype)
@@ -82,6 +91,20 @@ def same_rows(array: np.ndarray, reference: np.ndarray) -> tuple[np.ndarray, np.
 def marked(layouts: list) -> list:
     """Only the last, the most mixed, is among the quick tests."""
     return [*(pytest.param(*one, marks=pytest.mark.slow) for one in layouts[:-1]), layouts[-1]]
+
+
+@pytest.mark.parametrize(("model", "parallel"), OVERLAPPED)
+def test_products_beside_transfers_change_no_loss_or_gradient(model, parallel):
+    """Attention and mlp, with biases, several samples, a pipeline's weight lane."""
+    train = {"micro_batch_size": 2} if "pipe" in parallel else {}
+    (loss, found), (wanted_loss, wanted) = (
+        gradients(model, {**parallel, "tensor_overlap": overlap}, train)
+        for overlap in (TensorOverlap.on, TensorOverlap.off)
+    )
+    assert loss == pytest.approx(wanted_loss, rel=OVERLAP_TOLERANCE)
+    for name, gradient in wanted.items():
+        limit = OVERLAP_TOLERANCE * max(np.abs(gradient).max(), FLOOR)
+        np.testing.assert_allclose(found[name], gradient, rtol=0, atol=limit, err_msg=name)
 
 
 @pytest.mark.parametrize(("model", "parallel", "train"), marked(LAYOUTS))

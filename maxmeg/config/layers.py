@@ -30,6 +30,7 @@ MIXERS = {
     "mlp": ("mlp",),
     "moe": ("moe", "mlp"),
 }
+OVERLAPPED = {"attention", "local", "mlp"}  # mixers that parallel.tensor_overlap is about
 HYBRID = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron-LM's letters
 MOST_LAYERS = 10_000
 

@@ -53,6 +53,19 @@ class ExpertBackend(enum.Enum):
     batched = "batched"
 
 
+class ExpertExchange(enum.Enum):
+    auto = "auto"
+    gather = "gather"
+    all_to_all = "all_to_all"
+    ragged = "ragged"
+
+
+class TensorOverlap(enum.Enum):
+    auto = "auto"
+    on = "on"
+    off = "off"
+
+
 class ExpertDrop(enum.Enum):
     position = "position"
     weight = "weight"

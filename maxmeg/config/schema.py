@@ -10,6 +10,7 @@ import enum
 import math
 
 from maxmeg.config.data import DataConfig
+from maxmeg.config.mixers import ExpertExchange, TensorOverlap
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.setting import setting
 
@@ -31,13 +32,6 @@ class Schedule(enum.Enum):
     gpipe = "gpipe"
     one_f_one_b = "one_f_one_b"
     zero_bubble = "zero_bubble"
-
-
-class ExpertExchange(enum.Enum):
-    auto = "auto"
-    gather = "gather"
-    all_to_all = "all_to_all"
-    ragged = "ragged"
 
 
 class LossReduction(enum.Enum):
@@ -122,6 +116,13 @@ class ParallelConfig:
     )
     tensor: int = setting(
         1, "tensor-parallel size; the sequence is sharded too", "--tensor-model-parallel-size"
+    )
+    tensor_overlap: TensorOverlap = setting(
+        TensorOverlap.auto,
+        "on | off: attention (not MLA) and mlp multiply in parts beside transfers over tensor; "
+        "auto: off until a GPU has timed it",
+        "--tp-comm-overlap",
+        needs="tensor",
     )
     zero1: bool = setting(
         True,

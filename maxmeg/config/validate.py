@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.layers import OVERLAPPED
+from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
     expert_layout_problems,
@@ -99,6 +101,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     yield from model_problems(config.model)
     if not has_pattern(config.model):
         return
+    yield from overlap_problems(config)
     yield from data_problems(config)
     yield from objective_problems(config.data)
     yield from bidirectional_problems(config)
@@ -218,6 +221,23 @@ def stack_problems(config: Config):
         if getattr(config, name) is not None:
             readers = f"only {', '.join(models)} read" if models else "no model reads yet"
             yield f"the section {name} is a stack that {readers}: leave out all {name}.* settings"
+
+
+def overlap_problems(config: Config) -> Iterator[str]:
+    """Rules of parallel.tensor_overlap."""
+    if config.parallel.tensor_overlap is not TensorOverlap.on:
+        return
+    if config.lora.rank:
+        yield (
+            f"parallel.tensor_overlap=on cannot be combined with lora.rank={config.lora.rank}, as "
+            "adapters read the whole sequence: leave one out"
+        )
+    sublayers = {names for unit, _ in config.model.groups for layer in unit for names in layer}
+    if not any(OVERLAPPED.issuperset(names) for names in sublayers):
+        yield (
+            f"parallel.tensor_overlap=on has no effect on model.layers={config.model.layers}: it "
+            f"is for sublayers of {', '.join(sorted(OVERLAPPED))} alone; leave it out"
+        )
 
 
 def data_problems(config: Config):

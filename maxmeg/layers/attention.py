@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context, RotaryKind
-from maxmeg.layers.linear import Linear
+from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention.call import attention
@@ -151,6 +151,8 @@ class Attention(Mixer):
     (parallel.rules.KvSlice).
     """
 
+    fused_projections = (("query", "key", "value"),)
+
     def __init__(self, key: jax.Array, spec: AttentionSpec):
         keys = split(key, 4)
         self.spec = spec
@@ -168,12 +170,14 @@ class Attention(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
     ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
-        """(partial sums over tensor, new cache, no auxiliary values)."""
-        heads = (*h_BLD.shape[:2], -1, self.spec.head_dim)
-        q_BLI, k_BLI = stored(self.query(h_BLD, ctx), "query"), stored(self.key(h_BLD, ctx), "key")
-        q_BLHK = normalized(q_BLI, self.query_norm, heads)
-        k_BLGK = normalized(k_BLI, self.key_norm, heads)
-        v_BLGK = stored(self.value(h_BLD, ctx), "value").reshape(heads)
+        """(partial sums over tensor, new cache, no auxiliary values); with `overlap` input and
+        output are of the local sequence shard, the output complete sums."""
+        overlap, projections = self.spec.overlap, (self.query, self.key, self.value)
+        q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx, overlap)
+        heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
+        q_BLHK = normalized(stored(q_BLI, "query"), self.query_norm, heads)
+        k_BLGK = normalized(stored(k_BLI, "key"), self.key_norm, heads)
+        v_BLGK = stored(v_BLI, "value").reshape(heads)
         if self.spec.rotary is not None:
             by = ctx.rotation(self.spec.rotary, self.spec.head_dim)
             q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)
@@ -182,7 +186,8 @@ class Attention(Mixer):
             out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
         else:
             out_BLHK, cache = self.cached(q_BLHK, k_BLGK, v_BLGK, ctx, cache)
-        return self.out(out_BLHK.reshape(*h_BLD.shape[:2], -1), ctx), cache, {}
+        out_BLI = out_BLHK.reshape(*heads[:2], -1)
+        return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, {}
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
         """Attention over the tokens of this call."""

@@ -1,6 +1,7 @@
 """Linear projection; its logical axes decide whether it is column- or row-parallel."""
 
 import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ from jaxtyping import Array, Float
 from maxmeg.layers.context import Context
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import normal
-from maxmeg.parallel.collectives import counted_once, unshard_parameter
+from maxmeg.parallel.collectives import counted_once, scatter_sequence, unshard_parameter
+from maxmeg.parallel.fused import fused_widths, split_columns
+from maxmeg.parallel.rings import gather_matmul, matmul_scatter, multiply
 
 
 class Linear(nnx.Module):
@@ -38,10 +41,54 @@ class Linear(nnx.Module):
     ) -> Float[Array, "B L O"]:
         # All tokens as one matrix: for [1, L, O] with a bias XLA would also keep a transposed copy.
         y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
+        return self._completed(y_TO, x, ctx).reshape(*x.shape[:-1], -1)
+
+    def summed(self, x: Float[Array, "B L I"], ctx: Context) -> Float[Array, "B l O"]:
+        """The row-parallel output summed over tensor: of the local sequence shard, in parts beside
+        their transfers (parallel.rings). Without adapters."""
+        assert self.row_parallel and self.lora is None
+        weight = unshard_parameter(self.weight)
+        if ctx.sequence_sharded:
+            y_BlO = matmul_scatter(x, weight)
+        else:
+            y_BlO = scatter_sequence(multiply(x, weight), sharded=False)
+        return y_BlO if self.bias is None else y_BlO + broadcast(self.bias[...], y_BlO.shape)
+
+    def _completed(self, y_TO: jax.Array, x: jax.Array, ctx: Context | None) -> jax.Array:
+        """The output [tokens, O], from the product with the weight."""
         if self.bias is not None:
             bias = self.bias[...]
             bias = counted_once(bias) if self.row_parallel else bias
             y_TO = y_TO + broadcast(bias, y_TO.shape)
         if self.lora is not None:
             y_TO = y_TO + self.lora(x, ctx)
-        return y_TO.reshape(*x.shape[:-1], -1)
+        return y_TO
+
+
+def project(
+    linears: Sequence[Linear],
+    x: Float[Array, "B L I"],
+    ctx: Context | None = None,
+    overlap: bool = False,
+) -> list[Float[Array, "B M O"]]:
+    """The outputs of projections of the same input, by one product if their weights are fused
+    (parallel.fused).
+
+    overlap: x is the local sequence shard, and products run in parts beside its transfers
+    (parallel.rings); without adapters.
+    """
+    widths = fused_widths(linears[0].weight)
+    overlap = overlap and ctx is not None and ctx.sequence_sharded
+    if widths is None and not overlap:
+        return [linear(x, ctx) for linear in linears]
+    fused = linears if widths is None else linears[:1]
+    matrices = tuple(unshard_parameter(linear.weight) for linear in fused)
+    if overlap:
+        assert all(linear.lora is None for linear in linears)
+        products = gather_matmul(x, matrices)
+    else:
+        products = [multiply(x, matrix) for matrix in matrices]
+    shape, products = products[0].shape[:-1], [y.reshape(-1, y.shape[-1]) for y in products]
+    parts = products if widths is None else split_columns(products[0], widths)
+    outputs = [linear._completed(y, x, ctx) for linear, y in zip(linears, parts, strict=True)]
+    return [y_TO.reshape(*shape, -1) for y_TO in outputs]

@@ -109,6 +109,8 @@ class Mla(Attention):
     kv_a_proj_with_mqa, kv_a_layernorm, kv_b_proj ([head_dim | value_size] per head); o_proj.
     """
 
+    fused_projections = ()
+
     def __init__(self, key: jax.Array, spec: MlaSpec):
         keys = split(key, 6)
         self.spec: MlaSpec = spec

@@ -6,7 +6,7 @@ import jax
 from jaxtyping import Array, Float
 
 from maxmeg.layers.context import Context
-from maxmeg.layers.linear import Linear
+from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.ops.activation import GATED, activate
 from maxmeg.ops.random import split
@@ -58,10 +58,11 @@ class Mlp(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
-        """(partial sums over tensor, no cache, no auxiliary values)."""
-        inputs = (stored(self.up(h_BLD, ctx), "mlp_up"),)
-        if self.gate is not None:
-            inputs = (stored(self.gate(h_BLD, ctx), "mlp_gate"), *inputs)
+        """(partial sums over tensor, no cache, no auxiliary values); with `overlap` input and
+        output are of the local sequence shard, the output complete sums."""
+        linears = (self.up,) if self.gate is None else (self.up, self.gate)
+        up_BLF, *gate_BLF = project(linears, h_BLD, ctx, self.spec.overlap)
+        inputs = *(stored(h, "mlp_gate") for h in gate_BLF), stored(up_BLF, "mlp_up")
         spec = self.spec
         h_BLF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
-        return self.out(h_BLF, ctx), cache, {}
+        return (self.out.summed if spec.overlap else self.out)(h_BLF, ctx), cache, {}

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
-from maxmeg.config.mixers import ExpertDrop, QkNorm
+from maxmeg.config.layers import OVERLAPPED
+from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.schema import ParallelConfig
 from maxmeg.layers.attention import AttentionSpec
@@ -178,9 +179,11 @@ def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Patt
 def sublayer_spec(
     config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
 ) -> ResidualSpec:
+    overlap = parallel.tensor_overlap is TensorOverlap.on and OVERLAPPED.issuperset(mixers)
+    specs = [MIXERS[name](config, parallel) for name in mixers]
     return ResidualSpec(
         norm_spec(config),
-        tuple(MIXERS[name](config, parallel) for name in mixers),
+        tuple(dataclasses.replace(spec, overlap=overlap) for spec in specs),
         dropout=config.dropout_hidden,
         place=config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,

@@ -50,7 +50,11 @@ from maxmeg.planning.report import Analytic, Traffic
 
 BACKWARD_SCORES = 2.5  # attention's backward recomputes the scores: five products, forward two
 HIDDEN_FORWARD = (communication.PARAMETERS_FORWARD,)
-HIDDEN_BACKWARD = (communication.PARAMETERS_BACKWARD, communication.LAYER_GRADIENTS)
+HIDDEN_BACKWARD = (
+    communication.PARAMETERS_BACKWARD,
+    communication.LAYER_GRADIENTS,
+    communication.RING_INPUTS,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,6 +110,15 @@ BAD = [
         "rotary.short_factors must be 16 positive numbers | are 1 | rotary.long_factors",
     ),
     ("parallel.pipe=2; model.scan_layers=false", "scan_layers=false | pipe=2"),
+    ("parallel.tensor_overlap=on", "tensor_overlap=on has no effect without parallel.tensor"),
+    (
+        "parallel.tensor=2; parallel.tensor_overlap=on; lora.rank=8",
+        "tensor_overlap=on | lora.rank=8 | leave one out",
+    ),
+    (
+        "parallel.tensor=2; parallel.tensor_overlap=on; model.layers=*(mla+mlp)",
+        "tensor_overlap=on has no effect on model.layers=*(mla+mlp) | attention, local, mlp",
+    ),
     ("parallel.tensor=8", "model.attention.num_heads=4 | parallel.tensor=8 | tensor in 1, 2, 4"),
     (
         "model.hidden_size=96; model.attention.num_heads=12; model.attention.num_kv_heads=6; "

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
-from maxmeg.config.mixers import ExpertBackend
+from maxmeg.config.mixers import ExpertBackend, TensorOverlap
 from maxmeg.config.model import DType, Position
 from maxmeg.config.schema import (
     Config,
@@ -96,6 +96,12 @@ CASES = {
         {"num_layers": 1},
         {"loss_backend": LossBackend.tiled, "label_smoothing": 0.1},
         {"fsdp": 1, "tensor": 2},
+    ),
+    "rings": (MULTI_QUERY, {}, {"fsdp": 1, "tensor": 2, "tensor_overlap": TensorOverlap.on}),
+    "rings, full": (
+        MULTI_QUERY | {"recompute": "full"},
+        MICRO,
+        {"fsdp": 2, "tensor": 2, "tensor_overlap": TensorOverlap.on},
     ),
     "full": (
         MULTI_QUERY | {"recompute": "full"},

@@ -127,13 +127,16 @@ def test_bytes_of_a_parameter_are_megatrons():
         assert own / whole == theirs == (6 + 12 / replicas if zero1 else 18)
 
 
-def test_float32_weights_are_the_masters_unless_gathered():
+def test_float32_weights_are_the_masters_unless_gathered_or_fused():
+    """A fused weight of queries, keys and values is a copy."""
     config = of("345m", 8, 1, 4, data=8, fsdp=1)
     config.model.dtype = DType.float32
     gathered = device_memory(workload(config, 8))
     assert gathered["compute weights"] == 8 * gathered["master weights"]
     config.parallel.zero1 = False
-    assert device_memory(workload(config, 8))["compute weights"] == 0
+    layers, width = config.model.num_layers, config.model.hidden_size
+    fused = 4 * layers * 3 * width**2
+    assert device_memory(workload(config, 8))["compute weights"] == fused
 
 
 def test_gradients_are_summed_in_float32_where_there_is_more_than_one_microbatch():

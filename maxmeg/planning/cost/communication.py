@@ -37,6 +37,7 @@ LAYER_GRADIENTS = "gradients of layers"
 ZERO1_WEIGHTS, ZERO1_GRADIENTS = "weights of layers (ZeRO-1)", "gradients of layers (ZeRO-1)"
 ZERO1_FIRST = "weights of the first layer (ZeRO-1)"
 ZERO1_LAST = "gradients of the last sublayer (ZeRO-1)"
+RING_INPUTS = "sequences for weight gradients"  # where parallel.tensor_overlap is on
 SENT_FORWARD, SENT_BACKWARD = "hidden state to the next stage", "its gradient to the one before"
 EXCHANGED_FORWARD, EXCHANGED_BACKWARD = "copies to experts and back", "their gradients"
 
@@ -113,6 +114,10 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     input again (which is not stored) and the output's gradient, and scatters the input's gradient.
     Full recomputation scatters the output of each sublayer but the last again. Multi-latent
     attention gathers latents instead of its input; `experts.sums` counts the scatters of experts.
+
+    With parallel.tensor_overlap a mixer sends shards instead, B x L x D / t to each other device;
+    backward gathers its input for the weights' gradients, beside products. Permutes count as
+    exposed: the copies that they need take about as long as what products hide.
     """
     tensor = work.axes["tensor"]
     if tensor == 1:
@@ -141,6 +146,12 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     yield both(f"{out}, forward", SCATTER, forward, 0, written)
     yield both(f"{into} and gradients, backward", GATHER, backward, 1, written)
     yield both(f"{out}, backward", SCATTER, backward, 1, again)
+    rings = sum(sum(unit.rings) * held for unit, held in layers)
+    unsaved = sum((2 * sum(unit.rings) - unit.rings[-1]) * held for unit, held in layers)
+    sent = (tensor - 1) * (forward * 2 * rings + backward * 2 * rings)
+    sent += (tensor - 1) * backward * (0 if work.kept else unsaved)
+    yield entry("tensor", "shards into and out of products", PERMUTE, sent, work.hidden_bytes)
+    yield entry("tensor", RING_INPUTS, GATHER, backward * rings, size)
     ends = "embedding and head"
     yield entry("tensor", ends, GATHER, M + embed_backward, size)
     yield entry("tensor", ends, SCATTER, embed + M, size)
@@ -215,7 +226,7 @@ def _loss(work: Workload) -> Iterator[Traffic]:
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:
     """Parameters in the compute dtype are gathered at every use, their gradients scattered in
-    parallel.gradient_dtype.
+    parallel.gradient_dtype; a fused weight is one array.
 
     Backward gathers a layer's parameters again. The gradients of a unit's first sublayer wait for
     the next layer, so that a step scatters them once more, at its end, and under ZeRO-1 also before
@@ -238,7 +249,8 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         """The parameters of all layers that a chunk runs."""
         held = [work.held[shard.parameter.group or 0] for shard in shards]
         places = [chunks * work.places[shard.parameter.group or 0] for shard in shards]
-        count, itemsize = sum(held), e if kind == GATHER else work.gradient_itemsize
+        count = sum(n for s, n in zip(shards, held, strict=True) if s.first_fused)
+        itemsize = e if kind == GATHER else work.gradient_itemsize
         size = sum(
             itemsize * s.whole // n * m for s, n, m in zip(shards, places, held, strict=True)
         )
@@ -258,7 +270,8 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         times = 2 if shard.parameter.group in cut else 1
         size = work.gradient_itemsize * shard.whole
         size //= chunks * work.places[shard.parameter.group or 0]
-        yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, times, times * size, 0.0)
+        count = times * shard.first_fused
+        yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, count, times * size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     exchanged = work.tokens < work.vocabulary
@@ -330,7 +343,7 @@ def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator
         for shard in layers:
             slots = work.places[shard.parameter.group or 0]
             times = runs(slots, 0 < unroll < slots, shard.parameter.path[4] == "0")
-            count += times * chunks
+            count += times * chunks * shard.first_fused
             size += times * itemsize * shard.computed // slots  # a slot of each chunk
         return Traffic(axis, purpose, kind, count, size, 0.0)
 

@@ -187,16 +187,16 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 
     masters: float32 parameters, sharded by RULES and ZeRO-1. optimizer: moments, sharded alike.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
-    weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data (0 if
-    neither changes them). gradients: float32 accumulators of the weights' size, or the masters' if
-    that is larger (key/value heads fewer than tensor); with one microbatch the gradients in the
-    compute dtype and, of layers under ZeRO-1, their shards alone. The padding of short chunks is
-    included.
+    weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data, and
+    fused (0 if nothing changes them). gradients: float32 accumulators of the weights' size, or the
+    masters' if that is larger (key/value heads fewer than tensor); with one microbatch the
+    gradients in the compute dtype and, of layers under ZeRO-1, their shards alone. The padding of
+    short chunks is included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
-    copied = sum(s.computed for s in trained if e != FLOAT32 or s.computed != s.stored)
+    copied = sum(s.computed for s in trained if e != FLOAT32 or s.fused or s.computed != s.stored)
     cut = [bool(s.zero1_axes) and s.parameter.group is not None for s in trained]
     whole = [max(s.computed, s.stored) for s in trained]
     gradients = FLOAT32 * sum(whole)

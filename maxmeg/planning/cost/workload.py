@@ -4,6 +4,7 @@ Parameters come from the real model by `jax.eval_shape`, their shards from `para
 of activations from the specs of the mixers. Nothing is compiled.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -13,9 +14,10 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.recompute import POLICIES, kept_names
-from maxmeg.config.schema import Config, LoraConfig, Schedule
+from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
@@ -24,6 +26,7 @@ from maxmeg.layers.residual import ResidualSpec
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
+from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
     is_trained,
@@ -46,13 +49,15 @@ class Parameter:
     """An array of the model. group: its group of the layer stack; None: outside of the stack.
 
     kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
-    shared expert), or norm, embedding, positions, output.
+    shared expert), or norm, embedding, positions, output. projections: number of the group of
+    projections that it belongs to (parallel.fused); None: of no group.
     """
 
     path: tuple[str, ...]
     kind: str
     group: int | None
     variable: nnx.Variable
+    projections: int | None = None
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -66,7 +71,8 @@ class Shard:
     stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered,
     cut to one key/value head if there are fewer of them than tensor. whole: of that copy
     gathered over fsdp. zero1_axes: its gradient is scattered over these mesh axes.
-    sum_axes: its gradient is summed over these.
+    sum_axes: its gradient is summed over these. fused: it is part of a weight of several
+    projections; first_fused: its first part, or a weight by itself.
     """
 
     parameter: Parameter
@@ -75,6 +81,8 @@ class Shard:
     whole: int
     zero1_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
+    fused: bool = False
+    first_fused: bool = True
 
     @functools.cached_property
     def trained(self) -> bool:
@@ -135,9 +143,14 @@ class Unit:
         streams = [
             spec.mixers[0].hidden_size
             for spec in self.specs
-            if any(mixer.reads == "whole" for mixer in spec.mixers)
+            if any(mixer.input_span == "whole" for mixer in spec.mixers)
         ]
         return tuple([width for one in self.widths for width in one.gathered] + streams)
+
+    @functools.cached_property
+    def rings(self) -> tuple[int, ...]:
+        """Number of mixers of each sublayer that multiply beside transfers over tensor."""
+        return tuple(sum(mixer.overlap for mixer in one.mixers) for one in self.specs)
 
     @functools.cached_property
     def heads(self) -> int:
@@ -262,12 +275,14 @@ def parameters(model: ModelConfig, lora: LoraConfig | None = None) -> tuple[Para
 def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
     config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
+    groups = {id(one): n for n, group in enumerate(fused_groups(abstract)) for one in group}
     arrays = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
         stacked = names[0] == "stack"
         group = int(names[2]) if stacked else None
-        arrays.append(Parameter(names, kind_of(names), group, variable))
+        number = groups.get(id(variable))
+        arrays.append(Parameter(names, kind_of(names), group, variable, number))
     return tuple(arrays)
 
 
@@ -286,12 +301,14 @@ def kv_head_copies(model: ModelConfig, tensor: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _units(key: frozenset, kv_copies: int) -> tuple[Unit, ...]:
+def _units(key: frozenset, kv_copies: int, overlap: TensorOverlap) -> tuple[Unit, ...]:
     """The repeated unit of each group of the stack."""
-    model = with_fields(ModelConfig(), dict(key))
+    model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(tensor_overlap=overlap)
     return tuple(
         Unit(repeats, len(layers), specs, kv_copies)
-        for (layers, _), (specs, repeats) in zip(model.groups, pattern(model), strict=True)
+        for (layers, _), (specs, repeats) in zip(
+            model.groups, pattern(model, parallel), strict=True
+        )
     )
 
 
@@ -345,7 +362,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
     parallel, key = config.parallel, architecture_key(model)
-    blocks = _units(key, kv_head_copies(model, parallel.tensor))
+    blocks = _units(key, kv_head_copies(model, parallel.tensor), parallel.tensor_overlap)
     counts = units_of_chunks(model, parallel)
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
@@ -383,7 +400,7 @@ def _units_of_groups(repeats: tuple[int, ...], stages: int, counts: tuple[int, .
 def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
     """The shard of every parameter. places: number of units of each group on a device."""
     mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
-    shards = []
+    shards, groups = [], collections.defaultdict(list)
     for parameter in every:
         variable, shape = parameter.variable, list(parameter.variable.shape)
         for dim, axis in enumerate(parameter.axes):
@@ -406,7 +423,14 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         summed = MESH_AXES if is_trained(variable) else ()
         left = (name for name in summed if name not in used and mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
+        if parameter.projections is not None:
+            groups[parameter.projections].append((len(shards), variable, cut))
         shards.append(Shard(parameter, stored, computed, whole, scattered, sums))
+    for group in groups.values():
+        numbers, variables, cuts = zip(*group, strict=True)
+        if can_fuse(variables, set(cuts), mesh):
+            for i in numbers:
+                shards[i] = dataclasses.replace(shards[i], fused=True, first_fused=i == numbers[0])
     return tuple(shards)
 
 

@@ -1,0 +1,120 @@
+"""Projections that read the same input as one weight, in the parameters that a train step computes
+with: fsdp then gathers one array, and layers compute one product.
+
+A module names such projections in `fused_projections`, a tuple of groups: Linear layers or
+parameters. Masters, optimizer state and checkpoints have a weight for each.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from maxmeg.parallel.rules import Cut, fsdp_dim, gradient_dtype, is_trained, is_variable
+
+
+def fuse(model, reductions, mesh: Mesh):
+    """(`model`, `reductions`) with the weights of each group as one parameter.
+
+    The first weight of a group becomes their concatenation along the last dimension; the others
+    have no array. `model` is in the local view, where a device's columns of each weight belong
+    together. Weights stay separate if they are not trained, or if ZeRO-1 or fsdp treat them
+    differently or shard their last dimension.
+    """
+    model, reductions = _copy(model), _copy(reductions)
+    for module, places in zip(_modules(model), _modules(reductions), strict=True):
+        for names in _groups(module):
+            weights = [_weight(module, name) for name in names]
+            place = _weight(places, names[0]).get_value()
+            cuts = {_weight(places, name).get_value().cut for name in names}
+            if not can_fuse(weights, cuts, mesh):
+                continue
+            first, metadata = weights[0], {"fused_widths": tuple(w.shape[-1] for w in weights)}
+            columns = sum(weight.get_metadata("sizes")[-1] for weight in weights)
+            metadata["sizes"] = (*first.get_metadata("sizes")[:-1], columns)
+            value = jnp.concatenate([weight[...] for weight in weights], axis=-1)
+            for name, weight in zip(names[1:], weights[1:], strict=True):
+                _set_weight(module, name, weight.replace(None))
+                _set_weight(places, name, weight.replace(None))
+            _set_weight(module, names[0], first.replace(value, **metadata))
+            _set_weight(places, names[0], first.replace(place, **metadata))
+    return model, reductions
+
+
+def separate(gradients, like):
+    """Gradients for parameters that `fuse` has returned, with the structure of `like`."""
+    gradients = _copy(gradients)
+    for module, templates in zip(_modules(gradients), _modules(like), strict=True):
+        for names in _groups(module):
+            first = _weight(module, names[0])
+            if (widths := fused_widths(first)) is None:
+                continue
+            parts = split_columns(first[...], widths)
+            for name, part in zip(names, parts, strict=True):
+                _set_weight(module, name, _weight(templates, name).replace(part))
+    return gradients
+
+
+def fused_groups(model) -> Iterator[tuple[nnx.Variable, ...]]:
+    """The weights of each group of projections of a model."""
+    for module in _modules(model):
+        for names in _groups(module):
+            yield tuple(_weight(module, name) for name in names)
+
+
+def fused_widths(weight: nnx.Variable) -> tuple[int, ...] | None:
+    """Local output widths of the projections in a fused weight; None for any other weight."""
+    return weight.get_metadata("fused_widths", None)
+
+
+def split_columns(array: jax.Array, widths: tuple[int, ...]) -> list[jax.Array]:
+    """The parts of these widths of the last dimension."""
+    return jnp.split(array, np.cumsum(widths)[:-1], axis=-1)
+
+
+def can_fuse(
+    weights: Sequence[nnx.Variable], cuts: set[Cut | None], mesh: Mesh | AbstractMesh
+) -> bool:
+    """Whether trained weights differ at most in the width of their last dimension, and neither fsdp
+    nor ZeRO-1 shards it. cuts: of ZeRO-1."""
+    if not all(is_trained(weight) for weight in weights) or len(cuts) > 1:
+        return False
+    (cut,), last = cuts, weights[0].ndim - 1
+    kinds = {(w.shape[:-1], w.dtype, fsdp_dim(w, mesh), gradient_dtype(w)) for w in weights}
+    sharded = fsdp_dim(weights[0], mesh), None if cut is None else cut.dim
+    return len(kinds) == 1 and last not in sharded
+
+
+def _copy(tree):
+    return jax.tree.map(lambda leaf: leaf, tree)  # new modules around the same arrays
+
+
+def _declares(node) -> bool:
+    return hasattr(node, "fused_projections")
+
+
+def _modules(tree) -> list:
+    """The modules of `tree` that declare groups of projections."""
+    return [node for node in jax.tree.leaves(tree, is_leaf=_declares) if _declares(node)]
+
+
+def _groups(module) -> Iterator[tuple[str, ...]]:
+    """The groups of a module that has all their projections."""
+    for names in module.fused_projections:
+        if all(getattr(module, name) is not None for name in names):
+            yield names
+
+
+def _weight(module, name: str) -> nnx.Variable:
+    projection = getattr(module, name)
+    return projection if is_variable(projection) else projection.weight
+
+
+def _set_weight(module, name: str, weight: nnx.Variable) -> None:
+    if is_variable(getattr(module, name)):
+        setattr(module, name, weight)
+    else:
+        getattr(module, name).weight = weight

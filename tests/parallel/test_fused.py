@@ -1,0 +1,132 @@
+"""Weights of projections of one input as one: which are, and that nothing changes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.layers.attention import Attention, AttentionSpec
+from maxmeg.layers.linear import Linear, project
+from maxmeg.parallel.fused import fuse, fused_widths, separate
+from maxmeg.parallel.mesh import AXES, make_mesh
+from maxmeg.parallel.rules import reductions, set_gradient_dtype, storage_specs
+from maxmeg.parallel.spmd import spmd
+
+TOLERANCE = 1e-6  # of the largest value, float32: sums in another order
+D, K, H, G = 16, 4, 8, 2
+
+
+def mesh_of(**sizes: int):
+    sizes = dict.fromkeys(AXES, 1) | sizes
+    return make_mesh(sizes, jax.devices()[: int(np.prod([*sizes.values()]))])
+
+
+def attention(width: int = D, bias: bool = False) -> Attention:
+    spec = AttentionSpec(width, H, G, K, bias_qkv=bias)
+    layer = Attention(jax.random.key(0), spec)
+    for seed, linear in enumerate((layer.query, layer.key, layer.value)):
+        if bias:
+            linear.bias[...] = jax.random.normal(jax.random.key(seed), linear.bias.shape)
+    return layer
+
+
+def fused(layer, mesh, zero1: bool = False):
+    """(the layer fused on a mesh, its reductions): shapes in the local view."""
+    specs, places = storage_specs(layer, mesh, False), reductions(layer, mesh, zero1)
+    found = []
+
+    def local(layer):
+        found.append(fuse(layer, places, mesh))
+        return jnp.zeros(())
+
+    jax.eval_shape(spmd(local, mesh, (specs,), P()), layer)
+    return found[0]
+
+
+def test_parts_are_the_projections_columns_on_each_device():
+    """tensor 4: a device has two query heads and, before `KvSlice`, all keys and values."""
+    layer, mesh = attention(), mesh_of(tensor=4)
+    model, places = fused(layer, mesh)
+    assert fused_widths(model.query.weight) == (2 * K, G * K, G * K)
+    assert model.query.weight.shape == (D, (2 + 2 * G) * K)
+    assert model.query.weight.get_metadata("sizes") == (D, (H + 2 * G) * K)
+    assert model.key.weight.get_value() is None and model.value.weight.get_value() is None
+    assert jax.tree.structure(model) == jax.tree.structure(places)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{}, {"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 4}], ids=str
+)
+def test_separate_is_the_inverse(sizes):
+    layer, mesh = attention(), mesh_of(**sizes)
+    specs, places = storage_specs(layer, mesh, False), reductions(layer, mesh, False)
+
+    def local(layer):
+        model, _ = fuse(layer, places, mesh)
+        assert fused_widths(model.query.weight)
+        return separate(model, specs)
+
+    found = jax.jit(spmd(local, mesh, (specs,), specs))(layer)
+    assert jax.tree.structure(found) == jax.tree.structure(layer)
+    jax.tree.map(np.testing.assert_array_equal, found, layer)
+
+
+def test_weights_that_differ_stay_separate():
+    """In what is trained, in the dimension that fsdp or ZeRO-1 shards, in the gradients' dtype."""
+    mesh, cases = mesh_of(fsdp=2, data=2), {}
+    cases["alike"] = attention()
+    cases["last dimension"] = attention(width=3)
+    cases["frozen"] = attention()
+    cases["frozen"].key.weight.set_metadata(frozen=True)
+    cases["dtype"] = attention()
+    set_gradient_dtype(cases["dtype"].value, jnp.dtype(jnp.bfloat16))
+    for name, layer in cases.items():
+        places = reductions(layer, mesh, zero1=True)
+        model, _ = fuse(layer, places, mesh)
+        assert (fused_widths(model.query.weight) is not None) == (name == "alike"), name
+    mesh = mesh_of(data=8)  # ZeRO-1 cuts the rows; 12 of them have no eighth, but columns have
+    for width, is_fused in ((D, True), (12, False)):
+        layer = attention(width)
+        model, _ = fuse(layer, reductions(layer, mesh, zero1=True), mesh)
+        assert (fused_widths(model.query.weight) is not None) == is_fused
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_gives_the_outputs_and_gradients_of_several(bias):
+    layer, mesh = attention(bias=bias), mesh_of()
+    places = reductions(layer, mesh, zero1=False)
+    x_BLD = jax.random.normal(jax.random.key(1), (2, 3, D))
+    slopes = [jax.random.normal(jax.random.key(n), (2, 3, n * K)) for n in (H, G, G)]
+
+    def loss(layer, x_BLD):
+        outputs = project((layer.query, layer.key, layer.value), x_BLD)
+        return sum(jnp.vdot(y, slope) for y, slope in zip(outputs, slopes, strict=True)), outputs
+
+    run = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    (_, wanted), (weights, into) = run(loss)(layer, x_BLD)
+    model, _ = fuse(layer, places, mesh)
+    jaxpr = str(jax.make_jaxpr(loss)(model, x_BLD))
+    assert jaxpr.count("dot_general") == 1 + len(slopes)
+    (_, outputs), (gradients, found_into) = run(loss)(model, x_BLD)
+    found = outputs, separate(gradients, layer), found_into
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves((wanted, weights, into)), strict=True
+    ):
+        assert np.abs(one - other).max() <= TOLERANCE * np.abs(other).max()
+
+
+def test_a_module_without_all_its_projections_is_left_alone():
+    class Pair(nnx.Module):
+        fused_projections = (("first", "second"),)
+
+        def __init__(self):
+            self.first = Linear(jax.random.key(0), (D, K), ("embed", "mlp"), 1.0)
+            self.second = None
+
+    pair, mesh = Pair(), mesh_of()
+    model, places = fuse(pair, reductions(pair, mesh, False), mesh)
+    assert jax.tree.structure(model) == jax.tree.structure(pair) == jax.tree.structure(places)
