@@ -266,12 +266,13 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward, trained)
     first = [shard for shard in trained if shard.parameter.path[4] == "0"]
     cut = {s.parameter.group for s in trained if s.zero1_axes} if work.accumulates else set()
-    for shard in first:
-        times = 2 if shard.parameter.group in cut else 1
-        size = work.gradient_itemsize * shard.whole
-        size //= chunks * work.places[shard.parameter.group or 0]
-        count = times * shard.first_fused
-        yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, count, times * size, 0.0)
+    times = [2 if shard.parameter.group in cut else 1 for shard in first]
+    size = sum(
+        n * work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])
+        for n, s in zip(times, first, strict=True)
+    )
+    count = sum(n * s.first_fused for n, s in zip(times, first, strict=True))
+    yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, count, size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     exchanged = work.tokens < work.vocabulary
