@@ -11,7 +11,7 @@ import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
 from maxmeg.config.mixers import Activation, ExpertBackend
-from maxmeg.config.model import DType, ModelConfig, Norm, Position
+from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import (
     Config,
@@ -155,6 +155,8 @@ KINDS = {
         "moe.backend": ExpertBackend.xla,
     },
     "convolution": {"layers": "*(conv,mlp)"},
+    "norms after": {"norm_place": NormPlace.post},
+    "norms around": {"norm_place": NormPlace.sandwich},
     "latent": {
         "layers": "*(mla,mlp)",
         "mla.kv_rank": 32,
