@@ -43,12 +43,11 @@ def arrays(work: Workload, unit: Unit) -> int:
     last two once more, transposed, if a microbatch has several samples.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
-    width = (STREAMS + streams(unit)) * D
-    if work.kept:
-        width += gradient_inputs(unit)
-    else:
-        *others, last = sublayers(unit)
-        width += sum(map(recomputed, others)) + read(last)
+    *others, last = sublayers(unit)
+    width = 0 if work.kept else streams(unit) * D + sum(map(recomputed, others))
+    if not experts.run_apart(work, unit):
+        width += STREAMS * D
+        width += streams(unit) * D + gradient_inputs(unit) if work.kept else read(last)
     gathered = 3 + (not work.kept) + (work.samples > 1) if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
 
@@ -92,9 +91,8 @@ def weights(work: Workload, group: int) -> int:
     """Bytes of a unit's weights gathered over fsdp, and of their gradients.
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
-    largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Experts in rounds hold
-    theirs until the last round: all, and 2.5 times as many converted when most of the rest is free;
-    in a pipeline they are among the sums of the rounds.
+    largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
+    rounds are among the sums of the rounds.
     """
     if work.axes["fsdp"] == 1:
         return 0
@@ -103,12 +101,9 @@ def weights(work: Workload, group: int) -> int:
     units = work.places[group] * work.config.parallel.chunks
     trained = [(s, s.whole // units) for s in members if s.trained]
     whole = e * sum(s.whole for s in members) // units
-    converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-    if not experts.in_rounds(work, unit):
-        first = sum(size for s, size in trained if s.parameter.sublayer == 0)
-        largest = max((size for _, size in trained), default=0)
-        return whole + e * (first + largest) + int(CONVERTED * converted * largest)
-    if work.pipelined:
+    if experts.in_rounds(work, unit):
         return whole
-    total = sum(size for _, size in trained)
-    return max(whole, 5 * converted * total // 2) + e * total
+    converted = work.gradient_itemsize * (work.gradient_itemsize != e)
+    first = sum(size for s, size in trained if s.parameter.sublayer == 0)
+    largest = max((size for _, size in trained), default=0)
+    return whole + e * (first + largest) + int(CONVERTED * converted * largest)

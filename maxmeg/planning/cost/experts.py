@@ -205,6 +205,14 @@ def in_rounds(work: Workload, unit: Unit) -> bool:
     return unit.sparse > 0 and dispatch_of(work).in_rounds
 
 
+def run_apart(work: Workload, unit: Unit) -> bool:
+    """Whether the peak of a unit is in its experts, while little else of its backward exists: not in
+    a pipeline, and not where a gather brings all rows in one round."""
+    if not unit.sparse or work.pipelined:
+        return False
+    return in_rounds(work, unit) or not dispatch_of(work).gathers
+
+
 def kept(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit store for backward, beside `unit_activations`.
 
@@ -257,11 +265,11 @@ def working(work: Workload, unit: Unit) -> int:
     if dispatch.in_blocks and not dispatch.in_rounds:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.in_blocks and dispatch.gathers:
-        return e * dispatch.rows * (3 * columns + 3 * dispatch.width) + 5 * rounds // 4 + more
+        return e * dispatch.rows * (3 * columns + 3 * dispatch.width) + 5 * rounds // 4
     if dispatch.gathers:
-        return e * dispatch.rows * (2 * columns + 3 * dispatch.width)
+        return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
     if dispatch.in_blocks:
-        return e * dispatch.rows * (3 * columns + 8 * dispatch.width) + 5 * rounds // 4 + more
+        return e * dispatch.rows * (3 * columns + 8 * dispatch.width) + 5 * rounds // 4
     return e * dispatch.rows * (3 * columns + 7 * dispatch.width) + rounds
 
 
