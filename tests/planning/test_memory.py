@@ -155,6 +155,7 @@ KINDS = {
         "moe.backend": ExpertBackend.xla,
     },
     "convolution": {"layers": "*(conv,mlp)"},
+    "parallel norms": {"layers": "*(attention+mlp)", "parallel_norms": True},
     "norms after": {"norm_place": NormPlace.post},
     "norms around": {"norm_place": NormPlace.sandwich},
     "latent": {

@@ -16,20 +16,22 @@ CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
 
 
 def layer(work: Workload) -> int:
-    """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, experts.
+    """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
+    of experts. Without further rounds all rows exist before the first gradient of experts.
 
-    The weights of a group of a single unit, which has no loop, are multiplied last: what their
-    gradients read waits until then (`gradient_inputs`).
+    A group of a single unit has no loop, and XLA computes the gradients of its weights last: what
+    they read waits until then (`read`).
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting
         total += SCORES * max((kernel.block for kernel in kernels(work, unit)), default=0)
         rows, gathered = experts.working(work, unit), weights(work, group)
-        apart = unit.sparse and not experts.in_rounds(work, unit)
-        largest = max(largest, total + (max(rows, gathered) if apart else rows + gathered))
+        once = unit.sparse and not experts.in_rounds(work, unit)
+        largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
-            width = gradient_inputs(unit) + streams(unit) * work.config.model.hidden_size
+            width = sum(map(read, sublayers(unit)))
+            width += streams(unit) * work.config.model.hidden_size
             waiting += work.itemsize * work.tokens * width // work.axes["tensor"]
     return largest
 
@@ -38,9 +40,9 @@ def arrays(work: Workload, unit: Unit) -> int:
     """Bytes of the arrays of the products of a unit.
 
     What the gradients of its weights read (`gradient_inputs`; full: all that is recomputed), and
-    residual streams, e T D / t each (`streams`). With tensor parallelism whole
-    sequences, e T D each: a gathered input (full: two), a gathered gradient and partial sums; the
-    last two once more, transposed, if a microbatch has several samples.
+    residual streams, e T D / t each (`streams`). Under tensor parallelism also whole sequences,
+    e T D each: a gathered input (full: two), a gathered gradient and partial sums, and with several
+    samples a transposed one.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
     *others, last = sublayers(unit)
@@ -82,9 +84,7 @@ def read(widths: list[Widths]) -> int:
 
 def recomputed(widths: list[Widths]) -> int:
     """Width of the recomputed arrays of a sublayer."""
-    return sum(
-        sum(one.stored.values()) + one.last_input + one.head_outputs for one in widths
-    )
+    return sum(sum(one.stored.values()) + one.last_input + one.head_outputs for one in widths)
 
 
 def weights(work: Workload, group: int) -> int:

@@ -36,8 +36,9 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     """Bytes that one unit stores for one microbatch.
 
     full: its input, e T D / t.
-    selective: input and output of every sublayer (`Unit.streams`), e T D / t each, and the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
-    summed) / t. Norms, activation functions, rotations and gathered sequences are recomputed.
+    selective: input and output of every sublayer (`Unit.streams`), e T D / t each, and the outputs
+    of its column-parallel products (query, key, value, up, gate), e T (their widths summed) / t.
+    Norms, activation functions, rotations and gathered sequences are recomputed.
     minimal: the same, and for fused attention its output and log-sum-exp, (e T H K + 4 T H) / t
     with H heads of value size K; for XLA and L <= 512 output, weights: (e T H K + 4 B H L^2) / t.
     Experts add `experts.kept`. Only minimal stores the up-projections of latents.
@@ -58,17 +59,21 @@ def unit_activations(work: Workload, unit: Unit) -> int:
 def unit_deferred(work: Workload, unit: Unit) -> int:
     """Bytes that one unit of one microbatch stores for a weight lane.
 
-    Gradients of query, key, value, of the input of the MLP's last product and of the sublayers'
-    inputs, e T (width) / t each (one less without norms before them); gradients of the gathered outputs of the sublayers, e T D each
-    (t = 1: only the last one; the others follow from it). If cuDNN's attention is recomputed, its
-    output, e T H K / t. full: also the other recomputed arrays: the MLP's columns and the outputs
-    of all sublayers but the last, e T (width) / t each, and the gathered inputs, e T D each (t = 1:
-    none).
+     Gradients of query, key, value, of the input of the MLP's last product and of the sublayers'
+    inputs, e T (width) / t each (one less without norms before them); gradients of the gathered
+    outputs of the sublayers, e T D each (t = 1: only the last one; the others follow from it).
+    Mixers with norms of their own: one gradient more, and under tensor parallelism whole ones. If
+    cuDNN's attention is recomputed, its output, e T H K / t. full: also the other recomputed
+    arrays: the MLP's columns and the outputs of all sublayers but the last, e T (width) / t each,
+    and the gathered inputs, e T D each (t = 1: none).
     """
     tensor = work.axes["tensor"]
     widths = unit.projected + unit.last_inputs
+    own = sum(spec.own_norms for spec in unit.specs)
     hidden = unit.sublayers - (unit.specs[-1].place == "post")
-    gathered = unit.sublayers if tensor > 1 else 1
+    hidden += -own if tensor > 1 else own
+    gathered = unit.sublayers + 3 * own if tensor > 1 else 1
+    transposed = unit.sublayers + own if transposes(work) else 0
     if not keeps_attention(work):
         widths += unit.head_outputs
     if not work.kept:
@@ -77,9 +82,9 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
         gathered += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor
     kept += experts.deferred(work, unit)
-    if transposes(work):
-        hidden, gathered = hidden * (1 if work.kept else 2), gathered * 2
-    return kept + (hidden + gathered * tensor) * work.hidden_bytes
+    if transposes(work) and not work.kept:
+        hidden, transposed = hidden * 2, gathered
+    return kept + (hidden + (gathered + transposed) * tensor) * work.hidden_bytes
 
 
 def transposes(work: Workload) -> bool:
@@ -103,6 +108,8 @@ def activations(work: Workload) -> int:
     if not work.pipelined:
         return chunk
     deferred = sum(unit_deferred(work, unit) * places for unit, places in layers)
+    if work.microbatches == work.axes["pipe"] == 2:  # no loop over ticks: XLA copies the ring
+        deferred *= 2
     if transposes(work) and not work.kept:
         chunk *= 2
     return lanes.slots * chunk + lanes.deferred * deferred + lanes.outputs * work.hidden_bytes
@@ -127,15 +134,28 @@ def head(work: Workload) -> Head:
     )
 
 
+def summed_alone(work: Workload) -> bool:
+    """Whether the float32 gradient of the output weight is its sum: there is one microbatch, in a
+    pipeline, and no scatter over fsdp."""
+    return work.pipelined and work.microbatches == 1 and work.axes["fsdp"] == 1
+
+
 def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
     the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so.
     """
-    alone = work.pipelined and work.microbatches == 1 and work.axes["fsdp"] == 1  # is the sum
-    if work.config.lora.rank or alone:
+    if work.config.lora.rank or summed_alone(work):
         return 0
     itemsize = FLOAT32 if head(work).backend == "xla" else work.itemsize
     return itemsize * work.vocabulary * work.config.model.hidden_size
+
+
+def waiting_zeros(work: Workload) -> int:
+    """Bytes of the float32 zeros to which the gradient of a table that fsdp does not cut is added,
+    v D: XLA makes them before backward of the layers."""
+    if work.config.lora.rank or summed_alone(work) or work.axes["fsdp"] > 1:
+        return 0
+    return FLOAT32 * work.vocabulary * work.config.model.hidden_size
 
 
 def loss(work: Workload) -> int:
@@ -146,9 +166,11 @@ def loss(work: Workload) -> int:
     sequence's hidden state and its gradient, 2 e T D.
     """
     e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
-    gradient = 0 if head(work).backend == "xla" else waiting_gradient(work)
+    xla = head(work).backend == "xla"
+    gradient = 0 if xla else waiting_gradient(work)
     weight = e * v * D if work.axes["fsdp"] > 1 else 0
-    return head(work).temporaries + gradient + weight + 2 * e * work.tokens * D
+    counted = FLOAT32 * v * D if xla and summed_alone(work) else 0
+    return head(work).temporaries - counted + gradient + weight + 2 * e * work.tokens * D
 
 
 def scattered(work: Workload) -> int:
@@ -210,7 +232,7 @@ def device_memory(work: Workload) -> dict[str, int]:
     """
     loss_bytes, kept = loss(work), activations(work)
     after = scattered(work) - (0 if work.accumulates else kept)
-    backward = max(layer(work) + waiting_gradient(work), after)
+    backward = max(layer(work) + waiting_gradient(work) + waiting_zeros(work), after)
     return {
         **parameter_memory(work),
         "activations": kept,
