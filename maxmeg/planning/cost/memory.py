@@ -140,14 +140,25 @@ def summed_alone(work: Workload) -> bool:
     return work.pipelined and work.microbatches == 1 and work.axes["fsdp"] == 1
 
 
+def multiplied_last(work: Workload) -> bool:
+    """Whether XLA multiplies the output weight's gradient after backward of the layers: that of a
+    single chunk of tokens, before it is scattered over fsdp."""
+    loss = head(work)
+    return loss.backend == "xla" and loss.blocks[0] == 1 and work.axes["fsdp"] > 1
+
+
 def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
     the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so.
+    If the product itself waits, the logits' gradient, e T v.
     """
     if work.config.lora.rank or summed_alone(work):
         return 0
-    itemsize = FLOAT32 if head(work).backend == "xla" else work.itemsize
-    return itemsize * work.vocabulary * work.config.model.hidden_size
+    loss, width = head(work), work.config.model.hidden_size
+    if multiplied_last(work):
+        return work.itemsize * work.vocabulary * work.tokens
+    itemsize = FLOAT32 if loss.backend == "xla" else work.itemsize
+    return itemsize * work.vocabulary * width
 
 
 def waiting_zeros(work: Workload) -> int:
@@ -169,8 +180,9 @@ def loss(work: Workload) -> int:
     xla = head(work).backend == "xla"
     gradient = 0 if xla else waiting_gradient(work)
     weight = e * v * D if work.axes["fsdp"] > 1 else 0
-    counted = FLOAT32 * v * D if xla and summed_alone(work) else 0
-    return head(work).temporaries - counted + gradient + weight + 2 * e * work.tokens * D
+    elsewhere = xla and (summed_alone(work) or multiplied_last(work))
+    sums = FLOAT32 * v * D if elsewhere else 0
+    return head(work).temporaries - sums + gradient + weight + 2 * e * work.tokens * D
 
 
 def scattered(work: Workload) -> int:
