@@ -340,7 +340,7 @@ DRAWN = [
     ("olmo2-32b", 64, 1, 4, "full", {"fsdp": 64}, 15.91),
     ("gemma2-2b", 64, 1, 1, "selective", {"fsdp": 64}, 15.18),  # XLA's attention, two layers a unit
     ("gemma2-9b", 128, 4, 1, "full", {"fsdp": 128}, 24.77),
-    ("gemma2-2b", 4, 1, 8, "minimal", {"pipe": 4} | ZERO_BUBBLE, 50.88),
+    ("gemma2-2b", 4, 1, 8, "minimal", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 50.88),
     ("gemma3-1b", 4, 1, 2, "minimal", {"tensor": 4}, 7.88),  # a group without a loop
     ("pythia-1b", 64, 4, 32, "minimal", {"tensor": 2, "pipe": 2} | ZERO_BUBBLE, 8.86),
     ("gpt3-760m", 16, 2, 2, "minimal", {"pipe": 2} | ZERO_BUBBLE, 11.02),  # ticks without a loop

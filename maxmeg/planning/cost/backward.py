@@ -25,7 +25,7 @@ def layer(work: Workload) -> int:
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting
-        total += SCORES * max((kernel.block for kernel in kernels(work, unit)), default=0)
+        total += scores(work, unit)
         rows, gathered = experts.working(work, unit), weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
@@ -34,6 +34,16 @@ def layer(work: Workload) -> int:
             width += streams(unit) * work.config.model.hidden_size
             waiting += work.itemsize * work.tokens * width // work.axes["tensor"]
     return largest
+
+
+def scores(work: Workload, unit: Unit) -> int:
+    """Bytes of SCORES float32 blocks of scores, and of the keys and values copied for each piece of
+    the queries: those of one layer; full: of all, from their recomputation on."""
+    found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
+    if not found:
+        return 0
+    blocks, slices = zip(*found, strict=True)
+    return SCORES * max(blocks) + (max(slices) if work.kept else sum(slices))
 
 
 def arrays(work: Workload, unit: Unit) -> int:
