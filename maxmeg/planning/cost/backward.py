@@ -19,8 +19,8 @@ def layer(work: Workload) -> int:
     """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
     of experts. Without further rounds all rows exist before the first gradient of experts.
 
-    A group of a single unit has no loop, and XLA computes the gradients of its weights last: what
-    they read waits until then (`read`).
+    A group of a single unit has no loop. If the gradients of its weights are `delayed`, XLA
+    computes them last: what they read waits until then (`read`).
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
@@ -29,7 +29,7 @@ def layer(work: Workload) -> int:
         rows, gathered = experts.working(work, unit), weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
-        if work.places[group] == 1:
+        if work.places[group] == 1 and delayed(work):
             width = sum(map(read, sublayers(unit)))
             width += streams(unit) * work.config.model.hidden_size
             waiting += work.itemsize * work.tokens * width // work.axes["tensor"]
@@ -59,7 +59,7 @@ def arrays(work: Workload, unit: Unit) -> int:
     width = 0 if work.kept else streams(unit) * D + sum(map(recomputed, others))
     if not experts.run_apart(work, unit):
         width += STREAMS * D
-        width += streams(unit) * D + gradient_inputs(unit) if work.kept else read(last)
+        width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
     gathered = 3 + (not work.kept) + (work.samples > 1) if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
 
@@ -75,12 +75,18 @@ def streams(unit: Unit) -> int:
     return sum(3 if spec.place in ("post", "sandwich") else 2 for spec in unit.specs)
 
 
-def gradient_inputs(unit: Unit) -> int:
-    """Width of what the gradients of a unit's weights read, summed over its layers: of the
-    sublayers of one layer only one's exist at a time."""
+def delayed(work: Workload) -> bool:
+    """Whether XLA computes gradients of weights late, to have products beside collectives."""
+    return work.axes["fsdp"] * work.axes["tensor"] > 1
+
+
+def gradient_inputs(work: Workload, unit: Unit) -> int:
+    """Width of what the gradients of a unit's weights read, summed over its layers if they are
+    delayed: of the sublayers of one layer only one's exist at a time."""
     sizes = [read(widths) for widths in sublayers(unit)]
     step = max(len(sizes) // unit.layers, 1)
-    return sum(max(sizes[i : i + step]) for i in range(0, len(sizes), step))
+    layers = [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
+    return sum(layers) if delayed(work) else max(layers)
 
 
 def read(widths: list[Widths]) -> int:
