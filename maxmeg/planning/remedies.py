@@ -16,7 +16,7 @@ from maxmeg.planning.cost.memory import device_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
 from maxmeg.planning.report import Remedy
-from maxmeg.planning.search import divisors, needed
+from maxmeg.planning.search import divisors, needed, usable
 
 Settings = dict[str, enum.Enum | str | int | bool]  # by name: {"parallel.tensor": 8}
 SHOWN = 3
@@ -62,7 +62,7 @@ def remedies(config: Config, cluster: Cluster) -> tuple[Remedy, ...]:
         for settings in combined.get(number, []):
             changed = with_fields(config, settings)
             memory = _memory(changed, cluster.count, cluster.device)
-            if memory is None or memory > cluster.capacity:
+            if memory is None or memory > usable(cluster):
                 continue
             slowdown = analyze(changed, cluster).step_seconds / seconds
             remedy = Remedy(flags_text(settings), memory, slowdown)

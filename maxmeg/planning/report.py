@@ -2,6 +2,8 @@
 
 import dataclasses
 
+MARGIN = 0.05  # share of a GPU's memory that stays free: formulas may be too low by so much
+
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
@@ -61,7 +63,13 @@ class Analytic:
 
     @property
     def fits(self) -> bool:
-        return self.total <= self.capacity
+        """Whether it fits also if the formulas are too low by MARGIN."""
+        return self.total <= (1 - MARGIN) * self.capacity
+
+    @property
+    def tight(self) -> bool:
+        """Whether only the compiler can tell."""
+        return not self.fits and self.total <= self.capacity
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,10 @@ from maxmeg.planning.analytic import analyze_work
 from maxmeg.planning.cost.memory import device_memory, parameter_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
-from maxmeg.planning.report import Analytic
+from maxmeg.planning.report import MARGIN, Analytic
 
 MICRO_BATCHES = (1, 2, 4, 8)
 MOST_CHUNKS = 8
-SPARE = 0.05  # share of a GPU's memory that found layouts leave free: formulas may be too low
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
@@ -58,7 +57,7 @@ class Candidate:
 
 
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
-    """Every valid layout that fits and leaves SPARE of the memory, the fastest first.
+    """Every valid layout that fits and leaves MARGIN of the memory, the fastest first.
 
     The search covers all sizes of tensor (within a node), pipe, fsdp, data and, with experts,
     expert whose product is the cluster; experts cut over tensor or not; micro_batch_size in
@@ -143,7 +142,7 @@ def divisors(number: int) -> list[int]:
 
 def usable(cluster: Cluster) -> float:
     """Bytes of a GPU's memory that the search fills."""
-    return (1 - SPARE) * cluster.capacity
+    return (1 - MARGIN) * cluster.capacity
 
 
 def needed(config: Config, count: int, device: Device | None = None) -> int:

@@ -161,7 +161,8 @@ def test_the_price_of_plain_xla_is_that_of_its_blocks():
     assert slower.forward - faster.forward >= moved > 0
     assert slower.backward - faster.backward >= 3 * moved
     more = device_memory(work)["workspace"] - device_memory(fused)["workspace"]
-    assert 0 < more <= 3 * 4 * 16 * 512 * 8192
+    copied = 2 * 2 * 8 * 256 * 512 * 16 * 17 // 2  # keys and values of all blocks of a layer
+    assert copied < more <= copied + 3 * 4 * 16 * 512 * 8192
     assert activations(work) < activations(fused)  # XLA recomputes what cuDNN keeps
 
 

@@ -11,7 +11,7 @@ import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
 from maxmeg.config.mixers import Activation, ExpertBackend
-from maxmeg.config.model import DType, ModelConfig, Norm, Position
+from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import (
     Config,
@@ -42,6 +42,7 @@ from maxmeg.state import abstract_state, parameter_rows
 
 RESIDUALS = 0.05  # of what jax.vjp keeps
 COMPILED = 0.08  # of what XLA allocates
+DRAWN_COMPILED = 0.03  # of all that a step takes
 GIB, MIB = 2**30, 2**20
 
 
@@ -158,6 +159,9 @@ KINDS = {
         "moe.backend": ExpertBackend.xla,
     },
     "convolution": {"layers": "*(conv,mlp)"},
+    "parallel norms": {"layers": "*(attention+mlp)", "parallel_norms": True},
+    "norms after": {"norm_place": NormPlace.post},
+    "norms around": {"norm_place": NormPlace.sandwich},
     "latent": {
         "layers": "*(mla,mlp)",
         "mla.kv_rank": 32,
@@ -324,6 +328,39 @@ COMPILED_GIB = [
     ("345m", 4, 2, 16, {"pipe": 4, "chunks": 2}, (2.05, None, None)),
     ("345m", 4, 2, 8, {"pipe": 4}, (None, None, 0.91)),
 ]
+
+
+# (name, GPUs, samples, microbatches, recompute, sizes, GiB in all) of benchmarks/absent_memory.py.
+DRAWN = [
+    ("nemotron4-15b", 16, 1, 8, "minimal", {"fsdp": 16}, 38.05),  # its gradient of the output
+    ("llama3.2-1b", 16, 1, 32, "minimal", {"fsdp": 16}, 10.63),
+    ("gpt3-1.3b", 4, 1, 8, "minimal", {"fsdp": 4}, 8.23),  # one chunk of the loss
+    ("starcoder2-7b", 4, 2, 1, "minimal", {"fsdp": 4}, 69.78),  # float32 gradients of layers
+    ("starcoder2-15b", 8, 4, 2, "full", {"tensor": 2}, 46.33),
+    ("phi3-mini-4k", 2, 1, 1, "full", {"tensor": 2}, 29.26),
+    ("olmo2-7b", 8, 2, 8, "minimal", {"tensor": 4}, 23.10),  # norms after sublayers
+    ("olmo2-13b", 64, 2, 4, "minimal", {"tensor": 2, "pipe": 4} | GPIPE, 30.06),
+    ("olmo2-32b", 64, 1, 4, "full", {"fsdp": 64}, 15.91),
+    ("gemma2-2b", 64, 1, 1, "selective", {"fsdp": 64}, 15.18),  # XLA's attention, two layers a unit
+    ("gemma2-9b", 128, 4, 1, "full", {"fsdp": 128}, 24.77),
+    ("gemma2-2b", 4, 1, 8, "minimal", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 50.88),
+    ("gemma3-1b", 4, 1, 2, "minimal", {"tensor": 4}, 7.88),  # a group without a loop
+    ("pythia-1b", 64, 4, 32, "minimal", {"tensor": 2, "pipe": 2} | ZERO_BUBBLE, 8.86),
+    ("gpt3-760m", 16, 2, 2, "minimal", {"pipe": 2} | ZERO_BUBBLE, 11.02),  # ticks without a loop
+    ("minitron-4b", 2, 2, 1, "selective", {"pipe": 2} | GPIPE, 46.04),
+    ("qwen3-32b", 16, 2, 16, "full", {"pipe": 2}, 57.07),
+    ("deepseek-v2-lite", 128, 4, 4, "full", {"fsdp": 128}, 13.05),
+    ("mixtral-8x7b", 32, 1, 1, "full", {"fsdp": 32}, 34.66),
+    ("glm4.5-air", 128, 1, 2, "full", {"tensor": 8}, 21.07),
+]
+
+
+@pytest.mark.parametrize("case", DRAWN, ids=lambda case: f"{case[0]}-{case[5]}")
+def test_memory_of_drawn_models_is_what_was_compiled(case):
+    name, gpus, samples, microbatches, mode, parallel, gib = case
+    config = of(name, gpus, samples, microbatches, mode, **parallel)
+    found = sum(device_memory(workload(config, gpus)).values())
+    assert found / GIB == pytest.approx(gib, rel=DRAWN_COMPILED)
 
 
 @pytest.mark.parametrize("case", COMPILED_GIB, ids=lambda case: f"{case[0]}-{case[4]}")

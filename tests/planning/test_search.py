@@ -12,8 +12,8 @@ from maxmeg.config.validate import validate
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.report import MARGIN
 from maxmeg.planning.search import (
-    SPARE,
     divisors,
     layouts,
     needed,
@@ -50,7 +50,7 @@ def test_found_layouts_are_valid_fit_and_are_ranked(name, batch, hardware):
     for candidate in found[:: max(1, len(found) // 20)]:
         validate(candidate.config, cluster.count)
         assert candidate.analytic == analyze(candidate.config, cluster)
-        assert candidate.analytic.total <= (1 - SPARE) * cluster.capacity
+        assert candidate.analytic.total <= (1 - MARGIN) * cluster.capacity
         assert candidate.config.parallel.tensor <= 8
         assert candidate.config.model.num_layers == config.model.num_layers
         for name, value in candidate.settings.items():
@@ -128,7 +128,7 @@ def test_a_model_that_cannot_fit_reports_the_excess_and_the_gpus_needed():
     text = str(error.value)
     least, over, planned, capacity = (float(size) for size in re.findall(r"([\d.]+) GiB", text))
     assert least - over == pytest.approx(planned, abs=0.11)
-    assert planned == pytest.approx((1 - SPARE) * capacity, abs=0.11)
+    assert planned == pytest.approx((1 - MARGIN) * capacity, abs=0.11)
     assert capacity == pytest.approx(cluster.capacity / 2**30, abs=0.06)
     enough = int(re.findall(r"(\d+) GPUs would be enough", text)[0])
     assert search(of("175b", 512), parse_cluster(f"h100x{enough}"))

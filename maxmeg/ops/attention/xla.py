@@ -170,6 +170,12 @@ def most_keys(length: int, spec: ScoreSpec) -> int:
     return max(last - first for first, last in ranges)
 
 
+def sliced_keys(length: int, spec: ScoreSpec) -> int:
+    """Number of keys that all pieces of the queries read, from position 0; 0 if one reads all."""
+    ranges = [key_range(first, last, length, spec, 0) for first, last in pieces(length)]
+    return sum(last - first for first, last in ranges) if len(ranges) > 1 else 0
+
+
 def score_bytes(heads: int, pairs: int) -> int:
     """Bytes of the float32 scores of `heads` heads of all samples, each with so many pairs."""
     return 4 * heads * pairs

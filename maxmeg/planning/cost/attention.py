@@ -23,7 +23,8 @@ class Kernel:
     backend, reason: as `ops.attention.call.choice` returns them. warning: why and at what price it
     runs in plain XLA; empty if it does not, or if its sequences are short. moved: bytes that XLA
     writes and reads of its float32 scores, or cuDNN of a mask. block: bytes of the scores that
-    exist at once, or of the mask. surplus: scores that are computed over those that the mask keeps,
+    exist at once, or of the mask. slices: bytes of the keys and values that XLA copies for each
+    piece of the queries. surplus: scores that are computed over those that the mask keeps,
     without documents.
     """
 
@@ -33,6 +34,7 @@ class Kernel:
     moved: int
     block: int
     surplus: float
+    slices: int = 0
 
     @property
     def is_fused(self) -> bool:
@@ -66,6 +68,7 @@ def kernel(
     name, reason = spec.backend, ""
     if name == "auto":
         name, reason = choice(call, name, device)
+    keys_values = sum(x.size * x.dtype.itemsize for x in call[1:3])
     scores, heads = call[3], samples * spec.num_heads // tensor
     if name == "cudnn" and (cudnn.needs_mask(*call[3:]) or spec.sinks):
         return masked_by_cudnn(call, heads, dtype)
@@ -80,6 +83,7 @@ def kernel(
         xla.SCORE_PASSES * xla.score_bytes(heads, computed),
         xla.score_bytes(heads, min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)),
         computed / xla.visible_pairs(length, length, scores),
+        slices=xla.sliced_keys(length, scores) * keys_values // length,
     )
 
 

@@ -208,6 +208,14 @@ def in_rounds(work: Workload, unit: Unit) -> bool:
     return unit.sparse > 0 and dispatch_of(work).in_rounds
 
 
+def run_apart(work: Workload, unit: Unit) -> bool:
+    """Whether the experts of a unit are at their peak while little else of its backward exists: not
+    in a pipeline, and not where a gather brings all rows in one round."""
+    if not unit.sparse or work.pipelined:
+        return False
+    return in_rounds(work, unit) or not dispatch_of(work).gathers
+
+
 def kept(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit store for backward, beside `unit_activations`.
 
@@ -240,12 +248,13 @@ def deferred(work: Workload, unit: Unit) -> int:
 def working(work: Workload, unit: Unit) -> int:
     """Bytes while one layer of experts runs backward.
 
-    Gather: gradients of the products and their inputs, 2 e N (widths / t), and 3 e N D for vectors
+    Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N D for vectors
     in expert and device order and their gradients. Exchange, as XLA schedules it (ragged: less):
     3 e N (widths / t) and 7 e N D, and with further rounds, whose gradients are accumulated, 4 e
-    (a device's expert matrices). Blocks: as gather, under full recomputation with e N (widths / t
-    + D) more, and in a pipeline float32 gradients of the expert matrices; with further rounds as
-    exchange, but gather takes 3 e N D less. By nodes: 6 e N D more.
+    (a device's expert matrices). Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation
+    e N (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices; with
+    further rounds 3 e N (widths / t), 8 e N D (gather: 4) and 5 e (matrices). By nodes: 6 e N D
+    more.
     """
     if not unit.sparse:
         return 0
@@ -260,11 +269,11 @@ def working(work: Workload, unit: Unit) -> int:
     if dispatch.in_blocks and not dispatch.in_rounds:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.in_blocks and dispatch.gathers:
-        return e * dispatch.rows * (3 * columns + 3 * dispatch.width) + 5 * rounds // 4 + more
+        return e * dispatch.rows * (3 * columns + 4 * dispatch.width) + 5 * rounds // 4
     if dispatch.gathers:
-        return e * dispatch.rows * (2 * columns + 3 * dispatch.width)
+        return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
     if dispatch.in_blocks:
-        return e * dispatch.rows * (3 * columns + 8 * dispatch.width) + 5 * rounds // 4 + more
+        return e * dispatch.rows * (3 * columns + 8 * dispatch.width) + 5 * rounds // 4
     return e * dispatch.rows * (3 * columns + 7 * dispatch.width) + rounds
 
 

@@ -5,7 +5,6 @@ bytes of the compute dtype.
 """
 
 import functools
-import itertools
 
 import jax
 
@@ -15,8 +14,9 @@ from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.attention import kernels
+from maxmeg.planning.cost.backward import layer
 from maxmeg.planning.cost.loss import FLOAT32, Head
-from maxmeg.planning.cost.workload import Unit, Workload
+from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
 def fused_attention(work: Workload) -> bool:
@@ -36,9 +36,9 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     """Bytes that one unit stores for one microbatch.
 
     full: its input, e T D / t.
-    selective: input and output of every sublayer except the output of the last one, e T D / t each,
-    and the outputs of its column-parallel products (query, key, value, up, gate), e T (their widths
-    summed) / t. Norms, activation functions, rotations and gathered sequences are recomputed.
+    selective: input and output of every sublayer (`Unit.streams`), e T D / t each, and the outputs
+    of its column-parallel products (query, key, value, up, gate), e T (their widths summed) / t.
+    Norms, activation functions, rotations and gathered sequences are recomputed.
     minimal: the same, and for fused attention its output and log-sum-exp, (e T H K + 4 T H) / t
     with H heads of value size K; for XLA and L <= 512 output, weights: (e T H K + 4 B H L^2) / t.
     Experts add `experts.kept`. Only minimal stores the up-projections of latents.
@@ -48,7 +48,7 @@ def unit_activations(work: Workload, unit: Unit) -> int:
         return work.hidden_bytes
     columns, replicated = unit.kept_columns(work.kept)
     kept = work.itemsize * work.tokens * (columns // tensor + replicated)
-    kept += unit.sublayers * work.hidden_bytes + experts.kept(work, unit)
+    kept += unit.streams * work.hidden_bytes + experts.kept(work, unit)
     if keeps_attention(work):
         saved = 1 if fused_attention(work) else work.config.data.sequence_length
         outputs = work.itemsize * (unit.head_outputs // tensor)
@@ -59,16 +59,21 @@ def unit_activations(work: Workload, unit: Unit) -> int:
 def unit_deferred(work: Workload, unit: Unit) -> int:
     """Bytes that one unit of one microbatch stores for a weight lane.
 
-    Gradients of query, key, value, of the input of the MLP's last product and of the sublayers'
-    inputs, e T (width) / t each; gradients of the gathered outputs of the sublayers, e T D each
-    (t = 1: only the last one; the others follow from it). If cuDNN's attention is recomputed, its
-    output, e T H K / t. full: also the other recomputed arrays: the MLP's columns and the outputs
-    of all sublayers but the last, e T (width) / t each, and the gathered inputs, e T D each (t = 1:
-    none).
+     Gradients of query, key, value, of the input of the MLP's last product and of the sublayers'
+    inputs, e T (width) / t each (one less without norms before them); gradients of the gathered
+    outputs of the sublayers, e T D each (t = 1: only the last one; the others follow from it).
+    Mixers with norms of their own: one gradient more, and under tensor parallelism whole ones. If
+    cuDNN's attention is recomputed, its output, e T H K / t. full: also the other recomputed
+    arrays: the MLP's columns and the outputs of all sublayers but the last, e T (width) / t each,
+    and the gathered inputs, e T D each (t = 1: none).
     """
     tensor = work.axes["tensor"]
-    widths, hidden = unit.projected + unit.last_inputs, unit.sublayers
-    gathered = unit.sublayers if tensor > 1 else 1
+    widths = unit.projected + unit.last_inputs
+    own = sum(spec.own_norms for spec in unit.specs)
+    hidden = unit.sublayers - (unit.specs[-1].place == "post")
+    hidden += -own if tensor > 1 else own
+    gathered = unit.sublayers + 3 * own if tensor > 1 else 1
+    transposed = unit.sublayers + own if transposes(work) else 0
     if not keeps_attention(work):
         widths += unit.head_outputs
     if not work.kept:
@@ -77,9 +82,9 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
         gathered += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor
     kept += experts.deferred(work, unit)
-    if transposes(work):
-        hidden, gathered = hidden * (1 if work.kept else 2), gathered * 2
-    return kept + (hidden + gathered * tensor) * work.hidden_bytes
+    if transposes(work) and not work.kept:
+        hidden, transposed = hidden * 2, gathered
+    return kept + (hidden + (gathered + transposed) * tensor) * work.hidden_bytes
 
 
 def transposes(work: Workload) -> bool:
@@ -103,6 +108,8 @@ def activations(work: Workload) -> int:
     if not work.pipelined:
         return chunk
     deferred = sum(unit_deferred(work, unit) * places for unit, places in layers)
+    if work.microbatches == work.axes["pipe"] == 2:  # no loop over ticks: XLA copies the ring
+        deferred *= 2
     if transposes(work) and not work.kept:
         chunk *= 2
     return lanes.slots * chunk + lanes.deferred * deferred + lanes.outputs * work.hidden_bytes
@@ -127,50 +134,65 @@ def head(work: Workload) -> Head:
     )
 
 
+def summed_alone(work: Workload) -> bool:
+    """Whether the float32 gradient of the output weight is its sum: there is one microbatch, in a
+    pipeline, and no scatter over fsdp."""
+    return work.pipelined and work.microbatches == 1 and work.axes["fsdp"] == 1
+
+
+def multiplied_last(work: Workload) -> bool:
+    """Whether XLA multiplies the output weight's gradient after backward of the layers: that of a
+    single chunk of tokens, before it is scattered over fsdp."""
+    loss = head(work)
+    return loss.backend == "xla" and loss.blocks[0] == 1 and work.axes["fsdp"] > 1
+
+
+def waiting_gradient(work: Workload) -> int:
+    """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
+    the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so.
+    If the product itself waits, the logits' gradient, e T v.
+    """
+    if work.config.lora.rank or summed_alone(work):
+        return 0
+    loss, width = head(work), work.config.model.hidden_size
+    if multiplied_last(work):
+        return work.itemsize * work.vocabulary * work.tokens
+    itemsize = FLOAT32 if loss.backend == "xla" else work.itemsize
+    return itemsize * work.vocabulary * width
+
+
+def waiting_zeros(work: Workload) -> int:
+    """Bytes of the float32 zeros to which the gradient of a table that fsdp does not cut is added,
+    v D: XLA makes them before backward of the layers."""
+    if work.config.lora.rank or summed_alone(work) or work.axes["fsdp"] > 1:
+        return 0
+    return FLOAT32 * work.vocabulary * work.config.model.hidden_size
+
+
 def loss(work: Workload) -> int:
     """Bytes while the loss of v rows of the output weight is computed.
 
-    The temporaries of its backend (`Head.temporaries`); the weight's gradient unless frozen, e v D;
-    the weight gathered over fsdp, e v D; the whole sequence's hidden state and its gradient,
-    2 e T D.
+    The temporaries of its backend (`Head.temporaries`, with xla the weight's gradient among them);
+    else that gradient unless frozen, e v D; the weight gathered over fsdp, e v D; the whole
+    sequence's hidden state and its gradient, 2 e T D.
     """
     e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
-    weight = (int(work.axes["fsdp"] > 1) + int(not work.config.lora.rank)) * e * v * D
-    return head(work).temporaries + weight + 2 * e * work.tokens * D
+    xla = head(work).backend == "xla"
+    gradient = 0 if xla else waiting_gradient(work)
+    weight = e * v * D if work.axes["fsdp"] > 1 else 0
+    elsewhere = xla and (summed_alone(work) or multiplied_last(work))
+    sums = FLOAT32 * v * D if elsewhere else 0
+    return head(work).temporaries - sums + gradient + weight + 2 * e * work.tokens * D
 
 
-def layer(work: Workload) -> int:
-    """Bytes while the largest unit runs backward.
-
-    The recomputed activations under full recomputation; the gradients of its products and their
-    inputs, 2 e T (widths / t + D); its weights gathered over fsdp, and their gradients; three
-    float32 blocks of scores if attention runs on XLA. Gradients over fsdp are scattered one by one:
-    by what compiled steps need, all but the largest exist at once, and where
-    parallel.gradient_dtype differs 1.75 of the largest converted. Experts in rounds hold theirs
-    until the last round: all, and 2.5 times as many converted when most of the rest is free; in a
-    pipeline they are among the sums of the rounds.
-    """
-    config, e, largest = work.config, work.itemsize, 0
-    for group, unit in enumerate(work.units):
-        total = 2 * e * work.tokens * (unit.columns // work.axes["tensor"])
-        total += 2 * e * work.tokens * config.model.hidden_size
-        if not work.kept:
-            total += total // 2
-        if work.axes["fsdp"] > 1:
-            members = [s for s in work.shards if s.parameter.group == group]
-            units = work.places[group] * config.parallel.chunks
-            trained = [s.whole // units for s in members if s.trained]
-            converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-            total += e * sum(s.whole for s in members) // units
-            if not experts.in_rounds(work, unit):
-                one = max(trained, default=0)
-                total += e * (sum(trained) - one) + 7 * converted * one // 4
-            elif not work.pipelined:
-                waiting = total // 4 + 5 * converted * sum(trained) // 2
-                total = max(total, waiting) + e * sum(trained)
-        total += 3 * max((kernel.block for kernel in kernels(work, unit)), default=0)
-        largest = max(largest, total + experts.working(work, unit))
-    return largest
+def scattered(work: Workload) -> int:
+    """Bytes while the output weight's gradient is scattered over fsdp, after the layers: itself and
+    converted to the dtype of the sums."""
+    whole = work.vocabulary * work.config.model.hidden_size
+    waiting = waiting_gradient(work)
+    if not waiting or work.axes["fsdp"] == 1 or waiting == work.gradient_itemsize * whole:
+        return waiting
+    return waiting + work.gradient_itemsize * whole
 
 
 @functools.cache
@@ -189,29 +211,34 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data, and
     fused (0 if nothing changes them). gradients: float32 accumulators of the weights' size, or the
-    masters' if that is larger (key/value heads fewer than tensor); with one microbatch the
-    gradients in the compute dtype and, of layers under ZeRO-1, their shards alone. The padding of
-    short chunks is included.
+    masters' if that is larger (key/value heads fewer than tensor). With one microbatch in the
+    compute dtype, but those of layers that fsdp or ZeRO-1 scatter in `parallel.gradient_dtype`,
+    under ZeRO-1 the shards alone. The padding of short chunks is included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
     copied = sum(s.computed for s in trained if e != FLOAT32 or s.fused or s.computed != s.stored)
-    cut = [bool(s.zero1_axes) and s.parameter.group is not None for s in trained]
-    whole = [max(s.computed, s.stored) for s in trained]
-    gradients = FLOAT32 * sum(whole)
-    if not work.accumulates:
-        shards = itertools.compress((s.stored for s in trained), cut)
-        others = itertools.compress(whole, (not is_cut for is_cut in cut))
-        gradients = work.gradient_itemsize * sum(shards) + e * sum(others)
     frozen = sum(shard.stored for shard in work.shards) - stored
     return {
         "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
         "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
         "compute weights": e * copied,
-        "gradients": gradients,
+        "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }
+
+
+def _gradient_bytes(work: Workload, shard: Shard) -> int:
+    """Of a parameter's gradient, as `parameter_memory` says."""
+    whole, in_layer = max(shard.computed, shard.stored), shard.parameter.group is not None
+    if work.accumulates:
+        return FLOAT32 * whole
+    if in_layer and shard.zero1_axes:
+        return work.gradient_itemsize * shard.stored
+    if in_layer and shard.whole > shard.computed:
+        return work.gradient_itemsize * whole
+    return work.itemsize * whole
 
 
 def device_memory(work: Workload) -> dict[str, int]:
@@ -220,10 +247,12 @@ def device_memory(work: Workload) -> dict[str, int]:
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
     backward that exceeds the loss's bytes. The batch is not included.
     """
-    loss_bytes = loss(work)
+    loss_bytes, kept = loss(work), activations(work)
+    after = scattered(work) - (0 if work.accumulates else kept)
+    backward = max(layer(work) + waiting_gradient(work) + waiting_zeros(work), after)
     return {
         **parameter_memory(work),
-        "activations": activations(work),
+        "activations": kept,
         "loss": loss_bytes,
-        "workspace": max(0, layer(work) - loss_bytes),
+        "workspace": max(0, backward - loss_bytes),
     }

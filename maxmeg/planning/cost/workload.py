@@ -63,6 +63,11 @@ class Parameter:
     def axes(self) -> tuple[str | None, ...]:
         return logical_axes(self.variable)
 
+    @property
+    def sublayer(self) -> int | None:
+        """Its sublayer in the unit; None outside of the stack."""
+        return None if self.group is None else int(self.path[self.path.index("sublayers") + 1])
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
@@ -114,6 +119,12 @@ class Unit:
     @property
     def sublayers(self) -> int:
         return len(self.specs)
+
+    @property
+    def streams(self) -> int:
+        """Number of residual streams that backward reads: the input, and the output of each
+        sublayer; not that of the last one unless a norm follows it."""
+        return self.sublayers + (self.specs[-1].place in ("post", "sandwich"))
 
     @functools.cached_property
     def columns(self) -> int:

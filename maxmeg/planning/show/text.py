@@ -9,7 +9,7 @@ from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.pipeline.schedule import SCHEDULES, Table, bubble, live
-from maxmeg.planning.report import Analytic, Collective, Compiled, Traffic
+from maxmeg.planning.report import MARGIN, Analytic, Collective, Compiled, Traffic
 from maxmeg.planning.show.timeline import timeline_text
 from maxmeg.runtime.metrics.progress import quantity
 
@@ -238,8 +238,14 @@ def choices_text(choices: Sequence[Choice]) -> str:
 
 
 def verdict(report: Analytic | Compiled) -> str:
-    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB free", or how much memory is missing."""
+    """ "fits: 30.1 of 74.5 GiB, 44.4 GiB free", or how much memory is missing, or that only the
+    compiler can tell."""
     total, capacity = report.total / GIB, report.capacity / GIB
+    if isinstance(report, Analytic) and report.tight:
+        return (
+            f"tight: {total:.1f} of {capacity:.1f} GiB, within {MARGIN:.0%} of the limit; "
+            "check with --compile"
+        )
     if report.fits:
         return f"fits: {total:.1f} of {capacity:.1f} GiB, {capacity - total:.1f} GiB free"
     return f"does not fit by {total - capacity:.1f} GiB: {total:.1f} of {capacity:.1f} GiB"

@@ -1,0 +1,125 @@
+"""Memory of one device in bytes while a unit of the stack runs backward, beside what forward
+stored. Found in the buffers of compiled steps (benchmarks/NOTES.md, 2026-11-24).
+
+Letters: T tokens of a microbatch on a device (B x L), D hidden size, t size of the axis tensor, e
+bytes of the compute dtype.
+"""
+
+from maxmeg.layers.mixer import Widths
+from maxmeg.planning.cost import experts
+from maxmeg.planning.cost.attention import kernels
+from maxmeg.planning.cost.workload import Unit, Workload
+
+STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
+SCORES = 3  # float32 blocks of scores
+CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
+
+
+def layer(work: Workload) -> int:
+    """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
+    of experts. Without further rounds all rows exist before the first gradient of experts.
+
+    A group of a single unit has no loop. If the gradients of its weights are `delayed`, XLA
+    computes them last: what they read waits until then (`read`).
+    """
+    largest = waiting = 0
+    for group, unit in reversed(list(enumerate(work.units))):
+        total = arrays(work, unit) + waiting
+        total += scores(work, unit)
+        rows, gathered = experts.working(work, unit), weights(work, group)
+        once = unit.sparse and not experts.in_rounds(work, unit)
+        largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
+        if work.places[group] == 1 and delayed(work):
+            width = sum(map(read, sublayers(unit)))
+            width += streams(unit) * work.config.model.hidden_size
+            waiting += work.itemsize * work.tokens * width // work.axes["tensor"]
+    return largest
+
+
+def scores(work: Workload, unit: Unit) -> int:
+    """Bytes of SCORES float32 blocks of scores, and of the keys and values copied for each piece of
+    the queries: those of one layer; full: of all, from their recomputation on."""
+    found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
+    if not found:
+        return 0
+    blocks, slices = zip(*found, strict=True)
+    return SCORES * max(blocks) + (max(slices) if work.kept else sum(slices))
+
+
+def arrays(work: Workload, unit: Unit) -> int:
+    """Bytes of the arrays of the products of a unit.
+
+    What the gradients of its weights read (`gradient_inputs`; full: all that is recomputed), and
+    residual streams, e T D / t each (`streams`). Under tensor parallelism also whole sequences,
+    e T D each: a gathered input (full: two), a gathered gradient and partial sums, and with several
+    samples a transposed one.
+    """
+    tensor, D = work.axes["tensor"], work.config.model.hidden_size
+    *others, last = sublayers(unit)
+    width = 0 if work.kept else streams(unit) * D + sum(map(recomputed, others))
+    if not experts.run_apart(work, unit):
+        width += STREAMS * D
+        width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
+    gathered = 3 + (not work.kept) + (work.samples > 1) if tensor > 1 else 0
+    return work.itemsize * work.tokens * (width // tensor + gathered * D)
+
+
+def sublayers(unit: Unit) -> list[list[Widths]]:
+    """Widths of the mixers of each sublayer."""
+    return [[mixer.widths(unit.kv_copies) for mixer in spec.mixers] for spec in unit.specs]
+
+
+def streams(unit: Unit) -> int:
+    """Number of residual streams and gradients that exist while a unit runs backward: input and
+    output of each sublayer, and the output before a norm."""
+    return sum(3 if spec.place in ("post", "sandwich") else 2 for spec in unit.specs)
+
+
+def delayed(work: Workload) -> bool:
+    """Whether XLA computes gradients of weights late, to have products beside collectives."""
+    return work.axes["fsdp"] * work.axes["tensor"] > 1
+
+
+def gradient_inputs(work: Workload, unit: Unit) -> int:
+    """Width of what the gradients of a unit's weights read, summed over its layers if they are
+    delayed: of the sublayers of one layer only one's exist at a time."""
+    sizes = [read(widths) for widths in sublayers(unit)]
+    step = max(len(sizes) // unit.layers, 1)
+    layers = [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
+    return sum(layers) if delayed(work) else max(layers)
+
+
+def read(widths: list[Widths]) -> int:
+    """Width of what the weight gradients of a sublayer read: the gradients of its column-parallel
+    outputs, the input of its last product; of attention also queries, keys and values."""
+    return sum(
+        sum(one.stored.values()) + one.last_input + one.queries_keys_values + one.head_outputs
+        for one in widths
+    )
+
+
+def recomputed(widths: list[Widths]) -> int:
+    """Width of the recomputed arrays of a sublayer."""
+    return sum(sum(one.stored.values()) + one.last_input + one.head_outputs for one in widths)
+
+
+def weights(work: Workload, group: int) -> int:
+    """Bytes of a unit's weights gathered over fsdp, and of their gradients.
+
+    Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
+    largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
+    rounds are among the sums of the rounds.
+    """
+    if work.axes["fsdp"] == 1:
+        return 0
+    e, unit = work.itemsize, work.units[group]
+    members = [s for s in work.shards if s.parameter.group == group]
+    units = work.places[group] * work.config.parallel.chunks
+    trained = [(s, s.whole // units) for s in members if s.trained]
+    whole = e * sum(s.whole for s in members) // units
+    if experts.in_rounds(work, unit):
+        return whole
+    converted = work.gradient_itemsize * (work.gradient_itemsize != e)
+    first = sum(size for s, size in trained if s.parameter.sublayer == 0)
+    largest = max((size for _, size in trained), default=0)
+    return whole + e * (first + largest) + int(CONVERTED * converted * largest)
