@@ -130,8 +130,8 @@ def local_gradients(
     gradient_reductions,
 ):
     """(float32 gradients of the trained part, sums and auxiliary values), both combined over the
-    microbatches. Gradients are reduced over fsdp and, those of the stack, over ZeRO-1's cuts, along
-    which the model's stack is cut: see pipeline/executor.py."""
+    microbatches. The stack's parameters are given as ZeRO-1 cuts them; their gradients are reduced
+    over the axes of these cuts, and all gradients over fsdp."""
     schedule = (
         SCHEDULES[config.parallel.schedule.value] if config.parallel.pipe > 1 else one_f_one_b
     )
@@ -145,9 +145,10 @@ def local_sums(
     model: Model, batch: Batch, config: Config, objective: Objective, gradient_reductions
 ) -> Metrics:
     """Sums of losses and tokens over the microbatches, without dropout."""
-    return through_stages(model, batch, None, config, objective, forward_only, gradient_reductions)[
-        1
-    ]
+    _, sums = through_stages(
+        model, batch, None, config, objective, forward_only, gradient_reductions
+    )
+    return sums
 
 
 def through_stages(

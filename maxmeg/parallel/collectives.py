@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxmeg.config.recompute import NAMES
-from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import fsdp_dim, gradient_dtype, is_variable
 
 PIPE_AXIS, FSDP_AXES = "pipe", ("fsdp",)
@@ -124,6 +124,8 @@ def after(tree, before):
     It would start collectives that do not depend on each other side by side, and confuse those of
     one kind over the same devices. Elsewhere nothing changes.
     """
+    if not present(MESH_AXES):
+        return tree
 
     def tied(tree, before):
         starts = [jnp.ravel(leaf)[0] > jnp.inf for leaf in jax.tree.leaves(before)]

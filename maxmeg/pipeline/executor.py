@@ -219,8 +219,11 @@ class Executor:
 
     def settled(self, carry: Carry) -> list:
         """The gradients of each group after the last tick."""
-        groups = zip(self.gradients, collectives.after(carry.groups, carry.dy), strict=True)
-        return [group.settled(sums) for group, sums in groups]
+        settled = []
+        for group, sums in zip(self.gradients, carry.groups, strict=True):
+            waiting = collectives.after(sums.waiting, carry.dy)
+            settled.append(group.settled(sums._replace(waiting=waiting)))
+        return settled
 
     def empty(self, g: int, shapes, size: int) -> list:
         """Zeros for `shapes` of each place of a chunk, `size` of each: [size, slots, ...], or
