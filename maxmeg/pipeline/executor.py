@@ -51,7 +51,8 @@ class Program:
     """A model in the local view of one device.
 
     outer: trained parameters of embed and head. groups[g]: trained parameters of a repeated unit,
-    stacked over this stage's places [chunks x slots]. fixed[g]: its other arrays, stacked alike.
+    stacked over this stage's places [chunks x slots], as ZeRO-1 cuts them. fixed[g]: its other
+    arrays, stacked alike. reductions[g]: the Reduction of each parameter of groups[g].
     batches: arrays [microbatches, ...].
     embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
     shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
@@ -60,7 +61,6 @@ class Program:
     are in one computation, where XLA would merge a recomputation with forward.
     head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
     unroll: places per iteration of the loops over a chunk's places; 0: no loop.
-    reductions[g]: the Reduction of each parameter of groups[g].
     divide(gradients of a unit) -> (those that backward computes last, the others), None in place
     of the other part's arrays.
     """
@@ -112,7 +112,7 @@ class Work(typing.NamedTuple):
 def run_pipeline(program: Program, table: Table, layout: Layout):
     """((gradients of outer, of groups), sums of the head, auxiliary values of each group).
 
-    Gradients are local: not reduced over devices, except those of parameters gathered over fsdp.
+    Gradients are local, not reduced over devices, except over fsdp and the axes of ZeRO-1's cuts.
     They are float32, or in the dtype of the parameters where nothing is added: one stage and one
     microbatch. Auxiliary values [layers, ...] are in model order, with start values for the layers
     of other stages. A table without a backward lane gives neither.
