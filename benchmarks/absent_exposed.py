@@ -299,7 +299,7 @@ def main() -> None:
     sizes = 1, microbatches, given.length
     case = Case(name, given.gpus, axes, *sizes, given.recompute, layers, given.overlap)
     title = f"{given.model} on {given.gpus}, {axes}, {given.recompute}"
-    print_step(read(case, "step"), title, given.top)
+    print_step(read(case, "step", given.checkout), title, given.top)
 
 
 if __name__ == "__main__":
