@@ -164,18 +164,29 @@ def waiting_gradient(work: Workload) -> int:
     return itemsize * work.vocabulary * width
 
 
+def of_first_sublayers(work: Workload) -> int:
+    """Bytes of the gradients of each group that wait for the next unit under fsdp: those of the
+    first sublayer of one unit."""
+    if work.axes["fsdp"] == 1:
+        return 0
+    first = [s for s in work.shards if s.trained and s.parameter.sublayer == 0]
+    units = [number * work.config.parallel.chunks for number in work.places]
+    return work.itemsize * sum(s.whole // units[s.parameter.group] for s in first)
+
+
 def held_by_ticks(work: Workload) -> int:
     """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
-    loop over microbatches: the zeros for the chunks of the logits' gradient, e T v, and the output
-    weight gathered over fsdp, e v D."""
+    loop over microbatches: the zeros for the chunks of the logits' gradient, e T v. Under fsdp also
+    the gathered output weight, e v D, and the zeros for gradients that wait for the next unit.
+    """
     cut = any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
-    if work.pipelined or work.microbatches == 1 or not cut:
+    if work.pipelined or work.microbatches < 3 or not cut:
         return 0
     loss, e = head(work), work.itemsize
     stacked = loss.backend == "xla" and loss.once and loss.blocks[0] > 1
-    zeros = e * work.tokens * work.vocabulary if stacked else 0
-    gathered = work.vocabulary * work.config.model.hidden_size if work.axes["fsdp"] > 1 else 0
-    return zeros + e * gathered
+    held = work.tokens * work.vocabulary if stacked else 0
+    held += work.vocabulary * work.config.model.hidden_size if work.axes["fsdp"] > 1 else 0
+    return e * held + of_first_sublayers(work)
 
 
 def loss(work: Workload) -> int:
@@ -210,14 +221,17 @@ def scattered(work: Workload) -> int:
     return waiting + converted * whole
 
 
-def tables(work: Workload) -> tuple[int, int]:
-    """Bytes of (compute weights, gradients) of the parameters outside of the layers that do not
-    exist during backward of the layers, as nothing is added up and no other microbatch follows."""
+def absent(work: Workload) -> tuple[int, int]:
+    """Bytes that do not exist (during the loss, during backward of the layers), though
+    `parameter_memory` counts them, if nothing is added up and no other microbatch follows: compute
+    weights of the embedding and, after the loss, of the output; gradients of both."""
     if work.accumulates:
         return 0, 0
     outside = [s for s in work.shards if s.trained and s.parameter.group is None]
-    copied = sum(shard.computed for shard in outside if _is_copied(work, shard))
-    return work.itemsize * copied, sum(_gradient_bytes(work, shard) for shard in outside)
+    gradients = sum(_gradient_bytes(work, shard) for shard in outside)
+    copies = {s.parameter.kind: work.itemsize * s.computed for s in outside if _is_copied(work, s)}
+    early = 0 if work.config.model.tied else copies.get("embedding", 0)
+    return gradients + early, gradients + sum(copies.values())
 
 
 @functools.cache
@@ -277,11 +291,11 @@ def device_memory(work: Workload) -> dict[str, int]:
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
     backward that exceeds the loss's bytes. The batch is not included.
     """
-    kept, (weights, gradients) = activations(work), tables(work)
-    held = held_by_ticks(work)
-    loss_bytes = max(0, loss(work) + held - gradients)
-    after = scattered(work) + held - (0 if work.accumulates else kept)
-    backward = max(layer(work) + waiting_gradient(work) + held - weights - gradients, after)
+    kept, held = activations(work), held_by_ticks(work)
+    absent_in_loss, absent_in_layers = absent(work)
+    loss_bytes = max(0, loss(work) + held - absent_in_loss)
+    after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
+    backward = max(layer(work) + waiting_gradient(work) + held - absent_in_layers, after)
     return {
         **parameter_memory(work),
         "activations": kept,
