@@ -129,7 +129,7 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         if stop == table.ticks:
             carry = executor.enter_last_tick(carry)
             if executor.alone and first > 0:
-                # Otherwise XLA runs this forward before the last backward, and stores both's.
+                # Else XLA may run this forward before the previous backward: twice the activations.
                 begun = never(carry.dy)
                 rows = jax.tree.map(lambda row, begun=begun: row + begun.astype(row.dtype), rows)
         ends = (first == 0, stop == table.ticks)
