@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from maxmeg.layers.auxiliary import choose, combine, start_values
+from maxmeg.ops.broadcast import never
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.parallel.trainable import joined
@@ -127,6 +128,10 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         always = bool((table.head[first:stop] >= 0).all())
         if stop == table.ticks:
             carry = executor.enter_last_tick(carry)
+            if executor.alone and first > 0:
+                # Else XLA may run this forward before the previous backward: twice the activations.
+                begun = never(carry.dy)
+                rows = jax.tree.map(lambda row, begun=begun: row + begun.astype(row.dtype), rows)
         ends = (first == 0, stop == table.ticks)
         tick = functools.partial(executor.tick, lanes, always, ends)
         carry, _ = lax.scan(tick, carry, rows)

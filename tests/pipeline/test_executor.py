@@ -283,6 +283,14 @@ def test_memory_does_not_grow_with_microbatches(order):
 
 
 @pytest.mark.slow
+def test_ticks_of_zero1_do_not_overlap():
+    """Two microbatches have no loop: forward of the second must wait for backward of the first."""
+    two, four = (compiled({"data": 2, "fsdp": 1}, microbatches)[1] for microbatches in (2, 4))
+    sizes = [step.memory_analysis().temp_size_in_bytes for step in (two, four)]
+    assert max(sizes) < 1.01 * min(sizes)
+
+
+@pytest.mark.slow
 def test_memory_of_gpipe_grows():
     few, many = (temporary(ORDERS["gpipe"], rounds * 4) for rounds in (4, 16))
     assert many > 2 * few

@@ -8,6 +8,7 @@ bytes of the compute dtype.
 from maxmeg.layers.mixer import Widths
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.attention import kernels
+from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
@@ -104,17 +105,19 @@ def recomputed(widths: list[Widths]) -> int:
 
 
 def weights(work: Workload, group: int) -> int:
-    """Bytes of a unit's weights gathered over fsdp, and of their gradients.
+    """Bytes of a unit's weights gathered over fsdp, and of their gradients. Without fsdp, of its
+    row of the float32 sums, which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
     rounds are among the sums of the rounds.
     """
-    if work.axes["fsdp"] == 1:
-        return 0
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
     units = work.places[group] * work.config.parallel.chunks
+    if work.axes["fsdp"] == 1:
+        added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
+        return 0 if unit.sparse else FLOAT32 * added // units
     trained = [(s, s.whole // units) for s in members if s.trained]
     whole = e * sum(s.whole for s in members) // units
     if experts.in_rounds(work, unit):

@@ -235,14 +235,17 @@ def kept(work: Workload, unit: Unit) -> int:
 def deferred(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit store for a weight lane: gradients of the last product's
     input, and rows of vectors, e N (F / t + D); full: also up, gate and their inputs, e N
-    (widths / t + D)."""
+    (widths / t + D). With further rounds, whose loop is not divided between the lanes, also their
+    float32 gradients of the device's expert matrices."""
     if not unit.sparse:
         return 0
     dispatch = dispatch_of(work)
     widths = unit.expert_inputs // dispatch.expert_shards + unit.sparse * dispatch.width
     if not work.kept:
         widths += unit.expert_columns // dispatch.expert_shards + unit.sparse * dispatch.width
-    return work.itemsize * dispatch.rows * widths
+    sides = (unit.expert_columns + unit.expert_inputs) // dispatch.expert_shards
+    rounds = FLOAT32 * dispatch.local_experts * dispatch.width * sides if dispatch.in_rounds else 0
+    return work.itemsize * dispatch.rows * widths + rounds
 
 
 def working(work: Workload, unit: Unit) -> int:
@@ -269,7 +272,7 @@ def working(work: Workload, unit: Unit) -> int:
     if dispatch.in_blocks and not dispatch.in_rounds:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.in_blocks and dispatch.gathers:
-        return e * dispatch.rows * (3 * columns + 4 * dispatch.width) + 5 * rounds // 4
+        return e * dispatch.rows * (3 * columns + 4 * dispatch.width) + rounds
     if dispatch.gathers:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
     if dispatch.in_blocks:

@@ -141,58 +141,97 @@ def summed_alone(work: Workload) -> bool:
 
 
 def multiplied_last(work: Workload) -> bool:
-    """Whether XLA multiplies the output weight's gradient after backward of the layers: that of a
-    single chunk of tokens, before it is scattered over fsdp."""
+    """Whether XLA multiplies the output weight's gradient after backward of the layers: that of all
+    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp."""
     loss = head(work)
-    return loss.backend == "xla" and loss.blocks[0] == 1 and work.axes["fsdp"] > 1
+    return loss.backend == "xla" and (loss.once or (loss.blocks[0] == 1 and work.axes["fsdp"] > 1))
 
 
 def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
     the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so.
-    If the product itself waits, the logits' gradient, e T v.
+    If the product itself waits, what it reads: the logits' gradient and the whole hidden state,
+    e T (v + D).
     """
-    if work.config.lora.rank or summed_alone(work):
-        return 0
     loss, width = head(work), work.config.model.hidden_size
+    if work.config.lora.rank:
+        return 0
     if multiplied_last(work):
-        return work.itemsize * work.vocabulary * work.tokens
+        return work.itemsize * work.tokens * (work.vocabulary + width)
+    if summed_alone(work):
+        return 0
     itemsize = FLOAT32 if loss.backend == "xla" else work.itemsize
     return itemsize * work.vocabulary * width
 
 
-def waiting_zeros(work: Workload) -> int:
-    """Bytes of the float32 zeros to which the gradient of a table that fsdp does not cut is added,
-    v D: XLA makes them before backward of the layers."""
-    if work.config.lora.rank or summed_alone(work) or work.axes["fsdp"] > 1:
+def of_first_sublayers(work: Workload) -> int:
+    """Bytes of the gradients of each group that wait for the next unit under fsdp: those of the
+    first sublayer of one unit."""
+    if work.axes["fsdp"] == 1:
         return 0
-    return FLOAT32 * work.vocabulary * work.config.model.hidden_size
+    first = [s for s in work.shards if s.trained and s.parameter.sublayer == 0]
+    units = [number * work.config.parallel.chunks for number in work.places]
+    return work.itemsize * sum(s.whole // units[s.parameter.group] for s in first)
+
+
+def held_by_ticks(work: Workload) -> int:
+    """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
+    loop over microbatches: the zeros for the chunks of the logits' gradient, e T v. Under fsdp also
+    the gathered output weight, e v D, and the zeros for gradients that wait for the next unit.
+    """
+    cut = any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
+    if work.pipelined or work.microbatches < 3 or not cut:
+        return 0
+    loss, e = head(work), work.itemsize
+    stacked = loss.backend == "xla" and loss.once and loss.blocks[0] > 1
+    held = work.tokens * work.vocabulary if stacked else 0
+    held += work.vocabulary * work.config.model.hidden_size if work.axes["fsdp"] > 1 else 0
+    return e * held + of_first_sublayers(work)
 
 
 def loss(work: Workload) -> int:
     """Bytes while the loss of v rows of the output weight is computed.
 
-    The temporaries of its backend (`Head.temporaries`, with xla the weight's gradient among them);
-    else that gradient unless frozen, e v D; the weight gathered over fsdp, e v D; the whole
-    sequence's hidden state and its gradient, 2 e T D.
+    The temporaries of its backend (`Head.temporaries`, with xla the weight's gradient among them
+    unless it waits for its product); else that gradient unless frozen, e v D; the weight gathered
+    over fsdp, e v D; the whole sequence's hidden state and its gradient, 2 e T D.
     """
-    e, D, v = work.itemsize, work.config.model.hidden_size, work.vocabulary
-    xla = head(work).backend == "xla"
+    e, D, v, one = work.itemsize, work.config.model.hidden_size, work.vocabulary, head(work)
+    xla = one.backend == "xla"
     gradient = 0 if xla else waiting_gradient(work)
     weight = e * v * D if work.axes["fsdp"] > 1 else 0
-    elsewhere = xla and (summed_alone(work) or multiplied_last(work))
+    elsewhere = xla and not one.once and (summed_alone(work) or multiplied_last(work))
     sums = FLOAT32 * v * D if elsewhere else 0
-    return head(work).temporaries - sums + gradient + weight + 2 * e * work.tokens * D
+    return one.temporaries - sums + gradient + weight + 2 * e * work.tokens * D
 
 
 def scattered(work: Workload) -> int:
-    """Bytes while the output weight's gradient is scattered over fsdp, after the layers: itself and
-    converted to the dtype of the sums."""
+    """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
+    itself and converted to the dtype of the sums. If the product waits, also what it reads; without
+    fsdp, together with the embedding's float32 gradient.
+    """
     whole = work.vocabulary * work.config.model.hidden_size
-    waiting = waiting_gradient(work)
-    if not waiting or work.axes["fsdp"] == 1 or waiting == work.gradient_itemsize * whole:
+    waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
+    if waiting and multiplied_last(work):
+        if work.axes["fsdp"] == 1:
+            return waiting + (e + FLOAT32) * whole
+        return e * whole + max(waiting, converted * whole)
+    if not waiting or work.axes["fsdp"] == 1 or waiting == converted * whole:
         return waiting
-    return waiting + work.gradient_itemsize * whole
+    return waiting + converted * whole
+
+
+def absent(work: Workload) -> tuple[int, int]:
+    """Bytes that do not exist (during the loss, during backward of the layers), though
+    `parameter_memory` counts them, if nothing is added up and no other microbatch follows: compute
+    weights of the embedding and, after the loss, of the output; gradients of both."""
+    if work.accumulates:
+        return 0, 0
+    outside = [s for s in work.shards if s.trained and s.parameter.group is None]
+    gradients = sum(_gradient_bytes(work, shard) for shard in outside)
+    copies = {s.parameter.kind: work.itemsize * s.computed for s in outside if _is_copied(work, s)}
+    early = 0 if work.config.model.tied else copies.get("embedding", 0)
+    return gradients + early, gradients + sum(copies.values())
 
 
 @functools.cache
@@ -218,7 +257,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
-    copied = sum(s.computed for s in trained if e != FLOAT32 or s.fused or s.computed != s.stored)
+    copied = sum(shard.computed for shard in trained if _is_copied(work, shard))
     frozen = sum(shard.stored for shard in work.shards) - stored
     return {
         "master weights": FLOAT32 * stored,
@@ -227,6 +266,11 @@ def parameter_memory(work: Workload) -> dict[str, int]:
         "compute weights": e * copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }
+
+
+def _is_copied(work: Workload, shard: Shard) -> bool:
+    """Whether a step computes with a copy of the parameter."""
+    return work.itemsize != FLOAT32 or shard.fused or shard.computed != shard.stored
 
 
 def _gradient_bytes(work: Workload, shard: Shard) -> int:
@@ -247,9 +291,11 @@ def device_memory(work: Workload) -> dict[str, int]:
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
     backward that exceeds the loss's bytes. The batch is not included.
     """
-    loss_bytes, kept = loss(work), activations(work)
-    after = scattered(work) - (0 if work.accumulates else kept)
-    backward = max(layer(work) + waiting_gradient(work) + waiting_zeros(work), after)
+    kept, held = activations(work), held_by_ticks(work)
+    absent_in_loss, absent_in_layers = absent(work)
+    loss_bytes = max(0, loss(work) + held - absent_in_loss)
+    after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
+    backward = max(layer(work) + waiting_gradient(work) + held - absent_in_layers, after)
     return {
         **parameter_memory(work),
         "activations": kept,
