@@ -27,7 +27,7 @@ from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.fused import fuse, separate
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
-from maxmeg.parallel.rules import reductions, storage_specs
+from maxmeg.parallel.rules import Reduction, reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.executor import Program, run_pipeline
@@ -127,11 +127,11 @@ def local_gradients(
     raw_key: jax.Array,
     config: Config,
     objective: Objective,
-    gradient_reductions,
+    gradient_reductions=None,
 ):
     """(float32 gradients of the trained part, sums and auxiliary values), both combined over the
-    microbatches. The stack's parameters are given as ZeRO-1 cuts them; their gradients are reduced
-    over the axes of these cuts, and all gradients over fsdp."""
+    microbatches. The stack's parameters are given as ZeRO-1 cuts them (gradient_reductions None:
+    not at all); their gradients are reduced over the axes of these cuts, and all over fsdp."""
     schedule = (
         SCHEDULES[config.parallel.schedule.value] if config.parallel.pipe > 1 else one_f_one_b
     )
@@ -141,14 +141,9 @@ def local_gradients(
     return jax.tree.map(lambda g: g.astype(jnp.float32), gradients), sums
 
 
-def local_sums(
-    model: Model, batch: Batch, config: Config, objective: Objective, gradient_reductions
-) -> Metrics:
+def local_sums(model: Model, batch: Batch, config: Config, objective: Objective) -> Metrics:
     """Sums of losses and tokens over the microbatches, without dropout."""
-    _, sums = through_stages(
-        model, batch, None, config, objective, forward_only, gradient_reductions
-    )
-    return sums
+    return through_stages(model, batch, None, config, objective, forward_only)[1]
 
 
 def through_stages(
@@ -158,7 +153,7 @@ def through_stages(
     config: Config,
     objective: Objective,
     schedule: Callable,
-    gradient_reductions,
+    gradient_reductions=None,
 ) -> tuple[typing.Any, Metrics]:
     """local_gradients on the stages of a pipeline, one without `parallel.pipe`, in the order of a
     schedule. Without a backward lane the gradients are None.
@@ -185,6 +180,8 @@ def through_stages(
         h_BLD = whole.outputs(x_BLD, ctx)
         return objective.loss(whole, h_BLD, microbatch, config.train, ctx)
 
+    if gradient_reductions is None:
+        gradient_reductions = jax.tree.map(lambda _: Reduction(None, ()), model)
     parts = stack, fixed_stack, partition(trained(gradient_reductions))[1]
     groups = [tuple(part.stack.groups) for part in parts]
     functions = embed, shared, unit, head
@@ -362,7 +359,7 @@ def make_eval_step(
         reduction = config.train.loss_reduction
         batch = complete(batch, reduction, batch_shards(mesh), [batch.loss_mask])
         computing = compute_model(model, gradient_reductions, dtype)
-        sums = local_sums(computing, batch, config, objective, gradient_reductions)
+        sums = local_sums(computing, batch, config, objective)
         return auxiliary.over_devices(sums, TOKEN_AXES)
 
     def eval_step(model, batch, stop=None):

@@ -98,8 +98,7 @@ def test_sharded_step_fits_and_what_it_hides():
         ("reduce-scatter", 4 * LAYERS): 0,
         ("reduce-scatter", 2): 2,
     }
-    synchronous = {(row.kind, row.runs) for row in arrays if not row.asynchronous}
-    assert synchronous == {("all-gather", LAYERS)}
+    assert all(row.asynchronous for row in arrays)
     assert report.kernels == {
         "__cudnn$fmhaSoftmax": LAYERS,
         "__cudnn$fmhaSoftmaxBackward": LAYERS,
@@ -161,9 +160,9 @@ def piped() -> tuple[Config, Compiled]:
 @pytest.mark.parametrize(
     ("layout", "axis", "kind", "beside", "exposed"),
     [
-        (SHARDED, "fsdp", "all-gather", 48.38, 8.19),
+        (SHARDED, "fsdp", "all-gather", 48.38, 8.98),
         (SHARDED, "fsdp", "reduce-scatter", 45.08, 6.65),
-        (PIPED, "fsdp", "all-gather", 71.06, 7.61),
+        (PIPED, "fsdp", "all-gather", 63.50, 7.61),
         (PIPED, "fsdp", "reduce-scatter", 36.28, 4.32),
         (PIPED, "tensor", "all-gather", 7.56, 9.97),
         (PIPED, "tensor", "reduce-scatter", 10.58, 7.92),
