@@ -21,9 +21,9 @@ from maxmeg.planning.compile import compile_report
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A named architecture on `gpus` GPUs, samples a device and microbatch, microbatches.
+    """A named architecture on `gpus` GPUs. micro_batch: samples per device and microbatch.
 
-    layers, length: 0 means the architecture's. recompute: where the command does not say. overlap:
+    layers, length: 0 means the architecture's. recompute: the default of the command. overlap:
     parallel.tensor_overlap=on, which older checkouts do not have.
     """
 

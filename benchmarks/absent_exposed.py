@@ -16,8 +16,8 @@ FLOPs of Mosaic's grouped products, which the text does not tell, are those of t
 device: the rows of the buffer over `parallel.expert_buffer`. Further rounds of experts do not run.
 
 --table prints a row of Markdown for each of CASES. --checkout: the folder of another commit, whose
-package compiles; this one reads the text. --hlo: where the compiled texts are kept; those that are
-there are read, and not compiled again.
+package compiles; this one reads the text. --hlo: a folder that keeps the compiled texts; a text that
+exists is not compiled again.
 """
 
 import argparse
