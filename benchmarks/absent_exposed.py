@@ -16,7 +16,7 @@ FLOPs of Mosaic's grouped products, which the text does not tell, are those of t
 device: the rows of the buffer over `parallel.expert_buffer`. Further rounds of experts do not run.
 
 --table prints a row of Markdown for each of CASES. --checkout: the folder of another commit, whose
-package compiles; this one reads the text. --hlo: a folder that keeps the compiled texts; a text that
+package compiles; this one reads the text. --hlo: a folder that keeps the compiled texts; one that
 exists is not compiled again.
 """
 
