@@ -225,6 +225,7 @@ def make_gradients(
     objective = objective or OBJECTIVES[config.data.objective]
     gradient_reductions = reductions(model, mesh, config.parallel.zero1)
     outside_stages = without_cuts_of_stack(gradient_reductions)
+    cuts_layers = any(place.cut for place in jax.tree.leaves(partition(gradient_reductions)[1]))
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
@@ -232,7 +233,8 @@ def make_gradients(
         masks = objective.masks(model, batch)
         batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
         computing = compute_model(model, outside_stages, dtype)
-        batch = collectives.after(batch, partition(computing)[0])
+        if cuts_layers:
+            batch = collectives.after(batch, partition(computing)[0])
         computing, places = fuse(computing, gradient_reductions, mesh)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective, places)
         gradients = separate(gradients, trained(specs))
@@ -241,8 +243,9 @@ def make_gradients(
         stack_aux = sums.pop("stack_aux")
         sums = auxiliary.counted_once(sums, pipe) | {"stack_aux": stack_aux}
         sums = auxiliary.over_devices(sums, (*pipe, *TOKEN_AXES))
-        outer, stack = partition(gradients)
-        gradients = joined(collectives.after(outer, stack), stack)
+        if cuts_layers:
+            outer, stack = partition(gradients)
+            gradients = joined(collectives.after(outer, stack), stack)
         return reduce_gradients(gradients, trained(outside_stages)), sums
 
     def gradients(model, batch, raw_key):
