@@ -130,7 +130,7 @@ class GroupGradients:
         return collectives.scatter_gradients(gradients)
 
     def reduced(self, gradients):
-        """Gradients of a layer, scattered over fsdp and where ZeRO-1 cuts their parameters."""
+        """Scatter the gradients of a layer over fsdp and over the axes of ZeRO-1's cuts."""
         return self.over_cuts(self.over_fsdp(gradients))
 
     def over_cuts(self, gradients):
@@ -145,7 +145,7 @@ class GroupGradients:
         return jax.tree.map(one, gradients, self.reductions, is_leaf=_is_absent)
 
     def accumulated(self, rows, place, gradients):
-        """`rows` with gradients added at a place; those that are None keep their rows."""
+        """`rows` with gradients added at a place. Where a gradient is None, its row stays."""
         kept = without(rows, gradients)
         add = write if self.once else combine_at
         return joined(add(without(rows, kept), gradients, place), kept)
