@@ -184,8 +184,17 @@ def through_stages(
         gradient_reductions = jax.tree.map(lambda _: Reduction(None, ()), model)
     parts = stack, fixed_stack, partition(trained(gradient_reductions))[1]
     groups = [tuple(part.stack.groups) for part in parts]
-    functions = embed, shared, unit, head
-    program = Program(outer, *groups, batch, *functions, units.unroll, first_sublayer)
+    program = Program(
+        outer,
+        *groups,
+        batches=batch,
+        embed=embed,
+        shared=shared,
+        unit=unit,
+        head=head,
+        unroll=units.unroll,
+        divide=first_sublayer,
+    )
     parallel = config.parallel
     table = schedule(batch.tokens.shape[0], parallel.pipe, parallel.chunks)
     (outer_sums, group_sums), sums, aux = run_pipeline(program, table, units.layout)

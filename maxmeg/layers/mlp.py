@@ -62,7 +62,7 @@ class Mlp(Mixer):
         output are of the local sequence shard, the output complete sums."""
         linears = (self.up,) if self.gate is None else (self.up, self.gate)
         up_BLF, *gate_BLF = project(linears, h_BLD, ctx, self.spec.overlap)
-        inputs = *(stored(h, "mlp_gate") for h in gate_BLF), stored(up_BLF, "mlp_up")
+        inputs = [stored(h, "mlp_gate") for h in gate_BLF] + [stored(up_BLF, "mlp_up")]
         spec = self.spec
         h_BLF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
         return (self.out.summed if spec.overlap else self.out)(h_BLF, ctx), cache, {}

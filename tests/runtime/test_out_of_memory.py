@@ -93,10 +93,10 @@ def test_a_run_says_where_memory_goes_and_what_saves_it(monkeypatch, tmp_path, g
     total = sum((planned_memory(config, 8) or {}).values()) / GIB
     assert any(line.split() == ["total", f"{total:.2f}"] for line in lines)
     flags = [line.split()[0] for line in lines if line.startswith("  --")]
-    assert flags == [
-        "--train.micro_batch_size=1",
+    assert sorted(flags) == [
         "--model.recompute=full",
         "--parallel.data=1",
+        "--train.micro_batch_size=1",
     ]
     assert lines[-1].endswith("maxmeg plan --config=llama3-8b --hardware=h100x8 --search")
     config.model.mtp.num_layers = 1  # is not planned

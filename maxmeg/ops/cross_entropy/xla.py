@@ -67,7 +67,7 @@ def multiplies_once(tokens: int, width: int, itemsize: int) -> bool:
 def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradients: bool):
     """[loss, token losses], and with gradients [loss, token losses, dh, dw]."""
     T = h_TD.shape[0]
-    once = gradients and multiplies_once(*h_TD.shape, h_TD.dtype.itemsize)
+    once = gradients and multiplies_once(T, h_TD.shape[1], h_TD.dtype.itemsize)
     run = functools.partial(one_chunk, spec=spec, gradients=gradients, stores=once)
     targets_T = known_targets(targets_T, spec)
     if spec.chunk >= T:

@@ -169,9 +169,12 @@ def of_first_sublayers(work: Workload) -> int:
     first sublayer of one unit."""
     if work.axes["fsdp"] == 1:
         return 0
-    first = [s for s in work.shards if s.trained and s.parameter.sublayer == 0]
-    units = [number * work.config.parallel.chunks for number in work.places]
-    return work.itemsize * sum(s.whole // units[s.parameter.group] for s in first)
+    total = 0
+    for group, places in enumerate(work.places):
+        parameters = [s for s in work.shards if s.trained and s.parameter.group == group]
+        first = sum(s.whole for s in parameters if s.parameter.sublayer == 0)
+        total += work.itemsize * (first // (places * work.config.parallel.chunks))
+    return total
 
 
 def held_by_ticks(work: Workload) -> int:
