@@ -30,7 +30,9 @@ from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import Reduction, reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import fixed, joined, trained
-from maxmeg.pipeline.executor import Program, run_pipeline
+from maxmeg.pipeline.executor import run_pipeline
+from maxmeg.pipeline.last_stage import from_last_stage
+from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.runtime.gpu_environment import compiler_options
 from maxmeg.state import TrainState, shardings_of
@@ -175,10 +177,17 @@ def through_stages(
         x_BLD, _, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=prevent_cse)
         return x_BLD, aux
 
-    def head(outer: Model, x_BLD, microbatch: Batch):
+    def later(outer: Model, microbatch: Batch):
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
+        return objective.later(whole, microbatch, ctx)
+
+    def head(outer: Model, x_BLD, later: list, microbatch: Batch):
+        whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
+        further, aux = objective.further(whole, x_BLD, later, microbatch, ctx)
+        x_BLD, further = from_last_stage((x_BLD, further))
         h_BLD = whole.outputs(x_BLD, ctx)
-        return objective.loss(whole, h_BLD, microbatch, config.train, ctx)
+        loss, sums = objective.loss(whole, h_BLD, microbatch, config.train, ctx, *further)
+        return loss, sums | aux
 
     if gradient_reductions is None:
         gradient_reductions = jax.tree.map(lambda _: Reduction(None, ()), model)
@@ -192,6 +201,7 @@ def through_stages(
         shared=shared,
         unit=unit,
         head=head,
+        later=later,
         unroll=units.unroll,
         divide=first_sublayer,
     )
@@ -249,8 +259,8 @@ def make_gradients(
         gradients = separate(gradients, trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
-        stack_aux = sums.pop("stack_aux")
-        sums = auxiliary.counted_once(sums, pipe) | {"stack_aux": stack_aux}
+        of_layers = {name: sums[name] for name in ("stack_aux", "mtp_aux") if name in sums}
+        sums = auxiliary.counted_once(sums, pipe) | of_layers
         sums = auxiliary.over_devices(sums, (*pipe, *TOKEN_AXES))
         if cuts_layers:
             outer, stack = partition(gradients)

@@ -1,7 +1,7 @@
 """Language modelling: cross entropy of the next token and, with MTP layers, of later tokens."""
 
 import dataclasses
-from typing import Any
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, to
 from maxmeg.ops.random import fold
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.parallel.trainable import fixed, joined, trained
+from maxmeg.pipeline.last_stage import is_piped, on_last_stage
 
 FIRST_KEY = 2**30  # random key of the dropout of the first MTP layer's embedding
 
@@ -45,64 +46,77 @@ def masks(model: LM, batch: Batch) -> list[jax.Array]:
     return [batch.loss_mask, *(shifted(batch, i + 1).loss_mask for i in range(depths))]
 
 
-@jax.named_scope("loss")
-def loss(
-    model: LM, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context
-) -> tuple[jax.Array, Sums]:
-    """The loss of the next token, plus that of the MTP layers if batch.divisors includes them."""
-    total, sums = token_loss(model, h_BLD, batch, train, ctx)
-    if batch.divisors.shape[-1] > 1:
-        mtp_total, mtp_sums = mtp_loss(model, h_BLD, batch, train, ctx)
-        return total + mtp_total, sums | mtp_sums
-    return total, sums
-
-
-def mtp_loss(
-    model: Any, h_BLD: jax.Array, batch: Batch, train: TrainConfig, ctx: Context
-) -> tuple[jax.Array, Sums]:
-    """(local contribution to factor * mean over depths of their mean losses, sums per depth).
-
-    The sums include the auxiliary values of each MTP layer as "mtp_aux". Each depth is divided by
-    its own number of targets, as in Megatron-LM (which divides by the number of all targets with
-    --calculate-per-token-loss). All pipeline stages compute the same layers, and their part of the
-    vocabulary; the balance losses of experts count on the first stage only.
-    """
-    factor, depths = model.mtp.factor, model.mtp.depths
-    first = collectives.axis_index((PIPE_AXIS,)) == 0
-    ctx = dataclasses.replace(ctx, microbatch_weight=jnp.where(first, ctx.microbatch_weight, 0.0))
-    x_BLD, total = ctx.shard(h_BLD), jnp.zeros(())
-    units, loss_sums, tokens, auxes = sum(model.stack.repeats), [], [], []
-    for i, depth in enumerate(depths):
-        later = shifted(batch, i + 1)
-        key = ctx.dropout_key
+def later(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:
+    """Embeddings of the tokens that each MTP layer reads, as partial sums over pipe; none in
+    evaluation, where batch.divisors has only that of the main loss."""
+    embeddings = []
+    for i in range(batch.divisors.shape[-1] - 1):
+        tokens, key = shifted(batch, i + 1), ctx.dropout_key
         embedding_ctx = dataclasses.replace(
             ctx,
-            positions_BL=later.positions,
+            positions_BL=tokens.positions,
             dropout_key=key if key is None else fold(key, FIRST_KEY + i),
         )
-        later_BLD = summed(model.embed(later, embedding_ctx))
-        x_BLD = depth.joined(x_BLD, later_BLD)
-        x_BLD, _, aux = model.stack.run_unit(depth.layer, x_BLD, ctx, units + i, prevent_cse=True)
-        auxes.append(aux)
-        x_BLD = depth.final_norm(x_BLD)
+        embeddings.append(model.embed(tokens, embedding_ctx))
+    return embeddings
+
+
+def further(
+    model: typing.Any, x_BLD: jax.Array, later: list[jax.Array], batch: Batch, ctx: Context
+) -> tuple[list[jax.Array], Sums]:
+    """([normed output of each MTP layer for the sequence shard], {"mtp_aux": auxiliary values})."""
+    if not later:
+        return [], {}
+
+    def run(params, inputs, constants):
+        (x_BLD, later), (fixed_parts, ctx) = inputs, constants
+        final_norm, depths = joined(params, fixed_parts)
+        x_BLD, outputs, auxes = final_norm(x_BLD), [], []
+        for i, (depth, later_BLD) in enumerate(zip(depths, later, strict=True)):
+            x_BLD = depth.joined(x_BLD, later_BLD)
+            layer = sum(model.stack.repeats) + i
+            x_BLD, _, aux = model.stack.run_unit(
+                depth.layer, x_BLD, ctx, layer, prevent_cse=not is_piped()
+            )
+            x_BLD = depth.final_norm(x_BLD)
+            outputs.append(x_BLD)
+            auxes.append(aux)
+        return outputs, auxes
+
+    parts = (model.final_norm, list(model.mtp.depths))
+    outputs, auxes = on_last_stage(run, trained(parts), (x_BLD, later), (fixed(parts), ctx))
+    return outputs, {"mtp_aux": auxes}
+
+
+@jax.named_scope("loss")
+def loss(
+    model: typing.Any,
+    h_BLD: jax.Array,
+    batch: Batch,
+    train: TrainConfig,
+    ctx: Context,
+    *further_BLD: jax.Array,
+) -> tuple[jax.Array, Sums]:
+    """(local contribution to the loss of the next token plus factor * mean over MTP layers of their
+    mean losses, sums per layer).
+
+    Each MTP layer is divided by its own number of targets, as in Megatron-LM (which divides by the
+    number of all targets with --calculate-per-token-loss).
+    """
+    total, sums = token_loss(model, h_BLD, batch, train, ctx)
+    loss_sums, tokens = [], []
+    for i, x_BLD in enumerate(further_BLD):
+        later = shifted(batch, i + 1)
         mask_BL = later.loss_mask
-        weights_BL = mask_BL * (factor / len(depths)) / batch.divisors[i + 1]
+        weights_BL = mask_BL * (model.mtp.factor / len(further_BLD)) / batch.divisors[i + 1]
         h_BLD = collectives.gather_sequence(x_BLD)
         depth_loss, losses_BL = model.token_losses(h_BLD, later.targets, weights_BL, train)
         total += depth_loss
         loss_sums.append(jnp.sum(losses_BL * mask_BL))
         tokens.append(jnp.sum(mask_BL))
-    sums = {"mtp_loss_sum": jnp.stack(loss_sums), "mtp_tokens": jnp.stack(tokens)}
-    return total, sums | {"mtp_aux": auxes}
-
-
-@jax.custom_vjp
-def summed(x: jax.Array) -> jax.Array:
-    """Sum over pipe. The cotangents of the stages are partial sums, too."""
-    return collectives.sum_over(x, (PIPE_AXIS,))
-
-
-summed.defvjp(lambda x: (summed(x), None), lambda _, d: (collectives.sum_over(d, (PIPE_AXIS,)),))
+    if further_BLD:
+        sums |= {"mtp_loss_sum": jnp.stack(loss_sums), "mtp_tokens": jnp.stack(tokens)}
+    return total, sums
 
 
 def metrics(sums: Sums) -> Metrics:
@@ -114,4 +128,4 @@ def metrics(sums: Sums) -> Metrics:
     return token_metrics(sums) | mtp_losses
 
 
-LANGUAGE_MODELLING = Objective(masks, loss, metrics)
+LANGUAGE_MODELLING = Objective(masks, later, further, loss, metrics)

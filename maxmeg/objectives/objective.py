@@ -64,12 +64,18 @@ class Objective:
 
     masks(model, batch): target masks of all losses in training, the main loss first; batch.divisors
     has one element per mask. In evaluation, which computes only the main loss, it has one element.
-    loss(model, outputs, batch, train, ctx): (local contribution to the global loss, sums over local
-    tokens, including "tokens"); both are summed over microbatches and devices.
+    later(model, batch, ctx): arrays that `further` reads, as partial sums over pipe.
+    further(model, x, later, batch, ctx): ([further inputs of the loss], auxiliary values), from the
+    stack's output x and the sums of `later`, computed by the last pipeline stage alone (elsewhere x
+    is not the stack's output: see pipeline/last_stage.py).
+    loss(model, outputs, batch, train, ctx, *further): (local contribution to the global loss, sums
+    over local tokens, including "tokens"); both are summed over microbatches and devices.
     metrics(sums): scalars by name, including "loss".
     """
 
     masks: Callable[[typing.Any, Batch], Sequence[jax.Array]] = target_masks
+    later: Callable[..., list[jax.Array]] = lambda *_: []
+    further: Callable[..., tuple[list[jax.Array], Sums]] = lambda *_: ([], {})
     loss: Callable[..., tuple[jax.Array, Sums]] = token_loss
     metrics: Callable[[Sums], Metrics] = token_metrics
 

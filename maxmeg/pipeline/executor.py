@@ -12,10 +12,10 @@ in the first tick (pipeline/weights.py); gradients are reduced beside the backwa
 (pipeline/gradients.py).
 
 Embedding and head are not stages: their weights are sharded over `pipe`, and every stage computes
-its share in the same tick. Sums over `pipe` are outside of the vjps.
+its share in the same tick. Sums over `pipe` are outside of the vjps, but for those between the last
+stage and the losses (pipeline/last_stage.py).
 """
 
-import dataclasses
 import functools
 import typing
 from collections.abc import Callable
@@ -32,6 +32,7 @@ from maxmeg.parallel.collectives import PIPE_AXIS
 from maxmeg.parallel.trainable import joined
 from maxmeg.pipeline.gradients import GroupGradients, Sums
 from maxmeg.pipeline.layout import Layout
+from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.residuals import (
     Arrays,
     UnitVjp,
@@ -45,38 +46,6 @@ from maxmeg.pipeline.residuals import (
 from maxmeg.pipeline.schedule import Lane, Table, runs
 from maxmeg.pipeline.split import SplitVjp
 from maxmeg.pipeline.weights import GroupWeights
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A model in the local view of one device.
-
-    outer: trained parameters of embed and head. groups[g]: trained parameters of a repeated unit,
-    stacked over this stage's places [chunks x slots], as ZeRO-1 cuts them. fixed[g]: its other
-    arrays, stacked alike. reductions[g]: the Reduction of each parameter of groups[g].
-    batches: arrays [microbatches, ...].
-    embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
-    shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
-    unit(params, x, (shared, layer, fixed), prevent_cse) -> (x, auxiliary values of the layer);
-    params and fixed are gathered over fsdp. prevent_cse: whether forward and backward of the unit
-    are in one computation, where XLA would merge a recomputation with forward.
-    head(outer, x, microbatch) -> (loss, sums, which may contain auxiliary values).
-    unroll: places per iteration of the loops over a chunk's places; 0: no loop.
-    divide(gradients of a unit) -> (those that backward computes last, the others), None in place
-    of the other part's arrays.
-    """
-
-    outer: typing.Any
-    groups: tuple
-    fixed: tuple
-    reductions: tuple
-    batches: typing.Any
-    embed: Callable
-    shared: Callable
-    unit: Callable
-    head: Callable
-    unroll: int = 1
-    divide: Callable = lambda gradients: (gradients, jax.tree.map(lambda _: None, gradients))
 
 
 class Carry(typing.NamedTuple):
@@ -197,7 +166,7 @@ class Executor:
         table, program = self.table, self.program
         x = jnp.zeros(self.x.shape, self.x.dtype)
         head = functools.partial(program.head, program.outer)
-        sums = jax.eval_shape(lambda x: head(x, self.microbatch(0))[1], x)
+        sums = jax.eval_shape(lambda x: head(x, self.later(0, x), self.microbatch(0))[1], x)
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
         weights = [group.start() for group in self.weights]
         if table.backward is None:
@@ -241,7 +210,7 @@ class Executor:
     def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.
         ends: whether the run begins with the first tick, and ends with the last."""
-        y, dy, (first, last) = None, None, ends
+        y, dy, d_later, (first, last) = None, None, [], ends
         if "forward" in lanes:
             y, carry = self.forward(carry, rows["forward"], first and self.has_cuts)
             carry = carry._replace(x=self.send(y, 1))
@@ -251,9 +220,11 @@ class Executor:
         if "head" in lanes:
             if carry.outputs is not None:
                 y = read(carry.outputs, jnp.maximum(rows["head"], 0))
-            dy, carry = self.head(carry, y, rows["head"], always)
+            dy, d_later, carry = self.head(carry, y, rows["head"], always)
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"], last)
+        if d_later:
+            carry = self.later_backward(carry, d_later, rows["head"], always)
         if "weight" in lanes:
             carry = self.weight(carry, rows["weight"], last)
         if {"forward", "backward"} <= set(lanes) and not self.alone:
@@ -424,39 +395,60 @@ class Executor:
         leaving = (number >= 0) & (work.chunk[0] == 0)
 
         def add(total):
-            outer, microbatch = self.program.outer, self.microbatch(number)
             left = dx if self.alone else jnp.where((self.stage == 0) & leaving, dx, 0)
-            left = collectives.sum_over(left, (PIPE_AXIS,))
-            _, pull = jax.vjp(lambda outer: self.program.embed(outer, microbatch), outer)
-            return combine(total, pull(left)[0])
+            return self.add_embedding(total, self.program.embed, number, left)
 
         return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, keep, total)
 
+    def add_embedding(self, total, embed: Callable, number, d_embedded):
+        """`total` plus the gradients of embed(outer, microbatch), from those of its sum over pipe,
+        which the stages hold in parts."""
+        microbatch = self.microbatch(number)
+        _, pull = jax.vjp(lambda outer: embed(outer, microbatch), self.program.outer)
+        return combine(total, pull(collectives.sum_over(d_embedded, (PIPE_AXIS,)))[0])
+
+    def later(self, number, y) -> list:
+        """What the head reads of a microbatch beside the stack's output y."""
+        shares = self.program.later(self.program.outer, self.microbatch(number))
+        return collectives.sum_over(collectives.after(shares, y), (PIPE_AXIS,)) if shares else []
+
+    def later_backward(self, carry: Carry, d_later: list, number, always: bool) -> Carry:
+        """Add the gradients of what the head has read, after the backward lane: the other stages
+        would wait for the last one before it."""
+        d_later, dy = lax.optimization_barrier((d_later, carry.dy))
+        d_later = collectives.after(d_later, dy)
+
+        def add(total):
+            return self.add_embedding(total, self.program.later, number, d_later)
+
+        outer = add(carry.outer) if always else lax.cond(number >= 0, add, keep, carry.outer)
+        return carry._replace(outer=outer, dy=dy)
+
     def head(self, carry: Carry, y, number: jax.Array, always: bool) -> tuple:
-        """(gradient of the last stage's output or None, carry with the head's sums)."""
+        """(gradients of the last stage's output and of `later`, None without backward; carry with
+        the head's sums)."""
         outer, trained = self.program.outer, self.table.backward is not None
 
         def compute(total):
-            microbatch = self.microbatch(number)
-            x = collectives.sum_over(jnp.where(self.stage == self.last, y, 0), (PIPE_AXIS,))
+            microbatch, later = self.microbatch(number), self.later(number, y)
             if not trained:
-                _, sums = self.program.head(outer, x, microbatch)
-                return None, (None, combine(total[1], sums))
-            _, pull, sums = jax.vjp(
-                lambda outer, x: self.program.head(outer, x, microbatch), outer, x, has_aux=True
-            )
-            gradients, dx = pull(jnp.ones((), jnp.float32))
-            dx = collectives.sum_over(dx, (PIPE_AXIS,))
-            return dx, (combine(total[0], gradients), combine(total[1], sums))
+                _, sums = self.program.head(outer, y, later, microbatch)
+                return None, None, (None, combine(total[1], sums))
+            run = functools.partial(self.program.head, microbatch=microbatch)
+            _, pull, sums = jax.vjp(run, outer, y, later, has_aux=True)
+            gradients, dy, d_later = pull(jnp.ones((), jnp.float32))
+            return dy, d_later, (combine(total[0], gradients), combine(total[1], sums))
 
         def idle(total):
-            return jnp.zeros_like(y) if trained else None, total
+            if not trained:
+                return None, None, total
+            return jnp.zeros_like(y), start_values(jax.eval_shape(self.later, number, y)), total
 
         total = (carry.outer, carry.sums)
-        dy, (outer_sums, sums) = (
+        dy, d_later, (outer_sums, sums) = (
             compute(total) if always else lax.cond(number >= 0, compute, idle, total)
         )
-        return dy, carry._replace(outer=outer_sums, sums=sums)
+        return dy, d_later, carry._replace(outer=outer_sums, sums=sums)
 
     def local(self, work: Work) -> Work:
         """This stage's entries of `work`."""

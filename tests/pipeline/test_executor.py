@@ -32,8 +32,10 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, MESH_AXES, make_mesh
 from maxmeg.parallel.rules import Reduction
 from maxmeg.parallel.spmd import spmd
-from maxmeg.pipeline.executor import Program, run_pipeline
+from maxmeg.pipeline.executor import run_pipeline
+from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.layout import arrange
+from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.planning import hlo
 from maxmeg.planning.cost.communication import traffic
@@ -193,7 +195,8 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     def embed(outer, x_B):
         return collectives.counted_once(outer * x_B, (collectives.PIPE_AXIS,))
 
-    def head(outer, y_B, x_B):
+    def head(outer, y_B, later, microbatch):
+        y_B = from_last_stage(y_B)
         return jnp.sum(y_B), {"loss_sum": jnp.sum(y_B)}
 
     def local(weights_S, x_MB):

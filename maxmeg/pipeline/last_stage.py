@@ -1,0 +1,78 @@
+"""What the last pipeline stage computes alone, between the stack and the losses.
+
+Losses are not a stage: all stages compute them together, from what the last stage sends to all. The
+other stages run their layers meanwhile, if the last one has fewer.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxmeg.layers.auxiliary import start_values
+from maxmeg.parallel import collectives
+from maxmeg.parallel.collectives import PIPE_AXIS
+from maxmeg.pipeline.residuals import UnitVjp
+
+
+def is_piped() -> bool:
+    """Whether there is more than one stage."""
+    return collectives.axis_size((PIPE_AXIS,)) > 1
+
+
+def is_last() -> jax.Array | bool:
+    """Whether this device belongs to the last stage."""
+    return collectives.axis_index((PIPE_AXIS,)) == collectives.axis_size((PIPE_AXIS,)) - 1
+
+
+@jax.custom_vjp
+def from_last_stage(tree):
+    """The last stage's arrays, on all stages, in one sum over pipe. The cotangents of the stages
+    are summed too."""
+    if not is_piped():
+        return tree
+    here = is_last()
+    zeroed = jax.tree.map(lambda x: jnp.where(here, x, 0), tree)
+    return collectives.sum_over(zeroed, (PIPE_AXIS,))
+
+
+from_last_stage.defvjp(
+    lambda tree: (from_last_stage(tree), None),
+    lambda _, d: (collectives.sum_over(d, (PIPE_AXIS,)),),
+)
+
+
+def on_last_stage(function: Callable, params, x, constants):
+    """function(params, x, constants) -> (y, auxiliary values), on the last stage alone, forward and
+    backward; elsewhere zeros and start values. Only params and x have gradients.
+
+    Collectives in it must join devices of one stage.
+    """
+    if not is_piped():
+        return function(params, x, constants)
+    arrays, structure = jax.tree.flatten(constants)
+
+    def on_arrays(params, x, constants):
+        return function(params, x, jax.tree.unflatten(structure, constants))
+
+    vjp = UnitVjp(on_arrays, params, x, arrays)
+
+    def run(params, x, constants):
+        y, residuals, aux = branch(lambda: vjp.forward(params, x, constants))
+        return (y, aux), (residuals, params, constants)
+
+    def pull(saved, cotangents):
+        residuals, params, constants = saved
+        run = functools.partial(vjp.backward, residuals, params, constants, cotangents[0])
+        return (*branch(run), None)
+
+    alone = jax.custom_vjp(lambda *arguments: run(*arguments)[0])
+    alone.defvjp(run, pull)
+    return alone(params, x, arrays)
+
+
+def branch(run: Callable):
+    """run() on the last stage, elsewhere the start values of what it returns."""
+    return lax.cond(is_last(), run, lambda: start_values(jax.eval_shape(run)))

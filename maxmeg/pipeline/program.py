@@ -1,0 +1,43 @@
+"""The model that a pipeline runs, as functions of one device."""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A model in the local view of one device.
+
+    outer: trained parameters of embed and head. groups[g]: trained parameters of a repeated unit,
+    stacked over this stage's places [chunks x slots], as ZeRO-1 cuts them. fixed[g]: its other
+    arrays, stacked alike. reductions[g]: the Reduction of each parameter of groups[g].
+    batches: arrays [microbatches, ...].
+    embed(outer, microbatch) -> x: partial input of the stack, to be summed over pipe.
+    shared(microbatch) -> what all units read of a microbatch, computed once for a stage's.
+    unit(params, x, (shared, layer, fixed), prevent_cse) -> (x, auxiliary values of the layer);
+    params and fixed are gathered over fsdp. prevent_cse: whether forward and backward of the unit
+    are in one computation, where XLA would merge a recomputation with forward.
+    head(outer, y, later, microbatch) -> (loss, sums, which may contain auxiliary values). y: the
+    stack's output on the last stage; other stages hold what the head must not read.
+    later(outer, microbatch) -> arrays that the head reads beside it, summed over pipe: partial
+    embeddings of other tokens.
+    unroll: places per iteration of the loops over a chunk's places; 0: no loop.
+    divide(gradients of a unit) -> (those that backward computes last, the others), None in place
+    of the other part's arrays.
+    """
+
+    outer: typing.Any
+    groups: tuple
+    fixed: tuple
+    reductions: tuple
+    batches: typing.Any
+    embed: Callable
+    shared: Callable
+    unit: Callable
+    head: Callable
+    later: Callable = lambda outer, microbatch: []
+    unroll: int = 1
+    divide: Callable = lambda gradients: (gradients, jax.tree.map(lambda _: None, gradients))
