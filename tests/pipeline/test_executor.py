@@ -347,6 +347,28 @@ def test_a_stage_runs_only_the_layers_that_it_holds():
     assert expected <= counted * 4 <= 1.02 * expected
 
 
+@pytest.mark.slow
+def test_the_last_stage_alone_runs_the_mtp_layer():
+    """In branches, whose collectives join devices of one stage: where the last stage has one layer
+    less than the others, no stage waits for it. Outside: the losses of one more token."""
+    mesh = {"pipe": 2, "fsdp": 2, "tensor": 2, "chunk_layers": (4, 3)}
+    sizes = {"pipe": 2, "data": 1, "fsdp": 2, "expert": 1, "context": 1, "tensor": 2}
+    inside, outside, expected = [], [], []
+    for depths in (0, 1):
+        fields = {"num_layers": 7, "mtp.num_layers": depths}
+        config, step = compiled(mesh, 8, **fields)
+        program = hlo.parse(step.as_text())
+        branches = in_branches(program)
+        rows = hlo.collectives(branches, sizes)
+        assert {axis for row in rows for axis in row.axes} == {"fsdp", "tensor"}
+        inside.append(hlo.matrix_flops(branches) * 4)
+        outside.append(hlo.matrix_flops(program) * 8 - inside[-1] * 2)
+        expected.append(training_flops(config.model, 128, 16, 2, causal=False))
+    head = 6 * 16 * 128 * 64 * config.model.padded_vocab_size(2, 2)
+    assert outside[1] - outside[0] == pytest.approx(head, rel=0.02)
+    assert inside[1] - inside[0] == pytest.approx(expected[1] - expected[0] - head, rel=0.02)
+
+
 def in_branches(program: hlo.Program) -> hlo.Program:
     """The computations that conditionals call, also through others."""
     pending = [i for _, i, _ in program.instructions() if i.opcode == "conditional"]
