@@ -165,8 +165,9 @@ class Executor:
     def start(self) -> Carry:
         table, program = self.table, self.program
         x = jnp.zeros(self.x.shape, self.x.dtype)
+        later = jax.eval_shape(program.later, program.outer, self.microbatch(0))
         head = functools.partial(program.head, program.outer)
-        sums = jax.eval_shape(lambda x: head(x, self.later(0, x), self.microbatch(0))[1], x)
+        sums = jax.eval_shape(lambda *args: head(*args)[1], x, later, self.microbatch(0))
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
         weights = [group.start() for group in self.weights]
         if table.backward is None:
@@ -210,7 +211,9 @@ class Executor:
     def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.
         ends: whether the run begins with the first tick, and ends with the last."""
-        y, dy, d_later, (first, last) = None, None, [], ends
+        y, dy, later, d_later, (first, last) = None, None, [], [], ends
+        if "head" in lanes:
+            later, carry = self.later(carry, rows["head"], always)
         if "forward" in lanes:
             y, carry = self.forward(carry, rows["forward"], first and self.has_cuts)
             carry = carry._replace(x=self.send(y, 1))
@@ -220,7 +223,7 @@ class Executor:
         if "head" in lanes:
             if carry.outputs is not None:
                 y = read(carry.outputs, jnp.maximum(rows["head"], 0))
-            dy, d_later, carry = self.head(carry, y, rows["head"], always)
+            dy, d_later, carry = self.head(carry, y, later, rows["head"], always)
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"], last)
         if d_later:
@@ -376,7 +379,7 @@ class Executor:
 
         def embedded() -> jax.Array:
             share = self.program.embed(self.program.outer, self.microbatch(microbatch))
-            return collectives.sum_over(share, (PIPE_AXIS,))
+            return collectives.sum_over(collectives.after(share, arrived), (PIPE_AXIS,))
 
         entering = (microbatch >= 0) & (work.chunk[0] == 0)
         if self.alone:
@@ -407,10 +410,20 @@ class Executor:
         _, pull = jax.vjp(lambda outer: embed(outer, microbatch), self.program.outer)
         return combine(total, pull(collectives.sum_over(d_embedded, (PIPE_AXIS,)))[0])
 
-    def later(self, number, y) -> list:
-        """What the head reads of a microbatch beside the stack's output y."""
-        shares = self.program.later(self.program.outer, self.microbatch(number))
-        return collectives.sum_over(collectives.after(shares, y), (PIPE_AXIS,)) if shares else []
+    def later(self, carry: Carry, number: jax.Array, always: bool) -> tuple[list, Carry]:
+        """What the head reads of a microbatch beside the stack's output; before the forward lane,
+        after which the last stage would wait for the others."""
+
+        def compute():
+            shares = self.program.later(self.program.outer, self.microbatch(number))
+            return collectives.sum_over(shares, (PIPE_AXIS,)) if shares else []
+
+        if not (shapes := jax.eval_shape(compute)):
+            return [], carry
+        zeros = functools.partial(start_values, shapes)
+        later = compute() if always else lax.cond(number >= 0, compute, zeros)
+        later, x = lax.optimization_barrier((later, carry.x))
+        return later, carry._replace(x=collectives.after(x, later))
 
     def later_backward(self, carry: Carry, d_later: list, number, always: bool) -> Carry:
         """Add the gradients of what the head has read, after the backward lane: the other stages
@@ -424,13 +437,13 @@ class Executor:
         outer = add(carry.outer) if always else lax.cond(number >= 0, add, keep, carry.outer)
         return carry._replace(outer=outer, dy=dy)
 
-    def head(self, carry: Carry, y, number: jax.Array, always: bool) -> tuple:
+    def head(self, carry: Carry, y, later: list, number: jax.Array, always: bool) -> tuple:
         """(gradients of the last stage's output and of `later`, None without backward; carry with
         the head's sums)."""
         outer, trained = self.program.outer, self.table.backward is not None
 
         def compute(total):
-            microbatch, later = self.microbatch(number), self.later(number, y)
+            microbatch = self.microbatch(number)
             if not trained:
                 _, sums = self.program.head(outer, y, later, microbatch)
                 return None, None, (None, combine(total[1], sums))
@@ -442,7 +455,7 @@ class Executor:
         def idle(total):
             if not trained:
                 return None, None, total
-            return jnp.zeros_like(y), start_values(jax.eval_shape(self.later, number, y)), total
+            return jnp.zeros_like(y), start_values(later), total
 
         total = (carry.outer, carry.sums)
         dy, d_later, (outer_sums, sums) = (

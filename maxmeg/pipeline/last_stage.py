@@ -29,19 +29,20 @@ def is_last() -> jax.Array | bool:
 
 @jax.custom_vjp
 def from_last_stage(tree):
-    """The last stage's arrays, on all stages, in one sum over pipe. The cotangents of the stages
-    are summed too."""
+    """The last stage's arrays, on all stages. The cotangents of the stages are summed too."""
     if not is_piped():
         return tree
     here = is_last()
-    zeroed = jax.tree.map(lambda x: jnp.where(here, x, 0), tree)
-    return collectives.sum_over(zeroed, (PIPE_AXIS,))
+    return summed(jax.tree.map(lambda x: jnp.where(here, x, 0), tree))
 
 
-from_last_stage.defvjp(
-    lambda tree: (from_last_stage(tree), None),
-    lambda _, d: (collectives.sum_over(d, (PIPE_AXIS,)),),
-)
+from_last_stage.defvjp(lambda tree: (from_last_stage(tree), None), lambda _, d: (summed(d),))
+
+
+def summed(tree):
+    """Sums over pipe. All are there before any is read: in backward the last stage must not begin
+    its own part while the others wait for a sum."""
+    return lax.optimization_barrier(collectives.sum_over(tree, (PIPE_AXIS,)))
 
 
 def on_last_stage(function: Callable, params, x, constants):
