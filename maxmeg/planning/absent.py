@@ -84,7 +84,8 @@ def has_cudnn() -> bool:
 
 @contextlib.contextmanager
 def without_assembler(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """`environ` with a `ptxas` that writes empty files; half of compiling's CPU time is assembling.
+    """`environ` with a `ptxas` that writes empty files, and kernels that LLVM does not optimize: half
+    of compiling's CPU time goes into kernels that nothing runs.
 
     The real one stays if XLA or Mosaic is to dump files, and, after a warning, if no program can be
     executed in the folder for temporary files.
@@ -109,4 +110,5 @@ def without_assembler(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
         if environ.get("CUDA_ROOT") and libdevice.is_dir():
             Path(folder, "nvvm").symlink_to(libdevice.resolve())
         path = os.pathsep.join([str(program.parent), environ.get("PATH", os.defpath)])
-        yield {**environ, "CUDA_ROOT": folder, "PATH": path}
+        flags = f"--xla_backend_optimization_level=0 {environ.get('XLA_FLAGS', '')}".strip()
+        yield {**environ, "CUDA_ROOT": folder, "PATH": path, "XLA_FLAGS": flags}

@@ -186,10 +186,13 @@ def ptxas(environ: dict[str, str], *arguments: str) -> subprocess.CompletedProce
 
 
 def test_the_child_assembles_nothing(tmp_path):
-    """The `ptxas` first on PATH tells versions and writes empty files; no folder is left."""
+    """The `ptxas` first on PATH tells versions and writes empty files; no folder is left. A user's
+    flag comes last, and wins."""
     (tmp_path / "nvvm" / "libdevice").mkdir(parents=True)
     binary = tmp_path / "out.cubin"
-    with absent.without_assembler({"CUDA_ROOT": str(tmp_path), "PATH": "/bin"}) as environ:
+    own = {"CUDA_ROOT": str(tmp_path), "PATH": "/bin", "XLA_FLAGS": "--xla_a=1"}
+    with absent.without_assembler(own) as environ:
+        assert environ["XLA_FLAGS"] == "--xla_backend_optimization_level=0 --xla_a=1"
         folder = Path(environ["CUDA_ROOT"])
         assert environ["PATH"] == f"{folder}/bin:/bin"
         assert ptxas(environ, "in.ptx", "-o", str(binary), "-arch=sm_90a").returncode == 0
