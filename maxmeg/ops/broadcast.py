@@ -32,10 +32,10 @@ def backward(shape, summed, _, slope):
 expand.defvjp(forward, backward)
 
 
-def zeros_after(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """float32 zeros that exist once x does. XLA would make all plain zeros of one shape together,
-    before the first of them is needed, and keep them."""
-    return jnp.broadcast_to(never(x).astype(jnp.float32), shape)
+def zeros_after(x: jax.Array, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """Zeros that exist once x does. XLA would make all plain zeros of one shape together, before
+    the first of them is needed, and keep them."""
+    return jnp.broadcast_to(never(x).astype(dtype), shape)
 
 
 def never(x: jax.Array) -> jax.Array:

@@ -190,7 +190,8 @@ class Executor:
 
     def enter_last_tick(self, carry: Carry) -> Carry:
         groups = zip(self.gradients, carry.groups, strict=True)
-        return carry._replace(groups=[group.enter_last_tick(sums) for group, sums in groups])
+        entered = [group.enter_last_tick(sums, carry.dy) for group, sums in groups]
+        return carry._replace(groups=entered)
 
     def settled(self, carry: Carry) -> list:
         """The gradients of each group after the last tick."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from maxmeg.layers.auxiliary import start_values
+from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import FSDP_AXES
 from maxmeg.parallel.trainable import joined, without
@@ -41,6 +42,7 @@ class GroupGradients:
         self.gradients, self.once, self.if_held = gradients, once, if_held
         self.reductions, self.divide = weights.reductions, weights.divide
         self.slots, self.chunks, self.has_cuts = weights.slots, weights.chunks, weights.has_cuts
+        self.ends = self.divide(gradients)[0]  # shapes of what waits
 
     def start(self) -> Sums:
         """Zeros for a whole step."""
@@ -50,18 +52,18 @@ class GroupGradients:
             return jnp.zeros((self.chunks * self.slots, *row.shape), dtype)
 
         rows = jax.eval_shape(self.reduced if self.once else self.over_fsdp, self.gradients)
-        waiting = self.nothing() if collectives.present(FSDP_AXES) else None
+        waiting = (
+            (jnp.int32(-1), start_values(self.ends)) if collectives.present(FSDP_AXES) else None
+        )
         return Sums(jax.tree.map(zeros, rows), waiting)
 
-    def nothing(self) -> tuple:
-        return jnp.int32(-1), start_values(self.divide(self.gradients)[0])
-
-    def enter_last_tick(self, sums: Sums) -> Sums:
-        """The sums as the last tick takes them."""
+    def enter_last_tick(self, sums: Sums, dy: jax.Array) -> Sums:
+        """The sums as the last tick takes them. dy: of the tick before."""
         if not self.has_cuts:
             return sums
         rows = sums.rows if self.once or sums.waiting is None else self.flushed(sums, last=False)
-        return Sums(rows, self.nothing())
+        zeros = jax.tree.map(lambda a: zeros_after(dy, a.shape, a.dtype), self.ends)
+        return Sums(rows, (jnp.int32(-1), zeros))
 
     def add(self, sums: Sums, place, gradients, last: bool) -> Sums:
         """`sums` with the gradients of the layer at a place, in the last tick or an earlier one."""

@@ -84,8 +84,8 @@ def has_cudnn() -> bool:
 
 @contextlib.contextmanager
 def without_assembler(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """`environ` with a `ptxas` that writes empty files, and kernels that LLVM does not optimize: half
-    of compiling's CPU time goes into kernels that nothing runs.
+    """`environ` with a `ptxas` that writes empty files, and without LLVM's optimization of kernels:
+    half of compiling's CPU time goes into kernels that nothing runs.
 
     The real one stays if XLA or Mosaic is to dump files, and, after a warning, if no program can be
     executed in the folder for temporary files.

@@ -80,14 +80,22 @@ def over_chunks(h_TD, w_VD, targets_T, weights_T, spec: CrossEntropySpec, gradie
             padded = jnp.pad(x, [(0, num_chunks * size - T)] + [(0, 0)] * (x.ndim - 1))
             return padded.reshape(num_chunks, size, *x.shape[1:])
 
-        def body(total, chunk):
+        def body(carry, chunk):
+            i, total, stored = carry
             sums, rows = run(chunk[0], w_VD, *chunk[1:])
-            return jax.tree.map(jnp.add, total, sums), rows
+            put = functools.partial(lax.dynamic_update_index_in_dim, index=i, axis=0)
+            return (
+                i + 1,
+                jax.tree.map(jnp.add, total, sums),
+                jax.tree.map(put, stored, rows),
+            ), None
 
         chunks = (split(h_TD), split(targets_T), split(weights_T))
         zeros = [jnp.zeros((), jnp.float32)]
         zeros += [zeros_after(h_TD, w_VD.shape)] if gradients and not once else []
-        sums, rows = lax.scan(body, zeros, chunks)
+        rows = jax.eval_shape(lambda c: run(c[0][0], w_VD, c[1][0], c[2][0])[1], chunks)
+        stored = [zeros_after(h_TD, (num_chunks, *r.shape), r.dtype) for r in rows]
+        (_, sums, rows), _ = lax.scan(body, (0, zeros, stored), chunks)
         rows = [row.reshape(-1, *row.shape[2:])[:T] for row in rows]
     if not gradients:
         return [sums[0], rows[0]]

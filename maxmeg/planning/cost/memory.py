@@ -179,17 +179,12 @@ def of_first_sublayers(work: Workload) -> int:
 
 def held_by_ticks(work: Workload) -> int:
     """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
-    loop over microbatches: the zeros for the chunks of the logits' gradient, e T v. Under fsdp also
-    the gathered output weight, e v D, and the zeros for gradients that wait for the next unit.
+    loop over microbatches: under fsdp the gathered output weight, e v D.
     """
     cut = any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
-    if work.pipelined or work.microbatches < 3 or not cut:
+    if work.pipelined or work.microbatches < 3 or not cut or work.axes["fsdp"] == 1:
         return 0
-    loss, e = head(work), work.itemsize
-    stacked = loss.backend == "xla" and loss.once and loss.blocks[0] > 1
-    held = work.tokens * work.vocabulary if stacked else 0
-    held += work.vocabulary * work.config.model.hidden_size if work.axes["fsdp"] > 1 else 0
-    return e * held + of_first_sublayers(work)
+    return work.itemsize * work.vocabulary * work.config.model.hidden_size
 
 
 def loss(work: Workload) -> int:
