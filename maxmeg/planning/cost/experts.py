@@ -256,8 +256,8 @@ def working(work: Workload, unit: Unit) -> int:
     3 e N (widths / t) and 7 e N D, and with further rounds, whose gradients are accumulated, 4 e
     (a device's expert matrices). Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation
     e N (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices; with
-    further rounds 3 e N (widths / t), 8 e N D (gather: 4) and 5 e (matrices). By nodes: 6 e N D
-    more.
+    further rounds 3 e N (widths / t), 8 e N D (gather: 4, under full recomputation in a pipeline 6
+    and 4 e N (widths / t)) and 5 e (matrices; gather: 4). By nodes: 6 e N D more.
     """
     if not unit.sparse:
         return 0
@@ -272,7 +272,10 @@ def working(work: Workload, unit: Unit) -> int:
     if dispatch.in_blocks and not dispatch.in_rounds:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.in_blocks and dispatch.gathers:
-        return e * dispatch.rows * (3 * columns + 4 * dispatch.width) + rounds
+        again *= work.pipelined
+        return (
+            e * dispatch.rows * ((3 + again) * columns + (4 + 2 * again) * dispatch.width) + rounds
+        )
     if dispatch.gathers:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
     if dispatch.in_blocks:
