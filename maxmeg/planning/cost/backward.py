@@ -22,10 +22,10 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
     """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
     of experts. Without further rounds all rows exist before the first gradient of experts.
 
-    A group of a single unit has no loop. If the gradients of its weights are `delayed`, XLA
-    computes them last: what they read waits until then (`read`), under tensor parallelism also the
-    whole input and gradient of each sublayer. freed: bytes of each group that do not exist once it
-    has run.
+    A group of a single unit has no loop. Under fsdp XLA computes the gradients of its weights last:
+    what they read waits until then (`read`), full: also the recomputed streams, and under tensor
+    parallelism the whole input and gradient of each sublayer. freed: bytes of each group that do
+    not exist once it has run.
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
@@ -36,10 +36,10 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
         if work.places[group] == 1:
             width = sum(map(read, sublayers(unit)))
             tensor, D = work.axes["tensor"], work.config.model.hidden_size
-            number = streams(unit) + (0 if work.kept else unit.sublayers)
-            number += 2 * unit.sublayers * (tensor if tensor > 1 else 0)
+            again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
+            number = streams(unit) + again * unit.sublayers
             size = work.itemsize * work.tokens * (width + number * D) // tensor
-            waiting += size if delayed(work) else 0
+            waiting += size if work.axes["fsdp"] > 1 else 0
         waiting -= freed[group]
     return largest
 
@@ -66,7 +66,8 @@ def arrays(work: Workload, unit: Unit) -> int:
     residual streams, e T D / t each (`streams`). full: of the unit's layers that have run also the
     recomputed streams, which gradients of norms read, if these are `delayed`. Under tensor
     parallelism also whole sequences, e T D each: a gathered input (full: those of all sublayers), a
-    gathered gradient and partial sums, and with several samples a transposed one.
+    gathered gradient (full: those of the layers that have run), with several samples transposed
+    too, and partial sums.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
     *others, last = sublayers(unit)
@@ -76,7 +77,8 @@ def arrays(work: Workload, unit: Unit) -> int:
         width += STREAMS * D
         width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
     inputs = 1 if work.kept else max(unit.sublayers, 2)
-    gathered = inputs + 2 + (work.samples > 1) if tensor > 1 else 0
+    gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
+    gathered = inputs + gradients + 1 if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
 
 
@@ -93,7 +95,7 @@ def streams(unit: Unit) -> int:
 
 def delayed(work: Workload) -> bool:
     """Whether XLA computes gradients of weights late, to have products beside collectives."""
-    return work.axes["fsdp"] * work.axes["tensor"] > 1
+    return work.axes["data"] * work.axes["fsdp"] * work.axes["tensor"] > 1
 
 
 def scattered_in_branch(work: Workload) -> int:
@@ -146,18 +148,15 @@ def weights(work: Workload, group: int) -> int:
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
-    rounds are among the sums of the rounds; products of blocks read copies of the unit's weights.
+    rounds are among the sums of the rounds.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
     units = work.places[group] * work.config.parallel.chunks
     whole = e * sum(s.whole for s in members) // units
-    if work.axes["fsdp"] == 1 and unit.sparse:
-        dispatch = experts.dispatch_of(work)
-        return whole if dispatch.in_rounds and dispatch.in_blocks else 0
     if work.axes["fsdp"] == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
-        return 0 if split_once(work) else FLOAT32 * added // units
+        return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
     if experts.in_rounds(work, unit) or split_once(work):
         return whole
     trained = [(s, s.whole // units) for s in members if s.trained]

@@ -15,7 +15,7 @@ from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.attention import kernels
-from maxmeg.planning.cost.backward import delayed, layer, scattered_in_branch, split_once
+from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
@@ -170,10 +170,15 @@ def waiting_gradient(work: Workload) -> int:
 
 def begins_early(work: Workload) -> bool:
     """Whether XLA makes zeros for the tiled loss's gradient of the weight before the layers run
-    backward, though their loop follows it: with a loop over microbatches, on one node. Elsewhere
-    XLA schedules by other latencies."""
-    node = math.prod(work.axes.values()) <= GPUS_A_NODE
-    return node and work.microbatches > 1 and work.axes["fsdp"] > 1
+    backward, though the loop that fills them follows: on one node, where XLA schedules by other
+    latencies, but for one microbatch without full recomputation."""
+    node = math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
+    return node and (work.microbatches > 1 or not work.kept)
+
+
+def cuts_layers(work: Workload) -> bool:
+    """Whether ZeRO-1 cuts weights of layers."""
+    return any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
 
 
 def of_first_sublayers(work: Workload) -> int:
@@ -191,16 +196,17 @@ def of_first_sublayers(work: Workload) -> int:
 
 def held_by_ticks(work: Workload) -> int:
     """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
-    loop over microbatches: the zeros for the chunks of the logits' gradient, e T v. Under fsdp also
-    the gathered output weight, e v D, and the zeros for gradients that wait for the next unit.
+    loop over microbatches: the zeros for the chunks of the logits' gradient, e T v, or for the
+    tiled loss's gradient of the weight, e v D. Under fsdp also the gathered output weight, e v D,
+    and the zeros for gradients that wait for the next unit.
     """
-    cut = any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
-    if work.pipelined or work.microbatches < 3 or not cut:
+    if work.pipelined or work.microbatches < 3 or not cuts_layers(work):
         return 0
     loss, e = head(work), work.itemsize
     stacked = loss.backend == "xla" and loss.once and loss.blocks[0] > 1
     held = work.tokens * work.vocabulary if stacked else 0
-    held += work.vocabulary * work.config.model.hidden_size if work.axes["fsdp"] > 1 else 0
+    tiled = loss.backend == "tiled" and not begins_early(work)
+    held += work.vocabulary * work.config.model.hidden_size * ((work.axes["fsdp"] > 1) + tiled)
     return e * held + of_first_sublayers(work)
 
 
@@ -287,7 +293,7 @@ def freed(work: Workload) -> list[int]:
         shards = [s for s in work.shards if s.trained and s.parameter.group == group]
         late = 0 if work.accumulates else sum(_gradient_bytes(work, s) for s in shards)
         stored = 0 if work.pipelined else unit_activations(work, unit)
-        bytes_of.append((late * delayed(work) + stored) * (work.places[group] == 1))
+        bytes_of.append((late + stored) * (work.places[group] == 1))
     return bytes_of
 
 
