@@ -143,8 +143,9 @@ def recomputed(widths: list[Widths]) -> int:
 
 
 def weights(work: Workload, group: int) -> int:
-    """Bytes of a unit's weights gathered over fsdp, and of their gradients. Without fsdp, of its
-    row of the float32 sums, which XLA reads before it has the gradients that it adds.
+    """Bytes of weights gathered over fsdp, of one layer and the next (full: of the whole unit, which
+    recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
+    which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
@@ -153,7 +154,8 @@ def weights(work: Workload, group: int) -> int:
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
     units = work.places[group] * work.config.parallel.chunks
-    whole = e * sum(s.whole for s in members) // units
+    layers = min(unit.layers, 2) if work.kept else unit.layers
+    whole = e * sum(s.whole for s in members) * layers // (unit.layers * units)
     if work.axes["fsdp"] == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
         return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
