@@ -143,7 +143,7 @@ def recomputed(widths: list[Widths]) -> int:
 
 
 def weights(work: Workload, group: int) -> int:
-    """Bytes of weights gathered over fsdp, of one layer and the next (full: of the whole unit, which
+    """Bytes of weights gathered over fsdp, of a layer and the next (full: of the whole unit, which
     recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
     which XLA reads before it has the gradients that it adds.
 
