@@ -14,7 +14,6 @@ from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
-SCORES = 3  # float32 blocks of scores
 CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
 
 
@@ -45,18 +44,20 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
 
 
 def scores(work: Workload, unit: Unit) -> int:
-    """Bytes of SCORES float32 blocks of scores, and of the keys and values copied for each piece of
-    the queries: those of one layer; full: of all, from their recomputation on. full: if larger than
-    the blocks, a gated MLP's columns, which exist beside their gradients before its last input; not
-    under tensor parallelism, where whole sequences are at their peak before."""
+    """Bytes of two blocks of scores in float32 and one in the compute dtype, and of the keys and
+    values copied for each piece of the queries: those of one layer; full: of all, from their
+    recomputation on. full: if larger than the blocks, a gated MLP's columns, which exist beside
+    their gradients before its last input; not under tensor parallelism, where whole sequences are
+    at their peak before."""
     found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
     blocks, slices = zip(*found, strict=True) if found else ((0,), (0,))
+    block = max(blocks) * (2 * FLOAT32 + work.itemsize) // FLOAT32
     if work.kept:
-        return SCORES * max(blocks) + max(slices)
+        return block + max(slices)
     beside = sum(sum(one.stored.values()) - one.last_input for one in sublayers(unit)[-1])
     apart = unit.sparse or work.axes["tensor"] > 1
     columns = 0 if apart else work.itemsize * work.tokens * beside
-    return max(SCORES * max(blocks), columns) + sum(slices)
+    return max(block, columns) + sum(slices)
 
 
 def arrays(work: Workload, unit: Unit) -> int:
