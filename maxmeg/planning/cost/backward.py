@@ -29,6 +29,7 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting + scores(work, unit)
+        total += experts.recomputed(work, unit)
         rows, gathered = experts.working(work, unit), weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
