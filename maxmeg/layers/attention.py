@@ -96,6 +96,7 @@ class AttentionSpec(MixerSpec):
         return Widths(
             stored=stored,
             queries_keys_values=sum(stored.values()),
+            normalized=stored["query"] + stored["key"] if self.qk_norm else 0,
             gathered=gathered,
             heads=self.num_heads,
             head_outputs=self.num_heads * self.head_output_size,

@@ -26,6 +26,7 @@ class Widths:
     device has 1 / tensor of each. A key/value head counts once per device that computes it.
     replicated: the same for outputs that every device along tensor has completely.
     queries_keys_values: the part of `stored` whose gradients a weight-gradient lane keeps.
+    normalized: the part of `stored` that is normalized (queries and keys).
     last_input: width of the input of the last product; a weight-gradient lane keeps its gradient.
     gathered: widths of the sequences that the mixer itself gathers over tensor.
     heads, head_outputs: number of attention heads, and the sum of their output widths.
@@ -36,6 +37,7 @@ class Widths:
     stored: dict[str, int] = dataclasses.field(default_factory=dict)
     replicated: dict[str, int] = dataclasses.field(default_factory=dict)
     queries_keys_values: int = 0
+    normalized: int = 0
     last_input: int = 0
     gathered: tuple[int, ...] = ()
     heads: int = 0

@@ -332,6 +332,7 @@ COMPILED_GIB = [
 
 # (name, GPUs, samples, microbatches, recompute, sizes, GiB in all) of benchmarks/absent_memory.py.
 SPLIT_EXPERTS = {"expert": 4, "pad_layers": True} | ZERO_BUBBLE
+PADDED_DATA = {"pipe": 8, "data": 2, "pad_layers": True}
 DRAWN = [
     ("nemotron4-15b", 16, 1, 8, "minimal", {"fsdp": 16}, 38.05),  # its gradient of the output
     ("llama3.2-1b", 16, 1, 32, "minimal", {"fsdp": 16}, 10.63),
@@ -364,6 +365,17 @@ DRAWN = [
     ("olmo2-32b", 128, 1, 1, "minimal", {"data": 16, "tensor": 8}, 16.60),
     ("qwen3-30b-a3b", 64, 1, 4, "full", {"data": 2, "expert": 8}, 19.95),
     ("llama3-8b", 16, 1, 8, "minimal", {"pipe": 4, "tensor": 2, "data": 2}, 33.01),
+    ("gemma3-1b", 64, 2, 4, "full", {"fsdp": 64}, 9.80),  # six layers a unit
+    ("gemma3-4b", 32, 2, 2, "full", {"tensor": 4}, 10.53),  # their gathered sequences
+    ("gemma3-4b", 2, 1, 1, "selective", {"fsdp": 2}, 53.20),  # what the last unit stored is free
+    ("gemma3-1b", 2, 1, 16, "selective", {"data": 2}, 22.26),  # zeros of the tiled loss
+    ("qwen2.5-1.5b", 4, 4, 8, "full", {"fsdp": 4}, 13.09),  # the same on one node
+    ("olmo2-13b", 64, 1, 4, "selective", {"fsdp": 64}, 25.33),  # gaps between buffers
+    ("phi3-medium-4k", 64, 1, 1, "selective", {"pipe": 2} | ZERO_BUBBLE, 34.47),
+    ("gpt-oss-20b", 16, 2, 4, "minimal", PADDED_DATA | GPIPE, 70.81),  # scattered in a branch
+    ("gpt-oss-20b", 128, 4, 32, "full", PADDED_DATA | {"data": 8}, 31.43),
+    ("qwen3-30b-a3b", 32, 1, 32, "full", {"pipe": 8, "expert": 4} | GPIPE, 30.29),
+    ("qwen1.5-moe-a2.7b", 32, 1, 4, "full", {"pipe": 4, "tensor": 8}, 9.93),
 ]
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.cross_entropy.spec import (
     MASKED,
     CrossEntropySpec,
@@ -238,7 +239,8 @@ def over_words(h_TD, w_VD, targets_T, weights_T, logsumexp_T, spec: CrossEntropy
         dw_CD = lax.fori_loop(0, blocks.count, of_block, zeros)
         return chunks.write(dw_VD, dw_CD.astype(w_VD.dtype), number)
 
-    return lax.fori_loop(0, chunks.count, of_chunk, jnp.zeros_like(w_VD))
+    zeros_VD = zeros_after(tokens[0], w_VD.shape, w_VD.dtype)
+    return lax.fori_loop(0, chunks.count, of_chunk, zeros_VD)
 
 
 def chunk_gradient(w_CD, ids_C, spec, h_TD, targets_T, weights_T, logsumexp_T, *, dtype):

@@ -24,8 +24,8 @@ class Kernel:
     runs in plain XLA; empty if it does not, or if its sequences are short. moved: bytes that XLA
     writes and reads of its float32 scores, or cuDNN of a mask. block: bytes of the scores that
     exist at once, or of the mask. slices: bytes of the keys and values that XLA copies for each
-    piece of the queries. surplus: scores that are computed over those that the mask keeps,
-    without documents.
+    piece of the queries; those of a single sample need no copy. surplus: scores that are computed
+    over those that the mask keeps, without documents.
     """
 
     backend: str
@@ -83,7 +83,7 @@ def kernel(
         xla.SCORE_PASSES * xla.score_bytes(heads, computed),
         xla.score_bytes(heads, min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)),
         computed / xla.visible_pairs(length, length, scores),
-        slices=xla.sliced_keys(length, scores) * keys_values // length,
+        slices=(samples > 1) * xla.sliced_keys(length, scores) * keys_values // length,
     )
 
 

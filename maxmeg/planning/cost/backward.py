@@ -5,6 +5,8 @@ Letters: T tokens of a microbatch on a device (B x L), D hidden size, t size of 
 bytes of the compute dtype.
 """
 
+from collections.abc import Sequence
+
 from maxmeg.layers.mixer import Widths
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.attention import kernels
@@ -12,56 +14,73 @@ from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
-SCORES = 3  # float32 blocks of scores
 CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
 
 
-def layer(work: Workload) -> int:
+def layer(work: Workload, freed: Sequence[int]) -> int:
     """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
     of experts. Without further rounds all rows exist before the first gradient of experts.
 
-    A group of a single unit has no loop. If the gradients of its weights are `delayed`, XLA
-    computes them last: what they read waits until then (`read`).
+    A group of a single unit has no loop. Under fsdp XLA computes the gradients of its weights last:
+    what they read waits until then (`read`), full: also the recomputed streams, and under tensor
+    parallelism the whole input and gradient of each sublayer. freed: bytes of each group that do
+    not exist once it has run.
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
-        total = arrays(work, unit) + waiting
-        total += scores(work, unit)
+        total = arrays(work, unit) + waiting + scores(work, unit)
+        total += experts.recomputed(work, unit)
         rows, gathered = experts.working(work, unit), weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
-        if work.places[group] == 1 and delayed(work):
+        if work.places[group] == 1:
             width = sum(map(read, sublayers(unit)))
-            width += streams(unit) * work.config.model.hidden_size
-            waiting += work.itemsize * work.tokens * width // work.axes["tensor"]
+            tensor, D = work.axes["tensor"], work.config.model.hidden_size
+            again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
+            number = streams(unit) + again * unit.sublayers
+            size = work.itemsize * work.tokens * (width + number * D) // tensor
+            waiting += size if work.axes["fsdp"] > 1 else 0
+        waiting -= freed[group]
     return largest
 
 
 def scores(work: Workload, unit: Unit) -> int:
-    """Bytes of SCORES float32 blocks of scores, and of the keys and values copied for each piece of
-    the queries: those of one layer; full: of all, from their recomputation on."""
+    """Bytes of two blocks of scores in float32 and one in the compute dtype, and of the keys and
+    values copied for each piece of the queries: those of one layer; full: of all, from their
+    recomputation on. full: if larger than the blocks, a gated MLP's columns, which exist beside
+    their gradients before its last input; not under tensor parallelism, where whole sequences are
+    at their peak before."""
     found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
-    if not found:
-        return 0
-    blocks, slices = zip(*found, strict=True)
-    return SCORES * max(blocks) + (max(slices) if work.kept else sum(slices))
+    blocks, slices = zip(*found, strict=True) if found else ((0,), (0,))
+    block = max(blocks) * (2 * FLOAT32 + work.itemsize) // FLOAT32
+    if work.kept:
+        return block + max(slices)
+    beside = sum(sum(one.stored.values()) - one.last_input for one in sublayers(unit)[-1])
+    apart = unit.sparse or work.axes["tensor"] > 1
+    columns = 0 if apart else work.itemsize * work.tokens * beside
+    return max(block, columns) + sum(slices)
 
 
 def arrays(work: Workload, unit: Unit) -> int:
     """Bytes of the arrays of the products of a unit.
 
     What the gradients of its weights read (`gradient_inputs`; full: all that is recomputed), and
-    residual streams, e T D / t each (`streams`). Under tensor parallelism also whole sequences,
-    e T D each: a gathered input (full: two), a gathered gradient and partial sums, and with several
-    samples a transposed one.
+    residual streams, e T D / t each (`streams`). full: of the unit's layers that have run also the
+    recomputed streams, which gradients of norms read, if these are `delayed`. Under tensor
+    parallelism also whole sequences, e T D each: a gathered input (full: those of all sublayers), a
+    gathered gradient (full: those of the layers that have run), with several samples transposed
+    too, and partial sums.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
     *others, last = sublayers(unit)
-    width = 0 if work.kept else streams(unit) * D + sum(map(recomputed, others))
+    run = delayed(work) * (unit.sublayers - unit.sublayers // unit.layers)
+    width = 0 if work.kept else (streams(unit) + run) * D + sum(map(recomputed, others))
     if not experts.run_apart(work, unit):
         width += STREAMS * D
         width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
-    gathered = 3 + (not work.kept) + (work.samples > 1) if tensor > 1 else 0
+    inputs = 1 if work.kept else max(unit.sublayers, 2)
+    gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
+    gathered = inputs + gradients + 1 if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
 
 
@@ -78,7 +97,25 @@ def streams(unit: Unit) -> int:
 
 def delayed(work: Workload) -> bool:
     """Whether XLA computes gradients of weights late, to have products beside collectives."""
-    return work.axes["fsdp"] * work.axes["tensor"] > 1
+    return work.axes["data"] * work.axes["fsdp"] * work.axes["tensor"] > 1
+
+
+def scattered_in_branch(work: Workload) -> int:
+    """Bytes in the last tick of a pipeline where ZeRO-1 scatters the gradients of a unit that not
+    all stages have, in one branch: their float32 sums and the shards, all at once."""
+    sizes = [0]
+    for group, unit in enumerate(work.units):
+        places = work.places[group] * work.config.parallel.chunks
+        members = [s for s in work.shards if s.parameter.group == group and s.zero1_axes]
+        if work.pipelined and places * work.axes["pipe"] > unit.repeats:
+            sizes.append(FLOAT32 * sum(s.computed + s.stored for s in members) // places)
+    return max(sizes)
+
+
+def split_once(work: Workload) -> bool:
+    """Whether backward of all layers ends before the first gradient of a weight: zero bubble with
+    one microbatch."""
+    return work.lanes.deferred > 0 and work.microbatches == 1
 
 
 def gradient_inputs(work: Workload, unit: Unit) -> int:
@@ -100,13 +137,17 @@ def read(widths: list[Widths]) -> int:
 
 
 def recomputed(widths: list[Widths]) -> int:
-    """Width of the recomputed arrays of a sublayer."""
-    return sum(sum(one.stored.values()) + one.last_input + one.head_outputs for one in widths)
+    """Width of the recomputed arrays of a sublayer; queries and keys also before their norm."""
+    return sum(
+        sum(one.stored.values()) + one.last_input + one.head_outputs + one.normalized
+        for one in widths
+    )
 
 
 def weights(work: Workload, group: int) -> int:
-    """Bytes of a unit's weights gathered over fsdp, and of their gradients. Without fsdp, of its
-    row of the float32 sums, which XLA reads before it has the gradients that it adds.
+    """Bytes of weights gathered over fsdp, of a layer and the next (full: of the whole unit, which
+    recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
+    which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
@@ -115,13 +156,14 @@ def weights(work: Workload, group: int) -> int:
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
     units = work.places[group] * work.config.parallel.chunks
+    layers = min(unit.layers, 2) if work.kept else unit.layers
+    whole = e * sum(s.whole for s in members) * layers // (unit.layers * units)
     if work.axes["fsdp"] == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
-        return 0 if unit.sparse else FLOAT32 * added // units
-    trained = [(s, s.whole // units) for s in members if s.trained]
-    whole = e * sum(s.whole for s in members) // units
-    if experts.in_rounds(work, unit):
+        return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
+    if experts.in_rounds(work, unit) or split_once(work):
         return whole
+    trained = [(s, s.whole // units) for s in members if s.trained]
     converted = work.gradient_itemsize * (work.gradient_itemsize != e)
     first = sum(size for s, size in trained if s.parameter.sublayer == 0)
     largest = max((size for _, size in trained), default=0)

@@ -254,10 +254,11 @@ def working(work: Workload, unit: Unit) -> int:
     Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N D for vectors
     in expert and device order and their gradients. Exchange, as XLA schedules it (ragged: less):
     3 e N (widths / t) and 7 e N D, and with further rounds, whose gradients are accumulated, 4 e
-    (a device's expert matrices). Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation
-    e N (widths / t + D) more, and in a pipeline float32 gradients of the expert matrices; with
-    further rounds 3 e N (widths / t), 8 e N D (gather: 4) and 5 e (matrices). By nodes: 6 e N D
-    more.
+    (a device's expert matrices); without fsdp 3 e, and 2 e for the row of the sums that they are
+    added to. Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation e N (widths / t + D)
+    more, and in a pipeline float32 gradients of the expert matrices; with further rounds 3 e N
+    (widths / t), 8 e N D (gather: 4) and e (matrices) more (gather: none). Further rounds under
+    full recomputation in a pipeline: 2 e N D more. By nodes: 6 e N D more.
     """
     if not unit.sparse:
         return 0
@@ -265,19 +266,33 @@ def working(work: Workload, unit: Unit) -> int:
     columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
     matrices = dispatch.local_experts * dispatch.width * widths
-    rounds = 4 * e * matrices if dispatch.in_rounds else 0
+    copies = 4 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
+    rounds = copies * e * matrices if dispatch.in_rounds else 0
     rounds += 6 * e * dispatch.rows * dispatch.width if dispatch.nodes > 1 else 0
     more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
     again = int(not work.kept)
     if dispatch.in_blocks and not dispatch.in_rounds:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
-    if dispatch.in_blocks and dispatch.gathers:
-        return e * dispatch.rows * (3 * columns + 4 * dispatch.width) + rounds
-    if dispatch.gathers:
+    if dispatch.gathers and not dispatch.in_blocks:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
-    if dispatch.in_blocks:
-        return e * dispatch.rows * (3 * columns + 8 * dispatch.width) + 5 * rounds // 4
-    return e * dispatch.rows * (3 * columns + 7 * dispatch.width) + rounds
+    vectors = 4 if dispatch.gathers else 7 + dispatch.in_blocks
+    vectors += 2 * again * (work.pipelined and dispatch.in_rounds)
+    rounds += e * matrices * (dispatch.in_blocks and not dispatch.gathers)
+    return e * dispatch.rows * (3 * columns + vectors * dispatch.width) + rounds
+
+
+def recomputed(work: Workload, unit: Unit) -> int:
+    """Bytes of what the experts of a unit's other layers recomputed, under full recomputation:
+    their columns, inputs and rows, e N (widths / t + D). Without further rounds, whose gathered
+    weights are counted apart, also matrices gathered over fsdp."""
+    if work.kept or not unit.sparse:
+        return 0
+    dispatch = dispatch_of(work)
+    widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
+    elements = dispatch.rows * (widths + dispatch.width)
+    if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
+        elements += dispatch.local_experts * dispatch.width * widths
+    return (unit.sparse - 1) * work.itemsize * elements
 
 
 def product_words(work: Workload) -> str:

@@ -5,16 +5,17 @@ bytes of the compute dtype.
 """
 
 import functools
+import math
 
 import jax
 
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import OptimConfig
+from maxmeg.config.schema import GPUS_A_NODE, OptimConfig
 from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.attention import kernels
-from maxmeg.planning.cost.backward import layer
+from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
@@ -151,7 +152,8 @@ def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
     the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so.
     If the product itself waits, what it reads: the logits' gradient and the whole hidden state,
-    e T (v + D).
+    e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that makes the
+    gradient; on one node also its zeros (`begins_early`).
     """
     loss, width = head(work), work.config.model.hidden_size
     if work.config.lora.rank:
@@ -161,7 +163,22 @@ def waiting_gradient(work: Workload) -> int:
     if summed_alone(work):
         return 0
     itemsize = FLOAT32 if loss.backend == "xla" else work.itemsize
+    if loss.backend == "tiled" and begins_early(work):
+        itemsize *= 2
     return itemsize * work.vocabulary * width
+
+
+def begins_early(work: Workload) -> bool:
+    """Whether XLA makes zeros for the tiled loss's gradient of the weight before the layers run
+    backward, though the loop that fills them follows: on one node, where XLA schedules by other
+    latencies, but for one microbatch without full recomputation."""
+    node = math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
+    return node and (work.microbatches > 1 or not work.kept)
+
+
+def cuts_layers(work: Workload) -> bool:
+    """Whether ZeRO-1 cuts weights of layers."""
+    return any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
 
 
 def of_first_sublayers(work: Workload) -> int:
@@ -181,8 +198,8 @@ def held_by_ticks(work: Workload) -> int:
     """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
     loop over microbatches: under fsdp the gathered output weight, e v D.
     """
-    cut = any(shard.zero1_axes and shard.parameter.group is not None for shard in work.shards)
-    if work.pipelined or work.microbatches < 3 or not cut or work.axes["fsdp"] == 1:
+    pipelined = work.pipelined or work.microbatches < 3
+    if pipelined or work.axes["fsdp"] == 1 or not cuts_layers(work):
         return 0
     return work.itemsize * work.vocabulary * work.config.model.hidden_size
 
@@ -206,30 +223,72 @@ def loss(work: Workload) -> int:
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
     itself and converted to the dtype of the sums. If the product waits, also what it reads; without
-    fsdp, together with the embedding's float32 gradient.
+    fsdp, together with the embedding's float32 gradient, else beside arrays of the loss that XLA
+    placed before (`packed`): the gathered weight and a chunk of float32 logits.
     """
     whole = work.vocabulary * work.config.model.hidden_size
     waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
     if waiting and multiplied_last(work):
         if work.axes["fsdp"] == 1:
             return waiting + (e + FLOAT32) * whole
-        return e * whole + max(waiting, converted * whole)
+        logits = FLOAT32 * head(work).blocks[1] * work.vocabulary
+        read = e * work.tokens * work.vocabulary
+        arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
+        return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
     if not waiting or work.axes["fsdp"] == 1 or waiting == converted * whole:
         return waiting
     return waiting + converted * whole
 
 
+def packed(arrays: list[tuple[int, int, int]]) -> int:
+    """Bytes of a heap for arrays (bytes, first and last time), as XLA places them: the largest
+    first, of equal ones the shortest, each into the smallest gap that holds it while it exists."""
+    placed: list[tuple[int, int, int, int]] = []
+    for size, first, last in sorted(arrays, key=lambda a: (-a[0], a[2] - a[1])):
+        gaps, end = [], 0
+        for offset, stop, start, until in sorted(placed):
+            if start <= last and first <= until:
+                gaps.append((offset - end, end))
+                end = max(end, stop)
+        offset = min((gap for gap in gaps if gap[0] >= size), default=(0, end))[1]
+        placed.append((offset, offset + size, first, last))
+    return max(stop for _, stop, _, _ in placed)
+
+
 def absent(work: Workload) -> tuple[int, int]:
     """Bytes that do not exist (during the loss, during backward of the layers), though
-    `parameter_memory` counts them, if nothing is added up and no other microbatch follows: compute
-    weights of the embedding and, after the loss, of the output; gradients of both."""
-    if work.accumulates:
+    `parameter_memory` counts them, if there is one microbatch: gradients of the embedding and the
+    output, during the loss also of layers that ZeRO-1 does not cut; with a weight lane until it
+    runs. Without a pipeline also compute weights of the embedding and, after the loss, of the
+    output."""
+    if work.microbatches > 1:
         return 0, 0
-    outside = [s for s in work.shards if s.trained and s.parameter.group is None]
-    gradients = sum(_gradient_bytes(work, shard) for shard in outside)
+    trained = [s for s in work.shards if s.trained]
+    outside = [s for s in trained if s.parameter.group is None]
+    begun = [s for s in trained if s.parameter.group is not None and s.zero1_axes]
+    every, late = (sum(_gradient_bytes(work, s) for s in shards) for shards in (trained, outside))
+    every -= sum(_gradient_bytes(work, s) for s in begun)
+    late = every if split_once(work) else late
+    tied = work.config.model.tied
+    if work.pipelined:
+        sums = summed_alone(work) and not multiplied_last(work)
+        head = FLOAT32 * work.vocabulary * work.config.model.hidden_size * sums
+        return every - head, late - head
     copies = {s.parameter.kind: work.itemsize * s.computed for s in outside if _is_copied(work, s)}
-    early = 0 if work.config.model.tied else copies.get("embedding", 0)
-    return gradients + early, gradients + sum(copies.values())
+    early = 0 if tied else copies.get("embedding", 0)
+    return every + early, late + sum(copies.values())
+
+
+def freed(work: Workload) -> list[int]:
+    """Bytes of each group that do not exist once it has run backward, if it is a single unit, which
+    has no loop: what it stored, but in a ring buffer, and its late gradients, unless added up."""
+    bytes_of = []
+    for group, unit in enumerate(work.units):
+        shards = [s for s in work.shards if s.trained and s.parameter.group == group]
+        late = 0 if work.accumulates else sum(_gradient_bytes(work, s) for s in shards)
+        stored = 0 if work.pipelined else unit_activations(work, unit)
+        bytes_of.append((late + stored) * (work.places[group] == 1))
+    return bytes_of
 
 
 @functools.cache
@@ -293,7 +352,8 @@ def device_memory(work: Workload) -> dict[str, int]:
     absent_in_loss, absent_in_layers = absent(work)
     loss_bytes = max(0, loss(work) + held - absent_in_loss)
     after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
-    backward = max(layer(work) + waiting_gradient(work) + held - absent_in_layers, after)
+    largest = max(layer(work, freed(work)), scattered_in_branch(work))
+    backward = max(largest + waiting_gradient(work) + held - absent_in_layers, after)
     return {
         **parameter_memory(work),
         "activations": kept,
