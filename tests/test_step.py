@@ -93,7 +93,7 @@ def marked(layouts: list) -> list:
     return [*(pytest.param(*one, marks=pytest.mark.slow) for one in layouts[:-1]), layouts[-1]]
 
 
-@pytest.mark.parametrize(("model", "parallel"), OVERLAPPED)
+@pytest.mark.parametrize(("model", "parallel"), marked(OVERLAPPED))
 def test_products_beside_transfers_change_no_loss_or_gradient(model, parallel):
     """Attention and mlp, with biases, several samples, a pipeline's weight lane."""
     train = {"micro_batch_size": 2} if "pipe" in parallel else {}
@@ -153,14 +153,11 @@ def unrolled(unroll: int, mesh: tuple) -> tuple[float, dict]:
     return gradients(model, dict(mesh), {"micro_batch_size": 4})
 
 
-@pytest.mark.parametrize("unroll", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("unroll", [2, 3])
 @pytest.mark.parametrize(
     "parallel",
-    [
-        pytest.param({"fsdp": 1}, marks=pytest.mark.slow),
-        pytest.param({"pipe": 2, "fsdp": 1, "pad_layers": True}, marks=pytest.mark.slow),
-        {"fsdp": 2, "tensor": 2},
-    ],
+    [{"fsdp": 1}, {"pipe": 2, "fsdp": 1, "pad_layers": True}, {"fsdp": 2, "tensor": 2}],
 )
 def test_layers_per_iteration_change_no_gradient(parallel, unroll):
     """Of 7 repeats one is left over."""

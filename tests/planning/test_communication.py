@@ -173,7 +173,13 @@ CASES |= {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = ("tensor", "rings", "selective", "tied", "bfloat16 gradients", "pipe", "blocks", "folded")
+QUICK += ("exchanged", "experts in a pipeline", "padded")
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n not in QUICK)]
+)
 def test_gathers_scatters_and_permutes_are_the_programs(name):
     """As many, over the same axes, with the same bytes; every axis has two devices."""
     model, train, parallel = CASES[name]

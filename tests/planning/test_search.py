@@ -1,5 +1,6 @@
 """Layouts found are valid, fit, and are ranked; what cannot fit is said with numbers."""
 
+import functools
 import re
 
 import pytest
@@ -36,14 +37,15 @@ CASES = [
     ("345m", 32, "h100x1"),
     ("1.3b", 64, "a100x6"),
     ("llama3-8b", 128, "h100x16"),
-    ("22b", 512, "a100x64"),
+    pytest.param("22b", 512, "a100x64", marks=pytest.mark.slow),
 ]
+of_search = functools.cache(lambda *case: search(of(*case[:2]), parse_cluster(case[2])))
 
 
 @pytest.mark.parametrize(("name", "batch", "hardware"), CASES)
 def test_found_layouts_are_valid_fit_and_are_ranked(name, batch, hardware):
     config, cluster = of(name, batch), parse_cluster(hardware)
-    found = search(config, cluster)
+    found = of_search(name, batch, hardware)
     steps = [candidate.analytic.step_seconds for candidate in found]
     assert steps == sorted(steps) and 0 < len(found) < MOST
     assert len({tuple(candidate.settings.items()) for candidate in found}) == len(found)
@@ -62,7 +64,7 @@ def test_no_more_is_recomputed_than_must_be():
     cluster = parse_cluster("h100x16")
     modes = list(POLICIES)
     seen = set()
-    for candidate in search(of("llama3-8b", 128), cluster):
+    for candidate in of_search("llama3-8b", 128, "h100x16"):
         mode = candidate.config.model.recompute
         seen.add(mode)
         for less in modes[: modes.index(mode)]:
@@ -82,6 +84,7 @@ def test_a_large_model_uses_the_pipe():
     assert {candidate.config.parallel.chunks for candidate in found} >= {1, 2, 3, 6}
 
 
+@pytest.mark.slow
 def test_an_eight_billion_model_shards_its_parameters():
     best = search(of("llama3-8b", 512), parse_cluster("h100x64"))[0].config.parallel
     assert best.pipe == best.tensor == 1 and best.fsdp > 1
