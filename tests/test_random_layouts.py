@@ -168,11 +168,6 @@ def covering_runs(count: int) -> list:
     return chosen
 
 
-def test_random_layout_equals_one_device():
-    for run in covering_runs(1):
-        check_run(*run)
-
-
 @pytest.mark.slow
 def test_random_layouts_equal_one_device():
     """In a process of its own, which goes on with the next run: XLA's CPU runtime may deadlock in a

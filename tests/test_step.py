@@ -93,7 +93,8 @@ def marked(layouts: list) -> list:
     return [*(pytest.param(*one, marks=pytest.mark.slow) for one in layouts[:-1]), layouts[-1]]
 
 
-@pytest.mark.parametrize(("model", "parallel"), marked(OVERLAPPED))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "parallel"), OVERLAPPED)
 def test_products_beside_transfers_change_no_loss_or_gradient(model, parallel):
     """Attention and mlp, with biases, several samples, a pipeline's weight lane."""
     train = {"micro_batch_size": 2} if "pipe" in parallel else {}

@@ -31,7 +31,9 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "model", [DENSE, pytest.param(EXPERTS, marks=pytest.mark.slow)], ids=["dense", "experts"]
+)
 def test_no_two_rows_of_weights_have_the_same_random_numbers(model):
     """A row is the first 64 weights of an input or token. Compared by signs, which tell of equal
     bits whatever the distribution and its deviation."""

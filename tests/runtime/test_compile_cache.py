@@ -44,6 +44,7 @@ def events():
     jax.monitoring.unregister_event_listener(count)
 
 
+@pytest.mark.slow
 def test_a_restart_compiles_nothing(tmp_path: Path, as_on_gpus, events):
     corpus = write_corpus(tmp_path)
     programs = []
