@@ -15,7 +15,7 @@ from maxmeg.config.schema import TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.hf.families.read import bindings, model_config
 from maxmeg.layers.context import Context
-from maxmeg.objectives.language_modelling import mtp_loss
+from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
 from maxmeg.parallel.batch import Batch
 
 LOSS = 1e-5  # relative, of a sum over tokens
@@ -81,8 +81,11 @@ def test_mtp_layers_equal_transformers(tmp_path, monkeypatch):
             divisors=jnp.ones(2),
         )
         ctx = Context(positions_BL)
-        hidden_BLD = ours.hidden(ids_BL, ctx)[0]
-        return mtp_loss(ours, hidden_BLD, batch, TrainConfig(), ctx)[1]
+        x_BLD = ours.stack(ours.embed_tokens(ids_BL, ctx), ctx)[0]
+        later = LANGUAGE_MODELLING.later(ours, batch, ctx)
+        outputs, _ = LANGUAGE_MODELLING.further(ours, x_BLD, later, batch, ctx)
+        h_BLD = ours.outputs(x_BLD, ctx)
+        return LANGUAGE_MODELLING.loss(ours, h_BLD, batch, TrainConfig(), ctx, *outputs)[1]
 
     sums = run(ours, jnp.asarray(ids))
     assert sums["mtp_tokens"] == 2 * (LENGTH - 2)
