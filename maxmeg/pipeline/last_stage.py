@@ -1,7 +1,8 @@
-"""What the last pipeline stage computes alone, between the stack and the losses.
+"""Layers that only the last pipeline stage runs, between the stack and the losses: MTP layers.
 
-Losses are not a stage: all stages compute them together, from what the last stage sends to all. The
-other stages run their layers meanwhile, if the last one has fewer.
+All stages then compute the losses together, each for its part of the vocabulary, so the last stage
+sends its outputs to all of them. If the last stage has fewer layers of the stack, it runs these
+while the other stages still run theirs, and no stage waits.
 """
 
 import functools

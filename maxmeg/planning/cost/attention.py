@@ -24,8 +24,8 @@ class Kernel:
     runs in plain XLA; empty if it does not, or if its sequences are short. moved: bytes that XLA
     writes and reads of its float32 scores, or cuDNN of a mask. block: bytes of the scores that
     exist at once, or of the mask. slices: bytes of the keys and values that XLA copies for each
-    piece of the queries; those of a single sample need no copy. surplus: scores that are computed
-    over those that the mask keeps, without documents.
+    piece of the queries; a single sample needs no copy. surplus: the number of scores that are
+    computed, divided by the number that the mask keeps (without document boundaries).
     """
 
     backend: str
