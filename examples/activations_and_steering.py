@@ -48,8 +48,8 @@ class Steered(nnx.Module):
         output, cache, aux = self.mixer(h, ctx, cache)
         return output + self.shift[...], cache, aux
 
-    def init_cache(self, batch, length):
-        return self.mixer.init_cache(batch, length)
+    def init_cache(self, size):
+        return self.mixer.init_cache(size)
 
 
 print("as trained:", run.generate("the cat ", 30, temperature=0))

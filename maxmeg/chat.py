@@ -19,11 +19,11 @@ import numpy as np
 from maxmeg.config.options import Chat as Options
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.inference.conversation import converse
-from maxmeg.inference.decode import Request
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import load_chosen
 from maxmeg.inference.prompts import encoded, end_tokens
+from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
-from maxmeg.inference.stream import Stream
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
@@ -45,7 +45,7 @@ def main(options: Options) -> None:
     config, tokenizer = trained.config, trained.tokenizer
     load_chat_template(tokenizer, config.data.chat_template)  # refuses a model without one
     ends = end_tokens(tokenizer, config.model.vocab_size)
-    stream = Stream(trained, dataclasses.replace(request, ends=ends))
+    engine = Engine(trained, lanes=1)
     room = config.model.max_position
 
     def encode(messages: list[dict[str, str]]) -> np.ndarray:
@@ -59,7 +59,9 @@ def main(options: Options) -> None:
                 f"the conversation has {len(ids)} tokens, and the context {room}: /reset begins a "
                 "new one"
             )
-        yield from stream(ids, options.seed + turn, min(options.num_tokens, room - len(ids)))
+        count = min(options.num_tokens, room - len(ids))
+        limited = dataclasses.replace(request, num_tokens=count, ends=ends)
+        yield from engine.stream(ids, limited, options.seed + turn)
 
     print(f"{options.run_dir}, step {trained.step}. /reset: new conversation, /exit: leave")
     converse(answer, lambda: input(PROMPT))

@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 
 from maxmeg.config.options import Generate as Options
-from maxmeg.inference.decode import Request, Writer, text_after
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import load_chosen
 from maxmeg.inference.prompts import as_chat, encoded, end_tokens, read_records
+from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
-from maxmeg.inference.stream import Stream
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
@@ -40,15 +40,14 @@ def main(options: Options) -> None:
     request = dataclasses.replace(request, ends=ends)
     template = trained.config.data.chat_template
     prompts = encoded(trained.tokenizer, records, options.system, options.opening, template)
+    engine = Engine(trained, lanes=min(options.batch, len(prompts)))
     if len(prompts) == 1 and not options.output and sys.stdout.isatty():
-        pieces = Stream(trained, request)(prompts[0], options.seed)
+        pieces = engine.stream(prompts[0], request, options.seed)
         for piece in itertools.chain([records[0].get("prompt", "")], pieces):
             print(piece, end="", flush=True)
         print()
         return
-    write = Writer(trained, request, options.batch)
-    found = write(prompts, options.seed)
-    texts = [text_after(trained, ids, new) for ids, new in zip(prompts, found, strict=True)]
+    texts = [*map(engine.text, engine.generate(prompts, request, options.seed))]
     if options.output:
         lines = [json.dumps(r | {"completion": t}) for r, t in zip(records, texts, strict=True)]
         Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")

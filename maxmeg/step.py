@@ -174,7 +174,7 @@ def through_stages(
         (microbatch, rotations), layer, rest = given
         whole = collectives.whole(joined(params, rest))
         ctx = dataclasses.replace(context(microbatch, raw_key), rotations=rotations)
-        x_BLD, _, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=prevent_cse)
+        x_BLD, aux = units.run_unit(whole, x_BLD, ctx, layer, prevent_cse=prevent_cse)
         return x_BLD, aux
 
     def later(outer: Model, microbatch: Batch):

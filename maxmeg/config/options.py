@@ -86,7 +86,7 @@ class Generate(SamplingOptions):
     chat: bool = setting(False, "prompts are user messages; use the chat template")
     system: str = setting("", "system message for chats without one")
     opening: bool = setting(True, "begin prompts with the special tokens of the tokenizer.json")
-    batch: int = setting(8, "number of prompts per batch", at_least=1)
+    batch: int = setting(8, "most prompts at a time", at_least=1)
 
 
 @dataclasses.dataclass

@@ -5,6 +5,7 @@ package: pip install 'maxmeg[evals]'.
 """
 
 import difflib
+import functools
 import importlib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,22 +19,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
-from maxmeg.inference.decode import (
-    BATCH,
-    SHORTEST,
-    Request,
-    Writer,
-    check_causal,
-    check_ids,
-    jitted,
-)
+from maxmeg.inference.engine import LANES, Engine
 from maxmeg.inference.load import Trained
+from maxmeg.inference.programs import jitted
 from maxmeg.inference.prompts import end_tokens
+from maxmeg.inference.requests import Request, check_causal, check_ids
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 
 CHUNK = 128  # tokens whose logits are in memory at once
+SHORTEST = 16  # rows are padded to this length times a power of two
 MAX_NEW = 256  # default number of new tokens, as in HFLM
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
@@ -146,7 +142,7 @@ class HarnessModel:
     The `args` of a request are (context, continuation), (text,) or (context, settings).
     """
 
-    def __init__(self, trained: Trained, batch: int = BATCH):
+    def __init__(self, trained: Trained, batch: int = LANES):
         super().__init__()
         if batch < 1:
             raise ValueError(f"batch={batch} must be at least 1 row")
@@ -222,25 +218,28 @@ class HarnessModel:
         return totals
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Generate text up to its first stop string; requests with equal settings share batches."""
-        groups: dict[tuple[Request, tuple[str, ...]], list[int]] = {}
-        for number, request in enumerate(requests):
-            groups.setdefault(self.settings(request.args[1]), []).append(number)
-        texts = [""] * len(requests)
-        for (request, stops), numbers in groups.items():
+        """Generate text up to its first stop string."""
+        replies, texts = [], []
+        settings = [self.settings(request.args[1]) for request in requests]
+        for number, (request, _) in enumerate(settings):
             room = self.max_length - request.num_tokens
             if room < 1:
                 raise ValueError(
                     f"{request.num_tokens} new tokens leave no room for a prompt in the context of "
                     f"{self.max_length}: ask for fewer (max_gen_toks)"
                 )
-            prompts = [self.encode(requests[n].args[0]) or [self.prefix] for n in numbers]
-            write = Writer(self.trained, request, self.batch)
-            results = write([np.array(ids[-room:], np.int32) for ids in prompts], 0)
-            for number, ids in zip(numbers, results, strict=True):
-                shown = [i for i in ids.tolist() if i not in self.hidden_ids]
-                texts[number] = until(self.trained.tokenizer.decode(shown), stops)
+            ids = self.encode(requests[number].args[0]) or [self.prefix]
+            replies.append(self.engine.submit(ids[-room:], request, number=number))
+        while self.engine.step():
+            pass
+        for reply, (_, stops) in zip(replies, settings, strict=True):
+            shown = [i for i in reply.tokens if i not in self.hidden_ids]
+            texts.append(until(self.trained.tokenizer.decode(shown), stops))
         return texts
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        return Engine(self.trained, lanes=self.batch)
 
     def settings(self, options: Mapping[str, typing.Any]) -> tuple[Request, tuple[str, ...]]:
         """Return a task's generation settings and stop strings; ValueError for unknown options."""
@@ -302,7 +301,7 @@ def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     return tokenizer.special_ids | roles
 
 
-def harness_model(trained: Trained, batch: int = BATCH) -> typing.Any:
+def harness_model(trained: Trained, batch: int = LANES) -> typing.Any:
     """Return `trained` as an lm_eval.api.model.LM, for lm_eval.simple_evaluate."""
     return type("Model", (HarnessModel, part_of_harness("lm_eval.api.model").LM), {})(
         trained, batch
@@ -312,7 +311,7 @@ def harness_model(trained: Trained, batch: int = BATCH) -> typing.Any:
 def run_tasks(
     trained: Trained,
     tasks: Sequence[str],
-    batch: int = BATCH,
+    batch: int = LANES,
     shots: int | None = None,
     limit: int | None = None,
 ) -> str:

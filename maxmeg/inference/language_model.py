@@ -27,11 +27,12 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.convert import Report, export_model
 from maxmeg.hf.trained import CARRIED, carried_folder
 from maxmeg.inference.activations import capture
-from maxmeg.inference.decode import Request, Writer, check_ids, jitted, text_after
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
+from maxmeg.inference.programs import jitted
 from maxmeg.inference.prompts import encoded, end_tokens
+from maxmeg.inference.requests import Request, check_ids
 from maxmeg.inference.sampling import Sampling
-from maxmeg.inference.stream import Stream
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.mesh import local_mesh, sizes_of
@@ -68,8 +69,6 @@ class LanguageModel:
         config.parallel = ParallelConfig(**sizes, zero1=False)
         tokenizer = tokenizer or load_tokenizer(config.data.tokenizer)
         self.trained = Trained(placed(model, mesh), config, tokenizer, step, mesh, metadata or {})
-        self._writers: dict[Request, Writer] = {}
-        self._streams: dict[Request, Stream] = {}
         self._captures: dict[tuple[str, ...], Callable] = {}
 
     @classmethod
@@ -115,8 +114,7 @@ class LanguageModel:
 
         temperature: 0 always takes the most likely token. top_k: sample from the k most likely
         tokens (0: all); top_p: from the most likely ones with this total probability. A text ends
-        before an end-of-text token. The program is compiled once per number of new tokens, sampling
-        and padded length of the prompt. ValueError for a prompt that exceeds the context.
+        before an end-of-text token. ValueError for a prompt that exceeds the context.
         """
         request = self.request(max_new_tokens, Sampling(temperature, top_k, top_p))
         return self.generate_batch([prompt], request, seed)[0]
@@ -125,12 +123,8 @@ class LanguageModel:
         self, prompts: Sequence[Prompt], request: Request, seed: int = 0
     ) -> list[str]:
         """Return what `generate` returns, for each of several texts or chats."""
-        if request not in self._writers:
-            self._writers[request] = Writer(self.trained, request)
-        encoded_prompts = [self.encode(prompt) for prompt in prompts]
-        answers = self._writers[request](encoded_prompts, seed)
-        pairs = zip(encoded_prompts, answers, strict=True)
-        return [text_after(self.trained, ids, answer) for ids, answer in pairs]
+        replies = self.engine.generate([*map(self.encode, prompts)], request, seed)
+        return [self.engine.text(reply) for reply in replies]
 
     def stream(
         self,
@@ -143,15 +137,12 @@ class LanguageModel:
     ) -> Iterator[str]:
         """Yield the text that `generate` returns in pieces, as soon as they are known."""
         request = self.request(max_new_tokens, Sampling(temperature, top_k, top_p))
-        if request not in self._streams:
-            self._streams[request] = Stream(self._computing, request)
-        return self._streams[request](self.encode(prompt), seed)
+        return self.engine.stream(self.encode(prompt), request, seed)
 
     @functools.cached_property
-    def _computing(self) -> Trained:
-        """The model with its weights in the compute dtype: a copy of master weights."""
-        model = cast(self.model, self.config.model.dtype)
-        return dataclasses.replace(self.trained, model=model)
+    def engine(self) -> Engine:
+        """What generates text. It has a copy of master weights in the compute dtype."""
+        return Engine(self.trained)
 
     def request(self, max_new_tokens: int, sampling: Sampling) -> Request:
         """Return what to generate, up to one of the model's end tokens."""
@@ -174,7 +165,12 @@ class LanguageModel:
         """
         if patterns not in self._captures:
             self._captures[patterns] = make_capture(self.config, patterns)
-        return self._captures[patterns](self._computing.model, self._row(prompt))
+        return self._captures[patterns](self._computing, self._row(prompt))
+
+    @functools.cached_property
+    def _computing(self) -> LM:
+        """The model with its weights in the compute dtype: a copy of master weights."""
+        return cast(self.model, self.config.model.dtype)
 
     @functools.cached_property
     def _forward(self) -> Callable:

@@ -1,43 +1,143 @@
-"""Choosing the next token from logits."""
+"""Choosing the next token from logits, with settings of its own for every row."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
+
+TOP = 20  # likeliest tokens whose log-probabilities a request can ask for
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are sampled. temperature=0: greedy. top_k=0: all tokens. top_p: the smallest
-    set of tokens with at least that probability mass."""
+    """How tokens are sampled.
+
+    temperature: 0 takes the likeliest token. top_k: keeps the k likeliest tokens (0: all), min_p:
+    those with at least min_p times the probability of the likeliest, top_p: of the rest the
+    smallest set with at least this probability. Tokens as likely as the last one kept are kept.
+    top_logprobs: number of likeliest tokens whose log-probabilities are returned.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    top_logprobs: int = 0
 
     def __post_init__(self):
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise ValueError(
                 f"{self}: temperature and top_k must be at least 0 and top_p in (0, 1]"
             )
+        if not 0 <= self.min_p <= 1 or not 0 <= self.top_logprobs <= TOP:
+            raise ValueError(f"{self}: min_p must be in [0, 1], top_logprobs in 0..{TOP}")
 
 
-def sample(logits_BV: Float[Array, "B V"], key: jax.Array, sampling: Sampling) -> Int[Array, " B"]:
-    """Sample one token id per row: top-k, then top-p of the rest (Holtzman et al., 2020)."""
-    if sampling.temperature == 0:
-        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
-    logits_BV = logits_BV / sampling.temperature
-    descending_BV = -jnp.sort(-logits_BV, axis=-1)
-    if 0 < sampling.top_k < logits_BV.shape[-1]:
-        least_B1 = descending_BV[:, sampling.top_k - 1 : sampling.top_k]
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-        descending_BV = jnp.where(descending_BV < least_B1, -jnp.inf, descending_BV)
-    if sampling.top_p < 1:
-        mass_BV = jnp.cumsum(jax.nn.softmax(descending_BV, axis=-1), axis=-1)
-        kept_B1 = jnp.sum(
-            mass_BV < sampling.top_p, axis=-1, keepdims=True
-        )  # number of tokens before the last kept one
-        least_B1 = jnp.take_along_axis(descending_BV, kept_B1, axis=-1)
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-    return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
+class Rows(typing.NamedTuple):
+    """The settings of each row. A token depends on its logits, seed, number and step alone.
+
+    numbers_B: of the row among those with the same seed. steps_B: number of its earlier new tokens.
+    """
+
+    temperatures_B: Float[Array, " B"]
+    top_ks_B: Int[Array, " B"]
+    top_ps_B: Float[Array, " B"]
+    min_ps_B: Float[Array, " B"]
+    seeds_B: Int[Array, " B"]
+    numbers_B: Int[Array, " B"]
+    steps_B: Int[Array, " B"]
+
+
+class Chosen(typing.NamedTuple):
+    """A token of each row, its log-probability, and those of the TOP likeliest tokens.
+
+    Log-probabilities are of the plain logits, before temperature and limits.
+    """
+
+    ids_B: Int[Array, " B"]
+    logprobs_B: Float[Array, " B"]
+    top_ids_BT: Int[Array, "B T"]
+    top_logprobs_BT: Float[Array, "B T"]
+
+
+def choose(logits_BV: Float[Array, "B V"], rows: Rows, wants_top_B: jax.Array) -> Chosen:
+    """Sample a token for each row. wants_top_B: rows that need the likeliest tokens."""
+    ids_B = sample(logits_BV, rows)
+    sums_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    logprobs_B = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1)[:, 0] - sums_B1[:, 0]
+    (B, V), top = logits_BV.shape, min(TOP, logits_BV.shape[-1])
+
+    def likeliest():
+        values_BT, top_ids_BT = lax.top_k(logits_BV, top)
+        return top_ids_BT, values_BT - sums_B1
+
+    def nothing():
+        return jnp.zeros((B, top), jnp.int32), jnp.zeros((B, top), jnp.float32)
+
+    return Chosen(ids_B, logprobs_B, *lax.cond(wants_top_B.any(), likeliest, nothing))
+
+
+def sample(logits_BV: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:
+    """Sample a token id for each row (top-p: Holtzman et al., 2020)."""
+    greedy_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    is_greedy_B = rows.temperatures_B == 0
+
+    def drawn():
+        scaled_BV = logits_BV / jnp.where(is_greedy_B, 1, rows.temperatures_B)[:, None]
+        is_limited_B = (rows.top_ks_B > 0) | (rows.top_ps_B < 1) | (rows.min_ps_B > 0)
+        limited_BV = lax.cond(is_limited_B.any(), limited, lambda x, _: x, scaled_BV, rows)
+        keys_B = jax.vmap(key_of)(rows.seeds_B, rows.numbers_B, rows.steps_B)
+        ids_B = jax.vmap(jax.random.categorical)(keys_B, limited_BV).astype(jnp.int32)
+        return jnp.where(is_greedy_B, greedy_B, ids_B)
+
+    return lax.cond(is_greedy_B.all(), lambda: greedy_B, drawn)
+
+
+def key_of(seed: jax.Array, number: jax.Array, step: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), number), step)
+
+
+def limited(logits_BV: Float[Array, "B V"], rows: Rows) -> Float[Array, "B V"]:
+    """Logits with -inf for the tokens that top_k, min_p and then top_p exclude."""
+    V = logits_BV.shape[-1]
+    ks_B1 = jnp.where(rows.top_ks_B > 0, jnp.minimum(rows.top_ks_B, V), V)[:, None]
+    largest_B1 = logits_BV.max(axis=-1, keepdims=True)
+
+    def enough(least_B1):
+        return jnp.sum(logits_BV >= least_B1, axis=-1, keepdims=True) >= ks_B1
+
+    relative_B1 = largest_B1 + jnp.log(rows.min_ps_B)[:, None]
+    least_B1 = jnp.maximum(threshold(enough, len(logits_BV)), relative_B1)
+    kept_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    chances_BV = jax.nn.softmax(kept_BV, axis=-1)
+
+    def likely(least_B1):
+        mass_B1 = jnp.sum(chances_BV, axis=-1, keepdims=True, where=kept_BV >= least_B1)
+        return mass_B1 >= rows.top_ps_B[:, None]
+
+    least_B1 = jnp.where(rows.top_ps_B[:, None] < 1, threshold(likely, len(logits_BV)), -jnp.inf)
+    return jnp.where(kept_BV < least_B1, -jnp.inf, kept_BV)
+
+
+def threshold(holds: typing.Callable, rows: int) -> Float[Array, "B 1"]:
+    """The largest float32 of each row for which holds(values [B, 1]) is true, found bit by bit;
+    -inf if there is none. `holds` is true up to some value, and false beyond it."""
+
+    sign = jnp.uint32(1 << 31)
+
+    def value(code_B1):  # from integers in the order of the floats that they stand for
+        bits_B1 = jnp.where(code_B1 >= sign, code_B1 ^ sign, ~code_B1)
+        return lax.bitcast_convert_type(bits_B1, jnp.float32)
+
+    def step(i, code_B1):
+        more_B1 = code_B1 | (sign >> i.astype(jnp.uint32))
+        candidate_B1 = value(more_B1)
+        is_less_B1 = ~jnp.isnan(candidate_B1) & holds(candidate_B1)
+        return jnp.where(is_less_B1, more_B1, code_B1)
+
+    code_B1 = lax.fori_loop(0, 32, step, jnp.zeros((rows, 1), jnp.uint32))
+    found_B1 = value(code_B1)
+    return jnp.where(jnp.isnan(found_B1), -jnp.inf, found_B1)

@@ -1,20 +1,19 @@
 """Self-attention: multi-head, grouped-query or multi-query, with a key/value cache for decoding."""
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.layers.cache import CacheSize, cached_attention
 from maxmeg.layers.context import Context, RotaryKind
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention.call import attention
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
-from maxmeg.ops.decode_attention import call as decoding
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import first_index, stored
@@ -22,7 +21,6 @@ from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import set_kv_heads
 
 DROPOUT_PLACE = 0
-PAGE = 128  # tokens per page of a cache whose length is a multiple of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,33 +116,6 @@ def normalized(x_BLI: jax.Array, norm: Norm | None, heads: tuple[int, ...]) -> j
     return norm(x_BLI).reshape(heads) if norm.over else norm(x_BLI.reshape(heads))
 
 
-class Cache(typing.NamedTuple):
-    """Keys and values of the tokens so far, in the order of positions."""
-
-    k_BMGK: jax.Array
-    v_BMGK: jax.Array
-
-    def paged(self, lengths_B: jax.Array):
-        """The cache as a PagedCache whose pages are in the order of rows and positions."""
-        B, M, G, K = self.k_BMGK.shape
-        size = PAGE if M % PAGE == 0 else M
-        page_table = jnp.arange(B * M // size, dtype=jnp.int32).reshape(B, -1)
-        k_pages, v_pages = (x.reshape(-1, size, G, K) for x in self)
-        return decoding.PagedCache(k_pages, v_pages, page_table, lengths_B)
-
-    def with_first(self, k_BLGK: jax.Array, v_BLGK: jax.Array) -> "Cache":
-        """An empty cache with the first tokens of all rows added."""
-        L = k_BLGK.shape[1]
-        return Cache(self.k_BMGK.at[:, :L].set(k_BLGK), self.v_BMGK.at[:, :L].set(v_BLGK))
-
-    def with_next(self, k_BLGK: jax.Array, v_BLGK: jax.Array, lengths_B: jax.Array) -> "Cache":
-        """The cache with each row's newest tokens added; lengths_B includes them."""
-        pages, shape = self.paged(lengths_B), self.k_BMGK.shape
-        k_pages = decoding.write_pages(pages.k_pages, k_BLGK, pages.page_table, lengths_B)
-        v_pages = decoding.write_pages(pages.v_pages, v_BLGK, pages.page_table, lengths_B)
-        return Cache(k_pages.reshape(shape), v_pages.reshape(shape))
-
-
 class Attention(Mixer):
     """out(attention(query x, key x, value x)); heads are sharded over tensor.
 
@@ -169,8 +140,8 @@ class Attention(Mixer):
         set_kv_heads((self.key, self.value, self.key_norm), G)
 
     def __call__(
-        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
-    ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
+        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
+    ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
         """(partial sums over tensor, new cache, no auxiliary values); with `overlap` input and
         output are of the local sequence shard, the output complete sums."""
         overlap, projections = self.spec.overlap, (self.query, self.key, self.value)
@@ -186,7 +157,9 @@ class Attention(Mixer):
         if cache is None:
             out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
         else:
-            out_BLHK, cache = self.cached(q_BLHK, k_BLGK, v_BLGK, ctx, cache)
+            assert ctx.cache_places is not None and ctx.segments_BL is None
+            how = ctx.cache_places, self.scores(), self.sink_logits()
+            out_BLHK, cache = cached_attention(q_BLHK, (k_BLGK, v_BLGK), cache, *how)
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, {}
 
@@ -199,20 +172,6 @@ class Attention(Mixer):
         operands = Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
         return attention(q_BLHK, k_BMGK, v_BMGK, self.scores(), operands, backend=spec.backend)
 
-    def cached(self, q_BLHK, k_BLGK, v_BLGK, ctx: Context, cache: Cache):
-        """(output, new cache) for tokens that follow ctx.cache_offset tokens in their row."""
-        assert ctx.cache_offset is not None and ctx.segments_BL is None
-        if isinstance(ctx.cache_offset, int):
-            assert ctx.cache_offset == 0
-            out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
-            return out_BLHK, cache.with_first(k_BLGK, v_BLGK)
-        B, L = q_BLHK.shape[:2]
-        lengths_B = jnp.broadcast_to(ctx.cache_offset + L, (B,)).astype(jnp.int32)
-        cache = cache.with_next(k_BLGK, v_BLGK, lengths_B)
-        sinks_H = self.sink_logits()
-        pages, scores = cache.paged(lengths_B), self.scores()
-        return decoding.decode_attention(q_BLHK, pages, scores, sinks_H)[0], cache
-
     def scores(self) -> ScoreSpec:
         spec = self.spec
         return ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
@@ -220,8 +179,8 @@ class Attention(Mixer):
     def sink_logits(self) -> jax.Array | None:
         return None if self.sinks is None else self.sinks[...]
 
-    def init_cache(self, batch: int, length: int) -> Cache:
-        """An empty cache for `batch` sequences of `length` tokens, in the weights' dtype."""
-        weight = self.key.weight[...]
-        shape = (batch, length, weight.shape[-1] // self.spec.head_dim, self.spec.head_dim)
-        return Cache(jnp.zeros(shape, weight.dtype), jnp.zeros(shape, weight.dtype))
+    def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
+        """Pages of keys and of values, in the weights' dtype."""
+        weight, K = self.key.weight[...], self.spec.head_dim
+        shape = (size.pages, size.slots, weight.shape[-1] // K, K)
+        return jnp.zeros(shape, weight.dtype), jnp.zeros(shape, weight.dtype)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
+from maxmeg.layers.cache import CachePlaces
 from maxmeg.ops.random import fold
 from maxmeg.ops.rope import RotarySpec, Rotation, rotation
 from maxmeg.parallel import collectives
@@ -34,8 +35,9 @@ class Context:
     tensor, which mixers read; `shard` returns the part of the residual stream.
     rows_B: index of each sample in the global batch. dropout_key: seed of all randomness.
     layer: index of the unit in model order. sublayer: index of the sublayer in its unit.
-    cache_offset: number of tokens in the cache, for all rows or per row [B]. The integer 0 means an
-    empty cache: attention then reads the new tokens only.
+    cache_places: of the tokens in the cache; None: there is no cache.
+    row_lengths_B: number of tokens that the rotation of a row is for, where it depends on that
+    (ops.rope); None: up to the last position.
     sequence_sharded: the residual stream is sharded over tensor along the sequence; False in
     decoding. training: apply dropout, router noise and Sinkhorn balancing.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
@@ -48,7 +50,8 @@ class Context:
     dropout_key: jax.Array | None = None
     layer: jax.Array | int = 0
     sublayer: int = dataclasses.field(default=0, metadata={"static": True})
-    cache_offset: jax.Array | int | None = None
+    cache_places: CachePlaces | None = None
+    row_lengths_B: jax.Array | None = None
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
     microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -69,7 +72,7 @@ class Context:
 
     def with_rotations(self, kinds: Sequence[RotaryKind]) -> "Context":
         """The context of layers that rotate heads in these ways."""
-        tables = tuple(rotation(self.positions_BL, size, spec) for spec, size in kinds)
+        tables = tuple(self.rotation(spec, size) for spec, size in kinds)
         return dataclasses.replace(self, rotations=Rotations(tuple(kinds), tables))
 
     def rotation(self, spec: RotarySpec, head_size: int) -> Rotation:
@@ -77,7 +80,7 @@ class Context:
         kind, known = (spec, head_size), self.rotations
         if known is not None and kind in known.kinds:
             return known.tables[known.kinds.index(kind)]
-        return rotation(self.positions_BL, head_size, spec)
+        return rotation(self.positions_BL, head_size, spec, self.row_lengths_B)
 
     def shard(self, x_BL: jax.Array) -> jax.Array:
         """The part of the residual stream of an array [B, L, ...] of the gathered sequence."""

@@ -13,6 +13,7 @@ import typing
 import jax
 from flax import nnx
 
+from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context, RotaryKind
 
 Span = typing.Literal["whole", "shard"]  # of the sequence, which is sharded over tensor
@@ -98,11 +99,12 @@ class Mixer(nnx.Module):
     spec: typing.Any  # a MixerSpec
 
     def __call__(self, h: jax.Array, ctx: Context, cache: typing.Any = None) -> tuple:
-        """(output, new cache or None, auxiliary values by name)."""
+        """(output, new cache or None, auxiliary values by name). cache: of all layers of the group
+        (layers/cache.py); ctx.cache_places says which part is this layer's."""
         raise NotImplementedError
 
-    def init_cache(self, batch: int, length: int) -> typing.Any:
-        """An empty cache for `batch` sequences of `length` tokens; None if the mixer has none."""
+    def init_cache(self, size: CacheSize) -> typing.Any:
+        """One layer's part of an empty cache; None if the mixer has none."""
         return None
 
     def update(self, aux: dict[str, jax.Array]) -> None:

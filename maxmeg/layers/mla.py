@@ -9,20 +9,19 @@ without rotation and a rotary part of size `rotary_size` (names with `rotary`).
 """
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.attention import Attention, AttentionSpec, Cache
+from maxmeg.layers.attention import Attention, AttentionSpec
+from maxmeg.layers.cache import CacheSize, cached_attention
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.broadcast import broadcast
-from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import rotate
 from maxmeg.parallel.collectives import gather_sequence, stored, unshard_parameter
@@ -80,25 +79,6 @@ class MlaSpec(AttentionSpec):
         return self._with_heads(stored, (latent, self.query_rank or self.hidden_size))
 
 
-class LatentCache(typing.NamedTuple):
-    """The normalized latent and the rotary key of each token so far, concatenated."""
-
-    kv_BMI: jax.Array
-
-    def paged(self, lengths_B: jax.Array) -> PagedCache:
-        """A cache with one key head; the keys serve as values, to avoid a copy of the latents."""
-        kv_BM1I = self.kv_BMI[:, :, None]
-        return Cache(kv_BM1I, kv_BM1I).paged(lengths_B)
-
-    def with_first(self, kv_BLI: jax.Array) -> "LatentCache":
-        return LatentCache(self.kv_BMI.at[:, : kv_BLI.shape[1]].set(kv_BLI))
-
-    def with_next(self, kv_BLI: jax.Array, lengths_B: jax.Array) -> "LatentCache":
-        pages, kv_BL1I = self.paged(lengths_B), kv_BLI[:, :, None]
-        kv_pages = write_pages(pages.k_pages, kv_BL1I, pages.page_table, lengths_B)
-        return LatentCache(kv_pages.reshape(self.kv_BMI.shape))
-
-
 class Mla(Attention):
     """Heads are sharded over tensor; the projections to latents are replicated.
 
@@ -130,15 +110,12 @@ class Mla(Attention):
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
 
     def __call__(
-        self, h_BLD: Float[Array, "B l D"], ctx: Context, cache: LatentCache | None = None
-    ) -> tuple[Float[Array, "B L D"], LatentCache | None, dict]:
+        self, h_BLD: Float[Array, "B l D"], ctx: Context, cache: tuple | None = None
+    ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
         """(partial sums over tensor for the whole sequence, new cache, no auxiliary values)."""
         q_BLHI, kv_BLI = self.queries(h_BLD, ctx), self.latents(h_BLD, ctx)
         if cache is None:
             out_BLHV = self.expanded(q_BLHI, kv_BLI, ctx)
-        elif isinstance(ctx.cache_offset, int):
-            assert ctx.cache_offset == 0 and ctx.segments_BL is None
-            out_BLHV, cache = self.expanded(q_BLHI, kv_BLI, ctx), cache.with_first(kv_BLI)
         else:
             out_BLHV, cache = self.absorbed(q_BLHI, kv_BLI, ctx, cache)
         return self.out(out_BLHV.reshape(*out_BLHV.shape[:2], -1), ctx), cache, {}
@@ -183,25 +160,25 @@ class Mla(Attention):
         k_rotary = broadcast(k_rotary[:, :, None], (*heads, k_rotary.shape[-1]))
         return self.core(q_BLHI, jnp.concatenate((k_BLHK, k_rotary), axis=-1), v_BLHV, ctx)
 
-    def absorbed(self, q_BLHI, kv_BLI, ctx: Context, cache: LatentCache):
-        """(output, new cache) with the up-projections absorbed, for tokens that follow
-        ctx.cache_offset tokens in their row."""
-        assert ctx.cache_offset is not None and ctx.segments_BL is None
-        spec, (B, L, H, size) = self.spec, q_BLHI.shape
-        lengths_B = jnp.broadcast_to(ctx.cache_offset + L, (B,)).astype(jnp.int32)
-        cache = cache.with_next(kv_BLI, lengths_B)
+    def absorbed(self, q_BLHI, kv_BLI, ctx: Context, cache: tuple):
+        """(output, new cache) with the up-projections absorbed. The latents are keys and values of
+        one head."""
+        assert ctx.cache_places is not None and ctx.segments_BL is None
+        spec, (_, _, H, size) = self.spec, q_BLHI.shape
         q_BLHK, q_rotary = jnp.split(q_BLHI, [spec.head_dim], axis=-1)
         key_IHK = matrix(self.key_up).reshape(spec.kv_rank, H, -1)
         q_latent = jnp.einsum("BLHK,IHK->BLHI", q_BLHK, key_IHK)
         q_absorbed = jnp.concatenate((q_latent, q_rotary), axis=-1)
         scores = dataclasses.replace(self.scores(), scale=spec.scale or size**-0.5)
-        out, _ = decode_attention(q_absorbed, cache.paged(lengths_B), scores, self.sink_logits())
+        how = ctx.cache_places, scores, self.sink_logits()
+        out, cache = cached_attention(q_absorbed, (kv_BLI[:, :, None],), cache, *how)
         value_IHV = matrix(self.value_up).reshape(spec.kv_rank, H, -1)
         return jnp.einsum("BLHI,IHV->BLHV", out[..., : spec.kv_rank], value_IHV), cache
 
-    def init_cache(self, batch: int, length: int) -> LatentCache:
+    def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
+        """Pages of latents with their rotary key."""
         weight = self.kv_down.weight[...]
-        return LatentCache(jnp.zeros((batch, length, weight.shape[-1]), weight.dtype))
+        return (jnp.zeros((size.pages, size.slots, 1, weight.shape[-1]), weight.dtype),)
 
 
 def matrix(linear: Linear) -> jax.Array:

@@ -270,7 +270,7 @@ class Moe(Mixer):
         bias_E = None if self.bias is None else self.bias[...]
         routing = route(logits_TE, self.spec.routing, bias_E, ctx.training)
         weights_TK, aux = balanced(routing, logits_TE, h_BLD.shape[0], self, ctx)
-        routing = Routing(routing.experts_TK, weights_TK)
+        routing = Routing(self._of_tokens(routing.experts_TK, ctx), weights_TK)
         if self.latent_down is None or self.latent_up is None:
             y_BLD = self._experts(h_BLD, routing, ctx)
         else:
@@ -284,6 +284,14 @@ class Moe(Mixer):
                 shared_BLD *= broadcast(jax.nn.sigmoid(gate_BL1), shared_BLD.shape)
             y_BLD += collectives.scatter_sequence(shared_BLD, ctx.sequence_sharded)
         return y_BLD, cache, aux
+
+    def _of_tokens(self, experts_TK: Int[Array, "T K"], ctx: Context) -> Int[Array, "T K"]:
+        """The experts of tokens; beyond the last expert for padding and idle rows of a cache."""
+        if ctx.cache_places is None:
+            return experts_TK
+        places, rows = ctx.cache_places, ctx.positions_BL.shape[1]
+        is_token_T1 = places.is_token(rows).reshape(-1, 1)
+        return jnp.where(is_token_T1, experts_TK, self.spec.routing.num_experts)
 
     def update(self, aux: dict[str, Array]) -> None:
         counts_E = aux[TOKENS]

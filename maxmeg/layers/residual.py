@@ -6,6 +6,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
@@ -76,9 +77,9 @@ class Residual(nnx.Module):
             y_BLD = drop_residual(y_BLD, self.spec.dropout, ctx.key(DROPOUT_PLACE), ctx)
         return x_BLD + y_BLD, None if cache is None else new_cache, aux
 
-    def init_cache(self, batch: int, length: int) -> dict:
+    def init_cache(self, size: CacheSize) -> dict:
         """An empty cache per mixer; None for mixers without one."""
-        return {name: mixer.init_cache(batch, length) for name, mixer in self.mixers.items()}
+        return {name: mixer.init_cache(size) for name, mixer in self.mixers.items()}
 
 
 def drop_residual(x_BLD: jax.Array, rate: float, key: jax.Array, ctx: Context) -> jax.Array:

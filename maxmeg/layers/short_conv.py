@@ -5,13 +5,13 @@ There are D channels X, sharded over tensor. Letter beside the legend's: W width
 """
 
 import dataclasses
-import typing
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
@@ -41,12 +41,6 @@ class ShortConvSpec(MixerSpec):
     def widths(self, kv_copies: int = 1) -> Widths:
         names = ("conv_input_gate", "conv_output_gate", "conv_value")
         return Widths(stored=dict.fromkeys(names, self.hidden_size), last_input=self.hidden_size)
-
-
-class Cache(typing.NamedTuple):
-    """The convolution's last W - 1 inputs of each row."""
-
-    x_BWX: jax.Array
 
 
 class Depthwise(nnx.Module):
@@ -93,31 +87,34 @@ class ShortConv(Mixer):
         self.out = Linear(keys[4], (D, D), ("channels", "embed"), spec.out_std, spec.bias)
 
     def __call__(
-        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: Cache | None = None
-    ) -> tuple[Float[Array, "B L D"], Cache | None, dict]:
+        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: jax.Array | None = None
+    ) -> tuple[Float[Array, "B L D"], jax.Array | None, dict]:
         """(partial sums over tensor, new cache, no auxiliary values)."""
         gate_BLX = stored(self.input_gate(h_BLD, ctx), "conv_input_gate")
         output_BLX = stored(self.output_gate(h_BLD, ctx), "conv_output_gate")
         x_BLX = gate_BLX * stored(self.value(h_BLD, ctx), "conv_value")
-        before_BWX = self.init_cache(len(h_BLD), 0).x_BWX
-        if cache is not None:
-            assert ctx.cache_offset is not None and ctx.segments_BL is None
-            is_prefill = isinstance(ctx.cache_offset, int)  # of an empty cache
-            before_BWX = before_BWX if is_prefill else cache.x_BWX
-            cache = self._last(jnp.concatenate((before_BWX, x_BLX), axis=1), is_prefill, ctx)
+        width, _, channels = self.kernel.weight.shape
+        if cache is None:
+            before_BWX = jnp.zeros((len(h_BLD), width - 1, channels), x_BLX.dtype)
+        else:
+            before_BWX, cache = self._continued(x_BLX, cache, ctx)
         y_BLX = output_BLX * self.kernel(x_BLX, before_BWX, ctx)
         return self.out(y_BLX, ctx), cache, {}
 
-    def _last(self, x_BMX: jax.Array, is_prefill: bool, ctx: Context) -> Cache:
-        """The last W - 1 inputs of each row. In a prefill, rows are padded with tokens that repeat
-        the position of the last token."""
-        count = self.spec.kernel_size - 1
-        if not is_prefill:
-            return Cache(x_BMX[:, x_BMX.shape[1] - count :])
-        places_BW = ctx.positions_BL[:, -1:] + 1 + jnp.arange(count)
-        return Cache(jnp.take_along_axis(x_BMX, places_BW[..., None], axis=1))
+    def _continued(self, x_BLX: jax.Array, state: jax.Array, ctx: Context):
+        """(each row's last W - 1 inputs before x, the state with those of its tokens in x)."""
+        places = ctx.cache_places
+        assert places is not None and ctx.segments_BL is None
+        before_BWX = state[places.layer, places.lanes_B]
+        before_BWX = jnp.where(places.starts_B[:, None, None] > 0, before_BWX, 0)
+        all_BMX = jnp.concatenate((before_BWX, x_BLX), axis=1)
+        places_BW = places.counts_B[:, None] + jnp.arange(before_BWX.shape[1])
+        last_BWX = jnp.take_along_axis(all_BMX, places_BW[..., None], axis=1)
+        used_B = jnp.where(places.counts_B > 0, places.lanes_B, state.shape[1])
+        return before_BWX, state.at[places.layer, used_B].set(last_BWX, mode="drop")
 
-    def init_cache(self, batch: int, length: int) -> Cache:
+    def init_cache(self, size: CacheSize) -> jax.Array:
+        """The convolution's last W - 1 inputs of each lane."""
         weight_W1X = self.kernel.weight[...]
         width, _, channels = weight_W1X.shape
-        return Cache(jnp.zeros((batch, width - 1, channels), weight_W1X.dtype))
+        return jnp.zeros((size.lanes, width - 1, channels), weight_W1X.dtype)

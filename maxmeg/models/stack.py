@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from maxmeg.config.recompute import kept_names
+from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.ops.random import fold, split
@@ -107,25 +108,30 @@ class Stack(nnx.Module):
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
-        """(output, new caches, auxiliary values), the last two stacked over each group's repeats.
+        """(output, new caches of the groups, auxiliary values stacked over each group's repeats).
 
         Only without a pipeline.
         """
         assert self.layout.trivial and self.layout.stages == 1
         ctx = self.with_rotations(ctx)
 
-        def body(looped, x_BLD, layer):
-            unit, index, unit_cache = layer
-            run = functools.partial(self.run_unit, prevent_cse=not looped)
-            x_BLD, new_cache, aux = run(unit, x_BLD, ctx, index, unit_cache)
-            return x_BLD, (new_cache, aux)
+        def body(looped, carry, layer):
+            (x_BLD, group_cache), (unit, index, repeat) = carry, layer
+            if group_cache is None:
+                x_BLD, aux = self.run_unit(unit, x_BLD, ctx, index, prevent_cse=not looped)
+                return (x_BLD, None), aux
+            assert ctx.cache_places is not None
+            places = dataclasses.replace(ctx.cache_places, layer=repeat)
+            unit_ctx = dataclasses.replace(ctx, layer=index, cache_places=places)
+            x_BLD, group_cache, aux = unit(x_BLD, unit_ctx, group_cache)
+            return (x_BLD, group_cache), aux
 
         first, caches, auxes = 0, [], []
         for i, (group, repeats) in enumerate(zip(self.groups, self.repeats, strict=True)):
-            indices = first + jnp.arange(repeats)
-            group_cache = None if cache is None else cache[i]
-            layers = (group, indices, group_cache)
-            x_BLD, (new_cache, aux) = scan_layers(body, x_BLD, layers, self.unroll or repeats)
+            numbers = jnp.arange(repeats)
+            carry = x_BLD, None if cache is None else cache[i]
+            layers = (group, first + numbers, numbers)
+            (x_BLD, new_cache), aux = scan_layers(body, carry, layers, self.unroll or repeats)
             caches.append(new_cache)
             auxes.append(aux)
             first += repeats
@@ -143,24 +149,23 @@ class Stack(nnx.Module):
         x_BLD: jax.Array,
         ctx: Context,
         layer,
-        cache: list | None = None,
         *,
         prevent_cse: bool,
     ):
-        """Run one unit as layer `layer` of the model. Backward reads the activations named in
-        `kept` and recomputes the others.
+        """(output, auxiliary values) of one unit as layer `layer` of the model. Backward reads the
+        activations named in `kept` and recomputes the others.
 
         prevent_cse: True if forward and backward of the unit are in the same computation, as
         without a loop: else XLA merges the recomputation with forward, and stores everything.
         False if loops or a pipeline's ring buffer separate them: the barrier would prevent fusion.
         """
 
-        def run(unit, x_BLD, layer, cache):
-            x_BLD, cache, aux = unit(x_BLD, dataclasses.replace(ctx, layer=layer), cache)
-            return x_BLD, cache, lax.stop_gradient(aux)
+        def run(unit, x_BLD, layer):
+            x_BLD, _, aux = unit(x_BLD, dataclasses.replace(ctx, layer=layer))
+            return x_BLD, lax.stop_gradient(aux)
 
         checkpointed = jax.checkpoint(run, policy=keeps(self.kept), prevent_cse=prevent_cse)
-        return checkpointed(unit, x_BLD, layer, cache)
+        return checkpointed(unit, x_BLD, layer)
 
     def update(self, aux: list) -> None:
         """Set the state of all layers from the auxiliary values of a whole step, stacked in model
@@ -170,11 +175,11 @@ class Stack(nnx.Module):
             placed = functools.partial(jnp.take, indices=rows, axis=0, mode="fill", fill_value=0)
             group.update(jax.tree.map(placed, values))
 
-    def init_cache(self, batch: int, length: int) -> list:
-        """Empty caches, stacked over the repeats of each group."""
+    def init_cache(self, size: CacheSize) -> list:
+        """An empty cache of each group, for all its repeats (layers/cache.py)."""
 
         def unit_cache(unit):
-            return [sublayer.init_cache(batch, length) for sublayer in unit.sublayers]
+            return [sublayer.init_cache(size) for sublayer in unit.sublayers]
 
         return [jax.vmap(unit_cache)(group) for group in self.groups]
 

@@ -75,7 +75,7 @@ def further(
         for i, (depth, later_BLD) in enumerate(zip(depths, later, strict=True)):
             x_BLD = depth.joined(x_BLD, later_BLD)
             layer = sum(model.stack.repeats) + i
-            x_BLD, _, aux = model.stack.run_unit(
+            x_BLD, aux = model.stack.run_unit(
                 depth.layer, x_BLD, ctx, layer, prevent_cse=not is_piped()
             )
             x_BLD = depth.final_norm(x_BLD)

@@ -25,9 +25,9 @@ class RotaryScaling:
       rows longer than original_length (Ding et al., 2024).
 
     With "dynamic" and "longrope" the length of a row changes the rotation of all its positions.
-    When "longrope" changes, decoding recomputes the cache (inference/decode.py); with "dynamic" it
-    keeps the cached keys, as transformers does. attention_factor multiplies cos and sin; 0: the
-    factor of the YaRN and LongRoPE papers.
+    For generated text (inference/engine.py) it is, with "longrope", the most that the row may
+    have; with "dynamic", the tokens so far, and cached keys stay, as in transformers.
+    attention_factor multiplies cos and sin; 0: the factor of the YaRN and LongRoPE papers.
     """
 
     kind: str = "none"
@@ -75,10 +75,18 @@ class Rotation(typing.NamedTuple):
     sin: jax.Array
 
 
-def rotation(positions_BL: Int[Array, "B L"], head_size: int, spec: RotarySpec = PLAIN) -> Rotation:
-    """The rotation of heads of `head_size` elements at these positions."""
+def rotation(
+    positions_BL: Int[Array, "B L"],
+    head_size: int,
+    spec: RotarySpec = PLAIN,
+    lengths_B: Int[Array, " B"] | None = None,
+) -> Rotation:
+    """The rotation of heads of `head_size` elements at these positions, in rows of these lengths
+    (None: up to the last position)."""
     size = int(head_size * spec.fraction) // 2 * 2
-    frequency = frequencies(spec, size, positions_BL)  # [size / 2], or per row [B, 1, 1, size / 2]
+    if lengths_B is None:
+        lengths_B = 1 + jnp.max(positions_BL, axis=1)
+    frequency = frequencies(spec, size, lengths_B)  # [size / 2], or per row [B, 1, 1, size / 2]
     angle = positions_BL[:, :, None, None].astype(jnp.float32) * frequency
     amplitude = spec.scaling.amplitude
     return Rotation(amplitude * jnp.cos(angle), amplitude * jnp.sin(angle))
@@ -102,14 +110,14 @@ def rotate(x_BLHK: Float[Array, "B L H K"], by: Rotation, interleaved: bool = Fa
     return jnp.concatenate((out.astype(x_BLHK.dtype), rest), axis=-1)
 
 
-def frequencies(spec: RotarySpec, size: int, positions_BL: jax.Array) -> jax.Array:
-    """Radians per position; per row if they depend on its length, its last position plus 1."""
+def frequencies(spec: RotarySpec, size: int, lengths_B: jax.Array) -> jax.Array:
+    """Radians per position; per row if they depend on its length."""
     scaling = spec.scaling
     exponents = np.arange(0, size, 2) / size
     plain = spec.base**-exponents
     if scaling.kind in STATIC:
         return jnp.asarray(STATIC[scaling.kind](scaling, plain, spec.base), jnp.float32)
-    lengths_B111 = 1 + jnp.max(positions_BL, axis=1)[:, None, None, None]
+    lengths_B111 = lengths_B[:, None, None, None]
     original = scaling.original_length
     if scaling.kind == "longrope":
         short, long = (plain / np.array(f) for f in (scaling.short_factors, scaling.long_factors))

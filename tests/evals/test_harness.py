@@ -20,8 +20,8 @@ from maxmeg.evals.harness import (
     run_tasks,
     until,
 )
-from maxmeg.inference.decode import Request
 from maxmeg.inference.load import Trained
+from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 
 TOLERANCE = 1e-4  # float32: paddings differ

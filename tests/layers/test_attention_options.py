@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,9 +67,10 @@ def test_decoding_after_a_prefix_is_the_whole_sequence(name):
     x_BLD = jax.random.normal(jax.random.key(2), (B, L, D))
     run = jax.jit(lambda layer, x, ctx, cache: layer(x, ctx, cache)[:2])
     whole, _ = run(layer, x_BLD, context(), None)
-    cache, parts = layer.init_cache(B, L + 2), []
+    size = cached.size_of(B, L)
+    cache, parts = cached.empty(layer, size), []
     for start, stop in ((0, 7), (7, 8), (8, 9), (9, 11)):
-        ctx = dataclasses.replace(context(stop - start), cache_offset=jnp.int32(start))
+        ctx = cached.context(size, start, stop - start)
         part, cache = run(layer, x_BLD[:, start:stop], ctx, cache)
         parts.append(part)
     assert error(np.concatenate(parts, axis=1), whole) <= TOLERANCE

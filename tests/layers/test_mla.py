@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,9 +140,8 @@ def test_a_mesh_equals_one_device_with_every_dropout():
     assert float(jnp.abs(alone[0] - without_BLD).max()) > 0.01
 
 
-def run_cached(layer: Mla, x_BLD, positions_BL, cache, offset):
-    ctx = Context(positions_BL, cache_offset=offset, sequence_sharded=False)
-    return layer(x_BLD, ctx, cache)[:2]
+def run_cached(layer: Mla, x_BLD, cache, starts_B, size):
+    return layer(x_BLD, cached.context(size, starts_B, x_BLD.shape[1]), cache)[:2]
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "options"])
@@ -151,16 +151,16 @@ def test_decoding_by_latents_equals_the_whole_sequence(name):
     x_BLD, _ = inputs()
     positions_BL, rows_B1 = jnp.broadcast_to(jnp.arange(L), (B, L)), jnp.arange(B)[:, None]
     whole_BLD = jax.jit(lambda layer, x_BLD: layer(x_BLD, Context(positions_BL))[0])(layer, x_BLD)
-    cache = layer.init_cache(B, L)
-    assert sum(array.size for array in cache) == B * L * (R + N)
-    prompt = jax.jit(functools.partial(run_cached, offset=0))
-    found_BLD, cache = prompt(layer, x_BLD[:, :5], positions_BL[:, :5], cache)
+    size = cached.size_of(B, L)
+    run, cache = jax.jit(functools.partial(run_cached, size=size)), cached.empty(layer, size)
+    assert sum(array.size for array in cache) == size.pages * size.slots * (R + N)
+    found_BLD, cache = run(layer, x_BLD[:, :5], cache, jnp.int32(0))
     check_equal(found_BLD, whole_BLD[:, :5])
     offset_B = jnp.array([3, 5])
     for count in (2, 1):
         places_BL = offset_B[:, None] + jnp.arange(count)
         next_BLD = x_BLD[rows_B1, places_BL]
-        found_BLD, cache = jax.jit(run_cached)(layer, next_BLD, places_BL, cache, offset_B)
+        found_BLD, cache = run(layer, next_BLD, cache, offset_B)
         check_equal(found_BLD, whole_BLD[rows_B1, places_BL])
         offset_B += count
 
@@ -168,9 +168,9 @@ def test_decoding_by_latents_equals_the_whole_sequence(name):
 def test_a_value_of_the_cache_is_not_copied():
     """In the program of a step nothing as long as the cache is made but the cache itself."""
     layer, length = model(PLAIN), 640
-    x_BLD, places_BL = jnp.zeros((B, 1, D)), jnp.full((B, 1), 7)
-    cache = layer.init_cache(B, length)
-    traced = jax.make_jaxpr(run_cached)(layer, x_BLD, places_BL, cache, jnp.int32(7))
+    size = cached.size_of(B, length)
+    run = functools.partial(run_cached, size=size)
+    traced = jax.make_jaxpr(run)(layer, jnp.zeros((B, 1, D)), cached.empty(layer, size), 7)
     made = [v.aval.shape for eqn in traced.jaxpr.eqns for v in eqn.outvars]
     long = {shape for shape in made if np.prod(shape) >= B * length * R}
     assert long and all(np.prod(shape) == B * length * (R + N) for shape in long)

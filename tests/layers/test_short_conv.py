@@ -2,6 +2,7 @@
 
 import functools
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,16 +98,15 @@ def test_decoding_with_a_state_equals_the_whole_sequence(name):
     layer, (x_BLD, _) = randomized(ShortConv(jax.random.key(0), SPECS[name])), inputs()
     whole_BLD, _, _ = layer(x_BLD, Context(positions()))
     lengths_B = jnp.array([2, 5])
-    prompt_BL = jnp.minimum(positions(5), lengths_B[:, None] - 1)  # padding has the last position
-    run = functools.partial(Context, sequence_sharded=False)
-    cache = layer.init_cache(B, L)
-    assert cache.x_BWX.shape == (B, SPECS[name].kernel_size - 1, D)
-    found_BLD, cache, _ = layer(x_BLD[:, :5], run(prompt_BL, cache_offset=0), cache)
+    size = cached.size_of(B, L)
+    cache = cached.empty(layer, size)
+    assert cache.shape == (1, B, SPECS[name].kernel_size - 1, D)
+    found_BLD, cache, _ = layer(x_BLD[:, :5], cached.context(size, 0, 5, lengths_B), cache)
     np.testing.assert_allclose(found_BLD, whole_BLD[:, :5], atol=1e-5)
     for count in (2, 1):
         places_BL = lengths_B[:, None] + jnp.arange(count)
         next_BLD = jnp.take_along_axis(x_BLD, places_BL[..., None], axis=1)
-        found_BLD, cache, _ = layer(next_BLD, run(places_BL, cache_offset=lengths_B), cache)
+        found_BLD, cache, _ = layer(next_BLD, cached.context(size, lengths_B, count), cache)
         wanted_BLD = jnp.take_along_axis(whole_BLD, places_BL[..., None], axis=1)
         np.testing.assert_allclose(found_BLD, wanted_BLD, atol=1e-5)
         lengths_B += count

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from maxmeg.layers.attention import Attention, AttentionSpec
+from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.embedding import Embedding, Positions, lookup
 from maxmeg.layers.linear import Linear
@@ -149,4 +150,4 @@ def test_grouped_heads_are_repeated_heads(num_kv_heads):
     run = jax.jit(lambda layer, x_BLD: layer(x_BLD, ctx)[0])
     a, b = (run(layer, normal(B, L, D)) for layer in (small, large))
     assert close(a, b)
-    assert small.init_cache(B, 7).k_BMGK.shape == (B, 7, num_kv_heads, K)
+    assert small.init_cache(CacheSize(3, 7, 2))[0].shape == (3, 7, num_kv_heads, K)

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import functools
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,6 @@ from maxmeg.config.mixers import Activation, QkNorm, RotaryScaling, RouterScore
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.schema import TrainConfig
 from maxmeg.config.setting import get, walk, with_fields
-from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.mixers import pattern
@@ -297,8 +297,9 @@ def test_no_output_depends_on_a_later_input(kind):
 def test_prefill_and_decode_equal_forward(kind):
     model, logits = forward(kind)
     ids, first = random_ids(), LENGTH // 2
-    step = jax.jit(forward_cached)
-    last, cache = step(model, ids[:, :first], jnp.int32(0), model.stack.init_cache(2, LENGTH))
+    size = cached.size_of(2, LENGTH)
+    step = jax.jit(functools.partial(cached.forward_cached, size=size))
+    last, cache = step(model, ids[:, :first], jnp.int32(0), model.stack.init_cache(size))
     for i in range(first, LENGTH + 1):
         assert float(jnp.abs(last - logits[:, i - 1]).max()) < SAME
         if i < LENGTH:

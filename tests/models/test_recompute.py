@@ -4,6 +4,7 @@ import ast
 import itertools
 import pathlib
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,11 +196,12 @@ def test_each_layer_of_an_iteration_recomputes():
 
 def test_a_cache_is_the_same_with_and_without_the_loop():
     x_BLD = jax.random.normal(jax.random.key(1), (B, 8, D))
-    ctx = Context(jnp.broadcast_to(jnp.arange(8), (B, 8)), cache_offset=jnp.int32(0))
+    size = cached.size_of(B, 8)
+    ctx = cached.context(size, 0, 8)
     actual = []
     for scan_layers in (True, False):
         _, stack, _ = run("llama", "minimal", scan_layers)
-        out = jax.jit(lambda s, x: s(x, ctx, s.init_cache(B, 12))[:2])
+        out = jax.jit(lambda s, x: s(x, ctx, s.init_cache(size))[:2])
         actual.append(out(stack, x_BLD))
     for a, b in zip(*map(jax.tree.leaves, actual), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -3,8 +3,10 @@
 import json
 import math
 import re
+import functools
 import typing
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,6 @@ from jax import lax
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.read import bindings, differences, model_config
-from maxmeg.inference.decode import forward_cached
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
@@ -332,7 +333,9 @@ def properties(model: LM, ids_BL: jax.Array) -> Found:
 
     rows_LD = model.embedding.table[...][ids_BL[0]]
     seen_L = jnp.abs(jax.grad(middle)(rows_LD)).sum(-1)
-    empty = model.stack.init_cache(len(ids_BL), LENGTH)
+    size = cached.size_of(len(ids_BL), LENGTH)
+    forward_cached = functools.partial(cached.forward_cached, size=size)
+    empty = model.stack.init_cache(size)
     first_BV, cache = forward_cached(model, ids_BL[:, :FIRST], jnp.int32(0), empty)
 
     def step(cache, i):

@@ -95,7 +95,7 @@ ORIGINAL, FACTOR, SIZE, BASE = 64, 8.0, 16, 10000.0
 
 def scaled(kind: str, **options) -> np.ndarray:
     spec = RotarySpec(BASE, scaling=RotaryScaling(kind, FACTOR, ORIGINAL, **options))
-    return np.asarray(frequencies(spec, SIZE, jnp.zeros((1, 1), int)), np.float64)
+    return np.asarray(frequencies(spec, SIZE, jnp.ones(1, int)), np.float64)
 
 
 def plain() -> np.ndarray:
@@ -129,22 +129,19 @@ def test_llama3_between_the_bounds_is_their_mean_by_turns():
     np.testing.assert_allclose(actual, plain()[between] * mean, rtol=1e-6)
 
 
-def rows(*lengths: int) -> jax.Array:
-    return jnp.stack([jnp.minimum(jnp.arange(200), n - 1) for n in lengths])
-
-
 def test_dynamic_scaling_is_ntk_with_what_each_row_needs():
     spec = RotarySpec(BASE, scaling=RotaryScaling("dynamic", 2.0, ORIGINAL))
-    actual = np.asarray(frequencies(spec, SIZE, rows(64, 128)), np.float64)[:, 0, 0]
+    actual = np.asarray(frequencies(spec, SIZE, jnp.array([64, 128])), np.float64)[:, 0, 0]
     np.testing.assert_allclose(actual[0], plain(), rtol=1e-6)
     expected = RotarySpec(BASE, scaling=RotaryScaling("ntk", 3.0))  # 2 x 128 / 64 - 1
-    np.testing.assert_allclose(actual[1], frequencies(expected, SIZE, rows(1)), rtol=1e-5)
+    np.testing.assert_allclose(actual[1], frequencies(expected, SIZE, jnp.ones(1, int)), rtol=1e-5)
 
 
 def test_longrope_takes_its_factors_by_the_length_of_the_row():
     short, long = (tuple(np.linspace(1, end, SIZE // 2)) for end in (2, 20))
     scaling = RotaryScaling("longrope", 4.0, ORIGINAL, short_factors=short, long_factors=long)
-    actual = np.asarray(frequencies(RotarySpec(BASE, scaling=scaling), SIZE, rows(64, 65)))
+    spec = RotarySpec(BASE, scaling=scaling)
+    actual = np.asarray(frequencies(spec, SIZE, jnp.array([64, 65])))
     np.testing.assert_allclose(actual[0, 0, 0], plain() / short, rtol=1e-6)
     np.testing.assert_allclose(actual[1, 0, 0], plain() / long, rtol=1e-6)
     assert scaling.amplitude == pytest.approx(np.sqrt(1 + np.log(4) / np.log(64)))

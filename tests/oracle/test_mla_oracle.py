@@ -2,6 +2,7 @@
 
 import math
 
+import cached
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,10 +150,9 @@ def check_equal(actual, wanted) -> None:
 
 def decoded(layer: Mla, x_BLD):
     """Output for the last token, which is decoded after the others, and the cache."""
-    positions_BL = jnp.broadcast_to(jnp.arange(L), (B, L))
-    before = Context(positions_BL[:, :-1], cache_offset=0, sequence_sharded=False)
-    last = Context(positions_BL[:, -1:], cache_offset=jnp.int32(L - 1), sequence_sharded=False)
-    _, cache, _ = layer(x_BLD[:, :-1], before, layer.init_cache(B, L))
+    size = cached.size_of(B, L)
+    before, last = cached.context(size, 0, L - 1), cached.context(size, L - 1, 1)
+    _, cache, _ = layer(x_BLD[:, :-1], before, cached.empty(layer, size))
     return layer(x_BLD[:, -1:], last, cache)[:2]
 
 

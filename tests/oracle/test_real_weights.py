@@ -29,9 +29,10 @@ from maxmeg.data.build import build_dataset, open_corpus
 from maxmeg.data.chat.template import load_chat_template
 from maxmeg.data.loader import eval_batches
 from maxmeg.evals.perplexity import mean_loss
-from maxmeg.inference.decode import Request, Writer
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, load_run
 from maxmeg.inference.prompts import end_tokens
+from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel.placement import local_rows
 from maxmeg.parallel.trainable import frozen
@@ -164,14 +165,15 @@ def assert_same_text(ours: Trained, theirs) -> None:
     tokenizer = ours.tokenizer
     ends = end_tokens(tokenizer, ours.config.model.vocab_size)
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    actual = Writer(ours, Request(NEW_TOKENS, Sampling(temperature=0), ends))(prompts, 0)
+    request = Request(NEW_TOKENS, Sampling(temperature=0), ends)
+    actual = [reply.tokens for reply in Engine(ours).generate(prompts, request)]
     for ids, new in zip(prompts, actual, strict=True):
         given = torch.tensor(ids, dtype=torch.int64)[None]
         with torch.no_grad():
             text = theirs.generate(given, max_new_tokens=NEW_TOKENS, do_sample=False)[0].tolist()
         following = text[len(ids) :]
         first_end = next((i for i, one in enumerate(following) if one in ends), NEW_TOKENS)
-        assert new.tolist() == following[:first_end]
+        assert new == following[:first_end]
     assert max(map(len, actual)) == NEW_TOKENS
 
 

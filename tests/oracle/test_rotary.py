@@ -67,7 +67,7 @@ def test_samples_have_the_expected_frequencies(name):
         rope_parameters=parameters,
     )
     expected, amplitude = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, "cpu", seq_len=length)
-    positions = jnp.arange(length)[None]
-    actual = np.ravel(frequencies(RotarySpec(BASE, scaling=scaling), HEAD, positions))
+    spec = RotarySpec(BASE, scaling=scaling)
+    actual = np.ravel(frequencies(spec, HEAD, jnp.array([length])))
     np.testing.assert_allclose(actual, expected.numpy(), rtol=TOLERANCE)
     assert scaling.amplitude == pytest.approx(amplitude, rel=1e-6)

@@ -16,8 +16,9 @@ from maxmeg.config.model import DType
 from maxmeg.hf.convert import export_model, import_model, open_folder
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.read import FAMILIES, model_config
-from maxmeg.inference.decode import Request, Writer
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import load_run
+from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
 
@@ -64,8 +65,8 @@ def converted(name: str, folder: Path) -> tuple[LM, list[list[int]]]:
     export_model(folder / "run", folder / "exported", DType.float32, SHARD_BYTES)
     assert len([*(folder / "exported").glob("*.safetensors")]) > 1
     ours = load_run(str(folder / "run"), dtype=DType.float32)
-    write = Writer(ours, Request(COUNT, Sampling(temperature=0)))
-    return ours.model, [new.tolist() for new in write(PROMPTS, seed=0)]
+    replies = Engine(ours).generate(PROMPTS, Request(COUNT, Sampling(temperature=0)))
+    return ours.model, [reply.tokens for reply in replies]
 
 
 PROMPTS = [np.random.default_rng(n).integers(2, 60, n) for n in LENGTHS]

@@ -104,14 +104,14 @@ def write_pages(
     pages_PSGK: Float[Array, "P S G K"],
     new_BLGK: Float[Array, "B L G K"],
     page_table: Int[Array, "B N"],
-    lengths_B: Int[Array, " B"],
+    starts_B: Int[Array, " B"],
+    counts_B: Int[Array, " B"],
 ) -> Float[Array, "P S G K"]:
-    """The pool with the newest L keys (or values) of each row written to its pages.
-
-    lengths_B includes the new keys. Of a row shorter than L only its last keys are written.
-    """
+    """The pool with the first counts_B keys (or values) of each row written to its pages, from
+    position starts_B of the row."""
     (P, S), L = pages_PSGK.shape[:2], new_BLGK.shape[1]
-    position_BL = lengths_B[:, None] - L + jnp.arange(L)
-    page_BL = jnp.take_along_axis(page_table, jnp.maximum(position_BL, 0) // S, axis=1)
-    page_BL = jnp.where(position_BL < 0, P, page_BL)  # outside of the pool: not written
+    position_BL = starts_B[:, None] + jnp.arange(L)
+    page_BL = jnp.take_along_axis(page_table, position_BL // S, axis=1, mode="clip")
+    is_written_BL = jnp.arange(L) < counts_B[:, None]
+    page_BL = jnp.where(is_written_BL, page_BL, P)  # outside of the pool: not written
     return pages_PSGK.at[page_BL, position_BL % S].set(new_BLGK, mode="drop")

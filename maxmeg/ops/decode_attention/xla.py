@@ -1,7 +1,8 @@
 """Decode attention over a paged cache in plain XLA: the reference for all backends.
 
 Memory is O(KEYS_AT_ONCE): a loop gathers a block of each row's pages at a time and updates an
-online softmax in float32.
+online softmax in float32. Blocks without a key that a row sees change nothing of the row, not by a
+bit: its output does not depend on the lengths of the others.
 """
 
 import typing
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.ops.attention.spec import NEGATIVE, ScoreSpec
-from maxmeg.ops.backend import Device
+from maxmeg.ops.backend import Device, target_device
 from maxmeg.ops.cross_entropy.call import softcapped
 
-KEYS_AT_ONCE = 2**14  # of all rows together, in whole pages, at least one per row
+KEYS_AT_ONCE = 2**14  # of all rows together for up to 16 queries a row, in whole pages
+CPU_KEYS = 128  # of a row: in its caches
 DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
@@ -57,7 +59,9 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
     (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages.shape[1:]
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
     lower_BL, upper_BL = visible_ranges(spec, cache.lengths_B, L)
-    pages = max(1, min(KEYS_AT_ONCE // (B * S), cache.page_table.shape[1]))
+    keys = KEYS_AT_ONCE // (B * max(1, L // 16))
+    keys = keys if target_device().is_cuda else min(keys, CPU_KEYS)
+    pages = max(1, min(keys // S, cache.page_table.shape[1]))
     live_B = lower_BL.min(axis=1) < upper_BL.max(axis=1)
     first = jnp.min(jnp.where(live_B, lower_BL.min(axis=1), jnp.iinfo(jnp.int32).max))
     last = jnp.max(jnp.where(live_B, upper_BL.max(axis=1), 0))

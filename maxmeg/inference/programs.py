@@ -1,0 +1,268 @@
+"""The two compiled programs of an engine, and the arrays that stay on the devices.
+
+prefill: reads a chunk of one prompt per replica; after its last chunk it samples the first token.
+decode: feeds the last token of every lane, and samples the next one. Both update the cache, which
+is donated, and the last token of each lane. The host sends one integer array a step, and reads one.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+
+from maxmeg.config.schema import Config
+from maxmeg.inference.load import Trained
+from maxmeg.inference.sampling import Chosen, Rows, choose
+from maxmeg.layers.cache import CachePlaces, CacheSize
+from maxmeg.layers.context import Context
+from maxmeg.layers.moe import Moe
+from maxmeg.models.lm import LM
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import BATCH_AXES, MESH_AXES, batch_shards
+from maxmeg.parallel.rules import reductions, storage_specs
+from maxmeg.parallel.spmd import spmd
+from maxmeg.step import compute_model
+
+# Columns of the array that the host sends, a row per lane or prompt; then the pages of the row and,
+# for prefill, its tokens. count: of tokens in the row; 0 is an idle row. start: tokens before them.
+# lane: of the replica. is_last: a prompt ends here. token: the one to feed, -1 is the last one that
+# was sampled. row_length: the rotation is for rows of this length. The rest is for `sampling`.
+PLACES = ("count", "start", "lane", "is_last", "token", "row_length")
+FLOATS = ("temperature", "top_p", "min_p")
+COLUMNS = (*PLACES, "top_k", "seed", "number", "step", "wants_top", *FLOATS)
+PER_DEVICE = P(MESH_AXES)  # a leading dimension of one on each device
+CPU_CACHE, GPU_CACHE = 2**30, 0.85  # bytes on a CPU; share of the free memory of a GPU
+
+
+# Rows to send, by lane or replica: the COLUMNS of each, "pages" and, for prefill, "tokens".
+Fields = Mapping[int, Mapping[str, typing.Any]]
+
+
+class Read(typing.NamedTuple):
+    """What the host reads of a step: arrays [rows] and [rows, top]."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top_tokens: np.ndarray
+    top_logprobs: np.ndarray
+
+
+class Programs:
+    """lanes, pages: of one replica; pages=0: as many as lanes and memory allow. slots: tokens of a
+    page. row_pages: most pages of a row. chunk: tokens of a prompt that are read at once."""
+
+    def __init__(
+        self, trained: Trained, lanes: int, pages: int, slots: int, row_pages: int, chunk: int
+    ) -> None:
+        self.mesh, self.row_pages, self.chunk = trained.mesh, row_pages, chunk
+        self.replicas = batch_shards(self.mesh)
+        model = dropless(trained.model)
+        self._places = reductions(model, self.mesh, trained.config.parallel.zero1)
+        dtype = jnp.dtype(trained.config.model.dtype.value)
+        self.model = prepared(model, self._places, self.mesh, dtype)
+        self._specs = jax.tree.map(lambda array: array.sharding.spec, self.model)
+        if not pages:
+            one, two = (self._cache_bytes(CacheSize(n, slots, lanes)) for n in (1, 2))
+            most = (free_bytes(self.mesh) - (2 * one - two)) // max(two - one, 1)
+            pages = max(min(lanes * row_pages, most), 1)
+        self.size = CacheSize(pages, slots, lanes)
+        sharding = NamedSharding(self.mesh, PER_DEVICE)
+        state = jax.jit(self._state(self.size), out_shardings=sharding)
+        self.cache, self.last = state(self.model)
+        self._decode = self._jitted(self._decode_rows)
+        self._prefill = self._jitted(self._prefill_rows)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether a mixer keeps a state that does not lie in pages."""
+        mixers = [c for group in self.cache for sublayer in group for c in sublayer.values()]
+        return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
+
+    def _packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
+        """The array to send."""
+        count = self.replicas * (1 if chunk else self.size.lanes)
+        array = np.zeros((count, len(COLUMNS) + self.row_pages + chunk), np.int32)
+        array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
+        for place, row in rows.items():
+            for i, name in enumerate(COLUMNS):
+                array[place, i] = np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
+            for first, values in ((len(COLUMNS), row["pages"]), (-chunk, row.get("tokens", ()))):
+                first %= array.shape[1]
+                array[place, first : first + len(values)] = values
+        return array
+
+    def decode(self, rows: Fields) -> jax.Array:
+        """Start a step of lanes; `read` waits for what it returns."""
+        return self._run(self._decode, self._packed(rows))
+
+    def prefill(self, rows: Fields) -> jax.Array:
+        """Start to read a chunk of a prompt for replicas."""
+        return self._run(self._prefill, self._packed(rows, self.chunk))
+
+    def read(self, sampled: jax.Array) -> Read:
+        array = np.asarray(sampled)
+        top = (array.shape[1] - 2) // 2
+        ids, logprobs, top_ids, top_logprobs = np.split(array, [1, 2, 2 + top], axis=1)
+        floats = logprobs.copy().view(np.float32), top_logprobs.copy().view(np.float32)
+        return Read(ids[:, 0], floats[0][:, 0], top_ids, floats[1])
+
+    def compiled(self) -> int:
+        """Number of programs compiled so far."""
+        return self._decode._cache_size() + self._prefill._cache_size()
+
+    def _run(self, program: Callable, packed: np.ndarray) -> jax.Array:
+        sent = jax.device_put(packed, NamedSharding(self.mesh, P(BATCH_AXES)))
+        self.cache, self.last, sampled = program(self.model, self.cache, self.last, sent)
+        return sampled
+
+    def _jitted(self, function: Callable) -> Callable:
+        def local(model, cache, last, sent):
+            model = self._local(model)
+            cache, last = jax.tree.map(lambda array: array[0], (cache, last))
+            cache, last, chosen = function(model, cache, last, sent)
+            floats = (chosen.logprobs_B[:, None], chosen.top_logprobs_BT)
+            bits = [lax.bitcast_convert_type(array, jnp.int32) for array in floats]
+            sampled = (chosen.ids_B[:, None], bits[0], chosen.top_ids_BT, bits[1])
+            sampled = collectives.gather(jnp.concatenate(sampled, axis=1), BATCH_AXES, 0)
+            return *jax.tree.map(lambda array: array[None], (cache, last)), sampled
+
+        given = (self._specs, PER_DEVICE, PER_DEVICE, P(BATCH_AXES))
+        results = PER_DEVICE, PER_DEVICE, P()
+        shardings = tuple(NamedSharding(self.mesh, spec) for spec in results)  # else XLA's choice
+        program = spmd(local, self.mesh, given, results)
+        return jax.jit(program, donate_argnums=(1, 2), out_shardings=shardings)
+
+    def _local(self, model: LM) -> LM:
+        """The model in a program, without the dimension that `prepared` adds."""
+
+        def one(array, place):
+            return array if place.kv_slice is None else array[0]
+
+        return jax.tree.map(one, model, self._places)
+
+    def _state(self, size: CacheSize) -> Callable:
+        """The function of the model that makes (empty cache, a last token for each lane)."""
+
+        def local(model):
+            state = self._local(model).stack.init_cache(size), jnp.zeros(size.lanes, jnp.int32)
+            return jax.tree.map(lambda array: array[None], state)
+
+        return spmd(local, self.mesh, (self._specs,), PER_DEVICE)
+
+    def _cache_bytes(self, size: CacheSize) -> int:
+        """Of a device."""
+        arrays = jax.tree.leaves(jax.eval_shape(self._state(size), self.model)[0])
+        return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
+
+    def _decode_rows(self, model: LM, cache, last_B, sent):
+        fields, table_BN, _ = unpacked(sent, self.row_pages)
+        ids_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
+        h_B1D, cache = run_cached(model, ids_B[:, None], fields, table_BN, cache)
+        chosen = sampled_from(model, h_B1D, fields)
+        return cache, jnp.where(fields["count"] > 0, chosen.ids_B, last_B), chosen
+
+    def _prefill_rows(self, model: LM, cache, last_B, sent):
+        fields, table_PN, ids_PC = unpacked(sent, self.row_pages)
+        h_PCD, cache = run_cached(model, ids_PC, fields, table_PN, cache)
+        final_P1 = jnp.maximum(fields["count"] - 1, 0)[:, None]
+        h_P1D = jnp.take_along_axis(h_PCD, final_P1[..., None], axis=1)
+        chosen = sampled_from(model, h_P1D, fields)
+        lanes_P = jnp.where(fields["is_last"] > 0, fields["lane"], self.size.lanes)
+        return cache, last_B.at[lanes_P].set(chosen.ids_B, mode="drop"), chosen
+
+
+def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
+    """Return the jitted function(model, *arguments) for a model on `mesh`; every device has all of
+    the arguments and of the result. Weights are cast to the compute dtype."""
+    grad_layout = reductions(model, mesh, config.parallel.zero1)
+    specs = jax.tree.map(lambda array: array.sharding.spec, model)
+    dtype = jnp.dtype(config.model.dtype.value)
+
+    def local(model, values):
+        return function(compute_model(model, grad_layout, dtype), *values)
+
+    program = spmd(local, mesh, (specs, P()), P())
+    return jax.jit(lambda model, *values: program(model, values))
+
+
+def dropless(model: LM) -> LM:
+    """The model without capacity of experts: a token must not be dropped for others' sake."""
+    model = jax.tree.map(lambda array: array, model)
+    for sublayer in (one for group in model.stack.groups for one in group.sublayers):
+        for mixer in sublayer.mixers.values():
+            if isinstance(mixer, Moe):
+                spec = dataclasses.replace(mixer.spec, capacity=0.0, pad=False)
+                mixer.spec = mixer.experts.spec = spec
+    return model
+
+
+def free_bytes(mesh: Mesh) -> int:
+    """Of a device's memory, for the cache."""
+    stats = mesh.local_devices[0].memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return CPU_CACHE
+    return int(GPU_CACHE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+
+
+def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:
+    """The model with weights in the compute dtype, without the cuts of ZeRO-1, and with each
+    device's key/value head where there are fewer than devices along tensor (these have a leading
+    dimension of one). Other arrays are not copied.
+    """
+    leaves, tree = jax.tree.flatten(model)
+    places, whole = map(jax.tree.leaves, (reductions_of_model, storage_specs(model, mesh, False)))
+    numbers = [
+        i
+        for i, (array, place) in enumerate(zip(leaves, places, strict=True))
+        if place.kv_slice or place.cut or not (place.exact or array.dtype == dtype)
+    ]
+    if not numbers:
+        return model
+    sliced = [places[i].kv_slice is not None for i in numbers]
+    specs = tuple(leaves[i].sharding.spec for i in numbers)
+
+    def local(*arrays):
+        cast = compute_model(list(arrays), [places[i] for i in numbers], dtype)
+        return [array[None] if cut else array for array, cut in zip(cast, sliced, strict=True)]
+
+    outputs = [PER_DEVICE if places[i].kv_slice else whole[i] for i in numbers]
+    program = spmd(local, mesh, specs, outputs)
+    for i, array in zip(numbers, jax.jit(program)(*(leaves[i] for i in numbers)), strict=True):
+        leaves[i] = array
+    return jax.tree.unflatten(tree, leaves)
+
+
+def unpacked(sent: Int[Array, "B X"], row_pages: int):
+    """(columns by name, pages [B, N], tokens [B, C]) of the array that the host sent."""
+    fields = {name: sent[:, i] for i, name in enumerate(COLUMNS)}
+    for name in FLOATS:
+        fields[name] = lax.bitcast_convert_type(fields[name], jnp.float32)
+    first = len(COLUMNS) + row_pages
+    return fields, sent[:, len(COLUMNS) : first], sent[:, first:]
+
+
+def run_cached(model: LM, ids_BL: Int[Array, "B L"], fields: dict, table_BN, cache: list):
+    """(output after the final norm [B, L, D], cache) of tokens that follow cached ones."""
+    starts_B = fields["start"]
+    places = CachePlaces(table_BN, starts_B, fields["count"], fields["lane"])
+    ctx = Context(
+        starts_B[:, None] + jnp.arange(ids_BL.shape[1]),
+        cache_places=places,
+        row_lengths_B=fields["row_length"],
+        sequence_sharded=False,
+    )
+    h_BLD, cache, _ = model.hidden(ids_BL, ctx, cache)  # pyright: ignore
+    return h_BLD, cache
+
+
+def sampled_from(model: LM, h_B1D: jax.Array, fields: dict) -> Chosen:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "number", "step")
+    logits_BV = model.logits(h_B1D)[:, 0]
+    return choose(logits_BV, Rows(*(fields[name] for name in names)), fields["wants_top"] > 0)

@@ -1,0 +1,198 @@
+"""Which requests run in the next step: pure Python, and the same for the same calls.
+
+Requests are admitted in the order of their arrival. A prompt is read in chunks of fixed size, which
+begin at multiples of it; between chunks all requests that have been read get their next token. A
+request needs a lane, and pages for its tokens. If pages run out, the newest request gives up its
+own and waits: later its prompt is read again, and its tokens are decoded again. It then meets the
+same programs with the same values, so its reply does not change.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Sequence
+
+from maxmeg.inference.pages import ROOT, Pages
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request in the scheduler.
+
+    number: in the order of arrival. limit: most new tokens. salt: of shared pages (`Pages.share`).
+    lane: None while it waits. read: number of tokens of the prompt in the cache. sampled: number of
+    tokens asked of the device since the job has its lane. tokens: those that have arrived; if they
+    are more, the job lost its pages and decodes them again.
+    """
+
+    number: int
+    prompt: tuple[int, ...]
+    limit: int
+    salt: bytes = ROOT
+    lane: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    read: int = 0
+    sampled: int = 0
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_read(self) -> bool:
+        return self.read == len(self.prompt)
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens in the cache, after the whole prompt."""
+        return len(self.prompt) + self.sampled - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Read tokens start .. start + count - 1 of a prompt."""
+
+    job: Job
+    start: int
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.start + self.count == len(self.job.prompt)
+
+
+@dataclasses.dataclass(frozen=True)
+class Token:
+    """Sample new token number `index` of a job, whose cache has `start` tokens."""
+
+    job: Job
+    index: int
+    start: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """replicas: of the model, each with its own lanes and pages. lanes, pages: of a replica.
+    slots: tokens of a page. chunk: tokens of a prompt that are read at once, a multiple of slots.
+    chunks: most chunks in a row while other requests wait for a token. shares: whether requests
+    share pages."""
+
+    replicas: int
+    lanes: int
+    pages: int
+    slots: int
+    chunk: int
+    chunks: int
+    shares: bool = True
+
+
+class Scheduler:
+    def __init__(self, limits: Limits):
+        self.limits = limits
+        self.waiting: list[Job] = []
+        self.lanes: list[Job | None] = [None] * limits.replicas * limits.lanes
+        self.pages = [Pages(limits.pages, limits.slots) for _ in range(limits.replicas)]
+        self.chunks_in_a_row = 0
+        self.preemptions = self.shared_tokens = 0
+
+    def add(self, job: Job) -> None:
+        bisect.insort(self.waiting, job, key=lambda waiting: waiting.number)
+
+    def remove(self, job: Job) -> None:
+        """Take out a job that has ended or was cancelled."""
+        if job.lane is None:
+            self.waiting.remove(job)
+        else:
+            self._leave_lane(job)
+
+    def next(self) -> list[Chunk] | list[Token]:
+        """The rows of the next step; empty if there is nothing to do."""
+        self._admit()
+        reading: dict[int, Job] = {}
+        for job in self._running():
+            if not job.is_read:
+                reading.setdefault(self._replica(job), job)
+        ready = [job for job in self._running() if job.is_read and job.sampled < job.limit]
+        if reading and (not ready or self.chunks_in_a_row < self.limits.chunks):
+            self.chunks_in_a_row += 1
+            return [self._chunk(job) for job in reading.values()]
+        self.chunks_in_a_row = 0
+        return self._tokens(ready)
+
+    def _running(self) -> list[Job]:
+        """Jobs with a lane, the oldest first."""
+        return sorted((job for job in self.lanes if job), key=lambda job: job.number)
+
+    def _replica(self, job: Job) -> int:
+        assert job.lane is not None
+        return job.lane // self.limits.lanes
+
+    def _admit(self) -> None:
+        """Give lanes and the pages of their prompts to waiting jobs, while the first of them fits."""
+        while self.waiting and self._enter_lane(self.waiting[0]):
+            del self.waiting[0]
+
+    def _enter_lane(self, job: Job) -> bool:
+        size = self.limits.lanes
+        free: dict[int, int] = {}  # the first free lane of each replica
+        for lane, other in enumerate(self.lanes):
+            if other is None:
+                free.setdefault(lane // size, lane)
+        for replica in sorted(free, key=lambda r: (-self.pages[r].available, r)):
+            pages, shared = self.pages[replica], self._shared(job, replica)
+            missing = -(-len(job.prompt) // self.limits.slots) - len(shared)
+            if missing <= pages.available:
+                job.lane, self.lanes[free[replica]] = free[replica], job
+                job.pages = shared + [pages.take() for _ in range(missing)]
+                job.read, job.sampled = len(shared) * self.limits.slots, 0
+                self.shared_tokens += job.read
+                return True
+            self._release(shared, replica)
+        return False
+
+    def _shared(self, job: Job, replica: int) -> list[int]:
+        """Known pages of whole chunks that the prompt begins with; its last token is always read."""
+        if not self.limits.shares:
+            return []
+        chunk, per_chunk = self.limits.chunk, self.limits.chunk // self.limits.slots
+        found = self.pages[replica].share(job.prompt[: (len(job.prompt) - 1) // chunk * chunk], job.salt)
+        whole = len(found) // per_chunk * per_chunk
+        self._release(found[whole:], replica)
+        return found[:whole]
+
+    def _leave_lane(self, job: Job) -> None:
+        assert job.lane is not None
+        self._release(job.pages, self._replica(job))
+        self.lanes[job.lane] = None
+        job.lane, job.pages, job.read = None, [], 0
+
+    def _release(self, numbers: Sequence[int], replica: int) -> None:
+        for number in reversed(numbers):  # the end of a prompt is forgotten before its beginning
+            self.pages[replica].release(number)
+
+    def _chunk(self, job: Job) -> Chunk:
+        start = job.read
+        job.read = min(start + self.limits.chunk, len(job.prompt))
+        job.sampled += job.is_read
+        if self.limits.shares:
+            self.pages[self._replica(job)].publish(job.pages, job.prompt[: job.read], job.salt)
+        return Chunk(job, start, job.read - start)
+
+    def _tokens(self, ready: list[Job]) -> list[Token]:
+        given = [job for job in ready if job.lane is not None and self._has_page(job)]
+        rows = [Token(job, job.sampled, job.length) for job in given if job.lane is not None]
+        for row in rows:
+            row.job.sampled += 1
+        return rows
+
+    def _has_page(self, job: Job) -> bool:
+        """Make sure that the job's next token has a page; False if it had to give up its own."""
+        pages = self.pages[self._replica(job)]
+        while len(job.pages) * self.limits.slots <= job.length:
+            if pages.available:
+                job.pages.append(pages.take())
+                continue
+            replica = self._replica(job)
+            newest = [other for other in self._running() if self._replica(other) == replica][-1]
+            self._leave_lane(newest)
+            self.add(newest)
+            self.preemptions += 1
+            if newest is job:
+                return False
+        return True

@@ -1,0 +1,76 @@
+"""The cache of a model that generates text: what its layers keep of earlier tokens.
+
+Attention keeps keys and values in pages, other mixers a state of fixed size. Every mixer has one
+array for all layers of its group: [layers, pages, slots, heads, size] or [layers, lanes, ...]. The
+loop over layers carries these arrays, and each layer reads and writes its part in place.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from maxmeg.ops.attention.spec import ScoreSpec
+from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSize:
+    """Of the cache on one device. slots: tokens of a page. lanes: requests at a time."""
+
+    pages: int
+    slots: int
+    lanes: int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CachePlaces:
+    """Where the tokens of a call are in the cache.
+
+    table_BN: the pages of each row. starts_B: number of its tokens in the cache. counts_B: number
+    of new tokens, which come first in the row; the others are padding, and 0 is an idle row.
+    lanes_B: where the row's states of fixed size are. layer: of the group (set by the stack).
+    """
+
+    table_BN: Int[Array, "B N"]
+    starts_B: Int[Array, " B"]
+    counts_B: Int[Array, " B"]
+    lanes_B: Int[Array, " B"]
+    layer: jax.Array | int = 0
+
+    def is_token(self, length: int) -> Bool[Array, "B L"]:
+        """Whether each place of rows of this length holds a token."""
+        return jnp.arange(length) < self.counts_B[:, None]
+
+
+def cached_attention(
+    q_BLHK: Float[Array, "B L H K"],
+    new: tuple[Float[Array, "B L G K"], ...],
+    pool: tuple[Float[Array, "layers P S G K"], ...],
+    places: CachePlaces,
+    scores: ScoreSpec,
+    sinks_H: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """(output, pool with the new keys and values): causal attention over each row's tokens.
+
+    new: keys and values of the tokens; one array serves as both.
+    """
+    number, pages = pool[0].shape[:2]
+    L, layer = q_BLHK.shape[1], places.layer
+    table_BN = places.table_BN + layer * pages
+    written = [
+        write_pages(
+            array.reshape(number * pages, *array.shape[2:]),
+            added,
+            table_BN,
+            places.starts_B,
+            places.counts_B,
+        )
+        for array, added in zip(pool, new, strict=True)
+    ]
+    lengths_B = jnp.where(places.counts_B > 0, places.starts_B + L, 0)  # padding sees old slots
+    cache = PagedCache(written[0], written[-1], table_BN, lengths_B)
+    out_BLHV, _ = decode_attention(q_BLHK, cache, scores, sinks_H)
+    return out_BLHV, tuple(a.reshape(p.shape) for a, p in zip(written, pool, strict=True))

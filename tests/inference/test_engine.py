@@ -1,0 +1,320 @@
+"""Replies: equal to forward passes without a cache, and the same whatever else is served."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import mesh_of, tiny, tiny_state
+
+from maxmeg.config.mixers import RotaryScaling
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.engine import Engine, Reply, continue_text
+from maxmeg.inference.load import Trained
+from maxmeg.inference.requests import Request, check_length
+from maxmeg.inference.sampling import Sampling
+from maxmeg.inference.scheduler import Scheduler
+from maxmeg.layers.context import Context
+
+GREEDY = Sampling(temperature=0, top_logprobs=3)
+SAMPLED = Sampling(top_k=20, top_p=0.9, min_p=0.01)
+PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 37)]
+LENGTH, NEW = 64, 8
+SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
+
+MODELS = {
+    "grouped": {"attention.num_kv_heads": 4},
+    "latent": {
+        "layers": "*(local_mla,mlp)",
+        "mla.kv_rank": 16,
+        "mla.query_rank": 12,
+        "mla.rotary_size": 4,
+    },
+    "convolution": {
+        "layers": "*(conv,mlp local,mlp)",
+        "conv.kernel_size": 4,
+        "conv.bias": True,
+    },
+    "experts": {"layers": "*(local,moe)", "moe.num_experts": 4, "moe.ffn_size": 24},
+    "dropping experts": {
+        "layers": "*(local,moe)",
+        "moe.num_experts": 4,
+        "moe.ffn_size": 24,
+        "moe.capacity_factor": 0.5,
+    },
+    "longrope": {
+        "rotary.scaling": RotaryScaling.longrope,
+        "rotary.factor": 8.0,
+        "rotary.original_length": 11,  # of PROMPTS and NEW tokens: two are longer
+        "rotary.short_factors": (1.0, 1.0),
+        "rotary.long_factors": (3.0, 9.0),
+        "rotary.base": 50.0,
+    },
+}
+
+
+@functools.cache
+def trained(kind: str = "grouped", **parallel: int) -> Trained:
+    """A tiny model on a layout, one device by default, whose text is not the same all over."""
+    model = {"layers": "*(local,mlp)", "attention.window": 7, **MODELS[kind]}
+    model |= {"init_std": 0.3, "max_position": LENGTH}
+    config = tiny(model, **parallel or {"fsdp": 1})
+    mesh = mesh_of(config)
+    _, _, state = tiny_state(config, mesh)
+    return Trained(state.model, config, load_tokenizer(f"null:{config.model.vocab_size}"), 0, mesh)
+
+
+@functools.cache
+def engine(kind: str = "grouped", **parallel: int) -> Engine:
+    return Engine(trained(kind, **parallel), **SMALL)
+
+
+@functools.cache
+def forward(kind: str):
+    """Log-probabilities after position `last` of one padded row, without a cache."""
+    model = trained("experts" if kind == "dropping experts" else kind).model
+
+    def logprobs_V(ids_BL, last, row_length):
+        ctx = Context(jnp.arange(LENGTH)[None], row_lengths_B=row_length[None])
+        logits_BLV = model.logits(model.hidden(ids_BL, ctx)[0])
+        return jax.nn.log_softmax(logits_BLV[0, last])
+
+    return jax.jit(logprobs_V)
+
+
+def check_greedy(kind: str, prompt, reply: Reply) -> None:
+    """The tokens are those of whole forward passes, and so are the log-probabilities."""
+    ids = prompt
+    for token, logprob, top in zip(reply.tokens, reply.logprobs, reply.top, strict=True):
+        row_length = np.int32(len(prompt) + NEW)
+        padded = np.pad(ids, (0, LENGTH - len(ids)))[None]
+        wanted_V = np.asarray(forward(kind)(padded, len(ids) - 1, row_length))
+        assert token == top[0][0] == np.argmax(wanted_V)
+        np.testing.assert_allclose(logprob, wanted_V[token], atol=1e-5)
+        likeliest = np.argsort(-wanted_V)[:3]
+        np.testing.assert_allclose([x for _, x in top], wanted_V[likeliest], atol=1e-5)
+        ids = np.append(ids, token)
+    assert len(ids) == len(prompt) + NEW and reply.reason == "length"
+
+
+QUICK = ("grouped", "longrope")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in MODELS]
+)
+def test_greedy_replies_are_those_of_repeated_forward(kind):
+    replies = engine(kind).generate(PROMPTS, Request(NEW, GREEDY))
+    for prompt, reply in zip(PROMPTS, replies, strict=True):
+        check_greedy(kind, prompt, reply)
+    assert len({token for reply in replies for token in reply.tokens}) > 5
+    assert engine(kind).programs.compiled() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("grouped", {"fsdp": 1, "tensor": 8}),  # more devices than key/value heads
+        ("grouped", {"data": 2, "fsdp": 2, "tensor": 2}),
+        ("latent", {"fsdp": 2, "tensor": 2}),
+        ("experts", {"data": 2, "fsdp": 1, "expert": 2, "tensor": 2}),
+    ],
+)
+def test_layouts_give_the_same_replies(kind, parallel):
+    request = Request(NEW, SAMPLED)
+    expected = engine(kind).generate(PROMPTS, request, 3)
+    found = engine(kind, **parallel).generate(PROMPTS, request, 3)
+    assert [r.tokens for r in found] == [r.tokens for r in expected]
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+
+
+BEGINNINGS = [np.random.default_rng(n).integers(0, 61, 24) for n in range(2)]
+REQUESTS = st.tuples(
+    st.integers(0, 1),  # how the prompt begins
+    st.integers(1, 24),  # its length
+    st.integers(1, 12),  # new tokens
+    st.sampled_from([GREEDY, SAMPLED]),
+    st.integers(0, 2),  # number
+)
+ARRIVALS = st.tuples(REQUESTS, st.integers(0, 4), st.sampled_from([None, None, None, 1, 6]))
+
+
+def submit(engine: Engine, request) -> Reply:
+    beginning, length, count, sampling, number = request
+    return engine.submit(BEGINNINGS[beginning][:length], Request(count, sampling), 5, number)
+
+
+def reset(engine: Engine, **changes) -> Scheduler:
+    """Give an idle engine a scheduler with changed limits, which knows no pages."""
+    engine.scheduler = Scheduler(dataclasses.replace(engine.scheduler.limits, **changes))
+    return engine.scheduler
+
+
+@functools.cache
+def alone(kind: str, request) -> tuple:
+    reset(engine(kind), shares=False)
+    reply = submit(engine(kind), request)
+    while engine(kind).step():
+        pass
+    return reply.tokens, reply.logprobs, reply.top
+
+
+def check_load(kind: str, arrivals, pages: int, shares: bool, chunks: int) -> int:
+    """Requests that arrive so many steps after another, and some that are cancelled so many steps
+    after their arrival, in a cache of few pages. Returns the number of preemptions."""
+    expected = [alone(kind, request) for request, _, _ in arrivals]
+    served, before = engine(kind), engine(kind).scheduler.limits
+    scheduler = reset(served, pages=pages, shares=shares, chunks=chunks)
+    times = np.cumsum([gap for _, gap, _ in arrivals]).tolist()
+    ends = [time + c if c else None for time, (_, _, c) in zip(times, arrivals, strict=True)]
+    replies: list[Reply] = []
+    try:
+        for step in itertools.count():
+            while len(replies) < len(arrivals) and times[len(replies)] <= step:
+                replies.append(submit(served, arrivals[len(replies)][0]))
+            for reply, end in zip(replies, ends, strict=False):
+                if end == step:
+                    served.cancel(reply)
+            if not served.step() and len(replies) == len(arrivals):
+                break
+    finally:
+        reset(served, **vars(before))
+    for (request, _, cancel), reply, (tokens, logprobs, top) in zip(
+        arrivals, replies, expected, strict=True
+    ):
+        assert reply.reason == "length" or (reply.reason == "cancelled" and cancel), request
+        count = len(reply.tokens)
+        assert reply.tokens == tokens[:count] and reply.logprobs == logprobs[:count]
+        assert reply.top == top[:count]
+    assert not any(scheduler.lanes) and not scheduler.waiting
+    assert scheduler.pages[0].available == pages
+    assert served.programs.compiled() <= 2
+    return scheduler.preemptions
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["grouped", *(pytest.param(k, marks=pytest.mark.slow) for k in MODELS if k != "grouped")],
+)
+def test_a_reply_does_not_depend_on_what_else_is_served(kind):
+    """Bit for bit: tokens and log-probabilities, with shared pages and with too few of them."""
+    shareable = kind != "convolution"
+    preemptions = 0
+
+    @settings(max_examples=15 if kind == "grouped" else 40, deadline=None, database=None)
+    @given(
+        st.lists(ARRIVALS, min_size=1, max_size=6),
+        st.integers(9, 20),  # pages: the longest request needs 9
+        st.booleans(),
+        st.integers(1, 3),
+    )
+    def check(arrivals, pages, shares, chunks):
+        nonlocal preemptions
+        preemptions += check_load(kind, arrivals, pages, shares and shareable, chunks)
+
+    check()
+    assert preemptions
+
+
+def test_a_shared_beginning_is_read_once():
+    served = engine()
+    reset(served, shares=True)
+    request = Request(2, GREEDY)
+    first, second = (served.generate([BEGINNINGS[0]], request)[0] for _ in range(2))
+    assert (first.tokens, first.logprobs) == (second.tokens, second.logprobs)
+    assert served.scheduler.shared_tokens == 16  # chunks of 8; the last token is read
+
+
+def test_replies_end_at_their_own_ends_and_not_in_them():
+    free = engine().generate(PROMPTS, Request(NEW, GREEDY))
+    ends = (free[0].tokens[2], free[1].tokens[4])
+    found = engine().generate(PROMPTS, Request(NEW, GREEDY, ends))
+    for reply, whole in zip(found, free, strict=True):
+        places = [i for i, token in enumerate(whole.tokens) if token in ends]
+        assert reply.tokens == (whole.tokens[: places[0]] if places else whole.tokens)
+        assert reply.reason == ("stop" if places else "length")
+    assert len(found[0].tokens) <= 2 and len(found[1].tokens) <= 4
+
+
+def test_numbers_and_seeds_make_other_texts():
+    one, two = engine().generate([PROMPTS[1]] * 2, Request(NEW, SAMPLED), 3)
+    other = engine().generate([PROMPTS[1]], Request(NEW, SAMPLED), 4)[0]
+    assert one.tokens != two.tokens and one.tokens != other.tokens
+
+
+@pytest.mark.parametrize("kind", ["grouped", pytest.param("longrope", marks=pytest.mark.slow)])
+def test_a_stream_is_the_text_in_pieces(kind):
+    served, request = engine(kind), Request(NEW, SAMPLED)
+    for prompt in PROMPTS[:2]:
+        pieces = [*served.stream(prompt, request, 3)]
+        assert "".join(pieces) == served.text(served.generate([prompt], request, 3)[0])
+        assert len(pieces) == NEW and all(pieces)
+    stream = served.stream(prompt, request, 3)
+    assert next(stream)
+    stream.close()  # a reader who leaves
+    assert not served.scheduler.lanes.count(None) < 3 and not served._replies
+
+
+def test_many_requests_compile_nothing_and_lose_no_page():
+    served, rng = engine(), np.random.default_rng(0)
+    pages = served.scheduler.pages[0]
+    requests = [Request(int(n), SAMPLED if n % 2 else GREEDY) for n in rng.integers(1, 9, 60)]
+    replies = [
+        served.submit(rng.integers(0, 61, rng.integers(1, 40)), request, seed, seed % 3)
+        for seed, request in enumerate(requests)
+    ]
+    while served.step():
+        pass
+    assert all(len(r.tokens) == r.request.num_tokens for r in replies)
+    assert served.programs.compiled() == 2
+    assert pages.available == served.programs.size.pages
+
+
+def test_text_ends_with_its_document():
+    config = tiny({"vocab_size": 257})
+    config.parallel.fsdp, config.model.max_position = 1, 16
+    mesh = mesh_of(config)
+    _, _, state = tiny_state(config, mesh)
+    model = state.model
+    # Nothing leaves the last norm: every logit is zero, and the first id is taken.
+    model.final_norm.weight[...] = jnp.zeros_like(model.final_norm.weight[...])
+    tokenizer = load_tokenizer("bytes")
+    trained = Trained(model, config, tokenizer, 0, mesh)
+    assert continue_text(trained, "abc", 4, GREEDY, 0) == "\0" * 4
+    trained.tokenizer.eod = 0
+    assert continue_text(trained, "abc", 4, GREEDY, 0) == ""
+    with pytest.raises(ValueError, match="13 tokens and 4 new ones exceed the context of 16"):
+        continue_text(trained, "a" * 13, 4, GREEDY, 0)
+
+
+def test_bad_prompts_are_named():
+    served, request = engine(), Request(8, GREEDY)
+    with pytest.raises(ValueError, match="prompt 2 of 2: the prompt is empty"):
+        served.generate([PROMPTS[0], np.empty(0, np.int32)], request)
+    with pytest.raises(ValueError, match="prompt 1 of 2: a prompt of 57 tokens and 8 new ones"):
+        served.generate([np.zeros(57, np.int32), PROMPTS[0]], request)
+    with pytest.raises(ValueError, match="token 61 is not in the model's vocabulary of 61"):
+        served.generate([np.array([3, 61])], request)
+    with pytest.raises(ValueError, match="57 tokens and 8 new ones exceed the context of 64"):
+        served.stream(np.zeros(57, np.int32), request)
+    with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
+        Request(0, GREEDY)
+    with pytest.raises(ValueError, match="lanes=0 must be at least 1"):
+        Engine(trained(), lanes=0)
+    with pytest.raises(ValueError, match=r"40 tokens and 8 new ones exceed the cache, 10 pages"):
+        Engine(trained(), pages=10, **SMALL).generate([np.zeros(40, np.int32)], request)
+
+
+def test_too_long_prompts_are_refused():
+    check_length(1, 15, 16)
+    with pytest.raises(ValueError, match="empty"):
+        check_length(0, 1, 16)
+    with pytest.raises(ValueError, match="at most 0 tokens"):
+        check_length(17, 1, 16)
