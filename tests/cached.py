@@ -30,6 +30,13 @@ def empty(layer, size: CacheSize):
     return jax.tree.map(lambda array: array[None], layer.init_cache(size))
 
 
+def in_order(pages: jax.Array, length: int) -> jax.Array:
+    """The first `length` tokens [rows, length, ...] of a single layer's pages."""
+    size = CacheSize(pages.shape[1], SLOTS, pages.shape[1] // -(-length // SLOTS))
+    table_BN = places_of(size, 0, 0).table_BN
+    return pages[0][table_BN].reshape(size.lanes, -1, *pages.shape[3:])[:, :length]
+
+
 def context(size: CacheSize, starts_B, length: int, counts_B=None) -> Context:
     """Of `length` tokens of each row, all or the first ones of which count."""
     places = places_of(size, starts_B, length if counts_B is None else counts_B)

@@ -84,6 +84,7 @@ class Engine:
         row_pages = -(-self.model.max_position // slots)
         chunk = max(min(chunk // slots, row_pages), 1) * slots
         self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk)
+        self.programs.allocate()
         share &= not self.programs.has_states  # a page does not hold the states at its end
         chunks = max(1, prefill_tokens // chunk)
         sizes = self.programs.replicas, lanes, self.programs.size.pages, slots
@@ -211,7 +212,11 @@ class Engine:
         for place, row in rows.items():
             job, reply = row.job, self._replies.get(row.job)
             index = row.index if isinstance(row, Token) else 0
-            if reply is None or index < len(job.tokens) or (isinstance(row, Chunk) and not row.is_last):
+            if (
+                reply is None
+                or index < len(job.tokens)
+                or (isinstance(row, Chunk) and not row.is_last)
+            ):
                 continue  # it has ended, or the token is known, or there is none
             token, request = int(read.tokens[place]), reply.request
             job.tokens.append(token)

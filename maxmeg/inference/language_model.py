@@ -1,7 +1,6 @@
 """A model with its settings and its tokenizer, as Python programs use it."""
 
 import copy
-import dataclasses
 import functools
 import os
 import shutil

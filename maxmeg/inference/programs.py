@@ -55,8 +55,11 @@ class Read(typing.NamedTuple):
 
 
 class Programs:
-    """lanes, pages: of one replica; pages=0: as many as lanes and memory allow. slots: tokens of a
-    page. row_pages: most pages of a row. chunk: tokens of a prompt that are read at once."""
+    """The programs for a model; `allocate` makes their arrays.
+
+    lanes, pages: of one replica; pages=0: as many as lanes and memory allow. slots: tokens of a
+    page. row_pages: most pages of a row. chunk: tokens of a prompt that are read at once.
+    """
 
     def __init__(
         self, trained: Trained, lanes: int, pages: int, slots: int, row_pages: int, chunk: int
@@ -74,25 +77,30 @@ class Programs:
             pages = max(min(lanes * row_pages, most), 1)
         self.size = CacheSize(pages, slots, lanes)
         sharding = NamedSharding(self.mesh, PER_DEVICE)
-        state = jax.jit(self._state(self.size), out_shardings=sharding)
-        self.cache, self.last = state(self.model)
-        self._decode = self._jitted(self._decode_rows)
-        self._prefill = self._jitted(self._prefill_rows)
+        self.state = jax.jit(self._state(self.size), out_shardings=sharding)
+        self.decode_program = self._jitted(self._decode_rows)
+        self.prefill_program = self._jitted(self._prefill_rows)
+
+    def allocate(self) -> None:
+        self.cache, self.last = self.state(self.model)
 
     @property
     def has_states(self) -> bool:
         """Whether a mixer keeps a state that does not lie in pages."""
-        mixers = [c for group in self.cache for sublayer in group for c in sublayer.values()]
+        cache, _ = jax.eval_shape(self.state, self.model)
+        mixers = [c for group in cache for sublayer in group for c in sublayer.values()]
         return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
 
-    def _packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
+    def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
         """The array to send."""
         count = self.replicas * (1 if chunk else self.size.lanes)
         array = np.zeros((count, len(COLUMNS) + self.row_pages + chunk), np.int32)
         array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
         for place, row in rows.items():
             for i, name in enumerate(COLUMNS):
-                array[place, i] = np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
+                array[place, i] = (
+                    np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
+                )
             for first, values in ((len(COLUMNS), row["pages"]), (-chunk, row.get("tokens", ()))):
                 first %= array.shape[1]
                 array[place, first : first + len(values)] = values
@@ -100,11 +108,11 @@ class Programs:
 
     def decode(self, rows: Fields) -> jax.Array:
         """Start a step of lanes; `read` waits for what it returns."""
-        return self._run(self._decode, self._packed(rows))
+        return self._run(self.decode_program, self.packed(rows))
 
     def prefill(self, rows: Fields) -> jax.Array:
         """Start to read a chunk of a prompt for replicas."""
-        return self._run(self._prefill, self._packed(rows, self.chunk))
+        return self._run(self.prefill_program, self.packed(rows, self.chunk))
 
     def read(self, sampled: jax.Array) -> Read:
         array = np.asarray(sampled)
@@ -115,7 +123,7 @@ class Programs:
 
     def compiled(self) -> int:
         """Number of programs compiled so far."""
-        return self._decode._cache_size() + self._prefill._cache_size()
+        return self.decode_program._cache_size() + self.prefill_program._cache_size()
 
     def _run(self, program: Callable, packed: np.ndarray) -> jax.Array:
         sent = jax.device_put(packed, NamedSharding(self.mesh, P(BATCH_AXES)))

@@ -68,7 +68,7 @@ def choose(logits_BV: Float[Array, "B V"], rows: Rows, wants_top_B: jax.Array) -
     ids_B = sample(logits_BV, rows)
     sums_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     logprobs_B = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1)[:, 0] - sums_B1[:, 0]
-    (B, V), top = logits_BV.shape, min(TOP, logits_BV.shape[-1])
+    B, top = len(logits_BV), min(TOP, logits_BV.shape[-1])
 
     def likeliest():
         values_BT, top_ids_BT = lax.top_k(logits_BV, top)

@@ -86,7 +86,7 @@ class Scheduler:
     def __init__(self, limits: Limits):
         self.limits = limits
         self.waiting: list[Job] = []
-        self.lanes: list[Job | None] = [None] * limits.replicas * limits.lanes
+        self.lanes: list[Job | None] = [None for _ in range(limits.replicas * limits.lanes)]
         self.pages = [Pages(limits.pages, limits.slots) for _ in range(limits.replicas)]
         self.chunks_in_a_row = 0
         self.preemptions = self.shared_tokens = 0
@@ -124,7 +124,7 @@ class Scheduler:
         return job.lane // self.limits.lanes
 
     def _admit(self) -> None:
-        """Give lanes and the pages of their prompts to waiting jobs, while the first of them fits."""
+        """Give waiting jobs lanes and the pages of their prompts, while the first of them fits."""
         while self.waiting and self._enter_lane(self.waiting[0]):
             del self.waiting[0]
 
@@ -147,11 +147,13 @@ class Scheduler:
         return False
 
     def _shared(self, job: Job, replica: int) -> list[int]:
-        """Known pages of whole chunks that the prompt begins with; its last token is always read."""
+        """Known pages of the whole chunks that the prompt begins with, without its last token."""
         if not self.limits.shares:
             return []
         chunk, per_chunk = self.limits.chunk, self.limits.chunk // self.limits.slots
-        found = self.pages[replica].share(job.prompt[: (len(job.prompt) - 1) // chunk * chunk], job.salt)
+        found = self.pages[replica].share(
+            job.prompt[: (len(job.prompt) - 1) // chunk * chunk], job.salt
+        )
         whole = len(found) // per_chunk * per_chunk
         self._release(found[whole:], replica)
         return found[:whole]

@@ -1,7 +1,5 @@
 """The gated short convolution: its definition, documents, meshes, and decoding with its state."""
 
-import functools
-
 import cached
 import jax
 import jax.numpy as jnp

@@ -1,9 +1,9 @@
 """Every named architecture has its published size, and a small model of each kind works."""
 
+import functools
 import json
 import math
 import re
-import functools
 import typing
 
 import cached

@@ -185,4 +185,4 @@ def test_output_gradients_and_decoding(name: str):
     kept = DynamicCache(config=config)
     with torch.no_grad():
         theirs(x, position_embeddings=turn, attention_mask=mask, past_key_values=kept)
-    check_equal(cache.kv_BMI[..., :R], kept.layers[0].keys[:, 0].numpy())
+    check_equal(cached.in_order(cache[0], L)[..., 0, :R], kept.layers[0].keys[:, 0].numpy())

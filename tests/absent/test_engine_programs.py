@@ -1,0 +1,62 @@
+"""The engine's programs compiled for H100s that are not here: the cache is updated in place."""
+
+import pytest
+from absent.compiled_kernels import output_of
+
+PAGES = (256, 1024)
+LOGITS_AND_TOKENS = 2  # gathered over tensor, and over data; weights are not
+
+COMPILE = """
+import re
+from jax.sharding import NamedSharding, PartitionSpec as P
+from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.load import Trained
+from maxmeg.inference.programs import Programs
+from maxmeg.models.registry import use_architecture
+from maxmeg.optim.build import make_optimizer
+from maxmeg.parallel.mesh import BATCH_AXES, make_mesh
+from maxmeg.config.validate import axis_sizes
+from maxmeg.state import abstract_state
+
+parallel = ParallelConfig(data=2, fsdp=1, tensor=2, zero1=False)
+config = use_architecture(Config(parallel=parallel), "{name}")
+config.model.num_layers = 4
+mesh = make_mesh(axis_sizes(parallel, 4), absent_gpus("h100", 4))
+model = abstract_state(config, make_optimizer(config.optim), mesh).model
+model = jax.tree.map(
+    lambda a: jax.ShapeDtypeStruct(a.shape, "bfloat16", sharding=a.sharding), model
+)
+tokenizer = load_tokenizer("null:100")
+for pages in {pages}:
+    programs = Programs(Trained(model, config, tokenizer, 0, mesh), 16, pages, 64, 32, 256)
+    cache, last = jax.eval_shape(programs.state, model)
+    arrays = jax.tree.leaves(cache)
+    stored = {{rf"{{n * pages}},64," for a in arrays for n in (a.shape[1],)}}
+    stored |= {{rf"{{a.shape[1]}},{{pages}},64," for a in arrays}}
+    changed = re.compile(rf"\\[(1,)?({{'|'.join(stored)}})[^=]*? (copy|copy-start|transpose)\\(")
+    for chunk, program in ((0, programs.decode_program), (256, programs.prefill_program)):
+        sent = programs.packed({{}}, chunk)
+        sharding = NamedSharding(mesh, P(BATCH_AXES))
+        sent = jax.ShapeDtypeStruct(sent.shape, sent.dtype, sharding=sharding)
+        lowered = program.trace(model, cache, last, sent).lower(lowering_platforms=("cuda",))
+        done = lowered.compile()
+        memory, text = done.memory_analysis(), done.as_text()
+        print(json.dumps(dict(
+            temporaries=memory.temp_size_in_bytes,
+            aliased=memory.alias_size_in_bytes,
+            cache=sum(a.size * a.dtype.itemsize for a in arrays) // mesh.size,
+            copies=len(changed.findall(text)),
+            gathers=len(re.findall(r"all-gather(?:-start)?\\(", text)),
+        )))
+"""
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v2-lite"])
+def test_the_cache_is_updated_in_place(name):
+    """Nothing of its size is made, whatever that is; no weight is gathered for a token."""
+    rows = output_of(COMPILE.format(name=name, pages=PAGES))
+    for few, many in zip(rows[:2], rows[2:], strict=True):
+        assert few["aliased"] >= few["cache"] and many["aliased"] >= many["cache"]
+        assert few["temporaries"] == many["temporaries"] and few["copies"] == many["copies"] == 0
+        assert few["gathers"] == many["gathers"] == LOGITS_AND_TOKENS
