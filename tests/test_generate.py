@@ -16,6 +16,7 @@ from maxmeg.config.flags import parse
 from maxmeg.config.model import DType
 from maxmeg.inference import load
 from maxmeg.inference.load import Trained
+from maxmeg.inference.requests import text_after
 
 LENGTH = 4
 
@@ -87,7 +88,7 @@ def test_one_answer_is_streamed_to_a_terminal(command, capsys, monkeypatch):
     command("--prompt=b")
     whole = capsys.readouterr().out
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(generate, "Writer", None)
+    monkeypatch.setattr(generate.Engine, "generate", None)
     command("--prompt=b")
     assert capsys.readouterr().out == whole
 
@@ -149,4 +150,4 @@ def test_a_text_keeps_the_space_that_a_tokenizer_drops_at_its_start(trained):
             return "".join(f" {i}" for i in ids).lstrip()
 
     dropping = dataclasses.replace(trained, tokenizer=Drops())
-    assert generate.text_after(dropping, np.array([1, 2]), np.array([3])) == " 3"
+    assert text_after(dropping, np.array([1, 2]), np.array([3])) == " 3"

@@ -28,6 +28,7 @@ from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
 from maxmeg.models.lm import LM
 
 LANES = 8  # requests at a time on each replica
+CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower than two
 SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
@@ -60,7 +61,8 @@ class Reply:
 class Engine:
     """Serves a model on its mesh; if that has several processes, each makes the same calls.
 
-    lanes: most requests at a time on each replica of the model, along data, fsdp and expert.
+    lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
+    CPU at least 2.
     pages: of the cache on each replica; 0: as many as lanes and memory allow. slots: tokens of a
     page. chunk: tokens of a prompt that are read at once. prefill_tokens: of prompts that are read
     between two tokens of other requests. share: prompts with the same beginning share its pages.
@@ -81,6 +83,8 @@ class Engine:
         check_causal(self.model)
         if lanes < 1:
             raise ValueError(f"lanes={lanes} must be at least 1")
+        if self.trained.mesh.devices.flat[0].platform == "cpu":
+            lanes = max(lanes, CPU_LANES)
         row_pages = -(-self.model.max_position // slots)
         chunk = max(min(chunk // slots, row_pages), 1) * slots
         self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from layouts import mesh_of, tiny, tiny_state
 
@@ -208,6 +208,9 @@ def test_a_reply_does_not_depend_on_what_else_is_served(kind):
     shareable = kind != "convolution"
     preemptions = 0
 
+    rows = [(0, 12, 12, SAMPLED, 0), (1, 14, 12, GREEDY, 1), (0, 16, 12, SAMPLED, 2)]
+
+    @example([(row, 0, None) for row in rows], 10, True, 1)  # the last one gives up its pages
     @settings(max_examples=15 if kind == "grouped" else 40, deadline=None, database=None)
     @given(
         st.lists(ARRIVALS, min_size=1, max_size=6),
