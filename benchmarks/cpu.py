@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from maxmeg.runtime.platform import choose_platform
+
 STARTED = time.time() - time.process_time()  # near enough: nothing has waited yet
 
 
@@ -134,6 +136,7 @@ def packing() -> dict:
 MEASUREMENTS = {"step": step, "plan": plan, "packing": packing}
 
 if __name__ == "__main__":
+    choose_platform()
     command, arguments = sys.argv[1:2], sys.argv[2:]
     if len(sys.argv) == 2 and sys.argv[1] in MEASUREMENTS:
         print(json.dumps(MEASUREMENTS[sys.argv[1]]()))

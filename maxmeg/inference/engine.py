@@ -62,11 +62,10 @@ class Engine:
     """Serves a model on its mesh; if that has several processes, each makes the same calls.
 
     lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
-    CPU at least 2.
-    pages: of the cache on each replica; 0: as many as lanes and memory allow. slots: tokens of a
-    page. chunk: tokens of a prompt that are read at once. prefill_tokens: of prompts that are read
-    between two tokens of other requests. share: prompts with the same beginning share its pages.
-    ValueError for a model that is not causal.
+    CPU at least 2. pages: of the cache on each replica; 0: as many as lanes and memory allow.
+    slots: tokens of a page. chunk: tokens of a prompt that are read at once. prefill_tokens: of
+    prompts that are read between two tokens of other requests. share: prompts with the same
+    beginning share its pages. ValueError for a model that is not causal.
     """
 
     def __init__(

@@ -126,7 +126,8 @@ class Programs:
         return self.decode_program._cache_size() + self.prefill_program._cache_size()
 
     def _run(self, program: Callable, packed: np.ndarray) -> jax.Array:
-        sent = jax.device_put(packed, NamedSharding(self.mesh, P(BATCH_AXES)))
+        sharding = NamedSharding(self.mesh, P(BATCH_AXES))
+        sent = jax.make_array_from_callback(packed.shape, sharding, packed.__getitem__)
         self.cache, self.last, sampled = program(self.model, self.cache, self.last, sent)
         return sampled
 

@@ -26,14 +26,14 @@ def shifted(batch: Batch, depth: int) -> Batch:
     """
     length = batch.tokens.shape[-1]
 
-    def later(x: jax.Array) -> jax.Array:
+    def shift(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x[..., depth:], jnp.zeros_like(x[..., :depth])], axis=-1)
 
     exists = jnp.arange(length) < length - depth
     if batch.segment_ids is not None:
-        exists &= later(batch.segment_ids) == batch.segment_ids
+        exists &= shift(batch.segment_ids) == batch.segment_ids
     tokens, targets, positions, loss_mask = (
-        jnp.where(exists, later(array), 0)
+        jnp.where(exists, shift(array), 0)
         for array in (batch.tokens, batch.targets, batch.positions, batch.loss_mask)
     )
     return dataclasses.replace(
@@ -62,17 +62,18 @@ def later(model: LM, batch: Batch, ctx: Context) -> list[jax.Array]:
 
 
 def further(
-    model: typing.Any, x_BLD: jax.Array, later: list[jax.Array], batch: Batch, ctx: Context
+    model: typing.Any, x_BLD: jax.Array, embeddings: list[jax.Array], batch: Batch, ctx: Context
 ) -> tuple[list[jax.Array], Sums]:
-    """([normed output of each MTP layer for the sequence shard], {"mtp_aux": auxiliary values})."""
-    if not later:
+    """([normed output of each MTP layer for the sequence shard], {"mtp_aux": auxiliary values}).
+    embeddings: as from `later`."""
+    if not embeddings:
         return [], {}
 
     def run(params, inputs, constants):
-        (x_BLD, later), (fixed_parts, ctx) = inputs, constants
+        (x_BLD, embeddings), (fixed_parts, ctx) = inputs, constants
         final_norm, depths = joined(params, fixed_parts)
         x_BLD, outputs, auxes = final_norm(x_BLD), [], []
-        for i, (depth, later_BLD) in enumerate(zip(depths, later, strict=True)):
+        for i, (depth, later_BLD) in enumerate(zip(depths, embeddings, strict=True)):
             x_BLD = depth.joined(x_BLD, later_BLD)
             layer = sum(model.stack.repeats) + i
             x_BLD, aux = model.stack.run_unit(
@@ -84,7 +85,7 @@ def further(
         return outputs, auxes
 
     parts = (model.final_norm, list(model.mtp.depths))
-    outputs, auxes = on_last_stage(run, trained(parts), (x_BLD, later), (fixed(parts), ctx))
+    outputs, auxes = on_last_stage(run, trained(parts), (x_BLD, embeddings), (fixed(parts), ctx))
     return outputs, {"mtp_aux": auxes}
 
 
@@ -104,18 +105,18 @@ def loss(
     number of all targets with --calculate-per-token-loss).
     """
     total, sums = token_loss(model, h_BLD, batch, train, ctx)
-    loss_sums, tokens = [], []
+    loss_sums, counts = [], []
     for i, x_BLD in enumerate(further_BLD):
-        later = shifted(batch, i + 1)
-        mask_BL = later.loss_mask
+        tokens = shifted(batch, i + 1)
+        mask_BL = tokens.loss_mask
         weights_BL = mask_BL * (model.mtp.factor / len(further_BLD)) / batch.divisors[i + 1]
         h_BLD = collectives.gather_sequence(x_BLD)
-        depth_loss, losses_BL = model.token_losses(h_BLD, later.targets, weights_BL, train)
+        depth_loss, losses_BL = model.token_losses(h_BLD, tokens.targets, weights_BL, train)
         total += depth_loss
         loss_sums.append(jnp.sum(losses_BL * mask_BL))
-        tokens.append(jnp.sum(mask_BL))
+        counts.append(jnp.sum(mask_BL))
     if further_BLD:
-        sums |= {"mtp_loss_sum": jnp.stack(loss_sums), "mtp_tokens": jnp.stack(tokens)}
+        sums |= {"mtp_loss_sum": jnp.stack(loss_sums), "mtp_tokens": jnp.stack(counts)}
     return total, sums
 
 
