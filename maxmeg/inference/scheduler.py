@@ -137,7 +137,8 @@ class Scheduler:
         for replica in sorted(free, key=lambda r: (-self.pages[r].available, r)):
             pages, shared = self.pages[replica], self._shared(job, replica)
             missing = -(-len(job.prompt) // self.limits.slots) - len(shared)
-            if missing <= pages.available:
+            again = -(-len(job.tokens) // self.limits.slots)  # of what is decoded a second time
+            if missing + again + self._headroom(replica) <= pages.available:
                 job.lane, self.lanes[free[replica]] = free[replica], job
                 job.pages = shared + [pages.take() for _ in range(missing)]
                 job.read, job.sampled = len(shared) * self.limits.slots, 0
@@ -145,6 +146,11 @@ class Scheduler:
                 return True
             self._release(shared, replica)
         return False
+
+    def _headroom(self, replica: int) -> int:
+        """Pages that stay free for the next tokens of running jobs: one for each."""
+        size = self.limits.lanes
+        return sum(job is not None for job in self.lanes[replica * size : (replica + 1) * size])
 
     def _shared(self, job: Job, replica: int) -> list[int]:
         """Known pages of the whole chunks that the prompt begins with, without its last token."""
