@@ -22,7 +22,8 @@ class ResidualSpec:
     """Mixers whose outputs are summed; two mixers are a parallel block.
 
     place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both.
-    own_norms: each mixer has its own norm before it.
+    own_norms: each mixer has its own norm before it. after_gradients: the sublayers before it run
+    backward once the gradients of the weights of so many, from it on, exist.
     """
 
     norm: NormSpec
@@ -30,6 +31,7 @@ class ResidualSpec:
     dropout: float = 0.0
     place: str = "pre"
     own_norms: bool = False
+    after_gradients: int = 0
 
 
 class Residual(nnx.Module):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.schema import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
@@ -168,12 +168,23 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
 
 
 def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Pattern:
-    """((residual sublayers of a unit, number of repeats), ...) of the stack."""
+    """((residual sublayers of a unit, number of repeats), ...) of the stack.
+
+    Backward of a unit runs layer by layer under tensor parallelism, where whole sequences would
+    wait for the gradients of weights: twice as many as sublayers. Not if a schedule has a lane for
+    those gradients.
+    """
     parallel = parallel or ParallelConfig()
-    return tuple(
-        (tuple(sublayer_spec(config, parallel, names) for kind in unit for names in kind), repeats)
-        for unit, repeats in config.groups
-    )
+    split = parallel.pipe > 1 and parallel.schedule is Schedule.zero_bubble
+    apart = parallel.tensor > 1 and not split
+
+    def sublayers(layers):
+        specs = [[sublayer_spec(config, parallel, names) for names in kind] for kind in layers]
+        for layer in specs[1:]:
+            layer[0] = dataclasses.replace(layer[0], after_gradients=apart * len(layer))
+        return tuple(spec for layer in specs for spec in layer)
+
+    return tuple((sublayers(layers), repeats) for layers, repeats in config.groups)
 
 
 def sublayer_spec(

@@ -16,6 +16,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel.collectives import keeps
+from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.layout import Layout, arrange
 
 UnitSpec = tuple[ResidualSpec, ...]
@@ -33,9 +34,11 @@ class Unit(nnx.Module):
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
         """(output, new caches per sublayer, auxiliary values per sublayer)."""
-        caches, auxes = [], []
-        for i, sublayer in enumerate(self.sublayers):
-            sublayer_ctx = dataclasses.replace(ctx, sublayer=i)
+        caches, auxes, sublayers = [], [], list(self.sublayers)
+        for i, number in enumerate([s.spec.after_gradients for s in sublayers]):
+            layer = slice(i, i + number)
+            sublayers[layer], x_BLD = gradients_first(sublayers[layer], x_BLD)
+            sublayer, sublayer_ctx = sublayers[i], dataclasses.replace(ctx, sublayer=i)
             sublayer_cache = None if cache is None else cache[i]
             x_BLD, new_cache, values = sublayer(x_BLD, sublayer_ctx, sublayer_cache)
             caches.append(new_cache)
@@ -47,6 +50,25 @@ class Unit(nnx.Module):
         for sublayer, mixers in zip(self.sublayers, aux, strict=True):
             for name, values in mixers.items():
                 sublayer.mixers[name].update(values)
+
+
+def gradients_first(sublayers: list[Residual], x: jax.Array) -> tuple[list[Residual], jax.Array]:
+    """`sublayers` and their input x. Backward has the gradients of the weights before it uses that
+    of x: XLA would compute the former last, and keep what they read."""
+    if not sublayers:
+        return sublayers, x
+    weights, x = _gradients_first(trained(sublayers), x)
+    return joined(weights, fixed(sublayers)), x
+
+
+@jax.custom_vjp
+def _gradients_first(weights, x):
+    return weights, x
+
+
+_gradients_first.defvjp(
+    lambda *values: (values, None), lambda _, gradients: lax.optimization_barrier(gradients)
+)
 
 
 def first_sublayer(unit: Unit) -> tuple[Unit, Unit]:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from layouts import ALTERNATING, mesh_of, tiny
 
-from maxmeg.config.mixers import Activation, ExpertBackend
+from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import (
@@ -162,6 +162,7 @@ KINDS = {
     "parallel norms": {"layers": "*(attention+mlp)", "parallel_norms": True},
     "norms after": {"norm_place": NormPlace.post},
     "norms around": {"norm_place": NormPlace.sandwich},
+    "norms of heads": {"attention.qk_norm": QkNorm.head, "attention.head_dim": 64},
     "latent": {
         "layers": "*(mla,mlp)",
         "mla.kv_rank": 32,
@@ -241,9 +242,12 @@ def test_deferred_is_what_was_traced_for_gpus(tensor, traced):
         assert unit_deferred(work, work.units[0]) == mib * MIB
 
 
+FULL = ("gpt", "llama", "experts", "norms after", "norms around", "norms of heads")
+
+
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [*((k, "minimal") for k in KINDS), *((k, "full") for k in ("gpt", "llama", "experts"))],
+    [*((k, "minimal") for k in KINDS), *((k, "full") for k in FULL)],
 )
 def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     """Counted on the divided backward of a real layer, on one device. Left out is XLA's attention
@@ -366,12 +370,15 @@ DRAWN = [
     ("qwen3-30b-a3b", 64, 1, 4, "full", {"data": 2, "expert": 8}, 19.41),
     ("llama3-8b", 16, 1, 8, "minimal", {"pipe": 4, "tensor": 2, "data": 2}, 33.01),
     ("gemma3-1b", 64, 2, 4, "full", {"fsdp": 64}, 9.80),  # six layers a unit
-    ("gemma3-4b", 32, 2, 2, "full", {"tensor": 4}, 10.53),  # their gathered sequences
+    ("gemma3-4b", 32, 2, 2, "full", {"tensor": 4}, 7.73),  # their gathered sequences
     ("gemma3-4b", 2, 1, 1, "selective", {"fsdp": 2}, 53.20),  # what the last unit stored is free
     ("gemma3-1b", 2, 1, 16, "selective", {"data": 2}, 21.70),  # a tiled loss
     ("qwen2.5-1.5b", 4, 4, 8, "full", {"fsdp": 4}, 13.09),  # the same on one node
     ("olmo2-13b", 64, 1, 4, "selective", {"fsdp": 64}, 25.33),  # gaps between buffers
     ("phi3-medium-4k", 64, 1, 1, "selective", {"pipe": 2} | ZERO_BUBBLE, 34.47),
+    ("gemma2-9b", 64, 4, 2, "minimal", {"tensor": 8, "data": 8}, 25.82),  # layers one by one
+    ("gemma3-12b", 64, 1, 2, "selective", {"tensor": 2}, 24.83),
+    ("qwen3-1.7b", 4, 2, 2, "full", {"pipe": 4} | ZERO_BUBBLE, 32.89),  # norms of heads
     ("gpt-oss-20b", 16, 2, 4, "minimal", PADDED_DATA | GPIPE, 70.81),  # scattered in a branch
     ("gpt-oss-20b", 128, 4, 32, "full", PADDED_DATA | {"data": 8}, 31.43),
     ("qwen3-30b-a3b", 32, 1, 32, "full", {"pipe": 8, "expert": 4} | GPIPE, 30.29),

@@ -15,6 +15,7 @@ from maxmeg.planning.cost.workload import Unit, Workload
 
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
 CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
+APART = 3  # layers of a unit whose gradients exist, if they run one by one
 
 
 def layer(work: Workload, freed: Sequence[int]) -> int:
@@ -23,8 +24,8 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
 
     A group of a single unit has no loop. Under fsdp XLA computes the gradients of its weights last:
     what they read waits until then (`read`), full: also the recomputed streams, and under tensor
-    parallelism the whole input and gradient of each sublayer. freed: bytes of each group that do
-    not exist once it has run.
+    parallelism the whole input and gradient of each sublayer. If `apart`, those of the first layer
+    alone wait. freed: bytes of each group that do not exist once it has run.
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
@@ -34,10 +35,11 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
-            width = sum(map(read, sublayers(unit)))
+            layers = unit.layers if apart(work) else 1
+            width = sum(map(read, sublayers(unit)[: unit.sublayers // layers]))
             tensor, D = work.axes["tensor"], work.config.model.hidden_size
             again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
-            number = streams(unit) + again * unit.sublayers
+            number = (streams(unit) + again * unit.sublayers) // layers
             size = work.itemsize * work.tokens * (width + number * D) // tensor
             waiting += size if work.axes["fsdp"] > 1 else 0
         waiting -= freed[group]
@@ -97,7 +99,14 @@ def streams(unit: Unit) -> int:
 
 def delayed(work: Workload) -> bool:
     """Whether XLA computes gradients of weights late, to have products beside collectives."""
-    return work.axes["data"] * work.axes["fsdp"] * work.axes["tensor"] > 1
+    devices = work.axes["data"] * work.axes["fsdp"] * work.axes["tensor"]
+    return devices > 1 and not apart(work)
+
+
+def apart(work: Workload) -> bool:
+    """Whether the gradients of a layer's weights exist before the layer before it runs backward
+    (`models.mixers.pattern`)."""
+    return work.axes["tensor"] > 1 and not work.lanes.deferred
 
 
 def scattered_in_branch(work: Workload) -> int:
@@ -150,8 +159,9 @@ def weights(work: Workload, group: int) -> int:
     which XLA reads before it has the gradients that it adds.
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
-    largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Those of experts in
-    rounds are among the sums of the rounds.
+    largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Layers that run
+    `apart` make all of theirs before the first is scattered. Those of experts in rounds are among
+    the sums of the rounds.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -167,4 +177,7 @@ def weights(work: Workload, group: int) -> int:
     converted = work.gradient_itemsize * (work.gradient_itemsize != e)
     first = sum(size for s, size in trained if s.parameter.sublayer == 0)
     largest = max((size for _, size in trained), default=0)
-    return whole + e * (first + largest) + int(CONVERTED * converted * largest)
+    exist = first + largest
+    if apart(work) and unit.layers > 1:
+        exist = sum(size for _, size in trained) * min(unit.layers, APART) // unit.layers
+    return whole + e * exist + int(CONVERTED * converted * largest)

@@ -78,8 +78,8 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     if not keeps_attention(work):
         widths += unit.head_outputs
     if not work.kept:
-        widths += unit.columns - unit.projected
-        hidden += unit.sublayers - 1
+        widths += unit.columns - unit.projected + sum(one.normalized for one in unit.widths)
+        hidden += unit.sublayers - (unit.specs[-1].place == "pre")
         gathered += unit.sublayers if tensor > 1 else 0
     kept = work.itemsize * work.tokens * widths // tensor
     kept += experts.deferred(work, unit)
