@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.cache import CacheSize, cached_attention
+from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, RotaryKind
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
@@ -182,5 +182,5 @@ class Attention(Mixer):
     def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
         """Pages of keys and of values, in the weights' dtype."""
         weight, K = self.key.weight[...], self.spec.head_dim
-        shape = (size.pages, size.slots, weight.shape[-1] // K, K)
-        return jnp.zeros(shape, weight.dtype), jnp.zeros(shape, weight.dtype)
+        keys, values = (empty_pages(size, weight.shape[-1] // K, K, weight.dtype) for _ in "kv")
+        return keys, values

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.ops.attention.spec import ScoreSpec
+from maxmeg.ops.backend import target_device
 from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write_pages
 
 
@@ -22,6 +23,13 @@ class CacheSize:
     pages: int
     slots: int
     lanes: int
+
+
+def empty_pages(size: CacheSize, heads: int, head_size: int, dtype) -> jax.Array:
+    """[pages, slots, heads, head_size]; on a CPU the bits of bfloat16 (`PagedCache`)."""
+    if jnp.dtype(dtype).itemsize == 2 and not target_device().is_cuda:
+        dtype = jnp.uint16
+    return jnp.zeros((size.pages, size.slots, heads, head_size), dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.layers.attention import Attention, AttentionSpec
-from maxmeg.layers.cache import CacheSize, cached_attention
+from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
@@ -178,7 +178,7 @@ class Mla(Attention):
     def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
         """Pages of latents with their rotary key."""
         weight = self.kv_down.weight[...]
-        return (jnp.zeros((size.pages, size.slots, 1, weight.shape[-1]), weight.dtype),)
+        return (empty_pages(size, 1, weight.shape[-1], weight.dtype),)
 
 
 def matrix(linear: Linear) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.config.mixers import RotaryScaling
+from maxmeg.config.model import DType
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.engine import Engine, Reply, continue_text
 from maxmeg.inference.load import Trained
@@ -278,6 +280,21 @@ def test_many_requests_compile_nothing_and_lose_no_page():
     assert all(len(r.tokens) == r.request.num_tokens for r in replies)
     assert served.programs.compiled() == 2
     assert pages.available == served.programs.size.pages
+
+
+def test_a_bfloat16_cache_is_not_converted_on_a_cpu():
+    """XLA would make a float32 copy of the whole pool in every step."""
+    config = tiny({"max_position": LENGTH, "dtype": DType.bfloat16}, fsdp=1)
+    mesh = mesh_of(config)
+    model = tiny_state(config, mesh)[2].model
+    served = Engine(Trained(model, config, load_tokenizer("null:61"), 0, mesh), pages=24, **SMALL)
+    programs = served.programs
+    given = programs.model, programs.cache, programs.last, programs.packed({})
+    text = programs.decode_program.lower(*given).compile().as_text()
+    layers, _, slots, heads, size = jax.tree.leaves(programs.cache)[0].shape[1:]
+    pool = rf"\[(1,)?({layers},24|{layers * 24}),{slots},{heads},{size}\]"
+    assert re.search("u16" + pool, text) and not re.search("f32" + pool, text)
+    assert len(served.generate([PROMPTS[0]], Request(3, GREEDY))[0].tokens) == 3
 
 
 def test_text_ends_with_its_document():

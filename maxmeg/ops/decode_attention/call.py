@@ -16,7 +16,7 @@ from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.ops.backend import pick
 from maxmeg.ops.decode_attention import mosaic as decode_attention_mosaic
 from maxmeg.ops.decode_attention import xla as decode_attention_xla
-from maxmeg.ops.decode_attention.xla import PagedCache
+from maxmeg.ops.decode_attention.xla import PagedCache, with_dtype
 
 __all__ = ["PagedCache", "decode_attention", "write_pages"]
 
@@ -114,4 +114,5 @@ def write_pages(
     page_BL = jnp.take_along_axis(page_table, position_BL // S, axis=1, mode="clip")
     is_written_BL = jnp.arange(L) < counts_B[:, None]
     page_BL = jnp.where(is_written_BL, page_BL, P)  # outside of the pool: not written
+    new_BLGK = with_dtype(new_BLGK, pages_PSGK.dtype)
     return pages_PSGK.at[page_BL, position_BL % S].set(new_BLGK, mode="drop")

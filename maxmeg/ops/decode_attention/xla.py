@@ -25,7 +25,8 @@ class PagedCache(typing.NamedTuple):
     """Keys and values in a pool of pages.
 
     Key j of row b is in slot j % slots of page page_table[b, j // slots], for j < lengths_B[b].
-    Other entries of the table and other slots may hold anything.
+    Other entries of the table and other slots may hold anything. On a CPU pages may be uint16, the
+    bits of floats: XLA would convert a whole pool of bfloat16 to float32 in every step.
     """
 
     k_pages: jax.Array  # [pages, slots, G, K]
@@ -44,7 +45,10 @@ class Softmax(typing.NamedTuple):
 
 def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device) -> str:
     """Why this call cannot run; empty if it can."""
-    names = [str(x.dtype) for x in (q_BLHK, cache.k_pages, cache.v_pages)]
+    dtype = q_BLHK.dtype
+    stored = dtype if device.is_cuda or dtype.itemsize != 2 else jnp.uint16
+    pools = (dtype if pool.dtype == stored else pool.dtype for pool in cache[:2])
+    names = [str(name) for name in (dtype, *pools)]
     if len(set(names)) > 1 or names[0] not in DTYPES:
         return f"dtypes {', '.join(names)} are not one of {', '.join(DTYPES)}"
     return ""
@@ -68,7 +72,8 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
 
     def step(block, carry: Softmax) -> Softmax:
         position_M = block * pages * S + jnp.arange(pages * S)
-        k_BMGK, v_BMGV = gather(cache, block * pages + jnp.arange(pages))
+        blocks = gather(cache, block * pages + jnp.arange(pages))
+        k_BMGK, v_BMGV = (with_dtype(x, q_BLHK.dtype) for x in blocks)
         seen_BLM = (position_M >= lower_BL[..., None]) & (position_M < upper_BL[..., None])
         seen_BM11 = seen_BLM.any(axis=1)[..., None, None]
         scores_BGJLM = (spec.scale or K**-0.5) * jnp.einsum(
@@ -112,6 +117,11 @@ def gather(cache: PagedCache, columns: jax.Array):
     pages = cache.page_table.at[:, columns].get(mode="clip")
     blocks = (pool.at[pages].get(mode="clip") for pool in (cache.k_pages, cache.v_pages))
     return [block.reshape(block.shape[0], -1, *block.shape[3:]) for block in blocks]
+
+
+def with_dtype(x: jax.Array, dtype) -> jax.Array:
+    """Floats as the bits of an integer dtype of their size, or back."""
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 
 def add_block(carry: Softmax, scores_BGJLM, v_BMGV) -> Softmax:
