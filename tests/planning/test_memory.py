@@ -337,6 +337,7 @@ COMPILED_GIB = [
 # (name, GPUs, samples, microbatches, recompute, sizes, GiB in all) of benchmarks/absent_memory.py.
 SPLIT_EXPERTS = {"expert": 4, "pad_layers": True} | ZERO_BUBBLE
 PADDED_DATA = {"pipe": 8, "data": 2, "pad_layers": True}
+IN_CHUNKS = {"tensor": 4, "pipe": 4, "data": 8, "chunks": 2}
 DRAWN = [
     ("nemotron4-15b", 16, 1, 8, "minimal", {"fsdp": 16}, 38.05),  # its gradient of the output
     ("llama3.2-1b", 16, 1, 32, "minimal", {"fsdp": 16}, 10.63),
@@ -378,7 +379,9 @@ DRAWN = [
     ("phi3-medium-4k", 64, 1, 1, "selective", {"pipe": 2} | ZERO_BUBBLE, 34.47),
     ("gemma2-9b", 64, 4, 2, "minimal", {"tensor": 8, "data": 8}, 25.82),  # layers one by one
     ("gemma3-12b", 64, 1, 2, "selective", {"tensor": 2}, 24.83),
+    ("gemma3-12b", 128, 1, 4, "selective", IN_CHUNKS, 17.86),  # a unit without a loop, at the loss
     ("qwen3-1.7b", 4, 2, 2, "full", {"pipe": 4} | ZERO_BUBBLE, 32.89),  # norms of heads
+    ("nemotron4-15b", 64, 1, 2, "minimal", {"pipe": 8, "data": 4} | ZERO_BUBBLE, 19.70),
     ("gpt-oss-20b", 16, 2, 4, "minimal", PADDED_DATA | GPIPE, 70.81),  # scattered in a branch
     ("gpt-oss-20b", 128, 4, 32, "full", PADDED_DATA | {"data": 8}, 31.43),
     ("qwen3-30b-a3b", 32, 1, 32, "full", {"pipe": 8, "expert": 4} | GPIPE, 30.29),

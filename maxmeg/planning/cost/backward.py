@@ -161,7 +161,7 @@ def weights(work: Workload, group: int) -> int:
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Layers that run
     `apart` make all of theirs before the first is scattered. Those of experts in rounds are among
-    the sums of the rounds.
+    the sums of the rounds. A weight lane makes gradients when no weights are gathered.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -180,4 +180,5 @@ def weights(work: Workload, group: int) -> int:
     exist = first + largest
     if apart(work) and unit.layers > 1:
         exist = sum(size for _, size in trained) * min(unit.layers, APART) // unit.layers
-    return whole + e * exist + int(CONVERTED * converted * largest)
+    made = e * exist + int(CONVERTED * converted * largest)
+    return max(whole, made) if work.lanes.deferred else whole + made

@@ -283,13 +283,14 @@ def working(work: Workload, unit: Unit) -> int:
 
 def recomputed(work: Workload, unit: Unit) -> int:
     """Bytes of what the experts of a unit's other layers recomputed, under full recomputation:
-    their columns, inputs and rows, e N (widths / t + D). Without further rounds, whose gathered
-    weights are counted apart, also matrices gathered over fsdp."""
+    their columns, inputs and rows, e N (widths / t + D); with further rounds also the rows' outputs
+    and those received back, e N D each. Without further rounds, whose gathered weights are counted
+    apart, also matrices gathered over fsdp."""
     if work.kept or not unit.sparse:
         return 0
     dispatch = dispatch_of(work)
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    elements = dispatch.rows * (widths + dispatch.width)
+    elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * dispatch.width)
     if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
         elements += dispatch.local_experts * dispatch.width * widths
     return (unit.sparse - 1) * work.itemsize * elements

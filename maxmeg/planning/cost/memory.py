@@ -220,6 +220,22 @@ def loss(work: Workload) -> int:
     return one.temporaries - sums + gradient + weight + 2 * e * work.tokens * D
 
 
+def beside_loss(work: Workload) -> int:
+    """Bytes of units that exist while a pipeline computes the loss: of a chunk's single unit, which
+    has no loop, what it stored, written into the ring only after the loss, and its weights gathered
+    over fsdp, which its backward reads too; several chunks: weights copied from those of all
+    chunks, for forward and for backward."""
+    if not work.pipelined or work.lanes.outputs:
+        return 0
+    total, chunks = 0, work.config.parallel.chunks
+    copies = 2 if chunks > 1 else work.axes["fsdp"] > 1
+    for group, unit in enumerate(work.units):
+        if work.places[group] == 1:
+            whole = sum(s.whole for s in work.shards if s.parameter.group == group) // chunks
+            total += unit_activations(work, unit) + copies * work.itemsize * whole
+    return total
+
+
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
     itself and converted to the dtype of the sums. If the product waits, also what it reads; without
@@ -353,7 +369,8 @@ def device_memory(work: Workload) -> dict[str, int]:
     loss_bytes = max(0, loss(work) + held - absent_in_loss)
     after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
     largest = max(layer(work, freed(work)), scattered_in_branch(work))
-    backward = max(largest + waiting_gradient(work) + held - absent_in_layers, after)
+    backward = largest + waiting_gradient(work) + held - absent_in_layers
+    backward = max(backward, after, loss_bytes + beside_loss(work))
     return {
         **parameter_memory(work),
         "activations": kept,
