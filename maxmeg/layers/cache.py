@@ -9,7 +9,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.ops.backend import target_device
@@ -56,7 +56,7 @@ class CachePlaces:
 def cached_attention(
     q_BLHK: Float[Array, "B L H K"],
     new: tuple[Float[Array, "B L G K"], ...],
-    pool: tuple[Float[Array, "layers P S G K"], ...],
+    pool: tuple[Shaped[Array, "layers P S G K"], ...],
     places: CachePlaces,
     scores: ScoreSpec,
     sinks_H: jax.Array | None = None,

@@ -9,7 +9,7 @@ import logging
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from maxmeg.ops import backend as dispatch
 from maxmeg.ops.attention.spec import ScoreSpec
@@ -101,12 +101,12 @@ def check_shapes(q_BLHK, cache: PagedCache, sinks_H) -> None:
 
 
 def write_pages(
-    pages_PSGK: Float[Array, "P S G K"],
+    pages_PSGK: Shaped[Array, "P S G K"],
     new_BLGK: Float[Array, "B L G K"],
     page_table: Int[Array, "B N"],
     starts_B: Int[Array, " B"],
     counts_B: Int[Array, " B"],
-) -> Float[Array, "P S G K"]:
+) -> Shaped[Array, "P S G K"]:
     """The pool with the first counts_B keys (or values) of each row written to its pages, from
     position starts_B of the row."""
     (P, S), L = pages_PSGK.shape[:2], new_BLGK.shape[1]
