@@ -22,8 +22,8 @@ class ResidualSpec:
     """Mixers whose outputs are summed; two mixers are a parallel block.
 
     place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both.
-    own_norms: each mixer has its own norm before it. after_gradients: the sublayers before it run
-    backward once the gradients of the weights of so many, from it on, exist.
+    own_norms: each mixer has its own norm before it. after_gradients: if n > 0, backward computes
+    the weight gradients of n sublayers, from this one on, before it goes on to the one before.
     """
 
     norm: NormSpec

@@ -170,9 +170,9 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
 def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Pattern:
     """((residual sublayers of a unit, number of repeats), ...) of the stack.
 
-    Backward of a unit runs layer by layer under tensor parallelism, where whole sequences would
-    wait for the gradients of weights: twice as many as sublayers. Not if a schedule has a lane for
-    those gradients.
+    Under tensor parallelism, backward of a unit of several layers computes the weight gradients of
+    each layer before it goes on to the layer before: else the whole sequences that they read, two
+    for each sublayer, would wait in memory. Not where a schedule has a lane for these gradients.
     """
     parallel = parallel or ParallelConfig()
     split = parallel.pipe > 1 and parallel.schedule is Schedule.zero_bubble

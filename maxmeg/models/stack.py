@@ -53,8 +53,8 @@ class Unit(nnx.Module):
 
 
 def gradients_first(sublayers: list[Residual], x: jax.Array) -> tuple[list[Residual], jax.Array]:
-    """`sublayers` and their input x. Backward has the gradients of the weights before it uses that
-    of x: XLA would compute the former last, and keep what they read."""
+    """Return `sublayers` and their input x. Backward computes the gradients of their weights before
+    it uses the gradient of x. XLA would compute them last, and keep what they read until then."""
     if not sublayers:
         return sublayers, x
     weights, x = _gradients_first(trained(sublayers), x)
