@@ -36,7 +36,7 @@ SAMPLE_TOKENS = 200  # that a run generates when training ends
 _INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
 
 
-Rows = dict[int, Chunk | Token]  # the rows of a step, by their place in the array that is sent
+Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
 
 
 @dataclasses.dataclass
@@ -63,9 +63,10 @@ class Engine:
 
     lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
     CPU at least 2. pages: of the cache on each replica; 0: as many as lanes and memory allow.
-    slots: tokens of a page. chunk: tokens of a prompt that are read at once. prefill_tokens: of
-    prompts that are read between two tokens of other requests. share: prompts with the same
-    beginning share its pages. ValueError for a model that is not causal.
+    slots: number of tokens in a page. chunk: number of tokens of a prompt that are read at once.
+    prefill_tokens: largest number of prompt tokens that are read while other requests wait for
+    their next token. share: prompts with the same beginning share its pages. ValueError for a model
+    that is not causal.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Engine:
         sizes = self.programs.replicas, lanes, self.programs.size.pages, slots
         self.scheduler = Scheduler(Limits(*sizes, chunk, chunks, share))
         self._replies: dict[Job, Reply] = {}
-        self._started: collections.deque[tuple[Rows, jax.Array]] = collections.deque()
+        self._started: collections.deque[tuple[Step, jax.Array]] = collections.deque()
         self._arrivals = itertools.count()
         self.decode_steps = self.decoded = 0  # steps, and new tokens of all lanes in them
 
@@ -175,7 +176,7 @@ class Engine:
         finally:
             self.cancel(reply)
 
-    def _start(self, rows: Rows) -> jax.Array:
+    def _start(self, rows: Step) -> jax.Array:
         columns = {place: self._columns(row) for place, row in rows.items()}
         if any(isinstance(row, Chunk) for row in rows.values()):
             return self.programs.prefill(columns)
@@ -211,7 +212,7 @@ class Engine:
         known = job.tokens[row.index - 1] if row.index <= len(job.tokens) else -1
         return columns | {"count": 1, "token": known, "is_last": False, "step": row.index}
 
-    def _finish(self, rows: Rows, read: Read) -> None:
+    def _finish(self, rows: Step, read: Read) -> None:
         for place, row in rows.items():
             job, reply = row.job, self._replies.get(row.job)
             index = row.index if isinstance(row, Token) else 0

@@ -1,8 +1,8 @@
 """The two compiled programs of an engine, and the arrays that stay on the devices.
 
 prefill: reads a chunk of one prompt per replica; after its last chunk it samples the first token.
-decode: feeds the last token of every lane, and samples the next one. Both update the cache, which
-is donated, and the last token of each lane. The host sends one integer array a step, and reads one.
+decode: feeds the last token of every lane, and samples the next one. Both update the cache and the
+last token of each lane in place. In a step the host sends one array of integers, and reads one.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
 class Read(typing.NamedTuple):
-    """What the host reads of a step: arrays [rows] and [rows, top]."""
+    """The results of a step, as arrays [rows] and [rows, top]."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -57,8 +57,9 @@ class Read(typing.NamedTuple):
 class Programs:
     """The programs for a model; `allocate` makes their arrays.
 
-    lanes, pages: of one replica; pages=0: as many as lanes and memory allow. slots: tokens of a
-    page. row_pages: most pages of a row. chunk: tokens of a prompt that are read at once.
+    lanes, pages: of one replica; pages=0: as many as lanes and memory allow. slots: number of
+    tokens in a page. row_pages: largest number of pages of a row. chunk: number of tokens of a
+    prompt that are read at once.
     """
 
     def __init__(
@@ -166,7 +167,7 @@ class Programs:
         return spmd(local, self.mesh, (self._specs,), PER_DEVICE)
 
     def _cache_bytes(self, size: CacheSize) -> int:
-        """Of a device."""
+        """Bytes of the cache on one device."""
         arrays = jax.tree.leaves(jax.eval_shape(self._state(size), self.model)[0])
         return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
 

@@ -20,8 +20,8 @@ class Job:
 
     number: in the order of arrival. limit: most new tokens. salt: of shared pages (`Pages.share`).
     lane: None while it waits. read: number of tokens of the prompt in the cache. sampled: number of
-    tokens asked of the device since the job has its lane. tokens: those that have arrived; if they
-    are more, the job lost its pages and decodes them again.
+    new tokens that decode steps were started for since the job got its lane. tokens: the new tokens
+    that are known. If there are more of them, the job lost its pages, and decodes them again.
     """
 
     number: int
