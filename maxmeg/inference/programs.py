@@ -46,7 +46,7 @@ Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
 class Read(typing.NamedTuple):
-    """The results of a step, as arrays [rows] and [rows, top]."""
+    """What a step returns. Arrays have the shape [rows], or [rows, TOP] for the likeliest tokens."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -57,9 +57,9 @@ class Read(typing.NamedTuple):
 class Programs:
     """The programs for a model; `allocate` makes their arrays.
 
-    lanes, pages: of one replica; pages=0: as many as lanes and memory allow. slots: number of
-    tokens in a page. row_pages: largest number of pages of a row. chunk: number of tokens of a
-    prompt that are read at once.
+    lanes, pages: numbers of them on one replica; pages=0: as many as lanes and memory allow. slots:
+    number of tokens in a page. row_pages: largest number of pages that a request can have. chunk:
+    number of prompt tokens that one prefill step reads.
     """
 
     def __init__(

@@ -68,10 +68,11 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """replicas: of the model, each with its own lanes and pages. lanes, pages: of a replica.
-    slots: tokens of a page. chunk: tokens of a prompt that are read at once, a multiple of slots.
-    chunks: most chunks in a row while other requests wait for a token. shares: whether requests
-    share pages."""
+    """replicas: number of copies of the model, each with its own lanes and pages. lanes, pages:
+    numbers of them on one replica. slots: number of tokens in a page. chunk: number of prompt
+    tokens that one prefill step reads, a multiple of slots. chunks: largest number of prefill steps
+    between two decode steps. shares: whether requests share pages.
+    """
 
     replicas: int
     lanes: int

@@ -49,7 +49,7 @@ class CachePlaces:
     layer: jax.Array | int = 0
 
     def is_token(self, length: int) -> Bool[Array, "B L"]:
-        """Whether each place of rows of this length holds a token."""
+        """True where a row of this length holds a token, False for padding."""
         return jnp.arange(length) < self.counts_B[:, None]
 
 

@@ -15,8 +15,8 @@ from maxmeg.ops.attention.spec import NEGATIVE, ScoreSpec
 from maxmeg.ops.backend import Device, target_device
 from maxmeg.ops.cross_entropy.call import softcapped
 
-KEYS_AT_ONCE = 2**14  # of all rows together for up to 16 queries a row, in whole pages
-CPU_KEYS = 128  # of a row: in its caches
+KEYS_AT_ONCE = 2**14  # keys in one block, summed over all rows; fewer for more than 16 queries
+CPU_KEYS = 128  # largest number of keys of one row in a block on a CPU, so that they stay cached
 DTYPES = ("bfloat16", "float16", "float32")
 SUPPORTS = f"every option, on every device, in {', '.join(DTYPES)}"
 
