@@ -46,7 +46,7 @@ Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
 class Read(typing.NamedTuple):
-    """What a step returns. Arrays have the shape [rows], or [rows, TOP] for the likeliest tokens."""
+    """What a step returns: arrays [rows], and [rows, TOP] for the likeliest tokens."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
