@@ -39,7 +39,9 @@ class Metrics:
             for name, text in names.items()
         }
         self.times = {
-            name: prometheus.Histogram(f"maxmeg:{name}", text, registry=self.registry, buckets=TIMES)
+            name: prometheus.Histogram(
+                f"maxmeg:{name}", text, registry=self.registry, buckets=TIMES
+            )
             for name, text in HISTOGRAMS.items()
         }
         self.finished = prometheus.Counter(
