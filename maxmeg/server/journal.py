@@ -74,7 +74,7 @@ def replayed(engine: Engine, lines: list[dict]) -> Iterator[tuple[str, str]]:
         sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
         fields |= {name: tuple(fields[name]) for name in ("ends", "stops")}
         fields["grammar"] = engine.grammars.compile(*line["grammar"]) if line["grammar"] else None
-        request = Request(**fields | {"sampling": Sampling(**sampling)})
+        request = Request(sampling=Sampling(**sampling), **fields)
         started.append(
             [
                 engine.submit(line["prompts"][i // line["n"]], request, line["seed"], i)

@@ -122,12 +122,12 @@ def test_curl(server):
     assert json.loads(events[0][6:])["object"] == "chat.completion.chunk"
 
 
-def test_no_request_makes_a_server_error(server):
+def test_no_request_makes_a_server_error(server, tmp_path):
     """schemathesis, from the schema that the server publishes."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--checks=not_a_server_error", "--max-examples=60", "--seed=1", "--no-color"]
     command += ["--phases=examples,coverage,fuzzing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
     assert server.ask("/health").status == 200
     assert server.ask("/v1/completions", {"prompt": "a", "max_tokens": 2}).status == 200
