@@ -47,7 +47,7 @@ def main(options: Options) -> None:
             print(piece, end="", flush=True)
         print()
         return
-    texts = [*map(engine.text, engine.generate(prompts, request, options.seed))]
+    texts = [reply.text for reply in engine.generate(prompts, request, options.seed)]
     if options.output:
         lines = [json.dumps(r | {"completion": t}) for r, t in zip(records, texts, strict=True)]
         Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -1,11 +1,9 @@
 """The command that continues prompts and chats: what it reads, what it writes, what it refuses."""
 
-import dataclasses
 import json
 import sys
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from chats import PLAIN
 from layouts import mesh_of, tiny, tiny_state
@@ -16,7 +14,6 @@ from maxmeg.config.flags import parse
 from maxmeg.config.model import DType
 from maxmeg.inference import load
 from maxmeg.inference.load import Trained
-from maxmeg.inference.requests import text_after
 
 LENGTH = 4
 
@@ -142,12 +139,3 @@ def test_prompts_come_from_one_option(command, tmp_path):
         command("--prompt=a", "--system=b")
     with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
         command("--prompt=a", "--num_tokens=0")
-
-
-def test_a_text_keeps_the_space_that_a_tokenizer_drops_at_its_start(trained):
-    class Drops:
-        def decode(self, ids):
-            return "".join(f" {i}" for i in ids).lstrip()
-
-    dropping = dataclasses.replace(trained, tokenizer=Drops())
-    assert text_after(dropping, np.array([1, 2]), np.array([3])) == " 3"

@@ -221,7 +221,7 @@ class HarnessModel:
         """Generate text up to its first stop string."""
         replies, texts = [], []
         settings = [self.settings(request.args[1]) for request in requests]
-        for number, (request, _) in enumerate(settings):
+        for number, request in enumerate(settings):
             room = self.max_length - request.num_tokens
             if room < 1:
                 raise ValueError(
@@ -232,17 +232,17 @@ class HarnessModel:
             replies.append(self.engine.submit(ids[-room:], request, number=number))
         while self.engine.step():
             pass
-        for reply, (_, stops) in zip(replies, settings, strict=True):
+        for reply in replies:
             shown = [i for i in reply.tokens if i not in self.hidden_ids]
-            texts.append(until(self.trained.tokenizer.decode(shown), stops))
+            texts.append(until(self.trained.tokenizer.decode(shown), reply.request.stops))
         return texts
 
     @functools.cached_property
     def engine(self) -> Engine:
         return Engine(self.trained, lanes=self.batch)
 
-    def settings(self, options: Mapping[str, typing.Any]) -> tuple[Request, tuple[str, ...]]:
-        """Return a task's generation settings and stop strings; ValueError for unknown options."""
+    def settings(self, options: Mapping[str, typing.Any]) -> Request:
+        """Return a task's generation settings; ValueError for unknown options."""
         options = dict(options)
         stops = options.pop("until", None) or []
         stops = (stops,) if isinstance(stops, str) else tuple(stop for stop in stops if stop)
@@ -264,11 +264,7 @@ class HarnessModel:
             )
         tokenizer = self.trained.tokenizer
         ends = {*end_tokens(tokenizer, self.trained.config.model.vocab_size), tokenizer.eod}
-        for stop in stops:  # a stop string of one token ends generation
-            ids = tokenizer.encode(stop)
-            if len(ids) == 1 and tokenizer.decode(ids) == stop:
-                ends.add(int(ids[0]))
-        return Request(count, sampling, tuple(sorted(ends))), stops
+        return Request(count, sampling, tuple(sorted(ends)), stops)
 
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True

@@ -7,8 +7,8 @@ on what else runs. The next step is started before the results of the last one a
 
 import collections
 import dataclasses
+import functools
 import itertools
-import operator
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -19,12 +19,14 @@ from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.inference.grammar import Grammars, Matcher
 from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.programs import Programs, Read
 from maxmeg.inference.prompts import end_tokens
-from maxmeg.inference.requests import Request, check_causal, check_ids, check_length, text_after
+from maxmeg.inference.requests import Reply, Request, check_causal, check_ids, check_length
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
+from maxmeg.inference.text import Text
 from maxmeg.models.lm import LM
 
 LANES = 8  # requests at a time on each replica
@@ -33,29 +35,17 @@ SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
 SAMPLE_TOKENS = 200  # that a run generates when training ends
-_INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
-
 
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
 
 
 @dataclasses.dataclass
-class Reply:
-    """The answer to a request, as far as it is known.
+class Active:
+    """A reply that goes on: its text, and how far it has followed its grammar."""
 
-    tokens: new ones, without the end token. logprobs: of each. top: (token, log-probability) of the
-    likeliest ones in place of each, if the request asks for them. reason: why it ended: "stop" (an
-    end token), "length" or "cancelled"; empty while it goes on.
-    """
-
-    prompt: tuple[int, ...]
-    request: Request
-    seed: int
-    number: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
-    reason: str = ""
+    reply: Reply
+    text: Text
+    matcher: Matcher | None
 
 
 class Engine:
@@ -93,15 +83,17 @@ class Engine:
         chunks = max(1, prefill_tokens // chunk)
         sizes = self.programs.replicas, lanes, self.programs.size.pages, slots
         self.scheduler = Scheduler(Limits(*sizes, chunk, chunks, share))
-        self._replies: dict[Job, Reply] = {}
-        self._started: collections.deque[tuple[Step, jax.Array]] = collections.deque()
+        self._active: dict[Job, Active] = {}
+        self._started: collections.deque[tuple[Step, tuple[jax.Array, ...]]] = collections.deque()
         self._arrivals = itertools.count()
+        self.ends = end_tokens(trained.tokenizer, self.model.vocab_size)  # of a reply
         self.decode_steps = self.decoded = 0  # steps, and new tokens of all lanes in them
 
     def check(self, prompt: Sequence[int] | np.ndarray, request: Request, where: str = "") -> None:
         """ValueError for a prompt that is empty, too long, or has tokens without embedding."""
         check_length(len(prompt), request.num_tokens, self.model.max_position, where)
-        check_ids(np.asarray(prompt), self.model.vocab_size, where)
+        biased = [token for token, _ in request.sampling.logit_bias]
+        check_ids(np.array([*prompt, *biased]), self.model.vocab_size, where)
         size = self.programs.size
         if len(prompt) + request.num_tokens > size.pages * size.slots:
             raise ValueError(
@@ -118,16 +110,37 @@ class Engine:
         reply = Reply(tuple(map(int, prompt)), request, seed, number)
         salt = str(row_length(self.model, reply, 0)).encode()  # keys depend on it
         job = Job(next(self._arrivals), reply.prompt, request.num_tokens, salt)
-        self._replies[job] = reply
+        # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
+        job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
+        job.waits = request.grammar is not None
+        text = Text(self.trained.tokenizer, reply.prompt, request.stops)
+        self._active[job] = Active(reply, text, request.grammar and request.grammar.matcher())
         self.scheduler.add(job)
         return reply
 
     def cancel(self, reply: Reply) -> None:
         """End a reply, if it has not ended."""
-        for job, other in self._replies.items():
-            if other is reply:
+        for job, active in self._active.items():
+            if active.reply is reply:
                 self._end(job, "cancelled")
                 return
+
+    def reset(self) -> None:
+        """Begin with an empty cache, after an error: all replies that go on end with "error"."""
+        for job in [*self._active]:
+            self._end(job, "error", "the engine failed and was reset: try again")
+        self._started.clear()
+        self.scheduler = Scheduler(self.scheduler.limits)
+        self.programs.allocate()
+
+    def warm_up(self) -> None:
+        """Compile the programs, which otherwise the first request waits for."""
+        self.generate([np.zeros(1, np.int32)], Request(2, Sampling()))
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for requests."""
+        return Grammars(self.trained.tokenizer, self.model.vocab_size, self.ends)
 
     def step(self) -> bool:
         """Start the next step, and read the one before it. False if nothing is left to do."""
@@ -135,9 +148,8 @@ class Engine:
         if rows:
             self._started.append((rows, self._start(rows)))
         if self._started and (len(self._started) > 1 or not rows):
-            rows, sampled = self._started.popleft()
-            self._finish(rows, self.programs.read(sampled))
-        return bool(self._replies or self._started)
+            self._finish(*self._started.popleft())
+        return bool(self._active or self._started)
 
     def generate(
         self, prompts: Sequence[np.ndarray], request: Request, seed: int = 0
@@ -158,25 +170,18 @@ class Engine:
         """
         return self._pieces(self.submit(prompt, request, seed))
 
-    def text(self, reply: Reply) -> str:
-        return text_after(self.trained, np.array(reply.prompt), np.array(reply.tokens, np.int32))
-
     def _pieces(self, reply: Reply) -> Iterator[str]:
-        shown, known = "", 0
+        shown = 0
         try:
             while not reply.reason:
                 self.step()
-                if len(reply.tokens) == known and not reply.reason:
-                    continue
-                text, known = self.text(reply), len(reply.tokens)
-                text = text if reply.reason else text.rstrip(_INCOMPLETE)
-                same = sum(itertools.takewhile(bool, map(operator.eq, shown, text)))
-                shown = text
-                yield text[same:]
+                if len(reply.text) > shown:
+                    yield reply.text[shown:]
+                    shown = len(reply.text)
         finally:
             self.cancel(reply)
 
-    def _start(self, rows: Step) -> jax.Array:
+    def _start(self, rows: Step) -> tuple[jax.Array, ...]:
         columns = {place: self._columns(row) for place, row in rows.items()}
         if any(isinstance(row, Chunk) for row in rows.values()):
             return self.programs.prefill(columns)
@@ -189,8 +194,9 @@ class Engine:
         return row.job.lane // self.programs.size.lanes if isinstance(row, Chunk) else row.job.lane
 
     def _columns(self, row: Chunk | Token) -> dict:
-        job, reply = row.job, self._replies[row.job]
+        job, active = row.job, self._active[row.job]
         assert job.lane is not None
+        reply = active.reply
         sampling = reply.request.sampling
         columns = {
             "start": row.start,
@@ -203,42 +209,91 @@ class Engine:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "min_p": sampling.min_p,
+            "penalises": sampling.penalises,
+            "prompt_length": len(job.prompt),
+            "repetition": sampling.repetition_penalty,
+            "frequency": sampling.frequency_penalty,
+            "presence": sampling.presence_penalty,
+            "scores": reply.request.prompt_logprobs,
+            "is_biased": bool(sampling.logit_bias),
+            "biases": sampling.logit_bias,
+            "is_masked": False,
+            "allowed": (),
             "pages": job.pages,
         }
+        index = row.index if isinstance(row, Token) else 0
+        if active.matcher and index == len(job.tokens):  # else the token is known, or there is none
+            columns |= {"is_masked": True, "allowed": active.matcher.mask()}
         if isinstance(row, Chunk):
-            tokens = job.prompt[row.start : row.start + row.count]
+            tokens = job.prompt[row.start : row.start + row.count + 1]
             rest = {"token": -1, "is_last": row.is_last, "step": 0, "tokens": tokens}
             return columns | {"count": row.count} | rest
-        known = job.tokens[row.index - 1] if row.index <= len(job.tokens) else -1
-        return columns | {"count": 1, "token": known, "is_last": False, "step": row.index}
+        known = job.tokens[index - 1] if index <= len(job.tokens) else -1
+        return columns | {"count": 1, "token": known, "is_last": False, "step": index}
 
-    def _finish(self, rows: Step, read: Read) -> None:
+    def _finish(self, rows: Step, arrays: tuple[jax.Array, ...]) -> None:
+        read = self.programs.read(arrays[0])
+        scored = [row for row in rows.values() if isinstance(row, Chunk) and self._scores(row.job)]
+        scores = self.programs.read(arrays[1]) if scored else None
         for place, row in rows.items():
-            job, reply = row.job, self._replies.get(row.job)
-            index = row.index if isinstance(row, Token) else 0
-            if (
-                reply is None
-                or index < len(job.tokens)
-                or (isinstance(row, Chunk) and not row.is_last)
-            ):
-                continue  # it has ended, or the token is known, or there is none
-            token, request = int(read.tokens[place]), reply.request
-            job.tokens.append(token)
-            self.decoded += isinstance(row, Token)
-            if token in request.ends:
-                self._end(job, "stop")
+            job, index = row.job, row.index if isinstance(row, Token) else 0
+            if job not in self._active:
                 continue
-            reply.tokens.append(token)
-            reply.logprobs.append(float(read.logprobs[place]))
-            if count := request.sampling.top_logprobs:
-                pairs = zip(read.top_tokens[place], read.top_logprobs[place], strict=True)
-                reply.top.append([(int(i), float(x)) for i, x in itertools.islice(pairs, count)])
-            if len(job.tokens) == request.num_tokens:
+            if scores and row in scored:
+                self._score(row, Read(*(array[place] for array in scores)))
+            if index < len(job.tokens) or (isinstance(row, Chunk) and not row.is_last):
+                continue  # the token is known, or there is none
+            self.decoded += isinstance(row, Token)
+            if job.limit:
+                self._add(job, Read(*(array[place] for array in read)))
+            else:
                 self._end(job, "length")
 
-    def _end(self, job: Job, reason: str) -> None:
-        self._replies.pop(job).reason = reason
+    def _scores(self, job: Job) -> bool:
+        return job in self._active and self._active[job].reply.request.prompt_logprobs
+
+    def _score(self, chunk: Chunk, scores: Read) -> None:
+        """Add the log-probabilities of the prompt's tokens after those of a chunk."""
+        reply = self._active[chunk.job].reply
+        first, end = len(reply.prompt_logprobs) - chunk.start, chunk.count - chunk.is_last
+        for i in range(max(first, 0), end):  # a prompt that is read again has them
+            reply.prompt_logprobs.append(float(scores.logprobs[i]))
+            reply.prompt_top += top_of(reply.request, scores.top_tokens[i], scores.top_logprobs[i])
+
+    def _add(self, job: Job, read: Read) -> None:
+        """Add the next token of a job."""
+        active, token = self._active[job], int(read.tokens)
+        reply, request = active.reply, active.reply.request
+        job.tokens.append(token)
+        if token in request.ends:
+            return self._end(job, "stop")
+        reply.tokens.append(token)
+        reply.logprobs.append(float(read.logprobs))
+        reply.top += top_of(request, read.top_tokens, read.top_logprobs)
+        is_stopped = active.text.add(token)
+        reply.text = active.text.shown
+        try:
+            is_complete = active.matcher is not None and active.matcher.add(token)
+        except ValueError as error:
+            return self._end(job, "error", str(error))
+        if is_stopped or is_complete:
+            self._end(job, "stop")
+        elif len(job.tokens) == request.num_tokens:
+            self._end(job, "length")
+
+    def _end(self, job: Job, reason: str, error: str = "") -> None:
+        active = self._active.pop(job)
+        is_stopped = active.text.finish()
+        active.reply.text, active.reply.error = active.text.shown, error
+        active.reply.reason = "stop" if is_stopped and reason == "length" else reason
         self.scheduler.remove(job)
+
+
+def top_of(request: Request, tokens: np.ndarray, logprobs: np.ndarray) -> list:
+    """[the likeliest tokens with their log-probabilities]; [] if the request wants none."""
+    count = request.sampling.top_logprobs
+    pairs = zip(tokens.tolist(), logprobs.tolist(), strict=True)
+    return [list(itertools.islice(pairs, count))] if count else []
 
 
 def row_length(model: ModelConfig, reply: Reply, cached: int) -> int:
@@ -263,7 +318,7 @@ def continue_text(
     ids = trained.tokenizer.encode(prompt)
     ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
     engine = Engine(trained, lanes=1)
-    return engine.text(engine.generate([ids], Request(num_tokens, sampling, ends), seed)[0])
+    return engine.generate([ids], Request(num_tokens, sampling, ends), seed)[0].text
 
 
 def sample_at_end(

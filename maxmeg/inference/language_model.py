@@ -123,7 +123,7 @@ class LanguageModel:
     ) -> list[str]:
         """Return what `generate` returns, for each of several texts or chats."""
         replies = self.engine.generate([*map(self.encode, prompts)], request, seed)
-        return [self.engine.text(reply) for reply in replies]
+        return [reply.text for reply in replies]
 
     def stream(
         self,

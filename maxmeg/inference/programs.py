@@ -2,10 +2,12 @@
 
 prefill: reads a chunk of one prompt per replica; after its last chunk it samples the first token.
 decode: feeds the last token of every lane, and samples the next one. Both update the cache and the
-last token of each lane in place. In a step the host sends one array of integers, and reads one.
+tokens of each lane in place. In a step the host sends one array of integers, and reads one; biases
+and grammars are a second array, which is sent only for steps that have any.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping
 
@@ -19,7 +21,7 @@ from jaxtyping import Array, Int
 
 from maxmeg.config.schema import Config
 from maxmeg.inference.load import Trained
-from maxmeg.inference.sampling import Chosen, Rows, choose
+from maxmeg.inference.sampling import BIASES, Changes, Chosen, Rows, choose, scores_of
 from maxmeg.layers.cache import CachePlaces, CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe
@@ -31,17 +33,23 @@ from maxmeg.parallel.spmd import spmd
 from maxmeg.step import compute_model
 
 # Columns of the array that the host sends, a row per lane or prompt; then the pages of the row and,
-# for prefill, its tokens. count: of tokens in the row; 0 is an idle row. start: tokens before them.
-# lane: of the replica. is_last: a prompt ends here. token: the one to feed, -1 is the last one that
-# was sampled. row_length: the rotation is for rows of this length. The rest is for `sampling`.
-PLACES = ("count", "start", "lane", "is_last", "token", "row_length")
-FLOATS = ("temperature", "top_p", "min_p")
-COLUMNS = (*PLACES, "top_k", "seed", "number", "step", "wants_top", *FLOATS)
+# for prefill, its tokens and the one after them. count: of tokens in the row; 0 is an idle row.
+# start: tokens before them. lane: of the replica. is_last: a prompt ends here. token: the one to
+# feed, -1 is the last one that was sampled. row_length: the rotation is for rows of this length.
+# scores: whether the log-probabilities of prompts are needed, the same in every row. The rest is
+# for `sampling`.
+PLACES = ("count", "start", "lane", "is_last", "token", "row_length", "scores")
+INTEGERS = ("top_k", "seed", "number", "step", "wants_top", "penalises", "prompt_length")
+INTEGERS += ("is_biased", "is_masked")
+FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
+COLUMNS = (*PLACES, *INTEGERS, *FLOATS)
+SCORED = 64  # tokens of a prompt whose logits exist at a time
 PER_DEVICE = P(MESH_AXES)  # a leading dimension of one on each device
 CPU_CACHE, GPU_CACHE = 2**30, 0.85  # bytes on a CPU; share of the free memory of a GPU
 
 
-# Rows to send, by lane or replica: the COLUMNS of each, "pages" and, for prefill, "tokens".
+# Rows to send, by lane or replica: the COLUMNS of each, "pages" and, for prefill, "tokens". In any
+# row "biases" [(token, value), ...] and "allowed" (words of `Changes`).
 Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
@@ -79,11 +87,13 @@ class Programs:
         self.size = CacheSize(pages, slots, lanes)
         sharding = NamedSharding(self.mesh, PER_DEVICE)
         self.state = jax.jit(self._state(self.size), out_shardings=sharding)
-        self.decode_program = self._jitted(self._decode_rows)
-        self.prefill_program = self._jitted(self._prefill_rows)
+        self._words = -(-trained.config.model.vocab_size // 32)
+        self.decode_program = self._jitted(self._decode_rows, 1)
+        self.prefill_program = self._jitted(self._prefill_rows, 2)
 
     def allocate(self) -> None:
-        self.cache, self.last = self.state(self.model)
+        self.cache, self.tokens = self.state(self.model)
+        self._unchanged = {chunk: self._sent(self.changes({}, chunk)) for chunk in (0, self.chunk)}
 
     @property
     def has_states(self) -> bool:
@@ -94,57 +104,81 @@ class Programs:
 
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
         """The array to send."""
-        count = self.replicas * (1 if chunk else self.size.lanes)
-        array = np.zeros((count, len(COLUMNS) + self.row_pages + chunk), np.int32)
+        width = len(COLUMNS) + self.row_pages + (chunk + 1 if chunk else 0)
+        array = np.zeros((self._count(chunk), width), np.int32)
         array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
         for place, row in rows.items():
             for i, name in enumerate(COLUMNS):
                 array[place, i] = (
                     np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
                 )
-            for first, values in ((len(COLUMNS), row["pages"]), (-chunk, row.get("tokens", ()))):
-                first %= array.shape[1]
+            first = len(COLUMNS)
+            for values in (row["pages"], row.get("tokens", ())):
                 array[place, first : first + len(values)] = values
+                first += self.row_pages
+        scores = array[:, COLUMNS.index("scores")]
+        scores[:] = scores.max(initial=0)
         return array
 
-    def decode(self, rows: Fields) -> jax.Array:
+    def changes(self, rows: Fields, chunk: int = 0) -> np.ndarray:
+        """The second array: tokens, the biases of these, and the words of allowed tokens."""
+        array = np.zeros((self._count(chunk), 2 * BIASES + self._words), np.int32)
+        for place, row in rows.items():
+            for i, (token, value) in enumerate(row["biases"]):
+                array[place, i] = token
+                array[place, BIASES + i] = np.float32(value).view(np.int32)
+            words = row["allowed"]
+            array[place, 2 * BIASES : 2 * BIASES + len(words)] = words
+        return array
+
+    def _count(self, chunk: int) -> int:
+        """Number of rows of a step."""
+        return self.replicas * (1 if chunk else self.size.lanes)
+
+    def decode(self, rows: Fields) -> tuple[jax.Array, ...]:
         """Start a step of lanes; `read` waits for what it returns."""
-        return self._run(self.decode_program, self.packed(rows))
+        return self._run(self.decode_program, rows, 0)
 
-    def prefill(self, rows: Fields) -> jax.Array:
-        """Start to read a chunk of a prompt for replicas."""
-        return self._run(self.prefill_program, self.packed(rows, self.chunk))
+    def prefill(self, rows: Fields) -> tuple[jax.Array, ...]:
+        """Start to read a chunk of a prompt for replicas. Returns arrays for `read`, of the tokens
+        sampled after them, and of the chunk's tokens if any row has "scores"."""
+        return self._run(self.prefill_program, rows, self.chunk)
 
-    def read(self, sampled: jax.Array) -> Read:
-        array = np.asarray(sampled)
-        top = (array.shape[1] - 2) // 2
-        ids, logprobs, top_ids, top_logprobs = np.split(array, [1, 2, 2 + top], axis=1)
+    def read(self, array: jax.Array) -> Read:
+        values = np.asarray(array)
+        top = (values.shape[-1] - 2) // 2
+        ids, logprobs, top_ids, top_logprobs = np.split(values, [1, 2, 2 + top], axis=-1)
         floats = logprobs.copy().view(np.float32), top_logprobs.copy().view(np.float32)
-        return Read(ids[:, 0], floats[0][:, 0], top_ids, floats[1])
+        return Read(ids[..., 0], floats[0][..., 0], top_ids, floats[1])
 
     def compiled(self) -> int:
         """Number of programs compiled so far."""
         return self.decode_program._cache_size() + self.prefill_program._cache_size()
 
-    def _run(self, program: Callable, packed: np.ndarray) -> jax.Array:
+    def _sent(self, array: np.ndarray) -> jax.Array:
         sharding = NamedSharding(self.mesh, P(BATCH_AXES))
-        sent = jax.make_array_from_callback(packed.shape, sharding, packed.__getitem__)
-        self.cache, self.last, sampled = program(self.model, self.cache, self.last, sent)
-        return sampled
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
-    def _jitted(self, function: Callable) -> Callable:
-        def local(model, cache, last, sent):
+    def _run(self, program: Callable, rows: Fields, chunk: int) -> tuple[jax.Array, ...]:
+        sent, unchanged = self._sent(self.packed(rows, chunk)), self._unchanged[chunk]
+        changes = any(row["is_biased"] or row["is_masked"] for row in rows.values())
+        second = self._sent(self.changes(rows, chunk)) if changes else unchanged
+        state = self.cache, self.tokens
+        self.cache, self.tokens, *arrays = program(self.model, *state, sent, second)
+        return tuple(arrays)
+
+    def _jitted(self, function: Callable, arrays: int) -> Callable:
+        """arrays: number of arrays to read that the function returns, each [rows, ...]."""
+
+        def local(model, cache, tokens, sent, changes):
             model = self._local(model)
-            cache, last = jax.tree.map(lambda array: array[0], (cache, last))
-            cache, last, chosen = function(model, cache, last, sent)
-            floats = (chosen.logprobs_B[:, None], chosen.top_logprobs_BT)
-            bits = [lax.bitcast_convert_type(array, jnp.int32) for array in floats]
-            sampled = (chosen.ids_B[:, None], bits[0], chosen.top_ids_BT, bits[1])
-            sampled = collectives.gather(jnp.concatenate(sampled, axis=1), BATCH_AXES, 0)
-            return *jax.tree.map(lambda array: array[None], (cache, last)), sampled
+            cache, tokens = jax.tree.map(lambda array: array[0], (cache, tokens))
+            cache, tokens, *read = function(model, cache, tokens, sent, changes)
+            read = [collectives.gather(array, BATCH_AXES, 0) for array in read]
+            return *jax.tree.map(lambda array: array[None], (cache, tokens)), *read
 
-        given = (self._specs, PER_DEVICE, PER_DEVICE, P(BATCH_AXES))
-        results = PER_DEVICE, PER_DEVICE, P()
+        given = (self._specs, PER_DEVICE, PER_DEVICE, P(BATCH_AXES), P(BATCH_AXES))
+        results = PER_DEVICE, PER_DEVICE, *(P() for _ in range(arrays))
         shardings = tuple(NamedSharding(self.mesh, spec) for spec in results)  # else XLA's choice
         program = spmd(local, self.mesh, given, results)
         return jax.jit(program, donate_argnums=(1, 2), out_shardings=shardings)
@@ -158,10 +192,11 @@ class Programs:
         return jax.tree.map(one, model, self._places)
 
     def _state(self, size: CacheSize) -> Callable:
-        """The function of the model that makes (empty cache, a last token for each lane)."""
+        """The function of the model that makes (empty cache, room for the tokens of each lane)."""
+        room = size.lanes, self.row_pages * size.slots
 
         def local(model):
-            state = self._local(model).stack.init_cache(size), jnp.zeros(size.lanes, jnp.int32)
+            state = self._local(model).stack.init_cache(size), jnp.zeros(room, jnp.int32)
             return jax.tree.map(lambda array: array[None], state)
 
         return spmd(local, self.mesh, (self._specs,), PER_DEVICE)
@@ -171,21 +206,33 @@ class Programs:
         arrays = jax.tree.leaves(jax.eval_shape(self._state(size), self.model)[0])
         return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
 
-    def _decode_rows(self, model: LM, cache, last_B, sent):
+    def _decode_rows(self, model: LM, cache, tokens_BM, sent, changes):
         fields, table_BN, _ = unpacked(sent, self.row_pages)
+        lanes_B, starts_B = fields["lane"], fields["start"]
+        last_B = tokens_BM[jnp.arange(len(tokens_BM)), starts_B]
         ids_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
+        tokens_BM = tokens_BM.at[lanes_B, starts_B].set(ids_B, mode="drop")
         h_B1D, cache = run_cached(model, ids_B[:, None], fields, table_BN, cache)
-        chosen = sampled_from(model, h_B1D, fields)
-        return cache, jnp.where(fields["count"] > 0, chosen.ids_B, last_B), chosen
+        chosen = sampled_from(model, h_B1D, fields, tokens_BM, changes)
+        tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(chosen.ids_B, mode="drop")
+        return cache, tokens_BM, packed_bits(chosen)
 
-    def _prefill_rows(self, model: LM, cache, last_B, sent):
-        fields, table_PN, ids_PC = unpacked(sent, self.row_pages)
+    def _prefill_rows(self, model: LM, cache, tokens_BM, sent, changes):
+        fields, table_PN, next_PC = unpacked(sent, self.row_pages)
+        ids_PC, next_PC = next_PC[:, :-1], next_PC[:, 1:]
+        lanes_P, counts_P = fields["lane"], fields["count"]
+        places_C = jnp.arange(self.chunk)
+        places_PC = fields["start"][:, None] + places_C
+        places_PC = jnp.where(places_C < counts_P[:, None], places_PC, tokens_BM.shape[1])
+        tokens_BM = tokens_BM.at[lanes_P[:, None], places_PC].set(ids_PC, mode="drop")
         h_PCD, cache = run_cached(model, ids_PC, fields, table_PN, cache)
-        final_P1 = jnp.maximum(fields["count"] - 1, 0)[:, None]
+        final_P1 = jnp.maximum(counts_P - 1, 0)[:, None]
         h_P1D = jnp.take_along_axis(h_PCD, final_P1[..., None], axis=1)
-        chosen = sampled_from(model, h_P1D, fields)
-        lanes_P = jnp.where(fields["is_last"] > 0, fields["lane"], self.size.lanes)
-        return cache, last_B.at[lanes_P].set(chosen.ids_B, mode="drop"), chosen
+        chosen = sampled_from(model, h_P1D, fields, tokens_BM[lanes_P], changes)
+        lanes_P = jnp.where(fields["is_last"] > 0, lanes_P, self.size.lanes)
+        tokens_BM = tokens_BM.at[lanes_P, fields["start"] + counts_P].set(chosen.ids_B, mode="drop")
+        scores = scores_of_prompt(model, h_PCD, next_PC, fields["scores"])
+        return cache, tokens_BM, packed_bits(chosen), scores
 
 
 def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
@@ -272,7 +319,46 @@ def run_cached(model: LM, ids_BL: Int[Array, "B L"], fields: dict, table_BN, cac
     return h_BLD, cache
 
 
-def sampled_from(model: LM, h_B1D: jax.Array, fields: dict) -> Chosen:
+def sampled_from(model: LM, h_B1D: jax.Array, fields: dict, tokens_BM, sent_changes) -> Chosen:
+    """Sample a token for each row from the output after its last token."""
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "number", "step")
-    logits_BV = model.logits(h_B1D)[:, 0]
-    return choose(logits_BV, Rows(*(fields[name] for name in names)), fields["wants_top"] > 0)
+    rows = Rows(*(fields[name] for name in names))
+    biased_BA, biases_BA, allowed_BW = jnp.split(sent_changes, [BIASES, 2 * BIASES], axis=1)
+    changes = Changes(
+        *(fields[name] for name in ("penalises", "repetition", "frequency", "presence")),
+        tokens_BM,
+        fields["start"] + fields["count"],
+        fields["prompt_length"],
+        fields["is_biased"],
+        biased_BA,
+        lax.bitcast_convert_type(biases_BA, jnp.float32),
+        fields["is_masked"],
+        allowed_BW,
+    )
+    return choose(model.logits(h_B1D)[:, 0], rows, changes, fields["wants_top"] > 0)
+
+
+def packed_bits(values: typing.Iterable[jax.Array]) -> Int[Array, "... X"]:
+    """(ids [...], floats [...], ids [..., T], floats [..., T]) in one array of integers."""
+    ids, logprobs, top_ids, top_logprobs = values
+    arrays = ids[..., None], logprobs[..., None], top_ids, top_logprobs
+    arrays = (a if a.dtype == jnp.int32 else lax.bitcast_convert_type(a, jnp.int32) for a in arrays)
+    return jnp.concatenate([*arrays], axis=-1)
+
+
+def scores_of_prompt(model: LM, h_PCD: jax.Array, next_PC: jax.Array, wanted_P: jax.Array):
+    """`packed_bits` of the tokens after those of a chunk; zeros if they are not wanted."""
+    P, C, D = h_PCD.shape
+    block = math.gcd(C, SCORED)
+
+    def score(values):
+        h_PbD, ids_Pb = values
+        return packed_bits((ids_Pb, *scores_of(model.logits(h_PbD), ids_Pb)))
+
+    def blocks():
+        h, ids = h_PCD.reshape(P, -1, block, D), next_PC.reshape(P, -1, block)
+        scores = lax.map(score, (jnp.moveaxis(h, 1, 0), jnp.moveaxis(ids, 1, 0)))
+        return jnp.moveaxis(scores, 0, 1).reshape(P, C, -1)
+
+    shape = jax.eval_shape(blocks)
+    return lax.cond((wanted_P > 0).any(), blocks, lambda: jnp.zeros(shape.shape, shape.dtype))

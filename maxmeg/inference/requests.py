@@ -1,25 +1,62 @@
-"""What to generate for a prompt, and the text of the new tokens."""
+"""What to generate for a prompt, and the answer."""
 
 import dataclasses
 
 import numpy as np
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.inference.load import Trained
+from maxmeg.inference.grammar import Grammar
 from maxmeg.inference.sampling import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What to generate for each prompt: at most `num_tokens`, stopping at a token in `ends`."""
+    """What to generate for a prompt: at most `num_tokens` tokens.
+
+    ends: tokens that end the reply. stops: strings that end its text, and are not part of it.
+    grammar: that the reply follows. prompt_logprobs: whether the log-probabilities of the prompt's
+    tokens are returned; num_tokens may then be 0.
+    """
 
     num_tokens: int
     sampling: Sampling
     ends: tuple[int, ...] = ()
+    stops: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+    prompt_logprobs: bool = False
 
     def __post_init__(self):
-        if self.num_tokens < 1:
-            raise ValueError(f"num_tokens={self.num_tokens} must be at least 1")
+        least = 0 if self.prompt_logprobs else 1
+        if self.num_tokens < least:
+            raise ValueError(f"num_tokens={self.num_tokens} must be at least {least}")
+        if not all(self.stops):
+            raise ValueError(f"stops={self.stops}: a stop string is empty")
+
+
+@dataclasses.dataclass
+class Reply:
+    """The answer to a request, as far as it is known.
+
+    tokens: new ones, without the end token. logprobs: of each. top: (token, log-probability) of the
+    likeliest ones in place of each, if the request asks for them. prompt_logprobs, prompt_top: the
+    same for the prompt's tokens after the first, if the request asks for them. text: of the tokens;
+    it only grows (`Text`). reason: why the reply ended: "stop" (an end token, a stop string, or a
+    complete grammar), "length", "cancelled" or "error"; empty while it goes on. error: what went
+    wrong.
+    """
+
+    prompt: tuple[int, ...]
+    request: Request
+    seed: int
+    number: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    prompt_logprobs: list[float] = dataclasses.field(default_factory=list)
+    prompt_top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    error: str = ""
 
 
 def check_causal(model: ModelConfig) -> None:
@@ -50,10 +87,3 @@ def check_ids(ids: np.ndarray, vocab_size: int, where: str = "") -> None:
             f"{where}token {ids.max()} is not in the model's vocabulary of {vocab_size}: the "
             "tokenizer is not the model's, or has grown since"
         )
-
-
-def text_after(trained: Trained, prompt: np.ndarray, following: np.ndarray) -> str:
-    """Decode the tokens `following` a prompt together with it, which keeps a leading space."""
-    decode = trained.tokenizer.decode
-    before, whole = decode(prompt), decode(np.concatenate((prompt, following)))
-    return whole.removeprefix(before) if whole.startswith(before) else decode(following)

@@ -1,14 +1,16 @@
 """Choosing the next token from logits, with settings of its own for every row."""
 
 import dataclasses
+import math
 import typing
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 TOP = 20  # likeliest tokens whose log-probabilities a request can ask for
+BIASES = 300  # tokens whose logits a request can change
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +21,11 @@ class Sampling:
     those with at least min_p times the probability of the likeliest, top_p: of the rest the
     smallest set with at least this probability. Tokens as likely as the last one kept are kept.
     top_logprobs: number of likeliest tokens whose log-probabilities are returned.
+
+    Before that, the logit of each token that is in the prompt or the reply is divided by
+    repetition_penalty, or multiplied if it is negative; then frequency_penalty times the number of
+    the token's occurrences in the reply is subtracted, and presence_penalty if there is one; and
+    the value of each (token, value) in logit_bias is added.
     """
 
     temperature: float = 1.0
@@ -26,6 +33,15 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     top_logprobs: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1, 0, 0)
 
     def __post_init__(self):
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
@@ -34,6 +50,16 @@ class Sampling:
             )
         if not 0 <= self.min_p <= 1 or not 0 <= self.top_logprobs <= TOP:
             raise ValueError(f"{self}: min_p must be in [0, 1], top_logprobs in 0..{TOP}")
+        others = (self.frequency_penalty, self.presence_penalty, *(x for _, x in self.logit_bias))
+        if not 0 < self.repetition_penalty < math.inf or not all(map(math.isfinite, others)):
+            raise ValueError(
+                f"{self}: repetition_penalty must be above 0, and it, the other penalties and the "
+                "values of logit_bias finite"
+            )
+        if len({token for token, _ in self.logit_bias}) < len(self.logit_bias) or (
+            len(self.logit_bias) > BIASES
+        ):
+            raise ValueError(f"logit_bias={self.logit_bias} must have at most {BIASES} tokens")
 
 
 class Rows(typing.NamedTuple):
@@ -51,6 +77,29 @@ class Rows(typing.NamedTuple):
     steps_B: Int[Array, " B"]
 
 
+class Changes(typing.NamedTuple):
+    """What changes the logits of each row before sampling, beside its `Rows`.
+
+    tokens_BM: its prompt and reply, `lengths_B` tokens, of which `prompt_lengths_B` are the prompt.
+    biases_BA: added to the logits of `biased_BA`, of which each token occurs once or has bias 0.
+    allowed_BW: bit v % 32 of word v // 32 tells whether token v may be sampled, in rows that are
+    masked.
+    """
+
+    penalises_B: Int[Array, " B"]
+    repetition_B: Float[Array, " B"]
+    frequency_B: Float[Array, " B"]
+    presence_B: Float[Array, " B"]
+    tokens_BM: Int[Array, "B M"]
+    lengths_B: Int[Array, " B"]
+    prompt_lengths_B: Int[Array, " B"]
+    is_biased_B: Int[Array, " B"]
+    biased_BA: Int[Array, "B A"]
+    biases_BA: Float[Array, "B A"]
+    is_masked_B: Int[Array, " B"]
+    allowed_BW: Int[Array, "B W"]
+
+
 class Chosen(typing.NamedTuple):
     """A token of each row, its log-probability, and those of the TOP likeliest tokens.
 
@@ -63,9 +112,11 @@ class Chosen(typing.NamedTuple):
     top_logprobs_BT: Float[Array, "B T"]
 
 
-def choose(logits_BV: Float[Array, "B V"], rows: Rows, wants_top_B: jax.Array) -> Chosen:
+def choose(
+    logits_BV: Float[Array, "B V"], rows: Rows, changes: Changes, wants_top_B: jax.Array
+) -> Chosen:
     """Sample a token for each row. wants_top_B: rows that need the likeliest tokens."""
-    ids_B = sample(logits_BV, rows)
+    ids_B = sample(changed(logits_BV, changes), rows)
     sums_B1 = jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
     logprobs_B = jnp.take_along_axis(logits_BV, ids_B[:, None], axis=1)[:, 0] - sums_B1[:, 0]
     B, top = len(logits_BV), min(TOP, logits_BV.shape[-1])
@@ -78,6 +129,64 @@ def choose(logits_BV: Float[Array, "B V"], rows: Rows, wants_top_B: jax.Array) -
         return jnp.zeros((B, top), jnp.int32), jnp.zeros((B, top), jnp.float32)
 
     return Chosen(ids_B, logprobs_B, *lax.cond(wants_top_B.any(), likeliest, nothing))
+
+
+def changed(logits_BV: Float[Array, "B V"], changes: Changes) -> Float[Array, "B V"]:
+    """Logits with penalties and biases, and -inf for tokens that the grammar excludes."""
+    for is_needed_B, change in (
+        (changes.penalises_B, penalised),
+        (changes.is_biased_B, biased),
+        (changes.is_masked_B, masked),
+    ):
+        any_row = (is_needed_B > 0).any()
+        logits_BV = lax.cond(any_row, change, lambda x, _: x, logits_BV, changes)
+    return logits_BV
+
+
+def penalised(logits_BV: jax.Array, changes: Changes) -> jax.Array:
+    places_M = jnp.arange(changes.tokens_BM.shape[1])
+    is_known_BM = places_M < changes.lengths_B[:, None]
+    is_new_BM = is_known_BM & (places_M >= changes.prompt_lengths_B[:, None])
+    rows_B1, none_BV = jnp.arange(len(logits_BV))[:, None], jnp.zeros(logits_BV.shape, jnp.int32)
+    counts_BV = none_BV.at[rows_B1, changes.tokens_BM].add(is_new_BM)
+    is_seen_BV = none_BV.at[rows_B1, changes.tokens_BM].max(is_known_BM) > 0
+    factors_BV = jnp.where(is_seen_BV, changes.repetition_B[:, None], 1)
+    less_BV = jnp.where(logits_BV > 0, logits_BV / factors_BV, logits_BV * factors_BV)
+    less_BV -= changes.frequency_B[:, None] * counts_BV
+    less_BV -= changes.presence_B[:, None] * (counts_BV > 0)
+    return jnp.where(changes.penalises_B[:, None] > 0, less_BV, logits_BV)
+
+
+def biased(logits_BV: jax.Array, changes: Changes) -> jax.Array:
+    rows_B1 = jnp.arange(len(logits_BV))[:, None]
+    return logits_BV.at[rows_B1, changes.biased_BA].add(changes.biases_BA)
+
+
+def masked(logits_BV: jax.Array, changes: Changes) -> jax.Array:
+    allowed = is_allowed(changes.allowed_BW, logits_BV.shape[1])
+    return jnp.where(allowed | (changes.is_masked_B[:, None] == 0), logits_BV, -jnp.inf)
+
+
+def is_allowed(words_BW: Int[Array, "B W"], vocab_size: int) -> Bool[Array, "B V"]:
+    """The bits of the words, false for tokens beyond them."""
+    bits_BV = (words_BW[..., None] >> jnp.arange(32)) & 1
+    bits_BV = bits_BV.reshape(len(words_BW), -1)[:, :vocab_size] > 0
+    return jnp.pad(bits_BV, ((0, 0), (0, vocab_size - bits_BV.shape[1])))
+
+
+class Scores(typing.NamedTuple):
+    """Log-probabilities of given tokens, and the TOP likeliest tokens in place of each."""
+
+    logprobs_BL: Float[Array, "B L"]
+    top_ids_BLT: Int[Array, "B L T"]
+    top_logprobs_BLT: Float[Array, "B L T"]
+
+
+def scores_of(logits_BLV: Float[Array, "B L V"], ids_BL: Int[Array, "B L"]) -> Scores:
+    sums_BL1 = jax.nn.logsumexp(logits_BLV, axis=-1, keepdims=True)
+    logits_BL1 = jnp.take_along_axis(logits_BLV, ids_BL[..., None], axis=-1)
+    values_BLT, top_ids_BLT = lax.top_k(logits_BLV, min(TOP, logits_BLV.shape[-1]))
+    return Scores((logits_BL1 - sums_BL1)[..., 0], top_ids_BLT, values_BLT - sums_BL1)
 
 
 def sample(logits_BV: Float[Array, "B V"], rows: Rows) -> Int[Array, " B"]:

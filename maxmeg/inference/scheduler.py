@@ -22,12 +22,16 @@ class Job:
     lane: None while it waits. read: number of tokens of the prompt in the cache. sampled: number of
     new tokens that decode steps were started for since the job got its lane. tokens: the new tokens
     that are known. If there are more of them, the job lost its pages, and decodes them again.
+    shares: whether it may begin with pages that others have filled. waits: a new token is sampled
+    only when all before it are known.
     """
 
     number: int
     prompt: tuple[int, ...]
     limit: int
     salt: bytes = ROOT
+    shares: bool = True
+    waits: bool = False
     lane: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
@@ -37,6 +41,12 @@ class Job:
     @property
     def is_read(self) -> bool:
         return self.read == len(self.prompt)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a decode step can sample its next token."""
+        is_known = not self.waits or self.sampled <= len(self.tokens)
+        return self.is_read and self.sampled < self.limit and is_known
 
     @property
     def length(self) -> int:
@@ -109,7 +119,7 @@ class Scheduler:
         for job in self._running():
             if not job.is_read:
                 reading.setdefault(self._replica(job), job)
-        ready = [job for job in self._running() if job.is_read and job.sampled < job.limit]
+        ready = [job for job in self._running() if job.is_ready]
         if reading and (not ready or self.chunks_in_a_row < self.limits.chunks):
             self.chunks_in_a_row += 1
             return [self._chunk(job) for job in reading.values()]
@@ -155,7 +165,7 @@ class Scheduler:
 
     def _shared(self, job: Job, replica: int) -> list[int]:
         """Known pages of the whole chunks that the prompt begins with, without its last token."""
-        if not self.limits.shares:
+        if not (self.limits.shares and job.shares):
             return []
         chunk, per_chunk = self.limits.chunk, self.limits.chunk // self.limits.slots
         found = self.pages[replica].share(

@@ -30,16 +30,18 @@ model = jax.tree.map(
 tokenizer = load_tokenizer("null:100")
 for pages in {pages}:
     programs = Programs(Trained(model, config, tokenizer, 0, mesh), 16, pages, 64, 32, 256)
-    cache, last = jax.eval_shape(programs.state, model)
+    cache, tokens = jax.eval_shape(programs.state, model)
     arrays = jax.tree.leaves(cache)
     stored = {{rf"{{n * pages}},64," for a in arrays for n in (a.shape[1],)}}
     stored |= {{rf"{{a.shape[1]}},{{pages}},64," for a in arrays}}
     changed = re.compile(rf"\\[(1,)?({{'|'.join(stored)}})[^=]*? (copy|copy-start|transpose)\\(")
     for chunk, program in ((0, programs.decode_program), (256, programs.prefill_program)):
-        sent = programs.packed({{}}, chunk)
         sharding = NamedSharding(mesh, P(BATCH_AXES))
-        sent = jax.ShapeDtypeStruct(sent.shape, sent.dtype, sharding=sharding)
-        lowered = program.trace(model, cache, last, sent).lower(lowering_platforms=("cuda",))
+        sent = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+            for a in (programs.packed({{}}, chunk), programs.changes({{}}, chunk))
+        ]
+        lowered = program.trace(model, cache, tokens, *sent).lower(lowering_platforms=("cuda",))
         done = lowered.compile()
         memory, text = done.memory_analysis(), done.as_text()
         print(json.dumps(dict(

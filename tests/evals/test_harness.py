@@ -182,11 +182,11 @@ def test_generation_ends_at_stop_strings():
     assert actual[4] == until(text(greedy([60], 2)), [stop])
 
 
-def test_single_token_stops_end_generation():
-    request, stops = harness().settings({"until": ["7", "1 2"], "max_new_tokens": 3})
-    assert request == Request(3, Sampling(temperature=0), (7, 60)) and stops == ("7", "1 2")
-    assert harness().settings({"temperature": 0.5, "top_k": 3})[0].sampling == Sampling(0.5, 3)
-    assert harness().settings({"temperature": 1, "do_sample": False})[0].sampling.temperature == 0
+def test_settings_of_a_task():
+    request = harness().settings({"until": ["7", "1 2"], "max_new_tokens": 3})
+    assert request == Request(3, Sampling(temperature=0), (60,), ("7", "1 2"))
+    assert harness().settings({"temperature": 0.5, "top_k": 3}).sampling == Sampling(0.5, 3)
+    assert harness().settings({"temperature": 1, "do_sample": False}).sampling.temperature == 0
 
 
 def folder_of_words(folder, opens: bool):

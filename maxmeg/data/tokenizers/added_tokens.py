@@ -8,14 +8,12 @@ other names get new ids after the last one.
 import urllib.parse
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from maxmeg.data.tokenizers.tokenizer import (
     ROLES,
     SENTINEL,
     Tokenizer,
     identity_of,
-    with_lengths,
+    without,
 )
 
 MAX_EXTRA_IDS = 2**16
@@ -61,12 +59,9 @@ class ExtendedTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self.base.decode_marked(ids, self._names)
 
-    def byte_lengths(self) -> np.ndarray | None:
-        base_lengths = self.base.byte_lengths()
-        if base_lengths is None:
-            return None
-        lengths = dict(enumerate(base_lengths[: self.vocab_size].tolist()))
-        return with_lengths(self.vocab_size, lengths, self.special_ids)
+    def token_bytes(self) -> dict[int, bytes] | None:
+        known = self.base.token_bytes()
+        return None if known is None else without(self.special_ids, known)
 
     def token_id(self, name: str) -> int | None:
         return self._new.get(name, self.base.token_id(name))

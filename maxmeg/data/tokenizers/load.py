@@ -29,7 +29,6 @@ from maxmeg.data.tokenizers.tokenizer import (
     Tokenizer,
     library_errors,
     split_marks,
-    with_lengths,
 )
 from maxmeg.data.tokenizers.vocabularies import (
     Gpt2Tokenizer,
@@ -67,8 +66,8 @@ class ByteTokenizer(Tokenizer):
             place += len(piece)
         return self.encode_marked(text, marks), np.concatenate(spans)
 
-    def byte_lengths(self) -> np.ndarray:
-        return with_lengths(self.vocab_size, dict.fromkeys(range(256), 1), ())
+    def token_bytes(self) -> dict[int, bytes]:
+        return {i: bytes([i]) for i in range(256)}
 
     def decode(self, ids: Iterable[int]) -> str:
         ids = np.asarray(list(ids), np.int64)

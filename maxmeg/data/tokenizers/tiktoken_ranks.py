@@ -13,7 +13,6 @@ from maxmeg.data.tokenizers.tokenizer import (
     Tokenizer,
     identity_of,
     read_vocabulary,
-    with_lengths,
 )
 
 # Patterns that split text before BPE: cl100k is also Llama 3's; v1 and v2 are Megatron-LM's.
@@ -96,10 +95,9 @@ class TiktokenTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids if i in self._known])
 
-    def byte_lengths(self) -> np.ndarray:
+    def token_bytes(self) -> dict[int, bytes]:
         known = self._known - self.special_ids
-        lengths = {i: len(self._model.decode_single_token_bytes(i)) for i in known}
-        return with_lengths(self.vocab_size, lengths, ())
+        return {i: self._model.decode_single_token_bytes(i) for i in known}
 
     def token_id(self, name: str) -> int | None:
         return self._special.get(name)

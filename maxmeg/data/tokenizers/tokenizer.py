@@ -64,15 +64,21 @@ class Tokenizer(Protocol):
         ids = map(self.token_id, map(SENTINEL.format, itertools.count()))
         return tuple(itertools.takewhile(lambda token: token is not None, ids))  # pyright: ignore
 
-    def byte_lengths(self) -> np.ndarray | None:
-        """UTF-8 bytes of the text of each id, int32 [vocab_size]; None if ids do not determine
-        them.
+    def token_bytes(self) -> dict[int, bytes] | None:
+        """The bytes of each id's text, without special tokens; None if ids do not determine them.
 
-        Special tokens have 0 bytes. The lengths of a text's ids add up to the bytes of the text as
-        the vocabulary represents it: after normalization, including a space that is put before the
-        text.
+        The bytes of a text's ids are those of the text as the vocabulary represents it: after
+        normalization, including a space that is put before the text.
         """
         return None
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Number of bytes of each id's text, int32 [vocab_size], 0 for special tokens; None as
+        `token_bytes`."""
+        known = self.token_bytes()
+        if known is None:
+            return None
+        return np.array([len(known.get(i, b"")) for i in range(self.vocab_size)], np.int32)
 
     def encode_marked(self, text: str, marks: Mapping[str, int]) -> np.ndarray:
         """Token ids of a text in which the names in `marks` stand for their ids; the longest
@@ -112,12 +118,9 @@ class Tokenizer(Protocol):
         return self.decode(ids)
 
 
-def with_lengths(size: int, lengths: Mapping[int, int], special: Iterable[int]) -> np.ndarray:
-    """The array of `Tokenizer.byte_lengths`, from the lengths of some ids; all others are 0."""
-    table = np.zeros(size, np.int32)
-    table[list(lengths)] = list(lengths.values())
-    table[list(special)] = 0
-    return table
+def without(special: Collection[int], known: Mapping[int, bytes]) -> dict[int, bytes]:
+    """The bytes of ids that are not special."""
+    return {i: text for i, text in known.items() if i not in special}
 
 
 def split_marks(text: str, marks: Collection[str]) -> Iterable[tuple[str, bool]]:

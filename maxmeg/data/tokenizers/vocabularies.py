@@ -16,7 +16,7 @@ from maxmeg.data.tokenizers.tokenizer import (
     json_object,
     library_errors,
     read_vocabulary,
-    with_lengths,
+    without,
 )
 
 END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "<EOD>", "</s>", "<eos>", "[SEP]")
@@ -86,9 +86,9 @@ class SentencePieceTokenizer(Tokenizer):
             None,
         )
 
-    def byte_lengths(self) -> np.ndarray:
+    def token_bytes(self) -> dict[int, bytes]:
         pieces = {i: self._model.IdToPiece(i) for i in range(self._model.GetPieceSize())}
-        return with_lengths(self.vocab_size, _piece_lengths(pieces), self.special_ids)
+        return without(self.special_ids, _piece_bytes(pieces))
 
     def token_id(self, name: str) -> int | None:
         token = self._model.PieceToId(name)
@@ -211,20 +211,20 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         self.bos, self.cls = _either(self.bos, self.cls), _either(self.cls, self.bos)
         self.sep = self.eod if named and self.sep is None else self.sep
 
-    def byte_lengths(self) -> np.ndarray | None:
+    def token_bytes(self) -> dict[int, bytes] | None:
         decoder = json.loads(self._model.to_str())["decoder"] or {}
         kinds = {one["type"] for one in decoder.get("decoders", [decoder]) if one}
         tokens = {i: token for token, i in self._model.get_vocab().items()}
         if "ByteLevel" in kinds:
-            lengths = {i: len(token) for i, token in tokens.items()}
+            known = _letter_bytes(tokens)
         elif kinds & {"Metaspace", "ByteFallback"}:
-            lengths = _piece_lengths(tokens)
+            known = _piece_bytes(tokens)
         else:
             return None
         # Added tokens are literal text.
         for i, token in self._model.get_added_tokens_decoder().items():
-            lengths[i] = len(token.content.encode("utf-8"))
-        return with_lengths(self.vocab_size, lengths, self.special_ids)
+            known[i] = token.content.encode("utf-8")
+        return without(self.special_ids, known)
 
     def _opening(self) -> tuple[int, ...]:
         """From tokenizer.json alone, as transformers ignores add_bos_token beside one."""
@@ -264,10 +264,9 @@ class Gpt2Tokenizer(_AcceleratedTokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode([int(i) for i in ids if i < self.model_size])
 
-    def byte_lengths(self) -> np.ndarray:
-        # A character stands for a byte.
-        lengths = {i: len(token) for token, i in self._vocabulary.items()}
-        return with_lengths(self.vocab_size, lengths, self.special_ids)
+    def token_bytes(self) -> dict[int, bytes]:
+        tokens = {i: token for token, i in self._vocabulary.items()}
+        return without(self.special_ids, _letter_bytes(tokens))
 
     def token_id(self, name: str) -> int | None:
         return self._vocabulary.get(name)
@@ -318,12 +317,20 @@ class WordPieceTokenizer(_LibraryTokenizer):
         self.identity = identity_of("wordpiece", lines, str((lower, strip, chinese)).encode())
 
 
-def _piece_lengths(pieces: Mapping[int, str]) -> dict[int, int]:
-    """UTF-8 bytes of SentencePiece's pieces; byte pieces such as <0x0A> have one byte."""
+def _piece_bytes(pieces: Mapping[int, str]) -> dict[int, bytes]:
+    """The bytes of SentencePiece's pieces; a piece such as <0x0A> is one byte."""
     return {
-        i: 1 if _BYTE.fullmatch(piece) else len(piece.replace(_WORD_START, " ").encode("utf-8"))
+        i: bytes([int(piece[3:5], 16)])
+        if _BYTE.fullmatch(piece)
+        else piece.replace(_WORD_START, " ").encode("utf-8")
         for i, piece in pieces.items()
     }
+
+
+def _letter_bytes(tokens: Mapping[int, str]) -> dict[int, bytes]:
+    """The bytes of byte-level BPE's tokens, in which a letter stands for a byte."""
+    letters = merged_bytes.byte_letters()
+    return {i: bytes(letters.get(c, ord("?")) for c in token) for i, token in tokens.items()}
 
 
 def _lines_as_ids(path: Path) -> dict[str, int]:

@@ -1,0 +1,111 @@
+"""Grammars that a reply must follow: JSON schemas, regular expressions, Lark (llguidance)."""
+
+import dataclasses
+import enum
+import json
+import typing
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+
+# Between the parts of JSON: a space, or a line break and the next line's indentation. Without a
+# limit, a model may write spaces forever.
+JSON_SPACE = r"[ ]?|\n[ ]{0,32}"
+
+
+class Kind(enum.Enum):
+    json_schema = "json_schema"
+    json_object = "json_object"
+    regex = "regex"
+    lark = "lark"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grammar:
+    """A checked grammar; any number of replies can follow it."""
+
+    start: typing.Any  # llguidance's LLMatcher before the first token
+
+    def matcher(self) -> "Matcher":
+        return Matcher(self.start.deep_copy())
+
+
+class Matcher:
+    """How far one reply has followed its grammar."""
+
+    def __init__(self, state: typing.Any):
+        self._state = state
+
+    def add(self, token: int) -> bool:
+        """Add a token that `mask` allows; return whether the text is complete. ValueError if the
+        grammar is too complex to go on."""
+        self._state.consume_token(token)
+        if self._state.is_error():
+            raise ValueError(f"the grammar cannot be followed: {self._state.get_error()}")
+        return self._state.is_stopped()
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, a bit for each: int32 [vocabulary / 32]."""
+        bits = self._state.compute_bitmask()
+        return np.frombuffer(bits, np.int32)
+
+
+class Grammars:
+    """Compiles grammars for a model's vocabulary.
+
+    ends: tokens that end a reply. ValueError for a tokenizer whose ids do not determine bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]):
+        import llguidance
+
+        known = tokenizer.token_bytes()
+        if known is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.spec!r}: its ids do not determine the bytes of the text, "
+                "which grammars need: serve the model without them"
+            )
+        words = llguidance.TokenizerWrapper(_Words(tokenizer, known, vocab_size, ends))
+        self._tokenizer = llguidance.LLTokenizer(words, eos_token=list(ends))
+
+    def compile(self, kind: str, text: str = "") -> Grammar:
+        """kind: see `Kind`. text: a JSON schema as JSON, a regular expression, or a Lark grammar.
+
+        ValueError for one that is wrong, or needs more than llguidance has.
+        """
+        from llguidance import LLMatcher
+
+        match Kind(kind):
+            case Kind.regex:
+                source = LLMatcher.grammar_from_regex(text)
+            case Kind.lark:
+                source = LLMatcher.grammar_from_lark(text)
+            case _:
+                schema = text if kind == "json_schema" else '{"type": "object"}'
+                try:
+                    json.loads(schema)
+                except ValueError as error:
+                    raise ValueError(f"the JSON schema is not JSON: {error}") from None
+                spaces: typing.Any = {"whitespace_pattern": JSON_SPACE}
+                source = LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
+        if problem := LLMatcher.validate_grammar(source, self._tokenizer):
+            raise ValueError(f"the {kind} cannot be followed: {problem}")
+        return Grammar(LLMatcher(self._tokenizer, source, log_level=0))
+
+
+class _Words:
+    """The vocabulary, with the attributes that llguidance reads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, known: dict[int, bytes], vocab_size: int, ends: Sequence[int]
+    ):
+        self.tokens = [known.get(i, b"") for i in range(vocab_size)]
+        self.special_token_ids = [i for i in range(vocab_size) if i not in known]
+        self.eos_token_id = ends[0]
+        self.bos_token_id = tokenizer.bos
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text).tolist()

@@ -1,0 +1,68 @@
+"""The text of new tokens, as far as it is known, and the strings that end it."""
+
+from collections.abc import Sequence
+
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+
+CONTEXT = 8  # earlier tokens that are decoded with new ones: spaces depend on them
+MOST_WAITING = 16  # tokens that may wait for the rest of a character
+_INCOMPLETE = "\ufffd"  # decoded from the first bytes of a character
+
+
+class Text:
+    """The text of tokens that follow a prompt.
+
+    `shown` only grows, and at the end it is the whole text: it has no half of a character, nothing
+    that may be the beginning of a stop string, and nothing from the first stop string on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str] = ()):
+        self.tokenizer, self.stops = tokenizer, stops
+        self._context = list(prompt[-CONTEXT:])
+        self._waiting: list[int] = []
+        self._text = self.shown = ""
+
+    def add(self, token: int) -> bool:
+        """Add a token; return whether a stop string is complete, which ends the text."""
+        self._waiting.append(token)
+        text = self._decoded()
+        if text.endswith(_INCOMPLETE) and len(self._waiting) < MOST_WAITING:
+            return False
+        return self._append(text)
+
+    def finish(self) -> bool:
+        """Show what still waits; return as `add`."""
+        if self._append(self._decoded()):
+            return True
+        self.shown = self._text
+        return False
+
+    def _decoded(self) -> str:
+        """The text of the waiting tokens after their context."""
+        decode = self.tokenizer.decode
+        before, whole = decode(self._context), decode(self._context + self._waiting)
+        return whole.removeprefix(before) if whole.startswith(before) else decode(self._waiting)
+
+    def _append(self, text: str) -> bool:
+        known = len(self._text)
+        self._text += text
+        self._context = (self._context + self._waiting)[-CONTEXT:]
+        self._waiting = []
+        found = [
+            place
+            for stop in self.stops
+            if (place := self._text.find(stop, max(known - len(stop) + 1, 0))) >= 0
+        ]
+        if found:
+            self.shown = self._text = self._text[: min(found)]
+            return True
+        self.shown = self._text[: len(self._text) - self._held()]
+        return False
+
+    def _held(self) -> int:
+        """The most characters at the end of the text with which a stop string begins."""
+        most = max(map(len, self.stops), default=1) - 1
+        for count in range(min(most, len(self._text)), 0, -1):
+            if any(stop.startswith(self._text[-count:]) for stop in self.stops):
+                return count
+        return 0
