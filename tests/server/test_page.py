@@ -6,12 +6,14 @@ import threading
 import pytest
 from chromium import Browser, find_chromium
 from fake_api import CODE, LONG, MARKUP, FakeAPI
+from served import TEMPLATE, make_run, serving
 
 pytestmark = pytest.mark.slow
 
 READABLE = 4.5  # contrast of text, WCAG 2.1 level AA
 IDLE = "!document.body.classList.contains('busy')"
 LAST = "document.querySelector('article:last-child .reply').textContent"
+ERROR = "document.querySelector('article:last-child .error').textContent"
 NOTES = "document.querySelector('article:last-child footer').textContent"
 # The smallest contrast between visible text and what is behind it, and that text.
 CONTRAST = """(() => {
@@ -290,3 +292,36 @@ def test_keyboard_alone_is_enough_and_everything_has_a_name(page):
     assert {("button", "Send"), ("textbox", "Message"), ("button", "New conversation")} <= named
     assert {("button", "Settings"), ("main", "Conversation")} <= named
     assert all(name for role, name in named if role in ("button", "textbox"))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, ""], ids=["chat", "text"])
+def test_a_real_server_answers_the_page(browser, tmp_path, template):
+    browser.events.clear()
+    with serving(make_run(tmp_path, template), "--api_key=secret") as server:
+        browser.resize(1100, 760)
+        browser.open(server.url)
+        browser.wait_for("!document.querySelector('#access').hidden")
+        browser.click("#key")
+        browser.type("secret")
+        browser.press("Enter")
+        browser.wait_for("document.title === 'tiny'")
+        browser.evaluate("document.querySelector('#max_tokens').value = 60")
+        browser.evaluate("document.querySelector('#seed').value = 3")
+        first = ask(browser, "Hello")
+        notes = browser.evaluate(NOTES)
+        assert first and re.search(r"\d+ tokens, the first after .*seed 3$", notes), notes
+        browser.click("footer button")
+        browser.wait_for(IDLE)
+        assert browser.evaluate(LAST) == first  # the same seed
+        browser.evaluate("document.querySelector('#max_tokens').value = 200")
+        start(browser, "again")
+        browser.wait_for(f"{LAST}.length > 5 || {IDLE}")
+        browser.press("Escape")
+        browser.wait_for(IDLE)
+        browser.evaluate("document.querySelector('#max_tokens').value = 5000")
+        ask(browser, "too long")
+        assert "5000" in browser.evaluate(ERROR)
+    ask(browser, "gone")
+    assert browser.evaluate(ERROR) == "The server does not answer. Is it running?"
+    browser.evaluate("sessionStorage.clear()")
+    assert [event for event in browser.events if not is_refusal(event)] == []
