@@ -32,10 +32,10 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
-        self.gauges, self.counters = (
-            {n: kind(f"maxmeg:{n}", text, registry=self.registry) for n, text in names.items()}
-            for kind, names in ((prometheus.Gauge, GAUGES), (prometheus.Counter, COUNTERS))
-        )
+        one, registry = prometheus.Gauge, self.registry
+        self.gauges = {n: one(f"maxmeg:{n}", s, registry=registry) for n, s in GAUGES.items()}
+        one = prometheus.Counter
+        self.counters = {n: one(f"maxmeg:{n}", s, registry=registry) for n, s in COUNTERS.items()}
         self.times = {
             name: prometheus.Histogram(
                 f"maxmeg:{name}", text, registry=self.registry, buckets=TIMES

@@ -6,7 +6,7 @@ import threading
 import pytest
 from chromium import Browser, find_chromium
 from fake_api import CODE, LONG, MARKUP, FakeAPI
-from served import TEMPLATE, make_run, serving
+from tiny_servers import TEMPLATE, make_run, serving
 
 pytestmark = pytest.mark.slow
 

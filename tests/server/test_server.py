@@ -6,7 +6,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from served import LENGTH, SPECIAL, make_run, serving
+from tiny_servers import LENGTH, SPECIAL, make_run, serving
 
 from maxmeg.__main__ import main
 from maxmeg.inference.sampling import Sampling

@@ -11,7 +11,7 @@ import time
 
 import openai
 import pytest
-from served import LENGTH, make_run, serving
+from tiny_servers import LENGTH, make_run, serving
 
 pytestmark = pytest.mark.slow
 ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # the model cannot end its reply

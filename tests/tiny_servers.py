@@ -19,7 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import maxmeg
 from maxmeg.models.lm import LM
 
-REPOSITORY = Path(__file__).parent.parent.parent
+REPOSITORY = Path(__file__).parent.parent
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CALLS = ["<tool_call>", "</tool_call>"]
 TEMPLATE = """
