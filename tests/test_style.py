@@ -44,10 +44,10 @@ DIRECTION = [
     ["program", "planning.compile", "checkpoint.initialize", "checkpoint.resume"],
     ["hf", "inference"],
     ["megatron"],
-    ["evals", "posttrain"],
+    ["evals", "posttrain", "server"],
 ]
 COMMANDS = ["train", "doctor", "evaluate", "generate", "preprocess", "convert", "plan"]
-COMMANDS += ["chat", "plot", "__main__"]
+COMMANDS += ["chat", "plot", "serve", "__main__"]
 GROUPS = [["maxmeg"], *DIRECTION, COMMANDS, ["api"]]
 RANK = {name: rank for rank, group in enumerate(GROUPS) for name in group}
 # The one import that may point upwards: the names of maxmeg.api are those of the package, which

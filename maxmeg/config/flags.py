@@ -20,7 +20,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, set_field, walk
 
 Texts = Sequence[str]  # an option that may be repeated; values are not split at commas
-FOLDER = "run_dir"  # the option that may stand without its name
+UNNAMED = {"log", "run_dir"}  # the first of these that a command has may stand without its name
 HELP = {"--help", "-h", "-help", "--helpfull"}
 PRINT = {"--print_config": False, "--print_config=diff": True}  # whether only changed fields
 
@@ -120,10 +120,11 @@ def _separate(arguments, options, needs_config):
         argument = arguments.pop(0)
         flag, equals, value = argument.partition("=")
         if not flag.startswith("-") and not (equals and (needs_config or flag in option_kinds)):
-            if FOLDER not in option_kinds or FOLDER in chosen:
+            unnamed = next((name for name in option_kinds if name in UNNAMED), None)
+            if unnamed is None or unnamed in chosen:
                 names = {**option_kinds, **({} if config or not needs_config else {"config": str})}
                 raise ValueError(_unexpected(argument, names))
-            chosen[FOLDER] = argument  # maxmeg chat RUN
+            chosen[unnamed] = argument  # maxmeg chat RUN
             continue
         if flag in ("--config", "config") and needs_config:
             config = value if equals else _next_value(flag, arguments)

@@ -97,6 +97,46 @@ class Chat(SamplingOptions):
     system: str = setting("", "system message at the start of every conversation")
 
 
+@dataclasses.dataclass
+class EngineOptions(ModelOptions):
+    """A model and the sizes of its engine."""
+
+    lanes: int = setting(8, "most requests at a time on each replica of the model", at_least=1)
+    pages: int = setting(0, "of the cache on each replica; 0: as memory allows", at_least=0)
+    slots: int = setting(32, "number of tokens in a page", at_least=1)
+    chunk: int = setting(256, "number of prompt tokens that are read at once", at_least=1)
+    max_prefill_tokens: int = setting(
+        2048, "most prompt tokens that are read while others wait for a token", at_least=1
+    )
+    share: bool = setting(True, "prompts with the same beginning share its pages")
+
+
+@dataclasses.dataclass
+class Serve(EngineOptions):
+    """Model, engine, address and limits."""
+
+    host: str = setting("127.0.0.1", "address to listen at; 0.0.0.0: all of this machine's")
+    port: int = setting(8000, "0: one that is free", at_least=0, at_most=65535)
+    name: str = setting("", "of the model; empty: that of the run's folder")
+    api_key: str = setting("", "key that requests must have, or @FILE with it; empty: none")
+    log: str = setting("", "file for one JSON line per request, for maxmeg replay; empty: none")
+    max_body_mb: float = setting(8.0, "largest body of a request, 10^6 bytes", above=0)
+    max_prompt: int = setting(0, "most tokens of a prompt; 0: the model's context", at_least=0)
+    max_n: int = setting(16, "most replies to a prompt", at_least=1)
+    max_queue: int = setting(256, "most replies that wait for a lane", at_least=0)
+    max_grammar: int = setting(65536, "most characters of a schema or grammar", at_least=0)
+    grammar_seconds: float = setting(5.0, "most time to compile a grammar", above=0)
+    drain_seconds: float = setting(30.0, "that requests may take to end after SIGTERM", at_least=0)
+
+
+@dataclasses.dataclass
+class Replay:
+    """A log, and the run that it is of."""
+
+    log: str = setting(dataclasses.MISSING, "log of a server")
+    run_dir: str = setting("", "folder of the run; empty: as in the log")
+
+
 class To(enum.Enum):
     maxmeg = "maxmeg"
     huggingface = "huggingface"

@@ -38,9 +38,10 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
 
-    def render(self, conversations: Sequence[Messages]) -> list[str]:
+    def render(self, conversations: Sequence[Messages], **variables: typing.Any) -> list[str]:
         """Render each conversation with the prompt for the assistant's next turn.
 
+        variables: others of the template, such as tools.
         ValueError where the template fails, refuses the messages, or exceeds its limits.
         """
         for number, messages in enumerate(conversations):
@@ -48,8 +49,8 @@ class ChatTemplate:
         texts: list[str] = []
         for start in range(0, len(conversations), AT_ONCE):
             part = conversations[start : start + AT_ONCE]
-            variables = [{"messages": [dict(message) for message in m]} for m in part]
-            answer = self.answer(variables)
+            rest = [{"messages": [dict(message) for message in m]} | variables for m in part]
+            answer = self.answer(rest)
             if "error" in answer:
                 where = f" of conversation {start + answer['index'] + 1}" * (answer["index"] >= 0)
                 raise ValueError(f"{self.source} cannot render text{where}: {answer['error']}")

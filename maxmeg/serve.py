@@ -1,0 +1,99 @@
+"""Serve a model over HTTP with OpenAI's API: maxmeg serve runs/smollm2
+
+The API is at http://127.0.0.1:8000/v1, a chat page at http://127.0.0.1:8000. A reply depends on its
+request and seed, and not on what else is served: with --log=FILE, `maxmeg replay FILE` repeats all
+requests, and says which replies are not the same. Needs pip install 'maxmeg[serve]'.
+"""
+
+import sys
+
+if __name__ == "__main__":  # before the imports: a mistake needs no JAX
+    from maxmeg.__main__ import run_module
+
+    if sys.argv[1:2] == ["replay"]:  # python -m maxmeg.serve replay LOG
+        del sys.argv[1]
+        run_module("replay")
+    run_module("serve")
+
+import dataclasses
+import signal
+import socket
+import typing
+from pathlib import Path
+
+import uvicorn
+
+from maxmeg.config.options import EngineOptions, Replay, Serve
+from maxmeg.inference.engine import Engine
+from maxmeg.inference.load import load_chosen
+from maxmeg.parallel import multihost
+from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
+from maxmeg.runtime.gpu_environment import set_gpu_environment
+from maxmeg.server.app import make_app
+from maxmeg.server.journal import Journal, read_log, replayed
+from maxmeg.server.metrics import Metrics
+from maxmeg.server.served import Served
+from maxmeg.server.worker import Worker
+
+REMEDY = "lower --lanes or --pages, set --dtype=bfloat16 or raise --tensor"
+
+
+@explains_out_of_memory(REMEDY)
+def main(options: Serve) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    if options.api_key.startswith("@"):
+        key = Path(options.api_key[1:]).read_text("utf-8").strip()
+        options = dataclasses.replace(options, api_key=key)
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.create_server((options.host, options.port), family=family)
+    engine = load(options)
+    trained = engine.trained
+    metrics, served = Metrics(), Served(engine, options)
+    observers: list = [metrics]
+    if options.log:
+        shape = {f.name: getattr(options, f.name) for f in dataclasses.fields(EngineOptions)}
+        file = open(options.log, "a", encoding="utf-8")  # noqa: SIM115  (open as long as it serves)
+        observers.append(Journal(file, shape | {"step": trained.step}))
+    capacity = len(engine.scheduler.lanes) + options.max_queue
+    worker = Worker(engine, capacity, observers)
+    name = options.name or Path(options.run_dir).resolve().name
+    host, port = listener.getsockname()[:2]
+
+    def stop() -> None:
+        server.should_exit = server.force_exit = True
+
+    app = make_app(served, worker, metrics, name, stop)
+    grace: typing.Any = options.drain_seconds
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it again when it has ended
+        signal.signal(number, lambda *_: None)
+    print(f"{name}, step {trained.step}, at http://{host}:{port}/v1", flush=True)
+    server.run(sockets=[listener])
+    if worker.failure:
+        raise worker.failure
+
+
+def load(options: EngineOptions) -> Engine:
+    set_gpu_environment()
+    multihost.order_cpu_collectives()
+    trained = load_chosen(options)
+    sizes = options.lanes, options.pages, options.slots, options.chunk
+    return Engine(trained, *sizes, options.max_prefill_tokens, options.share)
+
+
+@explains_out_of_memory(REMEDY)
+def replay(options: Replay) -> None:
+    """Repeat the requests of a log. SystemExit with code 1 if a reply is not the same."""
+    shape, lines = read_log(options.log)
+    shape |= {"run_dir": options.run_dir} if options.run_dir else {}
+    chosen = Serve(**shape)
+    engine = load(chosen)
+    differ = 0
+    for number, text in replayed(engine, lines):
+        differ += bool(text)
+        print(f"{number}: {text or 'the same'}")
+    print(f"{len(lines)} requests, {differ} of them not the same")
+    if differ:
+        raise SystemExit(1)

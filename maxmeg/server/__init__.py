@@ -1,0 +1,1 @@
+"""An HTTP server of OpenAI's API over the engine."""

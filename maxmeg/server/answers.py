@@ -1,0 +1,111 @@
+"""Replies as the JSON objects of OpenAI's API."""
+
+import typing
+
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.server.tools import ToolForm
+from maxmeg.server.worker import Update
+
+LEAST = -9999.0  # log-probability in an answer
+Top = list[tuple[int, float]]
+
+
+class TextChoice:
+    """A choice of /v1/completions. echo: whether it begins with the prompt."""
+
+    object = "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, prompt: typing.Sequence[int], echo: bool) -> None:
+        self.tokenizer, self.prompt, self.echo = tokenizer, prompt, echo
+        self.offset = 0
+
+    def update(self, update: Update, logprobs: bool) -> dict:
+        tokens, values, top = update.tokens, update.logprobs, update.top
+        text, echo, self.echo = update.text, self.echo, False
+        if echo:
+            text = self.tokenizer.decode(self.prompt) + text
+            tokens, values = [*self.prompt, *tokens], [None, *update.prompt_logprobs, *values]
+            top = [None, *update.prompt_top, *top] if update.prompt_top or top else []
+        found = self._logprobs(tokens, values, top) if logprobs else None
+        return {"text": text, "logprobs": found, "finish_reason": update.reason or None}
+
+    def _logprobs(self, tokens, values, top) -> dict:
+        names = [name_of(self.tokenizer, token) for token in tokens]
+        offsets = []
+        for name in names:
+            offsets.append(self.offset)
+            self.offset += len(name)
+        likeliest = [
+            None if value is None else self._likeliest(pairs or [], token, value)
+            for token, value, pairs in zip(tokens, values, top or [None] * len(tokens), strict=True)
+        ]
+        values = [None if value is None else finite(value) for value in values]
+        fields = {"tokens": names, "token_logprobs": values}
+        return {**fields, "top_logprobs": likeliest, "text_offset": offsets}
+
+    def _likeliest(self, pairs: Top, token: int, value: float) -> dict[str, float]:
+        """By text; of tokens with the same text the likeliest, and always the one in its place."""
+        found: dict[str, float] = {}
+        for other, logprob in [*pairs, (token, value)]:
+            found.setdefault(name_of(self.tokenizer, other), finite(logprob))
+        return found
+
+
+class ChatChoice:
+    """A choice of /v1/chat/completions. form: of tool calls that are looked for in the text."""
+
+    object = "chat.completion"
+
+    def __init__(self, tokenizer: Tokenizer, id: str, form: ToolForm | None) -> None:
+        self.tokenizer, self.id, self.form = tokenizer, id, form
+        self.text, self.content, self.calls = "", "", 0
+        self.is_first = True
+
+    def update(self, update: Update, logprobs: bool) -> dict:
+        self.text += update.text
+        content, calls, reason = self.text, [], update.reason
+        if self.form:
+            content, calls = self.form.parse(self.text, bool(reason))
+        new = [
+            {"id": f"call_{self.id[:16]}{i}", "type": "function", "index": i, "function": call}
+            for i, call in enumerate(calls)
+        ][self.calls :]
+        delta: dict = {"role": "assistant"} if self.is_first else {}
+        piece, self.content = content[len(self.content) :], content
+        delta |= {"content": piece} if piece or (self.is_first and not new) else {}
+        delta |= {"tool_calls": new} if new else {}
+        self.calls, self.is_first = len(calls), False
+        reason = "tool_calls" if calls and reason == "stop" else reason
+        found = {"content": self._logprobs(update), "refusal": None} if logprobs else None
+        return {"delta": delta, "logprobs": found, "finish_reason": reason or None}
+
+    def _logprobs(self, update: Update) -> list[dict]:
+        top = update.top or [[]] * len(update.tokens)
+        rows = zip(update.tokens, update.logprobs, top, strict=True)
+        return [
+            self._token(token, value) | {"top_logprobs": [self._token(*pair) for pair in pairs]}
+            for token, value, pairs in rows
+        ]
+
+    def _token(self, token: int, logprob: float) -> dict:
+        name = name_of(self.tokenizer, token)
+        is_part = "\ufffd" in name  # of a character
+        bytes = None if is_part else [*name.encode("utf-8", "surrogatepass")]
+        return {"token": name, "logprob": finite(logprob), "bytes": bytes}
+
+
+Choice = TextChoice | ChatChoice
+
+
+def name_of(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.decode_after([token])
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity."""
+    return max(LEAST, logprob)
+
+
+def usage(prompts: typing.Sequence[typing.Sequence[int]], new: int) -> dict[str, int]:
+    old = sum(map(len, prompts))
+    return {"prompt_tokens": old, "completion_tokens": new, "total_tokens": old + new}
