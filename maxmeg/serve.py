@@ -25,7 +25,7 @@ import uvicorn
 
 from maxmeg.config.options import EngineOptions, Replay, Serve
 from maxmeg.inference.engine import Engine
-from maxmeg.inference.load import Trained, load_chosen
+from maxmeg.inference.load import load_chosen
 from maxmeg.parallel import multihost
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
@@ -46,8 +46,9 @@ def main(options: Serve) -> None:
         options = dataclasses.replace(options, api_key=key)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.create_server((options.host, options.port), family=family)
-    trained, engine = load(options)
-    metrics, served = Metrics(), Served(trained, options)
+    engine = load(options)
+    trained = engine.trained
+    metrics, served = Metrics(), Served(engine, options)
     observers: list = [metrics]
     if options.log:
         shape = {f.name: getattr(options, f.name) for f in dataclasses.fields(EngineOptions)}
@@ -64,9 +65,7 @@ def main(options: Serve) -> None:
     app = make_app(served, worker, metrics, name, stop)
     grace: typing.Any = options.drain_seconds
     server = uvicorn.Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace
-        )
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it again when it has ended
         signal.signal(number, lambda *_: None)
@@ -76,12 +75,12 @@ def main(options: Serve) -> None:
         raise worker.failure
 
 
-def load(options: EngineOptions) -> tuple[Trained, Engine]:
+def load(options: EngineOptions) -> Engine:
     set_gpu_environment()
     multihost.order_cpu_collectives()
     trained = load_chosen(options)
     sizes = options.lanes, options.pages, options.slots, options.chunk
-    return trained, Engine(trained, *sizes, options.max_prefill_tokens, options.share)
+    return Engine(trained, *sizes, options.max_prefill_tokens, options.share)
 
 
 @explains_out_of_memory(REMEDY)
@@ -90,9 +89,9 @@ def replay(options: Replay) -> None:
     shape, lines = read_log(options.log)
     shape |= {"run_dir": options.run_dir} if options.run_dir else {}
     chosen = Serve(**shape)
-    trained, engine = load(chosen)
+    engine = load(chosen)
     differ = 0
-    for number, text in replayed(engine, Served(trained, chosen).grammars, lines):
+    for number, text in replayed(engine, lines):
         differ += bool(text)
         print(f"{number}: {text or 'the same'}")
     print(f"{len(lines)} requests, {differ} of them not the same")

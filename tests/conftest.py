@@ -1,5 +1,6 @@
 """Eight CPU devices, run-time checked annotations and a compilation cache, set before jax loads."""
 
+import base64
 import gc
 import hashlib
 import importlib.util
@@ -31,6 +32,7 @@ if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):  
 LONGEST = ("test_kernels.py", "test_real_slurm.py", "test_real_weights.py", "test_vllm.py")
 DEFAULT = "not slow and not gpu"  # as addopts in pyproject.toml
 CHOSEN = os.environ.get("JAX_PLATFORMS", "")
+TEXT = "The quick brown fox jumps over the lazy dog. It's 1234 o'clock: naïve café, 東京 🎉!\n"
 CHECKED = ["maxmeg.kernels", "maxmeg.layers", "maxmeg.ops"]
 # Without these it cannot even be imported; .ci/run installs `.[oracle]` and runs the folder.
 ORACLES = ("torch", "transformers", "peft", "lm_eval", "megatron")
@@ -150,3 +152,55 @@ def forget_programs() -> Iterator[None]:
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
+
+
+@pytest.fixture(scope="session")
+def vocabularies(tmp_path_factory) -> dict[str, str]:
+    """A spec of every kind of tokenizer."""
+    import sentencepiece
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    folder = tmp_path_factory.mktemp("vocabularies")
+    lines = [TEXT.strip(), "another line of words", "dogs and foxes", "words, words."] * 5
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter(lines),
+        model_prefix=str(folder / "sp"),
+        vocab_size=330,
+        byte_fallback=True,
+        character_coverage=1.0,
+        pad_id=3,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    model = Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        show_progress=False,
+        special_tokens=["<|endoftext|>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model.train_from_iterator(lines, trainer)
+    (folder / "hf").mkdir()
+    model.save(str(folder / "hf" / "tokenizer.json"))
+    (folder / "gpt2").mkdir()
+    model.model.save(str(folder / "gpt2"))
+    tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" t", b"er"]
+    ranks = b"".join(base64.b64encode(t) + f" {i}\n".encode() for i, t in enumerate(tokens))
+    (folder / "ranks.tiktoken").write_bytes(ranks)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "quick", "fox", "##es", "hello"]
+    words += [mark + c for c in "abcdefghijklmnopqrstuvwxyz0123456789" for mark in ("", "##")]
+    words += [*"!'(),.-:[]<>|/", "東", "京", "word"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", "utf-8")
+    return {
+        "bytes": "bytes",
+        "null": "null:1000",
+        "sentencepiece": f"sentencepiece:{folder / 'sp.model'}",
+        "huggingface": f"huggingface:{folder / 'hf' / 'tokenizer.json'}",
+        "gpt2": f"gpt2:{folder / 'gpt2'}",
+        "wordpiece": f"wordpiece:{folder / 'vocab.txt'}",
+        "tiktoken": f"tiktoken:{folder / 'ranks.tiktoken'}",
+    }

@@ -83,8 +83,7 @@ class ChatChoice:
         top = update.top or [[]] * len(update.tokens)
         rows = zip(update.tokens, update.logprobs, top, strict=True)
         return [
-            self._token(token, value)
-            | {"top_logprobs": [self._token(*pair) for pair in pairs]}
+            self._token(token, value) | {"top_logprobs": [self._token(*pair) for pair in pairs]}
             for token, value, pairs in rows
         ]
 

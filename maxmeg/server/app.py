@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -93,7 +92,7 @@ class Api:
         if body.stream_options and not body.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         grammar, source = await self.served.grammar(body)
-        request = Request(limit, sampling, self.served.ends, body.stops, grammar, scores)
+        request = Request(limit, sampling, self.served.engine.ends, body.stops, grammar, scores)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         return Ticket(http.state.id, prompts, request, seed, n, bool(body.stream), source)
 
@@ -138,7 +137,7 @@ class Api:
         while left:
             update: Update = await ticket.updates.get()
             if update.reason in ("error", "cancelled"):
-                raise ApiError(500, f"the reply ended early: {update.reason}")
+                raise ApiError(500, update.error or "the reply was cancelled")
             left -= bool(update.reason)
             yield update.index, choices[update.index].update(update, logprobs), len(update.tokens)
 
@@ -182,7 +181,10 @@ def make_app(
         await asyncio.to_thread(worker.stop)
 
     app = fastapi.FastAPI(title="maxmeg", lifespan=lifespan, docs_url=None, redoc_url=None)
-    api, tokenizer, created = Api(served, worker, name, served.options), served.tokenizer, time.time()
+    api, created = (
+        Api(served, worker, name, served.options),
+        time.time(),
+    )
     add_handlers(app)
 
     @app.post("/v1/completions")

@@ -54,6 +54,8 @@ def add_handlers(app: fastapi.FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         found = [(_field(each["loc"]), each["msg"]) for each in error.errors()]
         message = "; ".join(f"{name or 'body'}: {text}" for name, text in found[:SHOWN])
+        if "json" not in request.headers.get("content-type", ""):
+            message = "send JSON with the header Content-Type: application/json"
         return Json(body_of(400, message, found[0][0] or None), 400)
 
     async def user(request: fastapi.Request, error: Exception) -> Response:

@@ -1,9 +1,10 @@
 """The bodies of requests with the field names of OpenAI's API. Other fields are refused."""
 
 import json
+import typing
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from maxmeg.inference.sampling import TOP, Sampling
 
@@ -29,11 +30,18 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Texts(Body):
+    @model_validator(mode="after")
+    def is_unicode(self) -> typing.Self:
+        json.dumps(self.model_dump(), ensure_ascii=False).encode()  # refuses halves of surrogates
+        return self
+
+
 class StreamOptions(Body):
     include_usage: bool = False
 
 
-class Generation(Body):
+class Generation(Texts):
     """What both endpoints that generate text take. None is the default of each field."""
 
     model: str | None = None
@@ -166,7 +174,7 @@ class Chat(Generation):
     response_format: PlainFormat | SchemaFormat | None = None
 
 
-class Tokenize(Body):
+class Tokenize(Texts):
     """POST /tokenize."""
 
     model: str | None = None

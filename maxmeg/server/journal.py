@@ -6,13 +6,14 @@ import json
 import struct
 import time
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from maxmeg.inference.engine import Engine, Reply
-from maxmeg.inference.grammar import Grammars
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.server.worker import Ticket
+
+EARLY = ("cancelled", "error")  # why replies ended whose log-probabilities are not compared
 
 
 class Journal:
@@ -64,7 +65,7 @@ def read_log(path: str) -> tuple[dict[str, typing.Any], list[dict]]:
     return shape, lines
 
 
-def replayed(engine: Engine, grammars: Callable[[], Grammars], lines: list[dict]) -> Iterator[tuple[str, str]]:
+def replayed(engine: Engine, lines: list[dict]) -> Iterator[tuple[str, str]]:
     """Repeat the requests of a log together; yield the id of each and how it differs, or ""."""
     started = []
     for line in lines:
@@ -72,16 +73,24 @@ def replayed(engine: Engine, grammars: Callable[[], Grammars], lines: list[dict]
         sampling = fields.pop("sampling")
         sampling["logit_bias"] = tuple(map(tuple, sampling["logit_bias"]))
         fields |= {name: tuple(fields[name]) for name in ("ends", "stops")}
-        fields["grammar"] = grammars().compile(*line["grammar"]) if line["grammar"] else None
-        request = Request(**fields | {"sampling": Sampling(**sampling)})
+        fields["grammar"] = engine.grammars.compile(*line["grammar"]) if line["grammar"] else None
+        request = Request(sampling=Sampling(**sampling), **fields)
         started.append(
             [
                 engine.submit(line["prompts"][i // line["n"]], request, line["seed"], i)
                 for i in range(len(line["replies"]))
             ]
         )
+    ended_early = [
+        (len(old["tokens"]), new)
+        for line, replies in zip(lines, started, strict=True)
+        for old, new in zip(line["replies"], replies, strict=True)
+        if old["reason"] in EARLY
+    ]
     while engine.step():
-        pass
+        for count, reply in ended_early:
+            if len(reply.tokens) >= count:
+                engine.cancel(reply)
     for line, replies in zip(lines, started, strict=True):
         pairs = zip(line["replies"], replies, strict=True)
         found = [(i, _difference(old, record(new))) for i, (old, new) in enumerate(pairs)]
@@ -89,7 +98,7 @@ def replayed(engine: Engine, grammars: Callable[[], Grammars], lines: list[dict]
 
 
 def _difference(old: dict, new: dict) -> str:
-    if old["reason"] in ("cancelled", "error"):  # as far as it came
+    if old["reason"] in EARLY:
         new = new | {"tokens": new["tokens"][: len(old["tokens"])], "digest": old["digest"]}
     for place, pair in enumerate(zip(old["tokens"], new["tokens"], strict=False)):
         if pair[0] != pair[1]:

@@ -32,14 +32,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = prometheus.CollectorRegistry()
-        kinds = (prometheus.Gauge, GAUGES), (prometheus.Counter, COUNTERS)
-        self.of = {
-            name: kind(f"maxmeg:{name}", text, registry=self.registry)
-            for kind, names in kinds
-            for name, text in names.items()
-        }
+        self.gauges, self.counters = (
+            {n: kind(f"maxmeg:{n}", text, registry=self.registry) for n, text in names.items()}
+            for kind, names in ((prometheus.Gauge, GAUGES), (prometheus.Counter, COUNTERS))
+        )
         self.times = {
-            name: prometheus.Histogram(f"maxmeg:{name}", text, registry=self.registry, buckets=TIMES)
+            name: prometheus.Histogram(
+                f"maxmeg:{name}", text, registry=self.registry, buckets=TIMES
+            )
             for name, text in HISTOGRAMS.items()
         }
         self.finished = prometheus.Counter(
@@ -51,12 +51,12 @@ class Metrics:
         return prometheus.generate_latest(self.registry)
 
     def token(self, count: int, seconds: float, is_first: bool) -> None:
-        self.of["generation_tokens"].inc(count)
+        self.counters["generation_tokens"].inc(count)
         kind = "time_to_first_token_seconds" if is_first else "inter_token_latency_seconds"
         self.times[kind].observe(seconds)
 
     def ended(self, ticket: Ticket, seconds: float) -> None:
-        self.of["prompt_tokens"].inc(sum(map(len, ticket.prompts)))
+        self.counters["prompt_tokens"].inc(sum(map(len, ticket.prompts)))
         self.times["e2e_request_latency_seconds"].observe(seconds)
         for reply in ticket.replies:
             self.finished.labels(reply.reason).inc()
@@ -77,4 +77,4 @@ class Metrics:
             "prefix_cache_hits_total": scheduler.shared_tokens,
         }
         for name, value in values.items():
-            self.of[name].set(value)
+            self.gauges[name].set(value)

@@ -11,9 +11,8 @@ import numpy as np
 
 from maxmeg.config.options import Serve
 from maxmeg.data.chat.template import load_chat_template
-from maxmeg.inference.grammar import Grammar, Grammars
-from maxmeg.inference.load import Trained
-from maxmeg.inference.prompts import end_tokens
+from maxmeg.inference.engine import Engine
+from maxmeg.inference.grammar import Grammar
 from maxmeg.inference.requests import check_ids
 from maxmeg.server.errors import ApiError
 from maxmeg.server.fields import Chat, Generation, Message, SchemaFormat
@@ -25,13 +24,10 @@ GRAMMARS = 64  # that are kept
 class Served:
     """ValueError and ApiError for what a client did wrong. Tokenizers are used by one thread."""
 
-    def __init__(self, trained: Trained, options: Serve) -> None:
-        self.tokenizer, self.options = trained.tokenizer, options
+    def __init__(self, engine: Engine, options: Serve) -> None:
+        trained = engine.trained
+        self.engine, self.tokenizer, self.options = engine, trained.tokenizer, options
         self.model, self.data = trained.config.model, trained.config.data
-        self.ends = end_tokens(self.tokenizer, self.model.vocab_size)
-        self.grammars = functools.cache(
-            lambda: Grammars(self.tokenizer, self.model.vocab_size, self.ends)
-        )
         self._known: dict[tuple[str, str], Grammar] = {}
         self._encoder, self._compiler = (concurrent.futures.ThreadPoolExecutor(n) for n in (1, 2))
         self.template, self._no_template = None, ""
@@ -80,7 +76,9 @@ class Served:
         """What lm-eval asks for before it uses the tokenizer of a server."""
         tokenizer = self.tokenizer
         roles = {"eos": tokenizer.eod, "bos": tokenizer.bos, "pad": tokenizer.pad}
-        named = {f"{k}_token": None if i is None else tokenizer.decode([i]) for k, i in roles.items()}
+        named = {
+            f"{k}_token": None if i is None else tokenizer.decode([i]) for k, i in roles.items()
+        }
         return {**named, "chat_template": self.template.text if self.template else None}
 
     async def grammar(self, body: Generation) -> tuple[Grammar | None, tuple[str, str] | None]:
@@ -100,12 +98,12 @@ class Served:
         if (kind, text) not in self._known:
 
             def compiled() -> Grammar:
-                return self.grammars().compile(kind, text)
+                return self.engine.grammars.compile(kind, text)
 
             try:
                 made = loop.run_in_executor(self._compiler, compiled)
                 grammar = await asyncio.wait_for(made, options.grammar_seconds)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 limit = f"{options.grammar_seconds:g} s"
                 raise ApiError(400, f"the {kind} is not compiled after {limit}") from None
             self._known[kind, text] = grammar

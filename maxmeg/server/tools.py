@@ -6,6 +6,7 @@ import typing
 from collections.abc import Sequence
 
 DECODER = json.JSONDecoder()
+BETWEEN = " \n;"  # calls that need no opening
 STRICT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Schemas = dict[str, dict]  # of the parameters, by the name of the function
 
@@ -38,18 +39,18 @@ class ToolForm:
         rest, start = text[at:], self._find(text, at)
         if not is_whole:
             rest = rest[: start - at] if start >= 0 else without_partial(rest, self.opening)
+            rest = "" if self.starts and not rest.strip(BETWEEN) else rest
         content += rest
         return (content.rstrip() if calls or not is_whole else content), calls
 
     def _find(self, text: str, at: int) -> int:
         if self.starts:
-            return at if text[at:].lstrip(" \n;").startswith("{") else -1
+            return at if text[at:].lstrip(BETWEEN).startswith("{") else -1
         return text.find(self.opening, at)
 
     def _read(self, text: str, at: int) -> tuple[list[dict[str, str]], int]:
         """The calls that begin at a place of the text, and where they end; ([], 0) if none do."""
-        skip = " \n;" if self.starts else " \n"
-        at = len(text) - len(text[at:].lstrip(skip))
+        at = len(text) - len(text[at:].lstrip(BETWEEN if self.starts else None))
         try:
             value, end = DECODER.raw_decode(text, at)
         except (ValueError, RecursionError):
@@ -77,7 +78,7 @@ class ToolForm:
         body = f"%json {json.dumps(call | {'x-guidance': STRICT})}"
         gap = "\n" if self.closing else ""
         opening, closing = (json.dumps(s) for s in (self.opening + gap, gap + self.closing))
-        more = "" if is_single or self.is_list else f' ({json.dumps(gap or "; ")} call)*'
+        more = "" if is_single or self.is_list else f" ({json.dumps(gap or '; ')} call)*"
         around = [part for part in (opening, "body", closing) if part != '""']
         return f"start: call{more}\ncall: {' '.join(around)}\nbody: {body}\n"
 

@@ -29,11 +29,12 @@ class Update(typing.NamedTuple):
     prompt_logprobs: list[float]
     prompt_top: list[list[tuple[int, float]]]
     reason: str
+    error: str
 
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """`n` replies to each prompt of an HTTP request. streams: updates come before a reply has ended.
+    """`n` replies to each prompt of an HTTP request. streams: with updates before replies end.
 
     grammar: kind and text of the request's. The rest belongs to the engine's thread. sent: number
     of characters and tokens of each reply in updates. known: number of its tokens, and when.
@@ -167,8 +168,10 @@ class Worker:
         for ticket in [*self._open]:
             for number, reply in enumerate(ticket.replies):
                 self._observe(ticket, number, now)
-                if ticket.sent[number][0] >= 0 and (ticket.streams or reply.reason):
-                    updates += [(ticket, self._update(ticket, number))]
+                characters, tokens = ticket.sent[number]
+                is_new = bool(reply.reason) or (ticket.streams and len(reply.tokens) > tokens)
+                if characters >= 0 and is_new:
+                    updates.append((ticket, self._update(ticket, number)))
             if all(reply.reason for reply in ticket.replies):
                 self._open.remove(ticket)
                 for observer in self.observers:
@@ -190,7 +193,7 @@ class Worker:
         text = reply.text
         ticket.sent[number] = (-1 if reply.reason else len(text)), len(reply.tokens)
         new = (reply.tokens[tokens:], reply.logprobs[tokens:], reply.top[tokens:])
-        return Update(number, text[characters:], *new, *prompt, reply.reason)
+        return Update(number, text[characters:], *new, *prompt, reply.reason, reply.error)
 
     def _deliver(self, updates: Sequence[tuple[Ticket, Update]]) -> None:
         for ticket, update in updates:

@@ -1,10 +1,13 @@
 """A tiny chat model whose tokens are bytes, and servers of it as processes of their own."""
 
 import contextlib
+import http.client
+import json
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +38,7 @@ TEMPLATE = """
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-LENGTH = 512
+LENGTH = 1024
 SIZES = ("--lanes=4", "--slots=16", "--chunk=64")
 ENDS_WITHIN = 120  # seconds
 
@@ -64,11 +67,48 @@ def make_run(folder: Path, template: str = TEMPLATE, **model) -> Path:
     return folder / "tiny"
 
 
-class Server:
-    """A process that serves, with its address and what it has printed."""
+class Answer:
+    def __init__(self, response: http.client.HTTPResponse):
+        self.status, self.headers = response.status, response.headers
+        self.text = response.read().decode()
 
-    def __init__(self, process: subprocess.Popen[str], url: str):
-        self.process, self.url = process, url
+    @property
+    def json(self):
+        return json.loads(self.text)
+
+
+class Server:
+    """A process that serves at an address."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, key: str = ""):
+        self.process, self.url, self.key = process, url, key
+
+    def start(self, path: str, body=None, key: str | None = None) -> http.client.HTTPConnection:
+        """Send a request, POST if it has a body."""
+        connection = http.client.HTTPConnection(self.url.removeprefix("http://"), timeout=60)
+        headers = {"Authorization": f"Bearer {self.key if key is None else key}"}
+        content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        headers |= {} if body is None else {"Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, content, headers)
+        return connection
+
+    def ask(self, path: str, body=None, key: str | None = None) -> Answer:
+        connection = self.start(path, body, key)
+        with contextlib.closing(connection):
+            return Answer(connection.getresponse())
+
+    def metrics(self) -> dict[str, float]:
+        lines = [line.rsplit(" ", 1) for line in self.ask("/metrics").text.splitlines()]
+        return {
+            name.removeprefix("maxmeg:"): float(value)
+            for name, value in lines
+            if not name.startswith("#")
+        }
+
+    def wait_until_warm(self) -> None:
+        while (status := self.ask("/health").status) != 200:
+            assert status == 503 and self.process.poll() is None
+            time.sleep(0.05)
 
     def ended(self) -> tuple[int, str]:
         """The exit code and stderr, when it has ended."""
@@ -77,11 +117,12 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(run: Path, *flags: str, program: str = "") -> Iterator[Server]:
-    """A server of a run, which ends with the block. program: Python to run in its process before
-    it serves."""
+def serving(run: Path, *flags: str, program: str = "", key: str = "") -> Iterator[Server]:
+    """A warm server of a run, which ends with the block. program: Python to run in its process
+    before it serves."""
     start = ["-c", program + "\nfrom maxmeg.__main__ import main\nmain()"]
     command = [sys.executable, *start, "serve", str(run), "--port=0", *SIZES, *flags]
+    command += [f"--api_key={key}"] if key else []
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -92,7 +133,9 @@ def serving(run: Path, *flags: str, program: str = "") -> Iterator[Server]:
         match = re.search(r"http://\S+:\d+", line)
         if not match:
             raise AssertionError(f"{line!r}: {process.communicate()[1]}")
-        yield Server(process, match[0])
+        server = Server(process, match[0], key)
+        server.wait_until_warm()
+        yield server
     finally:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired, ValueError):

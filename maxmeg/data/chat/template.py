@@ -38,9 +38,7 @@ class ChatTemplate:
     source: str
     tokens: Mapping[str, str]
 
-    def render(
-        self, conversations: Sequence[Messages], **variables: typing.Any
-    ) -> list[str]:
+    def render(self, conversations: Sequence[Messages], **variables: typing.Any) -> list[str]:
         """Render each conversation with the prompt for the assistant's next turn.
 
         variables: others of the template, such as tools.

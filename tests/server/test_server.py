@@ -1,0 +1,255 @@
+"""A server process, asked over its socket by OpenAI's client: one for most tests of this file."""
+
+import json
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from served import LENGTH, SPECIAL, make_run, serving
+
+from maxmeg.__main__ import main
+from maxmeg.inference.sampling import Sampling
+
+KEY = "a key"
+NAME = "tiny"
+CHAT = [{"role": "user", "content": "Hi 😀"}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 4}},
+                "required": ["city"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name in ("weather", "time")
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("served"))
+
+
+@pytest.fixture(scope="module")
+def log(run) -> Path:
+    return run.parent / "log.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(run, log):
+    flags = (f"--log={log}", "--max_body_mb=0.1", "--max_grammar=2000", "--max_queue=28")
+    with serving(run, *flags, key=KEY) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as connected:
+        yield connected
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_stream_is_the_whole_reply_in_pieces(client):
+    for settings in ({"seed": 1}, {"seed": 2, "n": 2, "stop": ["a", "é", "7"]}, {"temperature": 0}):
+        request = {"model": NAME, "prompt": "Hi 😀", "max_tokens": 40, "logprobs": 1} | settings
+        whole = client.completions.create(**request)
+        chunks = [*client.completions.create(**request, stream=True)]
+        for choice in whole.choices:
+            mine = [c.choices[0] for c in chunks if c.choices[0].index == choice.index]
+            assert "".join(piece.text for piece in mine) == choice.text
+            logprobs = [x for c in mine if c.logprobs for x in c.logprobs.token_logprobs]
+            assert logprobs == choice.logprobs.token_logprobs
+            assert mine[-1].finish_reason == choice.finish_reason
+            assert not any(stop in choice.text for stop in settings.get("stop", ()))
+        assert len(chunks) > 20 or "stop" in settings
+
+
+def test_prompts_are_text_or_ids_alone_or_several(client, server):
+    ids = server.ask("/tokenize", {"prompt": "Hi"}).json["tokens"]
+    assert server.ask("/detokenize", {"tokens": ids}).json == {"prompt": "Hi"}
+    texts = []
+    for prompt in ("Hi", ids, ["Hi"], [ids]):
+        reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=8, seed=3)
+        texts += [reply.choices[0].text]
+        assert reply.usage.prompt_tokens == 2 and reply.usage.completion_tokens <= 8
+    assert len(set(texts)) == 1
+    both = client.completions.create(model=NAME, prompt=["Hi", "Ho"], max_tokens=8, seed=3)
+    assert both.choices[0].text == texts[0] and len(both.choices) == 2
+
+
+def test_a_prompt_is_scored_as_it_was_written(client):
+    """The log-probabilities of greedy tokens are those of the same tokens in a prompt."""
+    request = {"model": NAME, "temperature": 0, "logprobs": 2, "echo": True}
+    new = client.completions.create(**request, prompt="Hi", max_tokens=12).choices[0]
+    assert new.logprobs.token_logprobs[0] is None and new.logprobs.top_logprobs[0] is None
+    ids = client.completions.create(
+        model=NAME, prompt="Hi", temperature=0, max_tokens=12, extra_body={"top_k": 1}
+    )
+    assert new.text == "Hi" + ids.choices[0].text
+    scored = client.completions.create(**request, prompt=[*b"Hi"], max_tokens=0)
+    assert len(scored.choices[0].logprobs.tokens) == 2
+    assert scored.usage.completion_tokens == 0
+    assert new.logprobs.text_offset[:3] == [0, 1, 2]
+    for values, top in zip(
+        new.logprobs.token_logprobs[2:], new.logprobs.top_logprobs[2:], strict=True
+    ):
+        assert values == max(top.values())
+
+
+def test_chats(client):
+    request = {"model": NAME, "messages": CHAT, "max_completion_tokens": 12, "seed": 4}
+    reply = client.chat.completions.create(**request, logprobs=True, top_logprobs=2, n=2)
+    assert [choice.index for choice in reply.choices] == [0, 1]
+    assert reply.choices[0].message.content != reply.choices[1].message.content
+    assert reply.choices[0].message.role == "assistant" and reply.usage.prompt_tokens > 10
+    for entry in reply.choices[0].logprobs.content:
+        assert len(entry.top_logprobs) == 2
+        assert entry.bytes is None or bytes(entry.bytes).decode() == entry.token
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = client.chat.completions.create(**request, **options)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == reply.choices[0].message.content
+    assert last.choices == [] and last.usage.prompt_tokens == reply.usage.prompt_tokens
+    history = [*CHAT, reply.choices[0].message, {"role": "user", "content": "and?"}]
+    assert client.chat.completions.create(model=NAME, messages=history, max_tokens=2).choices
+
+
+def test_tools_that_are_required_are_called(client):
+    request = {"model": NAME, "messages": CHAT, "tools": TOOLS, "seed": 5}
+    for choice in ("required", {"type": "function", "function": {"name": "time"}}):
+        settings = {"tool_choice": choice, "parallel_tool_calls": False}
+        reply = client.chat.completions.create(**request, **settings).choices[0]
+        assert reply.finish_reason == "tool_calls" and not reply.message.content
+        (call,) = reply.message.tool_calls
+        assert call.function.name in ("weather", "time")[choice != "required" :]
+        assert [*json.loads(call.function.arguments)] == ["city"]
+        chunks = [*client.chat.completions.create(**request, **settings, stream=True)]
+        (streamed,) = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+        assert streamed.function.arguments == call.function.arguments
+    history = [*CHAT, reply.message, {"role": "tool", "tool_call_id": call.id, "content": "7"}]
+    request |= {"messages": history, "tool_choice": "auto"}
+    assert client.chat.completions.create(**request, max_tokens=3).choices[0].message.content
+
+
+def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": ["é", 2]}, "b": {"type": "boolean"}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    request = {"model": NAME, "messages": CHAT, "temperature": 2.0}
+    reply = client.chat.completions.create(**request, response_format=wanted).choices[0]
+    assert reply.finish_reason == "stop"
+    value = json.loads(reply.message.content)
+    assert value["a"] in ("é", 2) and value["b"] in (True, False)
+    for field, text, answers in (
+        ("regex", "(yes|no)", ("yes", "no")),
+        ("grammar", 'start: "x" | "yy"', ("x", "yy")),
+    ):
+        reply = client.completions.create(model=NAME, prompt="?", extra_body={field: text})
+        assert reply.choices[0].text in answers
+
+
+CANCELLED = 'request_success_total{finished_reason="cancelled"}'
+BAD = [
+    ({"prompt": "a", "best_of": 2}, 400, "best_of", "Extra inputs"),
+    ({"prompt": "a", "suffix": "b"}, 400, "suffix", "Extra inputs"),
+    ({"prompt": "a", "temperature": "1"}, 400, "temperature", "valid number"),
+    ({"prompt": "a", "max_tokens": 0}, 400, None, "at least 1"),
+    ({"prompt": "a", "n": 1000}, 400, "n", "exceeds 16"),
+    ({"prompt": "a", "model": "gpt"}, 404, "model", "'tiny' is"),
+    ({"prompt": ""}, 400, "prompt", "empty"),
+    ({"prompt": [10**6]}, 400, None, "vocabulary"),
+    ({"prompt": "a", "max_tokens": LENGTH}, 400, None, "exceed the context"),
+    ({"prompt": "a", "logit_bias": {"9999": 1}}, 400, None, "vocabulary"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "token id"),
+    ({"prompt": "a", "regex": "("}, 400, None, "regex"),
+    ({"prompt": "a", "regex": "a" * 3000}, 400, None, "exceeds 2000"),
+    ({"prompt": "a", "regex": "a", "grammar": "b"}, 400, None, "one of"),
+    ({"prompt": "\ud800"}, 400, None, "surrogates"),
+    ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream=true"),
+    ({}, 400, "prompt", "required"),
+    (b"{", 400, None, "JSON"),
+    (b"[" * 50_000, 400, None, "pars"),
+    (b'{"prompt": "' + b"a" * 200_000 + b'"}', 413, None, "exceeds 100000 bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "field", "text"), BAD)
+def test_a_bad_request_is_answered_and_changes_nothing(server, body, status, field, text):
+    answer = server.ask("/v1/completions", body)
+    error = answer.json["error"]
+    assert answer.status == status and text in error["message"]
+    assert (error["param"] or "").startswith(field or "")
+    assert {*error} == {"message", "type", "param", "code"} and answer.headers["x-request-id"]
+    assert server.ask("/health").status == 200
+
+
+def test_other_endpoints(client, server):
+    (model,) = client.models.list()
+    assert model.id == NAME
+    with pytest.raises(openai.BadRequestError, match="no embeddings"):
+        client.embeddings.create(model=NAME, input="a")
+    info = server.ask("/tokenizer_info").json
+    assert info["eos_token"] == SPECIAL[2] and "tool_call" in info["chat_template"]
+    assert "<title>" in server.ask("/", key="").text
+    assert server.ask("/v1/nothing", {}).status == 404
+    for key in ("", "another", "a keys"):
+        answer = server.ask("/v1/completions", {"prompt": "a"}, key)
+        assert answer.status == 401 and answer.json["error"]["code"] == "invalid_api_key"
+
+
+def test_replies_of_clients_that_have_gone_end(server):
+    """Those of two requests, one of which streams; a third finds the queue full."""
+    before = server.metrics().get(CANCELLED, 0)
+    endless = {str(i): -100 for i in (256, 257, 258)}
+    body = {"prompt": "a", "max_tokens": LENGTH - 9, "n": 16, "logit_bias": endless}
+    connections = [server.start("/v1/completions", body | {"stream": s}) for s in (False, True)]
+    wait_until(lambda: server.metrics()["num_requests_waiting"] == 28)
+    assert server.metrics()["num_requests_running"] == 4
+    full = server.ask("/v1/completions", {"prompt": "a"})
+    assert full.status == 429 and full.headers["Retry-After"] == "1"
+    for connection in connections:
+        connection.close()
+    wait_until(lambda: server.metrics()["num_requests_running"] == 0)
+    now = server.metrics()
+    assert now[CANCELLED] == before + 32 and now["num_requests_waiting"] == 0
+    assert now["kv_cache_usage_perc"] == now["compiles_after_warm_up"] == 0
+
+
+def test_a_server_drains_and_its_log_is_replayed(server, client, log, capsys):
+    """The last test of this server."""
+    request = {"model": NAME, "prompt": "a", "max_tokens": 400, "seed": 6, "stream": True}
+    stream = client.completions.create(**request, logit_bias={"258": -100})
+    first = next(stream)
+    server.process.terminate()
+    rest = [chunk.choices[0] for chunk in stream]
+    assert first.choices and rest[-1].finish_reason == "length"
+    code, errors = server.ended()
+    assert code == 0 and errors == ""
+    main(["replay", str(log)])
+    out = capsys.readouterr().out
+    assert out.endswith(" requests, 0 of them not the same\n") and out.count(": the same\n") > 20
+    lines = log.read_text().splitlines()
+    changed = json.loads(lines[-1])
+    changed["seed"] += 1
+    log.write_text("\n".join([lines[0], json.dumps(changed)]))
+    with pytest.raises(SystemExit):
+        main(["replay", str(log)])
+    assert "reply 0: token " in capsys.readouterr().out
+    assert Sampling(**changed["request"]["sampling"]).temperature == 1
