@@ -40,6 +40,7 @@ from maxmeg.pipeline.residuals import (
     empty_ring,
     read,
     read_ring,
+    stacked,
     write,
     write_ring,
 )
@@ -405,7 +406,7 @@ class Executor:
             left = dx if self.alone else jnp.where((self.stage == 0) & leaving, dx, 0)
             return self.add_embedding(total, self.program.embed, number, left)
 
-        return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, keep, total)
+        return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, lambda t: t, total)
 
     def add_embedding(self, total, embed: Callable, number, d_embedded):
         """`total` plus the gradients of embed(outer, microbatch), from those of its sum over pipe,
@@ -438,7 +439,7 @@ class Executor:
         def add(total):
             return self.add_embedding(total, self.program.later, number, d_later)
 
-        outer = add(carry.outer) if always else lax.cond(number >= 0, add, keep, carry.outer)
+        outer = add(carry.outer) if always else lax.cond(number >= 0, add, lambda t: t, carry.outer)
         return carry._replace(outer=outer, dy=dy)
 
     def head(self, carry: Carry, y, later: list, number: jax.Array, always: bool) -> tuple:
@@ -472,8 +473,8 @@ class Executor:
         return dy, d_later, dw, carry._replace(outer=outer_sums, sums=sums)
 
     def output_backward(self, carry: Carry, d_output: jax.Array) -> Carry:
-        """Add the output weight's gradient, after backward of the layers. XLA would scatter it over
-        fsdp then anyway, but may convert it to float32 before, and hold that meanwhile."""
+        """Add the output weight's gradient. XLA adds it, or scatters it over fsdp, after the layers
+        in any case; without the barrier it may convert it to float32 before them."""
         d_output, dy = lax.optimization_barrier((d_output, carry.dy))
         (gradients,) = jax.vjp(self.program.output, self.program.outer)[1](d_output)
         return carry._replace(dy=dy, outer=combine(carry.outer, gradients))
@@ -496,12 +497,3 @@ class Executor:
             pairs = pairs[np.abs(pairs[:, 1] - pairs[:, 0]) == 1]
             pairs = pairs[pairs[:, 1] - pairs[:, 0] == step]
         return collectives.permute(x, PIPE_AXIS, [tuple(p) for p in pairs.tolist()])
-
-
-def keep(total):
-    return total
-
-
-def stacked(shapes, size: int):
-    """Shapes with a leading dimension of `size`."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), shapes)
