@@ -152,8 +152,8 @@ def multiplied_last(work: Workload) -> bool:
 
 def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
-    the sums, or scatters it over fsdp, only after that. In a pipeline in float32 if the loss
-    accumulated it so.
+    the sums, or scatters it over fsdp, only after that. In a pipeline or under tensor parallelism
+    in float32 if the loss accumulated it so; else XLA converts it before.
     If the product itself waits, what it reads: the logits' gradient and the whole hidden state,
     e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that makes the
     gradient; on one node also its zeros (`begins_early`).
@@ -165,7 +165,8 @@ def waiting_gradient(work: Workload) -> int:
         return work.itemsize * work.tokens * (work.vocabulary + width)
     if summed_alone(work):
         return 0
-    itemsize = FLOAT32 if loss.backend == "xla" and work.pipelined else work.itemsize
+    delays = work.pipelined or work.axes["tensor"] > 1
+    itemsize = FLOAT32 if loss.backend == "xla" and delays else work.itemsize
     if loss.backend == "tiled" and begins_early(work):
         itemsize *= 2
     return itemsize * work.vocabulary * width
