@@ -143,11 +143,9 @@ def summed_alone(work: Workload) -> bool:
 
 def multiplied_last(work: Workload) -> bool:
     """Whether XLA multiplies the output weight's gradient after backward of the layers: that of all
-    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp. Under
-    tensor and fsdp the product comes first, beside the scatter of the hidden state's gradient."""
-    loss, fsdp = head(work), work.axes["fsdp"] > 1
-    last = loss.once or (loss.blocks[0] == 1 and fsdp)
-    return loss.backend == "xla" and last and not (fsdp and work.axes["tensor"] > 1)
+    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp."""
+    loss = head(work)
+    return loss.backend == "xla" and (loss.once or (loss.blocks[0] == 1 and work.axes["fsdp"] > 1))
 
 
 def waiting_gradient(work: Workload) -> int:
