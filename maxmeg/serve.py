@@ -67,8 +67,12 @@ def main(options: Serve) -> None:
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
     )
-    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises it again when it has ended
-        signal.signal(number, lambda *_: None)
+
+    def drain(*_) -> None:  # for a signal before uvicorn runs, which raises others again at its end
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, drain)
     print(f"{name}, step {trained.step}, at http://{host}:{port}/v1", flush=True)
     server.run(sockets=[listener])
     if worker.failure:

@@ -17,7 +17,7 @@ import maxmeg
 
 REPOSITORY = Path(__file__).parent.parent
 TRAIN_COMMAND = "pip install -e . && maxmeg train --config=gpt"
-HELD = (".py", ".sbatch", ".json")  # endings of files that a wheel holds
+HELD = (".py", ".sbatch", ".json", ".html")  # endings of files that a wheel holds
 TEST_COMMAND = "pip install -e '.[test]' && pytest -n 2"
 # Their private or fast-moving interfaces are used: a newer minor version may break a run.
 BOUNDED_ABOVE = {"flax", "grain", "jax", "optax"}

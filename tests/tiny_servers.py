@@ -117,7 +117,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(run: Path, *flags: str, program: str = "", key: str = "") -> Iterator[Server]:
+def serving(
+    run: Path, *flags: str, program: str = "", key: str = "", is_warm: bool = True
+) -> Iterator[Server]:
     """A warm server of a run, which ends with the block. program: Python to run in its process
     before it serves."""
     start = ["-c", program + "\nfrom maxmeg.__main__ import main\nmain()"]
@@ -134,7 +136,8 @@ def serving(run: Path, *flags: str, program: str = "", key: str = "") -> Iterato
         if not match:
             raise AssertionError(f"{line!r}: {process.communicate()[1]}")
         server = Server(process, match[0], key)
-        server.wait_until_warm()
+        if is_warm:
+            server.wait_until_warm()
         yield server
     finally:
         process.terminate()

@@ -110,7 +110,7 @@ class Api:
         watch.add_done_callback(self._watches.discard)
         choices = [choice(number) for number in range(ticket.count)]
         kind = choices[0].object
-        head = {"id": f"{ticket.id}", "object": kind, "created": int(time.time())}
+        head = {"id": ticket.id, "object": kind, "created": int(time.time())}
         head |= {"model": self.name, "seed": ticket.seed}
         pieces = self._pieces(ticket, choices, logprobs)
         if body.stream:

@@ -171,6 +171,12 @@ def test_requests_that_outlast_the_draining_are_cut(run):
         assert code == 0
 
 
+def test_a_signal_before_the_engine_is_warm_ends_the_server(run):
+    with serving(run, is_warm=False) as server:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.ended() == (0, "")
+
+
 SLOW = """
 from maxmeg.inference.engine import Engine
 step = Engine.step
