@@ -22,7 +22,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammars, Matcher
 from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.programs import Programs, Read
-from maxmeg.inference.prompts import end_tokens
+from maxmeg.inference.prompts import encoded, end_tokens
 from maxmeg.inference.requests import Reply, Request, check_causal, check_ids, check_length
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
@@ -35,6 +35,7 @@ CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower th
 SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
+DEFAULT_TOKENS = 100  # of a reply
 SAMPLE_TOKENS = 200  # that a run generates when training ends
 
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
@@ -171,13 +172,24 @@ class Engine:
         return bool(self._active or self._started)
 
     def generate(
-        self, prompts: Sequence[np.ndarray], request: Request, seed: int = 0
+        self, prompts: Sequence[np.ndarray | str], request: Request | Sampling, seed: int = 0
     ) -> list[Reply]:
-        """Return the replies to prompts, whose numbers are 0, 1, ...; ValueError as `check`."""
-        for number, ids in enumerate(prompts, 1):
-            where = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+        """Return the replies to prompts, token ids or texts, whose numbers are 0, 1, ...
+
+        With a Sampling, replies have at most DEFAULT_TOKENS tokens. ValueError as `check`.
+        """
+        if isinstance(request, Sampling):
+            request = Request(DEFAULT_TOKENS, request, self.ends)
+        rows = [
+            encoded(self.trained.tokenizer, [{"prompt": prompt}])[0]
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        for number, ids in enumerate(rows, 1):
+            where = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
             self.check(ids, request, where)
-        replies = [self.submit(ids, request, seed, i) for i, ids in enumerate(prompts)]
+        replies = [self.submit(ids, request, seed, i) for i, ids in enumerate(rows)]
         while not all(reply.reason for reply in replies):
             self.step()
         return replies
