@@ -55,12 +55,15 @@ class Matcher:
 class Grammars:
     """Compiles grammars for a model's vocabulary.
 
-    ends: tokens that end a reply. ValueError for a tokenizer whose ids do not determine bytes.
+    ends: tokens that end a reply. ValueError for a tokenizer whose ids do not determine bytes, and
+    without llguidance.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]):
-        import llguidance
-
+        try:
+            import llguidance
+        except ImportError:
+            raise ValueError("grammars need llguidance: pip install 'maxmeg[serve]'") from None
         known = tokenizer.token_bytes()
         if known is None:
             raise ValueError(

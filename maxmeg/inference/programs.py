@@ -348,7 +348,10 @@ def sampled_from(
     rows = rows._replace(steps_B=rows.steps_B + jnp.tile(jnp.arange(L), B))
     biased_BA, biases_BA, allowed_BW = jnp.split(sent_changes, [BIASES, 2 * BIASES], axis=1)
     changes = Changes(
-        *(fields[name] for name in ("penalises", "repetition", "frequency", "presence")),
+        fields["penalises"],
+        fields["repetition"],
+        fields["frequency"],
+        fields["presence"],
         tokens_BM,
         lengths_B,
         fields["prompt_length"],
