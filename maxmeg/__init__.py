@@ -15,10 +15,10 @@ import types
 import typing
 
 if typing.TYPE_CHECKING:
-    from maxmeg.api import LanguageModel, capture, config, load, plan, train
+    from maxmeg.api import LanguageModel, capture, config, engine, load, plan, train
 
 __version__ = "0.1.0"
-__all__ = ["LanguageModel", "capture", "config", "load", "plan", "train"]
+__all__ = ["LanguageModel", "capture", "config", "engine", "load", "plan", "train"]
 
 
 class _CallableModule(types.ModuleType):

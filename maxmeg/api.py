@@ -20,6 +20,7 @@ from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.source import Source
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.activations import capture
+from maxmeg.inference.engine import Engine
 from maxmeg.inference.language_model import LanguageModel
 from maxmeg.inference.load import load_run, without_pipeline
 from maxmeg.objectives.objective import Objective, TargetLoss, objective_of
@@ -31,7 +32,7 @@ from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.runtime.platform import choose_platform
 from maxmeg.train import main as run_training
 
-__all__ = ["LanguageModel", "capture", "config", "load", "plan", "train"]
+__all__ = ["LanguageModel", "capture", "config", "engine", "load", "plan", "train"]
 DOCUMENTS = "data/documents"  # prefix in the run folder of the documents that `train` was given
 
 
@@ -53,6 +54,20 @@ def load(
     chosen = files.convert("dtype", dtype, DType) if dtype else None
     path, mesh = os.fspath(folder), local_mesh(tensor)
     return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights))
+
+
+def engine(
+    folder: str | os.PathLike,
+    step: int | None = None,
+    tensor: int = 1,
+    dtype: str = "",
+    **sizes: typing.Any,
+) -> Engine:
+    """Load a run, as `load`, into an engine that generates text for many requests at once.
+
+    sizes: settings of Engine, such as lanes=64. ValueError as `load`.
+    """
+    return Engine(load(folder, step, tensor, dtype).trained, **sizes)
 
 
 def config(name: str, **overrides: typing.Any) -> Config:

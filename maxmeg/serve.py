@@ -84,7 +84,7 @@ def load(options: EngineOptions) -> Engine:
     multihost.order_cpu_collectives()
     trained = load_chosen(options)
     sizes = options.lanes, options.pages, options.slots, options.chunk
-    return Engine(trained, *sizes, options.max_prefill_tokens, options.share)
+    return Engine(trained, *sizes, options.max_prefill_tokens, options.share, options.proposals)
 
 
 @explains_out_of_memory(REMEDY)

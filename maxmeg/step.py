@@ -181,8 +181,12 @@ def through_stages(
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
         return objective.later(whole, microbatch, ctx)
 
-    def head(outer: Model, x_BLD, later: list, microbatch: Batch):
+    def output(outer: Model):
+        return joined(outer, fixed_outer).output_weight()
+
+    def head(outer: Model, output_VD, x_BLD, later: list, microbatch: Batch):
         whole, ctx = joined(outer, fixed_outer), context(microbatch, raw_key)
+        whole.set_output_weight(output_VD)
         further, aux = objective.further(whole, x_BLD, later, microbatch, ctx)
         x_BLD, further = from_last_stage((x_BLD, further))
         h_BLD = whole.outputs(x_BLD, ctx)
@@ -200,6 +204,7 @@ def through_stages(
         embed=embed,
         shared=shared,
         unit=unit,
+        output=output,
         head=head,
         later=later,
         unroll=units.unroll,

@@ -22,10 +22,11 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammars, Matcher
 from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.programs import Programs, Read
-from maxmeg.inference.prompts import end_tokens
+from maxmeg.inference.prompts import encoded, end_tokens
 from maxmeg.inference.requests import Reply, Request, check_causal, check_ids, check_length
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
+from maxmeg.inference.speculation import NGrams
 from maxmeg.inference.text import Text
 from maxmeg.models.lm import LM
 
@@ -34,6 +35,7 @@ CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower th
 SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
+DEFAULT_TOKENS = 100  # of a reply
 SAMPLE_TOKENS = 200  # that a run generates when training ends
 
 Step = dict[int, Chunk | Token]  # its rows, by their index in the array that the programs get
@@ -41,11 +43,12 @@ Step = dict[int, Chunk | Token]  # its rows, by their index in the array that th
 
 @dataclasses.dataclass
 class Active:
-    """A reply that goes on: its text, and how far it has followed its grammar."""
+    """A reply that goes on: its text, how far it has followed its grammar, and its proposals."""
 
     reply: Reply
     text: Text
     matcher: Matcher | None
+    proposer: NGrams | None
 
 
 class Engine:
@@ -55,8 +58,10 @@ class Engine:
     CPU at least 2. pages: of the cache on each replica; 0: as many as lanes and memory allow.
     slots: number of tokens in a page. chunk: number of tokens of a prompt that are read at once.
     prefill_tokens: largest number of prompt tokens that are read while other requests wait for
-    their next token. share: prompts with the same beginning share its pages. ValueError for a model
-    that is not causal.
+    their next token. share: prompts with the same beginning share its pages. proposals: number of
+    tokens that each step proposes and checks beside the next one (`NGrams`): fewer steps, and the
+    same reply but for rounding. ValueError for a model that is not causal, and for proposals for a
+    model with states that cannot be taken back.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Engine:
         chunk: int = CHUNK,
         prefill_tokens: int = PREFILL_TOKENS,
         share: bool = True,
+        proposals: int = 0,
     ) -> None:
         self.trained, self.model = trained, trained.config.model
         check_causal(self.model)
@@ -77,7 +83,12 @@ class Engine:
             lanes = max(lanes, CPU_LANES)
         row_pages = -(-self.model.max_position // slots)
         chunk = max(min(chunk // slots, row_pages), 1) * slots
-        self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk)
+        self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk, proposals)
+        if proposals and self.programs.has_states:
+            raise ValueError(
+                f"proposals={proposals}: this model has convolutions, whose states would keep the "
+                "tokens that are not taken: set proposals=0"
+            )
         self.programs.allocate()
         share &= not self.programs.has_states  # a page does not hold the states at its end
         chunks = max(1, prefill_tokens // chunk)
@@ -112,9 +123,12 @@ class Engine:
         job = Job(next(self._arrivals), reply.prompt, request.num_tokens, salt)
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
-        job.waits = request.grammar is not None
+        job.most_proposals = 0 if request.grammar else self.programs.proposals
+        job.waits = request.grammar is not None or self.programs.proposals > 0
         text = Text(self.trained.tokenizer, reply.prompt, request.stops)
-        self._active[job] = Active(reply, text, request.grammar and request.grammar.matcher())
+        matcher = request.grammar and request.grammar.matcher()
+        proposer = NGrams(reply.prompt) if job.most_proposals else None
+        self._active[job] = Active(reply, text, matcher, proposer)
         self.scheduler.add(job)
         return reply
 
@@ -143,7 +157,13 @@ class Engine:
         return Grammars(self.trained.tokenizer, self.model.vocab_size, self.ends)
 
     def step(self) -> bool:
-        """Start the next step, and read the one before it. False if nothing is left to do."""
+        """Start the next step, and read the one before it. False if nothing is left to do.
+
+        While a request waits for its last token, as with a grammar, the step before is read first:
+        else that request would miss every other step.
+        """
+        if self._started and self.scheduler.waits:
+            self._finish(*self._started.popleft())
         rows = {self._place(row): row for row in self.scheduler.next()}
         if rows:
             self._started.append((rows, self._start(rows)))
@@ -152,13 +172,24 @@ class Engine:
         return bool(self._active or self._started)
 
     def generate(
-        self, prompts: Sequence[np.ndarray], request: Request, seed: int = 0
+        self, prompts: Sequence[np.ndarray | str], request: Request | Sampling, seed: int = 0
     ) -> list[Reply]:
-        """Return the replies to prompts, whose numbers are 0, 1, ...; ValueError as `check`."""
-        for number, ids in enumerate(prompts, 1):
-            where = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
+        """Return the replies to prompts, token ids or texts, whose numbers are 0, 1, ...
+
+        With a Sampling, replies have at most DEFAULT_TOKENS tokens. ValueError as `check`.
+        """
+        if isinstance(request, Sampling):
+            request = Request(DEFAULT_TOKENS, request, self.ends)
+        rows = [
+            encoded(self.trained.tokenizer, [{"prompt": prompt}])[0]
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+        for number, ids in enumerate(rows, 1):
+            where = f"prompt {number} of {len(rows)}: " if len(rows) > 1 else ""
             self.check(ids, request, where)
-        replies = [self.submit(ids, request, seed, i) for i, ids in enumerate(prompts)]
+        replies = [self.submit(ids, request, seed, i) for i, ids in enumerate(rows)]
         while not all(reply.reason for reply in replies):
             self.step()
         return replies
@@ -229,25 +260,37 @@ class Engine:
             rest = {"token": -1, "is_last": row.is_last, "step": 0, "tokens": tokens}
             return columns | {"count": row.count} | rest
         known = job.tokens[index - 1] if index <= len(job.tokens) else -1
-        return columns | {"count": 1, "token": known, "is_last": False, "step": index}
+        rest = {"token": known, "is_last": False, "step": index, "tokens": row.ahead}
+        return columns | {"count": 1 + len(row.ahead)} | rest
 
     def _finish(self, rows: Step, arrays: tuple[jax.Array, ...]) -> None:
         read = self.programs.read(arrays[0])
-        scored = [row for row in rows.values() if isinstance(row, Chunk) and self._scores(row.job)]
-        scores = self.programs.read(arrays[1]) if scored else None
+        is_scored = any(isinstance(row, Chunk) and self._scores(row.job) for row in rows.values())
+        scores = self.programs.read(arrays[1]) if is_scored else None
         for place, row in rows.items():
-            job, index = row.job, row.index if isinstance(row, Token) else 0
+            job = row.job
             if job not in self._active:
                 continue
-            if scores and row in scored:
+            if scores and isinstance(row, Chunk) and self._scores(job):
                 self._score(row, Read(*(array[place] for array in scores)))
-            if index < len(job.tokens) or (isinstance(row, Chunk) and not row.is_last):
-                continue  # the token is known, or there is none
-            self.decoded += isinstance(row, Token)
-            if job.limit:
-                self._add(job, Read(*(array[place] for array in read)))
-            else:
+            if isinstance(row, Token):
+                self._take(row, Read(*(array[place] for array in read)))
+            elif row.is_last and not job.limit:
                 self._end(job, "length")
+            elif row.is_last and not job.tokens:
+                self._add(job, Read(*(array[place, 0] for array in read)))
+
+    def _take(self, row: Token, read: Read) -> None:
+        """Add the sampled tokens, as long as those before them are the proposed ones."""
+        job, end = row.job, row.index + len(row.ahead) + 1
+        for i, index in enumerate(range(row.index, end)):
+            if index >= len(job.tokens):  # else it is known
+                self.decoded += 1
+                self._add(job, Read(*(array[i] for array in read)))
+            if job not in self._active or [job.tokens[index]] != [*row.ahead[i : i + 1]]:
+                break
+        if job.sampled == end:  # the next step goes on after the tokens that were taken
+            job.sampled = min(end, len(job.tokens))
 
     def _scores(self, job: Job) -> bool:
         return job in self._active and self._active[job].reply.request.prompt_logprobs
@@ -265,6 +308,9 @@ class Engine:
         active, token = self._active[job], int(read.tokens)
         reply, request = active.reply, active.reply.request
         job.tokens.append(token)
+        if active.proposer:
+            active.proposer.add(token)
+            job.proposals = active.proposer.propose(job.most_proposals)
         if token in request.ends:
             return self._end(job, "stop")
         reply.tokens.append(token)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Int
 
 from maxmeg.config.schema import Config
 from maxmeg.inference.load import Trained
-from maxmeg.inference.sampling import BIASES, Changes, Chosen, Rows, choose, scores_of
+from maxmeg.inference.sampling import BIASES, Changes, Rows, choose, scores_of
 from maxmeg.layers.cache import CachePlaces, CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe
@@ -32,8 +32,9 @@ from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.step import compute_model
 
-# Columns of the array that the host sends, a row per lane or prompt; then the pages of the row and,
-# for prefill, its tokens and the one after them. count: of tokens in the row; 0 is an idle row.
+# Columns of the array that the host sends, a row per lane or prompt; then the pages of the row, and
+# for prefill its tokens and the one after them, for decode tokens that are proposed after the one
+# to feed. count: of tokens in the row; 0 is an idle row.
 # start: tokens before them. lane: of the replica. is_last: a prompt ends here. token: the one to
 # feed, -1 is the last one that was sampled. row_length: the rotation is for rows of this length.
 # scores: whether the log-probabilities of prompts are needed, the same in every row. The rest is
@@ -48,13 +49,14 @@ PER_DEVICE = P(MESH_AXES)  # a leading dimension of one on each device
 CPU_CACHE, GPU_CACHE = 2**30, 0.85  # bytes on a CPU; share of the free memory of a GPU
 
 
-# Rows to send, by lane or replica: the COLUMNS of each, "pages" and, for prefill, "tokens". In any
-# row "biases" [(token, value), ...] and "allowed" (words of `Changes`).
+# Rows to send, by lane or replica: the COLUMNS of each, "pages", "tokens" (of a chunk, or proposed
+# ones), "biases" [(token, value), ...] and "allowed" (words of `Changes`).
 Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
 class Read(typing.NamedTuple):
-    """What a step returns: arrays [rows], and [rows, TOP] for the likeliest tokens."""
+    """What a step returns: arrays [rows, samples], and [rows, samples, TOP] for the likeliest
+    tokens."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -67,13 +69,22 @@ class Programs:
 
     lanes, pages: numbers of them on one replica; pages=0: as many as lanes and memory allow. slots:
     number of tokens in a page. row_pages: largest number of pages that a request can have. chunk:
-    number of prompt tokens that one prefill step reads.
+    number of prompt tokens that one prefill step reads. proposals: number of proposed tokens that
+    one decode step checks in each lane.
     """
 
     def __init__(
-        self, trained: Trained, lanes: int, pages: int, slots: int, row_pages: int, chunk: int
+        self,
+        trained: Trained,
+        lanes: int,
+        pages: int,
+        slots: int,
+        row_pages: int,
+        chunk: int,
+        proposals: int = 0,
     ) -> None:
         self.mesh, self.row_pages, self.chunk = trained.mesh, row_pages, chunk
+        self.proposals = proposals
         self.replicas = batch_shards(self.mesh)
         model = dropless(trained.model)
         self._places = reductions(model, self.mesh, trained.config.parallel.zero1)
@@ -104,7 +115,7 @@ class Programs:
 
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
         """The array to send."""
-        width = len(COLUMNS) + self.row_pages + (chunk + 1 if chunk else 0)
+        width = len(COLUMNS) + self.row_pages + (chunk + 1 if chunk else self.proposals)
         array = np.zeros((self._count(chunk), width), np.int32)
         array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
         for place, row in rows.items():
@@ -113,7 +124,7 @@ class Programs:
                     np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
                 )
             first = len(COLUMNS)
-            for values in (row["pages"], row.get("tokens", ())):
+            for values in (row["pages"], row["tokens"]):
                 array[place, first : first + len(values)] = values
                 first += self.row_pages
         scores = array[:, COLUMNS.index("scores")]
@@ -207,32 +218,31 @@ class Programs:
         return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
 
     def _decode_rows(self, model: LM, cache, tokens_BM, sent, changes):
-        fields, table_BN, _ = unpacked(sent, self.row_pages)
+        fields, table_BN, proposed_BK = unpacked(sent, self.row_pages)
         lanes_B, starts_B = fields["lane"], fields["start"]
         last_B = tokens_BM[jnp.arange(len(tokens_BM)), starts_B]
-        ids_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
-        tokens_BM = tokens_BM.at[lanes_B, starts_B].set(ids_B, mode="drop")
-        h_B1D, cache = run_cached(model, ids_B[:, None], fields, table_BN, cache)
-        chosen = sampled_from(model, h_B1D, fields, tokens_BM, changes)
-        tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(chosen.ids_B, mode="drop")
-        return cache, tokens_BM, packed_bits(chosen)
+        first_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
+        ids_BL = jnp.concatenate([first_B[:, None], proposed_BK], axis=1)
+        tokens_BM = with_tokens(tokens_BM, ids_BL, fields)
+        h_BLD, cache = run_cached(model, ids_BL, fields, table_BN, cache)
+        sampled_BLX = sampled_from(model, h_BLD, fields, starts_B + 1, tokens_BM, changes)
+        if not self.proposals:  # else the host tells which tokens were taken
+            next_B = sampled_BLX[:, 0, 0]
+            tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(next_B, mode="drop")
+        return cache, tokens_BM, sampled_BLX
 
     def _prefill_rows(self, model: LM, cache, tokens_BM, sent, changes):
         fields, table_PN, next_PC = unpacked(sent, self.row_pages)
         ids_PC, next_PC = next_PC[:, :-1], next_PC[:, 1:]
-        lanes_P, counts_P = fields["lane"], fields["count"]
-        places_C = jnp.arange(self.chunk)
-        places_PC = fields["start"][:, None] + places_C
-        places_PC = jnp.where(places_C < counts_P[:, None], places_PC, tokens_BM.shape[1])
-        tokens_BM = tokens_BM.at[lanes_P[:, None], places_PC].set(ids_PC, mode="drop")
+        tokens_BM = with_tokens(tokens_BM, ids_PC, fields)
         h_PCD, cache = run_cached(model, ids_PC, fields, table_PN, cache)
-        final_P1 = jnp.maximum(counts_P - 1, 0)[:, None]
+        final_P1 = jnp.maximum(fields["count"] - 1, 0)[:, None]
         h_P1D = jnp.take_along_axis(h_PCD, final_P1[..., None], axis=1)
-        chosen = sampled_from(model, h_P1D, fields, tokens_BM[lanes_P], changes)
+        lanes_P, ends_P = fields["lane"], fields["start"] + fields["count"]
+        sampled_P1X = sampled_from(model, h_P1D, fields, ends_P, tokens_BM[lanes_P], changes)
         lanes_P = jnp.where(fields["is_last"] > 0, lanes_P, self.size.lanes)
-        tokens_BM = tokens_BM.at[lanes_P, fields["start"] + counts_P].set(chosen.ids_B, mode="drop")
-        scores = scores_of_prompt(model, h_PCD, next_PC, fields["scores"])
-        return cache, tokens_BM, packed_bits(chosen), scores
+        tokens_BM = tokens_BM.at[lanes_P, ends_P].set(sampled_P1X[:, 0, 0], mode="drop")
+        return cache, tokens_BM, sampled_P1X, scored(model, h_PCD, next_PC, fields["scores"])
 
 
 def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
@@ -319,15 +329,28 @@ def run_cached(model: LM, ids_BL: Int[Array, "B L"], fields: dict, table_BN, cac
     return h_BLD, cache
 
 
-def sampled_from(model: LM, h_B1D: jax.Array, fields: dict, tokens_BM, sent_changes) -> Chosen:
-    """Sample a token for each row from the output after its last token."""
+def with_tokens(tokens_BM: Int[Array, "B M"], ids_RL: Int[Array, "R L"], fields: dict):
+    """The tokens of lanes with those of rows, from their starts on."""
+    places_L = jnp.arange(ids_RL.shape[1])
+    places_RL = fields["start"][:, None] + places_L
+    places_RL = jnp.where(places_L < fields["count"][:, None], places_RL, tokens_BM.shape[1])
+    return tokens_BM.at[fields["lane"][:, None], places_RL].set(ids_RL, mode="drop")
+
+
+def sampled_from(
+    model: LM, h_BLD: jax.Array, fields: dict, lengths_B, tokens_BM, sent_changes
+) -> Int[Array, "B L X"]:
+    """`packed_bits` of a token sampled after each token. lengths_B: of the row's tokens up to the
+    first of them."""
+    B, L, _ = h_BLD.shape
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "number", "step")
-    rows = Rows(*(fields[name] for name in names))
+    rows = Rows(*(jnp.repeat(fields[name], L) for name in names))
+    rows = rows._replace(steps_B=rows.steps_B + jnp.tile(jnp.arange(L), B))
     biased_BA, biases_BA, allowed_BW = jnp.split(sent_changes, [BIASES, 2 * BIASES], axis=1)
     changes = Changes(
         *(fields[name] for name in ("penalises", "repetition", "frequency", "presence")),
         tokens_BM,
-        fields["start"] + fields["count"],
+        lengths_B,
         fields["prompt_length"],
         fields["is_biased"],
         biased_BA,
@@ -335,7 +358,9 @@ def sampled_from(model: LM, h_B1D: jax.Array, fields: dict, tokens_BM, sent_chan
         fields["is_masked"],
         allowed_BW,
     )
-    return choose(model.logits(h_B1D)[:, 0], rows, changes, fields["wants_top"] > 0)
+    logits_RV = model.logits(h_BLD).reshape(B * L, -1)
+    chosen = packed_bits(choose(logits_RV, rows, changes, fields["wants_top"] > 0))
+    return chosen.reshape(B, L, -1)
 
 
 def packed_bits(values: typing.Iterable[jax.Array]) -> Int[Array, "... X"]:
@@ -346,7 +371,7 @@ def packed_bits(values: typing.Iterable[jax.Array]) -> Int[Array, "... X"]:
     return jnp.concatenate([*arrays], axis=-1)
 
 
-def scores_of_prompt(model: LM, h_PCD: jax.Array, next_PC: jax.Array, wanted_P: jax.Array):
+def scored(model: LM, h_PCD: jax.Array, next_PC: jax.Array, wanted_P: jax.Array):
     """`packed_bits` of the tokens after those of a chunk; zeros if they are not wanted."""
     P, C, D = h_PCD.shape
     block = math.gcd(C, SCORED)

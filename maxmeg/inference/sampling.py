@@ -1,6 +1,7 @@
 """Choosing the next token from logits, with settings of its own for every row."""
 
 import dataclasses
+import functools
 import math
 import typing
 
@@ -81,6 +82,7 @@ class Changes(typing.NamedTuple):
     """What changes the logits of each row before sampling, beside its `Rows`.
 
     tokens_BM: its prompt and reply, `lengths_B` tokens, of which `prompt_lengths_B` are the prompt.
+    A row may stand for several rows of logits: those after its first, second, ... further token.
     biases_BA: added to the logits of `biased_BA`, of which each token occurs once or has bias 0.
     allowed_BW: bit v % 32 of word v // 32 tells whether token v may be sampled, in rows that are
     masked.
@@ -139,8 +141,17 @@ def changed(logits_BV: Float[Array, "B V"], changes: Changes) -> Float[Array, "B
         (changes.is_masked_B, masked),
     ):
         any_row = (is_needed_B > 0).any()
+        change = functools.partial(_for_each_row, change)
         logits_BV = lax.cond(any_row, change, lambda x, _: x, logits_BV, changes)
     return logits_BV
+
+
+def _for_each_row(change: typing.Callable, logits_RV: jax.Array, changes: Changes) -> jax.Array:
+    B = len(changes.lengths_B)
+    times = len(logits_RV) // B
+    rows = Changes(*(jnp.repeat(array, times, axis=0) for array in changes))
+    lengths_R = rows.lengths_B + jnp.tile(jnp.arange(times), B)
+    return change(logits_RV, rows._replace(lengths_B=lengths_R))
 
 
 def penalised(logits_BV: jax.Array, changes: Changes) -> jax.Array:

@@ -23,7 +23,8 @@ class Job:
     new tokens that decode steps were started for since the job got its lane. tokens: the new tokens
     that are known. If there are more of them, the job lost its pages, and decodes them again.
     shares: whether it may begin with pages that others have filled. waits: a new token is sampled
-    only when all before it are known.
+    only when all before it are known. most_proposals: largest number of proposed tokens that a
+    decode step checks; such a job waits. proposals: of the next tokens.
     """
 
     number: int
@@ -32,6 +33,8 @@ class Job:
     salt: bytes = ROOT
     shares: bool = True
     waits: bool = False
+    most_proposals: int = 0
+    proposals: list[int] = dataclasses.field(default_factory=list)
     lane: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     read: int = 0
@@ -53,6 +56,11 @@ class Job:
         """Number of its tokens in the cache, after the whole prompt."""
         return len(self.prompt) + self.sampled - 1
 
+    def ahead(self) -> list[int]:
+        """What the next decode step checks: known tokens after a loss of pages, or proposals."""
+        tokens = self.tokens[self.sampled :] or self.proposals
+        return tokens[: min(self.most_proposals, self.limit - self.sampled - 1)]
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -69,11 +77,13 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """Sample new token number `index` of a job, whose cache has `start` tokens."""
+    """Sample new token number `index` of a job, whose cache has `start` tokens, and a token after
+    each of those `ahead`, which are proposed to follow."""
 
     job: Job
     index: int
     start: int
+    ahead: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +111,11 @@ class Scheduler:
         self.pages = [Pages(limits.pages, limits.slots) for _ in range(limits.replicas)]
         self.chunks_in_a_row = 0
         self.preemptions = self.shared_tokens = 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a job with a lane samples a token only when all before it are known."""
+        return any(job is not None and job.waits for job in self.lanes)
 
     def add(self, job: Job) -> None:
         bisect.insort(self.waiting, job, key=lambda waiting: waiting.number)
@@ -195,15 +210,20 @@ class Scheduler:
 
     def _tokens(self, ready: list[Job]) -> list[Token]:
         given = [job for job in ready if job.lane is not None and self._has_page(job)]
-        rows = [Token(job, job.sampled, job.length) for job in given if job.lane is not None]
+        rows = [
+            Token(job, job.sampled, job.length, tuple(job.ahead()))
+            for job in given
+            if job.lane is not None
+        ]
         for row in rows:
-            row.job.sampled += 1
+            row.job.sampled += 1 + len(row.ahead)
         return rows
 
     def _has_page(self, job: Job) -> bool:
-        """Make sure that the job's next token has a page; False if it had to give up its own."""
+        """Make sure that what the next step feeds has pages; False if the job had to give up its
+        own."""
         pages = self.pages[self._replica(job)]
-        while len(job.pages) * self.limits.slots <= job.length:
+        while len(job.pages) * self.limits.slots <= job.length + len(job.ahead()):
             if pages.available:
                 job.pages.append(pages.take())
                 continue

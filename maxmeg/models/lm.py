@@ -109,8 +109,15 @@ class LM(nnx.Module):
 
     def output_weight(self) -> jax.Array:
         """The local rows [V, D] of the output projection."""
-        head = self.embedding if self.output is None else self.output
-        return collectives.unshard_parameter(head.table)
+        return collectives.unshard_parameter(self.head.table)
+
+    def set_output_weight(self, output_VD: jax.Array) -> None:
+        """Replace the rows of the output projection by those gathered over fsdp."""
+        self.head.table = collectives.whole(self.head.table.replace(output_VD))
+
+    @property
+    def head(self) -> Embedding:
+        return self.embedding if self.output is None else self.output
 
     def logits(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
         """float32 logits over the whole vocabulary without padding."""

@@ -40,6 +40,7 @@ from maxmeg.pipeline.residuals import (
     empty_ring,
     read,
     read_ring,
+    stacked,
     write,
     write_ring,
 )
@@ -166,8 +167,9 @@ class Executor:
         table, program = self.table, self.program
         x = jnp.zeros(self.x.shape, self.x.dtype)
         later = jax.eval_shape(program.later, program.outer, self.microbatch(0))
+        w = jax.eval_shape(program.output, program.outer)
         head = functools.partial(program.head, program.outer)
-        sums = jax.eval_shape(lambda *args: head(*args)[1], x, later, self.microbatch(0))
+        sums = jax.eval_shape(lambda *args: head(*args)[1], w, x, later, self.microbatch(0))
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
         weights = [group.start() for group in self.weights]
         if table.backward is None:
@@ -212,7 +214,7 @@ class Executor:
     def tick(self, lanes: tuple[str, ...], always: bool, ends: tuple, carry: Carry, rows: dict):
         """One tick of a run with these active lanes. always: the head has work at every tick.
         ends: whether the run begins with the first tick, and ends with the last."""
-        y, dy, later, d_later, (first, last) = None, None, [], [], ends
+        y, dy, later, d_later, d_output, (first, last) = None, None, [], [], None, ends
         if "head" in lanes:
             later, carry = self.later(carry, rows["head"], always)
         if "forward" in lanes:
@@ -224,9 +226,11 @@ class Executor:
         if "head" in lanes:
             if carry.outputs is not None:
                 y = read(carry.outputs, jnp.maximum(rows["head"], 0))
-            dy, d_later, carry = self.head(carry, y, later, rows["head"], always)
+            dy, d_later, d_output, carry = self.head(carry, y, later, rows["head"], always)
         if "backward" in lanes:
             carry = self.backward(carry, dy, rows["backward"], last)
+        if d_output is not None:
+            carry = self.output_backward(carry, d_output)
         if d_later:
             carry = self.later_backward(carry, d_later, rows["head"], always)
         if "weight" in lanes:
@@ -402,7 +406,7 @@ class Executor:
             left = dx if self.alone else jnp.where((self.stage == 0) & leaving, dx, 0)
             return self.add_embedding(total, self.program.embed, number, left)
 
-        return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, keep, total)
+        return add(total) if self.table.chunks == 1 else lax.cond(leaving, add, lambda t: t, total)
 
     def add_embedding(self, total, embed: Callable, number, d_embedded):
         """`total` plus the gradients of embed(outer, microbatch), from those of its sum over pipe,
@@ -435,34 +439,45 @@ class Executor:
         def add(total):
             return self.add_embedding(total, self.program.later, number, d_later)
 
-        outer = add(carry.outer) if always else lax.cond(number >= 0, add, keep, carry.outer)
+        outer = add(carry.outer) if always else lax.cond(number >= 0, add, lambda t: t, carry.outer)
         return carry._replace(outer=outer, dy=dy)
 
     def head(self, carry: Carry, y, later: list, number: jax.Array, always: bool) -> tuple:
-        """(gradients of the last stage's output and of `later`, None without backward; carry with
-        the head's sums)."""
+        """(gradients of the last stage's output, of `later` and, without a pipeline, of the whole
+        output weight, None without backward; carry with the head's sums)."""
         outer, trained = self.program.outer, self.table.backward is not None
 
         def compute(total):
             microbatch = self.microbatch(number)
+            w, scatter = jax.vjp(self.program.output, outer)
             if not trained:
-                _, sums = self.program.head(outer, y, later, microbatch)
-                return None, None, (None, combine(total[1], sums))
+                _, sums = self.program.head(outer, w, y, later, microbatch)
+                return None, None, None, (None, combine(total[1], sums))
             run = functools.partial(self.program.head, microbatch=microbatch)
-            _, pull, sums = jax.vjp(run, outer, y, later, has_aux=True)
-            gradients, dy, d_later = pull(jnp.ones((), jnp.float32))
-            return dy, d_later, (combine(total[0], gradients), combine(total[1], sums))
+            _, pull, sums = jax.vjp(run, outer, w, y, later, has_aux=True)
+            gradients, dw, dy, d_later = pull(jnp.ones((), jnp.float32))
+            outer_sums = combine(total[0], gradients)
+            if not self.alone:
+                outer_sums, dw = combine(outer_sums, *scatter(dw)), None
+            return dy, d_later, dw, (outer_sums, combine(total[1], sums))
 
         def idle(total):
             if not trained:
-                return None, None, total
-            return jnp.zeros_like(y), start_values(later), total
+                return None, None, None, total
+            return jnp.zeros_like(y), start_values(later), None, total
 
         total = (carry.outer, carry.sums)
-        dy, d_later, (outer_sums, sums) = (
+        dy, d_later, dw, (outer_sums, sums) = (
             compute(total) if always else lax.cond(number >= 0, compute, idle, total)
         )
-        return dy, d_later, carry._replace(outer=outer_sums, sums=sums)
+        return dy, d_later, dw, carry._replace(outer=outer_sums, sums=sums)
+
+    def output_backward(self, carry: Carry, d_output: jax.Array) -> Carry:
+        """Add the output weight's gradient. XLA adds it, or scatters it over fsdp, after the layers
+        in any case; without the barrier it may convert it to float32 before them."""
+        d_output, dy = lax.optimization_barrier((d_output, carry.dy))
+        (gradients,) = jax.vjp(self.program.output, self.program.outer)[1](d_output)
+        return carry._replace(dy=dy, outer=combine(carry.outer, gradients))
 
     def local(self, work: Work) -> Work:
         """This stage's entries of `work`."""
@@ -482,12 +497,3 @@ class Executor:
             pairs = pairs[np.abs(pairs[:, 1] - pairs[:, 0]) == 1]
             pairs = pairs[pairs[:, 1] - pairs[:, 0] == step]
         return collectives.permute(x, PIPE_AXIS, [tuple(p) for p in pairs.tolist()])
-
-
-def keep(total):
-    return total
-
-
-def stacked(shapes, size: int):
-    """Shapes with a leading dimension of `size`."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), shapes)

@@ -20,8 +20,9 @@ class Program:
     unit(params, x, (shared, layer, fixed), prevent_cse) -> (x, auxiliary values of the layer);
     params and fixed are gathered over fsdp. prevent_cse: whether forward and backward of the unit
     are in one computation, where XLA would merge a recomputation with forward.
-    head(outer, y, later, microbatch) -> (loss, sums, which may contain auxiliary values). y: the
-    stack's output on the last stage; other stages hold what the head must not read.
+    output(outer) -> the output weight, gathered over fsdp.
+    head(outer, output, y, later, microbatch) -> (loss, sums, which may contain auxiliary values).
+    y: the stack's output on the last stage; other stages hold what the head must not read.
     later(outer, microbatch) -> arrays that the head reads beside it, summed over pipe: partial
     embeddings of other tokens.
     unroll: places per iteration of the loops over a chunk's places; 0: no loop.
@@ -37,6 +38,7 @@ class Program:
     embed: Callable
     shared: Callable
     unit: Callable
+    output: Callable
     head: Callable
     later: Callable = lambda outer, microbatch: []
     unroll: int = 1

@@ -52,6 +52,11 @@ def empty_ring(shapes, *sizes: int) -> Arrays:
     return [jnp.zeros((*sizes, *s.shape), s.dtype) for s in shapes]
 
 
+def stacked(shapes, size: int):
+    """Shapes with a leading dimension of `size`."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((size, *a.shape), a.dtype), shapes)
+
+
 def write(ring, values, *place: jax.Array | int):
     """The arrays of the tree `ring` with `values` at the indices `place` of their first
     dimensions."""

@@ -78,8 +78,8 @@ def trained(kind: str = "grouped", **parallel: int) -> Trained:
 
 
 @functools.cache
-def engine(kind: str = "grouped", **parallel: int) -> Engine:
-    return Engine(trained(kind, **parallel), **SMALL)
+def engine(kind: str = "grouped", proposals: int = 0, **parallel: int) -> Engine:
+    return Engine(trained(kind, **parallel), **SMALL, proposals=proposals)
 
 
 @functools.cache
@@ -293,6 +293,40 @@ def test_a_reply_does_not_depend_on_what_else_is_served(kind):
 
     check()
     assert preemptions
+
+
+@pytest.mark.parametrize("kind", ["grouped", pytest.param("latent", marks=pytest.mark.slow)])
+def test_proposals_change_no_reply(kind):
+    """Greedy or sampled, with penalties, a grammar, and when pages run out, but in fewer steps."""
+    plain, ahead = engine(kind), engine(kind, proposals=3)
+    repeating = Sampling(temperature=0, frequency_penalty=-2.0)
+    repeated = [np.tile(prompt[:4], 4) for prompt in PROMPTS]
+    pages = ahead.scheduler.limits.pages
+    for few in (False, True):
+        scheduler = reset(ahead, pages=16 if few else pages)
+        for sampling in (SAMPLED, CHANGED["rare"], repeating):
+            for grammar in (None, words()) if sampling is SAMPLED else (None,):
+                request = Request(40, sampling, grammar=grammar)
+                before = plain.decode_steps, ahead.decode_steps
+                expected = plain.generate(repeated, request, 3)
+                found = ahead.generate(repeated, request, 3)
+                assert [(r.tokens, r.text, r.reason) for r in found] == [
+                    (r.tokens, r.text, r.reason) for r in expected
+                ]
+                for a, b in zip(found, expected, strict=True):
+                    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+                if sampling is repeating and not few:
+                    steps = plain.decode_steps - before[0], ahead.decode_steps - before[1]
+                    assert steps[1] < 0.7 * steps[0]
+        assert scheduler.preemptions if few else not scheduler.preemptions
+        assert scheduler.pages[0].available == scheduler.limits.pages
+    reset(ahead, pages=pages)
+    assert ahead.programs.compiled() == 2
+
+
+def test_states_cannot_be_taken_back():
+    with pytest.raises(ValueError, match="proposals=3: this model has convolutions"):
+        engine("convolution", proposals=3)
 
 
 def test_a_shared_beginning_is_read_once():

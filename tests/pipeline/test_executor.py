@@ -195,14 +195,23 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     def embed(outer, x_B):
         return collectives.counted_once(outer * x_B, (collectives.PIPE_AXIS,))
 
-    def head(outer, y_B, later, microbatch):
+    def head(outer, output, y_B, later, microbatch):
         y_B = from_last_stage(y_B)
         return jnp.sum(y_B), {"loss_sum": jnp.sum(y_B)}
 
     def local(weights_S, x_MB):
         outer = jnp.ones(())
         program = Program(
-            outer, (weights_S,), (None,), (UNCUT,), x_MB, embed, lambda x_B: x_B, toy_unit, head
+            outer,
+            (weights_S,),
+            (None,),
+            (UNCUT,),
+            x_MB,
+            embed,
+            lambda x_B: x_B,
+            toy_unit,
+            lambda outer: outer,
+            head,
         )
         table = SCHEDULES[parallel.schedule.value](4, parallel.pipe, parallel.chunks)
         _, _, aux = run_pipeline(program, table, layout)

@@ -50,14 +50,17 @@ def scores(work: Workload, unit: Unit) -> int:
     """Bytes of two blocks of scores in float32 and one in the compute dtype, and of the keys and
     values copied for each piece of the queries: those of one layer; full: of all, from their
     recomputation on. full: if larger than the blocks, a gated MLP's columns, which exist beside
-    their gradients before its last input; not under tensor parallelism, where whole sequences are
-    at their peak before."""
+    their gradients before its last input; all columns of one with biases, whose gradients XLA sums
+    in the kernel that writes the columns' gradients; not under tensor parallelism, where whole
+    sequences are at their peak before."""
     found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
     blocks, slices = zip(*found, strict=True) if found else ((0,), (0,))
     block = max(blocks) * (2 * FLOAT32 + work.itemsize) // FLOAT32
     if work.kept:
         return block + max(slices)
-    beside = sum(sum(one.stored.values()) - one.last_input for one in sublayers(unit)[-1])
+    biased = work.config.model.mlp.bias
+    last = sublayers(unit)[-1]
+    beside = sum(sum(one.stored.values()) - one.last_input * (not biased) for one in last)
     apart = unit.sparse or work.axes["tensor"] > 1
     columns = 0 if apart else work.itemsize * work.tokens * beside
     return max(block, columns) + sum(slices)
@@ -156,7 +159,8 @@ def recomputed(widths: list[Widths]) -> int:
 def weights(work: Workload, group: int) -> int:
     """Bytes of weights gathered over fsdp, of a layer and the next (full: of the whole unit, which
     recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
-    which XLA reads before it has the gradients that it adds.
+    which XLA reads before it has the gradients that it adds; full: also of its compute weights,
+    which XLA copies out of the stack at the same time.
 
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Layers that run
@@ -170,7 +174,8 @@ def weights(work: Workload, group: int) -> int:
     whole = e * sum(s.whole for s in members) * layers // (unit.layers * units)
     if work.axes["fsdp"] == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
-        return 0 if unit.sparse or split_once(work) else FLOAT32 * added // units
+        copied = e * added * (not work.kept)
+        return 0 if unit.sparse or split_once(work) else (FLOAT32 * added + copied) // units
     if experts.in_rounds(work, unit) or split_once(work):
         return whole
     trained = [(s, s.whole // units) for s in members if s.trained]

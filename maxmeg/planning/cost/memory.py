@@ -150,7 +150,8 @@ def multiplied_last(work: Workload) -> bool:
 
 def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
-    the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so.
+    the sums, or scatters it over fsdp, only after that. In a pipeline or under tensor parallelism
+    in float32 if the loss accumulated it so; else XLA converts it before.
     If the product itself waits, what it reads: the logits' gradient and the whole hidden state,
     e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that makes the
     gradient; on one node also its zeros (`begins_early`).
@@ -162,7 +163,8 @@ def waiting_gradient(work: Workload) -> int:
         return work.itemsize * work.tokens * (work.vocabulary + width)
     if summed_alone(work):
         return 0
-    itemsize = FLOAT32 if loss.backend == "xla" else work.itemsize
+    delays = work.pipelined or work.axes["tensor"] > 1
+    itemsize = FLOAT32 if loss.backend == "xla" and delays else work.itemsize
     if loss.backend == "tiled" and begins_early(work):
         itemsize *= 2
     return itemsize * work.vocabulary * width
@@ -238,9 +240,9 @@ def beside_loss(work: Workload) -> int:
 
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
-    itself and converted to the dtype of the sums. If the product waits, also what it reads; without
-    fsdp, together with the embedding's float32 gradient, else beside arrays of the loss that XLA
-    placed before (`packed`): the gathered weight and a chunk of float32 logits.
+    itself and converted to the dtype of the sums; without fsdp, together with the embedding's
+    float32 gradient. If the product waits, also what it reads, and under fsdp arrays of the loss
+    that XLA placed before (`packed`): the gathered weight and a chunk of float32 logits.
     """
     whole = work.vocabulary * work.config.model.hidden_size
     waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
@@ -251,9 +253,9 @@ def scattered(work: Workload) -> int:
         read = e * work.tokens * work.vocabulary
         arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
         return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
-    if not waiting or work.axes["fsdp"] == 1 or waiting == converted * whole:
-        return waiting
-    return waiting + converted * whole
+    if work.axes["fsdp"] == 1:
+        return waiting + (0 if work.config.lora.rank else FLOAT32 * whole)
+    return waiting + converted * whole * (waiting not in (0, converted * whole))
 
 
 def packed(arrays: list[tuple[int, int, int]]) -> int:
