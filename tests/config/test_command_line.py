@@ -17,7 +17,7 @@ CPU_SECONDS = 1.5
 TRAIN = "train --config=gpt "
 MISTAKES = [
     ("trian", "unknown command 'trian': did you mean train?"),
-    ("publish", "unknown command 'publish': the commands are train, evaluate"),
+    ("frobnicate", "unknown command 'frobnicate': the commands are train, evaluate"),
     ("--config=gpt", "no command before --config=gpt: write maxmeg COMMAND --config=gpt"),
     ("train", "no --config: name a run, such as --config=gpt; others are llama3-8b"),
     ("train gpt", "unexpected argument 'gpt': did you mean --config=gpt?"),
