@@ -27,16 +27,17 @@ class Grammar:
     """A checked grammar; any number of replies can follow it."""
 
     start: typing.Any  # llguidance's LLMatcher before the first token
+    vocab_size: int
 
     def matcher(self) -> "Matcher":
-        return Matcher(self.start.deep_copy())
+        return Matcher(self.start.deep_copy(), self.vocab_size)
 
 
 class Matcher:
     """How far one reply has followed its grammar."""
 
-    def __init__(self, state: typing.Any):
-        self._state = state
+    def __init__(self, state: typing.Any, vocab_size: int):
+        self._state, self._words = state, -(-vocab_size // 32)
 
     def add(self, token: int) -> bool:
         """Add a token that `mask` allows; return whether the text is complete. ValueError if the
@@ -49,7 +50,7 @@ class Matcher:
     def mask(self) -> np.ndarray:
         """The tokens that may come next, a bit for each: int32 [vocabulary / 32]."""
         bits = self._state.compute_bitmask()
-        return np.frombuffer(bits, np.int32)
+        return np.frombuffer(bits, np.int32)[: self._words]  # it has a bit for one more token
 
 
 class Grammars:
@@ -70,6 +71,7 @@ class Grammars:
                 f"tokenizer {tokenizer.spec!r}: its ids do not determine the bytes of the text, "
                 "which grammars need: serve the model without them"
             )
+        self.vocab_size = vocab_size
         words = llguidance.TokenizerWrapper(_Words(tokenizer, known, vocab_size, ends))
         self._tokenizer = llguidance.LLTokenizer(words, eos_token=list(ends))
 
@@ -95,7 +97,7 @@ class Grammars:
                 source = LLMatcher.grammar_from_json_schema(schema, overrides=spaces)
         if problem := LLMatcher.validate_grammar(source, self._tokenizer):
             raise ValueError(f"the {kind} cannot be followed: {problem}")
-        return Grammar(LLMatcher(self._tokenizer, source, log_level=0))
+        return Grammar(LLMatcher(self._tokenizer, source, log_level=0), self.vocab_size)
 
 
 class _Words:
