@@ -60,7 +60,9 @@ class Sampling:
         if len({token for token, _ in self.logit_bias}) < len(self.logit_bias) or (
             len(self.logit_bias) > BIASES
         ):
-            raise ValueError(f"logit_bias={self.logit_bias} must have at most {BIASES} tokens")
+            raise ValueError(
+                f"logit_bias={self.logit_bias} is not at most {BIASES} different tokens"
+            )
 
 
 class Rows(typing.NamedTuple):
@@ -81,9 +83,10 @@ class Rows(typing.NamedTuple):
 class Changes(typing.NamedTuple):
     """What changes the logits of each row before sampling, beside its `Rows`.
 
-    tokens_BM: its prompt and reply, `lengths_B` tokens, of which `prompt_lengths_B` are the prompt.
+    tokens_BM: the prompt and the reply so far. lengths_B: number of both; prompt_lengths_B: number
+    of prompt tokens.
     A row may stand for several rows of logits: those after its first, second, ... further token.
-    biases_BA: added to the logits of `biased_BA`, of which each token occurs once or has bias 0.
+    biases_BA: added to the logits of the tokens `biased_BA`. A token occurs once, or has bias 0.
     allowed_BW: bit v % 32 of word v // 32 tells whether token v may be sampled, in rows that are
     masked.
     """

@@ -1,4 +1,4 @@
-"""Tokens that are proposed ahead, of which one step checks several."""
+"""Speculative decoding: several proposed tokens are checked by one decode step."""
 
 from collections.abc import Sequence
 

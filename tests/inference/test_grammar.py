@@ -29,7 +29,7 @@ def engine() -> Engine:
 
 
 def schema(rng: np.random.Generator, depth: int = 0) -> dict:
-    """A random JSON schema, of which every text is short."""
+    """A random JSON schema whose texts are all short."""
     kinds = ["integer", "boolean", "null", "string", "enum", "const", "number"]
     kinds += ["object", "array", "anyOf"] * (depth < 2)
     match kind := str(rng.choice(kinds)):

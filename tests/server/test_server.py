@@ -215,7 +215,7 @@ def test_other_endpoints(client, server):
 
 
 def test_replies_of_clients_that_have_gone_end(server):
-    """Those of two requests, one of which streams; a third finds the queue full."""
+    """Of two clients, one reads a stream; while they wait, a third finds the queue full."""
     before = server.metrics().get(CANCELLED, 0)
     endless = {str(i): -100 for i in (256, 257, 258)}
     body = {"prompt": "a", "max_tokens": LENGTH - 9, "n": 16, "logit_bias": endless}

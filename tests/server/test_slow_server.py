@@ -75,7 +75,7 @@ def test_replies_fit_50_schemas(server):
 
 
 def test_replies_under_load_are_those_alone(server):
-    """Tokens, log-probabilities and text, of random requests of which some clients go away."""
+    """Tokens, log-probabilities and text of random requests, some of whose clients go away."""
 
     def request(number):
         draw = random.Random(number)
