@@ -181,10 +181,7 @@ def make_app(
         await asyncio.to_thread(worker.stop)
 
     app = fastapi.FastAPI(title="maxmeg", lifespan=lifespan, docs_url=None, redoc_url=None)
-    api, created = (
-        Api(served, worker, name, served.options),
-        time.time(),
-    )
+    api, created = Api(served, worker, name, served.options), time.time()
     add_handlers(app)
 
     @app.post("/v1/completions")
