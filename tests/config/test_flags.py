@@ -362,7 +362,7 @@ def test_names_of_other_frameworks_are_of_fields_that_exist():
             "meta-llama/Llama-3.1-8B",
             "hf download meta-llama/Llama-3.1-8B --local-dir Llama-3.1-8B &&",
         ),
-        ("runs/gpt", ""),
+        ("runs/none", ""),
         ("tests/gpt", ""),
         ("/a/b", ""),
         ("a/b/c", ""),
