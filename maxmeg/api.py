@@ -42,18 +42,20 @@ def load(
     tensor: int = 1,
     dtype: str = "",
     master_weights: bool = False,
+    mtp: bool = False,
 ) -> LanguageModel:
     """Load a run, or a folder that `maxmeg convert` has written.
 
     step: of the checkpoint; default the newest intact one. tensor: number of tensor-parallel
     devices. dtype: of the computation, float32 or bfloat16; default the run's. The weights are held
     in it, or with `master_weights` in float32 as in the checkpoint: to train them further or to
-    save them. MTP layers are not loaded. ValueError for a folder without a checkpoint.
+    save them. mtp: load MTP layers too. ValueError for a folder without a checkpoint, or without
+    the MTP layers that are asked for.
     """
     set_gpu_environment()
     chosen = files.convert("dtype", dtype, DType) if dtype else None
     path, mesh = os.fspath(folder), local_mesh(tensor)
-    return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights))
+    return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights, mtp))
 
 
 def engine(
@@ -61,13 +63,16 @@ def engine(
     step: int | None = None,
     tensor: int = 1,
     dtype: str = "",
+    mtp: bool = False,
     **sizes: typing.Any,
 ) -> Engine:
     """Load a run, as `load`, into an engine that generates text for many requests at once.
 
-    sizes: settings of Engine, such as lanes=64. ValueError as `load`.
+    mtp: let the model's MTP layers propose tokens, one each. sizes: settings of Engine, such as
+    lanes=64. ValueError as `load`.
     """
-    return Engine(load(folder, step, tensor, dtype).trained, **sizes)
+    trained = load(folder, step, tensor, dtype, mtp=mtp).trained
+    return Engine(trained, **{"proposals": trained.config.model.mtp.num_layers, **sizes})
 
 
 def config(name: str, **overrides: typing.Any) -> Config:

@@ -82,9 +82,10 @@ def main(options: Serve) -> None:
 def load(options: EngineOptions) -> Engine:
     set_gpu_environment()
     multihost.order_cpu_collectives()
-    trained = load_chosen(options)
+    trained = load_chosen(options, options.mtp)
     sizes = options.lanes, options.pages, options.slots, options.chunk
-    return Engine(trained, *sizes, options.max_prefill_tokens, options.share, options.proposals)
+    proposals = options.proposals or trained.config.model.mtp.num_layers
+    return Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)
 
 
 @explains_out_of_memory(REMEDY)

@@ -112,6 +112,7 @@ class EngineOptions(ModelOptions):
     proposals: int = setting(
         0, "tokens that each step proposes and checks; 0: it samples one token", at_least=0
     )
+    mtp: bool = setting(False, "the model's MTP layers make proposals, not the text before")
 
 
 @dataclasses.dataclass

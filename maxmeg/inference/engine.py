@@ -59,9 +59,10 @@ class Engine:
     slots: number of tokens in a page. chunk: number of tokens of a prompt that are read at once.
     prefill_tokens: largest number of prompt tokens that are read while other requests wait for
     their next token. share: prompts with the same beginning share its pages. proposals: number of
-    tokens that each step proposes and checks beside the next one (`NGrams`): fewer steps, and the
-    same reply but for rounding. ValueError for a model that is not causal, and for proposals for a
-    model with states that cannot be taken back.
+    tokens that each step proposes and checks beside the next one: fewer steps, and the same reply
+    but for rounding. They come from the model's MTP layers, one from each, or if it has none from
+    the text before (`NGrams`). ValueError for a model that is not causal, for more proposals than
+    MTP layers, and for proposals for a model with states that cannot be taken back.
     """
 
     def __init__(
@@ -81,6 +82,11 @@ class Engine:
             raise ValueError(f"lanes={lanes} must be at least 1")
         if self.trained.mesh.devices.flat[0].platform == "cpu":
             lanes = max(lanes, CPU_LANES)
+        if 0 < self.model.mtp.num_layers < proposals:
+            raise ValueError(
+                f"proposals={proposals} exceeds the {self.model.mtp.num_layers} MTP layers, each "
+                "of which makes one: lower it, or load the model without them"
+            )
         row_pages = -(-self.model.max_position // slots)
         chunk = max(min(chunk // slots, row_pages), 1) * slots
         self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk, proposals)
@@ -127,7 +133,8 @@ class Engine:
         job.waits = request.grammar is not None or self.programs.proposals > 0
         text = Text(self.trained.tokenizer, reply.prompt, request.stops)
         matcher = request.grammar and request.grammar.matcher()
-        proposer = NGrams(reply.prompt) if job.most_proposals else None
+        looks_back = job.most_proposals > self.programs.drafts
+        proposer = NGrams(reply.prompt) if looks_back else None
         self._active[job] = Active(reply, text, matcher, proposer)
         self.scheduler.add(job)
         return reply
@@ -256,7 +263,8 @@ class Engine:
         if active.matcher and index == len(job.tokens):  # else the token is known, or there is none
             columns |= {"is_masked": True, "allowed": active.matcher.mask()}
         if isinstance(row, Chunk):
-            tokens = job.prompt[row.start : row.start + row.count + 1]
+            ahead = max(1, self.programs.drafts)
+            tokens = job.prompt[row.start : row.start + row.count + ahead]
             rest = {"token": -1, "is_last": row.is_last, "step": 0, "tokens": tokens}
             return columns | {"count": row.count} | rest
         known = job.tokens[index - 1] if index <= len(job.tokens) else -1
@@ -308,6 +316,7 @@ class Engine:
         active, token = self._active[job], int(read.tokens)
         reply, request = active.reply, active.reply.request
         job.tokens.append(token)
+        job.proposals = read.drafts.tolist()
         if active.proposer:
             active.proposer.add(token)
             job.proposals = active.proposer.propose(job.most_proposals)

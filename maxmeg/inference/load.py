@@ -53,13 +53,15 @@ def load_run(
     mesh: Mesh | None = None,
     dtype: DType | None = None,
     master_weights: bool = False,
+    mtp: bool = False,
 ) -> Trained:
     """Load the model of a run at `step` (default: its newest intact checkpoint) on any mesh.
 
     Only the model's arrays are read. mesh: default one device. dtype: compute dtype, default the
-    run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint.
-    ValueError if the folder holds no checkpoint, or if the numbers of heads are not divisible by
-    the tensor axis.
+    run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint. mtp:
+    load MTP layers too, which propose tokens in an Engine. ValueError if the folder holds no
+    checkpoint, if there are no MTP layers, or if the numbers of heads are not divisible by the
+    tensor axis.
     """
     mesh = mesh or local_mesh()
     checkpointer = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
@@ -72,7 +74,10 @@ def load_run(
         check_base(config, base)
         sizes: dict[str, typing.Any] = {**sizes_of(mesh)}
         config.parallel = ParallelConfig(**sizes, zero1=False)
-        config.model = config.model.without_mtp()  # MTP layers do not serve inference
+        if not mtp:
+            config.model = config.model.without_mtp()
+        elif not config.model.mtp.num_layers:
+            raise ValueError(f"mtp=true: the model of {run_dir} has no MTP layers; set mtp=false")
         config.model.dtype = dtype or config.model.dtype
         if problems := list(head_problems(config.model, sizes["tensor"])):
             raise ValueError("\n".join(problems))
@@ -94,11 +99,11 @@ def load_run(
     return trained
 
 
-def load_chosen(options: ModelOptions) -> Trained:
+def load_chosen(options: ModelOptions, mtp: bool = False) -> Trained:
     """Load the model that a command's options name. ValueError as from `load_run`."""
     dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
     step = None if options.step < 0 else options.step
-    return load_run(options.run_dir, step, local_mesh(options.tensor), dtype)
+    return load_run(options.run_dir, step, local_mesh(options.tensor), dtype, mtp=mtp)
 
 
 def restored_in(dtype: DType, checkpointer: Checkpointer, step: int, model: LM) -> LM:

@@ -21,7 +21,8 @@ from jaxtyping import Array, Int
 
 from maxmeg.config.schema import Config
 from maxmeg.inference.load import Trained
-from maxmeg.inference.sampling import BIASES, Changes, Rows, choose, scores_of
+from maxmeg.inference.sampling import BIASES, TOP, Changes, Rows, choose, scores_of
+from maxmeg.inference.speculation import Newest, mtp_drafts
 from maxmeg.layers.cache import CachePlaces, CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe
@@ -33,7 +34,7 @@ from maxmeg.parallel.spmd import spmd
 from maxmeg.step import compute_model
 
 # Columns of the array that the host sends, a row per lane or prompt; then the pages of the row, and
-# for prefill its tokens and the one after them, for decode tokens that are proposed after the one
+# for prefill its tokens and some after them, for decode tokens that are proposed after the one
 # to feed. count: of tokens in the row; 0 is an idle row.
 # start: tokens before them. lane: of the replica. is_last: a prompt ends here. token: the one to
 # feed, -1 is the last one that was sampled. row_length: the rotation is for rows of this length.
@@ -55,13 +56,14 @@ Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
 class Read(typing.NamedTuple):
-    """What a step returns: arrays [rows, samples], and [rows, samples, TOP] for the likeliest
-    tokens."""
+    """What a step returns: arrays [rows, samples], [rows, samples, TOP] for the likeliest tokens,
+    and for each sample [rows, samples, drafts] what MTP layers propose after the last taken one."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     top_tokens: np.ndarray
     top_logprobs: np.ndarray
+    drafts: np.ndarray
 
 
 class Programs:
@@ -70,7 +72,7 @@ class Programs:
     lanes, pages: numbers of them on one replica; pages=0: as many as lanes and memory allow. slots:
     number of tokens in a page. row_pages: largest number of pages that a request can have. chunk:
     number of prompt tokens that one prefill step reads. proposals: number of proposed tokens that
-    one decode step checks in each lane.
+    one decode step checks in each lane; the first MTP layers make them, if the model has any.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Programs:
     ) -> None:
         self.mesh, self.row_pages, self.chunk = trained.mesh, row_pages, chunk
         self.proposals = proposals
+        self.drafts = proposals if trained.model.mtp else 0
         self.replicas = batch_shards(self.mesh)
         model = dropless(trained.model)
         self._places = reductions(model, self.mesh, trained.config.parallel.zero1)
@@ -98,7 +101,8 @@ class Programs:
         self.size = CacheSize(pages, slots, lanes)
         sharding = NamedSharding(self.mesh, PER_DEVICE)
         self.state = jax.jit(self._state(self.size), out_shardings=sharding)
-        self._words = -(-trained.config.model.vocab_size // 32)
+        vocab = trained.config.model.vocab_size
+        self._top, self._words = min(TOP, vocab), -(-vocab // 32)
         self.decode_program = self._jitted(self._decode_rows, 1)
         self.prefill_program = self._jitted(self._prefill_rows, 2)
 
@@ -109,13 +113,14 @@ class Programs:
     @property
     def has_states(self) -> bool:
         """Whether a mixer keeps a state that does not lie in pages."""
-        cache, _ = jax.eval_shape(self.state, self.model)
+        (cache, _), _ = jax.eval_shape(self.state, self.model)
         mixers = [c for group in cache for sublayer in group for c in sublayer.values()]
         return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
 
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
         """The array to send."""
-        width = len(COLUMNS) + self.row_pages + (chunk + 1 if chunk else self.proposals)
+        tokens = chunk + max(1, self.drafts) if chunk else self.proposals
+        width = len(COLUMNS) + self.row_pages + tokens
         array = np.zeros((self._count(chunk), width), np.int32)
         array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
         for place, row in rows.items():
@@ -156,11 +161,10 @@ class Programs:
         return self._run(self.prefill_program, rows, self.chunk)
 
     def read(self, array: jax.Array) -> Read:
-        values = np.asarray(array)
-        top = (values.shape[-1] - 2) // 2
-        ids, logprobs, top_ids, top_logprobs = np.split(values, [1, 2, 2 + top], axis=-1)
-        floats = logprobs.copy().view(np.float32), top_logprobs.copy().view(np.float32)
-        return Read(ids[..., 0], floats[0][..., 0], top_ids, floats[1])
+        ends = [1, 2, 2 + self._top, 2 + 2 * self._top]
+        ids, *rest, drafts = np.split(np.asarray(array), ends, axis=-1)
+        logprobs, top_logprobs = (rest[i].copy().view(np.float32) for i in (0, 2))
+        return Read(ids[..., 0], logprobs[..., 0], rest[1], top_logprobs, drafts)
 
     def compiled(self) -> int:
         """Number of programs compiled so far."""
@@ -207,7 +211,9 @@ class Programs:
         room = size.lanes, self.row_pages * size.slots
 
         def local(model):
-            state = self._local(model).stack.init_cache(size), jnp.zeros(room, jnp.int32)
+            model = self._local(model)
+            mtp_caches = model.mtp.init_cache(size, self.drafts) if model.mtp else []
+            state = (model.stack.init_cache(size), mtp_caches), jnp.zeros(room, jnp.int32)
             return jax.tree.map(lambda array: array[None], state)
 
         return spmd(local, self.mesh, (self._specs,), PER_DEVICE)
@@ -217,32 +223,53 @@ class Programs:
         arrays = jax.tree.leaves(jax.eval_shape(self._state(size), self.model)[0])
         return sum(array.size * array.dtype.itemsize for array in arrays) // self.mesh.size
 
-    def _decode_rows(self, model: LM, cache, tokens_BM, sent, changes):
+    def _decode_rows(self, model: LM, caches, tokens_BM, sent, changes):
         fields, table_BN, proposed_BK = unpacked(sent, self.row_pages)
         lanes_B, starts_B = fields["lane"], fields["start"]
         last_B = tokens_BM[jnp.arange(len(tokens_BM)), starts_B]
         first_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
         ids_BL = jnp.concatenate([first_B[:, None], proposed_BK], axis=1)
         tokens_BM = with_tokens(tokens_BM, ids_BL, fields)
-        h_BLD, cache = run_cached(model, ids_BL, fields, table_BN, cache)
+        ctx = context_of(ids_BL, fields, table_BN)
+        h_BLD, cache, _ = model.hidden(ids_BL, ctx, caches[0])  # pyright: ignore
         sampled_BLX = sampled_from(model, h_BLD, fields, starts_B + 1, tokens_BM, changes)
+        next_BL = sampled_BLX[..., 0]
         if not self.proposals:  # else the host tells which tokens were taken
-            next_B = sampled_BLX[:, 0, 0]
-            tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(next_B, mode="drop")
-        return cache, tokens_BM, sampled_BLX
+            tokens_BM = tokens_BM.at[lanes_B, starts_B + 1].set(next_BL[:, 0], mode="drop")
+        is_proposed_BK = jnp.arange(self.proposals) < fields["count"][:, None] - 1
+        is_taken_BK = is_proposed_BK & (next_BL[:, :-1] == proposed_BK)
+        taken_B = jnp.cumprod(is_taken_BK, axis=1).sum(axis=1)
+        newest = Newest(next_BL, taken_B, fields["step"] + taken_B)
+        sampled_BLX, drafts = self._drafted(model, h_BLD, sampled_BLX, newest, fields, ctx, caches)
+        return (cache, drafts), tokens_BM, sampled_BLX
 
-    def _prefill_rows(self, model: LM, cache, tokens_BM, sent, changes):
-        fields, table_PN, next_PC = unpacked(sent, self.row_pages)
-        ids_PC, next_PC = next_PC[:, :-1], next_PC[:, 1:]
+    def _prefill_rows(self, model: LM, caches, tokens_BM, sent, changes):
+        fields, table_PN, ids_PX = unpacked(sent, self.row_pages)
+        ids_PC, later_PX = ids_PX[:, : self.chunk], ids_PX[:, 1:]
         tokens_BM = with_tokens(tokens_BM, ids_PC, fields)
-        h_PCD, cache = run_cached(model, ids_PC, fields, table_PN, cache)
-        final_P1 = jnp.maximum(fields["count"] - 1, 0)[:, None]
-        h_P1D = jnp.take_along_axis(h_PCD, final_P1[..., None], axis=1)
+        ctx = context_of(ids_PC, fields, table_PN)
+        h_PCD, cache, _ = model.hidden(ids_PC, ctx, caches[0])  # pyright: ignore
+        final_P = jnp.maximum(fields["count"] - 1, 0)
+        h_P1D = jnp.take_along_axis(h_PCD, final_P[:, None, None], axis=1)
         lanes_P, ends_P = fields["lane"], fields["start"] + fields["count"]
         sampled_P1X = sampled_from(model, h_P1D, fields, ends_P, tokens_BM[lanes_P], changes)
-        lanes_P = jnp.where(fields["is_last"] > 0, lanes_P, self.size.lanes)
-        tokens_BM = tokens_BM.at[lanes_P, ends_P].set(sampled_P1X[:, 0, 0], mode="drop")
-        return cache, tokens_BM, sampled_P1X, scored(model, h_PCD, next_PC, fields["scores"])
+        is_last_P, first_P = fields["is_last"] > 0, sampled_P1X[:, 0, 0]
+        lanes_P = jnp.where(is_last_P, lanes_P, self.size.lanes)
+        tokens_BM = tokens_BM.at[lanes_P, ends_P].set(first_P, mode="drop")
+        scores = scored(model, h_PCD, later_PX[:, : self.chunk], fields["scores"])
+        places_P = jnp.where(is_last_P, final_P, later_PX.shape[1] + self.drafts)
+        later_PX = later_PX.at[jnp.arange(len(final_P)), places_P].set(first_P, mode="drop")
+        newest = Newest(later_PX, places_P, fields["step"])
+        sampled_P1X, drafts = self._drafted(model, h_PCD, sampled_P1X, newest, fields, ctx, caches)
+        return (cache, drafts), tokens_BM, sampled_P1X, scores
+
+    def _drafted(self, model: LM, h_BLD, sampled_BLX, newest: Newest, fields, ctx, caches):
+        """(`sampled_BLX` with what MTP layers propose after the newest tokens, their cache)."""
+        if not self.drafts:
+            return sampled_BLX, []
+        drafts_BK, cache = mtp_drafts(model, h_BLD, newest, rows_of(fields), ctx, caches[1])
+        drafts_BLK = jnp.broadcast_to(drafts_BK[:, None], (*sampled_BLX.shape[:2], self.drafts))
+        return jnp.concatenate([sampled_BLX, drafts_BLK], axis=-1), cache
 
 
 def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
@@ -262,11 +289,12 @@ def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callabl
 def dropless(model: LM) -> LM:
     """The model without capacity of experts: a token must not be dropped for others' sake."""
     model = jax.tree.map(lambda array: array, model)
-    for sublayer in (one for group in model.stack.groups for one in group.sublayers):
-        for mixer in sublayer.mixers.values():
-            if isinstance(mixer, Moe):
-                spec = dataclasses.replace(mixer.spec, capacity=0.0, pad=False)
-                mixer.spec = mixer.experts.spec = spec
+    further = [depth.layer for depth in model.mtp.depths] if model.mtp else []
+    units = [*model.stack.groups, *further]
+    for mixer in (m for unit in units for one in unit.sublayers for m in one.mixers.values()):
+        if isinstance(mixer, Moe):
+            spec = dataclasses.replace(mixer.spec, capacity=0.0, pad=False)
+            mixer.spec = mixer.experts.spec = spec
     return model
 
 
@@ -315,18 +343,20 @@ def unpacked(sent: Int[Array, "B X"], row_pages: int):
     return fields, sent[:, len(COLUMNS) : first], sent[:, first:]
 
 
-def run_cached(model: LM, ids_BL: Int[Array, "B L"], fields: dict, table_BN, cache: list):
-    """(output after the final norm [B, L, D], cache) of tokens that follow cached ones."""
+def context_of(ids_BL: Int[Array, "B L"], fields: dict, table_BN) -> Context:
+    """Of tokens that follow cached ones."""
     starts_B = fields["start"]
-    places = CachePlaces(table_BN, starts_B, fields["count"], fields["lane"])
-    ctx = Context(
+    return Context(
         starts_B[:, None] + jnp.arange(ids_BL.shape[1]),
-        cache_places=places,
+        cache_places=CachePlaces(table_BN, starts_B, fields["count"], fields["lane"]),
         row_lengths_B=fields["row_length"],
         sequence_sharded=False,
     )
-    h_BLD, cache, _ = model.hidden(ids_BL, ctx, cache)  # pyright: ignore
-    return h_BLD, cache
+
+
+def rows_of(fields: dict) -> Rows:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "number", "step")
+    return Rows(*(fields[name] for name in names))
 
 
 def with_tokens(tokens_BM: Int[Array, "B M"], ids_RL: Int[Array, "R L"], fields: dict):
@@ -343,8 +373,7 @@ def sampled_from(
     """`packed_bits` of a token sampled after each token. lengths_B: of the row's tokens up to the
     first of them."""
     B, L, _ = h_BLD.shape
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "number", "step")
-    rows = Rows(*(jnp.repeat(fields[name], L) for name in names))
+    rows = Rows(*(jnp.repeat(array, L) for array in rows_of(fields)))
     rows = rows._replace(steps_B=rows.steps_B + jnp.tile(jnp.arange(L), B))
     biased_BA, biases_BA, allowed_BW = jnp.split(sent_changes, [BIASES, 2 * BIASES], axis=1)
     changes = Changes(

@@ -2,8 +2,9 @@
 
 Depth d combines the output of depth d - 1 at token t (depth 0: the model's normalized output) with
 the embedding of token t + d. Its layer and norm predict token t + d + 1 with the model's output
-weights. Used only in training (objectives/language_modelling.py). Order of operations and norms
-follow Megatron-LM and DeepSeek's checkpoints.
+weights: in training beside the next token (objectives/language_modelling.py), in inference as
+proposals that the model checks (inference/speculation.py). Order of operations and norms follow
+Megatron-LM and DeepSeek's checkpoints.
 """
 
 import jax
@@ -12,6 +13,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.config.model import ModelConfig
+from maxmeg.layers.cache import CacheSize
+from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.models.stack import Unit, UnitSpec
@@ -36,6 +39,13 @@ class Depth(nnx.Module):
         normed = [self.embedding_norm(later_BLD), self.hidden_norm(x_BLD)]
         return self.projection(jnp.concatenate(normed, axis=-1))
 
+    def cached(
+        self, x_BLD: jax.Array, later_BLD: jax.Array, ctx: Context, cache: list
+    ) -> tuple[Float[Array, "B L D"], list]:
+        """(normed output, new cache) of tokens that follow cached ones."""
+        x_BLD, cache, _ = self.layer(self.joined(x_BLD, later_BLD), ctx, cache)  # pyright: ignore
+        return self.final_norm(x_BLD), cache
+
 
 class Mtp(nnx.Module):
     """All MTP layers; layer: the sublayers of each, which are those of the model's last layer."""
@@ -44,3 +54,8 @@ class Mtp(nnx.Module):
         keys = split(key, config.mtp.num_layers)
         self.factor = config.mtp.loss_weight
         self.depths = nnx.List([Depth(k, config, layer, norm) for k in keys])
+
+    def init_cache(self, size: CacheSize, count: int) -> list:
+        """An empty cache of each of the first layers, as of a group with one unit."""
+        caches = [depth.layer.init_cache(size) for depth in self.depths[:count]]
+        return jax.tree.map(lambda array: array[None], caches)

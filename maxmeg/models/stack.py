@@ -45,6 +45,10 @@ class Unit(nnx.Module):
             auxes.append(values)
         return x_BLD, None if cache is None else caches, auxes
 
+    def init_cache(self, size: CacheSize) -> list:
+        """An empty cache of each sublayer."""
+        return [sublayer.init_cache(size) for sublayer in self.sublayers]
+
     def update(self, aux: list) -> None:
         """Set the state of the sublayers from the auxiliary values of a whole step."""
         for sublayer, mixers in zip(self.sublayers, aux, strict=True):
@@ -199,11 +203,7 @@ class Stack(nnx.Module):
 
     def init_cache(self, size: CacheSize) -> list:
         """An empty cache of each group, for all its repeats (layers/cache.py)."""
-
-        def unit_cache(unit):
-            return [sublayer.init_cache(size) for sublayer in unit.sublayers]
-
-        return [jax.vmap(unit_cache)(group) for group in self.groups]
+        return [jax.vmap(lambda unit: unit.init_cache(size))(group) for group in self.groups]
 
 
 def scan_layers(body, carry, layers, unroll: int):
