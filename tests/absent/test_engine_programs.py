@@ -5,7 +5,7 @@ from absent.compiled_kernels import output_of
 
 PAGES = (256, 1024)
 # Logits are gathered over tensor, and what was sampled over data; in prefill also the logits of the
-# prompt, if they are wanted. Weights are not gathered.
+# prompt, if they are wanted, and the logits of an MTP layer. Weights are not gathered.
 GATHERS = 2, 3
 
 COMPILE = """
@@ -24,6 +24,7 @@ from maxmeg.state import abstract_state
 parallel = ParallelConfig(data=2, fsdp=1, tensor=2, zero1=False)
 config = use_architecture(Config(parallel=parallel), "{name}")
 config.model.num_layers = 4
+config.model.mtp.num_layers = {mtp}
 mesh = make_mesh(axis_sizes(parallel, 4), absent_gpus("h100", 4))
 model = abstract_state(config, make_optimizer(config.optim), mesh).model
 model = jax.tree.map(
@@ -31,7 +32,7 @@ model = jax.tree.map(
 )
 tokenizer = load_tokenizer("null:100")
 for pages in {pages}:
-    programs = Programs(Trained(model, config, tokenizer, 0, mesh), 16, pages, 64, 32, 256)
+    programs = Programs(Trained(model, config, tokenizer, 0, mesh), 16, pages, 64, 32, 256, {mtp})
     cache, tokens = jax.eval_shape(programs.state, model)
     arrays = jax.tree.leaves(cache)
     stored = {{rf"{{n * pages}},64," for a in arrays for n in (a.shape[1],)}}
@@ -56,11 +57,11 @@ for pages in {pages}:
 """
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "deepseek-v2-lite"])
-def test_the_cache_is_updated_in_place(name):
+@pytest.mark.parametrize(("name", "mtp"), [("llama3-8b", 0), ("deepseek-v2-lite", 1)])
+def test_the_cache_is_updated_in_place(name, mtp):
     """Nothing of its size is made, whatever that is; no weight is gathered for a token."""
-    rows = output_of(COMPILE.format(name=name, pages=PAGES))
+    rows = output_of(COMPILE.format(name=name, mtp=mtp, pages=PAGES))
     for few, many, gathers in zip(rows[:2], rows[2:], GATHERS, strict=True):
         assert few["aliased"] >= few["cache"] and many["aliased"] >= many["cache"]
         assert few["temporaries"] == many["temporaries"] and few["copies"] == many["copies"] == 0
-        assert few["gathers"] == many["gathers"] == gathers
+        assert few["gathers"] == many["gathers"] == gathers + mtp

@@ -9,6 +9,8 @@ from layouts import tiny
 import maxmeg
 from maxmeg.config.model import DType
 from maxmeg.inference import load
+from maxmeg.inference.requests import Request
+from maxmeg.inference.sampling import Sampling
 from maxmeg.models.lm import LM
 from maxmeg.state import to_arrays
 
@@ -44,6 +46,20 @@ def test_weights_are_held_in_the_compute_dtype(saved, settings, held, computed):
         dtype = jnp.float32 if name.endswith("moe.bias") else held.value  # layers' state is exact
         assert array.dtype == dtype, name
         np.testing.assert_array_equal(array, masters[name].astype(array.dtype), err_msg=name)
+
+
+def test_mtp_layers_are_loaded_for_an_engine(saved, tmp_path):
+    config = tiny({"num_layers": 1, "max_position": 32, "mtp.num_layers": 2})
+    config.data.tokenizer = f"null:{config.model.vocab_size}"
+    model = jax.jit(lambda key: LM(key, config.model))(jax.random.key(0))
+    maxmeg.LanguageModel(model, config).save(tmp_path / "run")
+    request = Request(8, Sampling(temperature=9.0))
+    engine, plain = (maxmeg.engine(tmp_path / "run", mtp=mtp) for mtp in (True, False))
+    found, expected = (e.generate([np.arange(3)], request)[0] for e in (engine, plain))
+    assert found.tokens == expected.tokens
+    assert engine.decode_steps < plain.decode_steps == 7
+    with pytest.raises(ValueError, match="mtp=true: the model of .* has no MTP layers"):
+        maxmeg.engine(saved[0], mtp=True)
 
 
 def test_few_arrays_are_in_memory_in_float32_at_a_time(saved, monkeypatch):
