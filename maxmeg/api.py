@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -20,6 +20,7 @@ from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.source import Source
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.activations import capture
+from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.language_model import LanguageModel
 from maxmeg.inference.load import load_run, without_pipeline
@@ -64,14 +65,16 @@ def engine(
     tensor: int = 1,
     dtype: str = "",
     mtp: bool = False,
+    adapters: Mapping[str, str | os.PathLike] | None = None,
     **sizes: typing.Any,
 ) -> Engine:
     """Load a run, as `load`, into an engine that generates text for many requests at once.
 
-    mtp: let the model's MTP layers propose tokens, one each. sizes: settings of Engine, such as
-    lanes=64. ValueError as `load`.
+    mtp: let the model's MTP layers propose tokens, one each. adapters: folders of LoRA adapters by
+    the names that requests choose (`Request.adapter`). sizes: settings of Engine, such as lanes=64.
+    ValueError as `load`, and for adapters of another base.
     """
-    trained = load(folder, step, tensor, dtype, mtp=mtp).trained
+    trained = with_adapters(load(folder, step, tensor, dtype, mtp=mtp).trained, adapters or {})
     return Engine(trained, **{"proposals": trained.config.model.mtp.num_layers, **sizes})
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import uvicorn
 
 from maxmeg.config.options import EngineOptions, Replay, Serve
+from maxmeg.inference.adapters import named_folders, with_adapters
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import load_chosen
 from maxmeg.parallel import multihost
@@ -45,6 +46,11 @@ def main(options: Serve) -> None:
         key = Path(options.api_key[1:]).read_text("utf-8").strip()
         options = dataclasses.replace(options, api_key=key)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    name = options.name or Path(options.run_dir).resolve().name
+    if name in named_folders(options.adapters):
+        raise ValueError(
+            f"adapters: {name} is the name of the model: choose another, or set --name"
+        )
     listener = socket.create_server((options.host, options.port), family=family)
     engine = load(options)
     trained = engine.trained
@@ -56,7 +62,6 @@ def main(options: Serve) -> None:
         observers.append(Journal(file, shape | {"step": trained.step}))
     capacity = len(engine.scheduler.lanes) + options.max_queue
     worker = Worker(engine, capacity, observers)
-    name = options.name or Path(options.run_dir).resolve().name
     host, port = listener.getsockname()[:2]
 
     def stop() -> None:
@@ -82,7 +87,8 @@ def main(options: Serve) -> None:
 def load(options: EngineOptions) -> Engine:
     set_gpu_environment()
     multihost.order_cpu_collectives()
-    trained = load_chosen(options, options.mtp)
+    folders = named_folders(options.adapters)
+    trained = with_adapters(load_chosen(options, options.mtp), folders)
     sizes = options.lanes, options.pages, options.slots, options.chunk
     proposals = options.proposals or trained.config.model.mtp.num_layers
     return Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)

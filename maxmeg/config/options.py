@@ -109,6 +109,9 @@ class EngineOptions(ModelOptions):
         2048, "most prompt tokens that are read while others wait for a token", at_least=1
     )
     share: bool = setting(True, "prompts with the same beginning share its pages")
+    adapters: tuple[str, ...] = setting(
+        (), "LoRA adapters beside the model, NAME=FOLDER of a run or of PEFT; requests choose one"
+    )
     proposals: int = setting(
         0, "tokens that each step proposes and checks; 0: it samples one token", at_least=0
     )

@@ -1,4 +1,4 @@
-"""Export the adapters of a run as a folder that peft loads onto the same base in transformers.
+"""Adapters as folders of peft: export those of a run, and read those of any training.
 
 Where a family fuses projections, one adapter whose rank is the sum of their ranks computes exactly
 the same: its A stacks theirs, its B is block-diagonal.
@@ -7,22 +7,35 @@ the same: its A stacks theirs, its B is block-diagonal.
 import dataclasses
 import json
 import os
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
-from maxmeg.config.schema import LoraConfig
+from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.data import run_folder
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.families.read import bindings, table_of
-from maxmeg.hf.formats.safetensors import SINGLE, SafetensorsWriter
+from maxmeg.hf.formats.safetensors import SINGLE, SafetensorsFile, SafetensorsWriter, read_json
 from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 
 WEIGHTS = "adapter_model.safetensors"
 SETTINGS = "adapter_config.json"
+PREFIX = "base_model.model."  # of the names of modules
+PLAIN = {  # values of settings with which an adapter is alpha / rank A B beside a frozen projection
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+    **dict.fromkeys(("use_dora", "lora_bias", "use_qalora"), (False,)),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), (None,)),
+    **dict.fromkeys(("modules_to_save", "target_parameters", "trainable_token_indices"), (None,)),
+}
+# (A [in, rank], B [rank, out]) by projection ("stack.groups.0...query") and layer of the group.
+Adapter = dict[str, dict[int, tuple[np.ndarray, np.ndarray]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +53,7 @@ class Module:
     width_out: int
 
     def tensors(self) -> dict[str, TensorInfo]:
-        a, b = (f"base_model.model.{self.name}.{name}.weight" for name in ("lora_A", "lora_B"))
+        a, b = (f"{PREFIX}{self.name}.{name}.weight" for name in ("lora_A", "lora_B"))
         single = np.dtype(np.float32)
         return {
             a: TensorInfo(single, (self.rank, self.width_in)),
@@ -144,3 +157,52 @@ def endings(names: Sequence[str], every: Sequence[Binding]) -> list[str]:
         return next(tail for tail in tails if not any(f".{o}".endswith(f".{tail}") for o in others))
 
     return sorted({shortest(name) for name in names})
+
+
+def read_adapter(folder: str | os.PathLike, config: Config) -> Adapter:
+    """Return the adapter in a PEFT folder for the run with this config, alpha / rank within B.
+
+    ValueError for anything beside adapters of projections that the run has.
+    """
+    file, settings = SafetensorsFile(Path(folder, WEIGHTS)), read_json(Path(folder, SETTINGS))
+    for name, values in PLAIN.items():
+        if (value := settings.get(name)) and value not in values:
+            raise ValueError(
+                f"{folder}: {name}={value!r} in {SETTINGS} is not supported, only "
+                f"{' or '.join(map(repr, values))}: merge the adapter into its base with peft "
+                "(merge_and_unload), and convert that"
+            )
+    family = choose_family(config.model, carried_config(carried_folder(config.run_dir, config)), "")
+    adapter, unknown, outputs_first = Adapter(), {*file.tensors}, table_of(family).outputs_first
+    for binding in bindings(config.model, family):
+        module = binding.theirs.removesuffix(".weight")
+        names = [f"{PREFIX}{module}.{name}.weight" for name in ("lora_A", "lora_B")]
+        layers = {place.layer for place in binding.ours if place.name.endswith(".weight")}
+        if not unknown.issuperset(names) or layers <= {None}:
+            continue
+        unknown.difference_update(names)
+        a, b = (file.read(name).astype(np.float32) for name in names)
+        inputs, outputs = binding.shape[::-1] if outputs_first else binding.shape
+        if (a.shape, b.shape) != ((len(a), inputs), (outputs, len(a))):
+            raise ValueError(
+                f"{folder}: {module} has lora_A {a.shape} and lora_B {b.shape}, and the run's has "
+                f"{inputs} inputs and {outputs} outputs: the adapter is of another model"
+            )
+        b = scale_of(module, len(a), settings) * (b if outputs_first else b.T)
+        for place, part in zip(binding.ours, binding.split(b), strict=True):
+            projection = adapter.setdefault(place.name.removesuffix(".weight"), {})
+            projection[place.layer or 0] = a.T, part
+    if unknown or not adapter:
+        raise ValueError(
+            f"{folder}: {len(unknown)} tensors are not adapters of projections that the run has: "
+            f"{some(sorted(unknown))}"
+        )
+    return adapter
+
+
+def scale_of(module: str, rank: int, settings: Mapping[str, typing.Any]) -> float:
+    """Return alpha / rank, or alpha / sqrt(rank) for rsLoRA; alphas have patterns, as in peft."""
+    patterns: dict[str, float] = settings.get("alpha_pattern") or {}
+    found = (a for name, a in patterns.items() if re.fullmatch(rf"(.*\.)?({name})", module))
+    alpha = next(found, settings.get("lora_alpha", 8))
+    return alpha / (rank**0.5 if settings.get("use_rslora") else rank)

@@ -103,11 +103,16 @@ class Engine:
         self._active: dict[Job, Active] = {}
         self._started: collections.deque[tuple[Step, tuple[jax.Array, ...]]] = collections.deque()
         self._arrivals = itertools.count()
+        self.adapters = ("", *trained.adapters)  # by number
         self.ends = end_tokens(trained.tokenizer, self.model.vocab_size)  # of a reply
         self.decode_steps = self.decoded = 0  # steps, and new tokens of all lanes in them
 
     def check(self, prompt: Sequence[int] | np.ndarray, request: Request, where: str = "") -> None:
-        """ValueError for a prompt that is empty, too long, or has tokens without embedding."""
+        """ValueError for an unknown adapter, and for a prompt that is empty, too long, or has
+        tokens without embedding."""
+        if request.adapter not in self.adapters:
+            served = ", ".join(map(repr, self.adapters))
+            raise ValueError(f"{where}adapter={request.adapter!r} is not one of {served}")
         check_length(len(prompt), request.num_tokens, self.model.max_position, where)
         biased = [token for token, _ in request.sampling.logit_bias]
         check_ids(np.array([*prompt, *biased]), self.model.vocab_size, where)
@@ -125,7 +130,8 @@ class Engine:
         seed. ValueError as `check`."""
         self.check(prompt, request)
         reply = Reply(tuple(map(int, prompt)), request, seed, number)
-        salt = str(row_length(self.model, reply, 0)).encode()  # keys depend on it
+        # Keys and values depend on these.
+        salt = f"{row_length(self.model, reply, 0)} {request.adapter}".encode()
         job = Job(next(self._arrivals), reply.prompt, request.num_tokens, salt)
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
@@ -240,6 +246,7 @@ class Engine:
             "start": row.start,
             "lane": job.lane % self.programs.size.lanes,
             "row_length": row_length(self.model, reply, row.start),
+            "adapter": self.adapters.index(reply.request.adapter),
             "top_k": sampling.top_k,
             "seed": np.uint32(reply.seed & 0xFFFFFFFF).view(np.int32),
             "number": reply.number,

@@ -36,7 +36,8 @@ class Trained:
     """A model on `mesh` with its config and tokenizer.
 
     Weights that are in float32 although the compute dtype is another one are cast by every call
-    that computes.
+    that computes. digest: of the checkpoint. adapters: names of those beside the model, in the
+    order of their numbers (1, 2, ...); `inference.adapters` loads them.
     """
 
     model: LM
@@ -45,6 +46,8 @@ class Trained:
     step: int
     mesh: Mesh
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
+    digest: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 def load_run(
@@ -85,7 +88,8 @@ def load_run(
         held = DType.float32 if master_weights else config.model.dtype
         restored = restored_in(held, checkpointer, step, model)
         restored = joined(restored, restored_base(config, model, base))
-        return Trained(restored, config, tokenizer, step, mesh, manifest.metadata)
+        known = manifest.metadata, manifest.digest
+        return Trained(restored, config, tokenizer, step, mesh, *known)
 
     if step is not None:
         return use(step, checkpointer.manifest(step))

@@ -38,9 +38,9 @@ from maxmeg.step import compute_model
 # to feed. count: of tokens in the row; 0 is an idle row.
 # start: tokens before them. lane: of the replica. is_last: a prompt ends here. token: the one to
 # feed, -1 is the last one that was sampled. row_length: the rotation is for rows of this length.
-# scores: whether the log-probabilities of prompts are needed, the same in every row. The rest is
-# for `sampling`.
-PLACES = ("count", "start", "lane", "is_last", "token", "row_length", "scores")
+# scores: whether the log-probabilities of prompts are needed, the same in every row. adapter: its
+# number, 0 for the base model. The rest is for `sampling`.
+PLACES = ("count", "start", "lane", "is_last", "token", "row_length", "scores", "adapter")
 INTEGERS = ("top_k", "seed", "number", "step", "wants_top", "penalises", "prompt_length")
 INTEGERS += ("is_biased", "is_masked")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -349,6 +349,7 @@ def context_of(ids_BL: Int[Array, "B L"], fields: dict, table_BN) -> Context:
     return Context(
         starts_B[:, None] + jnp.arange(ids_BL.shape[1]),
         cache_places=CachePlaces(table_BN, starts_B, fields["count"], fields["lane"]),
+        adapters_B=fields["adapter"],
         row_lengths_B=fields["row_length"],
         sequence_sharded=False,
     )

@@ -15,7 +15,7 @@ class Request:
 
     ends: tokens that end the reply. stops: strings that end its text, and are not part of it.
     grammar: that the reply follows. prompt_logprobs: whether the log-probabilities of the prompt's
-    tokens are returned; num_tokens may then be 0.
+    tokens are returned; num_tokens may then be 0. adapter: its name, "" for the base model.
     """
 
     num_tokens: int
@@ -24,6 +24,7 @@ class Request:
     stops: tuple[str, ...] = ()
     grammar: Grammar | None = None
     prompt_logprobs: bool = False
+    adapter: str = ""
 
     def __post_init__(self):
         least = 0 if self.prompt_logprobs else 1

@@ -36,6 +36,7 @@ class Context:
     rows_B: index of each sample in the global batch. dropout_key: seed of all randomness.
     layer: index of the unit in model order. sublayer: index of the sublayer in its unit.
     cache_places: of the tokens in the cache; None: there is no cache.
+    adapters_B: number of the adapter that each row uses, where several are served (`Lora.owners`).
     row_lengths_B: number of tokens that the rotation of a row is for, where it depends on that
     (ops.rope); None: up to the last position.
     sequence_sharded: the residual stream is sharded over tensor along the sequence; False in
@@ -51,6 +52,7 @@ class Context:
     layer: jax.Array | int = 0
     sublayer: int = dataclasses.field(default=0, metadata={"static": True})
     cache_places: CachePlaces | None = None
+    adapters_B: jax.Array | None = None
     row_lengths_B: jax.Array | None = None
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
     microbatch_weight: jax.Array | float = 1.0

@@ -42,16 +42,25 @@ class Lora(nnx.Module):
     """alpha / rank * dropout(x) A B; partial sums over tensor if the projection's output is.
 
     A and B are sharded like the projection's input and output. A is initialized as in peft, B zero.
+    owners: of each column of A and row of B, the number of the adapter that it belongs to, if there
+    are several; a row of the batch then uses those of its own (`Context.adapters_B`).
     """
 
     def __init__(
-        self, a: jax.Array, b: jax.Array, axes: tuple[str, str], spec: LoraSpec, number: int
+        self,
+        a: jax.Array | np.ndarray,
+        b: jax.Array | np.ndarray,
+        axes: tuple[str, str],
+        spec: LoraSpec,
+        number: int,
+        owners: tuple[int, ...] = (),
     ):
         self.a = nnx.Param(a, axes=(axes[0], "lora"))
         self.b = nnx.Param(b, axes=("lora", axes[1]))
         self.row_parallel = axes[1] == "embed"
         self.scale, self.rate = spec.scale, spec.dropout
         self.place = FIRST_PLACE + number
+        self.owners = owners
 
     def __call__(
         self, x_BLI: Float[Array, "B L I"], ctx: Context | None
@@ -60,8 +69,20 @@ class Lora(nnx.Module):
         if self.rate and ctx is not None and ctx.training:
             x_BLI = jnp.where(self.kept(x_BLI, ctx), x_BLI, 0)
             scale /= 1 - self.rate
-        low_rank = x_BLI.reshape(-1, x_BLI.shape[-1]) @ unshard_parameter(self.a)
-        return (scale * low_rank) @ unshard_parameter(self.b)
+        low_TR = x_BLI.reshape(-1, x_BLI.shape[-1]) @ unshard_parameter(self.a)
+        low_BLR = self.chosen(low_TR.reshape(*x_BLI.shape[:-1], -1), ctx)
+        return (scale * low_BLR.reshape(low_TR.shape)) @ unshard_parameter(self.b)
+
+    def chosen(
+        self, low_BLR: Float[Array, "B L *H R"], ctx: Context | None
+    ) -> Float[Array, "B L *H R"]:
+        """x A with zeros in place of adapters that are not the row's."""
+        if not self.owners:
+            return low_BLR
+        assert ctx is not None and ctx.adapters_B is not None
+        is_own_BR = ctx.adapters_B[:, None] == np.array(self.owners)
+        is_own_BR = jnp.expand_dims(is_own_BR, range(1, low_BLR.ndim - 1))
+        return jnp.where(is_own_BR, low_BLR, 0)
 
     def kept(self, x_BLI: jax.Array, ctx: Context) -> jax.Array:
         """Mask of the elements that dropout keeps; it does not depend on the layout."""

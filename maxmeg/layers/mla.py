@@ -164,16 +164,14 @@ class Mla(Attention):
         """(output, new cache) with the up-projections absorbed. The latents are keys and values of
         one head."""
         assert ctx.cache_places is not None and ctx.segments_BL is None
-        spec, (_, _, H, size) = self.spec, q_BLHI.shape
+        spec, size = self.spec, q_BLHI.shape[-1]
         q_BLHK, q_rotary = jnp.split(q_BLHI, [spec.head_dim], axis=-1)
-        key_IHK = matrix(self.key_up).reshape(spec.kv_rank, H, -1)
-        q_latent = jnp.einsum("BLHK,IHK->BLHI", q_BLHK, key_IHK)
+        q_latent = transposed_product(self.key_up, q_BLHK, ctx)
         q_absorbed = jnp.concatenate((q_latent, q_rotary), axis=-1)
         scores = dataclasses.replace(self.scores(), scale=spec.scale or size**-0.5)
         how = ctx.cache_places, scores, self.sink_logits()
         out, cache = cached_attention(q_absorbed, (kv_BLI[:, :, None],), cache, *how)
-        value_IHV = matrix(self.value_up).reshape(spec.kv_rank, H, -1)
-        return jnp.einsum("BLHI,IHV->BLHV", out[..., : spec.kv_rank], value_IHV), cache
+        return product(self.value_up, out[..., : spec.kv_rank], ctx), cache
 
     def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
         """Pages of latents with their rotary key."""
@@ -181,9 +179,29 @@ class Mla(Attention):
         return (empty_pages(size, 1, weight.shape[-1], weight.dtype),)
 
 
-def matrix(linear: Linear) -> jax.Array:
-    """The weight of a projection without bias, with its LoRA adapter merged."""
-    weight, lora = unshard_parameter(linear.weight), linear.lora
+def product(linear: Linear, x_BLHI: jax.Array, ctx: Context) -> jax.Array:
+    """[B, L, H, O]: the inputs of each head times its columns of a weight without bias."""
+    H, lora = x_BLHI.shape[2], linear.lora
+    y_BLHO = jnp.einsum("BLHI,IHO->BLHO", x_BLHI, of_heads(linear.weight, H))
     if lora is None:
-        return weight
-    return weight + ((lora.scale * unshard_parameter(lora.a)) @ unshard_parameter(lora.b))
+        return y_BLHO
+    low_BLHR = jnp.einsum("BLHI,IR->BLHR", x_BLHI, unshard_parameter(lora.a))
+    low_BLHR = lora.scale * lora.chosen(low_BLHR, ctx)
+    return y_BLHO + jnp.einsum("BLHR,RHO->BLHO", low_BLHR, of_heads(lora.b, H))
+
+
+def transposed_product(linear: Linear, y_BLHO: jax.Array, ctx: Context) -> jax.Array:
+    """[B, L, H, I]: the outputs of each head times its transposed columns, as in `product`."""
+    H, lora = y_BLHO.shape[2], linear.lora
+    x_BLHI = jnp.einsum("BLHO,IHO->BLHI", y_BLHO, of_heads(linear.weight, H))
+    if lora is None:
+        return x_BLHI
+    low_BLHR = jnp.einsum("BLHO,RHO->BLHR", y_BLHO, of_heads(lora.b, H))
+    low_BLHR = lora.scale * lora.chosen(low_BLHR, ctx)
+    return x_BLHI + jnp.einsum("BLHR,IR->BLHI", low_BLHR, unshard_parameter(lora.a))
+
+
+def of_heads(weight: nnx.Param, num_heads: int) -> jax.Array:
+    """[input, heads, output of a head]."""
+    array = unshard_parameter(weight)
+    return array.reshape(array.shape[0], num_heads, -1)

@@ -33,9 +33,15 @@ class Api:
         self.served, self.worker, self.name, self.options = served, worker, name, options
         self._watches: set[asyncio.Task] = set()
 
+    @property
+    def models(self) -> list[str]:
+        """Names of the base model and of its adapters."""
+        return [self.name, *self.served.engine.trained.adapters]
+
     def check_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise ApiError(404, f"model {name!r} is not served: {self.name!r} is", "model")
+        if name not in (None, *self.models):
+            known = ", ".join(map(repr, self.models))
+            raise ApiError(404, f"model {name!r} is not served, only {known}", "model")
 
     async def completion(self, http: fastapi.Request, body: Completion) -> Response:
         self.check_model(body.model)
@@ -92,7 +98,9 @@ class Api:
         if body.stream_options and not body.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         grammar, source = await self.served.grammar(body)
-        request = Request(limit, sampling, self.served.engine.ends, body.stops, grammar, scores)
+        adapter = "" if body.model in (None, self.name) else body.model
+        chosen = self.served.engine.ends, body.stops, grammar, scores, adapter
+        request = Request(limit, sampling, *chosen)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         return Ticket(http.state.id, prompts, request, seed, n, bool(body.stream), source)
 
@@ -111,7 +119,7 @@ class Api:
         choices = [choice(number) for number in range(ticket.count)]
         kind = choices[0].object
         head = {"id": ticket.id, "object": kind, "created": int(time.time())}
-        head |= {"model": self.name, "seed": ticket.seed}
+        head |= {"model": body.model or self.name, "seed": ticket.seed}
         pieces = self._pieces(ticket, choices, logprobs)
         if body.stream:
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -198,9 +206,11 @@ def make_app(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        model = {"id": name, "object": "model", "created": int(created), "owned_by": "maxmeg"}
+        model = {"object": "model", "created": int(created), "owned_by": "maxmeg"}
         model["max_model_len"] = served.model.max_position
-        return Json({"object": "list", "data": [model]})
+        parents = {each: name if each != name else None for each in api.models}
+        data = [{"id": each, "parent": parent, **model} for each, parent in parents.items()]
+        return Json({"object": "list", "data": data})
 
     @app.post("/tokenize")
     async def tokenize(body: Tokenize) -> Response:

@@ -1,0 +1,132 @@
+"""LoRA adapters that are served beside their base model; each request chooses one, or none.
+
+The A of all adapters of a projection lie side by side in one matrix, and so do the B. A step
+multiplies by both as a whole, and puts zeros between them in place of adapters that are not the
+row's: a reply is the same whichever adapters the other rows use.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from maxmeg.config import files
+from maxmeg.hf.families.read import differences
+from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
+from maxmeg.hf.trained import open_run
+from maxmeg.inference.load import Trained
+from maxmeg.layers.lora import Lora, LoraSpec, linears
+from maxmeg.parallel.rules import set_kv_heads, storage_specs
+from maxmeg.state import CHECKPOINTS
+
+MERGED = LoraSpec(rank=1, alpha=1.0, dropout=0.0, targets=())  # alpha / rank lies within B
+
+
+def with_adapters(trained: Trained, folders: Mapping[str, str | os.PathLike]) -> Trained:
+    """Return the model with the adapters in these folders, by the names that requests will use.
+
+    A folder is that of a run with lora.rank, whose base is this model, or PEFT's. ValueError for
+    any other, and for a model that is trained with adapters itself.
+    """
+    if folders and trained.config.lora.rank:
+        config = trained.config
+        raise ValueError(
+            f"{config.run_dir} holds an adapter itself (lora.rank={config.lora.rank}): serve its "
+            f"base {config.checkpoint.init_from}, and this one as one of its adapters"
+        )
+    return attached(trained, {name: read(trained, folders[name]) for name in folders})
+
+
+def named_folders(texts: Sequence[str]) -> dict[str, str]:
+    """Return {name: folder} of texts NAME=FOLDER; ValueError for another form or a name twice."""
+    folders: dict[str, str] = {}
+    for text in texts:
+        name, equals, folder = text.partition("=")
+        if not (name and equals and folder):
+            raise ValueError(f"adapters={text}: write NAME=FOLDER")
+        if name in folders:
+            raise ValueError(
+                f"adapters: {name} is both {folders[name]} and {folder}: choose two names"
+            )
+        folders[name] = folder
+    return folders
+
+
+def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
+    """Return the adapter in a folder; ValueError if it does not belong to the model."""
+    if Path(folder, SETTINGS).is_file():
+        return read_adapter(folder, trained.config)
+    if not Path(folder, CHECKPOINTS).is_dir():
+        raise ValueError(f"{folder} holds neither checkpoints of a run nor {SETTINGS}: no adapter")
+    reader = open_run(Path(folder))
+    config, base = files.from_dict(reader.metadata["config"]), reader.metadata.get("base", {})
+    if not config.lora.rank:
+        raise ValueError(f"{folder} has lora.rank=0, no adapter: serve it as a model of its own")
+    if base.get("digest") != trained.digest:
+        raise ValueError(
+            f"{folder} was trained beside the base {base}, and this is {trained.config.run_dir}, "
+            f"step {trained.step}, digest {trained.digest!r}: serve that base with its adapters"
+        )
+    if changed := differences(trained.config.model, config.model.without_mtp()):
+        raise ValueError(
+            f"{folder} was trained with other settings than its base: {', '.join(changed)}: serve "
+            "it as a model of its own"
+        )
+    scale, adapter = config.lora.alpha / config.lora.rank, Adapter()
+    for path in [path for path in reader.tensors if path.endswith("/lora/a")]:
+        a, b = reader.read(path), scale * reader.read(f"{path.removesuffix('a')}b")
+        name = path.removeprefix("model/").removesuffix("/lora/a").replace("/", ".")
+        adapter[name] = dict(enumerate(zip(a, b, strict=True)))
+    return adapter
+
+
+def attached(trained: Trained, adapters: Mapping[str, Adapter]) -> Trained:
+    """Return the model with adapters by name; ValueError for one with numbers that are not finite,
+    which would spoil the products of all rows."""
+    model = jax.tree.map(lambda array: array, trained.model)
+    projections = linears(model)
+    for name, adapter in adapters.items():
+        assert adapter.keys() <= projections.keys(), adapter.keys() - projections.keys()
+        pairs = [pair for layers in adapter.values() for pair in layers.values()]
+        if not all(np.isfinite(matrix).all() for pair in pairs for matrix in pair):
+            raise ValueError(f"adapter {name} holds infinities or NaN: train it again")
+    for path, linear in projections.items():
+        weight, a_parts, b_parts, owners = linear.weight, [], [], []
+        for number, adapter in enumerate(adapters.values(), 1):
+            if path in adapter:
+                a, b = stacked(adapter[path], weight.shape)
+                a_parts, b_parts = [*a_parts, a], [*b_parts, b]
+                owners += [number] * b.shape[1]
+        if owners:
+            matrices = np.concatenate(a_parts, axis=2), np.concatenate(b_parts, axis=1)
+            metadata = weight.get_metadata()
+            lora = Lora(*matrices, metadata["axes"], MERGED, 0, tuple(owners))
+            set_kv_heads(lora, metadata.get("num_kv_heads", 0))
+            linear.lora = placed(lora, trained)
+    return dataclasses.replace(trained, model=model, adapters=tuple(adapters))
+
+
+def stacked(
+    layers: Mapping[int, tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return A and B of all layers of a weight, zeros where a layer's rank is less."""
+    count, width_in, width_out = shape
+    rank = max(len(b) for _, b in layers.values())
+    a, b = np.zeros((count, width_in, rank), "f4"), np.zeros((count, rank, width_out), "f4")
+    for layer, (one_a, one_b) in layers.items():
+        a[layer, :, : len(one_b)], b[layer, : len(one_b)] = one_a, one_b
+    return a, b
+
+
+def placed(lora: Lora, trained: Trained) -> Lora:
+    """Return the adapters on the mesh, each process having read all of them."""
+
+    def place(array: np.ndarray, spec) -> jax.Array:
+        sharding = NamedSharding(trained.mesh, spec)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    return jax.tree.map(place, lora, storage_specs(lora, trained.mesh, zero1=False))
