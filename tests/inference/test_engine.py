@@ -16,12 +16,14 @@ from layouts import mesh_of, tiny, tiny_state
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType
 from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.inference.adapters import Adapter, attached
 from maxmeg.inference.engine import Engine, Reply, continue_text
 from maxmeg.inference.load import Trained
 from maxmeg.inference.requests import Request, check_length
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Scheduler
 from maxmeg.layers.context import Context
+from maxmeg.layers.lora import linears, merged
 
 GREEDY = Sampling(temperature=0, top_logprobs=3)
 SAMPLED = Sampling(top_k=20, top_p=0.9, min_p=0.01)
@@ -33,6 +35,7 @@ CHANGED = {  # logits that are changed before the likeliest token is taken
 }
 PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 37)]
 LENGTH, NEW = 64, 8
+ADAPTERS = {"whole": (3, ""), "narrow": (1, "out"), "inner": (2, "value")}  # rank, part of a path
 SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
 
 MODELS = {
@@ -77,23 +80,45 @@ def trained(kind: str = "grouped", **parallel: int) -> Trained:
     return Trained(state.model, config, load_tokenizer("bytes"), 0, mesh)
 
 
+def adapter(model, rank: int, part: str) -> Adapter:
+    """Random matrices; each layer has a rank of its own."""
+    rng = np.random.default_rng(rank)
+
+    def pair(layer: int, width_in: int, width_out: int):
+        shapes = (width_in, rank + layer), (rank + layer, width_out)
+        return tuple(0.2 * rng.standard_normal(shape, np.float32) for shape in shapes)
+
+    shapes = {p: linear.weight.shape for p, linear in linears(model).items() if part in p}
+    return {p: {i: pair(i, *shape[1:]) for i in range(shape[0])} for p, shape in shapes.items()}
+
+
+@functools.cache
+def adapted(kind: str, *names: str, **parallel: int) -> Trained:
+    """The model of `trained` with some of ADAPTERS."""
+    base = trained(kind, **parallel)
+    return attached(base, {name: adapter(base.model, *ADAPTERS[name]) for name in names})
+
+
 @functools.cache
 def engine(kind: str = "grouped", proposals: int = 0, **parallel: int) -> Engine:
-    return Engine(trained(kind, **parallel), **SMALL, proposals=proposals)
+    return Engine(adapted(kind, *ADAPTERS, **parallel), **SMALL, proposals=proposals)
 
 
 @functools.cache
 def forward(kind: str):
-    """The logits [L, V] of a padded row with a number of new tokens, without a cache."""
-    model = trained("experts" if kind == "dropping experts" else kind).model
+    """The logits [L, V] of a padded row with a number of new tokens, without a cache, of the model
+    that an adapter is merged into."""
+    kind = "experts" if kind == "dropping experts" else kind
+    models = {name: merged(adapted(kind, name).model) for name in ADAPTERS}
+    models[""] = trained(kind).model
 
-    def logits_LV(ids_BL, row_length):
+    def logits_LV(model, ids_BL, row_length):
         ctx = Context(jnp.arange(LENGTH)[None], row_lengths_B=row_length[None])
         return model.logits(model.hidden(ids_BL, ctx)[0])[0]
 
-    def padded(ids, prompt):
+    def padded(ids, prompt, name=""):
         row = np.pad(ids, (0, LENGTH - len(ids)))[None]
-        return np.asarray(jitted(row, np.int32(len(prompt) + NEW)))[: len(ids)]
+        return np.asarray(jitted(models[name], row, np.int32(len(prompt) + NEW)))[: len(ids)]
 
     jitted = jax.jit(logits_LV)
     return padded
@@ -107,7 +132,7 @@ def check_greedy(kind: str, prompt, reply: Reply) -> None:
     """The tokens are those of whole forward passes, and so are the log-probabilities."""
     ids = prompt
     for token, logprob, top in zip(reply.tokens, reply.logprobs, reply.top, strict=True):
-        wanted_V = log_softmax(forward(kind)(ids, prompt)[-1])
+        wanted_V = log_softmax(forward(kind)(ids, prompt, reply.request.adapter)[-1])
         assert token == top[0][0] == np.argmax(wanted_V)
         np.testing.assert_allclose(logprob, wanted_V[token], atol=1e-5)
         likeliest = np.argsort(-wanted_V)[:3]
@@ -123,11 +148,24 @@ QUICK = ("grouped", "longrope")
     "kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in MODELS]
 )
 def test_greedy_replies_are_those_of_repeated_forward(kind):
-    replies = engine(kind).generate(PROMPTS, Request(NEW, GREEDY))
-    for prompt, reply in zip(PROMPTS, replies, strict=True):
+    """Of the base model and of adapters, all at once."""
+    served, names = engine(kind), ["", *ADAPTERS]
+    pairs = [(p, Request(NEW, GREEDY, adapter=name)) for p in PROMPTS for name in names]
+    replies = [served.submit(*pair) for pair in pairs]
+    while served.step():
+        pass
+    for (prompt, _), reply in zip(pairs, replies, strict=True):
         check_greedy(kind, prompt, reply)
-    assert len({token for reply in replies for token in reply.tokens}) > 5
-    assert engine(kind).programs.compiled() == 2
+    assert len({tuple(reply.tokens) for reply in replies}) == len(replies)
+    assert served.programs.compiled() == 2
+
+
+def test_replies_of_the_base_model_have_the_same_bits_without_adapters():
+    without = Engine(trained(), **SMALL)
+    for sampling in (GREEDY, SAMPLED):
+        request = Request(NEW, sampling)
+        one, other = (each.generate(PROMPTS, request) for each in (without, engine()))
+        assert [*map(result, one)] == [*map(result, other)]
 
 
 def test_log_probabilities_of_prompts_are_those_of_forward():
@@ -178,12 +216,13 @@ def test_penalties_and_biases_change_what_is_taken(name):
     ],
 )
 def test_layouts_give_the_same_replies(kind, parallel):
-    request = Request(NEW, SAMPLED)
-    expected = engine(kind).generate(PROMPTS, request, 3)
-    found = engine(kind, **parallel).generate(PROMPTS, request, 3)
-    assert [r.tokens for r in found] == [r.tokens for r in expected]
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    for name in ("", *ADAPTERS):
+        request = Request(NEW, SAMPLED, adapter=name)
+        expected = engine(kind).generate(PROMPTS, request, 3)
+        found = engine(kind, **parallel).generate(PROMPTS, request, 3)
+        assert [r.tokens for r in found] == [r.tokens for r in expected]
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
 
 
 BEGINNINGS = [np.random.default_rng(n).integers(0, 61, 24) for n in range(2)]
@@ -193,18 +232,19 @@ REQUESTS = st.tuples(
     st.integers(1, 12),  # new tokens
     st.sampled_from([GREEDY, SAMPLED, *CHANGED.values(), "scored", "regex"]),
     st.integers(0, 2),  # number
+    st.sampled_from(["", *ADAPTERS]),
 )
 ARRIVALS = st.tuples(REQUESTS, st.integers(0, 4), st.sampled_from([None, None, None, 1, 6]))
 
 
 def submit(engine: Engine, request) -> Reply:
-    beginning, length, count, kind, number = request
+    beginning, length, count, kind, number, name = request
     if kind == "scored":
-        wanted = Request(count, GREEDY, prompt_logprobs=True)
+        wanted = Request(count, GREEDY, prompt_logprobs=True, adapter=name)
     elif kind == "regex":
-        wanted = Request(count, SAMPLED, engine.ends, ("9",), words())
+        wanted = Request(count, SAMPLED, engine.ends, ("9",), words(), adapter=name)
     else:
-        wanted = Request(count, kind)
+        wanted = Request(count, kind, adapter=name)
     return engine.submit(BEGINNINGS[beginning][:length], wanted, 5, number)
 
 
@@ -277,7 +317,8 @@ def test_a_reply_does_not_depend_on_what_else_is_served(kind):
     shareable = kind != "convolution"
     preemptions = 0
 
-    rows = [(0, 12, 12, SAMPLED, 0), (1, 14, 12, GREEDY, 1), (0, 16, 12, SAMPLED, 2)]
+    rows = [(0, 12, SAMPLED, 0, ""), (1, 14, GREEDY, 1, "whole"), (0, 16, SAMPLED, 2, "inner")]
+    rows = [(beginning, length, 12, *rest) for beginning, length, *rest in rows]
 
     @example([(row, 0, None) for row in rows], 10, True, 1)  # the last one gives up its pages
     @settings(max_examples=15 if kind == "grouped" else 40, deadline=None, database=None)
@@ -332,10 +373,11 @@ def test_states_cannot_be_taken_back():
 def test_a_shared_beginning_is_read_once():
     served = engine()
     reset(served, shares=True)
-    request = Request(2, GREEDY)
-    first, second = (served.generate([BEGINNINGS[0]], request)[0] for _ in range(2))
-    assert (first.tokens, first.logprobs) == (second.tokens, second.logprobs)
-    assert served.scheduler.shared_tokens == 16  # chunks of 8; the last token is read
+    for count, name in enumerate(("", "whole"), 1):  # they share no page with each other
+        request = Request(2, GREEDY, adapter=name)
+        first, second = (served.generate([BEGINNINGS[0]], request)[0] for _ in range(2))
+        assert (first.tokens, first.logprobs) == (second.tokens, second.logprobs)
+        assert served.scheduler.shared_tokens == 16 * count  # chunks of 8; the last token is read
 
 
 def test_replies_end_at_their_own_ends_and_not_in_them():
@@ -426,6 +468,8 @@ def test_bad_prompts_are_named():
         served.generate([np.array([3, 257])], request)
     with pytest.raises(ValueError, match="57 tokens and 8 new ones exceed the context of 64"):
         served.stream(np.zeros(57, np.int32), request)
+    with pytest.raises(ValueError, match="adapter='x' is not one of '', 'whole', 'narrow', 'inner"):
+        served.generate([PROMPTS[0]], dataclasses.replace(request, adapter="x"))
     with pytest.raises(ValueError, match="num_tokens=0 must be at least 1"):
         Request(0, GREEDY)
     with pytest.raises(ValueError, match="lanes=0 must be at least 1"):
