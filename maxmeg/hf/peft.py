@@ -16,7 +16,8 @@ import numpy as np
 
 from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
-from maxmeg.config.schema import Config, LoraConfig
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.schema import LoraConfig
 from maxmeg.data import run_folder
 from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.families.read import bindings, table_of
@@ -159,10 +160,10 @@ def endings(names: Sequence[str], every: Sequence[Binding]) -> list[str]:
     return sorted({shortest(name) for name in names})
 
 
-def read_adapter(folder: str | os.PathLike, config: Config) -> Adapter:
-    """Return the adapter in a PEFT folder for the run with this config, alpha / rank within B.
+def read_adapter(folder: str | os.PathLike, model: ModelConfig, family: str) -> Adapter:
+    """Return the adapter in a PEFT folder, alpha / rank within B.
 
-    ValueError for anything beside adapters of projections that the run has.
+    ValueError for anything beside adapters of projections that the model has.
     """
     file, settings = SafetensorsFile(Path(folder, WEIGHTS)), read_json(Path(folder, SETTINGS))
     for name, values in PLAIN.items():
@@ -172,9 +173,8 @@ def read_adapter(folder: str | os.PathLike, config: Config) -> Adapter:
                 f"{' or '.join(map(repr, values))}: merge the adapter into its base with peft "
                 "(merge_and_unload), and convert that"
             )
-    family = choose_family(config.model, carried_config(carried_folder(config.run_dir, config)), "")
     adapter, unknown, outputs_first = Adapter(), {*file.tensors}, table_of(family).outputs_first
-    for binding in bindings(config.model, family):
+    for binding in bindings(model, family):
         module = binding.theirs.removesuffix(".weight")
         names = [f"{PREFIX}{module}.{name}.weight" for name in ("lora_A", "lora_B")]
         layers = {place.layer for place in binding.ours if place.name.endswith(".weight")}
@@ -185,7 +185,7 @@ def read_adapter(folder: str | os.PathLike, config: Config) -> Adapter:
         inputs, outputs = binding.shape[::-1] if outputs_first else binding.shape
         if (a.shape, b.shape) != ((len(a), inputs), (outputs, len(a))):
             raise ValueError(
-                f"{folder}: {module} has lora_A {a.shape} and lora_B {b.shape}, and the run's has "
+                f"{folder}: {module} has lora_A {a.shape} and lora_B {b.shape}, and the model "
                 f"{inputs} inputs and {outputs} outputs: the adapter is of another model"
             )
         b = scale_of(module, len(a), settings) * (b if outputs_first else b.T)
@@ -194,7 +194,7 @@ def read_adapter(folder: str | os.PathLike, config: Config) -> Adapter:
             projection[place.layer or 0] = a.T, part
     if unknown or not adapter:
         raise ValueError(
-            f"{folder}: {len(unknown)} tensors are not adapters of projections that the run has: "
+            f"{folder}: {len(unknown)} tensors are not adapters of projections of the model: "
             f"{some(sorted(unknown))}"
         )
     return adapter

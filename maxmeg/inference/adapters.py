@@ -14,10 +14,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.hf.families.read import differences
 from maxmeg.hf.peft import SETTINGS, Adapter, read_adapter
-from maxmeg.hf.trained import open_run
+from maxmeg.hf.trained import carried_config, carried_folder, choose_family, open_run
 from maxmeg.inference.load import Trained
 from maxmeg.layers.lora import Lora, LoraSpec, linears
 from maxmeg.parallel.rules import set_kv_heads, storage_specs
@@ -59,17 +60,21 @@ def named_folders(texts: Sequence[str]) -> dict[str, str]:
 def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
     """Return the adapter in a folder; ValueError if it does not belong to the model."""
     if Path(folder, SETTINGS).is_file():
-        return read_adapter(folder, trained.config)
+        config = trained.config
+        carried = carried_config(carried_folder(config.run_dir, config))
+        return read_adapter(folder, config.model, choose_family(config.model, carried, ""))
     if not Path(folder, CHECKPOINTS).is_dir():
         raise ValueError(f"{folder} holds neither checkpoints of a run nor {SETTINGS}: no adapter")
     reader = open_run(Path(folder))
     config, base = files.from_dict(reader.metadata["config"]), reader.metadata.get("base", {})
     if not config.lora.rank:
         raise ValueError(f"{folder} has lora.rank=0, no adapter: serve it as a model of its own")
-    if base.get("digest") != trained.digest:
+    run_dir = trained.config.run_dir
+    served = Checkpointer(Path(run_dir, CHECKPOINTS)).manifest(trained.step)
+    if base.get("digest") != served.digest:
         raise ValueError(
-            f"{folder} was trained beside the base {base}, and this is {trained.config.run_dir}, "
-            f"step {trained.step}, digest {trained.digest!r}: serve that base with its adapters"
+            f"{folder} was trained beside the base {base}, and this is {run_dir}, step "
+            f"{trained.step}, digest {served.digest}: serve each base with its own adapters"
         )
     if changed := differences(trained.config.model, config.model.without_mtp()):
         raise ValueError(

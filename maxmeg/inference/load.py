@@ -36,8 +36,8 @@ class Trained:
     """A model on `mesh` with its config and tokenizer.
 
     Weights that are in float32 although the compute dtype is another one are cast by every call
-    that computes. digest: of the checkpoint. adapters: names of those beside the model, in the
-    order of their numbers (1, 2, ...); `inference.adapters` loads them.
+    that computes. adapters: names of those beside the model, whose numbers are 1, 2, ...
+    (`inference.adapters`).
     """
 
     model: LM
@@ -46,7 +46,6 @@ class Trained:
     step: int
     mesh: Mesh
     metadata: dict[str, typing.Any] = dataclasses.field(default_factory=dict)  # the checkpoint's
-    digest: str = ""
     adapters: tuple[str, ...] = ()
 
 
@@ -88,8 +87,7 @@ def load_run(
         held = DType.float32 if master_weights else config.model.dtype
         restored = restored_in(held, checkpointer, step, model)
         restored = joined(restored, restored_base(config, model, base))
-        known = manifest.metadata, manifest.digest
-        return Trained(restored, config, tokenizer, step, mesh, *known)
+        return Trained(restored, config, tokenizer, step, mesh, manifest.metadata)
 
     if step is not None:
         return use(step, checkpointer.manifest(step))

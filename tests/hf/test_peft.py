@@ -1,18 +1,22 @@
 """PEFT folders: their adapters are the same change of every weight, fused or not."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hf_cases import sparse
 from lora_runs import write_lora_run
 
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.read import bindings, model_config, table_of
 from maxmeg.hf.formats.safetensors import SafetensorsFile
-from maxmeg.hf.peft import SETTINGS, WEIGHTS, endings, export_adapter
+from maxmeg.hf.peft import SETTINGS, WEIGHTS, endings, export_adapter, read_adapter
 
+QUERY = "stack.groups.0.sublayers.0.mixers.attention.query"
 TOLERANCE = 1e-6  # of the largest change, float32
 RANK, ALPHA = 2, 6.0
 SIZES = {
@@ -97,6 +101,22 @@ def test_adapters_are_the_same_change_of_every_weight(family, targets, tmp_path)
     modules = [b.theirs.removesuffix(".weight") for b in every if b.theirs.endswith(".weight")]
     ends = tuple(f".{target}" for target in settings["target_modules"])
     assert {module for module in modules if module.endswith(ends)} == expected.keys()
+    check_read(folder, made, model, family)
+
+
+def check_read(folder: Path, made: dict[str, np.ndarray], model: ModelConfig, family: str) -> None:
+    """What is read changes every projection as the run did."""
+    again = read_adapter(folder, model, family)
+    places = {name.removesuffix("/lora/a") for name in made if name.endswith("a")}
+    assert places <= {"model/" + path.replace(".", "/") for path in again}
+    for path, layers in again.items():
+        module = "model/" + path.replace(".", "/")
+        for layer, (a, b) in layers.items():
+            wanted = np.zeros_like(a @ b)
+            if module in places:
+                pair = (made[f"{module}/lora/{name}"][layer] for name in "ab")
+                wanted = ALPHA / RANK * np.matmul(*pair)
+            np.testing.assert_allclose(a @ b, wanted, atol=TOLERANCE * ALPHA)
 
 
 def test_targets_are_named_by_their_shortest_endings():
@@ -124,3 +144,38 @@ def test_what_cannot_be_exported(tmp_path):
     export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"))
     with pytest.raises(ValueError, match="already holds"):
         export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"))
+
+
+def test_what_cannot_be_read(tmp_path):
+    model, wide = (
+        model_config(config_of("LlamaForCausalLM") | {"hidden_size": size}) for size in (32, 48)
+    )
+    write_lora_run(tmp_path / "run", Config(model=model), rank=RANK, alpha=ALPHA)
+    folder = export_adapter(str(tmp_path / "run"), str(tmp_path / "peft"))
+    settings, weights = json.loads((folder / SETTINGS).read_text()), folder / WEIGHTS
+
+    def read(model=model, **changed):
+        (folder / SETTINGS).write_text(json.dumps(settings | changed))
+        return read_adapter(folder, model, "LlamaForCausalLM")
+
+    for changed in (
+        {"peft_type": "LOHA"},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"init_lora_weights": "pissa"},
+        {"modules_to_save": ["lm_head"]},
+    ):
+        ((name, value),) = changed.items()
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} in {SETTINGS} is not")):
+            read(**changed)
+    with pytest.raises(ValueError, match=r"q_proj has lora_A \(2, 32\) .* the model 48 inputs"):
+        read(wide)
+    for layer, (_, b) in read(use_rslora=True)[QUERY].items():
+        np.testing.assert_allclose(b, RANK**0.5 * read()[QUERY][layer][1], rtol=TOLERANCE)
+        doubled = read(alpha_pattern={"q_proj": 2 * ALPHA})
+        np.testing.assert_array_equal(doubled[QUERY][layer][1], 2 * read()[QUERY][layer][1])
+    whole = weights.read_bytes()
+    for before, after in ((b"q_proj", b"p_proj"), (b"lora_A", b"lora_C")):
+        weights.write_bytes(whole.replace(before, after))
+        with pytest.raises(ValueError, match=f"[48] tensors are not .*{after.decode()}"):
+            read()
