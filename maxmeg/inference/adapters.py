@@ -134,4 +134,5 @@ def placed(lora: Lora, trained: Trained) -> Lora:
         sharding = NamedSharding(trained.mesh, spec)
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
-    return jax.tree.map(place, lora, storage_specs(lora, trained.mesh, zero1=False))
+    specs = storage_specs(lora, trained.mesh, trained.config.parallel.zero1)
+    return jax.tree.map(place, lora, specs)

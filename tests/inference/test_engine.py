@@ -35,6 +35,7 @@ CHANGED = {  # logits that are changed before the likeliest token is taken
 }
 PROMPTS = [np.arange(5), np.arange(30, 41), np.array([7]), np.arange(20, 37)]
 LENGTH, NEW = 64, 8
+MERGED = 1e-4  # of log-probabilities: rounding of W + A B, where an engine adds the products
 ADAPTERS = {"whole": (3, ""), "narrow": (1, "out"), "inner": (2, "value")}  # rank, part of a path
 SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
 
@@ -130,13 +131,14 @@ def log_softmax(logits_V):
 
 def check_greedy(kind: str, prompt, reply: Reply) -> None:
     """The tokens are those of whole forward passes, and so are the log-probabilities."""
-    ids = prompt
+    ids, name = prompt, reply.request.adapter
+    atol = MERGED if name else 1e-5
     for token, logprob, top in zip(reply.tokens, reply.logprobs, reply.top, strict=True):
-        wanted_V = log_softmax(forward(kind)(ids, prompt, reply.request.adapter)[-1])
+        wanted_V = log_softmax(forward(kind)(ids, prompt, name)[-1])
         assert token == top[0][0] == np.argmax(wanted_V)
-        np.testing.assert_allclose(logprob, wanted_V[token], atol=1e-5)
+        np.testing.assert_allclose(logprob, wanted_V[token], atol=atol)
         likeliest = np.argsort(-wanted_V)[:3]
-        np.testing.assert_allclose([x for _, x in top], wanted_V[likeliest], atol=1e-5)
+        np.testing.assert_allclose([x for _, x in top], wanted_V[likeliest], atol=atol)
         ids = np.append(ids, token)
     assert len(ids) == len(prompt) + NEW and reply.reason == "length"
 
@@ -156,7 +158,7 @@ def test_greedy_replies_are_those_of_repeated_forward(kind):
         pass
     for (prompt, _), reply in zip(pairs, replies, strict=True):
         check_greedy(kind, prompt, reply)
-    assert len({tuple(reply.tokens) for reply in replies}) == len(replies)
+    assert len({tuple(reply.tokens) for reply in replies}) > 2 * len(PROMPTS)
     assert served.programs.compiled() == 2
 
 

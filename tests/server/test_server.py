@@ -6,13 +6,18 @@ from pathlib import Path
 
 import openai
 import pytest
+from lora_runs import write_lora_run
 from tiny_servers import LENGTH, SPECIAL, make_run, serving
 
+from maxmeg import serve
 from maxmeg.__main__ import main
+from maxmeg.config import files
+from maxmeg.config.options import Serve
 from maxmeg.inference.sampling import Sampling
 
 KEY = "a key"
 NAME = "tiny"
+ADAPTERS = "polite", "terse"
 CHAT = [{"role": "user", "content": "Hi 😀"}]
 TOOLS = [
     {
@@ -42,8 +47,18 @@ def log(run) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(run, log):
-    flags = (f"--log={log}", "--max_body_mb=0.1", "--max_grammar=2000", "--max_queue=28")
+def adapters(run) -> str:
+    """The option that serves ADAPTERS."""
+    for rank, name in enumerate(ADAPTERS, 1):
+        config = files.load(run / "config.yaml")
+        config.checkpoint.init_from = str(run)
+        write_lora_run(run.parent / name, config, rank=rank, targets=("mixers.*",))
+    return "--adapters=" + ",".join(f"{name}={run.parent / name}" for name in ADAPTERS)
+
+
+@pytest.fixture(scope="module")
+def server(run, log, adapters):
+    flags = (f"--log={log}", "--max_body_mb=0.1", "--max_grammar=2000", "--max_queue=28", adapters)
     with serving(run, *flags, key=KEY) as started:
         yield started
 
@@ -127,6 +142,23 @@ def test_chats(client):
     assert client.chat.completions.create(model=NAME, messages=history, max_tokens=2).choices
 
 
+def test_a_request_chooses_the_model_or_an_adapter(client, run):
+    models = [*client.models.list()]
+    assert [(m.id, m.parent) for m in models] == [(NAME, None), *((a, NAME) for a in ADAPTERS)]
+    assert {model.max_model_len for model in models} == {LENGTH}
+    texts = set()
+    for model in models:
+        request = {"model": model.id, "temperature": 0, "max_tokens": 12}
+        replies = [client.completions.create(**request, prompt="Hi") for _ in range(2)]
+        assert replies[0].choices[0].text == replies[1].choices[0].text
+        assert replies[0].model == model.id
+        chat = client.chat.completions.create(**request, messages=CHAT).choices[0]
+        texts |= {replies[0].choices[0].text, chat.message.content}
+    assert len(texts) == 2 * len(models)
+    with pytest.raises(ValueError, match="adapters: tiny is the name of the model"):
+        serve.main(Serve(run_dir=str(run), adapters=(f"tiny={run}",)))
+
+
 def test_tools_that_are_required_are_called(client):
     request = {"model": NAME, "messages": CHAT, "tools": TOOLS, "seed": 5}
     for choice in ("required", {"type": "function", "function": {"name": "time"}}):
@@ -172,7 +204,7 @@ BAD = [
     ({"prompt": "a", "temperature": "1"}, 400, "temperature", "valid number"),
     ({"prompt": "a", "max_tokens": 0}, 400, None, "at least 1"),
     ({"prompt": "a", "n": 1000}, 400, "n", "exceeds 16"),
-    ({"prompt": "a", "model": "gpt"}, 404, "model", "'tiny' is"),
+    ({"prompt": "a", "model": "gpt"}, 404, "model", "only 'tiny', 'polite', 'terse'"),
     ({"prompt": ""}, 400, "prompt", "empty"),
     ({"prompt": [10**6]}, 400, None, "vocabulary"),
     ({"prompt": "a", "max_tokens": LENGTH}, 400, None, "exceed the context"),
@@ -201,8 +233,6 @@ def test_a_bad_request_is_answered_and_changes_nothing(server, body, status, fie
 
 
 def test_other_endpoints(client, server):
-    (model,) = client.models.list()
-    assert model.id == NAME
     with pytest.raises(openai.BadRequestError, match="no embeddings"):
         client.embeddings.create(model=NAME, input="a")
     info = server.ask("/tokenizer_info").json
