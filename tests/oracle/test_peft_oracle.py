@@ -1,4 +1,5 @@
-"""peft loads exported adapters onto transformers' base without a word, and gives our logits."""
+"""peft loads exported adapters onto transformers' base without a word, and gives our logits; those
+that it writes give its logits here."""
 
 import logging
 import warnings
@@ -15,7 +16,9 @@ from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.hf.convert import import_model, open_folder
 from maxmeg.hf.peft import export_adapter
+from maxmeg.inference.adapters import with_adapters
 from maxmeg.inference.load import load_run
+from maxmeg.layers.lora import merged
 
 peft = pytest.importorskip("peft")
 
@@ -39,6 +42,17 @@ CASES = [
     ("Phi3ForCausalLM", WIDE, ("query", "value", "mlp.*")),
     ("GPTNeoXForCausalLM", {**SIZES, "intermediate_size": 48}, ("attention.*",)),
     ("GPT2LMHeadModel", {**GPT2, "bos_token_id": 1, "eos_token_id": 2}, ("query", "key", "out")),
+]
+PATTERNS = {"rank_pattern": {"down_proj": 5}, "alpha_pattern": {"layers.0.self_attn.q_proj": 3}}
+WRITTEN = [
+    ("LlamaForCausalLM", WIDE, ["q_proj", "down_proj"], {"use_rslora": True, **PATTERNS}),
+    ("Phi3ForCausalLM", WIDE, ["qkv_proj", "gate_up_proj"], {}),
+    (
+        "GPT2LMHeadModel",
+        GPT2,
+        ["c_attn", "c_proj"],
+        {"fan_in_fan_out": True, "layers_to_transform": [1]},
+    ),
 ]
 
 
@@ -95,3 +109,24 @@ def test_peft_loads_adapters_and_gives_our_logits(architecture, settings, target
     assert np.abs(plain - ours).max() > 0.05 * scale
     merged = adapted.merge_and_unload()(torch.tensor(ids)).logits.detach().numpy()
     assert np.abs(merged - ours).max() <= LOGITS * scale
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "targets", "options"), WRITTEN, ids=[case[0] for case in WRITTEN]
+)
+def test_adapters_of_peft_give_its_logits(architecture, settings, targets, options, tmp_path):
+    saved(architecture, settings, tmp_path / "hf")
+    import_model(open_folder(tmp_path / "hf"), tmp_path / "base", "null:60")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    lora = {"r": 3, "lora_alpha": 12, "target_modules": targets, "init_lora_weights": False}
+    adapted = peft.get_peft_model(theirs, peft.LoraConfig(**lora, **options)).eval()
+    adapted.save_pretrained(tmp_path / "peft")
+
+    ids = np.random.default_rng(0).integers(0, 60, (2, LENGTH))
+    actual = adapted(torch.tensor(ids)).logits.detach().numpy()
+    base = load_run(str(tmp_path / "base"), dtype=DType.float32)
+    model = with_adapters(base, {"one": tmp_path / "peft"}).model
+    ours, plain = (np.asarray(each(jnp.asarray(ids))) for each in (merged(model), base.model))
+    scale = np.abs(ours).max()
+    assert np.abs(actual - ours).max() <= LOGITS * scale
+    assert np.abs(plain - ours).max() > 0.05 * scale
