@@ -28,9 +28,13 @@ def write_lora_run(run_dir, config: Config, **lora) -> dict[str, np.ndarray]:
     identity = load_tokenizer(config.data.tokenizer).identity
     settings = files.to_dict(run_folder.stored(config))
     metadata = {"config": settings, "tokenizer": identity, "base": base_of(config)}
+    moments = {f"optimizer/{path.removeprefix('model/')}": path for path in made}
+    infos |= {moment: infos[path] for moment, path in moments.items()}
     with StreamWriter(run_dir / "checkpoints", 3, infos or empty(), metadata) as writer:
         for path, array in (made or {"step": np.zeros((), np.int32)}).items():
             writer.write(path, array)
+        for moment, path in moments.items():
+            writer.write(moment, made[path])
     run_folder.write(config)
     return made
 

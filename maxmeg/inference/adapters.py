@@ -82,10 +82,11 @@ def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
             "it as a model of its own"
         )
     scale, adapter = config.lora.alpha / config.lora.rank, Adapter()
-    for path in [path for path in reader.tensors if path.endswith("/lora/a")]:
-        a, b = reader.read(path), scale * reader.read(f"{path.removesuffix('a')}b")
-        name = path.removeprefix("model/").removesuffix("/lora/a").replace("/", ".")
-        adapter[name] = dict(enumerate(zip(a, b, strict=True)))
+    for path in reader.tensors:
+        if path.startswith("model/") and path.endswith("/lora/a"):  # not the optimizer's
+            a, b = reader.read(path), scale * reader.read(f"{path.removesuffix('a')}b")
+            name = path.removeprefix("model/").removesuffix("/lora/a").replace("/", ".")
+            adapter[name] = dict(enumerate(zip(a, b, strict=True)))
     return adapter
 
 
