@@ -76,7 +76,8 @@ def read(trained: Trained, folder: str | os.PathLike) -> Adapter:
             f"{folder} was trained beside the base {base}, and this is {run_dir}, step "
             f"{trained.step}, digest {served.digest}: serve each base with its own adapters"
         )
-    if changed := differences(trained.config.model, config.model.without_mtp()):
+    models = (each.model.without_mtp() for each in (trained.config, config))
+    if changed := differences(*models):
         raise ValueError(
             f"{folder} was trained with other settings than its base: {', '.join(changed)}: serve "
             "it as a model of its own"
