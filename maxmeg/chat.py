@@ -37,7 +37,7 @@ PROMPT = "> "
 @explains_out_of_memory("set --dtype=bfloat16 or raise --tensor")
 def main(options: Options) -> None:
     set_gpu_environment()
-    multihost.order_cpu_collectives()
+    multihost.use_one_process()
     request = Request(
         options.num_tokens, Sampling(options.temperature, options.top_k, options.top_p)
     )

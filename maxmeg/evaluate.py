@@ -37,7 +37,7 @@ from maxmeg.step import make_eval_step
 @explains_out_of_memory("lower --batch_size, set --dtype=bfloat16 or raise --tensor")
 def main(options: Options) -> None:
     set_gpu_environment()
-    multihost.order_cpu_collectives()
+    multihost.use_one_process()
     if options.split not in SPLITS:
         raise ValueError(f"split={options.split!r} must be one of {', '.join(SPLITS)}")
     trained = load_chosen(options)

@@ -30,7 +30,7 @@ from maxmeg.runtime.gpu_environment import set_gpu_environment
 @explains_out_of_memory("lower --batch, set --dtype=bfloat16 or raise --tensor")
 def main(options: Options) -> None:
     set_gpu_environment()
-    multihost.order_cpu_collectives()
+    multihost.use_one_process()
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     request = Request(options.num_tokens, sampling)
     records = read_records(options.prompt, options.prompts)

@@ -26,10 +26,10 @@ import uvicorn
 from maxmeg.config.options import EngineOptions, Replay, Serve
 from maxmeg.inference.adapters import named_folders, with_adapters
 from maxmeg.inference.engine import Engine
+from maxmeg.inference.followers import Follower, Leader, together
 from maxmeg.inference.load import load_chosen
-from maxmeg.parallel import multihost
+from maxmeg.parallel.mesh import serving_mesh
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
-from maxmeg.runtime.gpu_environment import set_gpu_environment
 from maxmeg.server.app import make_app
 from maxmeg.server.journal import Journal, read_log, replayed
 from maxmeg.server.metrics import Metrics
@@ -39,9 +39,12 @@ from maxmeg.server.worker import Worker
 REMEDY = "lower --lanes or --pages, set --dtype=bfloat16 or raise --tensor"
 
 
+@together
 @explains_out_of_memory(REMEDY)
-def main(options: Serve) -> None:
+def main(options: Serve, link: Leader | Follower) -> None:
     """Serve until SIGTERM or Ctrl-C."""
+    if isinstance(link, Follower):
+        return link.follow(load(options).programs)
     if options.api_key.startswith("@"):
         key = Path(options.api_key[1:]).read_text("utf-8").strip()
         options = dataclasses.replace(options, api_key=key)
@@ -53,6 +56,7 @@ def main(options: Serve) -> None:
         )
     listener = socket.create_server((options.host, options.port), family=family)
     engine = load(options)
+    link.lead(engine.programs)
     trained = engine.trained
     metrics, served = Metrics(), Served(engine, options)
     observers: list = [metrics]
@@ -80,31 +84,40 @@ def main(options: Serve) -> None:
         signal.signal(number, drain)
     print(f"{name}, step {trained.step}, at http://{host}:{port}/v1", flush=True)
     server.run(sockets=[listener])
+    if link.connections:  # nothing may be sent after the end
+        worker.stop()
     if worker.failure:
         raise worker.failure
 
 
 def load(options: EngineOptions) -> Engine:
-    set_gpu_environment()
-    multihost.order_cpu_collectives()
     folders = named_folders(options.adapters)
-    trained = with_adapters(load_chosen(options, options.mtp), folders)
+    mesh = serving_mesh(options.tensor, options.expert, options.data)
+    trained = with_adapters(load_chosen(options, mesh, options.mtp), folders)
     sizes = options.lanes, options.pages, options.slots, options.chunk
     proposals = options.proposals or trained.config.model.mtp.num_layers
     return Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)
 
 
-@explains_out_of_memory(REMEDY)
 def replay(options: Replay) -> None:
     """Repeat the requests of a log. SystemExit with code 1 if a reply is not the same."""
+    if repeat(options):
+        raise SystemExit(1)
+
+
+@together
+@explains_out_of_memory(REMEDY)
+def repeat(options: Replay, link: Leader | Follower) -> int:
+    """Repeat the requests of a log; return the number of those whose replies are not the same."""
     shape, lines = read_log(options.log)
     shape |= {"run_dir": options.run_dir} if options.run_dir else {}
-    chosen = Serve(**shape)
-    engine = load(chosen)
-    differ = 0
+    engine, differ = load(Serve(**shape)), 0
+    if isinstance(link, Follower):
+        link.follow(engine.programs)
+        return 0
+    link.lead(engine.programs)
     for number, text in replayed(engine, lines):
         differ += bool(text)
         print(f"{number}: {text or 'the same'}")
     print(f"{len(lines)} requests, {differ} of them not the same")
-    if differ:
-        raise SystemExit(1)
+    return differ

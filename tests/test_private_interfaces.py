@@ -16,6 +16,7 @@ def test_the_key_value_store_of_the_coordinator():
     assert multihost.distributed is distributed and coordinator._jax is _jax
     state = distributed.global_state
     assert (state.client, state.process_id, state.num_processes) == (None, 0, 1)
+    assert state.coordinator_address is None
     names = ("key_value_set", "blocking_key_value_get", "key_value_dir_get", "key_value_delete")
     for name in (*names, "wait_at_barrier"):
         assert callable(getattr(_jax.DistributedRuntimeClient, name))

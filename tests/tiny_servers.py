@@ -121,23 +121,34 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    run: Path, *flags: str, program: str = "", key: str = "", is_warm: bool = True
+    run: Path,
+    *flags: str,
+    program: str = "",
+    key: str = "",
+    is_warm: bool = True,
+    processes: int = 1,
 ) -> Iterator[Server]:
     """A warm server of a run, which ends with the block. program: Python to run in its process
-    before it serves."""
+    before it serves. processes: number of them, with a device each."""
+    launcher = [sys.executable, str(REPOSITORY / "launch/local.py"), f"-n{processes}"]
+    launcher += ["--devices-per-process=1", "--"]
     start = ["-c", program + "\nfrom maxmeg.__main__ import main\nmain()"]
     command = [sys.executable, *start, "serve", str(run), "--port=0", *SIZES, *flags]
     command += [f"--api_key={key}"] if key else []
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*launcher * (processes > 1), *command],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stdout
-        line = process.stdout.readline()
-        match = re.search(r"http://\S+:\d+", line)
+        lines = iter(process.stdout.readline, "")
+        match = next(filter(None, (re.search(r"http://\S+:\d+", line) for line in lines)), None)
         if not match:
-            raise AssertionError(f"{line!r}: {process.communicate()[1]}")
+            raise AssertionError(process.communicate()[1])
         server = Server(process, match[0], key)
         if is_warm:
             server.wait_until_warm()

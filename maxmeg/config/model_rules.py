@@ -243,6 +243,13 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
             f"{', '.join(changed)}: only for models with experts; use the mixer moe in "
             "model.layers, or leave this out (to use more devices: fsdp or data)"
         )
+    elif config.model.has("moe") and moe.num_experts % parallel.expert:
+        yield (
+            f"model.moe.num_experts={moe.num_experts} is not divisible by parallel.expert="
+            f"{parallel.expert}: choose expert in "
+            f"{divisors(moe.num_experts, at_most=2 * parallel.expert)}, or change "
+            "model.moe.num_experts"
+        )
     sorted_rows = moe.backend in (ExpertBackend.xla, ExpertBackend.mosaic)
     exchanged = parallel.expert > 1 and parallel.expert_exchange is not ExpertExchange.gather
     if sorted_rows and not exchanged and parallel.expert_buffer != plain.expert_buffer:

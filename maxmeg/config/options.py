@@ -101,6 +101,13 @@ class Chat(SamplingOptions):
 class EngineOptions(ModelOptions):
     """A model and the sizes of its engine."""
 
+    expert: int = setting(1, "number of devices among which experts are divided", at_least=1)
+    data: int = setting(
+        0,
+        "number of replicas of expert x tensor devices; 0: in one process 1, in several processes "
+        "as many as there are devices",
+        at_least=0,
+    )
     lanes: int = setting(8, "most requests at a time on each replica of the model", at_least=1)
     pages: int = setting(0, "of the cache on each replica; 0: as memory allows", at_least=0)
     slots: int = setting(32, "number of tokens in a page", at_least=1)

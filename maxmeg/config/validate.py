@@ -156,11 +156,9 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
     model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
     yield from expert_layout_problems(config)
     expert_ffn = model.expert_ffn if model.has("moe") else 0
-    num_experts = model.moe.num_experts if model.has("moe") else 0
     latents = (model.mla.kv_rank, model.mla.query_rank) if model.is_mla else (0, 0)
     expert_tensor = tensor // config.parallel.fold
     cut = (
-        ("model.moe.num_experts", num_experts, "expert", config.parallel.expert),
         ("model.moe.ffn_size", expert_ffn, "expert_tensor", expert_tensor),
         ("model.moe.shared_ffn_size", model.moe.shared_ffn_size, "tensor", tensor),
         ("model.mlp.ffn_size", model.ffn, "tensor", tensor),

@@ -52,7 +52,8 @@ class Active:
 
 
 class Engine:
-    """Serves a model on its mesh; if that has several processes, each makes the same calls.
+    """Serves a model on its mesh; if that has several processes, each makes the same calls, or the
+    others follow process 0 (`followers`).
 
     lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
     CPU at least 2. pages: of the cache on each replica; 0: as many as lanes and memory allow.

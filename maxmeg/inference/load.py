@@ -1,6 +1,7 @@
 """Load the model of a run for inference."""
 
 import dataclasses
+import itertools
 import math
 import os
 import typing
@@ -15,6 +16,7 @@ from maxmeg.checkpoint.resume import restore
 from maxmeg.config import files
 from maxmeg.config.hints import hub_command
 from maxmeg.config.model import DType
+from maxmeg.config.model_rules import expert_layout_problems
 from maxmeg.config.options import ModelOptions
 from maxmeg.config.schema import Config, ParallelConfig
 from maxmeg.config.validate import head_problems
@@ -63,7 +65,7 @@ def load_run(
     run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint. mtp:
     load MTP layers too, which propose tokens in an Engine. ValueError if the folder holds no
     checkpoint, if there are no MTP layers, or if the numbers of heads are not divisible by the
-    tensor axis.
+    tensor axis, or that of experts by the expert axis.
     """
     mesh = mesh or local_mesh()
     checkpointer = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
@@ -81,7 +83,8 @@ def load_run(
         elif not config.model.mtp.num_layers:
             raise ValueError(f"mtp=true: the model of {run_dir} has no MTP layers; set mtp=false")
         config.model.dtype = dtype or config.model.dtype
-        if problems := list(head_problems(config.model, sizes["tensor"])):
+        rules = head_problems(config.model, sizes["tensor"]), expert_layout_problems(config)
+        if problems := list(itertools.chain(*rules)):
             raise ValueError("\n".join(problems))
         model = abstract_state(config, make_optimizer(config.optim), mesh).model
         held = DType.float32 if master_weights else config.model.dtype
@@ -101,11 +104,14 @@ def load_run(
     return trained
 
 
-def load_chosen(options: ModelOptions, mtp: bool = False) -> Trained:
-    """Load the model that a command's options name. ValueError as from `load_run`."""
+def load_chosen(options: ModelOptions, mesh: Mesh | None = None, mtp: bool = False) -> Trained:
+    """Load the model that a command's options name. mesh: default the devices along tensor.
+
+    ValueError as from `load_run`.
+    """
     dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
     step = None if options.step < 0 else options.step
-    return load_run(options.run_dir, step, local_mesh(options.tensor), dtype, mtp=mtp)
+    return load_run(options.run_dir, step, mesh or local_mesh(options.tensor), dtype, mtp=mtp)
 
 
 def restored_in(dtype: DType, checkpointer: Checkpointer, step: int, model: LM) -> LM:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
@@ -86,6 +87,7 @@ class Programs:
         proposals: int = 0,
     ) -> None:
         self.mesh, self.row_pages, self.chunk = trained.mesh, row_pages, chunk
+        self.before_step: Callable[..., None] = lambda *arrays: None  # gets what `start` gets
         self.proposals = proposals
         self.drafts = proposals if trained.model.mtp else 0
         self.replicas = batch_shards(self.mesh)
@@ -153,12 +155,22 @@ class Programs:
 
     def decode(self, rows: Fields) -> tuple[jax.Array, ...]:
         """Start a step of lanes; `read` waits for what it returns."""
-        return self._run(self.decode_program, rows, 0)
+        return self._run(rows, 0)
 
     def prefill(self, rows: Fields) -> tuple[jax.Array, ...]:
         """Start to read a chunk of a prompt for replicas. Returns arrays for `read`, of the tokens
         sampled after them, and of the chunk's tokens if any row has "scores"."""
-        return self._run(self.prefill_program, rows, self.chunk)
+        return self._run(rows, self.chunk)
+
+    def start(
+        self, chunk: int, packed: np.ndarray, changes: np.ndarray | None
+    ) -> tuple[jax.Array, ...]:
+        """Start a step with arrays of `packed` and `changes`, None for one without changes."""
+        program = self.prefill_program if chunk else self.decode_program
+        second = self._unchanged[chunk] if changes is None else self._sent(changes)
+        state = self.cache, self.tokens
+        self.cache, self.tokens, *arrays = program(self.model, *state, self._sent(packed), second)
+        return tuple(arrays)
 
     def read(self, array: jax.Array) -> Read:
         ends = [1, 2, 2 + self._top, 2 + 2 * self._top]
@@ -174,13 +186,11 @@ class Programs:
         sharding = NamedSharding(self.mesh, P(BATCH_AXES))
         return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
 
-    def _run(self, program: Callable, rows: Fields, chunk: int) -> tuple[jax.Array, ...]:
-        sent, unchanged = self._sent(self.packed(rows, chunk)), self._unchanged[chunk]
+    def _run(self, rows: Fields, chunk: int) -> tuple[jax.Array, ...]:
         changes = any(row["is_biased"] or row["is_masked"] for row in rows.values())
-        second = self._sent(self.changes(rows, chunk)) if changes else unchanged
-        state = self.cache, self.tokens
-        self.cache, self.tokens, *arrays = program(self.model, *state, sent, second)
-        return tuple(arrays)
+        arrays = self.packed(rows, chunk), self.changes(rows, chunk) if changes else None
+        self.before_step(chunk, *arrays)
+        return self.start(chunk, *arrays)
 
     def _jitted(self, function: Callable, arrays: int) -> Callable:
         """arrays: number of arrays to read that the function returns, each [rows, ...]."""
@@ -299,11 +309,14 @@ def dropless(model: LM) -> LM:
 
 
 def free_bytes(mesh: Mesh) -> int:
-    """Of a device's memory, for the cache."""
-    stats = mesh.local_devices[0].memory_stats() or {}
-    if "bytes_limit" not in stats:
+    """Of a device's memory, for the cache: the least of all devices of the mesh."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    if not all("bytes_limit" in each for each in stats):
         return CPU_CACHE
-    return int(GPU_CACHE * (stats["bytes_limit"] - stats["bytes_in_use"]))
+    free = min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+    if mesh.is_multi_process:
+        free = multihost_utils.process_allgather(np.float32(free)).min()
+    return int(GPU_CACHE * free)
 
 
 def prepared(model: LM, reductions_of_model, mesh: Mesh, dtype) -> LM:

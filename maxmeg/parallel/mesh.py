@@ -62,6 +62,28 @@ def local_mesh(tensor: int = 1) -> Mesh:
     return make_mesh(dict.fromkeys(AXES, 1) | {"tensor": tensor}, devices[:tensor])
 
 
+def serving_mesh(tensor: int, expert: int, data: int) -> Mesh:
+    """A mesh of the first data x expert x tensor devices, or of all devices of several processes.
+
+    data=0: one replica, or in several processes as many as there are devices.
+    """
+    devices, processes = jax.devices(), jax.process_count()
+    if processes == 1 and data <= 1 and expert == 1:
+        return local_mesh(tensor)
+    data = data or (len(devices) // (tensor * expert) if processes > 1 else 1)
+    count = data * expert * tensor
+    if count > len(devices) or (processes > 1 and count < len(devices)):
+        have, remedy = ("process has", "smaller sizes")
+        if processes > 1:
+            have, remedy = f"{processes} processes have", "sizes whose product is that"
+        raise ValueError(
+            f"--data={data} x --expert={expert} x --tensor={tensor} = {count} devices, but the "
+            f"{have} {len(devices)}: choose {remedy}"
+        )
+    sizes = {"data": data, "expert": expert, "tensor": tensor}
+    return make_mesh(dict.fromkeys(AXES, 1) | sizes, devices[:count])
+
+
 def batch_shards(mesh: Mesh) -> int:
     """Number of shards of the batch dimension."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))

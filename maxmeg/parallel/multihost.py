@@ -111,6 +111,16 @@ def order_cpu_collectives(several_processes: bool = False) -> None:
     os.environ.setdefault("NPROC", str(threads))
 
 
+def use_one_process() -> None:
+    """As `order_cpu_collectives`; ValueError if a launcher has started several processes."""
+    if rendezvous := detect(os.environ):
+        raise ValueError(
+            f"this command runs in one process, and the launcher has started "
+            f"{rendezvous.num_processes}: start one. In several run maxmeg train, serve and replay"
+        )
+    order_cpu_collectives()
+
+
 def is_primary() -> bool:
     """Whether this is process 0, which writes files; call it after `initialize`."""
     return jax.process_index() == 0
@@ -136,6 +146,11 @@ def rank() -> int:
 def size() -> int:
     """Number of processes of the run."""
     return distributed.global_state.num_processes
+
+
+def leader_host() -> str:
+    """Name or address of process 0's host, which runs the coordinator."""
+    return str(distributed.global_state.coordinator_address).rpartition(":")[0].strip("[]")
 
 
 def meet(name: str, seconds: float = 0.0) -> None:
@@ -170,7 +185,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
     if "SLURM_STEP_NODELIST" not in environ:  # a login or batch shell: not started by srun
         return None
     layout = "SLURM_STEP_TASKS_PER_NODE"
-    numbers = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "LOCALID", "NODEID")
+    numbers = ("JOB_ID", "STEP_ID", "PROCID", "LOCALID", "NODEID")
     _require(environ, (*(f"SLURM_{name}" for name in numbers), layout))
     tasks = _slurm_tasks_per_node(environ[layout])
     node = _integer(environ, "SLURM_NODEID")
@@ -185,7 +200,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Rendezvous | None:
     host = _slurm_first_host(environ["SLURM_STEP_NODELIST"])
     return Rendezvous(
         environ.get("JAX_COORDINATOR_ADDRESS", f"{host}:{port}"),
-        _integer(environ, "SLURM_NTASKS"),
+        sum(tasks),  # SLURM_NTASKS is the job's in an interactive step
         _integer(environ, "SLURM_PROCID"),
         _local_device_ids(environ, _integer(environ, "SLURM_LOCALID"), tasks[node]),
     )

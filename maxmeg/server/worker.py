@@ -130,6 +130,8 @@ class Worker:
         try:
             busy = self.engine.step()
         except Exception:
+            if self.engine.trained.mesh.is_multi_process:  # the others may have started the step
+                raise
             logger.exception("a step failed: its requests end, and the engine goes on")
             self.engine.reset()
             busy = False

@@ -10,6 +10,7 @@ from maxmeg.parallel.multihost import (
     Rendezvous,
     detect,
     order_cpu_collectives,
+    use_one_process,
 )
 
 LOCAL = {
@@ -22,7 +23,6 @@ SLURM = {
     "SLURM_STEP_ID": "1",
     "SLURM_STEP_NODELIST": "gpu[007-009,020],other",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2),1",
-    "SLURM_NTASKS": "5",
     "SLURM_PROCID": "3",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
@@ -79,7 +79,10 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
             SLURM | {"CUDA_VISIBLE_DEVICES": "0,1,2,3"},
             Rendezvous(f"gpu007:{SLURM_PORT}", 5, 3),
         ),
-        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        (  # a shell of salloc, which has the job's number of tasks
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_NODEID": "0"},
+            None,
+        ),
         (OPEN_MPI, Rendezvous("10.96.0.1:62880", 4, 2, (2,))),
         (SLURM | OPEN_MPI, Rendezvous("10.96.0.1:62880", 4, 2, (4, 5))),  # mpirun inside Slurm
         (
@@ -116,6 +119,12 @@ def test_the_cluster_is_detected(environ: dict[str, str], expected: Rendezvous |
 def test_incomplete_environments_are_errors(environ: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         detect(environ)
+
+
+def test_a_command_of_one_process_is_refused_in_several(monkeypatch):
+    monkeypatch.setattr(os, "environ", LOCAL)
+    with pytest.raises(ValueError, match="one process, and the launcher has started 2: start one"):
+        use_one_process()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""launch/slurm.sbatch on a real Slurm cluster of two nodes, where Slurm is installed."""
+"""launch/*.sbatch on a real Slurm cluster of two nodes, where Slurm is installed."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,6 +11,9 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import NODES, can_start, lose_node, slurm_cluster, wait_until
+from tiny_servers import SIZES, Server, make_run
+
+from maxmeg.__main__ import main
 
 REPOSITORY = Path(__file__).parents[2]
 SETTINGS = {
@@ -48,8 +52,13 @@ def submit(
     sbatch; the script's own default is a process per GPU, for which this machine is too small."""
     settings = SETTINGS | {"train.num_steps": num_steps, "run_dir": str(folder / "run")}
     flags = [f"--{name}={value}" for name, value in settings.items()]
-    script = REPOSITORY / "launch/slurm.sbatch"
-    command = ["sbatch", "--parsable", "--nodes=2", layout, str(script), "--config=gpt", *flags]
+    arguments = layout, str(REPOSITORY / "launch/slurm.sbatch"), "--config=gpt", *flags
+    return sbatch(cluster, folder, *arguments, **variables)
+
+
+def sbatch(cluster, folder: Path, *arguments: str, **variables: str) -> str:
+    """Submit a job of two nodes from `folder`; returns its number."""
+    command = ["sbatch", "--parsable", "--nodes=2", *arguments]
     environment = cluster | {"PYTHONPATH": str(REPOSITORY)} | variables
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -144,6 +153,26 @@ def test_the_preflight_runs_on_all_nodes_first(cluster, tmp_path):
     log = log_of(tmp_path)
     assert state(cluster, job) == "COMPLETED", log
     assert "all-reduce over 2, GB/s" in log and log.index("all-reduce") < log.index("mesh")
+
+
+def test_two_nodes_serve_one_model(cluster, tmp_path, capsys):
+    """With the bytes of one process on the same mesh, and an end at SIGTERM with code 0."""
+    run, log = make_run(tmp_path, **{"attention.num_kv_heads": 2}), tmp_path / "log.jsonl"
+    arguments = f"--run_dir={run}", "--tensor=2", f"--log={log}", "--port=0", *SIZES
+    script = str(REPOSITORY / "launch/serve.sbatch")
+    job = sbatch(cluster, tmp_path, script, *arguments, HOME=str(tmp_path))
+    wait_until(lambda: re.search(r"step 0, at http://\S+/v1", log_of(tmp_path)), SECONDS)
+    port = re.findall(r"step 0, at http://\S+:(\d+)", log_of(tmp_path))[0]
+    key = (tmp_path / ".maxmeg_key").read_text()
+    server = Server(None, f"http://{NODES[0]}:{port}", key)  # pyright: ignore
+    wait_until(lambda: server.ask("/health").status == 200, SECONDS)
+    body = {"prompt": "Hi", "max_tokens": 50, "seed": 1, "logprobs": 1}
+    assert [server.ask("/v1/completions", body | {"n": n}).status for n in (1, 5)] == [200, 200]
+    subprocess.run(["scancel", "--signal=TERM", job], env=cluster, check=True, timeout=20)
+    wait_until(lambda: ended(cluster, job), SECONDS)
+    assert state(cluster, job) == "COMPLETED", log_of(tmp_path)
+    main(["replay", str(log)])
+    assert capsys.readouterr().out.endswith("2 requests, 0 of them not the same\n")
 
 
 def test_a_job_that_loses_a_node_goes_on_with_a_spare_one(cluster, tmp_path):

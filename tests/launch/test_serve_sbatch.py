@@ -47,9 +47,10 @@ def test_sigterm_reaches_the_server_and_its_end_is_the_jobs(tmp_path):
     assert (tmp_path / "calls.cancelled").read_text() == "--signal=TERM 7\n"
     key = tmp_path / ".maxmeg_key"
     options = (tmp_path / "calls").read_text().split()
-    assert options[:6] == ["--ntasks=1", "--cpu-bind=none", "python", "-u", "-m", "maxmeg.serve"]
+    asked = ["--ntasks=1", "--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=1"]
+    assert options[:8] == [*asked, "python", "-u", "-m", "maxmeg.serve"]
     served = ["--host=0.0.0.0", "--port=8000", f"--api_key=@{key}"]
-    assert options[6:] == [*served, "--run_dir=runs/gpt", "--tensor=4"]
+    assert options[8:] == [*served, "--run_dir=runs/gpt", "--tensor=4"]
     assert stat.S_IMODE(key.stat().st_mode) == 0o600 and len(key.read_text()) == 48
     assert ":8000/v1 (API)" in out and key.read_text() not in out
 

@@ -7,7 +7,16 @@ from jax.sharding import NamedSharding
 
 from maxmeg.config.schema import ParallelConfig
 from maxmeg.config.validate import axis_sizes
-from maxmeg.parallel.mesh import AXES, EXPERT_AXES, MESH_AXES, TENSOR_AXES, local_mesh, make_mesh
+from maxmeg.parallel.mesh import (
+    AXES,
+    EXPERT_AXES,
+    MESH_AXES,
+    TENSOR_AXES,
+    local_mesh,
+    make_mesh,
+    serving_mesh,
+    sizes_of,
+)
 from maxmeg.parallel.placement import LocalRows, batch_spec, local_rows, place, place_flag
 
 
@@ -66,6 +75,19 @@ def test_a_wrong_number_of_devices_is_refused():
         make_mesh(dict.fromkeys(AXES, 1) | {"tensor": 3})
     with pytest.raises(ValueError, match=r"tensor=9 must lie in 1\.\.8"):
         local_mesh(9)
+
+
+def test_replicas_fill_the_devices_of_several_processes(monkeypatch):
+    assert sizes_of(serving_mesh(2, 1, 0)) == dict.fromkeys(AXES, 1) | {"tensor": 2}
+    mesh = serving_mesh(1, 2, 3)
+    assert sizes_of(mesh) == dict.fromkeys(AXES, 1) | {"expert": 2, "data": 3}
+    with pytest.raises(ValueError, match=r"= 12 devices, but the process has 8: choose smaller"):
+        serving_mesh(2, 2, 3)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert groups(serving_mesh(2, 2, 0), "data") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    for sizes in ((2, 1, 2), (3, 1, 0)):
+        with pytest.raises(ValueError, match="the 2 processes have 8: choose sizes whose product"):
+            serving_mesh(*sizes)
 
 
 @pytest.mark.parametrize("micro_batch_size", [0, 1, 3])

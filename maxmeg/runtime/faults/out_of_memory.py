@@ -34,11 +34,11 @@ def explains_out_of_memory(remedies: str = "") -> Callable:
     and the message ends with the planner's memory table and the changes that save most.
     """
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
-        def run(first: Any, *rest: Any) -> None:
+        def run(first: Any, *rest: Any) -> Any:
             try:
-                command(first, *rest)
+                return command(first, *rest)
             except (MemoryError, jax.errors.JaxRuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
