@@ -32,6 +32,7 @@ from maxmeg.models.lm import LM
 
 LANES = 8  # requests at a time on each replica
 CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower than two
+CPU_CHUNK = 64  # at most: padding takes as long as tokens
 SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
@@ -81,7 +82,7 @@ class Engine:
         if lanes < 1:
             raise ValueError(f"lanes={lanes} must be at least 1")
         if self.trained.mesh.devices.flat[0].platform == "cpu":
-            lanes = max(lanes, CPU_LANES)
+            lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
         if 0 < self.model.mtp.num_layers < proposals:
             raise ValueError(
                 f"proposals={proposals} exceeds the {self.model.mtp.num_layers} MTP layers, each "
