@@ -93,7 +93,7 @@ def test_replies_fit_50_schemas(server):
 
 def request_of(number: int) -> dict:
     draw = random.Random(number)
-    body = {"prompt": [draw.randrange(256) for _ in range(draw.randint(1, 300))]}
+    body: dict = {"prompt": [draw.randrange(256) for _ in range(draw.randint(1, 300))]}
     body |= {"max_tokens": draw.randint(1, 40), "seed": number, "logprobs": draw.randint(0, 3)}
     body |= {"temperature": draw.choice([0, 0.7, 1.5]), "top_p": draw.choice([0.8, 1])}
     body |= {"top_k": draw.choice([0, 5]), "frequency_penalty": draw.choice([0, 0.5])}
