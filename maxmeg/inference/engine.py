@@ -61,9 +61,9 @@ class Engine:
     a CPU at most 64. prefill_tokens: largest number of prompt tokens that are read while other
     requests wait for their next token. share: prompts with the same beginning share its pages.
     proposals: number of tokens that each step proposes and checks beside the next one: fewer steps,
-    and the same reply but for rounding. They come from the model's MTP layers, one from each, or if it has none from
-    the text before (`NGrams`). ValueError for a model that is not causal, for more proposals than
-    MTP layers, and for proposals for a model with states that cannot be taken back.
+    and the same reply but for rounding. They come from the model's MTP layers, one from each, or if
+    it has none from the text before (`NGrams`). ValueError for a model that is not causal, for more
+    proposals than MTP layers, and for proposals for a model with states that cannot be taken back.
     """
 
     def __init__(
