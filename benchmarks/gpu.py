@@ -17,6 +17,7 @@ import datetime
 import functools
 import importlib.util
 import json
+import os
 import re
 import subprocess
 import sys
@@ -25,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpu_parts import checks, choices, experts, kernels, steps
+from gpu_parts import checks, choices, experts, kernels, serving, steps
 from gpu_parts.timing import Item, Sizes, sizes
 
 FOLDER = Path(__file__).parent
@@ -36,10 +37,11 @@ HIDDEN = ("part", "item", "losses", "failed", "took_s", "seed", "why")  # of the
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Items to measure, and the seconds after which a hang is assumed."""
+    """Items to measure, the seconds after which a hang is assumed, and flags for XLA."""
 
     items: Callable[[Sizes], Iterator[Item]]
     seconds: float
+    flags: str = ""
 
 
 def checking(op: str, *backends: str) -> Callable[[Sizes], Iterator[Item]]:
@@ -60,6 +62,8 @@ PARTS = {
     "grouped": Part(kernels.grouped, 60),
     "moe": Part(experts.moe, 60),
     "decode": Part(kernels.decode, 40),
+    "serving": Part(serving.serving, 150),
+    "serving-no-graphs": Part(serving.serving, 60, "--xla_gpu_enable_command_buffer="),
     "memory-bound": Part(kernels.memory_bound, 40),
     "split": Part(steps.split, 90),
 }
@@ -107,12 +111,15 @@ def prepare(quick: bool, skipped: tuple[str, ...]) -> Sizes:
 
 
 def child(names: list[str], quick: bool, skipped: list[str], seconds: float) -> list[dict]:
-    """Rows of parts from a process of their own; a crash or a timeout is a row as well."""
+    """Rows of parts with the same flags from a process of their own; a crash or a timeout is a row
+    as well."""
     command = [sys.executable, __file__, f"--only={','.join(names)}", "--child"]
     command += [f"--seconds={seconds:.0f}", f"--skip={','.join(skipped)}"] + ["--quick"] * quick
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {PARTS[names[0]].flags}".strip()
+    environment = os.environ | ({"XLA_FLAGS": flags} if flags else {})
     problem = ""
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds + 15)
+        done = subprocess.run(command, env=environment, capture_output=True, timeout=seconds + 15)
         out, err = done.stdout, done.stderr
         problem = f"exit code {done.returncode}" if done.returncode else ""
     except subprocess.TimeoutExpired as error:
@@ -171,7 +178,10 @@ def measure(names: list[str], given: argparse.Namespace) -> list[dict]:
     """Run parts one after the other, writing the results after each."""
     started = time.time()
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    groups = [names] if given.quick else [[name] for name in names]
+    groups = [[name] for name in names]
+    if given.quick:
+        flags = dict.fromkeys(PARTS[name].flags for name in names)
+        groups = [[name for name in names if PARTS[name].flags == one] for one in flags]
     rows: list[dict] = []
     device: dict = {}
     for group in groups:
@@ -203,7 +213,7 @@ def measure(names: list[str], given: argparse.Namespace) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer shapes, one process")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and processes")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, in this order, with commas")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="budget of the whole call")
     parser.add_argument("--results", type=Path, default=FOLDER / "results")

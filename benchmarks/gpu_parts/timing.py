@@ -32,6 +32,16 @@ class Mixture:
 
 
 @dataclasses.dataclass(frozen=True)
+class Served:
+    """A model with contexts of at most model.length, the lanes of its decode steps, and requests
+    with `tokens` tokens of a prompt and as many new ones."""
+
+    model: Model
+    lanes: tuple[int, ...]
+    tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Sizes:
     """On a GPU, a quick look at one, or tiny shapes on a CPU, where numbers mean nothing."""
 
@@ -80,6 +90,7 @@ class Sizes:
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=4),
         Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
     )
+    served: Served = Served(Model("llama3-8b", 2048, ()), (1, 64), 1000)
     steps: int = 6
     rounds: int = 5
     repeats: int = 10  # calls of a round
@@ -112,6 +123,7 @@ TINY = Sizes(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
         Model("tiny", 32, ((2, "minimal"),), layers=1),
     ),
+    served=Served(Model("tiny", 64, (), layers=2), (2,), 16),
     steps=4,
     rounds=2,
     repeats=1,

@@ -111,7 +111,9 @@ class EngineOptions(ModelOptions):
     lanes: int = setting(8, "most requests at a time on each replica of the model", at_least=1)
     pages: int = setting(0, "of the cache on each replica; 0: as memory allows", at_least=0)
     slots: int = setting(32, "number of tokens in a page", at_least=1)
-    chunk: int = setting(256, "number of prompt tokens that are read at once", at_least=1)
+    chunk: int = setting(
+        256, "number of prompt tokens that are read at once; on a CPU at most 64", at_least=1
+    )
     max_prefill_tokens: int = setting(
         2048, "most prompt tokens that are read while others wait for a token", at_least=1
     )

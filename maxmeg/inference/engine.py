@@ -32,6 +32,7 @@ from maxmeg.models.lm import LM
 
 LANES = 8  # requests at a time on each replica
 CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower than two
+CPU_CHUNK = 64  # at most: padding takes as long as tokens
 SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
@@ -57,13 +58,13 @@ class Engine:
 
     lanes: most requests at a time on each replica of the model, along data, fsdp and expert; on a
     CPU at least 2. pages: of the cache on each replica; 0: as many as lanes and memory allow.
-    slots: number of tokens in a page. chunk: number of tokens of a prompt that are read at once.
-    prefill_tokens: largest number of prompt tokens that are read while other requests wait for
-    their next token. share: prompts with the same beginning share its pages. proposals: number of
-    tokens that each step proposes and checks beside the next one: fewer steps, and the same reply
-    but for rounding. They come from the model's MTP layers, one from each, or if it has none from
-    the text before (`NGrams`). ValueError for a model that is not causal, for more proposals than
-    MTP layers, and for proposals for a model with states that cannot be taken back.
+    slots: number of tokens in a page. chunk: number of tokens of a prompt that are read at once, on
+    a CPU at most 64. prefill_tokens: largest number of prompt tokens that are read while other
+    requests wait for their next token. share: prompts with the same beginning share its pages.
+    proposals: number of tokens that each step proposes and checks beside the next one: fewer steps,
+    and the same reply but for rounding. They come from the model's MTP layers, one from each, or if
+    it has none from the text before (`NGrams`). ValueError for a model that is not causal, for more
+    proposals than MTP layers, and for proposals for a model with states that cannot be taken back.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class Engine:
         if lanes < 1:
             raise ValueError(f"lanes={lanes} must be at least 1")
         if self.trained.mesh.devices.flat[0].platform == "cpu":
-            lanes = max(lanes, CPU_LANES)
+            lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
         if 0 < self.model.mtp.num_layers < proposals:
             raise ValueError(
                 f"proposals={proposals} exceeds the {self.model.mtp.num_layers} MTP layers, each "

@@ -19,7 +19,7 @@ ABSENT += ["tiktoken", "tokenizers", "wandb", "zstandard"]
 MODULES = ["maxmeg.config.schema", "maxmeg.models.registry", "maxmeg.ops.attention.call"]
 MODULES += ["maxmeg.optim.build", "maxmeg.planning.cost.flops", "maxmeg.planning.hardware"]
 MODULES += ["maxmeg.parallel.placement", "maxmeg.state", "maxmeg.step", "maxmeg.layers.moe"]
-MODULES += ["maxmeg.checkpoint.initialize"]
+MODULES += ["maxmeg.checkpoint.initialize", "maxmeg.inference.engine"]
 MODULES += [
     "maxmeg.ops.cross_entropy.call",
     "maxmeg.ops.decode_attention.call",
@@ -89,6 +89,9 @@ def test_quick_run_on_a_cpu(tmp_path: Path):
     assert rows["train", "tiny, 4 layers, extrapolated"]["extrapolated"]
     assert all(row["ok"] for (part, _), row in rows.items() if part.startswith("check-"))
     assert rows["moe", "tiny T32"]["both xla of dense MLP"] > 0
+    for part in ("serving", "serving-no-graphs"):
+        assert rows[part, "tiny, unrolled, 2 lanes"]["step_ms"] > 0
+        assert rows[part, "tiny, loop, 2 lanes, 16/16 tokens"]["ok"]
     assert "| train | tiny, 2 layers |" in done.stdout
     assert "| train | tiny, 2 layers |" in path.with_suffix(".md").read_text()
 

@@ -1,13 +1,17 @@
 """What servers of their own show: errors of the device, load, time limits, signals, fuzzing."""
 
 import asyncio
+import concurrent.futures
 import json
 import random
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jsonschema
 import openai
@@ -17,6 +21,19 @@ from tiny_servers import LENGTH, make_run, serving
 pytestmark = pytest.mark.slow
 ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # the model cannot end its reply
 CHAT = [{"role": "user", "content": "Hi"}]
+REQUESTS, FIRST = 1000, 300
+GROWTH = 2**23  # bytes of memory after the first of them
+GONE, REFUSED, LONG, RULED, STREAMED = (0, 5), (1,), (2,), (3,), (4, 5)  # number % 10
+BAD = (
+    {"prompt": "a"},  # and too many new tokens
+    {"prompt": ""},
+    {"prompt": [99999]},
+    {"prompt": "a", "temperature": -1},
+    {"prompt": "a" * 2 * LENGTH},
+    {"prompt": "a", "n": 999},
+    {"prompt": "a", "regex": "("},
+    {"prompt": "a", "unknown": 1},
+)
 
 
 @pytest.fixture(scope="module")
@@ -74,40 +91,60 @@ def test_replies_fit_50_schemas(server):
         jsonschema.validate(json.loads(text), schema)
 
 
-def test_replies_under_load_are_those_alone(server):
-    """Tokens, log-probabilities and text of random requests, some of whose clients go away."""
+def request_of(number: int) -> dict:
+    draw = random.Random(number)
+    body: dict = {"prompt": [draw.randrange(256) for _ in range(draw.randint(1, 300))]}
+    body |= {"max_tokens": draw.randint(1, 40), "seed": number, "logprobs": draw.randint(0, 3)}
+    body |= {"temperature": draw.choice([0, 0.7, 1.5]), "top_p": draw.choice([0.8, 1])}
+    body |= {"top_k": draw.choice([0, 5]), "frequency_penalty": draw.choice([0, 0.5])}
+    body |= {"stream": number % 10 in STREAMED}
+    if number % 10 in REFUSED:
+        return draw.choice(BAD) | {"max_tokens": LENGTH + number}
+    if number % 10 in LONG:
+        body["prompt"] = [draw.randrange(256) for _ in range(LENGTH - body["max_tokens"])]
+    if number % 10 in RULED:
+        return body | {"regex": f"[a-f]{{1,{number % 70}}}[0-9]", "n": 2}
+    return body | draw.choice([{}, {"stop": ["a", "\n"]}, {"n": 3}])
 
-    def request(number):
-        draw = random.Random(number)
-        body = {"prompt": [draw.randrange(256) for _ in range(draw.randint(1, 300))]}
-        body |= {"max_tokens": draw.randint(1, 60), "seed": number, "logprobs": draw.randint(0, 3)}
-        body |= {"temperature": draw.choice([0, 0.7, 1.5]), "top_p": draw.choice([0.8, 1])}
-        body |= {"top_k": draw.choice([0, 5]), "frequency_penalty": draw.choice([0, 0.5])}
-        return body | draw.choice([{}, {"stop": ["a", "\n"]}, {"n": 3}])
 
-    def choices(number):
-        return server.ask("/v1/completions", request(number)).json["choices"]
-
-    def gone(number):
-        connection = server.start("/v1/completions", request(number) | {"stream": True})
+def answer_of(server, number: int) -> tuple[int, str]:
+    """Status and text of the answer, without what differs each time."""
+    path = "/v1/completions"
+    if number % 10 in GONE:
+        connection = server.start(path, request_of(number))
         time.sleep(0.02 * (number % 7))
         connection.close()
+        return 0, ""
+    answer = server.ask(path, b"{" if number % 50 == 1 else request_of(number))
+    return answer.status, re.sub(r'"id":"[^"]*"|"created":\d+', "", answer.text)
 
-    async def together():
-        jobs = [
-            asyncio.to_thread(choices if i % 4 else gone, i)
-            for i in random.Random(0).sample(range(120), 120)
-        ]
-        return await asyncio.gather(*jobs)
 
-    order = random.Random(0).sample(range(120), 120)
-    found = dict(zip(order, asyncio.run(together()), strict=True))
-    for number in range(120):
-        if number % 4:
-            assert found[number] == choices(number), number
-    counts = server.metrics()
-    assert counts["kv_cache_usage_perc"] == counts["num_requests_waiting"] == 0
-    assert counts["compiles_after_warm_up"] == 0 and counts["prefix_cache_hits_total"] > 0
+def resident_bytes(server) -> int:
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def test_a_thousand_requests_leave_nothing_behind(run):
+    """Of all kinds, and some clients go away: replies are those alone, nothing fails, compiles or
+    stays in the cache or in memory."""
+    with (
+        serving(run, "--max_queue=1000") as server,
+        concurrent.futures.ThreadPoolExecutor(16) as threads,
+    ):
+        order = random.Random(0).sample(range(REQUESTS), REQUESTS)
+        answers = [*threads.map(lambda number: answer_of(server, number), order[:FIRST])]
+        before = resident_bytes(server)
+        answers += threads.map(lambda number: answer_of(server, number), order[FIRST:])
+        for number, answer in zip(order, answers, strict=True):
+            kind = number % 10
+            assert answer[0] == (0 if kind in GONE else 400 if kind in REFUSED else 200), answer
+            if number % 20 > 10 and kind not in STREAMED:
+                assert answer == answer_of(server, number), number
+        while (counts := server.metrics())["num_requests_running"]:
+            time.sleep(0.1)
+        assert counts["kv_cache_usage_perc"] == counts["num_requests_waiting"] == 0
+        assert counts["compiles_after_warm_up"] == 0 and counts["prefix_cache_hits_total"] > 0
+        assert resident_bytes(server) - before < GROWTH
 
 
 def test_curl(server):

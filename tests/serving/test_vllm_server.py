@@ -1,4 +1,4 @@
-"""`vllm serve` answers with maxmeg's greedy text: real weights, their tokenizer, chat template."""
+"""vLLM answers with maxmeg's greedy text: real weights, their tokenizer, chat template."""
 
 import contextlib
 import json
@@ -11,9 +11,20 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from smollm2 import converted, run
+import numpy as np
+import pytest
+from smollm2 import REPOSITORY, converted, run
+
+from maxmeg.config.model import DType
+from maxmeg.inference.engine import Engine
+from maxmeg.inference.load import load_run
+from maxmeg.inference.requests import Request
+from maxmeg.inference.sampling import Sampling
 
 NEW_TOKENS = 24
+PROMPTS, MORE_TOKENS = 64, 64
+TIE = 1e-3  # nats between two tokens that rounding may exchange
+MOST_TIES = 4  # prompts
 STARTS = 300  # seconds, on a busy machine
 TEXTS = ("The three primary colours are", "def fibonacci(n):\n")
 QUESTION = "What is the capital of France?"
@@ -65,8 +76,37 @@ def ours(folder: Path, *flags: str) -> list[str]:
     return [json.loads(line)["completion"] for line in written.read_text().splitlines()]
 
 
-def test_texts_and_chats_are_the_same(tmp_path):
-    folder = converted(tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return converted(tmp_path_factory.mktemp("smollm2"))
+
+
+def test_many_prompts_have_the_same_greedy_tokens(folder):
+    """Prompts of text and of random tokens, all at once. Where the tokens begin to differ, both of
+    them are as likely as each other."""
+    trained = load_run(str(folder / "run"), dtype=DType.float32)
+    text = trained.tokenizer.encode((REPOSITORY / "LICENSE").read_text("utf-8"))
+    rng, half = np.random.default_rng(0), PROMPTS // 2
+    prompts = [text[i * 20 : i * 20 + 5 + i].tolist() for i in range(half)]
+    prompts += [rng.integers(20, 49000, 5 + i).tolist() for i in range(half)]
+    request = Request(MORE_TOKENS, Sampling(temperature=0, top_logprobs=2))
+    replies = Engine(trained, lanes=16).generate([*map(np.array, prompts)], request)
+    (folder / "jobs.json").write_text(json.dumps({"": (str(folder / "hf"), prompts, MORE_TOKENS)}))
+    child = Path(__file__).with_name("vllm_child.py")
+    command = [sys.executable, str(child), "jobs.json", "answers.json"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = json.loads((folder / "answers.json").read_text())[""]["tokens"]
+    differ = [pair for pair in zip(replies, theirs, strict=True) if pair[0].tokens != pair[1]]
+    assert len(differ) <= MOST_TIES
+    for reply, tokens in differ:
+        pairs = enumerate(zip(reply.tokens, tokens, strict=True))
+        place = next(i for i, (one, other) in pairs if one != other)
+        (_, likeliest), (second, next_likely) = reply.top[place]
+        assert second == tokens[place] and likeliest - next_likely <= TIE
+
+
+def test_texts_and_chats_are_the_same(folder):
     greedy = {"model": "ours", "max_tokens": NEW_TOKENS, "temperature": 0}
     with served(folder / "hf", folder / "log.txt") as url:
         answer = ask(f"{url}/completions", prompt=list(TEXTS), **greedy)
