@@ -25,7 +25,8 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
     A group of a single unit has no loop. Under fsdp XLA computes the gradients of its weights last:
     what they read waits until then (`read`), full: also the recomputed streams, and under tensor
     parallelism the whole input and gradient of each sublayer. If `apart`, those of the first layer
-    alone wait. freed: bytes of each group that do not exist once it has run.
+    alone wait. A unit that some stages skip is a branch, after which the gradients of its weights
+    wait to be scattered. freed: bytes of each group that do not exist once it has run.
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
@@ -41,6 +42,9 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
             again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
             number = (streams(unit) + again * unit.sublayers) // layers
             size = work.itemsize * work.tokens * (width + number * D) // tensor
+            if in_branch(work, group):
+                members = [s for s in work.shards if s.parameter.group == group and s.trained]
+                size = work.itemsize * sum(s.whole for s in members) // work.config.parallel.chunks
             waiting += size if work.axes["fsdp"] > 1 else 0
         waiting -= freed[group]
     return largest
@@ -116,12 +120,18 @@ def scattered_in_branch(work: Workload) -> int:
     """Bytes in the last tick of a pipeline where ZeRO-1 scatters the gradients of a unit that not
     all stages have, in one branch: their float32 sums and the shards, all at once."""
     sizes = [0]
-    for group, unit in enumerate(work.units):
+    for group in range(len(work.units)):
         places = work.places[group] * work.config.parallel.chunks
         members = [s for s in work.shards if s.parameter.group == group and s.zero1_axes]
-        if work.pipelined and places * work.axes["pipe"] > unit.repeats:
+        if in_branch(work, group):
             sizes.append(FLOAT32 * sum(s.computed + s.stored for s in members) // places)
     return max(sizes)
+
+
+def in_branch(work: Workload, group: int) -> bool:
+    """Whether not all stages of a pipeline have as many units of a group: some skip one."""
+    places = work.places[group] * work.config.parallel.chunks
+    return work.pipelined and places * work.axes["pipe"] > work.units[group].repeats
 
 
 def split_once(work: Workload) -> bool:

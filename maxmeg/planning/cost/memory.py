@@ -215,7 +215,8 @@ def loss(work: Workload) -> int:
     """
     e, D, v, one = work.itemsize, work.config.model.hidden_size, work.vocabulary, head(work)
     xla = one.backend == "xla"
-    gradient = 0 if xla else waiting_gradient(work)
+    late = one.backend == "tiled" and work.axes["fsdp"] > 1 and not begins_early(work)
+    gradient = 0 if xla or (late and not work.pipelined) else waiting_gradient(work)
     weight = e * v * D if work.axes["fsdp"] > 1 else 0
     elsewhere = xla and not one.once and (summed_alone(work) or multiplied_last(work))
     sums = FLOAT32 * v * D if elsewhere else 0
