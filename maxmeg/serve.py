@@ -50,10 +50,7 @@ def main(options: Serve, link: Leader | Follower) -> None:
         options = dataclasses.replace(options, api_key=key)
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     name = options.name or Path(options.run_dir).resolve().name
-    if name in named_folders(options.adapters):
-        raise ValueError(
-            f"adapters: {name} is the name of the model: choose another, or set --name"
-        )
+    named_folders(options.adapters, name)
     listener = socket.create_server((options.host, options.port), family=family)
     engine = load(options)
     link.lead(engine.programs)

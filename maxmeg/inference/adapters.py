@@ -42,13 +42,18 @@ def with_adapters(trained: Trained, folders: Mapping[str, str | os.PathLike]) ->
     return attached(trained, {name: read(trained, folders[name]) for name in folders})
 
 
-def named_folders(texts: Sequence[str]) -> dict[str, str]:
-    """Return {name: folder} of texts NAME=FOLDER; ValueError for another form or a name twice."""
+def named_folders(texts: Sequence[str], model: str = "") -> dict[str, str]:
+    """Return {name: folder} of texts NAME=FOLDER; ValueError for another form, a name twice, and
+    the name of the model."""
     folders: dict[str, str] = {}
     for text in texts:
         name, equals, folder = text.partition("=")
         if not (name and equals and folder):
             raise ValueError(f"adapters={text}: write NAME=FOLDER")
+        if name == model:
+            raise ValueError(
+                f"adapters: {name} is the name of the model: choose another, or set --name"
+            )
         if name in folders:
             raise ValueError(
                 f"adapters: {name} is both {folders[name]} and {folder}: choose two names"

@@ -339,7 +339,7 @@ class Engine:
         try:
             is_complete = active.matcher is not None and active.matcher.add(token)
         except ValueError as error:
-            return self._end(job, "error", str(error))
+            return self._end(job, "grammar", str(error))
         if is_stopped or is_complete:
             self._end(job, "stop")
         elif len(job.tokens) == request.num_tokens:

@@ -44,7 +44,8 @@ class Matcher:
         grammar is too complex to go on."""
         self._state.consume_token(token)
         if self._state.is_error():
-            raise ValueError(f"the grammar cannot be followed: {self._state.get_error()}")
+            problem = self._state.get_error().splitlines()[0]  # the rest is llguidance's state
+            raise ValueError(f"the grammar cannot be followed: {problem}")
         return self._state.is_stopped()
 
     def mask(self) -> np.ndarray:

@@ -42,8 +42,8 @@ class Reply:
     likeliest ones in place of each, if the request asks for them. prompt_logprobs, prompt_top: the
     same for the prompt's tokens after the first, if the request asks for them. text: of the tokens;
     it only grows (`Text`). reason: why the reply ended: "stop" (an end token, a stop string, or a
-    complete grammar), "length", "cancelled" or "error"; empty while it goes on. error: what went
-    wrong.
+    complete grammar), "length", "cancelled", "grammar" (it became too complex to be followed) or
+    "error" (the engine failed); empty while it goes on. error: what went wrong.
     """
 
     prompt: tuple[int, ...]

@@ -144,8 +144,9 @@ class Api:
         left = ticket.count
         while left:
             update: Update = await ticket.updates.get()
-            if update.reason in ("error", "cancelled"):
-                raise ApiError(500, update.error or "the reply was cancelled")
+            if update.reason in ("error", "cancelled", "grammar"):
+                status = 400 if update.reason == "grammar" else 500
+                raise ApiError(status, update.error or "the reply was cancelled")
             left -= bool(update.reason)
             yield update.index, choices[update.index].update(update, logprobs), len(update.tokens)
 

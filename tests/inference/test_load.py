@@ -58,7 +58,7 @@ def test_mtp_layers_are_loaded_for_an_engine(saved, tmp_path):
     found, expected = (e.generate([np.arange(3)], request)[0] for e in (engine, plain))
     assert found.tokens == expected.tokens
     assert engine.decode_steps < plain.decode_steps == 7
-    with pytest.raises(ValueError, match="mtp=true: the model of .* has no MTP layers"):
+    with pytest.raises(ValueError, match=r"mtp=true: the model of .* has no MTP layers"):
         maxmeg.engine(saved[0], mtp=True)
 
 

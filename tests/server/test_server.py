@@ -198,6 +198,8 @@ def test_replies_follow_a_schema_a_regex_and_a_grammar(client):
 
 
 CANCELLED = 'request_success_total{finished_reason="cancelled"}'
+# It goes on for 30 tokens, which have too many meanings.
+AMBIGUOUS = f"start: {'s ' * 30}\ns: " + " | ".join("s " * n for n in range(2, 40)) + ' | "a"'
 BAD = [
     ({"prompt": "a", "best_of": 2}, 400, "best_of", "Extra inputs"),
     ({"prompt": "a", "suffix": "b"}, 400, "suffix", "Extra inputs"),
@@ -213,6 +215,12 @@ BAD = [
     ({"prompt": "a", "regex": "("}, 400, None, "regex"),
     ({"prompt": "a", "regex": "a" * 3000}, 400, None, "exceeds 2000"),
     ({"prompt": "a", "regex": "a", "grammar": "b"}, 400, None, "one of"),
+    (
+        {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50},
+        400,
+        None,
+        "the grammar cannot be followed",
+    ),
     ({"prompt": "\ud800"}, 400, None, "surrogates"),
     ({"prompt": "a", "stream_options": {}}, 400, "stream_options", "stream=true"),
     ({}, 400, "prompt", "required"),
