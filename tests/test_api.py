@@ -47,8 +47,8 @@ def test_modules_of_commands_are_called_as_the_functions_of_their_names():
     with pytest.raises(ValueError, match="hardware"):
         plan(Config(), "x100")
     assert {*maxmeg.__all__} <= {*dir(maxmeg)} and maxmeg.load is api.load
-    with pytest.raises(AttributeError, match="has no attribute 'serve'"):
-        maxmeg.serve  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'server_of'"):
+        maxmeg.server_of  # noqa: B018
 
 
 def test_settings_by_name_and_override():

@@ -80,7 +80,6 @@ def test_two_processes_serve_what_one_does(layout, model, tmp_path, capsys):
         statuses = asyncio.run(together())
         counts = server.metrics()
         assert counts['request_success_total{finished_reason="cancelled"}'] > 0
-        assert counts["num_preemptions_total"] > 0
         assert statuses.count(400) == 2 and statuses.count(200) == 14
         time.sleep(0.3)  # the other process waits
         body = {"prompt": "a", "max_tokens": 200, "logit_bias": ENDLESS, "stream": True}
