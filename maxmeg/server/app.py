@@ -98,8 +98,11 @@ class Api:
         if body.stream_options and not body.stream:
             raise ApiError(400, "stream_options needs stream=true", "stream_options")
         grammar, source = await self.served.grammar(body)
+        if grammar and body.ignore_eos:
+            raise ApiError(400, "a grammar decides where the reply ends", "ignore_eos")
         adapter = "" if body.model in (None, self.name) else body.model
-        chosen = self.served.engine.ends, body.stops, grammar, scores, adapter
+        ends = () if body.ignore_eos else self.served.engine.ends
+        chosen = ends, body.stops, grammar, scores, adapter
         request = Request(limit, sampling, *chosen)
         seed = secrets.randbits(32) if body.seed is None else body.seed
         return Ticket(http.state.id, prompts, request, seed, n, bool(body.stream), source)

@@ -65,6 +65,7 @@ class Generation(Texts):
     user: str | None = None
     regex: Text | None = None
     grammar: Text | None = None
+    ignore_eos: bool | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -104,6 +104,13 @@ def test_prompts_are_text_or_ids_alone_or_several(client, server):
     assert both.choices[0].text == texts[0] and len(both.choices) == 2
 
 
+def test_an_end_token_is_one_of_many_on_request(server):
+    body = {"prompt": "a", "max_tokens": 8, "logit_bias": dict.fromkeys(("257", "258"), 100)}
+    found = [server.ask("/v1/completions", body | {"ignore_eos": on}).json for on in (False, True)]
+    assert [f["choices"][0]["finish_reason"] for f in found] == ["stop", "length"]
+    assert found[1]["usage"]["completion_tokens"] == 8
+
+
 def test_a_prompt_is_scored_as_it_was_written(client):
     """The log-probabilities of greedy tokens are those of the same tokens in a prompt."""
     request = {"model": NAME, "temperature": 0, "logprobs": 2, "echo": True}
@@ -215,6 +222,7 @@ BAD = [
     ({"prompt": "a", "regex": "("}, 400, None, "regex"),
     ({"prompt": "a", "regex": "a" * 3000}, 400, None, "exceeds 2000"),
     ({"prompt": "a", "regex": "a", "grammar": "b"}, 400, None, "one of"),
+    ({"prompt": "a", "regex": "a", "ignore_eos": True}, 400, "ignore_eos", "a grammar decides"),
     (
         {"prompt": "a", "grammar": AMBIGUOUS, "max_tokens": 50},
         400,
