@@ -84,7 +84,7 @@ def flash_attention(
     v_BMGV: Float[Array, "B M G V"],
     spec: FlashSpec,
     *,
-    offset: Int[Array, ""] | int = 0,
+    offset: Int[Array, "*rows"] | int = 0,
     query_segments_BL: Int[Array, "B L"] | None = None,
     key_segments_BM: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:

@@ -52,26 +52,27 @@ def visible_intervals(
     spec: FlashSpec,
     query_length: int,
     key_length: int,
-    offset: Int[Array, ""] | int = 0,
+    offset: Int[Array, "*rows"] | int = 0,
     query_segments_BL: Int[Array, "B L"] | None = None,
     key_segments_BM: Int[Array, "B M"] | None = None,
 ) -> tuple[Int[Array, "A L"], Int[Array, "A L"]]:
-    """(lower, upper) bounds of each query's keys; A is B with segments, else 1.
+    """(lower, upper) bounds of each query's keys; A is B with segments or an offset per row, else
+    1.
 
     Query i is at position offset + i, key j at j. Rows must be valid as defined by `documents`.
     """
-    position_L = jnp.asarray(offset, jnp.int32) + jnp.arange(query_length, dtype=jnp.int32)
-    lower_AL = jnp.zeros((1, query_length), jnp.int32)
-    upper_AL = jnp.full((1, query_length), key_length, jnp.int32)
+    offset_A1 = jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1))
+    position_AL = offset_A1 + jnp.arange(query_length, dtype=jnp.int32)
+    lower_AL, upper_AL = jnp.zeros_like(position_AL), jnp.full_like(position_AL, key_length)
     if spec.causal:
-        upper_AL = jnp.minimum(upper_AL, position_L + 1)
+        upper_AL = jnp.minimum(upper_AL, position_AL + 1)
     if spec.window:
-        lower_AL = jnp.maximum(lower_AL, position_L - spec.window + 1)
-        upper_AL = jnp.minimum(upper_AL, position_L + spec.window)
+        lower_AL = jnp.maximum(lower_AL, position_AL - spec.window + 1)
+        upper_AL = jnp.minimum(upper_AL, position_AL + spec.window)
     if spec.chunk:
-        start_L = position_L // spec.chunk * spec.chunk
-        lower_AL = jnp.maximum(lower_AL, start_L)
-        upper_AL = jnp.minimum(upper_AL, start_L + spec.chunk)
+        start_AL = position_AL // spec.chunk * spec.chunk
+        lower_AL = jnp.maximum(lower_AL, start_AL)
+        upper_AL = jnp.minimum(upper_AL, start_AL + spec.chunk)
     if query_segments_BL is not None and key_segments_BM is not None:
         first_BL, end_BL, _ = documents(query_segments_BL, key_segments_BM)
         lower_AL, upper_AL = jnp.maximum(lower_AL, first_BL), jnp.minimum(upper_AL, end_BL)
@@ -83,7 +84,7 @@ def prepare(
     spec: FlashSpec,
     q_BLHK: jax.Array,
     k_BMGK: jax.Array,
-    offset: Int[Array, ""] | int,
+    offset: Int[Array, "*rows"] | int,
     query_segments_BL: Int[Array, "B L"] | None,
     key_segments_BM: Int[Array, "B M"] | None,
 ) -> tuple[FlashSpec, Int[Array, "A L"], Int[Array, "A L"]]:

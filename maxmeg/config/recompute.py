@@ -25,6 +25,8 @@ _PRODUCTS = (
     "dispatch_order",  # where the router sends each copy of a token: small integers
     "dispatch_counts",
     "dispatch_rounds",
+    "context_output",  # of attention in rounds over context, and its log-sum-exp: communication
+    "context_lse",
     "mixer_output",  # what a sublayer adds to the residual stream, summed over tensor
 )
 # Large, or cheap to recompute from those above.

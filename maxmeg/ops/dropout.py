@@ -9,15 +9,20 @@ from maxmeg.ops.random import random_bits
 
 
 def dropout(
-    x: Float[Array, "..."], rate: float, key: jax.Array, *coordinates: Int[Array, "..."]
+    x: Float[Array, "..."],
+    rate: float,
+    key: jax.Array,
+    *coordinates: Int[Array, "..."],
+    first: jax.Array | int = 0,
 ) -> jax.Array:
     """x / (1 - rate), or 0 with probability `rate`.
 
-    coordinates: global coordinates of each vector; they broadcast to x.shape[:-1].
+    coordinates: global coordinates of each vector; they broadcast to x.shape[:-1]. first: as in
+    `random_bits`.
     """
     if rate == 0.0:
         return x
-    keep = kept(x.shape, rate, key, *coordinates)
+    keep = kept(x.shape, rate, key, *coordinates, first=first)
     return jnp.where(keep, x / (1.0 - rate), 0).astype(x.dtype)
 
 

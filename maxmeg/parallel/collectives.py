@@ -78,9 +78,12 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int, groups=None) -> jax.Ar
     return lax.all_gather(x, axes, axis=dim, tiled=True, axis_index_groups=groups)
 
 
-def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def scatter(x: jax.Array, axes: tuple[str, ...], dim: int, groups=None) -> jax.Array:
+    """Reduce-scatter along `axes`, or among each of `groups` of their devices."""
     axes = present(axes)
-    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
+    if not axes:
+        return x
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
 
 
 def sum_over(x, axes: tuple[str, ...]):
@@ -156,7 +159,15 @@ def unshard_parameter(parameter) -> jax.Array:
     value, dim = parameter[...], gathered_dim(parameter)
     if dim is None or parameter.get_metadata("whole", False):
         return value
-    return _unsharded(dim, gradient_dtype(parameter), value)
+    return _summed_back(FSDP_AXES, dim, gradient_dtype(parameter), 1, value)
+
+
+def gather_exact(x: jax.Array, axes: tuple[str, ...], dim: int, nodes: int = 1) -> jax.Array:
+    """All-gather, inside each of `nodes` groups as from `inside`, whose gradient is summed in
+    float32."""
+    if not present(axes):
+        return x
+    return _summed_back(axes, dim, jnp.dtype(jnp.float32), nodes, x)
 
 
 def gathered_dim(parameter) -> int | None:
@@ -206,21 +217,24 @@ def whole(tree):
     return jax.tree.map(one, tree, is_leaf=is_variable)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _unsharded(dim: int, dtype: jnp.dtype, value: jax.Array) -> jax.Array:
-    return gather(value, FSDP_AXES, dim)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _summed_back(
+    axes: tuple[str, ...], dim: int, dtype: jnp.dtype, nodes: int, value: jax.Array
+) -> jax.Array:
+    """All-gather inside each of `nodes` groups; the gradient is summed and scattered in `dtype`."""
+    return gather(value, axes, dim, inside(axes, nodes))
 
 
-def _unsharded_forward(dim: int, dtype: jnp.dtype, value: jax.Array):
-    return gather(value, FSDP_AXES, dim), None
+def _summed_back_forward(axes, dim, dtype, nodes, value: jax.Array):
+    return gather(value, axes, dim, inside(axes, nodes)), None
 
 
-def _unsharded_backward(dim: int, dtype: jnp.dtype, _, gradient: jax.Array):
-    total = scatter(gradient.astype(dtype), FSDP_AXES, dim)
+def _summed_back_backward(axes, dim, dtype, nodes, _, gradient: jax.Array):
+    total = scatter(gradient.astype(dtype), axes, dim, inside(axes, nodes))
     return (total.astype(gradient.dtype),)  # JAX wants that of the value
 
 
-_unsharded.defvjp(_unsharded_forward, _unsharded_backward)
+_summed_back.defvjp(_summed_back_forward, _summed_back_backward)
 
 
 def local_kv_head(x: jax.Array, dim: int, num_heads: int) -> jax.Array:

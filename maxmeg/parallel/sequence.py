@@ -13,8 +13,10 @@ Index = typing.TypeVar("Index", np.ndarray, jax.Array)
 class SequenceShard:
     """One device's part of a sequence of `whole_length` tokens.
 
-    Each rank along context has a piece of the sequence; the ranks along tensor have consecutive
-    shards of that piece. A rank is an integer, or a traced array inside shard_map.
+    The sequence is cut into 2 n chunks for n ranks along context. The piece of rank r is chunk r
+    and then chunk 2 n - 1 - r: causal attention then costs every rank the same, as in Megatron-LM.
+    The ranks along tensor have consecutive shards of that piece. A rank is an integer, or a traced
+    array inside shard_map.
     """
 
     whole_length: int
@@ -35,7 +37,12 @@ class SequenceShard:
     def places(self, index_L: Index) -> Index:
         """Places in the whole sequence of this device's tokens number `index_L`."""
         in_piece_L = self.tensor_rank * self.length + index_L
-        return typing.cast(Index, self.context_rank * self.gathered().length + in_piece_L)
+        if self.context_size == 1:
+            return typing.cast(Index, in_piece_L)
+        chunk = self.whole_length // (2 * self.context_size)
+        is_second_L = in_piece_L // chunk
+        ahead = 2 * (self.context_size - 1 - self.context_rank) * chunk  # between the two chunks
+        return self.context_rank * chunk + in_piece_L + is_second_L * ahead
 
 
 def context_order(whole_length: int, context_size: int) -> np.ndarray:

@@ -6,6 +6,8 @@ run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-
 
 import logging
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxmeg.ops import backend as dispatch
@@ -69,6 +71,36 @@ def attention_with_lse(
         if is_costly(call, name, device):
             warn_of_xla(reason, xla_words(call, reason, device))
     return BACKENDS[name].attend(*call)
+
+
+def block_gradients(
+    call: tuple,
+    out_BLHV: Float[Array, "B L H V"],
+    lse_BLH: Float[Array, "B L H"],
+    d_out_BLHV: Float[Array, "B L H V"],
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "B L H K"], Float[Array, "B M G K"], Float[Array, "B M G V"]]:
+    """Gradients of q, k and v through one block of keys, where out and lse are of all blocks.
+
+    call: (q, k, v, spec, operands) of the block, without sinks. With P = exp(score - lse) the
+    gradient of a score is P (dO v - dO O).
+    """
+    q_BLHK, k_BMGK, v_BMGV, spec, operands = call
+    module = BACKENDS[choice(call, backend, dispatch.target_device())[0]]
+    if hasattr(module, "block_gradients"):
+        return module.block_gradients(call, out_BLHV, lse_BLH, d_out_BLHV)
+
+    def attend(q_BLHK, k_BMGK, v_BMGV):
+        return module.attend(q_BLHK, k_BMGK, v_BMGV, spec, operands)
+
+    (block_BLHV, block_lse_BLH), transpose = jax.vjp(attend, q_BLHK, k_BMGK, v_BMGV)
+    share_BLH = jnp.exp(block_lse_BLH - lse_BLH)  # of the block in all weights
+    d_out_BLHV = d_out_BLHV.astype(jnp.float32)
+    change_BLHV = block_BLHV.astype(jnp.float32) - out_BLHV.astype(jnp.float32)
+    d_lse_BLH = share_BLH * jnp.sum(d_out_BLHV * change_BLHV, axis=-1)
+    d_block_BLHV = (share_BLH[..., None] * d_out_BLHV).astype(block_BLHV.dtype)
+    return transpose((d_block_BLHV, d_lse_BLH))
 
 
 def choice(call: tuple, named: str, device: Device) -> tuple[str, str]:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
-from maxmeg.ops.attention.flash import with_sinks
+from maxmeg.ops.attention.flash import sink_gradient, with_sinks
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.attention.xla import Rows, visible
 from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, target_device
@@ -232,36 +232,42 @@ def by_rules(spec: ScoreSpec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H):
 
 
 def rules_forward(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H):
-    unused = jnp.zeros(0, q_BLHK.dtype)
-    arrays = dict.fromkeys(RULE_ARRAYS, unused) | {"score_mod_args": ()}
-    arrays |= {"query": q_BLHK, "key": k_BMGK, "value": v_BMGV}
-    arrays |= {} if bias_B1LM is None else {"bias": bias_B1LM}
-    settings = rule_settings(spec, bias_B1LM is not None)
-    (out, lse_BHL), saved = call_rule(
-        fused._dot_product_attention_fwd_rule, arrays | settings | {"return_residual": True}
-    )
-    all_BLH = jnp.swapaxes(lse_BHL, 1, 2)
-    out, all_BLH = with_sinks(out, all_BLH, sinks_H)
-    return (out, lse_BHL), (saved[:-2], jnp.swapaxes(all_BLH, 1, 2), out, bias_B1LM, sinks_H)
+    arrays = rule_arrays(q_BLHK, k_BMGK, v_BMGV, bias_B1LM)
+    settings = rule_settings(spec, bias_B1LM is not None) | {"return_residual": True}
+    (out, lse_BHL), _ = call_rule(fused._dot_product_attention_fwd_rule, arrays | settings)
+    out, all_BLH = with_sinks(out, jnp.swapaxes(lse_BHL, 1, 2), sinks_H)
+    return (out, lse_BHL), ((q_BLHK, k_BMGK, v_BMGV, bias_B1LM), all_BLH, out, sinks_H)
 
 
 def rules_backward(spec, residuals, cotangents):
     """With weights P = exp(score - lse), dS = P (dO v - dO O), also where O and lse have sinks; the
     gradient of a sink is that of a score whose value is 0."""
-    saved, all_BHL, out_BLHV, bias_B1LM, sinks_H = residuals
+    arrays, all_BLH, out_BLHV, sinks_H = residuals
     d_out_BLHV = cotangents[0]
-    given = {"res": (*saved, all_BHL, out_BLHV), "grad_output": d_out_BLHV}
-    settings = rule_settings(spec, bias_B1LM is not None) | {"return_residual": False}
-    dq, dk, dv, *_ = call_rule(fused._dot_product_attention_bwd_rule, given | settings)
-    d_sinks_H = None
-    if sinks_H is not None:
-        share_BHL = jnp.exp(sinks_H.astype(all_BHL.dtype)[:, None] - all_BHL)
-        slope_BLH = jnp.sum(d_out_BLHV.astype(jnp.float32) * out_BLHV, axis=-1)
-        d_sinks_H = -jnp.einsum("BHL,BLH->H", share_BHL, slope_BLH).astype(sinks_H.dtype)
-    return dq, dk, dv, None, d_sinks_H
+    gradients = gradients_by_rule(spec, arrays, out_BLHV, all_BLH, d_out_BLHV)
+    if sinks_H is None:
+        return *gradients, None, None
+    return *gradients, None, sink_gradient(sinks_H, out_BLHV, all_BLH, d_out_BLHV)
 
 
 by_rules.defvjp(rules_forward, rules_backward)
+
+
+def gradients_by_rule(spec: ScoreSpec, call: tuple, out_BLHV, lse_BLH, d_out_BLHV) -> tuple:
+    """Gradients of q, k and v of call = (q, k, v, bias or None)."""
+    rule, arrays = fused._dot_product_attention_fwd_rule, rule_arrays(*call)
+    saved = [arrays[name] for name in inspect.signature(rule).parameters if name in arrays]
+    residuals = (*saved, jnp.swapaxes(lse_BLH, 1, 2), out_BLHV)
+    settings = rule_settings(spec, call[3] is not None) | {"return_residual": False}
+    given = {"res": residuals, "grad_output": d_out_BLHV} | settings
+    return tuple(call_rule(fused._dot_product_attention_bwd_rule, given)[:3])
+
+
+def rule_arrays(q_BLHK, k_BMGK, v_BMGV, bias_B1LM) -> dict[str, Any]:
+    unused = jnp.zeros(0, q_BLHK.dtype)
+    arrays = dict.fromkeys(RULE_ARRAYS, unused) | {"score_mod_args": ()}
+    arrays |= {"query": q_BLHK, "key": k_BMGK, "value": v_BMGV}
+    return arrays | ({} if bias_B1LM is None else {"bias": bias_B1LM})
 
 
 def rule_settings(spec: ScoreSpec, has_bias: bool) -> dict[str, Any]:

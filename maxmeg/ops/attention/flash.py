@@ -81,3 +81,15 @@ def with_sinks(
     weight_BLH = jax.nn.sigmoid(lse_BLH - sinks_H)
     out_BLHV = (out_BLHV * weight_BLH[..., None]).astype(out_BLHV.dtype)
     return out_BLHV, jnp.logaddexp(lse_BLH, sinks_H)
+
+
+def sink_gradient(
+    sinks_H: Float[Array, " H"],
+    out_BLHV: Float[Array, "B L H V"],
+    lse_BLH: Float[Array, "B L H"],
+    d_out_BLHV: Float[Array, "B L H V"],
+) -> Float[Array, " H"]:
+    """Gradient of the sinks, whose values are 0; out and lse include them."""
+    share_BLH = jnp.exp(sinks_H.astype(lse_BLH.dtype) - lse_BLH)
+    slope_BLH = jnp.sum(d_out_BLHV.astype(jnp.float32) * out_BLHV, axis=-1)
+    return -jnp.sum(share_BLH * slope_BLH, axis=(0, 1)).astype(sinks_H.dtype)

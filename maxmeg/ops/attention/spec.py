@@ -34,18 +34,21 @@ class ScoreSpec:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionDropout:
-    """Dropout of the attention weights; rows_B, first_head: global indices of rows and heads."""
+    """Dropout of the attention weights. rows_B, first_head: global indices of rows and heads.
+    first_query, first_key: place in the sequence of the first query and key, one or one per row."""
 
     key: jax.Array
     rows_B: jax.Array
     first_head: jax.Array | int
     rate: float = dataclasses.field(metadata={"static": True})
+    first_query: jax.Array | int = 0
+    first_key: jax.Array | int = 0
 
 
 class Operands(typing.NamedTuple):
     """Optional operands beside queries, keys and values.
 
-    offset: position of the first query, an int or traced. segments_BL: document id of each query,
+    offset: position of the first query, an int or traced, also one per row [B]. segments_BL: document id of each query,
     and of each key unless key_segments_BM is set; a query sees keys of its own document only.
     sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS).
     """

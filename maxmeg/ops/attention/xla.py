@@ -46,7 +46,8 @@ class Block:
 
 
 class Rows(typing.NamedTuple):
-    """Traced facts of a block of queries; position, index: of its first query."""
+    """Traced facts of a block of queries. position, index: of its first query; position also one
+    per row [B]."""
 
     position: jax.Array | int
     index: jax.Array | int
@@ -232,7 +233,7 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     weights_BGJLM, lse_BGJL = softmax(scores_BGJLM, sinks_GJ, block.alone)
     weights_BGJLM = weights_BGJLM.astype(v_BMGV.dtype)
     if rows.dropout is not None:
-        weights_BGJLM = drop_weights(weights_BGJLM, rows.index, rows.dropout)
+        weights_BGJLM = drop_weights(weights_BGJLM, rows.index, block.first_key, rows.dropout)
     out_BLGJV = jnp.einsum("BGJLM,BMGV->BLGJV", weights_BGJLM, v_BMGV)
     if block.alone:
         out_BLGJV = collectives.stored(out_BLGJV, "attention_output")
@@ -243,17 +244,17 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
 
 def visible(spec: ScoreSpec, rows: Rows, length: int, keys_M: jax.Array) -> jax.Array:
     """The mask [B or 1, L, M]: whether each of `length` queries sees each key."""
-    queries_L1 = (rows.position + jnp.arange(length))[:, None]
-    seen_LM = jnp.ones((length, keys_M.size), bool)
+    queries_AL1 = jnp.reshape(rows.position, (-1, 1, 1)) + jnp.arange(length)[:, None]
+    seen_ALM = jnp.ones((*queries_AL1.shape[:2], keys_M.size), bool)
     if spec.causal:
-        seen_LM &= keys_M <= queries_L1
+        seen_ALM &= keys_M <= queries_AL1
     if spec.window:
-        seen_LM &= jnp.abs(queries_L1 - keys_M) < spec.window
+        seen_ALM &= jnp.abs(queries_AL1 - keys_M) < spec.window
     if spec.chunk:
-        seen_LM &= keys_M // spec.chunk == queries_L1 // spec.chunk
+        seen_ALM &= keys_M // spec.chunk == queries_AL1 // spec.chunk
     if rows.segments_BL is None or rows.segments_BM is None:
-        return seen_LM[None]
-    return seen_LM & (rows.segments_BL[:, :, None] == rows.segments_BM[:, None])
+        return seen_ALM
+    return seen_ALM & (rows.segments_BL[:, :, None] == rows.segments_BM[:, None])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -295,17 +296,18 @@ def softmax_parts(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.
     return weights_BGJLM, lse_BGJL
 
 
-def drop_weights(weights_BGJLM: jax.Array, start, spec: AttentionDropout) -> jax.Array:
-    """Attention weights after dropout. start: index of the first query."""
+def drop_weights(weights_BGJLM: jax.Array, query, key, spec: AttentionDropout) -> jax.Array:
+    """Attention weights after dropout. query, key: indices of the first query and key."""
     B, G, J, L, M = weights_BGJLM.shape
-    weights_BHLM = weights_BGJLM.reshape(B, G * J, L, M)
     heads_H = spec.first_head + jnp.arange(G * J)
+    queries_A1L = jnp.reshape(spec.first_query, (-1, 1, 1)) + query + jnp.arange(L)
     dropped = dropout(
-        weights_BHLM,
+        weights_BGJLM.reshape(B, G * J, L, M),
         spec.rate,
         spec.key,
         spec.rows_B[:, None, None],
         heads_H[None, :, None],
-        (start + jnp.arange(L))[None, None, :],
+        queries_A1L,
+        first=jnp.reshape(spec.first_key, (-1, 1, 1, 1)) + key,
     )
     return dropped.reshape(weights_BGJLM.shape)

@@ -1,0 +1,326 @@
+"""Attention in rounds over context: keys of other devices arrive, outputs are merged.
+
+Two kinds of rounds. In a ring the pieces of keys and values travel from device to device. With a
+window, a half of a piece needs only the end of the half before it, its halo.
+
+Outputs of the rounds are merged in float32 by their log-sum-exp. Backward stores queries, keys,
+values, output and log-sum-exp: with these of all rounds together, the gradients of a round are its
+exact contributions. It goes through the rounds in reverse order; keys, and their gradients in
+float32, travel back.
+
+Letters beside the legend's: N rows of the pairs of halves of a round, I elements of what travels.
+"""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxmeg.ops.attention.call import attention_with_lse, block_gradients
+from maxmeg.ops.attention.flash import sink_gradient, with_sinks
+from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import CONTEXT_AXES
+
+Half = jax.Array | int
+Pairs = tuple[tuple[Half, Half], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Expand:
+    """What makes keys and values [B, M, G, .] of what travels [B, M, G, I]: here both, side by side
+    (key_size: elements of a key). `weights` are the weights that it needs."""
+
+    key_size: int
+    travels_by_head: typing.ClassVar[bool] = True
+
+    def __call__(self, weights, kv_BMGI: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kv_BMGI[..., : self.key_size], kv_BMGI[..., self.key_size :]
+
+    def of_heads(self, weights, number: Half, count: int):
+        """The weights of part `number` of `count` of the heads."""
+        return weights
+
+
+class Rows(typing.NamedTuple):
+    """segments_BL: of the whole sequence, in its order. key, rows_B, first_head: of dropout."""
+
+    segments_BL: typing.Any = None
+    key: typing.Any = None
+    rows_B: typing.Any = None
+    first_head: typing.Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """distance: between neighbours of the ring, in ranks along context. halo: number of tokens that
+    a half reads before it; None: pieces travel around the ring. rate: of dropout."""
+
+    spec: ScoreSpec
+    backend: str
+    expand: Expand
+    distance: int
+    halo: int | None
+    rate: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """Number of devices of the ring."""
+        return collectives.axis_size(CONTEXT_AXES) // self.distance
+
+    @property
+    def rank(self) -> jax.Array:
+        return typing.cast(jax.Array, collectives.axis_index(CONTEXT_AXES) // self.distance)
+
+
+def halo_of(spec: ScoreSpec, half: int) -> int | None:
+    """Number of tokens before a half that its queries see, rounded up to an even one for cuDNN;
+    None: more than a half."""
+    if spec.chunk and half % spec.chunk == 0:
+        return 0
+    even = spec.window - spec.window % 2
+    return even if spec.window and spec.causal and even <= half else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One attention call: queries of this device and keys that have arrived.
+
+    pairs: (half of the queries, half of the keys) that meet; None: the pieces as they are. source:
+    rank that the keys are from. halo: the keys are the `halo` tokens before a half, the queries its
+    first ones. by_place: the mask depends on the places of queries and keys.
+    """
+
+    spec: ScoreSpec
+    pairs: Pairs | None
+    source: jax.Array
+    halo: int = 0
+    by_place: bool = False
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        """The part [N, ...] for this call of an array [B, ...] of this device's tokens."""
+        if self.pairs is None:
+            return x
+        halves = [half_of(x, query) for query, _ in self.pairs]
+        return jnp.concatenate([half[:, : self.halo or None] for half in halves])
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        """The part [N, ...] for this call of an array [B, ...] of tokens that have arrived."""
+        if self.pairs is None:
+            return x
+        return jnp.concatenate([half_of(x, key) for _, key in self.pairs])
+
+    def operands(self, plan: Plan, rows: Rows, count: int, length: int) -> Operands:
+        """count: number of rows; length: of a half."""
+        pairs = ((0, 0), (1, 1)) if self.pairs is None else self.pairs
+        queries = [start_of(plan.rank, query, plan.size, length) for query, _ in pairs]
+        keys = [start_of(self.source, key, plan.size, length) - self.halo for _, key in pairs]
+
+        def segments(starts: list) -> jax.Array | None:
+            if rows.segments_BL is None:
+                return None
+            parts = [slice_at(rows.segments_BL, start, self.halo or length) for start in starts]
+            return jnp.concatenate(parts, axis=1 if self.pairs is None else 0)
+
+        def of_rows(starts: list) -> jax.Array:
+            return jnp.repeat(jnp.stack(starts), count)
+
+        offset, dropout = self.halo, None
+        if self.by_place:
+            offset = of_rows(queries) - of_rows(keys)
+        if plan.rate:
+            rows_B, places = jnp.tile(rows.rows_B, len(pairs)), (of_rows(queries), of_rows(keys))
+            dropout = AttentionDropout(rows.key, rows_B, rows.first_head, plan.rate, *places)
+        return Operands(offset, segments(queries), segments(keys), None, dropout)
+
+    def missing(self, plan: Plan, count: int) -> jax.Array:
+        """Whether a row [N, 1, 1] of halos has no keys: nothing is before the sequence."""
+        starts = [start_of(plan.rank, half, plan.size, 1) for half in (0, 1)]
+        return jnp.repeat(jnp.stack(starts) == 0, count)[:, None, None]
+
+    def split(self, x: jax.Array) -> list[tuple[Half, jax.Array]]:
+        """(half of the queries, its part [B, ...]) of the output [N, ...] of this call."""
+        if self.pairs is None:
+            return [(half, half_of(x, half)) for half in (0, 1)]
+        parts = jnp.split(x, len(self.pairs))
+        return [(half, part) for (half, _), part in zip(self.pairs, parts, strict=True)]
+
+
+def rounds_of(plan: Plan) -> list[Round]:
+    """The rounds of a device."""
+    spec, rank, size = plan.spec, plan.rank, plan.size
+    if plan.halo is not None:
+        same = (0, 0), (1, 1)
+        return [Round(spec, same, rank)] + [Round(spec, same, rank, plan.halo)] * (plan.halo > 0)
+    by_place = bool(spec.window or plan.rate)
+    sources = [(rank - n) % size for n in range(size)]
+    if not spec.causal:
+        pairs = ((0, 0), (0, 1), (1, 0), (1, 1)) if by_place else None
+        return [Round(spec, pairs, source, by_place=by_place) for source in sources]
+    # The order of a piece's tokens is that of the sequence.
+    first = Round(spec, ((0, 0), (1, 0), (1, 1)) if by_place else None, rank, by_place=by_place)
+    later = spec if by_place else dataclasses.replace(spec, causal=False)
+    rounds = [first]
+    for source in sources[1:]:
+        # Half 0 of earlier ranks comes before both halves, both of later ranks before half 1.
+        other = (source > rank).astype(jnp.int32)
+        rounds.append(Round(later, ((1, 0), (other, other)), source, by_place=by_place))
+    return rounds
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def in_rounds(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows) -> jax.Array:
+    """Attention [B, L, H, V] of this device's queries over the whole sequence."""
+    return in_rounds_forward(plan, q_BLHK, kv_BLGI, weights, sinks_H, rows)[0]
+
+
+def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows):
+    B, half, arrived, totals = q_BLHK.shape[0], q_BLHK.shape[1] // 2, kv_BLGI, [None, None]
+    for number, turn in enumerate(rounds_of(plan)):
+        if number:
+            arrived = moved(plan, arrived)
+        k_NMGK, v_NMGV = plan.expand(weights, turn.keys(arrived))
+        operands = turn.operands(plan, rows, B, half)
+        call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
+        out_NLHV, lse_NLH = attention_with_lse(*call, backend=plan.backend)
+        if turn.halo:
+            lse_NLH = jnp.where(turn.missing(plan, B), NEGATIVE, lse_NLH)
+        parts = [turn.split(x) for x in (out_NLHV, lse_NLH)]
+        for (which, out_BLHV), (_, lse_BLH) in zip(*parts, strict=True):
+            add(totals, which, out_BLHV.astype(jnp.float32), lse_BLH)
+    out_BLHV, lse_BLH = (jnp.concatenate(parts, axis=1) for parts in zip(*totals, strict=True))
+    out_BLHV, lse_BLH = with_sinks(out_BLHV, lse_BLH, sinks_H)
+    out_BLHV = collectives.stored(out_BLHV.astype(q_BLHK.dtype), "context_output")
+    lse_BLH = collectives.stored(lse_BLH, "context_lse")
+    return out_BLHV, (q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH)
+
+
+def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
+    q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH = residuals
+    B, half, arrived = q_BLHK.shape[0], q_BLHK.shape[1] // 2, kv_BLGI
+    d_q, d_kv, d_weights = float32_zeros(q_BLHK), None, None
+    rounds = list(enumerate(rounds_of(plan)))
+    for number, turn in reversed(rounds):
+        if number:
+            arrived = moved_before(plan, arrived, number == len(rounds) - 1)
+            arrived = arrived if d_kv is None else collectives.after(arrived, d_kv)
+        else:
+            arrived = kv_BLGI
+        (k_NMGK, v_NMGV), into = jax.vjp(plan.expand, weights, turn.keys(arrived))
+        operands = turn.operands(plan, rows, B, half)
+        call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
+        out, lse, d_out = (turn.queries(x) for x in (out_BLHV, lse_BLH, d_out_BLHV))
+        if turn.halo:  # the weights of its keys are then exp(score - lse) = 0
+            lse = jnp.where(turn.missing(plan, B), -NEGATIVE, lse)
+        d_query, *d_keys = block_gradients(call, out, lse, d_out, backend=plan.backend)
+        d_w, d_arrived = into(tuple(d_keys))
+        d_q += transposed(turn.queries, d_q, d_query)
+        d_weights = added(d_weights, d_w)
+        d_arrived = transposed(turn.keys, arrived, d_arrived)
+        d_kv = d_arrived if d_kv is None else d_kv + d_arrived
+        if number:
+            d_kv = moved_back(plan, d_kv, kv_BLGI)
+    d_weights = jax.tree.map(lambda w, g: g.astype(w.dtype), weights, d_weights)
+    d_sinks = None
+    if sinks_H is not None:
+        d_sinks = sink_gradient(sinks_H, out_BLHV, lse_BLH, d_out_BLHV)
+    return d_q.astype(q_BLHK.dtype), d_kv.astype(kv_BLGI.dtype), d_weights, d_sinks, None
+
+
+in_rounds.defvjp(in_rounds_forward, in_rounds_backward)
+
+
+def add(totals: list, which: Half, out_BLHV: jax.Array, lse_BLH: jax.Array) -> None:
+    """Merge the output of queries of a half, its first ones, into those of the halves."""
+    for half in (0, 1):
+        if isinstance(which, int) and which != half:
+            continue
+        if totals[half] is None:
+            totals[half] = out_BLHV, lse_BLH
+            continue
+        total, total_lse = totals[half]
+        missing = ((0, 0), (0, total.shape[1] - out_BLHV.shape[1]), (0, 0))
+        part_lse = jnp.pad(lse_BLH, missing, constant_values=NEGATIVE)
+        if not isinstance(which, int):
+            part_lse = jnp.where(which == half, part_lse, NEGATIVE)
+        part = jnp.pad(out_BLHV, (*missing, (0, 0)))
+        lse = jnp.logaddexp(total_lse, part_lse)
+        share, part_share = (jnp.exp(x - lse)[..., None] for x in (total_lse, part_lse))
+        totals[half] = share * total + part_share * part, lse
+
+
+def moved(plan: Plan, kv_BLGI: jax.Array) -> jax.Array:
+    """What arrives for the next round: the piece of the rank before, or halos [B, 2 x halo, ...]"""
+    if plan.halo is None:
+        return shifted(plan, kv_BLGI, 1)
+    half, halo = kv_BLGI.shape[1] // 2, plan.halo
+    ends = [half_of(kv_BLGI, number)[:, half - halo :] for number in (0, 1)]
+    before = shifted(plan, ends[0], 1, cyclic=False)
+    after = shifted(plan, collectives.after(ends[1], before), -1, cyclic=False)
+    after = jnp.where(plan.rank == plan.size - 1, ends[0], after)
+    return jnp.concatenate((before, after), axis=1)
+
+
+def moved_before(plan: Plan, arrived: jax.Array, is_last: bool) -> jax.Array:
+    """What had arrived in the round before; is_last: `arrived` is of this device still."""
+    return shifted(plan, arrived, -1) if plan.halo is None else moved(plan, arrived)
+
+
+def moved_back(plan: Plan, d_arrived: jax.Array, kv_BLGI: jax.Array) -> jax.Array:
+    """The transpose of `moved`."""
+    if plan.halo is None:
+        return shifted(plan, d_arrived, -1)
+    d_before, d_after = half_of(d_arrived, 0), half_of(d_arrived, 1)
+    d_first = shifted(plan, d_before, -1, cyclic=False)
+    d_second = shifted(plan, collectives.after(d_after, d_first), 1, cyclic=False)
+    d_first += jnp.where(plan.rank == plan.size - 1, d_after, 0)
+    widths = ((0, 0), (kv_BLGI.shape[1] // 2 - plan.halo, 0), (0, 0), (0, 0))
+    return jnp.concatenate([jnp.pad(d_end, widths) for d_end in (d_first, d_second)], axis=1)
+
+
+def shifted(plan: Plan, x: jax.Array, step: int, cyclic: bool = True) -> jax.Array:
+    """x of the device `step` ranks before this one in its ring; zeros where there is none."""
+    size, distance = plan.size, plan.distance
+    pairs = []
+    for source in range(size * distance):
+        target = source // distance + step
+        if cyclic or 0 <= target < size:
+            pairs.append((source, target % size * distance + source % distance))
+    return collectives.permute(x, CONTEXT_AXES[0], pairs)
+
+
+def transposed(function, x: jax.Array, slope: jax.Array) -> jax.Array:
+    """The transpose, in float32, of a linear function of arrays like x."""
+    transpose = jax.linear_transpose(function, jax.ShapeDtypeStruct(x.shape, jnp.float32))
+    return transpose(slope.astype(jnp.float32))[0]
+
+
+def float32_zeros(x: jax.Array) -> jax.Array:
+    return jnp.zeros(x.shape, jnp.float32)
+
+
+def added(total, tree):
+    """Sum of trees in float32; total None: there is none yet."""
+    tree = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+    return tree if total is None else jax.tree.map(jnp.add, total, tree)
+
+
+def half_of(x: jax.Array, half: Half) -> jax.Array:
+    middle = x.shape[1] // 2
+    if isinstance(half, int):
+        return x[:, half * middle : (half + 1) * middle]
+    return jnp.where(half == 1, x[:, middle:], x[:, :middle])
+
+
+def start_of(rank: jax.Array, half: Half, size: int, length: int) -> jax.Array:
+    """Place in the sequence of the first token of a half of `length` tokens."""
+    if isinstance(half, int):
+        return (2 * size - 1 - rank if half else rank) * length
+    return jnp.where(half == 1, 2 * size - 1 - rank, rank) * length
+
+
+def slice_at(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, length, axis=1)

@@ -1,0 +1,144 @@
+"""Attention over a sequence that is cut over context: every option under every strategy."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from maxmeg.ops.attention.context import ContextStrategy, attention_over_context
+from maxmeg.ops.attention.rounds import Expand
+from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
+from maxmeg.ops.random import random_bits
+from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
+from maxmeg.parallel.sequence import context_order
+from maxmeg.parallel.spmd import spmd
+
+TOLERANCE = 1e-6  # of the largest value, float32
+RATE = 0.25
+FEATURES = {
+    "causal": {},
+    "all keys": {"spec": ScoreSpec(causal=False)},
+    "documents": {"documents": True},
+    "window": {"spec": ScoreSpec(window=5)},
+    "window, documents": {"spec": ScoreSpec(window=4), "documents": True},
+    "long window": {"spec": ScoreSpec(window=23)},
+    "chunks": {"spec": ScoreSpec(chunk=10)},
+    "short chunks": {"spec": ScoreSpec(chunk=2), "documents": True},
+    "sinks": {"sinks": True},
+    "sinks, window": {"spec": ScoreSpec(window=3), "sinks": True},
+    "soft cap": {"spec": ScoreSpec(softcap=0.5)},
+    "dropout": {"drop": True},
+    "dropout, window": {"drop": True, "spec": ScoreSpec(window=6)},
+    "multi-query": {"groups": 1},
+}
+B, L, H, K, V = 2, 48, 8, 8, 4
+
+
+def strategies(context: int) -> dict[str, ContextStrategy]:
+    named = {"ring": ContextStrategy(), "gather": ContextStrategy(gather=True)}
+    if H % context == 0:
+        named["exchange"] = ContextStrategy(inner=context)
+    if context % 2 == 0 and context > 2:
+        named["hierarchy"] = ContextStrategy(inner=2)
+    return named
+
+
+CASES = [
+    (context, strategy, feature)
+    for context in (2, 3, 4, 8)
+    for strategy in strategies(context)
+    for feature in FEATURES
+]
+
+
+def arrays_of(groups: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = (B, L, H, K), (B, L, groups, K + V), (B, L, H, V), (H,)
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def segments_of(documents: bool) -> np.ndarray | None:
+    ends = np.array([[3, 20, 31], [7, 8, 40]])
+    return (np.arange(L)[None, :, None] >= ends[:, None]).sum(-1).astype(np.int32) if documents else None
+
+
+def operands_of(segments, sinks, drop: bool) -> Operands:
+    dropout = AttentionDropout(jax.random.key(3), jnp.arange(B), 0, RATE) if drop else None
+    return Operands(0, segments, None, sinks, dropout)
+
+
+@functools.cache
+def expected(feature: str) -> list[np.ndarray]:
+    """Output, and gradients of q, kv and sinks, by softmax attention in NumPy and float64."""
+    return reference(**FEATURES[feature])
+
+
+def reference(spec=ScoreSpec(), documents=False, sinks=False, drop=False, groups=2):
+    q, kv, slope, sink_H = (x.astype(np.float64) for x in arrays_of(groups))
+    k, v = (np.repeat(x, H // groups, axis=2) for x in (kv[..., :K], kv[..., K:]))
+    i, j = np.arange(L)[:, None], np.arange(L)
+    seen = np.ones((B, 1, L, L), bool)
+    seen &= (j <= i) if spec.causal else True
+    seen &= (np.abs(i - j) < spec.window) if spec.window else True
+    seen &= (i // spec.chunk == j // spec.chunk) if spec.chunk else True
+    segments = segments_of(documents)
+    if segments is not None:
+        seen &= (segments[:, :, None] == segments[:, None])[:, None]
+    scores = np.einsum("blhk,bmhk->bhlm", q, k) / np.sqrt(K)
+    cap = spec.softcap or np.inf
+    capped = cap * np.tanh(scores / cap) if spec.softcap else scores
+    weights = np.where(seen, np.exp(capped), 0)
+    total = weights.sum(-1, keepdims=True)
+    sink = np.exp(sink_H)[:, None, None] if sinks else 0
+    weights = weights / (total + sink)
+    keep = np.ones_like(weights)
+    if drop:
+        coordinates = np.arange(B)[:, None, None], np.arange(H)[:, None], np.arange(L)
+        bits = random_bits(weights.shape, jax.random.key(3), *map(jnp.asarray, coordinates))
+        keep = np.asarray(bits >= np.uint32(RATE * 2**32)) / (1 - RATE)
+    out = np.einsum("bhlm,bmhv->blhv", weights * keep, v)
+    d_weights = keep * np.einsum("blhv,bmhv->bhlm", slope, v)
+    inner = (weights * d_weights).sum(-1, keepdims=True)
+    d_scores = weights * (d_weights - inner)
+    d_scores *= 1 - np.tanh(scores / cap) ** 2 if spec.softcap else 1
+    d_q = np.einsum("bhlm,bmhk->blhk", d_scores, k) / np.sqrt(K)
+    d_k = np.einsum("bhlm,blhk->bmhk", d_scores, q) / np.sqrt(K)
+    d_v = np.einsum("bhlm,blhv->bmhv", weights * keep, slope)
+    d_kv = np.concatenate((d_k, d_v), -1).reshape(B, L, groups, H // groups, K + V).sum(3)
+    d_sinks = -(sink / (total + sink) * inner).sum((0, 2, 3)) if sinks else 0 * sink_H
+    return [out, d_q, d_kv, d_sinks]
+
+
+def actual(context: int, strategy: ContextStrategy, spec=ScoreSpec(), documents=False, sinks=False, drop=False, groups=2):
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": context}, jax.devices()[:context])
+    order = context_order(L, context)
+    q, kv, slope, sink_H = arrays_of(groups)
+    segments = segments_of(documents)
+    placed = [x[:, order] for x in (q, kv, slope)]
+
+    def local(q, kv, slope, sink_H, segments):
+        def run(q, kv, sink_H):
+            operands = operands_of(segments, sink_H if sinks else None, drop)
+            return attention_over_context(q, kv, Expand(K), (), spec, operands, strategy)
+
+        out, pull = jax.vjp(run, q, kv, sink_H)
+        *slopes, d_sinks = pull(slope)
+        return out, *slopes, jax.lax.psum(d_sinks, CONTEXT_AXES)
+
+    cut = P(None, CONTEXT_AXES)
+    run = jax.jit(spmd(local, mesh, (cut, cut, cut, P(), cut), (cut, cut, cut, P())))
+    found = run(*placed, sink_H, None if segments is None else segments[:, order])
+    back = np.argsort(order)
+    return [np.asarray(x) if i == 3 else np.asarray(x)[:, back] for i, x in enumerate(found)]
+
+
+@pytest.mark.parametrize(("context", "strategy", "feature"), CASES)
+def test_results_and_gradients_equal_attention_over_the_row(context, strategy, feature):
+    found = actual(context, strategies(context)[strategy], **FEATURES[feature])
+    for one, other in zip(found, expected(feature), strict=True):
+        assert np.abs(one - other).max() <= TOLERANCE * max(np.abs(other).max(), 1)
