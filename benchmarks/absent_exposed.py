@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from absent_cases import Case, compiled
 from absent_traffic import traffic
 
-from maxmeg.config.schema import GPUS_A_NODE
+from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.validate import axis_sizes
 from maxmeg.planning import hlo
 from maxmeg.planning.cost.communication import EXCHANGES

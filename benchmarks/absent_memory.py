@@ -18,7 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from maxmeg.config.schema import Config, ParallelConfig, Schedule, TrainConfig
+from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import ARCHITECTURES, use_architecture
 from maxmeg.planning.analytic import analyze

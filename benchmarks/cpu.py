@@ -106,7 +106,8 @@ def cpu_seconds(call: Callable[[], object]) -> float:
 
 def plan() -> dict:
     """Measure the planner; returns the numbers."""
-    from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+    from maxmeg.config.parallel import ParallelConfig
+    from maxmeg.config.schema import Config, TrainConfig
     from maxmeg.models.registry import use_architecture
     from maxmeg.planning.analytic import analyze
     from maxmeg.planning.hardware import parse_cluster

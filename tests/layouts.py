@@ -7,7 +7,8 @@ from maxmeg.checkpoint.initialize import create_state
 from maxmeg.config.data import DataConfig
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
-from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.objectives.objective import Objective

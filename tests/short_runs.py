@@ -9,14 +9,8 @@ import numpy as np
 
 from maxmeg.config.data import DataConfig, DataOrder
 from maxmeg.config.model import DType, ModelConfig
-from maxmeg.config.schema import (
-    CheckpointConfig,
-    Config,
-    LogConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import CheckpointConfig, Config, LogConfig, OptimConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.train import main

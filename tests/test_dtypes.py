@@ -22,7 +22,7 @@ from layouts import (
 )
 
 from maxmeg.config.model import DType, Norm, Position
-from maxmeg.config.schema import Schedule
+from maxmeg.config.parallel import Schedule
 from maxmeg.parallel.fused import fuse
 from maxmeg.parallel.rules import reductions
 from maxmeg.step import make_train_step

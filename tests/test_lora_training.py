@@ -14,14 +14,8 @@ from layouts import EVERYTHING, controls, mesh_of, tiny, tiny_abstract, tiny_bat
 
 from maxmeg import generate
 from maxmeg.config.model import DType
-from maxmeg.config.schema import (
-    Config,
-    LogConfig,
-    LoraConfig,
-    OptimConfig,
-    ParallelConfig,
-    Schedule,
-)
+from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.schema import Config, LogConfig, LoraConfig, OptimConfig
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
 from maxmeg.layers.lora import linears

@@ -13,7 +13,8 @@ from masked_corpus import SIZE, corpus, vocabulary
 
 from maxmeg import evaluate, generate, preprocess
 from maxmeg.config.data import Objective
-from maxmeg.config.schema import Config, Schedule
+from maxmeg.config.parallel import Schedule
+from maxmeg.config.schema import Config
 from maxmeg.data.build import build_dataset
 from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.resuming import record_order, warn_of_order

@@ -6,8 +6,8 @@ import pytest
 from short_runs import EACH, ENDS, SAME, config, copy_run, curve, digests, run_layouts, write_corpus
 
 from maxmeg import generate
-from maxmeg.config.mixers import RouterScore
-from maxmeg.config.schema import Config, ExpertExchange
+from maxmeg.config.mixers import ExpertExchange, RouterScore
+from maxmeg.config.schema import Config
 from maxmeg.train import main
 
 MODEL = {

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from layouts import BATCH, LENGTH, controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
 
-from maxmeg.config.mixers import ExpertBackend, RouterScore
+from maxmeg.config.mixers import ExpertBackend, ExpertExchange, RouterScore
 from maxmeg.config.model import DType
-from maxmeg.config.schema import ExpertExchange, LoraConfig, Schedule
+from maxmeg.config.parallel import Schedule
+from maxmeg.config.schema import LoraConfig
 from maxmeg.layers.auxiliary import by_layer
 from maxmeg.models.lm import language_model
 from maxmeg.parallel.trainable import frozen, trained

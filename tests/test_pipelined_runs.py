@@ -7,7 +7,8 @@ import pytest
 from short_runs import EACH, ENDS, SAME, config, copy_run, curve, digests, run_layouts, write_corpus
 
 from maxmeg import evaluate, generate
-from maxmeg.config.schema import Config, Schedule
+from maxmeg.config.parallel import Schedule
+from maxmeg.config.schema import Config
 from maxmeg.train import main
 
 MODEL = {"num_layers": 6, "mtp.num_layers": 1}

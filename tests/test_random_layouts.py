@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from layouts import BATCH, LENGTH, model_gradients, tiny
 
 from maxmeg.config.layers import OVERLAPPED
-from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm, RouterScore, TensorOverlap
+from maxmeg.config.mixers import (
+    Activation,
+    ExpertBackend,
+    ExpertExchange,
+    QkNorm,
+    RouterScore,
+    TensorOverlap,
+)
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
-from maxmeg.config.schema import ExpertExchange, LossBackend, Schedule
+from maxmeg.config.parallel import Schedule
+from maxmeg.config.schema import LossBackend
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic

@@ -23,7 +23,8 @@ from layouts import (
 
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType
-from maxmeg.config.schema import LossBackend, LossReduction, Schedule
+from maxmeg.config.parallel import Schedule
+from maxmeg.config.schema import LossBackend, LossReduction
 from maxmeg.planning import hlo as planning
 from maxmeg.state import to_arrays
 from maxmeg.step import make_compute_copy, make_eval_step, make_gradients, make_train_step

@@ -21,14 +21,8 @@ from maxmeg.checkpoint.manager import Checkpointer, SaveError
 from maxmeg.checkpoint.resume import resume
 from maxmeg.config.data import DataConfig
 from maxmeg.config.model import DType, ModelConfig
-from maxmeg.config.schema import (
-    CheckpointConfig,
-    Config,
-    LogConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import CheckpointConfig, Config, LogConfig, OptimConfig, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.data.source import Datasets

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 
 from maxmeg.config.layers import MIXERS, Layer
-from maxmeg.config.mixers import ExpertBackend, QkNorm, RotaryScaling, RouterScore
+from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotaryScaling, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.recompute import recompute_problems
-from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, divisors, field_of, get, shown, walk
 
 # Groups and fields that only some mixers read.

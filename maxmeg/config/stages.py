@@ -2,7 +2,7 @@
 
 from maxmeg.config.layers import stage_layers
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import with_fields
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from maxmeg.config.context import context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
@@ -17,12 +18,12 @@ from maxmeg.config.model_rules import (
     model_problems,
     training_problems,
 )
-from maxmeg.config.schema import Config, ParallelConfig, Schedule, WatchdogConfig
+from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.setting import declared_problems, divisors
 from maxmeg.config.stages import units_of_chunks
 
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"  # of XLA_FLAGS, for CPUs
-UNSUPPORTED_AXES = ("context",)
 STACK_READERS: dict[str, tuple[str, ...]] = {"encoder": (), "vision": ()}  # models by section
 
 
@@ -116,19 +117,8 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
 
 def check_settings(config: Config) -> None:
     """Raise a ValueError that lists the broken rules of a run on any number of devices."""
-    check_axes(config)
     if problems := list(setting_problems(config)):
         raise ValueError("\n".join(problems))
-
-
-def check_axes(config: Config) -> None:
-    """Raise NotImplementedError for a mesh axis that is not supported yet."""
-    for name in UNSUPPORTED_AXES:
-        if (size := getattr(config.parallel, name)) > 1:
-            raise NotImplementedError(
-                f"parallel.{name}={size}: this axis must be 1; available are pipe, data, fsdp, "
-                "expert and tensor"
-            )
 
 
 def validate(config: Config, num_devices: int, platform: str = "", training: bool = True) -> None:
@@ -136,7 +126,6 @@ def validate(config: Config, num_devices: int, platform: str = "", training: boo
 
     training: also the rules for models that are trained.
     """
-    check_axes(config)
     sizes = axis_sizes(config.parallel, num_devices, platform)
     problems = list(setting_problems(config, training))
     if has_pattern(config.model):
@@ -148,6 +137,8 @@ def validate(config: Config, num_devices: int, platform: str = "", training: boo
 def layout_problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """Yield the broken rules between the settings and the sizes of the mesh axes."""
     yield from parallel_problems(config, sizes)
+    length = config.data.sequence_length
+    yield from context_problems(config.model, config.parallel, length, sizes["tensor"])
     yield from pipeline_problems(config, sizes)
     yield from train_problems(config, sizes)
 
@@ -339,6 +330,11 @@ def lora_problems(config: Config):
     lora = config.lora
     if not lora.rank:
         return
+    if lora.dropout and config.parallel.context > 1 and config.model.is_mla:
+        yield (
+            f"lora.dropout={lora.dropout} is not for multi-latent attention with parallel.context="
+            f"{config.parallel.context}, whose keys every device computes again: set it to 0"
+        )
     if not lora.targets:
         yield "lora.targets is empty: name projections, as query,value, or * for all"
     if config.model.mtp.num_layers:

@@ -19,7 +19,8 @@ from maxmeg.checkpoint.initialize import base_of
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.config import files
 from maxmeg.config.model import DType
-from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer

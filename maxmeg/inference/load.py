@@ -18,7 +18,8 @@ from maxmeg.config.hints import hub_command
 from maxmeg.config.model import DType
 from maxmeg.config.model_rules import expert_layout_problems
 from maxmeg.config.options import ModelOptions
-from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config
 from maxmeg.config.validate import head_problems
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer

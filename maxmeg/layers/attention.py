@@ -13,11 +13,14 @@ from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.ops.attention.call import attention
+from maxmeg.ops.attention.context import ContextCall, attention_over_context
+from maxmeg.ops.attention.context_choice import ContextStrategy
+from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotarySpec, rotate
-from maxmeg.parallel.collectives import first_index, stored
-from maxmeg.parallel.mesh import TENSOR_AXES
+from maxmeg.parallel.collectives import axis_size, first_index, stored
+from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import set_kv_heads
 
 DROPOUT_PLACE = 0
@@ -29,7 +32,8 @@ class AttentionSpec(MixerSpec):
 
     qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
     without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
-    sinks: a learned logit per head in the softmax's denominator.
+    sinks: a learned logit per head in the softmax's denominator. context: how devices with other
+    parts of the sequence attend to each other's keys.
     std, out_std: standard deviations of the initial input and output weights.
     """
 
@@ -51,6 +55,7 @@ class AttentionSpec(MixerSpec):
     scale: float = 0.0
     sinks: bool = False
     backend: str = "auto"
+    context: ContextStrategy = ContextStrategy()
     std: float = 0.02
     out_std: float = 0.02
 
@@ -164,13 +169,25 @@ class Attention(Mixer):
         return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, {}
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
-        """Attention over the tokens of this call."""
+        """Attention over the tokens of this call and, under context parallelism, of the other
+        devices' calls."""
+        if axis_size(CONTEXT_AXES) > 1:
+            kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
+            return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
+        scores, operands = self.scores(), self.operands(q_BLHK, ctx)
+        return attention(q_BLHK, k_BMGK, v_BMGK, scores, operands, backend=self.spec.backend)
+
+    def over_context(self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context) -> jax.Array:
+        how = self.scores(), self.operands(q_BLHK, ctx), self.spec.backend
+        call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how)
+        return attention_over_context(call, self.spec.context)
+
+    def operands(self, q_BLHK: jax.Array, ctx: Context) -> Operands:
         spec, drop = self.spec, None
         if spec.dropout and ctx.training:
             first = first_index(TENSOR_AXES, q_BLHK.shape[2])
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
-        operands = Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
-        return attention(q_BLHK, k_BMGK, v_BMGK, self.scores(), operands, backend=spec.backend)
+        return Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
 
     def scores(self) -> ScoreSpec:
         spec = self.spec

@@ -82,7 +82,11 @@ class Context:
         kind, known = (spec, head_size), self.rotations
         if known is not None and kind in known.kinds:
             return known.tables[known.kinds.index(kind)]
-        return rotation(self.positions_BL, head_size, spec, self.row_lengths_B)
+        lengths_B = self.row_lengths_B
+        if lengths_B is None and collectives.axis_size(CONTEXT_AXES) > 1:
+            last_B = jnp.max(self.positions_BL, axis=1)
+            lengths_B = 1 + collectives.max_over(last_B, CONTEXT_AXES)
+        return rotation(self.positions_BL, head_size, spec, lengths_B)
 
     def shard(self, x_BL: jax.Array) -> jax.Array:
         """The part of the residual stream of an array [B, L, ...] of the gathered sequence."""

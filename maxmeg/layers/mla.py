@@ -13,6 +13,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from maxmeg.layers.attention import Attention, AttentionSpec
@@ -21,10 +22,13 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import rotate
-from maxmeg.parallel.collectives import gather_sequence, stored, unshard_parameter
+from maxmeg.parallel.collectives import axis_size, gather_sequence, stored, unshard_parameter
+from maxmeg.parallel.mesh import CONTEXT_AXES
+from maxmeg.parallel.rules import is_variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +81,37 @@ class MlaSpec(AttentionSpec):
             "value_up": self.num_heads * self.value_size,
         }
         return self._with_heads(stored, (latent, self.query_rank or self.hidden_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class FromLatents(Expand):
+    """Makes keys and values of all heads of latents with their rotary key [B, M, 1, I]. weights:
+    (key_up, value_up)."""
+
+    kv_rank: int
+    of_each_head = False
+
+    def __call__(self, linears: tuple[Linear, Linear], kv_BM1I: jax.Array, ctx=None):
+        latent, k_rotary = jnp.split(kv_BM1I[:, :, 0], [self.kv_rank], axis=-1)
+        names = zip(linears, ("key_up", "value_up"), strict=True)
+        k_BMI, v_BMI = (stored(linear(latent, ctx), name) for linear, name in names)
+        k_BMHK = k_BMI.reshape(*latent.shape[:2], -1, self.key_size - k_rotary.shape[-1])
+        heads = k_BMHK.shape[:3]
+        k_rotary = broadcast(k_rotary[:, :, None], (*heads, k_rotary.shape[-1]))
+        return jnp.concatenate((k_BMHK, k_rotary), axis=-1), v_BMI.reshape(*heads, -1)
+
+    def of_heads(self, linears, number, count: int):
+        """The columns of these heads."""
+
+        def columns(variable):
+            value, axes = variable.get_value(), variable.get_metadata()["axes"]
+            if "heads" not in axes:
+                return variable
+            dim = axes.index("heads")
+            size = value.shape[dim] // count
+            return variable.replace(lax.dynamic_slice_in_dim(value, number * size, size, dim))
+
+        return jax.tree.map(columns, linears, is_leaf=is_variable)
 
 
 class Mla(Attention):
@@ -153,12 +188,11 @@ class Mla(Attention):
 
     def expanded(self, q_BLHI: jax.Array, kv_BLI: jax.Array, ctx: Context) -> jax.Array:
         """Attention of queries [B, L, H, key_size] with keys and values computed for each head."""
-        heads = q_BLHI.shape[:3]
-        latent, k_rotary = jnp.split(kv_BLI, [self.spec.kv_rank], axis=-1)
-        k_BLHK = stored(self.key_up(latent, ctx), "key_up").reshape(*heads, -1)
-        v_BLHV = stored(self.value_up(latent, ctx), "value_up").reshape(*heads, -1)
-        k_rotary = broadcast(k_rotary[:, :, None], (*heads, k_rotary.shape[-1]))
-        return self.core(q_BLHI, jnp.concatenate((k_BLHK, k_rotary), axis=-1), v_BLHV, ctx)
+        linears = self.key_up, self.value_up
+        expand = FromLatents(self.spec.key_size, self.spec.kv_rank)
+        if axis_size(CONTEXT_AXES) > 1:
+            return self.over_context(q_BLHI, kv_BLI[:, :, None], expand, linears, ctx)
+        return self.core(q_BLHI, *expand(linears, kv_BLI[:, :, None], ctx), ctx)
 
     def absorbed(self, q_BLHI, kv_BLI, ctx: Context, cache: tuple):
         """(output, new cache) with the up-projections absorbed. The latents are keys and values of

@@ -16,7 +16,10 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.ops.random import split, uniform
-from maxmeg.parallel.collectives import stored
+from maxmeg.parallel import collectives
+from maxmeg.parallel.collectives import axis_size, stored
+from maxmeg.parallel.context import halos, stacked_halves
+from maxmeg.parallel.mesh import CONTEXT_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +56,17 @@ class Depthwise(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(channels), axes=("channels",)) if bias else None
 
     def __call__(
-        self, x_BLX: Float[Array, "B L X"], before_BWX: jax.Array, ctx: Context
+        self, x_BLX: Float[Array, "B L X"], before_BWX: jax.Array, segments_BM: jax.Array | None
     ) -> Float[Array, "B L X"]:
-        """The convolution of x_BLX, which continues before_BWX, accumulated in float32. Tokens of
-        other documents count as zeros."""
+        """The convolution of x_BLX, which continues before_BWX, accumulated in float32.
+        segments_BM: documents of both; tokens of other documents count as zeros."""
         L, width = x_BLX.shape[1], self.weight.shape[0]
         all_BMX = jnp.concatenate((before_BWX, x_BLX), axis=1)
         y_BLX = jnp.zeros(x_BLX.shape, jnp.float32)
         for tap, weight_X in enumerate(self.weight[...][:, 0].astype(jnp.float32)):
             earlier_BLX = all_BMX[:, tap : tap + L].astype(jnp.float32)
-            if ctx.segments_BL is not None:
-                ago = width - 1 - tap
-                segments_BL = jnp.pad(ctx.segments_BL, ((0, 0), (ago, 0)), constant_values=-1)
-                is_same_BL = segments_BL[:, :L] == ctx.segments_BL
+            if segments_BM is not None:
+                is_same_BL = segments_BM[:, tap : tap + L] == segments_BM[:, width - 1 :]
                 earlier_BLX = jnp.where(is_same_BL[..., None], earlier_BLX, 0)
             y_BLX += earlier_BLX * weight_X
         if self.bias is not None:
@@ -93,13 +94,29 @@ class ShortConv(Mixer):
         gate_BLX = stored(self.input_gate(h_BLD, ctx), "conv_input_gate")
         output_BLX = stored(self.output_gate(h_BLD, ctx), "conv_output_gate")
         x_BLX = gate_BLX * stored(self.value(h_BLD, ctx), "conv_value")
-        width, _, channels = self.kernel.weight.shape
         if cache is None:
-            before_BWX = jnp.zeros((len(h_BLD), width - 1, channels), x_BLX.dtype)
+            y_BLX = self._convolved(x_BLX, ctx.segments_BL)
         else:
             before_BWX, cache = self._continued(x_BLX, cache, ctx)
-        y_BLX = output_BLX * self.kernel(x_BLX, before_BWX, ctx)
-        return self.out(y_BLX, ctx), cache, {}
+            y_BLX = self.kernel(x_BLX, before_BWX, None)
+        return self.out(output_BLX * y_BLX, ctx), cache, {}
+
+    def _convolved(self, x_BLX: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+        """The convolution of the whole sequence: of each half of this device's piece if it is cut
+        over context."""
+        before = self.kernel.weight.shape[0] - 1
+        if axis_size(CONTEXT_AXES) == 1:
+            before_BWX = jnp.zeros((len(x_BLX), before, x_BLX.shape[-1]), x_BLX.dtype)
+            if segments_BL is not None:
+                segments_BL = jnp.pad(segments_BL, ((0, 0), (before, 0)), constant_values=-1)
+            return self.kernel(x_BLX, before_BWX, segments_BL)
+        parts, halos_BWX = (stacked_halves(x) for x in (x_BLX, halos(x_BLX, before)))
+        if segments_BL is not None:
+            # Zeros are before the sequence: 1 more than every id is no id of theirs.
+            ids = halos(collectives.after(segments_BL + 1, halos_BWX), before), segments_BL + 1
+            segments_BL = jnp.concatenate([stacked_halves(x) for x in ids], axis=1)
+        y_NLX = self.kernel(parts, halos_BWX, segments_BL)
+        return jnp.concatenate(jnp.split(y_NLX, 2), axis=1)
 
     def _continued(self, x_BLX: jax.Array, state: jax.Array, ctx: Context):
         """(each row's last W - 1 inputs before x, the state with those of its tokens in x)."""

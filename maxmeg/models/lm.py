@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import check_model
-from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.layers import lora as adapters
 from maxmeg.layers.context import Context

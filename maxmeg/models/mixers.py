@@ -4,10 +4,11 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+from maxmeg.config.context import strategy_of
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
-from maxmeg.config.schema import ParallelConfig, Schedule
+from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
@@ -17,6 +18,7 @@ from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.models.stack import Pattern
+from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.ops.rope import RotaryScaling, RotarySpec
 
@@ -54,8 +56,9 @@ def output_std(config: ModelConfig) -> float:
 
 
 def attention_spec(
-    config: ModelConfig, parallel: ParallelConfig, local: bool = False
+    config: ModelConfig, parallel: ParallelConfig, mixer: str = "attention"
 ) -> AttentionSpec:
+    local = mixer.startswith("local")
     heads, norm = config.attention, norm_spec(config)
     return AttentionSpec(
         hidden_size=config.hidden_size,
@@ -74,15 +77,16 @@ def attention_spec(
         scale=heads.scale,
         sinks=heads.sinks,
         backend=heads.backend.value,
+        context=ContextStrategy(strategy_of(parallel, mixer), parallel.context_inner),
         std=config.init_std,
         out_std=output_std(config),
     )
 
 
-def mla_spec(config: ModelConfig, parallel: ParallelConfig, local: bool = False) -> MlaSpec:
+def mla_spec(config: ModelConfig, parallel: ParallelConfig, mixer: str = "mla") -> MlaSpec:
     norm, mla = norm_spec(config), config.mla
     return MlaSpec(
-        **vars(attention_spec(config, parallel, local)),
+        **vars(attention_spec(config, parallel, mixer)),
         query_rank=mla.query_rank,
         kv_rank=mla.kv_rank,
         rotary_size=mla.rotary_size,
@@ -158,9 +162,9 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
 
 MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "attention": attention_spec,
-    "local": functools.partial(attention_spec, local=True),
+    "local": functools.partial(attention_spec, mixer="local"),
     "mla": mla_spec,
-    "local_mla": functools.partial(mla_spec, local=True),
+    "local_mla": functools.partial(mla_spec, mixer="local_mla"),
     "conv": conv_spec,
     "mlp": mlp_spec,
     "moe": moe_spec,

@@ -5,6 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from maxmeg.config.schema import TrainConfig
 from maxmeg.layers.context import Context
@@ -13,6 +14,7 @@ from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, to
 from maxmeg.ops.random import fold
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.context import own_pieces, whole_rows
 from maxmeg.parallel.trainable import fixed, joined, trained
 from maxmeg.pipeline.last_stage import is_piped, on_last_stage
 
@@ -24,17 +26,19 @@ def shifted(batch: Batch, depth: int) -> Batch:
 
     They are zero if the shifted token is past the end of the row or in another document.
     """
-    length = batch.tokens.shape[-1]
-
-    def shift(x: jax.Array) -> jax.Array:
-        return jnp.concatenate([x[..., depth:], jnp.zeros_like(x[..., :depth])], axis=-1)
-
-    exists = jnp.arange(length) < length - depth
+    arrays = [batch.tokens, batch.targets, batch.positions, batch.loss_mask]
+    arrays += [] if batch.segment_ids is None else [batch.segment_ids]
+    # Bits, so that one collective moves them all.
+    bits = [lax.bitcast_convert_type(array, jnp.int32) for array in arrays]
+    rows = whole_rows(jnp.stack(bits))
+    later = jnp.concatenate([rows[..., depth:], jnp.zeros_like(rows[..., :depth])], axis=-1)
+    exists = jnp.arange(rows.shape[-1]) < rows.shape[-1] - depth
     if batch.segment_ids is not None:
-        exists &= shift(batch.segment_ids) == batch.segment_ids
+        exists &= later[-1] == rows[-1]
+    later = own_pieces(jnp.where(exists, later[:4], 0))
     tokens, targets, positions, loss_mask = (
-        jnp.where(exists, shift(array), 0)
-        for array in (batch.tokens, batch.targets, batch.positions, batch.loss_mask)
+        lax.bitcast_convert_type(part, array.dtype)
+        for part, array in zip(later, arrays, strict=False)
     )
     return dataclasses.replace(
         batch, tokens=tokens, targets=targets, positions=positions, loss_mask=loss_mask

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from maxmeg.config.schema import GPUS_A_NODE
+from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.ops.backend import COMPILED_FOR, Device
 from maxmeg.runtime.gpu_environment import pool_fraction
 

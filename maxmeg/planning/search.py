@@ -4,8 +4,9 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, ParallelConfig, Schedule
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems
 from maxmeg.config.validate import axis_sizes, layout_problems, validate
 from maxmeg.ops.backend import Device

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from maxmeg.config.schema import GPUS_A_NODE
+from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import (
     fsdp_dim,

@@ -15,8 +15,9 @@ import absent_exposed
 
 from maxmeg.config.mixers import AttentionBackend, ExpertBackend
 from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, ParallelConfig, TrainConfig
+from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes
 from maxmeg.models.registry import use_architecture

@@ -11,7 +11,8 @@ GATHERS = 2, 3
 COMPILE = """
 import re
 from jax.sharding import NamedSharding, PartitionSpec as P
-from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import Programs

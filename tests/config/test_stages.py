@@ -3,7 +3,7 @@
 import pytest
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.stages import units_of_chunks
 
 

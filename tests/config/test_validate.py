@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from written_settings import values_of
 
 from maxmeg.config.mixers import AttentionBackend
-from maxmeg.config.schema import Config, LossBackend, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, LossBackend
 from maxmeg.config.setting import declared_problems, divisors, walk, with_fields
 from maxmeg.config.validate import axis_sizes, resolve, validate
 from maxmeg.models.registry import (

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from maxmeg.config.model import DType, ModelConfig
-from maxmeg.config.schema import Config, LoraConfig, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear

@@ -12,7 +12,8 @@ from sharded_layers import check_equal, on_mesh, with_gradients
 
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Position
-from maxmeg.config.schema import Config, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import validate
 from maxmeg.layers.context import Context

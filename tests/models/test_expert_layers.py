@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 from layouts import tiny
 
-from maxmeg.config.mixers import ExpertBackend, ExpertDrop, RouterScore
+from maxmeg.config.mixers import ExpertBackend, ExpertDrop, ExpertExchange, RouterScore
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import expert_layout_problems, model_problems
-from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, with_fields
 from maxmeg.config.validate import validate
 from maxmeg.models.mixers import pattern

@@ -1,8 +1,6 @@
 """Attention over a sequence that is cut over context: every option under every strategy."""
 
-import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.ops.attention.context import ContextStrategy, attention_over_context
+from maxmeg.ops.attention.context import ContextCall, attention_over_context
+from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.random import random_bits
@@ -20,6 +19,7 @@ from maxmeg.parallel.spmd import spmd
 
 TOLERANCE = 1e-6  # of the largest value, float32
 RATE = 0.25
+CAUSAL = ScoreSpec()
 FEATURES = {
     "causal": {},
     "all keys": {"spec": ScoreSpec(causal=False)},
@@ -40,12 +40,9 @@ B, L, H, K, V = 2, 48, 8, 8, 4
 
 
 def strategies(context: int) -> dict[str, ContextStrategy]:
-    named = {"ring": ContextStrategy(), "gather": ContextStrategy(gather=True)}
-    if H % context == 0:
-        named["exchange"] = ContextStrategy(inner=context)
-    if context % 2 == 0 and context > 2:
-        named["hierarchy"] = ContextStrategy(inner=2)
-    return named
+    names = ["ring", "gather"]
+    names += ["exchange"] * (H % context == 0) + ["hierarchy"] * (context in (4, 8))
+    return {name: ContextStrategy(name, 2 * (name == "hierarchy")) for name in names}
 
 
 CASES = [
@@ -64,7 +61,11 @@ def arrays_of(groups: int) -> list[np.ndarray]:
 
 def segments_of(documents: bool) -> np.ndarray | None:
     ends = np.array([[3, 20, 31], [7, 8, 40]])
-    return (np.arange(L)[None, :, None] >= ends[:, None]).sum(-1).astype(np.int32) if documents else None
+    return (
+        (np.arange(L)[None, :, None] >= ends[:, None]).sum(-1).astype(np.int32)
+        if documents
+        else None
+    )
 
 
 def operands_of(segments, sinks, drop: bool) -> Operands:
@@ -78,7 +79,7 @@ def expected(feature: str) -> list[np.ndarray]:
     return reference(**FEATURES[feature])
 
 
-def reference(spec=ScoreSpec(), documents=False, sinks=False, drop=False, groups=2):
+def reference(spec=CAUSAL, documents=False, sinks=False, drop=False, groups=2):
     q, kv, slope, sink_H = (x.astype(np.float64) for x in arrays_of(groups))
     k, v = (np.repeat(x, H // groups, axis=2) for x in (kv[..., :K], kv[..., K:]))
     i, j = np.arange(L)[:, None], np.arange(L)
@@ -114,7 +115,15 @@ def reference(spec=ScoreSpec(), documents=False, sinks=False, drop=False, groups
     return [out, d_q, d_kv, d_sinks]
 
 
-def actual(context: int, strategy: ContextStrategy, spec=ScoreSpec(), documents=False, sinks=False, drop=False, groups=2):
+def actual(
+    context: int,
+    strategy: ContextStrategy,
+    spec=CAUSAL,
+    documents=False,
+    sinks=False,
+    drop=False,
+    groups=2,
+):
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": context}, jax.devices()[:context])
     order = context_order(L, context)
     q, kv, slope, sink_H = arrays_of(groups)
@@ -124,7 +133,9 @@ def actual(context: int, strategy: ContextStrategy, spec=ScoreSpec(), documents=
     def local(q, kv, slope, sink_H, segments):
         def run(q, kv, sink_H):
             operands = operands_of(segments, sink_H if sinks else None, drop)
-            return attention_over_context(q, kv, Expand(K), (), spec, operands, strategy)
+            return attention_over_context(
+                ContextCall(q, kv, Expand(K), (), spec, operands), strategy
+            )
 
         out, pull = jax.vjp(run, q, kv, sink_H)
         *slopes, d_sinks = pull(slope)

@@ -13,7 +13,7 @@ from ops.cross_entropy_cases import CASES, TOLERANCE, Case, arrays_of, error, ex
 import maxmeg.ops.backend as dispatch
 import maxmeg.ops.cross_entropy.call as module
 import maxmeg.ops.cross_entropy.tiled as tiled
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.validate import axis_sizes
 from maxmeg.ops.backend import Device
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy

@@ -14,7 +14,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.layers.mla import Mla

@@ -23,8 +23,9 @@ from layouts import (
 )
 
 from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, ParallelConfig, Schedule
+from maxmeg.config.schema import Config
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.layers.auxiliary import Max, by_layer, over_devices
 from maxmeg.layers.mlp import Mlp

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import ParallelConfig
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.models.registry import ARCHITECTURES, architecture
 from maxmeg.pipeline.layout import Layout, arrange

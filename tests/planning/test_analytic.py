@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, ParallelConfig, Schedule, TrainConfig
+from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.validate import head_problems
 from maxmeg.models.registry import ARCHITECTURES, architecture, use_architecture
 from maxmeg.pipeline.schedule import SCHEDULES

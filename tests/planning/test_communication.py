@@ -10,16 +10,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
-from maxmeg.config.mixers import ExpertBackend, TensorOverlap
+from maxmeg.config.mixers import ExpertBackend, ExpertExchange, TensorOverlap
 from maxmeg.config.model import DType, Position
-from maxmeg.config.schema import (
-    Config,
-    ExpertExchange,
-    LossBackend,
-    ParallelConfig,
-    Schedule,
-    TrainConfig,
-)
+from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.schema import Config, LossBackend, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch

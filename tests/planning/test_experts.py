@@ -2,9 +2,10 @@
 
 import pytest
 
-from maxmeg.config.mixers import ExpertBackend, RouterScore
+from maxmeg.config.mixers import ExpertBackend, ExpertExchange, RouterScore
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import Config, ExpertExchange, ParallelConfig, TrainConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.ops.experts import exchange

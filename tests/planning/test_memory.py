@@ -12,15 +12,9 @@ from layouts import ALTERNATING, mesh_of, tiny
 
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
+from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import (
-    Config,
-    LossBackend,
-    Optimizer,
-    ParallelConfig,
-    Schedule,
-    TrainConfig,
-)
+from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM

@@ -6,8 +6,9 @@ import re
 import pytest
 
 from maxmeg.config.mixers import ExpertBackend
+from maxmeg.config.parallel import Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, Schedule
+from maxmeg.config.schema import Config
 from maxmeg.config.setting import get, with_fields
 from maxmeg.config.validate import validate
 from maxmeg.models.registry import use_architecture

@@ -1,10 +1,8 @@
 """Attention over sequences that are cut over context (context parallelism).
 
-A device's piece of the sequence is two chunks, here its halves 0 and 1 (parallel.sequence). Three
-ways to the keys of other devices, which combine:
-- ring (Liu et al., 2023): pieces of keys and values travel from device to device. The outputs of
-  the rounds are merged by their log-sum-exp. A window that is no longer than a half needs only the
-  end of the half before it: its halo.
+Three ways to the keys of other devices, which combine:
+- ring (Liu et al., 2023): pieces of keys and values travel from device to device, or only the halos
+  that a window needs (ops.attention.rounds).
 - exchange (DeepSpeed-Ulysses, 2023): an all-to-all gives each device the whole sequence of some
   heads. Inside groups of neighbours, with a ring between the groups, it is a hierarchy.
 - gather: every device reads all keys and values.
@@ -18,129 +16,143 @@ import typing
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 from maxmeg.ops.attention.call import attention
-from maxmeg.ops.attention.rounds import (
-    Expand,
-    Plan,
-    Rows,
+from maxmeg.ops.attention.context_choice import (
+    ContextShape,
+    ContextStrategy,
+    chosen,
+    inner_size,
+    repeated,
+)
+from maxmeg.ops.attention.rounds import Expand, Plan, Rows, halo_of, in_rounds
+from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.backend import log_choice
+from maxmeg.parallel import collectives
+from maxmeg.parallel.context import (
     half_of,
-    halo_of,
-    in_rounds,
+    in_order,
+    out_of_order,
     slice_at,
     start_of,
+    whole_rows,
 )
-from maxmeg.ops.attention.spec import Operands, ScoreSpec
-from maxmeg.parallel import collectives
-from maxmeg.parallel.mesh import CONTEXT_AXES
+from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 
 
-@dataclasses.dataclass(frozen=True)
-class ContextStrategy:
-    """gather: instead of a ring. inner: number of neighbours that exchange heads; 1: a ring alone,
-    the size of context: an exchange alone."""
+class ContextCall(typing.NamedTuple):
+    """Queries [B, L, H, K] of this device, and what makes its keys and values: expand(weights, kv)
+    of kv [B, L, G, I], which can travel. operands: of this device's tokens."""
 
-    gather: bool = False
-    inner: int = 1
+    q_BLHK: jax.Array
+    kv_BLGI: jax.Array
+    expand: Expand
+    weights: typing.Any
+    spec: ScoreSpec
+    operands: Operands
+    backend: str = "auto"
 
 
-def attention_over_context(
-    q_BLHK: Float[Array, "B L H K"],
-    kv_BLGI: Float[Array, "B L G I"],
-    expand: Expand,
-    weights: typing.Any,
-    spec: ScoreSpec,
-    operands: Operands,
-    strategy: ContextStrategy,
-    backend: str = "auto",
-) -> Float[Array, "B L H V"]:
-    """Attention of this device's queries over the whole sequence, as ops.attention.call.attention.
-
-    kv: from which expand(weights, kv) makes keys and values. operands: of this device's tokens.
-    """
-    size, inner = collectives.axis_size(CONTEXT_AXES), strategy.inner
-    half = q_BLHK.shape[1] // 2
-    segments = operands.segments_BL
+def attention_over_context(call: ContextCall, strategy: ContextStrategy) -> jax.Array:
+    """Attention [B, L, H, V] of this device's queries over the whole sequence."""
+    segments, shape = call.operands.segments_BL, shape_of(call)
     if segments is not None:
-        segments = in_order(collectives.gather(segments, CONTEXT_AXES, 1), size)
-    if strategy.gather:
-        kv_BMGI = collectives.gather_exact(kv_BLGI, CONTEXT_AXES, 1)
-        k_BMGK, v_BMGV = expand(weights, in_order(kv_BMGI, size))
-        rank = collectives.axis_index(CONTEXT_AXES)
-        outputs = []
-        for number in range(2):
-            first = start_of(rank, number, size, half)
-            own = None if segments is None else slice_at(segments, first, half)
-            dropout = operands.dropout
-            if dropout is not None:
-                dropout = dataclasses.replace(dropout, first_query=first)
-            others = Operands(first, own, segments, operands.sinks_H, dropout)
-            q_half = half_of(q_BLHK, number)
-            outputs.append(attention(q_half, k_BMGK, v_BMGV, spec, others, backend=backend))
-        return jnp.concatenate(outputs, axis=1)
-    sinks, dropout = operands.sinks_H, operands.dropout
-    if inner > 1:
-        number, heads = collectives.axis_index(CONTEXT_AXES) % inner, q_BLHK.shape[2] // inner
-        groups = collectives.inside(CONTEXT_AXES, size // inner)
-        q_BLHK = in_order(collectives.exchange(q_BLHK, CONTEXT_AXES, 2, 1, groups), inner)
-        kv_BLGI = collectives.after(kv_BLGI, q_BLHK)
-        if expand.travels_by_head:
-            kv_BLGI = repeated_heads(kv_BLGI, inner)
-            kv_BLGI = collectives.exchange(kv_BLGI, CONTEXT_AXES, 2, 1, groups)
-        else:
-            kv_BLGI = collectives.gather_exact(kv_BLGI, CONTEXT_AXES, 1, size // inner)
-            weights = expand.of_heads(weights, number, inner)
-        kv_BLGI = in_order(kv_BLGI, inner)
-        if sinks is not None:
-            sinks = lax.dynamic_slice_in_dim(sinks, number * heads, heads)
+        call = call._replace(operands=call.operands._replace(segments_BL=whole_rows(segments)))
+    strategy, reason = chosen(strategy, shape, call.spec)
+    log_choice("context strategy", strategy.name, reason)
+    if strategy.name == "gather":
+        return over_gathered(call)
+    inner = inner_size(strategy, shape)
+    return over_ring(call, 1) if inner == 1 else exchanged(call, inner)
+
+
+def shape_of(call: ContextCall) -> ContextShape:
+    (B, L, H, K), (G, travelling) = call.q_BLHK.shape, call.kv_BLGI.shape[2:]
+    context, expand = collectives.axis_size(CONTEXT_AXES), call.expand
+    value = travelling - K if expand.of_each_head else K
+    return ContextShape(
+        rows=B,
+        length=L * context,
+        heads=H,
+        kv_heads=G,
+        travelling=travelling,
+        head_size=K + value,
+        bytes=call.q_BLHK.dtype.itemsize,
+        context=context,
+        tensor=collectives.axis_size(TENSOR_AXES),
+        of_each_head=expand.of_each_head,
+    )
+
+
+def over_gathered(call: ContextCall) -> jax.Array:
+    """Attention over gathered keys and values; kernels skip those that no query sees."""
+    size, rank = collectives.axis_size(CONTEXT_AXES), collectives.axis_index(CONTEXT_AXES)
+    kv_BMGI = in_order(collectives.gather_exact(call.kv_BLGI, CONTEXT_AXES, 1), size)
+    kv, half = call.expand(call.weights, kv_BMGI), call.q_BLHK.shape[1] // 2
+    outputs = []
+    for number in (0, 1):
+        first = start_of(rank, number, size, half)
+        segments, dropout = call.operands.segments_BL, call.operands.dropout
+        queries = None if segments is None else slice_at(segments, first, half)
         if dropout is not None:
-            dropout = dataclasses.replace(dropout, first_head=dropout.first_head + number * heads)
-    if inner == size:
-        k_BMGK, v_BMGV = expand(weights, kv_BLGI)
-        others = Operands(0, segments, None, sinks, dropout)
-        out_BLHV = attention(q_BLHK, k_BMGK, v_BMGV, spec, others, backend=backend)
+            dropout = dataclasses.replace(dropout, first_query=first)
+        operands = Operands(first, queries, segments, call.operands.sinks_H, dropout)
+        arrays = half_of(call.q_BLHK, number), *kv
+        outputs.append(attention(*arrays, call.spec, operands, backend=call.backend))
+    return jnp.concatenate(outputs, axis=1)
+
+
+def exchanged(call: ContextCall, inner: int) -> jax.Array:
+    """Attention of a part of the heads, over the pieces of `inner` neighbours."""
+    nodes = collectives.axis_size(CONTEXT_AXES) // inner
+    groups, operands = collectives.inside(CONTEXT_AXES, nodes), call.operands
+    number, heads = collectives.axis_index(CONTEXT_AXES) % inner, call.q_BLHK.shape[2] // inner
+    q_BLHK = in_order(collectives.exchange(call.q_BLHK, CONTEXT_AXES, 2, 1, groups), inner)
+    kv_BLGI, weights = collectives.after(call.kv_BLGI, q_BLHK), call.weights
+    if call.expand.of_each_head:
+        kv_BLGI = repeated_heads(kv_BLGI, inner)
+        kv_BLGI = collectives.exchange(kv_BLGI, CONTEXT_AXES, 2, 1, groups)
     else:
-        half = q_BLHK.shape[1] // 2
-        if spec.chunk and half % spec.chunk:  # chunks of positions, as documents
-            place_L = jnp.arange(2 * half * (size // inner), dtype=jnp.int32)
-            count = -(-place_L.size // spec.chunk)
-            chunks_1L = (place_L // spec.chunk)[None]
-            segments = chunks_1L if segments is None else segments * count + chunks_1L
-            segments = jnp.broadcast_to(segments, (q_BLHK.shape[0], place_L.size))
-            spec = dataclasses.replace(spec, chunk=0)
-        rows, rate = Rows(segments), 0.0
-        if dropout is not None:
-            rows = Rows(segments, dropout.key, dropout.rows_B, dropout.first_head)
-            rate = dropout.rate
-        plan = Plan(spec, backend, expand, inner, halo_of(spec, half), rate)
-        out_BLHV = typing.cast(
-            jax.Array, in_rounds(plan, q_BLHK, kv_BLGI, weights, sinks, rows)
-        )
-    if inner > 1:
-        pieces = out_of_order(out_BLHV, inner)
-        out_BLHV = collectives.exchange(pieces, CONTEXT_AXES, 1, 2, groups)
-    return out_BLHV
+        kv_BLGI = collectives.gather_exact(kv_BLGI, CONTEXT_AXES, 1, nodes)
+        weights = call.expand.of_heads(weights, number, inner)
+    if operands.sinks_H is not None:
+        sinks_H = lax.dynamic_slice_in_dim(operands.sinks_H, number * heads, heads)
+        operands = operands._replace(sinks_H=sinks_H)
+    if operands.dropout is not None:
+        first_head = operands.dropout.first_head + number * heads
+        dropout = dataclasses.replace(operands.dropout, first_head=first_head)
+        operands = operands._replace(dropout=dropout)
+    kv_BLGI = in_order(kv_BLGI, inner)
+    call = call._replace(q_BLHK=q_BLHK, kv_BLGI=kv_BLGI, weights=weights, operands=operands)
+    if nodes > 1:
+        out_BLHV = over_ring(call, inner)
+    else:
+        arrays = q_BLHK, *call.expand(weights, kv_BLGI)
+        out_BLHV = attention(*arrays, call.spec, operands, backend=call.backend)
+    return collectives.exchange(out_of_order(out_BLHV, inner), CONTEXT_AXES, 1, 2, groups)
 
 
 def repeated_heads(kv_BLGI: jax.Array, count: int) -> jax.Array:
     """Key/value heads repeated until their number is divisible by `count`."""
-    repeats = 1
-    while kv_BLGI.shape[2] * repeats % count:
-        repeats += 1
+    heads = kv_BLGI.shape[2]
+    repeats = repeated(heads, count) // heads
     return jnp.repeat(kv_BLGI, repeats, axis=2) if repeats > 1 else kv_BLGI
 
 
-def in_order(x: jax.Array, count: int) -> jax.Array:
-    """Pieces of `count` neighbours [B, count x 2 chunks, ...] -> tokens in the sequence's order."""
-    B, length, *rest = x.shape
-    chunks = x.reshape(B, count, 2, length // (2 * count), *rest)
-    both = jnp.concatenate((chunks[:, :, 0], chunks[:, ::-1, 1]), axis=1)
-    return both.reshape(x.shape)
-
-
-def out_of_order(x: jax.Array, count: int) -> jax.Array:
-    """The inverse of `in_order`."""
-    B, length, *rest = x.shape
-    chunks = x.reshape(B, 2, count, length // (2 * count), *rest)
-    return jnp.stack((chunks[:, 0], chunks[:, 1, ::-1]), axis=2).reshape(x.shape)
+def over_ring(call: ContextCall, distance: int) -> jax.Array:
+    """Attention in rounds; distance: between neighbours of the ring, in ranks along context."""
+    spec, segments, dropout = call.spec, call.operands.segments_BL, call.operands.dropout
+    B, half = call.q_BLHK.shape[0], call.q_BLHK.shape[1] // 2
+    if spec.chunk and half % spec.chunk:  # the chunks of the mask then count as documents
+        length = half * 2 * collectives.axis_size(CONTEXT_AXES) // distance
+        chunks_L = jnp.arange(length, dtype=jnp.int32) // spec.chunk
+        count, spec = -(-length // spec.chunk), dataclasses.replace(spec, chunk=0)
+        segments = chunks_L if segments is None else segments * count + chunks_L
+        segments = jnp.broadcast_to(segments, (B, length))
+    rows, rate = Rows(segments), 0.0
+    if dropout is not None:
+        rows = Rows(segments, dropout.key, dropout.rows_B, dropout.first_head)
+        rate = dropout.rate
+    plan = Plan(spec, call.backend, call.expand, distance, halo_of(spec, half), rate)
+    arrays = call.q_BLHK, call.kv_BLGI, call.weights, call.operands.sinks_H, rows
+    return typing.cast(jax.Array, in_rounds(plan, *arrays))

@@ -17,31 +17,40 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from maxmeg.ops.attention.call import attention_with_lse, block_gradients
 from maxmeg.ops.attention.flash import sink_gradient, with_sinks
 from maxmeg.ops.attention.spec import NEGATIVE, AttentionDropout, Operands, ScoreSpec
 from maxmeg.parallel import collectives
+from maxmeg.parallel.context import (
+    Half,
+    half_of,
+    halos,
+    halos_back,
+    shifted,
+    slice_at,
+    start_of,
+)
 from maxmeg.parallel.mesh import CONTEXT_AXES
 
-Half = jax.Array | int
 Pairs = tuple[tuple[Half, Half], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Expand:
-    """What makes keys and values [B, M, G, .] of what travels [B, M, G, I]: here both, side by side
-    (key_size: elements of a key). `weights` are the weights that it needs."""
+    """Makes keys and values [B, M, G, .] of what travels [B, M, G, I]: here both, side by side.
+
+    key_size: elements of a key. of_each_head: G are key/value heads. weights: arrays that it needs.
+    """
 
     key_size: int
-    travels_by_head: typing.ClassVar[bool] = True
+    of_each_head: typing.ClassVar[bool] = True
 
     def __call__(self, weights, kv_BMGI: jax.Array) -> tuple[jax.Array, jax.Array]:
         return kv_BMGI[..., : self.key_size], kv_BMGI[..., self.key_size :]
 
     def of_heads(self, weights, number: Half, count: int):
-        """The weights of part `number` of `count` of the heads."""
+        """The weights for part `number` of `count` equal parts of the query heads."""
         return weights
 
 
@@ -201,11 +210,11 @@ def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows)
 def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
     q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH = residuals
     B, half, arrived = q_BLHK.shape[0], q_BLHK.shape[1] // 2, kv_BLGI
-    d_q, d_kv, d_weights = float32_zeros(q_BLHK), None, None
+    d_q, d_kv, d_weights = jnp.zeros(q_BLHK.shape, jnp.float32), None, None
     rounds = list(enumerate(rounds_of(plan)))
     for number, turn in reversed(rounds):
         if number:
-            arrived = moved_before(plan, arrived, number == len(rounds) - 1)
+            arrived = moved_before(plan, arrived)
             arrived = arrived if d_kv is None else collectives.after(arrived, d_kv)
         else:
             arrived = kv_BLGI
@@ -253,43 +262,22 @@ def add(totals: list, which: Half, out_BLHV: jax.Array, lse_BLH: jax.Array) -> N
 
 
 def moved(plan: Plan, kv_BLGI: jax.Array) -> jax.Array:
-    """What arrives for the next round: the piece of the rank before, or halos [B, 2 x halo, ...]"""
+    """What arrives for the next round: the piece of the rank before, or halos."""
     if plan.halo is None:
-        return shifted(plan, kv_BLGI, 1)
-    half, halo = kv_BLGI.shape[1] // 2, plan.halo
-    ends = [half_of(kv_BLGI, number)[:, half - halo :] for number in (0, 1)]
-    before = shifted(plan, ends[0], 1, cyclic=False)
-    after = shifted(plan, collectives.after(ends[1], before), -1, cyclic=False)
-    after = jnp.where(plan.rank == plan.size - 1, ends[0], after)
-    return jnp.concatenate((before, after), axis=1)
+        return shifted(kv_BLGI, 1, plan.distance)
+    return halos(kv_BLGI, plan.halo, plan.distance)
 
 
-def moved_before(plan: Plan, arrived: jax.Array, is_last: bool) -> jax.Array:
-    """What had arrived in the round before; is_last: `arrived` is of this device still."""
-    return shifted(plan, arrived, -1) if plan.halo is None else moved(plan, arrived)
+def moved_before(plan: Plan, arrived: jax.Array) -> jax.Array:
+    """What had arrived in the round before; of the first round: in the last one."""
+    return shifted(arrived, -1, plan.distance) if plan.halo is None else moved(plan, arrived)
 
 
 def moved_back(plan: Plan, d_arrived: jax.Array, kv_BLGI: jax.Array) -> jax.Array:
     """The transpose of `moved`."""
     if plan.halo is None:
-        return shifted(plan, d_arrived, -1)
-    d_before, d_after = half_of(d_arrived, 0), half_of(d_arrived, 1)
-    d_first = shifted(plan, d_before, -1, cyclic=False)
-    d_second = shifted(plan, collectives.after(d_after, d_first), 1, cyclic=False)
-    d_first += jnp.where(plan.rank == plan.size - 1, d_after, 0)
-    widths = ((0, 0), (kv_BLGI.shape[1] // 2 - plan.halo, 0), (0, 0), (0, 0))
-    return jnp.concatenate([jnp.pad(d_end, widths) for d_end in (d_first, d_second)], axis=1)
-
-
-def shifted(plan: Plan, x: jax.Array, step: int, cyclic: bool = True) -> jax.Array:
-    """x of the device `step` ranks before this one in its ring; zeros where there is none."""
-    size, distance = plan.size, plan.distance
-    pairs = []
-    for source in range(size * distance):
-        target = source // distance + step
-        if cyclic or 0 <= target < size:
-            pairs.append((source, target % size * distance + source % distance))
-    return collectives.permute(x, CONTEXT_AXES[0], pairs)
+        return shifted(d_arrived, -1, plan.distance)
+    return halos_back(d_arrived, kv_BLGI.shape[1], plan.distance)
 
 
 def transposed(function, x: jax.Array, slope: jax.Array) -> jax.Array:
@@ -298,29 +286,7 @@ def transposed(function, x: jax.Array, slope: jax.Array) -> jax.Array:
     return transpose(slope.astype(jnp.float32))[0]
 
 
-def float32_zeros(x: jax.Array) -> jax.Array:
-    return jnp.zeros(x.shape, jnp.float32)
-
-
 def added(total, tree):
     """Sum of trees in float32; total None: there is none yet."""
     tree = jax.tree.map(lambda x: x.astype(jnp.float32), tree)
     return tree if total is None else jax.tree.map(jnp.add, total, tree)
-
-
-def half_of(x: jax.Array, half: Half) -> jax.Array:
-    middle = x.shape[1] // 2
-    if isinstance(half, int):
-        return x[:, half * middle : (half + 1) * middle]
-    return jnp.where(half == 1, x[:, middle:], x[:, :middle])
-
-
-def start_of(rank: jax.Array, half: Half, size: int, length: int) -> jax.Array:
-    """Place in the sequence of the first token of a half of `length` tokens."""
-    if isinstance(half, int):
-        return (2 * size - 1 - rank if half else rank) * length
-    return jnp.where(half == 1, 2 * size - 1 - rank, rank) * length
-
-
-def slice_at(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
-    return lax.dynamic_slice_in_dim(x, start, length, axis=1)

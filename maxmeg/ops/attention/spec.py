@@ -48,8 +48,9 @@ class AttentionDropout:
 class Operands(typing.NamedTuple):
     """Optional operands beside queries, keys and values.
 
-    offset: position of the first query, an int or traced, also one per row [B]. segments_BL: document id of each query,
-    and of each key unless key_segments_BM is set; a query sees keys of its own document only.
+    offset: position of the first query, an int or traced, also one per row [B]. segments_BL:
+    document id of each query, and of each key unless key_segments_BM is set; a query sees keys of
+    its own document only.
     sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS).
     """
 

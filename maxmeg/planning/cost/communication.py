@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from maxmeg.config.schema import ExpertExchange
+from maxmeg.config.mixers import ExpertExchange
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.cost import experts
 from maxmeg.planning.cost.loss import FLOAT32

@@ -9,7 +9,7 @@ import math
 
 import jax
 
-from maxmeg.config.schema import ExpertExchange
+from maxmeg.config.mixers import ExpertExchange
 from maxmeg.models.mixers import moe_spec
 from maxmeg.ops.experts.choice import BATCHED
 from maxmeg.ops.experts.dispatch import capacity_of

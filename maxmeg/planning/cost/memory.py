@@ -9,8 +9,9 @@ import math
 
 import jax
 
+from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import GPUS_A_NODE, OptimConfig
+from maxmeg.config.schema import OptimConfig
 from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import experts

@@ -16,8 +16,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names
-from maxmeg.config.schema import Config, LoraConfig, ParallelConfig, Schedule
+from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes

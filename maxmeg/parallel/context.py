@@ -1,0 +1,112 @@
+"""The two halves of a device's piece of a sequence that is cut over context, and their neighbours.
+
+A piece is two chunks of the sequence (parallel.sequence), here its halves 0 and 1. Devices may form
+groups of `count` neighbours along context, in each of which the pieces together are two contiguous
+parts of the sequence again.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import CONTEXT_AXES
+
+Half = jax.Array | int
+
+
+def half_of(x: jax.Array, half: Half) -> jax.Array:
+    """A half of the tokens of x [B, L, ...]."""
+    middle = x.shape[1] // 2
+    if isinstance(half, int):
+        return x[:, half * middle : (half + 1) * middle]
+    return jnp.where(half == 1, x[:, middle:], x[:, :middle])
+
+
+def stacked_halves(x: jax.Array) -> jax.Array:
+    """Both halves as rows [2 B, L / 2, ...] of x [B, L, ...]."""
+    return jnp.concatenate((half_of(x, 0), half_of(x, 1)))
+
+
+def start_of(rank: jax.Array | int, half: Half, size: int, length: int) -> jax.Array:
+    """Place in the sequence of the first token of a half of `length` tokens, of `size` ranks."""
+    if isinstance(half, int):
+        return jnp.asarray(2 * size - 1 - rank if half else rank) * length
+    return jnp.where(half == 1, 2 * size - 1 - rank, rank) * length
+
+
+def slice_at(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
+    """`length` tokens of x [B, L, ...]."""
+    return lax.dynamic_slice_in_dim(x, start, length, axis=1)
+
+
+def in_order(x: jax.Array, count: int) -> jax.Array:
+    """Tokens [B, L, ...] of the pieces of `count` neighbours -> in the order of the sequence."""
+    B, length, *rest = x.shape
+    chunks = x.reshape(B, count, 2, length // (2 * count), *rest)
+    both = jnp.concatenate((chunks[:, :, 0], chunks[:, ::-1, 1]), axis=1)
+    return both.reshape(x.shape)
+
+
+def out_of_order(x: jax.Array, count: int) -> jax.Array:
+    """The inverse of `in_order`."""
+    B, length, *rest = x.shape
+    chunks = x.reshape(B, 2, count, length // (2 * count), *rest)
+    return jnp.stack((chunks[:, 0], chunks[:, 1, ::-1]), axis=2).reshape(x.shape)
+
+
+def whole_rows(x: jax.Array) -> jax.Array:
+    """The whole sequences [..., L], in order, of this device's pieces [..., L / devices]."""
+    size = collectives.axis_size(CONTEXT_AXES)
+    if size == 1:
+        return x
+    rows = collectives.gather(x.reshape(-1, x.shape[-1]), CONTEXT_AXES, 1)
+    return in_order(rows, size).reshape(*x.shape[:-1], -1)
+
+
+def own_pieces(x: jax.Array) -> jax.Array:
+    """The inverse of `whole_rows`."""
+    size, rank = collectives.axis_size(CONTEXT_AXES), collectives.axis_index(CONTEXT_AXES)
+    if size == 1:
+        return x
+    rows, half = x.reshape(-1, x.shape[-1]), x.shape[-1] // (2 * size)
+    halves = [slice_at(rows, start_of(rank, number, size, half), half) for number in (0, 1)]
+    return jnp.concatenate(halves, axis=1).reshape(*x.shape[:-1], -1)
+
+
+def shifted(x: jax.Array, step: int, distance: int = 1, cyclic: bool = True) -> jax.Array:
+    """x of the device `step` places before this one in its ring, whose neighbours are `distance`
+    ranks apart along context. Zeros where there is none."""
+    ranks = collectives.axis_size(CONTEXT_AXES)
+    pairs = []
+    for source in range(ranks):
+        target = source + step * distance
+        if cyclic or 0 <= target < ranks:
+            pairs.append((source, target % ranks))
+    return collectives.permute(x, CONTEXT_AXES[0], pairs)
+
+
+def halos(x: jax.Array, width: int, distance: int = 1) -> jax.Array:
+    """The `width` tokens before each half [B, 2 x width, ...]; zeros before the sequence."""
+    half = x.shape[1] // 2
+    first, second = (half_of(x, number)[:, half - width :] for number in (0, 1))
+    before = shifted(first, 1, distance, cyclic=False)
+    after = shifted(collectives.after(second, before), -1, distance, cyclic=False)
+    return jnp.concatenate((before, jnp.where(_is_last(distance), first, after)), axis=1)
+
+
+def halos_back(d_halos: jax.Array, length: int, distance: int = 1) -> jax.Array:
+    """The transpose of `halos` of an array of `length` tokens."""
+    d_before, d_after = half_of(d_halos, 0), half_of(d_halos, 1)
+    d_first = shifted(d_before, -1, distance, cyclic=False)
+    d_second = shifted(collectives.after(d_after, d_first), 1, distance, cyclic=False)
+    d_first += jnp.where(_is_last(distance), d_after, 0)
+    widths = [(0, 0)] * d_halos.ndim
+    widths[1] = (length // 2 - d_first.shape[1], 0)
+    return jnp.concatenate([jnp.pad(d_end, widths) for d_end in (d_first, d_second)], axis=1)
+
+
+def _is_last(distance: int) -> jax.Array:
+    """Whether this device is the last one of its ring: its halves are neighbours."""
+    ranks = collectives.axis_size(CONTEXT_AXES)
+    return jnp.asarray(collectives.axis_index(CONTEXT_AXES) >= ranks - distance)
