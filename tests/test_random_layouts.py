@@ -31,8 +31,8 @@ from maxmeg.config.schema import LossBackend
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
 POOL = 100  # runs to choose from
-AXES = ("pipe", "data", "fsdp", "expert", "tensor")
-SIZES = itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
+SIZES = itertools.product((1, 2, 4), *[(1, 2, 4, 8)] * 2, (1, 2, 4), (1, 2, 4), (1, 2, 4))
 MESHES = [dict(zip(AXES, sizes, strict=True)) for sizes in SIZES if math.prod(sizes) == 8]
 # What settings are drawn from. Left out are those whose meaning depends on the layout: the balance
 # loss over a microbatch, capacity, and means over microbatches.
@@ -60,20 +60,26 @@ MOE = MLP | {
     **{"moe.sequence_aux_loss": (0.0, 0.1), "moe.z_loss": (0.0, 0.01), "moe.jitter": (0.0, 0.1)},
     **{"moe.normalize_weights": BOTH, "moe.bias_balancing": BOTH, "moe.logit_bias": BOTH},
 }
+STRATEGIES = ("auto", "ring", "exchange", "gather", "hierarchy")
+CONTEXTS = ("1", "2", "4")
 CONV = {"conv.kernel_size": (1, 3, 4), "conv.bias": BOTH}
 READ = {"attention": HEADS, "local": HEADS | WINDOW, "mla": MLA, "local_mla": MLA | WINDOW}
 READ |= {"conv": CONV, "mlp": MLP, "moe": MOE}
 
 
 @st.composite
-def runs(draw) -> tuple[dict, dict, dict, bool]:
+def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
     """(model settings, train settings, mesh, whether rows hold two documents); all are valid."""
 
     def one_of(values):
         return draw(st.sampled_from(values))
 
-    mesh = dict(one_of(MESHES))
-    replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    mesh = dict(one_of([mesh for mesh in MESHES if mesh["context"] in contexts]))
+    replicas, context = mesh["data"] * mesh["fsdp"] * mesh["expert"], mesh["context"]
+    if context > 1:
+        mesh["context_strategy"] = one_of(STRATEGIES if context > 2 else STRATEGIES[:-1])
+        if mesh["expert"] > 1 or one_of(BOTH):  # experts lie along context too
+            mesh["expert"] *= context
     if mesh["expert"] > 1:
         mesh["expert_exchange"] = one_of(ExpertExchange)
         if mesh["expert_exchange"] is not ExpertExchange.gather:
@@ -115,6 +121,8 @@ def runs(draw) -> tuple[dict, dict, dict, bool]:
             mesh["expert_buffer"] = one_of((1.0, 1.5, 3.0))
     if mixers <= {"conv", "mlp", "moe"}:
         model["attention.num_heads"] = ModelConfig().attention.num_heads  # nothing reads it
+    if context > 2 and "conv" in mixers:
+        model["conv.kernel_size"] = 3  # no longer than a chunk
     if "moe" in mixers and one_of(BOTH):
         model |= {"moe.num_groups": 4, "moe.topk_groups": 2}
     if model["position"] is Position.learned:
@@ -158,12 +166,12 @@ def facts(run: tuple[dict, dict, dict, bool]) -> set[tuple[str, str]]:
     return words | axes | {(name, str(value)) for name, value in settings.items()}
 
 
-def covering_runs(count: int) -> list:
+def covering_runs(count: int, contexts: tuple[int, ...]) -> list:
     """Of POOL random runs, `count` that greedily cover the most pairs of settings."""
     pool = []
 
     @settings(max_examples=POOL, derandomize=True, phases=[Phase.generate], database=None)
-    @given(runs())
+    @given(runs(contexts))
     def draw(run):
         pool.append((run, set(itertools.combinations(sorted(facts(run)), 2))))
 
@@ -189,7 +197,7 @@ def test_random_layouts_equal_one_device():
         "import sys, test_random_layouts as t; t.check_from(*sys.argv)",
     ]
     while first < count:
-        arguments = [*command, str(first), str(count)]
+        arguments = [*command, str(first), str(count), *CONTEXTS]
         ended = subprocess.run(
             arguments, env=environ, cwd=Path(__file__).parent, capture_output=True, text=True
         )
@@ -200,8 +208,8 @@ def test_random_layouts_equal_one_device():
         assert ended.returncode == 0 or (deadlock and tries < 2), ended.stderr[-5000:]
 
 
-def check_from(_: str, first: str, count: str) -> None:
+def check_from(_: str, first: str, count: str, *contexts: str) -> None:
     """Check the runs from `first` on, and print a word for each."""
-    for run in covering_runs(int(count))[int(first) :]:
+    for run in covering_runs(int(count), tuple(map(int, contexts)))[int(first) :]:
         check_run(*run)
         print("equal", flush=True)

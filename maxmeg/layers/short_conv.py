@@ -105,7 +105,7 @@ class ShortConv(Mixer):
         """The convolution of the whole sequence: of each half of this device's piece if it is cut
         over context."""
         before = self.kernel.weight.shape[0] - 1
-        if axis_size(CONTEXT_AXES) == 1:
+        if axis_size(CONTEXT_AXES) == 1 or before == 0:
             before_BWX = jnp.zeros((len(x_BLX), before, x_BLX.shape[-1]), x_BLX.dtype)
             if segments_BL is not None:
                 segments_BL = jnp.pad(segments_BL, ((0, 0), (before, 0)), constant_values=-1)

@@ -103,6 +103,34 @@ def permute(x: jax.Array, axis: str, pairs: list[tuple[int, int]]) -> jax.Array:
     return lax.ppermute(x, axis, pairs) if present((axis,)) else x
 
 
+def permute_in_stage(
+    x: jax.Array, axes: tuple[str, ...], pairs: list[tuple[int, int]]
+) -> jax.Array:
+    """`permute` over axes of one pipeline stage, also where other stages do not come along.
+
+    XLA's CPU runtime waits for all devices of a program in a permute: with several stages it
+    gathers instead.
+    """
+    axes = present(axes)
+    if not axes:
+        return x
+    sources = np.full(axis_size(axes), -1)
+    for source, target in pairs:
+        sources[target] = source
+
+    def gathered(x: jax.Array) -> jax.Array:
+        source = jnp.asarray(sources)[axis_index(axes)]
+        everything = lax.all_gather(x, axes)
+        return jnp.where(source < 0, 0, everything[jnp.maximum(source, 0)]).astype(x.dtype)
+
+    def permuted(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, axes, pairs)
+
+    if not present((PIPE_AXIS,)):
+        return permuted(x)
+    return lax.platform_dependent(x, cpu=gathered, default=permuted)
+
+
 def exchange(
     x: jax.Array, axes: tuple[str, ...], cut: int = 0, joined: int = 0, groups=None
 ) -> jax.Array:

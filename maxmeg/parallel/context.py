@@ -83,7 +83,7 @@ def shifted(x: jax.Array, step: int, distance: int = 1, cyclic: bool = True) -> 
         target = source + step * distance
         if cyclic or 0 <= target < ranks:
             pairs.append((source, target % ranks))
-    return collectives.permute(x, CONTEXT_AXES[0], pairs)
+    return collectives.permute_in_stage(x, CONTEXT_AXES, pairs)
 
 
 def halos(x: jax.Array, width: int, distance: int = 1) -> jax.Array:

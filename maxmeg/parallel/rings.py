@@ -18,7 +18,7 @@ from maxmeg.parallel.collectives import (
     axis_index,
     axis_size,
     gather_sequence,
-    present,
+    permute_in_stage,
 )
 from maxmeg.parallel.mesh import TENSOR_AXES
 
@@ -90,10 +90,11 @@ def sum_of_parts(part: Callable[[jax.Array | int], jax.Array]) -> jax.Array:
 
 def moved(x: jax.Array, distance: int) -> jax.Array:
     """x of the device `distance` ranks before this one along tensor, cyclically."""
-    axes, devices = present(TENSOR_AXES), axis_size(TENSOR_AXES)
-    if not axes or distance % devices == 0:
+    devices = axis_size(TENSOR_AXES)
+    if distance % devices == 0:
         return x
-    return lax.ppermute(x, axes, [(i, (i + distance) % devices) for i in range(devices)])
+    pairs = [(i, (i + distance) % devices) for i in range(devices)]
+    return permute_in_stage(x, TENSOR_AXES, pairs)
 
 
 def shard_of(x_BLI: jax.Array, rank: jax.Array | int) -> jax.Array:
