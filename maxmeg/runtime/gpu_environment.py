@@ -66,7 +66,7 @@ COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 XLA_COMBINES = 30 * 2**20  # its default
 
 # XLA schedules one collective at a time. With two, a gather over one axis need not end before the
-# next collective over another one starts.
+# next collective over another one starts, and a ring's backward sends keys beside their gradients.
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
@@ -209,7 +209,7 @@ def compiler_options(model, mesh: Mesh, zero1: bool = False) -> dict[str, int]:
         return {}
     size = largest_shard(model, mesh, zero1)
     options = {COMBINED: size} if 0 < size < XLA_COMBINES else {}
-    if len(links(mesh)) > 1:
+    if len(links(mesh)) > 1 or mesh.shape["context"] > 1:
         options[AT_ONCE] = 2
     users = user_flags(os.environ)
     return {name: value for name, value in options.items() if name not in users}

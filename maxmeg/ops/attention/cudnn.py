@@ -25,7 +25,7 @@ from jax import lax
 from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxmeg.ops.attention.flash import sink_gradient, with_sinks
-from maxmeg.ops.attention.spec import Operands, ScoreSpec
+from maxmeg.ops.attention.spec import NEGATIVE, Operands, ScoreSpec
 from maxmeg.ops.attention.xla import Rows, visible
 from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, target_device
 
@@ -34,7 +34,8 @@ SUPPORTS = (
     "attention with equally many queries and keys from position 0 (with a window) or all keys, "
     "log-sum-exp, sinks, head dims that are multiples of 8 up to 128, on Hopper up to 256, on "
     "Blackwell 192 with values of 128; other values shorter than keys are padded; on Ampere and "
-    "Hopper with heads up to 128 documents and chunks of queries that are also the keys"
+    "Hopper with heads up to 128 documents and chunks of queries that are also the keys, or of "
+    "rounds over context"
 )
 MLA = (192, 128)  # head dims of queries and keys, and of values
 MLA_VERSION = 91000  # of cuDNN, as jax counts it
@@ -87,7 +88,7 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
     if reason := refuses_lengths(*lengths, spec, operands.offset):
         return reason
     if needs_mask(spec, operands):
-        return refuses_mask(lengths, q_BLHK.shape[-1], operands, device)
+        return refuses_mask(lengths, q_BLHK.shape[-1], spec, operands, device)
     return ""
 
 
@@ -98,12 +99,13 @@ def needs_mask(spec: ScoreSpec, operands: Operands) -> bool:
 
 
 def refuses_mask(
-    lengths: tuple[int, int], head_dim: int, operands: Operands, device: Device
+    lengths: tuple[int, int], head_dim: int, spec: ScoreSpec, operands: Operands, device: Device
 ) -> str:
-    """Why a bias cannot be the mask: a query that sees no key would get the mean of all values."""
+    """Why a bias cannot be the mask: a query that sees no key would get the mean of all values, and
+    the bias as its log-sum-exp."""
     major = device.capability[0]
     square = lengths[0] == lengths[1] and isinstance(operands.offset, int) and operands.offset == 0
-    if not square or operands.key_segments_BM is not None:
+    if not spec.merged and (not square or operands.key_segments_BM is not None):
         return "documents and chunks need queries that are also the keys, from position 0"
     if major >= BLACKWELL:
         return f"documents and chunks on a GPU of compute capability {major}.x are not proved"
@@ -169,19 +171,85 @@ def refuses_lengths(length: int, keys: int, spec: ScoreSpec, offset) -> str:
     if length % 2 or keys % 2:
         return f"{length} queries and {keys} keys: backward needs even lengths"
     square = length == keys and isinstance(offset, int) and offset == 0
-    if spec.causal and not square:
+    if spec.causal and not square and not is_band(length, keys, spec, offset):
         return "causal attention needs queries and keys of one length, from position 0"
     return ""
 
 
+def is_band(length: int, keys: int, spec: ScoreSpec, offset) -> bool:
+    """Whether as many queries follow the keys directly, of which they see what a window reaches."""
+    follows = length == keys and isinstance(offset, int) and offset == length
+    return spec.merged and spec.causal and follows and 0 <= length + 1 - spec.window <= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """A band as causal attention: query i sees keys j >= i + late, the order of both is reversed.
+
+    late: 0 or 1. The last `late` queries see nothing, and are the first ones here.
+    """
+
+    late: int
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        return jnp.roll(x[:, ::-1], -self.late, axis=1)
+
+    def back(self, x: jax.Array, unseen=None) -> jax.Array:
+        """The inverse of `queries`; unseen: instead of the values of queries that see nothing."""
+        x = jnp.roll(x, self.late, axis=1)[:, ::-1]
+        return x if unseen is None or not self.late else x.at[:, -self.late :].set(unseen)
+
+    def call(self, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands) -> tuple:
+        segments = operands.segments_BL, operands.key_segments_BM
+        if segments[0] is not None:
+            segments = self.queries(segments[0]), segments[1][:, ::-1]
+        spec = dataclasses.replace(spec, window=0)
+        operands = operands._replace(offset=0, segments_BL=segments[0], key_segments_BM=segments[1])
+        return self.queries(q_BLHK), k_BMGK[:, ::-1], v_BMGV[:, ::-1], spec, operands
+
+
+def band_of(q_BLHK, k_BMGK, spec: ScoreSpec, operands: Operands) -> Band | None:
+    lengths = q_BLHK.shape[1], k_BMGK.shape[1]
+    if not is_band(*lengths, spec, operands.offset):
+        return None
+    return Band(lengths[0] + 1 - spec.window)
+
+
+def block_gradients(call: tuple, out_BLHV, lse_BLH, d_out_BLHV) -> tuple:
+    """As ops.attention.call.block_gradients."""
+    if band := band_of(*call[:2], *call[3:]):
+        lse_BLH = band.queries(lse_BLH).at[:, lse_BLH.shape[1] - band.late :].set(-NEGATIVE)
+        results = band.queries(out_BLHV), lse_BLH, band.queries(d_out_BLHV)
+        d_q, *d_kv = block_gradients(band.call(*call), *results)
+        return band.back(d_q), *(d[:, ::-1] for d in d_kv)
+    q_BLHK, k_BMGK, v_BMGV, spec, operands = call
+    spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
+    bias_B1LM, size = mask_bias(q_BLHK, k_BMGK.shape[1], spec, operands), v_BMGV.shape[-1]
+    values = (padded(x, q_BLHK.shape[-1]) for x in (v_BMGV, out_BLHV, d_out_BLHV))
+    v_BMGV, out_BLHV, d_out_BLHV = values
+    arrays = q_BLHK, k_BMGK, v_BMGV, bias_B1LM
+    d_q, d_k, d_v = gradients_by_rule(spec, arrays, out_BLHV, lse_BLH, d_out_BLHV)
+    return d_q, d_k, d_v[..., :size]
+
+
+def padded(values: jax.Array, head_dim: int) -> jax.Array:
+    """Values padded to the head dim of keys, where they need it."""
+    padding = head_dim - values.shape[-1]
+    if not padding or takes_unpadded(head_dim, values.shape[-1]):
+        return values
+    return jnp.pad(values, ((0, 0), (0, 0), (0, 0), (0, padding)))
+
+
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     """Output [B, L, H, V] and log-sum-exp [B, L, H]."""
-    assert operands.dropout is None and operands.key_segments_BM is None
+    if band := band_of(q_BLHK, k_BMGK, spec, operands):
+        out_BLHV, lse_BLH = attend(*band.call(q_BLHK, k_BMGK, v_BMGV, spec, operands))
+        return band.back(out_BLHV), band.back(lse_BLH, NEGATIVE)
+    assert operands.dropout is None
     spec = dataclasses.replace(spec, scale=spec.scale or q_BLHK.shape[-1] ** -0.5)
-    bias_B1LM, sinks_H = mask_bias(q_BLHK, spec, operands), operands.sinks_H
-    size, padding = v_BMGV.shape[-1], q_BLHK.shape[-1] - v_BMGV.shape[-1]
-    if padding and not takes_unpadded(q_BLHK.shape[-1], size):
-        v_BMGV = jnp.pad(v_BMGV, ((0, 0), (0, 0), (0, 0), (0, padding)))
+    bias_B1LM = mask_bias(q_BLHK, k_BMGK.shape[1], spec, operands)
+    sinks_H, size = operands.sinks_H, v_BMGV.shape[-1]
+    v_BMGV = padded(v_BMGV, q_BLHK.shape[-1])
     out_BLHV, lse_BHL = fused_attention(spec, q_BLHK, k_BMGK, v_BMGV, bias_B1LM, sinks_H)
     lse_BLH: Any = jnp.swapaxes(lax.stop_gradient(lse_BHL), 1, 2)
     lse_BLH = with_gradient(spec, q_BLHK, k_BMGK, bias_B1LM, lse_BLH)
@@ -190,12 +258,13 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     return out_BLHV[..., :size], lse_BLH
 
 
-def mask_bias(q_BLHK, spec: ScoreSpec, operands: Operands) -> jax.Array | None:
+def mask_bias(q_BLHK, keys: int, spec: ScoreSpec, operands: Operands) -> jax.Array | None:
     """0 where a query sees a key, else a large negative number; None if cuDNN knows the mask."""
     if not needs_mask(spec, operands):
         return None
-    length, segments = q_BLHK.shape[1], operands.segments_BL
-    seen_BLM = visible(spec, Rows(0, 0, segments, segments, None), length, jnp.arange(length))
+    queries, others = operands.segments_BL, operands.key_segments_BM
+    rows = Rows(0, 0, queries, queries if others is None else others, None)
+    seen_BLM = visible(spec, rows, q_BLHK.shape[1], jnp.arange(keys))
     unseen = fused.get_large_negative_number(q_BLHK.dtype)
     return jnp.where(seen_BLM, jnp.zeros((), q_BLHK.dtype), unseen)[:, None]
 

@@ -25,7 +25,8 @@ def flash(kernel: Callable, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: O
     """
     intervals = kernel_module("intervals")
     queries, keys = operands.segments_BL, operands.key_segments_BM
-    flash_spec = intervals.FlashSpec(**vars(spec), segments=queries is not None)
+    settings = {name: value for name, value in vars(spec).items() if name != "merged"}
+    flash_spec = intervals.FlashSpec(**settings, segments=queries is not None)
     ids = {"query_segments_BL": queries, "key_segments_BM": keys}
     call = functools.partial(kernel, spec=flash_spec, offset=operands.offset, **ids)
     if queries is None:

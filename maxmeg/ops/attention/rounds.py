@@ -6,7 +6,7 @@ window, a half of a piece needs only the end of the half before it, its halo.
 Outputs of the rounds are merged in float32 by their log-sum-exp. Backward stores queries, keys,
 values, output and log-sum-exp: with these of all rounds together, the gradients of a round are its
 exact contributions. It goes through the rounds in reverse order; keys, and their gradients in
-float32, travel back.
+float32, travel back. What the next round needs is sent beside the attention of a round.
 
 Letters beside the legend's: N rows of the pairs of halves of a round, I elements of what travels.
 """
@@ -100,7 +100,8 @@ class Round:
 
     pairs: (half of the queries, half of the keys) that meet; None: the pieces as they are. source:
     rank that the keys are from. halo: the keys are the `halo` tokens before a half, the queries its
-    first ones. by_place: the mask depends on the places of queries and keys.
+    first ones. by_place: the mask depends on the places of queries and keys. local: queries are
+    also the keys.
     """
 
     spec: ScoreSpec
@@ -108,6 +109,7 @@ class Round:
     source: jax.Array
     halo: int = 0
     by_place: bool = False
+    local: bool = False
 
     def queries(self, x: jax.Array) -> jax.Array:
         """The part [N, ...] for this call of an array [B, ...] of this device's tokens."""
@@ -143,7 +145,8 @@ class Round:
         if plan.rate:
             rows_B, places = jnp.tile(rows.rows_B, len(pairs)), (of_rows(queries), of_rows(keys))
             dropout = AttentionDropout(rows.key, rows_B, rows.first_head, plan.rate, *places)
-        return Operands(offset, segments(queries), segments(keys), None, dropout)
+        others = None if self.local else segments(keys)
+        return Operands(offset, segments(queries), others, None, dropout)
 
     def missing(self, plan: Plan, count: int) -> jax.Array:
         """Whether a row [N, 1, 1] of halos has no keys: nothing is before the sequence."""
@@ -163,15 +166,18 @@ def rounds_of(plan: Plan) -> list[Round]:
     spec, rank, size = plan.spec, plan.rank, plan.size
     if plan.halo is not None:
         same = (0, 0), (1, 1)
-        return [Round(spec, same, rank)] + [Round(spec, same, rank, plan.halo)] * (plan.halo > 0)
+        band = Round(dataclasses.replace(spec, merged=True), same, rank, plan.halo)
+        return [Round(spec, same, rank, local=True)] + [band] * (plan.halo > 0)
     by_place = bool(spec.window or plan.rate)
     sources = [(rank - n) % size for n in range(size)]
     if not spec.causal:
         pairs = ((0, 0), (0, 1), (1, 0), (1, 1)) if by_place else None
-        return [Round(spec, pairs, source, by_place=by_place) for source in sources]
+        later = dataclasses.replace(spec, merged=True)
+        return [Round(later, pairs, source, by_place=by_place) for source in sources]
     # The order of a piece's tokens is that of the sequence.
-    first = Round(spec, ((0, 0), (1, 0), (1, 1)) if by_place else None, rank, by_place=by_place)
-    later = spec if by_place else dataclasses.replace(spec, causal=False)
+    pairs = ((0, 0), (1, 0), (1, 1)) if by_place else None
+    first = Round(spec, pairs, rank, by_place=by_place, local=not by_place)
+    later = dataclasses.replace(spec, causal=by_place, merged=True)
     rounds = [first]
     for source in sources[1:]:
         # Half 0 of earlier ranks comes before both halves, both of later ranks before half 1.
@@ -187,17 +193,20 @@ def in_rounds(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows) -> jax.
 
 
 def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows):
-    B, half, arrived, totals = q_BLHK.shape[0], q_BLHK.shape[1] // 2, kv_BLGI, [None, None]
-    for number, turn in enumerate(rounds_of(plan)):
-        if number:
-            arrived = moved(plan, arrived)
+    B, half, rounds = q_BLHK.shape[0], q_BLHK.shape[1] // 2, rounds_of(plan)
+    arrived, following, done, totals = kv_BLGI, kv_BLGI, None, [None, None]
+    for turn in rounds:
+        arrived = not_before(following, done)
+        if turn is not rounds[-1]:
+            following = moved(plan, arrived)
         k_NMGK, v_NMGV = plan.expand(weights, turn.keys(arrived))
         operands = turn.operands(plan, rows, B, half)
         call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
         out_NLHV, lse_NLH = attention_with_lse(*call, backend=plan.backend)
+        lse_NLH = jnp.maximum(lse_NLH, NEGATIVE)
         if turn.halo:
             lse_NLH = jnp.where(turn.missing(plan, B), NEGATIVE, lse_NLH)
-        parts = [turn.split(x) for x in (out_NLHV, lse_NLH)]
+        parts, done = [turn.split(x) for x in (out_NLHV, lse_NLH)], lse_NLH
         for (which, out_BLHV), (_, lse_BLH) in zip(*parts, strict=True):
             add(totals, which, out_BLHV.astype(jnp.float32), lse_BLH)
     out_BLHV, lse_BLH = (jnp.concatenate(parts, axis=1) for parts in zip(*totals, strict=True))
@@ -209,15 +218,15 @@ def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows)
 
 def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
     q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH = residuals
-    B, half, arrived = q_BLHK.shape[0], q_BLHK.shape[1] // 2, kv_BLGI
-    d_q, d_kv, d_weights = jnp.zeros(q_BLHK.shape, jnp.float32), None, None
-    rounds = list(enumerate(rounds_of(plan)))
-    for number, turn in reversed(rounds):
-        if number:
-            arrived = moved_before(plan, arrived)
-            arrived = arrived if d_kv is None else collectives.after(arrived, d_kv)
-        else:
-            arrived = kv_BLGI
+    B, half, rounds = q_BLHK.shape[0], q_BLHK.shape[1] // 2, rounds_of(plan)
+    d_q, d_kv, d_weights, done = jnp.zeros(q_BLHK.shape, jnp.float32), None, None, None
+    arrived = following = kv_BLGI if len(rounds) == 1 else moved_before(plan, kv_BLGI)
+    for number, turn in reversed(list(enumerate(rounds))):
+        arrived = not_before(following if number else kv_BLGI, done)
+        if number > 1:
+            following = moved_before(plan, arrived)
+        if d_kv is not None:
+            d_kv = moved_back(plan, collectives.after(d_kv, following), kv_BLGI)
         (k_NMGK, v_NMGV), into = jax.vjp(plan.expand, weights, turn.keys(arrived))
         operands = turn.operands(plan, rows, B, half)
         call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
@@ -229,9 +238,7 @@ def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
         d_q += transposed(turn.queries, d_q, d_query)
         d_weights = added(d_weights, d_w)
         d_arrived = transposed(turn.keys, arrived, d_arrived)
-        d_kv = d_arrived if d_kv is None else d_kv + d_arrived
-        if number:
-            d_kv = moved_back(plan, d_kv, kv_BLGI)
+        d_kv, done = d_arrived if d_kv is None else d_kv + d_arrived, d_query
     d_weights = jax.tree.map(lambda w, g: g.astype(w.dtype), weights, d_weights)
     d_sinks = None
     if sinks_H is not None:
@@ -278,6 +285,16 @@ def moved_back(plan: Plan, d_arrived: jax.Array, kv_BLGI: jax.Array) -> jax.Arra
     if plan.halo is None:
         return shifted(d_arrived, -1, plan.distance)
     return halos_back(d_arrived, kv_BLGI.shape[1], plan.distance)
+
+
+def not_before(x: jax.Array, done: jax.Array | None) -> jax.Array:
+    """x, of which one element depends on `done`: XLA would send all pieces first, one at a time,
+    and hide nothing behind attention. It removes a barrier before it schedules."""
+    if done is None:
+        return x
+    place = (0,) * x.ndim
+    never = jnp.ravel(done)[0].astype(jnp.float32) > jnp.inf
+    return x.at[place].set(jnp.where(never, 0, x[place]).astype(x.dtype))
 
 
 def transposed(function, x: jax.Array, slope: jax.Array) -> jax.Array:

@@ -16,7 +16,9 @@ class ScoreSpec:
     Query i is at position offset + i (Operands.offset), key j at position j.
     causal: a query sees no later keys. window: number of keys that a causal query sees, its own
     included (Mistral, Gemma); not causal: |i - j| < window. chunk: a query sees the keys of its own
-    chunk of positions (Llama 4). window, chunk, softcap 0: off; scale 0: 1/sqrt(K).
+    chunk of positions (Llama 4). window, chunk, softcap 0: off; scale 0: 1/sqrt(K). merged: outputs
+    are merged with those of other keys, so a query that sees no key may have any output whose
+    log-sum-exp is at most NEGATIVE.
     """
 
     causal: bool = True
@@ -24,6 +26,7 @@ class ScoreSpec:
     chunk: int = 0
     softcap: float = 0.0
     scale: float = 0.0
+    merged: bool = False
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk", "softcap", "scale"):
