@@ -58,6 +58,10 @@ def set_environment() -> None:
     os.environ.setdefault("NPROC", "32")  # threads of XLA, as multihost.initialize sets it too
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
+    # Else every process of a test would compile the modules that it imports.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        folder = REPOSITORY / ".pytest_cache" / "python"
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder))
     # Of all programs, the smallest too: most are single operations of tests' references.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
