@@ -22,6 +22,8 @@ XLA_FLAGS = {
     "--xla_cpu_collective_timeout_seconds": "300",
     # As multihost.initialize sets it for runs on virtual devices.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
+    # Workers of pytest use the cores already: parts of a program would only cost more.
+    "--xla_cpu_parallel_codegen_split_count": "1",
 }
 if not any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)):  # else for GPUs too
     # Programs are compiled in a third of the time; tests run most of them once.
@@ -58,6 +60,10 @@ def set_environment() -> None:
     os.environ.setdefault("NPROC", "32")  # threads of XLA, as multihost.initialize sets it too
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache_folder()))
+    # Else every process of a test would compile the modules that it imports.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
+        folder = REPOSITORY / ".pytest_cache" / "python"
+        os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder))
     # Of all programs, the smallest too: most are single operations of tests' references.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 

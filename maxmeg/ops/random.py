@@ -10,6 +10,8 @@ A key is either folded or drawn from, never both: the first row of normal(key, (
 normal(fold(key, 0), (3,)).
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,7 @@ def uniform(key: jax.Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
     return uniform_of(random_bits(shape, key, *indices))
 
 
+@functools.partial(jax.jit, static_argnames="shape", inline=True)  # traced once for each shape
 def normal(key: jax.Array, shape: tuple[int, ...]) -> Float[Array, "..."]:
     """A float32 array with values from the standard normal distribution."""
     return np.float32(2**0.5) * jax.lax.erf_inv(uniform(key, shape))
@@ -69,6 +72,7 @@ def _folded(key_2: UInt32[Array, "2"], *numbers):
     return words
 
 
+@functools.partial(jax.jit, inline=True)
 def _absorbed(first, second, number):
     """Hash a number into two words; injective in the number."""
     first = _mixed((first ^ number) + STEP)
