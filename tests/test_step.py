@@ -52,6 +52,7 @@ LAYOUTS = [
     ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
     ("everything", {"fsdp": 2, "tensor": 4}, {"loss_backend": LossBackend.tiled}),
+    ("everything", {"fsdp": 2, "context": 2, "tensor": 2}, {"loss_backend": LossBackend.tiled}),
 ]
 
 

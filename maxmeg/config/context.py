@@ -89,7 +89,8 @@ def strategy_problems(model: ModelConfig, parallel: ParallelConfig, tensor: int)
         )
     exchanging = {"exchange": context, "hierarchy": inner}
     for name in named.values():
-        if (count := exchanging.get(name, 0)) and heads // tensor % count:
+        count = exchanging.get(name, 0)
+        if count and context % count == 0 and heads // tensor % count:
             yield (
                 f"{setting}: the {heads // tensor} query heads of a device (model.attention."
                 f"num_heads={heads}, parallel.tensor={tensor}) are not divisible by the {count} "

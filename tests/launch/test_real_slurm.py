@@ -161,9 +161,7 @@ def test_two_nodes_serve_one_model(cluster, tmp_path, capsys):
     run, log = make_run(tmp_path, **{"attention.num_kv_heads": 2}), tmp_path / "log.jsonl"
     arguments = f"--run_dir={run}", "--tensor=2", f"--log={log}", "--port=0", *SIZES
     script = str(REPOSITORY / "launch/serve.sbatch")
-    # Bit for bit only if compiled with the flags of the process that replays.
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1"
-    job = sbatch(cluster, tmp_path, script, *arguments, HOME=str(tmp_path), XLA_FLAGS=flags)
+    job = sbatch(cluster, tmp_path, script, *arguments, HOME=str(tmp_path))
     wait_until(lambda: re.search(r"step 0, at http://\S+/v1", log_of(tmp_path)), SECONDS)
     port = re.findall(r"step 0, at http://\S+:(\d+)", log_of(tmp_path))[0]
     key = (tmp_path / ".maxmeg_key").read_text()

@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import maxmeg.ops.attention.context as context_module
+from maxmeg.config.recompute import kept_names
+from maxmeg.ops.attention import rounds
 from maxmeg.ops.attention.context import ContextCall, attention_over_context
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.random import random_bits
+from maxmeg.parallel.collectives import keeps
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
 from maxmeg.parallel.sequence import context_order
 from maxmeg.parallel.spmd import spmd
@@ -41,15 +45,27 @@ B, L, H, K, V = 2, 48, 8, 8, 4
 
 def strategies(context: int) -> dict[str, ContextStrategy]:
     names = ["ring", "gather"]
-    names += ["exchange"] * (H % context == 0) + ["hierarchy"] * (context in (4, 8))
+    names += ["exchange"] * (context != 3) + ["hierarchy"] * (context in (4, 8))
     return {name: ContextStrategy(name, 2 * (name == "hierarchy")) for name in names}
 
 
-CASES = [
-    (context, strategy, feature)
-    for context in (2, 3, 4, 8)
-    for strategy in strategies(context)
+# Every cell of strategy x feature, on two of the numbers of devices; a few are quick.
+CONTEXTS = (2, 3, 4, 8)
+QUICK = (("ring", "causal"), ("ring", "window, documents"), ("gather", "chunks"))
+QUICK += (("exchange", "dropout"), ("hierarchy", "sinks, window"))
+CELLS = [
+    (strategy, feature, [n for n in CONTEXTS if strategy in strategies(n)])
+    for strategy in strategies(8)
     for feature in FEATURES
+]
+CASES = [
+    pytest.param(
+        *(context, strategy, feature),
+        marks=() if (strategy, feature) in QUICK and turn == 0 else pytest.mark.slow,
+        id=f"{context} {strategy} {feature}",
+    )
+    for number, (strategy, feature, contexts) in enumerate(CELLS)
+    for turn, context in enumerate((contexts * 2)[number % len(contexts) :][:2])
 ]
 
 
@@ -153,3 +169,87 @@ def test_results_and_gradients_equal_attention_over_the_row(context, strategy, f
     found = actual(context, strategies(context)[strategy], **FEATURES[feature])
     for one, other in zip(found, expected(feature), strict=True):
         assert np.abs(one - other).max() <= TOLERANCE * max(np.abs(other).max(), 1)
+
+
+def attention(remat: str, q, kv, slope):
+    """Sum of products with the slope, recomputed as in a layer."""
+
+    def run(q, kv):
+        call = ContextCall(q, kv, Expand(K), (), CAUSAL, Operands())
+        return jnp.sum(attention_over_context(call, ContextStrategy("ring")) * slope)
+
+    return jax.checkpoint(run, policy=keeps(kept_names(remat)))(q, kv)
+
+
+@pytest.mark.parametrize(("recompute", "rings"), [("minimal", 3), ("selective", 3), ("full", 4)])
+def test_backward_runs_a_ring_again_only_under_full_recomputation(recompute, rings):
+    """A ring sends keys once forward, and keys and their gradients once backward."""
+    context = 4
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": context}, jax.devices()[:context])
+    gradients = jax.value_and_grad(functools.partial(attention, recompute), (0, 1))
+    cut = P(None, CONTEXT_AXES)
+    run = jax.jit(spmd(gradients, mesh, (cut,) * 3, (P(), (cut,) * 2)))
+    text = str(run.lower(*arrays_of(2)[:3]).as_text())
+    assert text.count("stablehlo.collective_permute") == rings * (context - 1)
+
+
+def test_backward_of_a_ring_stores_what_flash_attention_stores():
+    """Queries, keys and values, the output and its log-sum-exp."""
+    shapes = (B, L // 2, H, K), (B, L // 2, 2, K + V), (B, L // 2, H, V), (B, L // 2, H)
+
+    def local(q, kv):
+        def run(q, kv):
+            call = ContextCall(q, kv, Expand(K), (), CAUSAL, Operands())
+            return attention_over_context(call, ContextStrategy("ring"))
+
+        out, pull = jax.vjp(run, q, kv)
+        found = sorted(x.shape for x in jax.tree.leaves(pull) if x.ndim > 2)
+        assert found == sorted(shapes)
+        return out
+
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": 2}, jax.devices()[:2])
+    cut = P(None, CONTEXT_AXES)
+    jax.eval_shape(spmd(local, mesh, (cut, cut), cut), *arrays_of(2)[:2])
+
+
+def wrong_order(x, count):
+    return x
+
+
+def rounded_merge(totals, which, out, lse):
+    MERGE(totals, which, out.astype(jnp.bfloat16).astype(jnp.float32), lse)
+
+
+def sink_every_round(*call, **options):
+    q, k, v, spec, operands = call
+    sinks = jnp.asarray(arrays_of(2)[3])
+    return ATTEND(q, k, v, spec, operands._replace(sinks_H=sinks), **options)
+
+
+def wide_window(self, *arguments):
+    operands = OPERANDS(self, *arguments)
+    return operands._replace(offset=operands.offset - 1) if self.halo else operands
+
+
+def leaking_documents(x):
+    return jnp.zeros_like(WHOLE(x))
+
+
+MERGE, ATTEND, OPERANDS = rounds.add, rounds.attention_with_lse, rounds.Round.operands
+WHOLE = context_module.whole_rows
+MUTATIONS = [
+    ("gather", "causal", context_module, "in_order", wrong_order),
+    ("ring", "causal", rounds, "add", rounded_merge),
+    ("ring", "sinks", rounds, "attention_with_lse", sink_every_round),
+    ("ring", "window", rounds.Round, "operands", wide_window),
+    ("ring", "documents", context_module, "whole_rows", leaking_documents),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "feature", "module", "name", "mutant"), MUTATIONS)
+def test_a_mistake_is_found(strategy, feature, module, name, mutant, monkeypatch):
+    monkeypatch.setattr(module, name, mutant)
+    found = actual(2, ContextStrategy(strategy), **FEATURES[feature])
+    errors = [np.abs(a - b).max() for a, b in zip(found, expected(feature), strict=True)]
+    assert max(errors) > 100 * TOLERANCE

@@ -1,0 +1,68 @@
+"""Rules of context parallelism: what is wrong, with its values and the remedy."""
+
+import re
+
+import pytest
+
+from maxmeg.config.context import context_problems, inner_of, strategies, strategy_of
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.setting import with_fields
+
+HEADS = {"attention.num_heads": 8}
+MIXED = HEADS | {"layers": "*(local,mlp attention,mlp)", "attention.window": 16}
+CASES = {  # settings, length, tensor, words of the only problem; none
+    "fits": (HEADS, {"context": 4}, 64, 2, ""),
+    "odd": (HEADS, {"context": 3}, 48, 1, ""),
+    "length": (HEADS, {"context": 4}, 100, 1, r"=100 cannot.*multiple of 8, nearest 96 and 104"),
+    "tensor": (HEADS, {"context": 2}, 36, 8, r"multiple of 16, nearest 32 and 48"),
+    "more ranks than chunks": (HEADS, {"context": 8}, 8, 1, r"multiple of 16, nearest 16"),
+    "kinds": (MIXED, {"context": 2, "context_strategy": "local=ring,attention=gather"}, 64, 1, ""),
+    "no such strategy": (HEADS, {"context": 2, "context_strategy": "rnig"}, 64, 1, "'rnig'.*ring"),
+    "no such kind": (
+        *(HEADS, {"context": 2, "context_strategy": "local=ring"}, 64, 1),
+        r"no mixer 'local'; those that attend are attention",
+    ),
+    "heads": (
+        *(HEADS, {"context": 3, "context_strategy": "exchange"}, 48, 1),
+        r"8 query heads of a device .* not divisible by the 3 devices .* one of 1, 2, 4, 8",
+    ),
+    "inner": (
+        *(HEADS, {"context": 4, "context_strategy": "hierarchy", "context_inner": 3}, 64, 1),
+        r"context_inner=3 is no divisor of parallel.context=4 .*choose it in 2$",
+    ),
+    "inner alone": (HEADS, {"context": 4, "context_inner": 2}, 64, 1, "is for .*=hierarchy"),
+    "no hierarchy": (
+        *(HEADS, {"context": 3, "context_strategy": "hierarchy"}, 48, 1),
+        r"no number of devices in a node, between 1 and parallel.context=3",
+    ),
+    "convolution": (
+        *({"layers": "*(conv,mlp)", "conv.kernel_size": 4}, {"context": 4}, 16, 1),
+        r"kernel_size=4 reads more than the 2 tokens of a chunk",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_broken_rule_is_the_only_problem(name):
+    fields, parallel, length, tensor, words = CASES[name]
+    model, parallel = with_fields(ModelConfig(), fields), ParallelConfig(**parallel)
+    problems = list(context_problems(model, parallel, length, tensor))
+    assert len(problems) == bool(words), problems
+    assert not words or re.search(words, problems[0]), problems
+
+
+def test_a_kind_that_is_not_named_is_chosen_automatically():
+    parallel = ParallelConfig(context_strategy="local=exchange")
+    assert strategies(parallel.context_strategy) == {"local": "exchange"}
+    assert strategy_of(parallel, "local") == "exchange"
+    assert strategy_of(parallel, "attention") == "auto"
+    assert strategy_of(ParallelConfig(context_strategy="ring"), "mla") == "ring"
+
+
+@pytest.mark.parametrize(
+    ("context", "tensor", "heads", "inner"),
+    [(16, 1, 32, 8), (16, 2, 32, 4), (6, 1, 32, 2), (64, 8, 64, 0), (3, 1, 9, 0), (4, 1, 8, 2)],
+)
+def test_heads_are_exchanged_inside_a_node(context, tensor, heads, inner):
+    assert inner_of(context, tensor, heads) == inner
