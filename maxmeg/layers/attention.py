@@ -169,8 +169,7 @@ class Attention(Mixer):
         return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, {}
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
-        """Attention over the tokens of this call and, under context parallelism, of the other
-        devices' calls."""
+        """Attention over the whole sequence, whose parts other devices along context may hold."""
         if axis_size(CONTEXT_AXES) > 1:
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)

@@ -35,11 +35,6 @@ def start_of(rank: jax.Array | int, half: Half, size: int, length: int) -> jax.A
     return jnp.where(half == 1, 2 * size - 1 - rank, rank) * length
 
 
-def slice_at(x: jax.Array, start: jax.Array, length: int) -> jax.Array:
-    """`length` tokens of x [B, L, ...]."""
-    return lax.dynamic_slice_in_dim(x, start, length, axis=1)
-
-
 def in_order(x: jax.Array, count: int) -> jax.Array:
     """Tokens [B, L, ...] of the pieces of `count` neighbours -> in the order of the sequence."""
     B, length, *rest = x.shape
@@ -70,7 +65,8 @@ def own_pieces(x: jax.Array) -> jax.Array:
     if size == 1:
         return x
     rows, half = x.reshape(-1, x.shape[-1]), x.shape[-1] // (2 * size)
-    halves = [slice_at(rows, start_of(rank, number, size, half), half) for number in (0, 1)]
+    starts = (start_of(rank, number, size, half) for number in (0, 1))
+    halves = [lax.dynamic_slice_in_dim(rows, start, half, 1) for start in starts]
     return jnp.concatenate(halves, axis=1).reshape(*x.shape[:-1], -1)
 
 
@@ -78,11 +74,8 @@ def shifted(x: jax.Array, step: int, distance: int = 1, cyclic: bool = True) -> 
     """x of the device `step` places before this one in its ring, whose neighbours are `distance`
     ranks apart along context. Zeros where there is none."""
     ranks = collectives.axis_size(CONTEXT_AXES)
-    pairs = []
-    for source in range(ranks):
-        target = source + step * distance
-        if cyclic or 0 <= target < ranks:
-            pairs.append((source, target % ranks))
+    ends = ((source, source + step * distance) for source in range(ranks))
+    pairs = [(source, end % ranks) for source, end in ends if cyclic or 0 <= end < ranks]
     return collectives.permute_in_stage(x, CONTEXT_AXES, pairs)
 
 
@@ -97,16 +90,15 @@ def halos(x: jax.Array, width: int, distance: int = 1) -> jax.Array:
 
 def halos_back(d_halos: jax.Array, length: int, distance: int = 1) -> jax.Array:
     """The transpose of `halos` of an array of `length` tokens."""
-    d_before, d_after = half_of(d_halos, 0), half_of(d_halos, 1)
+    d_before, d_after, tail = half_of(d_halos, 0), half_of(d_halos, 1), d_halos.shape[2:]
     d_first = shifted(d_before, -1, distance, cyclic=False)
     d_second = shifted(collectives.after(d_after, d_first), 1, distance, cyclic=False)
     d_first += jnp.where(_is_last(distance), d_after, 0)
-    widths = [(0, 0)] * d_halos.ndim
-    widths[1] = (length // 2 - d_first.shape[1], 0)
-    return jnp.concatenate([jnp.pad(d_end, widths) for d_end in (d_first, d_second)], axis=1)
+    rest = jnp.zeros_like(d_halos, shape=(len(d_halos), length // 2 - d_first.shape[1], *tail))
+    return jnp.concatenate((rest, d_first, rest, d_second), axis=1)
 
 
 def _is_last(distance: int) -> jax.Array:
     """Whether this device is the last one of its ring: its halves are neighbours."""
-    ranks = collectives.axis_size(CONTEXT_AXES)
-    return jnp.asarray(collectives.axis_index(CONTEXT_AXES) >= ranks - distance)
+    first = collectives.axis_size(CONTEXT_AXES) - distance
+    return jnp.asarray(collectives.axis_index(CONTEXT_AXES) >= first)

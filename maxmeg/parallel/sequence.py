@@ -42,7 +42,8 @@ class SequenceShard:
         chunk = self.whole_length // (2 * self.context_size)
         is_second_L = in_piece_L // chunk
         ahead = 2 * (self.context_size - 1 - self.context_rank) * chunk  # between the two chunks
-        return self.context_rank * chunk + in_piece_L + is_second_L * ahead
+        first = self.context_rank * chunk
+        return typing.cast(Index, first + in_piece_L + is_second_L * ahead)
 
 
 def context_order(whole_length: int, context_size: int) -> np.ndarray:

@@ -191,14 +191,6 @@ def test_every_broken_rule_is_listed_at_once():
         assert any(f"{path}={settings[path]}" in line for line in lines), path
 
 
-def test_an_unsupported_axis_lists_the_supported_ones():
-    with pytest.raises(
-        NotImplementedError, match="available are pipe, data, fsdp, expert and tensor"
-    ) as error:
-        validate(config_with({"parallel.context": 2}), 8)
-    assert "parallel.context=2" in str(error.value)
-
-
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 def test_the_default_config_is_valid(num_devices):
     validate(Config(), num_devices)

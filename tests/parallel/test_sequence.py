@@ -17,11 +17,14 @@ from maxmeg.parallel.spmd import spmd
 @pytest.mark.parametrize(("context", "tensor"), itertools.product((1, 2, 3, 4), (1, 2, 4)))
 def test_shards_cover_the_sequence_once_in_order(context, tensor):
     whole_length = context * tensor * 6
+    chunk = whole_length // (2 * context)
     actual = []
     for rank in range(context):
         shards = [SequenceShard(whole_length, context, rank, tensor, t) for t in range(tensor)]
         places = [shard.places(np.arange(shard.length)) for shard in shards]
         assert {len(part) for part in places} == {6}
+        of_rank = np.arange(whole_length).reshape(-1, chunk)[[rank, 2 * context - 1 - rank]]
+        np.testing.assert_array_equal(np.concatenate(places), of_rank.reshape(-1))
         piece = shards[-1].gathered()  # a gather over tensor restores the order of the piece
         np.testing.assert_array_equal(np.concatenate(places), piece.places(np.arange(piece.length)))
         actual += places
@@ -50,4 +53,4 @@ def test_layers_know_the_tokens_that_placement_gave_them():
     cut, gathered = P("data", CONTEXT_AXES + TENSOR_AXES), P("data", CONTEXT_AXES)
     out = spmd(local, mesh, (batch_spec(3),), ((cut,) * 2, (gathered,) * 4))
     for actual in jax.tree.leaves(jax.jit(out)(positions)):
-        np.testing.assert_array_equal(actual, whole[:2])
+        np.testing.assert_array_equal(actual, whole[:2, context_order(16, 2)])

@@ -33,7 +33,6 @@ from maxmeg.parallel.context import (
     half_of,
     in_order,
     out_of_order,
-    slice_at,
     start_of,
     whole_rows,
 )
@@ -93,7 +92,7 @@ def over_gathered(call: ContextCall) -> jax.Array:
     for number in (0, 1):
         first = start_of(rank, number, size, half)
         segments, dropout = call.operands.segments_BL, call.operands.dropout
-        queries = None if segments is None else slice_at(segments, first, half)
+        queries = None if segments is None else lax.dynamic_slice_in_dim(segments, first, half, 1)
         if dropout is not None:
             dropout = dataclasses.replace(dropout, first_query=first)
         operands = Operands(first, queries, segments, call.operands.sinks_H, dropout)

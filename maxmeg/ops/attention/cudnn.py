@@ -200,11 +200,11 @@ class Band:
         return x if unseen is None or not self.late else x.at[:, -self.late :].set(unseen)
 
     def call(self, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands) -> tuple:
-        segments = operands.segments_BL, operands.key_segments_BM
-        if segments[0] is not None:
-            segments = self.queries(segments[0]), segments[1][:, ::-1]
+        queries, keys = operands.segments_BL, operands.key_segments_BM
+        if queries is not None and keys is not None:
+            queries, keys = self.queries(queries), keys[:, ::-1]
         spec = dataclasses.replace(spec, window=0)
-        operands = operands._replace(offset=0, segments_BL=segments[0], key_segments_BM=segments[1])
+        operands = operands._replace(offset=0, segments_BL=queries, key_segments_BM=keys)
         return self.queries(q_BLHK), k_BMGK[:, ::-1], v_BMGV[:, ::-1], spec, operands
 
 

@@ -17,6 +17,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from maxmeg.ops.attention.call import attention_with_lse, block_gradients
 from maxmeg.ops.attention.flash import sink_gradient, with_sinks
@@ -28,7 +29,6 @@ from maxmeg.parallel.context import (
     halos,
     halos_back,
     shifted,
-    slice_at,
     start_of,
 )
 from maxmeg.parallel.mesh import CONTEXT_AXES
@@ -133,7 +133,10 @@ class Round:
         def segments(starts: list) -> jax.Array | None:
             if rows.segments_BL is None:
                 return None
-            parts = [slice_at(rows.segments_BL, start, self.halo or length) for start in starts]
+            parts = [
+                lax.dynamic_slice_in_dim(rows.segments_BL, start, self.halo or length, 1)
+                for start in starts
+            ]
             return jnp.concatenate(parts, axis=1 if self.pairs is None else 0)
 
         def of_rows(starts: list) -> jax.Array:
@@ -219,7 +222,8 @@ def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows)
 def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
     q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH = residuals
     B, half, rounds = q_BLHK.shape[0], q_BLHK.shape[1] // 2, rounds_of(plan)
-    d_q, d_kv, d_weights, done = jnp.zeros(q_BLHK.shape, jnp.float32), None, None, None
+    d_q, d_weights, done = jnp.zeros(q_BLHK.shape, jnp.float32), None, None
+    d_kv: jax.Array | None = None
     arrived = following = kv_BLGI if len(rounds) == 1 else moved_before(plan, kv_BLGI)
     for number, turn in reversed(list(enumerate(rounds))):
         arrived = not_before(following if number else kv_BLGI, done)
@@ -243,6 +247,7 @@ def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
     d_sinks = None
     if sinks_H is not None:
         d_sinks = sink_gradient(sinks_H, out_BLHV, lse_BLH, d_out_BLHV)
+    assert d_kv is not None
     return d_q.astype(q_BLHK.dtype), d_kv.astype(kv_BLGI.dtype), d_weights, d_sinks, None
 
 
