@@ -143,9 +143,13 @@ def summed_alone(work: Workload) -> bool:
 
 def multiplied_last(work: Workload) -> bool:
     """Whether XLA multiplies the output weight's gradient after backward of the layers: that of all
-    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp."""
-    loss = head(work)
-    return loss.backend == "xla" and (loss.once or (loss.blocks[0] == 1 and work.axes["fsdp"] > 1))
+    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp. Under
+    tensor parallelism the product hides the scatter of the hidden state's gradient, before the
+    layers; not in a pipeline nor, as compiled programs show, before layers with experts."""
+    loss, sparse = head(work), any(unit.sparse for unit in work.units)
+    if loss.backend != "xla" or not (work.axes["tensor"] == 1 or work.pipelined or sparse):
+        return False
+    return loss.once or (loss.blocks[0] == 1 and work.axes["fsdp"] > 1)
 
 
 def waiting_gradient(work: Workload) -> int:
@@ -164,7 +168,8 @@ def waiting_gradient(work: Workload) -> int:
     if summed_alone(work):
         return 0
     delays = work.pipelined or work.axes["tensor"] > 1
-    itemsize = FLOAT32 if loss.backend == "xla" and delays else work.itemsize
+    accumulated = loss.backend == "xla" and not loss.once
+    itemsize = FLOAT32 if accumulated and delays else work.itemsize
     if loss.backend == "tiled" and begins_early(work):
         itemsize *= 2
     return itemsize * work.vocabulary * width
@@ -241,8 +246,8 @@ def beside_loss(work: Workload) -> int:
 
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
-    itself and converted to the dtype of the sums; without fsdp, together with the embedding's
-    float32 gradient. If the product waits, also what it reads, and under fsdp arrays of the loss
+    itself and converted to the dtype of the sums, then converted, its shard and the embedding's
+    float32 gradient, 4 v D / fsdp; without fsdp, together with the latter. If the product waits, also what it reads, and under fsdp arrays of the loss
     that XLA placed before (`packed`): the gathered weight and a chunk of float32 logits.
     """
     whole = work.vocabulary * work.config.model.hidden_size
@@ -256,7 +261,10 @@ def scattered(work: Workload) -> int:
         return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
     if work.axes["fsdp"] == 1:
         return waiting + (0 if work.config.lora.rank else FLOAT32 * whole)
-    return waiting + converted * whole * (waiting not in (0, converted * whole))
+    if waiting in (0, converted * whole):
+        return waiting
+    shards = (converted + FLOAT32) * whole // work.axes["fsdp"]
+    return converted * whole + max(waiting, shards)
 
 
 def packed(arrays: list[tuple[int, int, int]]) -> int:
