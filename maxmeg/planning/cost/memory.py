@@ -248,9 +248,10 @@ def beside_loss(work: Workload) -> int:
 
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
-    itself and converted to the dtype of the sums, then converted, its shard and the embedding's
-    float32 gradient, 4 v D / fsdp, unless tied; without fsdp, together with the latter. If the product waits, also what it reads, and under fsdp arrays of the loss
-    that XLA placed before (`packed`): the gathered weight and a chunk of float32 logits.
+    itself and converted to the dtype of the sums, then converted, its shard and, unless tied, the
+    embedding's float32 gradient, 4 v D / fsdp; without fsdp, together with the latter. If the
+    product waits, also what it reads, and under fsdp arrays of the loss that XLA placed before
+    (`packed`): the gathered weight and a chunk of float32 logits.
     """
     whole = work.vocabulary * work.config.model.hidden_size
     waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
