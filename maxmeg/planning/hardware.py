@@ -90,7 +90,7 @@ class Cluster:
     @property
     def capacity(self) -> int:
         """Bytes of XLA's memory pool on one GPU, as `runtime.gpu_environment` sets it."""
-        return int(self.memory * pool_fraction())
+        return int(self.gpu.cuda_gib * GIB * pool_fraction())
 
     @property
     def device(self) -> Device:

@@ -297,9 +297,12 @@ def in_loop_of_rounds(work: Workload, unit: Unit, tight: bool) -> int:
     product's input, e N (widths / t), five arrays of rows, e N D each, and the float32 sums of the
     gradients of the matrices, 2 e (matrices), and of the tokens, 4 T D. Without fsdp also the
     matrices, and the row of the sums. Of the first round, which follows: the received rows if
-    stored (minimal); full: columns and rows in both directions, which are recomputed before the
-    loop, with several samples also transposed; not if XLA is short of memory (`tight`)."""
-    dispatch, e, again = dispatch_of(work), work.itemsize, not work.kept and not tight
+    stored (minimal); columns and rows in both directions, with several samples also transposed, if
+    XLA recomputes them (full, with fsdp or a pipeline) or makes their gradients (without fsdp,
+    under tensor parallelism) before the loop; not if it is short of memory (`tight`)."""
+    dispatch, e, axes = dispatch_of(work), work.itemsize, work.axes
+    recomputed = not work.kept and (axes["fsdp"] > 1 or work.pipelined)
+    again = not tight and (recomputed or (axes["fsdp"] == 1 and axes["tensor"] > 1))
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
     vectors = 5 + again * (2 + (work.samples > 1)) + ("dispatched_tokens" in work.kept)
     copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates

@@ -145,13 +145,15 @@ def multiplied_last(work: Workload) -> bool:
     """Whether XLA multiplies the output weight's gradient after backward of the layers: that of all
     tokens in one product, or of a single chunk of tokens before it is scattered over fsdp. Under
     tensor parallelism the product of several chunks hides the scatter of the hidden state's
-    gradient, before the layers; not in a pipeline nor, in compiled programs, with experts."""
+    gradient, before the layers; not in a pipeline nor, in compiled programs, with experts or with
+    fsdp on one node."""
     loss, sparse = head(work), any(unit.sparse for unit in work.units)
     if loss.backend != "xla":
         return False
     if loss.blocks[0] == 1:
         return loss.once or work.axes["fsdp"] > 1
-    return loss.once and (work.axes["tensor"] == 1 or work.pipelined or sparse)
+    hides = work.axes["tensor"] > 1 and not (work.pipelined or sparse or fsdp_on_one_node(work))
+    return loss.once and not hides
 
 
 def waiting_gradient(work: Workload) -> int:
@@ -181,8 +183,11 @@ def begins_early(work: Workload) -> bool:
     """Whether XLA makes zeros for the tiled loss's gradient of the weight before the layers run
     backward, though the loop that fills them follows: on one node, where XLA schedules by other
     latencies, but for one microbatch without full recomputation."""
-    node = math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
-    return node and (work.microbatches > 1 or not work.kept)
+    return fsdp_on_one_node(work) and (work.microbatches > 1 or not work.kept)
+
+
+def fsdp_on_one_node(work: Workload) -> bool:
+    return math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
 
 
 def cuts_layers(work: Workload) -> bool:
