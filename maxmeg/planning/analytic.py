@@ -102,7 +102,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     flops = training_flops(model, length, size, axes["tensor"], frozen=frozen)
     return Analytic(
         parameters=parameter_counts(model, axes["tensor"], axes["pipe"]),
-        memory=device_memory(work),
+        memory=device_memory(work, cluster.memory),
         activations=activations_by_mode(work),
         capacity=cluster.capacity,
         flops=flops,

@@ -129,11 +129,11 @@ GROUPS = {"moe.num_groups": 8, "moe.topk_groups": 4}  # tokens are sent by nodes
 GATHERED = {"expert": 8, "expert_exchange": ExpertExchange.gather}
 STAGES = {"pipe": 8, "tensor": 2, "expert": 64, "pad_layers": True}
 COMPILED_GIB = [
-    (SMALL, 8, 1, 8192, {"expert": 8}, {"minimal": 11.96, "full": 8.82}),
-    (SMALL, 8, 1, 8192, WHOLE, {"minimal": 7.03}),
-    (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 8.24}),
+    (SMALL, 8, 1, 8192, {"expert": 8}, {"minimal": 9.73, "full": 6.62}),
+    (SMALL, 8, 1, 8192, WHOLE, {"minimal": 7.44}),
+    (SMALL, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 8.59}),
     (FOUR, 8, 4, 8192, {"expert": 4, "pipe": 2}, {"minimal": 24.07, "full": 14.06}),
-    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 38.11, "full": 10.67}),
+    (MIXTRAL, 64, 1, 4096, {"expert": 8, "fsdp": 8}, {"minimal": 35.97, "full": 9.70}),
     (SMALL | BLOCKS, 8, 1, 8192, {"expert": 8}, {"minimal": 12.54, "full": 9.22}),
     (SMALL | BLOCKS, 8, 1, 8192, {"expert": 4, "tensor": 2}, {"minimal": 8.94}),
     (SMALL | BLOCKS, 8, 1, 8192, GATHERED, {"minimal": 11.10}),

@@ -18,7 +18,7 @@ CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
 APART = 3  # layers of a unit whose gradients exist, if they run one by one
 
 
-def layer(work: Workload, freed: Sequence[int]) -> int:
+def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
     """Bytes while the largest unit runs backward: its arrays, weights, blocks of scores, and rows
     of experts. Without further rounds all rows exist before the first gradient of experts.
 
@@ -26,14 +26,18 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
     what they read waits until then (`read`), full: also the recomputed streams, and under tensor
     parallelism the whole input and gradient of each sublayer. If `apart`, those of the first layer
     alone wait. A unit that some stages skip is a branch, after which the gradients of its weights
-    wait to be scattered. freed: bytes of each group that do not exist once it has run.
+    wait to be scattered. freed: bytes of each group that do not exist once it has run. tight: above
+    XLA's limit (`memory.scheduled_below`).
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting + scores(work, unit)
         total += experts.recomputed(work, unit)
-        rows, gathered = experts.working(work, unit), weights(work, group)
+        rows, gathered = experts.working(work, unit, tight), weights(work, group, tight)
         once = unit.sparse and not experts.in_rounds(work, unit)
+        gathered += (
+            experts.read_last(work, unit) if once and work.axes["fsdp"] > 1 and not tight else 0
+        )
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
             layers = unit.layers if apart(work) else 1
@@ -166,7 +170,7 @@ def recomputed(widths: list[Widths]) -> int:
     )
 
 
-def weights(work: Workload, group: int) -> int:
+def weights(work: Workload, group: int, tight: bool) -> int:
     """Bytes of weights gathered over fsdp, of a layer and the next (full: of the whole unit, which
     recomputes first), and of their gradients. Without fsdp, of the unit's row of the float32 sums,
     which XLA reads before it has the gradients that it adds; full: also of its compute weights,
@@ -175,7 +179,8 @@ def weights(work: Workload, group: int) -> int:
     Gradients are scattered one by one. Those of the first sublayer wait for the next unit; of the
     largest, one exists, and CONVERTED where parallel.gradient_dtype differs. Layers that run
     `apart` make all of theirs before the first is scattered. Those of experts in rounds are among
-    the sums of the rounds. A weight lane makes gradients when no weights are gathered.
+    the sums of the rounds. A weight lane makes gradients when no weights are gathered. tight: nor
+    are those of experts, whose gradients exist together, two of them in float32.
     """
     e, unit = work.itemsize, work.units[group]
     members = [s for s in work.shards if s.parameter.group == group]
@@ -196,4 +201,6 @@ def weights(work: Workload, group: int) -> int:
     if apart(work) and unit.layers > 1:
         exist = sum(size for _, size in trained) * min(unit.layers, APART) // unit.layers
     made = e * exist + int(CONVERTED * converted * largest)
+    if tight and unit.sparse and not work.lanes.deferred:
+        return max(whole, (e + 2 * converted) * largest)
     return max(whole, made) if work.lanes.deferred else whole + made

@@ -248,52 +248,93 @@ def deferred(work: Workload, unit: Unit) -> int:
     return work.itemsize * dispatch.rows * widths + rounds
 
 
-def working(work: Workload, unit: Unit) -> int:
+def working(work: Workload, unit: Unit, tight: bool) -> int:
     """Bytes while one layer of experts runs backward.
 
     Gather: gradients of the products and their inputs, 2 e N (widths / t), and 4 e N D for vectors
-    in expert and device order and their gradients. Exchange, as XLA schedules it (ragged: less):
-    3 e N (widths / t) and 7 e N D, and with further rounds, whose gradients are accumulated, 4 e
-    (a device's expert matrices); without fsdp 3 e, and 2 e for the row of the sums that they are
-    added to. Blocks: 2 e N (widths / t) and 3 e N D, under full recomputation e N (widths / t + D)
-    more, and in a pipeline float32 gradients of the expert matrices; with further rounds 3 e N
-    (widths / t), 8 e N D (gather: 4) and e (matrices) more (gather: none). Further rounds under
-    full recomputation in a pipeline: 2 e N D more. By nodes: 6 e N D more.
+    in expert and device order and their gradients. Exchange: `in_loop_of_rounds`; without further
+    rounds (ragged: less) 3 e N (widths / t) and 7 e N D. Blocks: 2 e N (widths / t) and 3 e N D,
+    under full recomputation e N (widths / t + D) more, and in a pipeline float32 gradients of the
+    expert matrices; with further rounds, whose gradients are accumulated, 3 e N (widths / t), 8 e N
+    D (gather: 4) and 5 e (a device's expert matrices) (gather: 4); without fsdp 1 e less, and 2 e
+    for the row of the sums that they are added to. Further rounds under full recomputation in a
+    pipeline: 2 e N D more. By nodes: 6 e N D more.
     """
     if not unit.sparse:
         return 0
     dispatch, e = dispatch_of(work), work.itemsize
     columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
-    widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
-    matrices = dispatch.local_experts * dispatch.width * widths
-    copies = 4 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
-    rounds = copies * e * matrices if dispatch.in_rounds else 0
-    rounds += 6 * e * dispatch.rows * dispatch.width if dispatch.nodes > 1 else 0
-    more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
+    matrices = local_matrices(unit, dispatch)
     again = int(not work.kept)
+    more = FLOAT32 * matrices // work.axes["fsdp"] * work.pipelined
     if dispatch.in_blocks and not dispatch.in_rounds:
         return e * dispatch.rows * ((2 + again) * columns + (3 + again) * dispatch.width) + more
     if dispatch.gathers and not dispatch.in_blocks:
         return e * dispatch.rows * (2 * columns + 4 * dispatch.width)
-    vectors = 4 if dispatch.gathers else 7 + dispatch.in_blocks
-    vectors += 2 * again * (work.pipelined and dispatch.in_rounds)
-    rounds += e * matrices * (dispatch.in_blocks and not dispatch.gathers)
-    return e * dispatch.rows * (3 * columns + vectors * dispatch.width) + rounds
+    vectors = 2 * again * (work.pipelined and dispatch.in_rounds) + 6 * (dispatch.nodes > 1)
+    vectors = e * dispatch.rows * dispatch.width * vectors
+    if dispatch.in_rounds and not dispatch.in_blocks:
+        return vectors + in_loop_of_rounds(work, unit, tight)
+    copies = 4 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
+    copies += dispatch.in_blocks and not dispatch.gathers
+    rounds = copies * e * matrices if dispatch.in_rounds else 0
+    width = 4 if dispatch.gathers else 7 + dispatch.in_blocks
+    return vectors + e * dispatch.rows * (3 * columns + width * dispatch.width) + rounds
+
+
+def read_last(work: Workload, unit: Unit) -> int:
+    """Bytes of rows that exist beside the gradients of all matrices of gathered experts: gradients
+    of the columns, e N (widths / t), and of the outputs, e N D."""
+    dispatch = dispatch_of(work)
+    if not dispatch.gathers or dispatch.in_blocks:
+        return 0
+    columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
+    return work.itemsize * dispatch.rows * (columns + dispatch.width)
+
+
+def in_loop_of_rounds(work: Workload, unit: Unit, tight: bool) -> int:
+    """Bytes while the loop over further rounds runs backward: gradients of the columns and the last
+    product's input, e N (widths / t), five arrays of rows, e N D each, and the float32 sums of the
+    gradients of the matrices, 2 e (matrices), and of the tokens, 4 T D. Without fsdp also the
+    matrices, and the row of the sums. Of the first round, which follows: the received rows if
+    stored (minimal); columns and rows in both directions, with several samples also transposed, if
+    XLA recomputes them (full, with fsdp or a pipeline) or makes their gradients (without fsdp,
+    under tensor parallelism) before the loop; not if it is short of memory (`tight`)."""
+    dispatch, e, axes = dispatch_of(work), work.itemsize, work.axes
+    recomputed = not work.kept and (axes["fsdp"] > 1 or work.pipelined)
+    again = not tight and (recomputed or (axes["fsdp"] == 1 and axes["tensor"] > 1))
+    widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
+    vectors = 5 + again * (2 + (work.samples > 1)) + ("dispatched_tokens" in work.kept)
+    copies = 2 if work.axes["fsdp"] > 1 else 3 + 2 * work.accumulates
+    size = copies * local_matrices(unit, dispatch)
+    size += dispatch.rows * ((1 + again) * widths + vectors * dispatch.width)
+    return e * size + FLOAT32 * dispatch.tokens * dispatch.width
+
+
+def local_matrices(unit: Unit, dispatch: Dispatch) -> int:
+    """Elements of a device's expert matrices in one layer."""
+    sides = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
+    return dispatch.local_experts * dispatch.width * sides
 
 
 def recomputed(work: Workload, unit: Unit) -> int:
     """Bytes of what the experts of a unit's other layers recomputed, under full recomputation:
     their columns, inputs and rows, e N (widths / t + D); with further rounds also the rows' outputs
     and those received back, e N D each. Without further rounds, whose gathered weights are counted
-    apart, also matrices gathered over fsdp."""
+    apart, also matrices gathered over fsdp; with them the float32 zeros that the sums of all layers
+    start from: of the largest matrix and of the tokens."""
     if work.kept or not unit.sparse:
         return 0
     dispatch = dispatch_of(work)
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
     elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * dispatch.width)
     if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
-        elements += dispatch.local_experts * dispatch.width * widths
-    return (unit.sparse - 1) * work.itemsize * elements
+        elements += local_matrices(unit, dispatch)
+    zeros = 0
+    if dispatch.in_rounds and not dispatch.in_blocks and unit.sparse > 1:
+        side = unit.expert_inputs // unit.sparse // dispatch.expert_shards
+        zeros = FLOAT32 * dispatch.width * (dispatch.local_experts * side + dispatch.tokens)
+    return (unit.sparse - 1) * work.itemsize * elements + zeros
 
 
 def product_words(work: Workload) -> str:

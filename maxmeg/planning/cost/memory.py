@@ -144,15 +144,23 @@ def summed_alone(work: Workload) -> bool:
 
 def multiplied_last(work: Workload) -> bool:
     """Whether XLA multiplies the output weight's gradient after backward of the layers: that of all
-    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp."""
-    loss = head(work)
-    return loss.backend == "xla" and (loss.once or (loss.blocks[0] == 1 and work.axes["fsdp"] > 1))
+    tokens in one product, or of a single chunk of tokens before it is scattered over fsdp. Under
+    tensor parallelism the product of several chunks hides the scatter of the hidden state's
+    gradient, before the layers; not in a pipeline nor, in compiled programs, with experts or with
+    fsdp on one node."""
+    loss, sparse = head(work), any(unit.sparse for unit in work.units)
+    if loss.backend != "xla":
+        return False
+    if loss.blocks[0] == 1:
+        return loss.once or work.axes["fsdp"] > 1
+    hides = work.axes["tensor"] > 1 and not (work.pipelined or sparse or fsdp_on_one_node(work))
+    return loss.once and not hides
 
 
 def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
-    the sums, or scatters it over fsdp, only after that. In a pipeline or under tensor parallelism
-    in float32 if the loss accumulated it so; else XLA converts it before.
+    the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so;
+    XLA converts it before only under full recomputation without a pipeline or tensor parallelism.
     If the product itself waits, what it reads: the logits' gradient and the whole hidden state,
     e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that makes the
     gradient; on one node also its zeros (`begins_early`).
@@ -164,8 +172,9 @@ def waiting_gradient(work: Workload) -> int:
         return work.itemsize * work.tokens * (work.vocabulary + width)
     if summed_alone(work):
         return 0
-    delays = work.pipelined or work.axes["tensor"] > 1
-    itemsize = FLOAT32 if loss.backend == "xla" and delays else work.itemsize
+    delays = work.pipelined or work.axes["tensor"] > 1 or bool(work.kept)
+    accumulated = loss.backend == "xla" and not loss.once
+    itemsize = FLOAT32 if accumulated and delays else work.itemsize
     if loss.backend == "tiled" and begins_early(work):
         itemsize *= 2
     return itemsize * work.vocabulary * width
@@ -175,8 +184,11 @@ def begins_early(work: Workload) -> bool:
     """Whether XLA makes zeros for the tiled loss's gradient of the weight before the layers run
     backward, though the loop that fills them follows: on one node, where XLA schedules by other
     latencies, but for one microbatch without full recomputation."""
-    node = math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
-    return node and (work.microbatches > 1 or not work.kept)
+    return fsdp_on_one_node(work) and (work.microbatches > 1 or not work.kept)
+
+
+def fsdp_on_one_node(work: Workload) -> bool:
+    return math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
 
 
 def cuts_layers(work: Workload) -> bool:
@@ -242,9 +254,10 @@ def beside_loss(work: Workload) -> int:
 
 def scattered(work: Workload) -> int:
     """Bytes while the output weight's gradient is added to its sum, after the layers: over fsdp
-    itself and converted to the dtype of the sums; without fsdp, together with the embedding's
-    float32 gradient. If the product waits, also what it reads, and under fsdp arrays of the loss
-    that XLA placed before (`packed`): the gathered weight and a chunk of float32 logits.
+    itself and converted to the dtype of the sums, then converted, its shard and, unless tied, the
+    embedding's float32 gradient, 4 v D / fsdp; without fsdp, together with the latter. If the
+    product waits, also what it reads, and under fsdp arrays of the loss that XLA placed before
+    (`packed`): the gathered weight and a chunk of float32 logits.
     """
     whole = work.vocabulary * work.config.model.hidden_size
     waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
@@ -257,7 +270,11 @@ def scattered(work: Workload) -> int:
         return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
     if work.axes["fsdp"] == 1:
         return waiting + (0 if work.config.lora.rank else FLOAT32 * whole)
-    return waiting + converted * whole * (waiting not in (0, converted * whole))
+    if waiting in (0, converted * whole):
+        return waiting
+    untied = not work.config.model.tied
+    shards = untied * (converted + FLOAT32) * whole // work.axes["fsdp"]
+    return converted * whole + max(waiting, shards)
 
 
 def packed(arrays: list[tuple[int, int, int]]) -> int:
@@ -362,22 +379,36 @@ def _gradient_bytes(work: Workload, shard: Shard) -> int:
     return work.itemsize * whole
 
 
-def device_memory(work: Workload) -> dict[str, int]:
+def scheduled_below(work: Workload, gpu_memory: int) -> int:
+    """Bytes of temporaries above which XLA changes the schedule: gathers of experts' weights and
+    recomputation of their rows wait (it also recomputes single products, which saves little). XLA
+    takes 95 % of what the state leaves of 80 % of the GPU's memory."""
+    state = sum(parameter_memory(work)[part] for part in ("master weights", "optimizer"))
+    return int(0.95 * (0.8 * gpu_memory - state))
+
+
+def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
     """Bytes of the fullest device by purpose; their sum is an upper bound of the peak.
 
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
-    backward that exceeds the loss's bytes. The batch is not included.
+    backward that exceeds the loss's bytes; above `scheduled_below`, no less than that leaves or the
+    other schedule takes. The batch is not included. gpu_memory: of one GPU; 0: without a limit.
     """
     kept, held = activations(work), held_by_ticks(work)
     absent_in_loss, absent_in_layers = absent(work)
     loss_bytes = max(0, loss(work) + held - absent_in_loss)
     after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
-    largest = max(layer(work, freed(work)), scattered_in_branch(work))
-    backward = largest + waiting_gradient(work) + held - absent_in_layers
-    backward = max(backward, after, loss_bytes + beside_loss(work))
-    return {
-        **parameter_memory(work),
-        "activations": kept,
-        "loss": loss_bytes,
-        "workspace": max(0, backward - loss_bytes),
-    }
+    after = max(after, loss_bytes + beside_loss(work))
+
+    def workspace(tight: bool) -> int:
+        largest = max(layer(work, freed(work), tight), scattered_in_branch(work))
+        backward = largest + waiting_gradient(work) + held - absent_in_layers
+        return max(0, max(backward, after) - loss_bytes)
+
+    parts = {**parameter_memory(work), "activations": kept, "loss": loss_bytes}
+    state = parts["master weights"] + parts["optimizer"]
+    space = workspace(False)
+    if gpu_memory:
+        left = scheduled_below(work, gpu_memory) - (sum(parts.values()) - state)
+        space = min(space, max(workspace(True), left))
+    return {**parts, "workspace": space}
