@@ -26,7 +26,7 @@ Launch times, stragglers, latency of small messages and unbalanced loads are not
 import dataclasses
 
 from maxmeg.config.schema import Config
-from maxmeg.planning.cost import communication
+from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import backends, score_bytes, surplus
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
@@ -95,6 +95,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     backward = units * layers * (products.backward + products.weight)
     beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
     exposed = exposed_seconds(carried, forward, backward, beside, units)
+    exposed -= context.hidden_seconds(work, cluster, BACKWARD_SCORES)
     step = compute + bubble + exposed
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
@@ -160,20 +161,31 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     """Seconds of the average layer's matrix products and attention."""
     model, tensor = work.config.model, work.axes["tensor"]
     products, scores = layer_flops(model, work.config.data.sequence_length)
-    products = work.samples * products + repeated_products(work)
+    cut = work.axes["context"]
+    products = work.samples * products / cut + repeated_products(work)
     matmul = products / tensor / cluster.matmul_rate
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
-    attention = surplus(work) * work.samples * scores / tensor
+    attention = surplus(work) * work.samples * scores / tensor / cut
     attention /= cluster.gpu.bf16_tflops * 1e12
     forward_attention = attention / ATTENTION_FORWARD_REACHED
     backward = matmul + BACKWARD_SCORES * attention / ATTENTION_BACKWARD_REACHED
     if not work.kept:
         backward += matmul
-    if not keeps_attention(work):
-        backward += forward_attention
+    backward += repeated_attention(work) * forward_attention
     return LayerSeconds(
         matmul + forward_attention, backward, 0.0 if work.config.lora.rank else matmul
     )
+
+
+def repeated_attention(work: Workload) -> float:
+    """Share of the attention layers whose attention backward computes again."""
+    rings, plain = not context.keeps_rounds(work), not keeps_attention(work)
+    total = count = 0.0
+    for unit in work.units:
+        layers, share = unit.repeats * unit.layers, context.in_rounds(work, unit)
+        total += layers * (share * rings + (1 - share) * plain)
+        count += layers
+    return total / count
 
 
 def repeated_products(work: Workload) -> float:

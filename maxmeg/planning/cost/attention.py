@@ -13,6 +13,7 @@ from maxmeg.ops.attention import cudnn, xla
 from maxmeg.ops.attention.call import choice, is_costly, xla_words
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import Device
+from maxmeg.planning.cost.context import kernel_sizes
 from maxmeg.planning.cost.workload import Unit, Workload
 
 
@@ -49,7 +50,7 @@ def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
             if isinstance(mixer, AttentionSpec):
                 yield kernel(
                     mixer,
-                    (work.samples, config.data.sequence_length, work.axes["tensor"]),
+                    kernel_sizes(work, mixer),
                     config.model.dtype.value,
                     config.data.has_segments,
                     work.device,

@@ -8,7 +8,7 @@ bytes of the compute dtype.
 from collections.abc import Sequence
 
 from maxmeg.layers.mixer import Widths
-from maxmeg.planning.cost import experts
+from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import kernels
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
@@ -31,7 +31,7 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting + scores(work, unit)
-        total += experts.recomputed(work, unit)
+        total += experts.recomputed(work, unit) + context.working(work, unit)
         rows, gathered = experts.working(work, unit), weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))

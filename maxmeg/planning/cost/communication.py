@@ -14,7 +14,7 @@ import numpy as np
 
 from maxmeg.config.mixers import ExpertExchange
 from maxmeg.parallel.mesh import AXES
-from maxmeg.planning.cost import experts
+from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import head
 from maxmeg.planning.cost.workload import Shard, Workload
@@ -68,7 +68,8 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
         *_data(work),
         *_pipe(work),
     ]
-    return tuple(_timed(entry, work, cluster) for entry in entries if entry.runs)
+    timed = (_timed(entry, work, cluster) for entry in entries if entry.runs)
+    return *timed, *context.traffic(work, cluster)
 
 
 def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
