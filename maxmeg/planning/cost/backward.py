@@ -31,8 +31,9 @@ def layer(work: Workload, freed: Sequence[int]) -> int:
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting + scores(work, unit)
-        total += experts.recomputed(work, unit) + context.working(work, unit)
-        rows, gathered = experts.working(work, unit), weights(work, group)
+        total += experts.recomputed(work, unit)
+        rows = max(experts.working(work, unit), context.working(work, unit))
+        gathered = weights(work, group)
         once = unit.sparse and not experts.in_rounds(work, unit)
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:

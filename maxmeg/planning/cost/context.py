@@ -46,7 +46,7 @@ HEADS_BACKWARD = "queries, keys, values and outputs, backward"
 CONVOLVED = "inputs of convolutions"
 DOCUMENTS = "documents of tokens"
 KEPT = {"context_output", "context_lse"}
-IN_ROUNDS = ("key_up", "value_up")  # made of each piece of latents anew
+IN_FLIGHT = 2  # rounds of a ring whose arrays exist at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,15 +175,24 @@ def kept(work: Workload, unit: Unit) -> int:
 
 
 def working(work: Workload, unit: Unit) -> int:
-    """Bytes of a ring's backward beside the arrays of other attention, in one layer: gradient of
-    the queries in float32; two pieces of keys and values, and two of their float32 gradients, of
-    which one is on its way."""
+    """Bytes of a ring's backward beside the arrays of other attention, in one layer.
+
+    Gradient of the queries in float32, 4 T H K / t; two pieces of keys and values and two of their
+    float32 gradients, of which one is on its way. With halos, which are short: the gradients of the
+    queries and of one piece. full: MLP products wait to run beside the permutes, so that the
+    arrays of two rounds exist beside the MLP's: queries, outputs and both gradients, 8 e T H K / t.
+    """
     sizes = [0]
     for one in attentions(work, unit):
-        if one.ring > 1:
-            pieces = 2 * one.piece * (1 + FLOAT32 // work.itemsize)
-            queries = FLOAT32 * one.tokens * one.shape.heads * one.key_size
-            sizes.append(queries + pieces)
+        if one.ring == 1:
+            continue
+        width = one.tokens * one.shape.heads * one.key_size
+        slopes = one.piece * FLOAT32 // work.itemsize
+        if one.halo is not None:
+            sizes.append(FLOAT32 * width + slopes)
+        else:
+            arrays = 0 if work.kept else 4 * work.itemsize * width
+            sizes.append(FLOAT32 * width + IN_FLIGHT * (arrays + one.piece + slopes))
     return max(sizes)
 
 
