@@ -51,13 +51,15 @@ IN_FLIGHT = 2  # rounds of a ring whose arrays exist at a time
 
 @dataclasses.dataclass(frozen=True)
 class OverContext:
-    """The attention of one layer. strategy: the one that runs. key_size, value_size: of a head."""
+    """The attention of one layer. strategy: the one that runs. key_size, value_size: of a head.
+    expanded: elements of a head's keys and values that are made of latents."""
 
     strategy: ContextStrategy
     shape: ContextShape
     scores: ScoreSpec
     key_size: int
     value_size: int
+    expanded: int = 0
 
     @property
     def inner(self) -> int:
@@ -140,7 +142,8 @@ def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
     )
     scores = ScoreSpec(mixer.causal, mixer.window, mixer.chunk, mixer.softcap, mixer.scale)
     strategy, _ = chosen(mixer.context, shape, scores)
-    return OverContext(strategy, shape, scores, mixer.key_size, mixer.head_output_size)
+    expanded = mixer.head_dim + mixer.head_output_size if latents else 0
+    return OverContext(strategy, shape, scores, mixer.key_size, mixer.head_output_size, expanded)
 
 
 def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:
@@ -151,6 +154,13 @@ def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:
         return work.samples, length, tensor
     inner = over_context(work, mixer).inner
     return work.samples, length * inner // work.axes["context"], tensor * inner
+
+
+def gathered_keys(work: Workload, mixer: AttentionSpec) -> int:
+    """Length of the sequence whose keys a mixer gathers over context; 0: it gathers none."""
+    if work.axes["context"] == 1 or over_context(work, mixer).strategy.name != "gather":
+        return 0
+    return work.config.data.sequence_length
 
 
 def keeps_rounds(work: Workload) -> bool:
@@ -165,13 +175,22 @@ def in_rounds(work: Workload, unit: Unit) -> float:
 
 
 def kept(work: Workload, unit: Unit) -> int:
-    """Bytes that a unit's rings store for backward: output and log-sum-exp of every layer,
-    (e T H K + 4 T H) / t with H heads of value size K."""
-    if not keeps_rounds(work):
-        return 0
-    rings = [one for one in attentions(work, unit) if one.ring > 1]
-    each = [one.shape.heads * (work.itemsize * one.value_size + FLOAT32) for one in rings]
-    return sum(work.tokens * size for size in each)
+    """Bytes that a unit stores for backward beyond the same layers without context.
+
+    Of every ring its output and log-sum-exp, (e T H K + 4 T H) / t with H heads of value size K.
+    minimal: keys and values made of gathered latents are those of the whole sequence; a ring makes
+    them in every round and stores none.
+    """
+    total = 0
+    for one in attentions(work, unit):
+        heads = work.tokens * one.shape.heads
+        if one.ring > 1 and keeps_rounds(work):
+            total += heads * (work.itemsize * one.value_size + FLOAT32)
+        if "key_up" in work.kept:
+            more = -1 if one.ring > 1 else 0
+            more = one.shape.context - 1 if one.strategy.name == "gather" else more
+            total += more * work.itemsize * heads * one.expanded
+    return total
 
 
 def working(work: Workload, unit: Unit) -> int:
