@@ -151,7 +151,7 @@ def test_a_model_that_fits_no_number_of_gpus_is_reported():
 def test_a_batch_that_no_layout_divides_says_so():
     config = of("345m", 7)
     config.model.num_layers = config.model.attention.num_heads = 1
-    config.data.sequence_length = 2047  # which context does not divide
+    config.data.sequence_length = 1023  # which context does not divide
     with pytest.raises(ValueError, match=r"no layout of 64 h100 is valid .*global_batch_size=7"):
         search(config, parse_cluster("h100x64"))
 
