@@ -25,6 +25,7 @@ Launch times, stragglers, latency of small messages and unbalanced loads are not
 
 import dataclasses
 
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import backends, score_bytes, surplus
@@ -169,12 +170,23 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     attention /= cluster.gpu.bf16_tflops * 1e12
     forward_attention = attention / ATTENTION_FORWARD_REACHED
     backward = matmul + BACKWARD_SCORES * attention / ATTENTION_BACKWARD_REACHED
-    if not work.kept:
-        backward += matmul
+    backward += repeated_share(work) * matmul
     backward += repeated_attention(work) * forward_attention
     return LayerSeconds(
         matmul + forward_attention, backward, 0.0 if work.config.lora.rank else matmul
     )
+
+
+def repeated_share(work: Workload) -> float:
+    """Share of the products' outputs that backward computes again: none, all, or those that a list
+    of activations leaves out."""
+    if not work.kept:
+        return 1.0
+    columns = [
+        [unit.repeats * sum(unit.kept_columns(names)) for unit in work.units]
+        for names in (work.unkept, POLICIES["selective"])
+    ]
+    return sum(columns[0]) / max(sum(columns[1]), 1)
 
 
 def repeated_attention(work: Workload) -> float:

@@ -1,4 +1,4 @@
-"""Context parallelism in the real train step, compiled for H100s that are not here, and its plan."""
+"""Context parallelism in the train step, compiled for H100s that are not here, and its plan."""
 
 import dataclasses
 import functools

@@ -16,6 +16,7 @@ from maxmeg.planning.hardware import parse_cluster
 NEAR = 0.06  # of compiled bytes
 GIB = 2**30
 LONG = 131072
+QUERIES = "query,key,value,context_output,context_lse"
 
 
 def config_of(
@@ -49,6 +50,7 @@ def config_of(
     [
         (config_of("llama3-8b", 32, LONG, context=8), 79.46),
         (config_of("llama3-8b", 32, LONG, "full", context=8), 38.19),
+        (config_of("llama3-8b", 32, LONG, QUERIES, context=8), 47.43),
         (config_of("llama3-8b", 4, LONG, context=8), 15.93),
         (config_of("llama3-8b", 4, LONG, "full", context=8), 10.96),
         (config_of("llama3-8b", 2, LONG, context=8, context_strategy="exchange"), 10.65),

@@ -88,6 +88,7 @@ def arrays(work: Workload, unit: Unit) -> int:
     if not experts.run_apart(work, unit):
         width += STREAMS * D
         width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
+        width += unit.kept_columns(work.unkept)[0] if work.kept else 0
     inputs = 1 if work.kept else max(unit.sublayers, 2)
     gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
     gathered = inputs + gradients + 1 if tensor > 1 else 0

@@ -133,7 +133,7 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     bytes_gathered = work.itemsize * work.tokens * sum(gathered)
     written = sum(sum(experts.sums(work, unit)) * held for unit, held in layers)
     again = 0
-    if not work.kept:
+    if "mixer_output" in work.unkept:
         again = sum(sum(experts.sums(work, unit)[:-1]) * held for unit, held in layers)
     forward, backward = work.lanes.forward, work.lanes.backward
     into, out = "sequences into sublayers", "sums of sublayers"
@@ -150,7 +150,7 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     rings = sum(sum(unit.rings) * held for unit, held in layers)
     unsaved = sum((2 * sum(unit.rings) - unit.rings[-1]) * held for unit, held in layers)
     sent = (tensor - 1) * (forward * 2 * rings + backward * 2 * rings)
-    sent += (tensor - 1) * backward * (0 if work.kept else unsaved)
+    sent += (tensor - 1) * backward * (unsaved if "mixer_output" in work.unkept else 0)
     yield entry("tensor", "shards into and out of products", PERMUTE, sent, work.hidden_bytes)
     yield entry("tensor", RING_INPUTS, GATHER, backward * rings, size)
     ends = "embedding and head"

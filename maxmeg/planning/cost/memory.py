@@ -50,7 +50,8 @@ def unit_activations(work: Workload, unit: Unit) -> int:
         return work.hidden_bytes
     columns, replicated = unit.kept_columns(work.kept)
     kept = work.itemsize * work.tokens * (columns // tensor + replicated)
-    kept += unit.streams * work.hidden_bytes + experts.kept(work, unit) + context.kept(work, unit)
+    streams = 1 if "mixer_output" in work.unkept else unit.streams
+    kept += streams * work.hidden_bytes + experts.kept(work, unit) + context.kept(work, unit)
     if keeps_attention(work) and not context.in_rounds(work, unit):
         saved = 1 if fused_attention(work) else work.config.data.sequence_length
         outputs = work.itemsize * (unit.head_outputs // tensor)

@@ -264,6 +264,11 @@ class Workload:
         width = self.config.model.hidden_size
         return self.itemsize * self.tokens * width // self.axes["tensor"]
 
+    @property
+    def unkept(self) -> frozenset[str]:
+        """Outputs of products that are recomputed though selective recomputation keeps them."""
+        return POLICIES["selective"] - self.kept
+
     def with_recompute(self, policy: str) -> "Workload":
         model = dataclasses.replace(self.config.model, recompute=policy)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, model=model))
@@ -364,11 +369,6 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         raise ValueError(
             f"model.mtp.num_layers={config.model.mtp.num_layers}: MTP layers are not planned yet; "
             "plan the model with mtp.num_layers=0"
-        )
-    if config.model.recompute not in POLICIES:
-        raise ValueError(
-            f"model.recompute={config.model.recompute}: a list of activations is not planned yet; "
-            f"plan with one of the policies {', '.join(POLICIES)}"
         )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
