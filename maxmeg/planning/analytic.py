@@ -19,6 +19,9 @@ The time of one device:
   layer never are (as "exposed" in `plan --compile` shows). Those of ZeRO-1 for layers are hidden up
   to what this leaves of the time of one tick. One direction of the dispatch to experts is hidden up
   to the time of the shared expert.
+- Under context parallelism a device has an equal share of every sequence and of its attention.
+  Permutes of a ring are hidden up to the time of attention in each round; halos, exchanges and
+  gathers are exposed. Merging the rounds' outputs is not counted.
 
 Launch times, stragglers, latency of small messages and unbalanced loads are not modelled.
 """

@@ -69,12 +69,11 @@ class Candidate:
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
     """Every valid layout that fits and leaves MARGIN of the memory, the fastest first.
 
-    The search covers all sizes of tensor (within a node), pipe, fsdp, data and, with experts,
-    expert whose product is the cluster; context as `context_sizes` says; experts cut over tensor
-    or not; micro_batch_size in
-    MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe takes 1F1B's time and
-    more memory). Of the recompute policies it takes the first, from minimal to full, that fits. It
-    sets pad_layers if the layers do not divide; all else is as in `config`.
+    The search covers all sizes of tensor (within a node), context (`context_sizes`), pipe, fsdp,
+    data and, with experts, expert whose product is the cluster; experts cut over tensor or not;
+    micro_batch_size in MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe
+    takes 1F1B's time and more memory). Of the recompute policies it takes the first, from minimal
+    to full, that fits. It sets pad_layers if the layers do not divide; all else is as in `config`.
     ValueError if the config is invalid in every layout, or if nothing fits: by how much, and how
     many GPUs would be enough.
     """
