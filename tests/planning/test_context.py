@@ -143,3 +143,12 @@ def test_keys_made_of_latents_are_stored_as_the_strategy_needs_them(strategy, le
     made = 2 * 32768 // 4 * 16 * (128 + 128)
     (minimal, layers), (selective, _) = stored("minimal"), stored("selective")
     assert minimal - selective == (lengths - 1) * layers * made
+
+
+def test_a_list_of_activations_lies_between_selective_and_full():
+    selective, listed, full = (
+        analyze(config_of("llama3-8b", 32, LONG, policy, context=8), parse_cluster("h100x8"))
+        for policy in ("selective", QUERIES, "full")
+    )
+    assert selective.total > listed.total > full.total
+    assert selective.compute_seconds < listed.compute_seconds < full.compute_seconds
