@@ -61,10 +61,10 @@ def whole_rows(x: jax.Array) -> jax.Array:
 
 def own_pieces(x: jax.Array) -> jax.Array:
     """The inverse of `whole_rows`."""
-    size, rank = collectives.axis_size(CONTEXT_AXES), collectives.axis_index(CONTEXT_AXES)
-    if size == 1:
+    if (size := collectives.axis_size(CONTEXT_AXES)) == 1:
         return x
     rows, half = x.reshape(-1, x.shape[-1]), x.shape[-1] // (2 * size)
+    rank = collectives.axis_index(CONTEXT_AXES)
     starts = (start_of(rank, number, size, half) for number in (0, 1))
     halves = [lax.dynamic_slice_in_dim(rows, start, half, 1) for start in starts]
     return jnp.concatenate(halves, axis=1).reshape(*x.shape[:-1], -1)

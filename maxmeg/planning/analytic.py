@@ -19,14 +19,18 @@ The time of one device:
   layer never are (as "exposed" in `plan --compile` shows). Those of ZeRO-1 for layers are hidden up
   to what this leaves of the time of one tick. One direction of the dispatch to experts is hidden up
   to the time of the shared expert.
+- Under context parallelism a device has an equal share of every sequence and of its attention.
+  Permutes of a ring are hidden up to the time of attention in each round; halos, exchanges and
+  gathers are exposed. Merging the rounds' outputs is not counted.
 
 Launch times, stragglers, latency of small messages and unbalanced loads are not modelled.
 """
 
 import dataclasses
 
+from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.planning.cost import communication
+from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import backends, score_bytes, surplus
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
@@ -95,6 +99,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     backward = units * layers * (products.backward + products.weight)
     beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
     exposed = exposed_seconds(carried, forward, backward, beside, units)
+    exposed -= context.hidden_seconds(work, cluster, BACKWARD_SCORES)
     step = compute + bubble + exposed
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
@@ -160,20 +165,42 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     """Seconds of the average layer's matrix products and attention."""
     model, tensor = work.config.model, work.axes["tensor"]
     products, scores = layer_flops(model, work.config.data.sequence_length)
-    products = work.samples * products + repeated_products(work)
+    cut = work.axes["context"]
+    products = work.samples * products / cut + repeated_products(work)
     matmul = products / tensor / cluster.matmul_rate
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
-    attention = surplus(work) * work.samples * scores / tensor
+    attention = surplus(work) * work.samples * scores / tensor / cut
     attention /= cluster.gpu.bf16_tflops * 1e12
     forward_attention = attention / ATTENTION_FORWARD_REACHED
     backward = matmul + BACKWARD_SCORES * attention / ATTENTION_BACKWARD_REACHED
-    if not work.kept:
-        backward += matmul
-    if not keeps_attention(work):
-        backward += forward_attention
+    backward += repeated_share(work) * matmul
+    backward += repeated_attention(work) * forward_attention
     return LayerSeconds(
         matmul + forward_attention, backward, 0.0 if work.config.lora.rank else matmul
     )
+
+
+def repeated_share(work: Workload) -> float:
+    """Share of the products' outputs that backward computes again: none, all, or those that a list
+    of activations leaves out."""
+    if not work.kept:
+        return 1.0
+    columns = [
+        [unit.repeats * sum(unit.kept_columns(names)) for unit in work.units]
+        for names in (work.unkept, POLICIES["selective"])
+    ]
+    return sum(columns[0]) / max(sum(columns[1]), 1)
+
+
+def repeated_attention(work: Workload) -> float:
+    """Share of the attention layers whose attention backward computes again."""
+    rings, plain = not context.keeps_rounds(work), not keeps_attention(work)
+    total = count = 0.0
+    for unit in work.units:
+        layers, share = unit.repeats * unit.layers, context.in_rounds(work, unit)
+        total += layers * (share * rings + (1 - share) * plain)
+        count += layers
+    return total / count
 
 
 def repeated_products(work: Workload) -> float:

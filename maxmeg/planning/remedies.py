@@ -106,9 +106,10 @@ def flags_text(settings: Mapping[str, object]) -> str:
 def _changes(config: Config, count: int) -> tuple[list[Settings], ...]:
     """Single changes that may save memory: recomputation, microbatches, mesh."""
     policies, train = list(POLICIES), config.train
+    words = config.model.recompute.split(",")
+    named = [word for word in words if word in POLICIES] or ["selective"]  # a list: then full
     more: list[Settings] = [
-        {"model.recompute": policy}
-        for policy in policies[policies.index(config.model.recompute) + 1 :]
+        {"model.recompute": policy} for policy in policies[min(map(policies.index, named)) + 1 :]
     ]
     size = train.micro_batch_size or workload(config, count).samples
     return (

@@ -21,7 +21,15 @@ MOST_CHUNKS = 8
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
-EXCHANGE = ("expert_exchange", "expert_buffer", "expert_nodes")
+LONG = 8192  # tokens of a sequence from which on the search divides it over context
+LEAST_PIECE = 4096  # tokens of it on a device, unless the batch is smaller than the replicas
+DEPENDENT = (
+    "expert_exchange",
+    "expert_buffer",
+    "expert_nodes",
+    "context_strategy",
+    "context_inner",
+)
 VARIED = {
     "parallel": (
         "pipe",
@@ -29,6 +37,7 @@ VARIED = {
         "fsdp",
         "expert",
         "expert_tensor",
+        "context",
         "tensor",
         "schedule",
         "chunks",
@@ -60,18 +69,18 @@ class Candidate:
 def search(config: Config, cluster: Cluster) -> list[Candidate]:
     """Every valid layout that fits and leaves MARGIN of the memory, the fastest first.
 
-    The search covers all sizes of tensor (within a node), pipe, fsdp, data and, with experts,
-    expert whose product is the cluster; experts cut over tensor or not; micro_batch_size in
-    MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe takes 1F1B's time and
-    more memory). Of the recompute policies it takes the first, from minimal to full, that fits. It
-    sets pad_layers if the layers do not divide; all else is as in `config`.
+    The search covers all sizes of tensor (within a node), context (`context_sizes`), pipe, fsdp,
+    data and, with experts, expert whose product is the cluster; experts cut over tensor or not;
+    micro_batch_size in MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe
+    takes 1F1B's time and more memory). Of the recompute policies it takes the first, from minimal
+    to full, that fits. It sets pad_layers if the layers do not divide; all else is as in `config`.
     ValueError if the config is invalid in every layout, or if nothing fits: by how much, and how
     many GPUs would be enough.
     """
-    sizes = dict.fromkeys(("pipe", "tensor", "fsdp", "data", "expert"), 1)
-    exchange = {name: getattr(ParallelConfig(), name) for name in EXCHANGE}
-    single = _with(config, {**sizes, "expert_tensor": 0, **exchange, **PLAIN}, 1)
-    validate(single, single.parallel.context)
+    sizes = dict.fromkeys(("pipe", "context", "tensor", "fsdp", "data", "expert"), 1)
+    dependent = {name: getattr(ParallelConfig(), name) for name in DEPENDENT}
+    single = _with(config, {**sizes, "expert_tensor": 0, **dependent, **PLAIN}, 1)
+    validate(single, 1)
     candidates = []
     for layout in layouts(with_recompute(config, "minimal"), cluster.count):
         work = workload(layout, cluster.count, cluster.device)
@@ -96,30 +105,48 @@ def layouts(
         if tensor > GPUS_A_NODE or (count > GPUS_A_NODE and GPUS_A_NODE % tensor):
             continue
         for pipe in divisors(count // tensor):
-            replicas = count // tensor // pipe
-            for micro in micro_batches:
-                if pipe > config.model.num_units or _microbatches(config, replicas, micro) == 0:
-                    continue
-                for order in orders(config, pipe, _microbatches(config, replicas, micro)):
-                    for sizes in replicated(config, replicas, tensor):
-                        whole = {"tensor": tensor, "pipe": pipe, **sizes, **order}
-                        layout = _with(config, whole, micro)
-                        if _is_valid(layout, count):
-                            yield layout
+            for context in context_sizes(config, count // tensor // pipe):
+                replicas = count // tensor // pipe // context
+                for micro in micro_batches:
+                    if pipe > config.model.num_units or _microbatches(config, replicas, micro) == 0:
+                        continue
+                    for order in orders(config, pipe, _microbatches(config, replicas, micro)):
+                        for sizes in replicated(config, replicas, tensor, context):
+                            whole = {"tensor": tensor, "pipe": pipe, **sizes, **order}
+                            layout = _with(config, whole, micro)
+                            if _is_valid(layout, count):
+                                yield layout
 
 
-def replicated(config: Config, replicas: int, tensor: int) -> Iterator[dict]:
+def context_sizes(config: Config, devices: int) -> list[int]:
+    """Sizes of context to try, of the divisors of `devices` that are left beside pipe and tensor.
+
+    1; of sequences from LONG on, sizes that leave a device LEAST_PIECE tokens; if the batch is
+    smaller than `devices`, or the config names a strategy of context, all that the sequence's
+    length allows."""
+    length, parallel = config.data.sequence_length, config.parallel
+    asked = parallel.context > 1 or parallel.context_strategy != "auto"
+    every = asked or config.train.global_batch_size < devices
+    most = length // 2 if every else length // LEAST_PIECE if length >= LONG else 1
+    sizes = (size for size in divisors(devices) if size <= most and length % (2 * size) == 0)
+    return [1, *(size for size in sizes if size > 1)]
+
+
+def replicated(config: Config, replicas: int, tensor: int, context: int = 1) -> Iterator[dict]:
     """Divisions of the replicas into fsdp, data and expert, with experts cut over tensor like the
-    rest of the model or not cut; as fields of ParallelConfig."""
-    experts = max(config.model.moe.num_experts, 1)
+    rest of the model or not cut; as fields of ParallelConfig. Different experts lie along context
+    too."""
+    sparse = config.model.has("moe")
+    experts = config.model.moe.num_experts if sparse else 1
     for expert in divisors(replicas):
-        if experts % expert:
+        number = expert * context if sparse else 1
+        if experts % number or (expert > 1 and not sparse):
             continue
         for fsdp in divisors(replicas // expert):
-            sizes = {"fsdp": fsdp, "data": replicas // expert // fsdp}
-            yield sizes | {"expert": expert, "expert_tensor": 0}
-            if tensor > 1 and experts > 1 and experts % (expert * tensor) == 0:
-                yield sizes | {"expert": expert * tensor, "expert_tensor": 1}
+            sizes = {"context": context, "fsdp": fsdp, "data": replicas // expert // fsdp}
+            yield sizes | {"expert": number, "expert_tensor": 0}
+            if tensor > 1 and experts > 1 and experts % (number * tensor) == 0:
+                yield sizes | {"expert": number * tensor, "expert_tensor": 1}
 
 
 def orders(config: Config, pipe: int, microbatches: int) -> Iterator[dict]:
@@ -188,8 +215,9 @@ def least(config: Config, count: int, device: Device) -> tuple[int, Config | Non
     return best
 
 
-def _experts(parallel: ParallelConfig) -> str:
-    return f", expert={parallel.expert}" if parallel.expert > 1 else ""
+def _inner(parallel: ParallelConfig) -> str:
+    sizes = {"expert": parallel.expert, "context": parallel.context}
+    return "".join(f", {name}={size}" for name, size in sizes.items() if size > 1)
 
 
 def _nothing_fits(config: Config, cluster: Cluster) -> str:
@@ -217,7 +245,7 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
     return (
         f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
         f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
-        f"data={parallel.data}{_experts(parallel)}, full recompute), {over / GIB:.1f} GiB more "
+        f"data={parallel.data}{_inner(parallel)}, full recompute), {over / GIB:.1f} GiB more "
         f"than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
         f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
     )

@@ -167,8 +167,43 @@ CASES |= {
 }
 
 
+CONTEXT = {"micro_batch_size": 1}
+CASES |= {
+    "ring": ({"recompute": "selective"}, CONTEXT, {"fsdp": 2, "context": 2}),
+    "ring, full": ({"recompute": "full"}, CONTEXT, {"fsdp": 1, "context": 2, "tensor": 2}),
+    "windows": (
+        {"attention.window": 3, "layers": "*(local,mlp)"},
+        CONTEXT,
+        {"fsdp": 1, "context": 2},
+    ),
+    "heads exchanged": (
+        MULTI_QUERY,
+        CONTEXT,
+        {"fsdp": 1, "context": 2, "context_strategy": "exchange"},
+    ),
+    "keys gathered": ({}, CONTEXT, {"fsdp": 2, "context": 2, "context_strategy": "gather"}),
+    "latents in a ring": (LATENT, CONTEXT, {"fsdp": 2, "context": 2, "context_strategy": "ring"}),
+    "latents gathered": (
+        LATENT | {"recompute": "selective"},
+        CONTEXT,
+        {"fsdp": 1, "context": 2, "context_strategy": "exchange"},
+    ),
+    "convolutions": (
+        {"layers": "attention,conv *(conv,mlp)", "recompute": "selective"},
+        CONTEXT,
+        {"fsdp": 1, "context": 2, "tensor": 2},
+    ),
+    "experts along context": (
+        EXPERTS,
+        {},
+        {"fsdp": 1, "expert": 4, "context": 2, "context_strategy": "ring"},
+    ),
+}
+
+
 QUICK = ("tensor", "rings", "selective", "tied", "bfloat16 gradients", "pipe", "blocks", "folded")
 QUICK += ("exchanged", "experts in a pipeline", "padded")
+QUICK += ("ring", "windows", "heads exchanged", "latents gathered", "experts along context")
 
 
 @pytest.mark.parametrize(

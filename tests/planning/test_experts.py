@@ -282,9 +282,3 @@ def test_mtp_layers_are_refused_by_the_planner():
     config = of(MIXTRAL | {"mtp.num_layers": 1}, 8, expert=8)
     with pytest.raises(ValueError, match=r"mtp\.num_layers=1: MTP layers are not planned"):
         workload(config, 8)
-
-
-def test_lists_of_activations_are_refused_by_name():
-    config = of(MIXTRAL | {"recompute": "query,expert_up"}, 8, expert=8)
-    with pytest.raises(ValueError, match=r"recompute=query,expert_up: .*minimal, selective, full"):
-        workload(config, 8)

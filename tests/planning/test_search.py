@@ -16,6 +16,7 @@ from maxmeg.planning.analytic import analyze
 from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import MARGIN
 from maxmeg.planning.search import (
+    context_sizes,
     divisors,
     layouts,
     needed,
@@ -142,7 +143,7 @@ def test_a_model_that_cannot_fit_reports_the_excess_and_the_gpus_needed():
 
 def test_a_model_that_fits_no_number_of_gpus_is_reported():
     config = of("22b", 1)
-    config.data.sequence_length = config.model.max_position = 2**24
+    config.data.sequence_length = config.model.max_position = 2**24 - 1  # context needs an even one
     with pytest.raises(ValueError, match=r"nor does it on up to \d+ with this batch"):
         search(config, parse_cluster("h100x8"))
 
@@ -150,6 +151,7 @@ def test_a_model_that_fits_no_number_of_gpus_is_reported():
 def test_a_batch_that_no_layout_divides_says_so():
     config = of("345m", 7)
     config.model.num_layers = config.model.attention.num_heads = 1
+    config.data.sequence_length = 1023  # which context does not divide
     with pytest.raises(ValueError, match=r"no layout of 64 h100 is valid .*global_batch_size=7"):
         search(config, parse_cluster("h100x64"))
 
@@ -169,11 +171,37 @@ def test_errors_that_no_layout_can_avoid_are_reported(path, value, message):
         search(config, parse_cluster("h100x8"))
 
 
-def test_axes_that_are_not_supported_are_not_dropped():
-    config = of("345m", 32)
-    config.parallel.context = 2
-    with pytest.raises(NotImplementedError, match=r"parallel\.context=2"):
-        search(config, parse_cluster("h100x8"))
+def test_sequences_are_divided_where_they_are_long_or_more_than_the_batch():
+    config = of("llama3-8b", 8)
+    for length, sizes in ((8191, [1]), (8192, [1, 2]), (65536, [1, 2, 4, 8])):
+        config.data.sequence_length = length
+        assert context_sizes(config, 8) == sizes
+    config.data.sequence_length, config.train.global_batch_size = 2048, 4
+    assert context_sizes(config, 8) == [1, 2, 4, 8]
+    config.train.global_batch_size, config.parallel.context_strategy = 8, "exchange"
+    assert context_sizes(config, 8) == [1, 2, 4, 8]
+    found = {layout.parallel.context for layout in layouts(config, 8, (1,))}
+    assert found == {2, 4, 8}  # a strategy needs context
+
+
+def test_one_long_sequence_is_divided_over_all_gpus():
+    config, cluster = of("llama3-8b", 1), parse_cluster("h100x8")
+    config.data.sequence_length = config.model.max_position = 131072
+    found = search(config, cluster)
+    sizes = {candidate.config.parallel.context for candidate in found}
+    assert sizes >= {2, 4, 8}
+    for candidate in found:
+        validate(candidate.config, cluster.count)
+        parallel = candidate.config.parallel
+        assert parallel.context * parallel.tensor * parallel.pipe == cluster.count
+
+
+def test_experts_lie_along_context_too():
+    config = of("qwen3-30b-a3b", 4)
+    config.data.sequence_length = config.model.max_position = 32768
+    found = [layout.parallel for layout in layouts(config, 8, (1,)) if layout.parallel.context > 1]
+    assert found and all(one.expert % (one.context * one.fold) == 0 for one in found)
+    assert {one.expert_axis for one in found} == {1, 2, 4}
 
 
 def test_experts_are_spread_where_that_is_faster():

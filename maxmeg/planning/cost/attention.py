@@ -13,6 +13,7 @@ from maxmeg.ops.attention import cudnn, xla
 from maxmeg.ops.attention.call import choice, is_costly, xla_words
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import Device
+from maxmeg.planning.cost.context import gathered_keys, kernel_sizes
 from maxmeg.planning.cost.workload import Unit, Workload
 
 
@@ -49,22 +50,29 @@ def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
             if isinstance(mixer, AttentionSpec):
                 yield kernel(
                     mixer,
-                    (work.samples, config.data.sequence_length, work.axes["tensor"]),
+                    kernel_sizes(work, mixer),
                     config.model.dtype.value,
                     config.data.has_segments,
                     work.device,
+                    gathered_keys(work, mixer),
                 )
 
 
 @functools.lru_cache(maxsize=1024)
 def kernel(
-    spec: AttentionSpec, sizes: tuple[int, int, int], dtype: str, documents: bool, device: Device
+    spec: AttentionSpec,
+    sizes: tuple[int, int, int],
+    dtype: str,
+    documents: bool,
+    device: Device,
+    gathered: int = 0,
 ) -> Kernel:
     """The kernel of a mixer in training. sizes: samples of a microbatch, their length, and the
     number of devices over which the heads are sharded. documents: whether tokens attend to their
-    own document only."""
+    own document only. gathered: length of the whole sequence, whose keys the two halves of a
+    device's piece read; 0: queries and keys are the same tokens."""
     samples, length, tensor = sizes
-    call = call_of(spec, sizes, dtype, documents)
+    call = call_of(spec, sizes, dtype, documents, gathered)
     name, reason = spec.backend, ""
     if name == "auto":
         name, reason = choice(call, name, device)
@@ -75,15 +83,23 @@ def kernel(
     if name != "xla":
         return Kernel(name, reason, "", 0, 0, 1.0)
     computed = xla.computed_pairs(length, length, scores)
+    visible = xla.visible_pairs(length, length, scores)
+    block = min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)
+    slices = (samples > 1) * xla.sliced_keys(length, scores) * keys_values // length
+    if gathered:  # at places that differ by device: every block reads all keys; both halves at once
+        computed = length * gathered
+        visible = xla.visible_pairs(gathered, gathered, scores) * length / gathered
+        block = 2 * min(xla.QUERY_BLOCK, length // 2) * gathered
+        slices = (samples > 1) * (-(-length // xla.QUERY_BLOCK)) * keys_values
     warns = spec.backend == "auto" and is_costly(call, name, device)
     return Kernel(
         name,
         reason,
         xla_words(call, reason, device) if warns else "",
         xla.SCORE_PASSES * xla.score_bytes(heads, computed),
-        xla.score_bytes(heads, min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)),
-        computed / xla.visible_pairs(length, length, scores),
-        slices=(samples > 1) * xla.sliced_keys(length, scores) * keys_values // length,
+        xla.score_bytes(heads, block),
+        computed / visible,
+        slices=slices,
     )
 
 
@@ -102,24 +118,39 @@ def masked_by_cudnn(call: tuple, heads: int, dtype: str) -> Kernel:
     return Kernel("cudnn", reason, "", mask + itemsize * heads * computed, mask, computed / visible)
 
 
-def call_of(spec: AttentionSpec, sizes: tuple[int, int, int], dtype: str, documents: bool) -> tuple:
+def call_of(
+    spec: AttentionSpec,
+    sizes: tuple[int, int, int],
+    dtype: str,
+    documents: bool,
+    gathered: int = 0,
+) -> tuple:
     """The (q, k, v, spec, operands) of a mixer's attention in training, with shapes for arrays."""
     samples, length, tensor = sizes
 
-    def array(*shape: int, kind: str = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, kind: str = dtype, length: int = length) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((samples, length, *shape), kind)
 
     heads, groups = max(spec.num_heads // tensor, 1), max(spec.num_kv_heads // tensor, 1)
+    keys_length = gathered or length
     ids: Any = array(kind="int32")
+    key_ids: Any = array(kind="int32", length=keys_length)
     present: Any = True  # in place of an operand whose shape no backend asks for
+    traced: Any = array(kind="int32")
     operands = Operands(
+        offset=traced if gathered else 0,
         segments_BL=ids if documents else None,
+        key_segments_BM=key_ids if documents and gathered else None,
         sinks_H=present if spec.sinks else None,
         dropout=present if spec.dropout else None,
     )
     scores = ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
-    queries, keys = array(heads, spec.key_size), array(groups, spec.key_size)
-    return queries, keys, array(groups, spec.head_output_size), scores, operands
+    queries, keys = (
+        array(heads, spec.key_size),
+        array(groups, spec.key_size, length=keys_length),
+    )
+    values = array(groups, spec.head_output_size, length=keys_length)
+    return queries, keys, values, scores, operands
 
 
 def score_bytes(work: Workload) -> float:

@@ -8,7 +8,7 @@ bytes of the compute dtype.
 from collections.abc import Sequence
 
 from maxmeg.layers.mixer import Widths
-from maxmeg.planning.cost import experts
+from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import kernels
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
@@ -33,7 +33,8 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
     for group, unit in reversed(list(enumerate(work.units))):
         total = arrays(work, unit) + waiting + scores(work, unit)
         total += experts.recomputed(work, unit)
-        rows, gathered = experts.working(work, unit, tight), weights(work, group, tight)
+        rows = max(experts.working(work, unit, tight), context.working(work, unit))
+        gathered = weights(work, group, tight)
         once = unit.sparse and not experts.in_rounds(work, unit)
         gathered += (
             experts.read_last(work, unit) if once and work.axes["fsdp"] > 1 and not tight else 0
@@ -91,6 +92,7 @@ def arrays(work: Workload, unit: Unit) -> int:
     if not experts.run_apart(work, unit):
         width += STREAMS * D
         width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
+        width += unit.kept_columns(work.unkept)[0] if work.kept else 0
     inputs = 1 if work.kept else max(unit.sublayers, 2)
     gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
     gathered = inputs + gradients + 1 if tensor > 1 else 0

@@ -14,7 +14,7 @@ import numpy as np
 
 from maxmeg.config.mixers import ExpertExchange
 from maxmeg.parallel.mesh import AXES
-from maxmeg.planning.cost import experts
+from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import head
 from maxmeg.planning.cost.workload import Shard, Workload
@@ -68,7 +68,8 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
         *_data(work),
         *_pipe(work),
     ]
-    return tuple(_timed(entry, work, cluster) for entry in entries if entry.runs)
+    timed = (_timed(entry, work, cluster) for entry in entries if entry.runs)
+    return *timed, *context.traffic(work, cluster)
 
 
 def _timed(entry: Traffic, work: Workload, cluster: Cluster) -> Traffic:
@@ -132,7 +133,7 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     bytes_gathered = work.itemsize * work.tokens * sum(gathered)
     written = sum(sum(experts.sums(work, unit)) * held for unit, held in layers)
     again = 0
-    if not work.kept:
+    if "mixer_output" in work.unkept:
         again = sum(sum(experts.sums(work, unit)[:-1]) * held for unit, held in layers)
     forward, backward = work.lanes.forward, work.lanes.backward
     into, out = "sequences into sublayers", "sums of sublayers"
@@ -149,7 +150,7 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     rings = sum(sum(unit.rings) * held for unit, held in layers)
     unsaved = sum((2 * sum(unit.rings) - unit.rings[-1]) * held for unit, held in layers)
     sent = (tensor - 1) * (forward * 2 * rings + backward * 2 * rings)
-    sent += (tensor - 1) * backward * (0 if work.kept else unsaved)
+    sent += (tensor - 1) * backward * (unsaved if "mixer_output" in work.unkept else 0)
     yield entry("tensor", "shards into and out of products", PERMUTE, sent, work.hidden_bytes)
     yield entry("tensor", RING_INPUTS, GATHER, backward * rings, size)
     ends = "embedding and head"

@@ -150,7 +150,8 @@ def dispatch_of(work: Workload) -> Dispatch:
     model, parallel = work.config.model, work.config.parallel
     tensor, kind = work.axes["tensor"], parallel.expert_exchange
     spec = moe_spec(model, parallel)
-    local_experts = model.moe.num_experts // parallel.expert
+    among = work.axes["expert"] * work.axes["context"]  # devices with other experts and tokens
+    local_experts = model.moe.num_experts // (among * parallel.fold)
     width = model.moe.latent_size or model.hidden_size
     shards = 1 if parallel.fold > 1 else tensor
     sizes = (local_experts, width, spec.ffn_size // shards)
@@ -160,7 +161,7 @@ def dispatch_of(work: Workload) -> Dispatch:
     return Dispatch(
         tokens=tokens,
         top_k=model.moe.top_k,
-        devices=work.axes["expert"] if kind is ExpertExchange.gather else parallel.expert,
+        devices=among if kind is ExpertExchange.gather else among * parallel.fold,
         num_experts=model.moe.num_experts,
         local_experts=local_experts,
         width=width,
@@ -185,7 +186,7 @@ def folded(work: Workload) -> bool:
 
 def axes(work: Workload) -> tuple[str, ...]:
     """Mesh axes along which tokens are sent to experts."""
-    names = ("expert", "context", "tensor") if folded(work) else ("expert",)
+    names = ("expert", "context", *("tensor",) * folded(work))
     return tuple(name for name in names if work.axes[name] > 1)
 
 

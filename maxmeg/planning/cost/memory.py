@@ -14,7 +14,7 @@ from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import OptimConfig
 from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
-from maxmeg.planning.cost import experts
+from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import kernels
 from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once
 from maxmeg.planning.cost.loss import FLOAT32, Head
@@ -50,8 +50,9 @@ def unit_activations(work: Workload, unit: Unit) -> int:
         return work.hidden_bytes
     columns, replicated = unit.kept_columns(work.kept)
     kept = work.itemsize * work.tokens * (columns // tensor + replicated)
-    kept += unit.streams * work.hidden_bytes + experts.kept(work, unit)
-    if keeps_attention(work):
+    streams = 1 if "mixer_output" in work.unkept else unit.streams
+    kept += streams * work.hidden_bytes + experts.kept(work, unit) + context.kept(work, unit)
+    if keeps_attention(work) and not context.in_rounds(work, unit):
         saved = 1 if fused_attention(work) else work.config.data.sequence_length
         outputs = work.itemsize * (unit.head_outputs // tensor)
         kept += work.tokens * (outputs + FLOAT32 * saved * (unit.heads // tensor))

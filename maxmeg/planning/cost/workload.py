@@ -14,7 +14,6 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names
@@ -42,6 +41,7 @@ from maxmeg.pipeline.layout import arrange
 NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
 MIXERS = {"mla": "attention"}
 MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
+HOW = ("tensor_overlap", "context_strategy", "context_inner")  # of mixers, in ParallelConfig
 ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
 
 
@@ -226,7 +226,8 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        return self.samples * self.config.data.sequence_length
+        """Of a microbatch on a device; with their share of each sequence under context."""
+        return self.samples * self.config.data.sequence_length // self.axes["context"]
 
     @property
     def itemsize(self) -> int:
@@ -262,6 +263,11 @@ class Workload:
         """Bytes of one microbatch's residual stream on a device: e T D / t."""
         width = self.config.model.hidden_size
         return self.itemsize * self.tokens * width // self.axes["tensor"]
+
+    @property
+    def unkept(self) -> frozenset[str]:
+        """Outputs of products that are recomputed though selective recomputation keeps them."""
+        return POLICIES["selective"] - self.kept
 
     def with_recompute(self, policy: str) -> "Workload":
         model = dataclasses.replace(self.config.model, recompute=policy)
@@ -313,9 +319,9 @@ def kv_head_copies(model: ModelConfig, tensor: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _units(key: frozenset, kv_copies: int, overlap: TensorOverlap) -> tuple[Unit, ...]:
-    """The repeated unit of each group of the stack."""
-    model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(tensor_overlap=overlap)
+def _units(key: frozenset, kv_copies: int, how: frozenset) -> tuple[Unit, ...]:
+    """The repeated unit of each group of the stack. how: fields of ParallelConfig."""
+    model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(**dict(how))
     return tuple(
         Unit(repeats, len(layers), specs, kv_copies)
         for (layers, _), (specs, repeats) in zip(
@@ -364,17 +370,13 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
             f"model.mtp.num_layers={config.model.mtp.num_layers}: MTP layers are not planned yet; "
             "plan the model with mtp.num_layers=0"
         )
-    if config.model.recompute not in POLICIES:
-        raise ValueError(
-            f"model.recompute={config.model.recompute}: a list of activations is not planned yet; "
-            f"plan with one of the policies {', '.join(POLICIES)}"
-        )
     axes, model = axis_sizes(config.parallel, num_devices), config.model
     shards = axes["data"] * axes["fsdp"] * axes["expert"]
     samples = config.train.micro_batch_size or config.train.global_batch_size // shards
     microbatches = config.train.global_batch_size // (samples * shards)
     parallel, key = config.parallel, architecture_key(model)
-    blocks = _units(key, kv_head_copies(model, parallel.tensor), parallel.tensor_overlap)
+    how = frozenset((name, getattr(parallel, name)) for name in HOW)
+    blocks = _units(key, kv_head_copies(model, parallel.tensor), how)
     counts = units_of_chunks(model, parallel)
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))

@@ -91,17 +91,18 @@ def experts_words(config: Config, sizes: dict[str, int]) -> str:
     if not model.has("moe"):
         return ""
     layers = sum("moe" in model.mixers(i) for i in range(model.num_layers))
+    devices = sizes["expert"] * sizes["context"] * parallel.fold
     words = f"{model.moe.num_experts} in {layers} layers, top-{model.moe.top_k} routing"
     words += (
         f", a shared expert of width {model.moe.shared_ffn_size}"
         if model.moe.shared_ffn_size
         else ""
     )
-    words += f", width {model.expert_ffn}, {model.moe.num_experts // parallel.expert} per GPU"
+    words += f", width {model.expert_ffn}, {model.moe.num_experts // devices} per GPU"
     if sizes["tensor"] > 1:
         whole = parallel.expert_tensor == 1
         words += ", each on one GPU" if whole else f", each over tensor {sizes['tensor']}"
-    if parallel.expert > 1:
+    if devices > 1:
         kind = parallel.expert_exchange.name.replace("_", "-").replace("auto", "all-to-all")
         words += f"; {kind}"
         in_rounds = kind != "gather" and not model.moe.pad_to_capacity

@@ -1,0 +1,154 @@
+"""Plans of sequences that are cut over context, against compiled steps."""
+
+import dataclasses
+
+import pytest
+
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, TrainConfig
+from maxmeg.models.registry import use_architecture
+from maxmeg.planning.analytic import BACKWARD_SCORES, analyze
+from maxmeg.planning.cost import context
+from maxmeg.planning.cost.memory import activations, head
+from maxmeg.planning.cost.workload import workload
+from maxmeg.planning.hardware import parse_cluster
+
+NEAR = 0.06  # of compiled bytes
+GIB = 2**30
+LONG = 131072
+QUERIES = "query,key,value,context_output,context_lse"
+
+
+def config_of(
+    name: str,
+    layers: int,
+    length: int,
+    recompute: str = "selective",
+    *,
+    gpus: int = 8,
+    window: int = 0,
+    **parallel,
+) -> Config:
+    """One sample in every microbatch, and one microbatch."""
+    sizes = (parallel.get(axis, 1) for axis in ("tensor", "pipe", "context"))
+    samples = gpus
+    for size in sizes:
+        samples //= size
+    train = TrainConfig(global_batch_size=samples, micro_batch_size=1)
+    config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), name)
+    config.data.sequence_length = length
+    config.model = dataclasses.replace(
+        config.model, recompute=recompute, max_position=length, num_layers=layers
+    )
+    if window:
+        config.model.attention.window = window
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "compiled"),
+    [
+        (config_of("llama3-8b", 32, LONG, context=8), 79.46),
+        (config_of("llama3-8b", 32, LONG, "full", context=8), 38.19),
+        (config_of("llama3-8b", 32, LONG, QUERIES, context=8), 47.43),
+        (config_of("llama3-8b", 4, LONG, context=8), 15.93),
+        (config_of("llama3-8b", 4, LONG, "full", context=8), 10.96),
+        (config_of("llama3-8b", 2, LONG, context=8, context_strategy="exchange"), 10.65),
+        (config_of("llama3-8b", 4, 32768, "minimal", context=4, fsdp=2), 10.97),
+        (config_of("llama3-8b", 4, 65536, context=4, tensor=2), 9.21),
+        (config_of("mistral-7b-v0.1", 2, LONG, context=8, window=1024), 7.56),
+        (config_of("deepseek-v2-lite", 2, 32768, context=4), 7.85),
+    ],
+)
+def test_memory_is_that_of_compiled_steps(config, compiled):
+    planned = analyze(config, parse_cluster("h100x8")).total / GIB
+    assert planned == pytest.approx(compiled, rel=NEAR)
+
+
+def permutes(config: Config) -> dict[str, tuple[int, int]]:
+    entries = analyze(config, parse_cluster("h100x8")).traffic
+    return {
+        entry.purpose: (entry.runs, entry.volume)
+        for entry in entries
+        if entry.kind == "collective-permute"
+    }
+
+
+def test_bytes_of_a_ring_are_those_of_compiled_steps():
+    found = permutes(config_of("llama3-8b", 32, LONG, context=8))
+    assert {runs for runs, _ in found.values()} == {7 * 32}
+    assert sum(volume for _, volume in found.values()) == 60_129_542_144
+    full = permutes(config_of("llama3-8b", 32, LONG, "full", context=8))
+    assert sum(runs for runs, _ in full.values()) == 28 * 32
+    assert sum(volume for _, volume in full.values()) == 75_161_927_680
+    halos = permutes(config_of("mistral-7b-v0.1", 2, LONG, context=8, window=1024))
+    assert sum(runs for runs, _ in halos.values()) == 12
+    assert sum(volume for _, volume in halos.values()) == 67_108_864
+
+
+def test_a_device_has_its_share_of_the_tokens():
+    whole, cut = (
+        workload(config_of("llama3-8b", 4, LONG, "full", **sizes), 8)
+        for sizes in ({"fsdp": 8}, {"context": 8})
+    )
+    assert cut.tokens * 8 == whole.tokens and head(cut).tokens == cut.tokens
+    assert activations(cut) * 8 == activations(whole)
+    batch_of_8, one = (
+        analyze(config_of("llama3-8b", 4, LONG, "minimal", **sizes), parse_cluster("h100x8"))
+        for sizes in ({"fsdp": 8}, {"context": 8})
+    )
+    assert batch_of_8.flops == 8 * one.flops
+    assert batch_of_8.compute_seconds / one.compute_seconds == pytest.approx(8, rel=0.05)
+
+
+def test_long_pieces_hide_a_ring_and_nothing_hides_an_exchange():
+    def exposed(length: int, gpus: int = 8, **parallel) -> tuple[float, float]:
+        """(seconds of transfers of keys and values, those of them that are hidden)."""
+        config = config_of("llama3-8b", 2, length, gpus=gpus, context=gpus, **parallel)
+        cluster = parse_cluster(f"h100x{gpus}")
+        work = workload(config, gpus, cluster.device)
+        sent = sum(entry.seconds for entry in context.traffic(work, cluster))
+        return sent, context.hidden_seconds(work, cluster, BACKWARD_SCORES)
+
+    sent, hidden = exposed(LONG)
+    assert 0 < sent == pytest.approx(hidden)
+    sent, hidden = exposed(32768, 16, context_strategy="ring")  # short pieces, slow links
+    assert 0 < hidden < 0.8 * sent
+    sent, hidden = exposed(LONG, context_strategy="exchange")
+    assert sent > 0 == hidden
+
+
+def test_stored_outputs_save_a_ring_from_running_again():
+    once, twice = (
+        analyze(config_of("llama3-8b", 4, LONG, policy, context=8), parse_cluster("h100x8"))
+        for policy in ("selective", "full")
+    )
+    assert once.compute_seconds < twice.compute_seconds
+    work = workload(config_of("llama3-8b", 4, LONG, context=8), 8)
+    tokens, heads, size = LONG // 8, 32, 128
+    assert context.kept(work, work.units[0]) == tokens * heads * (2 * size + 4)
+
+
+@pytest.mark.parametrize(("strategy", "lengths"), [("ring", 0), ("exchange", 1), ("gather", 4)])
+def test_keys_made_of_latents_are_stored_as_the_strategy_needs_them(strategy, lengths):
+    """Under minimal: in no round, of the device's share, of the whole sequence."""
+
+    def stored(policy: str) -> tuple[int, int]:
+        """(bytes beyond the same layers without context, number of layers)"""
+        how = {"context": 4, "context_strategy": strategy}
+        work = workload(config_of("deepseek-v2-lite", 2, 32768, policy, **how), 8)
+        unit = work.units[-1]
+        return context.kept(work, unit), len(context.attentions(work, unit))
+
+    made = 2 * 32768 // 4 * 16 * (128 + 128)
+    (minimal, layers), (selective, _) = stored("minimal"), stored("selective")
+    assert minimal - selective == (lengths - 1) * layers * made
+
+
+def test_a_list_of_activations_lies_between_selective_and_full():
+    selective, listed, full = (
+        analyze(config_of("llama3-8b", 32, LONG, policy, context=8), parse_cluster("h100x8"))
+        for policy in ("selective", QUERIES, "full")
+    )
+    assert selective.total > listed.total > full.total
+    assert selective.compute_seconds < listed.compute_seconds < full.compute_seconds
