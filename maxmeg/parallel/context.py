@@ -52,8 +52,7 @@ def out_of_order(x: jax.Array, count: int) -> jax.Array:
 
 def whole_rows(x: jax.Array) -> jax.Array:
     """The whole sequences [..., L], in order, of this device's pieces [..., L / devices]."""
-    size = collectives.axis_size(CONTEXT_AXES)
-    if size == 1:
+    if (size := collectives.axis_size(CONTEXT_AXES)) == 1:
         return x
     rows = collectives.gather(x.reshape(-1, x.shape[-1]), CONTEXT_AXES, 1)
     return in_order(rows, size).reshape(*x.shape[:-1], -1)
