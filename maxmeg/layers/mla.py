@@ -93,8 +93,8 @@ class FromLatents(Expand):
 
     def __call__(self, linears: tuple[Linear, Linear], kv_BM1I: jax.Array, ctx=None):
         latent, k_rotary = jnp.split(kv_BM1I[:, :, 0], [self.kv_rank], axis=-1)
-        names = zip(linears, ("key_up", "value_up"), strict=True)
-        k_BMI, v_BMI = (stored(linear(latent, ctx), name) for linear, name in names)
+        k_BMI = stored(linears[0](latent, ctx), "key_up")
+        v_BMI = stored(linears[1](latent, ctx), "value_up")
         k_BMHK = k_BMI.reshape(*latent.shape[:2], -1, self.key_size - k_rotary.shape[-1])
         heads = k_BMHK.shape[:3]
         k_rotary = broadcast(k_rotary[:, :, None], (*heads, k_rotary.shape[-1]))

@@ -21,7 +21,7 @@ MOST_CHUNKS = 8
 MOST_GPUS = 2**16  # limit of the search for a sufficient number of GPUs
 GIB = 2**30
 PLAIN = {"schedule": Schedule.one_f_one_b, "chunks": 1, "pad_layers": False}
-LONG = 8192  # tokens of a sequence from which on the search divides it over context
+LONG = 32768  # tokens of a sequence from which on the search divides it over context
 LEAST_PIECE = 4096  # tokens of it on a device, unless the batch is smaller than the replicas
 DEPENDENT = (
     "expert_exchange",

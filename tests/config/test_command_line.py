@@ -75,7 +75,6 @@ MISTAKES = [
     ("preprocess merge none --output=x", "none"),
     ("launch slurm", "no launch script is named slurm: there are slurm.sbatch"),
     (TRAIN + "--run_dir=", "run_dir is empty: name the folder of the run"),
-    (TRAIN + "--parallel.context=3", "the mesh context=3 needs 3 devices"),
     (TRAIN + "--model.attention.num_heads=3", "choose num_heads in 1, 2, 4, 8"),
     (TRAIN + "--model.attention.num_kv_heads=3", "choose num_kv_heads in 1, 2, 4"),
     (TRAIN + "--model.layers=*(attention,mlpp)", "the unknown mixer 'mlpp': did you mean mlp"),

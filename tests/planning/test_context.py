@@ -57,7 +57,6 @@ def config_of(
         (config_of("llama3-8b", 4, 32768, "minimal", context=4, fsdp=2), 10.97),
         (config_of("llama3-8b", 4, 65536, context=4, tensor=2), 9.21),
         (config_of("mistral-7b-v0.1", 2, LONG, context=8, window=1024), 7.56),
-        (config_of("deepseek-v2-lite", 2, 32768, context=4), 7.85),
     ],
 )
 def test_memory_is_that_of_compiled_steps(config, compiled):

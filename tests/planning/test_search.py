@@ -173,7 +173,7 @@ def test_errors_that_no_layout_can_avoid_are_reported(path, value, message):
 
 def test_sequences_are_divided_where_they_are_long_or_more_than_the_batch():
     config = of("llama3-8b", 8)
-    for length, sizes in ((8191, [1]), (8192, [1, 2]), (65536, [1, 2, 4, 8])):
+    for length, sizes in ((16384, [1]), (32768, [1, 2, 4, 8]), (65536, [1, 2, 4, 8])):
         config.data.sequence_length = length
         assert context_sizes(config, 8) == sizes
     config.data.sequence_length, config.train.global_batch_size = 2048, 4
