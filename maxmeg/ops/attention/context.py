@@ -22,10 +22,11 @@ from maxmeg.ops.attention.context_choice import (
     ContextShape,
     ContextStrategy,
     chosen,
+    halo_of,
     inner_size,
     repeated,
 )
-from maxmeg.ops.attention.rounds import Expand, Plan, Rows, halo_of, in_rounds
+from maxmeg.ops.attention.rounds import Expand, Plan, Rows, in_rounds
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
 from maxmeg.parallel import collectives

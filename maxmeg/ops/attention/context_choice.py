@@ -71,7 +71,7 @@ def chosen(
     """(the strategy that an attention call uses, why "auto" chose it)."""
     if strategy.name != "auto":
         return strategy, ""
-    if has_halo(spec, shape.half):
+    if halo_of(spec, shape.half) is not None:
         return ContextStrategy("ring"), "each chunk reads only its window"
     names = ["ring"] + ["exchange"] * (shape.heads % shape.context == 0)
     spans_nodes = shape.context * shape.tensor > GPUS_A_NODE
@@ -86,10 +86,13 @@ def chosen(
     return ContextStrategy(best), f"milliseconds exposed in a layer's forward: {each}"
 
 
-def has_halo(spec: ScoreSpec, half: int) -> bool:
-    """Whether queries of a chunk of `half` tokens see no further back than the chunk before."""
-    chunked = spec.chunk > 0 and half % spec.chunk == 0
-    return chunked or (spec.causal and 0 < spec.window <= half)
+def halo_of(spec: ScoreSpec, half: int) -> int | None:
+    """Number of tokens before a half that its queries see, rounded up to an even one for cuDNN;
+    None: more than a half."""
+    if spec.chunk and half % spec.chunk == 0:
+        return 0
+    even = spec.window - spec.window % 2
+    return even if spec.window and spec.causal and even <= half else None
 
 
 def exposed_seconds(
@@ -115,7 +118,7 @@ def exposed_seconds(
     if ring == 1:
         return exchanged
     pieces = travelling(shape, inner) * tokens * inner
-    if has_halo(spec, shape.half * inner):
+    if halo_of(spec, shape.half * inner) is not None:
         return exchanged + seconds(2 * shape.rows * spec.window * travelling(shape, inner), reach)
     pairs = 2 * shape.rows * (shape.length / (2 * ring)) ** 2  # of queries and keys in a round
     attention = 2 * pairs * shape.heads / inner * shape.head_size / rates.flops

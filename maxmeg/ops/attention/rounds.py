@@ -85,15 +85,6 @@ class Plan:
         return typing.cast(jax.Array, collectives.axis_index(CONTEXT_AXES) // self.distance)
 
 
-def halo_of(spec: ScoreSpec, half: int) -> int | None:
-    """Number of tokens before a half that its queries see, rounded up to an even one for cuDNN;
-    None: more than a half."""
-    if spec.chunk and half % spec.chunk == 0:
-        return 0
-    even = spec.window - spec.window % 2
-    return even if spec.window and spec.causal and even <= half else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Round:
     """One attention call: queries of this device and keys that have arrived.

@@ -17,11 +17,11 @@ from maxmeg.ops.attention.context_choice import (
     Rates,
     chosen,
     exposed_seconds,
+    halo_of,
     inner_size,
     repeated,
     travelling,
 )
-from maxmeg.ops.attention.rounds import halo_of
 from maxmeg.ops.attention.spec import ScoreSpec
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
