@@ -59,10 +59,12 @@ def visible_intervals(
     """(lower, upper) bounds of each query's keys; A is B with segments or an offset per row, else
     1.
 
-    Query i is at position offset + i, key j at j. Rows must be valid as defined by `documents`.
+    Query i is at position offset + i, key j at j. offset: also one per query [B, L], with which
+    positions ascend. Rows must be valid as defined by `documents`.
     """
-    offset_A1 = jnp.reshape(jnp.asarray(offset, jnp.int32), (-1, 1))
-    position_AL = offset_A1 + jnp.arange(query_length, dtype=jnp.int32)
+    offset_AL = jnp.asarray(offset, jnp.int32)
+    offset_AL = offset_AL if offset_AL.ndim == 2 else offset_AL.reshape(-1, 1)
+    position_AL = offset_AL + jnp.arange(query_length, dtype=jnp.int32)
     lower_AL, upper_AL = jnp.zeros_like(position_AL), jnp.full_like(position_AL, key_length)
     if spec.causal:
         upper_AL = jnp.minimum(upper_AL, position_AL + 1)

@@ -30,7 +30,9 @@ class Program:
         data.objective names."""
         sizes = axis_sizes(config.parallel, jax.device_count())
         self.mesh = make_mesh(sizes, fold=config.parallel.fold)
-        self.rows = local_rows(self.mesh, config.train.micro_batch_size)
+        self.rows = local_rows(
+            self.mesh, config.train.micro_batch_size, config.parallel.context_chunks
+        )
         self.optimizer = make_optimizer(config.optim)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)

@@ -96,7 +96,7 @@ def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> Batc
         "loss_mask": (rng.random(shape) < 0.8).astype(np.float32),
         **extra,
     }
-    rows = local_rows(mesh, config.train.micro_batch_size)
+    rows = local_rows(mesh, config.train.micro_batch_size, config.parallel.context_chunks)
     local = {name: array[rows(shape[0])] for name, array in batch.items()}
     return place_batch(local, rows, mesh, shape[0])
 

@@ -96,6 +96,9 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
     sublayers = [set(names.split("+")) for layer in unit for names in layer.split(",")]
     if mesh["tensor"] > 1 and any(names <= OVERLAPPED for names in sublayers):
         mesh["tensor_overlap"] = one_of(TensorOverlap)
+    gathers = mesh.get("context_strategy") in ("auto", "gather")
+    if gathers and not any("conv" in names for names in sublayers):
+        mesh["context_chunks"] = one_of((0, 4))
     repeats = one_of((1, 2, 3))
     rounds = 1  # what the number of microbatches must divide by
     if mesh["pipe"] > 1:

@@ -13,8 +13,13 @@ KINDS = ("attention", "local", "mla", "local_mla")  # mixers that attend
 
 
 def strategy_of(parallel: ParallelConfig, mixer: str) -> str:
-    """Return the strategy of a kind of layer; "auto" for one that is not named."""
+    """Return the strategy of a kind of layer; "auto" for one that is not named.
+
+    Chunks whose owners are chosen by row are for "gather" alone.
+    """
     named = strategies(parallel.context_strategy)
+    if parallel.context_chunks:
+        return "gather"
     return named.get(mixer, named.get("", "auto"))
 
 
@@ -36,21 +41,41 @@ def context_problems(
     context = parallel.context
     if context == 1:
         return
-    unit = math.lcm(2 * context, context * tensor)
+    chunks = parallel.context_chunks or 2
+    unit = math.lcm(chunks * context, context * tensor)
     if length % unit:
         below = length // unit * unit
         nearest = f"{below} and {below + unit}" if below else f"{unit}"
         yield (
             f"data.sequence_length={length} cannot be cut over parallel.context={context} x "
-            f"tensor={tensor}, where every device has two chunks: it must be a multiple of {unit}, "
-            f"nearest {nearest}"
+            f"tensor={tensor}, where every device has {chunks} chunks: it must be a multiple of "
+            f"{unit}, nearest {nearest}"
         )
     yield from strategy_problems(model, parallel, tensor)
+    yield from owner_problems(model, parallel)
     kernel, chunk = model.conv.kernel_size, length // (2 * context)
     if model.has("conv") and kernel - 1 > chunk:
         yield (
             f"model.conv.kernel_size={kernel} reads more than the {chunk} tokens of a chunk before "
             f"it, with data.sequence_length={length} and parallel.context={context}: reduce context"
+        )
+
+
+def owner_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield what stands against owners of chunks that are chosen by row."""
+    if not (chunks := parallel.context_chunks):
+        return
+    others = set(strategies(parallel.context_strategy).values()) - {"auto", "gather"}
+    if others:
+        yield (
+            f"parallel.context_chunks={chunks} is for context_strategy=gather, whose kernels skip "
+            f"what no query sees, not for {', '.join(sorted(others))}: set one of them alone"
+        )
+    if model.has("conv"):
+        yield (
+            f"parallel.context_chunks={chunks} gives devices chunks that are not neighbours, and "
+            f"model.layers={model.layers!r} has convolutions, which read the tokens before a "
+            "chunk: set context_chunks=0"
         )
 
 

@@ -73,6 +73,15 @@ class ParallelConfig:
         "--cp-comm-type",
         needs="context",
     )
+    context_chunks: int = setting(
+        0,
+        "chunks of every row on a device, chosen by row so that devices have equal parts of the "
+        "attention inside its documents (8 is enough); keys are then gathered; 0: two chunks, in "
+        "Megatron-LM's order",
+        "--hybrid-context-parallel",
+        at_least=0,
+        needs="context",
+    )
     context_inner: int = setting(
         0,
         "number of devices that exchange heads in a hierarchy, a divisor of context; 0: those of a "

@@ -178,7 +178,7 @@ class Attention(Mixer):
 
     def over_context(self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context) -> jax.Array:
         how = self.scores(), self.operands(q_BLHK, ctx), self.spec.backend
-        call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how)
+        call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how, ctx.chunks_BC)
         return attention_over_context(call, self.spec.context)
 
     def operands(self, q_BLHK: jax.Array, ctx: Context) -> Operands:

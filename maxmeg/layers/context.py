@@ -12,7 +12,7 @@ from maxmeg.ops.random import fold
 from maxmeg.ops.rope import RotarySpec, Rotation, rotation
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
-from maxmeg.parallel.sequence import SequenceShard
+from maxmeg.parallel.sequence import SequenceShard, chunk_places
 
 RotaryKind = tuple[RotarySpec, int]  # and the size of the heads
 
@@ -32,7 +32,8 @@ class Context:
     """Positions, documents and randomness of the tokens of one forward pass.
 
     positions_BL, segments_BL: position and document id of each token of the sequence gathered over
-    tensor, which mixers read; `shard` returns the part of the residual stream.
+    tensor, which mixers read; `shard` returns the part of the residual stream. chunks_BC: numbers
+    of this device's chunks of each row, where owners are chosen by row (parallel.sequence).
     rows_B: index of each sample in the global batch. dropout_key: seed of all randomness.
     layer: index of the unit in model order. sublayer: index of the sublayer in its unit.
     cache_places: of the tokens in the cache; None: there is no cache.
@@ -47,6 +48,7 @@ class Context:
 
     positions_BL: jax.Array
     segments_BL: jax.Array | None = None
+    chunks_BC: jax.Array | None = None
     rows_B: jax.Array | None = None
     dropout_key: jax.Array | None = None
     layer: jax.Array | int = 0
@@ -92,7 +94,7 @@ class Context:
         """The part of the residual stream of an array [B, L, ...] of the gathered sequence."""
         return collectives.local_part(x_BL, TENSOR_AXES, 1) if self.sequence_sharded else x_BL
 
-    def places(self, length: int) -> Int[Array, "1 L"]:
+    def places(self, length: int) -> Int[Array, "A L"]:
         """Index in the global sequence of each token of an array [B, length, ...].
 
         The array holds either the residual stream or the sequence gathered over tensor.
@@ -101,6 +103,10 @@ class Context:
         if length != sequence.length:
             sequence = sequence.gathered()
         assert length == sequence.length, (length, sequence)
+        if self.chunks_BC is not None:
+            whole = sequence.gathered().length
+            places_BL = chunk_places(self.chunks_BC, whole // self.chunks_BC.shape[1])
+            return places_BL if length == whole else self.shard(places_BL)
         return sequence.places(jnp.arange(length))[None]
 
     def key(self, place: int) -> jax.Array:

@@ -30,12 +30,12 @@ def shifted(batch: Batch, depth: int) -> Batch:
     arrays += [] if batch.segment_ids is None else [batch.segment_ids]
     # Bits, so that one collective moves them all.
     bits = [lax.bitcast_convert_type(array, jnp.int32) for array in arrays]
-    rows = whole_rows(jnp.stack(bits))
+    rows = whole_rows(jnp.stack(bits), batch.chunks)
     later = jnp.concatenate([rows[..., depth:], jnp.zeros_like(rows[..., :depth])], axis=-1)
     exists = jnp.arange(rows.shape[-1]) < rows.shape[-1] - depth
     if batch.segment_ids is not None:
         exists &= later[-1] == rows[-1]
-    later = own_pieces(jnp.where(exists, later[:4], 0))
+    later = own_pieces(jnp.where(exists, later[:4], 0), batch.chunks)
     tokens, targets, positions, loss_mask = (
         lax.bitcast_convert_type(part, array.dtype)
         for part, array in zip(later, arrays, strict=False)

@@ -13,10 +13,11 @@ class Batch:
 
     loss_mask: weight of each target in the loss. positions: of each token in its document.
     segment_ids: document of each token, 0 for padding; None if all tokens of a row may attend to
-    each other. extra: further arrays of the dataset, by name, for some objectives. The step sets
-    the other fields. rows [M, B]: index of each row in the global batch. divisors [M, losses]:
-    divisor of each loss of the objective. microbatch_weight [M]: weight of each microbatch in means
-    over microbatches.
+    each other. chunks [M, B, C]: numbers of this device's chunks of each row; None: Megatron-LM's
+    order (parallel.sequence). extra: further arrays of the dataset, by name, for some objectives.
+    The step sets the other fields. rows [M, B]: index of each row in the global batch. divisors
+    [M, losses]: divisor of each loss of the objective. microbatch_weight [M]: weight of each
+    microbatch in means over microbatches.
     """
 
     tokens: jax.Array
@@ -24,6 +25,7 @@ class Batch:
     positions: jax.Array
     loss_mask: jax.Array
     segment_ids: jax.Array | None = None
+    chunks: jax.Array | None = None
     extra: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     rows: typing.Any = None
     divisors: typing.Any = None

@@ -11,6 +11,7 @@ from jax import lax
 
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import CONTEXT_AXES
+from maxmeg.parallel.sequence import chunk_places
 
 Half = jax.Array | int
 
@@ -50,18 +51,39 @@ def out_of_order(x: jax.Array, count: int) -> jax.Array:
     return jnp.stack((chunks[:, 0], chunks[:, 1, ::-1]), axis=2).reshape(x.shape)
 
 
-def whole_rows(x: jax.Array) -> jax.Array:
-    """The whole sequences [..., L], in order, of this device's pieces [..., L / devices]."""
+def whole_rows(x: jax.Array, chunks_BC: jax.Array | None = None) -> jax.Array:
+    """The whole sequences [..., L], in order, of this device's pieces [..., L / devices].
+
+    chunks_BC: numbers of this device's chunks of each row, where owners are chosen by row (then x
+    is [..., B, L / devices]).
+    """
     if (size := collectives.axis_size(CONTEXT_AXES)) == 1:
         return x
     rows = collectives.gather(x.reshape(-1, x.shape[-1]), CONTEXT_AXES, 1)
-    return in_order(rows, size).reshape(*x.shape[:-1], -1)
+    if chunks_BC is not None:
+        copies = len(rows) // len(chunks_BC)
+        rows = chunks_in_order(rows, jnp.tile(chunks_BC, (copies, 1)))
+    else:
+        rows = in_order(rows, size)
+    return rows.reshape(*x.shape[:-1], -1)
 
 
-def own_pieces(x: jax.Array) -> jax.Array:
+def chunks_in_order(x: jax.Array, chunks_BC: jax.Array) -> jax.Array:
+    """Gathered tokens [B, M, ...] -> in the order of the sequence. chunks_BC: this device's."""
+    order_BC = jnp.argsort(collectives.gather(chunks_BC, CONTEXT_AXES, 1), axis=1)
+    pieces = x.reshape(len(x), order_BC.shape[1], -1, *x.shape[2:])
+    places = jnp.arange(len(x))[:, None], order_BC
+    return pieces.at[places].get(unique_indices=True).reshape(x.shape)
+
+
+def own_pieces(x: jax.Array, chunks_BC: jax.Array | None = None) -> jax.Array:
     """The inverse of `whole_rows`."""
     if (size := collectives.axis_size(CONTEXT_AXES)) == 1:
         return x
+    if chunks_BC is not None:
+        length = x.shape[-1] // (chunks_BC.shape[1] * size)
+        places_BL = jnp.broadcast_to(chunk_places(chunks_BC, length), (*x.shape[:-1], -1))
+        return jnp.take_along_axis(x, places_BL, axis=-1)
     rows, half = x.reshape(-1, x.shape[-1]), x.shape[-1] // (2 * size)
     rank = collectives.axis_index(CONTEXT_AXES)
     starts = (start_of(rank, number, size, half) for number in (0, 1))

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, MESH_AXES, batch_shards
-from maxmeg.parallel.sequence import context_order
+from maxmeg.parallel.sequence import balanced_chunks, chunk_areas, chunk_places, context_order
 
 
 def batch_spec(num_dims: int) -> P:
@@ -24,11 +24,13 @@ class LocalRows:
 
     Row m * (batch_size / microbatches) + j is sample j of microbatch m, as in Megatron-LM:
     microbatch-major, rank-minor. A microbatch has `shards` shards; this process has the `owned`.
+    context_chunks: as parallel.context_chunks.
     """
 
     shards: int
     owned: tuple[int, ...]
     micro_batch_size: int
+    context_chunks: int = 0
 
     def microbatches(self, batch_size: int) -> int:
         """Microbatches per step; 1 without a micro_batch_size."""
@@ -42,29 +44,50 @@ class LocalRows:
         return parts[:, list(self.owned)].reshape(-1)
 
 
-def local_rows(mesh: Mesh, micro_batch_size: int = 0) -> LocalRows:
+def local_rows(mesh: Mesh, micro_batch_size: int = 0, context_chunks: int = 0) -> LocalRows:
     """The LocalRows of this process on a mesh."""
     shards = batch_shards(mesh)
     sharding = NamedSharding(mesh, P(BATCH_AXES))
     owned = set()
     for index in sharding.addressable_devices_indices_map((shards,)).values():
         owned.update(np.arange(shards)[index].tolist())
-    return LocalRows(shards, tuple(sorted(owned)), micro_batch_size)
+    return LocalRows(shards, tuple(sorted(owned)), micro_batch_size, context_chunks)
 
 
 def place_batch(
     arrays: dict[str, np.ndarray], rows: LocalRows, mesh: Mesh, batch_size: int
 ) -> Batch:
-    """The global batch on the mesh, from the arrays of this process's rows by name."""
+    """The global batch on the mesh, from the arrays of this process's rows by name.
+
+    Tokens of a row are reordered for the devices along context.
+    """
+    arrays = in_context_order(arrays, mesh.shape["context"], rows.context_chunks)
     return Batch.of({name: place(array, rows, mesh, batch_size) for name, array in arrays.items()})
 
 
-def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> jax.Array:
-    """A global array [microbatch, sample, token, ...] on the mesh, from this process's rows.
+def in_context_order(
+    arrays: dict[str, np.ndarray], context: int, chunks: int
+) -> dict[str, np.ndarray]:
+    """Arrays [row, token, ...] by name with the tokens in the order of the ranks along context.
 
-    Tokens of a row are reordered by `context_order`.
+    chunks: of a row on each rank, whose owners are chosen by attention area; then the result has
+    `chunks` [row, chunk] too. 0: Megatron-LM's order.
     """
-    context = mesh.shape["context"]
+    rows = {name: x for name, x in arrays.items() if x.ndim > 1}
+    if context == 1:
+        return arrays
+    if not chunks:
+        return arrays | {n: x[:, context_order(x.shape[1], context)] for n, x in rows.items()}
+    tokens = arrays["tokens"]
+    segments = arrays.get("segment_ids", np.zeros_like(tokens))
+    chunks_RC = balanced_chunks(chunk_areas(segments, context * chunks), context)
+    places_RL = chunk_places(chunks_RC, tokens.shape[1] // (context * chunks))
+    number_R1 = np.arange(len(tokens))[:, None]
+    return arrays | {n: x[number_R1, places_RL] for n, x in rows.items()} | {"chunks": chunks_RC}
+
+
+def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> jax.Array:
+    """A global array [microbatch, sample, token, ...] on the mesh, from this process's rows."""
     microbatches, numbers = rows.microbatches(batch_size), rows(batch_size)
     width = batch_size // microbatches
     shape = (microbatches, width, *local.shape[1:])
@@ -73,9 +96,7 @@ def place(local: np.ndarray, rows: LocalRows, mesh: Mesh, batch_size: int) -> ja
         columns = np.arange(width)[index[1]]
         wanted = np.arange(microbatches)[:, None] * width + columns[None]
         held = local[np.searchsorted(numbers, wanted)]
-        if context == 1 or held.ndim < 3:
-            return held
-        return held[:, :, context_order(shape[2], context)[index[2]]]
+        return held[:, :, index[2]] if held.ndim > 2 else held
 
     sharding = NamedSharding(mesh, batch_spec(len(shape)))
     return jax.make_array_from_callback(shape, sharding, piece)

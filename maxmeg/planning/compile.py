@@ -134,7 +134,11 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
     sharding = NamedSharding(mesh, batch_spec(3))
     ids: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
     mask: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-    return Batch(ids, ids, ids, mask, ids if config.data.has_segments else None)
+    chunks: Any = None
+    if config.parallel.context_chunks:
+        count = config.parallel.context * config.parallel.context_chunks
+        chunks = jax.ShapeDtypeStruct((*shape[:2], count), jnp.int32, sharding=sharding)
+    return Batch(ids, ids, ids, mask, ids if config.data.has_segments else None, chunks)
 
 
 def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -36,6 +36,16 @@ CASES = {  # settings, length, tensor, words of the only problem; none
         *(HEADS, {"context": 3, "context_strategy": "hierarchy"}, 48, 1),
         r"no number of devices in a node, between 1 and parallel.context=3",
     ),
+    "owners": (HEADS, {"context": 2, "context_chunks": 4}, 64, 1, ""),
+    "owners, length": (HEADS, {"context": 2, "context_chunks": 5}, 64, 1, "5 chunks.* of 10, near"),
+    "owners in a ring": (
+        *(HEADS, {"context": 2, "context_chunks": 4, "context_strategy": "ring"}, 64, 1),
+        r"context_chunks=4 is for context_strategy=gather.* not for ring",
+    ),
+    "owners, convolution": (
+        *({"layers": "*(conv,mlp attention,mlp)"}, {"context": 2, "context_chunks": 4}, 64, 1),
+        r"context_chunks=4 gives .* has convolutions.* set context_chunks=0",
+    ),
     "convolution": (
         *({"layers": "*(conv,mlp)", "conv.kernel_size": 4}, {"context": 4}, 16, 1),
         r"kernel_size=4 reads more than the 2 tokens of a chunk",
@@ -58,6 +68,7 @@ def test_a_kind_that_is_not_named_is_chosen_automatically():
     assert strategy_of(parallel, "local") == "exchange"
     assert strategy_of(parallel, "attention") == "auto"
     assert strategy_of(ParallelConfig(context_strategy="ring"), "mla") == "ring"
+    assert strategy_of(ParallelConfig(context_chunks=8), "attention") == "gather"
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,25 @@
 """What a run reads of its corpora, against numbers counted by hand."""
 
+import re
+import types
+import typing
+
+import numpy as np
 import pytest
 
 from maxmeg.config.data import Packing
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config
 from maxmeg.data.build import open_corpus, split_weights
 from maxmeg.data.inspect.composition import (
+    balance_text,
     composition_text,
     print_data,
     split_warnings,
     uses_of,
     vocabulary_warnings,
 )
+from maxmeg.data.samples.gpt import Dataset
 from maxmeg.optim.schedules import Schedules
 
 LENGTH = 9
@@ -74,6 +82,19 @@ def test_settings_that_a_run_refuses_are_refused(config):
     config.data.split, config.data.tokenizer = "1,0,0", "null:50"
     with pytest.raises(ValueError, match="not in the vocabulary"):
         uses_of(config)
+
+
+def test_the_balance_of_attention_over_context_is_reported():
+    """Rows of one long document and many short ones."""
+    segments = np.tile(np.r_[np.zeros(32), np.arange(1, 33)].astype(np.int32), (6, 1))
+    arrays = {"tokens": segments, "segment_ids": segments}
+    data = types.SimpleNamespace(
+        samples_per_epoch=6, batch=lambda n: {name: x[n] for name, x in arrays.items()}
+    )
+    config = Config(parallel=ParallelConfig(context=4, context_chunks=8))
+    after, before = re.findall(r"\d\.\d{3}", balance_text(typing.cast(Dataset, data), config))
+    # Areas of the eight chunks: 36, 100, 164, 228, 8, 8, 8, 8.
+    assert float(before) == round(236 / 140, 3) and float(after) < 1.02
 
 
 def test_misleading_splits_are_reported(config, make_corpus, capsys, caplog):

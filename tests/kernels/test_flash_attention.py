@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from maxmeg.kernels import attention
 from maxmeg.kernels.attention_backward import (
     BACKWARD_TILES,
@@ -32,6 +33,7 @@ from maxmeg.kernels.intervals import (
     visible_intervals,
 )
 from maxmeg.kernels.mosaic import LOG2E
+from maxmeg.parallel.sequence import chunk_places
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +50,16 @@ class Case:
     block: int = 8
     offset: int = 0
     segments: tuple[tuple[int, ...], ...] = ()  # lengths of documents, a row each
+    chunks: tuple[int, ...] = ()  # the queries: chunks of CHUNK keys, by number
+
+    @property
+    def places(self) -> np.ndarray:
+        if self.chunks:
+            return chunk_places(np.array([self.chunks]), CHUNK)[0]
+        return self.offset + np.arange(self.queries)
 
 
+CHUNK = 6
 PACKED = ((20, 1, 30, 13), (5, 40, 19, 0), (64, 0, 0, 0))
 CASES = {
     "full": Case(FlashSpec(causal=False), 32, 32),
@@ -74,6 +84,10 @@ CASES = {
     "packed, both sides": Case(FlashSpec(causal=False, segments=True), 64, 64, segments=PACKED),
     "packed, window": Case(FlashSpec(segments=True, window=7), 64, 64, segments=PACKED),
     "packed, later queries": Case(FlashSpec(segments=True), 30, 64, offset=34, segments=PACKED),
+    "chunks apart": Case(FlashSpec(), 24, 64, chunks=(1, 4, 5, 9)),
+    "packed, chunks apart": Case(
+        FlashSpec(segments=True), 18, 64, segments=PACKED, chunks=(0, 3, 8)
+    ),
     "soft cap": Case(FlashSpec(softcap=1.5), 40, 40),
     "scale": Case(FlashSpec(scale=0.7), 40, 40),
 }
@@ -84,13 +98,13 @@ def segment_ids(case: Case) -> tuple[jax.Array | None, jax.Array | None]:
         return None, None
     rows = [np.repeat(np.arange(1, len(row) + 1), row) for row in case.segments]
     keys = jnp.asarray(np.stack(rows), jnp.int32)
-    return keys[:, case.offset : case.offset + case.queries], keys
+    return keys[:, case.places], keys
 
 
 def seen_naively(case: Case) -> np.ndarray:
     """[A, L, M], from the definitions, key by key."""
     spec, (query_ids, key_ids) = case.spec, segment_ids(case)
-    i = case.offset + np.arange(case.queries)[:, None]
+    i = case.places[:, None]
     j = np.arange(case.keys)[None, :]
     seen = np.ones((case.queries, case.keys), bool)
     if spec.causal:
@@ -145,7 +159,9 @@ def tables(case: Case) -> tuple[np.ndarray, ...]:
     """(lower, upper, spans of keys of each block of queries, and of queries of each of keys)."""
 
     def make(*ids):
-        bounds = visible_intervals(case.spec, case.queries, case.keys, case.offset, *ids)
+        offset = jnp.asarray(case.places[None] - np.arange(case.queries))
+        offset = offset if case.chunks else case.offset
+        bounds = visible_intervals(case.spec, case.queries, case.keys, offset, *ids)
         shape = (case.rows, case.block, case.keys)
         return *bounds, key_ranges(*bounds, *shape), query_ranges(*bounds, *shape)
 

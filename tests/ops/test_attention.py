@@ -206,8 +206,8 @@ def test_keys_outside_the_range_of_a_block_are_seen_by_none_of_it(name, monkeypa
         first, last = xla.key_range(start, stop, keys, case.spec, case.offset)
         assert 0 <= first <= last <= keys
         places = case.offset + np.arange(start, stop)[:, None]
-        rows = xla.Rows(case.offset + start, start, None, None, None)
-        seen = np.asarray(xla.visible(case.spec, rows, stop - start, jnp.arange(keys)))[0]
+        rows = xla.Rows(xla.positions(case.offset, start, stop), None, None, None, None)
+        seen = np.asarray(xla.visible(case.spec, rows, jnp.arange(keys)))[0]
         assert not seen[:, :first].any() and not seen[:, last:].any(), places
         if first < last and seen.any():
             assert seen[:, first].any() and seen[:, last - 1].any()

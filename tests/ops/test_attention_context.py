@@ -18,7 +18,7 @@ from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.random import random_bits
 from maxmeg.parallel.collectives import keeps
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
-from maxmeg.parallel.sequence import context_order
+from maxmeg.parallel.placement import in_context_order
 from maxmeg.parallel.spmd import spmd
 
 TOLERANCE = 1e-6  # of the largest value, float32
@@ -46,13 +46,14 @@ B, L, H, K, V = 2, 48, 8, 8, 4
 def strategies(context: int) -> dict[str, ContextStrategy]:
     names = ["ring", "gather"]
     names += ["exchange"] * (context != 3) + ["hierarchy"] * (context in (4, 8))
-    return {name: ContextStrategy(name, 2 * (name == "hierarchy")) for name in names}
+    found = {name: ContextStrategy(name, 2 * (name == "hierarchy")) for name in names}
+    return found | {"owners": ContextStrategy("gather")}  # of chunks, chosen by row
 
 
 # Every cell of strategy x feature, on two of the numbers of devices; a few are quick.
 CONTEXTS = (2, 3, 4, 8)
 QUICK = (("ring", "causal"), ("ring", "window, documents"), ("gather", "chunks"))
-QUICK += (("exchange", "dropout"), ("hierarchy", "sinks, window"))
+QUICK += (("exchange", "dropout"), ("hierarchy", "sinks, window"), ("owners", "documents"))
 CELLS = [
     (strategy, feature, [n for n in CONTEXTS if strategy in strategies(n)])
     for strategy in strategies(8)
@@ -139,18 +140,20 @@ def actual(
     sinks=False,
     drop=False,
     groups=2,
+    chunks=0,
 ):
     mesh = make_mesh(dict.fromkeys(AXES, 1) | {"context": context}, jax.devices()[:context])
-    order = context_order(L, context)
     q, kv, slope, sink_H = arrays_of(groups)
+    arrays = {"tokens": np.tile(np.arange(L), (B, 1)), "q": q, "kv": kv, "slope": slope}
     segments = segments_of(documents)
-    placed = [x[:, order] for x in (q, kv, slope)]
+    arrays |= {} if segments is None else {"segment_ids": segments}
+    placed = in_context_order(arrays, context, chunks)
 
-    def local(q, kv, slope, sink_H, segments):
+    def local(q, kv, slope, segments, chunks, sink_H):
         def run(q, kv, sink_H):
             operands = operands_of(segments, sink_H if sinks else None, drop)
             return attention_over_context(
-                ContextCall(q, kv, Expand(K), (), spec, operands), strategy
+                ContextCall(q, kv, Expand(K), (), spec, operands, chunks_BC=chunks), strategy
             )
 
         out, pull = jax.vjp(run, q, kv, sink_H)
@@ -158,15 +161,17 @@ def actual(
         return out, *slopes, jax.lax.psum(d_sinks, CONTEXT_AXES)
 
     cut = P(None, CONTEXT_AXES)
-    run = jax.jit(spmd(local, mesh, (cut, cut, cut, P(), cut), (cut, cut, cut, P())))
-    found = run(*placed, sink_H, None if segments is None else segments[:, order])
-    back = np.argsort(order)
-    return [np.asarray(x) if i == 3 else np.asarray(x)[:, back] for i, x in enumerate(found)]
+    run = jax.jit(spmd(local, mesh, ((cut,) * 5 + (P(),)), (cut, cut, cut, P())))
+    names = "q", "kv", "slope", "segment_ids", "chunks"
+    found = run(*(placed.get(name) for name in names), sink_H)
+    rows, back = np.arange(B)[:, None], np.argsort(placed["tokens"], axis=1)
+    return [np.asarray(x) if i == 3 else np.asarray(x)[rows, back] for i, x in enumerate(found)]
 
 
 @pytest.mark.parametrize(("context", "strategy", "feature"), CASES)
 def test_results_and_gradients_equal_attention_over_the_row(context, strategy, feature):
-    found = actual(context, strategies(context)[strategy], **FEATURES[feature])
+    chunks = (3 if context == 8 else 4) if strategy == "owners" else 0
+    found = actual(context, strategies(context)[strategy], **FEATURES[feature], chunks=chunks)
     for one, other in zip(found, expected(feature), strict=True):
         assert np.abs(one - other).max() <= TOLERANCE * max(np.abs(other).max(), 1)
 

@@ -22,9 +22,11 @@ from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import SPLITS, Dataset, GptDataset
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.optim.schedules import Schedules
+from maxmeg.parallel.sequence import balanced_chunks, chunk_areas, context_order, imbalance
 
 logger = logging.getLogger("maxmeg")
 _FEW_DOCUMENTS = 20  # a split with fewer documents is reported
+_ROWS = 64  # of which the balance over context is reported
 _OFF = 2  # and a split whose share of the tokens differs from its weight by this factor
 
 
@@ -79,9 +81,27 @@ def print_data(
         sets = {**sets, "test": test}
     uses = _split_uses(config, sets, schedules)
     print(composition_text([dataclasses.replace(use, corpora=()) for use in uses]), flush=True)
+    if (train := sets.get("train")) is not None and config.parallel.context_chunks:
+        print(balance_text(train, config), flush=True)
     weights = split_weights(config.data, prefixes)
     for warning in split_warnings(uses, weights) + vocabulary_warnings(config, tokenizer):
         logger.warning(warning)
+
+
+def balance_text(data: Dataset, config: Config) -> str:
+    """How the attention of the first rows is divided among the devices along context."""
+    context, chunks = config.parallel.context, config.parallel.context_chunks
+    batch = data.batch(np.arange(min(_ROWS, data.samples_per_epoch)))
+    segments = batch.get("segment_ids", np.zeros_like(batch["tokens"]))
+    order = np.broadcast_to(context_order(2 * context, context), (len(segments), 2 * context))
+    before = imbalance(chunk_areas(segments, 2 * context), order, context)
+    areas = chunk_areas(segments, chunks * context)
+    after = imbalance(areas, balanced_chunks(areas, context), context)
+    return (
+        f"attention inside documents, busiest of {context} devices along context over the mean, "
+        f"{len(segments)} rows: {after.mean():.3f} with parallel.context_chunks={chunks}, "
+        f"{before.mean():.3f} without"
+    )
 
 
 def vocabulary_warnings(config: Config, tokenizer: Tokenizer) -> list[str]:

@@ -31,18 +31,19 @@ from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
 from maxmeg.parallel import collectives
 from maxmeg.parallel.context import (
-    half_of,
+    chunks_in_order,
     in_order,
     out_of_order,
-    start_of,
     whole_rows,
 )
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
+from maxmeg.parallel.sequence import chunk_places
 
 
 class ContextCall(typing.NamedTuple):
     """Queries [B, L, H, K] of this device, and what makes its keys and values: expand(weights, kv)
-    of kv [B, L, G, I], which can travel. operands: of this device's tokens."""
+    of kv [B, L, G, I], which can travel. operands: of this device's tokens. chunks_BC: as in
+    layers.context.Context; only for gather."""
 
     q_BLHK: jax.Array
     kv_BLGI: jax.Array
@@ -51,17 +52,19 @@ class ContextCall(typing.NamedTuple):
     spec: ScoreSpec
     operands: Operands
     backend: str = "auto"
+    chunks_BC: jax.Array | None = None
 
 
 def attention_over_context(call: ContextCall, strategy: ContextStrategy) -> jax.Array:
     """Attention [B, L, H, V] of this device's queries over the whole sequence."""
     segments, shape = call.operands.segments_BL, shape_of(call)
-    if segments is not None:
-        call = call._replace(operands=call.operands._replace(segments_BL=whole_rows(segments)))
     strategy, reason = chosen(strategy, shape, call.spec)
     log_choice("context strategy", strategy.name, reason)
     if strategy.name == "gather":
         return over_gathered(call)
+    assert call.chunks_BC is None, strategy
+    if segments is not None:
+        call = call._replace(operands=call.operands._replace(segments_BL=whole_rows(segments)))
     inner = inner_size(strategy, shape)
     return over_ring(call, 1) if inner == 1 else exchanged(call, inner)
 
@@ -87,19 +90,22 @@ def shape_of(call: ContextCall) -> ContextShape:
 def over_gathered(call: ContextCall) -> jax.Array:
     """Attention over gathered keys and values; kernels skip those that no query sees."""
     size, rank = collectives.axis_size(CONTEXT_AXES), collectives.axis_index(CONTEXT_AXES)
-    kv_BMGI = in_order(collectives.gather_exact(call.kv_BLGI, CONTEXT_AXES, 1), size)
-    kv, half = call.expand(call.weights, kv_BMGI), call.q_BLHK.shape[1] // 2
-    outputs = []
-    for number in (0, 1):
-        first = start_of(rank, number, size, half)
-        segments, dropout = call.operands.segments_BL, call.operands.dropout
-        queries = None if segments is None else lax.dynamic_slice_in_dim(segments, first, half, 1)
-        if dropout is not None:
-            dropout = dataclasses.replace(dropout, first_query=first)
-        operands = Operands(first, queries, segments, call.operands.sinks_H, dropout)
-        arrays = half_of(call.q_BLHK, number), *kv
-        outputs.append(attention(*arrays, call.spec, operands, backend=call.backend))
-    return jnp.concatenate(outputs, axis=1)
+    (B, L), chunks_BC, operands = call.q_BLHK.shape[:2], call.chunks_BC, call.operands
+    kv_BMGI = collectives.gather_exact(call.kv_BLGI, CONTEXT_AXES, 1)
+    if chunks_BC is None:
+        kv_BMGI = in_order(kv_BMGI, size)
+        chunks_BC = jnp.broadcast_to(jnp.stack([rank, 2 * size - 1 - rank]), (B, 2))
+    else:
+        kv_BMGI = chunks_in_order(kv_BMGI, chunks_BC)
+    offset_BL = chunk_places(chunks_BC, L // chunks_BC.shape[1]) - jnp.arange(L)
+    segments_BM, dropout = operands.segments_BL, operands.dropout
+    if segments_BM is not None:
+        segments_BM = whole_rows(segments_BM, call.chunks_BC)
+    if dropout is not None:
+        dropout = dataclasses.replace(dropout, first_query=offset_BL)
+    operands = operands._replace(offset=offset_BL, key_segments_BM=segments_BM, dropout=dropout)
+    kv = call.expand(call.weights, kv_BMGI)
+    return attention(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
 
 
 def exchanged(call: ContextCall, inner: int) -> jax.Array:

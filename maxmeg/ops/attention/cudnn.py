@@ -26,7 +26,7 @@ from jax._src.cudnn import fused_attention_stablehlo as fused
 
 from maxmeg.ops.attention.flash import sink_gradient, with_sinks
 from maxmeg.ops.attention.spec import NEGATIVE, Operands, ScoreSpec
-from maxmeg.ops.attention.xla import Rows, visible
+from maxmeg.ops.attention.xla import Rows, positions, visible
 from maxmeg.ops.backend import BLACKWELL, HOPPER, Device, refuses_older_gpus, target_device
 
 SUPPORTS = (
@@ -263,8 +263,9 @@ def mask_bias(q_BLHK, keys: int, spec: ScoreSpec, operands: Operands) -> jax.Arr
     if not needs_mask(spec, operands):
         return None
     queries, others = operands.segments_BL, operands.key_segments_BM
-    rows = Rows(0, 0, queries, queries if others is None else others, None)
-    seen_BLM = visible(spec, rows, q_BLHK.shape[1], jnp.arange(keys))
+    places_AL = positions(0, 0, q_BLHK.shape[1])
+    rows = Rows(places_AL, queries, queries if others is None else others, None, None)
+    seen_BLM = visible(spec, rows, jnp.arange(keys))
     unseen = fused.get_large_negative_number(q_BLHK.dtype)
     return jnp.where(seen_BLM, jnp.zeros((), q_BLHK.dtype), unseen)[:, None]
 

@@ -31,6 +31,9 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
     L, M = q_BLHK.shape[1], k_BMGK.shape[1]
     if L % ROWS or M % ROWS:
         operands = padded_documents(operands, q_BLHK.shape[:2], M)
+        if jnp.ndim(operands.offset) == 2:
+            padding = (0, 0), (0, -L % ROWS)
+            operands = operands._replace(offset=jnp.pad(operands.offset, padding, mode="edge"))
         q_BLHK, k_BMGK, v_BMGV = (pad_rows(x, 0) for x in (q_BLHK, k_BMGK, v_BMGV))
     kernel = kernel_module("attention").flash_attention
     out_BLHV, lse_BLH = flash(kernel, q_BLHK, k_BMGK, v_BMGV, spec, operands)

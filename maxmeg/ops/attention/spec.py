@@ -38,7 +38,8 @@ class ScoreSpec:
 @dataclasses.dataclass(frozen=True)
 class AttentionDropout:
     """Dropout of the attention weights. rows_B, first_head: global indices of rows and heads.
-    first_query, first_key: place in the sequence of the first query and key, one or one per row."""
+    first_query, first_key: place in the sequence of the first query and key, one or one per row; of
+    queries also [B, L], as `Operands.offset`."""
 
     key: jax.Array
     rows_B: jax.Array
@@ -51,9 +52,10 @@ class AttentionDropout:
 class Operands(typing.NamedTuple):
     """Optional operands beside queries, keys and values.
 
-    offset: position of the first query, an int or traced, also one per row [B]. segments_BL:
-    document id of each query, and of each key unless key_segments_BM is set; a query sees keys of
-    its own document only.
+    offset: position of the first query, an int or traced, also one per row [B]; or [B, L], position
+    minus index of each query, where positions ascend with gaps. segments_BL: document id of each
+    query, and of each key unless key_segments_BM is set; a query sees keys of its own document
+    only.
     sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS).
     """
 
@@ -78,6 +80,8 @@ def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:
     if segments is not None and keys is None and L != M:
         raise ValueError(f"{L} queries and {M} keys: segments_BL needs key_segments_BM too")
     expected = {"segments_BL": (B, L), "key_segments_BM": (B, M), "sinks_H": (H,)}
+    if jnp.ndim(operands.offset) == 2:
+        expected["offset"] = (B, L)
     for name, shape in expected.items():
         array = getattr(operands, name)
         if array is not None and array.shape != shape:

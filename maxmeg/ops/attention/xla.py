@@ -46,14 +46,13 @@ class Block:
 
 
 class Rows(typing.NamedTuple):
-    """Traced facts of a block of queries. position, index: of its first query; position also one
-    per row [B]."""
+    """Traced facts of a block of queries. positions_AL: for the mask. places_AL: for dropout."""
 
-    position: jax.Array | int
-    index: jax.Array | int
+    positions_AL: jax.Array
     segments_BL: jax.Array | None
     segments_BM: jax.Array | None
     dropout: AttentionDropout | None
+    places_AL: jax.Array | None
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
@@ -187,7 +186,16 @@ def rows_of(operands: Operands, start: int, stop: int, first: int, last: int) ->
     if queries is not None:
         keys = (queries if keys is None else keys)[:, first:last]
         queries = queries[:, start:stop]
-    return Rows(operands.offset + start, start, queries, keys, operands.dropout)
+    dropout = operands.dropout
+    places_AL = None if dropout is None else positions(dropout.first_query, start, stop)
+    return Rows(positions(operands.offset, start, stop), queries, keys, dropout, places_AL)
+
+
+def positions(offset: jax.Array | int, start: int, stop: int) -> jax.Array:
+    """Positions [A, L] of the queries start..stop, by an offset as in Operands."""
+    offset_AL = jnp.asarray(offset)
+    offset_AL = offset_AL[:, start:stop] if offset_AL.ndim == 2 else offset_AL.reshape(-1, 1)
+    return offset_AL + jnp.arange(start, stop)
 
 
 def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
@@ -200,26 +208,23 @@ def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
         return jnp.moveaxis(x.reshape(x.shape[0], count, QUERY_BLOCK, *x.shape[2:]), 1, 0)
 
     def run(xs):
-        step, q, segments = xs
-        block_rows = rows._replace(
-            position=rows.position + step, index=rows.index + step, segments_BL=segments
-        )
+        q, queries = xs
         attend_one = functools.partial(attend_block, block)
-        return recomputed(attend_one, (q, k_BMGK, v_BMGV, sinks_H), (block_rows,))
+        return recomputed(attend_one, (q, k_BMGK, v_BMGV, sinks_H), (rows._replace(**queries),))
 
-    steps = QUERY_BLOCK * jnp.arange(count)
-    segments = None if rows.segments_BL is None else split(rows.segments_BL)
-    results = lax.map(run, (steps, split(q_BLGJK), segments))
+    names = "positions_AL", "segments_BL", "places_AL"
+    queries = jax.tree.map(split, {name: getattr(rows, name) for name in names})
+    results = lax.map(run, (split(q_BLGJK), queries))
     return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in results]
 
 
 def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     """Output [B, L, G, J, V] and log-sum-exp [B, L, G, J] of one block of queries."""
-    spec, (L, G, J), M = block.spec, q_BLGJK.shape[1:4], k_BMGK.shape[1]
+    spec, (G, J), M = block.spec, q_BLGJK.shape[2:4], k_BMGK.shape[1]
     q_BLGJK, nonfinite_BLGJ = finite(q_BLGJK)
     k_BMGK, nonfinite_k_BMG = finite(k_BMGK)
     v_BMGV, nonfinite_v_BMG = finite(v_BMGV)
-    visible_BLM = visible(spec, rows, L, block.first_key + jnp.arange(M))
+    visible_BLM = visible(spec, rows, block.first_key + jnp.arange(M))
     nonfinite_BGM = jnp.moveaxis(nonfinite_k_BMG | nonfinite_v_BMG, 1, 2)
     tainted_BGL = jnp.any(visible_BLM[:, None] & nonfinite_BGM[:, :, None], axis=-1)
     tainted_BGJL = tainted_BGL[:, :, None] | jnp.moveaxis(nonfinite_BLGJ, 1, 3)
@@ -233,7 +238,7 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     weights_BGJLM, lse_BGJL = softmax(scores_BGJLM, sinks_GJ, block.alone)
     weights_BGJLM = weights_BGJLM.astype(v_BMGV.dtype)
     if rows.dropout is not None:
-        weights_BGJLM = drop_weights(weights_BGJLM, rows.index, block.first_key, rows.dropout)
+        weights_BGJLM = drop_weights(weights_BGJLM, rows, block.first_key)
     out_BLGJV = jnp.einsum("BGJLM,BMGV->BLGJV", weights_BGJLM, v_BMGV)
     if block.alone:
         out_BLGJV = collectives.stored(out_BLGJV, "attention_output")
@@ -242,9 +247,9 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     return [jnp.where(tainted_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
 
 
-def visible(spec: ScoreSpec, rows: Rows, length: int, keys_M: jax.Array) -> jax.Array:
-    """The mask [B or 1, L, M]: whether each of `length` queries sees each key."""
-    queries_AL1 = jnp.reshape(rows.position, (-1, 1, 1)) + jnp.arange(length)[:, None]
+def visible(spec: ScoreSpec, rows: Rows, keys_M: jax.Array) -> jax.Array:
+    """The mask [B or 1, L, M]: whether each query sees each key."""
+    queries_AL1 = rows.positions_AL[..., None]
     seen_ALM = jnp.ones((*queries_AL1.shape[:2], keys_M.size), bool)
     if spec.causal:
         seen_ALM &= keys_M <= queries_AL1
@@ -296,18 +301,19 @@ def softmax_parts(scores_BGJLM, sinks_GJ, stored: bool) -> tuple[jax.Array, jax.
     return weights_BGJLM, lse_BGJL
 
 
-def drop_weights(weights_BGJLM: jax.Array, query, key, spec: AttentionDropout) -> jax.Array:
-    """Attention weights after dropout. query, key: indices of the first query and key."""
+def drop_weights(weights_BGJLM: jax.Array, rows: Rows, key: int) -> jax.Array:
+    """Attention weights after dropout. key: index of the first key."""
     B, G, J, L, M = weights_BGJLM.shape
+    spec, places_AL = rows.dropout, rows.places_AL
+    assert spec is not None and places_AL is not None
     heads_H = spec.first_head + jnp.arange(G * J)
-    queries_A1L = jnp.reshape(spec.first_query, (-1, 1, 1)) + query + jnp.arange(L)
     dropped = dropout(
         weights_BGJLM.reshape(B, G * J, L, M),
         spec.rate,
         spec.key,
         spec.rows_B[:, None, None],
         heads_H[None, :, None],
-        queries_A1L,
+        places_AL[:, None],
         first=jnp.reshape(spec.first_key, (-1, 1, 1, 1)) + key,
     )
     return dropped.reshape(weights_BGJLM.shape)
