@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxmeg.config.mixers import AttentionBackend
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.models.registry import use_architecture
@@ -21,13 +22,13 @@ PIECE = LENGTH // CONTEXT * 8 * 256 * 2  # bytes of keys and values: 8 heads of 
 def compiled(name: str, layers: int = 0, recompute: str = "selective", **fields):
     """(report, program, text) of an architecture on 8 or more H100s along context."""
     context, length = fields.pop("context", CONTEXT), fields.pop("length", LENGTH)
-    strategy = fields.pop("strategy", "auto")
+    strategy, chunks = fields.pop("strategy", "auto"), fields.pop("chunks", 0)
     config = Config(
-        parallel=ParallelConfig(context=context, context_strategy=strategy),
+        parallel=ParallelConfig(context=context, context_strategy=strategy, context_chunks=chunks),
         train=TrainConfig(global_batch_size=1, micro_batch_size=1),
     )
     config = use_architecture(config, name)
-    config.data.sequence_length = length
+    config.data.sequence_length, config.data.reset_attention_mask = length, bool(chunks)
     model = dataclasses.replace(config.model, recompute=recompute, max_position=length)
     model = dataclasses.replace(model, num_layers=layers or model.num_layers)
     attention = dataclasses.replace(model.attention, **fields)
@@ -71,6 +72,16 @@ def test_a_window_reads_its_halos():
     assert sum(row.volume for row in sent) == layers * 2 * WINDOW * tokens * (1 + 1 + 2)
     kernels = {name: n for name, n in report.kernels.items() if name.startswith("__cudnn")}
     assert set(kernels.values()) == {2 * layers}  # all in cuDNN: halves, and halos
+
+
+def test_chunks_of_chosen_owners_need_one_kernel_call():
+    """Documents: forward, again in backward, and gradients of queries and of keys and values."""
+    layers = 2
+    report, _, text = compiled(
+        "llama3-8b", layers, "full", chunks=8, backend=AttentionBackend.mosaic
+    )
+    assert report.kernels["mosaic_gpu_v2"] == 4 * layers and not permutes(report)
+    assert report.fits and not re.search(r" conditional\(", text)
 
 
 @pytest.mark.parametrize(
