@@ -51,18 +51,18 @@ def out_of_order(x: jax.Array, count: int) -> jax.Array:
     return jnp.stack((chunks[:, 0], chunks[:, 1, ::-1]), axis=2).reshape(x.shape)
 
 
-def whole_rows(x: jax.Array, chunks_BC: jax.Array | None = None) -> jax.Array:
+def whole_rows(x: jax.Array, chunks: jax.Array | None = None) -> jax.Array:
     """The whole sequences [..., L], in order, of this device's pieces [..., L / devices].
 
-    chunks_BC: numbers of this device's chunks of each row, where owners are chosen by row (then x
-    is [..., B, L / devices]).
+    chunks: numbers of this device's chunks of each row [.., C], where owners are chosen by row; ..
+    is the end of x's dimensions before the last.
     """
     if (size := collectives.axis_size(CONTEXT_AXES)) == 1:
         return x
     rows = collectives.gather(x.reshape(-1, x.shape[-1]), CONTEXT_AXES, 1)
-    if chunks_BC is not None:
-        copies = len(rows) // len(chunks_BC)
-        rows = chunks_in_order(rows, jnp.tile(chunks_BC, (copies, 1)))
+    if chunks is not None:
+        chunks_BC = chunks.reshape(-1, chunks.shape[-1])
+        rows = chunks_in_order(rows, jnp.tile(chunks_BC, (len(rows) // len(chunks_BC), 1)))
     else:
         rows = in_order(rows, size)
     return rows.reshape(*x.shape[:-1], -1)
@@ -76,14 +76,15 @@ def chunks_in_order(x: jax.Array, chunks_BC: jax.Array) -> jax.Array:
     return pieces.at[places].get(unique_indices=True).reshape(x.shape)
 
 
-def own_pieces(x: jax.Array, chunks_BC: jax.Array | None = None) -> jax.Array:
+def own_pieces(x: jax.Array, chunks: jax.Array | None = None) -> jax.Array:
     """The inverse of `whole_rows`."""
     if (size := collectives.axis_size(CONTEXT_AXES)) == 1:
         return x
-    if chunks_BC is not None:
-        length = x.shape[-1] // (chunks_BC.shape[1] * size)
-        places_BL = jnp.broadcast_to(chunk_places(chunks_BC, length), (*x.shape[:-1], -1))
-        return jnp.take_along_axis(x, places_BL, axis=-1)
+    if chunks is not None:
+        length = x.shape[-1] // (chunks.shape[-1] * size)
+        places = chunk_places(chunks, length)
+        shape = *x.shape[:-1], places.shape[-1]
+        return jnp.take_along_axis(x, jnp.broadcast_to(places, shape), axis=-1)
     rows, half = x.reshape(-1, x.shape[-1]), x.shape[-1] // (2 * size)
     rank = collectives.axis_index(CONTEXT_AXES)
     starts = (start_of(rank, number, size, half) for number in (0, 1))

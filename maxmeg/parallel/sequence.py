@@ -96,8 +96,8 @@ def imbalance(areas_RC: np.ndarray, chunks_RC: np.ndarray, context_size: int) ->
     return area_RN.max(axis=1) / area_RN.mean(axis=1)
 
 
-def chunk_places(chunks_RC: Index, length: int) -> Index:
-    """Places in the row of the tokens [R, L] of chunks of `length` tokens."""
-    index = jnp.arange(length) if isinstance(chunks_RC, jax.Array) else np.arange(length)
-    places = chunks_RC[..., None] * length + index
-    return typing.cast(Index, places.reshape(len(chunks_RC), -1))
+def chunk_places(chunks: Index, length: int) -> Index:
+    """Places in the row of the tokens [.., L] of chunks [.., C] of `length` tokens."""
+    index = jnp.arange(length) if isinstance(chunks, jax.Array) else np.arange(length)
+    places = chunks[..., None] * length + index
+    return typing.cast(Index, places.reshape(*chunks.shape[:-1], -1))
