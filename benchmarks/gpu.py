@@ -57,6 +57,7 @@ PARTS = {
     "check-decode": Part(checking("decode", "mosaic"), 45),
     "check-norm": Part(checking("norm", "xla"), 30),
     "attention": Part(kernels.attention, 90),
+    "rounds": Part(kernels.rounds, 60),
     "train": Part(steps.train, 200),
     "loss": Part(kernels.loss, 60),
     "grouped": Part(kernels.grouped, 60),

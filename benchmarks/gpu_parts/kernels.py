@@ -79,9 +79,79 @@ def measure_attention(size: Sizes, shape: tuple, masks: dict, documents: int) ->
         forward[backend] = functools.partial(jax.jit(call), *qkv)
         both[backend] = functools.partial(with_gradients(call), tuple(qkv), slope)
     found: dict = {"documents": documents, **masks}
-    for name, calls, amount in (("forward", forward, flops), ("both", both, 3.5 * flops)):
-        rates = compare(calls, amount, "tflops", size, ("cudnn", "xla"))
-        found |= {f"{name} {key}": value for key, value in rates.items()}
+    return found | rates(size, {"forward": (forward, flops), "both": (both, 3.5 * flops)})
+
+
+def rounds(size: Sizes) -> Iterator[Item]:
+    """Attention calls of one device of 8 that share a sequence, as parallel.context makes them."""
+    length, heads, groups, head_dim = size.shared
+    name = f"L{length} H{heads}/{groups} D{head_dim}, context 8"
+    yield f"a round of a ring, {name}", functools.partial(measure_round, size)
+    yield f"gathered keys, {name}", functools.partial(measure_gathered, size)
+
+
+def measure_round(size: Sizes) -> dict:
+    """Two pairs of halves of pieces, every query with every key; backward from the output and
+    log-sum-exp of all rounds."""
+    import jax
+
+    from maxmeg.ops.attention.call import (
+        BACKENDS,
+        Operands,
+        ScoreSpec,
+        attention_with_lse,
+        block_gradients,
+    )
+
+    length, heads, groups, head_dim = size.shared
+    half = length // 16
+    queries, keys = (2, half, heads, head_dim), (2, half, groups, head_dim)
+    q, k, v, slope = random([queries, keys, keys, queries])
+    spec = ScoreSpec(causal=False, merged=True)
+    flops = 4 * 2 * heads * half**2 * head_dim
+    forward: dict[str, Callable] = {}
+    backward: dict[str, Callable] = {}
+    for backend in size.backends("attention", tuple(BACKENDS)):
+        run = jax.jit(functools.partial(attention_with_lse, spec=spec, backend=backend))
+        forward[backend] = functools.partial(run, q, k, v)
+
+        def pull(q, k, v, out, lse, slope, backend=backend):
+            return block_gradients((q, k, v, spec, Operands()), out, lse, slope, backend=backend)
+
+        backward[backend] = functools.partial(jax.jit(pull), q, k, v, *run(q, k, v), slope)
+    return rates(size, {"forward": (forward, flops), "backward": (backward, 2.5 * flops)})
+
+
+def measure_gathered(size: Sizes) -> dict:
+    """Queries of 8 chunks of a sequence that are apart, with all keys; TFLOP/s of what they see."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxmeg.ops.attention.call import BACKENDS, Operands, attention
+    from maxmeg.parallel.sequence import chunk_places
+
+    length, heads, groups, head_dim = size.shared
+    piece, chunk = length // 8, length // 64
+    queries, keys = (1, piece, heads, head_dim), (1, length, groups, head_dim)
+    q, k, v, slope = random([queries, keys, keys, queries])
+    places_BL = chunk_places(jnp.arange(3, 64, 8)[None], chunk)
+    operands = Operands(places_BL - jnp.arange(piece))
+    flops = 4 * heads * float(jnp.sum(places_BL + 1)) * head_dim
+    forward: dict[str, Callable] = {}
+    both: dict[str, Callable] = {}
+    for backend in size.backends("attention", tuple(set(BACKENDS) - {"cudnn"})):
+        call = functools.partial(attention, operands=operands, backend=backend)
+        forward[backend] = functools.partial(jax.jit(call), q, k, v)
+        both[backend] = functools.partial(with_gradients(call), (q, k, v), slope)
+    return rates(size, {"forward": (forward, flops), "both": (both, 3.5 * flops)})
+
+
+def rates(size: Sizes, directions: dict[str, tuple[dict, float]]) -> dict:
+    """TFLOP/s of calls by backend, for each direction (its calls, its FLOPs)."""
+    found: dict = {}
+    for name, (calls, amount) in directions.items():
+        measured = compare(calls, amount, "tflops", size, ("cudnn", "xla"))
+        found |= {f"{name} {key}": value for key, value in measured.items()}
     return found
 
 

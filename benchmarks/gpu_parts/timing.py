@@ -59,6 +59,7 @@ class Sizes:
         (2048, 16, 16, 64),
         (4096, 32, 32, 96),
     )
+    shared: tuple[int, int, int, int] = (65536, 32, 8, 128)  # by 8 devices; as in attention
     losses: tuple[tuple[int, int, int], ...] = (  # tokens, vocabulary, width
         (8192, 128256, 4096),
         (16384, 50304, 768),
@@ -113,6 +114,7 @@ TINY = Sizes(
     copy_elements=2**16,
     tokens=256,
     attention=((128, 2, 1, 16),),
+    shared=(128, 2, 1, 16),
     losses=((64, 512, 32),),
     widths=(64,),
     experts=((4, 64, 32, 48),),
