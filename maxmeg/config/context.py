@@ -46,12 +46,14 @@ def context_problems(
             f"nearest {nearest}"
         )
     yield from strategy_problems(model, parallel, tensor)
-    kernel, chunk = model.conv.kernel_size, length // (2 * context)
-    if model.has("conv") and kernel - 1 > chunk:
-        yield (
-            f"model.conv.kernel_size={kernel} reads more than the {chunk} tokens of a chunk before "
-            f"it, with data.sequence_length={length} and parallel.context={context}: reduce context"
-        )
+    chunk = length // (2 * context)
+    for mixer, kernel in (("conv", model.conv.kernel_size), ("mamba", model.mamba.kernel_size)):
+        if model.has(mixer) and kernel - 1 > chunk:
+            yield (
+                f"model.{mixer}.kernel_size={kernel} reads more than the {chunk} tokens of a chunk "
+                f"before it, with data.sequence_length={length} and parallel.context={context}: "
+                "reduce context"
+            )
 
 
 def strategy_problems(model: ModelConfig, parallel: ParallelConfig, tensor: int) -> Iterator[str]:

@@ -27,6 +27,7 @@ MIXERS = {
     "mla": ("attention", "rotary", "mla"),
     "local_mla": ("attention", "rotary", "mla"),
     "conv": ("conv",),  # gated short convolution
+    "mamba": ("mamba",),  # Mamba-2
     "mlp": ("mlp",),
     "moe": ("moe", "mlp"),
 }

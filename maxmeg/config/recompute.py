@@ -16,6 +16,8 @@ _PRODUCTS = (
     "conv_input_gate",
     "conv_output_gate",
     "conv_value",
+    "ssm_gate",  # gate and step sizes of Mamba-2; its other projections are query, key and value
+    "ssm_step",
     "mlp_up",  # also of the expert that all tokens go to
     "mlp_gate",
     "shared_expert_gate",
@@ -34,6 +36,7 @@ _ATTENTION = (
     "attention_output",
     "attention_weights",  # of short sequences, where XLA computes attention
     "attention_lse",  # log-sum-exp of the scores
+    "scan_output",  # of Mamba-2's recurrence
     "query_up",  # what multi-latent attention projects latents to
     "key_up",
     "value_up",

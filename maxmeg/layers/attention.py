@@ -89,8 +89,8 @@ class AttentionSpec(MixerSpec):
         pairs = length**2 - (max(length - self.window, 0) ** 2 if self.window else 0)
         return self.num_heads * (self.key_size + self.head_output_size) * pairs
 
-    def widths(self, kv_copies: int = 1) -> Widths:
-        keys = self.num_kv_heads * self.head_dim * kv_copies
+    def widths(self, tensor: int = 1) -> Widths:
+        keys = max(self.num_kv_heads, tensor) * self.head_dim
         return self._with_heads(
             {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
         )

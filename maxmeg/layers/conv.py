@@ -18,13 +18,15 @@ from maxmeg.parallel.mesh import CONTEXT_AXES
 
 
 class Depthwise(nnx.Module):
-    """A depthwise convolution, initialized uniformly as in PyTorch."""
+    """A depthwise convolution, initialized uniformly as in PyTorch. axis: logical axis of the
+    channels."""
 
-    def __init__(self, key: jax.Array, channels: int, width: int, bias: bool):
-        bound, axes = width**-0.5, (None, None, "channels")
-        weight_W1X = bound * uniform(key, (width, 1, channels))
-        self.weight = nnx.Param(weight_W1X, axes=axes)
-        self.bias = nnx.Param(jnp.zeros(channels), axes=("channels",)) if bias else None
+    def __init__(
+        self, key: jax.Array, channels: int, width: int, bias: bool, axis: str = "channels"
+    ):
+        weight_W1X = width**-0.5 * uniform(key, (width, 1, channels))
+        self.weight = nnx.Param(weight_W1X, axes=(None, None, axis))
+        self.bias = nnx.Param(jnp.zeros(channels), axes=(axis,)) if bias else None
 
     def __call__(
         self, x_BLX: Float[Array, "B L X"], before_BWX: jax.Array, segments_BM: jax.Array | None

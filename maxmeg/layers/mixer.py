@@ -91,8 +91,8 @@ class MixerSpec(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def widths(self, kv_copies: int = 1) -> Widths:
-        """kv_copies: number of devices along tensor that compute the same key/value head."""
+    def widths(self, tensor: int = 1) -> Widths:
+        """tensor: number of devices that share the heads."""
 
 
 class Mixer(nnx.Module):

@@ -2,14 +2,16 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
-from maxmeg.config.context import strategy_of
+from maxmeg.config.context import KINDS, strategy_of
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
 from maxmeg.layers.mlp import MlpSpec
@@ -105,6 +107,26 @@ def conv_spec(config: ModelConfig, parallel: ParallelConfig) -> ShortConvSpec:
     )
 
 
+def mamba_spec(config: ModelConfig, parallel: ParallelConfig) -> MambaSpec:
+    mamba = config.mamba
+    return MambaSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_heads,
+        head_dim=mamba.head_dim,
+        num_groups=mamba.num_groups,
+        state_size=mamba.state_size,
+        kernel_size=mamba.kernel_size,
+        bias=mamba.bias,
+        conv_bias=mamba.conv_bias,
+        norm_eps=config.norm_eps if mamba.norm else None,
+        chunk=mamba.chunk,
+        steps=(mamba.min_step, mamba.max_step or math.inf),
+        scales=mamba.scales or (1.0,) * 5,
+        std=config.init_std,
+        out_std=output_std(config),
+    )
+
+
 def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
     mlp = config.mlp
     return MlpSpec(
@@ -116,6 +138,7 @@ def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
         out_std=output_std(config),
         clamp=mlp.activation_clamp,
         offset=mlp.glu_offset,
+        gate_scale=mlp.gate_scale,
     )
 
 
@@ -137,7 +160,11 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
         force_balance=moe.force_balance,
     )
     return MoeSpec(
-        **vars(dataclasses.replace(mlp_spec(config, parallel), ffn_size=config.expert_ffn)),
+        **vars(
+            dataclasses.replace(
+                mlp_spec(config, parallel), ffn_size=config.expert_ffn, gate_scale=1.0
+            )
+        ),
         routing=routing,
         shared_ffn_size=moe.shared_ffn_size,
         shared_gate=moe.shared_gate,
@@ -166,6 +193,7 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "mla": mla_spec,
     "local_mla": functools.partial(mla_spec, mixer="local_mla"),
     "conv": conv_spec,
+    "mamba": mamba_spec,
     "mlp": mlp_spec,
     "moe": moe_spec,
 }
@@ -196,10 +224,13 @@ def sublayer_spec(
 ) -> ResidualSpec:
     overlap = parallel.tensor_overlap is TensorOverlap.on and OVERLAPPED.issuperset(mixers)
     specs = [MIXERS[name](config, parallel) for name in mixers]
+    scales = {"mamba": config.mamba.output_scale, "mlp": config.mlp.output_scale}
+    scales |= dict.fromkeys(KINDS, config.attention.output_scale)
     return ResidualSpec(
         norm_spec(config),
         tuple(dataclasses.replace(spec, overlap=overlap) for spec in specs),
         dropout=config.dropout_hidden,
         place=config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,
+        scales=tuple(config.residual_scale * scales.get(name, 1.0) for name in mixers),
     )

@@ -368,7 +368,7 @@ def test_proposals_change_no_reply(kind):
 
 
 def test_states_cannot_be_taken_back():
-    with pytest.raises(ValueError, match="proposals=3: this model has convolutions"):
+    with pytest.raises(ValueError, match="proposals=3: this model has layers with states"):
         engine("convolution", proposals=3)
 
 

@@ -9,23 +9,25 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
 from maxmeg.config.layers import Layer, places
 from maxmeg.config.mixers import RouterScore
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.hf.families.binding import Binding, Fusion, Interleaved, Place
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
+from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
 from maxmeg.hf.families.tables import DENSE, Family
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID}
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID, **MAMBA}
 VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
@@ -145,6 +147,8 @@ def plain_value(model: ModelConfig, field: str) -> typing.Any:
         return model.mla.norm_eps or model.norm_eps
     if field == "layers":
         return model.layer_kinds
+    if field == "max_position" and model.position is not Position.learned:
+        return model.max_position if model.has(*KINDS) else None
     if field == "mlp.ffn_size" and not model.has("mlp"):
         return None
     if field == "moe.group_score_topk" and model.moe.num_groups > 1:
@@ -189,11 +193,13 @@ MTP_MODULES = {  # of an MTP layer, beside its transformer layer
     "final_norm": "shared_head.norm",
 }
 BIAS, LOAD = ".mixers.moe.bias", ".mixers.moe.load"  # the state of layers with experts
+EXACT = (BIAS, *(f".mixers.mamba.{name}" for name in ("decay_log", "skip", "step_bias")))
 
 
 def is_exact(name: str) -> bool:
-    """Return whether an array is always written in float32: the router's load-balancing bias."""
-    return name.endswith(BIAS)
+    """Return whether an array is always written in float32: the router's load-balancing bias, and
+    parameters that are not rounded."""
+    return name.endswith(EXACT)
 
 
 def unused_arrays(model: ModelConfig) -> dict[str, Shape]:

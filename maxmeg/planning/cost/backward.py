@@ -101,7 +101,7 @@ def arrays(work: Workload, unit: Unit) -> int:
 
 def sublayers(unit: Unit) -> list[list[Widths]]:
     """Widths of the mixers of each sublayer."""
-    return [[mixer.widths(unit.kv_copies) for mixer in spec.mixers] for spec in unit.specs]
+    return [[mixer.widths(unit.tensor) for mixer in spec.mixers] for spec in unit.specs]
 
 
 def streams(unit: Unit) -> int:

@@ -69,6 +69,14 @@ def _conv(model: ModelConfig) -> int:
     return 4 * _linear(D, D, bias) + (model.conv.kernel_size + bias) * D
 
 
+def _mamba(model: ModelConfig) -> int:
+    D, H, mamba = model.hidden_size, model.mamba_heads, model.mamba
+    width, keys = H * mamba.head_dim, 2 * mamba.num_groups * mamba.state_size
+    convolved = (mamba.kernel_size + mamba.conv_bias) * (width + keys)
+    inward = _linear(D, 2 * width + keys + H, mamba.bias)
+    return inward + convolved + 3 * H + width * mamba.norm + _linear(width, D, mamba.bias)
+
+
 def _mlp(model: ModelConfig) -> int:
     return _projections(model, model.hidden_size, model.ffn)
 
@@ -105,6 +113,7 @@ MIXERS = {
     "mla": _mla,
     "local_mla": _mla,
     "conv": _conv,
+    "mamba": _mamba,
     "mlp": _mlp,
     "moe": _moe,
 }
