@@ -136,6 +136,20 @@ def families(
     }
 
 
+def with_states(
+    hidden: int = 32, heads: int = 4, own_head_dim: int = 12
+) -> dict[str, tuple[str, dict]]:
+    """The same of models with Mamba-2 layers."""
+    plain = TOKENS | {"hidden_size": hidden, "pad_token_id": None, "chunk_size": 8}
+    mamba = {"num_heads": 2 * heads, "head_dim": hidden // heads, "n_groups": 2, "state_size": 6}
+    return {
+        "mamba 2": (
+            "Mamba2ForCausalLM",
+            {**plain, **mamba, "num_hidden_layers": LAYERS, "use_bias": True},
+        ),
+    }
+
+
 EXPERTS = {"num_experts_per_tok": 2}
 
 

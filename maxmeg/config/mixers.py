@@ -325,9 +325,7 @@ class MlpConfig:
         above=0,
         needs="activation=swiglu|geglu|quick_geglu",
     )
-    output_scale: float = setting(
-        1.0, "factor of the output of the mixer mlp (Falcon-H1)", above=0
-    )
+    output_scale: float = setting(1.0, "factor of the output of the mixer mlp (Falcon-H1)", above=0)
     bias: bool = setting(
         False, "biases of the projections (the flag is its negation)", "--disable-bias-linear"
     )

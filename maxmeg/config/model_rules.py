@@ -225,6 +225,8 @@ def mamba_problems(model: ModelConfig) -> Iterator[str]:
             f"model.mamba.max_step={mamba.max_step} is smaller than min_step={mamba.min_step}: "
             "raise it, or set it to 0, which is no limit"
         )
+    if mamba.chunk < 2 or mamba.chunk & (mamba.chunk - 1):
+        yield f"model.mamba.chunk={mamba.chunk} must be a power of 2: choose 64, 128 or 256"
     if mamba.scales and len(mamba.scales) != 5:
         yield (
             f"model.mamba.scales={mamba.scales} must be 5 factors, of z, x, B, C and dt, or none"

@@ -11,7 +11,6 @@ from maxmeg.config.context import KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
-from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
     expert_layout_problems,
     has_pattern,

@@ -20,17 +20,17 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.conv import Depthwise
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
-from maxmeg.ops.chunk_scan.call import chunk_scan, chunk_scan_step
-from maxmeg.ops.chunk_scan.context import chunk_scan_over_context
+from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
 from maxmeg.ops.norm import norm
 from maxmeg.ops.random import split, uniform
 from maxmeg.parallel.collectives import axis_size, stored
-from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
+from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import set_kv_heads
 
 LARGEST_DECAY = 16.0  # initial decay rates are uniform in [1, this]
 CONVOLVED = ("value", "key", "query")
 STORED = {"gate": "ssm_gate", "step": "ssm_step"}  # names of the others are those of attention
+FEW = 4  # tokens that decoding takes one by one
 FIRST_STEPS, FLOOR = (1e-3, 1e-1), 1e-4  # initial steps are log-uniform, and at least FLOOR
 
 
@@ -139,7 +139,9 @@ class Mamba(Mixer):
         spec, names = self.spec, list(self.spec.projected)
         found = project([getattr(self, name) for name in names], h_BLD, ctx)
         found = [stored(y, STORED.get(n, n)) for n, y in zip(names, found, strict=True)]
-        scaled = (y if scale == 1 else y * scale for y, scale in zip(found, spec.scales, strict=True))
+        scaled = (
+            y if scale == 1 else y * scale for y, scale in zip(found, spec.scales, strict=True)
+        )
         parts, new = dict(zip(names, scaled, strict=True)), {}
         for name in CONVOLVED:
             conv = getattr(self, f"{name}_conv")
@@ -159,8 +161,6 @@ class Mamba(Mixer):
         inputs = *keyed, steps_BLHP, -jnp.exp(self.decay_log[...]) * step_BLH, None
         if cache is not None:
             y_BLHP, new["state"] = self._continued(inputs, cache["state"], ctx)
-        elif axis_size(CONTEXT_AXES) > 1:
-            y_BLHP = chunk_scan_over_context(*inputs, ctx.segments_BL, spec.chunk)
         else:
             y_BLHP, _ = chunk_scan(*inputs, ctx.segments_BL, None, spec.chunk)
         y_BLHP = stored(y_BLHP, "scan_output").astype(jnp.float32)
@@ -174,7 +174,10 @@ class Mamba(Mixer):
         places = ctx.cache_places
         before_BHNP = state[places.layer, places.lanes_B]
         before_BHNP = jnp.where(places.starts_B[:, None, None, None] > 0, before_BHNP, 0)
-        y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.spec.chunk)
+        if inputs[0].shape[1] <= FEW:
+            y_BLHP, after_BHNP = chunk_scan_step(*inputs, before_BHNP)
+        else:
+            y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.spec.chunk)
         used_B = jnp.where(places.counts_B > 0, places.lanes_B, state.shape[1])
         return y_BLHP, state.at[places.layer, used_B].set(after_BHNP, mode="drop")
 

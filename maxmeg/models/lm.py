@@ -127,7 +127,10 @@ class LM(nnx.Module):
     def logits(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
         """float32 logits over the whole vocabulary without padding."""
         local_BLV = jnp.einsum(
-            "BLD,VD->BLV", self.scaled(h_BLD), self.output_weight(), preferred_element_type=jnp.float32
+            "BLD,VD->BLV",
+            self.scaled(h_BLD),
+            self.output_weight(),
+            preferred_element_type=jnp.float32,
         )
         all_BLV = collectives.gather(local_BLV, collectives.VOCAB_AXES, 2)
         return softcapped(all_BLV, self.softcap)[..., : self.vocab_size]

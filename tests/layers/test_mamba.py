@@ -153,7 +153,9 @@ def test_decoding_with_a_state_equals_the_whole_sequence(name):
     for count in (2, 1):
         places_BL = lengths_B[:, None] + jnp.arange(count)
         next_BLD = jnp.take_along_axis(x_BLD, places_BL[..., None], axis=1)
-        found_BLD, cache = run_cached(layer, next_BLD, cached.context(size, lengths_B, count), cache)
+        found_BLD, cache = run_cached(
+            layer, next_BLD, cached.context(size, lengths_B, count), cache
+        )
         wanted_BLD = jnp.take_along_axis(whole_BLD, places_BL[..., None], axis=1)
         np.testing.assert_allclose(found_BLD, wanted_BLD, atol=1e-5)
         lengths_B += count

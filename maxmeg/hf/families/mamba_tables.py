@@ -5,17 +5,19 @@ import math
 import typing
 
 from maxmeg.config.layers import Layer
-from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import ModelConfig, Position
-from maxmeg.config.setting import get
-from maxmeg.hf.families.expert_tables import num_experts
-from maxmeg.hf.families.experts import Groups, Normalized
-from maxmeg.hf.families.keys import Choice, Fields, Fixed, Ignored, Json, Key, Keys, Part, refused
-from maxmeg.hf.families.tables import ROOT, UNGATED, Family, numerics, sizes, tied
+from maxmeg.hf.families.keys import Fields, Fixed, Ignored, Json, Key, Keys, Part, refused
+from maxmeg.hf.families.tables import ROOT, Family, tied
 
 FULL, LINEAR = "full_attention", "linear_attention"
 LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
-MIXER_OF = {LINEAR: "mamba", FULL: "attention", "mlp": "mlp", "moe": "moe", "attention": "attention"}
+MIXER_OF = {
+    LINEAR: "mamba",
+    FULL: "attention",
+    "mlp": "mlp",
+    "moe": "moe",
+    "attention": "attention",
+}
 MIXER_OF |= {"mamba": "mamba"}  # older names
 LONGEST = 2**20  # tokens, of models without a limit
 

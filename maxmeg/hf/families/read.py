@@ -20,8 +20,8 @@ from maxmeg.hf.families.binding import Binding, Fusion, Interleaved, Place
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
-from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.tables import DENSE, Family
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
