@@ -40,7 +40,12 @@ GRADIENTS = 1e-4  # largest error over the largest gradient of each array
 FLOOR = 1e-7  # the key's bias has no gradient in exact arithmetic
 LENGTH = 24
 PUBLISHED = sorted((Path(__file__).parents[1] / "golden" / "configs").glob("*.json"))
-CASES = families() | sparse() | with_states() | {"gpt j": ("GPTJForCausalLM", {**old(), "rotary_dim": 4})}
+CASES = (
+    families()
+    | sparse()
+    | with_states()
+    | {"gpt j": ("GPTJForCausalLM", {**old(), "rotary_dim": 4})}
+)
 
 
 class RotaryDim:

@@ -95,3 +95,17 @@ class Interleaved:
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Consecutive:
+    """Projections [..., in, out] of equal width, one after the other in [..., out, in]."""
+
+    count: int
+
+    def split(self, fused: np.ndarray) -> tuple[np.ndarray, ...]:
+        parts = np.split(fused, self.count, axis=-2)
+        return tuple(np.swapaxes(part, -1, -2) for part in parts)
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.swapaxes(part, -1, -2) for part in parts], axis=-2)

@@ -5,9 +5,37 @@ import math
 import typing
 
 from maxmeg.config.layers import Layer
+from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import ModelConfig, Position
-from maxmeg.hf.families.keys import Fields, Fixed, Ignored, Json, Key, Keys, Part, refused
-from maxmeg.hf.families.tables import ROOT, Family, tied
+from maxmeg.config.setting import get
+from maxmeg.hf.families.experts import AuxLoss, Groups, Normalized, num_experts
+from maxmeg.hf.families.keys import (
+    Choice,
+    Fields,
+    Fixed,
+    Ignored,
+    Json,
+    Key,
+    Keys,
+    Part,
+    checked,
+    refused,
+)
+from maxmeg.hf.families.rotary import Rotary
+from maxmeg.hf.families.tables import (
+    ATTENTION_BIAS,
+    ATTENTION_DROPOUT,
+    ENDS,
+    GATED_MLP,
+    OPTIONAL_HEAD_DIM,
+    PROJECTIONS,
+    ROOT,
+    UNGATED,
+    Family,
+    numerics,
+    sizes,
+    tied,
+)
 
 FULL, LINEAR = "full_attention", "linear_attention"
 LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -134,7 +162,7 @@ BACKBONE = {"embedding": "backbone.embeddings", "final_norm": "backbone.norm_f"}
 BACKBONE |= {"output": "lm_head"}
 PLAIN = {**ROOT, "position": Position.none}
 FIRST_VALUES = ("time_step_max", "time_step_floor", "time_step_rank", "rescale_prenorm_residual")
-CHUNK = "mamba.chunk"
+CHUNK, LOGITS = "mamba.chunk", "logit_scale"
 
 MAMBA2 = Family(
     model_type="mamba2",
@@ -166,4 +194,366 @@ MAMBA2 = Family(
     arrays=mamba_arrays("mixer"),
     renamed=((r"^backbone\.embedding\.", "backbone.embeddings."),),
 )
-MAMBA: dict[str, Family] = {"Mamba2ForCausalLM": MAMBA2}
+NEMOTRON_H = Family(
+    model_type="nemotron_h",
+    parts=[
+        Key("vocab_size", "vocab_size", 131072),
+        Key("hidden_size", "hidden_size", 4096),
+        LetteredLayers(),
+        Key("num_attention_heads", "attention.num_heads", 32),
+        Key("num_key_value_heads", "attention.num_kv_heads", 8, null=True),
+        Key("head_dim", "attention.head_dim", 128, aliases=("attention_head_dim",)),
+        Key("intermediate_size", "mlp.ffn_size", 21504),
+        Choice("mlp_hidden_act", "mlp.activation", "relu2", UNGATED),
+        Key("mlp_bias", "mlp.bias", False),
+        ATTENTION_DROPOUT,
+        Key("mamba_num_heads", "mamba.num_heads", 128),
+        Key("mamba_head_dim", "mamba.head_dim", 64),
+        Key("n_groups", "mamba.num_groups", 8),
+        Key("ssm_state_size", "mamba.state_size", 128),
+        Key("conv_kernel", "mamba.kernel_size", 4),
+        Key("use_bias", "mamba.bias", False),
+        Key("use_conv_bias", "mamba.conv_bias", True),
+        Key("chunk_size", CHUNK, 128),
+        Key("time_step_min", "mamba.min_step", 0.001, zero=True),  # transformers clamps to it
+        *numerics(4096, 1e-5, eps_name="layer_norm_epsilon"),
+        tied(False),
+        *num_experts(8, 2, "n_routed_experts", "num_local_experts"),
+        Key("moe_intermediate_size", "moe.ffn_size", 7688),
+        Key("moe_shared_expert_intermediate_size", "moe.shared_ffn_size", 7688),
+        Key("moe_latent_size", "moe.latent_size", None, null=True),
+        Key("routed_scaling_factor", "moe.scale", 1.0),
+        Groups(2),
+        Normalized(),
+        *(Fixed(name, False) for name in ("attention_bias", "mamba_proj_bias")),
+        *(Fixed("mamba_hidden_act", "silu"), Fixed("hidden_dropout", 0.0)),
+        *(Fixed("sliding_window", None), Fixed("num_nextn_predict_layers", 0)),
+        Ignored(*FIRST_VALUES, "time_step_limit", "expand", "residual_in_fp32", "rms_norm_eps"),
+        Ignored("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+        Ignored("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep"),
+        Ignored("n_shared_experts"),
+    ],
+    layers={
+        **mamba("mixer"),
+        **{ours: theirs.replace("self_attn", "mixer") for ours, theirs in PROJECTIONS.items()},
+        **{"mlp.up": "mixer.up_proj", "mlp.out": "mixer.down_proj"},
+        "moe.shared.up": "mixer.shared_experts.up_proj",
+        "moe.shared.out": "mixer.shared_experts.down_proj",
+        "moe.latent_down": "mixer.fc1_latent_proj",
+        "moe.latent_up": "mixer.fc2_latent_proj",
+        **{"attention.norm": "norm", "mlp.norm": "norm"},
+    },
+    constants={
+        **PLAIN,
+        "moe.score": RouterScore.sigmoid,
+        "moe.bias_balancing": True,
+    },
+    ends=BACKBONE,
+    layer="backbone.layers.",
+    arrays={
+        **mamba_arrays("mixer"),
+        "moe.router": "mixer.gate.weight",
+        "moe.bias": "mixer.gate.e_score_correction_bias",
+    },
+    experts={
+        "moe.experts.up": "mixer.experts.{}.up_proj.weight",
+        "moe.experts.out": "mixer.experts.{}.down_proj.weight",
+    },
+    renamed=((r"^model\.", "backbone."),),
+    code=r"(configuration|modeling)_nemotron_h\.",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadSize(Part):
+    """The size of a head, or "auto": the width of all heads over their number. The width is
+    mamba_d_ssm if the family has that key (Falcon-H1), else mamba_expand times hidden_size."""
+
+    name = "mamba_d_head"
+    channels: int | None = None
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        heads, size = fields["mamba.num_heads"], keys.take(self.name, "auto")
+        width = keys.read("mamba_expand", 2, int) * fields["hidden_size"]
+        if self.channels and (channels := keys.take("mamba_d_ssm", self.channels)) is not None:
+            width = checked("mamba_d_ssm", channels, int)
+        size = width // heads if size == "auto" else checked(self.name, size, int)
+        if size * heads != width:
+            wanted = f"with mamba_n_heads={heads} it must make a width of {width}"
+            raise refused(self.name, size, wanted)
+        fields["mamba.head_dim"] = size
+
+    def write(self, model: ModelConfig) -> Json:
+        width = model.mamba_heads * model.mamba.head_dim
+        if self.channels:
+            return {self.name: model.mamba.head_dim, "mamba_d_ssm": width}
+        expand, rest = divmod(width, model.hidden_size)
+        if rest:
+            raise ValueError(f"mamba_expand: {width} is no multiple of {model.hidden_size}")
+        return {self.name: model.mamba.head_dim, "mamba_expand": expand}
+
+
+class ListedAttention(Part):
+    """The numbers of the layers with attention; the others have Mamba-2 (Bamba)."""
+
+    name = "attn_layer_indices"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        listed, numbers = keys.take(self.name), range(fields["num_layers"])
+        listed = [] if listed is None else listed
+        if not isinstance(listed, list) or not all(number in numbers for number in listed):
+            raise refused(self.name, listed, f"it must be a list of numbers below {len(numbers)}")
+        first = ["attention" if number in listed else "mamba" for number in numbers]
+        fields["kinds"] = [((name,), ("mlp",)) for name in first]
+
+    def write(self, model: ModelConfig) -> Json:
+        layers = range(model.num_layers)
+        return {self.name: [i for i in layers if "attention" in model.mixers(i)]}
+
+
+class NamedLayers(Part):
+    """Which layers have attention and which Mamba-2; all have the same feed-forward (Granite 4)."""
+
+    name = "layer_types"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        count = fields["num_layers"]
+        types = keys.take_any((self.name, "layers_block_type"), [LINEAR] * count)
+        known = isinstance(types, list) and all(MIXER_OF.get(str(t)) in BOTH for t in types)
+        if not known or len(types) != count:
+            wanted = f"it must be a list of {LINEAR!r} and {FULL!r}, one for each of {count} layers"
+            raise refused(self.name, types, wanted)
+        second = "moe" if fields["moe.num_experts"] else "mlp"
+        fields["kinds"] = [((MIXER_OF[name],), (second,)) for name in types]
+
+    def write(self, model: ModelConfig) -> Json:
+        layers = range(model.num_layers)
+        return {self.name: [FULL if "attention" in model.mixers(i) else LINEAR for i in layers]}
+
+
+class GraniteExperts(Part):
+    """Routed experts beside a shared one, or with num_local_experts=0 the latter alone."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        count = keys.read("num_local_experts", 8, int, zero=True)
+        shared = keys.read("shared_intermediate_size", 1024, int)
+        fields["moe.num_experts"] = count
+        fields["moe.top_k"] = keys.read("num_experts_per_tok", 2, int, zero=not count)
+        fields["moe.ffn_size"] = keys.read("intermediate_size", 11008, int)
+        fields["moe.shared_ffn_size" if count else "mlp.ffn_size"] = shared
+        if count:
+            AuxLoss().read(keys, fields)
+        else:
+            keys.known.update(("router_aux_loss_coef", "output_router_logits"))
+
+    def write(self, model: ModelConfig) -> Json:
+        if not model.has("moe"):
+            return {
+                "num_local_experts": 0,
+                "num_experts_per_tok": 0,
+                "shared_intermediate_size": model.ffn,
+                "intermediate_size": model.ffn,
+            }
+        moe = model.moe
+        return {
+            "num_local_experts": moe.num_experts,
+            "num_experts_per_tok": moe.top_k,
+            "shared_intermediate_size": moe.shared_ffn_size,
+            "intermediate_size": model.expert_ffn,
+            **AuxLoss().write(model),
+        }
+
+
+class GranitePositions(Part):
+    """Rotary embedding, or none."""
+
+    name = "position_embedding_type"
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        Rotary().read(keys, fields)
+        value = keys.take(self.name)
+        if value not in (None, "nope", "rope"):
+            raise refused(self.name, value, 'it must be "rope", "nope" or null')
+        if value != "rope":
+            fields["position"] = Position.none
+            for name in [name for name in fields if name.startswith("rotary.")]:
+                del fields[name]
+
+    def write(self, model: ModelConfig) -> Json:
+        is_rotary = model.position is Position.rotary
+        return {self.name: "rope" if is_rotary else "nope", **Rotary().write(model)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale(Part):
+    """A key for a factor: of the attention scores times the size of a head to a power, or its
+    inverse."""
+
+    name: str
+    field: str
+    inverse: bool = False
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        value = keys.read(self.name, 1.0, float, null=1.0)
+        fields[self.field] = 1 / value if self.inverse else value
+
+    def write(self, model: ModelConfig) -> Json:
+        value = get(model, self.field)
+        if self.field == "attention.scale":
+            value = value or model.key_size**-0.5
+        return {self.name: rounded(1 / value if self.inverse else value)}
+
+
+def rounded(value: float) -> float:
+    """A derived number, rounded so that writing what was read changes nothing."""
+    return float(f"{value:.12g}")
+
+
+class Multipliers(Part):
+    """The factors of Falcon-H1. Those of the inputs of projections are factors of the outputs, and
+    those of queries and keys one of the scores: they are written so."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        names = ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
+        names += ("ssm_in_multiplier", "ssm_out_multiplier")
+        inward, out, key, into, output = (keys.read(n, 1.0, float, null=1.0) for n in names)
+        biased = fields["attention.bias_qkv"] or fields["attention.bias_out"]
+        for name, value, has_bias in (
+            (names[0], inward, biased),
+            (names[3], into, fields["mamba.bias"]),
+        ):
+            if has_bias and value != 1:
+                raise refused(name, value, "with biases only 1.0 is supported")
+        size = fields["hidden_size"] // fields["attention.num_heads"]
+        size = fields.get("attention.head_dim") or size
+        fields["attention.scale"] = key * inward**2 * size**-0.5
+        fields["attention.output_scale"] = inward * out
+        scales = [into * scale for scale in self.numbers(keys, "ssm_multipliers", 5)]
+        fields["mamba.scales"] = () if set(scales) == {1.0} else tuple(scales)
+        fields["mamba.output_scale"] = output
+        gate, down = self.numbers(keys, "mlp_multipliers", 2)
+        fields |= {"mlp.gate_scale": gate, "mlp.output_scale": down}
+
+    def numbers(self, keys: Keys, name: str, count: int) -> list[float]:
+        values = keys.take(name)
+        values = [1.0] * count if values is None else values
+        if not isinstance(values, list) or len(values) != count:
+            raise refused(name, values, f"it must be a list of {count} numbers")
+        return [checked(name, value, float) for value in values]
+
+    def write(self, model: ModelConfig) -> Json:
+        scale = model.attention.scale or model.key_size**-0.5
+        return {
+            "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": model.attention.output_scale,
+            "key_multiplier": rounded(scale * model.key_size**0.5),
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": model.mamba.output_scale,
+            "ssm_multipliers": list(model.mamba.scales or (1.0,) * 5),
+            "mlp_multipliers": [model.mlp.gate_scale, model.mlp.output_scale],
+        }
+
+
+class ParallelLayers(Part):
+    """Every layer sums attention and Mamba-2, and has an MLP; the norm of Mamba-2 is optional and
+    after the gate (Falcon-H1)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        fields["kinds"] = [(("attention", "mamba"), ("mlp",))] * fields["num_layers"]
+        has_norm = keys.read("mamba_rms_norm", False, bool)
+        if keys.read("mamba_norm_before_gate", True, bool) and has_norm:
+            raise refused("mamba_norm_before_gate", True, "with mamba_rms_norm it must be false")
+        fields["mamba.norm"] = has_norm
+        biases = [keys.read(n, False, bool) for n in ("mamba_proj_bias", "projectors_bias")]
+        if biases[0] != biases[1]:
+            raise refused("projectors_bias", biases[1], "it must be equal to mamba_proj_bias")
+        fields["mamba.bias"] = biases[0]
+
+    def write(self, model: ModelConfig) -> Json:
+        biases = dict.fromkeys(("mamba_proj_bias", "projectors_bias"), model.mamba.bias)
+        norms = {"mamba_rms_norm": model.mamba.norm, "mamba_norm_before_gate": False}
+        return biases | norms
+
+
+BOTH = ("mamba", "attention")
+SIZES: list[Part] = [
+    Key("mamba_n_heads", "mamba.num_heads", 128),
+    Key("mamba_n_groups", "mamba.num_groups", 1),
+    Key("mamba_d_state", "mamba.state_size", 256),
+    Key("mamba_d_conv", "mamba.kernel_size", 4),
+    Key("mamba_conv_bias", "mamba.conv_bias", True),
+    Key("mamba_chunk_size", CHUNK, 256),
+    StepLimits(),
+    Fixed("hidden_act", "silu"),
+    ATTENTION_BIAS,
+    ATTENTION_DROPOUT,
+    Ignored("num_logits_to_keep", "time_step_rank", "time_step_min", "time_step_max"),
+]
+MAMBA_LAYER = {**mamba("mamba"), **PROJECTIONS, "attention.norm": "input_layernorm"}
+FED = {ours: theirs.replace("mlp.", "feed_forward.") for ours, theirs in GATED_MLP.items()}
+FED |= {"mlp.norm": "pre_ff_layernorm"}
+BAMBA = Family(
+    model_type="bamba",
+    parts=sizes(128000, 4096, 32, 32, 8, 14336)
+    + numerics(262144, 1e-5)
+    + SIZES
+    + [HeadSize(), Key("mamba_proj_bias", "mamba.bias", False), Key("mlp_bias", "mlp.bias", False)]
+    + [OPTIONAL_HEAD_DIM, tied(False), ListedAttention(), Rotary(fraction_default=0.5)]
+    + [Ignored("z_loss_coefficient", "attn_rotary_emb")],
+    layers={**MAMBA_LAYER, **FED},
+    constants=ROOT,
+    ends={**ENDS, "final_norm": "model.final_layernorm"},
+    arrays=mamba_arrays("mamba"),
+)
+GRANITE = Family(
+    model_type="granitemoehybrid",
+    parts=sizes(32000, 4096, 32, 32, None, 11008)[:-1]
+    + numerics(2048, 1e-6)
+    + SIZES
+    + [HeadSize(), Key("mamba_proj_bias", "mamba.bias", False), OPTIONAL_HEAD_DIM, tied(False)]
+    + [GraniteExperts(), NamedLayers(), GranitePositions()]
+    + [Scale("embedding_multiplier", "embedding_scale"), Scale("logits_scaling", LOGITS, True)]
+    + [Scale("residual_multiplier", "residual_scale")]
+    + [Scale("attention_multiplier", "attention.scale")]
+    + [Ignored("rope_theta", "normalization_function", "init_method")],
+    layers={
+        **MAMBA_LAYER,
+        "mlp.norm": "post_attention_layernorm",
+        ("mlp.gate", "mlp.up"): "shared_mlp.input_linear",
+        "mlp.out": "shared_mlp.output_linear",
+        ("moe.shared.gate", "moe.shared.up"): "shared_mlp.input_linear",
+        "moe.shared.out": "shared_mlp.output_linear",
+    },
+    constants=ROOT,
+    arrays={**mamba_arrays("mamba"), "moe.router": "block_sparse_moe.router.layer.weight"},
+    experts={
+        ("moe.experts.gate", "moe.experts.up"): "block_sparse_moe.input_linear.weight",
+        "moe.experts.out": "block_sparse_moe.output_linear.weight",
+    },
+    interleaved=False,
+)
+FALCON_H1 = Family(
+    model_type="falcon_h1",
+    parts=sizes(128000, 4096, 32, 32, 8, 14336)
+    + numerics(8192, 1e-5)
+    + SIZES
+    + [HeadSize(1024), Key("mlp_bias", "mlp.bias", False), OPTIONAL_HEAD_DIM, tied(False)]
+    + [ParallelLayers(), Multipliers(), Rotary()]
+    + [Scale("embedding_multiplier", "embedding_scale"), Scale("lm_head_multiplier", LOGITS)]
+    + [
+        Fixed("mamba_use_mlp", True),
+        Fixed("attn_layer_indices", None),
+        Ignored("mlp_expansion_factor"),
+    ],
+    layers={**MAMBA_LAYER, **FED},
+    constants=ROOT,
+    ends={**ENDS, "final_norm": "model.final_layernorm"},
+    arrays=mamba_arrays("mamba"),
+)
+MAMBA: dict[str, Family] = {
+    "Mamba2ForCausalLM": MAMBA2,
+    "NemotronHForCausalLM": NEMOTRON_H,
+    "BambaForCausalLM": BAMBA,
+    "GraniteMoeHybridForCausalLM": GRANITE,
+    "FalconH1ForCausalLM": FALCON_H1,
+}

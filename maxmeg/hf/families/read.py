@@ -16,7 +16,7 @@ from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
-from maxmeg.hf.families.binding import Binding, Fusion, Interleaved, Place
+from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
@@ -295,7 +295,7 @@ def layer_bindings(
             result.append(dataclasses.replace(binding, exact=is_exact(ours[0].name)))
     for names, theirs in table.experts.items():
         if "{}" not in theirs and (ours := arrays(names, "")):
-            result.append(stacked(theirs, ours, shapes))
+            result.append(stacked(theirs, ours, shapes, table))
         for expert in range(model.moe.num_experts) if "{}" in theirs else ():
             if ours := arrays(names, "", expert):
                 result.append(fused(theirs.format(expert), ours, shapes, 1, table))
@@ -314,12 +314,15 @@ def fused(
     return Binding(theirs, shape, places, fusion.split, fusion.join)
 
 
-def stacked(theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape]) -> Binding:
-    """Return the binding of a projection of all experts, or of several with interleaved outputs."""
+def stacked(
+    theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape], table: Family
+) -> Binding:
+    """Return the binding of a projection of all experts, or of several with joined outputs."""
     *inner, width = shapes[places[0].name][len(places[0].index) :]
-    interleaved = Interleaved(len(places))
+    joined = (Interleaved if table.interleaved else Consecutive)(len(places))
     shape = (*inner, width * len(places))
-    return Binding(theirs, shape, places, interleaved.split, interleaved.join, stacked=True)
+    shape = shape if table.interleaved else (*shape[:-2], shape[-1], shape[-2])
+    return Binding(theirs, shape, places, joined.split, joined.join, stacked=True)
 
 
 def num_experts_in(names: Iterable[str], family: str) -> int:
