@@ -549,6 +549,8 @@ FALCON_H1 = Family(
     constants=ROOT,
     ends={**ENDS, "final_norm": "model.final_layernorm"},
     arrays=mamba_arrays("mamba"),
+    kept=tuple(f"{part}_multiplier" for part in ("attention_in", "attention_out", "key", "ssm_in"))
+    + ("ssm_multipliers",),
 )
 MAMBA: dict[str, Family] = {
     "Mamba2ForCausalLM": MAMBA2,

@@ -100,7 +100,8 @@ def with_writable_mtp(model: ModelConfig, family: str) -> ModelConfig:
 def hf_config(
     model: ModelConfig, family: str, source: Mapping[str, typing.Any] | None = None
 ) -> dict[str, typing.Any]:
-    """Return the config.json of a model, with the ids of special tokens in `source`.
+    """Return the config.json of a model, with the ids of special tokens in `source` and what else
+    the family takes from it.
 
     ValueError if the family cannot express the model.
     """
@@ -114,6 +115,9 @@ def hf_config(
         for part in table.parts:
             written |= part.write(model)
         problems = differences(model, model_config(written))
+        repeated = written | {name: tokens[name] for name in table.kept if name in tokens}
+        if table.kept and not differences(model, model_config(repeated)):
+            written = repeated
     except ValueError as error:
         problems = [str(error)]
     if problems:

@@ -44,8 +44,9 @@ class Family:
     that are not a module's weight or bias. experts: weights of the experts, with {} for the
     expert's number, or of all experts stacked: [expert, in, out], where the outputs of several
     projections interleave, or, if not `interleaved`, [expert, out, in], where they follow each
-    other. grouped: fused modules whose outputs are [queries.. key value] for each
-    key/value head. outputs_first: whether projections are stored as [out, in]. ignored: patterns
+    other. kept: keys that an export repeats from the imported config.json where this changes no
+    result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
+    head. outputs_first: whether projections are stored as [out, in]. ignored: patterns
     of tensors that hold no weights. renamed: (pattern, replacement) for names in other files. code:
     pattern of remote-code modules that compute the same as transformers; they are never run.
     """
@@ -62,6 +63,7 @@ class Family:
     arrays: Modules = dataclasses.field(default_factory=dict)
     experts: Modules = dataclasses.field(default_factory=dict)
     interleaved: bool = True
+    kept: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()
     code: str = ""
