@@ -29,6 +29,7 @@ _PRODUCTS = (
     "dispatch_rounds",
     "context_output",  # of attention in rounds over context, and its log-sum-exp: communication
     "context_lse",
+    "context_state",  # before each half of a scan over context
     "mixer_output",  # what a sublayer adds to the residual stream, summed over tensor
 )
 # Large, or cheap to recompute from those above.

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.ops.chunk_tile import Tile, run_tile
 
-WORKSPACE = 12 << 20  # bytes of a tile's temporaries, about
+WORKSPACE = 12 << 20  # bytes of a tile's temporaries, about: with sums of gradients below 16 MiB
 MOST_CHUNKS = 64  # of a tile: more would multiply mostly by zeros
 
 
@@ -59,6 +59,11 @@ class Plan:
     def groups(self) -> int:
         """Number of groups of a tile, which may have a part of one only."""
         return max(self.heads // self.per_group, 1)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several blocks of heads have the same queries and keys."""
+        return self.heads < self.per_group
 
 
 class Place(typing.NamedTuple):
@@ -99,7 +104,7 @@ def chunk_scan(
     inputs = Inputs(
         q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI.astype(jnp.float32), beta_BLH, state_BHNP
     )
-    return scan_tiles(plan_of(inputs, chunk), inputs, documents)
+    return scan_tiles(chunk, inputs, documents)
 
 
 def check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, chunk: int) -> None:
@@ -127,19 +132,20 @@ def check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, chunk: 
             )
 
 
-def plan_of(inputs: Inputs, chunk: int) -> Plan:
+def plan_of(inputs: Inputs, chunk: int, backward: bool = False) -> Plan:
     """Tiles whose temporaries fit in WORKSPACE: whole groups of heads, or equal parts of one."""
     (B, L, G, N), (H, P) = inputs.k_BLGN.shape, inputs.v_BLHP.shape[2:]
     is_delta, by_channel = inputs.beta_BLH is not None, inputs.log_decay_BLHI.shape[-1] > 1
-    floats = 3 * chunk * chunk + 5 * chunk * P + 4 * N * P
+    floats = (3 + 5 * is_delta) * chunk**2 + 5 * chunk * P + 4 * N * P
     floats += 4 * chunk * N * (by_channel or G == H)
-    floats += is_delta * 5 * chunk * chunk
-    floats += by_channel * 3 * chunk * N * int(math.log2(chunk))
-    pairs = max(WORKSPACE // (4 * B * floats), 1)  # of a chunk and a head
-    count = -(-L // chunk)
-    # Backward stores the state before each tile of a block of heads: a quarter of WORKSPACE.
-    least = math.isqrt(16 * pairs * count * B * N * P // WORKSPACE) + 1
-    chunks = min(count, MOST_CHUNKS, pairs if not is_delta else least)
+    floats += 3 * chunk * N * int(math.log2(chunk)) * by_channel
+    pairs = max(WORKSPACE // (4 * B * floats * (1 + backward)), 1)  # of a chunk and a head
+    count, chunks = -(-L // chunk), pairs
+    if is_delta:  # a loop over chunks, whose steps should have many heads
+        # Backward stores the state before each tile of a block of heads: a quarter of WORKSPACE.
+        chunks = math.isqrt(16 * pairs * count * B * N * P // WORKSPACE) + 1
+    chunks = min(count, MOST_CHUNKS, chunks)
+    chunks = next((n for n in range(chunks, chunks // 2, -1) if L % (n * chunk) == 0), chunks)
     group = H // G
     possible = [n for n in range(1, H + 1) if H % n == 0 and (n % group == 0 or group % n == 0)]
     heads = max(n for n in possible if n <= max(pairs // chunks, 1))
@@ -230,9 +236,9 @@ def over_tiles(plan: Plan, length: int, tile, carry, states=None, reverse: bool 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan_tiles(plan: Plan, inputs: Inputs, documents: Documents):
+def scan_tiles(chunk: int, inputs: Inputs, documents: Documents):
     """(y or None, state after the last token)."""
-    length, num_heads = inputs.v_BLHP.shape[1:3]
+    plan, (length, num_heads) = plan_of(inputs, chunk), inputs.v_BLHP.shape[1:3]
 
     def block(carry, head):
         def tile(carry, token, count: int):
@@ -251,15 +257,15 @@ def scan_tiles(plan: Plan, inputs: Inputs, documents: Documents):
     return lax.scan(block, carry, jnp.arange(0, num_heads, plan.heads))[0]
 
 
-def scan_tiles_forward(plan: Plan, inputs: Inputs, documents: Documents):
-    return scan_tiles(plan, inputs, documents), (inputs, documents)
+def scan_tiles_forward(chunk: int, inputs: Inputs, documents: Documents):
+    return scan_tiles(chunk, inputs, documents), (inputs, documents)
 
 
-def scan_tiles_backward(plan: Plan, residuals, slopes):
+def scan_tiles_backward(chunk: int, residuals, slopes):
     """Gradients of the inputs: for each block of heads the states before its tiles, then the tiles
-    in reverse order."""
+    in reverse order. Blocks of the same group add up their gradients of queries and keys."""
     (inputs, documents), (d_y_BLHP, d_state_BHNP) = residuals, slopes
-    length, num_heads = inputs.v_BLHP.shape[1:3]
+    plan, (length, num_heads) = plan_of(inputs, chunk, backward=True), inputs.v_BLHP.shape[1:3]
 
     def block(d_inputs: Inputs, head):
         def before(state, token, count: int):
@@ -282,31 +288,35 @@ def scan_tiles_backward(plan: Plan, residuals, slopes):
         _, states = over_tiles(plan, length, before, state)
         carry = d_inputs, block_state(plan, d_state_BHNP, head)
         (d_inputs, d_state), _ = over_tiles(plan, length, tile, carry, states, reverse=True)
-        d_state_BHNP_ = put_state(d_inputs.state_BHNP, d_state, head)
-        return d_inputs._replace(state_BHNP=d_state_BHNP_), None
+        return d_inputs._replace(state_BHNP=put_state(d_inputs.state_BHNP, d_state, head)), None
 
-    zeros = jax.tree.map(jnp.zeros_like, inputs)
-    if plan.heads < plan.per_group:  # sums over the blocks of a group
-        exact = (
-            None if x is None else jnp.zeros(x.shape, jnp.float32)
-            for x in (inputs.q_BLGN, inputs.k_BLGN)
+    def group(d_inputs: Inputs, head):
+        heads = head + jnp.arange(0, plan.per_group, plan.heads)
+        shape = *inputs.k_BLGN.shape[:2], 1, inputs.k_BLGN.shape[3]
+        d_q, d_k = (None if x is None else jnp.zeros(shape, jnp.float32) for x in d_inputs[:2])
+        d_group, _ = lax.scan(block, Inputs(d_q, d_k, *d_inputs[2:]), heads)
+        place = Place(head // plan.per_group, 0, length)
+        d_q, d_k = (
+            put(x, d, place.head, place) for x, d in zip(d_inputs[:2], d_group[:2], strict=True)
         )
-        zeros = Inputs(*exact, *zeros[2:])
-    d_inputs, _ = lax.scan(block, zeros, jnp.arange(0, num_heads, plan.heads))
-    return jax.tree.map(lambda x, d: d.astype(x.dtype), inputs, d_inputs), None
+        return Inputs(d_q, d_k, *d_group[2:]), None
+
+    step = (group, plan.per_group) if plan.is_shared else (block, plan.heads)
+    zeros = jax.tree.map(jnp.zeros_like, inputs)
+    return lax.scan(step[0], zeros, jnp.arange(0, num_heads, step[1]))[0], None
 
 
 scan_tiles.defvjp(scan_tiles_forward, scan_tiles_backward)
 
 
 def added(plan: Plan, d_inputs: Inputs, d_arrays, place: Place) -> Inputs:
-    """The gradients with those of a tile; blocks of heads of the same group add up."""
+    """The gradients with those of a tile; those of shared queries and keys are of one group."""
     d_q, d_k, *d_others = d_arrays
-    group, is_shared = place.head // plan.per_group, plan.heads < plan.per_group
+    group = 0 if plan.is_shared else place.head // plan.per_group
     others = (put(x, d, place.head, place) for x, d in zip(d_inputs[2:5], d_others, strict=True))
     return Inputs(
-        put(d_inputs.q_BLGN, d_q, group, place, is_shared),
-        put(d_inputs.k_BLGN, d_k, group, place, is_shared),
+        put(d_inputs.q_BLGN, d_q, group, place, plan.is_shared),
+        put(d_inputs.k_BLGN, d_k, group, place, plan.is_shared),
         *others,
         d_inputs.state_BHNP,
     )
