@@ -46,11 +46,6 @@ def context_problems(
             f"nearest {nearest}"
         )
     yield from strategy_problems(model, parallel, tensor)
-    if model.has("mamba"):
-        yield (
-            f"parallel.context={context} is not for the mixer mamba yet: set it to 1, and use "
-            "tensor, fsdp or pipe"
-        )
     chunk = length // (2 * context)
     for mixer, kernel in (("conv", model.conv.kernel_size), ("mamba", model.mamba.kernel_size)):
         if model.has(mixer) and kernel - 1 > chunk:
