@@ -13,6 +13,7 @@ from layouts import (
     BATCH,
     CONVOLUTIONS,
     EVERYTHING,
+    HYBRID,
     controls,
     mesh_of,
     tiny,
@@ -39,6 +40,7 @@ MODELS = {
     "everything": EVERYTHING | {"recompute": "full"},
     "alternating": ALTERNATING | {"attention.num_kv_heads": 4},
     "convolutions": CONVOLUTIONS,
+    "hybrid": HYBRID,
 }
 LAYOUTS = [
     ("llama", {"data": 8, "fsdp": 1, "zero1": False}, {}),
@@ -49,6 +51,8 @@ LAYOUTS = [
     ("alternating", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("convolutions", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("convolutions", {"fsdp": 1, "tensor": 8}, {}),
+    ("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, {}),
+    ("hybrid", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
     ("everything", {"fsdp": 2, "tensor": 4}, {"loss_backend": LossBackend.tiled}),
