@@ -52,8 +52,8 @@ MODELS = {
         "conv.kernel_size": 4,
         "conv.bias": True,
     },
-    "mamba": {
-        "layers": "*(mamba attention,mlp)",
+    "mamba": {  # and attention to a window
+        "layers": "*(mamba local,mlp)",
         "mamba.num_heads": 8,
         "mamba.head_dim": 8,
         "mamba.num_groups": 2,
