@@ -47,11 +47,6 @@ def context_problems(
             f"nearest {nearest}"
         )
     yield from strategy_problems(model, parallel, tensor)
-    if model.has("mamba"):
-        yield (
-            f"parallel.context={context} is not for the mixer mamba yet: set it to 1, and use "
-            "tensor, fsdp or pipe"
-        )
     chunk = length // (2 * context)
     for group, mixers in (("conv", ["conv"]), ("mamba", ["mamba"]), ("delta", DELTA)):
         kernel = getattr(model, group).kernel_size

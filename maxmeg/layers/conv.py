@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.cache import CacheSize
+from maxmeg.layers.cache import CacheSize, lane_states, with_lane_states
 from maxmeg.layers.context import Context
 from maxmeg.ops.random import uniform
 from maxmeg.parallel import collectives
@@ -72,15 +72,11 @@ class Depthwise(nnx.Module):
         stacked over layers)."""
         places = ctx.cache_places
         assert places is not None and ctx.segments_BL is None
-        before_BWX = state[places.layer, places.lanes_B]
-        before_BWX = jnp.where(places.starts_B[:, None, None] > 0, before_BWX, 0)
+        before_BWX = lane_states(state, places)
         all_BMX = jnp.concatenate((before_BWX, x_BLX), axis=1)
         places_BW = places.counts_B[:, None] + jnp.arange(before_BWX.shape[1])
         last_BWX = jnp.take_along_axis(all_BMX, places_BW[..., None], axis=1)
-        used_B = jnp.where(places.counts_B > 0, places.lanes_B, state.shape[1])
-        return self(x_BLX, before_BWX, None), state.at[places.layer, used_B].set(
-            last_BWX, mode="drop"
-        )
+        return self(x_BLX, before_BWX, None), with_lane_states(state, last_BWX, places)
 
     def init_cache(self, size: CacheSize) -> jax.Array:
         """The convolution's last W - 1 inputs of each lane."""

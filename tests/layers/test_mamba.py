@@ -108,7 +108,7 @@ def defined(layer: Mamba, x_LD: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("name", SPECS)
 def test_documents_have_the_output_of_the_definition_alone(name):
     layer, (x_BLD, _) = randomized(Mamba(jax.random.key(0), SPECS[name])), inputs()
-    for segments_BL in (np.ones((B, L)), SEGMENTS):
+    for segments_BL in (np.ones((B, L), int), SEGMENTS):
         found_BLD = run(layer, x_BLD, jnp.asarray(segments_BL))
         for row, ids_L in enumerate(segments_BL):
             for document in np.unique(ids_L):

@@ -476,6 +476,8 @@ class ParallelLayers(Part):
 
 
 BOTH = ("mamba", "attention")
+INTERCHANGEABLE = ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
+INTERCHANGEABLE = (*INTERCHANGEABLE, "ssm_in_multiplier", "ssm_multipliers")
 SIZES: list[Part] = [
     Key("mamba_n_heads", "mamba.num_heads", 128),
     Key("mamba_n_groups", "mamba.num_groups", 1),
@@ -549,8 +551,7 @@ FALCON_H1 = Family(
     constants=ROOT,
     ends={**ENDS, "final_norm": "model.final_layernorm"},
     arrays=mamba_arrays("mamba"),
-    kept=tuple(f"{part}_multiplier" for part in ("attention_in", "attention_out", "key", "ssm_in"))
-    + ("ssm_multipliers",),
+    kept=INTERCHANGEABLE,
 )
 MAMBA: dict[str, Family] = {
     "Mamba2ForCausalLM": MAMBA2,
