@@ -33,8 +33,8 @@ class AttentionSpec(MixerSpec):
     qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
     without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
     sinks: a learned logit per head in the softmax's denominator. output_gate: outputs of heads are
-    multiplied by the sigmoid of gates, which follow the queries in their projection. context: how devices with other
-    parts of the sequence attend to each other's keys.
+    multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
+    devices with other parts of the sequence attend to each other's keys.
     std, out_std: standard deviations of the initial input and output weights.
     """
 

@@ -12,7 +12,6 @@ Letters: N size of a key, P of a value, X channels.
 """
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,8 @@ from maxmeg.layers.conv import Depthwise
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.layers.scan import Scan, ScanInputs
-from maxmeg.ops.random import split, uniform
+from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
+from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
 from maxmeg.parallel.rules import set_kv_heads
 
@@ -34,7 +33,6 @@ CONVOLVED = ("query", "key", "value")
 STORED = {"gate": "ssm_gate", "step": "ssm_step", "beta": "ssm_beta"}  # others: own names
 LENGTH_EPS = 1e-6  # added to the squared length of queries and keys
 DECAYS = 0.01, 16.0  # initial decay rates are uniform between these; of KDA from 1 on
-FIRST_STEPS, FLOOR = (1e-3, 1e-1), 1e-4  # KDA: initial steps are log-uniform, at least FLOOR
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +200,7 @@ class Kda(Delta):
     def initial_steps(self, *keys: jax.Array) -> tuple[jax.Array, jax.Array]:
         H, N = self.spec.num_heads, self.spec.key_size
         rates_H = between(keys[0], H, 1.0, DECAYS[1])
-        steps_I = jnp.maximum(jnp.exp(between(keys[1], H * N, *map(math.log, FIRST_STEPS))), FLOOR)
-        return jnp.log(rates_H), steps_I + jnp.log(-jnp.expm1(-steps_I))
+        return jnp.log(rates_H), first_step_biases(keys[1], H * N)
 
     def log_decay(self, step_BLI: jax.Array) -> jax.Array:
         steps = jax.nn.softplus(step_BLI.astype(jnp.float32) + self.step_bias[...])
@@ -212,11 +209,6 @@ class Kda(Delta):
 
     def activate_gate(self, gate: jax.Array) -> jax.Array:
         return jax.nn.sigmoid(gate)
-
-
-def between(key: jax.Array, count: int, least: float, most: float) -> jax.Array:
-    """Uniform random numbers."""
-    return least + (most - least) * (uniform(key, (count,)) + 1) / 2
 
 
 def unit(x_BLGN: jax.Array, scale: float = 1.0) -> jax.Array:

@@ -1,20 +1,25 @@
-"""The scan of a layer over its tokens: a whole sequence, or the next tokens of rows in a cache.
+"""The scan of a layer over its tokens: a whole sequence, or the next tokens of rows in a cache;
+and initial values of its decays and steps.
 
 Letters beside the legend's: N state, P channels of a head.
 """
 
 import dataclasses
+import math
 import typing
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from maxmeg.layers.cache import lane_states, with_lane_states
 from maxmeg.layers.context import Context
 from maxmeg.ops.chunk_context import chunk_scan_over_context
 from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
+from maxmeg.ops.random import uniform
 
 FEW = 4  # tokens that decoding takes one by one
+STEPS, FLOOR = (1e-3, 1e-1), 1e-4  # of Mamba's initial steps
 
 
 class ScanInputs(typing.NamedTuple):
@@ -44,14 +49,12 @@ class Scan:
         assert places is not None and ctx.segments_BL is None
         length = inputs.v_BLHP.shape[1]
         inputs = without_padding(inputs, places.is_token(length))
-        before_BHNP = states[places.layer, places.lanes_B]
-        before_BHNP = jnp.where(places.starts_B[:, None, None, None] > 0, before_BHNP, 0)
+        before_BHNP = lane_states(states, places)
         if length <= FEW:
             y_BLHP, after_BHNP = chunk_scan_step(*inputs, before_BHNP)
         else:
             y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.chunk)
-        used_B = jnp.where(places.counts_B > 0, places.lanes_B, states.shape[1])
-        return y_BLHP, states.at[places.layer, used_B].set(after_BHNP, mode="drop")
+        return y_BLHP, with_lane_states(states, after_BHNP, places)
 
 
 def without_padding(inputs: ScanInputs, is_token_BL: jax.Array) -> ScanInputs:
@@ -64,3 +67,14 @@ def without_padding(inputs: ScanInputs, is_token_BL: jax.Array) -> ScanInputs:
     if inputs.beta_BLH is not None:
         return inputs._replace(beta_BLH=kept(inputs.beta_BLH))
     return inputs._replace(v_BLHP=kept(inputs.v_BLHP))
+
+
+def between(key: jax.Array, count: int, least: float, most: float) -> jax.Array:
+    """`count` numbers uniform in (least, most)."""
+    return least + (most - least) * (uniform(key, (count,)) + 1) / 2
+
+
+def first_step_biases(key: jax.Array, count: int) -> jax.Array:
+    """What softplus maps to Mamba's initial steps: log-uniform numbers, at least FLOOR."""
+    steps = jnp.maximum(jnp.exp(between(key, count, *map(math.log, STEPS))), FLOOR)
+    return steps + jnp.log(-jnp.expm1(-steps))

@@ -11,8 +11,8 @@ from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
-from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.delta import DeltaSpec, KdaSpec
+from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
 from maxmeg.layers.mlp import MlpSpec
