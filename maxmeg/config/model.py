@@ -7,8 +7,6 @@ import math
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
-    ConvConfig,
-    DeltaConfig,
     MambaConfig,
     MlaConfig,
     MlpConfig,
@@ -17,6 +15,7 @@ from maxmeg.config.mixers import (
     RotaryConfig,
 )
 from maxmeg.config.recompute import NAMES
+from maxmeg.config.recurrent import ConvConfig, DeltaConfig
 from maxmeg.config.setting import setting
 
 

@@ -91,10 +91,9 @@ def _delta(model: ModelConfig, low_rank: bool = False) -> int:
     keys, values = 2 * model.delta_key_heads * N, H * P
     convolved = model.delta.kernel_size * (keys + values)
     inward, rank = D * (keys + values + H), model.delta.rank or N
+    gates = D * (values + H) + H
     if low_rank:
-        gates = (D + values) * rank + (D + H * N) * rank + H * N
-    else:
-        gates = D * (values + H) + H
+        gates = (2 * D + values + H * N) * rank + H * N
     return inward + convolved + gates + H + P + values * D
 
 
