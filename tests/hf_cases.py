@@ -154,6 +154,9 @@ def with_states(
     falcon |= {"ssm_in_multiplier": 1.2, "ssm_multipliers": [0.5, 0.8, 1.5, 0.7, 0.9]}
     falcon |= {"ssm_out_multiplier": 0.8, "mlp_multipliers": [0.6, 1.4]}
     types = {"layer_types": ["linear_attention", "full_attention"] * LAYERS}
+    linear = {"linear_num_value_heads": 2 * heads, "linear_num_key_heads": heads}
+    linear |= {"linear_key_head_dim": 6, "linear_value_head_dim": hidden // heads}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     mamba = {"num_heads": 2 * heads, "head_dim": hidden // heads, "n_groups": 2, "state_size": 6}
     return {
         "mamba 2": (
@@ -163,6 +166,11 @@ def with_states(
         "nemotron h": (
             "NemotronHForCausalLM",
             {**wide, **letters, **nemotron, "chunk_size": 8},
+        ),
+        "qwen 3 next": (
+            "Qwen3NextForCausalLM",
+            {**wide, **d, **types, **linear, **experts, "head_dim": 16}
+            | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
         ),
         "bamba": (
             "BambaForCausalLM",

@@ -9,6 +9,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import divisors
 
 STRATEGIES = ("auto", "ring", "exchange", "hierarchy", "gather")
+DELTA = ("gated_delta", "kda")
 KINDS = ("attention", "local", "mla", "local_mla")  # mixers that attend
 
 
@@ -47,10 +48,11 @@ def context_problems(
         )
     yield from strategy_problems(model, parallel, tensor)
     chunk = length // (2 * context)
-    for mixer, kernel in (("conv", model.conv.kernel_size), ("mamba", model.mamba.kernel_size)):
-        if model.has(mixer) and kernel - 1 > chunk:
+    for group, mixers in (("conv", ["conv"]), ("mamba", ["mamba"]), ("delta", DELTA)):
+        kernel = getattr(model, group).kernel_size
+        if model.has(*mixers) and kernel - 1 > chunk:
             yield (
-                f"model.{mixer}.kernel_size={kernel} reads more than the {chunk} tokens of a chunk "
+                f"model.{group}.kernel_size={kernel} reads more than the {chunk} tokens of a chunk "
                 f"before it, with data.sequence_length={length} and parallel.context={context}: "
                 "reduce context"
             )

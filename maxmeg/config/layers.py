@@ -28,6 +28,8 @@ MIXERS = {
     "local_mla": ("attention", "rotary", "mla"),
     "conv": ("conv",),  # gated short convolution
     "mamba": ("mamba",),  # Mamba-2
+    "gated_delta": ("delta",),  # Gated DeltaNet
+    "kda": ("delta",),  # Kimi Delta Attention
     "mlp": ("mlp",),
     "moe": ("moe", "mlp"),
 }

@@ -122,6 +122,12 @@ class AttentionConfig:
     bias_out: bool = setting(
         False, "bias of the output projection (the flag is its negation)", "--disable-bias-linear"
     )
+    output_gate: bool = setting(
+        False,
+        "multiply each head's output by a sigmoid of a projection of the input, which follows the "
+        "head's query in the query projection (Qwen3-Next)",
+        "--attention-output-gate",
+    )
     dropout: float = setting(
         0.0,
         "dropout rate of the attention weights, in [0, 1)",
@@ -242,16 +248,6 @@ class MlaConfig:
         0, "size of a head's values; 0: attention.head_dim", "--v-head-dim", at_least=0
     )
     norm_eps: float = setting(0.0, "epsilon of the latents' norms; 0: model.norm_eps", at_least=0)
-
-
-@dataclasses.dataclass
-class ConvConfig:
-    """Gated short convolution (LFM2)."""
-
-    kernel_size: int = setting(
-        3, "number of tokens that a channel's kernel covers, the current one included", at_least=1
-    )
-    bias: bool = setting(False, "biases of the projections and of the convolution")
 
 
 @dataclasses.dataclass

@@ -7,7 +7,6 @@ import math
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
-    ConvConfig,
     MambaConfig,
     MlaConfig,
     MlpConfig,
@@ -16,6 +15,7 @@ from maxmeg.config.mixers import (
     RotaryConfig,
 )
 from maxmeg.config.recompute import NAMES
+from maxmeg.config.recurrent import ConvConfig, DeltaConfig
 from maxmeg.config.setting import setting
 
 
@@ -66,7 +66,8 @@ class ModelConfig:
         "mixers of the layers: commas join sublayers, spaces layers, + mixers that read the same "
         "input (parallel block); 3(...) repeats, *(...) repeats up to num_layers; mixers are "
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
-        "mamba (Mamba-2), mlp, moe; or Megatron-LM's --hybrid-layer-pattern",
+        "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; or Megatron-LM's "
+        "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
     parallel_norms: bool = setting(
@@ -160,6 +161,7 @@ class ModelConfig:
     mla: MlaConfig = setting(MlaConfig, "multi-latent attention")
     conv: ConvConfig = setting(ConvConfig, "gated short convolution")
     mamba: MambaConfig = setting(MambaConfig, "Mamba-2")
+    delta: DeltaConfig = setting(DeltaConfig, "linear attention by the delta rule")
     mlp: MlpConfig = setting(MlpConfig, "feed-forward layer")
     moe: MoeConfig = setting(MoeConfig, "mixture of experts")
     mtp: MtpConfig = setting(MtpConfig, "multi-token prediction", needs="mtp.num_layers")
@@ -175,6 +177,14 @@ class ModelConfig:
     @property
     def mamba_heads(self) -> int:
         return self.mamba.num_heads or 2 * self.hidden_size // self.mamba.head_dim
+
+    @property
+    def delta_key_heads(self) -> int:
+        return self.delta.num_key_heads or self.delta.num_heads
+
+    @property
+    def delta_value_size(self) -> int:
+        return self.delta.value_size or self.delta.key_size
 
     @property
     def layer_kinds(self) -> tuple[Layer, ...]:

@@ -18,6 +18,7 @@ READERS = {
     group: tuple(name for name, groups in MIXERS.items() if group in groups)
     for group in dict.fromkeys(itertools.chain(*MIXERS.values()))
 }
+READERS |= {"delta.rank": ("kda",)}
 READERS |= {"mlp.gate_scale": ("mlp",), "mlp.output_scale": ("mlp",)}
 READERS |= {"attention.window": ("local", "local_mla"), "rotary.local_base": ("local", "local_mla")}
 # What Sinkhorn's algorithm replaces.
@@ -71,6 +72,8 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield from mla_problems(model)
     if model.has("mamba"):
         yield from mamba_problems(model)
+    if model.has("gated_delta", "kda"):
+        yield from delta_problems(model)
     if model.has("moe"):
         yield from moe_problems(model)
     if model.mtp.num_layers and not model.attention.causal:
@@ -198,6 +201,7 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
     for path, broken, remedy in (
         ("attention.num_kv_heads", model.kv_heads != heads.num_heads, "set it to 0"),
         ("attention.qk_norm", heads.qk_norm is not QkNorm.none, "set it to none"),
+        ("attention.output_gate", heads.output_gate, "set it to false"),
         ("rotary.fraction", rotary.fraction != 1, "mla.rotary_size says it: set it to 1"),
     ):
         if broken:
@@ -231,6 +235,23 @@ def mamba_problems(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.mamba.scales={mamba.scales} must be 5 factors, of z, x, B, C and dt, or none"
         )
+
+
+def delta_problems(model: ModelConfig) -> Iterator[str]:
+    delta, keys = model.delta, model.delta_key_heads
+    if delta.num_heads % keys:
+        yield (
+            f"model.delta.num_key_heads={keys} does not divide the {delta.num_heads} heads of the "
+            f"delta rule: choose it in {divisors(delta.num_heads)}, or change "
+            "model.delta.num_heads"
+        )
+    if model.has("kda") and keys != delta.num_heads:
+        yield (
+            f"model.delta.num_key_heads={keys} is for gated_delta only: the mixer kda has queries "
+            "and keys for every head, set it to 0"
+        )
+    if delta.chunk < 2 or delta.chunk & (delta.chunk - 1):
+        yield f"model.delta.chunk={delta.chunk} must be a power of 2: choose 32, 64 or 128"
 
 
 def moe_problems(model: ModelConfig) -> Iterator[str]:

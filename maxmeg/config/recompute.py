@@ -16,8 +16,9 @@ _PRODUCTS = (
     "conv_input_gate",
     "conv_output_gate",
     "conv_value",
-    "ssm_gate",  # gate and step sizes of Mamba-2; its other projections are query, key and value
+    "ssm_gate",  # of Mamba-2 and the delta rule, whose other projections are query, key and value
     "ssm_step",
+    "ssm_beta",  # the factor of what the delta rule writes to its state
     "mlp_up",  # also of the expert that all tokens go to
     "mlp_gate",
     "shared_expert_gate",
@@ -37,7 +38,7 @@ _ATTENTION = (
     "attention_output",
     "attention_weights",  # of short sequences, where XLA computes attention
     "attention_lse",  # log-sum-exp of the scores
-    "scan_output",  # of Mamba-2's recurrence
+    "scan_output",  # of the recurrence of Mamba-2 and of the delta rule
     "query_up",  # what multi-latent attention projects latents to
     "key_up",
     "value_up",

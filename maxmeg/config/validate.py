@@ -164,6 +164,9 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
     if model.has("mamba"):
         heads = model.mamba_heads, model.mamba.num_groups
         yield from head_problems(heads, ("mamba.num_heads", "mamba.num_groups"), tensor)
+    if model.has("gated_delta", "kda"):
+        heads = model.delta.num_heads, model.delta_key_heads
+        yield from head_problems(heads, ("delta.num_heads", "delta.num_key_heads"), tensor)
     for name, value, axis, size in cut:
         if value % size:
             yield (
@@ -297,7 +300,7 @@ def bidirectional_problems(config: Config):
             f"{str(causal).lower()}, which serves {able}: choose one of these, or set "
             f"model.attention.causal={str(not causal).lower()}"
         )
-    for mixer in ("conv", "mamba"):
+    for mixer in ("conv", "mamba", "gated_delta", "kda"):
         if not causal and config.model.has(mixer):
             yield (
                 f"model.layers={config.model.layers!r} has the mixer {mixer}, which is causal: set "

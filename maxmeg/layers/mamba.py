@@ -15,22 +15,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from maxmeg.layers.cache import CacheSize, lane_states, with_lane_states
+from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.conv import Depthwise
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import GroupedNorm
-from maxmeg.ops.chunk_context import chunk_scan_over_context
-from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
-from maxmeg.ops.random import split, uniform
+from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
+from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
 from maxmeg.parallel.rules import set_kv_heads
 
 CONVOLVED = ("value", "key", "query")
 STORED = {"gate": "ssm_gate", "step": "ssm_step"}  # names of the others are those of attention
-FEW = 4  # tokens that decoding takes one by one
-DECAYS, STEPS, FLOOR = (1.0, 16.0), (1e-3, 1e-1), 1e-4  # ranges of initial values
+DECAYS = 1.0, 16.0  # range of initial decay rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +100,7 @@ class Mamba(Mixer):
         for keyed in (self.key, self.query, self.key_conv, self.query_conv):
             set_kv_heads(keyed, spec.num_groups)
         decay_H = jnp.log(between(keys.pop(), H, *DECAYS))
-        step_H = jnp.maximum(jnp.exp(between(keys.pop(), H, *map(math.log, STEPS))), FLOOR)
-        step_H += jnp.log(-jnp.expm1(-step_H))  # the inverse of softplus
+        step_H = first_step_biases(keys.pop(), H)
         self.decay_log, self.step_bias, self.skip = (
             nnx.Param(value_H, axes=("heads",), exact=True)
             for value_H in (decay_H, step_H, jnp.ones(H))
@@ -133,34 +130,18 @@ class Mamba(Mixer):
         value_BLHP, gate_BLX = parts["value"], parts["gate"].astype(jnp.float32)
         step_BLH = jax.nn.softplus(parts["step"].astype(jnp.float32) + self.step_bias[...])
         step_BLH = jnp.clip(step_BLH, *spec.steps)
-        if ctx.cache_places is not None:  # padding does not change the state
-            step_BLH = jnp.where(ctx.cache_places.is_token(tokens[1])[..., None], step_BLH, 0)
         stepped_BLHP = (value_BLHP * step_BLH[..., None]).astype(value_BLHP.dtype)
         log_decay_BLH = -jnp.exp(self.decay_log[...]) * step_BLH
-        inputs = parts["query"], parts["key"], stepped_BLHP, log_decay_BLH, None
-        if cache is None:
-            y_BLHP = chunk_scan_over_context(*inputs, ctx.segments_BL, spec.chunk)
-        else:
-            y_BLHP, new["state"] = self._continued(inputs, cache["state"], ctx)
+        inputs = ScanInputs(parts["query"], parts["key"], stepped_BLHP, log_decay_BLH)
+        states = None if cache is None else cache["state"]
+        y_BLHP, new["state"] = Scan(spec.chunk)(inputs, ctx, states)
         y_BLHP = stored(y_BLHP, "scan_output") + self.skip[...][:, None] * value_BLHP
         y_BLX = y_BLHP.reshape(*tokens, -1) * jax.nn.silu(gate_BLX)
         y_BLX = y_BLX if self.gated_norm is None else self.gated_norm(y_BLX)
-        return self.out(y_BLX.astype(h_BLD.dtype), ctx), new or None, {}
-
-    def _continued(self, inputs: tuple, states: jax.Array, ctx: Context):
-        """(output, states of all layers after the tokens)."""
-        before_BHNP, few = lane_states(states, ctx.cache_places), inputs[0].shape[1] <= FEW
-        scan = (*inputs, before_BHNP) if few else (*inputs, None, before_BHNP, self.spec.chunk)
-        y_BLHP, after_BHNP = (chunk_scan_step if few else chunk_scan)(*scan)
-        return y_BLHP, with_lane_states(states, after_BHNP, ctx.cache_places)
+        return self.out(y_BLX.astype(h_BLD.dtype), ctx), None if cache is None else new, {}
 
     def init_cache(self, size: CacheSize) -> dict[str, jax.Array]:
         """Of each lane, the last inputs of the convolutions and the float32 state of the scan."""
         states = {name: getattr(self, f"{name}_conv").init_cache(size) for name in CONVOLVED}
         shape = self.decay_log.shape[0], self.spec.state_size, self.spec.head_dim
         return states | {"state": jnp.zeros((size.lanes, *shape), jnp.float32)}
-
-
-def between(key: jax.Array, count: int, least: float, most: float) -> jax.Array:
-    """`count` numbers uniform in (least, most)."""
-    return least + (most - least) * (uniform(key, (count,)) + 1) / 2

@@ -11,6 +11,7 @@ from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.delta import DeltaSpec, KdaSpec
 from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
@@ -78,6 +79,7 @@ def attention_spec(
         softcap=heads.softcap,
         scale=heads.scale,
         sinks=heads.sinks,
+        output_gate=heads.output_gate,
         backend=heads.backend.value,
         context=ContextStrategy(strategy_of(parallel, mixer), parallel.context_inner),
         std=config.init_std,
@@ -125,6 +127,27 @@ def mamba_spec(config: ModelConfig, parallel: ParallelConfig) -> MambaSpec:
         std=config.init_std,
         out_std=output_std(config),
     )
+
+
+def delta_spec(config: ModelConfig, parallel: ParallelConfig) -> DeltaSpec:
+    delta = config.delta
+    return DeltaSpec(
+        hidden_size=config.hidden_size,
+        num_heads=delta.num_heads,
+        num_key_heads=config.delta_key_heads,
+        key_size=delta.key_size,
+        value_size=config.delta_value_size,
+        kernel_size=delta.kernel_size,
+        norm_eps=config.norm_eps,
+        chunk=delta.chunk,
+        std=config.init_std,
+        out_std=output_std(config),
+    )
+
+
+def kda_spec(config: ModelConfig, parallel: ParallelConfig) -> KdaSpec:
+    rank = config.delta.rank or config.delta.key_size
+    return KdaSpec(**vars(delta_spec(config, parallel)), rank=rank)
 
 
 def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
@@ -194,6 +217,8 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "local_mla": functools.partial(mla_spec, mixer="local_mla"),
     "conv": conv_spec,
     "mamba": mamba_spec,
+    "gated_delta": delta_spec,
+    "kda": kda_spec,
     "mlp": mlp_spec,
     "moe": moe_spec,
 }

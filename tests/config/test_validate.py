@@ -84,7 +84,7 @@ BAD = [
     (HYBRID + "parallel.tensor=16", "model.mamba.num_heads=8 is not divisible | 1, 2, 4, 8"),
     (
         HYBRID + "model.mamba.num_groups=4; model.mamba.num_heads=24; parallel.tensor=6",
-        "model.mamba.num_groups=4 is neither a multiple nor a divisor | choose tensor in 1, 2, 4, 8",
+        "model.mamba.num_groups=4 is neither a multiple nor a divisor | in 1, 2, 4, 8",
     ),
     (
         HYBRID + "model.mamba.num_heads=0; model.mamba.head_dim=60",

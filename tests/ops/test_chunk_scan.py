@@ -118,8 +118,8 @@ def test_packed_documents_equal_documents_alone():
 def test_a_state_without_queries():
     case = dataclasses.replace(QUICK["delta"], documents=False)
     arrays, _ = inputs_of(case)
-    given = [None, *(float32(arrays).get(name) for name in NAMES[1:5])]
-    y, state = jax.jit(lambda *a: chunk_scan(*a, state_BHNP=arrays["state"], chunk=4))(*given)
+    given = [float32(arrays).get(name) for name in NAMES[1:]]
+    y, state = jax.jit(lambda *a: chunk_scan(None, *a[:4], None, a[4], 4))(*given)
     assert y is None
     check(state, recurrence(**arrays)[1])
 
@@ -135,7 +135,14 @@ def test_the_inverse_keeps_its_digits_where_keys_repeat():
 @pytest.mark.parametrize("kind", ["mamba", "delta", "kda", "channels"])
 def test_strong_decays_overflow_nowhere(kind):
     """exp(-200 x 16) and its inverse are not float32 numbers."""
-    check_case(Case(kind, groups=2, heads=2, chunk=16, length=40, decay=200.0))
+    case = Case(kind, groups=2, heads=2, chunk=16, length=40, decay=200.0)
+    arrays, segments = inputs_of(case)
+    given = float32(arrays), segments, *float32(slopes_of(case))
+    y, state, slopes = with_gradients(scanned(case))(*given)
+    wanted_y, wanted_state = recurrence(**arrays, segments=segments)
+    check(y, wanted_y)
+    check(state, wanted_state)
+    assert all(np.isfinite(slope).all() for slope in slopes.values())
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ RESOLVED = {  # fields in which 0 stands for another size -> the property that r
     "mlp.ffn_size": "ffn",
     "moe.ffn_size": "expert_ffn",
     "mamba.num_heads": "mamba_heads",
+    "delta.num_key_heads": "delta_key_heads",
+    "delta.value_size": "delta_value_size",
 }
 MAX_NUMBER = 2**31 - 1
 MAX_LAYERS = 10_000  # lists have one item per layer

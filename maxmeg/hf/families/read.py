@@ -17,6 +17,7 @@ from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place
+from maxmeg.hf.families.delta_tables import DELTA
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
@@ -27,7 +28,7 @@ from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID, **MAMBA}
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID, **MAMBA, **DELTA}
 VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
@@ -197,7 +198,9 @@ MTP_MODULES = {  # of an MTP layer, beside its transformer layer
     "final_norm": "shared_head.norm",
 }
 BIAS, LOAD = ".mixers.moe.bias", ".mixers.moe.load"  # the state of layers with experts
-EXACT = (BIAS, *(f".mixers.mamba.{name}" for name in ("decay_log", "skip", "step_bias")))
+DELTA_MIXERS, VECTORS = ("gated_delta", "kda"), ("decay_log", "step_bias")
+EXACT = (BIAS, *(f".mixers.mamba.{name}" for name in (*VECTORS, "skip")))
+EXACT = (*EXACT, *(f".mixers.{mixer}.{name}" for mixer in DELTA_MIXERS for name in VECTORS))
 
 
 def is_exact(name: str) -> bool:
@@ -289,7 +292,9 @@ def layer_bindings(
     result: list[Binding] = []
     modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
     for names, theirs in modules.items():
-        groups = model.kv_heads if theirs in table.grouped else 1
+        is_delta = any("delta." in name for name in names)
+        groups = model.delta_key_heads if is_delta else model.kv_heads
+        groups = groups if theirs in table.grouped else 1
         for leaf in (".weight", ".bias"):
             if ours := arrays(names, leaf):
                 result.append(fused(f"{theirs}{leaf}", ours, shapes, groups, table))

@@ -46,7 +46,8 @@ class Family:
     projections interleave, or, if not `interleaved`, [expert, out, in], where they follow each
     other. kept: keys that an export repeats from the imported config.json where this changes no
     result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
-    head. outputs_first: whether projections are stored as [out, in]. ignored: patterns
+    head, or what belongs to each key head of the delta rule. outputs_first: whether projections
+    are stored as [out, in]. ignored: patterns
     of tensors that hold no weights. renamed: (pattern, replacement) for names in other files. code:
     pattern of remote-code modules that compute the same as transformers; they are never run.
     """
