@@ -17,6 +17,7 @@ from jax import lax
 from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.read import bindings, differences, model_config
 from maxmeg.layers.context import Context
+from maxmeg.models.hybrid_sizes import HYBRIDS
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
 from maxmeg.parallel.rules import RULES, is_variable, logical_axes
@@ -193,7 +194,21 @@ def num_parameters(model: LM) -> tuple[int, int]:
     return sum(sizes.values()), routed
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hybrids_have_their_parameters_by_formula():
+    for name in HYBRIDS:
+        count, (number, unit) = num_by_formula(name), ROUNDED.get(name, (0, 1))
+        assert count == PUBLISHED[name] if name in PUBLISHED else round(count / unit) == number
+
+
+def num_by_formula(name: str) -> int:
+    return parameters.num_parameters(architecture(name))[0]
+
+
+TRACED = [n for n in ARCHITECTURES if n not in HYBRIDS or n in ("nemotron-h-8b", "falcon-h1-0.5b")]
+SLOWLY = [pytest.param(n, marks=pytest.mark.slow) for n in ARCHITECTURES if n not in TRACED]
+
+
+@pytest.mark.parametrize("name", [*TRACED, *SLOWLY])
 def test_architecture_has_its_parameters(name: str):
     config = architecture(name)
     count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1))
