@@ -38,6 +38,8 @@ LENGTH, NEW = 64, 8
 MERGED = 1e-4  # of log-probabilities: rounding of W + A B, where an engine adds the products
 ADAPTERS = {"whole": (3, ""), "narrow": (1, "out"), "inner": (2, "value")}  # rank, part of a path
 SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
+DELTA_SIZES = {"delta.num_heads": 8, "delta.num_key_heads": 4, "delta.key_size": 6}
+DELTA_SIZES |= {"delta.chunk": 4, "attention.output_gate": True}
 
 MODELS = {
     "grouped": {"attention.num_kv_heads": 4},
@@ -52,6 +54,7 @@ MODELS = {
         "conv.kernel_size": 4,
         "conv.bias": True,
     },
+    "delta": {"layers": "*(gated_delta,mlp local,mlp)"} | DELTA_SIZES,
     "experts": {"layers": "*(local,moe)", "moe.num_experts": 4, "moe.ffn_size": 24},
     "dropping experts": {
         "layers": "*(local,moe)",
