@@ -78,6 +78,20 @@ KDA = {
     "delta.rank": 3,
     "delta.chunk": 4,
 }
+HYBRID = {
+    "num_layers": 5,
+    "layers": "*(mamba attention+mamba,mlp)",
+    "mamba.num_heads": 8,
+    "mamba.head_dim": 6,
+    "mamba.num_groups": 2,
+    "mamba.state_size": 5,
+    "mamba.chunk": 4,
+    "mamba.scales": (0.5, 1.5, 0.7, 0.8, 0.9),
+    "mamba.output_scale": 0.8,
+    "residual_scale": 0.7,
+    "logit_scale": 0.5,
+    "dropout_hidden": 0.1,
+}
 
 
 def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Config:

@@ -14,6 +14,7 @@ from layouts import (
     CONVOLUTIONS,
     DELTA,
     EVERYTHING,
+    HYBRID,
     KDA,
     controls,
     mesh_of,
@@ -43,6 +44,7 @@ MODELS = {
     "convolutions": CONVOLUTIONS,
     "delta": DELTA,
     "kda": KDA,
+    "hybrid": HYBRID,
 }
 LAYOUTS = [
     ("llama", {"data": 8, "fsdp": 1, "zero1": False}, {}),
@@ -57,6 +59,8 @@ LAYOUTS = [
     ("delta", {"fsdp": 2, "context": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("delta", {"data": 2, "fsdp": 1, "context": 4}, {}),
     ("kda", {"fsdp": 2, "context": 2, "tensor": 2}, {}),
+    ("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, {}),
+    ("hybrid", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
     ("everything", {"fsdp": 2, "tensor": 4}, {"loss_backend": LossBackend.tiled}),

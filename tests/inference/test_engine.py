@@ -55,6 +55,14 @@ MODELS = {
         "conv.bias": True,
     },
     "delta": {"layers": "*(gated_delta,mlp local,mlp)"} | DELTA_SIZES,
+    "mamba": {  # and attention to a window
+        "layers": "*(mamba local,mlp)",
+        "mamba.num_heads": 8,
+        "mamba.head_dim": 8,
+        "mamba.num_groups": 2,
+        "mamba.state_size": 8,
+        "mamba.chunk": 4,
+    },
     "experts": {"layers": "*(local,moe)", "moe.num_experts": 4, "moe.ffn_size": 24},
     "dropping experts": {
         "layers": "*(local,moe)",
@@ -319,7 +327,7 @@ def check_load(kind: str, arrivals, pages: int, shares: bool, chunks: int) -> in
 )
 def test_a_reply_does_not_depend_on_what_else_is_served(kind):
     """Bit for bit: tokens and log-probabilities, with shared pages and with too few of them."""
-    shareable = kind != "convolution"
+    shareable = kind not in ("convolution", "mamba")
     preemptions = 0
 
     rows = [(0, 12, SAMPLED, 0, ""), (1, 14, GREEDY, 1, "whole"), (0, 16, SAMPLED, 2, "inner")]

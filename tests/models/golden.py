@@ -35,6 +35,9 @@ FAMILIES = {
     "gpt-oss": "gpt-oss-20b",
     "glm4.5": "glm4.5",
     "deepseek": "deepseek-v3",
+    "nemotron-h": "nemotron-3-nano-30b-a3b",
+    "granite4": "granite-4.0-h-tiny",
+    "falcon-h1": "falcon-h1-0.5b",
 }
 
 

@@ -101,9 +101,12 @@ PUBLISHED = {
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # with the biases of its routers, without what predicts
     "moonlight-16b-a3b": 15_960_111_936 - 27 * 64,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,  # with the biases of its routers
+    "granite-4.0-h-small": 32_207_337_984,
 }
 # (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the sequence
-# parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files.
+# parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files and of hybrids.
 ROUNDED = {
     "gpt3-125m": (125, 1e6),
     "gpt3-350m": (356, 1e6),
@@ -121,6 +124,16 @@ ROUNDED = {
     "minitron-8b": (83, 1e8),
     "nemotron4-15b": (31 + 125, 1e8),  # embeddings and the rest
     "nemotron4-340b": (94 + 3316, 1e8),
+    "nemotron-h-4b": (45, 1e8),
+    "nemotron-h-8b": (81, 1e8),
+    "nemotron-h-56b": (56, 1e9),
+    "nemotron-nano-12b-v2": (123, 1e8),
+    "bamba-9b": (978, 1e7),
+    "mamba2-2.7b": (27, 1e8),
+    "granite-4.0-h-micro": (3, 1e9),
+    "granite-4.0-h-tiny": (7, 1e9),
+    "falcon-h1-0.5b": (52, 1e7),
+    "falcon-h1-7b": (759, 1e7),
 }
 # (number, its unit, layers that predict) where the publisher counts no embedding and no output:
 # model cards of Qwen 3, papers of Moonlight and of GLM-4.5, which says that it counts what
@@ -164,8 +177,12 @@ ACTIVE = {
     "deepseek-v2": (21, 1e9, 2),
     "deepseek-v3": (366, 1e8, 1),
     "moonlight-16b-a3b": (224, 1e7, 0),
+    "nemotron-3-nano-30b-a3b": (35, 1e8, 2),
+    "granite-4.0-h-tiny": (1, 1e9, 2),
+    "granite-4.0-h-small": (9, 1e9, 2),
 }
 CUT = ("deepseek-v2-lite", "qwen3-30b-a3b")  # rounded down
+CUT = (*CUT, "nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny")
 
 
 def num_parameters(model: LM) -> tuple[int, int]:
