@@ -327,7 +327,7 @@ def check_load(kind: str, arrivals, pages: int, shares: bool, chunks: int) -> in
 )
 def test_a_reply_does_not_depend_on_what_else_is_served(kind):
     """Bit for bit: tokens and log-probabilities, with shared pages and with too few of them."""
-    shareable = kind not in ("convolution", "mamba")
+    shareable = kind not in ("convolution", "delta", "mamba")
     preemptions = 0
 
     rows = [(0, 12, SAMPLED, 0, ""), (1, 14, GREEDY, 1, "whole"), (0, 16, SAMPLED, 2, "inner")]
