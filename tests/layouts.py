@@ -58,6 +58,26 @@ CONVOLUTIONS = {
     "dropout_hidden": 0.1,
 }
 
+DELTA = {
+    "num_layers": 3,
+    "layers": "*(gated_delta,mlp attention,mlp)",
+    "attention.output_gate": True,
+    "delta.num_heads": 8,
+    "delta.num_key_heads": 4,
+    "delta.key_size": 6,
+    "delta.value_size": 4,
+    "delta.kernel_size": 3,
+    "delta.chunk": 4,
+    "dropout_hidden": 0.1,
+}
+KDA = {
+    "num_layers": 2,
+    "layers": "*(kda,mlp attention,mlp)",
+    "delta.num_heads": 8,
+    "delta.key_size": 4,
+    "delta.rank": 3,
+    "delta.chunk": 4,
+}
 HYBRID = {
     "num_layers": 5,
     "layers": "*(mamba attention+mamba,mlp)",
