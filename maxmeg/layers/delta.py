@@ -70,6 +70,13 @@ class DeltaSpec(MixerSpec):
         state = self.num_heads * self.key_size * self.value_size
         return self.hidden_size * (widths + self.num_heads * self.value_size) + 4 * state
 
+    def halos(self, tensor: int = 1) -> tuple[int, ...]:
+        stored = self.widths(tensor).stored
+        return tuple((self.kernel_size - 1) * stored[name] // tensor for name in CONVOLVED)
+
+    def state(self, tensor: int = 1) -> int:
+        return self.num_heads // tensor * self.key_size * (self.value_size + self.key_size)
+
     def widths(self, tensor: int = 1) -> Widths:
         copies = max(self.num_key_heads, tensor) // self.num_key_heads
         stored = {

@@ -70,6 +70,13 @@ class MambaSpec(MixerSpec):
         widths = width + sum(width for width, _ in self.projections.values())
         return self.hidden_size * widths + 7 * width * self.state_size // 2
 
+    def halos(self, tensor: int = 1) -> tuple[int, ...]:
+        stored = self.widths(tensor).stored
+        return tuple((self.kernel_size - 1) * stored[name] // tensor for name in CONVOLVED)
+
+    def state(self, tensor: int = 1) -> int:
+        return self.num_heads // tensor * (self.state_size * self.head_dim + 1)
+
     def widths(self, tensor: int = 1) -> Widths:
         width, keys = self.projections["value"][0], max(self.num_groups, tensor) * self.state_size
         inputs = {"ssm_gate": width, "value": width, "key": keys, "query": keys}
@@ -78,6 +85,7 @@ class MambaSpec(MixerSpec):
             stored=inputs | {"scan_output": width},
             queries_keys_values=sum(inputs.values()),
             last_input=width,
+            scanned=width,
         )
 
 

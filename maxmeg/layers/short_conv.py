@@ -37,6 +37,9 @@ class ShortConvSpec(MixerSpec):
     def weights(self) -> int:
         return (4 * self.hidden_size + self.kernel_size) * self.hidden_size
 
+    def halos(self, tensor: int = 1) -> tuple[int, ...]:
+        return ((self.kernel_size - 1) * self.hidden_size // tensor,)
+
     def widths(self, tensor: int = 1) -> Widths:
         names = ("conv_input_gate", "conv_output_gate", "conv_value")
         return Widths(stored=dict.fromkeys(names, self.hidden_size), last_input=self.hidden_size)
