@@ -178,7 +178,8 @@ def with_states(
             "KimiLinearForCausalLM",
             {**wide, **types, **latent, "num_hidden_layers": 2 * LAYERS, "n_group": 2}
             | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-            | {"linear_head_dim": hidden // heads, "linear_num_heads": heads},
+            | {"linear_head_dim": hidden // heads, "linear_num_heads": heads}
+            | {"mlp_layer_types": ["sparse"] * 2 * LAYERS},  # else their files have other names
         ),
         "bamba": (
             "BambaForCausalLM",
