@@ -159,7 +159,8 @@ QWEN3_NEXT = Family(
     + [Key("linear_key_head_dim", "delta.key_size", 128)]
     + [Key("linear_value_head_dim", "delta.value_size", 128)]
     + [Key("linear_conv_kernel_dim", "delta.kernel_size", 4)]
-    + [Rotary(fraction_default=0.25), DenseLayers(), LinearLayers()],
+    + [Rotary(fraction_default=0.25), DenseLayers(), LinearLayers()]
+    + [Fixed("use_sliding_window", False)],
     layers={
         **LLAMA_LAYER,
         **HEAD_NORMS,
