@@ -156,6 +156,8 @@ def with_states(
     types = {"layer_types": ["linear_attention", "full_attention"] * LAYERS}
     linear = {"linear_num_value_heads": 2 * heads, "linear_num_key_heads": heads}
     linear |= {"linear_key_head_dim": 6, "linear_value_head_dim": hidden // heads}
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": own_head_dim, "qk_rope_head_dim": 8}
+    latent |= {"v_head_dim": 10, "num_key_value_heads": heads}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     mamba = {"num_heads": 2 * heads, "head_dim": hidden // heads, "n_groups": 2, "state_size": 6}
     return {
@@ -171,6 +173,13 @@ def with_states(
             "Qwen3NextForCausalLM",
             {**wide, **d, **types, **linear, **experts, "head_dim": 16}
             | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+        ),
+        "kimi linear": (
+            "KimiLinearForCausalLM",
+            {**wide, **types, **latent, "num_hidden_layers": 2 * LAYERS, "n_group": 2}
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+            | {"linear_head_dim": hidden // heads, "linear_num_heads": heads}
+            | {"mlp_layer_types": ["sparse"] * 2 * LAYERS},  # else their files have other names
         ),
         "bamba": (
             "BambaForCausalLM",

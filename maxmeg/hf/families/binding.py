@@ -85,6 +85,19 @@ class Fusion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shaped:
+    """A vector that is stored with dimensions of size 1."""
+
+    shape: tuple[int, ...]
+
+    def split(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (tensor.reshape(-1),)
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return parts[0].reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Interleaved:
     """Projections of equal width whose outputs, the last dimension, interleave."""
 

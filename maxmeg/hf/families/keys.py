@@ -281,6 +281,24 @@ class Ignored(Part):
         keys.known.update(self.names)
 
 
+class Renamed(Part):
+    """A part whose keys have other names in this family, or these too."""
+
+    def __init__(self, part: Part, **names: str):
+        self.part, self.names = part, names
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        values = {name: keys.take_any((name, alias), None) for name, alias in self.names.items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        inner = Keys({**keys.values, **given})
+        self.part.read(inner, fields)
+        keys.known |= inner.known
+
+    def write(self, model: ModelConfig) -> Json:
+        written = self.part.write(model).items()
+        return {self.names.get(name, name): value for name, value in written}
+
+
 class ScaledEmbedding(Part):
     """The embedding is multiplied by sqrt(hidden_size); no key says so (Gemma)."""
 

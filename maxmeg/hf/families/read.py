@@ -16,7 +16,7 @@ from maxmeg.config.mixers import RouterScore
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
-from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place
+from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
 from maxmeg.hf.families.delta_tables import DELTA
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
@@ -150,6 +150,8 @@ def plain_value(model: ModelConfig, field: str) -> typing.Any:
         return model.attention.scale or model.key_size**-0.5
     if field == "mla.norm_eps" and model.is_mla:
         return model.mla.norm_eps or model.norm_eps
+    if field == "delta.rank":
+        return model.delta.rank or model.delta.key_size
     if field == "layers":
         return model.layer_kinds
     if field == "max_position" and model.position is not Position.learned:
@@ -301,6 +303,10 @@ def layer_bindings(
     for names, theirs in table.arrays.items():
         if ours := arrays(names, ""):
             binding = fused(theirs, ours, shapes, 1, table)
+            if theirs in table.shapes:
+                count, shape = shapes[ours[0].name][-1], table.shapes[theirs]
+                shaped = Shaped(tuple(count if size == -1 else size for size in shape))
+                binding = Binding(theirs, shaped.shape, ours, shaped.split, shaped.join)
             result.append(dataclasses.replace(binding, exact=is_exact(ours[0].name)))
     for names, theirs in table.experts.items():
         if "{}" not in theirs and (ours := arrays(names, "")):
