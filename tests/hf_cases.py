@@ -136,6 +136,77 @@ def families(
     }
 
 
+def with_states(
+    hidden: int = 32, heads: int = 4, own_head_dim: int = 12
+) -> dict[str, tuple[str, dict]]:
+    """The same of models with Mamba-2 layers."""
+    plain = TOKENS | {"hidden_size": hidden, "pad_token_id": None, "chunk_size": 8}
+    wide, d = gated(hidden, heads), {"num_hidden_layers": 2 * LAYERS}
+    letters = {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * LAYERS}
+    nemotron = {"mamba_num_heads": 2 * heads, "mamba_head_dim": hidden // heads, "n_groups": 2}
+    nemotron |= {"ssm_state_size": 6, "head_dim": own_head_dim, "moe_latent_size": hidden // 2}
+    nemotron |= {"n_routed_experts": 4, "moe_intermediate_size": 20, "time_step_min": 0.02}
+    nemotron |= {"moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 1.5}
+    sized = {"mamba_n_heads": 2 * heads, "mamba_d_state": 6, "mamba_chunk_size": 8}
+    muP = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+    falcon = {"lm_head_multiplier": 0.5, "embedding_multiplier": 3.0, "key_multiplier": 0.7}
+    falcon |= {"attention_in_multiplier": 0.6, "attention_out_multiplier": 1.3}
+    falcon |= {"ssm_in_multiplier": 1.2, "ssm_multipliers": [0.5, 0.8, 1.5, 0.7, 0.9]}
+    falcon |= {"ssm_out_multiplier": 0.8, "mlp_multipliers": [0.6, 1.4]}
+    types = {"layer_types": ["linear_attention", "full_attention"] * LAYERS}
+    linear = {"linear_num_value_heads": 2 * heads, "linear_num_key_heads": heads}
+    linear |= {"linear_key_head_dim": 6, "linear_value_head_dim": hidden // heads}
+    latent = {"kv_lora_rank": 16, "qk_nope_head_dim": own_head_dim, "qk_rope_head_dim": 8}
+    latent |= {"v_head_dim": 10, "num_key_value_heads": heads}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    mamba = {"num_heads": 2 * heads, "head_dim": hidden // heads, "n_groups": 2, "state_size": 6}
+    return {
+        "mamba 2": (
+            "Mamba2ForCausalLM",
+            {**plain, **mamba, "num_hidden_layers": LAYERS, "use_bias": True},
+        ),
+        "nemotron h": (
+            "NemotronHForCausalLM",
+            {**wide, **letters, **nemotron, "chunk_size": 8},
+        ),
+        "qwen 3 next": (
+            "Qwen3NextForCausalLM",
+            {**wide, **d, **types, **linear, **experts, "head_dim": 16}
+            | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+        ),
+        "kimi linear": (
+            "KimiLinearForCausalLM",
+            {**wide, **types, **latent, "num_hidden_layers": 2 * LAYERS, "n_group": 2}
+            | {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+            | {"linear_head_dim": hidden // heads, "linear_num_heads": heads}
+            | {"mlp_layer_types": ["sparse"] * 2 * LAYERS},  # else their files have other names
+        ),
+        "bamba": (
+            "BambaForCausalLM",
+            {**wide, **d, **sized, "attn_layer_indices": [1, 3], "mamba_n_groups": 2},
+        ),
+        "granite 4": (
+            "GraniteMoeHybridForCausalLM",
+            {**wide, **d, **sized, **types, **muP, "logits_scaling": 3.0}
+            | {"shared_intermediate_size": 20, "num_local_experts": 4},
+        ),
+        "granite 4, dense": (
+            "GraniteMoeHybridForCausalLM",
+            {**wide, **d, **sized, **types, "shared_intermediate_size": 20}
+            | {"num_local_experts": 0, "position_embedding_type": "rope"},
+        ),
+        "falcon h1": (
+            "FalconH1ForCausalLM",
+            {**wide, **sized, **falcon, "mamba_d_ssm": 2 * hidden},
+        ),
+        "falcon h1, normalized": (
+            "FalconH1ForCausalLM",
+            {**wide, **sized, "mamba_d_ssm": hidden, "mamba_rms_norm": True}
+            | {"mamba_norm_before_gate": False, "mamba_n_groups": 2},
+        ),
+    }
+
+
 EXPERTS = {"num_experts_per_tok": 2}
 
 

@@ -58,6 +58,41 @@ CONVOLUTIONS = {
     "dropout_hidden": 0.1,
 }
 
+DELTA = {
+    "num_layers": 3,
+    "layers": "*(gated_delta,mlp attention,mlp)",
+    "attention.output_gate": True,
+    "delta.num_heads": 8,
+    "delta.num_key_heads": 4,
+    "delta.key_size": 6,
+    "delta.value_size": 4,
+    "delta.kernel_size": 3,
+    "delta.chunk": 4,
+    "dropout_hidden": 0.1,
+}
+KDA = {
+    "num_layers": 2,
+    "layers": "*(kda,mlp attention,mlp)",
+    "delta.num_heads": 8,
+    "delta.key_size": 4,
+    "delta.rank": 3,
+    "delta.chunk": 4,
+}
+HYBRID = {
+    "num_layers": 5,
+    "layers": "*(mamba attention+mamba,mlp)",
+    "mamba.num_heads": 8,
+    "mamba.head_dim": 6,
+    "mamba.num_groups": 2,
+    "mamba.state_size": 5,
+    "mamba.chunk": 4,
+    "mamba.scales": (0.5, 1.5, 0.7, 0.8, 0.9),
+    "mamba.output_scale": 0.8,
+    "residual_scale": 0.7,
+    "logit_scale": 0.5,
+    "dropout_hidden": 0.1,
+}
+
 
 def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Config:
     """A config of a tiny float32 model on as many devices as `parallel` names."""

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import AXES, BATCH_AXES, TENSOR_AXES, make_mesh
 from maxmeg.parallel.rules import reductions, storage_specs
 from maxmeg.parallel.spmd import spmd
+from maxmeg.step import compute_model, reduce_gradients
 
 TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
 
@@ -37,11 +37,9 @@ def on_mesh(output: Callable, layer, sizes: dict[str, int], fold: int = 1) -> An
     rows = P(BATCH_AXES, TENSOR_AXES)
 
     def local(layer, x_BLD, slope_BLD):
+        layer = compute_model(layer, places, jnp.float32)
         y_BLD, weights, into = with_gradients(output, layer, x_BLD, slope_BLD)
-        weights = jax.tree.map(
-            lambda place, g: collectives.sum_over(g, place.sum_axes), places, weights
-        )
-        return y_BLD, weights, into
+        return y_BLD, reduce_gradients(weights, places), into
 
     return jax.jit(spmd(local, mesh, (specs, rows, rows), (rows, specs, rows)))
 

@@ -9,6 +9,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import divisors
 
 STRATEGIES = ("auto", "ring", "exchange", "hierarchy", "gather")
+DELTA = ("gated_delta", "kda")
 KINDS = ("attention", "local", "mla", "local_mla")  # mixers that attend
 
 
@@ -53,12 +54,15 @@ def context_problems(
         )
     yield from strategy_problems(model, parallel, tensor)
     yield from owner_problems(model, parallel)
-    kernel, chunk = model.conv.kernel_size, length // (2 * context)
-    if model.has("conv") and kernel - 1 > chunk:
-        yield (
-            f"model.conv.kernel_size={kernel} reads more than the {chunk} tokens of a chunk before "
-            f"it, with data.sequence_length={length} and parallel.context={context}: reduce context"
-        )
+    chunk = length // (2 * context)
+    for group, mixers in (("conv", ["conv"]), ("mamba", ["mamba"]), ("delta", DELTA)):
+        kernel = getattr(model, group).kernel_size
+        if model.has(*mixers) and kernel - 1 > chunk:
+            yield (
+                f"model.{group}.kernel_size={kernel} reads more than the {chunk} tokens of a chunk "
+                f"before it, with data.sequence_length={length} and parallel.context={context}: "
+                "reduce context"
+            )
 
 
 def owner_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -71,11 +75,11 @@ def owner_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str
             f"parallel.context_chunks={chunks} is for context_strategy=gather, whose kernels skip "
             f"what no query sees, not for {', '.join(sorted(others))}: set one of them alone"
         )
-    if model.has("conv"):
+    if model.has("conv", "mamba", *DELTA):
         yield (
             f"parallel.context_chunks={chunks} gives devices chunks that are not neighbours, and "
-            f"model.layers={model.layers!r} has convolutions, which read the tokens before a "
-            "chunk: set context_chunks=0"
+            f"model.layers={model.layers!r} has convolutions or states, which continue the tokens "
+            "before a chunk: set context_chunks=0"
         )
 
 

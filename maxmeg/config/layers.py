@@ -27,6 +27,9 @@ MIXERS = {
     "mla": ("attention", "rotary", "mla"),
     "local_mla": ("attention", "rotary", "mla"),
     "conv": ("conv",),  # gated short convolution
+    "mamba": ("mamba",),  # Mamba-2
+    "gated_delta": ("delta",),  # Gated DeltaNet
+    "kda": ("delta",),  # Kimi Delta Attention
     "mlp": ("mlp",),
     "moe": ("moe", "mlp"),
 }
@@ -56,6 +59,13 @@ def parse(pattern: str, num_layers: int) -> tuple[Layer, ...]:
             _check_mixer(name, pattern)
         layers: list[Layer] = [((name,),) for name in names]
         return _counted(pattern, layers, num_layers)
+    if re.fullmatch(r"[A-Z*+/|-]+", pattern):
+        unknown = [letter for letter in dict.fromkeys(pattern) if letter not in {*HYBRID, "|"}]
+        known = ", ".join(f"{letter} ({name})" for letter, name in HYBRID.items())
+        raise ValueError(
+            f"model.layers={pattern!r} has the letters {' '.join(unknown)}, which no mixer has: "
+            f"use {known}, and | between the stages of a pipeline"
+        )
     parser = _Parser(pattern)
     before, repeated, after = parser.stack()
     if repeated is None:

@@ -104,6 +104,7 @@ class AttentionConfig:
     )
     softcap: float = setting(0.0, "scores become c tanh(scores / c); 0: off", at_least=0)
     scale: float = setting(0.0, "factor of the scores; 0: 1 / sqrt(key size)", at_least=0)
+    output_scale: float = setting(1.0, "factor of the sublayer's output (Falcon-H1)", above=0)
     sinks: bool = setting(
         False, "a learned logit per head in the softmax's denominator", "--softmax-type"
     )
@@ -120,6 +121,12 @@ class AttentionConfig:
     )
     bias_out: bool = setting(
         False, "bias of the output projection (the flag is its negation)", "--disable-bias-linear"
+    )
+    output_gate: bool = setting(
+        False,
+        "multiply each head's output by a sigmoid of a projection of the input, which follows the "
+        "head's query in the query projection (Qwen3-Next)",
+        "--attention-output-gate",
     )
     dropout: float = setting(
         0.0,
@@ -244,13 +251,39 @@ class MlaConfig:
 
 
 @dataclasses.dataclass
-class ConvConfig:
-    """Gated short convolution (LFM2)."""
+class MambaConfig:
+    """Mamba-2, a state-space model (Dao and Gu, 2024)."""
 
-    kernel_size: int = setting(
-        3, "number of tokens that a channel's kernel covers, the current one included", at_least=1
+    num_heads: int = setting(
+        0, "number of heads; 0: 2 x hidden_size / head_dim", "--mamba-num-heads", at_least=0
     )
-    bias: bool = setting(False, "biases of the projections and of the convolution")
+    head_dim: int = setting(64, "number of channels of a head", "--mamba-head-dim", at_least=1)
+    num_groups: int = setting(
+        8,
+        "number of groups of heads that share keys (B) and queries (C): a divisor of the number of "
+        "heads, and a multiple or divisor of parallel.tensor",
+        "--mamba-num-groups",
+        at_least=1,
+    )
+    state_size: int = setting(
+        128, "size of the state of a channel", "--mamba-state-dim", at_least=1
+    )
+    kernel_size: int = setting(
+        4, "number of tokens that the convolution covers, the current one included", at_least=1
+    )
+    bias: bool = setting(False, "biases of the projections")
+    conv_bias: bool = setting(True, "bias of the convolution")
+    norm: bool = setting(True, "normalize the gated output over each group, before its projection")
+    min_step: float = setting(0.0, "smallest step size (dt)", at_least=0)
+    max_step: float = setting(0.0, "largest step size (dt); 0: no limit", at_least=0)
+    chunk: int = setting(
+        128, "number of tokens that the scan multiplies at once", at_least=1, effect="none"
+    )
+    scales: tuple[float, ...] = setting(
+        (),
+        "factors of the projections z, x, B, C and dt (Falcon-H1); empty: 1",
+    )
+    output_scale: float = setting(1.0, "factor of the sublayer's output (Falcon-H1)", above=0)
 
 
 @dataclasses.dataclass
@@ -282,6 +315,13 @@ class MlpConfig:
         "--glu-linear-offset",
         needs="activation=swiglu|geglu|quick_geglu",
     )
+    gate_scale: float = setting(
+        1.0,
+        "factor of the gate branch of the mixer mlp, before its activation (Falcon-H1)",
+        above=0,
+        needs="activation=swiglu|geglu|quick_geglu",
+    )
+    output_scale: float = setting(1.0, "factor of the output of the mixer mlp (Falcon-H1)", above=0)
     bias: bool = setting(
         False, "biases of the projections (the flag is its negation)", "--disable-bias-linear"
     )

@@ -7,7 +7,7 @@ import math
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
-    ConvConfig,
+    MambaConfig,
     MlaConfig,
     MlpConfig,
     MoeConfig,
@@ -15,6 +15,7 @@ from maxmeg.config.mixers import (
     RotaryConfig,
 )
 from maxmeg.config.recompute import NAMES
+from maxmeg.config.recurrent import ConvConfig, DeltaConfig
 from maxmeg.config.setting import setting
 
 
@@ -65,7 +66,8 @@ class ModelConfig:
         "mixers of the layers: commas join sublayers, spaces layers, + mixers that read the same "
         "input (parallel block); 3(...) repeats, *(...) repeats up to num_layers; mixers are "
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
-        "mlp, moe; or Megatron-LM's --hybrid-layer-pattern",
+        "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; or Megatron-LM's "
+        "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
     parallel_norms: bool = setting(
@@ -89,6 +91,10 @@ class ModelConfig:
         effect="adapted",
     )
     embedding_scale: float = setting(1.0, "factor of the embeddings (Gemma: sqrt(hidden_size))")
+    residual_scale: float = setting(
+        1.0, "factor of every sublayer's output, before the residual sum (Granite)", above=0
+    )
+    logit_scale: float = setting(1.0, "factor of the logits (Granite, Falcon-H1)", above=0)
     tied: bool = setting(
         False,
         "the output weights are the embedding's (the flag is its negation)",
@@ -154,6 +160,8 @@ class ModelConfig:
     )
     mla: MlaConfig = setting(MlaConfig, "multi-latent attention")
     conv: ConvConfig = setting(ConvConfig, "gated short convolution")
+    mamba: MambaConfig = setting(MambaConfig, "Mamba-2")
+    delta: DeltaConfig = setting(DeltaConfig, "linear attention by the delta rule")
     mlp: MlpConfig = setting(MlpConfig, "feed-forward layer")
     moe: MoeConfig = setting(MoeConfig, "mixture of experts")
     mtp: MtpConfig = setting(MtpConfig, "multi-token prediction", needs="mtp.num_layers")
@@ -165,6 +173,18 @@ class ModelConfig:
     @property
     def head_size(self) -> int:
         return self.attention.head_dim or self.hidden_size // max(self.attention.num_heads, 1)
+
+    @property
+    def mamba_heads(self) -> int:
+        return self.mamba.num_heads or 2 * self.hidden_size // self.mamba.head_dim
+
+    @property
+    def delta_key_heads(self) -> int:
+        return self.delta.num_key_heads or self.delta.num_heads
+
+    @property
+    def delta_value_size(self) -> int:
+        return self.delta.value_size or self.delta.key_size
 
     @property
     def layer_kinds(self) -> tuple[Layer, ...]:

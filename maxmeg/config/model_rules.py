@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
+from maxmeg.config.context import KINDS
 from maxmeg.config.layers import MIXERS, Layer
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotaryScaling, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
@@ -17,6 +18,8 @@ READERS = {
     group: tuple(name for name, groups in MIXERS.items() if group in groups)
     for group in dict.fromkeys(itertools.chain(*MIXERS.values()))
 }
+READERS |= {"delta.rank": ("kda",)}
+READERS |= {"mlp.gate_scale": ("mlp",), "mlp.output_scale": ("mlp",)}
 READERS |= {"attention.window": ("local", "local_mla"), "rotary.local_base": ("local", "local_mla")}
 # What Sinkhorn's algorithm replaces.
 NOT_WITH_SINKHORN = (
@@ -61,30 +64,16 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     yield from recompute_problems(model.recompute)
     for kind in kinds:
         yield from kind_problems(kind)
-    num_heads = model.attention.num_heads
-    if num_heads < 1 or (not model.attention.head_dim and model.hidden_size % num_heads):
-        yield (
-            f"model.hidden_size={model.hidden_size} is not divisible by "
-            f"model.attention.num_heads={num_heads}: choose num_heads in "
-            f"{divisors(model.hidden_size)}, or set model.attention.head_dim"
-        )
-    elif model.kv_heads < 1 or num_heads % model.kv_heads:
-        yield (
-            f"model.attention.num_heads={num_heads} is not divisible by "
-            f"model.attention.num_kv_heads={model.kv_heads}: choose num_kv_heads in "
-            f"{divisors(num_heads)}"
-        )
-    elif model.position is Position.rotary and not model.is_mla and model.rotated_size < 2:
-        yield (
-            f"model.rotary.fraction={model.rotary.fraction} of head size {model.head_size} leaves "
-            "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
-        )
-    elif model.position is Position.rotary:
-        yield from rotary_problems(model)
+    if model.has(*KINDS):
+        yield from head_problems(model)
     yield from window_problems(model)
     yield from norm_problems(model)
     if model.is_mla:
         yield from mla_problems(model)
+    if model.has("mamba"):
+        yield from mamba_problems(model)
+    if model.has("gated_delta", "kda"):
+        yield from delta_problems(model)
     if model.has("moe"):
         yield from moe_problems(model)
     if model.mtp.num_layers and not model.attention.causal:
@@ -131,6 +120,30 @@ def kind_problems(kind: Layer) -> Iterator[str]:
                 f"model.layers has {'+'.join(sublayer)}: {' and '.join(attention)} cannot stand in "
                 "one sublayer, whose attention has one set of parameters"
             )
+
+
+def head_problems(model: ModelConfig) -> Iterator[str]:
+    """Rules of the heads of attention, and of their rotation."""
+    num_heads = model.attention.num_heads
+    if num_heads < 1 or (not model.attention.head_dim and model.hidden_size % num_heads):
+        yield (
+            f"model.hidden_size={model.hidden_size} is not divisible by "
+            f"model.attention.num_heads={num_heads}: choose num_heads in "
+            f"{divisors(model.hidden_size)}, or set model.attention.head_dim"
+        )
+    elif model.kv_heads < 1 or num_heads % model.kv_heads:
+        yield (
+            f"model.attention.num_heads={num_heads} is not divisible by "
+            f"model.attention.num_kv_heads={model.kv_heads}: choose num_kv_heads in "
+            f"{divisors(num_heads)}"
+        )
+    elif model.position is Position.rotary and not model.is_mla and model.rotated_size < 2:
+        yield (
+            f"model.rotary.fraction={model.rotary.fraction} of head size {model.head_size} leaves "
+            "fewer than 2 dimensions to rotate: raise it, or set model.position=none"
+        )
+    elif model.position is Position.rotary:
+        yield from rotary_problems(model)
 
 
 def window_problems(model: ModelConfig) -> Iterator[str]:
@@ -188,6 +201,7 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
     for path, broken, remedy in (
         ("attention.num_kv_heads", model.kv_heads != heads.num_heads, "set it to 0"),
         ("attention.qk_norm", heads.qk_norm is not QkNorm.none, "set it to none"),
+        ("attention.output_gate", heads.output_gate, "set it to false"),
         ("rotary.fraction", rotary.fraction != 1, "mla.rotary_size says it: set it to 1"),
     ):
         if broken:
@@ -195,6 +209,49 @@ def mla_problems(model: ModelConfig) -> Iterator[str]:
                 f"{shown(f'model.{path}', get(model, path))} does not apply to multi-latent "
                 f"attention (mixer mla): {remedy}"
             )
+
+
+def mamba_problems(model: ModelConfig) -> Iterator[str]:
+    mamba, heads = model.mamba, model.mamba_heads
+    if not mamba.num_heads and 2 * model.hidden_size % mamba.head_dim:
+        yield (
+            f"model.mamba.head_dim={mamba.head_dim} does not divide 2 x model.hidden_size="
+            f"{2 * model.hidden_size}: choose it in {divisors(2 * model.hidden_size)}, or set "
+            "model.mamba.num_heads"
+        )
+    elif heads % mamba.num_groups:
+        yield (
+            f"model.mamba.num_groups={mamba.num_groups} does not divide the {heads} heads of "
+            f"Mamba-2: choose it in {divisors(heads)}, or change model.mamba.num_heads"
+        )
+    if mamba.max_step and mamba.max_step < mamba.min_step:
+        yield (
+            f"model.mamba.max_step={mamba.max_step} is smaller than min_step={mamba.min_step}: "
+            "raise it, or set it to 0, which is no limit"
+        )
+    if mamba.chunk < 2 or mamba.chunk & (mamba.chunk - 1):
+        yield f"model.mamba.chunk={mamba.chunk} must be a power of 2: choose 64, 128 or 256"
+    if mamba.scales and len(mamba.scales) != 5:
+        yield (
+            f"model.mamba.scales={mamba.scales} must be 5 factors, of z, x, B, C and dt, or none"
+        )
+
+
+def delta_problems(model: ModelConfig) -> Iterator[str]:
+    delta, keys = model.delta, model.delta_key_heads
+    if delta.num_heads % keys:
+        yield (
+            f"model.delta.num_key_heads={keys} does not divide the {delta.num_heads} heads of the "
+            f"delta rule: choose it in {divisors(delta.num_heads)}, or change "
+            "model.delta.num_heads"
+        )
+    if model.has("kda") and keys != delta.num_heads:
+        yield (
+            f"model.delta.num_key_heads={keys} is for gated_delta only: the mixer kda has queries "
+            "and keys for every head, set it to 0"
+        )
+    if delta.chunk < 2 or delta.chunk & (delta.chunk - 1):
+        yield f"model.delta.chunk={delta.chunk} must be a power of 2: choose 32, 64 or 128"
 
 
 def moe_problems(model: ModelConfig) -> Iterator[str]:

@@ -16,6 +16,9 @@ _PRODUCTS = (
     "conv_input_gate",
     "conv_output_gate",
     "conv_value",
+    "ssm_gate",  # of Mamba-2 and the delta rule, whose other projections are query, key and value
+    "ssm_step",
+    "ssm_beta",  # the factor of what the delta rule writes to its state
     "mlp_up",  # also of the expert that all tokens go to
     "mlp_gate",
     "shared_expert_gate",
@@ -27,6 +30,7 @@ _PRODUCTS = (
     "dispatch_rounds",
     "context_output",  # of attention in rounds over context, and its log-sum-exp: communication
     "context_lse",
+    "context_state",  # before each half of a scan over context
     "mixer_output",  # what a sublayer adds to the residual stream, summed over tensor
 )
 # Large, or cheap to recompute from those above.
@@ -34,6 +38,7 @@ _ATTENTION = (
     "attention_output",
     "attention_weights",  # of short sequences, where XLA computes attention
     "attention_lse",  # log-sum-exp of the scores
+    "scan_output",  # of the recurrence of Mamba-2 and of the delta rule
     "query_up",  # what multi-latent attention projects latents to
     "key_up",
     "value_up",

@@ -7,11 +7,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from maxmeg.config.context import context_problems
+from maxmeg.config.context import KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
-from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
     expert_layout_problems,
     has_pattern,
@@ -152,14 +151,22 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
     cut = (
         ("model.moe.ffn_size", expert_ffn, "expert_tensor", expert_tensor),
         ("model.moe.shared_ffn_size", model.moe.shared_ffn_size, "tensor", tensor),
-        ("model.mlp.ffn_size", model.ffn, "tensor", tensor),
+        ("model.mlp.ffn_size", model.ffn if model.has("mlp") else 0, "tensor", tensor),
         ("model.hidden_size", model.hidden_size if model.has("conv") else 0, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
         ("model.hidden_size", model.hidden_size, "fsdp", fsdp),
         ("model.mla.kv_rank", latents[0], "fsdp", fsdp),
         ("model.mla.query_rank", latents[1], "fsdp", fsdp),
     )
-    yield from head_problems(model, tensor)
+    if model.has(*KINDS):
+        heads = model.attention.num_heads, model.kv_heads
+        yield from head_problems(heads, ("attention.num_heads", "attention.num_kv_heads"), tensor)
+    if model.has("mamba"):
+        heads = model.mamba_heads, model.mamba.num_groups
+        yield from head_problems(heads, ("mamba.num_heads", "mamba.num_groups"), tensor)
+    if model.has("gated_delta", "kda"):
+        heads = model.delta.num_heads, model.delta_key_heads
+        yield from head_problems(heads, ("delta.num_heads", "delta.num_key_heads"), tensor)
     for name, value, axis, size in cut:
         if value % size:
             yield (
@@ -168,22 +175,22 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
             )
 
 
-def head_problems(model: ModelConfig, tensor: int):
+def head_problems(numbers: tuple[int, int], names: tuple[str, str], tensor: int):
     """Each device along tensor needs whole query heads, and whole key/value heads or one that it
-    shares with other devices."""
-    heads, kv_heads = model.attention.num_heads, model.kv_heads
+    shares with other devices; so with heads and groups of Mamba-2."""
+    heads, kv_heads = numbers
     sizes = [
         str(size)
         for size in range(1, 2 * tensor + 1)
         if heads % size == 0 and kv_heads > 0 and 0 in (kv_heads % size, size % kv_heads)
     ]
     if heads % tensor:
-        rule = f"model.attention.num_heads={heads} is not divisible by parallel.tensor={tensor}"
-        yield f"{rule}: choose tensor in {', '.join(sizes)}, or change model.attention.num_heads"
+        rule = f"model.{names[0]}={heads} is not divisible by parallel.tensor={tensor}"
+        yield f"{rule}: choose tensor in {', '.join(sizes)}, or change model.{names[0]}"
     elif str(tensor) not in sizes and kv_heads > 0:
-        rule = f"model.attention.num_kv_heads={kv_heads} is neither a multiple nor a divisor of "
+        rule = f"model.{names[1]}={kv_heads} is neither a multiple nor a divisor of "
         rule += f"parallel.tensor={tensor}"
-        yield f"{rule}: choose tensor in {', '.join(sizes)}, or change model.attention.num_kv_heads"
+        yield f"{rule}: choose tensor in {', '.join(sizes)}, or change model.{names[1]}"
 
 
 def pipeline_problems(config: Config, sizes: dict[str, int]):
@@ -293,11 +300,12 @@ def bidirectional_problems(config: Config):
             f"{str(causal).lower()}, which serves {able}: choose one of these, or set "
             f"model.attention.causal={str(not causal).lower()}"
         )
-    if not causal and config.model.has("conv"):
-        yield (
-            f"model.layers={config.model.layers!r} has the mixer conv, which is causal: set "
-            "model.attention.causal=true, or use other mixers"
-        )
+    for mixer in ("conv", "mamba", "gated_delta", "kda"):
+        if not causal and config.model.has(mixer):
+            yield (
+                f"model.layers={config.model.layers!r} has the mixer {mixer}, which is causal: set "
+                "model.attention.causal=true, or use other mixers"
+            )
     if not causal and config.log.sample_prompt:
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a model with model.attention.causal="

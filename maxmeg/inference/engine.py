@@ -94,8 +94,8 @@ class Engine:
         self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk, proposals)
         if proposals and self.programs.has_states:
             raise ValueError(
-                f"proposals={proposals}: this model has convolutions, whose states would keep the "
-                "tokens that are not taken: set proposals=0"
+                f"proposals={proposals}: this model has layers with states (conv, mamba, "
+                "gated_delta, kda), which would keep the tokens that are not taken: set proposals=0"
             )
         self.programs.allocate()
         share &= not self.programs.has_states  # a page does not hold the states at its end

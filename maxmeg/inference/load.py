@@ -27,7 +27,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
-from maxmeg.parallel.rules import is_state, is_variable
+from maxmeg.parallel.rules import is_exact, is_variable
 from maxmeg.parallel.trainable import joined, part, saved
 from maxmeg.state import CHECKPOINTS, abstract_state
 
@@ -146,11 +146,11 @@ def read_groups(model: LM) -> list[set[int]]:
 
 
 def cast(model: LM, dtype: DType) -> LM:
-    """Return the model with its weights in `dtype`; the state of layers keeps its own."""
+    """Return the model with its weights in `dtype`; states and exact parameters keep their own."""
 
     def one(variable):
         array = variable.get_value()
-        if array is None or is_state(variable):
+        if array is None or is_exact(variable):
             return variable
         return variable.replace(array.astype(dtype.value))
 

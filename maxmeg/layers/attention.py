@@ -32,8 +32,9 @@ class AttentionSpec(MixerSpec):
 
     qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
     without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
-    sinks: a learned logit per head in the softmax's denominator. context: how devices with other
-    parts of the sequence attend to each other's keys.
+    sinks: a learned logit per head in the softmax's denominator. output_gate: outputs of heads are
+    multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
+    devices with other parts of the sequence attend to each other's keys.
     std, out_std: standard deviations of the initial input and output weights.
     """
 
@@ -54,6 +55,7 @@ class AttentionSpec(MixerSpec):
     softcap: float = 0.0
     scale: float = 0.0
     sinks: bool = False
+    output_gate: bool = False
     backend: str = "auto"
     context: ContextStrategy = ContextStrategy()
     std: float = 0.02
@@ -82,24 +84,25 @@ class AttentionSpec(MixerSpec):
         return Attention(key, self)
 
     def weights(self) -> int:
-        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
+        return self.hidden_size * self.head_dim * heads
 
     def scores(self, length: int) -> int:
         """Multiplications of q k and of scores with values, without pairs outside of the window."""
         pairs = length**2 - (max(length - self.window, 0) ** 2 if self.window else 0)
         return self.num_heads * (self.key_size + self.head_output_size) * pairs
 
-    def widths(self, kv_copies: int = 1) -> Widths:
-        keys = self.num_kv_heads * self.head_dim * kv_copies
-        return self._with_heads(
-            {"query": self.num_heads * self.head_dim, "key": keys, "value": keys}
-        )
+    def widths(self, tensor: int = 1) -> Widths:
+        keys = max(self.num_kv_heads, tensor) * self.head_dim
+        queries = self.num_heads * self.head_dim * (1 + self.output_gate)
+        return self._with_heads({"query": queries, "key": keys, "value": keys})
 
     def _with_heads(self, stored: dict[str, int], gathered: tuple[int, ...] = ()) -> Widths:
+        queries = stored["query"] // (1 + self.output_gate)
         return Widths(
             stored=stored,
             queries_keys_values=sum(stored.values()),
-            normalized=stored["query"] + stored["key"] if self.qk_norm else 0,
+            normalized=queries + stored["key"] if self.qk_norm else 0,
             gathered=gathered,
             heads=self.num_heads,
             head_outputs=self.num_heads * self.head_output_size,
@@ -135,7 +138,8 @@ class Attention(Mixer):
         self.spec = spec
         D, K = spec.hidden_size, spec.head_dim
         H, G, std = spec.num_heads, spec.num_kv_heads, spec.std
-        self.query = Linear(keys[0], (D, H * K), ("embed", "heads"), std, spec.bias_qkv)
+        queries = H * K * (1 + spec.output_gate)
+        self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, spec.bias_qkv)
         self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
         self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
@@ -152,7 +156,8 @@ class Attention(Mixer):
         overlap, projections = self.spec.overlap, (self.query, self.key, self.value)
         q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx, overlap)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
-        q_BLHK = normalized(stored(q_BLI, "query"), self.query_norm, heads)
+        q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
+        q_BLHK = normalized(q_BLI, self.query_norm, heads)
         k_BLGK = normalized(stored(k_BLI, "key"), self.key_norm, heads)
         v_BLGK = stored(v_BLI, "value").reshape(heads)
         if self.spec.rotary is not None:
@@ -166,7 +171,17 @@ class Attention(Mixer):
             how = ctx.cache_places, self.scores(), self.sink_logits()
             out_BLHK, cache = cached_attention(q_BLHK, (k_BLGK, v_BLGK), cache, *how)
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
+        if gate_BLI is not None:
+            out_BLI *= jax.nn.sigmoid(gate_BLI)
         return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, {}
+
+    def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Of a projection whose heads have a query and, with `output_gate`, then a gate."""
+        if not self.spec.output_gate:
+            return q_BLI, None
+        both_BLHK = q_BLI.reshape(*q_BLI.shape[:2], -1, 2 * self.spec.head_dim)
+        q_BLHK, gate_BLHK = jnp.split(both_BLHK, 2, axis=-1)
+        return q_BLHK.reshape(*q_BLI.shape[:2], -1), gate_BLHK.reshape(*q_BLI.shape[:2], -1)
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
         """Attention over the whole sequence, whose parts other devices along context may hold."""

@@ -18,7 +18,7 @@ from maxmeg.ops.dropout import kept
 from maxmeg.ops.random import fold, uniform
 from maxmeg.parallel.collectives import first_index, unshard_parameter
 from maxmeg.parallel.mesh import TENSOR_AXES
-from maxmeg.parallel.rules import is_state, is_variable, set_kv_heads
+from maxmeg.parallel.rules import is_exact, is_variable, set_kv_heads
 
 FIRST_PLACE = 1024  # of adapters among the uses of randomness in a layer
 
@@ -113,7 +113,7 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
 
     def freeze(node):
         value = node.get_value()
-        return node.replace(value if is_state(node) else value.astype(dtype), frozen=True)
+        return node.replace(value if is_exact(node) else value.astype(dtype), frozen=True)
 
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
     projections = linears(model)

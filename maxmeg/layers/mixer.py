@@ -32,7 +32,8 @@ class Widths:
     gathered: widths of the sequences that the mixer itself gathers over tensor.
     heads, head_outputs: number of attention heads, and the sum of their output widths.
     expert_columns, expert_input: widths of one expert's column-parallel products, and of the input
-    of its last product. shared_expert: whether an expert is applied to all tokens.
+    of its last product. shared_expert: whether an expert is applied to all tokens. scanned: width
+    of the output of a scan, whose gated product is in float32.
     """
 
     stored: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -46,6 +47,7 @@ class Widths:
     expert_columns: int = 0
     expert_input: int = 0
     shared_expert: bool = False
+    scanned: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +92,18 @@ class MixerSpec(abc.ABC):
         """Multiplications between the tokens of a sequence, without a causal mask."""
         return 0
 
+    def halos(self, tensor: int = 1) -> tuple[int, ...]:
+        """Elements of a device, for each array that a convolution reads: the tokens of a sequence
+        before a part of it that other devices along context hold."""
+        return ()
+
+    def state(self, tensor: int = 1) -> int:
+        """float32 elements of a device's state of a scan for one sequence, with its decay."""
+        return 0
+
     @abc.abstractmethod
-    def widths(self, kv_copies: int = 1) -> Widths:
-        """kv_copies: number of devices along tensor that compute the same key/value head."""
+    def widths(self, tensor: int = 1) -> Widths:
+        """tensor: number of devices that share the heads."""
 
 
 class Mixer(nnx.Module):

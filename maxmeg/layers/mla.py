@@ -71,7 +71,7 @@ class MlaSpec(AttentionSpec):
         keys = self.kv_rank * (D + up + 1)
         return queries + keys + D * (self.rotary_size + self.num_heads * self.value_size)
 
-    def widths(self, kv_copies: int = 1) -> Widths:
+    def widths(self, tensor: int = 1) -> Widths:
         queries, latent = self.num_heads * self.key_size, self.kv_rank + self.rotary_size
         stored = {
             **({"query_down": self.query_rank} if self.query_rank else {}),

@@ -16,7 +16,7 @@ from maxmeg.parallel.collectives import stored
 @dataclasses.dataclass(frozen=True)
 class MlpSpec(MixerSpec):
     """std, out_std: standard deviations of the initial input and output weights. clamp, offset: as
-    in `activate`."""
+    in `activate`. gate_scale: factor of the gate branch before its activation."""
 
     name = "mlp"
 
@@ -27,6 +27,7 @@ class MlpSpec(MixerSpec):
     out_std: float = 0.02
     clamp: float = 0.0
     offset: float = 0.0
+    gate_scale: float = 1.0
 
     @property
     def is_gated(self) -> bool:
@@ -38,7 +39,7 @@ class MlpSpec(MixerSpec):
     def weights(self) -> int:
         return (2 + self.is_gated) * self.hidden_size * self.ffn_size
 
-    def widths(self, kv_copies: int = 1) -> Widths:
+    def widths(self, tensor: int = 1) -> Widths:
         names = ("mlp_up", "mlp_gate") if self.is_gated else ("mlp_up",)
         return Widths(stored=dict.fromkeys(names, self.ffn_size), last_input=self.ffn_size)
 
@@ -62,7 +63,9 @@ class Mlp(Mixer):
         output are of the local sequence shard, the output complete sums."""
         linears = (self.up,) if self.gate is None else (self.up, self.gate)
         up_BLF, *gate_BLF = project(linears, h_BLD, ctx, self.spec.overlap)
-        inputs = [stored(h, "mlp_gate") for h in gate_BLF] + [stored(up_BLF, "mlp_up")]
         spec = self.spec
+        inputs = [stored(h, "mlp_gate") for h in gate_BLF]
+        inputs = [h if spec.gate_scale == 1 else h * spec.gate_scale for h in inputs]
+        inputs.append(stored(up_BLF, "mlp_up"))
         h_BLF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
         return (self.out.summed if spec.overlap else self.out)(h_BLF, ctx), cache, {}

@@ -136,7 +136,7 @@ class MoeSpec(MlpSpec):
             experts + self.shared.weights() + latent + D * (routing.num_experts + self.shared_gate)
         )
 
-    def widths(self, kv_copies: int = 1) -> Widths:
+    def widths(self, tensor: int = 1) -> Widths:
         widths = self.shared.widths() if self.shared_ffn_size else Widths()
         return dataclasses.replace(
             widths,

@@ -8,6 +8,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from maxmeg.ops.norm import norm
+from maxmeg.parallel.collectives import axis_size
+from maxmeg.parallel.mesh import TENSOR_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +46,19 @@ class Norm(nnx.Module):
         bias = None if self.bias is None else self.bias[...]
         centred = self.spec.kind == "layernorm"
         return norm(x, weight, bias, self.spec.eps, centred, self.over)
+
+
+class GroupedNorm(nnx.Module):
+    """RMSNorm over the channels of each group, which several devices along tensor may share."""
+
+    def __init__(self, width: int, groups: int, eps: float):
+        self.groups, self.eps = groups, eps
+        self.weight = nnx.Param(jnp.ones(width), axes=("heads",))
+
+    @jax.named_scope("norm")
+    def __call__(self, x_BLX: Float[Array, "B L X"]) -> Float[Array, "B L X"]:
+        here = max(self.groups // axis_size(TENSOR_AXES), 1)
+        shared = (TENSOR_AXES, self.groups) if self.groups < axis_size(TENSOR_AXES) else ()
+        x_BLGX = x_BLX.reshape(*x_BLX.shape[:2], here, -1)
+        unit_BLGX = norm(x_BLGX, None, None, self.eps, False, *shared)
+        return unit_BLGX.reshape(x_BLX.shape) * self.weight[...]

@@ -22,7 +22,8 @@ class ResidualSpec:
     """Mixers whose outputs are summed; two mixers are a parallel block.
 
     place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both.
-    own_norms: each mixer has its own norm before it. after_gradients: if n > 0, backward computes
+    own_norms: each mixer has its own norm before it. scales: factors of the mixers' outputs.
+    after_gradients: if n > 0, backward computes
     the weight gradients of n sublayers, from this one on, before it goes on to the one before.
     """
 
@@ -31,6 +32,7 @@ class ResidualSpec:
     dropout: float = 0.0
     place: str = "pre"
     own_norms: bool = False
+    scales: tuple[float, ...] = ()
     after_gradients: int = 0
 
 
@@ -69,6 +71,8 @@ class Residual(nnx.Module):
             outputs.append(output_BLD)
             if values:
                 aux[name] = values
+        if any(scale != 1 for scale in self.spec.scales):
+            outputs = [y * scale for y, scale in zip(outputs, self.spec.scales, strict=True)]
         y_BLD = sum(outputs[1:], outputs[0])
         if all(spec.output_span == "whole" for spec in self.spec.mixers):
             y_BLD = collectives.scatter_sequence(y_BLD, ctx.sequence_sharded)

@@ -54,7 +54,7 @@ class LM(nnx.Module):
         self.vocab_size = config.vocab_size
         self.softcap = config.logit_softcap
         self.dropout = config.dropout_embedding
-        self.embedding_scale = config.embedding_scale
+        self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
         self.embedding = Embedding(keys[0], *size)
         learned = config.position is Position.learned
         self.positions = (
@@ -120,10 +120,17 @@ class LM(nnx.Module):
     def head(self) -> Embedding:
         return self.embedding if self.output is None else self.output
 
+    def scaled(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        """The input of the output projection, which scales its logits."""
+        return h_BLD if self.logit_scale == 1 else h_BLD * self.logit_scale
+
     def logits(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
         """float32 logits over the whole vocabulary without padding."""
         local_BLV = jnp.einsum(
-            "BLD,VD->BLV", h_BLD, self.output_weight(), preferred_element_type=jnp.float32
+            "BLD,VD->BLV",
+            self.scaled(h_BLD),
+            self.output_weight(),
+            preferred_element_type=jnp.float32,
         )
         all_BLV = collectives.gather(local_BLV, collectives.VOCAB_AXES, 2)
         return softcapped(all_BLV, self.softcap)[..., : self.vocab_size]
@@ -150,7 +157,7 @@ class LM(nnx.Module):
             label_smoothing=train.label_smoothing,
         )
         outputs: typing.Any = linear_cross_entropy(
-            h_BLD.reshape(-1, h_BLD.shape[-1]),
+            self.scaled(h_BLD).reshape(-1, h_BLD.shape[-1]),
             self.output_weight(),
             targets_BL.reshape(-1),
             weights_BL.reshape(-1),

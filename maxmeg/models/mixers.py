@@ -2,14 +2,17 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
-from maxmeg.config.context import strategy_of
+from maxmeg.config.context import KINDS, strategy_of
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.delta import DeltaSpec, KdaSpec
+from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.mla import MlaSpec
 from maxmeg.layers.mlp import MlpSpec
@@ -76,6 +79,7 @@ def attention_spec(
         softcap=heads.softcap,
         scale=heads.scale,
         sinks=heads.sinks,
+        output_gate=heads.output_gate,
         backend=heads.backend.value,
         context=ContextStrategy(strategy_of(parallel, mixer), parallel.context_inner),
         std=config.init_std,
@@ -105,6 +109,47 @@ def conv_spec(config: ModelConfig, parallel: ParallelConfig) -> ShortConvSpec:
     )
 
 
+def mamba_spec(config: ModelConfig, parallel: ParallelConfig) -> MambaSpec:
+    mamba = config.mamba
+    return MambaSpec(
+        hidden_size=config.hidden_size,
+        num_heads=config.mamba_heads,
+        head_dim=mamba.head_dim,
+        num_groups=mamba.num_groups,
+        state_size=mamba.state_size,
+        kernel_size=mamba.kernel_size,
+        bias=mamba.bias,
+        conv_bias=mamba.conv_bias,
+        norm_eps=config.norm_eps if mamba.norm else None,
+        chunk=mamba.chunk,
+        steps=(mamba.min_step, mamba.max_step or math.inf),
+        scales=mamba.scales or (1.0,) * 5,
+        std=config.init_std,
+        out_std=output_std(config),
+    )
+
+
+def delta_spec(config: ModelConfig, parallel: ParallelConfig) -> DeltaSpec:
+    delta = config.delta
+    return DeltaSpec(
+        hidden_size=config.hidden_size,
+        num_heads=delta.num_heads,
+        num_key_heads=config.delta_key_heads,
+        key_size=delta.key_size,
+        value_size=config.delta_value_size,
+        kernel_size=delta.kernel_size,
+        norm_eps=config.norm_eps,
+        chunk=delta.chunk,
+        std=config.init_std,
+        out_std=output_std(config),
+    )
+
+
+def kda_spec(config: ModelConfig, parallel: ParallelConfig) -> KdaSpec:
+    rank = config.delta.rank or config.delta.key_size
+    return KdaSpec(**vars(delta_spec(config, parallel)), rank=rank)
+
+
 def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
     mlp = config.mlp
     return MlpSpec(
@@ -116,6 +161,7 @@ def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
         out_std=output_std(config),
         clamp=mlp.activation_clamp,
         offset=mlp.glu_offset,
+        gate_scale=mlp.gate_scale,
     )
 
 
@@ -137,7 +183,11 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
         force_balance=moe.force_balance,
     )
     return MoeSpec(
-        **vars(dataclasses.replace(mlp_spec(config, parallel), ffn_size=config.expert_ffn)),
+        **vars(
+            dataclasses.replace(
+                mlp_spec(config, parallel), ffn_size=config.expert_ffn, gate_scale=1.0
+            )
+        ),
         routing=routing,
         shared_ffn_size=moe.shared_ffn_size,
         shared_gate=moe.shared_gate,
@@ -166,6 +216,9 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "mla": mla_spec,
     "local_mla": functools.partial(mla_spec, mixer="local_mla"),
     "conv": conv_spec,
+    "mamba": mamba_spec,
+    "gated_delta": delta_spec,
+    "kda": kda_spec,
     "mlp": mlp_spec,
     "moe": moe_spec,
 }
@@ -196,10 +249,13 @@ def sublayer_spec(
 ) -> ResidualSpec:
     overlap = parallel.tensor_overlap is TensorOverlap.on and OVERLAPPED.issuperset(mixers)
     specs = [MIXERS[name](config, parallel) for name in mixers]
+    scales = {"mamba": config.mamba.output_scale, "mlp": config.mlp.output_scale}
+    scales |= dict.fromkeys(KINDS, config.attention.output_scale)
     return ResidualSpec(
         norm_spec(config),
         tuple(dataclasses.replace(spec, overlap=overlap) for spec in specs),
         dropout=config.dropout_hidden,
         place=config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,
+        scales=tuple(config.residual_scale * scales.get(name, 1.0) for name in mixers),
     )

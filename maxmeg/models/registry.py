@@ -13,9 +13,11 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.models.dense_sizes import DENSE, Fields
 from maxmeg.models.expert_sizes import SPARSE
+from maxmeg.models.hybrid_sizes import HYBRIDS
+from maxmeg.models.linear_sizes import LINEAR
 
 LONGEST_SAMPLE = 8192  # default limit of tokens per row, also if max_position is larger
-ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE
+ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE | HYBRIDS | LINEAR
 ALIASES = {  # Megatron-LM's names
     "345m": "gpt2-355m",
     "1.3b": "gpt3-1.3b",

@@ -24,14 +24,15 @@ def norm(
     eps: float,
     centred: bool,
     over: tuple[str, ...] = (),
+    groups: int = 1,
 ) -> jax.Array:
     """LayerNorm (Ba et al., 2016) if `centred`, else RMSNorm (Zhang and Sennrich, 2019).
 
     The result has x's dtype. over: mesh axes that shard the last dimension; the statistics cover
-    the whole dimension.
+    the whole dimension, or its part on each of `groups` groups of neighbours along `over`.
     """
     rows = x.reshape(-1, x.shape[-1])
-    return normalize(rows, weight, bias, Statistics(eps, centred, over)).reshape(x.shape)
+    return normalize(rows, weight, bias, Statistics(eps, centred, over, groups)).reshape(x.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +40,17 @@ class Statistics:
     eps: float
     centred: bool
     over: tuple[str, ...]
+    groups: int = 1
 
     def mean(self, x_TD: jax.Array) -> jax.Array:
-        sums_T1 = collectives.sum_over(jnp.sum(x_TD, axis=-1, keepdims=True), self.over)
-        return sums_T1 / (x_TD.shape[-1] * collectives.axis_size(self.over))
+        sums_T1, devices = jnp.sum(x_TD, axis=-1, keepdims=True), collectives.axis_size(self.over)
+        if self.groups == 1:
+            sums_T1 = collectives.sum_over(sums_T1, self.over)
+        else:
+            inside = collectives.inside(self.over, self.groups)
+            sums_TN = collectives.gather(sums_T1, self.over, 1, inside)
+            sums_T1 = jnp.sum(sums_TN, axis=-1, keepdims=True)
+        return sums_T1 * self.groups / (x_TD.shape[-1] * devices)
 
 
 def normalized(x_TD, weight_D, bias_D, statistics: Statistics) -> jax.Array:

@@ -52,6 +52,12 @@ def is_state(variable: nnx.Variable) -> bool:
     return variable.get_metadata("state", False)
 
 
+def is_exact(variable: nnx.Variable) -> bool:
+    """Whether the variable is never rounded to the compute dtype: states, and parameters with
+    `exact` in their metadata."""
+    return is_state(variable) or variable.get_metadata("exact", False)
+
+
 def is_trained(variable: nnx.Variable) -> bool:
     """Whether the optimizer updates the variable."""
     return not (is_frozen(variable) or is_state(variable))
@@ -207,7 +213,7 @@ def reductions(model, mesh: Mesh, zero1: bool):
         summed = tuple(axis for axis in MESH_AXES if axis not in used)
         sliced = kv_slice(variable, mesh)
         dtype = gradient_dtype(variable)
-        return variable.replace(Reduction(cut, summed, dtype, is_state(variable), sliced))
+        return variable.replace(Reduction(cut, summed, dtype, is_exact(variable), sliced))
 
     return jax.tree.map(one, model, is_leaf=is_variable)
 

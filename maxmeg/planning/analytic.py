@@ -208,7 +208,7 @@ def repeated_products(work: Workload) -> float:
     compute, beyond the first device's."""
     total = 0
     for unit in work.units:
-        more = unit.columns - dataclasses.replace(unit, kv_copies=1).columns
+        more = unit.columns - dataclasses.replace(unit, tensor=1).columns
         total += unit.repeats * 2 * more * work.config.model.hidden_size * work.tokens
     return total / work.config.model.num_layers
 

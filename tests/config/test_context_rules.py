@@ -44,7 +44,7 @@ CASES = {  # settings, length, tensor, words of the only problem; none
     ),
     "owners, convolution": (
         *({"layers": "*(conv,mlp attention,mlp)"}, {"context": 2, "context_chunks": 4}, 64, 1),
-        r"context_chunks=4 gives .* has convolutions.* set context_chunks=0",
+        r"context_chunks=4 gives .* has convolutions or states.* set context_chunks=0",
     ),
     "convolution": (
         *({"layers": "*(conv,mlp)", "conv.kernel_size": 4}, {"context": 4}, 16, 1),

@@ -42,7 +42,7 @@ def test_a_pattern_describes_layers(pattern, num_layers):
         ("mlp;", 4, "at character 4, ';': expected ' ', ',' or"),
         ("mlp+mlp", 4, "mlp stands twice in a sublayer"),
         ("*(mlp))", 4, r"at character 7, '\)'"),
-        ("M-*", 3, "unknown mixer 'mamba'"),
+        ("M-GD", 4, "has the letters G D, which no mixer has: use M \\(mamba\\), \\* "),
         ("3(mlp)", 4, "describes 3 layers and model.num_layers is 4: set num_layers=3"),
         ("*-*-", 2, "describes 4 layers and model.num_layers is 2: set num_layers=4"),
         ("3(attention,mlp) *(mlp)", 3, "num_layers=3 must be at least 4"),

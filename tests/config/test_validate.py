@@ -32,6 +32,7 @@ def config_with(settings: dict) -> Config:
 
 
 # settings, parts of the error; on as many devices as the settings name
+HYBRID = "model.layers=*(mamba); model.mamba.num_heads=8; model.mamba.head_dim=8; "
 MASKED = "data.objective=masked; data.paths=a; model.attention.causal=false; "
 BAD = [
     (
@@ -75,6 +76,20 @@ BAD = [
     ("model.layers=*(local,mlp)", "attention.window=0 must be at least 1 | local"),
     ("model.rotary.local_base=10000.0", "rotary.local_base=10000.0: no layer | local"),
     ("model.conv.bias=true", "model.conv.bias=True: no layer | the mixer conv"),
+    ("model.mamba.norm=false", "model.mamba.norm=False: no layer | the mixer mamba"),
+    (HYBRID + "model.mamba.num_groups=3", "num_groups=3 does not divide the 8 heads"),
+    (HYBRID + "model.mamba.chunk=96", "model.mamba.chunk=96 must be a power of 2 | 64, 128"),
+    (HYBRID + "model.mamba.scales=1.0,2.0", "must be 5 factors"),
+    (HYBRID + "model.mamba.max_step=0.1; model.mamba.min_step=0.2", "smaller than min_step=0.2"),
+    (HYBRID + "parallel.tensor=16", "model.mamba.num_heads=8 is not divisible | 1, 2, 4, 8"),
+    (
+        HYBRID + "model.mamba.num_groups=4; model.mamba.num_heads=24; parallel.tensor=6",
+        "model.mamba.num_groups=4 is neither a multiple nor a divisor | in 1, 2, 4, 8",
+    ),
+    (
+        HYBRID + "model.mamba.num_heads=0; model.mamba.head_dim=60",
+        "head_dim=60 does not divide 2 x model.hidden_size=256",
+    ),
     (
         "model.layers=*(conv,mlp); model.hidden_size=132; parallel.tensor=8",
         "model.hidden_size=132 is not divisible by parallel.tensor=8",

@@ -7,21 +7,26 @@ import math
 import numpy as np
 import pytest
 from published_configs import (
+    BAMBA,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     FALCON_7B,
     FALCON_40B,
+    FALCON_H1,
     GEMMA2,
     GEMMA3,
     GEMMA3_4B,
     GLM45,
     GPT2,
     GPT_OSS,
+    GRANITE4,
     LFM2,
     LLAMA31,
+    MAMBA2,
     MISTRAL,
     MIXTRAL,
     NEMOTRON,
+    NEMOTRON_H,
     OLMO2,
     PHI3,
     PYTHIA,
@@ -93,6 +98,23 @@ PUBLISHED = {  # settings, number of parameters, fields
     "falcon-40b": (FALCON_40B, 41_303_293_952, "attention.num_kv_heads=8; parallel_norms=true"),
     "starcoder2-3b": (STARCODER2, 3_030_371_328, "mlp.activation=gelu_tanh"),
     "minitron-8b": (NEMOTRON, 8_271_699_968, "norm_one_plus=true; rotary.fraction=0.5"),
+    "nemotron-h-8b": (
+        NEMOTRON_H,
+        8_100_852_736,
+        "num_layers=52; mamba.num_heads=128; mamba.min_step=0.001; position=none",
+    ),
+    "bamba-9b": (BAMBA, 9_780_235_392, "rotary.fraction=0.5; mamba.num_groups=1"),
+    "granite-4.0-h-tiny": (
+        GRANITE4,
+        6_939_037_248,
+        "residual_scale=0.22; moe.shared_ffn_size=1024; attention.scale=0.0078125",
+    ),
+    "falcon-h1-0.5b": (
+        FALCON_H1,
+        521_411_104,
+        "layers=*(attention+mamba,mlp); mamba.norm=false; attention.output_scale=0.9375",
+    ),
+    "mamba2-2.7b": (MAMBA2, 2_702_599_680, "layers=*(mamba); mamba.state_size=128; tied=true"),
     "lfm2-1.2b": (
         LFM2,
         1_170_340_608,
@@ -184,6 +206,19 @@ def test_split_and_join_are_inverses(name):
         small |= {"moe.num_groups": 2, "moe.topk_groups": 1}
     if published.has("conv"):
         small |= {"layers": "*(conv,mlp attention,mlp)", "conv.kernel_size": 5}
+    if published.has("mamba"):
+        layers = {
+            "Mamba2ForCausalLM": "*(mamba)",
+            "NemotronHForCausalLM": "*(mamba mlp attention)",
+            "BambaForCausalLM": "*(mamba,mlp attention,mlp)",
+            "GraniteMoeHybridForCausalLM": "*(mamba,moe attention,moe)",
+            "FalconH1ForCausalLM": "*(attention+mamba,mlp)",
+        }
+        small |= {"layers": layers[family], "mamba.num_heads": 4, "mamba.head_dim": 6}
+        small["num_layers"] = 4
+        if "attention" not in layers[family]:
+            small = {n: v for n, v in small.items() if not n.startswith(("attention", "mlp"))}
+        small |= {"mamba.num_groups": 2, "mamba.state_size": 5}
     if published.has("mla"):
         small |= {
             "mla.kv_rank": 12,
@@ -394,7 +429,10 @@ def test_arrays_that_no_tensor_holds_are_named():
 
 
 def test_families_that_can_express_a_model_are_listed():
-    assert families_of(LLAMA) == ["LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"]
+    assert families_of(LLAMA) == [
+        *("LlamaForCausalLM", "MistralForCausalLM", "Phi3ForCausalLM"),
+        "GraniteMoeHybridForCausalLM",  # as Granite 4.0, which has no Mamba-2 without the H
+    ]
     gpt = ModelConfig(vocab_size=50257, max_position=1024)
     assert families_of(with_fields(gpt, {"rotary.interleaved": True})) == []
 

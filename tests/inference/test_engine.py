@@ -38,6 +38,8 @@ LENGTH, NEW = 64, 8
 MERGED = 1e-4  # of log-probabilities: rounding of W + A B, where an engine adds the products
 ADAPTERS = {"whole": (3, ""), "narrow": (1, "out"), "inner": (2, "value")}  # rank, part of a path
 SMALL = {"lanes": 3, "slots": 4, "chunk": 8}  # prompts of several chunks, and chunks of two pages
+DELTA_SIZES = {"delta.num_heads": 8, "delta.num_key_heads": 4, "delta.key_size": 6}
+DELTA_SIZES |= {"delta.chunk": 4, "attention.output_gate": True}
 
 MODELS = {
     "grouped": {"attention.num_kv_heads": 4},
@@ -51,6 +53,15 @@ MODELS = {
         "layers": "*(conv,mlp local,mlp)",
         "conv.kernel_size": 4,
         "conv.bias": True,
+    },
+    "delta": {"layers": "*(gated_delta,mlp local,mlp)"} | DELTA_SIZES,
+    "mamba": {  # and attention to a window
+        "layers": "*(mamba local,mlp)",
+        "mamba.num_heads": 8,
+        "mamba.head_dim": 8,
+        "mamba.num_groups": 2,
+        "mamba.state_size": 8,
+        "mamba.chunk": 4,
     },
     "experts": {"layers": "*(local,moe)", "moe.num_experts": 4, "moe.ffn_size": 24},
     "dropping experts": {
@@ -316,7 +327,7 @@ def check_load(kind: str, arrivals, pages: int, shares: bool, chunks: int) -> in
 )
 def test_a_reply_does_not_depend_on_what_else_is_served(kind):
     """Bit for bit: tokens and log-probabilities, with shared pages and with too few of them."""
-    shareable = kind != "convolution"
+    shareable = kind not in ("convolution", "delta", "mamba")
     preemptions = 0
 
     rows = [(0, 12, SAMPLED, 0, ""), (1, 14, GREEDY, 1, "whole"), (0, 16, SAMPLED, 2, "inner")]
@@ -368,7 +379,7 @@ def test_proposals_change_no_reply(kind):
 
 
 def test_states_cannot_be_taken_back():
-    with pytest.raises(ValueError, match="proposals=3: this model has convolutions"):
+    with pytest.raises(ValueError, match="proposals=3: this model has layers with states"):
         engine("convolution", proposals=3)
 
 

@@ -31,9 +31,13 @@ FAMILIES = {
     "nemotron": "minitron-8b",
     "mixtral": "mixtral-8x7b",
     "qwen2-moe": "qwen2-57b-a14b",
+    "qwen3-next": "qwen3-next-80b-a3b",
     "gpt-oss": "gpt-oss-20b",
     "glm4.5": "glm4.5",
     "deepseek": "deepseek-v3",
+    "nemotron-h": "nemotron-3-nano-30b-a3b",
+    "granite4": "granite-4.0-h-tiny",
+    "falcon-h1": "falcon-h1-0.5b",
 }
 
 

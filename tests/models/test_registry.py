@@ -17,6 +17,7 @@ from jax import lax
 from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.read import bindings, differences, model_config
 from maxmeg.layers.context import Context
+from maxmeg.models.hybrid_sizes import HYBRIDS
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import ALIASES, ARCHITECTURES, architecture
 from maxmeg.parallel.rules import RULES, is_variable, logical_axes
@@ -94,15 +95,19 @@ PUBLISHED = {
     "qwen2-57b-a14b": 57_408_658_944,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "qwen3-next-80b-a3b": 79_674_391_296,  # of Qwen3-Coder-Next's files, which are as large
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "deepseek-v3": 671_026_419_200,  # with the biases of its routers, without what predicts
     "moonlight-16b-a3b": 15_960_111_936 - 27 * 64,
+    "nemotron-nano-9b-v2": 8_888_227_328,
+    "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,  # with the biases of its routers
+    "granite-4.0-h-small": 32_207_337_984,
 }
 # (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the sequence
-# parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files.
+# parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files and of hybrids.
 ROUNDED = {
     "gpt3-125m": (125, 1e6),
     "gpt3-350m": (356, 1e6),
@@ -120,6 +125,16 @@ ROUNDED = {
     "minitron-8b": (83, 1e8),
     "nemotron4-15b": (31 + 125, 1e8),  # embeddings and the rest
     "nemotron4-340b": (94 + 3316, 1e8),
+    "nemotron-h-4b": (45, 1e8),
+    "nemotron-h-8b": (81, 1e8),
+    "nemotron-h-56b": (56, 1e9),
+    "nemotron-nano-12b-v2": (123, 1e8),
+    "bamba-9b": (978, 1e7),
+    "mamba2-2.7b": (27, 1e8),
+    "granite-4.0-h-micro": (3, 1e9),
+    "granite-4.0-h-tiny": (7, 1e9),
+    "falcon-h1-0.5b": (52, 1e7),
+    "falcon-h1-7b": (759, 1e7),
 }
 # (number, its unit, layers that predict) where the publisher counts no embedding and no output:
 # model cards of Qwen 3, papers of Moonlight and of GLM-4.5, which says that it counts what
@@ -154,6 +169,7 @@ ACTIVE = {
     "qwen2-57b-a14b": (14, 1e9, 2),
     "qwen3-30b-a3b": (33, 1e8, 2),
     "qwen3-235b-a22b": (22, 1e9, 2),
+    "qwen3-next-80b-a3b": (3, 1e9, 0),
     "gpt-oss-20b": (361, 1e7, 1),
     "gpt-oss-120b": (513, 1e7, 1),
     "glm4.5-air": (12, 1e9, 0),
@@ -162,8 +178,12 @@ ACTIVE = {
     "deepseek-v2": (21, 1e9, 2),
     "deepseek-v3": (366, 1e8, 1),
     "moonlight-16b-a3b": (224, 1e7, 0),
+    "nemotron-3-nano-30b-a3b": (35, 1e8, 2),
+    "granite-4.0-h-tiny": (1, 1e9, 2),
+    "granite-4.0-h-small": (9, 1e9, 2),
 }
 CUT = ("deepseek-v2-lite", "qwen3-30b-a3b")  # rounded down
+CUT = (*CUT, "nemotron-3-nano-30b-a3b", "granite-4.0-h-tiny")
 
 
 def num_parameters(model: LM) -> tuple[int, int]:
@@ -174,7 +194,21 @@ def num_parameters(model: LM) -> tuple[int, int]:
     return sum(sizes.values()), routed
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_hybrids_have_their_parameters_by_formula():
+    for name in HYBRIDS:
+        count, (number, unit) = num_by_formula(name), ROUNDED.get(name, (0, 1))
+        assert count == PUBLISHED[name] if name in PUBLISHED else round(count / unit) == number
+
+
+def num_by_formula(name: str) -> int:
+    return parameters.num_parameters(architecture(name))[0]
+
+
+TRACED = [n for n in ARCHITECTURES if n not in HYBRIDS or n in ("nemotron-h-8b", "falcon-h1-0.5b")]
+SLOWLY = [pytest.param(n, marks=pytest.mark.slow) for n in ARCHITECTURES if n not in TRACED]
+
+
+@pytest.mark.parametrize("name", [*TRACED, *SLOWLY])
 def test_architecture_has_its_parameters(name: str):
     config = architecture(name)
     count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1))

@@ -14,6 +14,7 @@ from layouts import (
     BATCH,
     CONVOLUTIONS,
     EVERYTHING,
+    HYBRID,
     controls,
     mesh_of,
     tiny,
@@ -56,6 +57,7 @@ MODELS = {
     "everything": EVERYTHING,
     "alternating": ALTERNATING,
     "convolutions": CONVOLUTIONS,
+    "hybrid": HYBRID,
 }
 ORDERS = {
     "gpipe": {"schedule": Schedule.gpipe},
@@ -229,7 +231,12 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "order"),
-    [("alternating", "1f1b"), ("convolutions", "zero_bubble"), ("convolutions", "gpipe")],
+    [
+        ("alternating", "1f1b"),
+        ("convolutions", "zero_bubble"),
+        ("convolutions", "gpipe"),
+        ("hybrid", "zero_bubble"),
+    ],
 )
 def test_units_of_several_layers_equal_one_device(model, order):
     """Three units, the last shorter and a group of its own, on two stages."""

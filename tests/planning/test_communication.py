@@ -193,6 +193,18 @@ CASES |= {
         CONTEXT,
         {"fsdp": 1, "context": 2, "tensor": 2},
     ),
+    "states": (
+        {
+            "layers": "*(mamba)",
+            "attention.num_heads": 4,
+            "mamba.num_heads": 4,
+            "mamba.head_dim": 8,
+            "mamba.num_groups": 1,
+        }
+        | {"mamba.state_size": 6, "mamba.chunk": 4, "mamba.norm": False, "recompute": "selective"},
+        CONTEXT,
+        {"fsdp": 1, "context": 2, "tensor": 2},
+    ),
     "experts along context": (
         EXPERTS,
         {},

@@ -5,6 +5,7 @@ import pytest
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import with_fields
+from maxmeg.models.registry import architecture
 from maxmeg.planning.cost.flops import training_flops
 from maxmeg.planning.cost.workload import parameter_counts
 from maxmeg.planning.hardware import gpu, peak_tflops
@@ -61,6 +62,18 @@ def test_latent_attention_and_further_tokens_count_as_megatron_has_it():
     routers = 6 * tokens * sparse * model.hidden_size * model.moe.num_experts
     found = training_flops(model, tokens) - routers
     assert found == pytest.approx(1.064931e15, rel=REL)
+
+
+def test_flops_of_a_hybrid_equal_those_of_megatron():
+    """Nemotron-H 8B by the formulas of num_floating_point_operations for hybrid models."""
+    B, L, D, V, F, H, G, K = 2, 8192, 4096, 131072, 21504, 32, 8, 128
+    state, groups, heads = 128, 8, 128
+    inner, share = heads * 64, K * H / D
+    attention = 4 * B * L * D * share * (D + D * G / H + L / 2)
+    mamba = 2 * B * L * D * (2 * inner + 2 * groups * state + heads) + 7 * B * L * inner * state
+    mamba += 2 * B * L * inner * D
+    wanted = 3 * (4 * attention + 24 * mamba + 24 * 4 * B * L * D * F + 2 * B * L * D * V)
+    assert training_flops(architecture("nemotron-h-8b"), L, B) == pytest.approx(wanted, rel=1e-12)
 
 
 def test_flops_grow_with_the_batch_and_with_full_attention():

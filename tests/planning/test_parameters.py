@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from layouts import CONVOLUTIONS, EVERYTHING, tiny
+from layouts import CONVOLUTIONS, DELTA, EVERYTHING, HYBRID, KDA, tiny
 
 from maxmeg.config import layers
 from maxmeg.config.mixers import Activation, QkNorm
@@ -38,6 +38,9 @@ EXPERTS = {
     [
         EVERYTHING,
         CONVOLUTIONS,
+        DELTA,
+        KDA,
+        HYBRID,
         EXPERTS,
         EXPERTS | {"mla.query_rank": 10, "mlp.activation": Activation.gelu},
         {"attention.qk_norm": QkNorm.head, "attention.num_kv_heads": 4, "tied": True},

@@ -85,6 +85,19 @@ class Fusion:
 
 
 @dataclasses.dataclass(frozen=True)
+class Shaped:
+    """A vector that is stored with dimensions of size 1."""
+
+    shape: tuple[int, ...]
+
+    def split(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+        return (tensor.reshape(-1),)
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return parts[0].reshape(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Interleaved:
     """Projections of equal width whose outputs, the last dimension, interleave."""
 
@@ -95,3 +108,17 @@ class Interleaved:
 
     def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
         return np.stack(parts, axis=-1).reshape(*parts[0].shape[:-1], -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Consecutive:
+    """Projections [..., in, out] of equal width, one after the other in [..., out, in]."""
+
+    count: int
+
+    def split(self, fused: np.ndarray) -> tuple[np.ndarray, ...]:
+        parts = np.split(fused, self.count, axis=-2)
+        return tuple(np.swapaxes(part, -1, -2) for part in parts)
+
+    def join(self, parts: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.swapaxes(part, -1, -2) for part in parts], axis=-2)

@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Mapping
 
-from maxmeg.config.layers import Layer, written
+from maxmeg.config.layers import MIXERS, Layer, written
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get
 
@@ -24,6 +24,9 @@ RESOLVED = {  # fields in which 0 stands for another size -> the property that r
     "attention.head_dim": "head_size",
     "mlp.ffn_size": "ffn",
     "moe.ffn_size": "expert_ffn",
+    "mamba.num_heads": "mamba_heads",
+    "delta.num_key_heads": "delta_key_heads",
+    "delta.value_size": "delta_value_size",
 }
 MAX_NUMBER = 2**31 - 1
 MAX_LAYERS = 10_000  # lists have one item per layer
@@ -152,9 +155,16 @@ def with_layers(fields: Fields) -> Fields:
 
     "local": whether each layer has a sliding window; "dense": numbers of the layers without
     experts; "parallel": whether attention and MLP form a parallel block; "first": the name of each
-    layer's first mixer, where it is not attention in every layer.
+    layer's first mixer, where it is not attention in every layer; "kinds": all layers themselves,
+    without the fields that none of them reads.
     """
     fields = dict(fields)
+    if kinds := fields.pop("kinds", None):
+        mixers = {name for kind in kinds for sublayer in kind for name in sublayer}
+        unread = {group for groups in MIXERS.values() for group in groups}
+        unread -= {group for name in mixers for group in MIXERS[name]}
+        fields = {n: value for n, value in fields.items() if n.partition(".")[0] not in unread}
+        return {**fields, "layers": written(kinds)}
     count, is_moe = fields["num_layers"], "moe.num_experts" in fields
     local = fields.pop("local", [bool(fields.get("attention.window"))] * count)
     dense = fields.pop("dense", set()) if is_moe else {*range(count)}
@@ -269,6 +279,24 @@ class Ignored(Part):
 
     def read(self, keys: Keys, fields: Fields) -> None:
         keys.known.update(self.names)
+
+
+class Renamed(Part):
+    """A part whose keys have other names in this family, or these too."""
+
+    def __init__(self, part: Part, **names: str):
+        self.part, self.names = part, names
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        values = {name: keys.take_any((name, alias), None) for name, alias in self.names.items()}
+        given = {name: value for name, value in values.items() if value is not None}
+        inner = Keys({**keys.values, **given})
+        self.part.read(inner, fields)
+        keys.known |= inner.known
+
+    def write(self, model: ModelConfig) -> Json:
+        written = self.part.write(model).items()
+        return {self.names.get(name, name): value for name, value in written}
 
 
 class ScaledEmbedding(Part):

@@ -9,23 +9,26 @@ from collections.abc import Iterable, Mapping
 
 import jax
 
+from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
 from maxmeg.config.layers import Layer, places
 from maxmeg.config.mixers import RouterScore
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
-from maxmeg.hf.families.binding import Binding, Fusion, Interleaved, Place
+from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
+from maxmeg.hf.families.delta_tables import DELTA
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
 from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.tables import DENSE, Family
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID}
+FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID, **MAMBA, **DELTA}
 VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
@@ -98,7 +101,8 @@ def with_writable_mtp(model: ModelConfig, family: str) -> ModelConfig:
 def hf_config(
     model: ModelConfig, family: str, source: Mapping[str, typing.Any] | None = None
 ) -> dict[str, typing.Any]:
-    """Return the config.json of a model, with the ids of special tokens in `source`.
+    """Return the config.json of a model, with the ids of special tokens in `source` and what else
+    the family takes from it.
 
     ValueError if the family cannot express the model.
     """
@@ -112,6 +116,9 @@ def hf_config(
         for part in table.parts:
             written |= part.write(model)
         problems = differences(model, model_config(written))
+        repeated = written | {name: tokens[name] for name in table.kept if name in tokens}
+        if table.kept and not differences(model, model_config(repeated)):
+            written = repeated
     except ValueError as error:
         problems = [str(error)]
     if problems:
@@ -143,8 +150,12 @@ def plain_value(model: ModelConfig, field: str) -> typing.Any:
         return model.attention.scale or model.key_size**-0.5
     if field == "mla.norm_eps" and model.is_mla:
         return model.mla.norm_eps or model.norm_eps
+    if field == "delta.rank":
+        return model.delta.rank or model.delta.key_size
     if field == "layers":
         return model.layer_kinds
+    if field == "max_position" and model.position is not Position.learned:
+        return model.max_position if model.has(*KINDS) else None
     if field == "mlp.ffn_size" and not model.has("mlp"):
         return None
     if field == "moe.group_score_topk" and model.moe.num_groups > 1:
@@ -189,11 +200,15 @@ MTP_MODULES = {  # of an MTP layer, beside its transformer layer
     "final_norm": "shared_head.norm",
 }
 BIAS, LOAD = ".mixers.moe.bias", ".mixers.moe.load"  # the state of layers with experts
+DELTA_MIXERS, VECTORS = ("gated_delta", "kda"), ("decay_log", "step_bias")
+EXACT = (BIAS, *(f".mixers.mamba.{name}" for name in (*VECTORS, "skip")))
+EXACT = (*EXACT, *(f".mixers.{mixer}.{name}" for mixer in DELTA_MIXERS for name in VECTORS))
 
 
 def is_exact(name: str) -> bool:
-    """Return whether an array is always written in float32: the router's load-balancing bias."""
-    return name.endswith(BIAS)
+    """Return whether an array is always written in float32: the router's load-balancing bias, and
+    parameters that are not rounded."""
+    return name.endswith(EXACT)
 
 
 def unused_arrays(model: ModelConfig) -> dict[str, Shape]:
@@ -279,17 +294,23 @@ def layer_bindings(
     result: list[Binding] = []
     modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
     for names, theirs in modules.items():
-        groups = model.kv_heads if theirs in table.grouped else 1
+        is_delta = any("delta." in name for name in names)
+        groups = model.delta_key_heads if is_delta else model.kv_heads
+        groups = groups if theirs in table.grouped else 1
         for leaf in (".weight", ".bias"):
             if ours := arrays(names, leaf):
                 result.append(fused(f"{theirs}{leaf}", ours, shapes, groups, table))
     for names, theirs in table.arrays.items():
         if ours := arrays(names, ""):
             binding = fused(theirs, ours, shapes, 1, table)
+            if theirs in table.shapes:
+                count, shape = shapes[ours[0].name][-1], table.shapes[theirs]
+                shaped = Shaped(tuple(count if size == -1 else size for size in shape))
+                binding = Binding(theirs, shaped.shape, ours, shaped.split, shaped.join)
             result.append(dataclasses.replace(binding, exact=is_exact(ours[0].name)))
     for names, theirs in table.experts.items():
         if "{}" not in theirs and (ours := arrays(names, "")):
-            result.append(stacked(theirs, ours, shapes))
+            result.append(stacked(theirs, ours, shapes, table))
         for expert in range(model.moe.num_experts) if "{}" in theirs else ():
             if ours := arrays(names, "", expert):
                 result.append(fused(theirs.format(expert), ours, shapes, 1, table))
@@ -308,12 +329,15 @@ def fused(
     return Binding(theirs, shape, places, fusion.split, fusion.join)
 
 
-def stacked(theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape]) -> Binding:
-    """Return the binding of a projection of all experts, or of several with interleaved outputs."""
+def stacked(
+    theirs: str, places: tuple[Place, ...], shapes: dict[str, Shape], table: Family
+) -> Binding:
+    """Return the binding of a projection of all experts, or of several with joined outputs."""
     *inner, width = shapes[places[0].name][len(places[0].index) :]
-    interleaved = Interleaved(len(places))
+    joined = (Interleaved if table.interleaved else Consecutive)(len(places))
     shape = (*inner, width * len(places))
-    return Binding(theirs, shape, places, interleaved.split, interleaved.join, stacked=True)
+    shape = shape if table.interleaved else (*shape[:-2], shape[-1], shape[-2])
+    return Binding(theirs, shape, places, joined.split, joined.join, stacked=True)
 
 
 def num_experts_in(names: Iterable[str], family: str) -> int:

@@ -56,6 +56,7 @@ KINDS = {  # keys of each scaling, and their values where they are missing or nu
     },
 }
 MSCALES = SCALE, SCALE_ALL = ("mscale", "mscale_all_dim")  # YaRN's: their ratio is attention_factor
+MAX_BASE = 10**15
 DIGITS = 12  # to which derived scales are rounded
 LATENT = [  # sizes of multi-latent attention (DeepSeek)
     Key("kv_lora_rank", "mla.kv_rank", 512),
@@ -206,7 +207,7 @@ def agreed(keys: Keys, settings: Json, inner: str, names: tuple[str, ...], defau
     stated |= {f"rope_parameters.{inner}": settings.pop(inner, None)}
     for name, value in stated.items():
         if value is not None:
-            checked(name, value, float)
+            checked(name, value, float, most=MAX_BASE)
     return float(Keys(stated).take_any(tuple(stated), default))
 
 

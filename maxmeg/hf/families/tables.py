@@ -41,10 +41,14 @@ class Family:
     that all models of the family share. ends: modules outside the layers. layer: prefix of a
     layer's modules, followed by the layer's number. layers: modules of a layer. own_norms: their
     norms where each mixer of a parallel block has a norm of its own. arrays: tensors of a layer
-    that are not a module's weight or bias. experts: weights of the experts, with {} for the
-    expert's number, or of all experts stacked [expert, in, out], where the outputs of several
-    projections interleave. grouped: fused modules whose outputs are [queries.. key value] for each
-    key/value head. outputs_first: whether projections are stored as [out, in]. ignored: patterns
+    that are not a module's weight or bias. shapes: of those that are vectors with further
+    dimensions of size 1; -1 is the vector's. experts: weights of the experts, with {} for the
+    expert's number, or of all experts stacked: [expert, in, out], where the outputs of several
+    projections interleave, or, if not `interleaved`, [expert, out, in], where they follow each
+    other. kept: keys that an export repeats from the imported config.json where this changes no
+    result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
+    head, or what belongs to each key head of the delta rule. outputs_first: whether projections
+    are stored as [out, in]. ignored: patterns
     of tensors that hold no weights. renamed: (pattern, replacement) for names in other files. code:
     pattern of remote-code modules that compute the same as transformers; they are never run.
     """
@@ -59,7 +63,10 @@ class Family:
     grouped: frozenset[str] = frozenset()
     outputs_first: bool = True
     arrays: Modules = dataclasses.field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     experts: Modules = dataclasses.field(default_factory=dict)
+    interleaved: bool = True
+    kept: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()
     code: str = ""

@@ -16,6 +16,7 @@ from maxmeg.planning.cost.workload import Unit, Workload
 STREAMS = 2  # residual streams outside of the unit: output of the stack, gradient of the loss
 CONVERTED = 1.5  # gradients of the size of the largest that exist in float32
 APART = 3  # layers of a unit whose gradients exist, if they run one by one
+SCAN_ARRAYS = 3  # float32 arrays of the output of each scan of a unit
 
 
 def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
@@ -31,7 +32,7 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
-        total = arrays(work, unit) + waiting + scores(work, unit)
+        total = arrays(work, unit) + waiting + scores(work, unit) + scans(work, unit)
         total += experts.recomputed(work, unit)
         rows = max(experts.working(work, unit, tight), context.working(work, unit))
         gathered = weights(work, group, tight)
@@ -53,6 +54,13 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
             waiting += size if work.axes["fsdp"] > 1 else 0
         waiting -= freed[group]
     return largest
+
+
+def scans(work: Workload, unit: Unit) -> int:
+    """Bytes of three float32 arrays of each scan's output, as in compiled programs: XLA keeps those
+    of all layers of a unit."""
+    width = sum(one.scanned for one in unit.widths) // work.axes["tensor"]
+    return SCAN_ARRAYS * FLOAT32 * work.tokens * width
 
 
 def scores(work: Workload, unit: Unit) -> int:
@@ -101,7 +109,7 @@ def arrays(work: Workload, unit: Unit) -> int:
 
 def sublayers(unit: Unit) -> list[list[Widths]]:
     """Widths of the mixers of each sublayer."""
-    return [[mixer.widths(unit.kv_copies) for mixer in spec.mixers] for spec in unit.specs]
+    return [[mixer.widths(unit.tensor) for mixer in spec.mixers] for spec in unit.specs]
 
 
 def streams(unit: Unit) -> int:

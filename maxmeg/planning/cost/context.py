@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 from maxmeg.layers.attention import AttentionSpec
 from maxmeg.layers.mla import MlaSpec
-from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.ops.attention.context_choice import (
     ContextShape,
     ContextStrategy,
@@ -44,6 +43,7 @@ PIECE_GRADIENTS = "gradients of keys and values"
 HEADS_FORWARD = "queries, keys, values and outputs, forward"
 HEADS_BACKWARD = "queries, keys, values and outputs, backward"
 CONVOLVED = "inputs of convolutions"
+STATES = "states of scans"
 DOCUMENTS = "documents of tokens"
 KEPT = {"context_output", "context_lse"}
 IN_FLIGHT = 2  # rounds of a ring whose arrays exist at a time
@@ -261,11 +261,16 @@ def traffic(work: Workload, cluster: Cluster) -> Iterator[Traffic]:
                 both = forward + backward
                 add("context", DOCUMENTS, GATHER, both, both * size, context * tensor)
         for mixer in (mixer for spec in unit.specs for mixer in spec.mixers):
-            if context > 1 and isinstance(mixer, ShortConvSpec):
-                taps, both = mixer.kernel_size - 1, forward + 2 * backward
-                size = work.itemsize * work.samples * taps * mixer.hidden_size // tensor
-                runs = 2 * both * (taps > 0)
-                add("context", CONVOLVED, PERMUTE, runs, 2 * both * size, context * tensor)
+            if context == 1:
+                continue
+            for elements in filter(None, mixer.halos(tensor)):
+                size = work.itemsize * work.samples * elements
+                runs = 2 * (forward + 2 * backward)
+                add("context", CONVOLVED, PERMUTE, runs, runs * size, context * tensor)
+            if mixer.state():
+                size = 2 * FLOAT32 * work.samples * mixer.state(tensor) * (context - 1)
+                runs = forward + 2 * backward
+                add("context", STATES, GATHER, runs, runs * size, context * tensor)
     for key, (runs, volume, seconds) in totals.items():
         if runs:
             yield Traffic(*key, int(runs), int(volume), seconds)

@@ -4,6 +4,8 @@ Letters: D hidden size, H and G query and key/value heads, K head size, F feed-f
 experts.
 """
 
+import functools
+
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 
@@ -40,7 +42,9 @@ def _layer(model: ModelConfig, layer: tuple[tuple[str, ...], ...]) -> int:
 def _attention(model: ModelConfig) -> int:
     D, H, G, K = model.hidden_size, model.attention.num_heads, model.kv_heads, model.head_size
     bias = model.attention.bias_qkv
-    total = _linear(D, H * K, bias) + 2 * _linear(D, G * K, bias)
+    total = _linear(D, H * K * (1 + model.attention.output_gate), bias) + 2 * _linear(
+        D, G * K, bias
+    )
     normed = {QkNorm.head: (K, K), QkNorm.heads: (H * K, G * K)}
     total += sum(_norm(model, width) for width in normed.get(model.attention.qk_norm, ()))
     return total + _heads_out(model, K)
@@ -67,6 +71,30 @@ def _heads_out(model: ModelConfig, size: int) -> int:
 def _conv(model: ModelConfig) -> int:
     D, bias = model.hidden_size, model.conv.bias
     return 4 * _linear(D, D, bias) + (model.conv.kernel_size + bias) * D
+
+
+def _mamba(model: ModelConfig) -> int:
+    D, H, mamba = model.hidden_size, model.mamba_heads, model.mamba
+    width, keys = H * mamba.head_dim, 2 * mamba.num_groups * mamba.state_size
+    convolved = (mamba.kernel_size + mamba.conv_bias) * (width + keys)
+    inward = _linear(D, 2 * width + keys + H, mamba.bias)
+    return inward + convolved + 3 * H + width * mamba.norm + _linear(width, D, mamba.bias)
+
+
+def _delta(model: ModelConfig, low_rank: bool = False) -> int:
+    D, H, N, P = (
+        model.hidden_size,
+        model.delta.num_heads,
+        model.delta.key_size,
+        model.delta_value_size,
+    )
+    keys, values = 2 * model.delta_key_heads * N, H * P
+    convolved = model.delta.kernel_size * (keys + values)
+    inward, rank = D * (keys + values + H), model.delta.rank or N
+    gates = D * (values + H) + H
+    if low_rank:
+        gates = (2 * D + values + H * N) * rank + H * N
+    return inward + convolved + gates + H + P + values * D
 
 
 def _mlp(model: ModelConfig) -> int:
@@ -105,6 +133,9 @@ MIXERS = {
     "mla": _mla,
     "local_mla": _mla,
     "conv": _conv,
+    "mamba": _mamba,
+    "gated_delta": _delta,
+    "kda": functools.partial(_delta, low_rank=True),
     "mlp": _mlp,
     "moe": _moe,
 }

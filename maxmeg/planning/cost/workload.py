@@ -99,18 +99,17 @@ class Shard:
 class Unit:
     """The repeated unit of a group of the stack, and sizes of its mixers' arrays (`Widths`).
 
-    layers: number of model layers in the unit. kv_copies: number of devices along tensor that
-    compute the same key/value head.
+    layers: number of model layers in the unit. tensor: number of devices that share its heads.
     """
 
     repeats: int
     layers: int
     specs: tuple[ResidualSpec, ...]
-    kv_copies: int
+    tensor: int
 
     @functools.cached_property
     def widths(self) -> tuple[Widths, ...]:
-        return tuple(mixer.widths(self.kv_copies) for one in self.specs for mixer in one.mixers)
+        return tuple(mixer.widths(self.tensor) for one in self.specs for mixer in one.mixers)
 
     def multiply_adds(self, length: int) -> int:
         """Of its matrix products in forward, for one sequence."""
@@ -313,17 +312,12 @@ def kind_of(path: tuple[str, ...]) -> str:
     return MOE_PARTS.get(part, "router") if mixer == "moe" else MIXERS.get(mixer, mixer)
 
 
-def kv_head_copies(model: ModelConfig, tensor: int) -> int:
-    """Number of devices along tensor that compute the same key/value head."""
-    return max(1, tensor // model.kv_heads)
-
-
 @functools.lru_cache(maxsize=64)
-def _units(key: frozenset, kv_copies: int, how: frozenset) -> tuple[Unit, ...]:
+def _units(key: frozenset, tensor: int, how: frozenset) -> tuple[Unit, ...]:
     """The repeated unit of each group of the stack. how: fields of ParallelConfig."""
     model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(**dict(how))
     return tuple(
-        Unit(repeats, len(layers), specs, kv_copies)
+        Unit(repeats, len(layers), specs, tensor)
         for (layers, _), (specs, repeats) in zip(
             model.groups, pattern(model, parallel), strict=True
         )
@@ -376,7 +370,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     microbatches = config.train.global_batch_size // (samples * shards)
     parallel, key = config.parallel, architecture_key(model)
     how = frozenset((name, getattr(parallel, name)) for name in HOW)
-    blocks = _units(key, kv_head_copies(model, parallel.tensor), how)
+    blocks = _units(key, parallel.tensor, how)
     counts = units_of_chunks(model, parallel)
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))

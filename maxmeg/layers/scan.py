@@ -1,0 +1,80 @@
+"""The scan of a layer over its tokens: a whole sequence, or the next tokens of rows in a cache;
+and initial values of its decays and steps.
+
+Letters beside the legend's: N state, P channels of a head.
+"""
+
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxmeg.layers.cache import lane_states, with_lane_states
+from maxmeg.layers.context import Context
+from maxmeg.ops.chunk_context import chunk_scan_over_context
+from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
+from maxmeg.ops.random import uniform
+
+FEW = 4  # tokens that decoding takes one by one
+STEPS, FLOOR = (1e-3, 1e-1), 1e-4  # of Mamba's initial steps
+
+
+class ScanInputs(typing.NamedTuple):
+    """As of `ops.chunk_scan.chunk_scan`. beta_BLH None: without the delta rule."""
+
+    q_BLGN: jax.Array
+    k_BLGN: jax.Array
+    v_BLHP: jax.Array
+    log_decay: jax.Array
+    beta_BLH: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """chunk: number of tokens that are multiplied at once."""
+
+    chunk: int
+
+    def __call__(
+        self, inputs: ScanInputs, ctx: Context, states: jax.Array | None = None
+    ) -> tuple[Float[Array, "B L H P"], jax.Array | None]:
+        """(output, new states). states: [layers, lanes, H, N, P] of a cache in float32; None: the
+        whole sequence, whose parts other devices along context may hold."""
+        if states is None:
+            return chunk_scan_over_context(*inputs, ctx.segments_BL, self.chunk), None
+        places = ctx.cache_places
+        assert places is not None and ctx.segments_BL is None
+        length = inputs.v_BLHP.shape[1]
+        inputs = without_padding(inputs, places.is_token(length))
+        before_BHNP = lane_states(states, places)
+        if length <= FEW:
+            y_BLHP, after_BHNP = chunk_scan_step(*inputs, before_BHNP)
+        else:
+            y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.chunk)
+        return y_BLHP, with_lane_states(states, after_BHNP, places)
+
+
+def without_padding(inputs: ScanInputs, is_token_BL: jax.Array) -> ScanInputs:
+    """Inputs whose padding does not change the state."""
+
+    def kept(x):
+        return jnp.where(is_token_BL.reshape(*is_token_BL.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+    inputs = inputs._replace(log_decay=kept(inputs.log_decay))
+    if inputs.beta_BLH is not None:
+        return inputs._replace(beta_BLH=kept(inputs.beta_BLH))
+    return inputs._replace(v_BLHP=kept(inputs.v_BLHP))
+
+
+def between(key: jax.Array, count: int, least: float, most: float) -> jax.Array:
+    """`count` numbers uniform in (least, most)."""
+    return least + (most - least) * (uniform(key, (count,)) + 1) / 2
+
+
+def first_step_biases(key: jax.Array, count: int) -> jax.Array:
+    """What softplus maps to Mamba's initial steps: log-uniform numbers, at least FLOOR."""
+    steps = jnp.maximum(jnp.exp(between(key, count, *map(math.log, STEPS))), FLOOR)
+    return steps + jnp.log(-jnp.expm1(-steps))

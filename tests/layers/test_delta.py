@@ -1,0 +1,164 @@
+"""Gated DeltaNet and KDA: their recurrence, documents, meshes, initial values, decoding."""
+
+import cached
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharded_layers import check_equal, on_mesh
+
+from maxmeg.layers.context import Context
+from maxmeg.layers.delta import Delta, DeltaSpec, Kda, KdaSpec
+from maxmeg.layers.norm import NormSpec
+from maxmeg.layers.residual import Residual, ResidualSpec
+
+B, L, D = 2, 8, 16
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 2, 3, 3, 3, 3]])
+SIZES = {"key_size": 6, "value_size": 4, "chunk": 4, "std": 0.3, "out_std": 0.3}
+SPECS = {
+    "gated_delta": DeltaSpec(D, num_heads=8, num_key_heads=4, **SIZES),
+    "one key head": DeltaSpec(D, num_heads=4, num_key_heads=1, kernel_size=3, **SIZES),
+    "kda": KdaSpec(D, num_heads=4, num_key_heads=4, rank=5, **SIZES),
+}
+
+
+def randomized(layer):
+    """The layer with other norms too."""
+    leaves, tree = jax.tree.flatten(layer)
+    rng = np.random.default_rng(1)
+    return jax.tree.unflatten(
+        tree, [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
+    )
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    """Vectors, and the weights of their outputs in the loss."""
+    rng = np.random.default_rng(2)
+    x_BLD, slope_BLD = (jnp.float32(rng.normal(size=(B, L, D))) for _ in range(2))
+    return x_BLD, slope_BLD
+
+
+def positions(length: int = L) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(length), (B, length))
+
+
+@jax.jit
+def run(layer, x_BLD, segments_BL=None):
+    return layer(x_BLD, Context(positions(x_BLD.shape[1]), segments_BL))[0]
+
+
+@jax.jit
+def run_cached(layer, x_BLD, ctx: Context, cache):
+    return layer(x_BLD, ctx, cache)[:2]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def defined(layer: Delta, x_LD: np.ndarray) -> np.ndarray:
+    """The published recurrence over one document, token by token, in float64."""
+    spec, is_kda = layer.spec, isinstance(layer, Kda)
+    H, G, N, P = spec.num_heads, spec.num_key_heads, spec.key_size, spec.value_size
+
+    def numbers(parameter):
+        return np.asarray(parameter[...], np.float64)
+
+    def projected(name: str) -> np.ndarray:
+        down = getattr(layer, f"{name}_down", None)
+        x = x_LD if down is None else x_LD @ numbers(down.weight)
+        return x @ numbers(getattr(layer, name).weight)
+
+    def convolved(name: str) -> np.ndarray:
+        x_LX, taps = projected(name), numbers(getattr(layer, f"{name}_conv").weight)[:, 0]
+        before = np.concatenate((np.zeros((len(taps) - 1, x_LX.shape[1])), x_LX))
+        sums = sum(tap * before[i : i + len(x_LX)] for i, tap in enumerate(taps))
+        return sums * sigmoid(sums)
+
+    def of_length_one(x_LX: np.ndarray) -> np.ndarray:
+        x = x_LX.reshape(len(x_LX), G, N)
+        x = x / np.sqrt((x**2).sum(-1, keepdims=True) + 1e-6)
+        return np.repeat(x, H // G, axis=1)
+
+    q, k = of_length_one(convolved("query")) / np.sqrt(N), of_length_one(convolved("key"))
+    v, beta = convolved("value").reshape(-1, H, P), sigmoid(projected("beta"))
+    steps = np.log1p(np.exp(projected("step") + numbers(layer.step_bias))).reshape(len(x_LD), H, -1)
+    decay = np.exp(-np.exp(numbers(layer.decay_log))[:, None] * steps)
+    y, state = np.zeros((len(x_LD), H, P)), np.zeros((H, N, P))
+    for t in range(len(x_LD)):
+        state = decay[t, :, :, None] * state
+        new = v[t] - np.einsum("hn,hnp->hp", k[t], state)
+        state += np.einsum("h,hn,hp->hnp", beta[t], k[t], new)
+        y[t] = np.einsum("hn,hnp->hp", q[t], state)
+    y /= np.sqrt((y**2).mean(-1, keepdims=True) + spec.norm_eps)
+    y = (y * numbers(layer.gated_norm.weight)).reshape(len(x_LD), -1)
+    gate = projected("gate")
+    y *= sigmoid(gate) if is_kda else gate * sigmoid(gate)
+    return y @ numbers(layer.out.weight)
+
+
+@pytest.mark.parametrize("name", ["gated_delta", "kda"])
+def test_documents_have_the_output_of_the_definition_alone(name):
+    layer, (x_BLD, _) = randomized(SPECS[name].make(jax.random.key(0))), inputs()
+    found_BLD = run(layer, x_BLD, jnp.asarray(SEGMENTS))
+    for row, ids_L in enumerate(SEGMENTS):
+        for document in np.unique(ids_L):
+            there = ids_L == document
+            wanted = defined(layer, np.asarray(x_BLD[row], np.float64)[there])
+            np.testing.assert_allclose(found_BLD[row][there], wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gated_delta", {"fsdp": 2, "tensor": 4}),
+        pytest.param("gated_delta", {"tensor": 8}, marks=pytest.mark.slow),
+        pytest.param("one key head", {"tensor": 2}, marks=pytest.mark.slow),
+        pytest.param("kda", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_equals_one_device(name, sizes):
+    """Output and gradients of a sublayer, documents kept apart; also fewer groups than devices."""
+    layer = randomized(Residual(jax.random.key(0), ResidualSpec(NormSpec(), (SPECS[name],))))
+
+    def output(layer, x_BLD):
+        count = len(x_BLD)
+        rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
+        return layer(x_BLD, Context(positions()[:count], jnp.asarray(SEGMENTS)[rows_B]))[0]
+
+    alone = on_mesh(output, layer, {})(layer, *inputs())
+    check_equal(on_mesh(output, layer, sizes)(layer, *inputs()), alone)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(alone))
+
+
+@pytest.mark.parametrize("name", ["gated_delta", pytest.param("kda", marks=pytest.mark.slow)])
+def test_decoding_with_a_state_equals_the_whole_sequence(name):
+    """Rows of 2 and of 5 tokens before, two further at once and one alone."""
+    layer, (x_BLD, _) = randomized(SPECS[name].make(jax.random.key(0))), inputs()
+    whole_BLD = run(layer, x_BLD)
+    lengths_B = jnp.array([2, 5])
+    size = cached.size_of(B, L)
+    cache = cached.empty(layer, size)
+    found_BLD, cache = run_cached(layer, x_BLD[:, :5], cached.context(size, 0, 5, lengths_B), cache)
+    np.testing.assert_allclose(found_BLD[0, :2], whole_BLD[0, :2], atol=1e-5)
+    for count in (2, 1):
+        places_BL = lengths_B[:, None] + jnp.arange(count)
+        next_BLD = jnp.take_along_axis(x_BLD, places_BL[..., None], axis=1)
+        ctx = cached.context(size, lengths_B, count)
+        found_BLD, cache = run_cached(layer, next_BLD, ctx, cache)
+        wanted_BLD = jnp.take_along_axis(whole_BLD, places_BL[..., None], axis=1)
+        np.testing.assert_allclose(found_BLD, wanted_BLD, atol=1e-5)
+        lengths_B += count
+
+
+def test_initial_values_are_those_of_the_authors():
+    sizes = {"num_heads": 4096, "num_key_heads": 4096, "key_size": 1, "value_size": 1}
+    delta, kda = (spec(8, **sizes).make(jax.random.key(0)) for spec in (DeltaSpec, KdaSpec))
+    assert (delta.step_bias[...] == 1).all() and (delta.gated_norm.weight[...] == 1).all()
+    for layer, least in ((delta, 0.01), (kda, 1.0)):
+        decays = np.exp(layer.decay_log[...])
+        assert least <= decays.min() < least + 0.1 and 15.9 < decays.max() <= 16.001
+        assert abs(decays.mean() - (16 + least) / 2) < 0.3
+    steps = np.log1p(np.exp(kda.step_bias[...]))
+    assert 0.999e-3 <= steps.min() < 1.1e-3 and 0.095 < steps.max() <= 0.1001
+    assert abs(np.log(steps).mean() - np.log(1e-2)) < 0.1

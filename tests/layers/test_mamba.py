@@ -1,0 +1,170 @@
+"""Mamba-2: its recurrence, documents, meshes, initial values, and decoding with its state."""
+
+import cached
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sharded_layers import check_equal, on_mesh
+
+from maxmeg.layers.context import Context
+from maxmeg.layers.mamba import Mamba, MambaSpec
+from maxmeg.layers.norm import NormSpec
+from maxmeg.layers.residual import Residual, ResidualSpec
+
+B, L, D = 2, 8, 16
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 2, 3, 3, 3, 3]])
+SIZES = {"num_heads": 8, "head_dim": 4, "state_size": 6, "chunk": 4, "std": 0.3, "out_std": 0.3}
+SPECS = {
+    "groups": MambaSpec(D, num_groups=4, **SIZES),
+    "one group": MambaSpec(D, num_groups=1, conv_bias=False, **SIZES),
+    "falcon": MambaSpec(
+        D,
+        num_groups=2,
+        bias=True,
+        norm_eps=None,
+        scales=(0.5, 2.0, 0.7, 1.5, 0.25),
+        steps=(0.005, 0.015),
+        **SIZES,
+    ),
+}
+
+
+def randomized(layer):
+    """The layer with random biases and vectors too."""
+    leaves, tree = jax.tree.flatten(layer)
+    rng = np.random.default_rng(1)
+    return jax.tree.unflatten(
+        tree, [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
+    )
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    """Vectors, and the weights of their outputs in the loss."""
+    rng = np.random.default_rng(2)
+    x_BLD, slope_BLD = (jnp.float32(rng.normal(size=(B, L, D))) for _ in range(2))
+    return x_BLD, slope_BLD
+
+
+def positions(length: int = L) -> jax.Array:
+    return jnp.broadcast_to(jnp.arange(length), (B, length))
+
+
+@jax.jit
+def run(layer, x_BLD, segments_BL=None):
+    return layer(x_BLD, Context(positions(x_BLD.shape[1]), segments_BL))[0]
+
+
+@jax.jit
+def run_cached(layer, x_BLD, ctx: Context, cache):
+    return layer(x_BLD, ctx, cache)[:2]
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def defined(layer: Mamba, x_LD: np.ndarray) -> np.ndarray:
+    """The published recurrence over one document, token by token, in float64."""
+    spec = layer.spec
+    H, P, G, N = spec.num_heads, spec.head_dim, spec.num_groups, spec.state_size
+
+    def numbers(parameter):
+        return 0.0 if parameter is None else np.asarray(parameter[...], np.float64)
+
+    def projected(name: str, scale: float = 1.0) -> np.ndarray:
+        linear = getattr(layer, name)
+        return scale * (x_LD @ numbers(linear.weight) + numbers(linear.bias))
+
+    def convolved(name: str, x_LX: np.ndarray) -> np.ndarray:
+        conv = getattr(layer, f"{name}_conv")
+        taps = numbers(conv.weight)[:, 0]
+        before = np.concatenate((np.zeros((len(taps) - 1, x_LX.shape[1])), x_LX))
+        sums = sum(tap * before[i : i + len(x_LX)] for i, tap in enumerate(taps))
+        return silu(sums + numbers(conv.bias))
+
+    z, x, k, q, dt = (
+        projected(n, s)
+        for n, s in zip(("gate", "value", "key", "query", "step"), spec.scales, strict=True)
+    )
+    x, k, q = convolved("value", x), convolved("key", k), convolved("query", q)
+    dt = np.clip(np.log1p(np.exp(dt + numbers(layer.step_bias))), *spec.steps)
+    rate, skip, state = -np.exp(numbers(layer.decay_log)), numbers(layer.skip), np.zeros((H, N, P))
+    y = np.zeros_like(x)
+    for t in range(len(x)):
+        x_HP = x[t].reshape(H, P)
+        k_HN, q_HN = (np.repeat(a[t].reshape(G, N), H // G, axis=0) for a in (k, q))
+        state *= np.exp(rate * dt[t])[:, None, None]
+        state += k_HN[:, :, None] * (dt[t][:, None] * x_HP)[:, None]
+        y[t] = (np.einsum("hn,hnp->hp", q_HN, state) + skip[:, None] * x_HP).reshape(-1)
+    y *= silu(z)
+    if layer.gated_norm is not None:
+        groups = y.reshape(len(y), G, -1)
+        groups = groups / np.sqrt((groups**2).mean(-1, keepdims=True) + spec.norm_eps)
+        y = groups.reshape(y.shape) * numbers(layer.gated_norm.weight)
+    return y @ numbers(layer.out.weight) + numbers(layer.out.bias)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_documents_have_the_output_of_the_definition_alone(name):
+    layer, (x_BLD, _) = randomized(Mamba(jax.random.key(0), SPECS[name])), inputs()
+    for segments_BL in (np.ones((B, L), int), SEGMENTS):
+        found_BLD = run(layer, x_BLD, jnp.asarray(segments_BL))
+        for row, ids_L in enumerate(segments_BL):
+            for document in np.unique(ids_L):
+                there = ids_L == document
+                wanted = defined(layer, np.asarray(x_BLD[row], np.float64)[there])
+                np.testing.assert_allclose(found_BLD[row][there], wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("groups", {"fsdp": 2, "tensor": 4}),
+        ("falcon", {"tensor": 4}),
+        pytest.param("groups", {"tensor": 8}, marks=pytest.mark.slow),
+        pytest.param("one group", {"tensor": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_mesh_equals_one_device(name, sizes):
+    """Output and gradients of a sublayer, documents kept apart; also fewer groups than devices."""
+    layer = randomized(Residual(jax.random.key(0), ResidualSpec(NormSpec(), (SPECS[name],))))
+
+    def output(layer, x_BLD):
+        count = len(x_BLD)
+        rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
+        return layer(x_BLD, Context(positions()[:count], jnp.asarray(SEGMENTS)[rows_B]))[0]
+
+    alone = on_mesh(output, layer, {})(layer, *inputs())
+    check_equal(on_mesh(output, layer, sizes)(layer, *inputs()), alone)
+    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(alone))
+
+
+@pytest.mark.parametrize("name", ["groups", "falcon"])
+def test_decoding_with_a_state_equals_the_whole_sequence(name):
+    """Rows of 2 and of 5 tokens before, two further at once and one alone."""
+    layer, (x_BLD, _) = randomized(Mamba(jax.random.key(0), SPECS[name])), inputs()
+    whole_BLD = run(layer, x_BLD)
+    lengths_B = jnp.array([2, 5])
+    size = cached.size_of(B, L)
+    cache = cached.empty(layer, size)
+    found_BLD, cache = run_cached(layer, x_BLD[:, :5], cached.context(size, 0, 5, lengths_B), cache)
+    np.testing.assert_allclose(found_BLD[0, :2], whole_BLD[0, :2], atol=1e-5)
+    for count in (2, 1):
+        places_BL = lengths_B[:, None] + jnp.arange(count)
+        next_BLD = jnp.take_along_axis(x_BLD, places_BL[..., None], axis=1)
+        found_BLD, cache = run_cached(
+            layer, next_BLD, cached.context(size, lengths_B, count), cache
+        )
+        wanted_BLD = jnp.take_along_axis(whole_BLD, places_BL[..., None], axis=1)
+        np.testing.assert_allclose(found_BLD, wanted_BLD, atol=1e-5)
+        lengths_B += count
+
+
+def test_initial_values_are_those_of_mamba_2():
+    layer = Mamba(jax.random.key(0), MambaSpec(8, num_heads=4096, head_dim=1, num_groups=1))
+    decays, steps = np.exp(layer.decay_log[...]), np.log1p(np.exp(layer.step_bias[...]))
+    assert 1 <= decays.min() < 1.1 and 15.9 < decays.max() <= 16 and abs(decays.mean() - 8.5) < 0.3
+    assert 1e-3 <= steps.min() < 1.1e-3 and 0.095 < steps.max() <= 0.1001
+    assert abs(np.log(steps).mean() - np.log(1e-2)) < 0.1
+    assert (layer.skip[...] == 1).all() and (layer.gated_norm.weight[...] == 1).all()

@@ -1,0 +1,99 @@
+"""The recurrence of the chunked scan in NumPy, and random inputs for it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """kind: "mamba" (no beta), "delta" (beta), "kda" (beta and a decay for each channel) or
+    "channels" (the decays without beta)."""
+
+    kind: str = "mamba"
+    rows: int = 2
+    length: int = 21
+    groups: int = 2
+    heads: int = 4
+    state: int = 6
+    value: int = 5
+    chunk: int = 4
+    documents: bool = True
+    initial: bool = True
+    decay: float = 0.5
+    seed: int = 0
+
+
+NAMES = ("q", "k", "v", "log_decay", "beta", "state")
+
+
+def inputs_of(case: Case) -> tuple[dict, np.ndarray | None]:
+    """(arrays of float64 by name, segment ids or None). Keys have length 1 with the delta rule."""
+    rng = np.random.default_rng(case.seed)
+    B, L, G, H, N, P = (
+        *(case.rows, case.length, case.groups, case.heads),
+        *(case.state, case.value),
+    )
+    by_channel = (N,) if case.kind in ("kda", "channels") else ()
+    arrays = {
+        "q": rng.normal(size=(B, L, G, N)),
+        "k": rng.normal(size=(B, L, G, N)),
+        "v": rng.normal(size=(B, L, H, P)),
+        "log_decay": -rng.exponential(case.decay, size=(B, L, H, *by_channel)),
+    }
+    if case.kind in ("delta", "kda"):
+        arrays["k"] /= np.linalg.norm(arrays["k"], axis=-1, keepdims=True)
+        arrays["beta"] = rng.uniform(size=(B, L, H))
+    if case.initial:
+        arrays["state"] = rng.normal(size=(B, H, N, P))
+    segments = np.sort(rng.integers(0, 4, size=(B, L)), axis=1) if case.documents else None
+    return {name: np.float32(x).astype(np.float64) for name, x in arrays.items()}, segments
+
+
+def recurrence(q, k, v, log_decay, beta=None, state=0.0, segments=None):
+    """(y, last state), token by token; also of complex numbers."""
+    heads, outputs = v.shape[2] // k.shape[2], []
+    q, k = np.repeat(q, heads, axis=2), np.repeat(k, heads, axis=2)
+    decay = np.exp(log_decay.reshape(*v.shape[:3], -1))
+    for t in range(v.shape[1]):
+        if segments is not None and t:
+            state = state * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
+        state = decay[:, t, ..., None] * state + np.zeros((*k[:, t].shape, v.shape[-1]))
+        known = 0 if beta is None else np.einsum("bhn,bhnp->bhp", k[:, t], state)
+        u = (v[:, t] - known) * (1 if beta is None else beta[:, t, :, None])
+        state = state + np.einsum("bhn,bhp->bhnp", k[:, t], u)
+        outputs.append(np.einsum("bhn,bhnp->bhp", q[:, t], state))
+    return np.stack(outputs, axis=1), state
+
+
+def slopes_of(case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """Gradients of a loss with respect to y and the last state."""
+    rng, B = np.random.default_rng(case.seed + 1), case.rows
+    sizes = (B, case.length, case.heads, case.value), (B, case.heads, case.state, case.value)
+    d_y, d_state = (np.float32(rng.normal(size=size)).astype(np.float64) for size in sizes)
+    return d_y, d_state
+
+
+def derivative(case: Case, name: str, direction: np.ndarray) -> float:
+    """That of sum(y d_y) + sum(state d_state) along a direction of one input, by a complex step,
+    which is exact to rounding."""
+    arrays, segments = inputs_of(case)
+    arrays[name] = arrays[name] + 1e-30j * direction
+    results = recurrence(**arrays, segments=segments)
+    total = sum((one * slope).sum() for one, slope in zip(results, slopes_of(case), strict=True))
+    return float(total.imag / 1e-30)
+
+
+def with_gradients(function):
+    """Jitted (arrays, segments, d_y, d_state) -> (y, state, gradients by name)."""
+
+    def run(arrays, segments, d_y, d_state):
+        (y, state), pull = jax.vjp(lambda arrays: function(arrays, segments), arrays)
+        return y, state, pull((d_y, d_state))[0]
+
+    return jax.jit(run)
+
+
+def float32(tree):
+    return jax.tree.map(np.float32, tree)
