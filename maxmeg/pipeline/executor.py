@@ -312,9 +312,8 @@ class Executor:
 
             dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
-        carry = carry._replace(dy=self.send(dx, -1), outer=outer)
-        if self.alone:
-            carry = carry._replace(ended=sum(never(a).astype(jnp.int32) for a in [dx, *made]))
+        ended = sum(never(a).astype(jnp.int32) for a in [dx, *made]) if self.alone else carry.ended
+        carry = carry._replace(dy=self.send(dx, -1), outer=outer, ended=ended)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
     def weight(self, carry: Carry, work: Work, last: bool) -> Carry:
@@ -494,7 +493,6 @@ class Executor:
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send to the next stage (step 1) or the previous one (-1); cyclic with several chunks."""
-        stages, cyclic = self.table.stages, self.table.chunks > 1
-        pairs = [(stage, (stage + step) % stages) for stage in range(stages)]
-        pairs = [(i, j) for i, j in pairs if cyclic or j - i == step]
+        cyclic, stages = self.table.chunks > 1, range(self.table.stages)
+        pairs = [(i, (i + step) % len(stages)) for i in stages if cyclic or i + step in stages]
         return collectives.permute(x, PIPE_AXIS, pairs)
