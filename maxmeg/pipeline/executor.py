@@ -22,7 +22,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from maxmeg.layers.auxiliary import choose, combine, start_values
@@ -54,6 +53,7 @@ class Carry(typing.NamedTuple):
 
     x, dy: received from the previous and the next stage. rings: residuals of each group by slot and
     layer. deferred: inputs of the weight lane from the backward lane. outputs: of the last stage.
+    ended: 0, which XLA knows once the tick before has made its gradients; used without a pipeline.
     weights: what ZeRO-1 cuts of each group's parameters, gathered in the first tick. outer: sums of
     gradients. groups: those of each group's. sums: sums of the head. aux: auxiliary values of each
     group, stacked over all its layers in model order.
@@ -69,6 +69,7 @@ class Carry(typing.NamedTuple):
     groups: list[Sums]
     sums: typing.Any
     aux: list
+    ended: jax.Array
 
 
 class Work(typing.NamedTuple):
@@ -98,10 +99,6 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
         always = bool((table.head[first:stop] >= 0).all())
         if stop == table.ticks:
             carry = executor.enter_last_tick(carry)
-            if executor.alone and first > 0:
-                # Else XLA may run this forward before the previous backward: twice the activations.
-                begun = never(carry.dy)
-                rows = jax.tree.map(lambda row, begun=begun: row + begun.astype(row.dtype), rows)
         ends = (first == 0, stop == table.ticks)
         tick = functools.partial(executor.tick, lanes, always, ends)
         carry, _ = lax.scan(tick, carry, rows)
@@ -171,9 +168,9 @@ class Executor:
         head = functools.partial(program.head, program.outer)
         sums = jax.eval_shape(lambda *args: head(*args)[1], w, x, later, self.microbatch(0))
         outputs = jnp.zeros((table.outputs, *x.shape), x.dtype) if table.outputs else None
-        weights = [group.start() for group in self.weights]
+        weights, ended = [group.start() for group in self.weights], jnp.int32(0)
         if table.backward is None:
-            return Carry(x, x, [], [], outputs, weights, None, [], start_values(sums), [])
+            return Carry(x, x, [], [], outputs, weights, None, [], start_values(sums), [], ended)
         rings = [self.empty(g, vjp.residuals, table.slots) for g, vjp in enumerate(self.vjps)]
         deferred = [
             self.empty(g, vjp.deferred, table.deferred)
@@ -188,7 +185,7 @@ class Executor:
             lambda a: jnp.zeros(a.shape, a.dtype if self.once else jnp.float32), program.outer
         )
         groups, head = [group.start() for group in self.gradients], start_values(sums)
-        return Carry(x, x, rings, deferred, outputs, weights, outer, groups, head, aux)
+        return Carry(x, x, rings, deferred, outputs, weights, outer, groups, head, aux, ended)
 
     def enter_last_tick(self, carry: Carry) -> Carry:
         groups = zip(self.gradients, carry.groups, strict=True)
@@ -215,6 +212,9 @@ class Executor:
         """One tick of a run with these active lanes. always: the head has work at every tick.
         ends: whether the run begins with the first tick, and ends with the last."""
         y, dy, later, d_later, d_output, (first, last) = None, None, [], [], None, ends
+        if self.alone and (ends == (False, True) or not (self.has_cuts or all(self.looped))):
+            # Else XLA, which unrolls two ticks, may run this one before the previous one has ended.
+            rows = jax.tree.map(lambda row: row + carry.ended, rows)
         if "head" in lanes:
             later, carry = self.later(carry, rows["head"], always)
         if "forward" in lanes:
@@ -287,7 +287,7 @@ class Executor:
         With a weight lane, store the inputs of that lane instead of weight gradients.
         """
         local, dx, outs = self.local(work), carry.dy, list(carry.deferred or carry.groups)
-        shared = self.shared(local.microbatch)
+        shared, made = self.shared(local.microbatch), []
         if loss_dy is not None:
             at_end = (self.stage == self.last) & (local.chunk == self.table.chunks - 1)
             dx = loss_dy if self.alone else jnp.where(at_end, loss_dy, dx)
@@ -305,13 +305,15 @@ class Executor:
                     return vjp.backward(residuals, params, constants, dy)[::-1]
 
                 dx, values = self.if_held(g, place, run, dy)
+                made.extend([] if self.has_cuts or self.looped[g] else jax.tree.leaves(values))
                 if isinstance(vjp, SplitVjp):
                     return dx, write_ring(out, values, local.deferred, slot)
                 return dx, self.add(g, out, place, values, local, last)
 
             dx, outs[g] = self.loop(g, local, body, (dx, outs[g]), reverse=True)
         outer = self.embed_backward(carry.outer, dx, work)
-        carry = carry._replace(dy=self.send(dx, -1), outer=outer)
+        ended = sum(never(a).astype(jnp.int32) for a in [dx, *made]) if self.alone else carry.ended
+        carry = carry._replace(dy=self.send(dx, -1), outer=outer, ended=ended)
         return carry._replace(deferred=outs) if carry.deferred else carry._replace(groups=outs)
 
     def weight(self, carry: Carry, work: Work, last: bool) -> Carry:
@@ -491,9 +493,6 @@ class Executor:
 
     def send(self, x: jax.Array, step: int) -> jax.Array:
         """Send to the next stage (step 1) or the previous one (-1); cyclic with several chunks."""
-        stages = np.arange(self.table.stages)
-        pairs = np.stack([stages, (stages + step) % len(stages)], axis=1)
-        if self.table.chunks == 1:
-            pairs = pairs[np.abs(pairs[:, 1] - pairs[:, 0]) == 1]
-            pairs = pairs[pairs[:, 1] - pairs[:, 0] == step]
-        return collectives.permute(x, PIPE_AXIS, [tuple(p) for p in pairs.tolist()])
+        cyclic, stages = self.table.chunks > 1, range(self.table.stages)
+        pairs = [(i, (i + step) % len(stages)) for i in stages if cyclic or i + step in stages]
+        return collectives.permute(x, PIPE_AXIS, pairs)

@@ -77,8 +77,11 @@ MESHES = [
 
 def grid() -> list:
     """Every schedule on every mesh of two stages and one of four; recompute modes and 1, 2 or 4
-    microbatches a stage in turn."""
-    cases = []
+    microbatches a stage in turn. One microbatch with a weight lane, whose sums begin in it; two
+    without a pipeline and without a loop over layers, whose ticks follow each other."""
+    once = ("llama", MESHES[1] | ORDERS["zero_bubble"], {}, BATCH // 2)
+    twice = ("llama", {"fsdp": 2}, {"scan_layers": False}, BATCH // 4)
+    cases: list = [pytest.param(*case, marks=pytest.mark.slow) for case in (once, twice)]
     for i, (order, settings) in enumerate(ORDERS.items()):
         for j, mesh in enumerate([*MESHES[:3], MESHES[3 + i % 3]]):
             recompute = list(POLICIES)[(i + j) % 3]

@@ -344,6 +344,7 @@ DRAWN = [
     ("olmo2-32b", 64, 1, 4, "full", {"fsdp": 64}, 14.84),
     ("gemma2-2b", 64, 1, 1, "selective", {"fsdp": 64}, 15.25),  # XLA's attention, two layers a unit
     ("gemma2-9b", 128, 4, 1, "full", {"fsdp": 128}, 25.91),
+    ("gemma2-9b", 64, 1, 8, "full", {"data": 4}, 14.60),  # keys and values in slices
     ("gemma2-2b", 4, 1, 8, "minimal", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 49.54),
     ("gemma3-1b", 4, 1, 2, "minimal", {"tensor": 4}, 7.60),  # a group without a loop
     ("pythia-1b", 64, 4, 32, "minimal", {"tensor": 2, "pipe": 2} | ZERO_BUBBLE, 8.86),
@@ -352,6 +353,7 @@ DRAWN = [
     ("qwen3-32b", 16, 2, 16, "full", {"pipe": 2}, 57.07),
     ("deepseek-v2-lite", 128, 4, 4, "full", {"fsdp": 128}, 13.05),
     ("mixtral-8x7b", 32, 1, 1, "full", {"fsdp": 32}, 34.66),
+    ("moonlight-16b-a3b", 32, 1, 2, "full", {"expert": 4}, 15.00),  # ticks one after the other
     ("glm4.5-air", 128, 1, 2, "full", {"tensor": 8}, 20.96),
     ("moonlight-16b-a3b", 128, 1, 16, "full", SPLIT_EXPERTS | {"pipe": 8}, 82.20),
     ("deepseek-v2-lite", 16, 1, 4, "minimal", SPLIT_EXPERTS | {"pipe": 4}, 94.95),

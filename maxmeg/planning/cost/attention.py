@@ -25,8 +25,8 @@ class Kernel:
     runs in plain XLA; empty if it does not, or if its sequences are short. moved: bytes that XLA
     writes and reads of its float32 scores, or cuDNN of a mask. block: bytes of the scores that
     exist at once, or of the mask. slices: bytes of the keys and values that XLA copies for each
-    piece of the queries; a single sample needs no copy. surplus: the number of scores that are
-    computed, divided by the number that the mask keeps (without document boundaries).
+    piece of the queries, if it does. surplus: the number of scores that are computed, divided by
+    the number that the mask keeps (without document boundaries).
     """
 
     backend: str
@@ -85,7 +85,7 @@ def kernel(
     computed = xla.computed_pairs(length, length, scores)
     visible = xla.visible_pairs(length, length, scores)
     block = min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)
-    slices = (samples > 1) * xla.sliced_keys(length, scores) * keys_values // length
+    slices = xla.sliced_keys(length, scores) * keys_values // length
     if gathered:  # at places that differ by device: every block reads all keys; both halves at once
         computed = length * gathered
         visible = xla.visible_pairs(gathered, gathered, scores) * length / gathered

@@ -65,22 +65,24 @@ def scans(work: Workload, unit: Unit) -> int:
 
 def scores(work: Workload, unit: Unit) -> int:
     """Bytes of two blocks of scores in float32 and one in the compute dtype, and of the keys and
-    values copied for each piece of the queries: those of one layer; full: of all, from their
-    recomputation on. full: if larger than the blocks, a gated MLP's columns, which exist beside
-    their gradients before its last input; all columns of one with biases, whose gradients XLA sums
-    in the kernel that writes the columns' gradients; not under tensor parallelism, where whole
-    sequences are at their peak before."""
+    values copied for each piece of the queries, if there are several samples: those of one layer;
+    full: of all, from their recomputation on, without a pipeline also of a single sample; if larger
+    than the blocks, a gated MLP's columns, which exist beside their gradients before its last
+    input; all columns of one with biases, whose gradients XLA sums in the kernel that writes the
+    columns' gradients; not under tensor parallelism, where whole sequences are at their peak
+    before."""
     found = [(kernel.block, kernel.slices) for kernel in kernels(work, unit)]
     blocks, slices = zip(*found, strict=True) if found else ((0,), (0,))
     block = max(blocks) * (2 * FLOAT32 + work.itemsize) // FLOAT32
+    copied = work.samples > 1 or not (work.kept or work.pipelined)
     if work.kept:
-        return block + max(slices)
+        return block + copied * max(slices)
     biased = work.config.model.mlp.bias
     last = sublayers(unit)[-1]
     beside = sum(sum(one.stored.values()) - one.last_input * (not biased) for one in last)
     apart = unit.sparse or work.axes["tensor"] > 1
     columns = 0 if apart else work.itemsize * work.tokens * beside
-    return max(block, columns) + sum(slices)
+    return max(block, columns) + copied * sum(slices)
 
 
 def arrays(work: Workload, unit: Unit) -> int:
