@@ -190,6 +190,7 @@ SMALL = {
 }
 SMALL |= {"max_position": 32}
 WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM")
+WIDE += ("Qwen3NextForCausalLM",)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -231,6 +232,15 @@ def test_split_and_join_are_inverses(name):
         if "attention" not in layers[family]:
             small = {n: v for n, v in small.items() if not n.startswith(("attention", "mlp"))}
         small |= {"mamba.num_groups": 2, "mamba.state_size": 5}
+    if published.has("gated_delta", "kda"):
+        kda = published.has("kda")
+        small |= {
+            "layers": "*(kda,mlp mla,moe)" if kda else "*(gated_delta,moe attention,moe)",
+            "delta.num_heads": 4,
+            "delta.num_key_heads": 0 if kda else 2,
+            "delta.key_size": 6,
+            "delta.value_size": 0 if kda else 7,
+        }
     if published.has("mla"):
         small |= {
             "mla.kv_rank": 12,
