@@ -122,8 +122,8 @@ def test_documents_have_the_output_of_the_definition_alone(name):
     [
         ("groups", {"fsdp": 2, "tensor": 4}),
         ("falcon", {"tensor": 4}),
-        ("groups", {"tensor": 8}),
-        ("one group", {"tensor": 2}),
+        pytest.param("groups", {"tensor": 8}, marks=pytest.mark.slow),
+        pytest.param("one group", {"tensor": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_a_mesh_equals_one_device(name, sizes):
