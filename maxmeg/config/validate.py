@@ -7,10 +7,11 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from maxmeg.config.context import KINDS, context_problems
+from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
     expert_layout_problems,
     has_pattern,
@@ -158,15 +159,7 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         ("model.mla.kv_rank", latents[0], "fsdp", fsdp),
         ("model.mla.query_rank", latents[1], "fsdp", fsdp),
     )
-    if model.has(*KINDS):
-        heads = model.attention.num_heads, model.kv_heads
-        yield from head_problems(heads, ("attention.num_heads", "attention.num_kv_heads"), tensor)
-    if model.has("mamba"):
-        heads = model.mamba_heads, model.mamba.num_groups
-        yield from head_problems(heads, ("mamba.num_heads", "mamba.num_groups"), tensor)
-    if model.has("gated_delta", "kda"):
-        heads = model.delta.num_heads, model.delta_key_heads
-        yield from head_problems(heads, ("delta.num_heads", "delta.num_key_heads"), tensor)
+    yield from head_problems(model, tensor)
     for name, value, axis, size in cut:
         if value % size:
             yield (
@@ -175,9 +168,32 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
             )
 
 
-def head_problems(numbers: tuple[int, int], names: tuple[str, str], tensor: int):
+def head_problems(model: ModelConfig, tensor: int):
+    """Rules of the heads of all mixers, which tensor cuts."""
+    for mixers, numbers, names in (
+        (
+            KINDS,
+            (model.attention.num_heads, model.kv_heads),
+            ("attention.num_heads", "attention.num_kv_heads"),
+        ),
+        (
+            ("mamba",),
+            (model.mamba_heads, model.mamba.num_groups),
+            ("mamba.num_heads", "mamba.num_groups"),
+        ),
+        (
+            DELTA,
+            (model.delta.num_heads, model.delta_key_heads),
+            ("delta.num_heads", "delta.num_key_heads"),
+        ),
+    ):
+        if model.has(*mixers):
+            yield from cut_problems(numbers, names, tensor)
+
+
+def cut_problems(numbers: tuple[int, int], names: tuple[str, str], tensor: int):
     """Each device along tensor needs whole query heads, and whole key/value heads or one that it
-    shares with other devices; so with heads and groups of Mamba-2."""
+    shares with other devices; so with heads and groups of other mixers."""
     heads, kv_heads = numbers
     sizes = [
         str(size)

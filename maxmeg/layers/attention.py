@@ -98,7 +98,7 @@ class AttentionSpec(MixerSpec):
         return self._with_heads({"query": queries, "key": keys, "value": keys})
 
     def _with_heads(self, stored: dict[str, int], gathered: tuple[int, ...] = ()) -> Widths:
-        queries = stored["query"] // (1 + self.output_gate)
+        queries = self.num_heads * self.key_size
         return Widths(
             stored=stored,
             queries_keys_values=sum(stored.values()),

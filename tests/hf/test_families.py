@@ -20,6 +20,7 @@ from published_configs import (
     GPT2,
     GPT_OSS,
     GRANITE4,
+    KIMI_LINEAR,
     LFM2,
     LLAMA31,
     MAMBA2,
@@ -32,6 +33,7 @@ from published_configs import (
     PYTHIA,
     QWEN2_MOE,
     QWEN3,
+    QWEN3_CODER_NEXT,
     QWEN3_MOE,
     QWEN25,
     SMOLLM2,
@@ -120,6 +122,16 @@ PUBLISHED = {  # settings, number of parameters, fields
         1_170_340_608,
         "num_layers=16; mlp.ffn_size=8192; conv.kernel_size=3; rotary.base=1000000.0",
     ),
+    "qwen3-coder-next": (
+        QWEN3_CODER_NEXT,
+        79_674_391_296,
+        "layers=*(3(gated_delta,moe) attention,moe); attention.output_gate=true; moe.top_k=10",
+    ),
+    "kimi-linear-48b": (
+        KIMI_LINEAR,
+        49_122_681_728,
+        "layers=kda,mlp 6(2(kda,moe) mla,moe kda,moe) *(kda,moe mla,moe); position=none",
+    ),
     "gpt2-1.5b": (GPT2, 1_557_611_200, "position=learned; norm=layernorm"),
     "mixtral": (MIXTRAL, 46_702_792_704, "layers=*(attention,moe); moe.num_experts=8; moe.top_k=2"),
     "qwen2-moe": (QWEN2_MOE, 57_408_658_944, "moe.shared_gate=true; moe.softmax_before_topk=true"),
@@ -178,6 +190,7 @@ SMALL = {
 }
 SMALL |= {"max_position": 32}
 WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM")
+WIDE += ("Qwen3NextForCausalLM",)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -219,6 +232,15 @@ def test_split_and_join_are_inverses(name):
         if "attention" not in layers[family]:
             small = {n: v for n, v in small.items() if not n.startswith(("attention", "mlp"))}
         small |= {"mamba.num_groups": 2, "mamba.state_size": 5}
+    if published.has("gated_delta", "kda"):
+        kda = published.has("kda")
+        small |= {
+            "layers": "*(kda,mlp mla,moe)" if kda else "*(gated_delta,moe attention,moe)",
+            "delta.num_heads": 4,
+            "delta.num_key_heads": 0 if kda else 2,
+            "delta.key_size": 6,
+            "delta.value_size": 0 if kda else 7,
+        }
     if published.has("mla"):
         small |= {
             "mla.kv_rank": 12,

@@ -1,50 +1,12 @@
 """config.json and names of tensors of families with linear attention."""
 
 import pytest
+from published_configs import QWEN3_CODER_NEXT
 
 from maxmeg.config.setting import with_fields
 from maxmeg.hf.families.read import canonical_names, differences, hf_config, model_config
 from maxmeg.models.registry import architecture
 
-QWEN3_CODER_NEXT = {  # as published, without the list of layers
-    "architectures": ["Qwen3NextForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0,
-    "decoder_sparse_step": 1,
-    "dtype": "bfloat16",
-    "full_attention_interval": 4,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "initializer_range": 0.02,
-    "intermediate_size": 5120,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_value_head_dim": 128,
-    "max_position_embeddings": 262144,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_next",
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-    "num_attention_heads": 16,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 2,
-    "output_router_logits": False,
-    "partial_rotary_factor": 0.25,
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": None,
-    "rope_theta": 5000000,
-    "router_aux_loss_coef": 0.001,
-    "shared_expert_intermediate_size": 512,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
 KIMI = {  # as the publisher's own files name its sizes
     "architectures": ["KimiLinearForCausalLM"],
     "auto_map": {"AutoModelForCausalLM": "modeling_kimi.KimiLinearForCausalLM"},

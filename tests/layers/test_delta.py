@@ -11,6 +11,9 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.delta import Delta, DeltaSpec, Kda, KdaSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import Residual, ResidualSpec
+from maxmeg.parallel.mesh import AXES, make_mesh
+from maxmeg.parallel.rules import reductions
+from maxmeg.step import compute_model
 
 B, L, D = 2, 8, 16
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 2, 3, 3, 3, 3]])
@@ -162,3 +165,17 @@ def test_initial_values_are_those_of_the_authors():
     steps = np.log1p(np.exp(kda.step_bias[...]))
     assert 0.999e-3 <= steps.min() < 1.1e-3 and 0.095 < steps.max() <= 0.1001
     assert abs(np.log(steps).mean() - np.log(1e-2)) < 0.1
+
+
+@pytest.mark.parametrize("name", ["gated_delta", pytest.param("kda", marks=pytest.mark.slow)])
+def test_bfloat16_keeps_decays_and_step_biases_in_float32(name):
+    layer, (x_BLD, _) = SPECS[name].make(jax.random.key(0)), inputs()
+    places = reductions(layer, make_mesh(dict.fromkeys(AXES, 1), jax.devices()[:1]), zero1=False)
+    rounded = compute_model(layer, places, jnp.bfloat16)
+    assert rounded.decay_log.dtype == rounded.step_bias.dtype == jnp.float32
+    assert rounded.query.weight.dtype == jnp.bfloat16
+    y_BLD = run(rounded, x_BLD.astype(jnp.bfloat16))
+    wanted_BLD = run(layer, x_BLD)
+    assert y_BLD.dtype == jnp.bfloat16
+    error = np.abs(y_BLD.astype(jnp.float32) - wanted_BLD).max()
+    assert error <= 0.05 * np.abs(wanted_BLD).max()

@@ -11,6 +11,8 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.mamba import Mamba, MambaSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import Residual, ResidualSpec
+from maxmeg.optim.build import decays
+from maxmeg.parallel.rules import is_exact
 
 B, L, D = 2, 8, 16
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 2, 3, 3, 3, 3]])
@@ -163,8 +165,10 @@ def test_decoding_with_a_state_equals_the_whole_sequence(name):
 
 def test_initial_values_are_those_of_mamba_2():
     layer = Mamba(jax.random.key(0), MambaSpec(8, num_heads=4096, head_dim=1, num_groups=1))
-    decays, steps = np.exp(layer.decay_log[...]), np.log1p(np.exp(layer.step_bias[...]))
-    assert 1 <= decays.min() < 1.1 and 15.9 < decays.max() <= 16 and abs(decays.mean() - 8.5) < 0.3
+    rates, steps = np.exp(layer.decay_log[...]), np.log1p(np.exp(layer.step_bias[...]))
+    assert 1 <= rates.min() < 1.1 and 15.9 < rates.max() <= 16 and abs(rates.mean() - 8.5) < 0.3
     assert 1e-3 <= steps.min() < 1.1e-3 and 0.095 < steps.max() <= 0.1001
     assert abs(np.log(steps).mean() - np.log(1e-2)) < 0.1
     assert (layer.skip[...] == 1).all() and (layer.gated_norm.weight[...] == 1).all()
+    for exact in (layer.decay_log, layer.step_bias, layer.skip):
+        assert is_exact(exact) and not decays(exact)

@@ -96,6 +96,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     "qwen3-next-80b-a3b": 79_674_391_296,  # of Qwen3-Coder-Next's files, which are as large
+    "kimi-linear-48b-a3b": 49_122_681_728,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "deepseek-v2-lite": 15_706_484_224,
@@ -170,6 +171,7 @@ ACTIVE = {
     "qwen3-30b-a3b": (33, 1e8, 2),
     "qwen3-235b-a22b": (22, 1e9, 2),
     "qwen3-next-80b-a3b": (3, 1e9, 0),
+    "kimi-linear-48b-a3b": (3, 1e9, 0),
     "gpt-oss-20b": (361, 1e7, 1),
     "gpt-oss-120b": (513, 1e7, 1),
     "glm4.5-air": (12, 1e9, 0),
