@@ -44,12 +44,12 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
     return Context(
         batch.positions,
         batch.segment_ids,
-        batch.chunks,
         rows_B=batch.rows,
         dropout_key=None if raw_key is None else jax.random.wrap_key_data(raw_key),
         layer=layer,
         microbatch_weight=batch.microbatch_weight,
         training=raw_key is not None,
+        chunks_BC=batch.chunks,
     )
 
 

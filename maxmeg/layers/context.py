@@ -48,7 +48,6 @@ class Context:
 
     positions_BL: jax.Array
     segments_BL: jax.Array | None = None
-    chunks_BC: jax.Array | None = None
     rows_B: jax.Array | None = None
     dropout_key: jax.Array | None = None
     layer: jax.Array | int = 0
@@ -60,6 +59,7 @@ class Context:
     microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     rotations: Rotations | None = None
+    chunks_BC: jax.Array | None = None
 
     @property
     def sequence(self) -> SequenceShard:
