@@ -17,8 +17,10 @@ SHOWN = {  # a part of what each prints
     "activations_and_steering.py": r"trained: [a-z. ]{20,}\nsteered: [a-z ]*[A-Z. ]{15,}",
     "custom_layer.py": r"step   0  loss 5\.\d+\n(.*\n)*step 100  loss 0\.[0-4]",
     "custom_loss_and_data.py": r"3 6 9 12\s+15 18 21 24 27 30",
+    "long_context.py": r"trained with    512: .* 0%(.*\n)*trained with  4,096: ( +100%){5}",
     "plan_a_cluster.py": r"as configured: \d+ GiB per GPU(.*\n)*fsdp 16, .* GiB per GPU",
 }
+ARGUMENTS = {"long_context.py": ["4096"]}
 SCRIPTS = {  # flags that make it shorter, and a part of what it prints; None: needs other programs
     "experts.sh": (["--train.num_steps=2"], r"expert load: (.*\n)*mixtral-8x7b on 64 x h100"),
     "export_and_vllm.sh": ([], r"exported/ is ready|Uvicorn"),
@@ -43,7 +45,7 @@ def test_every_example_is_short_says_what_to_expect_and_is_run():
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in SHOWN]
 )
 def test_an_example_prints_what_it_says(name, tmp_path):
-    command = [sys.executable, str(EXAMPLES / name)]
+    command = [sys.executable, str(EXAMPLES / name), *ARGUMENTS.get(name, [])]
     done = subprocess.run(command, cwd=tmp_path, env=ONE_DEVICE, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(SHOWN[name], done.stdout), done.stdout
