@@ -27,6 +27,8 @@ DECAYED = """
     query_down.weight query_up.weight kv_down.weight key_up.weight value_up.weight
     experts.up experts.gate experts.out moe.router shared_gate.weight
     latent_up.weight latent_down.weight
+    query_conv.weight key_conv.weight value_conv.weight
+    step.weight beta.weight gate_down.weight step_down.weight
 """
 EXEMPT = """
     norm.weight norm.bias post_norm.weight final_norm.weight final_norm.bias
@@ -34,6 +36,9 @@ EXEMPT = """
     query_norm.weight key_norm.weight kv_norm.weight embedding_norm.weight hidden_norm.weight
     query.bias key.bias value.bias out.bias up.bias attention.sinks
     experts.up_bias experts.gate_bias experts.out_bias moe.logit_bias moe.bias
+    query_conv.bias key_conv.bias value_conv.bias gated_norm.weight
+    mamba.decay_log mamba.step_bias mamba.skip gated_delta.decay_log gated_delta.step_bias
+    kda.decay_log kda.step_bias
 """  # attention.weight, mlp.weight: the two norms of a parallel block
 
 RATES = {"learning_rate": 0.1, "weight_decay": 0.5}

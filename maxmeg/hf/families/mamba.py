@@ -109,7 +109,8 @@ class LetteredLayers(Part):
             raise refused("hybrid_override_pattern", letters, wanted)
         named = [LETTERS[letter] for letter in letters or "ME*-"]
         types = keys.take_any(self.names, named)
-        if not types or not all(isinstance(t, str) and t in MIXER_OF for t in types):
+        is_list = isinstance(types, list) and bool(types)
+        if not is_list or not all(isinstance(t, str) and t in MIXER_OF for t in types):
             raise refused(self.names[0], types, f"it must be a list of {', '.join(MIXER_OF)}")
         count = keys.take("num_hidden_layers")
         if count not in (None, len(types)):
