@@ -8,9 +8,7 @@ Result:   needles found by depth in 32,768 tokens: the last by the model of 512 
 import os
 import sys
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
 import maxmeg
 from maxmeg.data.source import Datasets
