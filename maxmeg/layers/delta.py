@@ -80,7 +80,7 @@ class DeltaSpec(MixerSpec):
     def widths(self, tensor: int = 1) -> Widths:
         copies = max(self.num_key_heads, tensor) // self.num_key_heads
         stored = {
-            STORED.get(name, name): width * (copies if axis == "kv_heads" else 1)
+            STORED.get(name) or name: width * (copies if axis == "kv_heads" else 1)
             for name, (width, axis) in self.projected.items()
         }
         inputs, output = sum(stored.values()), self.num_heads * self.value_size
@@ -121,7 +121,7 @@ class Delta(Mixer):
         self.spec = spec
         for name, (width, axis) in spec.projected.items():
             source, into = (spec.hidden_size, "embed"), spec.std
-            if name in self.low_rank:
+            if isinstance(spec, KdaSpec) and name in self.low_rank:
                 source = spec.rank, "latent"
                 down = (spec.hidden_size, spec.rank), ("embed", "latent"), spec.std
                 setattr(self, f"{name}_down", Linear(keys.pop(), *down))
@@ -131,8 +131,8 @@ class Delta(Mixer):
             width, axis = spec.projected[name]
             conv = Depthwise(keys.pop(), width, spec.kernel_size, False, axis)
             setattr(self, f"{name}_conv", conv)
-        for keyed in (self.key, self.query, self.key_conv, self.query_conv):
-            set_kv_heads(keyed, spec.num_key_heads)
+        for name in ("key", "query", "key_conv", "query_conv"):
+            set_kv_heads(getattr(self, name), spec.num_key_heads)
         decay_log_H, step_bias_I = self.initial_steps(keys.pop(), keys.pop())
         self.decay_log = nnx.Param(decay_log_H, axes=("heads",), exact=True)
         self.step_bias = nnx.Param(step_bias_I, axes=("heads",), exact=True)
@@ -154,7 +154,7 @@ class Delta(Mixer):
         for name in self.low_rank:
             down = getattr(self, f"{name}_down")(h_BLD, ctx)
             found[name] = getattr(self, name)(down, ctx)
-        return {name: stored(y, STORED.get(name, name)) for name, y in found.items()}
+        return {name: stored(y, STORED.get(name) or name) for name, y in found.items()}
 
     def log_decay(self, step_BLI: jax.Array) -> jax.Array:
         """[B, L, H], or [B, L, H, N] with a decay for each channel; float32."""

@@ -105,16 +105,16 @@ class Mamba(Mixer):
             channels, axis = spec.projections[name]
             conv = Depthwise(keys.pop(), channels, spec.kernel_size, spec.conv_bias, axis)
             setattr(self, f"{name}_conv", conv)
-        for keyed in (self.key, self.query, self.key_conv, self.query_conv):
-            set_kv_heads(keyed, spec.num_groups)
+        for name in ("key", "query", "key_conv", "query_conv"):
+            set_kv_heads(getattr(self, name), spec.num_groups)
         decay_H = jnp.log(between(keys.pop(), H, *DECAYS))
         step_H = first_step_biases(keys.pop(), H)
         self.decay_log, self.step_bias, self.skip = (
             nnx.Param(value_H, axes=("heads",), exact=True)
             for value_H in (decay_H, step_H, jnp.ones(H))
         )
-        norm = (width, spec.num_groups, spec.norm_eps)
-        self.gated_norm = None if spec.norm_eps is None else GroupedNorm(*norm)
+        eps, groups = spec.norm_eps, spec.num_groups
+        self.gated_norm = None if eps is None else GroupedNorm(width, groups, eps)
         sizes, axes = (width, spec.hidden_size), ("heads", "embed")
         self.out = Linear(keys.pop(), sizes, axes, spec.out_std, spec.bias)
 
@@ -125,7 +125,7 @@ class Mamba(Mixer):
         spec, tokens, parts, new = self.spec, h_BLD.shape[:2], {}, {}
         outputs = project([getattr(self, name) for name in spec.projections], h_BLD, ctx)
         for name, scale, y in zip(spec.projections, spec.scales, outputs, strict=True):
-            y = stored(y, STORED.get(name, name))
+            y = stored(y, STORED.get(name) or name)
             parts[name] = y if scale == 1 else y * scale
         for name in CONVOLVED:
             conv = getattr(self, f"{name}_conv")

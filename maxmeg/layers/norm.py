@@ -58,7 +58,8 @@ class GroupedNorm(nnx.Module):
     @jax.named_scope("norm")
     def __call__(self, x_BLX: Float[Array, "B L X"]) -> Float[Array, "B L X"]:
         here = max(self.groups // axis_size(TENSOR_AXES), 1)
-        shared = (TENSOR_AXES, self.groups) if self.groups < axis_size(TENSOR_AXES) else ()
+        over = TENSOR_AXES if self.groups < axis_size(TENSOR_AXES) else ()
         x_BLGX = x_BLX.reshape(*x_BLX.shape[:2], here, -1)
-        unit_BLGX = norm(x_BLGX, None, None, self.eps, False, *shared)
+        groups = self.groups if over else 1
+        unit_BLGX = norm(x_BLGX, None, None, self.eps, False, over, groups)
         return unit_BLGX.reshape(x_BLX.shape) * self.weight[...]

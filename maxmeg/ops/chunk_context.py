@@ -42,8 +42,8 @@ def chunk_scan_over_context(
     if collectives.axis_size(CONTEXT_AXES) == 1:
         return chunk_scan(*inputs, chunk=chunk)[0]
     halves = tuple(None if x is None else stacked_halves(x) for x in inputs)
-    state_BHNP = collectives.stored(states_before(*halves[1:], chunk), "context_state")
-    y_BLHP, _ = chunk_scan(*halves, state_BHNP, chunk)
+    state_BHNP = collectives.stored(states_before(*halves[1:], chunk=chunk), "context_state")
+    y_BLHP, _ = chunk_scan(*halves, state_BHNP=state_BHNP, chunk=chunk)
     return jnp.concatenate(jnp.split(y_BLHP, 2), axis=1)
 
 

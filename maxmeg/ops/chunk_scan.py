@@ -169,7 +169,7 @@ def tile_of(plan: Plan, inputs: Inputs, documents: Documents, place: Place) -> T
     )
 
 
-def part_of(plan: Plan, x, place: Place, head, heads: int):
+def part_of(plan: Plan, x, place: Place, head, heads: int) -> typing.Any:
     """The part of x [B, L, H, ...] for a tile, in float32, padded by zeros; of integers x [B, L],
     padded by the last one."""
     if x is None:
@@ -182,7 +182,7 @@ def part_of(plan: Plan, x, place: Place, head, heads: int):
     return jnp.pad(x, (*padding, *((0, 0),) * (x.ndim - 2)))
 
 
-def put(whole, part, head, place: Place, add: bool = False):
+def put(whole, part, head, place: Place, add: bool = False) -> typing.Any:
     """`whole` [B, L, H, ...] with the part of a tile, or with this added, from head `head` on."""
     if whole is None:
         return None
@@ -277,7 +277,7 @@ def scan_tiles_backward(chunk: int, residuals, slopes):
             cut = tile_of(plan, inputs, documents, place)
 
             def run(arrays, state):
-                return run_tile(Tile(*arrays, cut.docs_BM, cut.before_B), state, plan.chunk)
+                return run_tile(Tile._make((*arrays, *cut[5:])), state, plan.chunk)
 
             _, pull = jax.vjp(run, tuple(cut[:5]), state)
             d_y_BMHP = part_of(plan, d_y_BLHP, place, head, plan.heads)
@@ -294,12 +294,12 @@ def scan_tiles_backward(chunk: int, residuals, slopes):
         heads = head + jnp.arange(0, plan.per_group, plan.heads)
         shape = *inputs.k_BLGN.shape[:2], 1, inputs.k_BLGN.shape[3]
         d_q, d_k = (None if x is None else jnp.zeros(shape, jnp.float32) for x in d_inputs[:2])
-        d_group, _ = lax.scan(block, Inputs(d_q, d_k, *d_inputs[2:]), heads)
+        d_group, _ = lax.scan(block, d_inputs._replace(q_BLGN=d_q, k_BLGN=d_k), heads)
         place = Place(head // plan.per_group, 0, length)
         d_q, d_k = (
             put(x, d, place.head, place) for x, d in zip(d_inputs[:2], d_group[:2], strict=True)
         )
-        return Inputs(d_q, d_k, *d_group[2:]), None
+        return d_group._replace(q_BLGN=d_q, k_BLGN=d_k), None
 
     step = (group, plan.per_group) if plan.is_shared else (block, plan.heads)
     zeros = jax.tree.map(jnp.zeros_like, inputs)
@@ -314,12 +314,9 @@ def added(plan: Plan, d_inputs: Inputs, d_arrays, place: Place) -> Inputs:
     d_q, d_k, *d_others = d_arrays
     group = 0 if plan.is_shared else place.head // plan.per_group
     others = (put(x, d, place.head, place) for x, d in zip(d_inputs[2:5], d_others, strict=True))
-    return Inputs(
-        put(d_inputs.q_BLGN, d_q, group, place, plan.is_shared),
-        put(d_inputs.k_BLGN, d_k, group, place, plan.is_shared),
-        *others,
-        d_inputs.state_BHNP,
-    )
+    d_q = put(d_inputs.q_BLGN, d_q, group, place, plan.is_shared)
+    d_k = put(d_inputs.k_BLGN, d_k, group, place, plan.is_shared)
+    return Inputs._make((d_q, d_k, *others, d_inputs.state_BHNP))
 
 
 def chunk_scan_step(
