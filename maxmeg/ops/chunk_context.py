@@ -17,6 +17,8 @@ which do not depend on the length: 59 MB for 128 heads of 64, 128 states and n =
 Letters beside the legend's: N state, P head value, E places of halves in the sequence.
 """
 
+import typing
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +43,7 @@ def chunk_scan_over_context(
     inputs = q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL
     if collectives.axis_size(CONTEXT_AXES) == 1:
         return chunk_scan(*inputs, chunk=chunk)[0]
-    halves = tuple(None if x is None else stacked_halves(x) for x in inputs)
+    halves: typing.Any = tuple(None if x is None else stacked_halves(x) for x in inputs)
     state_BHNP = collectives.stored(states_before(*halves[1:], chunk=chunk), "context_state")
     y_BLHP, _ = chunk_scan(*halves, state_BHNP=state_BHNP, chunk=chunk)
     return jnp.concatenate(jnp.split(y_BLHP, 2), axis=1)
