@@ -1,8 +1,8 @@
 """Train with rows of 32,768 tokens on 8 devices along context, from a shorter model, with YaRN.
 
 Command:  python examples/long_context.py
-Time:     6 minutes on two CPU cores, which stand for the 8 devices; another length as argument
-Result:   needles found by depth in 32,768 tokens: the last by the model of 512 tokens, all after it
+Time:     8 minutes on two CPU cores, which stand for the 8 devices; another length as argument
+Result:   needles found in 32,768 tokens: the last one by the model of 512 tokens, nearly all after
 """
 
 import os
