@@ -75,8 +75,8 @@ class ParallelConfig:
     )
     context_chunks: int = setting(
         0,
-        "chunks of every row on a device, chosen by row so that devices have equal parts of the "
-        "attention inside its documents (8 is enough); keys are then gathered; 0: two chunks, in "
+        "number of chunks of a row per device, assigned row by row so that all devices have equally "
+        "much attention within documents (8 is enough); keys are then gathered; 0: two chunks, in "
         "Megatron-LM's order",
         "--hybrid-context-parallel",
         at_least=0,

@@ -26,7 +26,7 @@ from maxmeg.parallel.sequence import balanced_chunks, chunk_areas, context_order
 
 logger = logging.getLogger("maxmeg")
 _FEW_DOCUMENTS = 20  # a split with fewer documents is reported
-_ROWS = 64  # of which the balance over context is reported
+_ROWS = 64  # rows for which the balance over context is reported
 _OFF = 2  # and a split whose share of the tokens differs from its weight by this factor
 
 
