@@ -75,9 +75,9 @@ class ParallelConfig:
     )
     context_chunks: int = setting(
         0,
-        "number of chunks of a row per device, assigned row by row so that all devices have equally "
-        "much attention within documents (8 is enough); keys are then gathered; 0: two chunks, in "
-        "Megatron-LM's order",
+        "number of chunks of a row per device, assigned row by row so that all devices have equal "
+        "amounts of attention within documents (8 is enough); keys are then gathered; 0: two "
+        "chunks, in Megatron-LM's order",
         "--hybrid-context-parallel",
         at_least=0,
         needs="context",
