@@ -17,7 +17,7 @@ SHOWN = {  # a part of what each prints
     "activations_and_steering.py": r"trained: [a-z. ]{20,}\nsteered: [a-z ]*[A-Z. ]{15,}",
     "custom_layer.py": r"step   0  loss 5\.\d+\n(.*\n)*step 100  loss 0\.[0-4]",
     "custom_loss_and_data.py": r"3 6 9 12\s+15 18 21 24 27 30",
-    "long_context.py": r"trained with    512: .* 0%(.*\n)*trained with  4,096: ( +(100|75)%){5}",
+    "long_context.py": r"trained with    512: .* 0%(.*\n)*trained with  4,096: +(100|75|50)%",
     "plan_a_cluster.py": r"as configured: \d+ GiB per GPU(.*\n)*fsdp 16, .* GiB per GPU",
 }
 ARGUMENTS = {"long_context.py": ["4096"]}
