@@ -93,8 +93,8 @@ class MixerSpec(abc.ABC):
         return 0
 
     def halos(self, tensor: int = 1) -> tuple[int, ...]:
-        """Elements of a device, for each array that a convolution reads: the tokens of a sequence
-        before a part of it that other devices along context hold."""
+        """Sizes of the halos of the mixer's convolutions, in elements per device: for each array,
+        the tokens just before a chunk, which another device along context holds."""
         return ()
 
     def state(self, tensor: int = 1) -> int:

@@ -1,6 +1,6 @@
 """The recurrence of `ops.chunk_scan` over a tile: some heads of some chunks, as matrix products.
 
-Within a chunk let c be the sum of the log decays up to and including a token. Then
+Let c be the cumulative sum of the log decays within a chunk, up to and including a token. Then
 
     y_s = exp(c_s) H^T q_s + sum_{t <= s} (q_s . k_t) exp(c_s - c_t) u_t
     H' = exp(c_last) H + sum_t exp(c_last - c_t) k_t u_t^T

@@ -4,7 +4,7 @@ Two orders of the tokens along context: Megatron-LM's, in which every device has
 sequence (`SequenceShard`), and one by row, in which the owners of more and shorter chunks are
 chosen so that all devices have equal parts of the attention inside the documents of the row.
 
-Letter beside the legend's: C chunks of a row, R rows.
+Letters not in the legend: C chunks of a row, R rows.
 """
 
 import dataclasses
