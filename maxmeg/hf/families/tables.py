@@ -44,13 +44,13 @@ class Family:
     that are not a module's weight or bias. shapes: full shape of each vector that is stored with
     extra dimensions of size 1; -1 stands for its length. experts: weights of the experts, with {}
     for the expert's number, or of all experts stacked: [expert, in, out], where the outputs of
-    several projections interleave, or, if not `interleaved`, [expert, out, in], where they follow each
-    other. kept: keys that an export repeats from the imported config.json where this changes no
-    result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
-    head, or what belongs to each key head of the delta rule. outputs_first: whether projections
-    are stored as [out, in]. ignored: patterns
-    of tensors that hold no weights. renamed: (pattern, replacement) for names in other files. code:
-    pattern of remote-code modules that compute the same as transformers; they are never run.
+    several projections interleave, or, if not `interleaved`, [expert, out, in], where they follow
+    each other. kept: keys that an export repeats from the imported config.json where this changes
+    no result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
+    head, or what belongs to each key head of the delta rule. outputs_first: whether projections are
+    stored as [out, in]. ignored: patterns of tensors that hold no weights. renamed: (pattern,
+    replacement) for names in other files. code: pattern of remote-code modules that compute the
+    same as transformers; they are never run.
     """
 
     model_type: str
