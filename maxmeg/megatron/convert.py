@@ -34,7 +34,7 @@ from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.hf.convert import Report, check_empty, write_run
 from maxmeg.hf.families.binding import Binding
-from maxmeg.hf.families.keys import resolved, with_layers
+from maxmeg.hf.families.keys import resolved, unread_groups, with_layers
 from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
 from maxmeg.megatron import experts as megatron_experts
@@ -248,8 +248,11 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
     # A config may set fields that the arguments do not fix and that change no function. All others
     # are fixed, at their defaults if Megatron-LM lacks the feature.
     open_fields = {*FREE, "vocab_size"} - fields.keys()
+    unread = unread_groups(model.layer_kinds)
     return {
-        field: resolved(model, field) for field, _, _ in walk(model) if field not in open_fields
+        field: resolved(model, field)
+        for field, _, _ in walk(model)
+        if field not in open_fields and field.partition(".")[0] not in unread
     }
 
 

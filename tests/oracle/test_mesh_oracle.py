@@ -1,6 +1,6 @@
-"""Every family without experts on a mesh: weights cut over pipe, fsdp and tensor give the loss and
-the gradients of Hugging Face's own models. (tests/test_step.py has the layouts and options,
-tests/test_moe_training.py those of experts.)"""
+"""Every family of attention and MLPs on a mesh: weights cut over pipe, fsdp and tensor give the loss
+and the gradients of Hugging Face's own models. (tests/test_step.py has the layouts and options, also
+of scans; tests/test_moe_training.py those of experts.)"""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hf_cases import families
+from hf_cases import families, with_states
 from layouts import in_model_order, mesh_of, tiny, tiny_batch
 from safetensors.numpy import load_file
 from test_families_oracle import assert_same_gradients, imported, saved
@@ -29,7 +29,8 @@ NAMES = {CASES[name][0]: name for name in reversed(CASES)}
 
 
 def test_every_family_has_a_case():
-    assert NAMES.keys() == FAMILIES.keys() - SPARSE.keys()
+    scans = {family for family, _ in with_states().values()}
+    assert NAMES.keys() == FAMILIES.keys() - SPARSE.keys() - scans
 
 
 def on_mesh(ours: LM, abstract: LM) -> LM:

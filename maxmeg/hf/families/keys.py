@@ -9,7 +9,7 @@ import enum
 import math
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from maxmeg.config.layers import MIXERS, Layer, written
 from maxmeg.config.model import ModelConfig
@@ -150,6 +150,13 @@ def resolved(model: ModelConfig, field: str) -> typing.Any:
     return get(model, RESOLVED.get(field, field))
 
 
+def unread_groups(kinds: Iterable[Layer]) -> set[str]:
+    """Return the groups of mixers' settings that no layer of these kinds reads."""
+    mixers = {name for kind in kinds for sublayer in kind for name in sublayer}
+    read = {group for name in mixers for group in MIXERS[name]}
+    return {group for groups in MIXERS.values() for group in groups} - read
+
+
 def with_layers(fields: Fields) -> Fields:
     """Replace the per-layer properties that parts have read by the field `layers`.
 
@@ -160,9 +167,7 @@ def with_layers(fields: Fields) -> Fields:
     """
     fields = dict(fields)
     if kinds := fields.pop("kinds", None):
-        mixers = {name for kind in kinds for sublayer in kind for name in sublayer}
-        unread = {group for groups in MIXERS.values() for group in groups}
-        unread -= {group for name in mixers for group in MIXERS[name]}
+        unread = unread_groups(kinds)
         fields = {n: value for n, value in fields.items() if n.partition(".")[0] not in unread}
         return {**fields, "layers": written(kinds)}
     count, is_moe = fields["num_layers"], "moe.num_experts" in fields
