@@ -1,6 +1,6 @@
-"""Every family of attention and MLPs on a mesh: weights cut over pipe, fsdp and tensor give the loss
-and the gradients of Hugging Face's own models. (tests/test_step.py has the layouts and options, also
-of scans; tests/test_moe_training.py those of experts.)"""
+"""Every family of attention and MLPs on a mesh: weights cut over pipe, fsdp and tensor give the
+loss and the gradients of Hugging Face's own models. (tests/test_step.py has the layouts and
+options, also of scans; tests/test_moe_training.py those of experts.)"""
 
 import dataclasses
 
