@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.validate import validate
+from maxmeg.models.encoder_sizes import ENCODERS
 from maxmeg.models.registry import ARCHITECTURES, use_architecture
 from maxmeg.planning.analytic import analyze
 from maxmeg.planning.compile import compile_report
@@ -30,7 +31,7 @@ from maxmeg.planning.show.text import gib
 
 GPUS = (1, 2, 4, 8, 16, 32, 64, 128)
 AXES = ("tensor", "pipe", "data", "expert")  # fsdp takes the remaining GPUs
-SLOW = {"deepseek-v2", "deepseek-v3"}  # minutes to compile
+LEFT_OUT = {"deepseek-v2", "deepseek-v3", *ENCODERS}  # minutes to compile; came after the draws
 LEAST, MOST = 0.10, 0.95  # of a GPU's memory
 
 
@@ -98,7 +99,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="numbers of draws to compile, with commas")
     parser.add_argument("--hlo", default="", help="folder for the compiled texts")
     options = parser.parse_args()
-    models = options.models.split(",") if options.models else sorted(set(ARCHITECTURES) - SLOW)
+    models = options.models.split(",") if options.models else sorted(set(ARCHITECTURES) - LEFT_OUT)
     only = {int(number) for number in options.only.split(",") if number}
     found = draws(options.seed, models, options.axes.split(","))
     chosen = (draw for draw in found if not only or draw[0] in only)

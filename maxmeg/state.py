@@ -20,7 +20,11 @@ from maxmeg.parallel.trainable import saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS
-VOCABULARY_TABLES = ("embedding.table", "output.table")  # padded along dimension 0
+VOCABULARY_TABLES = (
+    "embedding.table",
+    "output.table",
+    "bert.output.bias",
+)  # padded along dimension 0
 
 
 @jax.tree_util.register_dataclass

@@ -248,3 +248,18 @@ def sparse(hidden: int = 32, heads: int = 4, own_head_dim: int = 12) -> dict[str
             | {"first_k_dense_replace": 1},
         ),
     }
+
+
+def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
+    """BERT and its relatives."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": heads, "intermediate_size": 3 * hidden // 2}
+    sizes |= {"max_position_embeddings": 40}
+    roberta = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    return {
+        "bert": ("BertForPreTraining", sizes),
+        "bert, without pairs": ("BertForMaskedLM", {**sizes, "hidden_act": "gelu_pytorch_tanh"}),
+        "bert, its layers": ("BertModel", sizes),
+        "megatron bert": ("MegatronBertForPreTraining", {**sizes, "type_vocab_size": 3}),
+        "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
+    }

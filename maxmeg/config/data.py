@@ -95,6 +95,13 @@ class DataConfig:
         "with model.attention.causal=false",
         "--sft",
     )
+    sentence_pairs: bool = setting(
+        False,
+        "masked: samples of two segments, which are swapped in half of them, for model.bert."
+        "pair_head; the flag is its negation",
+        "--bert-no-binary-head",
+        needs="objective=masked",
+    )
     chat_template: str = setting(
         "",
         "Jinja file for sft; empty: the tokenizer's",

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 import math
 
+from maxmeg.config.bert import BertConfig
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
@@ -39,6 +40,7 @@ class NormPlace(enum.Enum):
     pre = "pre"
     post = "post"
     sandwich = "sandwich"
+    post_residual = "post_residual"
 
 
 @dataclasses.dataclass
@@ -79,8 +81,9 @@ class ModelConfig:
     norm_one_plus: bool = setting(False, "store norm weights minus 1", "--apply-layernorm-1p")
     norm_place: NormPlace = setting(
         NormPlace.pre,
-        "what each sublayer normalizes: its input (pre), its output (post, OLMo 2) or both "
-        "(sandwich)",
+        "what each sublayer normalizes: its input (pre), its output (post, OLMo 2), both "
+        "(sandwich), or the sum of its input and output (post_residual, BERT; then no norm "
+        "follows the last layer)",
     )
     position: Position = setting(Position.rotary, "position embedding", "--position-embedding-type")
     max_position: int = setting(
@@ -164,6 +167,7 @@ class ModelConfig:
     delta: DeltaConfig = setting(DeltaConfig, "linear attention by the delta rule")
     mlp: MlpConfig = setting(MlpConfig, "feed-forward layer")
     moe: MoeConfig = setting(MoeConfig, "mixture of experts")
+    bert: BertConfig = setting(BertConfig, "BERT's embeddings and heads")
     mtp: MtpConfig = setting(MtpConfig, "multi-token prediction", needs="mtp.num_layers")
 
     @property

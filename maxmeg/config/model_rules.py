@@ -68,6 +68,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
         yield from head_problems(model)
     yield from window_problems(model)
     yield from norm_problems(model)
+    yield from bert_problems(model)
     if model.is_mla:
         yield from mla_problems(model)
     if model.has("mamba"):
@@ -162,8 +163,28 @@ def norm_problems(model: ModelConfig) -> Iterator[str]:
             f"model.parallel_norms=true needs a parallel block in model.layers={model.layers!r}: "
             "write for example *(attention+mlp), or leave it out"
         )
-    if model.parallel_norms and model.norm_place is NormPlace.post:
-        yield "model.parallel_norms=true has no effect with norm_place=post: choose pre"
+    if model.parallel_norms and model.norm_place in (NormPlace.post, NormPlace.post_residual):
+        place = model.norm_place.value
+        yield f"model.parallel_norms=true has no effect with norm_place={place}: choose pre"
+
+
+def bert_problems(model: ModelConfig) -> Iterator[str]:
+    """Rules of the embeddings and heads around the layers."""
+    bert, offset = model.bert, model.bert.position_offset
+    if offset and model.position is not Position.learned:
+        yield f"model.bert.position_offset={offset} needs model.position=learned: leave it out"
+    elif 0 < model.max_position <= offset:
+        yield (
+            f"model.max_position={model.max_position} leaves no row after model.bert."
+            f"position_offset={offset}: set it to the longest sequence plus the offset"
+        )
+    if bert.transform and (model.gated or not model.has("mlp")):
+        yield (
+            "model.bert.transform=true uses model.mlp.activation, which must be of a layer with an "
+            "mlp and without a gate (gelu): change it, or leave transform out"
+        )
+    if bert.pair_head and not bert.pooler:
+        yield "model.bert.pair_head=true reads the pooler's output: set model.bert.pooler=true"
 
 
 def rotary_problems(model: ModelConfig) -> Iterator[str]:

@@ -74,7 +74,8 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
     """Fill in what the corpus decides: the vocabulary and the longest sequence."""
     model = config.model
     model.vocab_size = model.vocab_size or tokenizer_vocab_size
-    model.max_position = model.max_position or config.data.sequence_length
+    longest = config.data.sequence_length + model.bert.position_offset
+    model.max_position = model.max_position or longest
     if tokenizer_vocab_size > model.vocab_size:
         raise ValueError(
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
@@ -259,9 +260,10 @@ def data_problems(config: Config):
             f"model.mtp.num_layers={model.mtp.num_layers} leaves no target in rows of "
             f"data.sequence_length={data.sequence_length}: predict fewer further tokens"
         )
-    if 0 < model.max_position < data.sequence_length:
+    room = model.max_position - model.bert.position_offset
+    if 0 < room < data.sequence_length:
         yield (
-            f"data.sequence_length={data.sequence_length} is longer than "
+            f"data.sequence_length={data.sequence_length} is longer than the {room} tokens of "
             f"model.max_position={model.max_position}: shorten the one or raise the other"
         )
     own = [n for n in ("train_paths", "validation_paths", "test_paths") if getattr(data, n)]
@@ -291,6 +293,8 @@ def objective_problems(data: DataConfig):
         yield f"data.order={data.order.value} is not for data.objective=masked: set order=megatron"
     if is_masked and not (data.paths or data.train_paths or data.blend):
         yield "data.objective=masked needs a corpus of sentences: set data.paths=PREFIX"
+    if data.sentence_pairs and not is_masked:
+        yield "data.sentence_pairs=true is for data.objective=masked: leave it out"
     if data.blend_changes and is_whole:
         yield (
             "data.blend_changes is for blends of .bin/.idx files with data.objective=gpt and "
@@ -315,6 +319,17 @@ def bidirectional_problems(config: Config):
             f"data.objective={objective.value} cannot train a model with model.attention.causal="
             f"{str(causal).lower()}, which serves {able}: choose one of these, or set "
             f"model.attention.causal={str(not causal).lower()}"
+        )
+    bert, pairs = config.model.bert, config.data.sentence_pairs
+    if objective is Objective.masked and bert.pair_head != pairs:
+        yield (
+            f"model.bert.pair_head={str(bert.pair_head).lower()} with data.sentence_pairs="
+            f"{str(pairs).lower()}: the head learns from pairs, and pairs need it; set both alike"
+        )
+    if pairs and bert.token_types == 1:
+        yield (
+            "data.sentence_pairs=true has tokens of two types, and model.bert.token_types=1 an "
+            "embedding for one: set it to 2, or to 0 for none"
         )
     for mixer in ("conv", "mamba", "gated_delta", "kda"):
         if not causal and config.model.has(mixer):

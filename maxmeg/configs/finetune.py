@@ -15,6 +15,7 @@ import os
 from maxmeg.config import files
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
+from maxmeg.models.registry import suited
 
 LONGEST = 4096  # tokens a sample, unless it is set
 
@@ -23,7 +24,7 @@ def get_config(folder: str = "") -> Config:
     if not folder:
         raise ValueError("which model? write --config=finetune:FOLDER")
     source = files.load(os.path.join(folder, "config.yaml"))
-    config = Config(model=source.model)
+    config = Config(model=source.model, data=suited(Config().data, source.model))
     config.model.dtype = DType.bfloat16
     config.run_dir = f"{os.path.normpath(folder)}-finetuned"
     config.checkpoint.init_from = folder

@@ -346,7 +346,7 @@ def _open_masked(
     tokenizer: Tokenizer,
     order: SentenceOrder,
 ) -> BertDataset | None:
-    """Samples of one segment each from a split of a corpus of sentences; None where another split
+    """Samples of one segment each, or of two, from a split of a corpus of sentences; None where another split
     than training has no document."""
     if not names:
         return None
@@ -360,7 +360,7 @@ def _open_masked(
     if begin == end and part[1]:
         return None
     vocabulary = Vocabulary.of(tokenizer)
-    rest = {"order": order, "has_pairs": False}
+    rest = {"order": order, "has_pairs": config.sentence_pairs}
     return BertDataset(corpus, *part, config.sequence_length, vocabulary, **rest)
 
 

@@ -34,6 +34,7 @@ class Context:
     positions_BL, segments_BL: position and document id of each token of the sequence gathered over
     tensor, which mixers read; `shard` returns the part of the residual stream. chunks_BC: numbers
     of this device's chunks of each row, where owners are chosen by row (parallel.sequence).
+    token_types_BL: type of each token (model.bert.token_types); None: all 0.
     rows_B: index of each sample in the global batch. dropout_key: seed of all randomness.
     layer: index of the unit in model order. sublayer: index of the sublayer in its unit.
     cache_places: of the tokens in the cache; None: there is no cache.
@@ -48,6 +49,7 @@ class Context:
 
     positions_BL: jax.Array
     segments_BL: jax.Array | None = None
+    token_types_BL: jax.Array | None = None
     rows_B: jax.Array | None = None
     dropout_key: jax.Array | None = None
     layer: jax.Array | int = 0

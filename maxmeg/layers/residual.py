@@ -1,4 +1,5 @@
-"""A residual sublayer: x + dropout(post_norm(mixers(norm(x)))), either norm optional."""
+"""A residual sublayer: x + dropout(post_norm(mixers(norm(x)))), either norm optional; or
+post_norm(x + dropout(mixers(x)))."""
 
 import dataclasses
 
@@ -21,7 +22,8 @@ DROPOUT_PLACE = 1
 class ResidualSpec:
     """Mixers whose outputs are summed; two mixers are a parallel block.
 
-    place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both.
+    place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both,
+    "post_residual" after the residual sum.
     own_norms: each mixer has its own norm before it. scales: factors of the mixers' outputs.
     after_gradients: if n > 0, backward computes
     the weight gradients of n sublayers, from this one on, before it goes on to the one before.
@@ -50,7 +52,7 @@ class Residual(nnx.Module):
         width, has_pre_norm = spec.mixers[0].hidden_size, spec.place in ("pre", "sandwich")
         self.norm = Norm(width, spec.norm) if has_pre_norm and not spec.own_norms else None
         self.norms = nnx.Dict(norms) if has_pre_norm and spec.own_norms else None
-        self.post_norm = Norm(width, spec.norm) if spec.place in ("post", "sandwich") else None
+        self.post_norm = Norm(width, spec.norm) if spec.place != "pre" else None
         self.mixers = nnx.Dict(mixers)
 
     def __call__(
@@ -77,11 +79,15 @@ class Residual(nnx.Module):
         if all(spec.output_span == "whole" for spec in self.spec.mixers):
             y_BLD = collectives.scatter_sequence(y_BLD, ctx.sequence_sharded)
         y_BLD = collectives.stored(y_BLD, "mixer_output")
-        if self.post_norm is not None:
+        after_sum = self.spec.place == "post_residual"
+        if self.post_norm is not None and not after_sum:
             y_BLD = self.post_norm(y_BLD)
         if self.spec.dropout and ctx.training:
             y_BLD = drop_residual(y_BLD, self.spec.dropout, ctx.key(DROPOUT_PLACE), ctx)
-        return x_BLD + y_BLD, None if cache is None else new_cache, aux
+        x_BLD += y_BLD
+        if self.post_norm is not None and after_sum:
+            x_BLD = self.post_norm(x_BLD)
+        return x_BLD, None if cache is None else new_cache, aux
 
     def init_cache(self, size: CacheSize) -> dict:
         """An empty cache per mixer; None for mixers without one."""

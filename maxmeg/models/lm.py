@@ -1,4 +1,4 @@
-"""The causal language model."""
+"""The language model."""
 
 import typing
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.model import ModelConfig, Position
+from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.model_rules import check_model
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
@@ -18,6 +18,7 @@ from maxmeg.layers.embedding import Embedding, Positions
 from maxmeg.layers.norm import Norm
 from maxmeg.layers.residual import drop_residual
 from maxmeg.models import mtp
+from maxmeg.models.bert import make_bert
 from maxmeg.models.mixers import norm_spec, pattern
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
@@ -28,6 +29,7 @@ from maxmeg.parallel.rules import set_gradient_dtype
 from maxmeg.pipeline.layout import Layout, arrange
 
 ADAPTERS = 5  # number of the random key of LoRA adapters, after those of the plain model
+BERT = 6  # that of what model.bert sets
 EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 
@@ -49,6 +51,7 @@ class LM(nnx.Module):
         check_model(config)
         parallel = parallel or ParallelConfig()
         keys = split(key, ADAPTERS)
+        norm = norm_spec(config)
         padded = config.padded_vocab_size(parallel.tensor, parallel.pipe)
         size = (config.vocab_size, padded, config.hidden_size, config.init_std)
         self.vocab_size = config.vocab_size
@@ -66,11 +69,14 @@ class LM(nnx.Module):
         layers = pattern(config, parallel)
         unroll = config.scan_unroll if config.scan_layers else 0
         self.stack = Stack(keys[2], layers, config.recompute, places, unroll)
-        self.final_norm = Norm(config.hidden_size, norm_spec(config))
+        normed = config.norm_place is NormPlace.post_residual
+        self.final_norm = None if normed else Norm(config.hidden_size, norm)
         self.output = None if config.tied else Embedding(keys[3], *size, is_output=True)
         last = layers[-1][0][-len(config.layer_kinds[-1]) :]
-        arguments = (keys[4], config, last, norm_spec(config))
+        arguments = (keys[4], config, last, norm)
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
+        self.bert = make_bert(fold(key, BERT), config, norm, padded)
+        self.position_offset = config.bert.position_offset
 
     def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input: partial sums over pipe."""
@@ -82,21 +88,31 @@ class LM(nnx.Module):
         if self.embedding_scale != 1:
             x_BLD *= jnp.asarray(self.embedding_scale, x_BLD.dtype)
         if self.positions is not None:
-            positions_BLD = self.positions(ctx.shard(ctx.positions_BL))
+            positions_BLD = self.positions(ctx.shard(ctx.positions_BL + self.position_offset))
             x_BLD += collectives.counted_once(positions_BLD, (collectives.PIPE_AXIS,))
+        if self.bert is not None:
+            types_BL = ctx.token_types_BL
+            types_BL = jnp.zeros_like(ctx.positions_BL) if types_BL is None else types_BL
+            x_BLD = self.bert.embed(x_BLD, ctx.shard(types_BL))
         if self.dropout and ctx.training:
             key = fold(ctx.seed(), EMBEDDING_LAYER)
             x_BLD = drop_residual(x_BLD, self.dropout, key, ctx)
         return x_BLD
 
     def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
-        """The stack's output after the final norm, for the whole sequence."""
-        return collectives.gather_sequence(self.final_norm(x_BLD), ctx.sequence_sharded)
+        """The input of the output projection, from the stack's output, for the whole sequence."""
+        h_BLD = self.normed(x_BLD)
+        h_BLD = h_BLD if self.bert is None else self.bert.transformed(h_BLD)
+        return collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
+
+    def normed(self, x_BLD: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """The stack's output after the final norm, if the model has one."""
+        return x_BLD if self.final_norm is None else self.final_norm(x_BLD)
 
     def hidden(
         self, ids_BL: Int[Array, "B L"], ctx: Context, cache: list | None = None
     ) -> tuple[Float[Array, "B L D"], list | None, list]:
-        """(output after the final norm for the whole sequence, new caches, auxiliary values)."""
+        """(`outputs` of the layers, new caches, auxiliary values)."""
         x_BLD, cache, aux = self.stack(self.embed_tokens(ids_BL, ctx), ctx, cache)
         return self.outputs(x_BLD, ctx), cache, aux
 
@@ -120,16 +136,20 @@ class LM(nnx.Module):
     def head(self) -> Embedding:
         return self.embedding if self.output is None else self.output
 
-    def scaled(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
-        """The input of the output projection, which scales its logits."""
-        return h_BLD if self.logit_scale == 1 else h_BLD * self.logit_scale
+    def projection(
+        self, h_BLD: Float[Array, "B L D"]
+    ) -> tuple[Float[Array, "B L D"], Float[Array, "V D"]]:
+        """Two arrays whose product is the logits of the local rows of the vocabulary: `h_BLD`,
+        scaled, and the output weights, both with further columns where logits have biases."""
+        h_BLD = h_BLD if self.logit_scale == 1 else h_BLD * self.logit_scale
+        output_VD = self.output_weight()
+        return (h_BLD, output_VD) if self.bert is None else self.bert.with_bias(h_BLD, output_VD)
 
     def logits(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L V"]:
         """float32 logits over the whole vocabulary without padding."""
         local_BLV = jnp.einsum(
             "BLD,VD->BLV",
-            self.scaled(h_BLD),
-            self.output_weight(),
+            *self.projection(h_BLD),
             preferred_element_type=jnp.float32,
         )
         all_BLV = collectives.gather(local_BLV, collectives.VOCAB_AXES, 2)
@@ -156,9 +176,10 @@ class LM(nnx.Module):
             chunk=train.loss_chunk,
             label_smoothing=train.label_smoothing,
         )
+        h_BLD, output_VD = self.projection(h_BLD)
         outputs: typing.Any = linear_cross_entropy(
-            self.scaled(h_BLD).reshape(-1, h_BLD.shape[-1]),
-            self.output_weight(),
+            h_BLD.reshape(-1, h_BLD.shape[-1]),
+            output_VD,
             targets_BL.reshape(-1),
             weights_BL.reshape(-1),
             spec,

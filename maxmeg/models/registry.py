@@ -7,17 +7,19 @@ unless a comment names another source. Tests compare the published numbers of pa
 
 import dataclasses
 
+from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.hints import nearest_few
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.models.dense_sizes import DENSE, Fields
+from maxmeg.models.encoder_sizes import ENCODERS
 from maxmeg.models.expert_sizes import SPARSE
 from maxmeg.models.hybrid_sizes import HYBRIDS
 from maxmeg.models.linear_sizes import LINEAR
 
 LONGEST_SAMPLE = 8192  # default limit of tokens per row, also if max_position is larger
-ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE | HYBRIDS | LINEAR
+ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE | HYBRIDS | LINEAR | ENCODERS
 ALIASES = {  # Megatron-LM's names
     "345m": "gpt2-355m",
     "1.3b": "gpt3-1.3b",
@@ -39,8 +41,17 @@ def architecture(name: str) -> ModelConfig:
 
 
 def use_architecture(config: Config, name: str) -> Config:
-    """`config` with the named architecture, and rows of up to min(max_position, 8192) tokens."""
+    """`config` with the named architecture, its objective, and rows of as many tokens as its
+    positions allow, at most 8192."""
     model = architecture(name)
-    length = min(model.max_position, LONGEST_SAMPLE)
-    data = dataclasses.replace(config.data, sequence_length=length)
+    length = min(model.max_position - model.bert.position_offset, LONGEST_SAMPLE)
+    data = dataclasses.replace(suited(config.data, model), sequence_length=length)
     return dataclasses.replace(config, model=model, data=data)
+
+
+def suited(data: DataConfig, model: ModelConfig) -> DataConfig:
+    """`data` with the objective that a bidirectional model has; as it is for a causal one."""
+    if model.attention.causal:
+        return data
+    pairs = model.bert.pair_head
+    return dataclasses.replace(data, objective=Objective.masked, sentence_pairs=pairs)

@@ -76,7 +76,8 @@ def further(
     def run(params, inputs, constants):
         (x_BLD, embeddings), (fixed_parts, ctx) = inputs, constants
         final_norm, depths = joined(params, fixed_parts)
-        x_BLD, outputs, auxes = final_norm(x_BLD), [], []
+        x_BLD = x_BLD if final_norm is None else final_norm(x_BLD)
+        outputs, auxes = [], []
         for i, (depth, later_BLD) in enumerate(zip(depths, embeddings, strict=True)):
             x_BLD = depth.joined(x_BLD, later_BLD)
             layer = sum(model.stack.repeats) + i

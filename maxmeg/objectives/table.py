@@ -2,10 +2,11 @@
 
 from maxmeg.config import data
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
+from maxmeg.objectives.masked import MASKED
 from maxmeg.objectives.objective import Objective
 
 OBJECTIVES: dict[data.Objective, Objective] = {
     data.Objective.gpt: LANGUAGE_MODELLING,
     data.Objective.sft: LANGUAGE_MODELLING,
-    data.Objective.masked: Objective(),
+    data.Objective.masked: MASKED,
 }

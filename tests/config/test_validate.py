@@ -227,7 +227,10 @@ def test_named_architectures_are_valid_where_their_heads_divide(name):
         config.train.global_batch_size = 128
         config.parallel = ParallelConfig(**parallel)
         model, tensor = config.model, config.parallel.tensor
-        assert config.data.sequence_length == min(model.max_position, LONGEST_SAMPLE)
+        longest = min(model.max_position - model.bert.position_offset, LONGEST_SAMPLE)
+        assert config.data.sequence_length == longest
+        if not model.attention.causal:
+            config.data.paths = ("sentences",)
         if model.attention.num_heads % tensor or (
             model.kv_heads % tensor and tensor % model.kv_heads
         ):

@@ -336,3 +336,62 @@ KIMI_LINEAR = {
     "v_head_dim": 128,
     "vocab_size": 163840,
 }
+
+BERT = {  # bert-base-uncased
+    "architectures": ["BertForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "gradient_checkpointing": False,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 512,
+    "model_type": "bert",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 0,
+    "position_embedding_type": "absolute",
+    "transformers_version": "4.6.0.dev0",
+    "type_vocab_size": 2,
+    "use_cache": True,
+    "vocab_size": 30522,
+}
+BERT_PAIRS = {**BERT, "architectures": ["BertForPreTraining"]}
+MINILM = {  # all-MiniLM-L6-v2
+    **BERT,
+    "architectures": ["BertModel"],
+    "hidden_size": 384,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+}
+MEGATRON_BERT = {  # megatron-bert-cased-345m
+    **BERT,
+    "architectures": ["MegatronBertForPreTraining"],
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "model_type": "megatron-bert",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "vocab_size": 29056,
+}
+ROBERTA = {
+    "architectures": ["RobertaForMaskedLM"],
+    "attention_probs_dropout_prob": 0.1,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 768,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 514,
+    "model_type": "roberta",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "pad_token_id": 1,
+    "type_vocab_size": 1,
+    "vocab_size": 50265,
+}

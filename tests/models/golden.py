@@ -39,6 +39,7 @@ FAMILIES = {
     "nemotron-h": "nemotron-3-nano-30b-a3b",
     "granite4": "granite-4.0-h-tiny",
     "falcon-h1": "falcon-h1-0.5b",
+    "bert": "bert-base",
 }
 
 

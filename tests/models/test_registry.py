@@ -106,8 +106,12 @@ PUBLISHED = {
     "nemotron-nano-9b-v2": 8_888_227_328,
     "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128,  # with the biases of its routers
     "granite-4.0-h-small": 32_207_337_984,
+    "bert-base": 110_106_428,  # BertForPreTraining
+    "bert-large": 336_226_108,
+    "roberta-base": 124_697_433,
+    "roberta-large": 355_412_057,
 }
-# (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the sequence
+# (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of Megatron-LM (BERT), of the sequence
 # parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files and of hybrids.
 ROUNDED = {
     "gpt3-125m": (125, 1e6),
@@ -136,6 +140,8 @@ ROUNDED = {
     "granite-4.0-h-tiny": (7, 1e9),
     "falcon-h1-0.5b": (52, 1e7),
     "falcon-h1-7b": (759, 1e7),
+    "megatron-bert-1.3b": (13, 1e8),
+    "megatron-bert-3.9b": (39, 1e8),
 }
 # (number, its unit, layers that predict) where the publisher counts no embedding and no output:
 # model cards of Qwen 3, papers of Moonlight and of GLM-4.5, which says that it counts what

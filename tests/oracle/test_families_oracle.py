@@ -99,9 +99,9 @@ def heard():
     logger.removeHandler(handler)
 
 
-def saved(name: str, folder):
+def saved(name: str, folder, cases: dict = CASES):
     """Their model, with weights at which norms and biases count, and the files it is saved in."""
-    architecture, settings = CASES[name]
+    architecture, settings = cases[name]
     kind = getattr(transformers, architecture)
     torch.manual_seed(0)
     theirs = kind._from_config(kind.config_class(**settings), attn_implementation="eager")

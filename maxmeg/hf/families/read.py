@@ -18,6 +18,7 @@ from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
 from maxmeg.hf.families.delta_tables import DELTA
+from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
@@ -28,7 +29,14 @@ from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
 Shape = tuple[int, ...]
-FAMILIES: dict[str, Family] = {**DENSE, **SPARSE, **HYBRID, **MAMBA, **DELTA}
+FAMILIES: dict[str, Family] = {
+    **DENSE,
+    **SPARSE,
+    **HYBRID,
+    **MAMBA,
+    **DELTA,
+    **ENCODERS,
+}
 VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
@@ -249,7 +257,11 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
     for module, theirs in table.ends.items():
         for leaf, name in (("table", "weight"), ("weight", "weight"), ("bias", "bias")):
             if (array := f"{module}.{leaf}") in shapes:
-                result.append(Binding.whole(f"{theirs}.{name}", array, shapes[array]))
+                is_matrix = leaf == "weight" and len(shapes[array]) > 1
+                binding = Binding.whole(f"{theirs}.{name}", array, shapes[array])
+                if is_matrix:
+                    binding = fused(binding.theirs, binding.ours, shapes, 1, table)
+                result.append(binding)
     for layer, at in enumerate(places(model.groups)):
         unit = Unit(f"stack.groups.{at.group}.", at.repeat, at.sublayer)
         result += layer_bindings(layer, unit, model, table, shapes)
@@ -356,6 +368,8 @@ def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     ends = {end: f"{name}.weight" for end, name in table.ends.items()}
     output = ends["embedding" if model.tied else "output"]
     repeated = {ends["output"]: output} if model.tied else {}
+    if model.bert.output_bias:
+        repeated[f"{table.ends['output']}.bias"] = f"{table.ends['bert.output']}.bias"
     for number in range(model.mtp.num_layers):
         prefix = f"{table.layer}{model.num_layers + number}"
         repeated[f"{prefix}.embed_tokens.weight"] = ends["embedding"]
@@ -370,13 +384,14 @@ def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:
     """
     table, result = table_of(family), {}
     prefix = table.layer.partition(".")[0] + "."
+    roots = tuple({name.partition(".")[0] + "." for name in (table.layer, *table.ends.values())})
     for name in names:
         if any(re.search(pattern, name) for pattern in table.ignored):
             continue
         canonical = name
         for pattern, replacement in table.renamed:
             canonical = re.sub(pattern, replacement, canonical)
-        if not canonical.startswith((prefix, table.ends["output"] + ".")):
+        if not canonical.startswith(roots):
             canonical = prefix + canonical
         result[name] = canonical
     return result

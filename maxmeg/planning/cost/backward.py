@@ -117,7 +117,7 @@ def sublayers(unit: Unit) -> list[list[Widths]]:
 def streams(unit: Unit) -> int:
     """Number of residual streams and gradients that exist while a unit runs backward: input and
     output of each sublayer, and the output before a norm."""
-    return sum(3 if spec.place in ("post", "sandwich") else 2 for spec in unit.specs)
+    return sum(3 if spec.place != "pre" else 2 for spec in unit.specs)
 
 
 def delayed(work: Workload) -> bool:

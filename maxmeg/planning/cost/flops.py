@@ -18,14 +18,17 @@ def training_flops(
     """FLOPs of one step over `batch_size` sequences, without recomputation.
 
     Counted are the matrix products with weights (`MixerSpec.weights`), the attention scores
-    (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary. An
+    (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary, with the
+    dense layer before them (model.bert.transform). An
     MTP layer is one more layer of the last kind, with logits of its own. Norms, embeddings and
     softmax are left out, as in Megatron-LM. causal: whether to halve the scores; None: as in the
     model. frozen: weights have no gradients; the adapters beside them are left out.
     """
     causal = model.attention.causal if causal is None else causal
     tokens = batch_size * sequence_length
-    logits = model.hidden_size * model.padded_vocab_size(tensor)
+    logits = model.hidden_size * (
+        model.padded_vocab_size(tensor) + model.hidden_size * model.bert.transform
+    )
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
     weights, scores = weights_and_scores(model, sequence_length)
     weights += logits + model.mtp.num_layers * (logits + joining)

@@ -73,7 +73,7 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     tensor = work.axes["tensor"]
     widths = unit.projected + unit.last_inputs
     own = sum(spec.own_norms for spec in unit.specs)
-    hidden = unit.sublayers - (unit.specs[-1].place == "post")
+    hidden = unit.sublayers - (unit.specs[-1].place.startswith("post"))
     hidden += -own if tensor > 1 else own
     gathered = unit.sublayers + 3 * own if tensor > 1 else 1
     transposed = unit.sublayers + own if transposes(work) else 0

@@ -21,11 +21,20 @@ def num_parameters(model: ModelConfig) -> tuple[int, int]:
     tables += model.max_position if model.position is Position.learned else 0
     depth = 3 * _norm(model, D) + _linear(2 * D, D)  # of MTP, beside its layer
     layers = [*kinds, *kinds[-1:] * model.mtp.num_layers]
-    total = tables * D + _norm(model, D) + model.mtp.num_layers * depth
+    tables += model.bert.token_types
+    total = tables * D + _bert(model) + model.mtp.num_layers * depth
     total += sum(_layer(model, layer) for layer in layers)
     sparse = sum("moe" in mixers for layer in layers for mixers in layer)
     idle = (model.moe.num_experts - model.moe.top_k) * sparse
     return total, total - (idle * _expert(model) if sparse else 0)
+
+
+def _bert(model: ModelConfig) -> int:
+    """Vectors and heads around the layers, with the final norm."""
+    D, bert = model.hidden_size, model.bert
+    norms = (model.norm_place is not NormPlace.post_residual) + bert.embedding_norm + bert.transform
+    total = norms * _norm(model, D) + (bert.transform + bert.pooler) * _linear(D, D, True)
+    return total + bert.pair_head * _linear(D, 2, True) + bert.output_bias * model.vocab_size
 
 
 def _layer(model: ModelConfig, layer: tuple[tuple[str, ...], ...]) -> int:
@@ -33,8 +42,8 @@ def _layer(model: ModelConfig, layer: tuple[tuple[str, ...], ...]) -> int:
     total = 0
     for mixers in layer:
         before = len(mixers) if model.parallel_norms else 1
-        norms = {NormPlace.pre: before, NormPlace.post: 1, NormPlace.sandwich: before + 1}
-        total += norms[model.norm_place] * _norm(model, model.hidden_size)
+        norms = {NormPlace.pre: before, NormPlace.sandwich: before + 1}
+        total += norms.get(model.norm_place, 1) * _norm(model, model.hidden_size)
         total += sum(MIXERS[name](model) for name in mixers)
     return total
 

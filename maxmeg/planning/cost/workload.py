@@ -124,7 +124,7 @@ class Unit:
     def streams(self) -> int:
         """Number of residual streams that backward reads: the input, and the output of each
         sublayer; not that of the last one unless a norm follows it."""
-        return self.sublayers + (self.specs[-1].place in ("post", "sandwich"))
+        return self.sublayers + (self.specs[-1].place != "pre")
 
     @functools.cached_property
     def columns(self) -> int:

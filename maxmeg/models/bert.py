@@ -1,0 +1,92 @@
+"""BERT's embeddings and heads, around a stack of bidirectional layers."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from maxmeg.config.bert import BertConfig
+from maxmeg.config.model import ModelConfig
+from maxmeg.layers.embedding import Positions
+from maxmeg.layers.linear import Linear
+from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.ops.activation import activate
+from maxmeg.ops.random import split
+from maxmeg.parallel import collectives
+
+COLUMNS = 8  # which a bias adds to the output weights: products of such widths are fast
+DENSE = ("embed", "norm")  # every device along tensor has the whole matrix
+
+
+class VocabularyBias(nnx.Module):
+    """A bias of each logit [V], padded like the vocabulary."""
+
+    def __init__(self, padded_size: int):
+        self.bias = nnx.Param(jnp.zeros(padded_size), axes=("vocab",))
+
+
+class Bert(nnx.Module):
+    """Those that model.bert sets: embeddings of token types and their norm, the layer before the
+    output weights, biases of the logits, and the head for pairs of segments."""
+
+    def __init__(self, key: jax.Array, config: ModelConfig, norm: NormSpec, padded_size: int):
+        settings, D, std = config.bert, config.hidden_size, config.init_std
+        keys = split(key, 4)
+        self.activation = config.mlp.activation.value
+        types = settings.token_types
+        self.token_types = Positions(keys[0], types, D, std) if types else None
+        self.norm = Norm(D, norm) if settings.embedding_norm else None
+        self.transform = Linear(keys[1], (D, D), DENSE, std, True) if settings.transform else None
+        self.transform_norm = Norm(D, norm) if settings.transform else None
+        self.output = VocabularyBias(padded_size) if settings.output_bias else None
+        self.pooler = Linear(keys[2], (D, D), DENSE, std, True) if settings.pooler else None
+        self.pair = Linear(keys[3], (D, 2), DENSE, std, True) if settings.pair_head else None
+
+    def embed(
+        self, x_BLD: Float[Array, "B L D"], types_BL: Int[Array, "B L"]
+    ) -> Float[Array, "B L D"]:
+        """The embedding of the tokens and their positions, with that of their types, normalized;
+        both as partial sums over pipe, which the norm needs as a whole."""
+        pipe = (collectives.PIPE_AXIS,)
+        if self.token_types is not None:
+            x_BLD += collectives.counted_once(self.token_types(types_BL), pipe)
+        if self.norm is not None:
+            x_BLD = collectives.counted_once(self.norm(collectives.sum_over(x_BLD, pipe)), pipe)
+        return x_BLD
+
+    def transformed(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        """The input of the output weights."""
+        if self.transform is None or self.transform_norm is None:
+            return h_BLD
+        return self.transform_norm(activate(self.activation, self.transform(h_BLD)))
+
+    def with_bias(
+        self, h_BLD: Float[Array, "B L D"], output_VD: Float[Array, "V D"]
+    ) -> tuple[Float[Array, "B L E"], Float[Array, "V E"]]:
+        """The input and the rows of the output projection, longer by COLUMNS: their products are
+        the logits with their biases."""
+        if self.output is None:
+            return h_BLD, output_VD
+        bias_V = self.output.bias[...]
+        first = jnp.zeros(COLUMNS, h_BLD.dtype).at[0].set(1)
+        ones_BLE = jnp.broadcast_to(first, (*h_BLD.shape[:-1], COLUMNS))
+        biases_VE = bias_V[:, None] * first
+        joined = [(h_BLD, ones_BLE), (output_VD, biases_VE.astype(output_VD.dtype))]
+        longer_BLE, rows_VE = (jnp.concatenate(parts, axis=-1) for parts in joined)
+        return longer_BLE, rows_VE
+
+    def pooled(self, first_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B 1 D"]:
+        """From the normalized output of the layers for the first token of each row."""
+        assert self.pooler is not None
+        return jnp.tanh(self.pooler(first_B1D).astype(jnp.float32)).astype(first_B1D.dtype)
+
+    def pair_logits(self, first_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B 2"]:
+        """float32 logits of the two segments being in order, and swapped."""
+        assert self.pair is not None
+        return self.pair(self.pooled(first_B1D))[:, 0].astype(jnp.float32)
+
+
+def make_bert(key: jax.Array, config: ModelConfig, norm: NormSpec, padded_size: int) -> Bert | None:
+    """None if the model has none of these."""
+    has_none = config.bert == BertConfig(position_offset=config.bert.position_offset)
+    return None if has_none else Bert(key, config, norm, padded_size)

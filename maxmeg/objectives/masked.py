@@ -1,0 +1,92 @@
+"""Masked language modelling: cross entropy of masked tokens and, with a head for pairs of segments,
+of their order, as Megatron-LM trains BERT."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from maxmeg.config.schema import TrainConfig
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.objectives.objective import Metrics, Objective, Sums, token_loss, token_metrics
+from maxmeg.parallel import collectives
+from maxmeg.parallel.batch import Batch
+from maxmeg.parallel.mesh import TENSOR_AXES
+
+
+def has_pairs(model: LM) -> bool:
+    return model.bert is not None and model.bert.pair is not None
+
+
+def first_tokens(batch: Batch) -> jax.Array:
+    """float32 [..., L], 1 for the first token of each row."""
+    assert batch.segment_ids is not None
+    return jnp.float32((batch.positions == 0) & (batch.segment_ids > 0))
+
+
+def masks(model: LM, batch: Batch) -> list[jax.Array]:
+    return [batch.loss_mask, *([first_tokens(batch)] if has_pairs(model) else [])]
+
+
+def further(
+    model: LM, x_BLD: jax.Array, later: list[jax.Array], batch: Batch, ctx: Context
+) -> tuple[list[jax.Array], Sums]:
+    """([output of the layers for the first token of each row, zero where a device along context
+    does not have it], no auxiliary values)."""
+    if not has_pairs(model):
+        return [], {}
+    first_BL = ctx.shard(first_tokens(batch)).astype(x_BLD.dtype)
+    first_B1D = jnp.einsum("BL,BLD->BD", first_BL, x_BLD)[:, None]
+    return [collectives.sum_over(first_B1D, TENSOR_AXES)], {}
+
+
+@jax.named_scope("loss")
+def loss(
+    model: typing.Any,
+    h_BLD: jax.Array,
+    batch: Batch,
+    train: TrainConfig,
+    ctx: Context,
+    *first_B1D: jax.Array,
+) -> tuple[jax.Array, Sums]:
+    """(local contribution to the mean loss of masked tokens plus that of pairs, local sums).
+
+    All devices that share a vocabulary compute the loss of the pairs; each counts its part.
+    """
+    total, sums = token_loss(model, h_BLD, batch, train, ctx)
+    for x_B1D in first_B1D:
+        here_B = first_tokens(batch).sum(axis=1)
+        logits_B2, labels_B = model.bert.pair_logits(model.normed(x_B1D)), pair_labels(batch)
+        chosen_B = jnp.take_along_axis(logits_B2, labels_B[:, None], axis=1)[:, 0]
+        losses_B = here_B * (jax.nn.logsumexp(logits_B2, axis=1) - chosen_B)
+        if batch.divisors.shape[-1] > 1:
+            copies = collectives.axis_size(collectives.VOCAB_AXES)
+            total += jnp.sum(losses_B) / batch.divisors[1] / copies
+        right_B = here_B * (jnp.argmax(logits_B2, axis=1) == labels_B)
+        sums |= {"pair_loss_sum": jnp.sum(losses_B), "pairs": jnp.sum(here_B)}
+        sums |= {"pairs_right": jnp.sum(right_B)}
+    return total, sums
+
+
+def pair_labels(batch: Batch) -> jax.Array:
+    """int32 [B], 1 where the two segments of a row are swapped. ValueError without them."""
+    if "is_swapped" not in batch.extra:
+        raise ValueError(
+            "the model has a head for pairs of segments, and the batch has no array is_swapped: "
+            "add it, or set model.bert.pair_head=false"
+        )
+    return batch.extra["is_swapped"].astype(jnp.int32)
+
+
+def metrics(sums: Sums) -> Metrics:
+    """Mean cross entropy of masked tokens and of the order of pairs, and the share of pairs whose
+    order is predicted right."""
+    if "pairs" not in sums:
+        return token_metrics(sums)
+    pairs = jnp.maximum(sums["pairs"], 1)
+    means = {"pair_loss": sums["pair_loss_sum"] / pairs}
+    return token_metrics(sums) | means | {"pair_accuracy": sums["pairs_right"] / pairs}
+
+
+MASKED = Objective(masks, further=further, loss=loss, metrics=metrics)
