@@ -18,6 +18,7 @@ from maxmeg.config.options import Convert as Options
 from maxmeg.config.options import To
 from maxmeg.config.schema import Config
 from maxmeg.hf import convert, peft
+from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.source import Source
 from maxmeg.megatron import convert as megatron
@@ -56,11 +57,13 @@ def main(*arguments: typing.Any) -> None:
     )
     for note in report.notes:
         print(f"note: {note}")
-    if inward:
+    if inward and report.family in ENCODERS:
+        print(f"next: maxmeg train --config=finetune:{options.output}, or maxmeg.load(...).embed")
+    elif inward:
         prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"
         print(f"next: maxmeg generate --run_dir={options.output} --prompt={prompt}")
     else:
-        print(f"next: transformers.AutoModelForCausalLM.from_pretrained('{options.output}')")
+        print(f"next: transformers.{report.family}.from_pretrained('{options.output}')")
 
 
 def to_huggingface(options: Options, step: int | None) -> convert.Report:

@@ -22,7 +22,7 @@ FUNCTION_LINES = 80
 ARGUMENTS = 8
 LINE_WIDTH = 100
 CORE = ("train", "step", "state", "parallel", "pipeline", "layers", "models", "objectives", "optim")
-CORE_LINES = 9_000
+CORE_LINES = 9_300
 LOOP = {"maxmeg/train.py": "train", "maxmeg/step.py": "train_step"}
 LOOP_LINES = 60  # of the two together
 WINDOW, DUPLICATED_PERCENT = 12, 2.0
@@ -410,7 +410,11 @@ PLANTED = [
         "ops/a.py:2: importlib.import_module(f'maxmeg.{c}') imports by a string",
     ),
     (imports_by_string, {IMPORTS_COMMANDS: "import_module(a)\nimport_module(b)"}, "budget 1"),
-    (core_size, {"maxmeg/train.py": lines(1), "maxmeg/layers/a.py": lines(9000)}, "9001 lines"),
+    (
+        core_size,
+        {"maxmeg/train.py": lines(1), "maxmeg/layers/a.py": lines(CORE_LINES)},
+        f"{CORE_LINES + 1} lines",
+    ),
     (
         loop_size,
         {
@@ -462,7 +466,7 @@ NEAR_MISSES = [
     ),
     (imports_by_string, {"maxmeg/ops/a.py": 'import_module(name)\nprint("maxmeg.ops")'}),
     (imports_by_string, {IMPORTS_COMMANDS: "import_module(a)"}),
-    (core_size, {"maxmeg/train.py": lines(9_000), "maxmeg/ops/a.py": lines(9)}),
+    (core_size, {"maxmeg/train.py": lines(CORE_LINES), "maxmeg/ops/a.py": lines(9)}),
     (loop_size, {"maxmeg/train.py": function(body=70), "maxmeg/step.py": function(body=70)}),
     (duplication, {"maxmeg/a.py": lines(11), "maxmeg/b.py": lines(11)}),
     (forbidden_code, {"maxmeg/a.py": "model.eval()\nrun('ls', shell=False)\nyaml.safe_load(f)"}),

@@ -346,8 +346,8 @@ def _open_masked(
     tokenizer: Tokenizer,
     order: SentenceOrder,
 ) -> BertDataset | None:
-    """Samples of one segment each, or of two, from a split of a corpus of sentences; None where another split
-    than training has no document."""
+    """Samples of one or two segments each from a split of a corpus of sentences; None where another
+    split than training has no document."""
     if not names:
         return None
     if len(names) > 1:

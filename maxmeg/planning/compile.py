@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.config import files
+from maxmeg.config.data import Objective
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
@@ -126,7 +127,7 @@ def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
 
 
 def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
-    """Abstract arrays [microbatch, sample, length] of one step."""
+    """Abstract arrays [microbatch, sample, length] of one step, with those of its objective."""
     size = config.train.global_batch_size
     rows = LocalRows(batch_shards(mesh), (), config.train.micro_batch_size)
     microbatches = rows.microbatches(size)
@@ -138,7 +139,13 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
     if config.parallel.context_chunks:
         count = config.parallel.context * config.parallel.context_chunks
         chunks = jax.ShapeDtypeStruct((*shape[:2], count), jnp.int32, sharding=sharding)
-    return Batch(ids, ids, ids, mask, ids if config.data.has_segments else None, chunks)
+    extra: dict[str, Any] = {}
+    if config.data.objective is Objective.masked:
+        swapped = NamedSharding(mesh, batch_spec(2))
+        extra = {"is_swapped": jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=swapped)}
+        extra |= {"token_types": ids}
+    segments: Any = ids if config.data.has_segments else None
+    return Batch(ids, ids, ids, mask, segments, chunks, extra)
 
 
 def abstract_controls(mesh: jax.sharding.Mesh) -> dict[str, jax.ShapeDtypeStruct]:

@@ -34,6 +34,7 @@ def config_with(settings: dict) -> Config:
 # settings, parts of the error; on as many devices as the settings name
 HYBRID = "model.layers=*(mamba); model.mamba.num_heads=8; model.mamba.head_dim=8; "
 MASKED = "data.objective=masked; data.paths=a; model.attention.causal=false; "
+PAIRS = "model.bert.pooler=true; model.bert.pair_head=true; "
 BAD = [
     (
         MASKED + "model.layers=*(conv,mlp attention,mlp)",
@@ -53,6 +54,19 @@ BAD = [
     (MASKED + "data.order=native", "order=native | set order=megatron"),
     (MASKED + "data.paths=", "needs a corpus of sentences | data.paths=PREFIX"),
     (MASKED + "data.eod_mask_loss=true", "eod_mask_loss=True | leave it out"),
+    (MASKED + "data.sentence_pairs=true", "pair_head=false with | sentence_pairs=true | alike"),
+    (
+        MASKED + PAIRS + "data.sentence_pairs=true; model.bert.token_types=1",
+        "tokens of two types | token_types=1 | set it to 2",
+    ),
+    (MASKED + "model.bert.pair_head=true", "reads the pooler's output | pooler=true"),
+    (MASKED + "model.bert.transform=true", "transform=true uses | without a gate | leave"),
+    (MASKED + "model.bert.position_offset=2", "position_offset=2 needs model.position=learned"),
+    (
+        MASKED + "model.position=learned; model.bert.position_offset=2; model.max_position=256",
+        "sequence_length=256 is longer than the 254 tokens | max_position=256",
+    ),
+    ("data.sentence_pairs=true", "sentence_pairs=true is for data.objective=masked"),
     (
         "model.attention.num_heads=5",
         "hidden_size=128 | num_heads=5 | 1, 2, 4, 8 | attention.head_dim",

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from published_configs import (
     BAMBA,
-    BERT,
-    BERT_PAIRS,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    ENCODERS,
     FALCON_7B,
     FALCON_40B,
     FALCON_H1,
@@ -26,8 +25,6 @@ from published_configs import (
     LFM2,
     LLAMA31,
     MAMBA2,
-    MEGATRON_BERT,
-    MINILM,
     MISTRAL,
     MIXTRAL,
     NEMOTRON,
@@ -40,7 +37,6 @@ from published_configs import (
     QWEN3_CODER_NEXT,
     QWEN3_MOE,
     QWEN25,
-    ROBERTA,
     SMOLLM2,
     STARCODER2,
 )
@@ -150,11 +146,7 @@ PUBLISHED = {  # settings, number of parameters, fields
         "moe.num_groups=8; layers=mla,mlp *(mla,moe); mla.kv_rank=512",
     ),
     "deepseek-v3": (DEEPSEEK_V3, 682_636_487_424, "moe.group_score_topk=2; mtp.num_layers=1"),
-    "bert-base": (BERT, 109_514_298, "norm_place=post_residual; bert.token_types=2"),
-    "bert-base, pairs": (BERT_PAIRS, 110_106_428, "bert.pair_head=true; norm_eps=1e-12"),
-    "minilm": (MINILM, 22_713_216, "bert.pooler=true; bert.transform=false; num_layers=6"),
-    "megatron bert": (MEGATRON_BERT, 334_723_458, "norm_place=pre; bert.embedding_norm=false"),
-    "roberta-base": (ROBERTA, 124_697_433, "bert.position_offset=2; max_position=514"),
+    **ENCODERS,
 }
 
 

@@ -111,8 +111,9 @@ PUBLISHED = {
     "roberta-base": 124_697_433,
     "roberta-large": 355_412_057,
 }
-# (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of Megatron-LM (BERT), of the sequence
-# parallel, Minitron and Nemotron-4 papers, and on the pages of StarCoder 2's files and of hybrids.
+# (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the papers of
+# Megatron-LM (BERT), sequence parallelism, Minitron and Nemotron-4, and on the pages of StarCoder
+# 2's files and of hybrids.
 ROUNDED = {
     "gpt3-125m": (125, 1e6),
     "gpt3-350m": (356, 1e6),

@@ -18,11 +18,11 @@ def training_flops(
     """FLOPs of one step over `batch_size` sequences, without recomputation.
 
     Counted are the matrix products with weights (`MixerSpec.weights`), the attention scores
-    (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary, with the
-    dense layer before them (model.bert.transform). An
-    MTP layer is one more layer of the last kind, with logits of its own. Norms, embeddings and
-    softmax are left out, as in Megatron-LM. causal: whether to halve the scores; None: as in the
-    model. frozen: weights have no gradients; the adapters beside them are left out.
+    (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary,
+    with the dense layer before them (model.bert.transform). An MTP layer is one more layer of the
+    last kind, with logits of its own. Norms, embeddings and softmax are left out, as in
+    Megatron-LM. causal: whether to halve the scores; None: as in the model. frozen: weights have no
+    gradients; the adapters beside them are left out.
     """
     causal = model.attention.causal if causal is None else causal
     tokens = batch_size * sequence_length
