@@ -13,6 +13,7 @@ from layouts import BATCH, LENGTH, in_model_order, mesh_of, tiny, tiny_state
 from masked_corpus import SIZE, corpus, vocabulary
 
 from maxmeg import evaluate, generate, preprocess
+from maxmeg.config.bert import Transform
 from maxmeg.config.data import Objective
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import Norm, NormPlace, Position
@@ -42,8 +43,8 @@ HEADS = {
     **{"norm": Norm.layernorm, "norm_place": NormPlace.post_residual, "tied": True},
     **{"position": Position.learned, "max_position": LENGTH + 2, "bert.position_offset": 2},
     **{"mlp.activation": Activation.gelu, "mlp.bias": True, "bert.token_types": 2},
-    **{f"bert.{name}": True for name in ("embedding_norm", "transform", "output_bias")},
-    **{"bert.pooler": True, "bert.pair_head": True, "attention.causal": False},
+    **{f"bert.{name}": True for name in ("embedding_norm", "output_bias", "pooler", "pair_head")},
+    **{"bert.transform": Transform.gelu_tanh, "attention.causal": False},
 }
 
 

@@ -1,8 +1,15 @@
 """Settings of BERT's embeddings and heads."""
 
 import dataclasses
+import enum
 
 from maxmeg.config.setting import setting
+
+
+class Transform(enum.Enum):
+    none = "none"
+    gelu = "gelu"
+    gelu_tanh = "gelu_tanh"
 
 
 @dataclasses.dataclass
@@ -22,8 +29,9 @@ class BertConfig:
         "model.max_position counts the rows before it too",
         at_least=0,
     )
-    transform: bool = setting(
-        False, "a dense layer, the activation of the mlp and a norm before the output weights"
+    transform: Transform = setting(
+        Transform.none,
+        "a dense layer, this activation and a norm before the output weights; none: without them",
     )
     output_bias: bool = setting(False, "the logits have biases")
     pooler: bool = setting(False, "a dense layer and tanh, applied to the first token of a row")

@@ -178,11 +178,6 @@ def bert_problems(model: ModelConfig) -> Iterator[str]:
             f"model.max_position={model.max_position} leaves no row after model.bert."
             f"position_offset={offset}: set it to the longest sequence plus the offset"
         )
-    if bert.transform and (model.gated or not model.has("mlp")):
-        yield (
-            "model.bert.transform=true uses model.mlp.activation, which must be of a layer with an "
-            "mlp and without a gate (gelu): change it, or leave transform out"
-        )
     if bert.pair_head and not bert.pooler:
         yield "model.bert.pair_head=true reads the pooler's output: set model.bert.pooler=true"
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxmeg.config.bert import BertConfig
+from maxmeg.config.bert import BertConfig, Transform
 from maxmeg.config.model import ModelConfig
 from maxmeg.layers.embedding import Positions
 from maxmeg.layers.linear import Linear
@@ -32,12 +32,13 @@ class Bert(nnx.Module):
     def __init__(self, key: jax.Array, config: ModelConfig, norm: NormSpec, padded_size: int):
         settings, D, std = config.bert, config.hidden_size, config.init_std
         keys = split(key, 4)
-        self.activation = config.mlp.activation.value
+        self.activation = settings.transform.value
+        has_transform = settings.transform is not Transform.none
         types = settings.token_types
         self.token_types = Positions(keys[0], types, D, std) if types else None
         self.norm = Norm(D, norm) if settings.embedding_norm else None
-        self.transform = Linear(keys[1], (D, D), DENSE, std, True) if settings.transform else None
-        self.transform_norm = Norm(D, norm) if settings.transform else None
+        self.transform = Linear(keys[1], (D, D), DENSE, std, True) if has_transform else None
+        self.transform_norm = Norm(D, norm) if has_transform else None
         self.output = VocabularyBias(padded_size) if settings.output_bias else None
         self.pooler = Linear(keys[2], (D, D), DENSE, std, True) if settings.pooler else None
         self.pair = Linear(keys[3], (D, 2), DENSE, std, True) if settings.pair_head else None

@@ -1,10 +1,11 @@
 """Named encoders as data (see registry.py)."""
 
+from maxmeg.config.bert import Transform
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import Norm, NormPlace, Position
 from maxmeg.models.dense_sizes import Fields, sized
 
-PREDICTS = {"bert.transform": True, "bert.output_bias": True}
+PREDICTS = {"bert.transform": Transform.gelu, "bert.output_bias": True}
 PAIRS = {"bert.token_types": 2, "bert.pooler": True, "bert.pair_head": True}
 MEGATRON_BERT = {
     **PREDICTS,

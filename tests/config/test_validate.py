@@ -60,7 +60,6 @@ BAD = [
         "tokens of two types | token_types=1 | set it to 2",
     ),
     (MASKED + "model.bert.pair_head=true", "reads the pooler's output | pooler=true"),
-    (MASKED + "model.bert.transform=true", "transform=true uses | without a gate | leave"),
     (MASKED + "model.bert.position_offset=2", "position_offset=2 needs model.position=learned"),
     (
         MASKED + "model.position=learned; model.bert.position_offset=2; model.max_position=256",

@@ -398,7 +398,7 @@ ROBERTA = {
 ENCODERS = {  # as in test_families.PUBLISHED
     "bert-base": (BERT, 109_514_298, "norm_place=post_residual; bert.token_types=2"),
     "bert-base, pairs": (BERT_PAIRS, 110_106_428, "bert.pair_head=true; norm_eps=1e-12"),
-    "minilm": (MINILM, 22_713_216, "bert.pooler=true; bert.transform=false; num_layers=6"),
+    "minilm": (MINILM, 22_713_216, "bert.pooler=true; bert.transform=none; num_layers=6"),
     "megatron bert": (MEGATRON_BERT, 334_723_458, "norm_place=pre; bert.embedding_norm=false"),
     "roberta-base": (ROBERTA, 124_697_433, "bert.position_offset=2; max_position=514"),
 }

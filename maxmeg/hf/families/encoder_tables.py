@@ -2,9 +2,19 @@
 
 import dataclasses
 
-from maxmeg.config.mixers import Activation
+from maxmeg.config.bert import Transform
 from maxmeg.config.model import ModelConfig, NormPlace, Position
-from maxmeg.hf.families.keys import MAX_LAYERS, Choice, Fields, Fixed, Json, Key, Keys, Part
+from maxmeg.hf.families.keys import (
+    MAX_LAYERS,
+    Choice,
+    Fields,
+    Fixed,
+    Json,
+    Key,
+    Keys,
+    Part,
+    refused,
+)
 from maxmeg.hf.families.tables import BIASES, LAYERNORM, UNGATED, Family, dropout, numerics
 
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
@@ -42,14 +52,25 @@ class FirstPosition(Part):
         return {"pad_token_id": model.bert.position_offset - 1}
 
 
+class HeadActivation(Part):
+    """The dense layer before the output weights has the activation of the MLP."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        name = fields["mlp.activation"].value
+        if name not in Transform.__members__:
+            raise refused("hidden_act", name, "supported are gelu and gelu_pytorch_tanh")
+        fields["bert.transform"] = Transform[name]
+
+
 ACTIVATION = Choice("hidden_act", "mlp.activation", "gelu", UNGATED)
+HEAD: list[Part] = [ACTIVATION, HeadActivation()]
 ALL = {
     **LAYERNORM,
     **dict.fromkeys(BIASES, True),
     **{"position": Position.learned, "tied": True, "attention.causal": False},
 }
 POST = {**ALL, "norm_place": NormPlace.post_residual, "bert.embedding_norm": True}
-PREDICTS = {"bert.transform": True, "bert.output_bias": True}
+PREDICTS = {"bert.output_bias": True}
 EMBEDDINGS = {
     "embedding": "embeddings.word_embeddings",
     "positions": "embeddings.position_embeddings",
@@ -80,7 +101,7 @@ OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "
 
 BERT = Family(
     model_type="bert",
-    parts=[*parts("bert"), ACTIVATION],
+    parts=[*parts("bert"), *HEAD],
     ends={**BODY, **HEADS},
     layer="bert.encoder.layer.",
     layers={**PROJECTIONS, **POST_NORMS},
@@ -95,6 +116,7 @@ MASKED_BERT = dataclasses.replace(
 )
 BERT_BODY = dataclasses.replace(
     BERT,
+    parts=[*parts("bert"), ACTIVATION],
     ends={**EMBEDDINGS, "output": "cls.predictions.decoder"},
     layer="encoder.layer.",
     constants={**POST, "bert.pooler": True},
@@ -103,7 +125,7 @@ BERT_BODY = dataclasses.replace(
 )
 MEGATRON_BERT = Family(
     model_type="megatron-bert",
-    parts=[*parts("megatron-bert"), ACTIVATION],
+    parts=[*parts("megatron-bert"), *HEAD],
     ends={**BODY, **HEADS, "final_norm": "bert.encoder.ln"},
     layer="bert.encoder.layer.",
     layers={**PROJECTIONS, "attention.norm": "attention.ln", "mlp.norm": "ln"},
@@ -114,7 +136,7 @@ ROBERTA = Family(
     model_type="roberta",
     parts=[
         *parts("roberta"),
-        Choice("hidden_act", "mlp.activation", "gelu", {"gelu": Activation.gelu}),
+        ACTIVATION,
         FirstPosition(),
     ],
     ends={
@@ -126,7 +148,7 @@ ROBERTA = Family(
     },
     layer="roberta.encoder.layer.",
     layers={**PROJECTIONS, **POST_NORMS},
-    constants={**POST, **PREDICTS},
+    constants={**POST, **PREDICTS, "bert.transform": Transform.gelu},
     ignored=(*BUFFERS, r"^roberta\.pooler\."),
     renamed=OLD_NAMES,
 )

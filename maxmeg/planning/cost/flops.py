@@ -1,5 +1,6 @@
 """Floating-point operations of training, counted as Megatron-LM counts them."""
 
+from maxmeg.config.bert import Transform
 from maxmeg.config.model import ModelConfig
 from maxmeg.models.mixers import pattern
 
@@ -26,9 +27,8 @@ def training_flops(
     """
     causal = model.attention.causal if causal is None else causal
     tokens = batch_size * sequence_length
-    logits = model.hidden_size * (
-        model.padded_vocab_size(tensor) + model.hidden_size * model.bert.transform
-    )
+    before = model.hidden_size * (model.bert.transform is not Transform.none)
+    logits = model.hidden_size * (model.padded_vocab_size(tensor) + before)
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
     weights, scores = weights_and_scores(model, sequence_length)
     weights += logits + model.mtp.num_layers * (logits + joining)

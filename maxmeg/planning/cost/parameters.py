@@ -6,6 +6,7 @@ experts.
 
 import functools
 
+from maxmeg.config.bert import Transform
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 
@@ -32,8 +33,9 @@ def num_parameters(model: ModelConfig) -> tuple[int, int]:
 def _bert(model: ModelConfig) -> int:
     """Vectors and heads around the layers, with the final norm."""
     D, bert = model.hidden_size, model.bert
-    norms = (model.norm_place is not NormPlace.post_residual) + bert.embedding_norm + bert.transform
-    total = norms * _norm(model, D) + (bert.transform + bert.pooler) * _linear(D, D, True)
+    transform = bert.transform is not Transform.none
+    norms = (model.norm_place is not NormPlace.post_residual) + bert.embedding_norm + transform
+    total = norms * _norm(model, D) + (transform + bert.pooler) * _linear(D, D, True)
     return total + bert.pair_head * _linear(D, 2, True) + bert.output_bias * model.vocab_size
 
 
