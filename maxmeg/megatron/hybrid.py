@@ -13,6 +13,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.mamba_tables import mamba, mamba_arrays
 from maxmeg.megatron.experts import Arguments
 
+KNOWN = {letter: HYBRID[letter] for letter in "M*-E"}
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second is the older name
 RATIOS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
 MODULES, ARRAYS = mamba("mixer"), mamba_arrays("mixer")
@@ -67,8 +68,8 @@ def hybrid_fields(
     if not letters:
         return {}
     shown = f"{name}={letters!r}"
-    if unknown := [letter for letter in dict.fromkeys(letters) if letter not in HYBRID]:
-        known = ", ".join(f"{letter} ({mixer})" for letter, mixer in HYBRID.items())
+    if unknown := [letter for letter in dict.fromkeys(letters) if letter not in KNOWN]:
+        known = ", ".join(f"{letter} ({mixer})" for letter, mixer in KNOWN.items())
         refused.append(f"{shown} has the letters {' '.join(unknown)} (supported are {known})")
         return {}
     if len(letters) != arguments["num_layers"]:
@@ -94,7 +95,7 @@ def parts(name: str) -> list[str]:
 
 
 def layers(letters: str, local: list[bool] | None) -> tuple[Layer, ...]:
-    names = [HYBRID[letter] for letter in letters]
+    names = [KNOWN[letter] for letter in letters]
     if local:
         windows = zip(names, local, strict=True)
         names = ["local" if n == "attention" and has_window else n for n, has_window in windows]

@@ -152,6 +152,7 @@ REFUSED = [
         {"hybrid_layer_pattern": "MD/M/M"},
         r"hybrid_layer_pattern='MD/M/M' has the letters D / \(supported are M \(mamba\), ",
     ),
+    ({"hybrid_override_pattern": "G+"}, r"has the letters G \+ \(supported are M \(mamba\), "),
     ({"hybrid_override_pattern": "M*-"}, "'M.-' has 3 layers, and num_layers=2 .they must be eq"),
     ({"hybrid_override_pattern": "MM", "norm_epsilon": 1e-6}, "norm_epsilon=1e-06 beside Mamba-2"),
 ]
