@@ -45,6 +45,14 @@ def test_a_layout_is_planned(capsys, tmp_path: Path):
     assert found["pipeline"]["lost"] == dict.fromkeys(found["pipeline"]["lost"], 7.0)
 
 
+def test_stages_balanced_by_cost_are_shown(capsys):
+    run("nemotron-h-8b", "--parallel.pipe=4", "--parallel.fsdp=2")
+    stages = "stages     11, 11, 11, 19 layers, balanced by cost: the most expensive has 1.49 of the"
+    assert stages in capsys.readouterr().out
+    run("nemotron-h-8b", "--parallel.pipe=4", "--parallel.chunk_layers=2,2,2,2")
+    assert "balanced" not in capsys.readouterr().out
+
+
 def test_numbers_are_aligned(capsys):
     run("175b", "--hardware=h100x64", *PIPELINE)
     blocks = capsys.readouterr().out.split("\n\n")

@@ -34,7 +34,8 @@ MIXERS = {
     "moe": ("moe", "mlp"),
 }
 OVERLAPPED = {"attention", "local", "mlp"}  # mixers that parallel.tensor_overlap is about
-HYBRID = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # Megatron-LM's letters
+# Megatron-LM's letters.
+HYBRID = {"M": "mamba", "G": "gated_delta", "*": "attention", "+": "mla", "-": "mlp", "E": "moe"}
 MOST_LAYERS = 10_000
 
 Layer = tuple[tuple[str, ...], ...]  # sublayers, each the names of its mixers

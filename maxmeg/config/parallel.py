@@ -123,7 +123,8 @@ class ParallelConfig:
     )
     chunk_layers: tuple[int, ...] = setting(
         (),
-        "number of layers of every chunk in model order, pipe x chunks numbers; empty: equal",
+        "number of layers of every chunk in model order, pipe x chunks numbers; empty: equal, or, "
+        "where the layers differ, chosen so that the most expensive chunk is as cheap as possible",
         "--pipeline-model-parallel-layout",
     )
     first_stage_layers: int = setting(

@@ -1,30 +1,43 @@
 """The number of layers of each pipeline chunk. No JAX."""
 
+import itertools
+from collections.abc import Sequence
+
 from maxmeg.config.layers import stage_layers
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import with_fields
 
 
-def units_of_chunks(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+def units_of_chunks(
+    model: ModelConfig, parallel: ParallelConfig, costs: Sequence[int] = ()
+) -> tuple[int, ...]:
     """Number of units (see `ModelConfig.groups`) of every chunk in model order.
 
+    costs: of a unit of each group (`models.mixers.unit_costs`); empty: its number of layers. Where
+    units differ and no setting divides them, the most expensive chunk is as cheap as possible.
     Chunk c lies on stage c % pipe. Raises ValueError, with the nearest choices, where the units
     cannot be divided among the chunks.
     """
     if parallel.pipe == 1:  # the stages that a hybrid string names do not matter
         return _counts(parallel, model.num_units)
     sizes = [len(unit) for unit, _ in model.groups]
-    if any(size != sizes[0] for size in sizes[:-1]) or sizes[-1] > sizes[0]:
+    balanced = is_balanced(model, parallel)
+    unequal = any(size != sizes[0] for size in sizes[:-1]) or sizes[-1] > sizes[0]
+    if unequal and not balanced:
         raise ValueError(
             f"model.layers={model.layers!r} repeats units of {', '.join(map(str, sizes))} layers, "
             f"which parallel.pipe={parallel.pipe} cannot divide among stages: choose a pattern "
-            "that repeats from the first layer on, or pipe=1"
+            "that repeats from the first layer on, pipe=1, or no chunk_layers, pad_layers, '|' and "
+            "first/last_stage_layers: then the costs of the layers decide"
         )
     named = stage_layers(model.layers)
     if named:
         parallel = _with_chunks(parallel, named, sizes[0], model.layers)
     try:
+        if balanced:
+            pairs = zip(costs or sizes, model.groups, strict=True)
+            return _balanced([cost for cost, (_, times) in pairs for _ in range(times)], parallel)
         return _counts(parallel, model.num_units)
     except ValueError as error:
         if sizes[0] == 1:
@@ -34,6 +47,37 @@ def units_of_chunks(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, 
             f"which stages do not cut: model.num_layers={model.num_layers} layers are "
             f"{model.num_units} units"
         ) from None
+
+
+def is_balanced(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether the costs of the units decide how many of them each chunk has."""
+    named = parallel.chunk_layers or parallel.first_stage_layers or parallel.last_stage_layers
+    named = named or parallel.pad_layers or stage_layers(model.layers)
+    return parallel.pipe > 1 and len(model.groups) > 1 and not named
+
+
+def _balanced(costs: Sequence[int], parallel: ParallelConfig) -> tuple[int, ...]:
+    """Equal numbers of units where no other ones have a cheaper most expensive chunk."""
+    count, chunks = len(costs), parallel.pipe * parallel.chunks
+    if chunks > count:
+        return _counts(parallel, count)  # its error
+    sums = (0, *itertools.accumulate(costs))
+    # Of the first `end` units in so many chunks: (largest cost, sum of squares, units of chunks).
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
+    for chunk in range(1, chunks + 1):
+        best = {
+            end: min(
+                (max(most, cost), squares + cost**2, (*units, end - start))
+                for start, (most, squares, units) in best.items()
+                if start < end
+                for cost in [sums[end] - sums[start]]
+            )
+            for end in range(chunk, count - chunks + chunk + 1)
+        }
+    most, _, units = best[count]
+    each = count // chunks
+    even = [sums[start + each] - sums[start] for start in range(0, each * chunks, each)]
+    return (each,) * chunks if count % chunks == 0 and max(even) == most else units
 
 
 def _with_chunks(

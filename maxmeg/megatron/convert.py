@@ -1,10 +1,10 @@
-"""Import Megatron-LM's torch_dist checkpoints of GPT models as run folders.
+"""Import Megatron-LM's torch_dist checkpoints of GPT and hybrid models as run folders.
 
 Layers are stacked in one tensor (`decoder.layers.mlp.linear_fc2.weight` [L, ...]) or have a tensor
 each. Norms have their own names or those of Transformer Engine's fused modules. Queries, keys and
 values are interleaved by groups of heads; [gate; up] is one tensor or two (`weight_w`, `weight_v`).
-Experts are stacked or have a tensor each (experts.py). Optimizer, schedule and random states are
-ignored.
+Experts are stacked or have a tensor each (experts.py), and so are the projections that Mamba-2
+fuses (hybrid.py). Optimizer, schedule and random states are ignored.
 """
 
 import copy
@@ -38,6 +38,7 @@ from maxmeg.hf.families.keys import resolved, unread_groups, with_layers
 from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
 from maxmeg.megatron import experts as megatron_experts
+from maxmeg.megatron import hybrid
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
 from maxmeg.runtime.screen import tracked
@@ -70,8 +71,11 @@ LAYERS = {
 }
 FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
+    ("mixer.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
+    ("decoder.final_norm.", "decoder.final_layernorm."),  # of hybrid models
 )
+HALVES = ("_w", "_v")  # of [gate; up]
 IGNORED = re.compile(
     r"(chained_\d+\.)?optimizer\.|opt_param_scheduler|rng_state|rerun_state|common_state"
     r"|.*\._extra_state"
@@ -85,8 +89,6 @@ WITHOUT_EFFECT: dict[str, tuple] = {
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
     "heterogeneous_layers_config_path": (None,),
-    "hybrid_override_pattern": (None,),
-    "is_hybrid_model": (None, False),
     "mtp_num_layers": (None, 0),
     "apply_residual_connection_post_layernorm": (None, False),
     "quick_geglu": (None, False),
@@ -124,6 +126,7 @@ def import_megatron(
         config = resolve_config(config, reader.arguments(), tokenizer)
         config.run_dir = str(target)
         identity = resolve_sizes(config, reader.tensors)
+        hybrid.check_layers(config.model, reader.tensors, LAYER)
         bound = bindings(config.model, family(config.model))
         pieces = locate(bound, reader.tensors, reader.dtypes)
         try:
@@ -239,6 +242,8 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
     }
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)
+    if mixed := hybrid.hybrid_fields(arguments, fields.get("local"), refused):
+        fields = {n: value for n, value in fields.items() if n not in ("local", "dense")} | mixed
     fields = with_layers(fields)
     if refused:
         raise ValueError(f"the checkpoint's model is not supported: {'; '.join(refused)}")
@@ -360,9 +365,9 @@ def family(model: ModelConfig) -> Family:
         constants={},
         ends=ENDS,
         layer=LAYER,
-        layers={**LAYERS, up: "mlp.linear_fc1", **shared},
+        layers={**LAYERS, up: "mlp.linear_fc1", **shared, **hybrid.MODULES},
         grouped=frozenset({LAYERS[QKV]}),
-        arrays=arrays,
+        arrays={**arrays, **hybrid.ARRAYS},
         experts=experts,
     )
 
@@ -384,10 +389,10 @@ def locate(
         names[name] = key
     found = {}
     for binding in bound:
-        halves = (f"{binding.theirs}_w", f"{binding.theirs}_v")
         pieces = [find_piece(binding.theirs, names)]
         if pieces == [None]:
-            pieces = [find_piece(half, names) for half in halves]
+            parts = hybrid.parts(binding.theirs) or [f"{binding.theirs}{end}" for end in HALVES]
+            pieces = [find_piece(part, names) for part in parts]
         existing = [piece for piece in pieces if piece is not None]
         found[binding.theirs] = existing
         problems += shape_problems(binding, existing, len(pieces), tensors)

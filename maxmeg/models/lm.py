@@ -19,7 +19,7 @@ from maxmeg.layers.norm import Norm
 from maxmeg.layers.residual import drop_residual
 from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
-from maxmeg.models.mixers import norm_spec, pattern
+from maxmeg.models.mixers import norm_spec, pattern, unit_costs
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
 from maxmeg.ops.random import fold, split
@@ -36,7 +36,8 @@ EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place o
 def layout(config: ModelConfig, parallel: ParallelConfig) -> Layout:
     """The layers of each pipeline stage; in model order without a pipeline."""
     repeats = tuple(repeats for _, repeats in config.groups)
-    return arrange(repeats, parallel.pipe, units_of_chunks(config, parallel))
+    counts = units_of_chunks(config, parallel, unit_costs(config))
+    return arrange(repeats, parallel.pipe, counts)
 
 
 class LM(nnx.Module):

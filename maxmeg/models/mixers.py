@@ -244,6 +244,12 @@ def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Patt
     return tuple((sublayers(layers), repeats) for layers, repeats in config.groups)
 
 
+def unit_costs(config: ModelConfig) -> tuple[int, ...]:
+    """Of a unit of each group of the stack: number of weights that a token is multiplied with."""
+    units = [unit for unit, _ in pattern(config)]
+    return tuple(sum(one.weights() for part in unit for one in part.mixers) for unit in units)
+
+
 def sublayer_spec(
     config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
 ) -> ResidualSpec:

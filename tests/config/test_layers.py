@@ -18,6 +18,7 @@ MEANINGS = {  # pattern, num_layers -> layers
     ("attention,mlp attention,moe", 2): (ATTENTION, SPARSE),
     ("2(2(attention) mlp)", 6): ((("attention",),), (("attention",),), (("mlp",),)) * 2,
     ("*-|*E", 4): ((("attention",),), (("mlp",),), (("attention",),), (("moe",),)),
+    ("MG+", 3): ((("mamba",),), (("gated_delta",),), (("mla",),)),
 }
 
 
@@ -42,7 +43,7 @@ def test_a_pattern_describes_layers(pattern, num_layers):
         ("mlp;", 4, "at character 4, ';': expected ' ', ',' or"),
         ("mlp+mlp", 4, "mlp stands twice in a sublayer"),
         ("*(mlp))", 4, r"at character 7, '\)'"),
-        ("M-GD", 4, "has the letters G D, which no mixer has: use M \\(mamba\\), \\* "),
+        ("M-DD", 4, "has the letters D, which no mixer has: use M \\(mamba\\), G "),
         ("3(mlp)", 4, "describes 3 layers and model.num_layers is 4: set num_layers=3"),
         ("*-*-", 2, "describes 4 layers and model.num_layers is 2: set num_layers=4"),
         ("3(attention,mlp) *(mlp)", 3, "num_layers=3 must be at least 4"),

@@ -1,5 +1,7 @@
 """Layers of every chunk: sums over a grid, Megatron-LM's uneven stages, errors with choices."""
 
+import itertools
+
 import pytest
 
 from maxmeg.config.model import ModelConfig
@@ -54,11 +56,33 @@ def test_units_of_several_layers_take_the_place_of_layers():
     six = "*(5(local,mlp) attention,mlp)"
     assert layers_of_chunks(ParallelConfig(pipe=2, chunk_layers=(2, 3)), 26, six) == (2, 3)
     with pytest.raises(ValueError, match=r"num_layers=5 is not.*repeats units of 6 layers"):
-        layers_of_chunks(ParallelConfig(pipe=2), 26, six)
+        layers_of_chunks(ParallelConfig(pipe=2), 30, six)
     apart = "2(attention,mlp) *(local,mlp attention,mlp)"
     with pytest.raises(ValueError, match=r"repeats units of 1, 2 layers, which parallel.pipe=2"):
-        layers_of_chunks(ParallelConfig(pipe=2), 8, apart)
+        layers_of_chunks(ParallelConfig(pipe=2, pad_layers=True), 8, apart)
     assert layers_of_chunks(ParallelConfig(), 8, apart) == (5,)
+
+
+@pytest.mark.parametrize("pipe", [2, 3, 4])
+@pytest.mark.parametrize("count", [4, 6, 7, 9])
+def test_the_most_expensive_chunk_is_as_cheap_as_possible(count: int, pipe: int):
+    """Of all ways to cut units that differ; equal numbers where no other cut is cheaper."""
+    model = ModelConfig(num_layers=count + 1, layers="M*" + "-" * (count - 1))
+    (before, first), (_, others) = model.groups
+    assert (len(before), first, others) == (2, 1, count - 1)
+    for costs in ((1, 1), (9, 1), (3, 2), (1, 5)):
+        units = [costs[0], *[costs[1]] * others]
+
+        def largest(counts):
+            ends = itertools.accumulate(counts)
+            return max(sum(units[end - n : end]) for n, end in zip(counts, ends, strict=True))
+
+        cuts = itertools.product(range(1, count + 1), repeat=pipe)
+        least = min(largest(cut) for cut in cuts if sum(cut) == count)
+        found = units_of_chunks(model, ParallelConfig(pipe=pipe), costs)
+        assert sum(found) == count and len(found) == pipe and largest(found) == least
+        if count % pipe == 0 and largest([count // pipe] * pipe) == least:
+            assert {*found} == {count // pipe}
 
 
 def test_hybrid_strings_name_stages():

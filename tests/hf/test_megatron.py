@@ -15,6 +15,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.hf.families.read import bindings
 from maxmeg.megatron import convert as megatron
+from maxmeg.megatron import hybrid
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 
@@ -102,6 +103,29 @@ ROUTED = [
     ),
 ]
 GIVEN += [({"num_experts": 8, **arguments}, fields) for arguments, fields in ROUTED]
+# The same of hybrid models.
+MIXED = {"num_layers": 4, "position_embedding_type": "none", "num_experts": 8}
+HYBRIDS = [
+    (
+        {"hybrid_override_pattern": "M*ME", "mamba_num_heads": 6, "mamba_state_dim": 16},
+        "layers=*(mamba attention mamba moe); mamba.num_heads=6; mamba.head_dim=64; "
+        "mamba.num_groups=8; mamba.state_size=16; position=none; moe.top_k=2",
+    ),
+    (
+        {"hybrid_layer_pattern": "M-|M*", "hybrid_override_pattern": None},
+        "layers=*(mamba mlp mamba attention); mamba.num_heads=8; attention.num_heads=4",
+    ),
+    (
+        {"hybrid_override_pattern": "M**-", "window_size": [7, 0]},
+        "layers=mamba 2(local) *(mlp); attention.window=8",
+    ),
+    (
+        {"hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.25},
+        "layers=2(mamba) *(attention mlp)",
+    ),
+    ({"is_hybrid_model": True, "hybrid_mlp_ratio": 0.0, "num_layers": 2}, "layers=*(mamba)"),
+]
+GIVEN += [({**MIXED, "hidden_size": 256, **given}, fields) for given, fields in HYBRIDS]
 
 
 @pytest.mark.parametrize(("arguments", "fields"), GIVEN)
@@ -124,6 +148,13 @@ REFUSED = [
     ({"window_size": [8, 0], "window_attn_skip_freq": [1, 0]}, "window_attn_skip_freq"),
     ({"softmax_type": "learnable"}, "softmax_type='learnable'"),
     ({"quick_geglu": True, "mtp_num_layers": 1}, "mtp_num_layers=1; quick_geglu=True"),
+    (
+        {"hybrid_layer_pattern": "MD/M/M"},
+        r"hybrid_layer_pattern='MD/M/M' has the letters D / \(supported are M \(mamba\), ",
+    ),
+    ({"hybrid_override_pattern": "G+"}, r"has the letters G \+ \(supported are M \(mamba\), "),
+    ({"hybrid_override_pattern": "M*-"}, "'M.-' has 3 layers, and num_layers=2 .they must be eq"),
+    ({"hybrid_override_pattern": "MM", "norm_epsilon": 1e-6}, "norm_epsilon=1e-06 beside Mamba-2"),
 ]
 
 
@@ -318,6 +349,60 @@ def test_experts_are_found_separately_or_stacked(changes, pattern):
     assert {name for name, _ in pieces} == set(shapes) and len(set(pieces)) == len(pieces)
     lead = (1,) * (stack in changes) + (2,) * (stack_experts in changes)
     assert actual[f"{STACKED}1.mlp.experts.experts.2.linear_fc2.weight"][0][1] == lead
+
+
+MIXED_MODEL = with_fields(
+    MODEL,
+    {
+        "layers": "M*-E",
+        "num_layers": 4,
+        "mamba.head_dim": 4,
+        "mamba.num_groups": 2,
+        "mamba.state_size": 3,
+        "moe.num_experts": 2,
+        "moe.ffn_size": 6,
+    },
+)
+
+
+def split_projections(shapes: dict) -> dict:
+    """Mamba-2's projections and norm as Megatron-LM stores them: rows of z, x, B, C and dt."""
+    rows = {"z": 16, "x": 16, "B": 6, "C": 6, "dt": 4}
+    actual = {}
+    for name, (count, *rest) in shapes.items():
+        parts = hybrid.parts(name)
+        actual |= {part: (rows[part.rpartition(".")[2]], *rest) for part in parts}
+        fused = name.replace("0.input_layernorm.", "0.mixer.in_proj.layer_norm_")
+        actual |= {} if parts else {fused: (count, *rest)}
+    return actual
+
+
+def test_the_projections_of_mamba_are_found_whole_or_in_parts():
+    whole = tensors_of(MIXED_MODEL)
+    for shapes in (whole, split_projections(whole), fuse_norms(split_projections(whole))):
+        pieces = [piece for actual in locate(shapes, MIXED_MODEL).values() for piece in actual]
+        assert {name for name, _ in pieces} == set(shapes) and len(pieces) == len(shapes)
+    mixer = f"{STACKED}0.mixer.in_proj.weight"
+    assert [name for name, _ in locate(split_projections(whole), MIXED_MODEL)[mixer]] == [
+        f"{mixer}.{end}" for end in ("z", "x", "B", "C", "dt")
+    ]
+    shapes = split_projections(whole)
+    shapes[f"{mixer}.B"] = (8, 8)
+    with pytest.raises(ValueError, match=r"weight.z is \[50, 8\], the model needs \[48, 8"):
+        locate(shapes, MIXED_MODEL)
+    del shapes[f"{mixer}.B"]
+    with pytest.raises(ValueError, match=r"in_proj.weight \[48, 8\] is missing"):
+        locate(shapes, MIXED_MODEL)
+
+
+def test_tensors_of_another_pattern_are_refused_with_their_own():
+    names = fuse_norms(split_projections(tensors_of(MIXED_MODEL)))
+    hybrid.check_layers(MIXED_MODEL, names, STACKED)
+    hybrid.check_layers(MODEL, tensors_of(MODEL), STACKED)  # not a hybrid model
+    other = dataclasses.replace(MIXED_MODEL, layers="M*E", num_layers=3)
+    message = r"='M\*E' with model.num_layers=3 .* set model.layers='M\*-E' and .*num_layers=4"
+    with pytest.raises(ValueError, match=message):
+        hybrid.check_layers(other, names, STACKED)
 
 
 @pytest.mark.parametrize("layers", [False, True])

@@ -1,21 +1,25 @@
 """Mamba-2: its recurrence, documents, meshes, initial values, and decoding with its state."""
 
-import cached
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from sharded_layers import check_equal, on_mesh
+from mixer_cases import (
+    SEGMENTS,
+    B,
+    D,
+    L,
+    check_decoding,
+    check_documents,
+    check_mesh,
+    randomized,
+)
 
-from maxmeg.layers.context import Context
 from maxmeg.layers.mamba import Mamba, MambaSpec
 from maxmeg.layers.norm import NormSpec
-from maxmeg.layers.residual import Residual, ResidualSpec
+from maxmeg.layers.residual import ResidualSpec
 from maxmeg.optim.build import decays
 from maxmeg.parallel.rules import is_exact
 
-B, L, D = 2, 8, 16
-SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2, 0], [1, 2, 2, 2, 3, 3, 3, 3]])
 SIZES = {"num_heads": 8, "head_dim": 4, "state_size": 6, "chunk": 4, "std": 0.3, "out_std": 0.3}
 SPECS = {
     "groups": MambaSpec(D, num_groups=4, **SIZES),
@@ -30,36 +34,6 @@ SPECS = {
         **SIZES,
     ),
 }
-
-
-def randomized(layer):
-    """The layer with random biases and vectors too."""
-    leaves, tree = jax.tree.flatten(layer)
-    rng = np.random.default_rng(1)
-    return jax.tree.unflatten(
-        tree, [a + jnp.float32(0.3 * rng.normal(size=a.shape)) for a in leaves]
-    )
-
-
-def inputs() -> tuple[jax.Array, jax.Array]:
-    """Vectors, and the weights of their outputs in the loss."""
-    rng = np.random.default_rng(2)
-    x_BLD, slope_BLD = (jnp.float32(rng.normal(size=(B, L, D))) for _ in range(2))
-    return x_BLD, slope_BLD
-
-
-def positions(length: int = L) -> jax.Array:
-    return jnp.broadcast_to(jnp.arange(length), (B, length))
-
-
-@jax.jit
-def run(layer, x_BLD, segments_BL=None):
-    return layer(x_BLD, Context(positions(x_BLD.shape[1]), segments_BL))[0]
-
-
-@jax.jit
-def run_cached(layer, x_BLD, ctx: Context, cache):
-    return layer(x_BLD, ctx, cache)[:2]
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -109,14 +83,9 @@ def defined(layer: Mamba, x_LD: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_documents_have_the_output_of_the_definition_alone(name):
-    layer, (x_BLD, _) = randomized(Mamba(jax.random.key(0), SPECS[name])), inputs()
+    layer = randomized(Mamba(jax.random.key(0), SPECS[name]))
     for segments_BL in (np.ones((B, L), int), SEGMENTS):
-        found_BLD = run(layer, x_BLD, jnp.asarray(segments_BL))
-        for row, ids_L in enumerate(segments_BL):
-            for document in np.unique(ids_L):
-                there = ids_L == document
-                wanted = defined(layer, np.asarray(x_BLD[row], np.float64)[there])
-                np.testing.assert_allclose(found_BLD[row][there], wanted, rtol=2e-5, atol=2e-5)
+        check_documents(layer, defined, segments_BL)
 
 
 @pytest.mark.parametrize(
@@ -129,38 +98,13 @@ def test_documents_have_the_output_of_the_definition_alone(name):
     ],
 )
 def test_a_mesh_equals_one_device(name, sizes):
-    """Output and gradients of a sublayer, documents kept apart; also fewer groups than devices."""
-    layer = randomized(Residual(jax.random.key(0), ResidualSpec(NormSpec(), (SPECS[name],))))
-
-    def output(layer, x_BLD):
-        count = len(x_BLD)
-        rows_B = jax.lax.axis_index("fsdp") * count + jnp.arange(count)
-        return layer(x_BLD, Context(positions()[:count], jnp.asarray(SEGMENTS)[rows_B]))[0]
-
-    alone = on_mesh(output, layer, {})(layer, *inputs())
-    check_equal(on_mesh(output, layer, sizes)(layer, *inputs()), alone)
-    assert all(float(jnp.abs(leaf).max()) > 0 for leaf in jax.tree.leaves(alone))
+    """Also with fewer groups than devices."""
+    check_mesh(ResidualSpec(NormSpec(), (SPECS[name],)), sizes)
 
 
 @pytest.mark.parametrize("name", ["groups", "falcon"])
 def test_decoding_with_a_state_equals_the_whole_sequence(name):
-    """Rows of 2 and of 5 tokens before, two further at once and one alone."""
-    layer, (x_BLD, _) = randomized(Mamba(jax.random.key(0), SPECS[name])), inputs()
-    whole_BLD = run(layer, x_BLD)
-    lengths_B = jnp.array([2, 5])
-    size = cached.size_of(B, L)
-    cache = cached.empty(layer, size)
-    found_BLD, cache = run_cached(layer, x_BLD[:, :5], cached.context(size, 0, 5, lengths_B), cache)
-    np.testing.assert_allclose(found_BLD[0, :2], whole_BLD[0, :2], atol=1e-5)
-    for count in (2, 1):
-        places_BL = lengths_B[:, None] + jnp.arange(count)
-        next_BLD = jnp.take_along_axis(x_BLD, places_BL[..., None], axis=1)
-        found_BLD, cache = run_cached(
-            layer, next_BLD, cached.context(size, lengths_B, count), cache
-        )
-        wanted_BLD = jnp.take_along_axis(whole_BLD, places_BL[..., None], axis=1)
-        np.testing.assert_allclose(found_BLD, wanted_BLD, atol=1e-5)
-        lengths_B += count
+    check_decoding(randomized(Mamba(jax.random.key(0), SPECS[name])))
 
 
 def test_initial_values_are_those_of_mamba_2():

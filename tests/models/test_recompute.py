@@ -16,8 +16,7 @@ from maxmeg.config.recompute import NAMES, POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import set_field, with_fields
 from maxmeg.layers.context import Context
-from maxmeg.layers.delta import STORED as DELTA_STORED
-from maxmeg.layers.mamba import STORED as MAMBA_STORED
+from maxmeg.layers.recurrent import STORED
 from maxmeg.models.lm import LM
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
 from maxmeg.parallel.batch import Batch
@@ -112,7 +111,7 @@ def test_every_name_is_an_activation_of_some_layer():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("stored")
     )
     names = {arg.value for call in calls for arg in call.args[1:2] if isinstance(arg, ast.Constant)}
-    assert names | set(MAMBA_STORED.values()) | set(DELTA_STORED.values()) == set(NAMES)
+    assert names | set(STORED.values()) == set(NAMES)
 
 
 # One repeat; a loop over two units of two layers, a leftover group of one repeat, an MTP layer.

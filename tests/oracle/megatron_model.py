@@ -4,17 +4,21 @@
     python tests/oracle/megatron_model.py FOLDER RANK   # RANK 0 and 1, at the same time
 
 Two processes on CPU: `gpt`, `mixtral` and `biased` (experts with biases) over two pipeline stages,
-`llama` over two tensor-parallel ranks, `shared` over two expert-parallel ones. Of
+`llama` and `hybrid` over two tensor-parallel ranks, `shared` over two expert-parallel ones. Of
 each FOLDER gets NAME.npy, the logits of `tokens()`, and NAME_KEYS/iter_0000010 for the ways to name
-tensors: layers stacked, apart, and with halves of [gate; up] apart too.
+tensors: layers stacked, apart, and with halves of [gate; up] apart too. allocated.json gets the
+layers that ratios place (megatron_hybrid.py).
 """
 
 import argparse
 import contextlib
+import json
 import pathlib
 import sys
 import warnings
 import zlib
+
+import megatron_hybrid
 
 VOCAB, PADDED, LAYERS, HIDDEN, HEADS, LENGTH = 120, 128, 3, 32, 4, 16
 COMMON = {
@@ -77,6 +81,26 @@ BIASED = {
     **{"moe_router_pre_softmax": True, "moe_router_load_balancing_type": "none"},
     "bias_gelu_fusion": False,
 }
+# Attention without positions; Mamba-2 with two groups, each of them on its tensor-parallel rank.
+HYBRID = {
+    **COMMON,
+    "num_layers": 5,
+    "hybrid_override_pattern": "ME*M-",
+    "ffn_hidden_size": 48,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "squared_relu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "none",
+    "untie_embeddings_and_output_weights": True,
+    "mamba_state_dim": 6,
+    "mamba_head_dim": 8,
+    "mamba_num_groups": 2,
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 20,
+    "moe_router_load_balancing_type": "none",
+}
 STACKED, APART = {}, {"non_homogeneous_layers": True}
 HALVES = {"singleton_local_shards": True}
 # name: arguments, (tensor, pipe, expert), how tensors are named
@@ -86,6 +110,7 @@ MODELS = {
     "mixtral": (MIXTRAL, (1, 2, 1), {"stacked": STACKED, "halves": HALVES}),
     "shared": (SHARED, (1, 1, 2), {"apart": APART}),
     "biased": (BIASED, (1, 2, 1), {"stacked": STACKED}),
+    "hybrid": (HYBRID, (2, 1, 1), {"apart": APART}),
 }
 
 
@@ -126,6 +151,8 @@ def build(arguments: dict, tensor: int, pipe: int):
     fields = {k: v for k, v in known.items() if k in TransformerConfig.__dataclass_fields__}
     if known.get("swiglu"):
         fields |= {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+    if known.get("squared_relu"):
+        fields |= {"activation_func": lambda x: torch.nn.functional.relu(x).square()}
     if known.get("num_experts"):
         ranks = parallel_state.get_expert_model_parallel_world_size()
         fields |= {"num_moe_experts": known["num_experts"], "expert_model_parallel_size": ranks}
@@ -148,20 +175,21 @@ def build(arguments: dict, tensor: int, pipe: int):
     if known.get("num_experts"):
         spec = get_gpt_decoder_block_spec(config, False, normalization=norm)
     further = get_gpt_mtp_block_spec(config, spec, False) if config.mtp_num_layers else None
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=PADDED,
-        max_sequence_length=LENGTH,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
-        position_embedding_type=known["position_embedding_type"],
-        rotary_base=known.get("rotary_base", 10000),
-        rotary_percent=known.get("rotary_percent", 1.0),
-        share_embeddings_and_output_weights=tied,
-        mtp_block_spec=further,
-    )
+    options = {
+        "vocab_size": PADDED,
+        "max_sequence_length": LENGTH,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+        "parallel_output": False,
+        "position_embedding_type": known["position_embedding_type"],
+        "rotary_base": known.get("rotary_base", 10000),
+        "rotary_percent": known.get("rotary_percent", 1.0),
+        "share_embeddings_and_output_weights": tied,
+    }
+    if pattern := known.get("hybrid_override_pattern"):
+        model = megatron_hybrid.build(config, pattern, **options).eval()  # experts want it
+    else:
+        model = GPTModel(config, spec, mtp_block_spec=further, **options)
     rank = parallel_state.get_tensor_model_parallel_rank()
     counts = [(n, b) for n, b in model.named_buffers() if n.endswith("router.expert_bias")]
     for name, parameter in [*model.named_parameters(), *counts]:
@@ -233,10 +261,13 @@ def main(folder: pathlib.Path, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    megatron_hybrid.without_kernels()
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     from megatron.core import parallel_state
 
     without_cuda()
+    if rank == 1:
+        (folder / "allocated.json").write_text(json.dumps(megatron_hybrid.allocated()))
     for name, (arguments, (tensor, pipe, expert), namings) in MODELS.items():
         parallel_state.initialize_model_parallel(tensor, pipe, expert_model_parallel_size=expert)
         model = build(arguments, tensor, pipe)

@@ -28,10 +28,11 @@ from maxmeg.config.setting import with_fields
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
 from maxmeg.megatron.convert import import_megatron
+from maxmeg.megatron.hybrid import pattern
 from maxmeg.megatron.torch_dist import TorchDistReader, UnsafePickleError
 from maxmeg.state import CHECKPOINTS
 
-LOGITS = 1e-4  # largest error over the scale of the logits
+LOGITS = 1e-5  # largest error over the scale of the logits
 MAKER = Path(megatron_model.__file__)
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples/from_megatron.sh"
@@ -275,3 +276,11 @@ def test_a_tensor_that_is_a_command_is_not_run(tmp_path: Path):
     ):
         reader.read("a")
     assert not (tmp_path / "ran").exists()
+
+
+def test_ratios_place_the_layers_that_megatron_places(megatron: Path):
+    """As of its releases before the pattern was an argument of its own."""
+    for count, *shares, letters in json.loads((megatron / "allocated.json").read_text()):
+        arguments = {"num_layers": count, "is_hybrid_model": True}
+        arguments |= dict(zip(("hybrid_attention_ratio", "hybrid_mlp_ratio"), shares, strict=True))
+        assert pattern(arguments)[1] == letters

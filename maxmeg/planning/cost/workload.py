@@ -24,7 +24,7 @@ from maxmeg.config.validate import axis_sizes
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.models.lm import language_model
-from maxmeg.models.mixers import pattern
+from maxmeg.models.mixers import pattern, unit_costs
 from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
@@ -371,7 +371,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     parallel, key = config.parallel, architecture_key(model)
     how = frozenset((name, getattr(parallel, name)) for name in HOW)
     blocks = _units(key, parallel.tensor, how)
-    counts = units_of_chunks(model, parallel)
+    counts = units_of_chunks(model, parallel, unit_costs(model))
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
     stored = tuple(number * parallel.chunks for number in places)

@@ -1,13 +1,16 @@
 """A plan with all its parts, as text for a terminal and as JSON."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
 
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.schema import Config
+from maxmeg.config.stages import is_balanced, units_of_chunks
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.models.mixers import unit_costs
 from maxmeg.pipeline.schedule import SCHEDULES, Table, bubble, live
 from maxmeg.planning.report import MARGIN, Analytic, Collective, Compiled, Traffic
 from maxmeg.planning.show.timeline import timeline_text
@@ -76,6 +79,7 @@ def plan_of(config: Config, count: int) -> Plan:
         f"{microbatches} microbatch{'es' * (microbatches > 1)}",
         "mesh": " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1),
         "tensor": "products of attention and mlp beside their transfers" if overlaps else "",
+        "stages": stages_words(config),
         "recompute": model.recompute,
         "experts": experts_words(config, sizes),
     }
@@ -83,6 +87,24 @@ def plan_of(config: Config, count: int) -> Plan:
     schedule = SCHEDULES[config.parallel.schedule.name]
     table = schedule(microbatches, pipe, config.parallel.chunks) if pipe > 1 else None
     return Plan(name, "", {key: text for key, text in words.items() if text}, table)
+
+
+def stages_words(config: Config) -> str:
+    """Layers of each chunk of the pipeline where they are balanced by cost; else empty."""
+    model, costs = config.model, unit_costs(config.model)
+    if not is_balanced(model, config.parallel):
+        return ""
+    sizes = [size for unit, repeats in model.groups for size in [len(unit)] * repeats]
+    work = [c for c, (_, repeats) in zip(costs, model.groups, strict=True) for c in [c] * repeats]
+    counts = units_of_chunks(model, config.parallel, costs)
+    chunks = [
+        slice(end - n, end) for n, end in zip(counts, itertools.accumulate(counts), strict=True)
+    ]
+    layers, work = [sum(sizes[chunk]) for chunk in chunks], [sum(work[chunk]) for chunk in chunks]
+    return (
+        f"{', '.join(map(str, layers))} layers, balanced by cost: the most expensive has "
+        f"{max(work) * len(work) / sum(work):.2f} of the mean"
+    )
 
 
 def experts_words(config: Config, sizes: dict[str, int]) -> str:

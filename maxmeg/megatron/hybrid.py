@@ -1,0 +1,131 @@
+"""Hybrid models in Megatron-LM's checkpoints: their patterns, arguments and tensors.
+
+A layer is one mixer with its norm. The projections that a Mamba-2 mixer fuses are stored apart
+(`mixer.in_proj.weight.z`): a rank has its own rows of each of them.
+"""
+
+import re
+import typing
+from collections.abc import Iterable
+
+from maxmeg.config.layers import HYBRID, Layer
+from maxmeg.config.model import ModelConfig
+from maxmeg.hf.families.mamba_tables import mamba, mamba_arrays
+from maxmeg.megatron.experts import Arguments
+
+KNOWN = {letter: HYBRID[letter] for letter in "M*-E"}
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second is the older name
+RATIOS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
+MODULES, ARRAYS = mamba("mixer"), mamba_arrays("mixer")
+CONVOLVED = ("x", "B", "C")
+# End of a tensor's name -> the ends of the names of the tensors that it is stored as.
+PARTS = {
+    "mixer.in_proj.weight": ("z", *CONVOLVED, "dt"),
+    "mixer.conv1d.weight": CONVOLVED,
+    "mixer.conv1d.bias": CONVOLVED,
+}
+NORM_EPS = 1e-5  # of Mamba-2's gated norm, whatever norm_epsilon is
+# Start of the names of a layer's tensors -> the letter of the layer, by the first that fits.
+STARTS = {"mixer.": "M", "self_attention.linear_qkv.": "*", "mlp.router.": "E", "mlp.": "-"}
+
+
+def pattern(arguments: Arguments) -> tuple[str, str]:
+    """Return the argument that places the layers of a hybrid model, and their letters without |.
+
+    ("", "") for other models.
+    """
+    for name in PATTERNS:
+        if arguments.get(name):
+            return name, arguments[name].replace("|", "")
+    shares = {letter: arguments.get(name) or 0.0 for letter, name in RATIOS.items()}
+    if not any(shares.values()) and not arguments.get("is_hybrid_model"):
+        return "", ""
+    letters = "M" * arguments["num_layers"]
+    for letter, share in shares.items():
+        count, others = round(len(letters) * share), letters.count("M")
+        # Attention lies between equal runs of other layers, MLPs at the ends of such runs.
+        run = (others - count) / (count + 1 if letter == "*" else max(count, 1))
+        letters = spread(letters, letter, run) if count else letters
+    return " and ".join(RATIOS.values()), letters
+
+
+def spread(letters: str, letter: str, run: float) -> str:
+    """Put a letter in place of an M after each `run` that stay, on average."""
+    left, placed = run, ""
+    for known in letters:
+        is_placed = known == "M" and left < 0.5
+        left += 0 if known != "M" else run if is_placed else -1
+        placed += letter if is_placed else known
+    return placed
+
+
+def hybrid_fields(
+    arguments: Arguments, local: list[bool] | None, refused: list[str]
+) -> dict[str, typing.Any]:
+    """Return fields of ModelConfig, none unless the model is a hybrid; append what is not supported
+    to `refused`. local: whether each layer's attention has a sliding window."""
+    name, letters = pattern(arguments)
+    if not letters:
+        return {}
+    shown = f"{name}={letters!r}"
+    if unknown := [letter for letter in dict.fromkeys(letters) if letter not in KNOWN]:
+        known = ", ".join(f"{letter} ({mixer})" for letter, mixer in KNOWN.items())
+        refused.append(f"{shown} has the letters {' '.join(unknown)} (supported are {known})")
+        return {}
+    if len(letters) != arguments["num_layers"]:
+        count = f"num_layers={arguments['num_layers']}"
+        refused.append(f"{shown} has {len(letters)} layers, and {count} (they must be equal)")
+        return {}
+    eps = arguments.get("norm_epsilon", NORM_EPS)
+    if "M" in letters and eps != NORM_EPS:
+        refused.append(f"norm_epsilon={eps} beside Mamba-2, whose norm has {NORM_EPS}")
+    return {
+        "kinds": layers(letters, local),
+        "mamba.num_heads": arguments.get("mamba_num_heads") or 0,
+        "mamba.head_dim": arguments.get("mamba_head_dim") or 64,
+        "mamba.num_groups": arguments.get("mamba_num_groups") or 8,
+        "mamba.state_size": arguments.get("mamba_state_dim") or 128,
+    }
+
+
+def parts(name: str) -> list[str]:
+    """Return the names of the tensors that a projection of Mamba-2 is stored as; else []."""
+    ends = next((ends for end, ends in PARTS.items() if name.endswith(end)), ())
+    return [f"{name}.{end}" for end in ends]
+
+
+def layers(letters: str, local: list[bool] | None) -> tuple[Layer, ...]:
+    names = [KNOWN[letter] for letter in letters]
+    if local:
+        windows = zip(names, local, strict=True)
+        names = ["local" if n == "attention" and has_window else n for n, has_window in windows]
+    return tuple(((name,),) for name in names)
+
+
+def check_layers(model: ModelConfig, tensors: Iterable[str], layer: str) -> None:
+    """ValueError if the names of the tensors tell other layers than the model's.
+
+    layer: the prefix of the layers' names.
+    """
+    stored = stored_letters(tensors, layer)
+    kinds = tuple(
+        tuple(tuple(n.replace("local", "attention") for n in names) for names in kind)
+        for kind in model.layer_kinds
+    )
+    if stored and kinds != layers(stored, None):
+        raise ValueError(
+            f"model.layers={model.layers!r} with model.num_layers={model.num_layers} is not the "
+            f"checkpoint's pattern, which its tensors tell: set model.layers={stored!r} and "
+            f"model.num_layers={len(stored)}"
+        )
+
+
+def stored_letters(tensors: Iterable[str], layer: str) -> str:
+    """Return the letters of the layers by their tensors' names; "" unless all are hybrid ones."""
+    kinds: dict[int, set[str]] = {}
+    for name in tensors:
+        if found := re.match(re.escape(layer) + r"(\d+)\.(.*)", name):
+            letter = next((end for start, end in STARTS.items() if found[2].startswith(start)), "")
+            kinds.setdefault(int(found[1]), set()).add(letter)
+    letters = ["".join(sorted(kinds[number])).replace("-E", "E") for number in sorted(kinds)]
+    return "".join(letters) if all(len(letter) == 1 for letter in letters) else ""
