@@ -5,9 +5,9 @@ whether the two segments of a sample are swapped; a small model for a CPU. --con
 or --config=bert-base: an architecture of that name (`maxmeg models bert`), for GPUs.
 """
 
-from maxmeg.configs import gpt
 from maxmeg.config.model import DType
 from maxmeg.config.schema import Config, LrDecay
+from maxmeg.configs import gpt
 from maxmeg.models.registry import use_architecture
 
 

@@ -73,7 +73,7 @@ def test_the_most_expensive_chunk_is_as_cheap_as_possible(count: int, pipe: int)
     for costs in ((1, 1), (9, 1), (3, 2), (1, 5)):
         units = [costs[0], *[costs[1]] * others]
 
-        def largest(counts):
+        def largest(counts, units=units):
             ends = itertools.accumulate(counts)
             return max(sum(units[end - n : end]) for n, end in zip(counts, ends, strict=True))
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from hf_cases import encoders
 from safetensors.numpy import load_file, save_file
 from test_families_oracle import (
