@@ -38,7 +38,7 @@ from maxmeg.hf.families.keys import resolved, unread_groups, with_layers
 from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
 from maxmeg.megatron import experts as megatron_experts
-from maxmeg.megatron import hybrid
+from maxmeg.megatron import bert, hybrid
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
 from maxmeg.runtime.screen import tracked
@@ -59,6 +59,7 @@ ENDS = {
     "positions": "embedding.position_embeddings",
     "final_norm": "decoder.final_layernorm",
     "output": "output_layer",
+    **bert.ENDS,
 }
 LAYERS = {
     QKV: "self_attention.linear_qkv",
@@ -74,6 +75,7 @@ FUSED_NORMS = (
     ("mixer.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("decoder.final_norm.", "decoder.final_layernorm."),  # of hybrid models
+    ("encoder.", "decoder."),  # of BERT
 )
 HALVES = ("_w", "_v")  # of [gate; up]
 IGNORED = re.compile(
@@ -96,7 +98,6 @@ WITHOUT_EFFECT: dict[str, tuple] = {
     "no_rope_freq": (None,),
     "softmax_type": (None, "vanilla"),
     "retro_add_retriever": (None, False),
-    "num_tokentypes": (None, 0),
 }
 POSITIONS = {
     "learned_absolute": Position.learned,
@@ -123,7 +124,8 @@ def import_megatron(
     target = pathlib.Path(target).absolute()
     check_empty(target)
     with TorchDistReader(iteration_folder(source), python) as reader:
-        config = resolve_config(config, reader.arguments(), tokenizer)
+        arguments = bert.with_tensors(reader.arguments(), reader.tensors)
+        config = resolve_config(config, arguments, tokenizer)
         config.run_dir = str(target)
         identity = resolve_sizes(config, reader.tensors)
         hybrid.check_layers(config.model, reader.tensors, LAYER)
@@ -239,6 +241,7 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
         "max_position": arguments.get("max_position_embeddings") or 0,
         **windows(arguments, refused),
         **megatron_experts.expert_fields(arguments, refused),
+        **bert.bert_fields(arguments),
     }
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)

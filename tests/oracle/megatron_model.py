@@ -18,6 +18,7 @@ import sys
 import warnings
 import zlib
 
+import megatron_bert
 import megatron_hybrid
 
 VOCAB, PADDED, LAYERS, HIDDEN, HEADS, LENGTH = 120, 128, 3, 32, 4, 16
@@ -101,6 +102,8 @@ HYBRID = {
     "moe_ffn_hidden_size": 20,
     "moe_router_load_balancing_type": "none",
 }
+# Its MLPs have the fused GELU, by a tanh, and the layer before its logits the exact one.
+BERT = {**GPT, "num_layers": 2, "bert": True}
 STACKED, APART = {}, {"non_homogeneous_layers": True}
 HALVES = {"singleton_local_shards": True}
 # name: arguments, (tensor, pipe, expert), how tensors are named
@@ -111,6 +114,7 @@ MODELS = {
     "shared": (SHARED, (1, 1, 2), {"apart": APART}),
     "biased": (BIASED, (1, 2, 1), {"stacked": STACKED}),
     "hybrid": (HYBRID, (2, 1, 1), {"apart": APART}),
+    "bert": (BERT, (2, 1, 1), {"stacked": STACKED}),
 }
 
 
@@ -188,6 +192,8 @@ def build(arguments: dict, tensor: int, pipe: int):
     }
     if pattern := known.get("hybrid_override_pattern"):
         model = megatron_hybrid.build(config, pattern, **options).eval()  # experts want it
+    elif known.get("bert"):
+        model = megatron_bert.build(config, **options)
     else:
         model = GPTModel(config, spec, mtp_block_spec=further, **options)
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -271,7 +277,11 @@ def main(folder: pathlib.Path, rank: int) -> None:
     for name, (arguments, (tensor, pipe, expert), namings) in MODELS.items():
         parallel_state.initialize_model_parallel(tensor, pipe, expert_model_parallel_size=expert)
         model = build(arguments, tensor, pipe)
-        logits = forward(model, pipe)
+        if name == "bert":
+            logits, pairs = megatron_bert.forward(model, torch.tensor(tokens()))
+            np.save(folder / "pairs.npy", pairs.numpy())
+        else:
+            logits = forward(model, pipe)
         if rank == 1:
             np.save(folder / f"{name}.npy", logits.numpy()[..., :VOCAB])
         if name == "llama":

@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import megatron_fixture as fixture
+import megatron_bert
 import megatron_model
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import with_fields
 from maxmeg.data.corpus.indexed import IndexedWriter
 from maxmeg.inference.load import load_run
+from maxmeg.layers.context import Context
 from maxmeg.megatron.convert import import_megatron
 from maxmeg.megatron.hybrid import pattern
 from maxmeg.megatron.torch_dist import TorchDistReader, UnsafePickleError
@@ -56,7 +58,22 @@ def megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", megatron_model.MODELS)
+def test_a_bert_of_megatron_gives_its_logits_and_pairs(megatron: Path, tmp_path: Path):
+    import_megatron(megatron / "bert_stacked", tmp_path)
+    model = load_run(str(tmp_path), master_weights=True).model
+    ids = jnp.asarray(megatron_model.tokens())
+    attended, types = map(jnp.asarray, megatron_bert.inputs(megatron_model.LENGTH))
+    ctx = Context(jnp.arange(megatron_model.LENGTH)[None], attended, types)
+    x_BLD, _, _ = model.stack(model.embed_tokens(ids, ctx), ctx)
+    logits = np.asarray(model.logits(model.outputs(x_BLD, ctx)))
+    pairs = np.asarray(model.bert.pair_logits(model.normed(x_BLD)[:, :1]))
+    expected = np.load(megatron / "bert.npy")
+    difference = np.abs(logits - expected)[np.asarray(attended) == 1].max()
+    assert difference <= LOGITS * np.abs(expected).max()
+    np.testing.assert_allclose(pairs, np.load(megatron / "pairs.npy"), rtol=LOGITS, atol=LOGITS)
+
+
+@pytest.mark.parametrize("name", [name for name in megatron_model.MODELS if name != "bert"])
 def test_megatrons_own_checkpoints_give_its_logits(name: str, megatron: Path, tmp_path: Path):
     readers = []
     for naming in megatron_model.MODELS[name][2]:
