@@ -37,8 +37,8 @@ from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.keys import resolved, unread_groups, with_layers
 from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
-from maxmeg.megatron import experts as megatron_experts
 from maxmeg.megatron import bert, hybrid
+from maxmeg.megatron import experts as megatron_experts
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
 from maxmeg.runtime.screen import tracked
