@@ -63,8 +63,25 @@ MOE = MLP | {
 STRATEGIES = ("auto", "ring", "exchange", "gather", "hierarchy")
 CONTEXTS = ("1", "2", "4")
 CONV = {"conv.kernel_size": (1, 3, 4), "conv.bias": BOTH}
-READ = {"attention": HEADS, "local": HEADS | WINDOW, "mla": MLA, "local_mla": MLA | WINDOW}
+# Kernels no longer than a chunk of a sequence that is cut over four devices.
+MAMBA = {
+    **{"mamba.num_groups": (1, 4), "mamba.head_dim": (16,), "mamba.state_size": (6,)},
+    **{"mamba.kernel_size": (2, 3), "mamba.chunk": (4,), "mamba.min_step": (0.0, 0.01)},
+    **dict.fromkeys(("mamba.bias", "mamba.conv_bias", "mamba.norm"), BOTH),
+}
+DELTA = {
+    **{"delta.num_heads": (8,), "delta.key_size": (6,), "delta.value_size": (0, 4)},
+    **{"delta.kernel_size": (2, 3), "delta.chunk": (4,), "delta.num_key_heads": (0, 4)},
+}
+KDA = DELTA | {"delta.rank": (3,), "delta.value_size": (0,), "delta.num_key_heads": (0,)}
+READ = {"mamba": MAMBA, "gated_delta": DELTA, "kda": KDA}
+READ |= {"attention": HEADS, "local": HEADS | WINDOW, "mla": MLA, "local_mla": MLA | WINDOW}
 READ |= {"conv": CONV, "mlp": MLP, "moe": MOE}
+KINDS = (
+    ("attention", "local", "conv", "mamba", "gated_delta"),
+    ("mla", "local_mla", "conv", "mamba", "kda"),
+)
+WITHOUT_SCORES = {"conv", "mamba", "gated_delta", "kda"}
 
 
 @st.composite
@@ -88,7 +105,7 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
             mesh["expert_tensor"] = mesh["tensor"] // 2
             mesh["expert"] *= 2
     mesh["zero1"] = one_of(BOTH)
-    kinds = one_of([("attention", "local", "conv"), ("mla", "local_mla", "conv")])
+    kinds = one_of(KINDS)
     unit = []
     for number in range(one_of((1, 2))):
         feed = one_of(("moe",) if mesh["expert"] > 1 and number == 0 else ("mlp", "moe"))
@@ -97,9 +114,9 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
     if mesh["tensor"] > 1 and any(names <= OVERLAPPED for names in sublayers):
         mesh["tensor_overlap"] = one_of(TensorOverlap)
     gathers = mesh.get("context_strategy") in ("auto", "gather")
-    if gathers and not any("conv" in names for names in sublayers):
+    if gathers and not any(names & WITHOUT_SCORES for names in sublayers):
         mesh["context_chunks"] = one_of((0, 4))
-    repeats = one_of((1, 2, 3))
+    repeats, first = one_of((1, 2, 3)), []
     rounds = 1  # what the number of microbatches must divide by
     if mesh["pipe"] > 1:
         mesh["schedule"] = one_of(Schedule)
@@ -107,12 +124,15 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
             mesh["chunks"], rounds = 2, mesh["pipe"]
         mesh["pad_layers"] = one_of(BOTH)
         repeats = mesh["pipe"] * mesh.get("chunks", 1) * 2 - mesh["pad_layers"]
+        if not mesh["pad_layers"] and one_of(BOTH):  # stages balanced by cost
+            first = ["mlp"]
     rows = BATCH // replicas
     sizes = [n for n in range(1, rows + 1) if rows % (n * rounds) == 0]
     train = {"micro_batch_size": one_of(sizes if mesh["pipe"] > 1 else [0, *sizes])}
     train |= {name: one_of(values) for name, values in TRAIN.items()}
-    model = {"layers": f"*({' '.join(unit)})", "num_layers": len(unit) * repeats}
-    mixers = {mixer for layer in unit for mixer in layer.replace("+", ",").split(",")}
+    layers = [*first, f"*({' '.join(unit)})"]
+    model = {"layers": " ".join(layers), "num_layers": len(first) + len(unit) * repeats}
+    mixers = {mixer for layer in [*first, *unit] for mixer in layer.replace("+", ",").split(",")}
     choices = GENERAL.copy()
     for mixer in sorted(mixers):
         choices |= READ[mixer]
@@ -122,7 +142,7 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
         model["moe.backend"] = one_of((ExpertBackend.xla, ExpertBackend.batched))
         if model["moe.backend"] is ExpertBackend.batched and not exchanged:
             mesh["expert_buffer"] = one_of((1.0, 1.5, 3.0))
-    if mixers <= {"conv", "mlp", "moe"}:
+    if mixers <= {*WITHOUT_SCORES, "mlp", "moe"}:
         model["attention.num_heads"] = ModelConfig().attention.num_heads  # nothing reads it
     if context > 2 and "conv" in mixers:
         model["conv.kernel_size"] = 3  # no longer than a chunk

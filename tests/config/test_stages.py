@@ -1,6 +1,7 @@
 """Layers of every chunk: sums over a grid, Megatron-LM's uneven stages, errors with choices."""
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 
@@ -63,6 +64,12 @@ def test_units_of_several_layers_take_the_place_of_layers():
     assert layers_of_chunks(ParallelConfig(), 8, apart) == (5,)
 
 
+def largest(costs: Sequence[int], counts: Sequence[int]) -> int:
+    """Cost of the most expensive chunk."""
+    ends = itertools.accumulate(counts)
+    return max(sum(costs[end - n : end]) for n, end in zip(counts, ends, strict=True))
+
+
 @pytest.mark.parametrize("pipe", [2, 3, 4])
 @pytest.mark.parametrize("count", [4, 6, 7, 9])
 def test_the_most_expensive_chunk_is_as_cheap_as_possible(count: int, pipe: int):
@@ -72,16 +79,11 @@ def test_the_most_expensive_chunk_is_as_cheap_as_possible(count: int, pipe: int)
     assert (len(before), first, others) == (2, 1, count - 1)
     for costs in ((1, 1), (9, 1), (3, 2), (1, 5)):
         units = [costs[0], *[costs[1]] * others]
-
-        def largest(counts, units=units):
-            ends = itertools.accumulate(counts)
-            return max(sum(units[end - n : end]) for n, end in zip(counts, ends, strict=True))
-
         cuts = itertools.product(range(1, count + 1), repeat=pipe)
-        least = min(largest(cut) for cut in cuts if sum(cut) == count)
+        least = min(largest(units, cut) for cut in cuts if sum(cut) == count)
         found = units_of_chunks(model, ParallelConfig(pipe=pipe), costs)
-        assert sum(found) == count and len(found) == pipe and largest(found) == least
-        if count % pipe == 0 and largest([count // pipe] * pipe) == least:
+        assert sum(found) == count and len(found) == pipe and largest(units, found) == least
+        if count % pipe == 0 and largest(units, [count // pipe] * pipe) == least:
             assert {*found} == {count // pipe}
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import megatron_fixture as fixture
 import megatron_bert
+import megatron_fixture as fixture
 import megatron_model
 import numpy as np
 import pytest
