@@ -7,7 +7,6 @@ import math
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
-    MambaConfig,
     MlaConfig,
     MlpConfig,
     MoeConfig,
@@ -15,7 +14,7 @@ from maxmeg.config.mixers import (
     RotaryConfig,
 )
 from maxmeg.config.recompute import NAMES
-from maxmeg.config.recurrent import ConvConfig, DeltaConfig
+from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
 from maxmeg.config.setting import setting
 
 

@@ -25,6 +25,7 @@ from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
+from maxmeg.ops.chunk_scan import ScanSpec
 from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
 from maxmeg.parallel.rules import set_kv_heads
@@ -184,7 +185,7 @@ class Delta(Mixer):
             jax.nn.sigmoid(parts["beta"].astype(jnp.float32)),
         )
         states = None if cache is None else cache["state"]
-        y_BLHP, new["state"] = Scan(spec.chunk)(inputs, ctx, states)
+        y_BLHP, new["state"] = Scan(ScanSpec(spec.chunk))(inputs, ctx, states)
         y_BLHP = self.gated_norm(stored(y_BLHP, "scan_output").astype(jnp.float32))
         gate_BLX = parts["gate"].astype(jnp.float32)
         y_BLX = y_BLHP.reshape(gate_BLX.shape) * self.activate_gate(gate_BLX)

@@ -22,6 +22,7 @@ from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import GroupedNorm
 from maxmeg.layers.scan import Scan, ScanInputs, between, first_step_biases
+from maxmeg.ops.chunk_scan import ScanSpec
 from maxmeg.ops.random import split
 from maxmeg.parallel.collectives import stored
 from maxmeg.parallel.rules import set_kv_heads
@@ -34,9 +35,9 @@ DECAYS = 1.0, 16.0  # range of initial decay rates
 @dataclasses.dataclass(frozen=True)
 class MambaSpec(MixerSpec):
     """bias: of the projections. conv_bias: of the convolution. norm_eps: of the norm before the
-    output projection; None: no norm. chunk: tokens that the scan multiplies at once. steps: limits
-    of the step sizes. scales: factors of gate, value, key, query and step. std, out_std: standard
-    deviations of the initial input and output weights."""
+    output projection; None: no norm. chunk: tokens that the scan multiplies at once. backend: of
+    the scan. steps: limits of the step sizes. scales: factors of gate, value, key, query and step.
+    std, out_std: standard deviations of the initial input and output weights."""
 
     name = "mamba"
 
@@ -49,6 +50,7 @@ class MambaSpec(MixerSpec):
     conv_bias: bool = True
     norm_eps: float | None = 1e-5
     chunk: int = 128
+    backend: str = "auto"
     steps: tuple[float, float] = (0.0, math.inf)
     scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
     std: float = 0.02
@@ -142,7 +144,7 @@ class Mamba(Mixer):
         log_decay_BLH = -jnp.exp(self.decay_log[...]) * step_BLH
         inputs = ScanInputs(parts["query"], parts["key"], stepped_BLHP, log_decay_BLH)
         states = None if cache is None else cache["state"]
-        y_BLHP, new["state"] = Scan(spec.chunk)(inputs, ctx, states)
+        y_BLHP, new["state"] = Scan(ScanSpec(spec.chunk, spec.backend))(inputs, ctx, states)
         y_BLHP = stored(y_BLHP, "scan_output") + self.skip[...][:, None] * value_BLHP
         y_BLX = y_BLHP.reshape(*tokens, -1) * jax.nn.silu(gate_BLX)
         y_BLX = y_BLX if self.gated_norm is None else self.gated_norm(y_BLX)
