@@ -30,7 +30,7 @@ from . import mosaic
 from .mosaic import COLUMNS, LOG2E, MATRIX, ROWS, WARPGROUP_ROWS, pl, plgpu, spread, spread_columns
 
 CONSUMERS = 2
-STAGES = {(128, 64): 2}  # slots of the rings, by (N, P)
+STAGES = {(128, 64): 2, (128, 128): 1, (256, 64): 1}  # slots of the rings, by (N, P)
 DTYPE = jnp.bfloat16
 LAST_COLUMNS = 32  # of the last state that a consumer writes at a time
 
@@ -43,12 +43,16 @@ class ScanShape:
     length: int
     heads: int
     groups: int
+    state: int = 128
+    value: int = 64
     documents: bool = False
 
 
 TUNED_SHAPES = {
     "nemotron-h-8k": ScanShape(1, 8192, 128, 8),
     "nemotron-h-8k-packed": ScanShape(1, 8192, 128, 8, documents=True),
+    "wide-states-8k-packed": ScanShape(1, 8192, 32, 2, 256, 64, documents=True),
+    "wide-heads-8k-packed": ScanShape(1, 8192, 32, 2, 128, 128, documents=True),
     "mamba2-2.7b-8k": ScanShape(1, 8192, 80, 1),
 }
 
@@ -84,8 +88,8 @@ class Arrays(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Rings [slot, S, ...]; buffers of the rounded state [N, P] and of scaled values [S, P]; and
-    buffers of each consumer for columns of the last state and for its outputs."""
+    """Rings [slot, S, ...]; buffers of the rounded state [1, N, P] and of scaled values [1, S, P];
+    and buffers of each consumer for columns of the last state and for its outputs."""
 
     k: Any
     v: Any
@@ -219,8 +223,8 @@ def shared_type(plan: Plan, N: int, P: int) -> Shared:
         k=keys,
         v=mosaic.matrix_buffer((slots, S, P), DTYPE),
         sums=plgpu.SMEM((slots, S), jnp.float32),
-        state=mosaic.matrix_buffer((N, P), DTYPE),
-        scaled=mosaic.matrix_buffer((S, P), DTYPE),
+        state=mosaic.matrix_buffer((1, N, P), DTYPE),
+        scaled=mosaic.matrix_buffer((1, S, P), DTYPE),
         last=mosaic.matrix_buffer((*consumer, min(P, LAST_COLUMNS)), jnp.float32),
         q=keys if plan.has_output else (),
         y=mosaic.matrix_buffer((*consumer, P), DTYPE) if plan.has_output else (),
@@ -299,14 +303,18 @@ def scan_chunk(
     plan, _, shared, barriers, *_ = program
     slot, rows = mosaic.ring_slot(chunk, plan.stages), rows_of(warpgroup)
     plgpu.barrier_wait(barriers.ready.at[slot])
+    only = jnp.int32(0)
+    if plan.stages == 1:
+        slot = only = hidden_zero(shared.sums[0, 0])
+    scaled_buffer, state_buffer = shared.scaled.at[only], shared.state.at[only]
     decays = decays_of(program, slot, chunk, rows)
     values = mosaic.load(shared.v.at[slot, rows], MATRIX).astype(jnp.float32)
     values = values * spread(decays.leaves, values.shape)
     pl.when(chunk > 0)(lambda: plgpu.barrier_wait(barriers.read.at[0]))
-    shared.scaled.at[rows][...] = values.astype(DTYPE)
+    scaled_buffer.at[rows][...] = values.astype(DTYPE)
     if plan.has_output:
         for tile, state in zip(tiles, states, strict=True):
-            shared.state.at[tile][...] = state.astype(DTYPE)
+            state_buffer.at[tile][...] = state.astype(DTYPE)
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers.written.at[0])
     plgpu.barrier_wait(barriers.written.at[0])
@@ -314,9 +322,9 @@ def scan_chunk(
     def multiply(accumulators: Any) -> None:
         for tile, state_ref in zip(tiles, accumulators, strict=False):
             keys = shared.k.at[slot, :, tile]
-            plgpu.wgmma(state_ref, mosaic.transposed(keys), shared.scaled)
+            plgpu.wgmma(state_ref, mosaic.transposed(keys), scaled_buffer)
         if plan.has_output:
-            plgpu.wgmma(accumulators[-1], shared.q.at[slot, rows], shared.state)
+            plgpu.wgmma(accumulators[-1], shared.q.at[slot, rows], state_buffer)
 
     sums = [state * decays.stays for state in states]
     if plan.has_output:
@@ -330,6 +338,13 @@ def scan_chunk(
         store(program, warpgroup, chunk, add(True, warpgroup, y))
     plgpu.barrier_arrive(barriers.free.at[slot])
     return tuple(sums[: plan.tiles])
+
+
+def hidden_zero(number: jax.Array) -> jax.Array:
+    """0, for a number that is at most 0, which the compiler does not know. If they were the same
+    for every chunk, it would keep the descriptors of all operands of wgmma in registers, and spill.
+    """
+    return jnp.where(number > 1e30, 1, 0)
 
 
 def decays_of(program: Program, slot: jax.Array, chunk: jax.Array, rows: Any) -> Decays:

@@ -6,6 +6,8 @@ import enum
 
 from maxmeg.config.setting import setting
 
+SCAN_KERNEL_SIZES = [(128, 64), (128, 128), (256, 64)]  # (state_size, head_dim) of mosaic
+
 
 class ScanBackend(enum.Enum):
     auto = "auto"
@@ -54,9 +56,9 @@ class MambaConfig:
     )
     backend: ScanBackend = setting(
         ScanBackend.auto,
-        "kernel of the scan: mosaic (ours, Hopper only, bfloat16, state_size=128 and head_dim=64, "
-        "chunks of 128, XLA's gradients, not timed yet) | xla; auto: the faster one where it was "
-        "measured, else xla",
+        "kernel of the scan: mosaic (ours, Hopper only, bfloat16, state_size and head_dim 128 and "
+        "64, 128 and 128 or 256 and 64, chunks of 128, XLA's gradients, not timed yet) | xla; "
+        "auto: the faster one where it was measured, else xla",
         effect="none",
     )
     scales: tuple[float, ...] = setting(

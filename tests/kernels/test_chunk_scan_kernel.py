@@ -16,7 +16,7 @@ from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, ru
 import maxmeg.ops.backend as choice
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import mamba_problems
-from maxmeg.config.recurrent import MambaConfig, ScanBackend
+from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, MambaConfig, ScanBackend
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops.backend import Device
 
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_xla_and_auto_is_xla(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"state": 64}, r"\(state size, head dim\) \(64, 64\) is none of \[\(128, 64\)\]"),
+        ({"state": 64}, r"\(state size, head dim\) \(64, 64\) is none of \[\(128, 64\), "),
         ({"kind": "delta"}, "the delta rule and decays of channels are not supported"),
         ({"kind": "channels"}, "the delta rule and decays of channels are not supported"),
     ],
@@ -125,4 +125,5 @@ def test_the_setting_is_checked_with_the_sizes():
     mamba = MambaConfig(backend=ScanBackend.mosaic, state_size=64)
     problems = mamba_problems(ModelConfig(layers="*(mamba)", hidden_size=512, mamba=mamba))
     (problem,) = (problem for problem in problems if "backend" in problem)
-    assert "needs state_size=128 and head_dim=64, not 64 and 64: set backend=auto or xla" in problem
+    assert "[(128, 64), (128, 128), (256, 64)], not (64, 64): set backend=auto or xla" in problem
+    assert set(SCAN_KERNEL_SIZES) == set(kernel.STAGES)

@@ -35,6 +35,8 @@ CASES = {
     "one document": Case(**KERNEL, length=512, heads=6, documents=False, initial=False),
     "fast decays": Case(**KERNEL, length=300, groups=1, decay=20.0),
     "slow decays": Case(**KERNEL, length=700, groups=4, documents=False, decay=0.01),
+    "wide states": Case(**KERNEL | {"state": 256}, length=290),
+    "wide heads": Case(**KERNEL | {"value": 128}, length=290),
     "less than a chunk": Case(**KERNEL, length=37, heads=2),
 }
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the largest value
