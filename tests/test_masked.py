@@ -91,7 +91,7 @@ def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
 
     def loss(model):
         rows = jax.tree.map(lambda array: array[0], batch)
-        ctx = Context(rows.positions, rows.segment_ids, rows.extra["token_types"])
+        ctx = Context(rows.positions, rows.segment_ids, token_types_BL=rows.extra["token_types"])
         x_BLD, _, _ = model.stack(model.embed_tokens(rows.tokens, ctx), ctx)
         log_BLV = jax.nn.log_softmax(model.logits(model.outputs(x_BLD, ctx)))
         picked_BL = jnp.take_along_axis(log_BLV, rows.targets[..., None], -1)[..., 0]

@@ -19,6 +19,7 @@ from gpu_parts.timing import Model, sizes
 
 from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.resume import restore
+from maxmeg.ops import chunk_scan
 from maxmeg.ops.attention import call as attention
 from maxmeg.ops.cross_entropy import call as cross_entropy
 from maxmeg.ops.decode_attention import call as decode_attention
@@ -37,6 +38,7 @@ BACKENDS = {
     "grouped": tuple(grouped_matmul.BACKENDS),
     "decode": tuple(decode_attention.BACKENDS),
     "norm": ("xla",),
+    "scan": tuple(chunk_scan.BACKENDS),
 }
 OTHER_DEVICE = r"the device is cpu|compute capability \S+ .*found"  # refusals of every call
 

@@ -93,12 +93,18 @@ def norm(name: str):
     return cases, cases.CASES, cases.expected, cases.run
 
 
+def scan(name: str):
+    cases = importlib.import_module("ops.chunk_scan_cases")
+    return cases, cases.CASES, cases.expected, cases.run
+
+
 OPS: dict[str, Callable] = {
     "attention": attention,
     "loss": loss,
     "grouped": grouped,
     "decode": decode,
     "norm": norm,
+    "scan": scan,
 }
 
 

@@ -8,6 +8,7 @@ FILE = Path(__file__).parents[2] / "maxmeg" / "ops" / "choices.json"
 RATES = {  # of a part: its op in the file, and what stands around a backend's name in its rates
     "attention": ("attention", "both ", " tflops"),
     "decode": ("decode attention", "", " tb_per_s"),
+    "scan": ("chunk_scan", "both ", " tflops"),
     "grouped": ("grouped_matmul", "both ", " tflops"),
 }
 

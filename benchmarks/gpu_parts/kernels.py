@@ -328,3 +328,33 @@ def measure_decode(size: Sizes, rows: int, tokens: int, page: int) -> dict:
         calls[backend] = functools.partial(jax.jit(call), q_BLHK, cache)
     amount = 2 * 2 * rows * tokens * groups * head_dim
     return compare(calls, amount, "tb_per_s", size, ("xla",))
+
+
+def scan(size: Sizes) -> Iterator[Item]:
+    """Mamba-2's chunked scan, forward and with backward."""
+    for shape in size.scans:
+        name = "L{} H{}/{} N{} P{}".format(*shape)
+        yield name, functools.partial(measure_scan, size, *shape)
+
+
+def measure_scan(size: Sizes, length: int, heads: int, groups: int, state: int, value: int) -> dict:
+    """TFLOP/s count the products of chunks of 128 tokens, with scores shared by a group's heads."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxmeg.ops.chunk_scan import BACKENDS, ScanSpec, chunk_scan
+
+    keys, values, chunk = (1, length, groups, state), (1, length, heads, value), 128
+    q_BLGN, k_BLGN, v_BLHP, y_slope = random([keys, keys, values, values])
+    log_decay_BLH = -jax.nn.softplus(random([(1, length, heads)], "float32")[0])
+    inputs = q_BLGN, k_BLGN, v_BLHP, log_decay_BLH
+    slopes = y_slope, jnp.zeros((1, heads, state, value))
+    forward: dict[str, Callable] = {}
+    both: dict[str, Callable] = {}
+    for backend in size.backends("scan", tuple(BACKENDS)):
+        call = functools.partial(chunk_scan, spec=ScanSpec(chunk, backend))
+        forward[backend] = functools.partial(jax.jit(call), *inputs)
+        both[backend] = functools.partial(with_gradients(call), inputs, slopes)
+    flops = 2 * groups * chunk * state + 2 * heads * chunk * value + 4 * heads * state * value
+    flops *= length
+    return rates(size, {"forward": (forward, flops), "both": (both, 3 * flops)})

@@ -79,6 +79,10 @@ class Sizes:
         (8, 32768, 64),
         (256, 1024, 64),
     )
+    scans: tuple[tuple[int, int, int, int, int], ...] = (  # length, heads, groups, state, value
+        (8192, 128, 8, 128, 64),
+        (8192, 80, 1, 128, 64),
+    )
     heads: int = 32  # of attention over a paged cache, with a quarter as many of keys, of 128
     models: tuple[Model, ...] = (
         Model("gpt2-124m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
@@ -120,6 +124,7 @@ TINY = Sizes(
     experts=((4, 64, 32, 48),),
     mixtures=(Mixture("tiny", 32, 16, 24, 4, 2),),
     caches=((2, 40, 16),),
+    scans=((64, 4, 2, 16, 8),),
     heads=4,
     models=(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
@@ -145,6 +150,7 @@ def sizes(quick: bool, on_gpu: bool) -> Sizes:
         experts=full.experts[:1],
         mixtures=full.mixtures[:1],
         caches=full.caches[:1],
+        scans=full.scans[:1],
         models=full.models[:1],
         rounds=3,
     )

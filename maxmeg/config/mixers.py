@@ -251,42 +251,6 @@ class MlaConfig:
 
 
 @dataclasses.dataclass
-class MambaConfig:
-    """Mamba-2, a state-space model (Dao and Gu, 2024)."""
-
-    num_heads: int = setting(
-        0, "number of heads; 0: 2 x hidden_size / head_dim", "--mamba-num-heads", at_least=0
-    )
-    head_dim: int = setting(64, "number of channels of a head", "--mamba-head-dim", at_least=1)
-    num_groups: int = setting(
-        8,
-        "number of groups of heads that share keys (B) and queries (C): a divisor of the number of "
-        "heads, and a multiple or divisor of parallel.tensor",
-        "--mamba-num-groups",
-        at_least=1,
-    )
-    state_size: int = setting(
-        128, "size of the state of a channel", "--mamba-state-dim", at_least=1
-    )
-    kernel_size: int = setting(
-        4, "number of tokens that the convolution covers, the current one included", at_least=1
-    )
-    bias: bool = setting(False, "biases of the projections")
-    conv_bias: bool = setting(True, "bias of the convolution")
-    norm: bool = setting(True, "normalize the gated output over each group, before its projection")
-    min_step: float = setting(0.0, "smallest step size (dt)", at_least=0)
-    max_step: float = setting(0.0, "largest step size (dt); 0: no limit", at_least=0)
-    chunk: int = setting(
-        128, "number of tokens that the scan multiplies at once", at_least=1, effect="none"
-    )
-    scales: tuple[float, ...] = setting(
-        (),
-        "factors of the projections z, x, B, C and dt (Falcon-H1); empty: 1",
-    )
-    output_scale: float = setting(1.0, "factor of the sublayer's output (Falcon-H1)", above=0)
-
-
-@dataclasses.dataclass
 class MlpConfig:
     """The feed-forward layer; experts share its activation and bias."""
 

@@ -8,7 +8,6 @@ from maxmeg.config.bert import BertConfig
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
-    MambaConfig,
     MlaConfig,
     MlpConfig,
     MoeConfig,
@@ -16,7 +15,7 @@ from maxmeg.config.mixers import (
     RotaryConfig,
 )
 from maxmeg.config.recompute import NAMES
-from maxmeg.config.recurrent import ConvConfig, DeltaConfig
+from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
 from maxmeg.config.setting import setting
 
 

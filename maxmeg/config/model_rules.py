@@ -10,6 +10,7 @@ from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotarySc
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.recompute import recompute_problems
+from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, ScanBackend
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, divisors, field_of, get, shown, walk
 
@@ -247,6 +248,12 @@ def mamba_problems(model: ModelConfig) -> Iterator[str]:
         )
     if mamba.chunk < 2 or mamba.chunk & (mamba.chunk - 1):
         yield f"model.mamba.chunk={mamba.chunk} must be a power of 2: choose 64, 128 or 256"
+    sizes = mamba.state_size, mamba.head_dim
+    if mamba.backend is ScanBackend.mosaic and sizes not in SCAN_KERNEL_SIZES:
+        yield (
+            f"model.mamba.backend=mosaic needs (state_size, head_dim) in {SCAN_KERNEL_SIZES}, not "
+            f"{sizes}: set backend=auto or xla, or these sizes"
+        )
     if mamba.scales and len(mamba.scales) != 5:
         yield (
             f"model.mamba.scales={mamba.scales} must be 5 factors, of z, x, B, C and dt, or none"

@@ -49,7 +49,6 @@ class Context:
 
     positions_BL: jax.Array
     segments_BL: jax.Array | None = None
-    token_types_BL: jax.Array | None = None
     rows_B: jax.Array | None = None
     dropout_key: jax.Array | None = None
     layer: jax.Array | int = 0
@@ -62,6 +61,7 @@ class Context:
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     rotations: Rotations | None = None
     chunks_BC: jax.Array | None = None
+    token_types_BL: jax.Array | None = None
 
     @property
     def sequence(self) -> SequenceShard:

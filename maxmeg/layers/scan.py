@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from maxmeg.layers.cache import lane_states, with_lane_states
 from maxmeg.layers.context import Context
 from maxmeg.ops.chunk_context import chunk_scan_over_context
-from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan, chunk_scan_step
 from maxmeg.ops.random import uniform
 
 FEW = 4  # tokens that decoding takes one by one
@@ -34,9 +34,9 @@ class ScanInputs(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scan:
-    """chunk: number of tokens that are multiplied at once."""
+    """spec: how a whole sequence is scanned."""
 
-    chunk: int
+    spec: ScanSpec
 
     def __call__(
         self, inputs: ScanInputs, ctx: Context, states: jax.Array | None = None
@@ -44,7 +44,7 @@ class Scan:
         """(output, new states). states: [layers, lanes, H, N, P] of a cache in float32; None: the
         whole sequence, whose parts other devices along context may hold."""
         if states is None:
-            return chunk_scan_over_context(*inputs, ctx.segments_BL, self.chunk), None
+            return chunk_scan_over_context(*inputs, ctx.segments_BL, self.spec), None
         places = ctx.cache_places
         assert places is not None and ctx.segments_BL is None
         length = inputs.v_BLHP.shape[1]
@@ -53,7 +53,7 @@ class Scan:
         if length <= FEW:
             y_BLHP, after_BHNP = chunk_scan_step(*inputs, before_BHNP)
         else:
-            y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.chunk)
+            y_BLHP, after_BHNP = chunk_scan(*inputs, None, before_BHNP, self.spec)
         return y_BLHP, with_lane_states(states, after_BHNP, places)
 
 

@@ -122,6 +122,7 @@ def mamba_spec(config: ModelConfig, parallel: ParallelConfig) -> MambaSpec:
         conv_bias=mamba.conv_bias,
         norm_eps=config.norm_eps if mamba.norm else None,
         chunk=mamba.chunk,
+        backend=mamba.backend.value,
         steps=(mamba.min_step, mamba.max_step or math.inf),
         scales=mamba.scales or (1.0,) * 5,
         std=config.init_std,

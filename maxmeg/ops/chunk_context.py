@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from maxmeg.ops.chunk_scan import chunk_scan
+from maxmeg.ops.chunk_scan import PLAIN, ScanSpec, chunk_scan
 from maxmeg.parallel import collectives
 from maxmeg.parallel.context import stacked_halves
 from maxmeg.parallel.mesh import CONTEXT_AXES
@@ -37,19 +37,19 @@ def chunk_scan_over_context(
     log_decay: Float[Array, "B L H"] | Float[Array, "B L H N"],
     beta_BLH: Float[Array, "B L H"] | None = None,
     segments_BL: Int[Array, "B L"] | None = None,
-    chunk: int = 64,
+    spec: ScanSpec = PLAIN,
 ) -> Float[Array, "B L H P"]:
     """y of `chunk_scan` for this device's piece of the sequence, which starts without a state."""
     inputs = q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL
     if collectives.axis_size(CONTEXT_AXES) == 1:
-        return chunk_scan(*inputs, chunk=chunk)[0]
+        return chunk_scan(*inputs, spec=spec)[0]
     halves: typing.Any = tuple(None if x is None else stacked_halves(x) for x in inputs)
-    state_BHNP = collectives.stored(states_before(*halves[1:], chunk=chunk), "context_state")
-    y_BLHP, _ = chunk_scan(*halves, state_BHNP=state_BHNP, chunk=chunk)
+    state_BHNP = collectives.stored(states_before(*halves[1:], spec=spec), "context_state")
+    y_BLHP, _ = chunk_scan(*halves, state_BHNP=state_BHNP, spec=spec)
     return jnp.concatenate(jnp.split(y_BLHP, 2), axis=1)
 
 
-def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, chunk: int) -> jax.Array:
+def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, spec: ScanSpec) -> jax.Array:
     """The state [2 B, H, N, P] before each of this device's halves; zeros for a new document."""
     (B, _, H, P), N = v_BLHP.shape, k_BLGN.shape[-1]
     is_one_B11, is_new_EB = jnp.ones((B, 1, 1), bool), None
@@ -59,7 +59,7 @@ def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, chunk: int) 
         last_EB = jnp.pad(ends_EB2[:-1, :, 1], ((1, 0), (0, 0)))
         is_new_EB = ends_EB2[:, :, 0] != last_EB
     if beta_BLH is None:
-        _, state_BHNP = chunk_scan(None, k_BLGN, v_BLHP, log_decay, None, segments_BL, None, chunk)
+        _, state_BHNP = chunk_scan(None, k_BLGN, v_BLHP, log_decay, None, segments_BL, None, spec)
         total = jnp.sum(log_decay.astype(jnp.float32), axis=1).reshape(B, H, -1)
         through = jnp.where(is_one_B11, jnp.exp(total), 0)
     else:
@@ -70,7 +70,7 @@ def states_before(k_BLGN, v_BLHP, log_decay, beta_BLH, segments_BL, chunk: int) 
         unit_NP = jnp.concatenate((jnp.zeros((N, P)), jnp.eye(N)), axis=1)
         unit_BHNP = jnp.broadcast_to(unit_NP, (B, H, *unit_NP.shape))
         arrays = k_BLGN, more_BLHP, log_decay, beta_BLH, segments_BL, unit_BHNP
-        both_BHNP = chunk_scan(None, *arrays, chunk)[1]
+        both_BHNP = chunk_scan(None, *arrays, spec)[1]
         state_BHNP, through = both_BHNP[..., :P], both_BHNP[..., P:]
     if is_new_EB is not None:
         through = collectives.after(through, is_new_EB)

@@ -8,8 +8,9 @@ Mamba-2 (Dao and Gu, 2024) is q = C, k = B, v = x dt and g = A dt; Gated DeltaNe
 2024) adds beta; Kimi Delta Attention (Moonshot AI, 2025) has a decay g for each channel of the
 keys.
 
-Heads and tokens are cut into tiles (ops.chunk_tile), whose temporaries fit in WORKSPACE bytes.
-Backward stores the inputs only and runs every tile again.
+Forward is XLA's form or, of Mamba-2, a kernel for Hopper (ops.chunk_mosaic). In XLA's form, heads
+and tokens are cut into tiles (ops.chunk_tile), whose temporaries fit in WORKSPACE bytes. Backward
+stores the inputs only and runs every tile again.
 
 Letters beside the legend's: N state, P head value, I decays of a head (1 or N), M tokens of a tile.
 """
@@ -24,10 +25,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from maxmeg.ops import chunk_mosaic, chunk_tile
+from maxmeg.ops.backend import pick
 from maxmeg.ops.chunk_tile import Tile, run_tile
 
+BACKENDS = {"mosaic": chunk_mosaic, "xla": chunk_tile}
+ORDER = ("xla",)  # for "auto": mosaic has not been measured
 WORKSPACE = 12 << 20  # bytes of a tile's temporaries, about: with sums of gradients below 16 MiB
 MOST_CHUNKS = 64  # of a tile: more would multiply mostly by zeros
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanSpec:
+    """chunk: number of tokens that XLA's form multiplies at once. backend: a key of BACKENDS, or
+    "auto"."""
+
+    chunk: int = 64
+    backend: str = "auto"
+
+
+PLAIN = ScanSpec()
 
 
 class Inputs(typing.NamedTuple):
@@ -82,15 +99,15 @@ def chunk_scan(
     beta_BLH: Float[Array, "B L H"] | None = None,
     segments_BL: Int[Array, "B L"] | None = None,
     state_BHNP: Float[Array, "B H N P"] | None = None,
-    chunk: int = 64,
+    spec: ScanSpec = PLAIN,
 ) -> tuple[typing.Any, Float[Array, "B H N P"]]:
     """(y [B, L, H, P] in the dtype of v, float32 state after the last token).
 
     log_decay: at most 0. segments_BL: a run of equal ids is a document; the initial state (None:
     zeros) belongs to the first document, the final one to the last. q_BLGN None: y is None.
-    ValueError for sizes that do not fit.
+    ValueError for sizes that do not fit and for a backend that cannot run the call.
     """
-    check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, chunk)
+    check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, spec.chunk)
     B, _, H, P = v_BLHP.shape
     log_decay_BLHI = log_decay if log_decay.ndim == 4 else log_decay[..., None]
     if state_BHNP is None:
@@ -104,7 +121,8 @@ def chunk_scan(
     inputs = Inputs(
         q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI.astype(jnp.float32), beta_BLH, state_BHNP
     )
-    return scan_tiles(chunk, inputs, documents)
+    backend = pick("chunk_scan", BACKENDS, ORDER, spec.backend, (inputs,))
+    return scan_tiles(ScanSpec(spec.chunk, backend), inputs, documents)
 
 
 def check_sizes(q_BLGN, k_BLGN, v_BLHP, log_decay, beta_BLH, state_BHNP, chunk: int) -> None:
@@ -236,9 +254,11 @@ def over_tiles(plan: Plan, length: int, tile, carry, states=None, reverse: bool 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def scan_tiles(chunk: int, inputs: Inputs, documents: Documents):
+def scan_tiles(spec: ScanSpec, inputs: Inputs, documents: Documents):
     """(y or None, state after the last token)."""
-    plan, (length, num_heads) = plan_of(inputs, chunk), inputs.v_BLHP.shape[1:3]
+    if spec.backend == "mosaic":
+        return chunk_mosaic.scan(inputs, documents.docs_BL)
+    plan, (length, num_heads) = plan_of(inputs, spec.chunk), inputs.v_BLHP.shape[1:3]
 
     def block(carry, head):
         def tile(carry, token, count: int):
@@ -257,15 +277,16 @@ def scan_tiles(chunk: int, inputs: Inputs, documents: Documents):
     return lax.scan(block, carry, jnp.arange(0, num_heads, plan.heads))[0]
 
 
-def scan_tiles_forward(chunk: int, inputs: Inputs, documents: Documents):
-    return scan_tiles(chunk, inputs, documents), (inputs, documents)
+def scan_tiles_forward(spec: ScanSpec, inputs: Inputs, documents: Documents):
+    return scan_tiles(spec, inputs, documents), (inputs, documents)
 
 
-def scan_tiles_backward(chunk: int, residuals, slopes):
+def scan_tiles_backward(spec: ScanSpec, residuals, slopes):
     """Gradients of the inputs: for each block of heads the states before its tiles, then the tiles
     in reverse order. Blocks of the same group add up their gradients of queries and keys."""
     (inputs, documents), (d_y_BLHP, d_state_BHNP) = residuals, slopes
-    plan, (length, num_heads) = plan_of(inputs, chunk, backward=True), inputs.v_BLHP.shape[1:3]
+    plan = plan_of(inputs, spec.chunk, backward=True)
+    length, num_heads = inputs.v_BLHP.shape[1:3]
 
     def block(d_inputs: Inputs, head):
         def before(state, token, count: int):

@@ -21,6 +21,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+SUPPORTS = "every call"
+
+
+def refuses(*_: typing.Any) -> str:
+    return ""
+
 
 class Tile(typing.NamedTuple):
     """Arrays of a tile in float32. Its tokens M are a multiple of the chunk. q_BMGN None: only the

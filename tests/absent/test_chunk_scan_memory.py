@@ -1,9 +1,10 @@
-"""The chunked scan compiled for an H100 that is not here: its temporaries."""
+"""The chunked scan compiled for an H100 that is not here: temporaries, and its kernel's spills."""
 
 import json
 
 import pytest
-from absent.compiled_kernels import MIB, output_of
+from absent.compiled_kernels import MIB, SHARED_MEMORY, compiled_shapes, output_of
+from maxmeg.kernels.chunk_scan import TUNED_SHAPES
 
 MOST = 16 * MIB
 # (name, heads, groups, size of states, of values, delta rule, decays for each channel, chunk) at
@@ -16,7 +17,7 @@ CASES = {
     "kimi linear": (32, 32, 128, 128, True, True, 64),
 }
 COMPILE = """
-from maxmeg.ops.chunk_scan import chunk_scan
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 
 os.environ["MOSAIC_GPU_DUMP_TO"] = sys.argv[1]
 for name, (H, G, N, P, is_delta, by_channel, chunk) in json.loads(sys.argv[2]).items():
@@ -27,7 +28,7 @@ for name, (H, G, N, P, is_delta, by_channel, chunk) in json.loads(sys.argv[2]).i
     inputs = keys, keys, y, decays, beta, None, array(B, H, N, P, dtype=exact)
 
     def scan(*inputs):
-        return chunk_scan(*inputs, chunk=chunk)
+        return chunk_scan(*inputs, spec=ScanSpec(chunk))
 
     def gradients(inputs, slopes):
         return jax.vjp(scan, *inputs)[1](slopes)
@@ -47,3 +48,50 @@ def temporaries(tmp_path_factory) -> dict[str, int]:
 @pytest.mark.parametrize("name", CASES)
 def test_temporaries_are_small(name, direction, temporaries):
     assert temporaries[f"{name} {direction}"] <= MOST
+
+
+# mamba2-2.7b-8k is the program of nemotron-h-8k.
+KERNELS = ["nemotron-h-8k gradients", "nemotron-h-8k state"]
+KERNELS += [name for name in TUNED_SHAPES if name.endswith("-packed")]
+COMPILE_KERNELS = """
+from maxmeg.kernels.chunk_scan import TUNED_SHAPES
+from maxmeg.ops import backend
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
+
+backend.target_device = lambda: backend.Device("cuda", (9, 0))
+for name in sys.argv[2:]:
+    report_to(name)
+    shape, _, kind = name.partition(" ")
+    case = TUNED_SHAPES[shape]
+    B, L, H, exact = case.batch, case.length, case.heads, jnp.float32
+    keys, y = array(B, L, case.groups, case.state), array(B, L, H, case.value)
+    segments = array(B, L, dtype=jnp.int32) if case.documents else None
+    inputs = keys, keys, y, array(B, L, H, dtype=exact)
+
+    def scan(q, k, v, decay, segments=None):
+        q = None if kind == "state" else q
+        return chunk_scan(q, k, v, decay, None, segments, None, ScanSpec(128, "mosaic"))
+
+    def gradients(inputs, slope):
+        (out, last), pull = jax.vjp(scan, *inputs)
+        return out, pull((slope, jnp.zeros_like(last)))
+
+    if kind == "gradients":
+        tell(name, compiled(gradients, inputs, y))
+    else:
+        tell(name, compiled(scan, *inputs, segments))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory) -> dict[str, tuple]:
+    return compiled_shapes(COMPILE_KERNELS, tmp_path_factory.mktemp("scans"), KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernel_does_not_spill_and_its_temporaries_are_small(name, compiled):
+    temporaries, kernels = compiled[name]
+    assert temporaries <= MOST
+    assert [kernel.name for kernel in kernels] == ["chunk_scan_forward"]
+    assert kernels[0].shared <= SHARED_MEMORY
+    assert not kernels[0].spilled and not kernels[0].serialised

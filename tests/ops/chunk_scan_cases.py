@@ -3,7 +3,10 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,18 @@ class Case:
     seed: int = 0
 
 
+# For benchmarks/gpu.py, in sizes that kernels take.
+KERNEL = {"rows": 1, "state": 128, "value": 64, "chunk": 64}
+CASES = {
+    "documents": Case(**KERNEL | {"rows": 2}, length=333),
+    "one document": Case(**KERNEL, length=512, heads=6, documents=False, initial=False),
+    "fast decays": Case(**KERNEL, length=300, groups=1, decay=20.0),
+    "slow decays": Case(**KERNEL, length=700, groups=4, documents=False, decay=0.01),
+    "wide states": Case(**KERNEL | {"state": 256}, length=290),
+    "wide heads": Case(**KERNEL | {"value": 128}, length=290),
+    "less than a chunk": Case(**KERNEL, length=37, heads=2),
+}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the largest value
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 
 
@@ -97,3 +112,32 @@ def with_gradients(function):
 
 def float32(tree):
     return jax.tree.map(np.float32, tree)
+
+
+def arrays_of(case: Case, dtype: str) -> tuple[dict, np.ndarray | None]:
+    """(arrays by name, queries, keys and values in dtype, decays of any sign; segment ids)."""
+    arrays, segments = inputs_of(case)
+    kinds = {name: dtype if name in ("q", "k", "v") else "float32" for name in arrays}
+    return {name: np.asarray(x, jnp.dtype(kinds[name])) for name, x in arrays.items()}, segments
+
+
+def expected(case: Case, arrays: dict, segments: np.ndarray | None) -> dict[str, np.ndarray]:
+    """By the recurrence in float64."""
+    wide = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
+    y, state = recurrence(**wide | {"log_decay": -abs(wide["log_decay"])}, segments=segments)
+    return {"y": y, "state": state}
+
+
+def run(case: Case, arrays: dict, segments: np.ndarray | None, backend: str) -> dict:
+    def scan(arrays, segments):
+        arrays = arrays | {"log_decay": -abs(arrays["log_decay"])}
+        *inputs, state = (arrays.get(name) for name in NAMES)
+        return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk, backend))
+
+    y, state = jax.jit(scan)(arrays, segments)
+    return {"y": y, "state": state}
+
+
+def error(actual, wanted: np.ndarray) -> float:
+    """Largest error, of the largest value."""
+    return float(abs(np.asarray(actual, np.float64) - wanted).max() / abs(wanted).max())

@@ -11,7 +11,7 @@ from ops.chunk_scan_cases import Case, float32, inputs_of, recurrence, slopes_of
 
 from maxmeg.ops import chunk_context
 from maxmeg.ops.chunk_context import chunk_scan_over_context
-from maxmeg.ops.chunk_scan import chunk_scan
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 from maxmeg.parallel.mesh import AXES, CONTEXT_AXES, make_mesh
 from maxmeg.parallel.sequence import context_order
 from maxmeg.parallel.spmd import spmd
@@ -49,7 +49,7 @@ def program(context: int):
     def local(arrays, segments, d_y):
         def scan(arrays):
             inputs = [arrays.get(name) for name in NAMES]
-            return chunk_scan_over_context(*inputs, segments, chunk=4)
+            return chunk_scan_over_context(*inputs, segments, spec=ScanSpec(4))
 
         y, pull = jax.vjp(scan, arrays)
         return y, pull(d_y)[0]
@@ -73,7 +73,7 @@ def over_context(context: int, case: Case):
 @functools.cache
 def alone(case: Case):
     def scan(arrays, segments):
-        return chunk_scan(*(arrays.get(name) for name in NAMES), segments, chunk=4)
+        return chunk_scan(*(arrays.get(name) for name in NAMES), segments, spec=ScanSpec(4))
 
     arrays, segments, d_y = given(case)
     d_state = np.zeros_like(slopes_of(case)[1], np.float32)

@@ -19,7 +19,7 @@ from ops.chunk_scan_cases import (
 
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops import chunk_tile
-from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan, chunk_scan_step
 
 TOLERANCE = 1e-5  # of the largest value, float32
 SMALL = 6000  # bytes: several tiles of few heads in these small cases
@@ -46,7 +46,7 @@ LONG = [
 def scanned(case: Case):
     def scan(arrays, segments):
         *inputs, state = (arrays.get(name) for name in NAMES)
-        return chunk_scan(*inputs, segments, state, chunk=case.chunk)
+        return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk))
 
     return scan
 
@@ -119,7 +119,7 @@ def test_a_state_without_queries():
     case = dataclasses.replace(QUICK["delta"], documents=False)
     arrays, _ = inputs_of(case)
     given = [float32(arrays).get(name) for name in NAMES[1:]]
-    y, state = jax.jit(lambda *a: chunk_scan(None, *a[:4], None, a[4], 4))(*given)
+    y, state = jax.jit(lambda *a: chunk_scan(None, *a[:4], None, a[4], ScanSpec(4)))(*given)
     assert y is None
     check(state, recurrence(**arrays)[1])
 
@@ -178,7 +178,7 @@ def test_temporaries_are_small(heads, groups, delta):
     inputs = keys, keys, y, array(B, L, heads), beta, None, state
 
     def scan(*inputs):
-        return chunk_scan(*inputs, chunk=64 if delta else 128)
+        return chunk_scan(*inputs, spec=ScanSpec(64 if delta else 128))
 
     def gradients(inputs, slopes):
         return jax.vjp(scan, *inputs)[1](slopes)

@@ -9,7 +9,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from maxmeg.ops.chunk_scan import chunk_scan, chunk_scan_step
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan, chunk_scan_step
 
 TOLERANCE = 1e-5  # of the largest value, float32: the order of sums differs
 CASES = {
@@ -79,7 +79,7 @@ def test_values_and_gradients_are_theirs(kind):
     def ours(arrays, slopes):
         def scan(arrays):
             *inputs, state = (arrays.get(name) for name in NAMES)
-            return chunk_scan(*inputs, None, state, case.chunk)
+            return chunk_scan(*inputs, None, state, ScanSpec(case.chunk))
 
         results, pull = jax.vjp(scan, arrays)
         return results, pull(slopes)[0]

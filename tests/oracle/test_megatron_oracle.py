@@ -63,7 +63,7 @@ def test_a_bert_of_megatron_gives_its_logits_and_pairs(megatron: Path, tmp_path:
     model = load_run(str(tmp_path), master_weights=True).model
     ids = jnp.asarray(megatron_model.tokens())
     attended, types = map(jnp.asarray, megatron_bert.inputs(megatron_model.LENGTH))
-    ctx = Context(jnp.arange(megatron_model.LENGTH)[None], attended, types)
+    ctx = Context(jnp.arange(megatron_model.LENGTH)[None], attended, token_types_BL=types)
     x_BLD, _, _ = model.stack(model.embed_tokens(ids, ctx), ctx)
     logits = np.asarray(model.logits(model.outputs(x_BLD, ctx)))
     pairs = np.asarray(model.bert.pair_logits(model.normed(x_BLD)[:, :1]))

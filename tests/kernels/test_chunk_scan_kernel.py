@@ -1,0 +1,129 @@
+"""The chunked scan's kernel by Mosaic-GPU's interpreter on the CPU, with its race detection.
+
+What runs, through the op, is the kernel's own program: copies, rings, barriers, masks, stores.
+Replaced is the instruction wgmma (interpreted_products). Warpgroups have 8 rows here instead of 64.
+tests/absent/test_chunk_scan_memory.py compiles the kernel.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from interpreted_products import interpret, replace_products
+from maxmeg.kernels import chunk_scan as kernel
+from maxmeg.kernels.mosaic import plgpu
+from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, run
+
+import maxmeg.ops.backend as choice
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.model_rules import mamba_problems
+from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, MambaConfig, ScanBackend
+from maxmeg.ops import chunk_scan as module
+from maxmeg.ops.backend import Device
+
+ROWS = 8  # of a warpgroup; a chunk has 16 tokens
+SIZES = {"rows": 1, "groups": 1, "heads": 2, "state": 16, "value": 16}
+# name: (case, slots of the rings)
+CASES = {
+    "documents in four chunks, an initial state": (Case(length=50, **SIZES, seed=3), 1),
+    "one document, whole chunks, two tiles of states": (
+        Case(length=48, **SIZES | {"state": 32}, documents=False, decay=5.0),
+        2,
+    ),
+}
+
+
+@pytest.fixture
+def interpreter(monkeypatch):
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS)
+    replace_products(monkeypatch)
+    return monkeypatch
+
+
+def scanned(case: Case, slots: int, monkeypatch) -> tuple[dict[str, float], bool]:
+    """(errors of the results, whether there was a race)."""
+    monkeypatch.setattr(kernel, "STAGES", {(case.state, case.value): slots})
+    arrays, segments = arrays_of(case, "bfloat16")
+    actual, race = interpret(lambda: run(case, arrays, segments, "mosaic"), monkeypatch)
+    if race or actual is None:
+        return {}, True
+    wanted = expected(case, arrays, segments)
+    return {name: error(actual[name], wanted[name]) for name in wanted}, False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_results_are_those_of_the_recurrence_without_a_race(name: str, interpreter):
+    errors, race = scanned(*CASES[name], interpreter)
+    assert not race and max(errors.values()) <= TOLERANCE["bfloat16"], errors
+
+
+@pytest.mark.slow
+def test_a_slot_released_before_its_products_are_made_is_a_race(interpreter):
+    real = kernel.scan_chunk
+
+    def release_first(program, warpgroup, tiles, chunk, states):
+        slot = chunk % program.plan.stages
+        plgpu.barrier_wait(program.barriers.ready.at[slot])
+        plgpu.barrier_arrive(program.barriers.free.at[slot])
+        waits, arrives = plgpu.barrier_wait, plgpu.barrier_arrive
+        slotted = program.barriers.ready, program.barriers.free
+        with interpreter.context() as patch:
+            for name, call in (("barrier_wait", waits), ("barrier_arrive", arrives)):
+
+                def other(barrier, call=call):
+                    if all(barrier.ref is not other for other in slotted):
+                        call(barrier)
+
+                patch.setattr(plgpu, name, other)
+            return real(program, warpgroup, tiles, chunk, states)
+
+    interpreter.setattr(kernel, "scan_chunk", release_first)
+    case = Case(length=48, **SIZES | {"heads": 1}, documents=False)
+    assert scanned(case, 1, interpreter)[1]
+
+
+@pytest.mark.slow
+def test_gradients_are_those_of_xla_and_auto_is_xla(monkeypatch):
+    """With the kernel replaced by zeros, backward does not change."""
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    monkeypatch.setattr(
+        module.chunk_mosaic,
+        "scan",
+        lambda inputs, docs: (jnp.zeros_like(inputs.v_BLHP), jnp.zeros_like(inputs.state_BHNP)),
+    )
+    case = Case(length=40, **SIZES | {"state": 128, "value": 64}, documents=False, initial=False)
+    arrays, _ = arrays_of(case, "bfloat16")
+
+    def gradients(backend):
+        slopes = jnp.ones_like(arrays["v"])
+        _, pull = jax.vjp(lambda arrays: run(case, arrays, None, backend)["y"], arrays)
+        return run(case, arrays, None, backend)["y"], pull(slopes)[0]
+
+    (zeros, actual), (y, wanted) = gradients("mosaic"), gradients("auto")
+    assert not zeros.any() and y.any()
+    assert all(bool((actual[name] == wanted[name]).all()) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"state": 64}, r"\(state size, head dim\) \(64, 64\) is none of \[\(128, 64\), "),
+        ({"kind": "delta"}, "the delta rule and decays of channels are not supported"),
+        ({"kind": "channels"}, "the delta rule and decays of channels are not supported"),
+    ],
+)
+def test_what_the_kernel_cannot_scan_is_refused(change, words, monkeypatch):
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    case = Case(**{"state": 128, "value": 64, "length": 8} | change)
+    for dtype, why in (("bfloat16", words), ("float32", "not all bfloat16|not supported")):
+        with pytest.raises(ValueError, match=f"mosaic cannot run: .*({why}).*; use auto or xla"):
+            run(case, *arrays_of(case, dtype), "mosaic")
+
+
+def test_the_setting_is_checked_with_the_sizes():
+    mamba = MambaConfig(backend=ScanBackend.mosaic, state_size=64)
+    problems = mamba_problems(ModelConfig(layers="*(mamba)", hidden_size=512, mamba=mamba))
+    (problem,) = (problem for problem in problems if "backend" in problem)
+    assert "[(128, 64), (128, 128), (256, 64)], not (64, 64): set backend=auto or xla" in problem
+    assert set(SCAN_KERNEL_SIZES) == set(kernel.STAGES)
