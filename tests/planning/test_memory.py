@@ -373,6 +373,9 @@ DRAWN = [
     ("qwen2.5-1.5b", 4, 4, 8, "full", {"fsdp": 4}, 13.09),  # the same on one node
     ("olmo2-13b", 64, 1, 4, "selective", {"fsdp": 64}, 25.33),  # gaps between buffers
     ("phi3-medium-4k", 64, 1, 1, "selective", {"pipe": 2} | ZERO_BUBBLE, 34.47),
+    ("mistral-7b-v0.1", 8, 1, 1, "minimal", {"pipe": 2, "data": 2} | ZERO_BUBBLE, 53.88),
+    ("deepseek-v2-lite", 8, 1, 1, "full", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 52.11),
+    ("gpt2-1.5b", 4, 4, 1, "full", {"pipe": 2} | ZERO_BUBBLE, 16.13),  # peak in the weight lane
     ("gemma2-9b", 64, 4, 2, "minimal", {"tensor": 8, "data": 8}, 25.82),  # layers one by one
     ("gemma3-12b", 64, 1, 2, "selective", {"tensor": 2}, 24.83),
     ("gemma3-12b", 128, 1, 4, "selective", IN_CHUNKS, 17.86),  # a unit without a loop, at the loss
