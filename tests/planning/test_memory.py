@@ -361,6 +361,9 @@ DRAWN = [
     ("llama3-8b", 64, 1, 4, "minimal", {"data": 8, "tensor": 8}, 10.68),
     ("llama3-8b", 8, 1, 4, "minimal", {"data": 2, "tensor": 2}, 36.57),
     ("qwen3-8b", 32, 1, 2, "selective", {"data": 2, "tensor": 8}, 9.28),  # two ticks
+    ("gpt-neox-20b", 16, 1, 2, "selective", {"data": 4}, 56.41),  # the first's last gradients
+    ("olmo2-7b", 128, 1, 2, "minimal", {"data": 4}, 17.82),
+    ("olmo2-1b", 8, 2, 2, "selective", {"data": 4}, 15.04),
     ("gpt2-1.5b", 8, 1, 1, "minimal", {"data": 8}, 7.65),
     ("gpt2-1.5b", 8, 1, 4, "minimal", {"data": 8}, 12.91),
     ("olmo2-32b", 128, 1, 1, "minimal", {"data": 16, "tensor": 8}, 16.60),

@@ -215,6 +215,13 @@ def of_first_sublayers(work: Workload) -> int:
     return total
 
 
+def without_loop(work: Workload) -> bool:
+    """Whether a step under ZeRO-1 and fsdp is two ticks, the first and the last, without a loop:
+    XLA adds both gradients of a table after the second. Not seen under tensor parallelism."""
+    both = work.microbatches == 2 and not work.pipelined and not work.config.lora.rank
+    return both and work.axes["fsdp"] > 1 == work.axes["tensor"] and cuts_layers(work)
+
+
 def held_by_ticks(work: Workload) -> int:
     """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
     loop over microbatches: under fsdp the gathered output weight, e v D.
@@ -303,12 +310,21 @@ def absent(work: Workload) -> tuple[int, int]:
     `parameter_memory` counts them, if there is one microbatch: gradients of the embedding and the
     output, during the loss also of layers that ZeRO-1 does not cut; with a weight lane, of all
     layers until it runs. Without a pipeline also compute weights of the embedding and, after the
-    loss, of the output."""
-    if work.microbatches > 1:
+    loss, of the output. Likewise in the second of two ticks (`without_loop`): there the output
+    weight's first gradient, e v D, waits in the place of the sums. During the loss the first tick's
+    last gradients of layers are scattered: converted, beside their shards, the row of the sums, and
+    zeros for the next ones."""
+    if work.microbatches > 1 and not without_loop(work):
         return 0, 0
     trained = [s for s in work.shards if s.trained]
     outside = [s for s in trained if s.parameter.group is None]
     copies = {s.parameter.kind: work.itemsize * s.computed for s in outside if _is_copied(work, s)}
+    if without_loop(work):
+        e, first, reduced = work.itemsize, of_first_sublayers(work), work.gradient_itemsize
+        sums = sum(_gradient_bytes(work, s) for s in outside) + sum(copies.values())
+        sums -= e * work.vocabulary * work.config.model.hidden_size
+        each = e + reduced * (reduced != e) + (reduced + FLOAT32) / work.axes["fsdp"]
+        return sums - int(each * (first // e)), sums
     begun = [s for s in trained if s.parameter.group is not None and s.zero1_axes]
     begun = [] if split_once(work) else begun
     every, late = (sum(_gradient_bytes(work, s) for s in shards) for shards in (trained, outside))
