@@ -367,9 +367,10 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data, and
     fused (0 if nothing changes them). gradients: float32 accumulators of the weights' size, or the
-    masters' if that is larger (key/value heads fewer than tensor). With one microbatch in the
-    compute dtype, but those of layers that fsdp or ZeRO-1 scatter in `parallel.gradient_dtype`,
-    under ZeRO-1 the shards alone. The padding of short chunks is included.
+    masters' if that is larger (key/value heads fewer than tensor). With one microbatch (in a
+    pipeline those of a weight lane alone) in the compute dtype, but those of layers that fsdp or
+    ZeRO-1 scatter in `parallel.gradient_dtype`, under ZeRO-1 the shards alone. The padding of short
+    chunks is included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
@@ -415,7 +416,8 @@ def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
 
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
     backward that exceeds the loss's bytes; above `scheduled_below`, no less than that leaves or the
-    other schedule takes. The batch is not included. gpu_memory: of one GPU; 0: without a limit.
+    other schedule takes. gradients: with a weight lane that runs once, those that exist when the
+    device is fullest. The batch is not included. gpu_memory: of one GPU; 0: without a limit.
     """
     kept, held = activations(work), held_by_ticks(work)
     absent_in_loss, absent_in_layers = absent(work)
