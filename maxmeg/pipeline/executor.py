@@ -85,9 +85,9 @@ def run_pipeline(program: Program, table: Table, layout: Layout):
     """((gradients of outer, of groups), sums of the head, auxiliary values of each group).
 
     Gradients are local, not reduced over devices, except over fsdp and the axes of ZeRO-1's cuts.
-    They are float32, or in the dtype of the parameters where nothing is added: one stage and one
-    microbatch. Auxiliary values [layers, ...] are in model order, with start values for the layers
-    of other stages. A table without a backward lane gives neither.
+    They are float32, or in the dtype of the parameters where nothing is added: one microbatch, and
+    one stage or, for groups, a weight lane. Auxiliary values [layers, ...] are in model order, with
+    start values for the layers of other stages. A table without a backward lane gives neither.
     """
     executor = Executor(program, table, layout)
     carry = executor.start()
@@ -116,6 +116,7 @@ class Executor:
         self.last = table.stages - 1
         self.alone = table.stages == 1
         self.once = self.alone and table.microbatches == 1  # each sum has one term
+        self.split_once = table.weight is not None and table.microbatches == 1
         self.layers = [jnp.asarray(layout.layers(g))[self.stage] for g in range(len(layout.orders))]
         self.x = jax.eval_shape(program.embed, program.outer, self.microbatch(0))
         self.looped = [0 < program.unroll < layout.slots(g) for g in range(len(program.groups))]
@@ -143,13 +144,9 @@ class Executor:
             for g, (params, constants) in enumerate(self.inputs)
             if table.backward
         ]
+        once = self.once or self.split_once  # likewise in each group
         self.gradients = [
-            GroupGradients(
-                params,
-                self.weights[g],
-                self.once,
-                functools.partial(self.if_held, g),
-            )
+            GroupGradients(params, self.weights[g], once, functools.partial(self.if_held, g))
             for g, (params, _) in enumerate(self.inputs)
             if table.backward
         ]
@@ -320,6 +317,8 @@ class Executor:
         """Add up the weight gradients of a chunk after its backward lane."""
         local, sums = self.local(work), list(carry.groups)
         shared = self.shared(local.microbatch)
+        if self.split_once:  # made before, they would exist during all other ticks
+            sums = [group.start(carry.dy) for group in self.gradients]
         for g, vjp in enumerate(self.vjps):
             assert isinstance(vjp, SplitVjp)
 

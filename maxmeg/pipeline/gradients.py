@@ -33,9 +33,9 @@ class GroupGradients:
     """The Sums of one group of layers, and what is added to them.
 
     gradients: shapes of a layer's gradients, gathered over fsdp. weights: of the group. once:
-    nothing is added, as there is one stage and one microbatch: what ZeRO-1 cuts then has shards
-    alone. Otherwise the last tick writes each shard into the beginning of its row. if_held(place,
-    run, x): run(x) on stages that hold a layer at this place.
+    nothing is added, as a single tick makes gradients: what ZeRO-1 cuts then has shards alone.
+    Otherwise the last tick writes each shard into the beginning of its row. if_held(place, run, x):
+    run(x) on stages that hold a layer at this place.
     """
 
     def __init__(self, gradients, weights: GroupWeights, once: bool, if_held: Callable):
@@ -44,18 +44,20 @@ class GroupGradients:
         self.slots, self.chunks, self.has_cuts = weights.slots, weights.chunks, weights.has_cuts
         self.ends = self.divide(gradients)[0]  # shapes of what waits
 
-    def start(self) -> Sums:
-        """Zeros for a whole step."""
+    def start(self, dy: jax.Array | None = None) -> Sums:
+        """Zeros for a whole step, or for its last tick, which exist once dy does."""
 
         def zeros(row) -> jax.Array:
             dtype = row.dtype if self.once else jnp.float32
-            return jnp.zeros((self.chunks * self.slots, *row.shape), dtype)
+            shape = (self.chunks * self.slots, *row.shape)
+            return jnp.zeros(shape, dtype) if dy is None else zeros_after(dy, shape, dtype)
 
         rows = jax.eval_shape(self.reduced if self.once else self.over_fsdp, self.gradients)
         waiting = (
             (jnp.int32(-1), start_values(self.ends)) if collectives.present(FSDP_AXES) else None
         )
-        return Sums(jax.tree.map(zeros, rows), waiting)
+        sums = Sums(jax.tree.map(zeros, rows), waiting)
+        return sums if dy is None else self.enter_last_tick(sums, dy)
 
     def enter_last_tick(self, sums: Sums, dy: jax.Array) -> Sums:
         """The sums as the last tick takes them. dy: of the tick before."""

@@ -84,6 +84,7 @@ def traced(config: Config) -> tuple[Counter, Counter]:
 LEARNED = {"tied": True, "position": Position.learned, "max_position": 16}
 MICRO = {"micro_batch_size": 2}
 MULTI_QUERY = {"attention.num_kv_heads": 1}  # one head on both devices along tensor
+WEIGHT_LANE = {"schedule": Schedule.zero_bubble}
 CASES = {
     "tensor": (MULTI_QUERY, {}, {"fsdp": 1, "tensor": 2}),
     "tiled loss": (
@@ -115,6 +116,12 @@ CASES = {
         {"num_layers": 2, "recompute": "full"},
         MICRO,
         {"pipe": 2, "fsdp": 2, "tensor": 2, "schedule": Schedule.gpipe},
+    ),
+    "weight lane": ({"num_layers": 2}, MICRO, {"pipe": 2, "fsdp": 2} | WEIGHT_LANE),
+    "weight lane, one microbatch": (
+        {"num_layers": 4, "vocab_size": 512},
+        {"global_batch_size": 4, "micro_batch_size": 1},
+        {"pipe": 2, "data": 2, "fsdp": 2} | WEIGHT_LANE,
     ),
 }
 

@@ -361,6 +361,9 @@ DRAWN = [
     ("llama3-8b", 64, 1, 4, "minimal", {"data": 8, "tensor": 8}, 10.68),
     ("llama3-8b", 8, 1, 4, "minimal", {"data": 2, "tensor": 2}, 36.57),
     ("qwen3-8b", 32, 1, 2, "selective", {"data": 2, "tensor": 8}, 9.28),  # two ticks
+    ("gpt-neox-20b", 16, 1, 2, "selective", {"data": 4}, 56.41),  # the first's last gradients
+    ("olmo2-7b", 128, 1, 2, "minimal", {"data": 4}, 17.82),
+    ("olmo2-1b", 8, 2, 2, "selective", {"data": 4}, 15.04),
     ("gpt2-1.5b", 8, 1, 1, "minimal", {"data": 8}, 7.65),
     ("gpt2-1.5b", 8, 1, 4, "minimal", {"data": 8}, 12.91),
     ("olmo2-32b", 128, 1, 1, "minimal", {"data": 16, "tensor": 8}, 16.60),
@@ -373,6 +376,9 @@ DRAWN = [
     ("qwen2.5-1.5b", 4, 4, 8, "full", {"fsdp": 4}, 13.09),  # the same on one node
     ("olmo2-13b", 64, 1, 4, "selective", {"fsdp": 64}, 25.33),  # gaps between buffers
     ("phi3-medium-4k", 64, 1, 1, "selective", {"pipe": 2} | ZERO_BUBBLE, 34.47),
+    ("mistral-7b-v0.1", 8, 1, 1, "minimal", {"pipe": 2, "data": 2} | ZERO_BUBBLE, 53.88),
+    ("deepseek-v2-lite", 8, 1, 1, "full", {"pipe": 4, "pad_layers": True} | ZERO_BUBBLE, 52.11),
+    ("gpt2-1.5b", 4, 4, 1, "full", {"pipe": 2} | ZERO_BUBBLE, 16.13),  # peak in the weight lane
     ("gemma2-9b", 64, 4, 2, "minimal", {"tensor": 8, "data": 8}, 25.82),  # layers one by one
     ("gemma3-12b", 64, 1, 2, "selective", {"tensor": 2}, 24.83),
     ("gemma3-12b", 128, 1, 4, "selective", IN_CHUNKS, 17.86),  # a unit without a loop, at the loss

@@ -156,6 +156,30 @@ def split_once(work: Workload) -> bool:
     return work.lanes.deferred > 0 and work.microbatches == 1
 
 
+def weight_lane(work: Workload, group: int) -> int:
+    """Bytes that the weight lane adds while it makes the gradients of a unit.
+
+    Of one layer: the input of its last product and the gradient of it, e T F / t each, copies of
+    five streams, e T D each, and rows of experts. Gradients that are scattered: the largest, itself
+    and twice converted, the next one before its predecessor has gone. A unit that some stages skip
+    is a branch: then all of them, and the shards of two.
+    """
+    e, unit, axes = work.itemsize, work.units[group], work.axes
+    units = work.places[group] * work.config.parallel.chunks
+    members = [s for s in work.shards if s.parameter.group == group and s.trained]
+    sizes = [s.whole // units for s in members]
+    largest, converted = max(sizes, default=0), 0
+    if axes["fsdp"] > 1 or any(s.zero1_axes for s in members):
+        converted = work.gradient_itemsize * (work.gradient_itemsize != e)
+    inputs = max(sum(one.last_input for one in widths) for widths in sublayers(unit))
+    width = 2 * inputs // axes["tensor"] + 5 * work.config.model.hidden_size
+    read = e * work.tokens * width + experts.read_by_weight_lane(work, unit)
+    if not in_branch(work, group):
+        return read + (e + 2 * converted) * largest
+    shards = 2 * work.gradient_itemsize * largest * max(s.stored / s.whole for s in members)
+    return max(read + e * largest, e * sum(sizes) + 2 * converted * largest + int(shards))
+
+
 def gradient_inputs(work: Workload, unit: Unit) -> int:
     """Width of what the gradients of a unit's weights read, summed over its layers if they are
     delayed: of the sublayers of one layer only one's exist at a time."""

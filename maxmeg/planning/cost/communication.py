@@ -15,6 +15,7 @@ import numpy as np
 from maxmeg.config.mixers import ExpertExchange
 from maxmeg.parallel.mesh import AXES
 from maxmeg.planning.cost import context, experts
+from maxmeg.planning.cost.backward import split_once
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import head
 from maxmeg.planning.cost.workload import Shard, Workload
@@ -264,9 +265,10 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         yield layers(first_purpose, GATHER, times, [s for s in layered if first(work, s)])
         yield layers(purpose, GATHER, times, [s for s in layered if not first(work, s)])
     trained = [shard for shard in layered if shard.trained]
-    yield layers(LAYER_GRADIENTS, SCATTER, lanes.backward, trained)
+    yield layers(LAYER_GRADIENTS, SCATTER, lanes.weight, trained)
     first = [shard for shard in trained if shard.parameter.path[4] == "0"]
-    cut = {s.parameter.group for s in trained if s.zero1_axes} if work.accumulates else set()
+    added = work.accumulates and not split_once(work)
+    cut = {s.parameter.group for s in trained if s.zero1_axes} if added else set()
     times = [2 if shard.parameter.group in cut else 1 for shard in first]
     size = sum(
         n * work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])

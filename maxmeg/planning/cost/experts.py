@@ -293,6 +293,16 @@ def read_last(work: Workload, unit: Unit) -> int:
     return work.itemsize * dispatch.rows * (columns + dispatch.width)
 
 
+def read_by_weight_lane(work: Workload, unit: Unit) -> int:
+    """Bytes of the rows that the gradients of one of the experts' products read, e N (F / t + D);
+    none with further rounds, whose gradients are stored."""
+    if not unit.sparse or dispatch_of(work).in_rounds:
+        return 0
+    dispatch = dispatch_of(work)
+    columns = unit.expert_columns // unit.sparse // dispatch.expert_shards
+    return work.itemsize * dispatch.rows * (columns + dispatch.width)
+
+
 def in_loop_of_rounds(work: Workload, unit: Unit, tight: bool) -> int:
     """Bytes while the loop over further rounds runs backward: gradients of the columns and the last
     product's input, e N (widths / t), five arrays of rows, e N D each, and the float32 sums of the

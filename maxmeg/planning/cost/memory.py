@@ -16,7 +16,7 @@ from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import kernels
-from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once
+from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
@@ -102,20 +102,25 @@ def transposes(work: Workload) -> bool:
 def activations(work: Workload) -> int:
     """Bytes stored for backward at the peak.
 
-    Without a pipeline: every layer of one microbatch. With one: the ring buffer, its slots x the
-    layers of a chunk; with a weight lane also its deferred units (`unit_deferred`); for GPipe also
-    the outputs that wait for the loss, e T D / t each.
+    Without a pipeline: every layer of one microbatch. With one: the ring buffers, and for GPipe the
+    outputs that wait for the loss, e T D / t each.
     """
-    layers, lanes = list(zip(work.units, work.places, strict=True)), work.lanes
-    chunk = sum(unit_activations(work, unit) * places for unit, places in layers)
     if not work.pipelined:
-        return chunk
-    deferred = sum(unit_deferred(work, unit) * places for unit, places in layers)
-    if work.microbatches == work.axes["pipe"] == 2:  # no loop over ticks: XLA copies the ring
-        deferred *= 2
-    if transposes(work) and not work.kept:
-        chunk *= 2
-    return lanes.slots * chunk + lanes.deferred * deferred + lanes.outputs * work.hidden_bytes
+        layers = zip(work.units, work.places, strict=True)
+        return sum(unit_activations(work, unit) * places for unit, places in layers)
+    return sum(rings(work)) + work.lanes.outputs * work.hidden_bytes
+
+
+def rings(work: Workload) -> list[int]:
+    """Bytes of each group's ring buffer: its slots x the layers of a chunk; with a weight lane also
+    its deferred units (`unit_deferred`)."""
+    sizes, lanes = [], work.lanes
+    unlooped = work.microbatches == work.axes["pipe"] == 2  # over ticks: XLA copies the ring
+    for unit, places in zip(work.units, work.places, strict=True):
+        stored = unit_activations(work, unit) * (2 if transposes(work) and not work.kept else 1)
+        deferred = unit_deferred(work, unit) * (2 if unlooped else 1)
+        sizes.append(places * (lanes.slots * stored + lanes.deferred * deferred))
+    return sizes
 
 
 def activations_by_mode(work: Workload) -> dict[str, int]:
@@ -210,6 +215,13 @@ def of_first_sublayers(work: Workload) -> int:
     return total
 
 
+def without_loop(work: Workload) -> bool:
+    """Whether a step under ZeRO-1 and fsdp is two ticks, the first and the last, without a loop:
+    XLA adds both gradients of a table after the second. Not seen under tensor parallelism."""
+    both = work.microbatches == 2 and not work.pipelined and not work.config.lora.rank
+    return both and work.axes["fsdp"] > 1 == work.axes["tensor"] and cuts_layers(work)
+
+
 def held_by_ticks(work: Workload) -> int:
     """Bytes that XLA keeps from the first tick of a step to the last, which ZeRO-1 takes out of the
     loop over microbatches: under fsdp the gathered output weight, e v D.
@@ -296,14 +308,25 @@ def packed(arrays: list[tuple[int, int, int]]) -> int:
 def absent(work: Workload) -> tuple[int, int]:
     """Bytes that do not exist (during the loss, during backward of the layers), though
     `parameter_memory` counts them, if there is one microbatch: gradients of the embedding and the
-    output, during the loss also of layers that ZeRO-1 does not cut; with a weight lane until it
-    runs. Without a pipeline also compute weights of the embedding and, after the loss, of the
-    output."""
-    if work.microbatches > 1:
+    output, during the loss also of layers that ZeRO-1 does not cut; with a weight lane, of all
+    layers until it runs. Without a pipeline also compute weights of the embedding and, after the
+    loss, of the output. Likewise in the second of two ticks (`without_loop`): there the output
+    weight's first gradient, e v D, waits in the place of the sums. During the loss the first tick's
+    last gradients of layers are scattered: converted, beside their shards, the row of the sums, and
+    zeros for the next ones."""
+    if work.microbatches > 1 and not without_loop(work):
         return 0, 0
     trained = [s for s in work.shards if s.trained]
     outside = [s for s in trained if s.parameter.group is None]
+    copies = {s.parameter.kind: work.itemsize * s.computed for s in outside if _is_copied(work, s)}
+    if without_loop(work):
+        e, first, reduced = work.itemsize, of_first_sublayers(work), work.gradient_itemsize
+        sums = sum(_gradient_bytes(work, s) for s in outside) + sum(copies.values())
+        sums -= e * work.vocabulary * work.config.model.hidden_size
+        each = e + reduced * (reduced != e) + (reduced + FLOAT32) / work.axes["fsdp"]
+        return sums - int(each * (first // e)), sums
     begun = [s for s in trained if s.parameter.group is not None and s.zero1_axes]
+    begun = [] if split_once(work) else begun
     every, late = (sum(_gradient_bytes(work, s) for s in shards) for shards in (trained, outside))
     every -= sum(_gradient_bytes(work, s) for s in begun)
     late = every if split_once(work) else late
@@ -312,7 +335,6 @@ def absent(work: Workload) -> tuple[int, int]:
         sums = summed_alone(work) and not multiplied_last(work)
         head = FLOAT32 * work.vocabulary * work.config.model.hidden_size * sums
         return every - head, late - head
-    copies = {s.parameter.kind: work.itemsize * s.computed for s in outside if _is_copied(work, s)}
     early = 0 if tied else copies.get("embedding", 0)
     return every + early, late + sum(copies.values())
 
@@ -345,9 +367,10 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data, and
     fused (0 if nothing changes them). gradients: float32 accumulators of the weights' size, or the
-    masters' if that is larger (key/value heads fewer than tensor). With one microbatch in the
-    compute dtype, but those of layers that fsdp or ZeRO-1 scatter in `parallel.gradient_dtype`,
-    under ZeRO-1 the shards alone. The padding of short chunks is included.
+    masters' if that is larger (key/value heads fewer than tensor). With one microbatch (in a
+    pipeline those of a weight lane alone) in the compute dtype, but those of layers that fsdp or
+    ZeRO-1 scatter in `parallel.gradient_dtype`, under ZeRO-1 the shards alone. The padding of short
+    chunks is included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
@@ -371,7 +394,7 @@ def _is_copied(work: Workload, shard: Shard) -> bool:
 def _gradient_bytes(work: Workload, shard: Shard) -> int:
     """Of a parameter's gradient, as `parameter_memory` says."""
     whole, in_layer = max(shard.computed, shard.stored), shard.parameter.group is not None
-    if work.accumulates:
+    if work.accumulates and not (in_layer and split_once(work)):
         return FLOAT32 * whole
     if in_layer and shard.zero1_axes:
         return work.gradient_itemsize * shard.stored
@@ -393,23 +416,46 @@ def device_memory(work: Workload, gpu_memory: int = 0) -> dict[str, int]:
 
     Those of `parameter_memory`; activations, loss: see there. workspace: the part of a layer's
     backward that exceeds the loss's bytes; above `scheduled_below`, no less than that leaves or the
-    other schedule takes. The batch is not included. gpu_memory: of one GPU; 0: without a limit.
+    other schedule takes. gradients: with a weight lane that runs once, those that exist when the
+    device is fullest. The batch is not included. gpu_memory: of one GPU; 0: without a limit.
     """
     kept, held = activations(work), held_by_ticks(work)
     absent_in_loss, absent_in_layers = absent(work)
-    loss_bytes = max(0, loss(work) + held - absent_in_loss)
+    loss_bytes = loss(work) + held - absent_in_loss
+    loss_bytes = loss_bytes if split_once(work) else max(0, loss_bytes)
     after = scattered(work) + of_first_sublayers(work) + held - (0 if work.accumulates else kept)
+    after = in_weight_lane(work) if split_once(work) else after
     after = max(after, loss_bytes + beside_loss(work))
 
     def workspace(tight: bool) -> int:
         largest = max(layer(work, freed(work), tight), scattered_in_branch(work))
         backward = largest + waiting_gradient(work) + held - absent_in_layers
-        return max(0, max(backward, after) - loss_bytes)
+        return max(backward, after) - max(0, loss_bytes)
 
-    parts = {**parameter_memory(work), "activations": kept, "loss": loss_bytes}
+    parts = {**parameter_memory(work), "activations": kept, "loss": max(0, loss_bytes)}
     state = parts["master weights"] + parts["optimizer"]
     space = workspace(False)
+    parts["gradients"] += min(0, space)
     if gpu_memory:
         left = scheduled_below(work, gpu_memory) - (sum(parts.values()) - state)
         space = min(space, max(workspace(True), left))
-    return {**parts, "workspace": space}
+    return {**parts, "workspace": max(0, space)}
+
+
+def in_weight_lane(work: Workload) -> int:
+    """Bytes in the weight lane of a single microbatch, less those of `parameter_memory` and
+    `activations`: what it adds (`weight_lane`) or, before it, the output weight's gradient. It
+    reads no compute weights, nor queries, keys and values; ring buffers of the groups that have run
+    are free, and gradients of those that follow do not exist yet."""
+    layers = [s for s in work.shards if s.trained and s.parameter.group is not None]
+    total, sizes = -parameter_memory(work)["compute weights"], rings(work)
+    before = scattered(work) - sum(_gradient_bytes(work, s) for s in layers)
+    largest = before
+    for group, unit in enumerate(work.units):
+        later = [s for s in layers if (s.parameter.group or 0) > group]
+        attended = unit.projected if work.kept else 0
+        read = work.itemsize * work.tokens * attended // work.axes["tensor"]
+        unread = sum(sizes[:group]) + work.lanes.slots * work.places[group] * read
+        absent_now = unread + sum(_gradient_bytes(work, s) for s in later)
+        largest = max(largest, total + weight_lane(work, group) - absent_now)
+    return largest
