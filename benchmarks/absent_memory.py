@@ -4,10 +4,10 @@
         [--models=gemma2-2b,...] [--only=13,25] [--hlo=FOLDER]
 
 Draws whole models without scans on H100s that are not here by a seed: GPUs, layout, recomputation,
-microbatches, samples a microbatch. Hybrids and encoders, which the seeds up to 24 did not know, only by name.
-Keeps draws that are valid and take 10 to 95 % of a GPU's memory by formula. Compiles each (nothing
-is allocated), and prints its number, which depends on no formula, the formula's GiB, the compiler's
-and the deviation.
+microbatches, samples a microbatch. Hybrids and encoders, which the seeds up to 24 did not know,
+only by name. Keeps draws that are valid and take 10 to 95 % of a GPU's memory by formula. Compiles
+each (nothing is allocated), and prints its number, which depends on no formula, the formula's GiB,
+the compiler's and the deviation.
 """
 
 import argparse
