@@ -1,6 +1,7 @@
 """Every family of attention and MLPs on a mesh: weights cut over pipe, fsdp and tensor give the
 loss and the gradients of Hugging Face's own models. (tests/test_step.py has the layouts and
-options, also of scans; tests/test_moe_training.py those of experts.)"""
+options, also of scans; tests/test_moe_training.py those of experts, tests/test_masked.py those of
+encoders.)"""
 
 import dataclasses
 
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 from test_families_oracle import assert_same_gradients, imported, saved
 
 from maxmeg.config.model import DType
+from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.read import FAMILIES, model_config
 from maxmeg.models.lm import LM
@@ -30,7 +32,7 @@ NAMES = {CASES[name][0]: name for name in reversed(CASES)}
 
 def test_every_family_has_a_case():
     scans = {family for family, _ in with_states().values()}
-    assert NAMES.keys() == FAMILIES.keys() - SPARSE.keys() - scans
+    assert NAMES.keys() == FAMILIES.keys() - SPARSE.keys() - ENCODERS.keys() - scans
 
 
 def on_mesh(ours: LM, abstract: LM) -> LM:
