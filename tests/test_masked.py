@@ -147,9 +147,9 @@ def test_a_run_learns_and_does_not_generate(settings, tmp_path, capsys):
         "model.hidden_size": 64,
         "parallel.pipe": 2,
         "parallel.tensor": 2,
-        "train.num_steps": 150,
+        "train.num_steps": 110,
         "train.micro_batch_size": 2,
-        "train.eval_every": 150,
+        "train.eval_every": 110,
         "optim.lr": 3e-3,
         "log.every": 1,
     }

@@ -293,8 +293,6 @@ def objective_problems(data: DataConfig):
         yield f"data.order={data.order.value} is not for data.objective=masked: set order=megatron"
     if is_masked and not (data.paths or data.train_paths or data.blend):
         yield "data.objective=masked needs a corpus of sentences: set data.paths=PREFIX"
-    if data.sentence_pairs and not is_masked:
-        yield "data.sentence_pairs=true is for data.objective=masked: leave it out"
     if data.blend_changes and is_whole:
         yield (
             "data.blend_changes is for blends of .bin/.idx files with data.objective=gpt and "

@@ -65,7 +65,7 @@ BAD = [
         MASKED + "model.position=learned; model.bert.position_offset=2; model.max_position=256",
         "sequence_length=256 is longer than the 254 tokens | max_position=256",
     ),
-    ("data.sentence_pairs=true", "sentence_pairs=true is for data.objective=masked"),
+    ("data.sentence_pairs=true", "sentence_pairs=True has no effect without | objective=masked"),
     (
         "model.attention.num_heads=5",
         "hidden_size=128 | num_heads=5 | 1, 2, 4, 8 | attention.head_dim",
