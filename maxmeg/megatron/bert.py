@@ -15,6 +15,7 @@ ENDS = {
     "bert.pooler": "pooler.dense",
     "bert.pair": "binary_head",
 }
+LAYERS = "encoder."  # "decoder." in all other models
 FOUND = "maxmeg_bert"  # beside the checkpoint's arguments: token types, whether there are pairs
 
 

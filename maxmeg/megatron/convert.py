@@ -75,7 +75,6 @@ FUSED_NORMS = (
     ("mixer.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("decoder.final_norm.", "decoder.final_layernorm."),  # of hybrid models
-    ("encoder.", "decoder."),  # of BERT
 )
 HALVES = ("_w", "_v")  # of [gate; up]
 IGNORED = re.compile(
@@ -384,7 +383,7 @@ def locate(
     for key in tensors:
         if IGNORED.match(key):
             continue
-        name = key
+        name = key.replace(bert.LAYERS, "decoder.")
         for fused, plain in FUSED_NORMS:
             name = name.replace(fused, plain)
         if name in names:

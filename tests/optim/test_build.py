@@ -29,6 +29,7 @@ DECAYED = """
     latent_up.weight latent_down.weight
     query_conv.weight key_conv.weight value_conv.weight
     step.weight beta.weight gate_down.weight step_down.weight
+    token_types.table transform.weight pooler.weight pair.weight
 """
 EXEMPT = """
     norm.weight norm.bias post_norm.weight final_norm.weight final_norm.bias
@@ -39,6 +40,8 @@ EXEMPT = """
     query_conv.bias key_conv.bias value_conv.bias gated_norm.weight
     mamba.decay_log mamba.step_bias mamba.skip gated_delta.decay_log gated_delta.step_bias
     kda.decay_log kda.step_bias
+    post_norm.bias transform.bias transform_norm.weight transform_norm.bias
+    output.bias pooler.bias pair.bias
 """  # attention.weight, mlp.weight: the two norms of a parallel block
 
 RATES = {"learning_rate": 0.1, "weight_decay": 0.5}
