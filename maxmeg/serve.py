@@ -23,18 +23,12 @@ from pathlib import Path
 
 import uvicorn
 
-from maxmeg.config.options import EngineOptions, Replay, Serve
-from maxmeg.inference.adapters import named_folders, with_adapters
-from maxmeg.inference.engine import Engine
+from maxmeg.config.options import Replay, Serve
+from maxmeg.inference.adapters import named_folders
 from maxmeg.inference.followers import Follower, Leader, together
-from maxmeg.inference.load import load_chosen
-from maxmeg.parallel.mesh import serving_mesh
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
-from maxmeg.server.app import make_app
-from maxmeg.server.journal import Journal, read_log, replayed
-from maxmeg.server.metrics import Metrics
-from maxmeg.server.served import Served
-from maxmeg.server.worker import Worker
+from maxmeg.server.journal import read_log, replayed
+from maxmeg.server.start import load, load_base, make_server
 
 REMEDY = "lower --lanes or --pages, set --dtype=bfloat16 or raise --tensor"
 
@@ -51,49 +45,30 @@ def main(options: Serve, link: Leader | Follower) -> None:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     name = options.name or Path(options.run_dir).resolve().name
     named_folders(options.adapters, name)
-    listener = socket.create_server((options.host, options.port), family=family)
-    engine = load(options)
-    link.lead(engine.programs)
-    trained = engine.trained
-    metrics, served = Metrics(), Served(engine, options)
-    observers: list = [metrics]
-    if options.log:
-        shape = {f.name: getattr(options, f.name) for f in dataclasses.fields(EngineOptions)}
-        file = open(options.log, "a", encoding="utf-8")  # noqa: SIM115  (open as long as it serves)
-        observers.append(Journal(file, shape | {"step": trained.step}))
-    capacity = len(engine.scheduler.lanes) + options.max_queue
-    worker = Worker(engine, capacity, observers)
-    host, port = listener.getsockname()[:2]
+    with socket.create_server((options.host, options.port), family=family) as listener:
+        trained = load_base(options)
 
-    def stop() -> None:
-        server.should_exit = server.force_exit = True
+        def stop() -> None:
+            server.should_exit = server.force_exit = True
 
-    app = make_app(served, worker, metrics, name, stop)
-    grace: typing.Any = options.drain_seconds
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=grace)
-    )
+        app, worker = make_server(options, name, trained, link, stop)
+        grace: typing.Any = options.drain_seconds
+        settings: dict[str, typing.Any] = {"log_level": "warning", "access_log": False}
+        settings |= {"timeout_graceful_shutdown": grace}
+        server = uvicorn.Server(uvicorn.Config(app, **settings))
 
-    def drain(*_) -> None:  # for a signal before uvicorn runs, which raises others again at its end
-        server.should_exit = True
+        def drain(*_) -> None:  # for a signal before uvicorn runs, which raises others at its end
+            server.should_exit = True
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, drain)
-    print(f"{name}, step {trained.step}, at http://{host}:{port}/v1", flush=True)
-    server.run(sockets=[listener])
-    if link.connections:  # nothing may be sent after the end
-        worker.stop()
-    if worker.failure:
-        raise worker.failure
-
-
-def load(options: EngineOptions) -> Engine:
-    folders = named_folders(options.adapters)
-    mesh = serving_mesh(options.tensor, options.expert, options.data)
-    trained = with_adapters(load_chosen(options, mesh, options.mtp), folders)
-    sizes = options.lanes, options.pages, options.slots, options.chunk
-    proposals = options.proposals or trained.config.model.mtp.num_layers
-    return Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, drain)
+        host, port = listener.getsockname()[:2]
+        print(f"{name}, step {trained.step}, at http://{host}:{port}/v1", flush=True)
+        server.run(sockets=[listener])
+        if link.connections:  # nothing may be sent after the end
+            worker.stop()
+        if worker.failure:
+            raise worker.failure
 
 
 def replay(options: Replay) -> None:

@@ -127,13 +127,14 @@ def serving(
     key: str = "",
     is_warm: bool = True,
     processes: int = 1,
+    sizes: tuple[str, ...] = SIZES,
 ) -> Iterator[Server]:
     """A warm server of a run, which ends with the block. program: Python to run in its process
     before it serves. processes: number of them, with a device each."""
     launcher = [sys.executable, str(REPOSITORY / "launch/local.py"), f"-n{processes}"]
     launcher += ["--devices-per-process=1", "--"]
     start = ["-c", program + "\nfrom maxmeg.__main__ import main\nmain()"]
-    command = [sys.executable, *start, "serve", str(run), "--port=0", *SIZES, *flags]
+    command = [sys.executable, *start, "serve", str(run), "--port=0", *sizes, *flags]
     command += [f"--api_key={key}"] if key else []
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     process = subprocess.Popen(

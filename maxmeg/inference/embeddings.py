@@ -1,7 +1,7 @@
 """Embeddings of texts: a vector of length 1 for each, from the last hidden states of its tokens."""
 
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,74 +14,134 @@ from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 
 Pooling = typing.Literal["mean", "first", "pooler"]
-BATCH, MULTIPLE = 32, 32  # texts at a time; lengths are padded to multiples: few programs compile
+POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
+ROWS = (1, 8, 32)  # numbers of texts that are read together
+SHORTEST = 32  # tokens that a row has at least
 
 
-def text_embeddings(
-    trained: Trained, texts: Sequence[str], pooling: Pooling = "mean", truncate: bool = False
-) -> Float[np.ndarray, "N D"]:
-    """Return the float32 embeddings of texts.
+class Rows(typing.NamedTuple):
+    """Rows of token ids to be padded to [count, length]; their numbers among all rows."""
 
-    pooling: the mean over the hidden states of a text's tokens, that of its first token, or the
-    pooler's output for it. A text stands between the tokenizer's class and separator tokens, if it
-    has these. truncate: cut texts that exceed the context. ValueError for texts that exceed it
-    otherwise, and for a pooler that the model does not have.
+    numbers: list[int]
+    ids: list[Sequence[int]]
+    count: int
+    length: int
+
+
+class Embedder:
+    """Embeddings by one compiled program for each number of rows and length of them.
+
+    Rows are padded to the next of a few lengths: 32, 64, 128 and so on, and unless `few` those
+    halfway between two of them. longest: tokens of a text at most; 0: the model's context.
     """
-    config, tokenizer = trained.config.model, trained.tokenizer
-    if pooling not in typing.get_args(Pooling):
-        names = ", ".join(typing.get_args(Pooling))
-        raise ValueError(f"pooling={pooling!r} is not one of {names}")
-    if pooling == "pooler" and not config.bert.pooler:
-        raise ValueError("pooling='pooler': the model has no pooler: choose mean or first")
-    ends = [[] if token is None else [token] for token in (tokenizer.cls, tokenizer.sep)]
-    room = config.max_position - config.bert.position_offset
-    rows = []
-    for number, text in enumerate(texts):
-        ids = [*ends[0], *tokenizer.encode(text), *ends[1]]
-        if len(ids) > room and truncate:
-            ids = [*ids[: room - len(ends[1])], *ends[1]]
-        if not 0 < len(ids) <= room:
-            raise ValueError(
-                f"text {number} has {len(ids)} tokens, and the model takes 1 to {room}: shorten "
-                "it, or set truncate=True"
-            )
-        check_ids(np.array(ids), config.vocab_size)
-        rows.append(ids)
-    pool = jitted(pooled(pooling), trained.config, trained.mesh, trained.model)
-    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
-    found = np.zeros((len(rows), config.hidden_size), np.float32)
-    for first in range(0, len(order), BATCH):
-        numbers = order[first : first + BATCH]
-        length = min(-(-len(rows[numbers[0]]) // MULTIPLE) * MULTIPLE, room)
-        ids_BL = np.zeros((min(BATCH, len(order)), length), np.int32)
+
+    def __init__(self, trained: Trained, few: bool = False, longest: int = 0) -> None:
+        self.trained, self.model = trained, trained.config.model
+        room = self.model.max_position - self.model.bert.position_offset
+        self.room = min(longest or room, room)
+        self.lengths = [*row_lengths(self.room, few)]
+        roles = trained.tokenizer.cls, trained.tokenizer.sep
+        self.ends = tuple([] if role is None else [role] for role in roles)  # around a text
+        self.program = jitted(pooled, trained.config, trained.mesh, trained.model)
+
+    def rows(self, texts: Sequence[str | Sequence[int]], truncate: bool = False) -> list[list[int]]:
+        """Return the token ids of texts.
+
+        A text stands between the tokenizer's class and separator tokens, if it has these; ids stay
+        as they are. truncate: cut texts that exceed the context. ValueError for those that do
+        otherwise, and for ids outside the vocabulary.
+        """
+        tokenizer, (first, last), rows = self.trained.tokenizer, self.ends, []
+        for number, text in enumerate(texts):
+            end = last if isinstance(text, str) else []
+            ids = [*first, *tokenizer.encode(text), *end] if isinstance(text, str) else [*text]
+            if len(ids) > self.room and truncate:
+                ids = [*ids[: self.room - len(end)], *end]
+            if not 0 < len(ids) <= self.room:
+                raise ValueError(
+                    f"text {number} has {len(ids)} tokens, and 1 to {self.room} are allowed: "
+                    "shorten it, or set truncate=True"
+                )
+            check_ids(np.array(ids), self.model.vocab_size)
+            rows.append(ids)
+        return rows
+
+    def check(self, pooling: str) -> None:
+        """ValueError for a pooling that is unknown, or that the model does not have."""
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}")
+        if pooling == "pooler" and not self.model.bert.pooler:
+            raise ValueError("pooling='pooler': the model has no pooler: choose mean or first")
+
+    def batches(self, rows: Sequence[Sequence[int]]) -> Iterator[Rows]:
+        """Yield rows that are run together, the longest first."""
+        order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
+        while order:
+            count = next((size for size in ROWS if size >= len(order)), ROWS[-1])
+            numbers, order = order[:count], order[count:]
+            ids = [rows[number] for number in numbers]
+            length = next(length for length in self.lengths if length >= len(ids[0]))
+            yield Rows(numbers, ids, count, length)
+
+    def run(self, rows: Rows, pooling: Pooling) -> Float[np.ndarray, "N D"]:
+        """Return the float32 embeddings of rows that run together."""
+        ids_BL = np.zeros((rows.count, rows.length), np.int32)
         segments_BL = np.zeros_like(ids_BL)
-        for row, number in enumerate(numbers):
-            ids_BL[row, : len(rows[number])] = rows[number]
-            segments_BL[row, : len(rows[number])] = 1
-        vectors_BD = pool(trained.model, jnp.asarray(ids_BL), jnp.asarray(segments_BL))
-        found[numbers] = np.asarray(vectors_BD)[: len(numbers)]
-    return found
+        for row, ids in enumerate(rows.ids):
+            ids_BL[row, : len(ids)] = ids
+            segments_BL[row, : len(ids)] = 1
+        arrays = ids_BL, segments_BL, np.int32(POOLINGS.index(pooling))
+        vectors_BD = self.program(self.trained.model, *map(jnp.asarray, arrays))
+        return np.asarray(vectors_BD)[: len(rows.ids)]
+
+    def warm_up(self) -> None:
+        """Compile all programs."""
+        for length in self.lengths:
+            for count in ROWS:
+                self.run(Rows([], [], count, length), "mean")
+
+    def __call__(
+        self,
+        texts: Sequence[str | Sequence[int]],
+        pooling: Pooling = "mean",
+        truncate: bool = False,
+    ) -> Float[np.ndarray, "N D"]:
+        """Return the float32 embeddings of texts.
+
+        pooling: the mean over the hidden states of a text's tokens, that of its first token, or the
+        pooler's output for it. ValueError as from `rows` and `check`.
+        """
+        self.check(pooling)
+        found = np.zeros((len(texts), self.model.hidden_size), np.float32)
+        for rows in self.batches(self.rows(texts, truncate)):
+            found[rows.numbers] = self.run(rows, pooling)
+        return found
 
 
-def pooled(pooling: Pooling) -> Callable:
-    """Return the (model, ids, segments) -> embeddings; segment 0 is padding."""
+def row_lengths(room: int, few: bool) -> Iterator[int]:
+    """Yield the lengths of rows: the last is `room`."""
+    length = SHORTEST
+    while length < room:
+        yield length
+        if length + length // 2 < room and not few:
+            yield length + length // 2
+        length *= 2
+    yield room
 
-    def run(
-        model: LM, ids_BL: Int[Array, "B L"], segments_BL: Int[Array, "B L"]
-    ) -> Float[Array, "B D"]:
-        positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
-        ctx = Context(positions_BL, segments_BL, sequence_sharded=False)
-        h_BLD = model.normed(model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0])
-        if pooling == "pooler":
-            assert model.bert is not None
-            h_BLD = model.bert.pooled(h_BLD[:, :1])
-        h_BLD = h_BLD.astype(jnp.float32)
-        weights_BL = (
-            segments_BL if pooling == "mean" else jnp.zeros_like(segments_BL).at[:, 0].set(1)
-        )
-        weights_BL = weights_BL[:, : h_BLD.shape[1]].astype(jnp.float32)
-        sums_BD = jnp.einsum("BL,BLD->BD", weights_BL, h_BLD)
-        lengths_B1 = jnp.linalg.norm(sums_BD, axis=1, keepdims=True)
-        return sums_BD / jnp.maximum(lengths_B1, jnp.finfo(jnp.float32).tiny)
 
-    return run
+def pooled(
+    model: LM, ids_BL: Int[Array, "B L"], segments_BL: Int[Array, "B L"], pooling: Int[Array, ""]
+) -> Float[Array, "B D"]:
+    """Return embeddings; segment 0 is padding, pooling an index of POOLINGS."""
+    positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
+    ctx = Context(positions_BL, segments_BL, sequence_sharded=False)
+    h_BLD = model.normed(model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0])
+    first_B1D = h_BLD[:, :1]
+    if model.bert is not None and model.bert.pooler is not None:
+        is_pooler = pooling == POOLINGS.index("pooler")
+        first_B1D = jnp.where(is_pooler, model.bert.pooled(first_B1D), first_B1D)
+    sums_BD = jnp.einsum("BL,BLD->BD", jnp.float32(segments_BL), jnp.float32(h_BLD))
+    is_mean = pooling == POOLINGS.index("mean")
+    sums_BD = jnp.where(is_mean, sums_BD, jnp.float32(first_B1D[:, 0]))
+    lengths_B1 = jnp.linalg.norm(sums_BD, axis=1, keepdims=True)
+    return sums_BD / jnp.maximum(lengths_B1, jnp.finfo(jnp.float32).tiny)

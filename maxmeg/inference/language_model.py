@@ -27,7 +27,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.convert import Report, export_model
 from maxmeg.hf.trained import CARRIED, carried_folder
 from maxmeg.inference.activations import capture
-from maxmeg.inference.embeddings import Pooling, text_embeddings
+from maxmeg.inference.embeddings import Embedder, Pooling
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
 from maxmeg.inference.programs import jitted
@@ -158,12 +158,19 @@ class LanguageModel:
         return self._forward(self.model, self._row(prompt))[0]
 
     def embed(
-        self, texts: Sequence[str], pooling: Pooling = "mean", truncate: bool = False
+        self,
+        texts: Sequence[str | Sequence[int]],
+        pooling: Pooling = "mean",
+        truncate: bool = False,
     ) -> Float[np.ndarray, "N D"]:
         """Return a vector of length 1 for each text, from the hidden states of its tokens: their
         mean, that of the first token, or the pooler's output for that. truncate: cut texts that
         exceed the context, instead of a ValueError."""
-        return text_embeddings(self.trained, texts, pooling, truncate)
+        return self._embedder(texts, pooling, truncate)
+
+    @functools.cached_property
+    def _embedder(self) -> Embedder:
+        return Embedder(self.trained)
 
     def activations(
         self, prompt: Prompt | np.ndarray, *patterns: str

@@ -11,16 +11,16 @@ import fastapi
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.types import ASGIApp
 
-from maxmeg.config.options import Serve
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.server.answers import ChatChoice, Choice, TextChoice, usage
 from maxmeg.server.errors import ApiError, Json, add_handlers, as_json, body_of
-from maxmeg.server.fields import Chat, Completion, Detokenize, Generation, Tokenize
+from maxmeg.server.fields import Chat, Completion, Generation
 from maxmeg.server.gate import Gate
 from maxmeg.server.metrics import Metrics
-from maxmeg.server.served import Served
+from maxmeg.server.served import add_endpoints
 from maxmeg.server.worker import Ticket, Update, Worker
+from maxmeg.server.writer import ServedWriter
 
 DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
 PAGE = Path(__file__).with_name("page.html")
@@ -29,22 +29,13 @@ PAGE = Path(__file__).with_name("page.html")
 class Api:
     """Answers requests to generate text."""
 
-    def __init__(self, served: Served, worker: Worker, name: str, options: Serve) -> None:
-        self.served, self.worker, self.name, self.options = served, worker, name, options
+    def __init__(self, served: ServedWriter, worker: Worker) -> None:
+        self.served, self.worker, self.options = served, worker, served.options
+        self.name = served.name
         self._watches: set[asyncio.Task] = set()
 
-    @property
-    def models(self) -> list[str]:
-        """Names of the base model and of its adapters."""
-        return [self.name, *self.served.engine.trained.adapters]
-
-    def check_model(self, name: str | None) -> None:
-        if name not in (None, *self.models):
-            known = ", ".join(map(repr, self.models))
-            raise ApiError(404, f"model {name!r} is not served, only {known}", "model")
-
     async def completion(self, http: fastapi.Request, body: Completion) -> Response:
-        self.check_model(body.model)
+        self.served.check_name(body.model)
         prompts = await self.served.encode(self.served.prompts, body.prompt)
         limit = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
         scores = bool(body.echo) and (body.logprobs is not None or limit == 0)
@@ -58,7 +49,7 @@ class Api:
         return await self.answer(http, body, ticket, choice, body.logprobs is not None)
 
     async def chat(self, http: fastapi.Request, body: Chat) -> Response:
-        self.check_model(body.model)
+        self.served.check_name(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
         prompt = await self.served.chat(body)
@@ -182,7 +173,7 @@ def event(content: dict) -> str:
 
 
 def make_app(
-    served: Served, worker: Worker, metrics: Metrics, name: str, failed: Callable[[], None]
+    served: ServedWriter, worker: Worker, metrics: Metrics, failed: Callable[[], None]
 ) -> ASGIApp:
     """failed: what to call when the engine has ended."""
 
@@ -193,8 +184,9 @@ def make_app(
         await asyncio.to_thread(worker.stop)
 
     app = fastapi.FastAPI(title="maxmeg", lifespan=lifespan, docs_url=None, redoc_url=None)
-    api, created = Api(served, worker, name, served.options), time.time()
+    api = Api(served, worker)
     add_handlers(app)
+    add_endpoints(app, served, lambda: worker.is_warm, metrics.text)
 
     @app.post("/v1/completions")
     async def completions(http: fastapi.Request, body: Completion) -> Response:
@@ -206,38 +198,7 @@ def make_app(
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
-        raise ApiError(400, f"{name} predicts tokens, and has no embeddings of texts")
-
-    @app.get("/v1/models")
-    async def models() -> Response:
-        model = {"object": "model", "created": int(created), "owned_by": "maxmeg"}
-        model["max_model_len"] = served.model.max_position
-        parents = {each: name if each != name else None for each in api.models}
-        data = [{"id": each, "parent": parent, **model} for each, parent in parents.items()]
-        return Json({"object": "list", "data": data})
-
-    @app.post("/tokenize")
-    async def tokenize(body: Tokenize) -> Response:
-        api.check_model(body.model)
-        ids = await served.encode(served.tokens, body.prompt, body.add_special_tokens)
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": served.model.max_position})
-
-    @app.post("/detokenize")
-    async def detokenize(body: Detokenize) -> Response:
-        api.check_model(body.model)
-        return Json({"prompt": await served.encode(served.text, body.tokens)})
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> Response:
-        return Json(served.info)
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Response(status_code=200 if worker.is_warm else 503)
-
-    @app.get("/metrics")
-    async def read_metrics() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        raise ApiError(400, f"{served.name} predicts tokens, and has no embeddings of texts")
 
     @app.get("/")
     async def page() -> Response:

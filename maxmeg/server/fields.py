@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from maxmeg.inference.embeddings import Pooling
 from maxmeg.inference.sampling import TOP, Sampling
 
 MOST_STOPS = 16
@@ -173,6 +174,18 @@ class Chat(Generation):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: PlainFormat | SchemaFormat | None = None
+
+
+class Embeddings(Texts):
+    """POST /v1/embeddings."""
+
+    model: str | None = None
+    input: str | list[Token] | list[str] | list[list[Token]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    user: str | None = None
+    pooling: Pooling | None = None
+    truncate: bool | None = None
 
 
 class Tokenize(Texts):

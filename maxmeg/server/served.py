@@ -1,41 +1,40 @@
-"""The model that is served: prompts, chats and grammars become what the engine takes."""
+"""What servers of all models have: the endpoints of their names, tokenizers, health and metrics."""
 
 import asyncio
 import concurrent.futures
-import functools
-import json
+import time
 import typing
 from collections.abc import Callable, Sequence
 
+import fastapi
 import numpy as np
+from starlette.responses import Response
 
 from maxmeg.config.options import Serve
-from maxmeg.data.chat.template import load_chat_template
-from maxmeg.inference.engine import Engine
-from maxmeg.inference.grammar import Grammar
+from maxmeg.inference.load import Trained
 from maxmeg.inference.requests import check_ids
-from maxmeg.server.errors import ApiError
-from maxmeg.server.fields import Chat, Generation, Message, SchemaFormat
-from maxmeg.server.tools import ToolForm, schemas, tool_form
-
-GRAMMARS = 64  # that are kept
+from maxmeg.server.errors import ApiError, Json
+from maxmeg.server.fields import Detokenize, Tokenize
 
 
 class Served:
-    """ValueError and ApiError for what a client did wrong. Tokenizers are used by one thread."""
+    """The model that is served, its name and tokenizer, which is used by one thread.
 
-    def __init__(self, engine: Engine, options: Serve) -> None:
-        trained = engine.trained
-        self.engine, self.tokenizer, self.options = engine, trained.tokenizer, options
+    ValueError and ApiError for what a client did wrong.
+    """
+
+    template_text: str | None = None  # of chats
+
+    def __init__(self, trained: Trained, name: str, options: Serve) -> None:
+        self.name, self.options, self.tokenizer = name, options, trained.tokenizer
+        self.names = name, *trained.adapters
         self.model, self.data = trained.config.model, trained.config.data
-        self._known: dict[tuple[str, str], Grammar] = {}
-        self._encoder, self._compiler = (concurrent.futures.ThreadPoolExecutor(n) for n in (1, 2))
-        self.template, self._no_template = None, ""
-        try:
-            self.template = load_chat_template(self.tokenizer, self.data.chat_template)
-        except ValueError as error:
-            self._no_template = str(error)
-        self.form = tool_form(self.template.text) if self.template else None
+        self._encoder = concurrent.futures.ThreadPoolExecutor(1)
+
+    def check_name(self, name: str | None) -> None:
+        if name not in (None, *self.names):
+            known = ", ".join(map(repr, self.names))
+            raise ApiError(404, f"model {name!r} is not served, only {known}", "model")
 
     async def encode(self, function: Callable, *arguments: typing.Any) -> typing.Any:
         """Call a function that uses the tokenizer."""
@@ -46,32 +45,10 @@ class Served:
         before = self.tokenizer.opening if opening else ()
         return [*before, *self.tokenizer.encode(text).tolist()]
 
-    def prompts(self, prompt: str | Sequence) -> list[list[int]]:
-        """The token ids of each prompt."""
-        several = not isinstance(prompt, str) and not (prompt and isinstance(prompt[0], int))
-        return [
-            self.tokens(each) if isinstance(each, str) else [*each]
-            for each in (prompt if several else [prompt])
-        ]
-
-    async def chat(self, body: Chat) -> list[int]:
-        """The tokens of a chat with the opening of the next answer."""
-        if self.template is None:
-            raise ApiError(400, f"{self._no_template}; /v1/completions continues text")
-        if body.tools and not self.form:
-            raise ApiError(400, "the chat template has no tool calls of a known form", "tools")
-        variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()]}
-        messages = [message_of(message) for message in body.messages]
-        render = self.template.render
-        (text,) = await asyncio.to_thread(lambda: render([messages], **variables))
-        tokenizer = self.tokenizer
-        return (await self.encode(tokenizer.encode_marked, text, tokenizer.added)).tolist()
-
     def text(self, ids: Sequence[int]) -> str:
         check_ids(np.array([0, *ids]), self.model.vocab_size)
         return self.tokenizer.decode(ids)
 
-    @functools.cached_property
     def info(self) -> dict[str, str | None]:
         """What lm-eval asks for before it uses the tokenizer of a server."""
         tokenizer = self.tokenizer
@@ -79,67 +56,50 @@ class Served:
         named = {
             f"{k}_token": None if i is None else tokenizer.decode([i]) for k, i in roles.items()
         }
-        return {**named, "chat_template": self.template.text if self.template else None}
-
-    async def grammar(self, body: Generation) -> tuple[Grammar | None, tuple[str, str] | None]:
-        """The grammar that a request asks for in one of several ways, and its kind and text."""
-        fields = {"regex": ("regex", body.regex), "grammar": ("lark", body.grammar)}
-        found = [(kind, text) for kind, text in fields.values() if text is not None]
-        found += chat_grammars(body, self.form) if isinstance(body, Chat) else []
-        if len(found) > 1:
-            fields = "regex, grammar, response_format and a required tool"
-            raise ApiError(400, f"give one of {fields}")
-        return (await self._compiled(*found[0]), found[0]) if found else (None, None)
-
-    async def _compiled(self, kind: str, text: str) -> Grammar:
-        options, loop = self.options, asyncio.get_running_loop()
-        if len(text) > options.max_grammar:
-            raise ApiError(400, f"a {kind} of {len(text)} characters exceeds {options.max_grammar}")
-        if (kind, text) not in self._known:
-
-            def compiled() -> Grammar:
-                return self.engine.grammars.compile(kind, text)
-
-            try:
-                made = loop.run_in_executor(self._compiler, compiled)
-                grammar = await asyncio.wait_for(made, options.grammar_seconds)
-            except TimeoutError:
-                limit = f"{options.grammar_seconds:g} s"
-                raise ApiError(400, f"the {kind} is not compiled after {limit}") from None
-            self._known[kind, text] = grammar
-            while len(self._known) > GRAMMARS:
-                del self._known[next(iter(self._known))]
-        return self._known[kind, text]
+        return {**named, "chat_template": self.template_text}
 
 
-def message_of(message: Message) -> dict[str, typing.Any]:
-    """A message as templates take it: content as text, and arguments of calls as objects."""
-    content = message.content
-    role = "system" if message.role == "developer" else message.role
-    text = content if isinstance(content, str | None) else "".join(p.text for p in content)
-    found: dict[str, typing.Any] = {"role": role, "content": text or ""}
-    found |= {"name": message.name} if message.name else {}
-    found |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
-    if message.tool_calls:
-        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
-        for call in found["tool_calls"]:
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return found
+def several(texts: str | Sequence) -> Sequence[str | Sequence[int]]:
+    """Return the texts, or lists of token ids, of a field that may hold one of them."""
+    is_one = isinstance(texts, str) or (texts and isinstance(texts[0], int))
+    return [texts] if is_one else texts
 
 
-def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str]]:
-    """Kind and text of the grammars that response_format and tool_choice ask for."""
-    wanted, choice, found = body.response_format, body.tool_choice, []
-    if isinstance(wanted, SchemaFormat):
-        found.append(("json_schema", json.dumps(wanted.json_schema.schema_)))
-    elif wanted and wanted.type == "json_object":
-        found.append(("json_object", ""))
-    if choice in (None, "none", "auto"):
-        if any(tool.function.strict for tool in body.tools or ()):
-            raise ApiError(400, "strict needs tool_choice=required or a function's name", "tools")
-        return found
-    if not body.tools or not form:
-        raise ApiError(400, "tool_choice needs tools", "tool_choice")
-    only = "" if isinstance(choice, str) else choice.function.name
-    is_single = bool(only) or body.parallel_tool_calls is False
-    return [*found, ("lark", form.grammar(schemas(body.tools, only), is_single))]
+def add_endpoints(
+    app: fastapi.FastAPI,
+    served: Served,
+    is_warm: Callable[[], bool],
+    metrics: Callable[[], bytes],
+) -> None:
+    created = int(time.time())
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        model = {"object": "model", "created": created, "owned_by": "maxmeg"}
+        model["max_model_len"] = served.model.max_position
+        parents = {each: served.name if each != served.name else None for each in served.names}
+        data = [{"id": each, "parent": parent, **model} for each, parent in parents.items()]
+        return Json({"object": "list", "data": data})
+
+    @app.post("/tokenize")
+    async def tokenize(body: Tokenize) -> Response:
+        served.check_name(body.model)
+        ids = await served.encode(served.tokens, body.prompt, body.add_special_tokens)
+        return Json({"tokens": ids, "count": len(ids), "max_model_len": served.model.max_position})
+
+    @app.post("/detokenize")
+    async def detokenize(body: Detokenize) -> Response:
+        served.check_name(body.model)
+        return Json({"prompt": await served.encode(served.text, body.tokens)})
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        return Json(await served.encode(served.info))
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Response(status_code=200 if is_warm() else 503)
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics(), media_type="text/plain; version=0.0.4")

@@ -1,0 +1,115 @@
+"""The model that is served: prompts, chats and grammars become what the engine takes."""
+
+import asyncio
+import concurrent.futures
+import json
+import typing
+from collections.abc import Sequence
+
+from maxmeg.config.options import Serve
+from maxmeg.data.chat.template import load_chat_template
+from maxmeg.inference.engine import Engine
+from maxmeg.inference.grammar import Grammar
+from maxmeg.server.errors import ApiError
+from maxmeg.server.fields import Chat, Generation, Message, SchemaFormat
+from maxmeg.server.served import Served, several
+from maxmeg.server.tools import ToolForm, schemas, tool_form
+
+GRAMMARS = 64  # that are kept
+
+
+class ServedWriter(Served):
+    """A model that continues texts, and answers chats if it has a template."""
+
+    def __init__(self, engine: Engine, name: str, options: Serve) -> None:
+        super().__init__(engine.trained, name, options)
+        self.engine = engine
+        self._known: dict[tuple[str, str], Grammar] = {}
+        self._compiler = concurrent.futures.ThreadPoolExecutor(2)
+        self.template, self._no_template = None, ""
+        try:
+            self.template = load_chat_template(self.tokenizer, self.data.chat_template)
+        except ValueError as error:
+            self._no_template = str(error)
+        self.template_text = self.template.text if self.template else None
+        self.form = tool_form(self.template.text) if self.template else None
+
+    def prompts(self, prompt: str | Sequence) -> list[list[int]]:
+        """The token ids of each prompt."""
+        return [self.tokens(each) if isinstance(each, str) else [*each] for each in several(prompt)]
+
+    async def chat(self, body: Chat) -> list[int]:
+        """The tokens of a chat with the opening of the next answer."""
+        if self.template is None:
+            raise ApiError(400, f"{self._no_template}; /v1/completions continues text")
+        if body.tools and not self.form:
+            raise ApiError(400, "the chat template has no tool calls of a known form", "tools")
+        variables = {"tools": [tool.model_dump(exclude_none=True) for tool in body.tools or ()]}
+        messages = [message_of(message) for message in body.messages]
+        render = self.template.render
+        (text,) = await asyncio.to_thread(lambda: render([messages], **variables))
+        tokenizer = self.tokenizer
+        return (await self.encode(tokenizer.encode_marked, text, tokenizer.added)).tolist()
+
+    async def grammar(self, body: Generation) -> tuple[Grammar | None, tuple[str, str] | None]:
+        """The grammar that a request asks for in one of several ways, and its kind and text."""
+        fields = {"regex": ("regex", body.regex), "grammar": ("lark", body.grammar)}
+        found = [(kind, text) for kind, text in fields.values() if text is not None]
+        found += chat_grammars(body, self.form) if isinstance(body, Chat) else []
+        if len(found) > 1:
+            fields = "regex, grammar, response_format and a required tool"
+            raise ApiError(400, f"give one of {fields}")
+        return (await self._compiled(*found[0]), found[0]) if found else (None, None)
+
+    async def _compiled(self, kind: str, text: str) -> Grammar:
+        options, loop = self.options, asyncio.get_running_loop()
+        if len(text) > options.max_grammar:
+            raise ApiError(400, f"a {kind} of {len(text)} characters exceeds {options.max_grammar}")
+        if (kind, text) not in self._known:
+
+            def compiled() -> Grammar:
+                return self.engine.grammars.compile(kind, text)
+
+            try:
+                made = loop.run_in_executor(self._compiler, compiled)
+                grammar = await asyncio.wait_for(made, options.grammar_seconds)
+            except TimeoutError:
+                limit = f"{options.grammar_seconds:g} s"
+                raise ApiError(400, f"the {kind} is not compiled after {limit}") from None
+            self._known[kind, text] = grammar
+            while len(self._known) > GRAMMARS:
+                del self._known[next(iter(self._known))]
+        return self._known[kind, text]
+
+
+def message_of(message: Message) -> dict[str, typing.Any]:
+    """A message as templates take it: content as text, and arguments of calls as objects."""
+    content = message.content
+    role = "system" if message.role == "developer" else message.role
+    text = content if isinstance(content, str | None) else "".join(p.text for p in content)
+    found: dict[str, typing.Any] = {"role": role, "content": text or ""}
+    found |= {"name": message.name} if message.name else {}
+    found |= {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
+    if message.tool_calls:
+        found["tool_calls"] = [call.model_dump(exclude_none=True) for call in message.tool_calls]
+        for call in found["tool_calls"]:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return found
+
+
+def chat_grammars(body: Chat, form: ToolForm | None) -> list[tuple[str, str]]:
+    """Kind and text of the grammars that response_format and tool_choice ask for."""
+    wanted, choice, found = body.response_format, body.tool_choice, []
+    if isinstance(wanted, SchemaFormat):
+        found.append(("json_schema", json.dumps(wanted.json_schema.schema_)))
+    elif wanted and wanted.type == "json_object":
+        found.append(("json_object", ""))
+    if choice in (None, "none", "auto"):
+        if any(tool.function.strict for tool in body.tools or ()):
+            raise ApiError(400, "strict needs tool_choice=required or a function's name", "tools")
+        return found
+    if not body.tools or not form:
+        raise ApiError(400, "tool_choice needs tools", "tool_choice")
+    only = "" if isinstance(choice, str) else choice.function.name
+    is_single = bool(only) or body.parallel_tool_calls is False
+    return [*found, ("lark", form.grammar(schemas(body.tools, only), is_single))]
