@@ -94,6 +94,7 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
     mesh = dict(one_of([mesh for mesh in MESHES if mesh["context"] in contexts]))
     replicas, context = mesh["data"] * mesh["fsdp"] * mesh["expert"], mesh["context"]
     if context > 1:
+        mesh["fsdp_context"] = one_of(BOTH)
         mesh["context_strategy"] = one_of(STRATEGIES if context > 2 else STRATEGIES[:-1])
         if mesh["expert"] > 1 or one_of(BOTH):  # experts lie along context too
             mesh["expert"] *= context

@@ -56,13 +56,21 @@ LAYOUTS = [
     ("convolutions", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("convolutions", {"fsdp": 1, "tensor": 8}, {}),
     ("delta", {"fsdp": 1, "tensor": 8}, {}),
-    ("delta", {"fsdp": 2, "context": 2, "tensor": 2}, {"micro_batch_size": 2}),
+    (
+        "delta",
+        {"fsdp": 2, "context": 2, "fsdp_context": True, "tensor": 2},
+        {"micro_batch_size": 2},
+    ),
     ("kda", {"fsdp": 2, "context": 2, "tensor": 2}, {}),
     ("hybrid", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
     ("everything", {"fsdp": 2, "tensor": 4}, {"loss_backend": LossBackend.tiled}),
-    ("everything", {"fsdp": 2, "context": 2, "tensor": 2}, {"loss_backend": LossBackend.tiled}),
+    (
+        "everything",
+        {"fsdp": 2, "context": 2, "fsdp_context": True, "tensor": 2},
+        {"loss_backend": LossBackend.tiled},
+    ),
 ]
 
 

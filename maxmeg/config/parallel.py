@@ -82,6 +82,12 @@ class ParallelConfig:
         at_least=0,
         needs="context",
     )
+    fsdp_context: bool = setting(
+        False,
+        "fsdp shards parameters over context too: the devices of a sequence do not hold a whole "
+        "copy of the weights, and gather each layer twice per microbatch",
+        needs="context",
+    )
     context_inner: int = setting(
         0,
         "number of devices that exchange heads in a hierarchy, a divisor of context; 0: those of a "

@@ -145,7 +145,9 @@ def layout_problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
 
 
 def parallel_problems(config: Config, sizes: dict[str, int]):
-    model, tensor, fsdp = config.model, sizes["tensor"], sizes["fsdp"]
+    model, tensor, fsdp, name = config.model, sizes["tensor"], sizes["fsdp"], "fsdp"
+    if config.parallel.fsdp_context:
+        fsdp, name = fsdp * sizes["context"], "fsdp x context"
     yield from expert_layout_problems(config)
     expert_ffn = model.expert_ffn if model.has("moe") else 0
     latents = (model.mla.kv_rank, model.mla.query_rank) if model.is_mla else (0, 0)
@@ -156,9 +158,9 @@ def parallel_problems(config: Config, sizes: dict[str, int]):
         ("model.mlp.ffn_size", model.ffn if model.has("mlp") else 0, "tensor", tensor),
         ("model.hidden_size", model.hidden_size if model.has("conv") else 0, "tensor", tensor),
         ("data.sequence_length", config.data.sequence_length, "tensor", tensor),
-        ("model.hidden_size", model.hidden_size, "fsdp", fsdp),
-        ("model.mla.kv_rank", latents[0], "fsdp", fsdp),
-        ("model.mla.query_rank", latents[1], "fsdp", fsdp),
+        ("model.hidden_size", model.hidden_size, name, fsdp),
+        ("model.mla.kv_rank", latents[0], name, fsdp),
+        ("model.mla.query_rank", latents[1], name, fsdp),
     )
     yield from head_problems(model, tensor)
     for name, value, axis, size in cut:

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from maxmeg.ops.broadcast import zeros_after
 from maxmeg.ops.random import normal
 from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import FSDP_AXES, VOCAB_AXES
+from maxmeg.parallel.collectives import VOCAB_AXES
+from maxmeg.parallel.rules import fsdp_axes
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -72,10 +73,9 @@ class Embedding(nnx.Module):
         ids_BL -= collectives.first_index(VOCAB_AXES, rows)
         if ids_BL.size >= rows:
             return lookup(collectives.unshard_parameter(self.table), ids_BL, rows)
-        columns_BLD: typing.Any = lookup(
-            self.table[...], collectives.gather(ids_BL, FSDP_AXES, 0), rows
-        )
-        return collectives.exchange(columns_BLD, FSDP_AXES, cut=0, joined=2)
+        axes = fsdp_axes(self.table)
+        columns_BLD: typing.Any = lookup(self.table[...], collectives.gather(ids_BL, axes, 0), rows)
+        return collectives.exchange(columns_BLD, axes, cut=0, joined=2)
 
 
 class Positions(nnx.Module):

@@ -25,7 +25,7 @@ from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy
 from maxmeg.ops.random import fold, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
-from maxmeg.parallel.rules import set_gradient_dtype
+from maxmeg.parallel.rules import set_gradient_dtype, shard_over_context
 from maxmeg.pipeline.layout import Layout, arrange
 
 ADAPTERS = 5  # number of the random key of LoRA adapters, after those of the plain model
@@ -198,4 +198,6 @@ def language_model(key: jax.Array, config: Config) -> LM:
         dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
         model = adapters.adapted(fold(key, ADAPTERS), model, spec, dtype, orders)
     set_gradient_dtype(model, jnp.dtype(config.parallel.gradient_dtype.value))
+    if config.parallel.fsdp_context:
+        shard_over_context(model)
     return model

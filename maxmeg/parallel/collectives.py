@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
-from maxmeg.parallel.rules import fsdp_dim, gradient_dtype, is_variable
+from maxmeg.parallel.rules import fsdp_axes, fsdp_dim, gradient_dtype, is_variable
 
-PIPE_AXIS, FSDP_AXES = "pipe", ("fsdp",)
+PIPE_AXIS = "pipe"
 ALWAYS = "always"  # name of the activations that every recompute policy keeps
 VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
@@ -187,7 +187,7 @@ def unshard_parameter(parameter) -> jax.Array:
     value, dim = parameter[...], gathered_dim(parameter)
     if dim is None or parameter.get_metadata("whole", False):
         return value
-    return _summed_back(FSDP_AXES, dim, gradient_dtype(parameter), 1, value)
+    return _summed_back(fsdp_axes(parameter), dim, gradient_dtype(parameter), 1, value)
 
 
 def gather_exact(x: jax.Array, axes: tuple[str, ...], dim: int, nodes: int = 1) -> jax.Array:
@@ -201,25 +201,34 @@ def gather_exact(x: jax.Array, axes: tuple[str, ...], dim: int, nodes: int = 1) 
 def gathered_dim(parameter) -> int | None:
     """The dimension along which fsdp gathers a parameter; None: fsdp does not shard it."""
     mesh = jax.sharding.get_abstract_mesh()
-    return fsdp_dim(parameter, mesh) if present(FSDP_AXES) else None
+    return fsdp_dim(parameter, mesh) if present(fsdp_axes(parameter)) else None
+
+
+def has_sharded(tree) -> bool:
+    """Whether fsdp shards a variable of `tree`."""
+    found: list[int] = []
+    _map_sharded(lambda node, dim: found.append(dim), tree)
+    return bool(found)
 
 
 def gather_parameters(tree):
     """`tree` with every variable gathered over fsdp. Layers need it marked by `whole`."""
-    return _map_sharded(lambda value, dim, _: gather(value, FSDP_AXES, dim), tree)
+    return _map_sharded(lambda node, dim: gather(node.get_value(), fsdp_axes(node), dim), tree)
 
 
 def scatter_gradients(tree):
     """`tree` with the gradients of gathered variables summed over fsdp, each device keeping its
     shard, in their `gradient_dtype`. Other gradients stay as they are."""
-    return _map_sharded(
-        lambda value, dim, dtype: scatter(value.astype(dtype), FSDP_AXES, dim), tree
-    )
+
+    def scattered(node, dim: int) -> jax.Array:
+        return scatter(node.get_value().astype(gradient_dtype(node)), fsdp_axes(node), dim)
+
+    return _map_sharded(scattered, tree)
 
 
 def _map_sharded(function: Callable, tree):
-    """`tree` with function(value, sharded dimension, gradient dtype) for each variable sharded over
-    fsdp."""
+    """`tree` with function(variable, sharded dimension) as the value of each variable that is
+    sharded over fsdp."""
 
     def one(node):
         if not is_variable(node) or node.get_value() is None:
@@ -227,7 +236,7 @@ def _map_sharded(function: Callable, tree):
         dim = gathered_dim(node)
         if dim is None:
             return node
-        return node.replace(function(node.get_value(), dim, gradient_dtype(node)))
+        return node.replace(function(node, dim))
 
     return jax.tree.map(one, tree, is_leaf=is_variable)
 

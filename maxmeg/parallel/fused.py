@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmeg.parallel.rules import Cut, fsdp_dim, gradient_dtype, is_trained, is_variable
+from maxmeg.parallel.rules import Cut, fsdp_axes, fsdp_dim, gradient_dtype, is_trained, is_variable
 
 
 def fuse(model, reductions, mesh: Mesh):
@@ -83,7 +83,9 @@ def can_fuse(
     if not all(is_trained(weight) for weight in weights) or len(cuts) > 1:
         return False
     (cut,), last = cuts, weights[0].ndim - 1
-    kinds = {(w.shape[:-1], w.dtype, fsdp_dim(w, mesh), gradient_dtype(w)) for w in weights}
+    kinds = {
+        (w.shape[:-1], w.dtype, fsdp_dim(w, mesh), fsdp_axes(w), gradient_dtype(w)) for w in weights
+    }
     sharded = fsdp_dim(weights[0], mesh), None if cut is None else cut.dim
     return len(kinds) == 1 and last not in sharded
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxmeg.parallel.mesh import EXPERT_AXES, MESH_AXES, TENSOR_AXES
+from maxmeg.parallel.mesh import CONTEXT_AXES, EXPERT_AXES, MESH_AXES, TENSOR_AXES
 
 RULES: dict[str | None, tuple[str, ...]] = {
     "layers": ("pipe",),
@@ -34,6 +34,7 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "lora": (),  # the rank of adapters
     None: (),
 }
+FSDP_AXES = ("fsdp",)
 ZERO1_AXES = ("pipe", "data", "expert", "context")  # ZeRO-1 shards what they replicate
 
 
@@ -89,6 +90,19 @@ def gradient_dtype(variable: nnx.Variable) -> jnp.dtype:
     return variable.get_metadata().get("gradient_dtype", jnp.dtype(jnp.float32))
 
 
+def shard_over_context(module) -> None:
+    """Record in the metadata of every parameter of `module` that fsdp shards it over context too.
+    Not of experts: different ones lie along context."""
+    for variable in jax.tree.leaves(module, is_leaf=is_variable):
+        if "expert" not in variable.get_metadata()["axes"]:
+            variable.set_metadata(fsdp_axes=(*FSDP_AXES, *CONTEXT_AXES))
+
+
+def fsdp_axes(variable: nnx.Variable) -> tuple[str, ...]:
+    """Mesh axes over which fsdp shards a matrix: with `shard_over_context` also context."""
+    return variable.get_metadata().get("fsdp_axes", FSDP_AXES)
+
+
 @dataclasses.dataclass(frozen=True)
 class KvSlice:
     """Dimension `dim` of a parameter holds `num_heads` key/value heads and is replicated over
@@ -122,7 +136,7 @@ def fsdp_dim(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> int | None:
         return None
     first = variable.ndim - len(axes)  # after layers
     for dim, size in enumerate(metadata.get("sizes", ())):
-        devices = math.prod(mesh.shape[axis] for axis in (*RULES[axes[dim]], "fsdp"))
+        devices = math.prod(mesh.shape[axis] for axis in (*RULES[axes[dim]], *fsdp_axes(variable)))
         if axes[dim] != "expert" and size % devices == 0:
             return first + dim
     return first + axes.index("embed")
@@ -135,7 +149,7 @@ def mesh_axes(variable: nnx.Variable, mesh: Mesh) -> list[tuple[str, ...]]:
         axes[replicated.dim] = ()
     dim = fsdp_dim(variable, mesh)
     if dim is not None:
-        axes[dim] = (*axes[dim], "fsdp")
+        axes[dim] = (*axes[dim], *fsdp_axes(variable))
     return axes
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from maxmeg.layers.auxiliary import start_values
 from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
-from maxmeg.parallel.collectives import FSDP_AXES
 from maxmeg.parallel.trainable import joined, without
 from maxmeg.pipeline.residuals import combine_at, read, write
 from maxmeg.pipeline.weights import GroupWeights
@@ -53,9 +52,8 @@ class GroupGradients:
             return jnp.zeros(shape, dtype) if dy is None else zeros_after(dy, shape, dtype)
 
         rows = jax.eval_shape(self.reduced if self.once else self.over_fsdp, self.gradients)
-        waiting = (
-            (jnp.int32(-1), start_values(self.ends)) if collectives.present(FSDP_AXES) else None
-        )
+        is_sharded = collectives.has_sharded(self.gradients)
+        waiting = (jnp.int32(-1), start_values(self.ends)) if is_sharded else None
         sums = Sums(jax.tree.map(zeros, rows), waiting)
         return sums if dy is None else self.enter_last_tick(sums, dy)
 

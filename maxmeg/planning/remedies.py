@@ -137,6 +137,8 @@ def _meshes(config: Config, count: int) -> Iterator[Settings]:
             padded = target == "pipe" and config.model.num_units % moved["pipe"]
             settings: Settings = {f"parallel.{axis}": size for axis, size in moved.items()}
             yield settings | ({"parallel.pad_layers": True} if padded else {})
+    if parallel.context > 1 and not parallel.fsdp_context:
+        yield {"parallel.fsdp_context": True}
 
 
 def _memory(config: Config, count: int, device: Device | None = None) -> int | None:

@@ -38,6 +38,7 @@ VARIED = {
         "expert",
         "expert_tensor",
         "context",
+        "fsdp_context",
         "tensor",
         "schedule",
         "chunks",
@@ -142,8 +143,10 @@ def replicated(config: Config, replicas: int, tensor: int, context: int = 1) -> 
         number = expert * context if sparse else 1
         if experts % number or (expert > 1 and not sparse):
             continue
-        for fsdp in divisors(replicas // expert):
+        shards = itertools.product(divisors(replicas // expert), (False, True)[: min(context, 2)])
+        for fsdp, over_context in shards:
             sizes = {"context": context, "fsdp": fsdp, "data": replicas // expert // fsdp}
+            sizes |= {"fsdp_context": over_context}
             yield sizes | {"expert": number, "expert_tensor": 0}
             if tensor > 1 and experts > 1 and experts % (number * tensor) == 0:
                 yield sizes | {"expert": number * tensor, "expert_tensor": 1}

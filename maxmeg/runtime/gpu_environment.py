@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import (
+    fsdp_axes,
     fsdp_dim,
     gradient_dtype,
     is_variable,
@@ -230,10 +231,10 @@ def largest_shard(model, mesh: Mesh, zero1: bool) -> int:
     """Bytes of the largest matrix of a layer whose gradient is scattered, on a device, in the dtype
     of its gradient: over fsdp or, without, over the axes of ZeRO-1."""
     sizes = [0]
-    has_fsdp = mesh.shape["fsdp"] > 1
     for variable in jax.tree.leaves(model, is_leaf=is_variable):
         layers = variable.ndim - len(variable.get_metadata()["axes"])  # their dimensions come first
         is_cut = zero1 and zero1_cut(variable, mesh) is not None
+        has_fsdp = any(mesh.shape[axis] > 1 for axis in fsdp_axes(variable))
         if layers and fsdp_dim(variable, mesh) is not None and (has_fsdp or is_cut):
             axes = itertools.chain(*storage_axes(variable, mesh, zero1=not has_fsdp)[layers:])
             devices = math.prod(mesh.shape[axis] for axis in axes)

@@ -17,18 +17,35 @@ GPUS, LAYERS = 8, 2
 NEAR = 0.06  # planned over compiled memory
 
 
+def config_of(name: str, length: int, **parallel) -> Config:
+    train = TrainConfig(global_batch_size=1, micro_batch_size=1)
+    config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), name)
+    config.data.sequence_length = length
+    config.model = dataclasses.replace(config.model, recompute="selective", max_position=length)
+    return config
+
+
 @functools.cache
 def reports(name: str, length: int, window: int, strategy: str) -> tuple[Analytic, Compiled]:
-    parallel = ParallelConfig(context=GPUS, context_strategy=strategy)
-    train = TrainConfig(global_batch_size=1, micro_batch_size=1)
-    config = use_architecture(Config(parallel=parallel, train=train), name)
-    config.data.sequence_length = length
-    config.model = dataclasses.replace(
-        config.model, recompute="selective", max_position=length, num_layers=LAYERS
-    )
+    config = config_of(name, length, context=GPUS, context_strategy=strategy)
+    config.model.num_layers = LAYERS
     if window:
         config.model.attention.window = window
     return analyze(config, parse_cluster(f"h100x{GPUS}")), compile_report(config, "h100", GPUS)
+
+
+@pytest.mark.parametrize(
+    ("length", "gpus", "strategy"), [(131_072, 8, "ring"), (1_048_576, 64, "hierarchy")]
+)
+def test_llama_8b_trains_on_long_rows_with_selective_recomputation(length, gpus, strategy):
+    """One row on all GPUs, the weights sharded over context: no device holds a copy of them."""
+    config = config_of(
+        "llama3-8b", length, context=gpus, context_strategy=strategy, fsdp_context=True
+    )
+    planned = analyze(config, parse_cluster(f"h100x{gpus}"))
+    compiled = compile_report(config, "h100", gpus)
+    assert compiled.fits and planned.fits
+    assert planned.total == pytest.approx(compiled.total, rel=NEAR)
 
 
 @pytest.mark.parametrize(

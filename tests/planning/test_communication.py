@@ -177,7 +177,11 @@ CASES |= {
 CONTEXT = {"micro_batch_size": 1}
 CASES |= {
     "ring": ({"recompute": "selective"}, CONTEXT, {"fsdp": 2, "context": 2}),
-    "ring, full": ({"recompute": "full"}, CONTEXT, {"fsdp": 1, "context": 2, "tensor": 2}),
+    "ring, full": (
+        {"recompute": "full"},
+        CONTEXT,
+        {"fsdp": 2, "context": 2, "tensor": 2, "fsdp_context": True},
+    ),
     "windows": (
         {"attention.window": 3, "layers": "*(local,mlp)"},
         CONTEXT,
@@ -215,7 +219,10 @@ CASES |= {
     "experts along context": (
         EXPERTS,
         {},
-        {"fsdp": 1, "expert": 4, "context": 2, "context_strategy": "ring"},
+        {
+            **{"fsdp": 1, "expert": 4, "context": 2, "context_strategy": "ring"},
+            "fsdp_context": True,
+        },
     ),
 }
 

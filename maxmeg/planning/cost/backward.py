@@ -37,9 +37,7 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
         rows = max(experts.working(work, unit, tight), context.working(work, unit))
         gathered = weights(work, group, tight)
         once = unit.sparse and not experts.in_rounds(work, unit)
-        gathered += (
-            experts.read_last(work, unit) if once and work.axes["fsdp"] > 1 and not tight else 0
-        )
+        gathered += experts.read_last(work, unit) if once and work.fsdp > 1 and not tight else 0
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
             layers = unit.layers if apart(work) else 1
@@ -51,7 +49,7 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
             if in_branch(work, group):
                 members = [s for s in work.shards if s.parameter.group == group and s.trained]
                 size = work.itemsize * sum(s.whole for s in members) // work.config.parallel.chunks
-            waiting += size if work.axes["fsdp"] > 1 else 0
+            waiting += size if work.fsdp > 1 else 0
         waiting -= freed[group]
     return largest
 
@@ -122,7 +120,7 @@ def streams(unit: Unit) -> int:
 
 def delayed(work: Workload) -> bool:
     """Whether XLA computes gradients of weights late, to have products beside collectives."""
-    devices = work.axes["data"] * work.axes["fsdp"] * work.axes["tensor"]
+    devices = work.axes["data"] * work.fsdp * work.axes["tensor"]
     return devices > 1 and not apart(work)
 
 
@@ -169,7 +167,7 @@ def weight_lane(work: Workload, group: int) -> int:
     members = [s for s in work.shards if s.parameter.group == group and s.trained]
     sizes = [s.whole // units for s in members]
     largest, converted = max(sizes, default=0), 0
-    if axes["fsdp"] > 1 or any(s.zero1_axes for s in members):
+    if work.fsdp > 1 or any(s.zero1_axes for s in members):
         converted = work.gradient_itemsize * (work.gradient_itemsize != e)
     inputs = max(sum(one.last_input for one in widths) for widths in sublayers(unit))
     width = 2 * inputs // axes["tensor"] + 5 * work.config.model.hidden_size
@@ -223,7 +221,7 @@ def weights(work: Workload, group: int, tight: bool) -> int:
     units = work.places[group] * work.config.parallel.chunks
     layers = min(unit.layers, 2) if work.kept else unit.layers
     whole = e * sum(s.whole for s in members) * layers // (unit.layers * units)
-    if work.axes["fsdp"] == 1:
+    if work.fsdp == 1:
         added = sum(s.computed for s in members if s.trained) if work.accumulates else 0
         copied = e * added * (not work.kept)
         return 0 if unit.sparse or split_once(work) else (FLOAT32 * added + copied) // units

@@ -236,14 +236,19 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     tokens than the table of token embeddings has rows, the tokens' ids are gathered and their
     vectors, B x L x D, exchanged instead, in backward the vectors' gradients, and the ids again.
     """
-    if work.axes["fsdp"] == 1:
-        return
+    for axes in dict.fromkeys(shard.fsdp for shard in work.shards if shard.fsdp):
+        yield from _gathered(work, axes)
+
+
+def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
+    """The traffic over fsdp of the shards that are gathered over these mesh axes."""
+    name = " x ".join(axes)
     (embed, embed_backward), e, chunks = (
         embeddings(work),
         work.itemsize,
         work.config.parallel.chunks,
     )
-    sharded = [shard for shard in work.shards if shard.whole != shard.computed]
+    sharded = [shard for shard in work.shards if shard.fsdp == axes]
     layered = [shard for shard in sharded if shard.parameter.group is not None]
     lanes = work.lanes
 
@@ -256,7 +261,7 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         size = sum(
             itemsize * s.whole // n * m for s, n, m in zip(shards, places, held, strict=True)
         )
-        return Traffic("fsdp", purpose, kind, times * count, times * size, 0.0)
+        return Traffic(name, purpose, kind, times * count, times * size, 0.0)
 
     for purpose, first_purpose, times, first in (
         (PARAMETERS_FORWARD, FIRST_FORWARD, lanes.forward, _reads_input),
@@ -268,14 +273,15 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
     yield layers(LAYER_GRADIENTS, SCATTER, lanes.weight, trained)
     first = [shard for shard in trained if shard.parameter.path[4] == "0"]
     added = work.accumulates and not split_once(work)
-    cut = {s.parameter.group for s in trained if s.zero1_axes} if added else set()
+    every = work.shards if added else ()
+    cut = {s.parameter.group for s in every if s.trained and s.zero1_axes}
     times = [2 if shard.parameter.group in cut else 1 for shard in first]
     size = sum(
         n * work.gradient_itemsize * s.whole // (chunks * work.places[s.parameter.group or 0])
         for n, s in zip(times, first, strict=True)
     )
     count = sum(n * s.first_fused for n, s in zip(times, first, strict=True))
-    yield Traffic("fsdp", LAYER_GRADIENTS, SCATTER, count, size, 0.0)
+    yield Traffic(name, LAYER_GRADIENTS, SCATTER, count, size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
     exchanged = work.tokens < work.vocabulary
@@ -285,18 +291,18 @@ def _fsdp(work: Workload) -> Iterator[Traffic]:
         forward, backward = head, head
         if kind == "embedding" and exchanged:
             vectors = e * work.tokens * work.config.model.hidden_size
-            ids = FLOAT32 * work.tokens * work.axes["fsdp"]
+            ids = FLOAT32 * work.tokens * work.fsdp
             again = embed_backward if shard.trained else 0
-            yield entry("fsdp", "ids of tokens", GATHER, embed + again, ids)
-            yield entry("fsdp", "vectors of tokens", ALL_TO_ALL, embed, vectors)
+            yield entry(name, "ids of tokens", GATHER, embed + again, ids)
+            yield entry(name, "vectors of tokens", ALL_TO_ALL, embed, vectors)
             if shard.trained:
-                yield entry("fsdp", "their gradients", ALL_TO_ALL, embed_backward, vectors)
+                yield entry(name, "their gradients", ALL_TO_ALL, embed_backward, vectors)
         elif kind != "output":
             forward, backward = head + embed, head + embed_backward
-        yield entry("fsdp", f"{kind} table", GATHER, forward, e * shard.whole)
+        yield entry(name, f"{kind} table", GATHER, forward, e * shard.whole)
         if shard.trained:
             size = work.gradient_itemsize * shard.whole
-            yield entry("fsdp", f"gradient of the {kind} table", SCATTER, backward, size)
+            yield entry(name, f"gradient of the {kind} table", SCATTER, backward, size)
 
 
 def _reads_input(work: Workload, shard: Shard) -> bool:

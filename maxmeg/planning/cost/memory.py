@@ -145,7 +145,7 @@ def head(work: Workload) -> Head:
 def summed_alone(work: Workload) -> bool:
     """Whether the float32 gradient of the output weight is its sum: there is one microbatch, in a
     pipeline, and no scatter over fsdp."""
-    return work.pipelined and work.microbatches == 1 and work.axes["fsdp"] == 1
+    return work.pipelined and work.microbatches == 1 and work.fsdp == 1
 
 
 def multiplied_last(work: Workload) -> bool:
@@ -158,7 +158,7 @@ def multiplied_last(work: Workload) -> bool:
     if loss.backend != "xla":
         return False
     if loss.blocks[0] == 1:
-        return loss.once or work.axes["fsdp"] > 1
+        return loss.once or work.fsdp > 1
     hides = work.axes["tensor"] > 1 and not (work.pipelined or sparse or fsdp_on_one_node(work))
     return loss.once and not hides
 
@@ -194,7 +194,7 @@ def begins_early(work: Workload) -> bool:
 
 
 def fsdp_on_one_node(work: Workload) -> bool:
-    return math.prod(work.axes.values()) <= GPUS_A_NODE and work.axes["fsdp"] > 1
+    return math.prod(work.axes.values()) <= GPUS_A_NODE and work.fsdp > 1
 
 
 def cuts_layers(work: Workload) -> bool:
@@ -205,7 +205,7 @@ def cuts_layers(work: Workload) -> bool:
 def of_first_sublayers(work: Workload) -> int:
     """Bytes of the gradients of each group that wait for the next unit under fsdp: those of the
     first sublayer of one unit."""
-    if work.axes["fsdp"] == 1:
+    if work.fsdp == 1:
         return 0
     total = 0
     for group, places in enumerate(work.places):
@@ -219,7 +219,7 @@ def without_loop(work: Workload) -> bool:
     """Whether a step under ZeRO-1 and fsdp is two ticks, the first and the last, without a loop:
     XLA adds both gradients of a table after the second. Not seen under tensor parallelism."""
     both = work.microbatches == 2 and not work.pipelined and not work.config.lora.rank
-    return both and work.axes["fsdp"] > 1 == work.axes["tensor"] and cuts_layers(work)
+    return both and work.fsdp > 1 == work.axes["tensor"] and cuts_layers(work)
 
 
 def held_by_ticks(work: Workload) -> int:
@@ -227,7 +227,7 @@ def held_by_ticks(work: Workload) -> int:
     loop over microbatches: under fsdp the gathered output weight, e v D.
     """
     pipelined = work.pipelined or work.microbatches < 3
-    if pipelined or work.axes["fsdp"] == 1 or not cuts_layers(work):
+    if pipelined or work.fsdp == 1 or not cuts_layers(work):
         return 0
     return work.itemsize * work.vocabulary * work.config.model.hidden_size
 
@@ -241,9 +241,9 @@ def loss(work: Workload) -> int:
     """
     e, D, v, one = work.itemsize, work.config.model.hidden_size, work.vocabulary, head(work)
     xla = one.backend == "xla"
-    late = one.backend == "tiled" and work.axes["fsdp"] > 1 and not begins_early(work)
+    late = one.backend == "tiled" and work.fsdp > 1 and not begins_early(work)
     gradient = 0 if xla or (late and not work.pipelined) else waiting_gradient(work)
-    weight = e * v * D if work.axes["fsdp"] > 1 else 0
+    weight = e * v * D if work.fsdp > 1 else 0
     elsewhere = xla and not one.once and (summed_alone(work) or multiplied_last(work))
     sums = FLOAT32 * v * D if elsewhere else 0
     return one.temporaries - sums + gradient + weight + 2 * e * work.tokens * D
@@ -257,7 +257,7 @@ def beside_loss(work: Workload) -> int:
     if not work.pipelined or work.lanes.outputs:
         return 0
     total, chunks = 0, work.config.parallel.chunks
-    copies = 2 if chunks > 1 else work.axes["fsdp"] > 1
+    copies = 2 if chunks > 1 else work.fsdp > 1
     for group, unit in enumerate(work.units):
         if work.places[group] == 1:
             whole = sum(s.whole for s in work.shards if s.parameter.group == group) // chunks
@@ -275,18 +275,18 @@ def scattered(work: Workload) -> int:
     whole = work.vocabulary * work.config.model.hidden_size
     waiting, e, converted = waiting_gradient(work), work.itemsize, work.gradient_itemsize
     if waiting and multiplied_last(work):
-        if work.axes["fsdp"] == 1:
+        if work.fsdp == 1:
             return waiting + (e + FLOAT32) * whole
         logits = FLOAT32 * head(work).blocks[1] * work.vocabulary
         read = e * work.tokens * work.vocabulary
         arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
         return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
-    if work.axes["fsdp"] == 1:
+    if work.fsdp == 1:
         return waiting + (0 if work.config.lora.rank else FLOAT32 * whole)
     if waiting in (0, converted * whole):
         return waiting
     untied = not work.config.model.tied
-    shards = untied * (converted + FLOAT32) * whole // work.axes["fsdp"]
+    shards = untied * (converted + FLOAT32) * whole // work.fsdp
     return converted * whole + max(waiting, shards)
 
 
@@ -323,7 +323,7 @@ def absent(work: Workload) -> tuple[int, int]:
         e, first, reduced = work.itemsize, of_first_sublayers(work), work.gradient_itemsize
         sums = sum(_gradient_bytes(work, s) for s in outside) + sum(copies.values())
         sums -= e * work.vocabulary * work.config.model.hidden_size
-        each = e + reduced * (reduced != e) + (reduced + FLOAT32) / work.axes["fsdp"]
+        each = e + reduced * (reduced != e) + (reduced + FLOAT32) / work.fsdp
         return sums - int(each * (first // e)), sums
     begun = [s for s in trained if s.parameter.group is not None and s.zero1_axes]
     begun = [] if split_once(work) else begun

@@ -29,10 +29,12 @@ from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
+    fsdp_axes,
     is_trained,
     is_variable,
     kv_slice,
     logical_axes,
+    shard_over_context,
     storage_axes,
     zero1_cut,
 )
@@ -76,8 +78,8 @@ class Shard:
 
     stored: of its master. computed: of its copy in the compute dtype, under ZeRO-1 gathered,
     cut to one key/value head if there are fewer of them than tensor. whole: of that copy
-    gathered over fsdp. zero1_axes: its gradient is scattered over these mesh axes.
-    sum_axes: its gradient is summed over these. fused: it is part of a weight of several
+    gathered over fsdp, along these mesh axes. zero1_axes: its gradient is scattered over these
+    mesh axes. sum_axes: its gradient is summed over these. fused: it is part of a weight of several
     projections; first_fused: its first part, or a weight by itself.
     """
 
@@ -85,6 +87,7 @@ class Shard:
     stored: int
     computed: int
     whole: int
+    fsdp: tuple[str, ...]
     zero1_axes: tuple[str, ...]
     sum_axes: tuple[str, ...]
     fused: bool = False
@@ -227,6 +230,12 @@ class Workload:
     def tokens(self) -> int:
         """Of a microbatch on a device; with their share of each sequence under context."""
         return self.samples * self.config.data.sequence_length // self.axes["context"]
+
+    @property
+    def fsdp(self) -> int:
+        """Number of devices over which matrices are sharded, without those of experts."""
+        over_context = self.config.parallel.fsdp_context
+        return self.axes["fsdp"] * (self.axes["context"] if over_context else 1)
 
     @property
     def itemsize(self) -> int:
@@ -380,7 +389,10 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     def load(held: tuple[int, ...]) -> int:
         return sum(number * size for number, size in zip(held, sizes, strict=True))
 
-    vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
+    vocabulary, over = (
+        model.padded_vocab_size(parallel.tensor, parallel.pipe),
+        parallel.fsdp_context,
+    )
     every = _parameters(key, adapters_key(config.lora))
     return Workload(
         config,
@@ -390,7 +402,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         places,
         max(chunks, key=load),
         blocks,
-        _shards(every, mesh_shape(axes, parallel.fold), stored, vocabulary, parallel.zero1),
+        _shards(every, mesh_shape(axes, parallel.fold), stored, vocabulary, parallel.zero1, over),
         lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
         device or gpu_here(),
     )
@@ -405,7 +417,9 @@ def _units_of_groups(repeats: tuple[int, ...], stages: int, counts: tuple[int, .
 
 
 @functools.lru_cache(maxsize=4096)
-def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, ...]:
+def _shards(
+    every, axes, places, vocabulary: int, zero1: bool, over_context: bool
+) -> tuple[Shard, ...]:
     """The shard of every parameter. places: number of units of each group on a device."""
     mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
     shards, groups = [], collections.defaultdict(list)
@@ -419,6 +433,8 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         variable = variable.replace(jax.ShapeDtypeStruct(tuple(shape), variable.dtype))
         if parameter.kind == "output":
             variable.set_metadata(sizes=tuple(shape))
+        if over_context:
+            shard_over_context(variable)
         names = storage_axes(variable, mesh, zero1)
         used = {name for dim in names for name in dim}
         cut = zero1_cut(variable, mesh) if zero1 else None
@@ -427,13 +443,15 @@ def _shards(every, axes, places, vocabulary: int, zero1: bool) -> tuple[Shard, .
         computed = stored * math.prod(mesh.shape[name] for name in scattered)
         if (sliced := kv_slice(variable, mesh)) is not None:
             computed //= sliced.num_heads
-        whole = computed * (mesh.shape["fsdp"] if "embed" in parameter.axes else 1)
+        gathered = fsdp_axes(variable) if "embed" in parameter.axes else ()
+        gathered = tuple(axis for axis in gathered if mesh.shape[axis] > 1)
+        whole = computed * math.prod(mesh.shape[axis] for axis in gathered)
         summed = MESH_AXES if is_trained(variable) else ()
         left = (name for name in summed if name not in used and mesh.shape[name] > 1)
         sums = tuple("tensor" if name == "fold" else name for name in left)
         if parameter.projections is not None:
             groups[parameter.projections].append((len(shards), variable, cut))
-        shards.append(Shard(parameter, stored, computed, whole, scattered, sums))
+        shards.append(Shard(parameter, stored, computed, whole, gathered, scattered, sums))
     for group in groups.values():
         numbers, variables, cuts = zip(*group, strict=True)
         if can_fuse(variables, set(cuts), mesh):
