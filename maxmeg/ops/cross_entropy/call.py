@@ -5,6 +5,7 @@ cannot run a call, and `linear_cross_entropy(h, w, targets, weights, spec)`, dif
 """
 
 import dataclasses
+import functools
 
 from jaxtyping import Array, Float, Int
 
@@ -78,6 +79,7 @@ def preference(tokens: int, words: int, chunk: int, device: Device) -> tuple[str
     return next(c.order for c in CHOICES if c.cuda == device.is_cuda and size <= c.logits)
 
 
+@functools.lru_cache(maxsize=4096)
 def choice(named: str, tokens: int, words: int, chunk: int, device: Device) -> str:
     """The backend that a call gets if all backends support it; for planning."""
     return preference(tokens, words, chunk, device)[0] if named == "auto" else named

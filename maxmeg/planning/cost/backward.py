@@ -41,7 +41,7 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
         largest = max(largest, total + (max(rows, gathered) if once else rows + gathered))
         if work.places[group] == 1:
             layers = unit.layers if apart(work) else 1
-            width = sum(map(read, sublayers(unit)[: unit.sublayers // layers]))
+            width = sum(map(read, unit.sublayer_widths[: unit.sublayers // layers]))
             tensor, D = work.axes["tensor"], work.config.model.hidden_size
             again = 0 if work.kept else 1 + 2 * (tensor if tensor > 1 else 0)
             number = (streams(unit) + again * unit.sublayers) // layers
@@ -76,7 +76,7 @@ def scores(work: Workload, unit: Unit) -> int:
     if work.kept:
         return block + copied * max(slices)
     biased = work.config.model.mlp.bias
-    last = sublayers(unit)[-1]
+    last = unit.sublayer_widths[-1]
     beside = sum(sum(one.stored.values()) - one.last_input * (not biased) for one in last)
     apart = unit.sparse or work.axes["tensor"] > 1
     columns = 0 if apart else work.itemsize * work.tokens * beside
@@ -94,7 +94,7 @@ def arrays(work: Workload, unit: Unit) -> int:
     too, and partial sums.
     """
     tensor, D = work.axes["tensor"], work.config.model.hidden_size
-    *others, last = sublayers(unit)
+    *others, last = unit.sublayer_widths
     run = delayed(work) * (unit.sublayers - unit.sublayers // unit.layers)
     width = 0 if work.kept else (streams(unit) + run) * D + sum(map(recomputed, others))
     if not experts.run_apart(work, unit):
@@ -105,11 +105,6 @@ def arrays(work: Workload, unit: Unit) -> int:
     gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
     gathered = inputs + gradients + 1 if tensor > 1 else 0
     return work.itemsize * work.tokens * (width // tensor + gathered * D)
-
-
-def sublayers(unit: Unit) -> list[list[Widths]]:
-    """Widths of the mixers of each sublayer."""
-    return [[mixer.widths(unit.tensor) for mixer in spec.mixers] for spec in unit.specs]
 
 
 def streams(unit: Unit) -> int:
@@ -169,7 +164,7 @@ def weight_lane(work: Workload, group: int) -> int:
     largest, converted = max(sizes, default=0), 0
     if work.fsdp > 1 or any(s.zero1_axes for s in members):
         converted = work.gradient_itemsize * (work.gradient_itemsize != e)
-    inputs = max(sum(one.last_input for one in widths) for widths in sublayers(unit))
+    inputs = max(sum(one.last_input for one in widths) for widths in unit.sublayer_widths)
     width = 2 * inputs // axes["tensor"] + 5 * work.config.model.hidden_size
     read = e * work.tokens * width + experts.read_by_weight_lane(work, unit)
     if not in_branch(work, group):
@@ -181,7 +176,7 @@ def weight_lane(work: Workload, group: int) -> int:
 def gradient_inputs(work: Workload, unit: Unit) -> int:
     """Width of what the gradients of a unit's weights read, summed over its layers if they are
     delayed: of the sublayers of one layer only one's exist at a time."""
-    sizes = [read(widths) for widths in sublayers(unit)]
+    sizes = [read(widths) for widths in unit.sublayer_widths]
     step = max(len(sizes) // unit.layers, 1)
     layers = [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
     return sum(layers) if delayed(work) else max(layers)

@@ -1,6 +1,7 @@
 """Memory and time of the output projection with cross entropy, for each backend of the op."""
 
 import dataclasses
+import functools
 
 from maxmeg.config.schema import LossBackend
 from maxmeg.ops.backend import Device
@@ -26,7 +27,7 @@ class Head:
     smoothed: bool
     capped: bool
 
-    @property
+    @functools.cached_property
     def backend(self) -> str:
         """The backend that the op chooses on a GPU."""
         sizes = (self.tokens, self.words, self.chunk)

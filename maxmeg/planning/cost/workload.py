@@ -24,7 +24,7 @@ from maxmeg.config.validate import axis_sizes
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.models.lm import language_model
-from maxmeg.models.mixers import pattern, unit_costs
+from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
@@ -111,8 +111,18 @@ class Unit:
     tensor: int
 
     @functools.cached_property
+    def sublayer_widths(self) -> tuple[tuple[Widths, ...], ...]:
+        """Of the mixers of each sublayer."""
+        return tuple(tuple(m.widths(self.tensor) for m in one.mixers) for one in self.specs)
+
+    @functools.cached_property
     def widths(self) -> tuple[Widths, ...]:
-        return tuple(mixer.widths(self.tensor) for one in self.specs for mixer in one.mixers)
+        return tuple(one for widths in self.sublayer_widths for one in widths)
+
+    @functools.cached_property
+    def weights(self) -> int:
+        """Number of weights that a token is multiplied with, as `unit_costs`."""
+        return sum(mixer.weights() for one in self.specs for mixer in one.mixers)
 
     def multiply_adds(self, length: int) -> int:
         """Of its matrix products in forward, for one sequence."""
@@ -380,7 +390,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     parallel, key = config.parallel, architecture_key(model)
     how = frozenset((name, getattr(parallel, name)) for name in HOW)
     blocks = _units(key, parallel.tensor, how)
-    counts = units_of_chunks(model, parallel, unit_costs(model))
+    counts = units_of_chunks(model, parallel, tuple(unit.weights for unit in blocks))
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
     stored = tuple(number * parallel.chunks for number in places)
