@@ -31,3 +31,14 @@ def scan(inputs: Any, docs_BL: jax.Array | None) -> tuple[Any, jax.Array]:
     q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, _, state_BHNP = inputs
     arrays = q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI[..., 0], state_BHNP, docs_BL
     return kernel_module("chunk_scan").scan(*arrays)
+
+
+@jax.jit
+def gradients(inputs: Any, docs_BL: jax.Array | None, slopes: tuple[Any, jax.Array]) -> Any:
+    """Gradients of `inputs`, which have queries; slopes: those of y and of the last state."""
+    q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, _, state_BHNP = inputs
+    arrays = q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI[..., 0], state_BHNP
+    *others, d_log_decay_BLH, d_state_BHNP = kernel_module("chunk_scan_backward").gradients(
+        arrays, docs_BL, *slopes
+    )
+    return type(inputs)(*others, d_log_decay_BLH[..., None], None, d_state_BHNP)
