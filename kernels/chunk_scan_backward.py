@@ -35,8 +35,8 @@ from .chunk_scan import CONSUMERS, DTYPE, Decays, hidden_zero, rows_of
 from .mosaic import COLUMNS, MATRIX, pl, plgpu, spread, spread_columns
 
 STAGES = {(128, 64): 2, (128, 128): 1, (256, 64): 1}  # slots of the rings, by (N, P)
-PROGRAMS = 132  # at least as many, if heads can be divided
-COLUMNS_OUT = 32  # of the summed gradient that a consumer writes at a time
+PROGRAMS = 128  # of a launch, at least, if heads can be divided
+COLUMNS_OUT = 16  # of the summed gradient that a consumer writes at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +206,7 @@ def named_arrays(plan: Plan, refs: list) -> Arrays:
 
 def shared_type(plan: Plan, N: int, P: int, sum_dtype: Any) -> Shared:
     S, slots, consumer = plan.chunk, plan.stages, (CONSUMERS, chunk_scan.WARPGROUP_ROWS)
-    wide = mosaic.matrix_buffer((S, N), DTYPE)
+    wide = mosaic.matrix_buffer((1, S, N), DTYPE)
     narrow = mosaic.matrix_buffer((slots, S, P), DTYPE)
     return Shared(
         wide=wide,
@@ -249,7 +249,7 @@ def produce(program: Program) -> None:
         (arrays.other_wide_BLGN, shared.other_wide),
     ):
         matrix = source.at[batch, tokens, group]
-        plgpu.copy_gmem_to_smem(matrix, buffer, barriers.resident.at[0])
+        plgpu.copy_gmem_to_smem(matrix, buffer.at[0], barriers.resident.at[0])
 
     @pl.loop(0, plan.heads)
     def _(step):
@@ -290,13 +290,17 @@ def add_head(
     plan, _, shared, barriers, *_, half = program
     slot, rows = mosaic.ring_slot(step, plan.stages), rows_of(warpgroup)
     plgpu.barrier_wait(barriers.ready.at[slot])
+    only = hidden_zero(shared.sums[slot, 0])
     if plan.stages == 1:
-        slot = hidden_zero(shared.sums[0, 0])
+        slot = only
+    wide, other_wide = shared.wide.at[only], shared.other_wide.at[only]
+    shared = shared._replace(wide=wide, other_wide=other_wide)
+    program = program._replace(shared=shared)
     decays = chunk_scan.decays_of(plan, shared, slot, program.chunk, rows)
     factors = decays.leaves if plan.is_keys else decays.reads
-    narrow = mosaic.load(shared.narrow.at[slot, rows], MATRIX).astype(jnp.float32)
+    load = functools.partial(mosaic.load, shared.narrow.at[slot, rows], MATRIX)
+    narrow, state = load().astype(jnp.float32), shared.states.at[slot]
     scaled = (narrow * spread(factors, narrow.shape)).astype(DTYPE)
-    state = shared.states.at[slot]
     columns = state if plan.width == state.shape[0] else state.at[columns_of(plan, half)]
     sums = pl.run_state(lambda ref: plgpu.wgmma(ref, scaled, mosaic.transposed(columns)))(
         plgpu.ACC.init(sums)
@@ -305,7 +309,7 @@ def add_head(
     wide = shared.wide.at[rows]
     inner = pl.run_state(lambda ref: plgpu.wgmma(ref, wide, state))(plgpu.ACC.init(zeros))
     inner = inner * spread(factors, narrow.shape)
-    share = jnp.sum(narrow * inner, axis=1)
+    share = jnp.sum(load().astype(jnp.float32) * inner, axis=1)
     pairs = share * 0.0
     add = functools.partial(add_block, program, slot, warpgroup, decays)
     span = (warpgroup + 1, CONSUMERS) if plan.is_keys else (0, warpgroup)
@@ -344,12 +348,13 @@ def add_block(
         return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
 
     decay = decay_of(program, slot, warpgroup, decays, is_diagonal, block)
-    scores = product(shared.wide.at[rows], shared.other_wide.at[others]) * decay
-    dots = product(shared.narrow.at[slot, rows], shared.other_narrow.at[slot, others])
-    pairs = pairs + jnp.sum(scores * dots, axis=1)
+    scores = product(shared.wide.at[rows], shared.other_wide.at[others])
+    weights = (scores * decay).astype(DTYPE)
     if plan.is_keys:
-        weights, values = scores.astype(DTYPE), shared.other_narrow.at[slot, others]
+        values = shared.other_narrow.at[slot, others]
         inner = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(inner))
+    dots = product(shared.narrow.at[slot, rows], shared.other_narrow.at[slot, others])
+    pairs = pairs + jnp.sum(weights.astype(jnp.float32) * dots, axis=1)
     dots = (dots * decay).astype(DTYPE)
     wide = shared.other_wide.at[others]
     wide = wide if plan.width == wide.shape[1] else wide.at[:, columns_of(plan, half)]

@@ -66,20 +66,21 @@ for name in sys.argv[2:]:
     B, L, H, exact = case.batch, case.length, case.heads, jnp.float32
     keys, y = array(B, L, case.groups, case.state), array(B, L, H, case.value)
     segments = array(B, L, dtype=jnp.int32) if case.documents else None
-    inputs = keys, keys, y, array(B, L, H, dtype=exact)
+    inputs = keys, keys, y, array(B, L, H, dtype=exact), segments
 
     def scan(q, k, v, decay, segments=None):
         q = None if kind == "state" else q
         return chunk_scan(q, k, v, decay, None, segments, None, ScanSpec(128, "mosaic"))
 
     def gradients(inputs, slope):
-        (out, last), pull = jax.vjp(scan, *inputs)
+        *arrays, segments = inputs
+        (out, last), pull = jax.vjp(lambda *arrays: scan(*arrays, segments), *arrays)
         return out, pull((slope, jnp.zeros_like(last)))
 
     if kind == "gradients":
         tell(name, compiled(gradients, inputs, y))
     else:
-        tell(name, compiled(scan, *inputs, segments))
+        tell(name, compiled(scan, *inputs))
 """
 
 
