@@ -288,11 +288,13 @@ def add_head(
 ) -> jax.Array:
     """Add a head's gradients of a consumer's queries or keys, and write its other results."""
     plan, _, shared, barriers, *_, half = program
-    slot, rows = mosaic.ring_slot(step, plan.stages), rows_of(warpgroup)
+    slot = mosaic.ring_slot(step, plan.stages)
     plgpu.barrier_wait(barriers.ready.at[slot])
     only = hidden_zero(shared.sums[slot, 0])
     if plan.stages == 1:
         slot = only
+    warpgroup = warpgroup + only
+    rows = rows_of(warpgroup)
     wide, other_wide = shared.wide.at[only], shared.other_wide.at[only]
     shared = shared._replace(wide=wide, other_wide=other_wide)
     program = program._replace(shared=shared)
@@ -310,14 +312,13 @@ def add_head(
     inner = pl.run_state(lambda ref: plgpu.wgmma(ref, wide, state))(plgpu.ACC.init(zeros))
     inner = inner * spread(factors, narrow.shape)
     share = jnp.sum(load().astype(jnp.float32) * inner, axis=1)
-    pairs = share * 0.0
-    add = functools.partial(add_block, program, slot, warpgroup, decays)
-    span = (warpgroup + 1, CONSUMERS) if plan.is_keys else (0, warpgroup)
-    carry = lax.fori_loop(*span, functools.partial(add, False), (sums, inner, pairs))
-    sums, inner, pairs = add(True, warpgroup, carry)
+    if plan.is_keys:  # a loop of its own, because both gradients do not fit in registers
+        inner = over_blocks(plan, warpgroup, add_values, (program, slot, decays), inner)
+        pl.when(half == 0)(lambda: store_values(program, warpgroup, step, inner))
+    sums, pairs = over_blocks(plan, warpgroup, add_pairs, (program, slot, decays), (sums, share * 0))
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers.free.at[slot])
-    pl.when(half == 0)(lambda: store(program, warpgroup, step, (inner, pairs, share)))
+    pl.when(half == 0)(lambda: store(program, warpgroup, step, (pairs, share)))
     return sums
 
 
@@ -325,41 +326,63 @@ def columns_of(plan: Plan, half: jax.Array) -> Any:
     return pl.ds(half * plan.width, plan.width)
 
 
-def add_block(
+def over_blocks(plan: Plan, warpgroup: jax.Array, add: Any, fixed: tuple, carry: Any) -> Any:
+    """The carry after add(*fixed, warpgroup, is_diagonal, block, carry) of the blocks of the other
+    side that a consumer's tokens see."""
+    span = (warpgroup + 1, CONSUMERS) if plan.is_keys else (0, warpgroup)
+    warpgroup = warpgroup + hidden_zero(fixed[0].shared.sums[fixed[1], 0])
+    call = functools.partial(add, *fixed, warpgroup)
+    return call(True, warpgroup, lax.fori_loop(*span, functools.partial(call, False), carry))
+
+
+def product(left: Any, right: Any) -> jax.Array:
+    """left right^T of two blocks in shared memory."""
+
+    def multiply(ref: Any) -> jax.Array:
+        plgpu.wgmma(ref, left, mosaic.transposed(right))
+        return ref[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
+
+
+def add_values(
     program: Program,
     slot: jax.Array,
-    warpgroup: jax.Array,
     decays: Decays,
+    warpgroup: jax.Array,
     is_diagonal: bool,
     block: jax.Array,
-    carry: tuple[jax.Array, jax.Array, jax.Array],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Add what a consumer's tokens get from a block of the other side's."""
-    plan, _, shared, *_, half = program
-    sums, inner, pairs = carry
-    rows, others = rows_of(warpgroup), rows_of(block)
-    shape = (chunk_scan.WARPGROUP_ROWS, chunk_scan.WARPGROUP_ROWS)
-
-    def product(left: Any, right: Any) -> jax.Array:
-        def multiply(ref: Any) -> jax.Array:
-            plgpu.wgmma(ref, left, mosaic.transposed(right))
-            return ref[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC(shape, jnp.float32))
-
+    slope: jax.Array,
+) -> jax.Array:
+    """Add what a consumer's values get from a block's gradients of outputs."""
+    shared, rows, others = program.shared, rows_of(warpgroup), rows_of(block)
     decay = decay_of(program, slot, warpgroup, decays, is_diagonal, block)
-    scores = product(shared.wide.at[rows], shared.other_wide.at[others])
-    weights = (scores * decay).astype(DTYPE)
-    if plan.is_keys:
-        values = shared.other_narrow.at[slot, others]
-        inner = pl.run_state(lambda ref: plgpu.wgmma(ref, weights, values))(plgpu.ACC.init(inner))
+    weights = product(shared.wide.at[rows], shared.other_wide.at[others]) * decay
+    weights, others = weights.astype(DTYPE), shared.other_narrow.at[slot, others]
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, weights, others))(plgpu.ACC.init(slope))
+
+
+def add_pairs(
+    program: Program,
+    slot: jax.Array,
+    decays: Decays,
+    warpgroup: jax.Array,
+    is_diagonal: bool,
+    block: jax.Array,
+    carry: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Add what a consumer's queries or keys get from a block of the other side's, and the products
+    of pairs."""
+    plan, shared, (sums, pairs) = program.plan, program.shared, carry
+    rows, others = rows_of(warpgroup), rows_of(block)
     dots = product(shared.narrow.at[slot, rows], shared.other_narrow.at[slot, others])
-    pairs = pairs + jnp.sum(weights.astype(jnp.float32) * dots, axis=1)
-    dots = (dots * decay).astype(DTYPE)
-    wide = shared.other_wide.at[others]
-    wide = wide if plan.width == wide.shape[1] else wide.at[:, columns_of(plan, half)]
+    dots = dots * decay_of(program, slot, warpgroup, decays, is_diagonal, block)
+    scores = product(shared.wide.at[rows], shared.other_wide.at[others])
+    pairs = pairs + jnp.sum(scores * dots, axis=1)
+    dots, wide = dots.astype(DTYPE), shared.other_wide.at[others]
+    wide = wide if plan.width == wide.shape[1] else wide.at[:, columns_of(plan, program.half)]
     sums = pl.run_state(lambda ref: plgpu.wgmma(ref, dots, wide))(plgpu.ACC.init(sums))
-    return sums, inner, pairs
+    return sums, pairs
 
 
 def decay_of(
@@ -380,6 +403,7 @@ def decay_of(
     if plan.is_keys:
         exponents = -exponents
     row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
+    row = row + hidden_zero(shared.sums[slot, 0])  # or the masks of all heads stay in registers
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
     if is_diagonal:
         is_seen = row <= column if plan.is_keys else column <= row
@@ -394,19 +418,26 @@ def decay_of(
     return jnp.exp2(exponents)
 
 
-def store(program: Program, warpgroup: jax.Array, step: jax.Array, results: tuple) -> None:
-    """Write a consumer's results of a head; TMA drops tokens past the end."""
+def store(program: Program, warpgroup: jax.Array, step: jax.Array, numbers: tuple) -> None:
+    """Write a consumer's pairs and shares of a head."""
     plan, arrays, shared, _, batch, part, chunk, _ = program
-    inner, *numbers = results
     rows, head = rows_of(chunk * CONSUMERS + warpgroup), part * plan.heads + step
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    if plan.is_keys:
-        shared.d_narrow.at[warpgroup][...] = inner.astype(DTYPE)
     for i, number in enumerate(numbers):
         shared.numbers.at[warpgroup, i][...] = number
     plgpu.commit_smem()
-    if plan.is_keys:
-        target = arrays.d_narrow_BLHP.at[batch, rows, head]
-        plgpu.copy_smem_to_gmem(shared.d_narrow.at[warpgroup], target)
     for i, target in enumerate((arrays.pairs_BHL, arrays.shares_BHL)):
         plgpu.copy_smem_to_gmem(shared.numbers.at[warpgroup, i], target.at[batch, head, rows])
+
+
+def store_values(
+    program: Program, warpgroup: jax.Array, step: jax.Array, slope: jax.Array
+) -> None:
+    """Write the gradients of a consumer's values of a head; TMA drops tokens past the end."""
+    plan, arrays, shared, _, batch, part, chunk, _ = program
+    rows, head = rows_of(chunk * CONSUMERS + warpgroup), part * plan.heads + step
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    shared.d_narrow.at[warpgroup][...] = slope.astype(DTYPE)
+    plgpu.commit_smem()
+    target = arrays.d_narrow_BLHP.at[batch, rows, head]
+    plgpu.copy_smem_to_gmem(shared.d_narrow.at[warpgroup], target)
