@@ -155,7 +155,7 @@ def scan_refuses(q_BLGN: Any, k_BLGN: Any, v_BLHP: Any, is_plain: bool = True) -
     if dtypes != {jnp.dtype(DTYPE).name}:
         return f"dtypes {sorted(dtypes)} are not all bfloat16: set the compute dtype to bfloat16"
     if sizes not in STAGES:
-        return f"(state size, head dim) {sizes} is none of {sorted(STAGES)}"
+        return f"state size {sizes[0]} is more than 256 or head dim {sizes[1]} is more than 128"
     return ""
 
 
