@@ -283,9 +283,7 @@ def consume(program: Program, warpgroup: jax.Array) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def add_head(
-    program: Program, warpgroup: jax.Array, step: jax.Array, sums: jax.Array
-) -> jax.Array:
+def add_head(program: Program, warpgroup: jax.Array, step: jax.Array, sums: jax.Array) -> jax.Array:
     """Add a head's gradients of a consumer's queries or keys, and write its other results."""
     plan, _, shared, barriers, *_, half = program
     slot = mosaic.ring_slot(step, plan.stages)
@@ -315,7 +313,9 @@ def add_head(
     if plan.is_keys:  # a loop of its own, because both gradients do not fit in registers
         inner = over_blocks(plan, warpgroup, add_values, (program, slot, decays), inner)
         pl.when(half == 0)(lambda: store_values(program, warpgroup, step, inner))
-    sums, pairs = over_blocks(plan, warpgroup, add_pairs, (program, slot, decays), (sums, share * 0))
+    sums, pairs = over_blocks(
+        plan, warpgroup, add_pairs, (program, slot, decays), (sums, share * 0)
+    )
     plgpu.commit_smem()
     plgpu.barrier_arrive(barriers.free.at[slot])
     pl.when(half == 0)(lambda: store(program, warpgroup, step, (pairs, share)))
@@ -430,9 +430,7 @@ def store(program: Program, warpgroup: jax.Array, step: jax.Array, numbers: tupl
         plgpu.copy_smem_to_gmem(shared.numbers.at[warpgroup, i], target.at[batch, head, rows])
 
 
-def store_values(
-    program: Program, warpgroup: jax.Array, step: jax.Array, slope: jax.Array
-) -> None:
+def store_values(program: Program, warpgroup: jax.Array, step: jax.Array, slope: jax.Array) -> None:
     """Write the gradients of a consumer's values of a head; TMA drops tokens past the end."""
     plan, arrays, shared, _, batch, part, chunk, _ = program
     rows, head = rows_of(chunk * CONSUMERS + warpgroup), part * plan.heads + step
