@@ -27,6 +27,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.convert import Report, export_model
 from maxmeg.hf.trained import CARRIED, carried_folder
 from maxmeg.inference.activations import capture
+from maxmeg.inference.classification import Text, class_probabilities
 from maxmeg.inference.embeddings import Pooling, text_embeddings
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
@@ -164,6 +165,15 @@ class LanguageModel:
         mean, that of the first token, or the pooler's output for that. truncate: cut texts that
         exceed the context, instead of a ValueError."""
         return text_embeddings(self.trained, texts, pooling, truncate)
+
+    def classify(
+        self, examples: Sequence[Text | Sequence[Text]], truncate: bool = False
+    ) -> list[Float[np.ndarray, "..."]]:
+        """Return the probabilities of the classes of each example, in the order of data.labels: a
+        text or a pair of texts; a list of words with data.objective=tag; a list of choices, texts
+        or pairs of choice and context, with choose. truncate: cut examples that exceed the
+        context, instead of a ValueError."""
+        return class_probabilities(self.trained, examples, truncate)
 
     def activations(
         self, prompt: Prompt | np.ndarray, *patterns: str
