@@ -1,7 +1,7 @@
 """Mean loss of a trained run: maxmeg evaluate runs/gpt [--split=test]
 
-Instead of the loss, --tasks=arc_easy,hellaswag or --tasks=MY_TASK.yaml runs tasks of
-lm-evaluation-harness; they need pip install 'maxmeg[evals]'.
+Instead of the loss, --tasks=lambada:FILE.jsonl,wikitext:FILE runs these; --tasks=arc_easy,hellaswag
+or --tasks=MY_TASK.yaml runs tasks of lm-evaluation-harness (pip install 'maxmeg[evals]').
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -24,6 +24,7 @@ from maxmeg.data.loader import eval_batches
 from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.evals.harness import run_tasks
 from maxmeg.evals.perplexity import accuracy_lines, mean_loss
+from maxmeg.evals.zero_shot import is_task, run_zero_shot
 from maxmeg.inference.load import Trained, load_chosen
 from maxmeg.optim.schedules import Origin, Schedules
 from maxmeg.parallel import multihost
@@ -42,8 +43,12 @@ def main(options: Options) -> None:
         raise ValueError(f"split={options.split!r} must be one of {', '.join(SPLITS)}")
     trained = load_chosen(options)
     if options.tasks:
-        shots = None if options.shots < 0 else options.shots
-        print(run_tasks(trained, options.tasks, options.batch_size, shots, options.limit or None))
+        limits = options.batch_size, options.limit
+        if own := [*filter(is_task, options.tasks)]:
+            print(*run_zero_shot(trained, own, *limits), sep="\n")
+        if harness := [name for name in options.tasks if not is_task(name)]:
+            shots = None if options.shots < 0 else options.shots
+            print(run_tasks(trained, harness, options.batch_size, shots, options.limit or None))
     else:
         print_loss(trained, options)
 
