@@ -18,6 +18,7 @@ from maxmeg.config.options import Convert as Options
 from maxmeg.config.options import To
 from maxmeg.config.schema import Config
 from maxmeg.hf import convert, peft
+from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.source import Source
@@ -57,7 +58,9 @@ def main(*arguments: typing.Any) -> None:
     )
     for note in report.notes:
         print(f"note: {note}")
-    if inward and report.family in ENCODERS:
+    if inward and report.family in CLASSIFIERS:
+        print(f"next: maxmeg.load('{options.output}').classify([TEXT, ...])")
+    elif inward and report.family in ENCODERS:
         print(f"next: maxmeg train --config=finetune:{options.output}, or maxmeg.load(...).embed")
     elif inward:
         prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"

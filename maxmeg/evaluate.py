@@ -1,7 +1,7 @@
 """Mean loss of a trained run: maxmeg evaluate runs/gpt [--split=test]
 
-Instead of the loss, --tasks=arc_easy,hellaswag or --tasks=MY_TASK.yaml runs tasks of
-lm-evaluation-harness; they need pip install 'maxmeg[evals]'.
+Instead of the loss, --tasks=lambada:FILE.jsonl,wikitext:FILE runs these; --tasks=arc_easy,hellaswag
+or --tasks=MY_TASK.yaml runs tasks of lm-evaluation-harness (pip install 'maxmeg[evals]').
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -23,7 +23,8 @@ from maxmeg.data.build import (
 from maxmeg.data.loader import eval_batches
 from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.evals.harness import run_tasks
-from maxmeg.evals.perplexity import mean_loss
+from maxmeg.evals.perplexity import accuracy_lines, mean_loss
+from maxmeg.evals.zero_shot import is_task, run_zero_shot
 from maxmeg.inference.load import Trained, load_chosen
 from maxmeg.optim.schedules import Origin, Schedules
 from maxmeg.parallel import multihost
@@ -42,8 +43,12 @@ def main(options: Options) -> None:
         raise ValueError(f"split={options.split!r} must be one of {', '.join(SPLITS)}")
     trained = load_chosen(options)
     if options.tasks:
-        shots = None if options.shots < 0 else options.shots
-        print(run_tasks(trained, options.tasks, options.batch_size, shots, options.limit or None))
+        limits = options.batch_size, options.limit
+        if own := [*filter(is_task, options.tasks)]:
+            print(*run_zero_shot(trained, own, *limits), sep="\n")
+        if harness := [name for name in options.tasks if not is_task(name)]:
+            shots = None if options.shots < 0 else options.shots
+            print(run_tasks(trained, harness, options.batch_size, shots, options.limit or None))
     else:
         print_loss(trained, options)
 
@@ -58,9 +63,9 @@ def print_loss(trained: Trained, options: Options) -> None:
     first = schedules.evaluation_start(last) if SPLITS[index] == "validation" else 0
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
-    validate(config, options.tensor, training=False)
     if options.paths:
         read_whole(config.data, options.paths, index)
+    validate(config, options.tensor, training=False)
     tokenizer, prefixes = open_corpus(config.data, options.run_dir)
     # With num_batches, read the samples of the run's own validation; otherwise one epoch.
     is_part = options.num_batches and not options.paths
@@ -76,16 +81,22 @@ def print_loss(trained: Trained, options: Options) -> None:
     )
     if data is None:
         raise ValueError(f"data.split={config.data.split!r} leaves the {options.split} split empty")
-    num_batches = options.num_batches or max(data.samples_per_epoch // options.batch_size, 1)
+    num_batches = options.num_batches or -(-data.samples_per_epoch // options.batch_size)
     byte_lengths = tokenizer.byte_lengths()
     eval_step = make_eval_step(config, trained.mesh, trained.model, byte_lengths)
     size, rows = options.batch_size, local_rows(trained.mesh)
-    batches = eval_batches(data, num_batches, size, rows, first if is_part else 0)
-    tokens = num_batches * size * data.sequence_length
-    plan = f"{tokens:,} tokens of the {options.split} split in {num_batches:,} batches"
+    batches = eval_batches(data, options.num_batches, size, rows, first if is_part else 0)
+    samples = num_batches * size if options.num_batches else data.samples_per_epoch
+    tokens = samples * data.sequence_length
+    read = f"{samples:,} examples" if config.data.objective.is_labelled else f"{tokens:,} tokens"
+    plan = f"{read} of the {options.split} split in {num_batches:,} batches"
     say(f"step {trained.step}: {plan}")
     batches = tracked(batches, "evaluating", num_batches)
     loss = mean_loss(eval_step, trained.model, batches, trained.mesh, size, rows)
+    if loss.accuracy is not None:
+        for line in accuracy_lines(loss, options.split, config.data.class_names):
+            say(line)
+        return
     per_byte = "" if loss.per_byte is None else f", {loss.per_byte:.4f} nats per byte"
     perplexity = math.exp(min(loss.per_token, 700))
     say(

@@ -263,3 +263,22 @@ def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
         "megatron bert": ("MegatronBertForPreTraining", {**sizes, "type_vocab_size": 3}),
         "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
     }
+
+
+def classifiers() -> dict[str, tuple[str, dict]]:
+    """Classifiers of texts, words and choices on encoders and on causal models."""
+    encoder, (_, roberta) = encoders()["bert"][1], encoders()["roberta"]
+    decoder = {name: value for name, value in encoder.items() if "type" not in name}
+    decoder |= {"num_key_value_heads": 2, "pad_token_id": 0}
+    names = {"id2label": {0: "no", 1: "yes", 2: "maybe"}}
+    texts, words, choices = (
+        f"For{n}" for n in ("SequenceClassification", "TokenClassification", "MultipleChoice")
+    )
+    cases = {
+        f"{name}{kind}": (f"{name}{kind}", settings | ({} if kind == choices else names))
+        for name, settings in (("Bert", encoder), ("Roberta", roberta))
+        for kind in (texts, words, choices)
+    }
+    cases[f"MegatronBert{texts}"] = (f"MegatronBert{texts}", encoder | names)
+    cases |= {f"{n}{texts}": (f"{n}{texts}", decoder | names) for n in ("Llama", "Qwen2")}
+    return cases | {f"Mistral{words}": (f"Mistral{words}", decoder | names)}

@@ -35,6 +35,7 @@ from maxmeg.state import (
 log = logging.getLogger("maxmeg")
 Base = dict[str, typing.Any]  # identity of a frozen base: folder, step, digest; {}: no base
 T = typing.TypeVar("T")
+CLASSIFIER, POOLER = "model.classifier.", "model.bert.pooler."
 
 
 def create_state(config: Config, optimizer, abstract: TrainState) -> TrainState:
@@ -141,7 +142,9 @@ def initial_model(
             zeros = functools.partial(jnp.zeros, like.shape)
             return jax.jit(zeros, out_shardings=like.sharding)()
         mtp_layer = name.removeprefix("model.mtp.depths.").partition(".")[0]
-        if mtp_layer.isdecimal() and int(mtp_layer) >= saved.mtp.num_layers:
+        is_new = mtp_layer.isdecimal() and int(mtp_layer) >= saved.mtp.num_layers
+        is_new |= name.startswith(CLASSIFIER) and saved.head != config.model.head
+        if is_new or (name.startswith(POOLER) and not saved.bert.pooler):
             return random_array(name, like.sharding, config)
         stored = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
         resizable = {name.replace(".", "/"): 0} if name.endswith(VOCABULARY_TABLES) else {}
@@ -184,6 +187,12 @@ def check_initial(config: Config, manifest: Manifest, tokenizer: str | None) -> 
         raise ValueError(
             f"lora.rank={lora.rank} would freeze experts that are copies of an MLP "
             "(checkpoint.init_from is dense): train all weights first (lora.rank=0)"
+        )
+    if lora.rank and (saved.head.num_classes or config.model.bert.pooler > saved.bert.pooler):
+        raise ValueError(
+            f"lora.rank={lora.rank} trains a new classifier beside a frozen model, which must have "
+            "the pooler that model.bert.pooler=true asks for, and no classifier of its own: set "
+            "model.bert.pooler as in checkpoint.init_from, or train all weights (lora.rank=0)"
         )
     if config.checkpoint.upcycle_noise and not upcycles:
         raise ValueError(

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 
+from maxmeg.config.labelled import GLUE, Format, Scored
 from maxmeg.config.setting import setting
 
 
@@ -15,11 +16,19 @@ class Objective(enum.Enum):
     gpt = "gpt"
     sft = "sft"
     masked = "masked"
+    classify = "classify"
+    tag = "tag"
+    choose = "choose"
 
     @property
-    def is_causal(self) -> bool:
-        """Whether its models are causal: a token attends to itself and earlier tokens only."""
-        return self is not Objective.masked
+    def is_labelled(self) -> bool:
+        """Whether its models have a classifier in place of output weights (model.head)."""
+        return self in (Objective.classify, Objective.tag, Objective.choose)
+
+    def takes(self, causal: bool) -> bool:
+        """Whether it trains causal models, in which a token attends to itself and earlier tokens
+        only, or bidirectional ones."""
+        return self.is_labelled or causal == (self is not Objective.masked)
 
 
 class Packing(enum.Enum):
@@ -92,7 +101,9 @@ class DataConfig:
         "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
         "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
         "masked tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
-        "with model.attention.causal=false",
+        "with model.attention.causal=false | classify: the class of a text or a pair of texts | "
+        "tag: the class of each word | choose: the right one of several texts; these read "
+        "data.format",
         "--sft",
     )
     sentence_pairs: bool = setting(
@@ -102,6 +113,31 @@ class DataConfig:
         "--bert-no-binary-head",
         needs="objective=masked",
     )
+    format: Format = setting(
+        Format.suffix,
+        "labelled files. suffix: .jsonl, .tsv (with a header line) or .conll, by name; cola, sst2, "
+        "mrpc, qqp, mnli, snli, qnli, rte, wnli: .tsv as GLUE publishes it; race: folders of its "
+        ".txt files; conll: words and their labels in lines",
+        needs="objective=classify|tag|choose",
+    )
+    columns: tuple[str, ...] = setting(
+        (),
+        "names of columns or JSON fields: of the text or the two texts, then of the label; empty: "
+        "text, text_pair if there is one, label; for choose: context, question, choices, label; "
+        "for tag: tokens, labels",
+        needs="objective=classify|tag|choose",
+    )
+    labels: tuple[str, ...] = setting(
+        (),
+        "names of the classes, in order; empty: those of data.format",
+        needs="objective=classify|tag",
+    )
+    scored: Scored = setting(
+        Scored.first,
+        "token of a text that the classifier reads: first (BERT's class token) | last (causal "
+        "models need it)",
+        needs="objective=classify|choose",
+    )
     chat_template: str = setting(
         "",
         "Jinja file for sft; empty: the tokenizer's",
@@ -110,8 +146,10 @@ class DataConfig:
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "chats of more than sequence_length + 1 tokens: drop | truncate; their number is reported",
-        needs="objective=sft",
+        "chats of more than sequence_length + 1 tokens, and labelled texts of more than "
+        "sequence_length (of a pair the longer is cut): drop (for training only) | truncate; their "
+        "number is reported",
+        needs="objective=sft|classify|tag|choose",
     )
     packing: Packing = setting(
         Packing.none,
@@ -197,6 +235,18 @@ class DataConfig:
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment_ids: attention stays within documents, or skips padding."""
-        if self.objective is Objective.masked:
+        if self.objective is Objective.masked or self.objective.is_labelled:
             return True
         return self.reset_attention_mask or self.packing is not Packing.none
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """The names of the classes in order: data.labels, or those of data.format."""
+        layout = GLUE.get(self.format)
+        return self.labels or (layout.labels if layout else ())
+
+    @property
+    def num_classes(self) -> int:
+        """Logits that the objective's models have for a text or a token; 0: a vocabulary's."""
+        scores = int(self.objective is Objective.choose)
+        return len(self.class_names) if self.objective.is_labelled and not scores else scores

@@ -1,9 +1,10 @@
 """Which models can be initialized with the weights of a saved model. No JAX."""
 
+from maxmeg.config.head import OUTPUT_FIELDS
 from maxmeg.config.layers import layer_text
 from maxmeg.config.mixers import MoeConfig
 from maxmeg.config.model import ModelConfig, Position
-from maxmeg.config.setting import walk, with_fields
+from maxmeg.config.setting import get, walk, with_fields
 
 # Fields that change how a model trains or runs, but not the function that it computes.
 FREE = {path for path, _, field in walk(ModelConfig()) if field.metadata["effect"] == "none"}
@@ -14,13 +15,19 @@ ADAPTED = {path for path, _, field in walk(ModelConfig()) if field.metadata["eff
 def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
     """Return the changes, "rotary.factor 1.0 -> 8.0"; ValueError if training cannot adapt."""
     grown = []
+    if wanted.head.num_classes:  # a new head for the layers
+        if saved.head != wanted.head:
+            grown = [f"a new classifier of {wanted.head.num_classes} classes"]
+        names = ("tied", "bert.pooler", *OUTPUT_FIELDS)
+        saved = with_fields(saved, {"head": wanted.head, **{n: get(wanted, n) for n in names}})
     if wanted.has("moe") and not saved.has("moe"):
         if min(saved.mtp.num_layers, wanted.mtp.num_layers):
             raise ValueError(
                 f"checkpoint.init_from={folder} is dense, and MTP layers get no experts from it: "
                 f"set model.mtp.num_layers=0 (it is {wanted.mtp.num_layers})"
             )
-        grown, wanted = upcycled(saved, wanted, folder)
+        copied, wanted = upcycled(saved, wanted, folder)
+        grown += copied
     if saved.num_layers == wanted.num_layers and (text := first_difference(saved, wanted)):
         raise ValueError(f"checkpoint.init_from={folder} is another model: {text}")
     before = {path: value for path, value, _ in walk(saved)} | {"layers": wanted.layers}

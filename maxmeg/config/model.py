@@ -5,6 +5,7 @@ import enum
 import math
 
 from maxmeg.config.bert import BertConfig
+from maxmeg.config.head import HeadConfig
 from maxmeg.config.layers import Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
@@ -167,6 +168,7 @@ class ModelConfig:
     mlp: MlpConfig = setting(MlpConfig, "feed-forward layer")
     moe: MoeConfig = setting(MoeConfig, "mixture of experts")
     bert: BertConfig = setting(BertConfig, "BERT's embeddings and heads")
+    head: HeadConfig = setting(HeadConfig, "classifier")
     mtp: MtpConfig = setting(MtpConfig, "multi-token prediction", needs="mtp.num_layers")
 
     @property

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 
 from maxmeg.config.context import KINDS
+from maxmeg.config.head import OUTPUT_FIELDS
 from maxmeg.config.layers import MIXERS, Layer
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotaryScaling, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
@@ -181,6 +182,18 @@ def bert_problems(model: ModelConfig) -> Iterator[str]:
         )
     if bert.pair_head and not bert.pooler:
         yield "model.bert.pair_head=true reads the pooler's output: set model.bert.pooler=true"
+    classes = model.head.num_classes
+    for path in OUTPUT_FIELDS if classes else ():
+        if (value := get(model, path)) != get(ModelConfig(), path):
+            yield (
+                f"{shown(f'model.{path}', value)} has no effect with model.head.num_classes="
+                f"{classes}, whose classifier replaces the output weights: leave it out"
+            )
+    if classes and not model.tied:
+        yield (
+            f"model.tied=false has output weights that model.head.num_classes={classes} does not "
+            "use: set model.tied=true"
+        )
 
 
 def rotary_problems(model: ModelConfig) -> Iterator[str]:

@@ -52,7 +52,11 @@ class Evaluate(ModelOptions):
     paths: tuple[str, ...] = setting((), "prefixes of another corpus, in full; empty: the run's")
     num_batches: int = setting(0, "number of batches; 0: the whole split once", at_least=0)
     batch_size: int = setting(16, "samples per batch, >= 1", at_least=1)
-    tasks: tuple[str, ...] = setting((), "lm-evaluation-harness tasks or files; empty: loss")
+    tasks: tuple[str, ...] = setting(
+        (),
+        "lambada:FILE, wikitext:FILE, and lm-evaluation-harness tasks or files; empty: loss",
+        "--task, --valid-data",
+    )
     shots: int = setting(-1, "few-shot examples per question; -1: the task's default", at_least=-1)
     limit: int = setting(0, "number of questions per task; 0: all", at_least=0)
 

@@ -172,7 +172,12 @@ class TrainConfig:
     eval_every: int = setting(
         50, "steps between validations; 0: never", "--eval-interval", at_least=0
     )
-    eval_steps: int = setting(8, "number of batches per validation", "--eval-iters", at_least=1)
+    eval_steps: int = setting(
+        8,
+        "number of batches per validation; 0: the whole validation set, each sample once",
+        "--eval-iters, --full-validation",
+        at_least=0,
+    )
     exit_after_minutes: float = setting(
         0.0,
         "save and stop after this many minutes; 0: no limit",

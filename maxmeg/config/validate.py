@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.labelled import Scored
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import ModelConfig
@@ -76,6 +77,7 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
     model.vocab_size = model.vocab_size or tokenizer_vocab_size
     longest = config.data.sequence_length + model.bert.position_offset
     model.max_position = model.max_position or longest
+    model.head.num_classes = model.head.num_classes or config.data.num_classes
     if tokenizer_vocab_size > model.vocab_size:
         raise ValueError(
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
@@ -107,6 +109,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     yield from data_problems(config)
     yield from objective_problems(config.data)
     yield from bidirectional_problems(config)
+    yield from labelled_problems(config)
     yield from fim_problems(config.data)
     yield from optim_problems(config)
     yield from lora_problems(config)
@@ -284,7 +287,7 @@ def data_problems(config: Config):
 def objective_problems(data: DataConfig):
     is_sft, is_masked = (data.objective is o for o in (Objective.sft, Objective.masked))
     is_packed = data.packing is not Packing.none
-    is_whole = is_sft or is_masked or is_packed
+    is_whole = is_sft or is_masked or is_packed or data.objective.is_labelled
     if is_sft and data.blend:
         yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
     if is_sft and not (data.paths or data.train_paths):
@@ -313,8 +316,8 @@ def objective_problems(data: DataConfig):
 def bidirectional_problems(config: Config):
     """Rules between the objective and the causal mask."""
     objective, causal = config.data.objective, config.model.attention.causal
-    if objective.is_causal != causal:
-        able = ", ".join(o.value for o in Objective if o.is_causal == causal)
+    if not objective.takes(causal):
+        able = ", ".join(o.value for o in Objective if o.takes(causal))
         yield (
             f"data.objective={objective.value} cannot train a model with model.attention.causal="
             f"{str(causal).lower()}, which serves {able}: choose one of these, or set "
@@ -341,6 +344,53 @@ def bidirectional_problems(config: Config):
         yield (
             f"log.sample_prompt={config.log.sample_prompt!r}: a model with model.attention.causal="
             'false does not continue text: set log.sample_prompt=""'
+        )
+
+
+def labelled_problems(config: Config):
+    """Rules of objectives with labels, and of the classifier that they need."""
+    data, model, train = config.data, config.model, config.train
+    name, classes, wanted = data.objective.value, model.head.num_classes, data.num_classes
+    if not data.objective.is_labelled:
+        if classes:
+            able = ", ".join(o.value for o in Objective if o.is_labelled)
+            yield (
+                f"model.head.num_classes={classes} replaces the vocabulary's logits, which "
+                f"data.objective={name} needs: choose {able}, or set num_classes=0"
+            )
+        return
+    if not (data.paths or data.train_paths):
+        yield f"data.objective={name} needs labelled files: set data.paths=FILE"
+    if data.blend or data.packing is not Packing.none:
+        yield f"data.blend and data.packing are not for data.objective={name}: leave them out"
+    if data.objective is not Objective.choose and wanted < 2:
+        yield f"data.objective={name} needs at least two classes: name them, data.labels=no,yes"
+    elif classes not in (0, wanted):
+        yield (
+            f"model.head.num_classes={classes} is not the {wanted} that data.objective={name} with "
+            f"classes {', '.join(data.class_names) or '(choices)'} needs: set it to {wanted}, or 0"
+        )
+    if (
+        model.attention.causal
+        and data.scored is Scored.first
+        and data.objective is not Objective.tag
+    ):
+        yield (
+            "data.scored=first: the first token of a causal model has seen no other; set "
+            "data.scored=last"
+        )
+    if data.objective is Objective.choose and config.parallel.context > 1:
+        yield (
+            f"parallel.context={config.parallel.context} separates the choices of a question, "
+            "which data.objective=choose compares: set it to 1"
+        )
+    for field in ("z_loss", "label_smoothing"):
+        if value := getattr(train, field):
+            yield f"train.{field}={value} is not for data.objective={name}: set it to 0"
+    if config.log.sample_prompt:
+        yield (
+            f"log.sample_prompt={config.log.sample_prompt!r}: a classifier does not continue text: "
+            'set log.sample_prompt=""'
         )
 
 

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.data import DataConfig, DataOrder, Objective
 from maxmeg.config.schema import Config
 from maxmeg.data.corpus import mock, remote
 from maxmeg.data.corpus.indexed import IndexedDataset
@@ -17,7 +17,7 @@ from maxmeg.data.masked.sentences import SentenceOrder
 from maxmeg.data.prepare import standard_library as default_corpus
 from maxmeg.data.resuming import Record, kept_parts
 from maxmeg.data.samples import fim, phases
-from maxmeg.data.samples import rows as whole_documents  # for chats and packed documents
+from maxmeg.data.samples import rows as whole_documents  # chats, labelled and packed documents
 from maxmeg.data.samples.blending import (
     Blend,
     blended,
@@ -103,6 +103,8 @@ def samples_asked(
             )
         begins = tuple(map(schedules.consumed_samples, steps))
         return Request(schedules.total_samples, begins, tuple(saved))
+    if split_index == 1 and not train.eval_steps:
+        return Request()
     before = schedules.validation_samples(train.num_steps) if split_index == 1 else 0
     return Request(before + train.eval_steps * train.global_batch_size)
 
@@ -132,7 +134,7 @@ def build_dataset(
     if config.objective is Objective.masked:
         order = SentenceOrder(seed, num_samples, cache_dir)
         return _open_masked(config, names, (split, split_index), tokenizer, order)
-    if config.objective is Objective.sft or config.packing is not Packing.none:
+    if whole_documents.reads(config):
         _refuse_weights(config, prefixes, weights)
         opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
         part = whole_documents.Part(names, split, split_index, opened)
@@ -324,8 +326,9 @@ def _rules(config: DataConfig, tokenizer: Tokenizer, seed: int, vocab_size: int)
 def _refuse_weights(config: DataConfig, prefixes: list[str], weights: list[float] | None) -> None:
     if weights is not None:
         raise ValueError(
-            f"data.paths={','.join(prefixes)} has weights, but objective=sft and packing="
-            f"{config.packing.value} read files one after the other: give paths without weights"
+            f"data.paths={','.join(prefixes)} has weights, but objective={config.objective.value} "
+            f"and packing={config.packing.value} read files one after the other: give paths "
+            "without weights"
         )
 
 

@@ -169,6 +169,11 @@ def eval_batches(
     dataset: Dataset, num_batches: int, batch_size: int, rows: Rows = all_rows, first: int = 0
 ) -> Iterator[Batch]:
     """`num_batches` batches, beginning with sample `first`; the dataset repeats after its last
-    sample."""
-    for i in range(num_batches):
-        yield dataset.batch(first + i * batch_size + rows(batch_size))
+    sample. num_batches=0: all samples, each once; rows that fill the last batch have no loss."""
+    count = dataset.samples_per_epoch
+    for i in range(num_batches or -(-count // batch_size)):
+        samples = i * batch_size + rows(batch_size)
+        batch = dataset.batch(first + samples)
+        if not num_batches:
+            batch["loss_mask"] = batch["loss_mask"] * (samples < count)[:, None]
+        yield batch

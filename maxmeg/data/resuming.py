@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.labelled.dataset import LabelledDataset
 from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import GptDataset, identify
@@ -32,7 +33,7 @@ _NAMES = {
 }
 
 Record = dict[str, Any]
-Recorded = GptDataset | PackedDataset | BertDataset
+Recorded = GptDataset | PackedDataset | BertDataset | LabelledDataset
 
 
 def record_order(dataset: object, consumed: int) -> list[Record]:
@@ -104,7 +105,7 @@ def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Differen
     if sorted(map(repr, saved)) == sorted(repr(record) for record, _ in after_resume):
         return Difference(0, 0)
     all_members = dataset.members if isinstance(dataset, Blend) else [dataset]
-    if isinstance(all_members[0], BertDataset):
+    if isinstance(all_members[0], BertDataset | LabelledDataset):
         return _bound(saved, [record for record, _ in after_resume])
     if isinstance(all_members[0], PackedDataset):
         return _compare_packed(saved, all_members[0], consumed)

@@ -17,12 +17,20 @@ import numpy as np
 from maxmeg.checkpoint.integrity import some
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo, row_blocks
 from maxmeg.config import files
+from maxmeg.config.data import Objective, TooLong
+from maxmeg.config.labelled import Scored
 from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.data import run_folder
 from maxmeg.data.tokenizers.load import load_tokenizer, parse_spec
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Binding, Place
+from maxmeg.hf.families.classifier_tables import (
+    CLASSIFIERS,
+    class_names,
+    objective_of,
+    written_names,
+)
 from maxmeg.hf.formats.quantized import dequantized
 from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
@@ -210,6 +218,8 @@ def export_model(
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)
     described = _merged(carried, model, family, config.data.tokenizer)
+    if config.data.labels and family in CLASSIFIERS and "id2label" in described:
+        described |= written_names([*config.data.labels])
     described["dtype"] = dtype.value
     described.pop("torch_dtype", None)
     bindings = families.bindings(model, family)
@@ -285,6 +295,13 @@ def _prepare(
             "tokenizer_config.json, or choose a tokenizer with --tokenizer"
         )
     config.data.sequence_length = min(config.data.sequence_length, model.max_position)
+    if model.head.num_classes:
+        objective = objective_of(families.architecture(source.config))
+        scored = Scored.last if model.attention.causal else Scored.first
+        labels = tuple(class_names(source.config)) if objective is not Objective.choose else ()
+        named = {"objective": objective, "labels": labels, "too_long": TooLong.truncate}
+        named |= {"scored": scored} if objective is not Objective.tag else {}
+        config.data = dataclasses.replace(config.data, **named)
     return config, loaded.identity, notes
 
 

@@ -27,6 +27,7 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.hf.convert import Report, export_model
 from maxmeg.hf.trained import CARRIED, carried_folder
 from maxmeg.inference.activations import capture
+from maxmeg.inference.classification import Text, class_probabilities, logits
 from maxmeg.inference.embeddings import Embedder, Pooling
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
@@ -171,6 +172,19 @@ class LanguageModel:
     @functools.cached_property
     def _embedder(self) -> Embedder:
         return Embedder(self.trained)
+
+    def classify(
+        self, examples: Sequence[Text | Sequence[Text]], truncate: bool = False
+    ) -> list[Float[np.ndarray, "..."]]:
+        """Return the probabilities of the classes of each example, in the order of data.labels: a
+        text or a pair of texts; a list of words with data.objective=tag; a list of choices, texts
+        or pairs of choice and context, with choose. truncate: cut examples that exceed the
+        context, instead of a ValueError."""
+        return class_probabilities(self.trained, self._class_logits, examples, truncate)
+
+    @functools.cached_property
+    def _class_logits(self) -> Callable:
+        return jitted(logits, self.config, self.trained.mesh, self.model)
 
     def activations(
         self, prompt: Prompt | np.ndarray, *patterns: str

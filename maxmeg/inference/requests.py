@@ -62,6 +62,11 @@ class Reply:
 
 def check_causal(model: ModelConfig) -> None:
     """ValueError for a model that does not predict next tokens."""
+    if model.head.num_classes:
+        raise ValueError(
+            f"model.head.num_classes={model.head.num_classes}: a classifier does not continue "
+            "text; maxmeg.load(...).classify returns classes"
+        )
     if not model.attention.causal:
         raise ValueError(
             "model.attention.causal=false: a bidirectional model predicts masked tokens and does "

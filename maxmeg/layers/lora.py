@@ -95,15 +95,16 @@ def is_linear(node) -> bool:
     return isinstance(node, Linear)
 
 
-def linears(model) -> dict[str, Linear]:
+def linears(model, prefix: str = "") -> dict[str, Linear]:
     """The projections of a model by path, such as stack.groups.0.sublayers.0.mixers.mlp.up."""
     nodes = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_linear)
     named = ((jax.tree_util.keystr(path, simple=True, separator="."), node) for path, node in nodes)
-    return {name: node for name, node in named if is_linear(node)}
+    return {prefix + name: node for name, node in named if is_linear(node)}
 
 
 def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Sequence[int]]):
-    """The model frozen in `dtype`, with float32 adapters at the targets; unchanged if rank is 0.
+    """The model frozen in `dtype` but for its classifier, with float32 adapters at the targets;
+    unchanged if rank is 0.
 
     orders: layer numbers of each group of the stack, -1 for a place without a layer. Initial
     weights depend on the layer's number only. ValueError for a target that matches nothing.
@@ -115,8 +116,10 @@ def adapted(key: jax.Array, model, spec: LoraSpec, dtype, orders: Sequence[Seque
         value = node.get_value()
         return node.replace(value if is_exact(node) else value.astype(dtype), frozen=True)
 
+    classifier, model.classifier = model.classifier, None
     model = jax.tree.map(freeze, model, is_leaf=is_variable)
-    projections = linears(model)
+    projections = linears(model.stack, "stack.")
+    model.classifier = classifier
     chosen = targeted(list(projections), spec.targets)
     for number, (path, linear) in enumerate(projections.items()):
         if path not in chosen:

@@ -34,7 +34,7 @@ class Bert(nnx.Module):
         keys = split(key, 4)
         self.activation = settings.transform.value
         has_transform = settings.transform is not Transform.none
-        types = settings.token_types
+        self.num_types = types = settings.token_types
         self.token_types = Positions(keys[0], types, D, std) if types else None
         self.norm = Norm(D, norm) if settings.embedding_norm else None
         self.transform = Linear(keys[1], (D, D), DENSE, std, True) if has_transform else None
@@ -50,6 +50,7 @@ class Bert(nnx.Module):
         both as partial sums over pipe, which the norm needs as a whole."""
         pipe = (collectives.PIPE_AXIS,)
         if self.token_types is not None:
+            types_BL = jnp.minimum(types_BL, self.num_types - 1)  # RoBERTa has one for both texts
             x_BLD += collectives.counted_once(self.token_types(types_BL), pipe)
         if self.norm is not None:
             x_BLD = collectives.counted_once(self.norm(collectives.sum_over(x_BLD, pipe)), pipe)
@@ -76,10 +77,11 @@ class Bert(nnx.Module):
         longer_BLE, rows_VE = (jnp.concatenate(parts, axis=-1) for parts in joined)
         return longer_BLE, rows_VE
 
-    def pooled(self, first_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B 1 D"]:
-        """From the normalized output of the layers for the first token of each row."""
+    def pooled(self, h_BLD: Float[Array, "B L D"]) -> Float[Array, "B L D"]:
+        """From the normalized output of the layers for the first token of each row, or for each
+        token that a classifier may read."""
         assert self.pooler is not None
-        return jnp.tanh(self.pooler(first_B1D).astype(jnp.float32)).astype(first_B1D.dtype)
+        return jnp.tanh(self.pooler(h_BLD).astype(jnp.float32)).astype(h_BLD.dtype)
 
     def pair_logits(self, first_B1D: Float[Array, "B 1 D"]) -> Float[Array, "B 2"]:
         """float32 logits of the two segments being in order, and swapped."""

@@ -19,6 +19,7 @@ from maxmeg.layers.norm import Norm
 from maxmeg.layers.residual import drop_residual
 from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
+from maxmeg.models.classifier import Classifier
 from maxmeg.models.mixers import norm_spec, pattern, unit_costs
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
@@ -30,6 +31,7 @@ from maxmeg.pipeline.layout import Layout, arrange
 
 ADAPTERS = 5  # number of the random key of LoRA adapters, after those of the plain model
 BERT = 6  # that of what model.bert sets
+CLASSIFIER = 7  # that of the classifier
 EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 
@@ -78,6 +80,8 @@ class LM(nnx.Module):
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
         self.bert = make_bert(fold(key, BERT), config, norm, padded)
         self.position_offset = config.bert.position_offset
+        has_classes = config.head.num_classes > 0
+        self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_classes else None
 
     def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input: partial sums over pipe."""
@@ -101,9 +105,15 @@ class LM(nnx.Module):
         return x_BLD
 
     def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
-        """The input of the output projection, from the stack's output, for the whole sequence."""
+        """The input of the output projection, from the stack's output, for the whole sequence; with
+        a classifier its logits [B, L, C]."""
         h_BLD = self.normed(x_BLD)
-        h_BLD = h_BLD if self.bert is None else self.bert.transformed(h_BLD)
+        if self.classifier is not None:
+            if self.bert is not None and self.bert.pooler is not None:
+                h_BLD = self.bert.pooled(h_BLD)
+            h_BLD = self.classifier(h_BLD, ctx)
+        elif self.bert is not None:
+            h_BLD = self.bert.transformed(h_BLD)
         return collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
 
     def normed(self, x_BLD: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -165,6 +165,7 @@ def _split_uses(
 
 
 def _split_use(name: str, dataset: Dataset, samples: int) -> SplitUse:
+    samples = samples or dataset.samples_per_epoch
     members, shares = [dataset], [1.0]
     if isinstance(dataset, Blend):
         members = dataset.members

@@ -1,4 +1,4 @@
-"""Datasets whose rows are whole documents: chats, and packed .bin/.idx files."""
+"""Datasets whose rows are whole documents: chats, labelled texts, and packed .bin/.idx files."""
 
 import dataclasses
 import logging
@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from maxmeg.config.data import DataConfig, Objective
+from maxmeg.config.data import DataConfig, Objective, Packing
 from maxmeg.data.chat.answers import prepare
 from maxmeg.data.chat.sft import CHATS, Chats
 from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.labelled.dataset import LabelledDataset, open_labelled
 from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.data.samples.packing import Document, PackedDataset
 from maxmeg.data.samples.sampling import split_range
@@ -67,9 +68,15 @@ class StoredDocuments(RebuiltInWorkers):
         return corpus.tokens[start : start + int(self.lengths[i])], None
 
 
+def reads(config: DataConfig) -> bool:
+    """Whether the samples of a run are whole documents."""
+    is_packed = config.packing is not Packing.none
+    return config.objective.is_labelled or config.objective is Objective.sft or is_packed
+
+
 def open_rows(
     config: DataConfig, part: Part, tokenizer: Tokenizer, seed: int, vocab_size: int, cache_dir: str
-) -> PackedDataset | None:
+) -> PackedDataset | LabelledDataset | None:
     """The rows of a split, shuffled for training; None where another split has no document.
 
     Logs how many documents are used. ValueError for damaged files, for invalid chats, and for a
@@ -77,6 +84,8 @@ def open_rows(
     """
     if not part.names:
         return None
+    if config.objective.is_labelled:
+        return open_labelled(config, part.names, (part.split, part.index), tokenizer, seed)
     length, name = config.sequence_length, SPLITS[part.index]
     if config.objective is Objective.sft:
         template = config.chat_template

@@ -17,6 +17,7 @@ from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
+from maxmeg.hf.families.classifier_tables import CLASSIFIERS, NAMES
 from maxmeg.hf.families.delta_tables import DELTA
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     **MAMBA,
     **DELTA,
     **ENCODERS,
+    **CLASSIFIERS,
 }
 VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
@@ -62,9 +64,11 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
     config = text_part(config)
     named, kind = config.get("architectures"), config.get("model_type")
     if not named:
-        named = [name for name, family in FAMILIES.items() if family.model_type == kind] or named
+        known = {name: table for name, table in FAMILIES.items() if name not in CLASSIFIERS}
+        named = [name for name, table in known.items() if table.model_type == kind] or named
     if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
-        raise refused("architectures", named, f"supported are {', '.join(FAMILIES)}")
+        plain = [name for name in FAMILIES if name not in CLASSIFIERS]
+        raise refused("architectures", named, f"supported are {', '.join(plain)}, {NAMES}")
     wanted = FAMILIES[named[0]].model_type
     if kind not in (wanted, None):
         raise refused("model_type", kind, f"{named[0]} is of model_type {wanted!r}")

@@ -20,7 +20,8 @@ def training_flops(
 
     Counted are the matrix products with weights (`MixerSpec.weights`), the attention scores
     (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary,
-    with the dense layer before them (model.bert.transform). An MTP layer is one more layer of the
+    with the dense layer before them (model.bert.transform), or a classifier's logits (with the
+    pooler). An MTP layer is one more layer of the
     last kind, with logits of its own. Norms, embeddings and softmax are left out, as in
     Megatron-LM. causal: whether to halve the scores; None: as in the model. frozen: weights have no
     gradients; the adapters beside them are left out.
@@ -28,7 +29,9 @@ def training_flops(
     causal = model.attention.causal if causal is None else causal
     tokens = batch_size * sequence_length
     before = model.hidden_size * (model.bert.transform is not Transform.none)
-    logits = model.hidden_size * (model.padded_vocab_size(tensor) + before)
+    outputs = model.head.num_classes or model.padded_vocab_size(tensor)
+    before += model.hidden_size * (model.head.num_classes > 0 and model.bert.pooler)
+    logits = model.hidden_size * (outputs + before)
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
     weights, scores = weights_and_scores(model, sequence_length)
     weights += logits + model.mtp.num_layers * (logits + joining)

@@ -36,6 +36,8 @@ def _bert(model: ModelConfig) -> int:
     transform = bert.transform is not Transform.none
     norms = (model.norm_place is not NormPlace.post_residual) + bert.embedding_norm + transform
     total = norms * _norm(model, D) + (transform + bert.pooler) * _linear(D, D, True)
+    head = model.head
+    total += _linear(D, head.num_classes, head.bias) if head.num_classes else 0
     return total + bert.pair_head * _linear(D, 2, True) + bert.output_bias * model.vocab_size
 
 

@@ -3,7 +3,7 @@
 from maxmeg.layers.balance import LOSSES
 
 _GROUPS = {
-    "val": ("validation_loss", "validation_loss_per_byte"),
+    "val": ("validation_loss", "validation_loss_per_byte", "validation_accuracy"),
     "optim": ("learning_rate", "weight_decay", "grad_norm", "skipped", "rerun"),
     "perf": (
         *("step_seconds", "tokens_per_second", "tflops_per_device", "mfu"),
@@ -18,6 +18,7 @@ _SHORT = {
     "learning_rate": "lr",
     "validation_loss": "loss",
     "validation_loss_per_byte": "loss_per_byte",
+    "validation_accuracy": "accuracy",
     "peak_memory_gib": "peak_gib",
     "expert_load_max": "load_max",
     "expert_load_entropy": "load_entropy",

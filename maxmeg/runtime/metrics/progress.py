@@ -123,6 +123,9 @@ class Progress:
             parts["val"] = f"val {metrics['validation_loss']:.3f}"
         if "validation_loss_per_byte" in metrics and not tokens_are_bytes(metrics):
             parts["val/byte"] = f"val/byte {metrics['validation_loss_per_byte']:.3f}"
+        for name, word in (("accuracy", "acc"), ("validation_accuracy", "val acc")):
+            if name in metrics:
+                parts[word] = f"{word} {100 * metrics[name]:.1f}%"
         if "learning_rate" in metrics:
             parts["lr"] = f"lr {brief(metrics['learning_rate'])}"
         if "grad_norm" in metrics:

@@ -1,0 +1,1 @@
+"""Labelled data: texts or pairs of texts, words, and questions with choices."""

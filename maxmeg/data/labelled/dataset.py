@@ -1,0 +1,122 @@
+"""Batches of labelled examples: classes of texts and of words, and choices."""
+
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxmeg.config.data import DataConfig, Objective
+from maxmeg.data.labelled.files import read_examples
+from maxmeg.data.labelled.rows import Rows, encode_all
+from maxmeg.data.samples.gpt import SPLITS
+from maxmeg.data.samples.sampling import Batch, EpochOrder, split_range
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger("maxmeg")
+_KEY = 4  # of the order of examples; sampling and packing have 0 to 3
+
+
+class LabelledDataset:
+    """One example a row: its texts one after another, each with positions of its own and apart from
+    the others. Example n of a run depends on (n, seed) alone.
+
+    between_choices: of a row's texts one is right. shuffle: another order in each epoch.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        sequence_length: int,
+        vocab_size: int,
+        between_choices: bool = False,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        self.rows, self.sequence_length, self.vocab_size = rows, sequence_length, vocab_size
+        self._between_choices, self._seed, self._shuffle = between_choices, seed, shuffle
+        self._order = EpochOrder(len(rows), seed, _KEY, shuffle)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one epoch."""
+        return len(self.rows.ids)
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self.rows)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The plain JSON values that decide which example has which number."""
+        ids = np.ascontiguousarray(self.rows.ids, "<i4")
+        return {
+            "documents": [len(self.rows), zlib.crc32(ids.tobytes())],
+            "sequence_length": self.sequence_length,
+            "seed": self._seed,
+        }
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The examples with these numbers, any >= 0; arrays are [len(indices), sequence_length].
+
+        tokens, targets, positions, segment_ids (from 1 for each text; 0 is padding) and token_types
+        (0 for a first text, 1 for a second) are int32, loss_mask float32. targets: classes where
+        loss_mask is 1; between choices 1 at the token of each choice that is scored, and loss_mask
+        1 at that of the right one.
+        """
+        rows, shape = self.rows, (len(indices), self.sequence_length)
+        names = ("tokens", "targets", "positions", "segment_ids", "token_types")
+        batch: Batch = {name: np.zeros(shape, np.int32) for name in names}
+        batch["loss_mask"] = np.zeros(shape, np.float32)
+        for row, example in enumerate(self._order(np.asarray(indices)).tolist()):
+            first, last = rows.firsts[example : example + 2].tolist()
+            begin = int(rows.starts[first])
+            size = int(rows.starts[last]) - begin
+            labels = rows.labels[begin : begin + size]
+            has_label = labels >= 0
+            batch["tokens"][row, :size] = rows.ids[begin : begin + size]
+            if self._between_choices:
+                batch["targets"][row, :size] = has_label
+                batch["loss_mask"][row, :size] = labels == 1
+            else:
+                batch["targets"][row, :size] = np.where(has_label, labels, 0)
+                batch["loss_mask"][row, :size] = has_label
+            for number, text in enumerate(range(first, last), 1):
+                at, end = (rows.starts[text : text + 2] - begin).tolist()
+                batch["positions"][row, at:end] = np.arange(end - at)
+                batch["segment_ids"][row, at:end] = number
+                batch["token_types"][row, at + int(rows.seconds[text]) : end] = 1
+        return batch
+
+
+def open_labelled(
+    config: DataConfig,
+    names: Sequence[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    seed: int,
+) -> LabelledDataset | None:
+    """The examples of a split of files; None where another split than training has none. part:
+    weights of the split, as data.split, and its number. ValueError as `read_examples` and
+    `encode_all`."""
+    if not names:
+        return None
+    examples = []
+    for name in names:
+        rows = read_examples(config, name)
+        begin, end = split_range(*part, len(rows))
+        examples += rows[begin:end]
+    index = part[1]
+    if not examples and index:
+        return None
+    if not examples:
+        raise ValueError(
+            f"data.split={part[0]!r} leaves no example of {', '.join(names)} for training: give it "
+            "more weight"
+        )
+    rows, said = encode_all(config, tokenizer, examples, may_drop=index == 0)
+    logger.info("%s examples of %s: %s", SPLITS[index], ", ".join(names), said)
+    choices = config.objective is Objective.choose
+    size = tokenizer.vocab_size
+    return LabelledDataset(rows, config.sequence_length, size, choices, seed, index == 0)
