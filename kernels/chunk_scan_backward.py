@@ -241,7 +241,7 @@ def side_program(plan: Plan, arrays: Arrays, shared: Shared, barriers: Barriers)
 
 
 def produce(program: Program) -> None:
-    plan, arrays, shared, barriers, batch, part, chunk, _ = program
+    plan, arrays, shared, barriers, batch, part, chunk = program[:7]
     group = lax.div(part, jnp.asarray(plan.parts, part.dtype))
     tokens = pl.ds(chunk * plan.chunk, plan.chunk)
     for source, buffer in (

@@ -81,7 +81,8 @@ class Encoder:
         """(the texts of an example, tokens that are cut)."""
         texts, cut, room = [], 0, self.length // len(example.texts)
         for number, pair in enumerate(example.texts):
-            ids, before, excess = self.pair(*map(self.tokenizer.encode, pair), room)
+            first, second = map(self.tokenizer.encode, pair)
+            ids, before, excess = self.pair(first, second, room)
             labels = np.full(len(ids), ABSENT, np.int32)
             is_choice = len(example.texts) > 1
             if len(ids):

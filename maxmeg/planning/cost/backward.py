@@ -182,7 +182,7 @@ def gradient_inputs(work: Workload, unit: Unit) -> int:
     return sum(layers) if delayed(work) else max(layers)
 
 
-def read(widths: list[Widths]) -> int:
+def read(widths: Sequence[Widths]) -> int:
     """Width of what the weight gradients of a sublayer read: the gradients of its column-parallel
     outputs, the input of its last product; of attention also queries, keys and values."""
     return sum(
@@ -191,7 +191,7 @@ def read(widths: list[Widths]) -> int:
     )
 
 
-def recomputed(widths: list[Widths]) -> int:
+def recomputed(widths: Sequence[Widths]) -> int:
     """Width of the recomputed arrays of a sublayer; queries and keys also before their norm."""
     return sum(
         sum(one.stored.values()) + one.last_input + one.head_outputs + one.normalized
