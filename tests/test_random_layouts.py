@@ -151,7 +151,8 @@ def runs(draw, contexts: tuple[int, ...]) -> tuple[dict, dict, dict, bool]:
         model |= {"moe.num_groups": 4, "moe.topk_groups": 2}
     if model["position"] is Position.learned:
         model["max_position"] = LENGTH
-    if "+" in model["layers"] and model["norm_place"] is not NormPlace.post:
+    after = (NormPlace.post, NormPlace.post_residual)
+    if "+" in model["layers"] and model["norm_place"] not in after:
         model["parallel_norms"] = one_of(BOTH)
     return model, train, mesh, one_of(BOTH)
 
