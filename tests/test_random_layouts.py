@@ -28,7 +28,7 @@ from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend
 
-TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+TOLERANCE = 3e-5  # relative, float32: the order of sums differs; delta rules amplify rounding
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
 POOL = 100  # runs to choose from
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
