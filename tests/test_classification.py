@@ -16,13 +16,15 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.stream import StreamWriter, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.data import Objective
-from maxmeg.config.model import Norm, NormPlace, Position
+from maxmeg.config.mixers import Activation
+from maxmeg.config.model import DType, Norm, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.validate import validate
 from maxmeg.data import run_folder
 from maxmeg.data.labelled.dataset import LabelledDataset
 from maxmeg.data.labelled.rows import Rows
 from maxmeg.data.tokenizers.load import load_tokenizer
+from maxmeg.hf.convert import export_model, import_model, open_folder
 from maxmeg.hf.families.read import model_config
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import language_model
@@ -38,6 +40,7 @@ ENCODER = {
     **{"norm": Norm.layernorm, "norm_place": NormPlace.post_residual, "attention.causal": False},
     **{"position": Position.learned, "max_position": LENGTH, "mlp.bias": True},
     **{"bert.token_types": 2, "bert.embedding_norm": True, "bert.pooler": True},
+    **{"attention.bias_qkv": True, "attention.bias_out": True, "mlp.activation": Activation.gelu},
 }
 CASES = [
     (Objective.classify, {"pipe": 2, "tensor": 2, "fsdp": 2}, 4),
@@ -213,15 +216,25 @@ def test_a_run_learns_resumes_is_evaluated_and_predicts(settings, tmp_path, caps
 
 @SLOW
 def test_adapters_train_beside_a_new_classifier(settings, tmp_path):
-    """And with the whole base frozen the classifier is all else that a checkpoint holds."""
+    """The classifier is all that a checkpoint holds beside adapters; both are exported."""
     lora = {"lora.rank": 2, "lora.targets": ("*",), "train.num_steps": 2, "train.eval_every": 0}
-    trained(settings, tmp_path, **lora)
-    saved = Checkpointer(str(tmp_path / "checkpoints")).manifest(2).tensors
+    model = trained(settings, tmp_path / "run", **lora)
+    saved = Checkpointer(str(tmp_path / "run" / "checkpoints")).manifest(2).tensors
     inside = {name.removeprefix("model/") for name in saved if name.startswith("model/")}
     assert {name for name in inside if "lora" not in name} == {
         "classifier/linear/weight",
         "classifier/linear/bias",
     }
+    report = export_model(tmp_path / "run", tmp_path / "hf", DType.float32)
+    assert report.family == "BertForSequenceClassification"
+    described = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert described["id2label"] == {"0": "no", "1": "yes"}
+    tokenizer = model.config.data.tokenizer
+    import_model(open_folder(tmp_path / "hf"), tmp_path / "back", tokenizer)
+    back = maxmeg.load(tmp_path / "back", dtype="float32")
+    assert back.config.data.class_names == ("no", "yes")
+    texts = ["a b", ("d", "e f a b c")]
+    np.testing.assert_allclose(back.classify(texts), model.classify(texts), rtol=0, atol=1e-6)
 
 
 PROBLEMS = [

