@@ -1,5 +1,7 @@
 """The chunked scan of Mamba-2 for Hopper, forward. Not yet run on a GPU: compiled, interpreted.
 
+Backward (chunk_scan_backward.py) runs it without queries, also against the time, for the states.
+
 A program scans one head of one row of the batch, chunk by chunk, and keeps the state [N, P] in
 float32 registers: each of two consumer warpgroups has half of the state's rows N, and half of a
 chunk's tokens. A producer warpgroup streams queries, keys, values and sums of decays through rings
@@ -59,7 +61,10 @@ TUNED_SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Static facts of a program. tiles: of WARPGROUP_ROWS rows of the state, per consumer."""
+    """Static facts of a program. tiles: of WARPGROUP_ROWS rows of the state, per consumer.
+
+    has_states: write the state before each chunk; is_reverse: from the last chunk to the first.
+    """
 
     stages: int
     tiles: int
@@ -67,15 +72,20 @@ class Plan:
     heads_a_group: int
     has_output: bool
     has_documents: bool
+    has_states: bool = False
+    is_reverse: bool = False
 
     @property
     def chunk(self) -> int:
         return CONSUMERS * WARPGROUP_ROWS
 
+    def chunk_of(self, step: Any) -> Any:
+        return self.chunks - 1 - step if self.is_reverse else step
+
 
 class Arrays(NamedTuple):
     """In global memory. first: position of the first token of each token's document, -1 for that
-    of the initial state. q, first, y: () if not needed."""
+    of the initial state. q, first, y, states: () if not needed."""
 
     q_BLGN: Any
     k_BLGN: Any
@@ -85,6 +95,7 @@ class Arrays(NamedTuple):
     first_BL: Any
     y_BLHP: Any
     last_BHNP: Any
+    states_BCHNP: Any
 
 
 class Shared(NamedTuple):
@@ -144,7 +155,7 @@ def scan_refuses(q_BLGN: Any, k_BLGN: Any, v_BLHP: Any, is_plain: bool = True) -
     if dtypes != {jnp.dtype(DTYPE).name}:
         return f"dtypes {sorted(dtypes)} are not all bfloat16: set the compute dtype to bfloat16"
     if sizes not in STAGES:
-        return f"(state size, head dim) {sizes} is none of {sorted(STAGES)}"
+        return f"state size {sizes[0]} is more than 256 or head dim {sizes[1]} is more than 128"
     return ""
 
 
@@ -180,6 +191,24 @@ def scan(
     """
     if reason := scan_refuses(q_BLGN, k_BLGN, v_BLHP):
         raise ValueError(f"chunk_scan backend mosaic cannot run: {reason}; use xla")
+    S = CONSUMERS * WARPGROUP_ROWS
+    sums_BHL = chunk_sums(log_decay_BLH, S)
+    first_BL = None if docs_BL is None else first_tokens(docs_BL, S)
+    outputs = launch(q_BLGN, k_BLGN, v_BLHP, sums_BHL, state_BHNP, first_BL)
+    return None if q_BLGN is None else outputs[0], outputs[-1]
+
+
+def launch(
+    q_BLGN: Any,
+    k_BLGN: jax.Array,
+    v_BLHP: jax.Array,
+    sums_BHL: jax.Array,
+    state_BHNP: jax.Array,
+    first_BL: Any,
+    states: str = "",
+) -> list:
+    """[y with queries, state after the last chunk, states with `states`: "before" each chunk or,
+    against the time, "after" it, in bfloat16]. sums, first: as in Arrays."""
     (B, L, H, P), (G, N) = v_BLHP.shape, k_BLGN.shape[2:]
     S = CONSUMERS * WARPGROUP_ROWS
     plan = Plan(
@@ -188,31 +217,36 @@ def scan(
         chunks=-(-L // S),
         heads_a_group=H // G,
         has_output=q_BLGN is not None,
-        has_documents=docs_BL is not None,
+        has_documents=first_BL is not None,
+        has_states=bool(states),
+        is_reverse=states == "after",
     )
     inputs: list = [q_BLGN] if plan.has_output else []
-    inputs += [k_BLGN, v_BLHP, chunk_sums(log_decay_BLH, S), state_BHNP]
-    inputs += [] if docs_BL is None else [first_tokens(docs_BL, S)]
+    inputs += [k_BLGN, v_BLHP, sums_BHL, state_BHNP]
+    inputs += [first_BL] if plan.has_documents else []
     results: list = [jax.ShapeDtypeStruct(v_BLHP.shape, DTYPE)] if plan.has_output else []
+    results += [jax.ShapeDtypeStruct((B, H, N, P), jnp.float32)]
+    if plan.has_states:
+        results += [jax.ShapeDtypeStruct((B, plan.chunks, H, N, P), DTYPE)]
 
     def chunk_scan_forward(*refs: Any) -> None:
         *arrays, shared, barriers = refs
         forward_program(plan, named_arrays(plan, arrays), shared, barriers)
 
-    outputs = mosaic.launch(
+    return mosaic.launch(
         chunk_scan_forward,
-        out_type=[*results, jax.ShapeDtypeStruct((B, H, N, P), jnp.float32)],
+        out_type=results,
         grid={"batch": B, "head": H},
         warpgroups=CONSUMERS + 1,
         scratch_types=[shared_type(plan, N, P), barriers_type(plan)],
         reduction_bytes=0,
     )(*inputs)
-    return outputs[0] if plan.has_output else None, outputs[-1]
 
 
 def named_arrays(plan: Plan, refs: list) -> Arrays:
     names = ["q_BLGN"] * plan.has_output + ["k_BLGN", "v_BLHP", "sums_BHL", "state_BHNP"]
     names += ["first_BL"] * plan.has_documents + ["y_BLHP"] * plan.has_output + ["last_BHNP"]
+    names += ["states_BCHNP"] * plan.has_states
     return Arrays(**dict.fromkeys(Arrays._fields, ()) | dict(zip(names, refs, strict=True)))
 
 
@@ -258,10 +292,10 @@ def produce(program: Program) -> None:
     group = lax.div(head, jnp.asarray(plan.heads_a_group, head.dtype))
 
     @pl.loop(0, plan.chunks)
-    def _(chunk):
-        slot = mosaic.ring_slot(chunk, plan.stages)
-        pl.when(chunk >= plan.stages)(lambda: plgpu.barrier_wait(barriers.free.at[slot]))
-        tokens = pl.ds(chunk * plan.chunk, plan.chunk)
+    def _(step):
+        slot = mosaic.ring_slot(step, plan.stages)
+        pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(barriers.free.at[slot]))
+        tokens = pl.ds(plan.chunk_of(step) * plan.chunk, plan.chunk)
         copies = [(arrays.k_BLGN.at[batch, tokens, group], shared.k)]
         copies += [(arrays.v_BLHP.at[batch, tokens, head], shared.v)]
         copies += [(arrays.sums_BHL.at[batch, head, tokens], shared.sums)]
@@ -297,25 +331,32 @@ def consume(program: Program, warpgroup: jax.Array) -> None:
 
 
 def scan_chunk(
-    program: Program, warpgroup: jax.Array, tiles: list, chunk: jax.Array, states: tuple
+    program: Program, warpgroup: jax.Array, tiles: list, step: jax.Array, states: tuple
 ) -> tuple:
     """Write the outputs of a consumer's tokens of a chunk. Returns its tiles of the state after."""
     plan, _, shared, barriers, *_ = program
-    slot, rows = mosaic.ring_slot(chunk, plan.stages), rows_of(warpgroup)
+    slot, rows, chunk = mosaic.ring_slot(step, plan.stages), rows_of(warpgroup), plan.chunk_of(step)
     plgpu.barrier_wait(barriers.ready.at[slot])
     only = jnp.int32(0)
     if plan.stages == 1:
         slot = only = hidden_zero(shared.sums[0, 0])
     scaled_buffer, state_buffer = shared.scaled.at[only], shared.state.at[only]
-    decays = decays_of(program, slot, chunk, rows)
+    decays = decays_of(plan, shared, slot, chunk, rows)
     values = mosaic.load(shared.v.at[slot, rows], MATRIX).astype(jnp.float32)
-    values = values * spread(decays.leaves, values.shape)
-    pl.when(chunk > 0)(lambda: plgpu.barrier_wait(barriers.read.at[0]))
+    factors = decays.reads if plan.is_reverse else decays.leaves
+    values = values * spread(factors, values.shape)
+    pl.when(step > 0)(lambda: plgpu.barrier_wait(barriers.read.at[0]))
     scaled_buffer.at[rows][...] = values.astype(DTYPE)
-    if plan.has_output:
+    if plan.has_states:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if plan.has_output or plan.has_states:
         for tile, state in zip(tiles, states, strict=True):
             state_buffer.at[tile][...] = state.astype(DTYPE)
     plgpu.commit_smem()
+    if plan.has_states:
+        target = program.arrays.states_BCHNP.at[program.batch, chunk, program.head]
+        for tile in tiles:
+            plgpu.copy_smem_to_gmem(state_buffer.at[tile], target.at[tile])
     plgpu.barrier_arrive(barriers.written.at[0])
     plgpu.barrier_wait(barriers.written.at[0])
 
@@ -330,7 +371,7 @@ def scan_chunk(
     if plan.has_output:
         sums += [mosaic.constant(0.0, values.shape, MATRIX)]
     sums = pl.run_state(multiply)(tuple(plgpu.ACC.init(value) for value in sums))
-    pl.when(chunk < plan.chunks - 1)(lambda: plgpu.barrier_arrive(barriers.read.at[0]))
+    pl.when(step < plan.chunks - 1)(lambda: plgpu.barrier_arrive(barriers.read.at[0]))
     if plan.has_output:
         y = sums[-1] * spread(decays.reads, values.shape)
         add = functools.partial(add_scores, program, slot, warpgroup, decays)
@@ -347,8 +388,7 @@ def hidden_zero(number: jax.Array) -> jax.Array:
     return jnp.where(number > 1e30, 1, 0)
 
 
-def decays_of(program: Program, slot: jax.Array, chunk: jax.Array, rows: Any) -> Decays:
-    plan, shared = program.plan, program.shared
+def decays_of(plan: Any, shared: Any, slot: jax.Array, chunk: jax.Array, rows: Any) -> Decays:
     end = plan.chunk - 1
     sums = mosaic.load(shared.sums.at[slot, rows], ROWS)
     last = shared.sums[slot, end]

@@ -248,11 +248,13 @@ def mamba_problems(model: ModelConfig) -> Iterator[str]:
         )
     if mamba.chunk < 2 or mamba.chunk & (mamba.chunk - 1):
         yield f"model.mamba.chunk={mamba.chunk} must be a power of 2: choose 64, 128 or 256"
-    sizes = mamba.state_size, mamba.head_dim
-    if mamba.backend is ScanBackend.mosaic and sizes not in SCAN_KERNEL_SIZES:
+    most = SCAN_KERNEL_SIZES
+    if mamba.backend is ScanBackend.mosaic and (
+        mamba.state_size > most[0] or mamba.head_dim > most[1]
+    ):
         yield (
-            f"model.mamba.backend=mosaic needs (state_size, head_dim) in {SCAN_KERNEL_SIZES}, not "
-            f"{sizes}: set backend=auto or xla, or these sizes"
+            f"model.mamba.backend=mosaic takes state_size up to {most[0]} and head_dim up to "
+            f"{most[1]}, not {mamba.state_size} and {mamba.head_dim}: set backend=auto or xla"
         )
     if mamba.scales and len(mamba.scales) != 5:
         yield (

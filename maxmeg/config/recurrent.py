@@ -6,7 +6,7 @@ import enum
 
 from maxmeg.config.setting import setting
 
-SCAN_KERNEL_SIZES = [(128, 64), (128, 128), (256, 64)]  # (state_size, head_dim) of mosaic
+SCAN_KERNEL_SIZES = 256, 128  # largest state_size and head_dim of mosaic
 
 
 class ScanBackend(enum.Enum):
@@ -56,8 +56,8 @@ class MambaConfig:
     )
     backend: ScanBackend = setting(
         ScanBackend.auto,
-        "kernel of the scan: mosaic (ours, Hopper only, bfloat16, state_size and head_dim 128 and "
-        "64, 128 and 128 or 256 and 64, chunks of 128, XLA's gradients, not timed yet) | xla; "
+        "kernel of the scan: mosaic (ours, Hopper only, bfloat16, state_size up to 256, padded to "
+        "128 or 256, head_dim up to 128, padded to 64 or 128, chunks of 128, not timed yet) | xla; "
         "auto: the faster one where it was measured, else xla",
         effect="none",
     )

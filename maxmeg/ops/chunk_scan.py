@@ -285,6 +285,8 @@ def scan_tiles_backward(spec: ScanSpec, residuals, slopes):
     """Gradients of the inputs: for each block of heads the states before its tiles, then the tiles
     in reverse order. Blocks of the same group add up their gradients of queries and keys."""
     (inputs, documents), (d_y_BLHP, d_state_BHNP) = residuals, slopes
+    if spec.backend == "mosaic" and inputs.q_BLGN is not None:
+        return chunk_mosaic.gradients(inputs, documents.docs_BL, slopes), None
     plan = plan_of(inputs, spec.chunk, backward=True)
     length, num_heads = inputs.v_BLHP.shape[1:3]
 

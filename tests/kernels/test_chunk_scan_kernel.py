@@ -1,4 +1,4 @@
-"""The chunked scan's kernel by Mosaic-GPU's interpreter on the CPU, with its race detection.
+"""The chunked scan's kernels by Mosaic-GPU's interpreter on the CPU, with its race detection.
 
 What runs, through the op, is the kernel's own program: copies, rings, barriers, masks, stores.
 Replaced is the instruction wgmma (interpreted_products). Warpgroups have 8 rows here instead of 64.
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from interpreted_products import interpret, replace_products
 from maxmeg.kernels import chunk_scan as kernel
+from maxmeg.kernels import chunk_scan_backward as backward_kernel
 from maxmeg.kernels.mosaic import plgpu
 from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, run
 
@@ -19,15 +20,17 @@ from maxmeg.config.model_rules import mamba_problems
 from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, MambaConfig, ScanBackend
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops.backend import Device
+from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 
 ROWS = 8  # of a warpgroup; a chunk has 16 tokens
 SIZES = {"rows": 1, "groups": 1, "heads": 2, "state": 16, "value": 16}
-# name: (case, slots of the rings)
+# name: (case, slots of the rings, least number of programs of a launch)
 CASES = {
-    "documents in four chunks, an initial state": (Case(length=50, **SIZES, seed=3), 1),
+    "documents in three chunks, an initial state": (Case(length=42, **SIZES, seed=3), 1, 1),
     "one document, whole chunks, two tiles of states": (
-        Case(length=48, **SIZES | {"state": 32}, documents=False, decay=5.0),
+        Case(length=32, **SIZES | {"state": 32}, documents=False, decay=5.0),
         2,
+        4,
     ),
 }
 
@@ -36,13 +39,16 @@ CASES = {
 def interpreter(monkeypatch):
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
     monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS)
+    monkeypatch.setattr(module.chunk_mosaic, "kernel_sizes", lambda *sizes: sizes)
     replace_products(monkeypatch)
     return monkeypatch
 
 
-def scanned(case: Case, slots: int, monkeypatch) -> tuple[dict[str, float], bool]:
+def scanned(case: Case, slots: int, programs: int, monkeypatch) -> tuple[dict[str, float], bool]:
     """(errors of the results, whether there was a race)."""
-    monkeypatch.setattr(kernel, "STAGES", {(case.state, case.value): slots})
+    monkeypatch.setattr(backward_kernel, "PROGRAMS", programs)
+    for one in (kernel, backward_kernel):
+        monkeypatch.setattr(one, "STAGES", {(case.state, case.value): slots})
     arrays, segments = arrays_of(case, "bfloat16")
     actual, race = interpret(lambda: run(case, arrays, segments, "mosaic"), monkeypatch)
     if race or actual is None:
@@ -58,12 +64,23 @@ def test_results_are_those_of_the_recurrence_without_a_race(name: str, interpret
     assert not race and max(errors.values()) <= TOLERANCE["bfloat16"], errors
 
 
-@pytest.mark.slow
-def test_a_slot_released_before_its_products_are_made_is_a_race(interpreter):
-    real = kernel.scan_chunk
+def one_chunk() -> list:
+    """The side of the queries of two heads."""
+    wide, narrow = (jnp.ones((1, 16, count, 16), jnp.bfloat16) for count in (1, 2))
+    states = jnp.ones((1, 1, 2, 16, 16), jnp.bfloat16)
+    common = jnp.zeros((1, 2, 16)), None
+    return backward_kernel.side(wide, wide, narrow, narrow, states, common, is_keys=False)
 
-    def release_first(program, warpgroup, tiles, chunk, states):
-        slot = chunk % program.plan.stages
+
+@pytest.mark.slow
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_slot_released_before_its_products_are_made_is_a_race(direction, interpreter):
+    is_forward = direction == "forward"
+    place = (kernel, "scan_chunk") if is_forward else (backward_kernel, "add_head")
+    real = getattr(*place)
+
+    def release_first(program, *others):
+        slot = others[-2] % program.plan.stages
         plgpu.barrier_wait(program.barriers.ready.at[slot])
         plgpu.barrier_arrive(program.barriers.free.at[slot])
         waits, arrives = plgpu.barrier_wait, plgpu.barrier_arrive
@@ -76,39 +93,48 @@ def test_a_slot_released_before_its_products_are_made_is_a_race(interpreter):
                         call(barrier)
 
                 patch.setattr(plgpu, name, other)
-            return real(program, warpgroup, tiles, chunk, states)
+            return real(program, *others)
 
-    interpreter.setattr(kernel, "scan_chunk", release_first)
+    interpreter.setattr(*place, release_first)
+    for one in (kernel, backward_kernel):
+        interpreter.setattr(one, "STAGES", {(16, 16): 1})
+    interpreter.setattr(backward_kernel, "PROGRAMS", 1)
     case = Case(length=48, **SIZES | {"heads": 1}, documents=False)
-    assert scanned(case, 1, interpreter)[1]
-
-
-@pytest.mark.slow
-def test_gradients_are_those_of_xla_and_auto_is_xla(monkeypatch):
-    """With the kernel replaced by zeros, backward does not change."""
-    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
-    monkeypatch.setattr(
-        module.chunk_mosaic,
-        "scan",
-        lambda inputs, docs: (jnp.zeros_like(inputs.v_BLHP), jnp.zeros_like(inputs.state_BHNP)),
-    )
-    case = Case(length=40, **SIZES | {"state": 128, "value": 64}, documents=False, initial=False)
     arrays, _ = arrays_of(case, "bfloat16")
+    inputs = [jnp.asarray(arrays[name]) for name in ("q", "k", "v", "log_decay", "state")]
+    call = (lambda: kernel.scan(*inputs)) if is_forward else one_chunk
+    assert interpret(call, interpreter)[1]
 
-    def gradients(backend):
-        slopes = jnp.ones_like(arrays["v"])
-        _, pull = jax.vjp(lambda arrays: run(case, arrays, None, backend)["y"], arrays)
-        return run(case, arrays, None, backend)["y"], pull(slopes)[0]
 
-    (zeros, actual), (y, wanted) = gradients("mosaic"), gradients("auto")
-    assert not zeros.any() and y.any()
-    assert all(bool((actual[name] == wanted[name]).all()) for name in wanted)
+@pytest.mark.parametrize("sizes", [(100, 80), (256, 128)])
+def test_sizes_that_kernels_do_not_take_are_padded_and_heads_split(sizes, monkeypatch):
+    """Kernels are replaced by XLA's form of the sizes that reach them."""
+    taken = []
+
+    def scan(q, k, v, log_decay, state, docs):
+        taken.append((k.shape[-1], v.shape[-1]))
+        return chunk_scan(q, k, v, log_decay, None, docs, state, ScanSpec(16, "xla"))
+
+    def gradients(inputs, docs, d_y, d_last):
+        return jax.vjp(lambda *arrays: scan(*arrays, docs), *inputs)[1]((d_y, d_last))
+
+    monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
+    monkeypatch.setattr(kernel, "scan_refuses", lambda *_: "")
+    monkeypatch.setattr(kernel, "scan", scan)
+    monkeypatch.setattr(backward_kernel, "gradients", gradients)
+    case = Case(rows=1, length=20, groups=2, state=sizes[0], value=sizes[1], seed=4)
+    arrays, segments = arrays_of(case, "float32")
+    actual, wanted = run(case, arrays, segments, "mosaic"), expected(case, arrays, segments)
+    errors = {name: error(actual[name], wanted[name]) for name in wanted}
+    assert max(errors.values()) <= TOLERANCE["float32"], errors
+    assert set(taken) <= set(kernel.STAGES)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"state": 64}, r"\(state size, head dim\) \(64, 64\) is none of \[\(128, 64\), "),
+        ({"state": 300}, "state size 300 is more than 256 or head dim 64 is more than 128"),
+        ({"value": 160}, "state size 128 is more than 256 or head dim 160 is more than 128"),
         ({"kind": "delta"}, "the delta rule and decays of channels are not supported"),
         ({"kind": "channels"}, "the delta rule and decays of channels are not supported"),
     ],
@@ -122,8 +148,9 @@ def test_what_the_kernel_cannot_scan_is_refused(change, words, monkeypatch):
 
 
 def test_the_setting_is_checked_with_the_sizes():
-    mamba = MambaConfig(backend=ScanBackend.mosaic, state_size=64)
-    problems = mamba_problems(ModelConfig(layers="*(mamba)", hidden_size=512, mamba=mamba))
-    (problem,) = (problem for problem in problems if "backend" in problem)
-    assert "[(128, 64), (128, 128), (256, 64)], not (64, 64): set backend=auto or xla" in problem
-    assert set(SCAN_KERNEL_SIZES) == set(kernel.STAGES)
+    assert {max(sizes) for sizes in zip(*kernel.STAGES, strict=True)} == set(SCAN_KERNEL_SIZES)
+    for change, wrong in (({}, 0), ({"state_size": 257}, 1), ({"head_dim": 256}, 1)):
+        mamba = MambaConfig(backend=ScanBackend.mosaic, **change)
+        model = ModelConfig(layers="*(mamba)", hidden_size=512, mamba=mamba)
+        problems = [problem for problem in mamba_problems(model) if "backend" in problem]
+        assert len(problems) == wrong and all("set backend=auto" in one for one in problems)

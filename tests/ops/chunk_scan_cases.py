@@ -122,20 +122,56 @@ def arrays_of(case: Case, dtype: str) -> tuple[dict, np.ndarray | None]:
 
 
 def expected(case: Case, arrays: dict, segments: np.ndarray | None) -> dict[str, np.ndarray]:
-    """By the recurrence in float64."""
+    """Of Mamba-2's scan y, the last state, and each input's gradient for `rounded_slopes`: the
+    recurrence in float64 and its reverse."""
     wide = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-    y, state = recurrence(**wide | {"log_decay": -abs(wide["log_decay"])}, segments=segments)
-    return {"y": y, "state": state}
+    wide["log_decay"] = -abs(wide["log_decay"])
+    heads = case.heads // case.groups
+    q, k = (np.repeat(wide[name], heads, axis=2) for name in ("q", "k"))
+    v, decay, slopes = wide["v"], np.exp(wide["log_decay"]), rounded_slopes(case, arrays)
+    d_y, d_state = (np.asarray(x, np.float64) for x in slopes)
+    state = wide.get("state", np.zeros_like(d_state))
+    goes_on = np.ones(v.shape[:2])
+    if segments is not None:
+        goes_on[:, 1:] = segments[:, 1:] == segments[:, :-1]
+    states, ys = [state], []
+    for t in range(case.length):
+        kept = (goes_on[:, t, None] * decay[:, t])[..., None, None] * states[-1]
+        states.append(kept + np.einsum("bhn,bhp->bhnp", k[:, t], v[:, t]))
+        ys.append(np.einsum("bhn,bhnp->bhp", q[:, t], states[-1]))
+    grads: dict = {name: np.zeros_like(wide[name]) for name in ("q", "k", "v", "log_decay")}
+    rows, groups = case.rows, case.groups
+    for t in reversed(range(case.length)):
+        d_state = d_state + np.einsum("bhn,bhp->bhnp", q[:, t], d_y[:, t])
+        for name, one, other in (("q", states[t + 1], d_y), ("k", d_state, v)):
+            slope = np.einsum("bhnp,bhp->bhn", one, other[:, t])
+            grads[name][:, t] = slope.reshape(rows, groups, heads, -1).sum(axis=2)
+        grads["v"][:, t] = np.einsum("bhn,bhnp->bhp", k[:, t], d_state)
+        d_state = (goes_on[:, t, None] * decay[:, t])[..., None, None] * d_state
+        grads["log_decay"][:, t] = np.einsum("bhnp,bhnp->bh", d_state, states[t])
+    grads["log_decay"] *= -np.sign(np.asarray(arrays["log_decay"], np.float64))
+    grads["state"] = d_state
+    named = {f"gradient of {name}": grads[name] for name in arrays}
+    return {"y": np.stack(ys, axis=1), "state": states[-1]} | named
+
+
+def rounded_slopes(case: Case, arrays: dict) -> tuple:
+    """Gradients of y, in its dtype, and of the last state."""
+    d_y, d_state = slopes_of(case)
+    return np.asarray(d_y, arrays["v"].dtype), np.float32(d_state)
 
 
 def run(case: Case, arrays: dict, segments: np.ndarray | None, backend: str) -> dict:
+    """As `expected`, by the op."""
+
     def scan(arrays, segments):
         arrays = arrays | {"log_decay": -abs(arrays["log_decay"])}
         *inputs, state = (arrays.get(name) for name in NAMES)
         return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk, backend))
 
-    y, state = jax.jit(scan)(arrays, segments)
-    return {"y": y, "state": state}
+    slopes = rounded_slopes(case, arrays)
+    y, state, grads = with_gradients(scan)(arrays, segments, *slopes)
+    return {"y": y, "state": state} | {f"gradient of {name}": x for name, x in grads.items()}
 
 
 def error(actual, wanted: np.ndarray) -> float:
