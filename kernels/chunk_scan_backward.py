@@ -420,7 +420,7 @@ def decay_of(
 
 def store(program: Program, warpgroup: jax.Array, step: jax.Array, numbers: tuple) -> None:
     """Write a consumer's pairs and shares of a head."""
-    plan, arrays, shared, _, batch, part, chunk, _ = program
+    plan, arrays, shared, _, batch, part, chunk = program[:7]
     rows, head = rows_of(chunk * CONSUMERS + warpgroup), part * plan.heads + step
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for i, number in enumerate(numbers):
@@ -432,7 +432,7 @@ def store(program: Program, warpgroup: jax.Array, step: jax.Array, numbers: tupl
 
 def store_values(program: Program, warpgroup: jax.Array, step: jax.Array, slope: jax.Array) -> None:
     """Write the gradients of a consumer's values of a head; TMA drops tokens past the end."""
-    plan, arrays, shared, _, batch, part, chunk, _ = program
+    plan, arrays, shared, _, batch, part, chunk = program[:7]
     rows, head = rows_of(chunk * CONSUMERS + warpgroup), part * plan.heads + step
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     shared.d_narrow.at[warpgroup][...] = slope.astype(DTYPE)

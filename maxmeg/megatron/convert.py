@@ -73,6 +73,7 @@ LAYERS = {
 FUSED_NORMS = (
     ("self_attention.linear_qkv.layer_norm_", "input_layernorm."),
     ("mixer.in_proj.layer_norm_", "input_layernorm."),
+    ("self_attention.in_proj.layer_norm_", "input_layernorm."),
     ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."),
     ("decoder.final_norm.", "decoder.final_layernorm."),  # of hybrid models
 )

@@ -1,7 +1,7 @@
 """Hybrid models in Megatron-LM's checkpoints: their patterns, arguments and tensors.
 
-A layer is one mixer with its norm. The projections that a Mamba-2 mixer fuses are stored apart
-(`mixer.in_proj.weight.z`): a rank has its own rows of each of them.
+A layer is one mixer with its norm. The projections that Mamba-2 and Gated DeltaNet fuse are stored
+apart (`mixer.in_proj.weight.z`): a rank has its own rows of each of them.
 """
 
 import re
@@ -13,20 +13,35 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.mamba_tables import mamba, mamba_arrays
 from maxmeg.megatron.experts import Arguments
 
-KNOWN = {letter: HYBRID[letter] for letter in "M*-E"}
+KNOWN = {letter: HYBRID[letter] for letter in "MG*-E"}
 PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")  # the second is the older name
 RATIOS = {"*": "hybrid_attention_ratio", "-": "hybrid_mlp_ratio"}
-MODULES, ARRAYS = mamba("mixer"), mamba_arrays("mixer")
+DELTA = ("query", "key", "value", "gate", "beta", "step")
+MODULES = {
+    **mamba("mixer"),
+    tuple(f"gated_delta.{name}" for name in DELTA): "self_attention.in_proj",
+    tuple(f"gated_delta.{name}_conv" for name in DELTA[:3]): "self_attention.conv1d",
+    "gated_delta.gated_norm": "self_attention.out_norm",
+    "gated_delta.out": "self_attention.out_proj",
+}
+ARRAYS = {
+    **mamba_arrays("mixer"),
+    "gated_delta.decay_log": "self_attention.A_log",
+    "gated_delta.step_bias": "self_attention.dt_bias",
+}
 CONVOLVED = ("x", "B", "C")
 # End of a tensor's name -> the ends of the names of the tensors that it is stored as.
 PARTS = {
     "mixer.in_proj.weight": ("z", *CONVOLVED, "dt"),
     "mixer.conv1d.weight": CONVOLVED,
     "mixer.conv1d.bias": CONVOLVED,
+    "self_attention.in_proj.weight": (*DELTA[:3], "z", "beta", "alpha"),
+    "self_attention.conv1d.weight": DELTA[:3],
 }
 NORM_EPS = 1e-5  # of Mamba-2's gated norm, whatever norm_epsilon is
 # Start of the names of a layer's tensors -> the letter of the layer, by the first that fits.
 STARTS = {"mixer.": "M", "self_attention.linear_qkv.": "*", "mlp.router.": "E", "mlp.": "-"}
+STARTS |= {"self_attention.in_proj.": "G"}
 
 
 def pattern(arguments: Arguments) -> tuple[str, str]:
@@ -68,6 +83,9 @@ def hybrid_fields(
     if not letters:
         return {}
     shown = f"{name}={letters!r}"
+    if "/" in letters:
+        refused.append(f"{shown} has MTP layers (after /), which are not imported with hybrids")
+        return {}
     if unknown := [letter for letter in dict.fromkeys(letters) if letter not in KNOWN]:
         known = ", ".join(f"{letter} ({mixer})" for letter, mixer in KNOWN.items())
         refused.append(f"{shown} has the letters {' '.join(unknown)} (supported are {known})")
@@ -81,10 +99,31 @@ def hybrid_fields(
         refused.append(f"norm_epsilon={eps} beside Mamba-2, whose norm has {NORM_EPS}")
     return {
         "kinds": layers(letters, local),
+        **(delta_fields(arguments, refused) if "G" in letters else {}),
         "mamba.num_heads": arguments.get("mamba_num_heads") or 0,
         "mamba.head_dim": arguments.get("mamba_head_dim") or 64,
         "mamba.num_groups": arguments.get("mamba_num_groups") or 8,
         "mamba.state_size": arguments.get("mamba_state_dim") or 128,
+    }
+
+
+def delta_fields(arguments: Arguments, refused: list[str]) -> dict[str, typing.Any]:
+    """Return the sizes of Gated DeltaNet, whose norm and activation are those of the model."""
+    wanted = {"normalization": "RMSNorm", "swiglu": True, "apply_layernorm_1p": False}
+    wrong = {
+        n: arguments.get(n) for n, value in wanted.items() if (arguments.get(n) or False) != value
+    }
+    if wrong:
+        shown = ", ".join(f"{name}={value!r}" for name, value in wrong.items())
+        refused.append(f"{shown} beside G (gated_delta), whose norm is RMSNorm and activation SiLU")
+    names = {"value_heads": "num_heads", "key_heads": "num_key_heads"}
+    sizes = {f"delta.{ours}": f"linear_num_{theirs}" for theirs, ours in names.items()}
+    sizes |= {"delta.key_size": "linear_key_head_dim", "delta.value_size": "linear_value_head_dim"}
+    sizes |= {"delta.kernel_size": "linear_conv_kernel_dim"}
+    defaults = (32, 16, 128, 128, 4)
+    return {
+        ours: arguments.get(theirs) or default
+        for (ours, theirs), default in zip(sizes.items(), defaults, strict=True)
     }
 
 

@@ -486,6 +486,7 @@ IN_FILES = {  # family -> name in a file -> name of a binding, None for what hol
         "vision_tower.x.weight": None,
         "model.multi_modal_projector.x": None,
     },
+    "Qwen3NextForCausalLM": {"mtp.fc.weight": None, "mtp.layers.0.mlp.gate.weight": None},
 }
 
 

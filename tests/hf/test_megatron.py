@@ -124,6 +124,12 @@ HYBRIDS = [
         "layers=2(mamba) *(attention mlp)",
     ),
     ({"is_hybrid_model": True, "hybrid_mlp_ratio": 0.0, "num_layers": 2}, "layers=*(mamba)"),
+    (
+        {"hybrid_override_pattern": "GM*-", "linear_num_value_heads": 8, "swiglu": True}
+        | {"normalization": "RMSNorm", "add_bias_linear": False},
+        "layers=*(gated_delta mamba attention mlp); delta.num_heads=8; delta.num_key_heads=16; "
+        "delta.key_size=128; delta.value_size=128; delta.kernel_size=4",
+    ),
 ]
 GIVEN += [({**MIXED, "hidden_size": 256, **given}, fields) for given, fields in HYBRIDS]
 
@@ -150,9 +156,13 @@ REFUSED = [
     ({"quick_geglu": True, "mtp_num_layers": 1}, "mtp_num_layers=1; quick_geglu=True"),
     (
         {"hybrid_layer_pattern": "MD/M/M"},
-        r"hybrid_layer_pattern='MD/M/M' has the letters D / \(supported are M \(mamba\), ",
+        r"hybrid_layer_pattern='MD/M/M' has MTP layers \(after /\), which are not imported",
     ),
-    ({"hybrid_override_pattern": "G+"}, r"has the letters G \+ \(supported are M \(mamba\), "),
+    ({"hybrid_override_pattern": "D+"}, r"has the letters D \+ \(supported are M \(mamba\), "),
+    (
+        {"hybrid_override_pattern": "MG", "squared_relu": True, "apply_layernorm_1p": True},
+        "normalization=None, swiglu=None, apply_layernorm_1p=True beside G",
+    ),
     ({"hybrid_override_pattern": "M*-"}, "'M.-' has 3 layers, and num_layers=2 .they must be eq"),
     ({"hybrid_override_pattern": "MM", "norm_epsilon": 1e-6}, "norm_epsilon=1e-06 beside Mamba-2"),
 ]

@@ -28,7 +28,12 @@ def without_kernels() -> None:
     def rearrange(x, pattern: str):
         return x.squeeze(1) if pattern == "d 1 w -> d w" else x.transpose(0, 1)
 
+    def l2norm(x):
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
     modules = {
+        "fla.modules.l2norm": {"l2norm": l2norm},
+        "fla.ops.gated_delta_rule": {"chunk_gated_delta_rule": None},  # megatron-core has its own
         "einops": {"rearrange": rearrange, "repeat": None},
         "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": RMSNorm},
         "mamba_ssm.ops.triton.ssd_combined": {
@@ -73,7 +78,7 @@ def build(config, pattern: str, **arguments: object):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.models.mamba import MambaModel
-    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm import gated_delta_net, mamba_block
     from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
     from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
     from megatron.core.ssm.mlp_layer import MLPLayer
@@ -106,17 +111,40 @@ def build(config, pattern: str, **arguments: object):
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
+    delta = gated_delta_net.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    )
+    delta_names = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
+    kinds = {
+        "*": layer(TransformerLayer, names, **attended),
+        "G": layer(
+            TransformerLayer,
+            delta_names,
+            **attended
+            | {"self_attention": ModuleSpec(gated_delta_net.GatedDeltaNet, submodules=delta)},
+        ),
+    }
+
+    class Attention:
+        """Makes attention, or Gated DeltaNet, which this version's stack has no letter for."""
+
+        def __new__(cls, *arguments, layer_number: int, **options):
+            spec = kinds[pattern[layer_number - 1]]
+            options |= {"submodules": spec.submodules, "layer_number": layer_number}
+            return spec.module(*arguments, **options)
+
+    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
     experts = get_moe_module_spec(False, config.num_moe_experts or 2, False)
     stack = mamba_block.MambaStackSubmodules(
         mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
-        attention_layer=layer(TransformerLayer, names, **attended),
+        attention_layer=ModuleSpec(Attention),
         mlp_layer=layer(MLPLayer, names, mlp=parts.mlp, **fed),
         moe_layer=layer(TransformerLayer, {}, mlp=experts, **fed),
     )
     return MambaModel(
         config,
         ModuleSpec(mamba_block.MambaStack, submodules=stack),
-        hybrid_override_pattern=pattern,
+        hybrid_override_pattern=pattern.replace("G", "*"),
         **arguments,
     )
 
