@@ -49,7 +49,8 @@ def lambada(model: HarnessModel, path: str, limit: int = 0) -> dict[str, float]:
     for record in read_records([path]):
         row = parse_json(record.data)
         text = row.get("text") if isinstance(row, dict) else None
-        words = text.split() if isinstance(text, str) else []
+        text = text if isinstance(text, str) else ""
+        words = text.split()
         if len(words) < 2:
             raise ValueError(f"{record.place}: a passage is an object with a text of two words")
         before = text[: text.rfind(words[-1])].strip()
