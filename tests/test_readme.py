@@ -24,7 +24,11 @@ STAND_IN = {
     r"--config=(finetune:|RUN_DIR|runs/|run\.yaml|my_run\.py).*": [
         "--config=gpt",
         "--optim.min_lr=0",
-    ]
+    ],
+    "--config=classify:.*": [
+        *("--config=gpt", "--data.objective=classify", "--data.scored=last"),
+        *("--model.tied=true", "--log.sample_prompt="),
+    ],
 }
 PROGRAM = re.compile(
     r"(?:\bmaxmeg |python -m maxmeg[ .])(\w[\w-]*)(.*)|(?:launch/slurm\.sbatch|\"\$script\")(.*)"

@@ -48,8 +48,8 @@ def lambada(model: HarnessModel, path: str, limit: int = 0) -> dict[str, float]:
     pairs: list[Pair] = []
     for record in read_records([path]):
         row = parse_json(record.data)
-        found = row.get("text") if isinstance(row, dict) else None
-        text = found if isinstance(found, str) else ""
+        text = row.get("text") if isinstance(row, dict) else None
+        text = text if isinstance(text, str) else ""
         words = text.split()
         if len(words) < 2:
             raise ValueError(f"{record.place}: a passage is an object with a text of two words")

@@ -187,7 +187,7 @@ ELSEWHERE = (
 def test_the_kinds_use_every_option():
     configs = [make_config(kind) for kind in KINDS]
     for path, default, _ in walk(ModelConfig()):
-        if path in UNIFORM + ELSEWHERE or path.startswith(("mamba.", "delta.", "bert.")):
+        if path in UNIFORM + ELSEWHERE or path.startswith(("mamba.", "delta.", "bert.", "head.")):
             continue
         values = {get(config, path) for config in configs}
         if isinstance(default, bool | enum.Enum):

@@ -76,10 +76,10 @@ class Encoder:
 
     def example(self, example: Example) -> tuple[list[Text], int]:
         """(the texts of an example, tokens that are cut)."""
+        encode = self.tokenizer.encode
         texts, cut, room = [], 0, self.length // len(example.texts)
         for number, pair in enumerate(example.texts):
-            first, second = map(self.tokenizer.encode, pair)
-            ids, before, excess = self.pair(first, second, room)
+            ids, before, excess = self.pair(encode(pair[0]), encode(pair[1]), room)
             labels = np.full(len(ids), ABSENT, np.int32)
             is_choice = len(example.texts) > 1
             if len(ids):
