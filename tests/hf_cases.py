@@ -263,3 +263,15 @@ def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
         "megatron bert": ("MegatronBertForPreTraining", {**sizes, "type_vocab_size": 3}),
         "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
     }
+
+
+def encoder_decoders() -> dict[str, tuple[str, dict]]:
+    """T5 v1.0 and v1.1, with heads that are not as wide as the model, and other depths."""
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": LAYERS}
+    sizes |= {"num_heads": 4, "relative_attention_num_buckets": 8}
+    sizes |= {"relative_attention_max_distance": 12, "num_decoder_layers": 3}
+    untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    return {
+        "t5": ("T5ForConditionalGeneration", sizes),
+        "t5 v1.1": ("T5ForConditionalGeneration", {**sizes, **untied}),
+    }

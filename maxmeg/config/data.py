@@ -15,11 +15,18 @@ class Objective(enum.Enum):
     gpt = "gpt"
     sft = "sft"
     masked = "masked"
+    span_corruption = "span_corruption"
+    seq2seq = "seq2seq"
 
     @property
     def is_causal(self) -> bool:
         """Whether its models are causal: a token attends to itself and earlier tokens only."""
         return self is not Objective.masked
+
+    @property
+    def has_source(self) -> bool:
+        """Whether its samples have a source, which an encoder-decoder reads."""
+        return self in (Objective.span_corruption, Objective.seq2seq)
 
 
 class Packing(enum.Enum):
@@ -92,7 +99,9 @@ class DataConfig:
         "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
         "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
         "masked tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
-        "with model.attention.causal=false",
+        "with model.attention.causal=false | span_corruption: predict the spans that such a file "
+        "lacks (T5) | seq2seq: predict the texts of data.paths=SOURCE,TARGET from those in the "
+        "same places of the other (maxmeg preprocess --aligned)",
         "--sft",
     )
     sentence_pairs: bool = setting(
@@ -110,15 +119,28 @@ class DataConfig:
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "chats of more than sequence_length + 1 tokens: drop | truncate; their number is reported",
-        needs="objective=sft",
+        "chats of more than sequence_length + 1 tokens, and pairs of texts of which one is too "
+        "long: drop | truncate; their number is reported",
+        needs="objective=sft|seq2seq",
     )
     packing: Packing = setting(
         Packing.none,
         "pack whole documents, without attention across them: greedy | first_fit | best_fit; none: "
         "gpt cuts through documents, sft has one chat per row",
     )
-    sequence_length: int = setting(256, "tokens per sample", "--seq-length", at_least=1)
+    sequence_length: int = setting(
+        256,
+        "tokens per sample; of an encoder-decoder: of the target",
+        "--seq-length, --decoder-seq-length",
+        at_least=1,
+    )
+    source_length: int = setting(
+        0,
+        "tokens per sample of an encoder-decoder's source; 0: sequence_length",
+        "--encoder-seq-length",
+        at_least=0,
+        needs="objective=span_corruption|seq2seq",
+    )
     tokenizer: str = setting(
         "bytes",
         "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | wordpiece:FILE | "
@@ -197,6 +219,11 @@ class DataConfig:
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment_ids: attention stays within documents, or skips padding."""
-        if self.objective is Objective.masked:
+        if self.objective is Objective.masked or self.objective.has_source:
             return True
         return self.reset_attention_mask or self.packing is not Packing.none
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens per sample of the source; 0 without one."""
+        return (self.source_length or self.sequence_length) * self.objective.has_source

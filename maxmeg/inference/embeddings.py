@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
-from maxmeg.inference.requests import check_ids
+from maxmeg.inference.requests import check_alone, check_ids
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 
@@ -28,6 +28,7 @@ def text_embeddings(
     otherwise, and for a pooler that the model does not have.
     """
     config, tokenizer = trained.config.model, trained.tokenizer
+    check_alone(config)
     if pooling not in typing.get_args(Pooling):
         names = ", ".join(typing.get_args(Pooling))
         raise ValueError(f"pooling={pooling!r} is not one of {names}")

@@ -9,4 +9,6 @@ OBJECTIVES: dict[data.Objective, Objective] = {
     data.Objective.gpt: LANGUAGE_MODELLING,
     data.Objective.sft: LANGUAGE_MODELLING,
     data.Objective.masked: MASKED,
+    data.Objective.span_corruption: Objective(),
+    data.Objective.seq2seq: Objective(),
 }
