@@ -20,6 +20,7 @@ from maxmeg.config.schema import Config
 from maxmeg.hf import convert, peft
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
+from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
 from maxmeg.hf.formats import gguf
 from maxmeg.hf.formats.source import Source
 from maxmeg.megatron import convert as megatron
@@ -62,6 +63,8 @@ def main(*arguments: typing.Any) -> None:
         print(f"next: maxmeg.load('{options.output}').classify([TEXT, ...])")
     elif inward and report.family in ENCODERS:
         print(f"next: maxmeg train --config=finetune:{options.output}, or maxmeg.load(...).embed")
+    elif inward and report.family in ENCODER_DECODERS:
+        print(f"next: maxmeg train --config=finetune:{options.output}, with pairs of texts")
     elif inward:
         prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"
         print(f"next: maxmeg generate --run_dir={options.output} --prompt={prompt}")

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, Source
 from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
@@ -41,6 +41,9 @@ from maxmeg.state import TrainState, shardings_of
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
     """What the layers know about a microbatch. raw_key: of the step's randomness in training, None
     in evaluation."""
+    tokens_BS, source = batch.extra.get("encoder_tokens"), None
+    if tokens_BS is not None:
+        source = Source.of(tokens_BS, batch.extra["encoder_segment_ids"])
     return Context(
         batch.positions,
         batch.segment_ids,
@@ -51,6 +54,7 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
         microbatch_weight=batch.microbatch_weight,
         training=raw_key is not None,
         chunks_BC=batch.chunks,
+        source=source,
     )
 
 

@@ -282,3 +282,15 @@ def classifiers() -> dict[str, tuple[str, dict]]:
     cases[f"MegatronBert{texts}"] = (f"MegatronBert{texts}", encoder | names)
     cases |= {f"{n}{texts}": (f"{n}{texts}", decoder | names) for n in ("Llama", "Qwen2")}
     return cases | {f"Mistral{words}": (f"Mistral{words}", decoder | names)}
+
+
+def encoder_decoders() -> dict[str, tuple[str, dict]]:
+    """T5 v1.0 and v1.1, with heads that are not as wide as the model, and other depths."""
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": LAYERS}
+    sizes |= {"num_heads": 4, "relative_attention_num_buckets": 8}
+    sizes |= {"relative_attention_max_distance": 12, "num_decoder_layers": 3}
+    untied = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+    return {
+        "t5": ("T5ForConditionalGeneration", sizes),
+        "t5 v1.1": ("T5ForConditionalGeneration", {**sizes, **untied}),
+    }

@@ -19,6 +19,8 @@ class Objective(enum.Enum):
     classify = "classify"
     tag = "tag"
     choose = "choose"
+    span_corruption = "span_corruption"
+    seq2seq = "seq2seq"
 
     @property
     def is_labelled(self) -> bool:
@@ -29,6 +31,11 @@ class Objective(enum.Enum):
         """Whether it trains causal models, in which a token attends to itself and earlier tokens
         only, or bidirectional ones."""
         return self.is_labelled or causal == (self is not Objective.masked)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether its samples have a source, which an encoder-decoder reads."""
+        return self in (Objective.span_corruption, Objective.seq2seq)
 
 
 class Packing(enum.Enum):
@@ -101,9 +108,11 @@ class DataConfig:
         "gpt: predict every next token of .bin/.idx files | sft: predict the assistant's messages "
         "in chats, .jsonl files (a row: {messages: [{role, content}, ...]}) | masked: predict "
         "masked tokens of a .bin/.idx file of sentences (maxmeg preprocess --split_sentences), "
-        "with model.attention.causal=false | classify: the class of a text or a pair of texts | "
-        "tag: the class of each word | choose: the right one of several texts; these read "
-        "data.format",
+        "with model.attention.causal=false | span_corruption: predict the spans that such a file "
+        "lacks (T5) | seq2seq: predict the texts of data.paths=SOURCE,TARGET from those in the "
+        "same places of the other (maxmeg preprocess --aligned) | classify: the class of a text or "
+        "a pair of texts | tag: the class of each word | choose: the right one of several texts; "
+        "these read data.format",
         "--sft",
     )
     sentence_pairs: bool = setting(
@@ -146,17 +155,29 @@ class DataConfig:
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "chats of more than sequence_length + 1 tokens, and labelled texts of more than "
-        "sequence_length (of a pair the longer is cut): drop (for training only) | truncate; their "
-        "number is reported",
-        needs="objective=sft|classify|tag|choose",
+        "chats of more than sequence_length + 1 tokens, pairs of texts of which one is too long "
+        "(seq2seq), and labelled texts of more than sequence_length (of a pair the longer is cut): "
+        "drop (labelled texts for training only) | truncate; their number is reported",
+        needs="objective=sft|seq2seq|classify|tag|choose",
     )
     packing: Packing = setting(
         Packing.none,
         "pack whole documents, without attention across them: greedy | first_fit | best_fit; none: "
         "gpt cuts through documents, sft has one chat per row",
     )
-    sequence_length: int = setting(256, "tokens per sample", "--seq-length", at_least=1)
+    sequence_length: int = setting(
+        256,
+        "tokens per sample; of an encoder-decoder: of the target",
+        "--seq-length, --decoder-seq-length",
+        at_least=1,
+    )
+    source_length: int = setting(
+        0,
+        "tokens per sample of an encoder-decoder's source; 0: sequence_length",
+        "--encoder-seq-length",
+        at_least=0,
+        needs="objective=span_corruption|seq2seq",
+    )
     tokenizer: str = setting(
         "bytes",
         "bytes | null:N | sentencepiece:FILE | huggingface:FILE | gpt2:FOLDER | wordpiece:FILE | "
@@ -235,7 +256,9 @@ class DataConfig:
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment_ids: attention stays within documents, or skips padding."""
-        if self.objective is Objective.masked or self.objective.is_labelled:
+        if self.objective is Objective.masked or self.objective.has_source:
+            return True
+        if self.objective.is_labelled:
             return True
         return self.reset_attention_mask or self.packing is not Packing.none
 
@@ -250,3 +273,8 @@ class DataConfig:
         """Logits that the objective's models have for a text or a token; 0: a vocabulary's."""
         scores = int(self.objective is Objective.choose)
         return len(self.class_names) if self.objective.is_labelled and not scores else scores
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens per sample of the source; 0 without one."""
+        return (self.source_length or self.sequence_length) * self.objective.has_source

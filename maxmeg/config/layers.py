@@ -9,6 +9,7 @@ the last repeat may be cut short. Examples:
     *(attention+mlp)                    GPT-NeoX, Falcon
     *(5(local,mlp) attention,mlp)       Gemma 3
     3(mla,mlp) *(mla,moe)               DeepSeek-V3
+    6(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)    T5
     M-M*-|M-M*-                         Megatron-LM's hybrid strings, a letter per layer
 """
 
@@ -32,7 +33,12 @@ MIXERS = {
     "kda": ("delta",),  # Kimi Delta Attention
     "mlp": ("mlp",),
     "moe": ("moe", "mlp"),
+    "encoder_attention": ("attention",),  # these three read and write the source
+    "encoder_mlp": ("mlp",),
+    "encoder_norm": (),
+    "cross": ("attention",),  # attention to the source
 }
+ENCODER = ("encoder_attention", "encoder_mlp", "encoder_norm")
 OVERLAPPED = {"attention", "local", "mlp"}  # mixers that parallel.tensor_overlap is about
 # Megatron-LM's letters.
 HYBRID = {"M": "mamba", "G": "gated_delta", "*": "attention", "+": "mla", "-": "mlp", "E": "moe"}

@@ -12,6 +12,7 @@ class Activation(enum.Enum):
     swiglu = "swiglu"
     geglu = "geglu"
     quick_geglu = "quick_geglu"
+    relu = "relu"
     relu_squared = "relu_squared"
 
 
@@ -222,6 +223,25 @@ class RotaryConfig:
         "divisor of each frequency in longer sequences",
         needs="scaling=longrope",
         effect="adapted",
+    )
+
+
+@dataclasses.dataclass
+class RelativeConfig:
+    """T5's relative position bias: a learned number for each head and bucket of distances, one
+    table for all layers of the encoder and one for all layers of the decoder."""
+
+    buckets: int = setting(
+        32,
+        "number of buckets; half of them for small distances, one each",
+        "--relative-attention-num-buckets",
+        at_least=4,
+    )
+    distance: int = setting(
+        128,
+        "distance from which on all keys share a bucket",
+        "--relative-attention-max-distance",
+        at_least=2,
     )
 
 

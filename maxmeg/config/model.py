@@ -6,13 +6,14 @@ import math
 
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.head import HeadConfig
-from maxmeg.config.layers import Groups, Layer, grouped, parse
+from maxmeg.config.layers import ENCODER, Groups, Layer, grouped, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
     MlaConfig,
     MlpConfig,
     MoeConfig,
     MtpConfig,
+    RelativeConfig,
     RotaryConfig,
 )
 from maxmeg.config.recompute import NAMES
@@ -23,6 +24,7 @@ from maxmeg.config.setting import setting
 class Position(enum.Enum):
     rotary = "rotary"
     learned = "learned"
+    relative = "relative"
     none = "none"
 
 
@@ -68,7 +70,8 @@ class ModelConfig:
         "mixers of the layers: commas join sublayers, spaces layers, + mixers that read the same "
         "input (parallel block); 3(...) repeats, *(...) repeats up to num_layers; mixers are "
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
-        "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; or Megatron-LM's "
+        "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; T5's "
+        "encoder_attention, encoder_mlp, encoder_norm and cross; or Megatron-LM's "
         "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
@@ -85,7 +88,11 @@ class ModelConfig:
         "(sandwich), or the sum of its input and output (post_residual, BERT; then no norm "
         "follows the last layer)",
     )
-    position: Position = setting(Position.rotary, "position embedding", "--position-embedding-type")
+    position: Position = setting(
+        Position.rotary,
+        "position embedding; relative: a learned bias of the attention scores (T5)",
+        "--position-embedding-type",
+    )
     max_position: int = setting(
         0,
         "longest sequence, and size of a learned position table; 0: data.sequence_length",
@@ -161,6 +168,9 @@ class ModelConfig:
     rotary: RotaryConfig = setting(
         RotaryConfig, "rotary position embedding", needs="position=rotary"
     )
+    relative: RelativeConfig = setting(
+        RelativeConfig, "relative position bias", needs="position=relative"
+    )
     mla: MlaConfig = setting(MlaConfig, "multi-latent attention")
     conv: ConvConfig = setting(ConvConfig, "gated short convolution")
     mamba: MambaConfig = setting(MambaConfig, "Mamba-2")
@@ -215,6 +225,11 @@ class ModelConfig:
     def parallel_block(self) -> bool:
         """Whether any sublayer sums several mixers."""
         return any(len(sublayer) > 1 for kind in set(self.layer_kinds) for sublayer in kind)
+
+    @property
+    def has_source(self) -> bool:
+        """Whether it is an encoder-decoder, which reads a source beside the target's tokens."""
+        return self.has("cross", *ENCODER)
 
     @property
     def is_mla(self) -> bool:

@@ -14,6 +14,7 @@ from maxmeg.config.recompute import recompute_problems
 from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, ScanBackend
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, divisors, field_of, get, shown, walk
+from maxmeg.config.source import source_problems
 
 # Groups and fields that only some mixers read.
 READERS = {
@@ -71,6 +72,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     yield from window_problems(model)
     yield from norm_problems(model)
     yield from bert_problems(model)
+    yield from source_problems(model)
     if model.is_mla:
         yield from mla_problems(model)
     if model.has("mamba"):

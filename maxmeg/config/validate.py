@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
+from maxmeg.config import source
 from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.labelled import Scored
@@ -75,7 +76,8 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
     """Fill in what the corpus decides: the vocabulary and the longest sequence."""
     model = config.model
     model.vocab_size = model.vocab_size or tokenizer_vocab_size
-    longest = config.data.sequence_length + model.bert.position_offset
+    longest = max(config.data.sequence_length, config.data.source_tokens)
+    longest += model.bert.position_offset
     model.max_position = model.max_position or longest
     model.head.num_classes = model.head.num_classes or config.data.num_classes
     if tokenizer_vocab_size > model.vocab_size:
@@ -110,6 +112,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     yield from objective_problems(config.data)
     yield from bidirectional_problems(config)
     yield from labelled_problems(config)
+    yield from source.objective_problems(config)
     yield from fim_problems(config.data)
     yield from optim_problems(config)
     yield from lora_problems(config)
@@ -143,6 +146,7 @@ def layout_problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     yield from parallel_problems(config, sizes)
     length = config.data.sequence_length
     yield from context_problems(config.model, config.parallel, length, sizes["tensor"])
+    yield from source.layout_problems(config, sizes["tensor"])
     yield from pipeline_problems(config, sizes)
     yield from train_problems(config, sizes)
 
@@ -285,19 +289,23 @@ def data_problems(config: Config):
 
 
 def objective_problems(data: DataConfig):
-    is_sft, is_masked = (data.objective is o for o in (Objective.sft, Objective.masked))
+    is_sft, name = data.objective is Objective.sft, data.objective.value
+    is_masked = data.objective in (Objective.masked, Objective.span_corruption)
+    is_pairs = data.objective is Objective.seq2seq
     is_packed = data.packing is not Packing.none
-    is_whole = is_sft or is_masked or is_packed or data.objective.is_labelled
+    is_whole = is_sft or is_masked or is_packed or is_pairs or data.objective.is_labelled
     if is_sft and data.blend:
         yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
     if is_sft and not (data.paths or data.train_paths):
         yield "data.objective=sft needs chats: set data.paths=FILE.jsonl"
-    if is_masked and is_packed:
-        yield f"data.packing={data.packing.value} is not for data.objective=masked: leave it out"
+    if (is_masked or is_pairs) and is_packed:
+        yield f"data.packing={data.packing.value} is not for data.objective={name}: leave it out"
     if is_masked and data.order is not DataOrder.megatron:
-        yield f"data.order={data.order.value} is not for data.objective=masked: set order=megatron"
+        yield f"data.order={data.order.value} is not for data.objective={name}: set order=megatron"
     if is_masked and not (data.paths or data.train_paths or data.blend):
-        yield "data.objective=masked needs a corpus of sentences: set data.paths=PREFIX"
+        yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX"
+    if is_pairs and (data.blend or not (data.paths or data.train_paths)):
+        yield "data.objective=seq2seq needs aligned corpora: set data.paths=SOURCE,TARGET"
     if data.blend_changes and is_whole:
         yield (
             "data.blend_changes is for blends of .bin/.idx files with data.objective=gpt and "

@@ -14,10 +14,12 @@ from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.masked.bert import BertDataset
 from maxmeg.data.masked.masking import Vocabulary
 from maxmeg.data.masked.sentences import SentenceOrder
+from maxmeg.data.masked.t5 import T5Dataset
 from maxmeg.data.prepare import standard_library as default_corpus
 from maxmeg.data.resuming import Record, kept_parts
 from maxmeg.data.samples import fim, phases
 from maxmeg.data.samples import rows as whole_documents  # chats, labelled and packed documents
+from maxmeg.data.samples.aligned import AlignedDataset
 from maxmeg.data.samples.blending import (
     Blend,
     blended,
@@ -131,9 +133,9 @@ def build_dataset(
     (names, weights), split = _find_blend(config, prefixes, split_index)
     if starts:
         phases.check_changeable(names, weights)
-    if config.objective is Objective.masked:
+    if config.objective in SENTENCES:
         order = SentenceOrder(seed, num_samples, cache_dir)
-        return _open_masked(config, names, (split, split_index), tokenizer, order)
+        return SENTENCES[config.objective](config, names, (split, split_index), tokenizer, order)
     if whole_documents.reads(config):
         _refuse_weights(config, prefixes, weights)
         opened = functools.partial(remote.open_dataset, config=config, folder=cache_dir)
@@ -348,23 +350,59 @@ def _open_masked(
     part: tuple[str, int],
     tokenizer: Tokenizer,
     order: SentenceOrder,
-) -> BertDataset | None:
-    """Samples of one or two segments each from a split of a corpus of sentences; None where another
-    split than training has no document."""
+) -> BertDataset | T5Dataset | None:
+    """Samples of BERT or T5 from a split of a corpus of sentences; None where another split than
+    training has no document."""
     if not names:
         return None
     if len(names) > 1:
         raise ValueError(
-            f"data.objective=masked reads one corpus, not {len(names)} ({', '.join(names)}): merge "
-            "them (maxmeg preprocess reads several files), or name one"
+            f"data.objective={config.objective.value} reads one corpus, not {len(names)} "
+            f"({', '.join(names)}): merge them (maxmeg preprocess reads several files), or name one"
         )
     corpus = remote.open_dataset(names[0], config, order.cache_dir, tokenizer.vocab_size)
     begin, end = split_range(*part, corpus.num_documents)
     if begin == end and part[1]:
         return None
     vocabulary = Vocabulary.of(tokenizer)
+    if config.objective is Objective.span_corruption:
+        lengths = config.source_tokens, config.sequence_length
+        return T5Dataset(corpus, *part, lengths, vocabulary, order=order)
     rest = {"order": order, "has_pairs": config.sentence_pairs}
     return BertDataset(corpus, *part, config.sequence_length, vocabulary, **rest)
+
+
+def _open_pairs(
+    config: DataConfig,
+    names: list[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    order: SentenceOrder,
+) -> AlignedDataset | None:
+    """Pairs from a split of two corpora; None where another split than training has none."""
+    if not names:
+        return None
+    if len(names) != 2:
+        raise ValueError(
+            f"data.objective=seq2seq reads two corpora, SOURCE,TARGET, not {len(names)} "
+            f"({', '.join(names)}): name the two files of maxmeg preprocess --aligned"
+        )
+    folder, vocab_size = order.cache_dir, tokenizer.vocab_size
+    corpora = [remote.open_dataset(name, config, folder, vocab_size) for name in names]
+    begin, end = split_range(*part, len(corpora[0]))
+    if begin == end and part[1]:
+        return None
+    lengths, cuts = (config.source_tokens, config.sequence_length), config.too_long.value
+    data = AlignedDataset(corpora, *part, lengths, tokenizer, cuts == "truncate", order.seed)
+    logger.info("%s: %s", SPLITS[part[1]], data)
+    return data
+
+
+SENTENCES = {
+    Objective.masked: _open_masked,
+    Objective.span_corruption: _open_masked,
+    Objective.seq2seq: _open_pairs,
+}
 
 
 def _tokens(corpus: IndexedDataset, split: str, split_index: int) -> int:

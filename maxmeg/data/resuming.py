@@ -13,7 +13,8 @@ import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.labelled.dataset import LabelledDataset
-from maxmeg.data.masked.bert import BertDataset
+from maxmeg.data.masked.sentences import SentenceDataset
+from maxmeg.data.samples.aligned import AlignedDataset
 from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import GptDataset, identify
 from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples
@@ -27,13 +28,14 @@ _NAMES = {
     "corpora": "corpora or data.split",
     "documents": "documents",
     "sequence_length": "data.sequence_length",
+    "source_length": "data.source_length",
     "seed": "seed",
     "packing": "data.packing",
     "num_samples": "train.num_steps, beyond whole epochs of sentences",
 }
 
 Record = dict[str, Any]
-Recorded = GptDataset | PackedDataset | BertDataset | LabelledDataset
+Recorded = GptDataset | PackedDataset | SentenceDataset | AlignedDataset | LabelledDataset
 
 
 def record_order(dataset: object, consumed: int) -> list[Record]:
@@ -105,7 +107,7 @@ def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Differen
     if sorted(map(repr, saved)) == sorted(repr(record) for record, _ in after_resume):
         return Difference(0, 0)
     all_members = dataset.members if isinstance(dataset, Blend) else [dataset]
-    if isinstance(all_members[0], BertDataset | LabelledDataset):
+    if isinstance(all_members[0], SentenceDataset | AlignedDataset | LabelledDataset):
         return _bound(saved, [record for record, _ in after_resume])
     if isinstance(all_members[0], PackedDataset):
         return _compare_packed(saved, all_members[0], consumed)

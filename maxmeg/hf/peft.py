@@ -89,6 +89,7 @@ def export_adapter(
     os.replace(Path(target, SINGLE), Path(target, WEIGHTS))
     settings = adapter_config(config.lora, found, every, first)
     settings["base_model_name_or_path"] = base or str(carried)
+    settings["task_type"] = "SEQ_2_SEQ_LM" if config.model.has_source else "CAUSAL_LM"
     Path(target, SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return Path(target)
 
@@ -135,7 +136,6 @@ def adapter_config(
     wide = {module.name: len(module.adapted) for module in found if len(module.adapted) > 1}
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,

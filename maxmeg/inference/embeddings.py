@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
-from maxmeg.inference.requests import check_ids
+from maxmeg.inference.requests import check_alone, check_ids
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 
@@ -33,10 +33,12 @@ class Embedder:
 
     Rows are padded to the next of a few lengths: 32, 64, 128 and so on, and unless `few` those
     halfway between two of them. longest: tokens of a text at most; 0: the model's context.
+    ValueError for an encoder-decoder.
     """
 
     def __init__(self, trained: Trained, few: bool = False, longest: int = 0) -> None:
         self.trained, self.model = trained, trained.config.model
+        check_alone(self.model)
         room = self.model.max_position - self.model.bert.position_offset
         self.room = min(longest or room, room)
         self.lengths = [*row_lengths(self.room, few)]

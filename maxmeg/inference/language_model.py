@@ -33,7 +33,7 @@ from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import Trained, cast
 from maxmeg.inference.programs import jitted
 from maxmeg.inference.prompts import encoded, end_tokens
-from maxmeg.inference.requests import Request, check_ids
+from maxmeg.inference.requests import Request, check_alone, check_ids
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM, language_model
@@ -215,6 +215,7 @@ class LanguageModel:
         ids = prompt if isinstance(prompt, np.ndarray) else self.encode(prompt)
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"the prompt has shape {ids.shape}: give at least one token, in a row")
+        check_alone(self.config.model)
         check_ids(ids, self.config.model.vocab_size)
         return jnp.asarray(ids[None], jnp.int32)
 

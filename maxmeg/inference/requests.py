@@ -60,8 +60,19 @@ class Reply:
     error: str = ""
 
 
+def check_alone(model: ModelConfig) -> None:
+    """ValueError for an encoder-decoder, whose source no prompt is yet."""
+    if model.has_source:
+        raise ValueError(
+            f"model.layers={model.layers!r}: the engine does not generate from an encoder-decoder "
+            "yet; export it (maxmeg convert) for transformers, or measure its loss (maxmeg "
+            "evaluate)"
+        )
+
+
 def check_causal(model: ModelConfig) -> None:
-    """ValueError for a model that does not predict next tokens."""
+    """ValueError for a model that does not predict next tokens of a prompt."""
+    check_alone(model)
     if model.head.num_classes:
         raise ValueError(
             f"model.head.num_classes={model.head.num_classes}: a classifier does not continue "

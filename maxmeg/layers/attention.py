@@ -32,7 +32,8 @@ class AttentionSpec(MixerSpec):
 
     qk_norm_over: "head" (each head), "heads" (all heads of a token together) or "l2" (each head,
     without a weight). causal, window, chunk, softcap, scale: as in ops.attention.spec.ScoreSpec.
-    sinks: a learned logit per head in the softmax's denominator. output_gate: outputs of heads are
+    sinks: a learned logit per head in the softmax's denominator. buckets, distance: of the relative
+    biases (ops.attention.spec); 0: none. output_gate: outputs of heads are
     multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
     devices with other parts of the sequence attend to each other's keys.
     std, out_std: standard deviations of the initial input and output weights.
@@ -56,6 +57,8 @@ class AttentionSpec(MixerSpec):
     scale: float = 0.0
     sinks: bool = False
     output_gate: bool = False
+    buckets: int = 0
+    distance: int = 0
     backend: str = "auto"
     context: ContextStrategy = ContextStrategy()
     std: float = 0.02
@@ -79,6 +82,10 @@ class AttentionSpec(MixerSpec):
     @property
     def rotary_kinds(self) -> tuple[RotaryKind, ...]:
         return () if self.rotary is None else ((self.rotary, self.rotated_size),)
+
+    @property
+    def bias_shape(self) -> tuple[int, int] | None:
+        return (self.buckets, self.num_heads) if self.buckets else None
 
     def make(self, key: jax.Array) -> "Attention":
         return Attention(key, self)
@@ -201,11 +208,19 @@ class Attention(Mixer):
         if spec.dropout and ctx.training:
             first = first_index(TENSOR_AXES, q_BLHK.shape[2])
             drop = AttentionDropout(ctx.key(DROPOUT_PLACE), ctx.rows(), first, spec.dropout)
-        return Operands(0, ctx.segments_BL, None, self.sink_logits(), drop)
+        bias_NH = ctx.bias_NH if spec.buckets else None
+        return Operands(0, ctx.segments_BL, None, self.sink_logits(), drop, bias_NH)
 
     def scores(self) -> ScoreSpec:
         spec = self.spec
-        return ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
+        return ScoreSpec(
+            causal=spec.causal,
+            window=spec.window,
+            chunk=spec.chunk,
+            softcap=spec.softcap,
+            scale=spec.scale,
+            distance=spec.distance,
+        )
 
     def sink_logits(self) -> jax.Array | None:
         return None if self.sinks is None else self.sinks[...]

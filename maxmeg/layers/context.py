@@ -28,6 +28,25 @@ class Rotations:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Source:
+    """Tokens of an encoder-decoder's source: of one device along context, gathered over tensor, as
+    in Context. segments_BS: 0 for padding; 1."""
+
+    tokens_BS: jax.Array
+    positions_BS: jax.Array
+    segments_BS: jax.Array
+
+    @classmethod
+    def of(cls, tokens_BS: jax.Array, segments_BS: jax.Array) -> "Source":
+        """Of rows from place 0 on, which context parallelism cuts as those of the target."""
+        size, rank = collectives.axis_size(CONTEXT_AXES), collectives.axis_index(CONTEXT_AXES)
+        shard = SequenceShard(tokens_BS.shape[1] * size, size, rank)
+        places_S = shard.places(jnp.arange(tokens_BS.shape[1]))
+        return cls(tokens_BS, jnp.broadcast_to(places_S, tokens_BS.shape), segments_BS)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Context:
     """Positions, documents and randomness of the tokens of one forward pass.
 
@@ -45,6 +64,9 @@ class Context:
     decoding. training: apply dropout, router noise and Sinkhorn balancing.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
     rotations: of these positions, computed once for all layers (`with_rotations`).
+    source: of an encoder-decoder, whose residual stream has the rows of source, target and tables
+    of relative biases (layers.streams). memory_BMD: the encoder's output, for cross attention.
+    bias_NH: table of relative biases of this device's heads, for attention.
     """
 
     positions_BL: jax.Array
@@ -62,6 +84,9 @@ class Context:
     rotations: Rotations | None = None
     chunks_BC: jax.Array | None = None
     token_types_BL: jax.Array | None = None
+    source: Source | None = None
+    memory_BMD: jax.Array | None = None
+    bias_NH: jax.Array | None = None
 
     @property
     def sequence(self) -> SequenceShard:

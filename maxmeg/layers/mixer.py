@@ -54,13 +54,15 @@ class Widths:
 class MixerSpec(abc.ABC):
     """Settings of a mixer.
 
-    name: of the parameters in a sublayer. reads: whether the input is the whole sequence or the
+    name: of the parameters in a sublayer. reads_memory: whether it attends to an encoder's output.
+    reads: whether the input is the whole sequence or the
     local shard. writes: whether the output is partial sums for the whole sequence or complete sums
     for the shard. overlap: the mixer gathers its input and scatters its output itself, in parts
     beside its products (parallel.rings).
     """
 
     name: typing.ClassVar[str]
+    reads_memory: typing.ClassVar[bool] = False
     reads: typing.ClassVar[Span] = "whole"
     writes: typing.ClassVar[Span] = "whole"
 
@@ -79,6 +81,11 @@ class MixerSpec(abc.ABC):
     def rotary_kinds(self) -> tuple[RotaryKind, ...]:
         """What the mixer asks `Context.rotation` for."""
         return ()
+
+    @property
+    def bias_shape(self) -> tuple[int, int] | None:
+        """Shape [N, H] of the relative biases that it reads, of N buckets and all its heads."""
+        return None
 
     @abc.abstractmethod
     def make(self, key: jax.Array) -> "Mixer":

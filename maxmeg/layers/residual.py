@@ -11,6 +11,7 @@ from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.mixer import MixerSpec
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.layers.streams import Side, Streams, side_context
 from maxmeg.ops.dropout import dropout
 from maxmeg.ops.random import split
 from maxmeg.parallel import collectives
@@ -25,8 +26,9 @@ class ResidualSpec:
     place: of the norms: "pre" before the mixers, "post" after their sum, "sandwich" both,
     "post_residual" after the residual sum.
     own_norms: each mixer has its own norm before it. scales: factors of the mixers' outputs.
-    after_gradients: if n > 0, backward computes
-    the weight gradients of n sublayers, from this one on, before it goes on to the one before.
+    after_gradients: if n > 0, backward computes the weight gradients of n sublayers, from this one
+    on, before it goes on to the one before. side: of an encoder-decoder's residual stream; None:
+    the stream has one. adds: whether the output is added to the input, or takes its place.
     """
 
     norm: NormSpec
@@ -36,6 +38,8 @@ class ResidualSpec:
     own_norms: bool = False
     scales: tuple[float, ...] = ()
     after_gradients: int = 0
+    side: Side | None = None
+    adds: bool = True
 
 
 class Residual(nnx.Module):
@@ -49,16 +53,28 @@ class Residual(nnx.Module):
         for mixer_key, mixer in zip(keys, spec.mixers, strict=True):
             mixers[mixer.name] = mixer.make(mixer_key)
             norms[mixer.name] = Norm(mixer.hidden_size, spec.norm)
-        width, has_pre_norm = spec.mixers[0].hidden_size, spec.place in ("pre", "sandwich")
+        width, place = spec.mixers[0].hidden_size, spec.place if spec.adds else "none"
+        has_pre_norm = place in ("pre", "sandwich")
         self.norm = Norm(width, spec.norm) if has_pre_norm and not spec.own_norms else None
         self.norms = nnx.Dict(norms) if has_pre_norm and spec.own_norms else None
-        self.post_norm = Norm(width, spec.norm) if spec.place != "pre" else None
+        self.post_norm = Norm(width, spec.norm) if place not in ("pre", "none") else None
         self.mixers = nnx.Dict(mixers)
 
     def __call__(
         self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
     ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
         """(output, new caches by mixer name, auxiliary values by mixer name)."""
+        if (side := self.spec.side) is None:
+            return self.applied(x_BLD, ctx, cache)
+        streams = Streams.of(x_BLD, ctx)
+        own_ctx = side_context(streams, ctx, side, self.spec.mixers[0])
+        y_BLD, new_cache, aux = self.applied(getattr(streams, side), own_ctx, cache)
+        return streams._replace(**{side: y_BLD}).joined(), new_cache, aux
+
+    def applied(
+        self, x_BLD: Float[Array, "B L D"], ctx: Context, cache: dict | None = None
+    ) -> tuple[Float[Array, "B L D"], dict | None, dict]:
+        """As of a whole residual stream, on the rows of one side."""
         h_BLD = x_BLD if self.norm is None else self.norm(x_BLD)
         gathered_BLD = h_BLD
         if any(spec.input_span == "whole" for spec in self.spec.mixers):
@@ -84,7 +100,7 @@ class Residual(nnx.Module):
             y_BLD = self.post_norm(y_BLD)
         if self.spec.dropout and ctx.training:
             y_BLD = drop_residual(y_BLD, self.spec.dropout, ctx.key(DROPOUT_PLACE), ctx)
-        x_BLD += y_BLD
+        x_BLD = x_BLD + y_BLD if self.spec.adds else y_BLD
         if self.post_norm is not None and after_sum:
             x_BLD = self.post_norm(x_BLD)
         return x_BLD, None if cache is None else new_cache, aux

@@ -8,6 +8,7 @@ fuses (hybrid.py). Optimizer, schedule and random states are ignored.
 """
 
 import copy
+import functools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ from maxmeg.hf.families.binding import Binding
 from maxmeg.hf.families.keys import resolved, unread_groups, with_layers
 from maxmeg.hf.families.read import bindings, plain_value
 from maxmeg.hf.families.tables import QKV, Family
-from maxmeg.megatron import bert, hybrid
+from maxmeg.megatron import bert, hybrid, t5
 from maxmeg.megatron import experts as megatron_experts
 from maxmeg.megatron.experts import Arguments, chosen
 from maxmeg.megatron.torch_dist import METADATA, TorchDistReader
@@ -52,6 +53,7 @@ LAYER = "decoder.layers."
 # Name of a stacked tensor -> pattern of the names with the number of a layer or an expert.
 NUMBERED = {
     LAYER: re.compile(r"^decoder\.layers\.(\d+)\."),
+    "encoder.layers.": re.compile(r"^encoder\.layers\.(\d+)\."),
     ".experts.experts.": re.compile(r"\.experts\.experts\.(\d+)\."),
 }
 ENDS = {
@@ -60,6 +62,7 @@ ENDS = {
     "final_norm": "decoder.final_layernorm",
     "output": "output_layer",
     **bert.ENDS,
+    **t5.ENDS,
 }
 LAYERS = {
     QKV: "self_attention.linear_qkv",
@@ -81,6 +84,7 @@ HALVES = ("_w", "_v")  # of [gate; up]
 IGNORED = re.compile(
     r"(chained_\d+\.)?optimizer\.|opt_param_scheduler|rng_state|rerun_state|common_state"
     r"|.*\._extra_state"
+    r"|position_embeddings\.|lm_head\.output_layer\."  # T5's, a second time
 )
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads")
@@ -102,6 +106,7 @@ WITHOUT_EFFECT: dict[str, tuple] = {
 POSITIONS = {
     "learned_absolute": Position.learned,
     "rope": Position.rotary,
+    "relative": Position.relative,
     "none": Position.none,
 }
 NORMS = {"LayerNorm": Norm.layernorm, "RMSNorm": Norm.rmsnorm}
@@ -125,6 +130,7 @@ def import_megatron(
     check_empty(target)
     with TorchDistReader(iteration_folder(source), python) as reader:
         arguments = bert.with_tensors(reader.arguments(), reader.tensors)
+        arguments = t5.with_tensors(arguments, reader.tensors)
         config = resolve_config(config, arguments, tokenizer)
         config.run_dir = str(target)
         identity = resolve_sizes(config, reader.tensors)
@@ -245,6 +251,7 @@ def architecture(arguments: Arguments) -> dict[str, typing.Any]:
     }
     if fields["position"] is Position.rotary:
         fields |= rotary(arguments)
+    fields |= t5.t5_fields(arguments, fields["position"])
     if mixed := hybrid.hybrid_fields(arguments, fields.get("local"), refused):
         fields = {n: value for n, value in fields.items() if n not in ("local", "dense")} | mixed
     fields = with_layers(fields)
@@ -362,14 +369,17 @@ def resolve_sizes(config: Config, tensors: Mapping[str, TensorInfo]) -> str:
 def family(model: ModelConfig) -> Family:
     up = ("mlp.gate", "mlp.up") if model.gated else "mlp.up"
     shared, arrays, experts = megatron_experts.names(model.gated)
+    layers = {**LAYERS, up: "mlp.linear_fc1", **shared, **hybrid.MODULES}
+    of_sides = functools.partial(t5.layer_names, layers=layers) if model.has_source else None
     return Family(
         model_type="megatron",
         parts=(),
         constants={},
         ends=ENDS,
         layer=LAYER,
-        layers={**LAYERS, up: "mlp.linear_fc1", **shared, **hybrid.MODULES},
-        grouped=frozenset({LAYERS[QKV]}),
+        layers=layers,
+        layer_names=of_sides,
+        grouped=frozenset({LAYERS[QKV], t5.CROSS_KEYS}),
         arrays={**arrays, **hybrid.ARRAYS},
         experts=experts,
     )
@@ -381,10 +391,11 @@ def locate(
     """Return the pieces of every binding's tensor, in order; ValueError naming all problems."""
     names: dict[str, str] = {}
     problems: list[str] = []
+    is_bert = not any(t5.CROSS in key for key in tensors)
     for key in tensors:
         if IGNORED.match(key):
             continue
-        name = key.replace(bert.LAYERS, "decoder.")
+        name = key.replace(bert.LAYERS, "decoder.") if is_bert else key
         for fused, plain in FUSED_NORMS:
             name = name.replace(fused, plain)
         if name in names:

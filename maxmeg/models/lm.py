@@ -1,5 +1,6 @@
 """The language model."""
 
+import dataclasses
 import typing
 
 import jax
@@ -13,10 +14,11 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.layers import lora as adapters
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, Source
 from maxmeg.layers.embedding import Embedding, Positions
 from maxmeg.layers.norm import Norm
 from maxmeg.layers.residual import drop_residual
+from maxmeg.layers.streams import RelativeTables, Streams, source_context
 from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
 from maxmeg.models.classifier import Classifier
@@ -31,7 +33,9 @@ from maxmeg.pipeline.layout import Layout, arrange
 
 ADAPTERS = 5  # number of the random key of LoRA adapters, after those of the plain model
 BERT = 6  # that of what model.bert sets
-CLASSIFIER = 7  # that of the classifier
+RELATIVE = 7  # that of the tables of relative biases
+SOURCE = 8  # of the dropout of an encoder-decoder's source embedding
+CLASSIFIER = 9  # of the classifier
 EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 
@@ -82,13 +86,28 @@ class LM(nnx.Module):
         self.position_offset = config.bert.position_offset
         has_classes = config.head.num_classes > 0
         self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_classes else None
+        shape, std = (config.relative.buckets, config.attention.num_heads), config.init_std
+        is_relative = config.position is Position.relative
+        self.relative = RelativeTables(fold(key, RELATIVE), shape, std) if is_relative else None
 
     def embed(self, batch: Batch, ctx: Context) -> Float[Array, "B L D"]:
         """The stack's input: partial sums over pipe."""
         return self.embed_tokens(batch.tokens, ctx)
 
-    @jax.named_scope("embedding")
     def embed_tokens(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
+        """As `embed`: of an encoder-decoder, the streams of `ctx.source` and of these tokens."""
+        x_BLD = self.embed_side(ids_BL, ctx)
+        if ctx.source is None:
+            return x_BLD
+        source_ctx, key = source_context(ctx), ctx.dropout_key
+        if key is not None:
+            source_ctx = dataclasses.replace(source_ctx, dropout_key=fold(key, SOURCE))
+        source_BSD = self.embed_side(ctx.source.tokens_BS, source_ctx)
+        tables_BRD = x_BLD[:, :0] if self.relative is None else self.relative.rows(x_BLD)
+        return Streams(source_BSD, x_BLD, tables_BRD).joined()
+
+    @jax.named_scope("embedding")
+    def embed_side(self, ids_BL: Int[Array, "B L"], ctx: Context) -> Float[Array, "B L D"]:
         x_BLD = collectives.scatter_sequence(self.embedding(ids_BL), ctx.sequence_sharded)
         if self.embedding_scale != 1:
             x_BLD *= jnp.asarray(self.embedding_scale, x_BLD.dtype)
@@ -107,6 +126,8 @@ class LM(nnx.Module):
     def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
         """The input of the output projection, from the stack's output, for the whole sequence; with
         a classifier its logits [B, L, C]."""
+        if ctx.source is not None:
+            x_BLD = Streams.of(x_BLD, ctx).target
         h_BLD = self.normed(x_BLD)
         if self.classifier is not None:
             if self.bert is not None and self.bert.pooler is not None:
@@ -166,10 +187,12 @@ class LM(nnx.Module):
         all_BLV = collectives.gather(local_BLV, collectives.VOCAB_AXES, 2)
         return softcapped(all_BLV, self.softcap)[..., : self.vocab_size]
 
-    def __call__(self, ids_BL: Int[Array, "B L"]) -> Float[Array, "B L V"]:
-        """Logits of each next token."""
+    def __call__(
+        self, ids_BL: Int[Array, "B L"], source: Source | None = None
+    ) -> Float[Array, "B L V"]:
+        """Logits of each next token. source: what an encoder-decoder reads beside the tokens."""
         positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
-        return self.logits(self.hidden(ids_BL, Context(positions_BL))[0])
+        return self.logits(self.hidden(ids_BL, Context(positions_BL, source=source))[0])
 
     def token_losses(
         self,

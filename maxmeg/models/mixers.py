@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 
 from maxmeg.config.context import KINDS, strategy_of
-from maxmeg.config.layers import OVERLAPPED
+from maxmeg.config.layers import ENCODER, OVERLAPPED
 from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.cross import CrossSpec
 from maxmeg.layers.delta import DeltaSpec, KdaSpec
 from maxmeg.layers.mamba import MambaSpec
 from maxmeg.layers.mixer import MixerSpec
@@ -20,6 +21,7 @@ from maxmeg.layers.moe import MoeSpec
 from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.short_conv import ShortConvSpec
+from maxmeg.layers.streams import EncoderNormSpec, Side
 from maxmeg.models.stack import Pattern
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.experts.routing import RoutingSpec, Score
@@ -63,6 +65,7 @@ def attention_spec(
 ) -> AttentionSpec:
     local = mixer.startswith("local")
     heads, norm = config.attention, norm_spec(config)
+    relative = config.relative if config.position is Position.relative else None
     return AttentionSpec(
         hidden_size=config.hidden_size,
         num_heads=heads.num_heads,
@@ -80,11 +83,26 @@ def attention_spec(
         scale=heads.scale,
         sinks=heads.sinks,
         output_gate=heads.output_gate,
+        buckets=relative.buckets if relative else 0,
+        distance=relative.distance if relative else 0,
         backend=heads.backend.value,
         context=ContextStrategy(strategy_of(parallel, mixer), parallel.context_inner),
         std=config.init_std,
         out_std=output_std(config),
     )
+
+
+def encoder_attention_spec(config: ModelConfig, parallel: ParallelConfig) -> AttentionSpec:
+    return dataclasses.replace(attention_spec(config, parallel), causal=False)
+
+
+def cross_spec(config: ModelConfig, parallel: ParallelConfig) -> CrossSpec:
+    spec = encoder_attention_spec(config, parallel)
+    return CrossSpec(**vars(dataclasses.replace(spec, buckets=0, distance=0)))
+
+
+def encoder_norm_spec(config: ModelConfig, parallel: ParallelConfig) -> EncoderNormSpec:
+    return EncoderNormSpec(config.hidden_size, norm_spec(config))
 
 
 def mla_spec(config: ModelConfig, parallel: ParallelConfig, mixer: str = "mla") -> MlaSpec:
@@ -222,6 +240,10 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "kda": kda_spec,
     "mlp": mlp_spec,
     "moe": moe_spec,
+    "encoder_attention": encoder_attention_spec,
+    "encoder_mlp": mlp_spec,
+    "encoder_norm": encoder_norm_spec,
+    "cross": cross_spec,
 }
 
 
@@ -251,6 +273,11 @@ def unit_costs(config: ModelConfig) -> tuple[int, ...]:
     return tuple(sum(one.weights() for part in unit for one in part.mixers) for unit in units)
 
 
+def side_of(mixers: tuple[str, ...]) -> Side:
+    """The side of an encoder-decoder that a sublayer belongs to."""
+    return "source" if set(mixers) <= set(ENCODER) else "target"
+
+
 def sublayer_spec(
     config: ModelConfig, parallel: ParallelConfig, mixers: tuple[str, ...]
 ) -> ResidualSpec:
@@ -264,5 +291,7 @@ def sublayer_spec(
         dropout=config.dropout_hidden,
         place=config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,
+        side=side_of(mixers) if config.has_source else None,
+        adds="encoder_norm" not in mixers,
         scales=tuple(config.residual_scale * scales.get(name, 1.0) for name in mixers),
     )

@@ -17,14 +17,17 @@ from maxmeg.models.encoder_sizes import ENCODERS
 from maxmeg.models.expert_sizes import SPARSE
 from maxmeg.models.hybrid_sizes import HYBRIDS
 from maxmeg.models.linear_sizes import LINEAR
+from maxmeg.models.t5_sizes import ENCODER_DECODERS, LATER
 
 LONGEST_SAMPLE = 8192  # default limit of tokens per row, also if max_position is larger
 ARCHITECTURES: dict[str, Fields] = DENSE | SPARSE | HYBRIDS | LINEAR | ENCODERS
+ARCHITECTURES |= ENCODER_DECODERS
 ALIASES = {  # Megatron-LM's names
     "345m": "gpt2-355m",
     "1.3b": "gpt3-1.3b",
     "6.7b": "gpt3-6.7b",
     "175b": "gpt3-175b",
+    **{f"flan-t5-{size}": f"t5-v1.1-{size}" for size in LATER},
 }
 
 
@@ -50,7 +53,10 @@ def use_architecture(config: Config, name: str) -> Config:
 
 
 def suited(data: DataConfig, model: ModelConfig) -> DataConfig:
-    """`data` with the objective that a bidirectional model has; as it is for a causal one."""
+    """`data` with the objective of a bidirectional model, or of an encoder-decoder unless it has
+    one; as it is for others."""
+    if model.has_source and not data.objective.has_source:
+        return dataclasses.replace(data, objective=Objective.span_corruption)
     if model.attention.causal:
         return data
     pairs = model.bert.pair_head

@@ -13,4 +13,6 @@ OBJECTIVES: dict[data.Objective, Objective] = {
     data.Objective.classify: CLASSIFICATION,
     data.Objective.tag: CLASSIFICATION,
     data.Objective.choose: CHOICE,
+    data.Objective.span_corruption: Objective(),
+    data.Objective.seq2seq: Objective(),
 }

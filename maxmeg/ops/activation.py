@@ -23,6 +23,7 @@ ACTIVATIONS = {
     "swiglu": jax.nn.silu,
     "geglu": gelu_tanh,
     "quick_geglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
 GATED = ("swiglu", "geglu", "quick_geglu")

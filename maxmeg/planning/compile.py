@@ -144,6 +144,9 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
         swapped = NamedSharding(mesh, batch_spec(2))
         extra = {"is_swapped": jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=swapped)}
         extra |= {"token_types": ids}
+    if source_length := config.data.source_tokens:
+        source = jax.ShapeDtypeStruct((*shape[:2], source_length), jnp.int32, sharding=sharding)
+        extra = {"encoder_tokens": source, "encoder_segment_ids": source}
     segments: Any = ids if config.data.has_segments else None
     return Batch(ids, ids, ids, mask, segments, chunks, extra)
 

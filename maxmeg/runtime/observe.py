@@ -43,7 +43,8 @@ def make_throughput(
     def flops(step: int) -> float:
         size = schedules.batch_size(step - 1)
         frozen = config.lora.rank > 0
-        return training_flops(config.model, length, size, config.parallel.tensor, frozen=frozen)
+        rest = {"frozen": frozen, "source_length": config.data.source_tokens}
+        return training_flops(config.model, length, size, config.parallel.tensor, **rest)
 
     def tokens(step: int) -> int:
         return schedules.batch_size(step - 1) * length

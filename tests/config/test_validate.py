@@ -35,7 +35,45 @@ def config_with(settings: dict) -> Config:
 HYBRID = "model.layers=*(mamba); model.mamba.num_heads=8; model.mamba.head_dim=8; "
 MASKED = "data.objective=masked; data.paths=a; model.attention.causal=false; "
 PAIRS = "model.bert.pooler=true; model.bert.pair_head=true; "
+T5 = "data.objective=span_corruption; data.paths=a; model.position=relative; "
+T5 += "model.num_layers=5; "
+T5_LAYERS = "2(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)"
+PAIRED = T5 + f"model.layers={T5_LAYERS}; "
 BAD = [
+    (T5 + "model.layers=*(attention,cross,mlp)", "cross attention without a memory | encoder_norm"),
+    (
+        PAIRED + "data.objective=gpt",
+        "objective=gpt cannot train an encoder-decoder | which serves span_corruption, seq2seq",
+    ),
+    (
+        "data.objective=seq2seq; data.paths=a,b",
+        "cannot train a model without an encoder | which serves gpt, sft, masked",
+    ),
+    (PAIRED + "model.position=rotary", "position=rotary is not supported | relative, learned"),
+    (PAIRED + "model.attention.sinks=true", "attention.sinks is not supported | to false"),
+    (PAIRED + "model.relative.buckets=6", "relative.buckets=6 | a multiple of 4"),
+    (PAIRED + "log.sample_prompt=a", "encoder-decoder does not continue | sample_prompt="),
+    (PAIRED + "data.source_length=10; parallel.tensor=4", "source_length=10 is not divisible by 4"),
+    (
+        PAIRED + "parallel.context=2; parallel.context_strategy=ring",
+        "relative position biases need every key | auto or gather",
+    ),
+    (PAIRED + "parallel.context=2; parallel.context_chunks=4", "encoder-decoder has two"),
+    (
+        T5 + "model.layers=2(encoder_attention,encoder_mlp) *(attention,cross,mlp)",
+        "one layer encoder_norm must stand between",
+    ),
+    (
+        T5 + "model.layers=*(attention,cross,mlp) encoder_norm 2(encoder_attention,encoder_mlp)",
+        "all layers of the encoder must stand before",
+    ),
+    (
+        T5 + "model.layers=encoder_attention,encoder_mlp encoder_norm *(attention,cross,moe)",
+        "has moe in an encoder-decoder | use these",
+    ),
+    ("model.position=relative", "position=relative is for encoder-decoders | rotary, learned"),
+    (PAIRED + "data.objective=seq2seq; data.paths=", "data.paths=SOURCE,TARGET"),
+    ("data.source_length=8", "source_length=8 has no effect without | objective=span_corruption"),
     (
         MASKED + "model.layers=*(conv,mlp attention,mlp)",
         "has the mixer conv, which is causal | use other mixers",
@@ -242,7 +280,7 @@ def test_named_architectures_are_valid_where_their_heads_divide(name):
         model, tensor = config.model, config.parallel.tensor
         longest = min(model.max_position - model.bert.position_offset, LONGEST_SAMPLE)
         assert config.data.sequence_length == longest
-        if not model.attention.causal:
+        if not model.attention.causal or model.has_source:
             config.data.paths = ("sentences",)
         if model.attention.num_heads % tensor or (
             model.kv_heads % tensor and tensor % model.kv_heads

@@ -221,6 +221,8 @@ def test_split_and_join_are_inverses(name):
         }
     if published.moe.num_groups > 1:
         small |= {"moe.num_groups": 2, "moe.topk_groups": 1}
+    if published.has_source:
+        small |= {"layers": published.layers.replace("12(", "2("), "num_layers": 5}
     if published.has("conv"):
         small |= {"layers": "*(conv,mlp attention,mlp)", "conv.kernel_size": 5}
     if published.has("mamba"):

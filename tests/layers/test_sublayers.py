@@ -45,6 +45,7 @@ FORMULAS = {
     "swiglu": lambda x: x / (1 + np.exp(-x)),
     "geglu": gelu_tanh,
     "quick_geglu": lambda x: x / (1 + np.exp(-1.702 * x)),
+    "relu": lambda x: np.maximum(x, 0),
     "relu_squared": lambda x: np.maximum(x, 0) ** 2,
 }
 

@@ -40,6 +40,7 @@ FAMILIES = {
     "granite4": "granite-4.0-h-tiny",
     "falcon-h1": "falcon-h1-0.5b",
     "bert": "bert-base",
+    "t5": "t5-base",
 }
 
 

@@ -110,6 +110,16 @@ PUBLISHED = {
     "bert-large": 336_226_108,
     "roberta-base": 124_697_433,
     "roberta-large": 355_412_057,
+    "t5-small": 60_506_624,
+    "t5-base": 222_903_552,
+    "t5-large": 737_668_096,
+    "t5-3b": 2_851_598_336,
+    "t5-11b": 11_307_321_344,
+    "t5-v1.1-small": 76_961_152,
+    "t5-v1.1-base": 247_577_856,
+    "t5-v1.1-large": 783_150_080,
+    "t5-v1.1-xl": 2_849_757_184,
+    "t5-v1.1-xxl": 11_135_332_352,
 }
 # (number, its unit), as rounded in table D.1 of the paper of GPT-3, in those of the papers of
 # Megatron-LM (BERT), sequence parallelism, Minitron and Nemotron-4, and on the pages of StarCoder

@@ -30,6 +30,7 @@ DECAYED = """
     query_conv.weight key_conv.weight value_conv.weight
     step.weight beta.weight gate_down.weight step_down.weight
     token_types.table transform.weight pooler.weight pair.weight
+    source.table target.table
 """
 EXEMPT = """
     norm.weight norm.bias post_norm.weight final_norm.weight final_norm.bias
@@ -41,7 +42,7 @@ EXEMPT = """
     mamba.decay_log mamba.step_bias mamba.skip gated_delta.decay_log gated_delta.step_bias
     kda.decay_log kda.step_bias
     post_norm.bias transform.bias transform_norm.weight transform_norm.bias
-    output.bias pooler.bias pair.bias
+    output.bias pooler.bias pair.bias layer_norm.weight
 """  # attention.weight, mlp.weight: the two norms of a parallel block
 
 RATES = {"learning_rate": 0.1, "weight_decay": 0.5}

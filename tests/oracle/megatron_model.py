@@ -20,6 +20,7 @@ import zlib
 
 import megatron_bert
 import megatron_hybrid
+import megatron_t5
 
 VOCAB, PADDED, LAYERS, HIDDEN, HEADS, LENGTH = 120, 128, 3, 32, 4, 16
 COMMON = {
@@ -109,6 +110,8 @@ HYBRID = {
 }
 # Its MLPs have the fused GELU, by a tanh, and the layer before its logits the exact one.
 BERT = {**GPT, "num_layers": 2, "bert": True}
+T5 = {**GPT, "num_layers": 2, "encoder_num_layers": 3, "decoder_num_layers": 2}
+T5 |= {"bias_gelu_fusion": False, "max_position_embeddings": megatron_t5.SOURCE}
 STACKED, APART = {}, {"non_homogeneous_layers": True}
 HALVES = {"singleton_local_shards": True}
 # name: arguments, (tensor, pipe, expert), how tensors are named
@@ -197,6 +200,8 @@ def build(arguments: dict, tensor: int, pipe: int):
     }
     if pattern := known.get("hybrid_override_pattern"):
         model = megatron_hybrid.build(config, pattern, **options).eval()  # experts want it
+    elif "decoder_num_layers" in known:
+        model = megatron_t5.build(config, known, **options)
     elif known.get("bert"):
         model = megatron_bert.build(config, **options)
     else:
@@ -256,9 +261,9 @@ def save(model, arguments: dict, naming: dict, folder: pathlib.Path) -> None:
     )
     state |= {"optimizer": moment}
     state |= {"rng": ShardedObject("rng_state", {"seed": 1}, (world,), (rank,))}
-    plain = {**arguments, "padded_vocab_size": PADDED, "seq_length": LENGTH}
+    plain = {"max_position_embeddings": LENGTH, **arguments}
+    plain |= {"padded_vocab_size": PADDED, "seq_length": LENGTH}
     plain |= {"tokenizer_type": "NullTokenizer", "vocab_size": VOCAB - 1}  # and the end of a text
-    plain |= {"max_position_embeddings": LENGTH}
     plain |= {"attention_backend": AttnBackend.auto, "params_dtype": torch.bfloat16}
     state |= {"args": argparse.Namespace(**plain), "iteration": 10, "checkpoint_version": 3.0}
     dist_checkpointing.save(state, iteration)

@@ -19,6 +19,7 @@ from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.read import FAMILIES, model_config
+from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.state import abstract_state, from_tree, nested, orders_of, to_arrays
@@ -34,6 +35,7 @@ NAMES = {CASES[name][0]: name for name in reversed(CASES)}
 def test_every_family_has_a_case():
     scans = {family for family, _ in with_states().values()}
     others = SPARSE.keys() | ENCODERS.keys() | CLASSIFIERS.keys()
+    others |= ENCODER_DECODERS.keys()
     assert NAMES.keys() == FAMILIES.keys() - others - scans
 
 

@@ -95,6 +95,17 @@ def test_a_window_saves_the_scores_outside_it():
     assert found == pytest.approx(saved, rel=1e-3)  # half a pair a token is not counted
 
 
+def test_an_encoder_decoder_multiplies_each_side_by_its_own_tokens():
+    """12 layers of the encoder on S tokens and of the decoder on L: only its own scores are half,
+    and the keys and values of its cross attention are the source's."""
+    model, S, L = architecture("t5-base"), 512, 114
+    D, F, V = 768, 3072, model.padded_vocab_size(1)
+    products = 12 * (S * (4 * D * D + 2 * D * F) + L * (6 * D * D + 2 * D * F) + S * 2 * D * D)
+    scores = 12 * 2 * D * (S * S + L * L / 2 + L * S)
+    wanted = 6 * (products + L * D * V + scores)
+    assert training_flops(model, L, source_length=S) == pytest.approx(wanted, rel=1e-12)
+
+
 def test_global_layers_among_those_with_a_window_are_whole():
     layers = {**GPT_345M, "num_layers": 26}
     fields = (

@@ -18,6 +18,7 @@ from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
 from maxmeg.hf.families.read import FAMILIES, model_config
+from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
 from maxmeg.inference.engine import Engine
 from maxmeg.inference.load import load_run
 from maxmeg.inference.requests import Request
@@ -96,6 +97,7 @@ def answers(tmp_path_factory) -> dict[str, dict]:
 
 def test_every_family_is_served():
     unserved = SPARSE.keys() | ENCODERS.keys() | CLASSIFIERS.keys()
+    unserved |= ENCODER_DECODERS.keys()
     unserved |= {family for family, _ in SCANS.values()}
     assert {family for family, _ in CASES.values()} == FAMILIES.keys() - unserved
 

@@ -4,14 +4,11 @@ For the same files, seed and number of samples, `BertDataset` equals Megatron-LM
 BERTMaskedWordPieceDataset.
 """
 
-from typing import Any
-
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.masked.masking import Masking, Vocabulary, masked_spans
 from maxmeg.data.masked.sentences import ONE_EPOCH, SentenceDataset, SentenceOrder
-from maxmeg.data.samples.gpt import identify
 from maxmeg.data.samples.sampling import Batch
 
 WORDS = Masking()  # Megatron-LM's settings for BERT
@@ -43,17 +40,6 @@ class BertDataset(SentenceDataset):
         super().__init__(corpus, split, split_index, samples, order)
         self.sequence_length, self.vocab_size = sequence_length, vocabulary.size
         self._vocabulary, self._masking, self._has_pairs = vocabulary, masking, has_pairs
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """The values that determine the order of samples; plain JSON values."""
-        return {
-            "order": "sentences",
-            "corpora": identify([self.corpus], [self.sentences_range]),
-            "sequence_length": self.sequence_length,
-            "seed": self._seed,
-            "num_samples": self.num_samples,
-        }
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The samples with these numbers, any >= 0; arrays are [len(indices), sequence_length].

@@ -9,11 +9,13 @@ computed once per node and memory-mapped.
 import bisect
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.corpus.stored import cached, digest
+from maxmeg.data.samples.gpt import identify
 from maxmeg.data.samples.sampling import check_indices, nonempty_range
 from maxmeg.data.workers import Arrays, RebuiltInWorkers
 
@@ -223,6 +225,8 @@ class SentenceDataset(RebuiltInWorkers):
     After the last sample of the order the ranges repeat, with other random numbers.
     """
 
+    sequence_length: int
+
     def __init__(
         self,
         corpus: IndexedDataset,
@@ -246,6 +250,17 @@ class SentenceDataset(RebuiltInWorkers):
             raise ValueError(f"{corpus.prefix}: {error}") from None
         lengths = corpus.lengths[bounds[0] : bounds[-1]]
         self.num_tokens = int(lengths.sum(dtype=np.int64))
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The values that determine the order of samples; plain JSON values."""
+        return {
+            "order": "sentences",
+            "corpora": identify([self.corpus], [self.sentences_range]),
+            "sequence_length": self.sequence_length,
+            "seed": self._seed,
+            "num_samples": self.num_samples,
+        }
 
     @property
     def num_samples(self) -> int:

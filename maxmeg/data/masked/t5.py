@@ -35,7 +35,7 @@ class T5Dataset(SentenceDataset):
         self._bos, self._eos, _ = vocabulary.need("bos", "eos", "sentinels")
         samples = (lengths[0] - 2, 1, masking.short_probability)
         super().__init__(corpus, split, split_index, samples, order)
-        self.sequence_length, self.decoder_length = lengths
+        self.source_length, self.sequence_length = lengths
         self.vocab_size = vocabulary.size
         self._vocabulary, self._masking = vocabulary, masking
 
@@ -43,12 +43,12 @@ class T5Dataset(SentenceDataset):
         """The samples with these numbers, any >= 0; int32 except loss_mask (float32).
 
         encoder_tokens and encoder_segment_ids (1; 0 is padding) are [len(indices),
-        sequence_length]; tokens (the decoder's input), targets, loss_mask, positions and
-        segment_ids are [len(indices), decoder_length].
+        source_length]; tokens (the decoder's input), targets, loss_mask, positions and segment_ids
+        are [len(indices), sequence_length].
         """
         count, names = len(indices), ("encoder_tokens", "encoder_segment_ids")
-        batch: Batch = {n: np.zeros((count, self.sequence_length), np.int32) for n in names}
-        shape = (count, self.decoder_length)
+        batch: Batch = {n: np.zeros((count, self.source_length), np.int32) for n in names}
+        shape = (count, self.sequence_length)
         batch |= {n: np.zeros(shape, np.int32) for n in ("tokens", "targets", "segment_ids")}
         batch["positions"] = np.tile(np.arange(shape[1], dtype=np.int32), (count, 1))
         batch["loss_mask"] = np.zeros(shape, np.float32)
@@ -86,8 +86,9 @@ class T5Dataset(SentenceDataset):
                 f"sample {n} has {len(spans)} spans, but the tokenizer {have} sentinels: mask less "
                 "(probability), longer spans (max_ngram), or add sentinels"
             )
-        if needed > self.decoder_length:
+        if needed > self.sequence_length:
             raise ValueError(
                 f"sample {n} needs {needed} tokens of the decoder, which has "
-                f"{self.decoder_length}: make it longer, or mask less (probability)"
+                f"{self.sequence_length} (data.sequence_length): make it longer, or mask less "
+                "(probability)"
             )

@@ -73,6 +73,7 @@ class Keys:
     def __init__(self, values: Mapping[str, typing.Any]):
         self.values = values
         self.known: set[str] = {*HARMLESS.split()}
+        self.fixed: dict[str, tuple] = dict(FIXED)
 
     def take(self, name: str, default: typing.Any = None) -> typing.Any:
         """Return the value of a key, and note that the key was read."""
@@ -116,7 +117,7 @@ class Keys:
                 "checkpoint of an architecture in transformers, or remove the key if its code "
                 f"computes the same as {architecture}",
             )
-        for name, allowed in FIXED.items():
+        for name, allowed in self.fixed.items():
             if (value := self.take(name, allowed[0])) not in allowed:
                 remedy = REMEDIES.get(name, f"only {allowed[0]!r} is supported")
                 raise refused(name, value, remedy)

@@ -25,6 +25,7 @@ from maxmeg.hf.families.experts import MTP_LAYERS
 from maxmeg.hf.families.hybrid_tables import HYBRID
 from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
 from maxmeg.hf.families.mamba_tables import MAMBA
+from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
 from maxmeg.hf.families.tables import DENSE, Family
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     **DELTA,
     **ENCODERS,
     **CLASSIFIERS,
+    **ENCODER_DECODERS,
 }
 VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
@@ -124,6 +126,9 @@ def hf_config(
     table, tokens = table_of(family), text_part(source or {})
     written = {"architectures": [family], "model_type": table.model_type}
     written |= {name: tokens.get(name) for name in TOKENS}
+    if model.has_source:  # as the samples begin, unless the source says it
+        first = tokens.get("pad_token_id" if tokens.get("bos_token_id") is None else "bos_token_id")
+        written["decoder_start_token_id"] = tokens.get("decoder_start_token_id", first)
     try:
         for part in table.parts:
             written |= part.write(model)
@@ -228,7 +233,7 @@ def unused_arrays(model: ModelConfig) -> dict[str, Shape]:
     return {name: shape for name, shape in array_shapes(model).items() if name.endswith(LOAD)}
 
 
-FEED_FORWARD = ("mlp", "moe")
+FEED_FORWARD = ("mlp", "moe", "encoder_mlp")
 
 
 def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
@@ -242,7 +247,9 @@ def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
     def is_alike(other: str) -> bool:
         return (other in FEED_FORWARD) == (mixer in FEED_FORWARD)
 
-    number = next((n for n, mixers in enumerate(kind) if any(map(is_alike, mixers))), None)
+    matches = [n for n, mixers in enumerate(kind) if mixer in mixers]
+    matches += [n for n, mixers in enumerate(kind) if any(map(is_alike, mixers))]
+    number = next(iter(matches), None)
     if number is None:
         return ""
     at, mixers = first + number, kind[number]
@@ -251,7 +258,7 @@ def module_name(name: str, model: ModelConfig, kind: Layer, first: int) -> str:
     if rest in ("norm", "post_norm"):
         # The one norm of a parallel block is listed under its first mixer.
         return f"sublayers.{at}.{rest}" if is_alike(next(iter(mixers))) else ""
-    return f"sublayers.{at}.mixers.{mixer}.{rest}"
+    return f"sublayers.{at}.mixers.{mixer.removeprefix('encoder_')}.{rest}"
 
 
 def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
@@ -309,6 +316,9 @@ def layer_bindings(
 
     result: list[Binding] = []
     modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
+    prefix = f"{table.layer}{layer}."
+    if table.layer_names is not None:
+        prefix, modules = table.layer_names(model, layer)
     for names, theirs in modules.items():
         is_delta = any("delta." in name for name in names)
         groups = model.delta_key_heads if is_delta else model.kv_heads
@@ -330,7 +340,7 @@ def layer_bindings(
         for expert in range(model.moe.num_experts) if "{}" in theirs else ():
             if ours := arrays(names, "", expert):
                 result.append(fused(theirs.format(expert), ours, shapes, 1, table))
-    return [dataclasses.replace(b, theirs=f"{table.layer}{layer}.{b.theirs}") for b in result]
+    return [dataclasses.replace(b, theirs=f"{prefix}{b.theirs}") for b in result]
 
 
 def fused(
@@ -372,6 +382,7 @@ def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     ends = {end: f"{name}.weight" for end, name in table.ends.items()}
     output = ends["embedding" if model.tied else "output"]
     repeated = {ends["output"]: output} if model.tied else {}
+    repeated |= dict.fromkeys(table.copies, ends["embedding"])
     if model.bert.output_bias:
         repeated[f"{table.ends['output']}.bias"] = f"{table.ends['bert.output']}.bias"
     for number in range(model.mtp.num_layers):

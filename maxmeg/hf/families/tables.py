@@ -6,10 +6,10 @@ Defaults are those of transformers' config classes: a key that a config.json lac
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from maxmeg.config.mixers import Activation, QkNorm
-from maxmeg.config.model import Norm, NormPlace, Position
+from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.hf.families.keys import (
     MAX_LAYERS,
     Choice,
@@ -49,8 +49,9 @@ class Family:
     no result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
     head, or what belongs to each key head of the delta rule. outputs_first: whether projections are
     stored as [out, in]. ignored: patterns of tensors that hold no weights. renamed: (pattern,
-    replacement) for names in other files. code: pattern of remote-code modules that compute the
-    same as transformers; they are never run.
+    replacement) for names in other files. copies: tensors that may repeat the embedding.
+    layer_names(model, number): (prefix, modules) of a layer, where these differ by layer. code:
+    pattern of remote-code modules that compute the same as transformers; they are never run.
     """
 
     model_type: str
@@ -69,6 +70,8 @@ class Family:
     kept: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()
+    copies: tuple[str, ...] = ()
+    layer_names: Callable[[ModelConfig, int], tuple[str, Modules]] | None = None
     code: str = ""
 
 

@@ -58,6 +58,9 @@ class ContextCall(typing.NamedTuple):
 def attention_over_context(call: ContextCall, strategy: ContextStrategy) -> jax.Array:
     """Attention [B, L, H, V] of this device's queries over the whole sequence."""
     segments, shape = call.operands.segments_BL, shape_of(call)
+    if call.operands.bias_NH is not None:  # which the others do not move
+        assert strategy.name in ("auto", "gather")
+        strategy = ContextStrategy("gather")
     strategy, reason = chosen(strategy, shape, call.spec)
     log_choice("context strategy", strategy.name, reason)
     if strategy.name == "gather":

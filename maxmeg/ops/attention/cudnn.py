@@ -80,6 +80,8 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
             "attention dropout is not supported: cuDNN draws from a seed that XLA compiles in and "
             "a count of its calls, so steps that are recomputed or resumed would draw others"
         )
+    if operands.bias_NH is not None:
+        return "relative position bias is not supported"
     if spec.softcap:
         return f"softcap={spec.softcap} is not supported"
     if operands.sinks_H is not None and (reason := refuses_rules()):

@@ -23,6 +23,8 @@ def refuses(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands, device:
         return reason
     if operands.dropout is not None:
         return "attention dropout is not supported"
+    if operands.bias_NH is not None:
+        return "relative position bias is not supported"
     return kernel_module("attention").flash_refuses(q_BLHK, k_BMGK, v_BMGV)
 
 

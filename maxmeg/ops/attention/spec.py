@@ -18,7 +18,7 @@ class ScoreSpec:
     included (Mistral, Gemma); not causal: |i - j| < window. chunk: a query sees the keys of its own
     chunk of positions (Llama 4). window, chunk, softcap 0: off; scale 0: 1/sqrt(K). merged: outputs
     are merged with those of other keys, so a query that sees no key may have any output whose
-    log-sum-exp is at most NEGATIVE.
+    log-sum-exp is at most NEGATIVE. distance: of the buckets of `Operands.bias_NH`.
     """
 
     causal: bool = True
@@ -27,6 +27,7 @@ class ScoreSpec:
     softcap: float = 0.0
     scale: float = 0.0
     merged: bool = False
+    distance: int = 0
 
     def __post_init__(self) -> None:
         for name in ("window", "chunk", "softcap", "scale"):
@@ -56,7 +57,8 @@ class Operands(typing.NamedTuple):
     minus index of each query, where positions ascend with gaps. segments_BL: document id of each
     query, and of each key unless key_segments_BM is set; a query sees keys of its own document
     only.
-    sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS).
+    sinks_H: a learned logit per head in the softmax's denominator (GPT-OSS). bias_NH: what a head
+    adds to the score of a query and a key whose distance is in each of N buckets (T5).
     """
 
     offset: jax.Array | int = 0
@@ -64,6 +66,7 @@ class Operands(typing.NamedTuple):
     key_segments_BM: jax.Array | None = None
     sinks_H: jax.Array | None = None
     dropout: AttentionDropout | None = None
+    bias_NH: jax.Array | None = None
 
 
 def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:
@@ -82,6 +85,8 @@ def check_shapes(q_BLHK, k_BMGK, v_BMGV, operands: Operands) -> None:
     expected = {"segments_BL": (B, L), "key_segments_BM": (B, M), "sinks_H": (H,)}
     if jnp.ndim(operands.offset) == 2:
         expected["offset"] = (B, L)
+    if operands.bias_NH is not None:
+        expected["bias_NH"] = (len(operands.bias_NH), H)
     for name, shape in expected.items():
         array = getattr(operands, name)
         if array is not None and array.shape != shape:

@@ -7,6 +7,7 @@ are not read.
 
 import dataclasses
 import functools
+import math
 import typing
 from collections.abc import Callable
 
@@ -73,7 +74,7 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         kv = (k_BMGK[:, first:last], v_BMGV[:, first:last])
         rows = rows_of(operands, start, stop, first, last)
         run = typing.cast(Callable, functools.partial(piece, block))
-        inputs = (q_BLGJK[:, start:stop], *kv, operands.sinks_H)
+        inputs = (q_BLGJK[:, start:stop], *kv, (operands.sinks_H, operands.bias_NH))
         if results:  # in sequence, in backward too: else XLA holds the scores of several blocks
             inputs, results[-1] = lax.optimization_barrier((inputs, results[-1]))
         results.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
@@ -198,11 +199,12 @@ def positions(offset: jax.Array | int, start: int, stop: int) -> jax.Array:
     return offset_AL + jnp.arange(start, stop)
 
 
-def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
-    """Output and log-sum-exp of one piece of the queries, block by block."""
+def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: Rows):
+    """Output and log-sum-exp of one piece of the queries, block by block. of_heads: sinks and
+    relative bias."""
     count = q_BLGJK.shape[1] // QUERY_BLOCK
     if count <= 1:
-        return attend_block(block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows)
+        return attend_block(block, q_BLGJK, k_BMGK, v_BMGV, of_heads, rows)
 
     def split(x):
         return jnp.moveaxis(x.reshape(x.shape[0], count, QUERY_BLOCK, *x.shape[2:]), 1, 0)
@@ -210,7 +212,7 @@ def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     def run(xs):
         q, queries = xs
         attend_one = functools.partial(attend_block, block)
-        return recomputed(attend_one, (q, k_BMGK, v_BMGV, sinks_H), (rows._replace(**queries),))
+        return recomputed(attend_one, (q, k_BMGK, v_BMGV, of_heads), (rows._replace(**queries),))
 
     names = "positions_AL", "segments_BL", "places_AL"
     queries = jax.tree.map(split, {name: getattr(rows, name) for name in names})
@@ -218,13 +220,15 @@ def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     return [jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in results]
 
 
-def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
+def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: Rows):
     """Output [B, L, G, J, V] and log-sum-exp [B, L, G, J] of one block of queries."""
     spec, (G, J), M = block.spec, q_BLGJK.shape[2:4], k_BMGK.shape[1]
+    sinks_H, bias_NH = of_heads
     q_BLGJK, nonfinite_BLGJ = finite(q_BLGJK)
     k_BMGK, nonfinite_k_BMG = finite(k_BMGK)
     v_BMGV, nonfinite_v_BMG = finite(v_BMGV)
-    visible_BLM = visible(spec, rows, block.first_key + jnp.arange(M))
+    keys_M = block.first_key + jnp.arange(M)
+    visible_BLM = visible(spec, rows, keys_M)
     nonfinite_BGM = jnp.moveaxis(nonfinite_k_BMG | nonfinite_v_BMG, 1, 2)
     tainted_BGL = jnp.any(visible_BLM[:, None] & nonfinite_BGM[:, :, None], axis=-1)
     tainted_BGJL = tainted_BGL[:, :, None] | jnp.moveaxis(nonfinite_BLGJ, 1, 3)
@@ -232,6 +236,10 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
         "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
     )
     scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
+    if bias_NH is not None:
+        buckets_ALM = bias_buckets(keys_M - rows.positions_AL[..., None], len(bias_NH), spec)
+        bias_ALMH = bias_rows(bias_NH, buckets_ALM).astype(jnp.float32)
+        scores_BGJLM += jnp.moveaxis(bias_ALMH, 3, 1).reshape(-1, G, J, *buckets_ALM.shape[1:])
     used_BGJLM = visible_BLM[:, None, None] & ~tainted_BGJL[..., None]
     scores_BGJLM = jnp.where(used_BGJLM, scores_BGJLM, NEGATIVE)
     sinks_GJ = None if sinks_H is None else sinks_H.reshape(G, J).astype(jnp.float32)
@@ -245,6 +253,40 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, sinks_H, rows: Rows):
     tainted_BLGJ = jnp.moveaxis(tainted_BGJL, 3, 1)
     lse_BLGJ = jnp.where(tainted_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
     return [jnp.where(tainted_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
+
+
+def bias_buckets(distances: jax.Array, count: int, spec: ScoreSpec) -> jax.Array:
+    """The bucket of each distance (key minus query) of T5's bias (Raffel et al., 2019).
+
+    Half of the buckets of a direction have a distance each, the others grow with its logarithm up
+    to spec.distance. A causal query sees one direction.
+    """
+    later, far = 0, jnp.maximum(-distances, 0)
+    if not spec.causal:
+        count //= 2
+        later, far = count * (distances > 0), jnp.abs(distances)
+    single, every = count // 2, np.arange(max(spec.distance, 1) + 1)
+    ratio = np.log(np.maximum(every, single) / np.float32(single), dtype=np.float32)
+    ratio /= np.float32(math.log(spec.distance / single))
+    wide = np.minimum(single + (ratio * np.float32(count - single)).astype(int), count - 1)
+    buckets = jnp.asarray(np.where(every < single, every, wide), jnp.int32)
+    return later + jnp.take(buckets, jnp.minimum(far, spec.distance))
+
+
+@jax.custom_vjp
+def bias_rows(bias_NH: jax.Array, buckets_ALM: jax.Array) -> jax.Array:
+    """bias_NH[buckets_ALM]; backward is a product, where a scatter would wait for itself."""
+    return jnp.take(bias_NH, buckets_ALM, axis=0)
+
+
+def bias_rows_backward(residuals, d_ALMH):
+    buckets_ALM, like_NH = residuals
+    is_bucket_ALMN = jax.nn.one_hot(buckets_ALM, len(like_NH), dtype=d_ALMH.dtype)
+    d_NH = jnp.einsum("ALMN,ALMH->NH", is_bucket_ALMN, d_ALMH, preferred_element_type=jnp.float32)
+    return d_NH.astype(like_NH.dtype), None
+
+
+bias_rows.defvjp(lambda bias, at: (bias_rows(bias, at), (at, bias)), bias_rows_backward)
 
 
 def visible(spec: ScoreSpec, rows: Rows, keys_M: jax.Array) -> jax.Array:

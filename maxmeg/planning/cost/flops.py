@@ -2,6 +2,7 @@
 
 from maxmeg.config.bert import Transform
 from maxmeg.config.model import ModelConfig
+from maxmeg.layers.cross import CrossSpec
 from maxmeg.models.mixers import pattern
 
 _TRAINING = 3  # forward, gradients of inputs, gradients of weights
@@ -15,6 +16,7 @@ def training_flops(
     tensor: int = 1,
     causal: bool | None = None,
     frozen: bool = False,
+    source_length: int = 0,
 ) -> float:
     """FLOPs of one step over `batch_size` sequences, without recomputation.
 
@@ -23,42 +25,47 @@ def training_flops(
     with the dense layer before them (model.bert.transform), or a classifier's logits (with the
     pooler). An MTP layer is one more layer of the
     last kind, with logits of its own. Norms, embeddings and softmax are left out, as in
-    Megatron-LM. causal: whether to halve the scores; None: as in the model. frozen: weights have no
-    gradients; the adapters beside them are left out.
+    Megatron-LM. causal: whether to halve the scores; None: as in the model, of an encoder-decoder
+    those of the decoder's own tokens. frozen: weights have no gradients; the adapters beside them
+    are left out. source_length: tokens of an encoder-decoder's source.
     """
-    causal = model.attention.causal if causal is None else causal
-    tokens = batch_size * sequence_length
     before = model.hidden_size * (model.bert.transform is not Transform.none)
     outputs = model.head.num_classes or model.padded_vocab_size(tensor)
     before += model.hidden_size * (model.head.num_classes > 0 and model.bert.pooler)
     logits = model.hidden_size * (outputs + before)
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
-    weights, scores = weights_and_scores(model, sequence_length)
-    weights += logits + model.mtp.num_layers * (logits + joining)
-    scores = batch_size * scores / (2 if causal else 1)
+    products, scores = products_and_scores(model, sequence_length, source_length, causal)
+    products += sequence_length * (logits + model.mtp.num_layers * (logits + joining))
     times = _TRAINING - 1 if frozen else _TRAINING
-    return float(_MULTIPLY_ADD * (times * tokens * weights + _TRAINING * scores))
+    return float(_MULTIPLY_ADD * batch_size * (times * products + _TRAINING * scores))
 
 
 def layer_flops(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
     """Forward FLOPs of the average layer for one sequence: products with weights, and attention
     scores."""
-    weights, scores = weights_and_scores(model, sequence_length)
-    scores *= 1 if model.attention.causal else _MULTIPLY_ADD
-    return _MULTIPLY_ADD * sequence_length * weights / model.num_layers, scores / model.num_layers
+    sums = products_and_scores(model, sequence_length)
+    products, scores = (_MULTIPLY_ADD * total / model.num_layers for total in sums)
+    return products, scores
 
 
-def weights_and_scores(model: ModelConfig, sequence_length: int) -> tuple[int, int]:
-    """Sums of `MixerSpec.weights` and `MixerSpec.scores` over all layers, MTP's included."""
-    layers = pattern(model)
+def products_and_scores(
+    model: ModelConfig, length: int, source_length: int = 0, causal: bool | None = None
+) -> tuple[float, float]:
+    """Multiplications of a sample's products with weights and of its scores in all layers, MTP's
+    included: `MixerSpec.weights` for each token, `MixerSpec.scores`, halved where causal."""
+    layers, products, all_scores = pattern(model), 0.0, 0.0
     last = layers[-1][0][-len(model.layer_kinds[-1]) :]
-    mixers = [
-        (mixer, repeats)
-        for unit, repeats in [*layers, (last, model.mtp.num_layers)]
-        for sublayer in unit
-        for mixer in sublayer.mixers
-    ]
-    return (
-        sum(repeats * mixer.weights() for mixer, repeats in mixers),
-        sum(repeats * mixer.scores(sequence_length) for mixer, repeats in mixers),
-    )
+    for unit, repeats in [*layers, (last, model.mtp.num_layers)]:
+        for sublayer in unit:
+            is_source = sublayer.side == "source"
+            tokens = source_length if is_source else length
+            for mixer in sublayer.mixers:
+                scores, weights = mixer.scores(tokens), tokens * mixer.weights()
+                if isinstance(mixer, CrossSpec):
+                    weights += (source_length - length) * mixer.memory_weights()
+                    scores = scores * source_length / max(length, 1)
+                is_causal = model.attention.causal and not (is_source or mixer.reads_memory)
+                is_causal = is_causal if causal is None else causal
+                products += repeats * weights
+                all_scores += repeats * scores / (2 if is_causal else 1)
+    return products, all_scores

@@ -23,7 +23,9 @@ def num_parameters(model: ModelConfig) -> tuple[int, int]:
     depth = 3 * _norm(model, D) + _linear(2 * D, D)  # of MTP, beside its layer
     layers = [*kinds, *kinds[-1:] * model.mtp.num_layers]
     tables += model.bert.token_types
-    total = tables * D + _bert(model) + model.mtp.num_layers * depth
+    is_relative = model.position is Position.relative
+    biases = 2 * is_relative * model.relative.buckets * model.attention.num_heads
+    total = biases + tables * D + _bert(model) + model.mtp.num_layers * depth
     total += sum(_layer(model, layer) for layer in layers)
     sparse = sum("moe" in mixers for layer in layers for mixers in layer)
     idle = (model.moe.num_experts - model.moe.top_k) * sparse
@@ -151,4 +153,8 @@ MIXERS = {
     "kda": functools.partial(_delta, low_rank=True),
     "mlp": _mlp,
     "moe": _moe,
+    "encoder_attention": _attention,
+    "encoder_mlp": _mlp,
+    "encoder_norm": lambda model: 0,  # beside its norm
+    "cross": _attention,
 }

@@ -378,6 +378,11 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
             f"parallel.expert_tensor={config.parallel.expert_tensor} between 1 and tensor="
             f"{config.parallel.tensor} is not planned yet: plan with 1, or with 0 for tensor"
         )
+    if config.model.has_source:
+        raise ValueError(
+            f"model.layers={config.model.layers!r}: encoder-decoders are not planned yet; plan a "
+            "model of as many layers without cross attention"
+        )
     if config.model.mtp.num_layers:
         raise ValueError(
             f"model.mtp.num_layers={config.model.mtp.num_layers}: MTP layers are not planned yet; "

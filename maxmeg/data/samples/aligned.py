@@ -1,0 +1,109 @@
+"""Pairs of texts for sequence-to-sequence training: sequence n of one corpus is the source of
+sequence n of another (maxmeg preprocess --aligned)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
+from maxmeg.data.samples.gpt import identify
+from maxmeg.data.samples.sampling import Batch, EpochOrder, nonempty_range
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.workers import RebuiltInWorkers
+
+_PAIRS = 4  # key of the permutations of pairs; packing has 2 and 3
+
+
+class AlignedDataset(RebuiltInWorkers):
+    """Batches of one split (0 train, 1 validation, 2 test) of two corpora.
+
+    corpora: of sources and of targets. lengths: tokens of a row of each. The source ends with the
+    tokenizer's end of text; the target begins with its first token, or with padding as in T5, and
+    its last target is the end of text. cuts: pairs that are too long are cut, and otherwise left
+    out; `num_long` is their number.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[IndexedDataset],
+        split: str,
+        split_index: int,
+        lengths: tuple[int, int],
+        tokenizer: Tokenizer,
+        cuts: bool,
+        seed: int,
+    ) -> None:
+        sources, targets = self.corpora = list(corpora)
+        if len(sources) != len(targets):
+            raise ValueError(
+                f"{sources.prefix} has {len(sources)} sequences and {targets.prefix} "
+                f"{len(targets)}: make both by one maxmeg preprocess --aligned"
+            )
+        names = f"pairs of {sources.prefix} and {targets.prefix}"
+        self._range = begin, end = nonempty_range(split, split_index, len(sources), names)
+        room = np.array(lengths) - 1  # the end of text, or the first token
+        sizes = np.stack([corpus.lengths[begin:end] for corpus in self.corpora], axis=1)
+        fits = (sizes <= room).all(axis=1)
+        self.num_long = int((~fits).sum())
+        self._pairs = begin + np.flatnonzero(fits | cuts)
+        if not len(self._pairs):
+            raise ValueError(
+                f"all {end - begin} {names} are too long for {lengths[0]} tokens of source and "
+                f"{lengths[1]} of target: raise data.source_length and data.sequence_length, or "
+                "set data.too_long=truncate"
+            )
+        self.source_length, self.sequence_length = lengths
+        self.vocab_size, self._seed = tokenizer.vocab_size, seed
+        first = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
+        self._first, self._end = tokenizer.eod if first is None else first, tokenizer.eod
+        self._order = EpochOrder(len(self._pairs), seed, _PAIRS, shuffle=split_index == 0)
+
+    def __str__(self) -> str:
+        return f"{len(self._pairs):,} pairs, {self.num_long:,} too long"
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.corpora[1].lengths[self._pairs].sum(dtype=np.int64))
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return len(self._pairs)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """The values that determine the order of samples; plain JSON values."""
+        return {
+            "order": "pairs",
+            "corpora": identify(self.corpora, [self._range] * 2),
+            "sequence_length": self.sequence_length,
+            "source_length": self.source_length,
+            "seed": self._seed,
+            "num_pairs": len(self._pairs),
+        }
+
+    def batch(self, indices: np.ndarray) -> Batch:
+        """The pairs with these numbers, any >= 0; arrays as of T5Dataset.batch."""
+        S, L = self.source_length, self.sequence_length
+        names = {"encoder_tokens": S, "encoder_segment_ids": S}
+        names |= {"tokens": L, "targets": L, "segment_ids": L}
+        batch: Batch = {n: np.zeros((len(indices), size), np.int32) for n, size in names.items()}
+        batch["positions"] = np.tile(np.arange(L, dtype=np.int32), (len(indices), 1))
+        batch["loss_mask"] = np.zeros((len(indices), L), np.float32)
+        for row, number in enumerate(self._pairs[self._order(indices)].tolist()):
+            source, target = (corpus.get(number) for corpus in self.corpora)
+            source = [*source[: S - 1].tolist(), self._end]
+            target = [self._first, *target[: L - 1].tolist(), self._end]
+            batch["encoder_tokens"][row, : len(source)] = source
+            batch["encoder_segment_ids"][row, : len(source)] = 1
+            for name, values in (("tokens", target[:-1]), ("targets", target[1:])):
+                batch[name][row, : len(values)] = values
+            batch["segment_ids"][row, : len(target) - 1] = 1
+            batch["loss_mask"][row, : len(target) - 1] = 1
+        for corpus, name in zip(self.corpora, ("encoder_tokens", "tokens"), strict=True):
+            wrong = first_foreign(batch[name], self.vocab_size)
+            if wrong is not None:
+                raise foreign_id_error(
+                    f"{corpus.prefix}.bin", batch[name].flat[wrong], self.vocab_size
+                )
+        return batch

@@ -1,0 +1,67 @@
+"""Cross attention: a decoder's queries read the keys and values of an encoder's output."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from maxmeg.layers.attention import Attention, AttentionSpec, normalized
+from maxmeg.layers.context import Context
+from maxmeg.layers.linear import project
+from maxmeg.layers.streams import source_context
+from maxmeg.ops.attention.call import attention
+from maxmeg.parallel.collectives import axis_size, gather_exact, stored
+from maxmeg.parallel.context import in_order, whole_rows
+from maxmeg.parallel.mesh import CONTEXT_AXES
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossSpec(AttentionSpec):
+    """As of attention without a causal mask."""
+
+    name = "cross"
+    reads_memory = True
+
+    def memory_weights(self) -> int:
+        """The part of `weights` by which tokens of the source are multiplied."""
+        return 2 * self.hidden_size * self.num_kv_heads * self.head_dim
+
+    def make(self, key: jax.Array) -> "CrossAttention":
+        return CrossAttention(key, self)
+
+
+class CrossAttention(Attention):
+    """out(attention(query x, key memory, value memory)); heads are sharded over tensor.
+
+    Devices along context gather the keys and values of the whole source.
+    """
+
+    fused_projections = (("key", "value"),)
+
+    def __call__(
+        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
+    ) -> tuple[Float[Array, "B L D"], None, dict]:
+        """(partial sums over tensor, no cache, no auxiliary values)."""
+        memory_BMD, source, (B, L) = ctx.memory_BMD, ctx.source, h_BLD.shape[:2]
+        assert memory_BMD is not None and source is not None and cache is None
+        k_BMI, v_BMI = project((self.key, self.value), memory_BMD, source_context(ctx))
+        heads, K = (*memory_BMD.shape[:2], -1, self.spec.head_dim), self.spec.head_dim
+        k_BMGK = normalized(stored(k_BMI, "key"), self.key_norm, heads)
+        v_BMGK = stored(v_BMI, "value").reshape(heads)
+        q_BLI = stored(self.query(h_BLD, ctx), "query")
+        q_BLHK = normalized(q_BLI, self.query_norm, (B, L, -1, K))
+        operands = self.operands(q_BLHK, ctx)
+        if (size := axis_size(CONTEXT_AXES)) > 1:
+            kv_BMGI = gather_exact(jnp.concatenate((k_BMGK, v_BMGK), axis=-1), CONTEXT_AXES, 1)
+            k_BMGK, v_BMGK = jnp.split(in_order(kv_BMGI, size), 2, axis=-1)
+        if operands.dropout is not None:
+            first = ctx.places(L) - jnp.arange(L)
+            dropout = dataclasses.replace(operands.dropout, first_query=first)
+            operands = operands._replace(dropout=dropout)
+        # Padding of the target reads the source too: it sees keys, and nothing reads it.
+        segments = jnp.ones((B, L), jnp.int32), whole_rows(source.segments_BS)
+        operands = operands._replace(segments_BL=segments[0], key_segments_BM=segments[1])
+        how = self.scores(), operands
+        out_BLHK = attention(q_BLHK, k_BMGK, v_BMGK, *how, backend=self.spec.backend)
+        return self.out(out_BLHK.reshape(B, L, -1), ctx), None, {}
