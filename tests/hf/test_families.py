@@ -63,11 +63,7 @@ from maxmeg.hf.families.read import (
 
 PUBLISHED = {  # settings, number of parameters, fields
     "smollm2-135m": (SMOLLM2, 134_515_008, "rotary.base=100000.0; tied=true; mlp.bias=false"),
-    "llama-3.1-8b": (
-        LLAMA31,
-        8_030_261_248,
-        "rotary.scaling=llama3; rotary.factor=8; rotary.high=4",
-    ),
+    "llama-3.1-8b": (LLAMA31, 8_030_261_248, "rotary.scaling=llama3; rotary.factor=8"),
     "mistral-7b": (
         MISTRAL,
         7_241_732_096,
