@@ -67,6 +67,7 @@ def test_settings_open_two_corpora_of_one_size(names, make_corpus, caplog):
     assert build_dataset(config, names, tokenizer, 1, 1).samples_per_epoch == 2
     assert build_dataset(config, names, tokenizer, 2, 1) is None
     saved = record_order(data, 3)
+    caplog.clear()
     warn_of_order(saved, data, 3)
     assert not caplog.text
     warn_of_order(saved, build_dataset(config, names, tokenizer, 0, seed=2), 3)

@@ -167,7 +167,10 @@ def test_logits_are_finite_and_of_the_vocabulary(kind):
         assert float(jnp.abs(logits).max()) <= config.logit_softcap
 
 
-OF_SOURCES = {Position.relative, Activation.relu}  # tests/test_t5.py, and transformers' T5
+OF_SOURCES = {
+    Position.relative,
+    Activation.relu,
+}  # tests/test_encoder_decoder.py, and transformers' T5
 UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "attention.num_heads")
 # Tested by layouts, recomputation and dropout tests, and by those of configs and experts.
 ELSEWHERE = (

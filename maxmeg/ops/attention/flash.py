@@ -6,6 +6,7 @@ before the kernel, and the outputs of the queries that see them are set to NaN a
 queries follow from prefix sums, because every query sees an interval of keys.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -25,7 +26,8 @@ def flash(kernel: Callable, q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: O
     """
     intervals = kernel_module("intervals")
     queries, keys = operands.segments_BL, operands.key_segments_BM
-    settings = {name: value for name, value in vars(spec).items() if name != "merged"}
+    kept = [field.name for field in dataclasses.fields(intervals.FlashSpec)]
+    settings = {name: value for name, value in vars(spec).items() if name in kept}
     flash_spec = intervals.FlashSpec(**settings, segments=queries is not None)
     ids = {"query_segments_BL": queries, "key_segments_BM": keys}
     call = functools.partial(kernel, spec=flash_spec, offset=operands.offset, **ids)
