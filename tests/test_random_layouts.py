@@ -28,6 +28,7 @@ from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import LossBackend
 
+POSITIONS = tuple(p for p in Position if p is not Position.relative)  # that is for encoder-decoders
 TOLERANCE = 3e-5  # relative, float32: the order of sums differs; delta rules amplify rounding
 FLOOR = 1e-8  # for gradients that are zero in exact arithmetic
 POOL = 100  # runs to choose from
@@ -41,7 +42,7 @@ BACKENDS = (LossBackend.xla, LossBackend.tiled)
 TRAIN = {"z_loss": (0.0, 1e-3), "label_smoothing": (0.0, 0.1), "loss_backend": BACKENDS}
 GENERAL = {
     **{"norm": Norm, "norm_place": NormPlace, "norm_one_plus": BOTH},
-    **{"position": Position, "embedding_scale": (1.0, 3.0), "dropout_embedding": (0.0, 0.1)},
+    **{"position": POSITIONS, "embedding_scale": (1.0, 3.0), "dropout_embedding": (0.0, 0.1)},
     **{"tied": BOTH, "logit_softcap": (0.0, 5.0), "mtp.num_layers": (0, 0, 1)},
     "dropout_hidden": (0.0, 0.2),
     "recompute": ("minimal", "selective", "full", "query,mlp_up"),
