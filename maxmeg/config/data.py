@@ -155,7 +155,7 @@ class DataConfig:
     )
     too_long: TooLong = setting(
         TooLong.drop,
-        "chats of more than sequence_length + 1 tokens, pairs of texts of which one is too long "
+        "chats of more than sequence_length + 1 tokens, pairs with a text that is too long "
         "(seq2seq), and labelled texts of more than sequence_length (of a pair the longer is cut): "
         "drop (labelled texts for training only) | truncate; their number is reported",
         needs="objective=sft|seq2seq|classify|tag|choose",
