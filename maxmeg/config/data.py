@@ -270,7 +270,7 @@ class DataConfig:
 
     @property
     def num_classes(self) -> int:
-        """Logits that the objective's models have for a text or a token; 0: a vocabulary's."""
+        """Number of classes that the objective's models predict; 0: they predict tokens."""
         scores = int(self.objective is Objective.choose)
         return len(self.class_names) if self.objective.is_labelled and not scores else scores
 

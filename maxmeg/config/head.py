@@ -15,7 +15,7 @@ class HeadConfig:
 
     num_classes: int = setting(
         0,
-        "number of classes of a text or a token, whose logits take the place of the vocabulary's; "
+        "number of classes that the model predicts for each text or token, in place of tokens; "
         "1: the score of a choice; 0: as many as data.labels if data.objective needs a head, else "
         "none: a language model",
         at_least=0,

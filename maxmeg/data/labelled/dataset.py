@@ -19,7 +19,7 @@ _KEY = 4  # of the order of examples; sampling and packing have 0 to 3
 
 
 class LabelledDataset:
-    """One example a row: its texts one after another, each with positions of its own and apart from
+    """Each row is one example: its texts in order, each with positions of its own and apart from
     the others. Example n of a run depends on (n, seed) alone.
 
     between_choices: of a row's texts one is right. shuffle: another order in each epoch.
