@@ -1,4 +1,4 @@
-"""megatron-core's hybrid model on CPU: stand-ins for the packages that need a GPU.
+"""megatron-core's hybrid model on CPU: stand-ins for what needs a GPU.
 
 Its mixer, stack and checkpoints are megatron-core's own; the fused convolution and scan of
 mamba_ssm are transformers' in PyTorch.
@@ -9,7 +9,10 @@ import types
 
 
 def without_kernels() -> None:
-    """Put modules in place of mamba_ssm and einops. Before megatron-core's mixer is imported."""
+    """Put modules in place of mamba_ssm, einops and megatron-core's kernels in Triton.
+
+    Before megatron-core's mixer is imported. PyTorch for CPU comes without Triton.
+    """
     import torch
 
     class RMSNorm(torch.nn.Module):
@@ -48,6 +51,10 @@ def without_kernels() -> None:
             module.__path__ = []
             sys.modules.setdefault(module.__name__, module)
         vars(sys.modules[name]).update(members)
+    name = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    kernels = types.ModuleType(name)  # of inference alone
+    kernels.tensor_get_slice_after = kernels.tensor_masked_update = kernels.tensor_merge = None
+    sys.modules[name] = kernels  # found by its whole name: its parents stay megatron-core's
 
 
 def combined(
