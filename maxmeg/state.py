@@ -15,6 +15,7 @@ from maxmeg.config import files
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
+from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
@@ -31,12 +32,14 @@ VOCABULARY_TABLES = (
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """step: how many were made. model: float32 masters, what is frozen in the compute dtype.
-    optimizer: of the trained part. key: raw key of all later randomness."""
+    optimizer: of the trained part. key: raw key of all later randomness. scaler: of the loss, with
+    float16 alone."""
 
     step: jax.Array
     model: LM
     optimizer: optax.OptState
     key: jax.Array
+    scaler: Scaler | None
 
 
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
@@ -44,7 +47,8 @@ def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     model_key, later = split(key, 2)
     model = language_model(model_key, config)
     moments = optimizer.init(trained(model))
-    return TrainState(jnp.int32(0), model, moments, jax.random.key_data(later))
+    scaler = first_scaler(config)
+    return TrainState(jnp.int32(0), model, moments, jax.random.key_data(later), scaler)
 
 
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:

@@ -22,6 +22,7 @@ from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
+from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.fused import fuse, separate
@@ -59,13 +60,18 @@ def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
 
 
 def complete(
-    batch: Batch, reduction: LossReduction, shards: int, masks: Sequence[jax.Array]
+    batch: Batch,
+    reduction: LossReduction,
+    shards: int,
+    masks: Sequence[jax.Array],
+    scale: jax.Array | float = 1.0,
 ) -> Batch:
     """The batch [M, B, ...] with the rows' numbers in the global batch, the divisor of the loss of
     each of `masks` [M, B, L], and the weight of each microbatch in means over them.
 
     Losses and gradients then need only be summed. token_mean: a token weighs 1 / (tokens of the
     global batch); megatron: the mean over microbatches and ranks of each one's own token mean.
+    scale: factor of all losses.
     """
     M, B, _ = batch.tokens.shape
     first = collectives.first_index(BATCH_AXES, B)
@@ -81,8 +87,8 @@ def complete(
     return dataclasses.replace(
         batch,
         rows=rows_MB,
-        divisors=jnp.stack([divisors(mask_MBL) for mask_MBL in masks], axis=1),
-        microbatch_weight=jnp.full(M, 1 / M),
+        divisors=jnp.stack([divisors(mask_MBL) for mask_MBL in masks], axis=1) / scale,
+        microbatch_weight=jnp.full(M, scale / M),
     )
 
 
@@ -246,8 +252,9 @@ def without_cuts_of_stack(gradient_reductions):
 def make_gradients(
     config: Config, mesh: Mesh, model: Model, objective: Objective | None = None
 ) -> Callable:
-    """(model, batch, key) -> (gradients of the global loss for the trained part, sums), both as
-    global arrays. sums["stack_aux"] holds the auxiliary values of the layers in model order.
+    """(model, batch, key, scale) -> (gradients of the global loss times scale for the trained part,
+    sums), both as global arrays. sums["stack_aux"] holds the auxiliary values of the layers in
+    model order. scale: None is 1.
 
     `model` is abstract with shardings. Batch arrays are [microbatch, sample, length]. objective:
     None means the one that data.objective names.
@@ -259,9 +266,10 @@ def make_gradients(
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
 
-    def local(model, batch, raw_key):
-        masks = objective.masks(model, batch)
-        batch = complete(batch, config.train.loss_reduction, batch_shards(mesh), masks)
+    def local(model, batch, raw_key, scale):
+        masks, reduction = objective.masks(model, batch), config.train.loss_reduction
+        scale = 1.0 if scale is None else scale
+        batch = complete(batch, reduction, batch_shards(mesh), masks, scale)
         computing = compute_model(model, outside_stages, dtype)
         if cuts_layers:
             batch = collectives.after(batch, partition(computing)[0])
@@ -278,10 +286,10 @@ def make_gradients(
             gradients = joined(collectives.after(outer, stack), stack)
         return reduce_gradients(gradients, trained(outside_stages)), sums
 
-    def gradients(model, batch, raw_key):
+    def gradients(model, batch, raw_key, scale=None):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
-        run = spmd(local, mesh, (specs, batch_specs, P()), (trained(specs), P()))
-        return run(model, batch, raw_key)
+        run = spmd(local, mesh, (specs, batch_specs, P(), P()), (trained(specs), P()))
+        return run(model, batch, raw_key, scale)
 
     return gradients
 
@@ -296,7 +304,7 @@ def make_train_step(
     """The jitted (state, batch, controls) -> (state, metrics); the old state is donated.
 
     Where the loss or the gradient norm is not finite the step is skipped: parameters, moments and
-    the state of layers keep their bits, and only the step number advances.
+    the state of layers keep their bits; only the step number and the loss scale change.
 
     controls: learning_rate and weight_decay, scalars; stop, one flag per device. metrics: those of
     the objective (loss: the token mean), grad_norm (before clipping), tokens, skipped (0 or 1),
@@ -308,8 +316,9 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        gradients, sums = gradients_of(state.model, batch, jax.random.key_data(key))
-        gradients, norm = clip(gradients, config.optim.clip_norm)
+        raw_key, scaler = jax.random.key_data(key), state.scaler
+        gradients, sums = gradients_of(state.model, batch, raw_key, scaler and scaler.scale)
+        gradients, norm = clip(unscaled(gradients, scaler), config.optim.clip_norm)
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
@@ -327,8 +336,11 @@ def make_train_step(
             "skipped": 1.0 - finite,
             "stop": jnp.sum(controls["stop"]),
             "layers": auxiliary.by_layer(sums),
+            **({"loss_scale": scaler.scale} if scaler else {}),
         }
-        return TrainState(state.step + 1, model, opt_state, state.key), metrics
+        samples = batch.tokens.shape[0] * batch.tokens.shape[1]
+        scaler = scaler and next_scaler(scaler, finite, samples, config.optim.loss_scale)
+        return TrainState(state.step + 1, model, opt_state, state.key, scaler), metrics
 
     return jax.jit(
         train_step,

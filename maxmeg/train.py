@@ -105,7 +105,11 @@ class Run:
         size = self.schedules.batch_size(step)
         return place_batch(batch, self.program.rows, self.program.mesh, size)
 
-    def controls(self, step: int, stop: bool) -> dict[str, jax.Array | np.floating]:
+    def controls(self, step: int, stop: bool, state) -> dict[str, jax.Array | np.floating]:
+        """Scalars of step `step`. With float16 this waits for the step before: its update may have
+        been skipped, for which the schedules wait too."""
+        if state.scaler is not None:
+            self.schedules.skipped_samples = int(state.scaler.skipped_samples)
         return {
             "learning_rate": np.float32(self.schedules.learning_rate(step)),
             "weight_decay": np.float32(self.schedules.weight_decay(step)),
@@ -162,7 +166,7 @@ def train(run: Run, state, start_step: int):
     with at_end, interrupt, observer, collected as collect, loader as batches:
         for step, batch in batches:
             observer.before(step)
-            controls = run.controls(step, interrupt.requested)
+            controls = run.controls(step, interrupt.requested, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step + 1):
                 state, metrics = run.program.train_step(state, run.place(step, batch), controls)
             collect(step + 1)

@@ -84,7 +84,7 @@ def run_of(tmp_path, events: list, metrics=lambda step: {}, **settings) -> types
         schedules=Schedules(config),
         checkpointer=types.SimpleNamespace(wait=lambda: True),
         batches=lambda start: Batches(),
-        controls=lambda step, stop: {},
+        controls=lambda step, stop, state: {},
         place=place,
         program=types.SimpleNamespace(train_step=train_step),
         validation={"": None},

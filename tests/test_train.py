@@ -333,7 +333,7 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
             if step == bad and not transient:  # as if it had been left out of the optimizer
                 expected = dataclasses.replace(expected, step=expected.step + 1)
             else:
-                controls = run.controls(step, False)
+                controls = run.controls(step, False, expected)
                 expected, _ = compiled(expected, place(step, batch), controls)
     for name, array in to_arrays(expected).items():
         np.testing.assert_array_equal(to_arrays(state)[name], array, err_msg=name)

@@ -4,6 +4,8 @@ import dataclasses
 import os
 import typing
 
+import jax
+
 from maxmeg.checkpoint.initialize import (
     check_base,
     check_initial,
@@ -18,6 +20,7 @@ from maxmeg.checkpoint.restore import check_tree
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
+from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.parallel.trainable import joined, saved
 from maxmeg.state import (
     CHECKPOINTS,
@@ -68,7 +71,8 @@ def resume(
 
     def use(step: int, manifest: Manifest) -> tuple[int, TrainState, dict[str, typing.Any]]:
         check(config, manifest, abstract, tokenizer)
-        return step, restore(source, step, abstract), manifest.metadata
+        found = restore(source, step, with_saved_scaler(abstract, manifest))
+        return step, with_scaler_of(found, config, abstract), manifest.metadata
 
     restored = source.latest(use)
     assert restored is not None  # process 0 has found a checkpoint
@@ -118,8 +122,29 @@ def check(config: Config, manifest: Manifest, abstract: TrainState, tokenizer: s
     check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
     check_base(config, manifest.metadata.get("base", {}))
     check_layers(config.model, manifest)
-    tree, options = _request(abstract)
+    tree, options = _request(with_saved_scaler(abstract, manifest))
     check_tree(manifest, flatten(tree), **options)
+
+
+def with_saved_scaler(abstract: TrainState, manifest: Manifest) -> TrainState:
+    """The abstract state with a loss scale if the checkpoint has one: both ways between float16 and
+    other dtypes are open."""
+    names = [f"scaler/{field.name}" for field in dataclasses.fields(Scaler)]
+    if not all(name in manifest.tensors for name in names):
+        return dataclasses.replace(abstract, scaler=None)
+    dtypes = (manifest.tensors[name].dtype for name in names)
+    where = abstract.step.sharding
+    scalars: list[typing.Any] = [jax.ShapeDtypeStruct((), t, sharding=where) for t in dtypes]
+    return dataclasses.replace(abstract, scaler=Scaler(*scalars))
+
+
+def with_scaler_of(state: TrainState, config: Config, abstract: TrainState) -> TrainState:
+    """The state with a loss scale if the run needs one: the checkpoint's, else the first."""
+    if abstract.scaler is None or state.scaler is not None:
+        return dataclasses.replace(state, scaler=abstract.scaler and state.scaler)
+    places = jax.tree.map(lambda a: a.sharding, abstract.scaler)
+    scaler = jax.jit(lambda: first_scaler(config), out_shardings=places)()
+    return dataclasses.replace(state, scaler=scaler)
 
 
 def check_layers(model: ModelConfig, manifest: Manifest) -> None:

@@ -36,6 +36,7 @@ class Norm(enum.Enum):
 class DType(enum.Enum):
     float32 = "float32"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class NormPlace(enum.Enum):
@@ -139,7 +140,10 @@ class ModelConfig:
         effect="none",
     )
     dtype: DType = setting(
-        DType.bfloat16, "compute dtype; master weights are float32", "--bf16", effect="none"
+        DType.bfloat16,
+        "compute dtype; master weights are float32; float16: the loss is scaled (optim.loss_scale)",
+        "--bf16, --fp16",
+        effect="none",
     )
     recompute: str = setting(
         "minimal",

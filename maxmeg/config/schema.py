@@ -59,6 +59,29 @@ class WeightDecayRamp(enum.Enum):
 
 
 @dataclasses.dataclass
+class LossScaleConfig:
+    """Scale of the loss with model.dtype=float16: it halves where gradients overflow."""
+
+    fixed: float = setting(0.0, "constant scale; 0: dynamic", "--loss-scale", at_least=0)
+    initial: float = setting(2.0**32, "scale of the first step", "--initial-loss-scale", above=0)
+    minimum: float = setting(
+        1.0,
+        "smallest scale; steps that overflow at it count for train.max_skipped_steps",
+        "--min-loss-scale",
+        above=0,
+    )
+    window: int = setting(
+        1000, "steps without an overflow before it doubles", "--loss-scale-window", at_least=1
+    )
+    hysteresis: int = setting(
+        2,
+        "overflows before it halves; after that each halves it, until it has doubled again",
+        "--hysteresis",
+        at_least=1,
+    )
+
+
+@dataclasses.dataclass
 class OptimConfig:
     """Optimizer, learning-rate and weight-decay schedules (Megatron-LM's formulas)."""
 
@@ -121,6 +144,7 @@ class OptimConfig:
     eps: float = setting(1e-8, "Adam's epsilon", "--adam-eps", at_least=0)
     momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1)
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
+    loss_scale: LossScaleConfig = setting(LossScaleConfig, "loss scaling for float16")
 
 
 @dataclasses.dataclass

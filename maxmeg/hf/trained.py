@@ -24,7 +24,11 @@ from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
 CARRIED = "huggingface"  # folder of a run with the small files that its model was imported with
 MASTER = DTYPES["F32"]
-WRITTEN = {DType.float32: DTYPES["F32"], DType.bfloat16: DTYPES["BF16"]}
+WRITTEN = {
+    DType.float32: DTYPES["F32"],
+    DType.bfloat16: DTYPES["BF16"],
+    DType.float16: DTYPES["F16"],
+}
 CLASSIFIER = "classifier."  # what the names of its arrays begin with
 T = typing.TypeVar("T")
 

@@ -53,6 +53,7 @@ class Schedules:
     """Values of step n (from 0) of a run, as functions of the samples before that step."""
 
     batch_sizes: tuple[int, ...]  # each once, in the order of the run
+    skipped_samples = 0  # of steps before this one for which the rates do not advance
 
     def __init__(self, config: Config, batch_multiple: int = 1, origin: Origin = Origin()):
         """batch_multiple: samples of one microbatch over all replicas; it must divide every batch
@@ -129,7 +130,7 @@ class Schedules:
     def learning_rate(self, step: int) -> float:
         """Learning rate of the update made by step `step`."""
         return learning_rate_at(
-            self.consumed_samples(step),
+            self.consumed_samples(step) - self.skipped_samples,
             self._optim,
             warmup=self.warmup_samples,
             decay=self.decay_samples,
@@ -138,7 +139,8 @@ class Schedules:
 
     def weight_decay(self, step: int) -> float:
         """Weight decay of the update made by step `step`."""
-        return weight_decay_at(self.consumed_samples(step), self._optim, self.total_samples)
+        samples = self.consumed_samples(step) - self.skipped_samples
+        return weight_decay_at(samples, self._optim, self.total_samples)
 
     def _segment(self, step):
         if step < 0:

@@ -33,6 +33,8 @@ from maxmeg.runtime.metrics.writers import (
 )
 from maxmeg.runtime.revision import commit
 
+RATES = ("learning_rate", "weight_decay")
+
 
 def make_throughput(
     config: Config, schedules: Schedules, num_devices: int, kind: str
@@ -77,7 +79,8 @@ class Observer:
     def dispatched(self, step: int, metrics: dict) -> None:
         """Flush the metrics of the previous step; hold those of the step after `step` updates."""
         self.flush()
-        self._step, self._metrics = step, dict(metrics)
+        rates = {name: getattr(self._schedules, name)(step) for name in RATES}
+        self._step, self._metrics = step, {**metrics, **rates}
 
     def stops(self, requested: bool) -> bool:
         """Whether all processes have agreed to stop, or this only process was asked to."""
@@ -116,8 +119,6 @@ class Observer:
         self._step = None
         self._stop_agreed |= values.pop("stop", 0.0) > 0
         self.skipped = values.get("skipped", 0.0) > 0
-        values["learning_rate"] = self._schedules.learning_rate(step)
-        values["weight_decay"] = self._schedules.weight_decay(step)
         values["consumed_samples"] = self._schedules.consumed_samples(step + 1)
         values["consumed_tokens"] = values["consumed_samples"] * self._length
         if self._save_seconds:
@@ -158,7 +159,9 @@ def training_hooks(
         return range(first, first + size)
 
     log, folder = config.log, config.run_dir
-    guard = Guard(samples, config.train.max_skipped_steps, log.spike_zscore)
+    scaling = config.optim.loss_scale
+    minimum = scaling.fixed or scaling.minimum
+    guard = Guard(samples, config.train.max_skipped_steps, log.spike_zscore, minimum)
     hooks = [
         watchdog.hook(lambda step: schedules.batch_size(step - 1)),
         guard.hook(),

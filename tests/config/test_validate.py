@@ -212,6 +212,13 @@ BAD = [
     ("model.max_position=128", "sequence_length=256 | max_position=128 | shorten | raise"),
     ("optim.min_lr=1.0", "optim.min_lr=1.0 | [0, optim.lr=0.0003]"),
     ("optim.warmup_init_lr=-0.1", "optim.warmup_init_lr=-0.1 | [0, optim.lr=0.0003]"),
+    ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),
+    ("model.dtype=float16; train.rerun_bad_steps=true", "rerun_bad_steps | overflow | bfloat16"),
+    (
+        "model.dtype=float16; optim.loss_scale.fixed=1.0; optim.loss_scale.minimum=2.0",
+        "minimum=2.0 | lower it",
+    ),
+    ("parallel.gradient_dtype=float16", "float16 | range | bfloat16"),
 ]
 BAD_ON_8_DEVICES = [
     ("parallel.tensor=3", "tensor=3 | there are 8 | product | fsdp=0"),

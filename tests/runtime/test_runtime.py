@@ -54,6 +54,16 @@ def test_guard_stops_after_skipped_steps_in_a_row(caplog):
     assert error.value.samples == (*range(30, 40), *range(40, 50))
 
 
+def test_overflows_above_the_smallest_loss_scale_are_no_fault(caplog):
+    guard = Guard(lambda step: [step], max_skipped=2, minimum_scale=4.0)
+    for step in range(9):
+        guard(step, BAD | {"loss_scale": 8.0})
+    assert not caplog.records
+    guard(9, BAD | {"loss_scale": 4.0})
+    with pytest.raises(NonFiniteLoss):
+        guard(10, BAD | {"loss_scale": 8.0, "loss": math.nan})
+
+
 @pytest.mark.parametrize(("loss", "told"), [(2.4, False), (2.7, True), (0.0, False)])
 def test_guard_reports_spikes(loss, told, caplog):
     guard = Guard(lambda step: [step], max_skipped=1, spike_zscore=6)

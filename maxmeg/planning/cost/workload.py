@@ -44,7 +44,7 @@ NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  #
 MIXERS = {"mla": "attention"}
 MOE_PARTS = {"experts": "experts", "shared": "shared expert", "shared_gate": "shared expert"}
 HOW = ("tensor_overlap", "context_strategy", "context_inner")  # of mixers, in ParallelConfig
-ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2}
+ITEMSIZE = {DType.float32: 4, DType.bfloat16: 2, DType.float16: 2}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

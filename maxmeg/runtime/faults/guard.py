@@ -2,6 +2,7 @@
 
 import collections
 import logging
+import math
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -34,14 +35,19 @@ class Guard:
 
     Raises NonFiniteLoss after `max_skipped` consecutive skipped steps. Warns when a loss is more
     than `spike_zscore` standard deviations above the mean of the last WINDOW finite losses (0:
-    never). samples_of(step): the sample indices of a step's batch.
+    never). samples_of(step): the sample indices of a step's batch. minimum_scale: of the loss with
+    float16; above it, a step whose gradients overflow is as it should be.
     """
 
     def __init__(
-        self, samples_of: Callable[[int], Sequence[int]], max_skipped: int, spike_zscore: float = 0
+        self,
+        samples_of: Callable[[int], Sequence[int]],
+        max_skipped: int,
+        spike_zscore: float = 0,
+        minimum_scale: float = 1.0,
     ):
         self._samples_of, self._max_skipped = samples_of, max_skipped
-        self._spike_zscore = spike_zscore
+        self._spike_zscore, self._minimum_scale = spike_zscore, minimum_scale
         self._streak: list[int] = []
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
 
@@ -50,6 +56,8 @@ class Guard:
             self._streak = []
             self._report_spike(step, metrics["loss"])
             self._losses.append(metrics["loss"])
+            return
+        if math.isfinite(metrics["loss"]) and metrics.get("loss_scale", 0) > self._minimum_scale:
             return
         self._streak.append(step)
         values = f"loss={metrics['loss']}, grad_norm={metrics['grad_norm']}"

@@ -4,7 +4,7 @@ from maxmeg.layers.balance import LOSSES
 
 _GROUPS = {
     "val": ("validation_loss", "validation_loss_per_byte", "validation_accuracy"),
-    "optim": ("learning_rate", "weight_decay", "grad_norm", "skipped", "rerun"),
+    "optim": ("learning_rate", "weight_decay", "grad_norm", "skipped", "rerun", "loss_scale"),
     "perf": (
         *("step_seconds", "tokens_per_second", "tflops_per_device", "mfu"),
         *("data_wait_seconds", "eval_seconds", "save_seconds", "median_process_seconds"),

@@ -12,7 +12,7 @@ from maxmeg.runtime.screen import width
 _RATES = ("tokens_per_second", "tflops_per_device", "mfu")
 _MIN_WAIT = 0.005  # fraction of the time; a shorter wait for data is not shown
 # Left out in this order, until a line is short enough; all are in metrics.jsonl.
-_LESS_IMPORTANT = ("TFLOP/s", "lr", "gnorm", "val/byte", "mem", "mfu", "eta")
+_LESS_IMPORTANT = ("TFLOP/s", "lr", "gnorm", "scale", "val/byte", "mem", "mfu", "eta")
 
 
 class Progress:
@@ -130,6 +130,8 @@ class Progress:
             parts["lr"] = f"lr {brief(metrics['learning_rate'])}"
         if "grad_norm" in metrics:
             parts["gnorm"] = f"gnorm {metrics['grad_norm']:.3g}"
+        if "loss_scale" in metrics:
+            parts["scale"] = f"scale {metrics['loss_scale']:.3g}"
         if self._seconds:
             tokens, tflops, mfu = (self._sums[name] / self._seconds for name in _RATES)
             parts["tok/s"] = f"{quantity(tokens)} tok/s"

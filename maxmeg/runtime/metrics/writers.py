@@ -54,7 +54,7 @@ class JsonlWriter:
 
 
 class TensorBoardWriter:
-    """Scalars with grouped names in event files under `folder`."""
+    """Finite scalars with grouped names in event files under `folder`."""
 
     def __init__(self, folder: str | os.PathLike, start_step: int = 0):
         self._folder = os.fspath(folder)
@@ -73,7 +73,8 @@ class TensorBoardWriter:
                 filename_suffix=f".{self._start_step:08}",  # names have whole seconds only
             )
         for name, value in metrics.items():
-            self._writer.add_scalar(grouped(name), value, step)
+            if math.isfinite(value):  # it would warn at each other one, which no plot shows
+                self._writer.add_scalar(grouped(name), value, step)
 
     def close(self) -> None:
         if self._writer is not None:

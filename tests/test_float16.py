@@ -1,0 +1,136 @@
+"""Training in float16: the loss scale reaches every gradient, overflows change nothing else."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch, tiny_state
+
+from maxmeg.config.model import DType
+from maxmeg.config.schema import Config, LogConfig, TrainConfig
+from maxmeg.config.setting import with_fields
+from maxmeg.configs import gpt
+from maxmeg.state import to_arrays
+from maxmeg.step import make_gradients, make_train_step
+from maxmeg.train import main
+
+EVERY_LOSS = {
+    "layers": "*(attention,moe)",
+    "dropout_hidden": 0.1,
+    "moe.num_experts": 4,
+    "moe.top_k": 2,
+    "moe.aux_loss": 0.1,
+    "moe.z_loss": 0.1,
+    "mtp.num_layers": 1,
+}
+SAME_LOSS = 1e-2  # relative, of float16 and float32 after 300 steps
+
+
+@pytest.mark.slow
+def test_the_scale_multiplies_every_gradient_and_no_metric():
+    config = tiny(EVERY_LOSS, {"z_loss": 1e-3, "micro_batch_size": 2}, data=2, pipe=2)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    batch = tiny_batch(config, mesh)
+    plain, scaled = (
+        function(state.model, batch, state.key, jnp.float32(scale)) for scale in (1, 2**10)
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(2**10 * a, b), plain[0], scaled[0])
+    jax.tree.map(np.testing.assert_array_equal, plain[1], scaled[1])
+
+
+def test_an_overflow_changes_the_step_number_and_the_scale_alone():
+    config = tiny({"dtype": DType.float16}, data=2)
+    config.optim.loss_scale.initial, config.optim.loss_scale.window = 2.0**40, 2
+    mesh = mesh_of(config)
+    optimizer, abstract, state = tiny_state(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    batch, before = tiny_batch(config, mesh), jax.device_get(to_arrays(state))
+
+    def scaler(state) -> list[float]:
+        return [float(value) for value in dataclasses.astuple(state.scaler)]
+
+    for scale, hysteresis in ((2.0**40, 1), (2.0**39, 0), (2.0**38, -1)):
+        state, metrics = step(state, batch, controls(mesh))
+        assert (float(metrics["skipped"]), np.isfinite(metrics["loss"])) == (1, True)
+        batches = int(state.step) * config.train.global_batch_size
+        assert scaler(state) == [scale, 0, hysteresis, batches]
+    after = jax.device_get(to_arrays(state))
+    for name in before.keys() - {"step", *(f"scaler.{n}" for n in vars(state.scaler))}:
+        np.testing.assert_array_equal(before[name], after[name], err_msg=name)
+    lower = jax.device_put(jnp.float32(2**8), abstract.scaler.scale.sharding)
+    state = dataclasses.replace(state, scaler=dataclasses.replace(state.scaler, scale=lower))
+    for expected in ([2.0**8, 1, -1, batches], [2.0**9, 0, 2, batches]):
+        state, metrics = step(state, batch, controls(mesh))
+        assert float(metrics["skipped"]) == 0
+        assert scaler(state) == expected
+    assert step._cache_size() == 1
+    grown = to_arrays(state)["model.embedding.table"]
+    assert not np.array_equal(grown, before["model.embedding.table"])
+
+
+def test_other_dtypes_have_no_scale():
+    config = tiny()
+    assert tiny_abstract(config, mesh_of(config))[1].scaler is None
+
+
+def small(run_dir: Path, dtype: DType, steps: int, **train) -> Config:
+    config = gpt.get_config()
+    fields = {"num_layers": 1, "hidden_size": 64, "attention.num_heads": 2, "dtype": dtype}
+    config.model, config.run_dir = with_fields(config.model, fields), str(run_dir)
+    config.data.sequence_length, config.log = 32, LogConfig(tensorboard=False)
+    config.train = TrainConfig(num_steps=steps, global_batch_size=8, eval_every=0, **train)
+    return config
+
+
+def metrics(config: Config) -> list[dict]:
+    path = Path(config.run_dir) / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_schedules_wait_for_skipped_steps_and_a_resumed_run_for_their_number(tmp_path, capsys):
+    def run(name: str, steps: int, dtype: DType = DType.float16) -> list[dict]:
+        config = small(tmp_path / name, dtype, steps)
+        config.optim.decay_steps, config.optim.warmup_steps = 12, 4
+        if dtype is DType.float16:
+            config.optim.loss_scale.initial = 2.0**19
+        main(config)
+        return metrics(config)
+
+    run("broken", 5)
+    rows, resumed = run("whole", 9), run("broken", 9)
+    assert any(row["skipped"] for row in rows[:5])
+    assert not rows[-1]["skipped"]
+    updates = 0
+    for row, other in zip(rows, resumed, strict=True):
+        assert row["learning_rate"] == pytest.approx(3e-3 * min(updates / 4, 1), rel=0.5)
+        updates += not row["skipped"]
+        for name in ("loss", "learning_rate", "loss_scale", "grad_norm"):
+            assert row[name] == other[name], name
+    manifests = [
+        json.loads((tmp_path / name / "checkpoints/step_00000009/manifest.json").read_text())
+        for name in ("whole", "broken")
+    ]
+    assert manifests[0]["body"]["tensors"] == manifests[1]["body"]["tensors"]
+    # To another dtype and back: the scale begins anew.
+    assert "loss_scale" not in run("broken", 11, DType.bfloat16)[-1]
+    assert run("broken", 12)[-1]["loss_scale"] == 2.0**19
+    assert "scale 5.24e+05" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_losses_of_float16_are_those_of_float32(tmp_path):
+    def last_loss(dtype: DType) -> float:
+        config = small(tmp_path / dtype.name, dtype, 300)
+        if dtype is DType.float16:
+            config.optim.loss_scale.initial = 2.0**14  # no step is skipped
+        main(config)
+        return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
+
+    assert last_loss(DType.float16) == pytest.approx(last_loss(DType.float32), rel=SAME_LOSS)
