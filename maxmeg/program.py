@@ -33,7 +33,7 @@ class Program:
         self.rows = local_rows(
             self.mesh, config.train.micro_batch_size, config.parallel.context_chunks
         )
-        self.optimizer = make_optimizer(config.optim)
+        self.optimizer = make_optimizer(config.optim, self.mesh, config.parallel.zero1)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)
         self.train_step = CompiledStep(step, print_memory)

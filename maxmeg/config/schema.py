@@ -9,7 +9,7 @@ import dataclasses
 import enum
 
 from maxmeg.config.data import DataConfig
-from maxmeg.config.model import ModelConfig
+from maxmeg.config.model import DType, ModelConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import setting
 
@@ -35,6 +35,23 @@ class LossReduction(enum.Enum):
 class Optimizer(enum.Enum):
     adamw = "adamw"
     sgd = "sgd"
+    muon = "muon"
+
+
+class NewtonSchulz(enum.Enum):
+    simple = "simple"
+    quintic = "quintic"
+    polar_express = "polar_express"
+    cans = "cans"
+    aol = "aol"
+    deepseek_v4 = "deepseek_v4"
+    cubic = "cubic"
+
+
+class MuonScale(enum.Enum):
+    spectral = "spectral"
+    shape_scaling = "shape_scaling"
+    unit_rms_norm = "unit_rms_norm"
 
 
 class LrDecay(enum.Enum):
@@ -78,6 +95,40 @@ class LossScaleConfig:
         "overflows before it halves; after that each halves it, until it has doubled again",
         "--hysteresis",
         at_least=1,
+    )
+
+
+@dataclasses.dataclass
+class MuonConfig:
+    """Muon for matrices of layers; AdamW updates embeddings, output layers and vectors."""
+
+    momentum: float = setting(0.95, "decay of the momentum", "--muon-momentum", at_least=0, below=1)
+    nesterov: bool = setting(False, "Nesterov's momentum", "--muon-use-nesterov")
+    coefficients: NewtonSchulz = setting(
+        NewtonSchulz.quintic,
+        "coefficients of the Newton-Schulz steps, as published under these names",
+        "--muon-coefficient-type",
+    )
+    steps: int = setting(5, "Newton-Schulz steps; cubic has 5", "--muon-num-ns-steps", at_least=1)
+    scale: MuonScale = setting(
+        MuonScale.spectral,
+        "factor of the update of a matrix [in, out]: spectral sqrt(max(in, out)) | shape_scaling "
+        "sqrt(max(1, out / in)) | unit_rms_norm sqrt(out / in)",
+        "--muon-scale-mode",
+    )
+    extra_scale: float = setting(
+        1.0,
+        "further factor; 0.2 with spectral makes updates about as large as AdamW's",
+        "--muon-extra-scale-factor",
+        above=0,
+    )
+    dtype: DType = setting(
+        DType.bfloat16,
+        "dtype of the Newton-Schulz products, and of the matrices that devices exchange",
+        "--muon-fp32-matmul-prec",
+    )
+    adamw_lr: float = setting(
+        0.0, "peak learning rate of what AdamW updates; 0: optim.lr", at_least=0
     )
 
 
@@ -145,6 +196,7 @@ class OptimConfig:
     momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1)
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
     loss_scale: LossScaleConfig = setting(LossScaleConfig, "loss scaling for float16")
+    muon: MuonConfig = setting(MuonConfig, "Muon", needs="optimizer=muon")
 
 
 @dataclasses.dataclass

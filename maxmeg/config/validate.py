@@ -13,15 +13,16 @@ from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.labelled import Scored
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
-from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.model import ModelConfig
 from maxmeg.config.model_rules import (
     expert_layout_problems,
     has_pattern,
     model_problems,
     training_problems,
 )
+from maxmeg.config.optim_rules import optim_problems
 from maxmeg.config.parallel import ParallelConfig, Schedule
-from maxmeg.config.schema import Config, LossScaleConfig, WatchdogConfig
+from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.setting import declared_problems, divisors
 from maxmeg.config.stages import units_of_chunks
 
@@ -413,29 +414,6 @@ def fim_problems(data: DataConfig):
         yield (
             f"data.fim_rate={data.fim_rate} is for samples that are cut through documents "
             "(data.objective=gpt, packing=none): leave it out"
-        )
-
-
-def optim_problems(config: Config):
-    optim = config.optim
-    for name in ("min_lr", "warmup_init_lr"):
-        if not 0 <= getattr(optim, name) <= optim.lr:
-            yield f"optim.{name}={getattr(optim, name)} must lie in [0, optim.lr={optim.lr}]"
-    if config.parallel.gradient_dtype is DType.float16:
-        yield "parallel.gradient_dtype=float16 has too small a range for sums: choose bfloat16"
-    if config.model.dtype is DType.float16:
-        if config.train.rerun_bad_steps:
-            yield (
-                "train.rerun_bad_steps=true with model.dtype=float16, whose steps overflow until "
-                "the loss scale fits: set it to false, or choose bfloat16"
-            )
-        scale = optim.loss_scale
-        if scale.minimum > (scale.fixed or scale.initial):
-            yield f"optim.loss_scale.minimum={scale.minimum} exceeds the first scale: lower it"
-    elif optim.loss_scale != LossScaleConfig():
-        yield (
-            f"optim.loss_scale has no effect with model.dtype={config.model.dtype.name}: set "
-            "model.dtype=float16, or leave it at its defaults"
         )
 
 

@@ -4,24 +4,30 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 from maxmeg.config.schema import OptimConfig, Optimizer
+from maxmeg.optim.muon import STACKING_AXES, is_orthogonalized, scale_by_muon
 from maxmeg.parallel.rules import is_variable
 
-STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
 
+def make_optimizer(
+    config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW (Loshchilov and Hutter, 2019), SGD with momentum, or Muon (optim/muon.py), each with
+    decoupled weight decay.
 
-def make_optimizer(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """AdamW (Loshchilov and Hutter, 2019) or SGD with momentum and decoupled weight decay.
-
-    update(gradients, state, parameters, learning_rate=, weight_decay=) takes both as scalars. It is
-    elementwise on sharded arrays, without communication.
+    update(gradients, state, parameters, learning_rate=, weight_decay=) takes both as scalars. AdamW
+    and SGD are elementwise on sharded arrays, without communication. mesh, zero1: of the masters,
+    for Muon; None: one device has all of each.
     """
     if config.optimizer is Optimizer.adamw:
         direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    elif config.optimizer is Optimizer.muon:
+        direction = scale_by_muon(config, mesh, zero1)
     else:
         direction = optax.trace(config.momentum)
-    return optax.chain(direction, descend())
+    return optax.chain(direction, descend(config))
 
 
 def decays(variable: nnx.Variable) -> bool:
@@ -35,21 +41,25 @@ def decays(variable: nnx.Variable) -> bool:
     return sum(axis not in STACKING_AXES for axis in axes) >= 2
 
 
-def descend() -> optax.GradientTransformationExtraArgs:
-    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`."""
+def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
+    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`. The learning rate of
+    what Muon leaves to AdamW is times muon.adamw_lr / lr."""
+    ratio = config.muon.adamw_lr / config.lr if config.muon.adamw_lr else 1.0
 
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
 
-        def one(update, parameter):
+        def one(path, update, parameter):
             decay = weight_decay if decays(parameter) else 0.0
+            factor = 1.0 if is_orthogonalized(path, parameter) else ratio
 
             def step(u, p):
-                return -learning_rate * (u + decay * p)
+                return -factor * learning_rate * (u + decay * p)
 
             return jax.tree.map(step, update, parameter)
 
-        return jax.tree.map(one, updates, params, is_leaf=is_variable), state
+        mapped = jax.tree_util.tree_map_with_path(one, updates, params, is_leaf=is_variable)
+        return mapped, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 

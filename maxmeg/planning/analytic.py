@@ -42,8 +42,8 @@ from maxmeg.planning.cost.memory import (
     fused_attention,
     head,
     keeps_attention,
-    moments,
 )
+from maxmeg.planning.cost.optimizer import moments, newton_schulz_flops
 from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
@@ -252,8 +252,11 @@ def ends_seconds(work: Workload, cluster: Cluster) -> float:
 
 def update_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the optimizer, once per step: it reads gradients, masters and moments, writes
-    masters and moments, and casts the weights."""
-    arrays = 3 + 2 * moments(work.config.optim.optimizer)
-    stored = sum(shard.stored for shard in work.shards if shard.trained)
-    each = arrays * FLOAT32 + FLOAT32 + work.itemsize
-    return stored * each / cluster.memory_rate
+    masters and moments, and casts the weights. Those of Newton-Schulz iterations too."""
+    moved = sum(
+        shard.stored * ((3 + 2 * moments(work, shard)) * FLOAT32 + FLOAT32 + work.itemsize)
+        for shard in work.shards
+        if shard.trained
+    )
+    products = newton_schulz_flops(work) / cluster.matmul_rate
+    return moved / cluster.memory_rate + products

@@ -212,6 +212,12 @@ BAD = [
     ("model.max_position=128", "sequence_length=256 | max_position=128 | shorten | raise"),
     ("optim.min_lr=1.0", "optim.min_lr=1.0 | [0, optim.lr=0.0003]"),
     ("optim.warmup_init_lr=-0.1", "optim.warmup_init_lr=-0.1 | [0, optim.lr=0.0003]"),
+    ("optim.optimizer=muon; optim.lr=0.0", "lr=0.0 | muon | > 0"),
+    ("optim.muon.nesterov=true", "nesterov | optimizer=muon"),
+    (
+        "optim.optimizer=muon; optim.muon.coefficients=cubic; optim.muon.steps=4",
+        "steps=4 | cubic | set it to 5",
+    ),
     ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),
     ("model.dtype=float16; train.rerun_bad_steps=true", "rerun_bad_steps | overflow | bfloat16"),
     (

@@ -61,7 +61,7 @@ def steps(config: OptimConfig, gradients: list[dict]) -> typing.Any:
     return tree
 
 
-@pytest.mark.parametrize("optimizer", Optimizer)
+@pytest.mark.parametrize("optimizer", [Optimizer.adamw, Optimizer.sgd])
 def test_updates_are_the_formula(optimizer):
     config = OptimConfig(optimizer=optimizer, beta1=0.8, beta2=0.9, eps=1e-3, momentum=0.7)
     rng = np.random.default_rng(0)

@@ -13,11 +13,12 @@ from layouts import mesh_of, tiny
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, TensorOverlap
 from maxmeg.config.model import DType, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
-from maxmeg.config.schema import Config, LossBackend, TrainConfig
+from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
 from maxmeg.planning.cost.communication import span, traffic
+from maxmeg.planning.cost.optimizer import exchanged
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import LINK_REACHED, parse_cluster
 from maxmeg.planning.report import Traffic
@@ -79,6 +80,29 @@ def traced(config: Config) -> tuple[Counter, Counter]:
     runs, volume = Counter(), Counter()
     count(jaxpr, 1, runs, volume)
     return runs, volume
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_muon_exchanges_parts_of_matrices_as_planned(zero1):
+    config = tiny({"num_layers": 4}, data=2, fsdp=2, tensor=2, zero1=zero1)
+    config.optim.optimizer = Optimizer.muon
+    mesh = mesh_of(config)
+    optimizer = make_optimizer(config.optim, mesh, zero1)
+    state = abstract_state(config, optimizer, mesh)
+
+    def update(parameters, state):
+        rates = {"learning_rate": 1.0, "weight_decay": 0.0}
+        return optimizer.update(parameters, state, parameters, **rates)
+
+    runs, volume = Counter(), Counter()
+    count(jax.make_jaxpr(update)(state.model, state.optimizer).jaxpr, 1, runs, volume)
+    planned, sizes = Counter(), Counter()
+    for names, size in exchanged(workload(config, mesh.size)):
+        planned["all-to-all", " x ".join(names)] += 2
+        sizes["all-to-all", " x ".join(names)] += 2 * size
+    found = {key: n for key, n in runs.items() if key[0] == "all-to-all"}
+    assert found == planned
+    assert {key: volume[key] for key in found} == sizes
 
 
 LEARNED = {"tied": True, "position": Position.learned, "max_position": 16}

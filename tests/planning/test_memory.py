@@ -107,6 +107,11 @@ def test_masters_and_optimizer_are_those_of_the_real_state(name):
         found = device_memory(workload(config, mesh.size))
         assert found["master weights"] == held
         assert found["optimizer"] == moments * found["master weights"]
+    config.optim.optimizer = Optimizer.muon
+    state = abstract_state(config, make_optimizer(config.optim, mesh), mesh)
+    shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(state.optimizer)]
+    found = device_memory(workload(config, mesh.size))["optimizer"]
+    assert found == 4 * sum(math.prod(shape) for shape in shards) - 4  # the number of updates
 
 
 def test_bytes_of_a_parameter_are_megatrons():

@@ -18,6 +18,7 @@ from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.backward import split_once
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import head
+from maxmeg.planning.cost.optimizer import exchanged
 from maxmeg.planning.cost.workload import Shard, Workload
 from maxmeg.planning.hardware import GPUS_A_NODE, Cluster
 from maxmeg.planning.report import Traffic
@@ -68,6 +69,7 @@ def traffic(work: Workload, cluster: Cluster) -> tuple[Traffic, ...]:
         *_fsdp(work),
         *_data(work),
         *_pipe(work),
+        *_muon(work),
     ]
     timed = (_timed(entry, work, cluster) for entry in entries if entry.runs)
     return *timed, *context.traffic(work, cluster)
@@ -224,6 +226,16 @@ def _loss(work: Workload) -> Iterator[Traffic]:
     count = blocks * work.microbatches
     total = 3 * FLOAT32 * tokens * count
     yield Traffic(" x ".join(axes), "sums of the loss", REDUCE, 2 * count, total, 0.0)
+
+
+def _muon(work: Workload) -> Iterator[Traffic]:
+    """Parts of matrices for whole ones, and back, in the dtype of the iterations."""
+    sizes: dict[tuple[str, ...], list[int]] = {}
+    for names, size in exchanged(work):
+        sizes.setdefault(names, []).append(size)
+    for names, each in sizes.items():
+        counted = 2 * len(each), 2 * sum(each)
+        yield Traffic(" x ".join(names), "parts of matrices (Muon)", ALL_TO_ALL, *counted, 0.0)
 
 
 def _fsdp(work: Workload) -> Iterator[Traffic]:

@@ -4,20 +4,16 @@ Letters: T tokens of a microbatch on a device (B x L), D hidden size, t size of 
 bytes of the compute dtype.
 """
 
-import functools
 import math
-
-import jax
 
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import OptimConfig
 from maxmeg.ops.attention.xla import QUERY_BLOCK
-from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import kernels
 from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
 from maxmeg.planning.cost.loss import FLOAT32, Head
+from maxmeg.planning.cost.optimizer import moments
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
@@ -351,15 +347,6 @@ def freed(work: Workload) -> list[int]:
     return bytes_of
 
 
-@functools.cache
-def moments(optimizer) -> int:
-    """Number of float32 arrays of the parameters' size in the optimizer state: AdamW 2, SGD 1."""
-    shape = (2, 3)
-    init = make_optimizer(OptimConfig(optimizer=optimizer)).init
-    state = jax.eval_shape(init, jax.ShapeDtypeStruct(shape, "float32"))
-    return sum(leaf.shape == shape for leaf in jax.tree.leaves(state))
-
-
 def parameter_memory(work: Workload) -> dict[str, int]:
     """Bytes of the parameters and of the arrays of their size, under any recompute policy.
 
@@ -380,7 +367,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     return {
         "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
-        "optimizer": FLOAT32 * stored * moments(work.config.optim.optimizer),
+        "optimizer": FLOAT32 * sum(shard.stored * moments(work, shard) for shard in trained),
         "compute weights": e * copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }

@@ -1,0 +1,236 @@
+"""Muon (Jordan et al., 2024): momentum of a matrix, orthogonalized by Newton-Schulz iterations.
+
+Formulas, coefficients and scales are those of NVIDIA's Emerging-Optimizers, which Megatron-LM uses.
+Matrices of layers, of attention projections and experts each, are orthogonalized; AdamW updates
+embeddings, output layers, convolutions and vectors.
+
+Masters are sharded inside of matrices, over fsdp, tensor and ZeRO-1's axes. `orthogonalized`
+exchanges them for whole matrices of some of the layers (an all-to-all for each sharded dimension),
+and back: each device iterates over its part of the layers.
+"""
+
+import itertools
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from maxmeg.config.schema import MuonConfig, MuonScale, NewtonSchulz, OptimConfig
+from maxmeg.parallel import collectives
+from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, storage_specs
+from maxmeg.parallel.spmd import spmd
+
+STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
+OF_LAYERS = ("stack", "mtp")  # parts of a model whose matrices are orthogonalized
+EPSILON = 1e-15  # smallest Frobenius norm
+COEFFICIENTS = {  # (a, b, c) of each step: X -> a X + b (X X^T) X + c (X X^T)^2 X
+    NewtonSchulz.simple: [(3.4445, -4.7750, 2.0315)],
+    NewtonSchulz.quintic: [
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ],
+    NewtonSchulz.polar_express: [
+        (8.2051, -22.9019, 16.4607),
+        (4.0664, -2.8612, 0.5184),
+        (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853),
+        (2.2779, -1.6198, 0.3985),
+        (1.8726, -1.2307, 0.3585),
+        (1.8564, -1.2132, 0.3568),
+        (1.8750, -1.2500, 0.3750),
+    ],
+    NewtonSchulz.cans: [
+        (8.4703, -25.1081, 18.6293),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ],
+    NewtonSchulz.aol: [
+        (4.0098, -7.0585, 2.4635),
+        (3.4585, -5.5479, 2.5959),
+        (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ],
+    NewtonSchulz.deepseek_v4: [(3.4445, -4.7750, 2.0315)] * 8 + [(2.0, -1.5, 0.5)] * 2,
+    NewtonSchulz.cubic: [
+        (3.3656576, -3.3420992, 0.0),
+        (2.5744352, -1.4957376, 0.0),
+        (2.5368962, -1.4312570, 0.0),
+        (2.4418906, -1.2764040, 0.0),
+        (2.2230472, -0.9630650, 0.0),
+    ],
+}
+ENDS_REPEATED = (NewtonSchulz.polar_express, NewtonSchulz.cans, NewtonSchulz.deepseek_v4)
+
+
+class MuonState(typing.NamedTuple):
+    """count: of updates. mu: momentum, or AdamW's first moment. nu: AdamW's second moment, None for
+    orthogonalized matrices."""
+
+    count: jax.Array
+    mu: typing.Any
+    nu: typing.Any
+
+
+def is_matrix(part: str, axes: tuple[str | None, ...]) -> bool:
+    """Whether Muon orthogonalizes a parameter of this part of the model ("stack", "embedding",
+    ...) with these logical axes: a matrix of a layer or, stacked, one of each layer and expert."""
+    return part in OF_LAYERS and sum(axis not in STACKING_AXES for axis in axes) == 2
+
+
+def scale_by_muon(
+    config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
+) -> optax.GradientTransformation:
+    """Gradients -> directions: orthogonalized momentum of matrices, AdamW's of the rest. mesh,
+    zero1: of the masters; None: each device has all of each."""
+    muon, beta1, beta2 = config.muon, config.beta1, config.beta2
+
+    def init(params) -> MuonState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return MuonState(jnp.int32(0), zeros, part(zeros, matrices=False))
+
+    def update(updates, state, params=None):
+        del params
+        count = state.count + 1
+        matrices, others = part(updates, True), part(updates, False)
+        momentum, first = part(state.mu, True), part(state.mu, False)
+
+        def blend(rate: float, old, new):
+            return jax.tree.map(lambda a, b: rate * a + (1 - rate) * b, old, new)
+
+        momentum, first = blend(muon.momentum, momentum, matrices), blend(beta1, first, others)
+        second = blend(beta2, state.nu, jax.tree.map(jnp.square, others))
+        ahead = blend(muon.momentum, momentum, matrices) if muon.nesterov else momentum
+        corrections = [1 - rate ** count.astype(jnp.float32) for rate in (beta1, beta2)]
+
+        def adam(m, v):
+            root = jnp.sqrt(v / corrections[1]) + config.eps
+            return (m / corrections[0]) / root
+
+        directions = (orthogonalized(ahead, muon, mesh, zero1), jax.tree.map(adam, first, second))
+        return both(*directions), MuonState(count, both(momentum, first), second)
+
+    return optax.GradientTransformation(init, update)
+
+
+def is_orthogonalized(path, variable) -> bool:
+    """`is_matrix` of a variable at a path of a tree."""
+    first = str(getattr(path[0], "name", getattr(path[0], "key", "")))
+    return is_matrix(first, logical_axes(variable))
+
+
+def part(tree, matrices: bool):
+    """`tree` with the arrays of matrices alone, or with all others alone, and None else."""
+
+    def one(path, variable):
+        if variable.get_value() is None or is_orthogonalized(path, variable) == matrices:
+            return variable
+        return variable.replace(None)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
+
+
+def both(first, second):
+    """The tree with the arrays of two parts."""
+    none = {"is_leaf": lambda leaf: leaf is None}
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, **none)
+
+
+def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
+    """The matrices [(layers, experts,) in, out] of a tree of variables, each orthogonalized."""
+    if mesh is None:
+        return jax.tree.map(lambda x: factor(x.shape, muon) * newton_schulz(x, muon), tree)
+    specs = storage_specs(tree, mesh, zero1)
+    variables = [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if v.get_value() is not None]
+    axes = [storage_axes(variable, mesh, zero1) for variable in variables]
+
+    def local(tree):
+        leaves, structure = jax.tree.flatten(tree)
+        pairs = zip(leaves, axes, strict=True)
+        return jax.tree.unflatten(structure, [of_shard(x, a, muon) for x, a in pairs])
+
+    return spmd(local, mesh, (specs,), specs)(tree)
+
+
+def of_shard(x: jax.Array, axes: list[tuple[str, ...]], muon: MuonConfig) -> jax.Array:
+    """This device's shard [..., in, out] of orthogonalized matrices, from that of the matrices.
+
+    axes: mesh axes of each dimension. Devices that hold copies share the matrices too, while there
+    are more matrices than devices that hold parts of one.
+    """
+    stacked, sizes = x.shape[:-2], x.shape[-2:]
+    cuts = [(names, dim) for dim, names in ((1, axes[-2]), (2, axes[-1])) if count(names) > 1]
+    whole = [size * count(names) for size, names in zip(sizes, axes[-2:], strict=True)]
+    number, devices = math.prod(stacked), math.prod(count(names) for names, _ in cuts)
+    used, copies = set(itertools.chain(*axes)), []
+    for axis in MESH_AXES:
+        copied = axis not in used and count((axis,)) > 1
+        if copied and devices * count((*copies, axis)) <= number:
+            copies.append(axis)
+    step, copies = devices * count(tuple(copies)), tuple(copies)
+    x = x.reshape(number, *sizes).astype(muon.dtype.value)
+    x = jnp.pad(x, ((0, -number % step), (0, 0), (0, 0)))
+    if copies:
+        x = collectives.local_part(x, copies, 0)
+    for names, dim in cuts:
+        x = collectives.exchange(x, names, 0, dim)
+    assert x.shape[1:] == tuple(whole)
+    scale = factor(x.shape, muon)
+    x = newton_schulz(x, muon).astype(x.dtype)
+    for names, dim in reversed(cuts):
+        x = collectives.exchange(x, names, dim, 0)
+    x = collectives.gather(x, copies, 0)[:number].reshape(*stacked, *sizes)
+    return scale * x.astype(jnp.float32)
+
+
+def count(names: tuple[str, ...]) -> int:
+    return collectives.axis_size(names)
+
+
+def factor(shape: tuple[int, ...], muon: MuonConfig) -> float:
+    """Of the update of orthogonal matrices [..., in, out]."""
+    rows, columns = shape[-2:]
+    scales = {
+        MuonScale.spectral: max(rows, columns),
+        MuonScale.shape_scaling: max(1, columns / rows),
+        MuonScale.unit_rms_norm: columns / rows,
+    }
+    return muon.extra_scale * math.sqrt(scales[muon.scale])
+
+
+@jax.named_scope("newton_schulz")
+def newton_schulz(x: jax.Array, muon: MuonConfig) -> jax.Array:
+    """U V^T, roughly, of matrices U S V^T [..., in, out], float32: products in `muon.dtype`, summed
+    in float32. A zero matrix stays zero."""
+    transposed = x.shape[-2] > x.shape[-1]
+    x = jnp.swapaxes(x, -1, -2) if transposed else x
+    x = x.astype(jnp.float32)
+    norm = jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
+    x = (x / jnp.maximum(norm, EPSILON)).astype(muon.dtype.value)
+    for a, b, c in coefficients(muon):
+        gram = product("...ij,...kj->...ik", x, x)
+        polynomial = b * gram + c * product("...ij,...jk->...ik", gram, gram) if c else b * gram
+        x = a * x + product("...ij,...jk->...ik", polynomial.astype(x.dtype), x)
+    x = x.astype(jnp.float32)
+    return jnp.swapaxes(x, -1, -2) if transposed else x
+
+
+def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Summed in float32, rounded once to the dtype of the operands."""
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32).astype(a.dtype)
+
+
+def coefficients(muon: MuonConfig) -> list[tuple[float, float, float]]:
+    """Those of each of `muon.steps` steps; the set begins again, or its last one is repeated."""
+    given = COEFFICIENTS[muon.coefficients]
+    if muon.coefficients in ENDS_REPEATED:
+        given = given + [given[-1]] * muon.steps
+    return list(itertools.islice(itertools.cycle(given), muon.steps))
