@@ -42,8 +42,10 @@ def decays(variable: nnx.Variable) -> bool:
 
 
 def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`. The learning rate of
-    what Muon leaves to AdamW is times muon.adamw_lr / lr."""
+    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`.
+
+    The learning rate of what Muon leaves to AdamW is multiplied by muon.adamw_lr / lr.
+    """
     ratio = config.muon.adamw_lr / config.lr if config.muon.adamw_lr else 1.0
 
     def update(updates, state, params=None, **rates):
