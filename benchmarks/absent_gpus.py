@@ -42,6 +42,13 @@ CASES = {
     "8b-16-accumulated": Case("llama3-8b", 16, {"fsdp": 16}, 1, 4),
     "8b-16-pipe": Case("llama3-8b", 16, {"pipe": 4, "fsdp": 2, "tensor": 2}, 1, 16),
     "175b-1024": Case("175b", 1024, {"pipe": 16, "fsdp": 8, "tensor": 8}, 1, 64),
+    "nemotron-h-8b-16": Case("nemotron-h-8b", 16, {"fsdp": 8, "tensor": 2}),
+    "nemotron-h-56b-64": Case(
+        "nemotron-h-56b", 64, {"fsdp": 32, "tensor": 2}, 1, 2, recompute="selective"
+    ),
+    "qwen3-next-64": Case(
+        "qwen3-next-80b-a3b", 64, {"fsdp": 8, "expert": 8}, recompute="selective"
+    ),
     "mixtral-64": Case("mixtral-8x7b", 64, {"expert": 8, "fsdp": 8}, length=4096),
     "deepseek-v3-1024": Case("deepseek-v3", 1024, STAGES, 1, 16, 4096, "full"),
     "deepseek-v3-1024-whole": Case(

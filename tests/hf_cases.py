@@ -174,6 +174,15 @@ def with_states(
             {**wide, **d, **types, **linear, **experts, "head_dim": 16}
             | {"shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
         ),
+        "qwen 3.5": (
+            "Qwen3_5ForCausalLM",
+            {**wide, **d, **types, **linear, "head_dim": 16, "tie_word_embeddings": True},
+        ),
+        "qwen 3.5 moe": (
+            "Qwen3_5MoeForCausalLM",
+            {**wide, **types, **linear, **experts, "head_dim": 16, "num_hidden_layers": LAYERS * 2}
+            | {"shared_expert_intermediate_size": 24},
+        ),
         "kimi linear": (
             "KimiLinearForCausalLM",
             {**wide, **types, **latent, "num_hidden_layers": 2 * LAYERS, "n_group": 2}

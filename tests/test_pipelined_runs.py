@@ -11,7 +11,7 @@ from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Config
 from maxmeg.train import main
 
-MODEL = {"num_layers": 6, "mtp.num_layers": 1}
+MODEL = {"num_layers": 6, "mtp.num_layers": 1, "mtp.layers": "mlp,attention"}
 LAYOUTS = [
     {"pipe": 1, "fsdp": 8},
     {"pipe": 2, "data": 2, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble},

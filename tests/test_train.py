@@ -128,12 +128,20 @@ def digests(run_dir: Path, step: int) -> dict:
     return tensors
 
 
+HYBRID = {"layers": "mamba,mlp gated_delta,attention,mlp", "mamba.num_heads": 4}
+HYBRID |= {"mamba.head_dim": 8, "mamba.num_groups": 2, "mamba.state_size": 6}
+HYBRID |= {"delta.num_heads": 4, "delta.key_size": 6, "delta.chunk": 16}
+
+
 @pytest.mark.slow
 def test_interrupted_run_resumes_bit_for_bit(corpus, tmp_path):
+    """Of a hybrid, which has every kind of parameter."""
     steps, whole, broken = 60, tmp_path / "whole", tmp_path / "broken"
-    env = environment(4)
-    subprocess.run(flags(corpus, whole, steps), env=env, check=True, capture_output=True)
-    process = subprocess.Popen(flags(corpus, broken, steps), env=env, stdout=subprocess.PIPE)
+    env, settings = environment(4), [f"--config.model.{n}={v}" for n, v in HYBRID.items()]
+    again = [*flags(corpus, broken, steps), *settings]
+    first = [*flags(corpus, whole, steps), *settings]
+    subprocess.run(first, env=env, check=True, capture_output=True)
+    process = subprocess.Popen(again, env=env, stdout=subprocess.PIPE)
     metrics = broken / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
         time.sleep(0.005)
@@ -143,7 +151,7 @@ def test_interrupted_run_resumes_bit_for_bit(corpus, tmp_path):
     assert process.returncode == 0 and b"the same command resumes" in out
     stopped = Checkpointer(broken / "checkpoints").steps()[-1]
     assert 3 <= stopped < steps and len(losses(broken)) == stopped
-    subprocess.run(flags(corpus, broken, steps), env=env, check=True, capture_output=True)
+    subprocess.run(again, env=env, check=True, capture_output=True)
     assert losses(broken) == losses(whole)
     assert digests(broken, steps) == digests(whole, steps)
 

@@ -67,6 +67,13 @@ def parse(pattern: str, num_layers: int) -> tuple[Layer, ...]:
         layers: list[Layer] = [((name,),) for name in names]
         return _counted(pattern, layers, num_layers)
     if re.fullmatch(r"[A-Z*+/|-]+", pattern):
+        layers_text, *further = pattern.split("/")
+        if further:
+            raise ValueError(
+                f"model.layers={pattern!r} describes MTP layers after /: set model.layers="
+                f"{layers_text!r}, model.mtp.num_layers={len(further)} and model.mtp.layers="
+                f"{further[0]!r}"
+            )
         unknown = [letter for letter in dict.fromkeys(pattern) if letter not in {*HYBRID, "|"}]
         known = ", ".join(f"{letter} ({name})" for letter, name in HYBRID.items())
         raise ValueError(
@@ -86,6 +93,15 @@ def parse(pattern: str, num_layers: int) -> tuple[Layer, ...]:
         )
     times = -(-wanted // len(repeated))
     return (*before, *(repeated * times)[:wanted], *after)
+
+
+def one_layer(pattern: str) -> Layer:
+    """Return the sublayers of the one layer that model.mtp.layers describes."""
+    try:
+        return sum(parse(pattern, len(pattern) if is_hybrid(pattern) else 1), ())
+    except ValueError as error:
+        text = str(error).partition(": set num_layers")[0].replace("model.", "model.mtp.", 1)
+        raise ValueError(f"{text}; model.mtp.layers describes one layer") from error
 
 
 def _counted(pattern: str, layers: Sequence[Layer], num_layers: int) -> tuple[Layer, ...]:

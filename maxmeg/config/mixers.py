@@ -471,6 +471,13 @@ class MtpConfig:
         at_least=0,
         effect="adapted",
     )
+    layers: str = setting(
+        "",
+        "an MTP layer, in the words of model.layers (attention,moe) or in Megatron-LM's letters "
+        "(*E); empty: like the last layer of the model",
+        "MTP part of --hybrid-layer-pattern, after /",
+        effect="adapted",
+    )
     loss_weight: float = setting(
         0.1,
         "weight of the mean of the MTP losses in the loss",

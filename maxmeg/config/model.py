@@ -6,7 +6,7 @@ import math
 
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.head import HeadConfig
-from maxmeg.config.layers import ENCODER, Groups, Layer, grouped, parse
+from maxmeg.config.layers import ENCODER, Groups, Layer, grouped, one_layer, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
     MlaConfig,
@@ -220,9 +220,14 @@ class ModelConfig:
         """Number of units, which are what a stack and the chunks of a pipeline count."""
         return sum(repeats for _, repeats in self.groups)
 
+    @property
+    def mtp_layer(self) -> Layer:
+        """The sublayers of each MTP layer."""
+        return one_layer(self.mtp.layers) if self.mtp.layers else self.layer_kinds[-1]
+
     def has(self, *mixers: str) -> bool:
-        """Whether any layer has one of the mixers."""
-        kinds = set(self.layer_kinds)
+        """Whether any layer, also for MTP, has one of the mixers."""
+        kinds = {*self.layer_kinds, *[self.mtp_layer] * self.mtp.num_layers}
         return any(name in mixers for kind in kinds for sublayer in kind for name in sublayer)
 
     @property

@@ -59,7 +59,7 @@ def check_model(model: ModelConfig) -> None:
 def model_problems(model: ModelConfig) -> Iterator[str]:
     """Yield the broken rules between fields; only that of the pattern, where it has no meaning."""
     try:
-        kinds = set(model.layer_kinds)
+        kinds = {*model.layer_kinds, *[model.mtp_layer] * model.mtp.num_layers}
     except ValueError as error:
         yield str(error)
         return

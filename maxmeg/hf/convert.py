@@ -111,7 +111,8 @@ def match(weights: Weights, model: ModelConfig, family: str) -> Pairs:
     for alias, original in families.aliases(model, family).items():
         if alias in names and original in names:
             _check_equal(weights, names.pop(alias), names[original])
-    bindings = {binding.theirs: binding for binding in families.bindings(model, family)}
+    known_bindings = families.bindings_of_files(names, model, family)
+    bindings = {binding.theirs: binding for binding in known_bindings}
     _check_experts(weights, names, bindings, model, family)
     problems = []
     if missing := [name for name in bindings if name not in names]:

@@ -115,8 +115,9 @@ class Programs:
     @property
     def has_states(self) -> bool:
         """Whether a mixer keeps a state that does not lie in pages."""
-        (cache, _), _ = jax.eval_shape(self.state, self.model)
-        mixers = [c for group in cache for sublayer in group for c in sublayer.values()]
+        (groups, further), _ = jax.eval_shape(self.state, self.model)
+        units = [*groups, *further]  # `further`: of MTP layers
+        mixers = [c for unit in units for sublayer in unit for c in sublayer.values()]
         return any(cache is not None and not isinstance(cache, tuple) for cache in mixers)
 
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:

@@ -22,7 +22,7 @@ from maxmeg.layers.streams import RelativeTables, Streams, source_context
 from maxmeg.models import mtp
 from maxmeg.models.bert import make_bert
 from maxmeg.models.classifier import Classifier
-from maxmeg.models.mixers import norm_spec, pattern, unit_costs
+from maxmeg.models.mixers import mtp_unit, norm_spec, pattern, unit_costs
 from maxmeg.models.stack import Stack
 from maxmeg.ops.cross_entropy.call import CrossEntropySpec, linear_cross_entropy, softcapped
 from maxmeg.ops.random import fold, split
@@ -79,8 +79,7 @@ class LM(nnx.Module):
         normed = config.norm_place is NormPlace.post_residual
         self.final_norm = None if normed else Norm(config.hidden_size, norm)
         self.output = None if config.tied else Embedding(keys[3], *size, is_output=True)
-        last = layers[-1][0][-len(config.layer_kinds[-1]) :]
-        arguments = (keys[4], config, last, norm)
+        arguments = (keys[4], config, mtp_unit(config, parallel), norm)
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
         self.bert = make_bert(fold(key, BERT), config, norm, padded)
         self.position_offset = config.bert.position_offset

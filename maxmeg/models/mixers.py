@@ -22,7 +22,7 @@ from maxmeg.layers.norm import NormSpec
 from maxmeg.layers.residual import ResidualSpec
 from maxmeg.layers.short_conv import ShortConvSpec
 from maxmeg.layers.streams import EncoderNormSpec, Side
-from maxmeg.models.stack import Pattern
+from maxmeg.models.stack import Pattern, UnitSpec
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.experts.routing import RoutingSpec, Score
 from maxmeg.ops.rope import RotaryScaling, RotarySpec
@@ -265,6 +265,12 @@ def pattern(config: ModelConfig, parallel: ParallelConfig | None = None) -> Patt
         return tuple(spec for layer in specs for spec in layer)
 
     return tuple((sublayers(layers), repeats) for layers, repeats in config.groups)
+
+
+def mtp_unit(config: ModelConfig, parallel: ParallelConfig | None = None) -> UnitSpec:
+    """The sublayers of each MTP layer."""
+    parallel = parallel or ParallelConfig()
+    return tuple(sublayer_spec(config, parallel, names) for names in config.mtp_layer)
 
 
 def unit_costs(config: ModelConfig) -> tuple[int, ...]:

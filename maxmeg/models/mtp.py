@@ -48,7 +48,7 @@ class Depth(nnx.Module):
 
 
 class Mtp(nnx.Module):
-    """All MTP layers; layer: the sublayers of each, which are those of the model's last layer."""
+    """All MTP layers; layer: the sublayers of each."""
 
     def __init__(self, key: jax.Array, config: ModelConfig, layer: UnitSpec, norm: NormSpec):
         keys = split(key, config.mtp.num_layers)

@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxmeg.config.layers import MIXERS, grouped, parse, places, stage_layers, written
+from maxmeg.config.layers import (
+    MIXERS,
+    grouped,
+    one_layer,
+    parse,
+    places,
+    stage_layers,
+    written,
+)
 
 ATTENTION, LOCAL = (("attention",), ("mlp",)), (("local",), ("mlp",))
 SPARSE, BLOCK = (("attention",), ("moe",)), (("attention", "mlp"),)
@@ -44,6 +52,7 @@ def test_a_pattern_describes_layers(pattern, num_layers):
         ("mlp+mlp", 4, "mlp stands twice in a sublayer"),
         ("*(mlp))", 4, r"at character 7, '\)'"),
         ("M-DD", 4, "has the letters D, which no mixer has: use M \\(mamba\\), G "),
+        ("M*E/*E/*E", 3, "'M.E', model.mtp.num_layers=2 and model.mtp.layers='.E'"),
         ("3(mlp)", 4, "describes 3 layers and model.num_layers is 4: set num_layers=3"),
         ("*-*-", 2, "describes 4 layers and model.num_layers is 2: set num_layers=4"),
         ("3(attention,mlp) *(mlp)", 3, "num_layers=3 must be at least 4"),
@@ -93,6 +102,17 @@ def test_grouped_layers_and_their_pattern_give_the_same_layers(layers):
 def test_repeats_are_compiled_once(pattern, num_layers, sizes):
     found = [(len(unit), repeats) for unit, repeats in grouped(parse(pattern, num_layers))]
     assert found == sizes
+
+
+@pytest.mark.parametrize("pattern", ["attention,moe", "*E"])
+def test_an_mtp_layer_is_one_layer(pattern):
+    assert one_layer(pattern) == (("attention",), ("moe",))
+
+
+@pytest.mark.parametrize("pattern", ["2(mlp)", "mlp attention", "mlp;", "*D", "*|E", "attn"])
+def test_other_patterns_are_refused_by_the_setting_of_mtp(pattern):
+    with pytest.raises(ValueError, match=r"^model\.mtp\.layers='.*; .* describes one layer"):
+        one_layer(pattern)
 
 
 def test_stages_of_a_hybrid_string():

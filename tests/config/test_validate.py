@@ -32,6 +32,7 @@ def config_with(settings: dict) -> Config:
 
 
 # settings, parts of the error; on as many devices as the settings name
+DELTA = "model.layers=*(gated_delta,mlp); model.delta.num_heads=8; "
 HYBRID = "model.layers=*(mamba); model.mamba.num_heads=8; model.mamba.head_dim=8; "
 MASKED = "data.objective=masked; data.paths=a; model.attention.causal=false; "
 PAIRS = "model.bert.pooler=true; model.bert.pair_head=true; "
@@ -132,6 +133,13 @@ BAD = [
     (HYBRID + "model.mamba.chunk=96", "model.mamba.chunk=96 must be a power of 2 | 64, 128"),
     (HYBRID + "model.mamba.scales=1.0,2.0", "must be 5 factors"),
     (HYBRID + "model.mamba.max_step=0.1; model.mamba.min_step=0.2", "smaller than min_step=0.2"),
+    (DELTA + "model.delta.num_key_heads=3", "num_key_heads=3 does not divide the 8 heads"),
+    (DELTA + "model.delta.chunk=48", "model.delta.chunk=48 must be a power of 2 | 32, 64"),
+    (DELTA + "parallel.tensor=16", "model.delta.num_heads=8 is not divisible | 1, 2, 4, 8"),
+    (
+        DELTA + "model.delta.num_key_heads=4; model.delta.num_heads=24; parallel.tensor=6",
+        "model.delta.num_key_heads=4 is neither a multiple nor a divisor | in 1, 2, 4, 8",
+    ),
     (HYBRID + "parallel.tensor=16", "model.mamba.num_heads=8 is not divisible | 1, 2, 4, 8"),
     (
         HYBRID + "model.mamba.num_groups=4; model.mamba.num_heads=24; parallel.tensor=6",

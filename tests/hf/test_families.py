@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from linear_configs import LINEAR
 from published_configs import (
     BAMBA,
     DEEPSEEK_V2,
@@ -21,7 +22,6 @@ from published_configs import (
     GPT2,
     GPT_OSS,
     GRANITE4,
-    KIMI_LINEAR,
     LFM2,
     LLAMA31,
     MAMBA2,
@@ -34,7 +34,6 @@ from published_configs import (
     PYTHIA,
     QWEN2_MOE,
     QWEN3,
-    QWEN3_CODER_NEXT,
     QWEN3_MOE,
     QWEN25,
     SMOLLM2,
@@ -120,16 +119,7 @@ PUBLISHED = {  # settings, number of parameters, fields
         1_170_340_608,
         "num_layers=16; mlp.ffn_size=8192; conv.kernel_size=3; rotary.base=1000000.0",
     ),
-    "qwen3-coder-next": (
-        QWEN3_CODER_NEXT,
-        79_674_391_296,
-        "layers=*(3(gated_delta,moe) attention,moe); attention.output_gate=true; moe.top_k=10",
-    ),
-    "kimi-linear-48b": (
-        KIMI_LINEAR,
-        49_122_681_728,
-        "layers=kda,mlp 6(2(kda,moe) mla,moe kda,moe) *(kda,moe mla,moe); position=none",
-    ),
+    **LINEAR,
     "gpt2-1.5b": (GPT2, 1_557_611_200, "position=learned; norm=layernorm"),
     "mixtral": (MIXTRAL, 46_702_792_704, "layers=*(attention,moe); moe.num_experts=8; moe.top_k=2"),
     "qwen2-moe": (QWEN2_MOE, 57_408_658_944, "moe.shared_gate=true; moe.softmax_before_topk=true"),
@@ -190,7 +180,7 @@ SMALL = {
 }
 SMALL |= {"max_position": 32}
 WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPTNeoXForCausalLM")
-WIDE += ("Qwen3NextForCausalLM",)
+WIDE += ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -235,9 +225,9 @@ def test_split_and_join_are_inverses(name):
             small = {n: v for n, v in small.items() if not n.startswith(("attention", "mlp"))}
         small |= {"mamba.num_groups": 2, "mamba.state_size": 5}
     if published.has("gated_delta", "kda"):
-        kda = published.has("kda")
+        kda, fed = published.has("kda"), "moe" if published.has("moe") else "mlp"
         small |= {
-            "layers": "*(kda,mlp mla,moe)" if kda else "*(gated_delta,moe attention,moe)",
+            "layers": "*(kda,mlp mla,moe)" if kda else f"*(gated_delta,{fed} attention,{fed})",
             "delta.num_heads": 4,
             "delta.num_key_heads": 0 if kda else 2,
             "delta.key_size": 6,
@@ -281,6 +271,11 @@ def test_fused_outputs_are_split_and_joined():
 
 REFUSED = {  # settings, what is changed, what the message must name
     "unknown architecture": (SMOLLM2, {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
+    "mamba 1": (
+        SMOLLM2,
+        {"architectures": ["JambaForCausalLM"]},
+        "Mamba-2: choose one of",
+    ),
     "question answers": (SMOLLM2, {"architectures": ["LlamaForQuestionAnswering"]}, "supported"),
     "two architectures": (SMOLLM2, {"architectures": ["LlamaForCausalLM"] * 2}, "architectures"),
     "no architecture": (SMOLLM2, {"architectures": None, "model_type": "mamba"}, "architectures"),
@@ -484,7 +479,11 @@ IN_FILES = {  # family -> name in a file -> name of a binding, None for what hol
         "vision_tower.x.weight": None,
         "model.multi_modal_projector.x": None,
     },
-    "Qwen3NextForCausalLM": {"mtp.fc.weight": None, "mtp.layers.0.mlp.gate.weight": None},
+    "Qwen3_5ForCausalLM": {
+        "model.visual.pos_embed.weight": None,
+        "model.language_model.norm.weight": "model.norm.weight",
+        "mtp.fc.weight": "mtp.fc.weight",
+    },
 }
 
 

@@ -21,7 +21,12 @@ LENGTH, NEW, DEPTHS, SEED = 64, 20, 2, 3
 SMALL = {"lanes": 3, "slots": 4, "chunk": 8}
 WARM = Sampling(temperature=4.0)  # so warm that the layers of a random model often agree
 KINDS = {
-    "grouped": {"layers": "*(local,mlp)", "attention.window": 7, "attention.num_kv_heads": 4},
+    "grouped": {
+        "layers": "*(local,mlp)",
+        "attention.window": 7,
+        "attention.num_kv_heads": 4,
+        "mtp.layers": "mlp,attention",
+    },
     "experts": {
         "layers": "*(mla,moe)",
         "mla.kv_rank": 16,
@@ -116,6 +121,13 @@ def test_proposals_change_no_reply(kind, parallel):
             if sampling is WARM:
                 assert ahead.decode_steps - steps[1] < 0.8 * (plain.decode_steps - steps[0])
         assert ahead.programs.compiled() == 2
+
+
+def test_mtp_layers_with_states_make_no_proposals(monkeypatch):
+    states = {"mtp.layers": "mamba,mlp", "mamba.num_heads": 4, "mamba.num_groups": 1}
+    monkeypatch.setitem(KINDS, "states", KINDS["grouped"] | states)
+    with pytest.raises(ValueError, match="proposals=1: this model has layers with states"):
+        engine(1, "states")
 
 
 def test_more_proposals_than_layers_are_refused():

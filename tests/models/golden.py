@@ -32,6 +32,8 @@ FAMILIES = {
     "mixtral": "mixtral-8x7b",
     "qwen2-moe": "qwen2-57b-a14b",
     "qwen3-next": "qwen3-next-80b-a3b",
+    "qwen3.5": "qwen3.5-9b",
+    "qwen3.5-moe": "qwen3.5-35b-a3b",
     "kimi-linear": "kimi-linear-48b-a3b",
     "gpt-oss": "gpt-oss-20b",
     "glm4.5": "glm4.5",

@@ -182,7 +182,7 @@ ELSEWHERE = (
     "moe.bias_rate", "moe.aux_loss", "moe.sequence_aux_loss", "moe.z_loss",
     "moe.global_aux_loss", "moe.sinkhorn", "moe.jitter", "moe.force_balance",
     "moe.capacity_factor", "moe.drop_policy", "moe.pad_to_capacity", "moe.backend",
-    "mtp.num_layers", "mtp.loss_weight", "conv.kernel_size", "conv.bias",
+    "mtp.num_layers", "mtp.layers", "mtp.loss_weight", "conv.kernel_size", "conv.bias",
     "residual_scale", "logit_scale", "attention.output_scale", "attention.output_gate",
     "mlp.gate_scale", "mlp.output_scale",
 )  # fmt: skip

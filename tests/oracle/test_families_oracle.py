@@ -35,7 +35,7 @@ from maxmeg.hf.families.read import (
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
-LOGITS = 1e-4  # largest error over the scale of the logits
+LOGITS = 1e-5  # largest error over the scale of the logits
 GRADIENTS = 1e-4  # largest error over the largest gradient of each array
 FLOOR = 1e-7  # the key's bias has no gradient in exact arithmetic
 LENGTH = 24

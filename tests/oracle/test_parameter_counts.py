@@ -20,6 +20,7 @@ FAMILIES = {  # by how names begin
     "qwen2.5": "Qwen2ForCausalLM",
     "qwen3-": "Qwen3ForCausalLM",
     "qwen3-next": "Qwen3NextForCausalLM",
+    "qwen3.5": "Qwen3_5ForCausalLM",
     "kimi-linear": "KimiLinearForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
@@ -56,8 +57,8 @@ FAMILIES = {  # by how names begin
 def test_parameters_are_as_many_as_those_of_transformers(name: str):
     config = architecture(name)
     family = FAMILIES[max((start for start in FAMILIES if name.startswith(start)), key=len)]
-    is_moe = config.has("moe") and family == "Qwen3ForCausalLM"
-    family = "Qwen3MoeForCausalLM" if is_moe else family
+    is_moe = config.has("moe") and family in ("Qwen3ForCausalLM", "Qwen3_5ForCausalLM")
+    family = family.replace("For", "MoeFor") if is_moe else family
     written = hf_config(config, family)
     with torch.device("meta"):
         kind = getattr(transformers, family)

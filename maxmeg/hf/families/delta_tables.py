@@ -1,5 +1,7 @@
 """Families with linear attention by the delta rule."""
 
+import dataclasses
+
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.setting import get
@@ -18,6 +20,7 @@ from maxmeg.hf.families.experts import (
     FirstDense,
     Flag,
     Groups,
+    MtpAttention,
     Normalized,
     SharedExperts,
     num_experts,
@@ -45,6 +48,7 @@ from maxmeg.hf.families.tables import (
     ROOT,
     SILU,
     Family,
+    MtpNames,
     numerics,
     sizes,
     tied,
@@ -74,7 +78,7 @@ class LinearLayers(Part):
         if not is_list or len(types) != count:
             wanted = f"it must be a list of {FULL!r} and {LINEAR!r}, one for each of {count} layers"
             raise refused(self.name, types, wanted)
-        dense = fields.pop("dense")
+        dense = fields.pop("dense", () if "moe.num_experts" in fields else range(count))
         fields["kinds"] = [
             ((self.linear if kind == LINEAR else self.full,), ("mlp" if i in dense else "moe",))
             for i, kind in enumerate(types)
@@ -146,52 +150,121 @@ class KimiDense(FirstDense):
         return {self.name: [self.kinds["moe" in model.mixers(i)] for i in layers]}
 
 
+QWEN_DELTA: list[Part] = [
+    Key("linear_num_value_heads", "delta.num_heads", 32),
+    Key("linear_num_key_heads", "delta.num_key_heads", 16),
+    Key("linear_key_head_dim", "delta.key_size", 128),
+    Key("linear_value_head_dim", "delta.value_size", 128),
+    Key("linear_conv_kernel_dim", "delta.kernel_size", 4),
+]
+QWEN_PARTS = [Key("head_dim", "attention.head_dim", 256), SILU, ATTENTION_BIAS, ATTENTION_DROPOUT]
+QWEN_PARTS = [*QWEN_PARTS, tied(False), *QWEN_DELTA]
+QWEN_CONSTANTS = {
+    **ROOT,
+    "norm_one_plus": True,
+    "attention.qk_norm": QkNorm.head,
+    "attention.output_gate": True,
+}
+QWEN_EXPERTS = {**shared_expert("shared_expert"), "moe.shared_gate": "mlp.shared_expert_gate"}
+QKV = tuple(f"gated_delta.{name}" for name in ("query", "key", "value"))
+QWEN_LAYER = {
+    **LLAMA_LAYER,
+    **HEAD_NORMS,
+    tuple(f"{name}_conv" for name in QKV): "linear_attn.conv1d",
+    "gated_delta.gated_norm": "linear_attn.norm",
+    "gated_delta.out": "linear_attn.out_proj",
+}
+QWEN_ARRAYS = {
+    "gated_delta.decay_log": "linear_attn.A_log",
+    "gated_delta.step_bias": "linear_attn.dt_bias",
+}
+QWEN_MTP = MtpNames(
+    "mtp.pre_fc_norm_embedding",
+    "mtp.pre_fc_norm_hidden",
+    "mtp.fc",
+    "mtp.norm",
+    "mtp.layers.{depth}.",
+)
+ROUTER = {"moe.router": "mlp.gate.weight"}
+
 QWEN3_NEXT = Family(
     model_type="qwen3_next",
     parts=sizes(151936, 2048, 48, 16, 2, 5632)
     + numerics(32768, 1e-6)
-    + [Key("head_dim", "attention.head_dim", 256), SILU, ATTENTION_BIAS, ATTENTION_DROPOUT]
-    + [tied(False), *num_experts(512, 10, "num_experts"), Key(*EXPERT_FFN, 512)]
+    + QWEN_PARTS
+    + [*num_experts(512, 10, "num_experts"), Key(*EXPERT_FFN, 512)]
     + [Key("shared_expert_intermediate_size", "moe.shared_ffn_size", 512)]
     + [Flag("norm_topk_prob", "moe.softmax_before_topk", True, (True, False)), AuxLoss()]
-    + [Key("linear_num_value_heads", "delta.num_heads", 32)]
-    + [Key("linear_num_key_heads", "delta.num_key_heads", 16)]
-    + [Key("linear_key_head_dim", "delta.key_size", 128)]
-    + [Key("linear_value_head_dim", "delta.value_size", 128)]
-    + [Key("linear_conv_kernel_dim", "delta.kernel_size", 4)]
     + [Rotary(fraction_default=0.25), DenseLayers(), LinearLayers()]
-    + [Fixed("use_sliding_window", False)],
+    + [Fixed("use_sliding_window", False), MtpAttention("num_nextn_predict_layers")],
     layers={
-        **LLAMA_LAYER,
-        **HEAD_NORMS,
-        **shared_expert("shared_expert"),
-        "moe.shared_gate": "mlp.shared_expert_gate",
-        tuple(
-            f"gated_delta.{name}" for name in ("query", "key", "value", "gate")
-        ): "linear_attn.in_proj_qkvz",
+        **QWEN_LAYER,
+        **QWEN_EXPERTS,
+        (*QKV, "gated_delta.gate"): "linear_attn.in_proj_qkvz",
         ("gated_delta.beta", "gated_delta.step"): "linear_attn.in_proj_ba",
-        tuple(
-            f"gated_delta.{name}_conv" for name in ("query", "key", "value")
-        ): "linear_attn.conv1d",
-        "gated_delta.gated_norm": "linear_attn.norm",
-        "gated_delta.out": "linear_attn.out_proj",
     },
-    constants={
-        **ROOT,
-        "norm_one_plus": True,
-        "attention.qk_norm": QkNorm.head,
-        "attention.output_gate": True,
-        "moe.shared_gate": True,
-    },
+    constants={**QWEN_CONSTANTS, "moe.shared_gate": True},
     grouped=frozenset({"linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"}),
-    arrays={
-        "moe.router": "mlp.gate.weight",
-        "gated_delta.decay_log": "linear_attn.A_log",
-        "gated_delta.step_bias": "linear_attn.dt_bias",
-    },
+    arrays={**QWEN_ARRAYS, **ROUTER},
     experts=EXPERTS,
-    # transformers drops the MTP layers of published checkpoints too.
-    ignored=(r"rotary_emb\.inv_freq$", r"^mtp\."),
+    mtp=QWEN_MTP,
+)
+
+
+class TextRotary(Rotary):
+    """The rotary embedding of a model that also sees: the positions of a text's tokens along time,
+    height and width are equal, so that it does not matter which dimensions turn by which."""
+
+    names = ("mrope_section", "mrope_interleaved")
+
+    def settings(self, keys: Keys) -> Json:
+        settings = super().settings(keys)
+        return {name: value for name, value in settings.items() if name not in self.names}
+
+
+QWEN35_OTHERS: list[Part] = [
+    TextRotary(fraction_default=0.25),
+    LinearLayers(),
+    Fixed("attn_output_gate", True),
+    Fixed("mlp_only_layers", []),
+    MtpAttention("mtp_num_hidden_layers"),
+    Fixed("mtp_use_dedicated_embeddings", False),
+    Ignored("mamba_ssm_dtype"),
+]
+QWEN35 = Family(
+    model_type="qwen3_5_text",
+    parts=sizes(248320, 4096, 32, 16, 4, 12288)
+    + numerics(32768, 1e-6)
+    + [*QWEN_PARTS, *QWEN35_OTHERS],
+    layers={
+        **QWEN_LAYER,
+        QKV: "linear_attn.in_proj_qkv",
+        "gated_delta.gate": "linear_attn.in_proj_z",
+        "gated_delta.beta": "linear_attn.in_proj_b",
+        "gated_delta.step": "linear_attn.in_proj_a",
+    },
+    constants=QWEN_CONSTANTS,
+    arrays=QWEN_ARRAYS,
+    ignored=(r"rotary_emb\.inv_freq$", r"^model\.visual\."),
+    renamed=((r"^model\.language_model\.", "model."),),
+    mtp=QWEN_MTP,
+)
+QWEN35_MOE = dataclasses.replace(
+    QWEN35,
+    model_type="qwen3_5_moe_text",
+    parts=sizes(248320, 2048, 40, 16, 2, 0)[:-1]
+    + numerics(32768, 1e-6)
+    + [*QWEN_PARTS, *num_experts(256, 8, "num_experts"), Key(*EXPERT_FFN, 512)]
+    + [Key("shared_expert_intermediate_size", "moe.shared_ffn_size", 512), AuxLoss()]
+    + [*QWEN35_OTHERS, Ignored("intermediate_size")],
+    layers={**QWEN35.layers, **QWEN_EXPERTS},
+    constants={**QWEN_CONSTANTS, "moe.shared_gate": True},
+    arrays={**QWEN_ARRAYS, **ROUTER},
+    experts=EXPERTS,
+    joined={
+        ("moe.experts.gate", "moe.experts.up"): "mlp.experts.gate_up_proj",
+        "moe.experts.out": "mlp.experts.down_proj",
+    },
 )
 
 KIMI_LINEAR = Family(
@@ -246,5 +319,7 @@ KIMI_LINEAR = Family(
 
 DELTA: dict[str, Family] = {
     "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN35,
+    "Qwen3_5MoeForCausalLM": QWEN35_MOE,
     "KimiLinearForCausalLM": KIMI_LINEAR,
 }

@@ -30,6 +30,31 @@ NORMALIZED_SOFTMAX = "norm_topk_prob", "moe.softmax_before_topk", False, (True, 
 MTP_LAYERS = Key(
     "num_nextn_predict_layers", "mtp.num_layers", 1, zero=True, aliases=("num_mtp_layers",)
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class MtpAttention(Part):
+    """The number of MTP layers, which have attention and what the model has as feed-forward layers
+    (Qwen)."""
+
+    name: str
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        count = keys.read(self.name, 0, int, zero=True)
+        if count > 1:
+            raise refused(self.name, count, "one is supported: several would share a projection")
+        if count:
+            fields["mtp.num_layers"] = count
+            fields["mtp.layers"] = attention_and("moe.num_experts" in fields)
+
+    def write(self, model: ModelConfig) -> Json:
+        return {self.name: model.mtp.num_layers}
+
+
+def attention_and(experts: bool) -> str:
+    return "attention,moe" if experts else "attention,mlp"
+
+
 HEAD_NORM = Flag("use_qk_norm", "attention.qk_norm", False, (QkNorm.none, QkNorm.head))
 
 

@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Iterable, Mapping
 
-from maxmeg.config.layers import MIXERS, Layer, written
+from maxmeg.config.layers import MIXERS, Layer, one_layer, written
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.setting import get
 
@@ -168,7 +168,8 @@ def with_layers(fields: Fields) -> Fields:
     """
     fields = dict(fields)
     if kinds := fields.pop("kinds", None):
-        unread = unread_groups(kinds)
+        further = [one_layer(fields["mtp.layers"])] if fields.get("mtp.layers") else []
+        unread = unread_groups([*kinds, *further])
         fields = {n: value for n, value in fields.items() if n.partition(".")[0] not in unread}
         return {**fields, "layers": written(kinds)}
     count, is_moe = fields["num_layers"], "moe.num_experts" in fields

@@ -132,6 +132,41 @@ class LetteredLayers(Part):
         }
 
 
+class LetteredMtp(Part):
+    """The number of MTP layers, and the mixers of one as a list of names or as letters
+    (Nemotron 3)."""
+
+    count, list, letters = (
+        "num_nextn_predict_layers",
+        "mtp_layers_block_type",
+        "mtp_hybrid_override_pattern",
+    )
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        count = keys.read(self.count, 0, int, zero=True)
+        letters, types = keys.take(self.letters), keys.take(self.list)
+        for name, value, known in ((self.letters, letters, LETTERS), (self.list, types, MIXER_OF)):
+            sound = isinstance(value, str | list) and value and all(v in known for v in value)
+            if value is not None and not sound:
+                raise refused(name, value, f"it must be of {', '.join(known)}")
+        if letters and types in (None, [FULL, "moe"], ["attention", "moe"]):  # as transformers does
+            types = [LETTERS[letter] for letter in letters]
+        if count:
+            mixers = [MIXER_OF[name] for name in types or (FULL, "moe")]
+            fields |= {"mtp.num_layers": count, "mtp.layers": ",".join(mixers)}
+
+    def write(self, model: ModelConfig) -> Json:
+        if not model.mtp.num_layers:
+            return {self.count: 0}
+        names = {MIXER_OF[name]: letter for letter, name in LETTERS.items()}
+        mixers = [sublayer[0] for sublayer in model.mtp_layer]
+        if any(len(sublayer) > 1 for sublayer in model.mtp_layer) or not {*mixers} <= {*names}:
+            raise ValueError(f"model.mtp.layers={model.mtp.layers!r} has other mixers")
+        letters = "".join(names[mixer] for mixer in mixers)
+        types = [LETTERS[letter] for letter in letters]
+        return {self.count: model.mtp.num_layers, self.list: types, self.letters: letters}
+
+
 @dataclasses.dataclass(frozen=True)
 class HeadSize(Part):
     """The size of a head, or "auto": the width of all heads over their number. The width is

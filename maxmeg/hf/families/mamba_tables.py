@@ -12,6 +12,7 @@ from maxmeg.hf.families.mamba import (
     GranitePositions,
     HeadSize,
     LetteredLayers,
+    LetteredMtp,
     ListedAttention,
     Multipliers,
     NamedLayers,
@@ -32,6 +33,7 @@ from maxmeg.hf.families.tables import (
     ROOT,
     UNGATED,
     Family,
+    MtpNames,
     numerics,
     sizes,
     tied,
@@ -129,11 +131,10 @@ NEMOTRON_H = Family(
         WithExperts(NEMOTRON_EXPERTS),
         *(Fixed(name, False) for name in ("attention_bias", "mamba_proj_bias")),
         *(Fixed("mamba_hidden_act", "silu"), Fixed("hidden_dropout", 0.0)),
-        *(Fixed("sliding_window", None), Fixed("num_nextn_predict_layers", 0)),
+        *(Fixed("sliding_window", None), LetteredMtp()),
         Ignored(*FIRST_VALUES, "time_step_limit", "expand", "residual_in_fp32", "rms_norm_eps"),
         Ignored("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
-        Ignored("mtp_layers_block_type", "mtp_hybrid_override_pattern", "num_logits_to_keep"),
-        Ignored("n_shared_experts"),
+        Ignored("num_logits_to_keep", "n_shared_experts"),
     ],
     layers={
         **mamba("mixer"),
@@ -163,6 +164,13 @@ NEMOTRON_H = Family(
     },
     renamed=((r"^model\.", "backbone."),),
     code=r"(configuration|modeling)_nemotron_h\.",
+    mtp=MtpNames(
+        "mtp.layers.{first}.enorm",
+        "mtp.layers.{first}.hnorm",
+        "mtp.layers.{first}.eh_proj",
+        "mtp.layers.{last}.final_layernorm",
+        "mtp.layers.{place}.",
+    ),
 )
 INTERCHANGEABLE = ("attention_in_multiplier", "attention_out_multiplier", "key_multiplier")
 INTERCHANGEABLE = (*INTERCHANGEABLE, "ssm_in_multiplier", "ssm_multipliers")

@@ -11,22 +11,23 @@ import jax
 
 from maxmeg.config.context import KINDS
 from maxmeg.config.initial import FREE
-from maxmeg.config.layers import Layer, places
-from maxmeg.config.mixers import RouterScore
+from maxmeg.config.layers import MIXERS, Layer, places
+from maxmeg.config.mixers import MtpConfig, RouterScore
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.model_rules import model_problems
 from maxmeg.config.setting import declared_problems, walk, with_fields
 from maxmeg.hf.families.binding import Binding, Consecutive, Fusion, Interleaved, Place, Shaped
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS, NAMES
-from maxmeg.hf.families.delta_tables import DELTA
+from maxmeg.hf.families.delta_tables import DELTA, QWEN_MTP
 from maxmeg.hf.families.encoder_tables import ENCODERS
 from maxmeg.hf.families.expert_tables import SPARSE
-from maxmeg.hf.families.experts import MTP_LAYERS
+from maxmeg.hf.families.experts import MTP_LAYERS, MtpAttention, attention_and
 from maxmeg.hf.families.hybrid_tables import HYBRID
 from maxmeg.hf.families.keys import TOKENS, Keys, refused, resolved, with_layers
+from maxmeg.hf.families.mamba import LetteredMtp
 from maxmeg.hf.families.mamba_tables import MAMBA
 from maxmeg.hf.families.t5_tables import ENCODER_DECODERS
-from maxmeg.hf.families.tables import DENSE, Family
+from maxmeg.hf.families.tables import DENSE, Family, Modules, MtpNames
 from maxmeg.models.lm import LM
 from maxmeg.state import VOCABULARY_TABLES, array_name
 
@@ -41,7 +42,16 @@ FAMILIES: dict[str, Family] = {
     **CLASSIFIERS,
     **ENCODER_DECODERS,
 }
-VISION_LANGUAGE = "Gemma3ForConditionalGeneration"  # only its language model is read
+# Only the language models of these are read.
+VISION_LANGUAGE = {
+    f"{name}ForConditionalGeneration": f"{name}ForCausalLM"
+    for name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe")
+}
+MAMBA1 = ("JambaForCausalLM", "MambaForCausalLM", "FalconMambaForCausalLM")
+MAMBA1_REMEDY = (
+    "it has Mamba-1 layers, whose scan has a decay of its own for each channel and state; the "
+    f"mixers are {', '.join(MIXERS)}, of which mamba is Mamba-2: choose one of {', '.join(MAMBA)}"
+)
 OUTER_KEYS = (*TOKENS, "tie_word_embeddings", "quantization_config", "auto_map")
 # Fields beside config.initial.FREE that no config.json has: tokens are dropped in training only.
 DROPS = {"moe.capacity_factor", "moe.drop_policy"}
@@ -50,15 +60,16 @@ CLOSE = 1e-9  # relative tolerance for numbers that were squared and rooted
 
 def text_part(config: Mapping[str, typing.Any]) -> Mapping[str, typing.Any]:
     """Return a config.json, or that of the language model inside a vision-language model."""
-    if config.get("architectures") != [VISION_LANGUAGE]:
+    named = config.get("architectures")
+    name = str(named[0]) if isinstance(named, list) and len(named) == 1 else ""
+    if name not in VISION_LANGUAGE:
         return config
-    text = config.get("text_config")
+    text, family = config.get("text_config"), VISION_LANGUAGE[name]
     if not isinstance(text, dict):
-        raise refused(
-            "text_config", text, f"{VISION_LANGUAGE} must have the settings of its language model"
-        )
+        raise refused("text_config", text, f"{name} must have the settings of its language model")
     outer = {name: config[name] for name in OUTER_KEYS if name in config}
-    return {**text, **outer, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+    kind = FAMILIES[family].model_type
+    return {**text, **outer, "architectures": [family], "model_type": kind}
 
 
 def architecture(config: Mapping[str, typing.Any]) -> str:
@@ -70,6 +81,8 @@ def architecture(config: Mapping[str, typing.Any]) -> str:
         named = [name for name, table in known.items() if table.model_type == kind] or named
     if not isinstance(named, list) or len(named) != 1 or named[0] not in list(FAMILIES):
         plain = [name for name in FAMILIES if name not in CLASSIFIERS]
+        if named in [[name] for name in MAMBA1]:
+            raise refused("architectures", named, MAMBA1_REMEDY)
         raise refused("architectures", named, f"supported are {', '.join(plain)}, {NAMES}")
     wanted = FAMILIES[named[0]].model_type
     if kind not in (wanted, None):
@@ -100,16 +113,24 @@ def model_config(config: Mapping[str, typing.Any]) -> ModelConfig:
 
 
 def with_saved_mtp(model: ModelConfig, names: Iterable[str], family: str) -> ModelConfig:
-    """Return the model without MTP layers if the files, whose tensors are `names`, have none."""
-    layers = range(model.num_layers, model.num_layers + model.mtp.num_layers)
-    prefixes = tuple(f"{table_of(family).layer}{layer}." for layer in layers)
-    saved = any(name.startswith(prefixes) for name in canonical_names(names, family).values())
+    """Return the model with MTP layers only if the files, whose tensors are `names`, have them:
+    config.json names layers that are not saved, or (Qwen3-Next) not those that are."""
+    table, known = table_of(family), {*canonical_names(names, family).values()}
+    if table.mtp is QWEN_MTP and not model.mtp.num_layers and "mtp.fc.weight" in known:
+        mtp = MtpConfig(num_layers=1, layers=attention_and(model.has("moe")))
+        return dataclasses.replace(model, mtp=mtp)
+    depths = range(model.mtp.num_layers)
+    prefixes = tuple(mtp_name(table.mtp.prefix, depth, model) for depth in depths)
+    saved = any(name.startswith(prefixes) for name in known)
     return model if saved else model.without_mtp()
 
 
 def with_writable_mtp(model: ModelConfig, family: str) -> ModelConfig:
     """Return the model without MTP layers if the family has none."""
-    return model if MTP_LAYERS in table_of(family).parts else model.without_mtp()
+    keys = (LetteredMtp, MtpAttention)
+    parts = table_of(family).parts
+    has_key = MTP_LAYERS in parts or any(isinstance(part, keys) for part in parts)
+    return model if has_key else model.without_mtp()
 
 
 def hf_config(
@@ -171,6 +192,8 @@ def plain_value(model: ModelConfig, field: str) -> typing.Any:
         return model.delta.rank or model.delta.key_size
     if field == "layers":
         return model.layer_kinds
+    if field == "mtp.layers":
+        return model.mtp_layer if model.mtp.num_layers else None
     if field == "max_position" and model.position is not Position.learned:
         return model.max_position if model.has(*KINDS) else None
     if field == "mlp.ffn_size" and not model.has("mlp"):
@@ -210,12 +233,7 @@ def array_shapes(model: ModelConfig) -> dict[str, Shape]:
     return shapes
 
 
-MTP_MODULES = {  # of an MTP layer, beside its transformer layer
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "projection": "eh_proj",
-    "final_norm": "shared_head.norm",
-}
+MTP_MODULES = ("embedding_norm", "hidden_norm", "projection", "final_norm")
 BIAS, LOAD = ".mixers.moe.bias", ".mixers.moe.load"  # the state of layers with experts
 DELTA_MIXERS, VECTORS = ("gated_delta", "kda"), ("decay_log", "step_bias")
 EXACT = (BIAS, *(f".mixers.mamba.{name}" for name in (*VECTORS, "skip")))
@@ -274,14 +292,13 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
                     binding = fused(binding.theirs, binding.ours, shapes, 1, table)
                 result.append(binding)
     for layer, at in enumerate(places(model.groups)):
-        unit = Unit(f"stack.groups.{at.group}.", at.repeat, at.sublayer)
-        result += layer_bindings(layer, unit, model, table, shapes)
-    for number in range(model.mtp.num_layers):
-        layer, prefix = model.num_layers + number, f"mtp.depths.{number}."
-        for module, theirs in MTP_MODULES.items():
-            place = (Place(f"{prefix}{module}.weight"),)
-            result.append(fused(f"{table.layer}{layer}.{theirs}.weight", place, shapes, 1, table))
-        result += layer_bindings(layer, Unit(f"{prefix}layer.", None, 0), model, table, shapes)
+        unit = Unit(f"stack.groups.{at.group}.", at.repeat, at.sublayer, model.layer_kinds[layer])
+        names = f"{table.layer}{layer}.", table.layers
+        if table.layer_names is not None:
+            names = table.layer_names(model, layer)
+        result += layer_bindings(names, unit, model, table, shapes)
+    for depth in range(model.mtp.num_layers):
+        result += mtp_bindings(depth, model, table, shapes)
     unused = {name for name in shapes if name.endswith(LOAD)}
     result = [binding for binding in result if binding.ours[0].name not in unused]
     bound = {place.name for binding in result for place in binding.ours}
@@ -290,35 +307,74 @@ def bindings(model: ModelConfig, family: str | Family) -> list[Binding]:
     return result
 
 
+def bindings_of_files(names: Iterable[str], model: ModelConfig, family: str) -> list[Binding]:
+    """As `bindings`, of files with these tensors by canonical names: experts may be `joined`."""
+    table, plain = table_of(family), bindings(model, family)
+    if not table.joined:
+        return plain
+    stacked_table = dataclasses.replace(table, experts=table.joined, interleaved=False)
+    in_files = {*names}
+    found = [b for b in bindings(model, stacked_table) if b.stacked and b.theirs in in_files]
+    covered = {place[:2] for binding in found for place in binding.ours}
+    return [*found, *(b for b in plain if all(place[:2] not in covered for place in b.ours))]
+
+
 class Unit(typing.NamedTuple):
     """Where a layer lies in the model: the prefix of its unit's arrays, its entry in them (None:
-    they are not stacked), and the number of its first sublayer in the unit."""
+    they are not stacked), the number of its first sublayer in the unit, and its sublayers."""
 
     prefix: str
     repeat: int | None
     first: int
+    kind: Layer
+
+
+def mtp_name(pattern: str, depth: int, model: ModelConfig, sublayer: int = 0) -> str:
+    """Return a name in MtpNames for an MTP layer."""
+    count = len(model.mtp_layer)
+    first, numbers = depth * count, {"layer": model.num_layers + depth, "depth": depth}
+    numbers |= {"first": first, "last": first + count - 1, "place": first + sublayer}
+    return pattern.format(**numbers)
+
+
+def mtp_bindings(
+    depth: int, model: ModelConfig, table: Family, shapes: dict[str, Shape]
+) -> list[Binding]:
+    """Return the bindings of one MTP layer's tensors."""
+    result, prefix, kind = [], f"mtp.depths.{depth}.", model.mtp_layer
+    for module in MTP_MODULES:
+        theirs = mtp_name(getattr(table.mtp, module), depth, model)
+        place = (Place(f"{prefix}{module}.weight"),)
+        result.append(fused(f"{theirs}.weight", place, shapes, 1, table))
+    apart = "{place}" in table.mtp.prefix
+    for number, part in [(i, (mixers,)) for i, mixers in enumerate(kind)] if apart else [(0, kind)]:
+        names = mtp_name(table.mtp.prefix, depth, model, number), table.layers
+        unit = Unit(f"{prefix}layer.", None, number, part)
+        result += layer_bindings(names, unit, model, table, shapes)
+    return result
 
 
 def layer_bindings(
-    layer: int, unit: Unit, model: ModelConfig, table: Family, shapes: dict[str, Shape]
+    layer: tuple[str, Modules],
+    unit: Unit,
+    model: ModelConfig,
+    table: Family,
+    shapes: dict[str, Shape],
 ) -> list[Binding]:
-    """Return the bindings of one layer's tensors."""
-    kind = model.layer_kinds[min(layer, model.num_layers - 1)]  # MTP layers are like the last
+    """Return the bindings of one layer's tensors. layer: its prefix in the files, its modules."""
+    prefix, modules = layer
 
     def arrays(
         names: str | tuple[str, ...], leaf: str, expert: int | None = None
     ) -> tuple[Place, ...]:
         """The arrays of modules; none unless the model has all of them."""
         names = (names,) if isinstance(names, str) else names
-        ours = [f"{unit.prefix}{module_name(n, model, kind, unit.first)}{leaf}" for n in names]
+        ours = [f"{unit.prefix}{module_name(n, model, unit.kind, unit.first)}{leaf}" for n in names]
         has_all = all(name in shapes for name in ours)
         return tuple(Place(name, unit.repeat, expert) for name in ours) if has_all else ()
 
     result: list[Binding] = []
-    modules = {**table.layers, **(table.own_norms if model.parallel_norms else {})}
-    prefix = f"{table.layer}{layer}."
-    if table.layer_names is not None:
-        prefix, modules = table.layer_names(model, layer)
+    modules = {**modules, **(table.own_norms if model.parallel_norms else {})}
     for names, theirs in modules.items():
         is_delta = any("delta." in name for name in names)
         groups = model.delta_key_heads if is_delta else model.kv_heads
@@ -385,7 +441,7 @@ def aliases(model: ModelConfig, family: str) -> dict[str, str]:
     repeated |= dict.fromkeys(table.copies, ends["embedding"])
     if model.bert.output_bias:
         repeated[f"{table.ends['output']}.bias"] = f"{table.ends['bert.output']}.bias"
-    for number in range(model.mtp.num_layers):
+    for number in range(model.mtp.num_layers if table.mtp == MtpNames() else 0):
         prefix = f"{table.layer}{model.num_layers + number}"
         repeated[f"{prefix}.embed_tokens.weight"] = ends["embedding"]
         repeated[f"{prefix}.shared_head.head.weight"] = output
@@ -399,7 +455,8 @@ def canonical_names(names: Iterable[str], family: str) -> dict[str, str]:
     """
     table, result = table_of(family), {}
     prefix = table.layer.partition(".")[0] + "."
-    roots = tuple({name.partition(".")[0] + "." for name in (table.layer, *table.ends.values())})
+    starts = (table.layer, table.mtp.prefix, *table.ends.values())
+    roots = tuple({name.partition(".")[0] + "." for name in starts})
     for name in names:
         if any(re.search(pattern, name) for pattern in table.ignored):
             continue

@@ -29,6 +29,22 @@ Modules = Mapping[typing.Any, str]  # maxmeg's name, or a tuple of names -> tran
 ENDS = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "output": "lm_head"}
 
 
+@dataclasses.dataclass(frozen=True)
+class MtpNames:
+    """Names of an MTP layer's modules, and the prefix of those of its transformer layer.
+
+    In them {layer} stands for the layer's number after those of the model, {depth} for its number
+    among MTP layers. Where each sublayer is a layer of its own, {place} counts them, from {first}
+    to {last} in this MTP layer.
+    """
+
+    embedding_norm: str = "model.layers.{layer}.enorm"
+    hidden_norm: str = "model.layers.{layer}.hnorm"
+    projection: str = "model.layers.{layer}.eh_proj"
+    final_norm: str = "model.layers.{layer}.shared_head.norm"
+    prefix: str = "model.layers.{layer}."
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """How one model class of transformers stores its settings and its tensors.
@@ -45,13 +61,15 @@ class Family:
     extra dimensions of size 1; -1 stands for its length. experts: weights of the experts, with {}
     for the expert's number, or of all experts stacked: [expert, in, out], where the outputs of
     several projections interleave, or, if not `interleaved`, [expert, out, in], where they follow
-    each other. kept: keys that an export repeats from the imported config.json where this changes
-    no result. grouped: fused modules whose outputs are [queries.. key value] for each key/value
-    head, or what belongs to each key head of the delta rule. outputs_first: whether projections are
-    stored as [out, in]. ignored: patterns of tensors that hold no weights. renamed: (pattern,
-    replacement) for names in other files. copies: tensors that may repeat the embedding.
-    layer_names(model, number): (prefix, modules) of a layer, where these differ by layer. code:
-    pattern of remote-code modules that compute the same as transformers; they are never run.
+    each other. joined: as `experts`, for files that have those of a layer stacked and joined like
+    this: they are read, not written. kept: keys that an export repeats from the imported
+    config.json where this changes no result. grouped: fused modules whose outputs are [queries..
+    key value] for each key/value head, or what belongs to each key head of the delta rule.
+    outputs_first: whether projections are stored as [out, in]. ignored: patterns of tensors that
+    hold no weights. renamed: (pattern, replacement) for names in other files. copies: tensors that
+    may repeat the embedding. layer_names(model, number): (prefix, modules) of a layer, where these
+    differ by layer. code: pattern of remote-code modules that compute the same as transformers;
+    they are never run. mtp: names of MTP layers, for families with a key for their number.
     """
 
     model_type: str
@@ -67,12 +85,14 @@ class Family:
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     experts: Modules = dataclasses.field(default_factory=dict)
     interleaved: bool = True
+    joined: Modules = dataclasses.field(default_factory=dict)
     kept: tuple[str, ...] = ()
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
     renamed: tuple[tuple[str, str], ...] = ()
     copies: tuple[str, ...] = ()
     layer_names: Callable[[ModelConfig, int], tuple[str, Modules]] | None = None
     code: str = ""
+    mtp: MtpNames = MtpNames()
 
 
 GATED = {

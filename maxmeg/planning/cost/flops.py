@@ -3,7 +3,7 @@
 from maxmeg.config.bert import Transform
 from maxmeg.config.model import ModelConfig
 from maxmeg.layers.cross import CrossSpec
-from maxmeg.models.mixers import pattern
+from maxmeg.models.mixers import mtp_unit, pattern
 
 _TRAINING = 3  # forward, gradients of inputs, gradients of weights
 _MULTIPLY_ADD = 2
@@ -23,8 +23,8 @@ def training_flops(
     Counted are the matrix products with weights (`MixerSpec.weights`), the attention scores
     (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary,
     with the dense layer before them (model.bert.transform), or a classifier's logits (with the
-    pooler). An MTP layer is one more layer of the
-    last kind, with logits of its own. Norms, embeddings and softmax are left out, as in
+    pooler). An MTP layer has logits of
+    its own. Norms, embeddings and softmax are left out, as in
     Megatron-LM. causal: whether to halve the scores; None: as in the model, of an encoder-decoder
     those of the decoder's own tokens. frozen: weights have no gradients; the adapters beside them
     are left out. source_length: tokens of an encoder-decoder's source.
@@ -54,8 +54,7 @@ def products_and_scores(
     """Multiplications of a sample's products with weights and of its scores in all layers, MTP's
     included: `MixerSpec.weights` for each token, `MixerSpec.scores`, halved where causal."""
     layers, products, all_scores = pattern(model), 0.0, 0.0
-    last = layers[-1][0][-len(model.layer_kinds[-1]) :]
-    for unit, repeats in [*layers, (last, model.mtp.num_layers)]:
+    for unit, repeats in [*layers, (mtp_unit(model), model.mtp.num_layers)]:
         for sublayer in unit:
             is_source = sublayer.side == "source"
             tokens = source_length if is_source else length

@@ -21,7 +21,7 @@ def num_parameters(model: ModelConfig) -> tuple[int, int]:
     tables = (1 if model.tied else 2) * model.vocab_size
     tables += model.max_position if model.position is Position.learned else 0
     depth = 3 * _norm(model, D) + _linear(2 * D, D)  # of MTP, beside its layer
-    layers = [*kinds, *kinds[-1:] * model.mtp.num_layers]
+    layers = [*kinds, *[model.mtp_layer] * model.mtp.num_layers]
     tables += model.bert.token_types
     is_relative = model.position is Position.relative
     biases = 2 * is_relative * model.relative.buckets * model.attention.num_heads
