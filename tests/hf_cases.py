@@ -265,12 +265,15 @@ def encoders(hidden: int = 32, heads: int = 4) -> dict[str, tuple[str, dict]]:
     sizes |= {"num_attention_heads": heads, "intermediate_size": 3 * hidden // 2}
     sizes |= {"max_position_embeddings": 40}
     roberta = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+    modern = {"num_hidden_layers": 5, "local_attention": 4, "pad_token_id": 0}
     return {
         "bert": ("BertForPreTraining", sizes),
         "bert, without pairs": ("BertForMaskedLM", {**sizes, "hidden_act": "gelu_pytorch_tanh"}),
         "bert, its layers": ("BertModel", sizes),
         "megatron bert": ("MegatronBertForPreTraining", {**sizes, "type_vocab_size": 3}),
         "roberta": ("RobertaForMaskedLM", {**sizes, **roberta}),
+        "modernbert": ("ModernBertForMaskedLM", {**sizes, **modern}),
+        "modernbert, its layers": ("ModernBertModel", {**sizes, **modern, "mlp_bias": True}),
     }
 
 

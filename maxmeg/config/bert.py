@@ -33,6 +33,11 @@ class BertConfig:
         Transform.none,
         "a dense layer, this activation and a norm before the output weights; none: without them",
     )
+    transform_bias: bool = setting(
+        True,
+        "that dense layer has a bias; false for ModernBERT",
+        needs="transform=gelu|gelu_tanh",
+    )
     output_bias: bool = setting(False, "the logits have biases")
     pooler: bool = setting(False, "a dense layer and tanh, applied to the first token of a row")
     pair_head: bool = setting(

@@ -10,7 +10,7 @@ from maxmeg.config.setting import divisors
 
 STRATEGIES = ("auto", "ring", "exchange", "hierarchy", "gather")
 DELTA = ("gated_delta", "kda")
-KINDS = ("attention", "local", "mla", "local_mla")  # mixers that attend
+KINDS = ("attention", "local", "raw_attention", "mla", "local_mla")  # mixers that attend
 
 
 def strategy_of(parallel: ParallelConfig, mixer: str) -> str:

@@ -9,6 +9,7 @@ the last repeat may be cut short. Examples:
     *(attention+mlp)                    GPT-NeoX, Falcon
     *(5(local,mlp) attention,mlp)       Gemma 3
     3(mla,mlp) *(mla,moe)               DeepSeek-V3
+    raw_attention,mlp 2(local,mlp) *(attention,mlp 2(local,mlp))            ModernBERT
     6(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)    T5
     M-M*-|M-M*-                         Megatron-LM's hybrid strings, a letter per layer
 """
@@ -25,6 +26,7 @@ from maxmeg.config.hints import nearest_few
 MIXERS = {
     "attention": ("attention", "rotary"),
     "local": ("attention", "rotary"),  # attention to a sliding window
+    "raw_attention": ("attention", "rotary"),  # attention whose input is not normalized
     "mla": ("attention", "rotary", "mla"),
     "local_mla": ("attention", "rotary", "mla"),
     "conv": ("conv",),  # gated short convolution
@@ -39,7 +41,12 @@ MIXERS = {
     "cross": ("attention",),  # attention to the source
 }
 ENCODER = ("encoder_attention", "encoder_mlp", "encoder_norm")
-OVERLAPPED = {"attention", "local", "mlp"}  # mixers that parallel.tensor_overlap is about
+OVERLAPPED = {
+    "attention",
+    "local",
+    "raw_attention",
+    "mlp",
+}  # mixers that parallel.tensor_overlap is about
 # Megatron-LM's letters.
 HYBRID = {"M": "mamba", "G": "gated_delta", "*": "attention", "+": "mla", "-": "mlp", "E": "moe"}
 MOST_LAYERS = 10_000

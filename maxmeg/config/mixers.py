@@ -11,6 +11,7 @@ class Activation(enum.Enum):
     gelu_tanh = "gelu_tanh"
     swiglu = "swiglu"
     geglu = "geglu"
+    geglu_erf = "geglu_erf"
     quick_geglu = "quick_geglu"
     relu = "relu"
     relu_squared = "relu_squared"
@@ -282,7 +283,8 @@ class MlpConfig:
     )
     activation: Activation = setting(
         Activation.swiglu,
-        "activation function; those with glu in their names are gated",
+        "activation function; those with glu in their names are gated, geglu_erf by GELU without "
+        "the approximation of geglu",
         "--swiglu",
     )
     activation_clamp: float = setting(
@@ -291,19 +293,19 @@ class MlpConfig:
         "[-x, x]; 0: off",
         "--activation-func-clamp-value",
         at_least=0,
-        needs="activation=swiglu|geglu|quick_geglu",
+        needs="activation=swiglu|geglu|geglu_erf|quick_geglu",
     )
     glu_offset: float = setting(
         0.0,
         "constant added to the linear (up) branch of a gated activation (GPT-OSS: 1)",
         "--glu-linear-offset",
-        needs="activation=swiglu|geglu|quick_geglu",
+        needs="activation=swiglu|geglu|geglu_erf|quick_geglu",
     )
     gate_scale: float = setting(
         1.0,
         "factor of the gate branch of the mixer mlp, before its activation (Falcon-H1)",
         above=0,
-        needs="activation=swiglu|geglu|quick_geglu",
+        needs="activation=swiglu|geglu|geglu_erf|quick_geglu",
     )
     output_scale: float = setting(1.0, "factor of the output of the mixer mlp (Falcon-H1)", above=0)
     bias: bool = setting(

@@ -71,7 +71,8 @@ class ModelConfig:
         "mixers of the layers: commas join sublayers, spaces layers, + mixers that read the same "
         "input (parallel block); 3(...) repeats, *(...) repeats up to num_layers; mixers are "
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
-        "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; T5's "
+        "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; raw_attention (without "
+        "a norm of its input, ModernBERT's first layer); T5's "
         "encoder_attention, encoder_mlp, encoder_norm and cross; or Megatron-LM's "
         "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
@@ -83,6 +84,9 @@ class ModelConfig:
     norm: Norm = setting(Norm.rmsnorm, "kind of normalization", "--normalization")
     norm_eps: float = setting(1e-5, "added to the variance", "--norm-epsilon", at_least=0)
     norm_one_plus: bool = setting(False, "store norm weights minus 1", "--apply-layernorm-1p")
+    norm_bias: bool = setting(
+        True, "LayerNorm adds a bias; false for ModernBERT", needs="norm=layernorm"
+    )
     norm_place: NormPlace = setting(
         NormPlace.pre,
         "what each sublayer normalizes: its input (pre), its output (post, OLMo 2), both "

@@ -14,11 +14,12 @@ from maxmeg.parallel.mesh import TENSOR_AXES
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """kind: "rmsnorm" or "layernorm"; one_plus: the weight is stored as w - 1."""
+    """kind: "rmsnorm" or "layernorm"; one_plus: weights are stored as w - 1; bias: of layernorm."""
 
     kind: str = "rmsnorm"
     eps: float = 1e-5
     one_plus: bool = False
+    bias: bool = True
 
 
 class Norm(nnx.Module):
@@ -35,7 +36,7 @@ class Norm(nnx.Module):
         self.spec, self.over = spec, over
         initial = jnp.zeros if spec.one_plus else jnp.ones
         self.weight = nnx.Param(initial(dim), axes=(axis,)) if weighted else None
-        biased = weighted and spec.kind == "layernorm"
+        biased = weighted and spec.bias and spec.kind == "layernorm"
         self.bias = nnx.Param(jnp.zeros(dim), axes=(axis,)) if biased else None
 
     @jax.named_scope("norm")

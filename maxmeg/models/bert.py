@@ -37,7 +37,8 @@ class Bert(nnx.Module):
         self.num_types = types = settings.token_types
         self.token_types = Positions(keys[0], types, D, std) if types else None
         self.norm = Norm(D, norm) if settings.embedding_norm else None
-        self.transform = Linear(keys[1], (D, D), DENSE, std, True) if has_transform else None
+        bias = settings.transform_bias
+        self.transform = Linear(keys[1], (D, D), DENSE, std, bias) if has_transform else None
         self.transform_norm = Norm(D, norm) if has_transform else None
         self.output = VocabularyBias(padded_size) if settings.output_bias else None
         self.pooler = Linear(keys[2], (D, D), DENSE, std, True) if settings.pooler else None

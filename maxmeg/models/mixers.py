@@ -29,7 +29,7 @@ from maxmeg.ops.rope import RotaryScaling, RotarySpec
 
 
 def norm_spec(config: ModelConfig) -> NormSpec:
-    return NormSpec(config.norm.value, config.norm_eps, config.norm_one_plus)
+    return NormSpec(config.norm.value, config.norm_eps, config.norm_one_plus, config.norm_bias)
 
 
 def rotary_spec(config: ModelConfig, local: bool = False) -> RotarySpec:
@@ -232,6 +232,7 @@ def moe_spec(config: ModelConfig, parallel: ParallelConfig) -> MoeSpec:
 MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "attention": attention_spec,
     "local": functools.partial(attention_spec, mixer="local"),
+    "raw_attention": functools.partial(attention_spec, mixer="raw_attention"),
     "mla": mla_spec,
     "local_mla": functools.partial(mla_spec, mixer="local_mla"),
     "conv": conv_spec,
@@ -295,7 +296,7 @@ def sublayer_spec(
         norm_spec(config),
         tuple(dataclasses.replace(spec, overlap=overlap) for spec in specs),
         dropout=config.dropout_hidden,
-        place=config.norm_place.value,
+        place="none" if "raw_attention" in mixers else config.norm_place.value,
         own_norms=config.parallel_norms and len(mixers) > 1,
         side=side_of(mixers) if config.has_source else None,
         adds="encoder_norm" not in mixers,

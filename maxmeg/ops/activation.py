@@ -22,11 +22,12 @@ ACTIVATIONS = {
     "gelu_tanh": gelu_tanh,
     "swiglu": jax.nn.silu,
     "geglu": gelu_tanh,
+    "geglu_erf": functools.partial(jax.nn.gelu, approximate=False),
     "quick_geglu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
 }
-GATED = ("swiglu", "geglu", "quick_geglu")
+GATED = ("swiglu", "geglu", "geglu_erf", "quick_geglu")
 
 
 def activate(

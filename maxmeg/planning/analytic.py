@@ -104,7 +104,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
     frozen = config.lora.rank > 0
-    flops = training_flops(model, length, size, axes["tensor"], frozen=frozen)
+    source = config.data.source_tokens
+    flops = training_flops(model, length, size, axes["tensor"], frozen=frozen, source_length=source)
     return Analytic(
         parameters=parameter_counts(model, axes["tensor"], axes["pipe"]),
         memory=device_memory(work, cluster.memory),
@@ -164,7 +165,8 @@ def layer_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
 def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     """Seconds of the average layer's matrix products and attention."""
     model, tensor = work.config.model, work.axes["tensor"]
-    products, scores = layer_flops(model, work.config.data.sequence_length)
+    data = work.config.data
+    products, scores = layer_flops(model, data.sequence_length, data.source_tokens)
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
     matmul = products / tensor / cluster.matmul_rate
@@ -194,9 +196,10 @@ def repeated_share(work: Workload) -> float:
 
 def repeated_attention(work: Workload) -> float:
     """Share of the attention layers whose attention backward computes again."""
-    rings, plain = not context.keeps_rounds(work), not keeps_attention(work)
+    rings = not context.keeps_rounds(work)
     total = count = 0.0
     for unit in work.units:
+        plain = not keeps_attention(work.of(unit))
         layers, share = unit.repeats * unit.layers, context.in_rounds(work, unit)
         total += layers * (share * rings + (1 - share) * plain)
         count += layers
@@ -209,7 +212,7 @@ def repeated_products(work: Workload) -> float:
     total = 0
     for unit in work.units:
         more = unit.columns - dataclasses.replace(unit, tensor=1).columns
-        total += unit.repeats * 2 * more * work.config.model.hidden_size * work.tokens
+        total += unit.repeats * 2 * more * work.config.model.hidden_size * work.of(unit).tokens
     return total / work.config.model.num_layers
 
 
@@ -219,6 +222,7 @@ def elementwise_bytes(work: Workload) -> float:
     the scores of plain XLA or the mask of cuDNN (`score_bytes`)."""
     model, tensor, total = work.config.model, work.axes["tensor"], 0.0
     for unit in work.units:
+        work = work.of(unit)
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
         total += unit.repeats * each
@@ -246,7 +250,7 @@ def ends_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the loss (`Head`) and of the embedding's gradient, for one microbatch."""
     width, rows, loss = work.config.model.hidden_size, work.vocabulary, head(work)
     products = loss.products * 2 * work.tokens * width * rows
-    table = 4 * FLOAT32 * width * rows
+    table = 4 * FLOAT32 * width * work.embedded
     return products / cluster.matmul_rate + (loss.streamed + table) / cluster.memory_rate
 
 

@@ -39,11 +39,16 @@ def gelu_tanh(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2)))
+
+
 FORMULAS = {
-    "gelu": lambda x: 0.5 * x * (1 + np.vectorize(math.erf)(x / np.sqrt(2))),
+    "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "swiglu": lambda x: x / (1 + np.exp(-x)),
     "geglu": gelu_tanh,
+    "geglu_erf": gelu,
     "quick_geglu": lambda x: x / (1 + np.exp(-1.702 * x)),
     "relu": lambda x: np.maximum(x, 0),
     "relu_squared": lambda x: np.maximum(x, 0) ** 2,

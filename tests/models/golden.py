@@ -42,6 +42,7 @@ FAMILIES = {
     "granite4": "granite-4.0-h-tiny",
     "falcon-h1": "falcon-h1-0.5b",
     "bert": "bert-base",
+    "modernbert": "modernbert-base",
     "t5": "t5-base",
 }
 

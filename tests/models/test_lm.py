@@ -170,7 +170,8 @@ def test_logits_are_finite_and_of_the_vocabulary(kind):
 OF_SOURCES = {
     Position.relative,
     Activation.relu,
-}  # tests/test_encoder_decoder.py, and transformers' T5
+    Activation.geglu_erf,
+}  # tests/test_encoder_decoder.py, and transformers' T5 and ModernBERT
 UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "attention.num_heads")
 # Tested by layouts, recomputation and dropout tests, and by those of configs and experts.
 ELSEWHERE = (
@@ -184,7 +185,7 @@ ELSEWHERE = (
     "moe.capacity_factor", "moe.drop_policy", "moe.pad_to_capacity", "moe.backend",
     "mtp.num_layers", "mtp.layers", "mtp.loss_weight", "conv.kernel_size", "conv.bias",
     "residual_scale", "logit_scale", "attention.output_scale", "attention.output_gate",
-    "mlp.gate_scale", "mlp.output_scale",
+    "mlp.gate_scale", "mlp.output_scale", "norm_bias",
 )  # fmt: skip
 
 

@@ -111,6 +111,7 @@ PUBLISHED = {
     "bert-large": 336_226_108,
     "roberta-base": 124_697_433,
     "roberta-large": 355_412_057,
+    "modernbert-base": 149_655_232,
     "t5-small": 60_506_624,
     "t5-base": 222_903_552,
     "t5-large": 737_668_096,
@@ -152,6 +153,7 @@ ROUNDED = {
     "granite-4.0-h-tiny": (7, 1e9),
     "falcon-h1-0.5b": (52, 1e7),
     "falcon-h1-7b": (759, 1e7),
+    "modernbert-large": (396, 1e6),  # 395, cut off, on its page
     "megatron-bert-1.3b": (13, 1e8),
     "megatron-bert-3.9b": (39, 1e8),
 }

@@ -49,6 +49,7 @@ FAMILIES = {  # by how names begin
     "bert-": "BertForPreTraining",
     "roberta-": "RobertaForMaskedLM",
     "megatron-bert": "MegatronBertForPreTraining",
+    "modernbert": "ModernBertForMaskedLM",
     "t5": "T5ForConditionalGeneration",
 }
 

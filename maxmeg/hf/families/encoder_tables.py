@@ -3,19 +3,32 @@
 import dataclasses
 
 from maxmeg.config.bert import Transform
+from maxmeg.config.mixers import Activation
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.hf.families.keys import (
     MAX_LAYERS,
     Choice,
     Fields,
     Fixed,
+    Ignored,
     Json,
     Key,
     Keys,
     Part,
     refused,
 )
-from maxmeg.hf.families.tables import BIASES, LAYERNORM, UNGATED, Family, dropout, numerics
+from maxmeg.hf.families.rotary import Rotary
+from maxmeg.hf.families.tables import (
+    ATTENTION_BIASES,
+    BIASES,
+    LAYERNORM,
+    QKV,
+    UNGATED,
+    Family,
+    dropout,
+    numerics,
+)
+from maxmeg.hf.families.windows import FULL, SLIDING, read_types, written_types
 
 SIZES: dict[str, tuple[int, int, int, int, int]] = {
     "bert": (30522, 768, 12, 12, 3072),
@@ -152,10 +165,99 @@ ROBERTA = Family(
     ignored=(*BUFFERS, r"^roberta\.pooler\."),
     renamed=OLD_NAMES,
 )
+
+
+class AlternatingAttention(Part):
+    """Every n-th layer attends to all tokens, the others to a window around each token. The first
+    layer's attention reads the normalized embeddings without a further norm (ModernBERT)."""
+
+    def read(self, keys: Keys, fields: Fields) -> None:
+        width, every = keys.read("local_attention", 128, int), 3
+        if width % 2:
+            raise refused("local_attention", width, "it must be even: half of it on each side")
+        every = keys.read("global_attn_every_n_layers", every, int)
+        types = [SLIDING if n % every else FULL for n in range(fields["num_layers"])]
+        read_types(keys, fields, types, width // 2 + 1)
+        local = fields["local"]
+        if local[0]:
+            wanted = f"the first layer must have {FULL!r}"
+            raise refused("layer_types", keys.take("layer_types"), wanted)
+        fields["first"] = ["local" if is_local else "attention" for is_local in local]
+        fields["first"][0] = "raw_attention"
+
+    def write(self, model: ModelConfig) -> Json:
+        width = 2 * (model.attention.window - 1) if model.attention.window else 128
+        return {"local_attention": width, "layer_types": written_types(model)}
+
+
+GELUS = {"gelu": Activation.geglu_erf, "gelu_pytorch_tanh": Activation.geglu}
+TRANSFORMS = {"gelu": Transform.gelu, "gelu_pytorch_tanh": Transform.gelu_tanh}
+MODERN_PARTS: list[Part] = [
+    Key("vocab_size", "vocab_size", 50368),
+    Key("hidden_size", "hidden_size", 768),
+    Key("num_hidden_layers", "num_layers", 22, most=MAX_LAYERS),
+    Key("num_attention_heads", "attention.num_heads", 12),
+    Key("intermediate_size", "mlp.ffn_size", 1152),
+    *numerics(8192, 1e-5, eps_name="norm_eps"),
+    Choice("hidden_activation", "mlp.activation", "gelu", GELUS),
+    Key("norm_bias", "norm_bias", False),
+    Key("attention_bias", ATTENTION_BIASES, False),
+    Key("mlp_bias", "mlp.bias", False),
+    dropout("embedding_dropout", "dropout_embedding"),
+    Fixed("attention_dropout", 0.0),  # it drops outputs of the projection too
+    Fixed("mlp_dropout", 0.0),
+    Fixed("tie_word_embeddings", True),
+    AlternatingAttention(),
+    Rotary("global_rope_theta", 160000.0, kinds=("default",), local="local_rope_theta"),
+    Ignored("initializer_cutoff_factor", "deterministic_flash_attn", "reference_compile"),
+    Ignored("layer_norm_eps", "position_embedding_type", "repad_logits_with_grad"),
+    Ignored("classifier_pooling", "sparse_prediction", "sparse_pred_ignore_index"),
+]
+MODERN_BODY = {
+    "embedding": "embeddings.tok_embeddings",
+    "bert.norm": "embeddings.norm",
+    "final_norm": "final_norm",
+    "output": "decoder",
+}
+MODERN_BERT = Family(
+    model_type="modernbert",
+    parts=[
+        *MODERN_PARTS,
+        Choice("classifier_activation", "bert.transform", "gelu", TRANSFORMS),
+        Key("classifier_bias", "bert.transform_bias", False),
+        Key("decoder_bias", "bert.output_bias", True),
+    ],
+    ends={
+        **{ours: f"model.{name}" for ours, name in MODERN_BODY.items()},
+        "bert.transform": "head.dense",
+        "bert.transform_norm": "head.norm",
+        "bert.output": "decoder",
+        "output": "decoder",
+    },
+    layers={
+        QKV: "attn.Wqkv",
+        "attention.out": "attn.Wo",
+        ("mlp.gate", "mlp.up"): "mlp.Wi",
+        "mlp.out": "mlp.Wo",
+        "attention.norm": "attn_norm",
+        "mlp.norm": "mlp_norm",
+    },
+    constants={**LAYERNORM, "tied": True, "attention.causal": False, "bert.embedding_norm": True},
+)
+MODERN_BERT_BODY = dataclasses.replace(
+    MODERN_BERT,
+    parts=[*MODERN_PARTS, Ignored("classifier_activation", "classifier_bias", "decoder_bias")],
+    ends=MODERN_BODY,
+    layer="layers.",
+    ignored=(r"^(head|decoder)\.",),
+    renamed=((r"^model\.", ""),),
+)
 ENCODERS: dict[str, Family] = {
     "BertForPreTraining": BERT,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT_BODY,
     "MegatronBertForPreTraining": MEGATRON_BERT,
     "RobertaForMaskedLM": ROBERTA,
+    "ModernBertForMaskedLM": MODERN_BERT,
+    "ModernBertModel": MODERN_BERT_BODY,
 }

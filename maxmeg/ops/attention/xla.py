@@ -232,8 +232,9 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: R
     nonfinite_BGM = jnp.moveaxis(nonfinite_k_BMG | nonfinite_v_BMG, 1, 2)
     tainted_BGL = jnp.any(visible_BLM[:, None] & nonfinite_BGM[:, :, None], axis=-1)
     tainted_BGJL = tainted_BGL[:, :, None] | jnp.moveaxis(nonfinite_BLGJ, 1, 3)
+    q_BGJLK, k_BGMK = jnp.moveaxis(q_BLGJK, 1, 3), jnp.moveaxis(k_BMGK, 1, 2)
     scores_BGJLM = spec.scale * jnp.einsum(
-        "BLGJK,BMGK->BGJLM", q_BLGJK, k_BMGK, preferred_element_type=jnp.float32
+        "BGJLK,BGMK->BGJLM", q_BGJLK, k_BGMK, preferred_element_type=jnp.float32
     )
     scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
     if bias_NH is not None:

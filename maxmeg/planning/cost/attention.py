@@ -44,7 +44,7 @@ class Kernel:
 
 def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
     """The kernel of each attention mixer of a unit."""
-    config = work.config
+    config, work = work.config, work.of(unit)
     for sublayer in unit.specs:
         for mixer in sublayer.mixers:
             if isinstance(mixer, AttentionSpec):
@@ -55,6 +55,7 @@ def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
                     config.data.has_segments,
                     work.device,
                     gathered_keys(work, mixer),
+                    config.data.source_tokens * mixer.reads_memory,
                 )
 
 
@@ -66,13 +67,15 @@ def kernel(
     documents: bool,
     device: Device,
     gathered: int = 0,
+    source: int = 0,
 ) -> Kernel:
     """The kernel of a mixer in training. sizes: samples of a microbatch, their length, and the
     number of devices over which the heads are sharded. documents: whether tokens attend to their
     own document only. gathered: length of the whole sequence, whose keys the two halves of a
-    device's piece read; 0: queries and keys are the same tokens."""
+    device's piece read; 0: queries and keys are the same tokens. source: number of keys of cross
+    attention."""
     samples, length, tensor = sizes
-    call = call_of(spec, sizes, dtype, documents, gathered)
+    call = call_of(spec, sizes, dtype, documents, gathered, source)
     name, reason = spec.backend, ""
     if name == "auto":
         name, reason = choice(call, name, device)
@@ -82,11 +85,13 @@ def kernel(
         return masked_by_cudnn(call, heads, dtype)
     if name != "xla":
         return Kernel(name, reason, "", 0, 0, 1.0)
-    computed = xla.computed_pairs(length, length, scores)
-    visible = xla.visible_pairs(length, length, scores)
-    block = min(xla.QUERY_BLOCK, length) * xla.most_keys(length, scores)
+    computed = xla.computed_pairs(length, source or length, scores)
+    visible = xla.visible_pairs(length, source or length, scores)
+    block = min(xla.QUERY_BLOCK, length) * (source or xla.most_keys(length, scores))
     slices = xla.sliced_keys(length, scores) * keys_values // length
-    if gathered:  # at places that differ by device: every block reads all keys; both halves at once
+    if (
+        gathered and not source
+    ):  # at places that differ by device: every block reads all keys; both halves at once
         computed = length * gathered
         visible = xla.visible_pairs(gathered, gathered, scores) * length / gathered
         block = 2 * min(xla.QUERY_BLOCK, length // 2) * gathered
@@ -124,6 +129,7 @@ def call_of(
     dtype: str,
     documents: bool,
     gathered: int = 0,
+    source: int = 0,
 ) -> tuple:
     """The (q, k, v, spec, operands) of a mixer's attention in training, with shapes for arrays."""
     samples, length, tensor = sizes
@@ -132,17 +138,18 @@ def call_of(
         return jax.ShapeDtypeStruct((samples, length, *shape), kind)
 
     heads, groups = max(spec.num_heads // tensor, 1), max(spec.num_kv_heads // tensor, 1)
-    keys_length = gathered or length
+    keys_length, documents = source or gathered or length, documents or source > 0
     ids: Any = array(kind="int32")
     key_ids: Any = array(kind="int32", length=keys_length)
     present: Any = True  # in place of an operand whose shape no backend asks for
     traced: Any = array(kind="int32")
     operands = Operands(
-        offset=traced if gathered else 0,
+        offset=traced if gathered and not source else 0,
         segments_BL=ids if documents else None,
-        key_segments_BM=key_ids if documents and gathered else None,
+        key_segments_BM=key_ids if documents and keys_length != length else None,
         sinks_H=present if spec.sinks else None,
         dropout=present if spec.dropout else None,
+        bias_NH=present if spec.buckets else None,
     )
     scores = ScoreSpec(spec.causal, spec.window, spec.chunk, spec.softcap, spec.scale)
     queries, keys = (

@@ -32,6 +32,7 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
     """
     largest = waiting = 0
     for group, unit in reversed(list(enumerate(work.units))):
+        work = work.of(unit)
         total = arrays(work, unit) + waiting + scores(work, unit) + scans(work, unit)
         total += experts.recomputed(work, unit)
         rows = max(experts.working(work, unit, tight), context.working(work, unit))
@@ -104,7 +105,8 @@ def arrays(work: Workload, unit: Unit) -> int:
     inputs = 1 if work.kept else max(unit.sublayers, 2)
     gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
     gathered = inputs + gradients + 1 if tensor > 1 else 0
-    return work.itemsize * work.tokens * (width // tensor + gathered * D)
+    others = STREAMS * (work.carried_bytes - work.hidden_bytes)
+    return work.itemsize * work.tokens * (width // tensor + gathered * D) + others
 
 
 def streams(unit: Unit) -> int:
@@ -158,6 +160,7 @@ def weight_lane(work: Workload, group: int) -> int:
     is a branch: then all of them, and the shards of two.
     """
     e, unit, axes = work.itemsize, work.units[group], work.axes
+    work = work.of(unit)
     units = work.places[group] * work.config.parallel.chunks
     members = [s for s in work.shards if s.parameter.group == group and s.trained]
     sizes = [s.whole // units for s in members]

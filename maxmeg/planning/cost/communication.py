@@ -132,24 +132,30 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
         embeddings(work),
     )
     layers = list(zip(work.units, work.held, strict=True))
-    gathered = [width for unit, held in layers for width in unit.gathered * held]
-    bytes_gathered = work.itemsize * work.tokens * sum(gathered)
-    written = sum(sum(experts.sums(work, unit)) * held for unit, held in layers)
-    again = 0
-    if "mixer_output" in work.unkept:
-        again = sum(sum(experts.sums(work, unit)[:-1]) * held for unit, held in layers)
+    inputs, written, again = [0, 0], [0, 0], [0, 0]  # numbers of sequences, and their bytes
+    for unit, held in layers:
+        of_unit, sums = work.of(unit), experts.sums(work, unit)
+        whole = of_unit.hidden_bytes * tensor
+        read = of_unit.itemsize * of_unit.tokens * sum(unit.gathered)
+        repeated = sum(sums[:-1]) * ("mixer_output" in work.unkept)
+        for total, count, volume in (
+            (inputs, len(unit.gathered), read),
+            (written, sum(sums), sum(sums) * whole),
+            (again, repeated, repeated * whole),
+        ):
+            total[0] += held * count
+            total[1] += held * volume
     forward, backward = work.lanes.forward, work.lanes.backward
     into, out = "sequences into sublayers", "sums of sublayers"
 
-    def both(purpose: str, kind: str, times: int, inputs: int, outputs: int) -> Traffic:
-        """`inputs` times all gathered inputs, and `outputs` sequences of width D."""
-        count, total = inputs * len(gathered) + outputs, inputs * bytes_gathered + outputs * size
-        return Traffic("tensor", purpose, kind, times * count, times * total, 0)
+    def both(purpose: str, kind: str, times: int, *sequences: list[int]) -> Traffic:
+        count, total = (times * sum(numbers) for numbers in zip(*sequences, strict=True))
+        return Traffic("tensor", purpose, kind, count, total, 0)
 
-    yield both(f"{into}, forward", GATHER, forward, 1, 0)
-    yield both(f"{out}, forward", SCATTER, forward, 0, written)
-    yield both(f"{into} and gradients, backward", GATHER, backward, 1, written)
-    yield both(f"{out}, backward", SCATTER, backward, 1, again)
+    yield both(f"{into}, forward", GATHER, forward, inputs)
+    yield both(f"{out}, forward", SCATTER, forward, written)
+    yield both(f"{into} and gradients, backward", GATHER, backward, inputs, written)
+    yield both(f"{out}, backward", SCATTER, backward, inputs, again)
     rings = sum(sum(unit.rings) * held for unit, held in layers)
     unsaved = sum((2 * sum(unit.rings) - unit.rings[-1]) * held for unit, held in layers)
     sent = (tensor - 1) * (forward * 2 * rings + backward * 2 * rings)
@@ -159,6 +165,9 @@ def _tensor(work: Workload) -> Iterator[Traffic]:
     ends = "embedding and head"
     yield entry("tensor", ends, GATHER, M + embed_backward, size)
     yield entry("tensor", ends, SCATTER, embed + M, size)
+    source = work.itemsize * work.source_tokens * work.config.model.hidden_size
+    yield entry("tensor", ends, GATHER, embed_backward * (source > 0), source)
+    yield entry("tensor", ends, SCATTER, embed * (source > 0), source)
 
 
 def _experts(work: Workload) -> Iterator[Traffic]:
@@ -219,7 +228,7 @@ def _loss(work: Workload) -> Iterator[Traffic]:
     (The sum of all logits affects the smoothed loss, not its gradient: a step does not compute it.)
     """
     axes = [axis for axis in ("pipe", "tensor") if work.axes[axis] > 1]
-    if not axes:
+    if not (axes and work.has_output):
         return
     loss = head(work)
     blocks, tokens = loss.blocks
@@ -296,21 +305,22 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
     yield Traffic(name, LAYER_GRADIENTS, SCATTER, count, size, 0.0)
     ends = [shard for shard in sharded if shard.parameter.group is None]
     tied = not any(shard.parameter.kind == "output" for shard in ends)
-    exchanged = work.tokens < work.vocabulary
+    tied = tied and work.has_output
     for shard in ends:
         kind = shard.parameter.kind
         head = work.microbatches * (kind == "output" or (tied and kind == "embedding"))
         forward, backward = head, head
-        if kind == "embedding" and exchanged:
-            vectors = e * work.tokens * work.config.model.hidden_size
-            ids = FLOAT32 * work.tokens * work.fsdp
-            again = embed_backward if shard.trained else 0
-            yield entry(name, "ids of tokens", GATHER, embed + again, ids)
-            yield entry(name, "vectors of tokens", ALL_TO_ALL, embed, vectors)
-            if shard.trained:
-                yield entry(name, "their gradients", ALL_TO_ALL, embed_backward, vectors)
-        elif kind != "output":
-            forward, backward = head + embed, head + embed_backward
+        for tokens in filter(None, (work.tokens, work.source_tokens)):
+            if kind == "embedding" and tokens < work.embedded:
+                vectors = e * tokens * work.config.model.hidden_size
+                again = embed_backward if shard.trained else 0
+                ids = FLOAT32 * tokens * work.fsdp
+                yield entry(name, "ids of tokens", GATHER, embed + again, ids)
+                yield entry(name, "vectors of tokens", ALL_TO_ALL, embed, vectors)
+                if shard.trained:
+                    yield entry(name, "their gradients", ALL_TO_ALL, embed_backward, vectors)
+            elif kind != "output" and (kind == "embedding" or tokens == work.tokens):
+                forward, backward = forward + embed, backward + embed_backward
         yield entry(name, f"{kind} table", GATHER, forward, e * shard.whole)
         if shard.trained:
             size = work.gradient_itemsize * shard.whole
@@ -390,7 +400,7 @@ def _pipe(work: Workload) -> Iterator[Traffic]:
     pipe after the embedding and before the head, as are the gradients of both."""
     if not work.pipelined:
         return
-    (embed, embed_backward), size = embeddings(work), work.hidden_bytes
+    (embed, embed_backward), size = embeddings(work), work.carried_bytes
     yield entry("pipe", SENT_FORWARD, PERMUTE, work.lanes.forward, size)
     yield entry("pipe", SENT_BACKWARD, PERMUTE, work.lanes.backward, size)
     yield entry("pipe", "embedded tokens", REDUCE, embed, size)

@@ -118,6 +118,7 @@ def attentions(work: Workload, unit: Unit) -> list[OverContext]:
     """The attention of each mixer of a unit; empty without context parallelism."""
     if work.axes["context"] == 1:
         return []
+    work = work.of(unit)
     mixers = [mixer for one in unit.specs for mixer in one.mixers]
     return [over_context(work, mixer) for mixer in mixers if isinstance(mixer, AttentionSpec)]
 
@@ -130,7 +131,7 @@ def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
         heads, width = max(mixer.num_kv_heads // tensor, 1), 2 * mixer.head_dim
     shape = ContextShape(
         rows=work.samples,
-        length=work.config.data.sequence_length,
+        length=work.config.data.source_tokens if mixer.reads_memory else work.length,
         heads=max(mixer.num_heads // tensor, 1),
         kv_heads=heads,
         travelling=width,
@@ -142,6 +143,8 @@ def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
     )
     scores = ScoreSpec(mixer.causal, mixer.window, mixer.chunk, mixer.softcap, mixer.scale)
     strategy, _ = chosen(mixer.context, shape, scores)
+    if mixer.buckets or mixer.reads_memory:
+        strategy = ContextStrategy("gather")
     expanded = mixer.head_dim + mixer.head_output_size if latents else 0
     return OverContext(strategy, shape, scores, mixer.key_size, mixer.head_output_size, expanded)
 
@@ -149,7 +152,7 @@ def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
 def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:
     """(samples, length, devices over which the heads are sharded) of a mixer's largest attention
     call: of a device's piece, after an exchange of the pieces of several devices."""
-    length, tensor = work.config.data.sequence_length, work.axes["tensor"]
+    length, tensor = work.length, work.axes["tensor"]
     if work.axes["context"] == 1:
         return work.samples, length, tensor
     inner = over_context(work, mixer).inner
@@ -160,7 +163,7 @@ def gathered_keys(work: Workload, mixer: AttentionSpec) -> int:
     """Length of the sequence whose keys a mixer gathers over context; 0: it gathers none."""
     if work.axes["context"] == 1 or over_context(work, mixer).strategy.name != "gather":
         return 0
-    return work.config.data.sequence_length
+    return work.length
 
 
 def keeps_rounds(work: Workload) -> bool:
@@ -181,7 +184,7 @@ def kept(work: Workload, unit: Unit) -> int:
     minimal: keys and values made of gathered latents are those of the whole sequence; a ring makes
     them in every round and stores none.
     """
-    total = 0
+    total, work = 0, work.of(unit)
     for one in attentions(work, unit):
         heads = work.tokens * one.shape.heads
         if one.ring > 1 and keeps_rounds(work):

@@ -3,6 +3,7 @@
 from maxmeg.config.bert import Transform
 from maxmeg.config.model import ModelConfig
 from maxmeg.layers.cross import CrossSpec
+from maxmeg.layers.mixer import MixerSpec
 from maxmeg.models.mixers import mtp_unit, pattern
 
 _TRAINING = 3  # forward, gradients of inputs, gradients of weights
@@ -40,12 +41,24 @@ def training_flops(
     return float(_MULTIPLY_ADD * batch_size * (times * products + _TRAINING * scores))
 
 
-def layer_flops(model: ModelConfig, sequence_length: int) -> tuple[float, float]:
+def layer_flops(
+    model: ModelConfig, sequence_length: int, source_length: int = 0
+) -> tuple[float, float]:
     """Forward FLOPs of the average layer for one sequence: products with weights, and attention
     scores."""
-    sums = products_and_scores(model, sequence_length)
+    sums = products_and_scores(model, sequence_length, source_length)
     products, scores = (_MULTIPLY_ADD * total / model.num_layers for total in sums)
     return products, scores
+
+
+def mixer_products(mixer: MixerSpec, length: int, source_length: int = 0) -> tuple[float, float]:
+    """Multiplications of a mixer with its weights for `length` tokens, and of its scores, without
+    a causal mask. source_length: of the source that cross attention reads."""
+    weights, scores = float(length * mixer.weights()), float(mixer.scores(length))
+    if isinstance(mixer, CrossSpec):
+        weights += (source_length - length) * mixer.memory_weights()
+        scores *= source_length / max(length, 1)
+    return weights, scores
 
 
 def products_and_scores(
@@ -59,10 +72,7 @@ def products_and_scores(
             is_source = sublayer.side == "source"
             tokens = source_length if is_source else length
             for mixer in sublayer.mixers:
-                scores, weights = mixer.scores(tokens), tokens * mixer.weights()
-                if isinstance(mixer, CrossSpec):
-                    weights += (source_length - length) * mixer.memory_weights()
-                    scores = scores * source_length / max(length, 1)
+                weights, scores = mixer_products(mixer, tokens, source_length)
                 is_causal = model.attention.causal and not (is_source or mixer.reads_memory)
                 is_causal = is_causal if causal is None else causal
                 products += repeats * weights

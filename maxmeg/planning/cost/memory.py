@@ -25,7 +25,7 @@ def fused_attention(work: Workload) -> bool:
 def keeps_attention(work: Workload) -> bool:
     """Whether backward reads attention's results from memory: the recompute policy keeps them, and
     attention is one kernel, or XLA's weights fit one block of queries."""
-    short = work.config.data.sequence_length <= QUERY_BLOCK
+    short = work.length <= QUERY_BLOCK
     names = {"attention_output", "attention_weights", "attention_lse"}
     return names <= work.kept and (fused_attention(work) or short)
 
@@ -39,19 +39,22 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     Norms, activation functions, rotations and gathered sequences are recomputed.
     minimal: the same, and for fused attention its output and log-sum-exp, (e T H K + 4 T H) / t
     with H heads of value size K; for XLA and L <= 512 output, weights: (e T H K + 4 B H L^2) / t.
-    Experts add `experts.kept`. Only minimal stores the up-projections of latents.
+    Experts add `experts.kept`. Only minimal stores the up-projections of latents. Of an
+    encoder-decoder T, L and D are of the unit's side, but the unit's input is of both
+    (`Workload.carried_bytes`), and cross attention's scores are with the source's keys.
     """
-    tensor = work.axes["tensor"]
+    work, tensor = work.of(unit), work.axes["tensor"]
     if not work.kept:
-        return work.hidden_bytes
+        return work.carried_bytes
     columns, replicated = unit.kept_columns(work.kept)
     kept = work.itemsize * work.tokens * (columns // tensor + replicated)
     streams = 1 if "mixer_output" in work.unkept else unit.streams
-    kept += streams * work.hidden_bytes + experts.kept(work, unit) + context.kept(work, unit)
+    kept += (streams - 1) * work.hidden_bytes + work.carried_bytes
+    kept += experts.kept(work, unit) + context.kept(work, unit)
     if keeps_attention(work) and not context.in_rounds(work, unit):
-        saved = 1 if fused_attention(work) else work.config.data.sequence_length
+        saved = unit.heads if fused_attention(work) else unit.score_columns(work.length)
         outputs = work.itemsize * (unit.head_outputs // tensor)
-        kept += work.tokens * (outputs + FLOAT32 * saved * (unit.heads // tensor))
+        kept += work.tokens * (outputs + FLOAT32 * (saved // tensor))
     return kept
 
 
@@ -66,7 +69,7 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     arrays: the MLP's columns and the outputs of all sublayers but the last, e T (width) / t each,
     and the gathered inputs, e T D each (t = 1: none).
     """
-    tensor = work.axes["tensor"]
+    work, tensor = work.of(unit), work.axes["tensor"]
     widths = unit.projected + unit.last_inputs
     own = sum(spec.own_norms for spec in unit.specs)
     hidden = unit.sublayers - (unit.specs[-1].place.startswith("post"))
@@ -104,7 +107,7 @@ def activations(work: Workload) -> int:
     if not work.pipelined:
         layers = zip(work.units, work.places, strict=True)
         return sum(unit_activations(work, unit) * places for unit, places in layers)
-    return sum(rings(work)) + work.lanes.outputs * work.hidden_bytes
+    return sum(rings(work)) + work.lanes.outputs * work.carried_bytes
 
 
 def rings(work: Workload) -> list[int]:
@@ -326,7 +329,7 @@ def absent(work: Workload) -> tuple[int, int]:
     every, late = (sum(_gradient_bytes(work, s) for s in shards) for shards in (trained, outside))
     every -= sum(_gradient_bytes(work, s) for s in begun)
     late = every if split_once(work) else late
-    tied = work.config.model.tied
+    tied = work.config.model.tied and work.has_output
     if work.pipelined:
         sums = summed_alone(work) and not multiplied_last(work)
         head = FLOAT32 * work.vocabulary * work.config.model.hidden_size * sums
@@ -441,7 +444,7 @@ def in_weight_lane(work: Workload) -> int:
     for group, unit in enumerate(work.units):
         later = [s for s in layers if (s.parameter.group or 0) > group]
         attended = unit.projected if work.kept else 0
-        read = work.itemsize * work.tokens * attended // work.axes["tensor"]
+        read = work.itemsize * work.of(unit).tokens * attended // work.axes["tensor"]
         unread = sum(sizes[:group]) + work.lanes.slots * work.places[group] * read
         absent_now = unread + sum(_gradient_bytes(work, s) for s in later)
         largest = max(largest, total + weight_lane(work, group) - absent_now)

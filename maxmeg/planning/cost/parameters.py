@@ -37,7 +37,8 @@ def _bert(model: ModelConfig) -> int:
     D, bert = model.hidden_size, model.bert
     transform = bert.transform is not Transform.none
     norms = (model.norm_place is not NormPlace.post_residual) + bert.embedding_norm + transform
-    total = norms * _norm(model, D) + (transform + bert.pooler) * _linear(D, D, True)
+    total = norms * _norm(model, D) + bert.pooler * _linear(D, D, True)
+    total += transform * _linear(D, D, bert.transform_bias)
     head = model.head
     total += _linear(D, head.num_classes, head.bias) if head.num_classes else 0
     return total + bert.pair_head * _linear(D, 2, True) + bert.output_bias * model.vocab_size
@@ -49,7 +50,8 @@ def _layer(model: ModelConfig, layer: tuple[tuple[str, ...], ...]) -> int:
     for mixers in layer:
         before = len(mixers) if model.parallel_norms else 1
         norms = {NormPlace.pre: before, NormPlace.sandwich: before + 1}
-        total += norms.get(model.norm_place, 1) * _norm(model, model.hidden_size)
+        norms = 0 if "raw_attention" in mixers else norms.get(model.norm_place, 1)
+        total += norms * _norm(model, model.hidden_size)
         total += sum(MIXERS[name](model) for name in mixers)
     return total
 
@@ -139,12 +141,13 @@ def _linear(inputs: int, outputs: int, bias: bool = False) -> int:
 
 
 def _norm(model: ModelConfig, width: int) -> int:
-    return width * (2 if model.norm is Norm.layernorm else 1)
+    return width * (1 + (model.norm is Norm.layernorm and model.norm_bias))
 
 
 MIXERS = {
     "attention": _attention,
     "local": _attention,
+    "raw_attention": _attention,
     "mla": _mla,
     "local_mla": _mla,
     "conv": _conv,

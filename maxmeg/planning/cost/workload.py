@@ -14,15 +14,13 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.model import DType, ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names
 from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
-from maxmeg.layers.mixer import Widths
-from maxmeg.layers.residual import ResidualSpec
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
@@ -39,6 +37,7 @@ from maxmeg.parallel.rules import (
     zero1_cut,
 )
 from maxmeg.pipeline.layout import arrange
+from maxmeg.planning.cost.unit import Unit
 
 NORMS = {"norm", "norms", "post_norm", "final_norm", "query_norm", "kv_norm"}  # modules
 MIXERS = {"mla": "attention"}
@@ -101,110 +100,6 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unit:
-    """The repeated unit of a group of the stack, and sizes of its mixers' arrays (`Widths`).
-
-    layers: number of model layers in the unit. tensor: number of devices that share its heads.
-    """
-
-    repeats: int
-    layers: int
-    specs: tuple[ResidualSpec, ...]
-    tensor: int
-
-    @functools.cached_property
-    def sublayer_widths(self) -> tuple[tuple[Widths, ...], ...]:
-        """Of the mixers of each sublayer."""
-        return tuple(tuple(m.widths(self.tensor) for m in one.mixers) for one in self.specs)
-
-    @functools.cached_property
-    def widths(self) -> tuple[Widths, ...]:
-        return tuple(one for widths in self.sublayer_widths for one in widths)
-
-    @functools.cached_property
-    def weights(self) -> int:
-        """Number of weights that a token is multiplied with, as `unit_costs`."""
-        return sum(mixer.weights() for one in self.specs for mixer in one.mixers)
-
-    def multiply_adds(self, length: int) -> int:
-        """Of its matrix products in forward, for one sequence."""
-        mixers = [mixer for one in self.specs for mixer in one.mixers]
-        return sum(length * mixer.weights() + mixer.scores(length) for mixer in mixers)
-
-    @property
-    def sublayers(self) -> int:
-        return len(self.specs)
-
-    @property
-    def streams(self) -> int:
-        """Number of residual streams that backward reads: the input, and the output of each
-        sublayer; not that of the last one unless a norm follows it."""
-        return self.sublayers + (self.specs[-1].place != "pre")
-
-    @functools.cached_property
-    def columns(self) -> int:
-        """Width of the column-parallel outputs, without experts; a device has 1 / tensor of it."""
-        return sum(sum(one.stored.values()) for one in self.widths)
-
-    def kept_columns(self, names: frozenset[str]) -> tuple[int, int]:
-        """Widths of the outputs with these names: those cut over tensor, and replicated ones."""
-        cut = [width for one in self.widths for name, width in one.stored.items() if name in names]
-        whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
-        return sum(cut), sum(whole)
-
-    @functools.cached_property
-    def projected(self) -> int:
-        """Width of queries, keys and values."""
-        return sum(one.queries_keys_values for one in self.widths)
-
-    @functools.cached_property
-    def last_inputs(self) -> int:
-        """Width of the inputs of the last product of MLPs and shared experts."""
-        return sum(one.last_input for one in self.widths)
-
-    @functools.cached_property
-    def gathered(self) -> tuple[int, ...]:
-        """Width of each sequence that is gathered over tensor: by the mixers themselves, and the
-        inputs of sublayers."""
-        streams = [
-            spec.mixers[0].hidden_size
-            for spec in self.specs
-            if any(mixer.input_span == "whole" for mixer in spec.mixers)
-        ]
-        return tuple([width for one in self.widths for width in one.gathered] + streams)
-
-    @functools.cached_property
-    def rings(self) -> tuple[int, ...]:
-        """Number of mixers of each sublayer that multiply beside transfers over tensor."""
-        return tuple(sum(mixer.overlap for mixer in one.mixers) for one in self.specs)
-
-    @functools.cached_property
-    def heads(self) -> int:
-        """Number of attention heads of all its layers."""
-        return sum(one.heads for one in self.widths)
-
-    @functools.cached_property
-    def head_outputs(self) -> int:
-        """Width of the outputs of attention heads."""
-        return sum(one.head_outputs for one in self.widths)
-
-    @functools.cached_property
-    def sparse(self) -> int:
-        """Number of sublayers with experts."""
-        return sum(one.expert_columns > 0 for one in self.widths)
-
-    @functools.cached_property
-    def expert_columns(self) -> int:
-        """Width of one expert's column-parallel outputs, summed over the sublayers."""
-        return sum(one.expert_columns for one in self.widths)
-
-    @functools.cached_property
-    def expert_inputs(self) -> int:
-        """Width of the input of one expert's last product, summed over the sublayers."""
-        return sum(one.expert_input for one in self.widths)
-
-
-@dataclasses.dataclass(frozen=True)
 class Lanes:
     """A schedule's ring buffer sizes (slots, outputs, deferred), and active ticks of each lane."""
 
@@ -220,7 +115,8 @@ class Lanes:
 class Workload:
     """A config on its devices. samples: samples of a microbatch on a device. places: number of
     units of each group that a chunk has memory for. held: number that the busiest chunk runs.
-    device: the GPU, which decides the kernels."""
+    device: the GPU, which decides the kernels. length: tokens of a sequence; of an encoder-decoder
+    those of the target, or of the side that a unit is of (`of`)."""
 
     config: Config
     axes: dict[str, int]
@@ -232,6 +128,13 @@ class Workload:
     shards: tuple[Shard, ...]
     lanes: Lanes
     device: Device
+    length: int
+
+    def of(self, unit: Unit) -> "Workload":
+        """The same work with the tokens that a unit has."""
+        data = self.config.data
+        length = data.source_tokens if unit.reads_source else data.sequence_length
+        return self if length == self.length else dataclasses.replace(self, length=length)
 
     @property
     def layers_of_chunk(self) -> int:
@@ -241,7 +144,12 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Of a microbatch on a device; with their share of each sequence under context."""
-        return self.samples * self.config.data.sequence_length // self.axes["context"]
+        return self.samples * self.length // self.axes["context"]
+
+    @property
+    def source_tokens(self) -> int:
+        """Tokens of an encoder-decoder's source; 0 without one."""
+        return self.samples * self.config.data.source_tokens // self.axes["context"]
 
     @property
     def fsdp(self) -> int:
@@ -273,8 +181,19 @@ class Workload:
         return self.pipelined or self.microbatches > 1
 
     @property
+    def has_output(self) -> bool:
+        """Whether the loss reads an output weight of the vocabulary; a classifier's does not."""
+        return not self.config.model.head.num_classes
+
+    @property
     def vocabulary(self) -> int:
-        """Rows of the output weight on a device."""
+        """Rows of the output weight on a device; of a classifier, which is not sharded, its
+        classes."""
+        return self.embedded if self.has_output else self.config.model.head.num_classes
+
+    @property
+    def embedded(self) -> int:
+        """Rows of the embedding on a device."""
         tensor, pipe = self.axes["tensor"], self.axes["pipe"]
         return self.config.model.padded_vocab_size(tensor, pipe) // (tensor * pipe)
 
@@ -283,6 +202,19 @@ class Workload:
         """Bytes of one microbatch's residual stream on a device: e T D / t."""
         width = self.config.model.hidden_size
         return self.itemsize * self.tokens * width // self.axes["tensor"]
+
+    @property
+    def carried_bytes(self) -> int:
+        """`hidden_bytes` between units: of an encoder-decoder those of both sides, with the rows of
+        its tables of relative biases."""
+        if not (source := self.source_tokens):
+            return self.hidden_bytes
+        model, tensor = self.config.model, self.axes["tensor"]
+        target = self.samples * self.config.data.sequence_length // self.axes["context"]
+        width, relative = model.hidden_size, model.position is Position.relative
+        numbers = 2 * relative * model.relative.buckets * model.attention.num_heads // tensor
+        rows = self.samples * -(-numbers // width)
+        return self.itemsize * width * ((source + target) // tensor + rows)
 
     @property
     def unkept(self) -> frozenset[str]:
@@ -334,11 +266,12 @@ def kind_of(path: tuple[str, ...]) -> str:
 
 
 @functools.lru_cache(maxsize=64)
-def _units(key: frozenset, tensor: int, how: frozenset) -> tuple[Unit, ...]:
-    """The repeated unit of each group of the stack. how: fields of ParallelConfig."""
+def _units(key: frozenset, tensor: int, how: frozenset, ratio: float) -> tuple[Unit, ...]:
+    """The repeated unit of each group of the stack. how: fields of ParallelConfig. ratio: as in
+    `Unit`."""
     model, parallel = with_fields(ModelConfig(), dict(key)), ParallelConfig(**dict(how))
     return tuple(
-        Unit(repeats, len(layers), specs, tensor)
+        Unit(repeats, len(layers), specs, tensor, ratio)
         for (layers, _), (specs, repeats) in zip(
             model.groups, pattern(model, parallel), strict=True
         )
@@ -380,11 +313,6 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
             f"parallel.expert_tensor={config.parallel.expert_tensor} between 1 and tensor="
             f"{config.parallel.tensor} is not planned yet: plan with 1, or with 0 for tensor"
         )
-    if config.model.has_source:
-        raise ValueError(
-            f"model.layers={config.model.layers!r}: encoder-decoders are not planned yet; plan a "
-            "model of as many layers without cross attention"
-        )
     if config.model.mtp.num_layers:
         raise ValueError(
             f"model.mtp.num_layers={config.model.mtp.num_layers}: MTP layers are not planned yet; "
@@ -396,12 +324,13 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
     microbatches = config.train.global_batch_size // (samples * shards)
     parallel, key = config.parallel, architecture_key(model)
     how = frozenset((name, getattr(parallel, name)) for name in HOW)
-    blocks = _units(key, parallel.tensor, how)
+    target, source = config.data.sequence_length, config.data.source_tokens
+    blocks = _units(key, parallel.tensor, how, source / target)
     counts = units_of_chunks(model, parallel, tuple(unit.weights for unit in blocks))
     chunks = _units_of_groups(tuple(unit.repeats for unit in blocks), parallel.pipe, counts)
     places = tuple(max(numbers) for numbers in zip(*chunks, strict=True))
     stored = tuple(number * parallel.chunks for number in places)
-    sizes = [unit.multiply_adds(config.data.sequence_length) for unit in blocks]
+    sizes = [unit.multiply_adds(source if unit.reads_source else target) for unit in blocks]
 
     def load(held: tuple[int, ...]) -> int:
         return sum(number * size for number, size in zip(held, sizes, strict=True))
@@ -422,6 +351,7 @@ def workload(config: Config, num_devices: int, device: Device | None = None) -> 
         _shards(every, mesh_shape(axes, parallel.fold), stored, vocabulary, parallel.zero1, over),
         lanes(parallel.schedule, microbatches, parallel.pipe, parallel.chunks),
         device or gpu_here(),
+        target,
     )
 
 

@@ -1,0 +1,141 @@
+"""The repeated unit of a group of the stack, with the sizes of its arrays. Nothing is compiled."""
+
+import dataclasses
+import functools
+
+from maxmeg.layers.cross import CrossSpec
+from maxmeg.layers.mixer import MixerSpec, Widths
+from maxmeg.layers.residual import ResidualSpec
+from maxmeg.planning.cost.flops import mixer_products
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The repeated unit of a group of the stack, and sizes of its mixers' arrays (`Widths`).
+
+    layers: number of model layers in the unit. tensor: number of devices that share its heads.
+    ratio: number of tokens of an encoder-decoder's source for each of the target.
+    """
+
+    repeats: int
+    layers: int
+    specs: tuple[ResidualSpec, ...]
+    tensor: int
+    ratio: float = 0.0
+
+    @property
+    def reads_source(self) -> bool:
+        """Whether its tokens are those of an encoder-decoder's source."""
+        return all(spec.side == "source" for spec in self.specs)
+
+    @functools.cached_property
+    def sublayer_widths(self) -> tuple[tuple[Widths, ...], ...]:
+        """Of the mixers of each sublayer."""
+        return tuple(tuple(map(self._widths, one.mixers)) for one in self.specs)
+
+    def _widths(self, mixer: MixerSpec) -> Widths:
+        """For each token of the target, also where the source's are projected."""
+        widths = mixer.widths(self.tensor)
+        if not mixer.reads_memory:
+            return widths
+        stored = {
+            name: int(self.ratio * width) if name in ("key", "value") else width
+            for name, width in widths.stored.items()
+        }
+        return dataclasses.replace(widths, stored=stored, queries_keys_values=sum(stored.values()))
+
+    @functools.cached_property
+    def widths(self) -> tuple[Widths, ...]:
+        return tuple(one for widths in self.sublayer_widths for one in widths)
+
+    @functools.cached_property
+    def weights(self) -> int:
+        """Number of weights that a token is multiplied with, as `unit_costs`."""
+        return sum(mixer.weights() for one in self.specs for mixer in one.mixers)
+
+    def multiply_adds(self, length: int) -> int:
+        """Of its matrix products in forward, for one sequence of its tokens."""
+        mixers = [mixer for one in self.specs for mixer in one.mixers]
+        source = int(length * self.ratio)
+        return int(sum(sum(mixer_products(mixer, length, source)) for mixer in mixers))
+
+    @property
+    def sublayers(self) -> int:
+        return len(self.specs)
+
+    @property
+    def streams(self) -> int:
+        """Number of residual streams that backward reads: the input, and the output of each
+        sublayer; not that of the last one unless a norm follows it."""
+        return self.sublayers + (self.specs[-1].place != "pre")
+
+    @functools.cached_property
+    def columns(self) -> int:
+        """Width of the column-parallel outputs, without experts; a device has 1 / tensor of it."""
+        return sum(sum(one.stored.values()) for one in self.widths)
+
+    def kept_columns(self, names: frozenset[str]) -> tuple[int, int]:
+        """Widths of the outputs with these names: those cut over tensor, and replicated ones."""
+        cut = [width for one in self.widths for name, width in one.stored.items() if name in names]
+        whole = [w for one in self.widths for name, w in one.replicated.items() if name in names]
+        return sum(cut), sum(whole)
+
+    @functools.cached_property
+    def projected(self) -> int:
+        """Width of queries, keys and values."""
+        return sum(one.queries_keys_values for one in self.widths)
+
+    @functools.cached_property
+    def last_inputs(self) -> int:
+        """Width of the inputs of the last product of MLPs and shared experts."""
+        return sum(one.last_input for one in self.widths)
+
+    @functools.cached_property
+    def gathered(self) -> tuple[int, ...]:
+        """Width of each sequence that is gathered over tensor: by the mixers themselves, and the
+        inputs of sublayers."""
+        streams = [
+            spec.mixers[0].hidden_size
+            for spec in self.specs
+            if any(mixer.input_span == "whole" for mixer in spec.mixers)
+        ]
+        streams += [int(self.ratio * mixer.hidden_size) for mixer in self._readers()]
+        return tuple([width for one in self.widths for width in one.gathered] + streams)
+
+    @functools.cached_property
+    def rings(self) -> tuple[int, ...]:
+        """Number of mixers of each sublayer that multiply beside transfers over tensor."""
+        return tuple(sum(mixer.overlap for mixer in one.mixers) for one in self.specs)
+
+    @functools.cached_property
+    def heads(self) -> int:
+        """Number of attention heads of all its layers."""
+        return sum(one.heads for one in self.widths)
+
+    def score_columns(self, length: int) -> int:
+        """Number of scores of a token with all keys, of all heads."""
+        found = sum(one.heads for one in self.widths) * length
+        return found + sum(m.num_heads * int((self.ratio - 1) * length) for m in self._readers())
+
+    def _readers(self) -> list[CrossSpec]:
+        return [m for one in self.specs for m in one.mixers if isinstance(m, CrossSpec)]
+
+    @functools.cached_property
+    def head_outputs(self) -> int:
+        """Width of the outputs of attention heads."""
+        return sum(one.head_outputs for one in self.widths)
+
+    @functools.cached_property
+    def sparse(self) -> int:
+        """Number of sublayers with experts."""
+        return sum(one.expert_columns > 0 for one in self.widths)
+
+    @functools.cached_property
+    def expert_columns(self) -> int:
+        """Width of one expert's column-parallel outputs, summed over the sublayers."""
+        return sum(one.expert_columns for one in self.widths)
+
+    @functools.cached_property
+    def expert_inputs(self) -> int:
+        """Width of the input of one expert's last product, summed over the sublayers."""
+        return sum(one.expert_input for one in self.widths)
