@@ -88,7 +88,9 @@ def print_loss(trained: Trained, options: Options) -> None:
     batches = eval_batches(data, options.num_batches, size, rows, first if is_part else 0)
     samples = num_batches * size if options.num_batches else data.samples_per_epoch
     tokens = samples * data.sequence_length
-    read = f"{samples:,} examples" if config.data.objective.is_labelled else f"{tokens:,} tokens"
+    read = (
+        f"{tokens:,} tokens" if config.data.objective.predicts_tokens else f"{samples:,} examples"
+    )
     plan = f"{read} of the {options.split} split in {num_batches:,} batches"
     say(f"step {trained.step}: {plan}")
     batches = tracked(batches, "evaluating", num_batches)

@@ -410,7 +410,7 @@ def make_eval_step(
     def eval_step(model, batch, stop=None):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
         sums = spmd(local, mesh, (specs, batch_specs), P())(model, batch)
-        if byte_lengths is not None and not config.data.objective.is_labelled:
+        if byte_lengths is not None and config.data.objective.predicts_tokens:
             lengths = jnp.asarray(byte_lengths)[batch.targets]
             sums |= {"bytes": jnp.sum(lengths * batch.loss_mask)}
         return sums if stop is None else {**sums, "stop": jnp.sum(stop)}

@@ -25,6 +25,7 @@ STAND_IN = {
         "--config=gpt",
         "--optim.min_lr=0",
     ],
+    "--config=retrieval:.*": ["--config=retrieval"],
     "--config=classify:.*": [
         *("--config=gpt", "--data.objective=classify", "--data.scored=last"),
         *("--model.tied=true", "--log.sample_prompt="),

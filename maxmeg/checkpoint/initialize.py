@@ -188,7 +188,7 @@ def check_initial(config: Config, manifest: Manifest, tokenizer: str | None) -> 
             f"lora.rank={lora.rank} would freeze experts that are copies of an MLP "
             "(checkpoint.init_from is dense): train all weights first (lora.rank=0)"
         )
-    if lora.rank and (saved.head.num_classes or config.model.bert.pooler > saved.bert.pooler):
+    if lora.rank and (saved.head.width or config.model.bert.pooler > saved.bert.pooler):
         raise ValueError(
             f"lora.rank={lora.rank} trains a new classifier beside a frozen model, which must have "
             "the pooler that model.bert.pooler=true asks for, and no classifier of its own: set "

@@ -27,6 +27,7 @@ COMMANDS = {
     "evaluate": Command("maxmeg.evaluate:main", "loss or benchmark tasks", options.Evaluate),
     "generate": Command("maxmeg.generate:main", "continue prompts or chats", options.Generate),
     "chat": Command("maxmeg.chat:main", "talk with a model in the terminal", options.Chat),
+    "retrieve": Command("maxmeg.retrieve:main", "search by a biencoder", options.Retrieve),
     "serve": Command("maxmeg.serve:main", "OpenAI's API over HTTP", options.Serve),
     "replay": Command("maxmeg.serve:replay", "a server's log once more", options.Replay),
     "preprocess": Command(

@@ -6,6 +6,8 @@ import enum
 from maxmeg.config.labelled import GLUE, Format, Scored
 from maxmeg.config.setting import setting
 
+HAS_TEXT = "has_text_"  # + number of a text: arrays [B] of a batch, 1 for rows that have it
+
 
 class DataOrder(enum.Enum):
     megatron = "megatron"
@@ -21,16 +23,29 @@ class Objective(enum.Enum):
     choose = "choose"
     span_corruption = "span_corruption"
     seq2seq = "seq2seq"
+    ict = "ict"
+    retrieve = "retrieve"
 
     @property
     def is_labelled(self) -> bool:
         """Whether its models have a classifier in place of output weights (model.head)."""
         return self in (Objective.classify, Objective.tag, Objective.choose)
 
+    @property
+    def predicts_tokens(self) -> bool:
+        """Whether its loss is that of tokens of a vocabulary."""
+        return not (self.is_labelled or self.is_retrieval)
+
     def takes(self, causal: bool) -> bool:
         """Whether it trains causal models, in which a token attends to itself and earlier tokens
         only, or bidirectional ones."""
-        return self.is_labelled or causal == (self is not Objective.masked)
+        is_bidirectional = self is Objective.masked or self.is_retrieval
+        return self.is_labelled or causal == (not is_bidirectional)
+
+    @property
+    def is_retrieval(self) -> bool:
+        """Whether its models are biencoders (model.head.biencoder)."""
+        return self in (Objective.ict, Objective.retrieve)
 
     @property
     def has_source(self) -> bool:
@@ -112,7 +127,10 @@ class DataConfig:
         "lacks (T5) | seq2seq: predict the texts of data.paths=SOURCE,TARGET from those in the "
         "same places of the other (maxmeg preprocess --aligned) | classify: the class of a text or "
         "a pair of texts | tag: the class of each word | choose: the right one of several texts; "
-        "these read data.format",
+        "these read data.format | ict: find the block of sentences that a sentence is from "
+        "(inverse cloze task), in a file as for masked | retrieve: find the text that answers a "
+        "query, in .jsonl files (a row: {query, text, negatives: [text, ...]}; a text: a string or "
+        "{title, text}); both are for biencoders, with model.attention.causal=false",
         "--sft",
     )
     sentence_pairs: bool = setting(
@@ -133,8 +151,8 @@ class DataConfig:
         (),
         "names of columns or JSON fields: of the text or the two texts, then of the label; empty: "
         "text, text_pair if there is one, label; for choose: context, question, choices, label; "
-        "for tag: tokens, labels",
-        needs="objective=classify|tag|choose",
+        "for tag: tokens, labels; for retrieve: query, text, negatives",
+        needs="objective=classify|tag|choose|retrieve",
     )
     labels: tuple[str, ...] = setting(
         (),
@@ -147,6 +165,33 @@ class DataConfig:
         "models need it)",
         needs="objective=classify|choose",
     )
+    query_length: int = setting(
+        64,
+        "most tokens of a query, of the sequence_length that it shares with its texts",
+        at_least=3,
+        needs="objective=ict|retrieve",
+    )
+    titles: str = setting(
+        "",
+        "prefix of a .bin/.idx file with a title for each document, put before its blocks",
+        "--titles-data-path",
+        needs="objective=ict",
+    )
+    query_in_block: float = setting(
+        0.1,
+        "fraction of samples whose block keeps the sentence that is the query, in [0, 1]",
+        "--query-in-block-prob",
+        at_least=0,
+        at_most=1,
+        needs="objective=ict",
+    )
+    negatives: int = setting(
+        0,
+        "hard negatives of each query, drawn anew in each epoch from those of its row",
+        "--train-hard-neg",
+        at_least=0,
+        needs="objective=retrieve",
+    )
     chat_template: str = setting(
         "",
         "Jinja file for sft; empty: the tokenizer's",
@@ -157,7 +202,8 @@ class DataConfig:
         TooLong.drop,
         "chats of more than sequence_length + 1 tokens, pairs with a text that is too long "
         "(seq2seq), and labelled texts of more than sequence_length (of a pair the longer is cut): "
-        "drop (labelled texts for training only) | truncate; their number is reported",
+        "drop (labelled texts for training only) | truncate; their number is reported. ict and "
+        "retrieve always truncate",
         needs="objective=sft|seq2seq|classify|tag|choose",
     )
     packing: Packing = setting(
@@ -256,9 +302,10 @@ class DataConfig:
     @property
     def has_segments(self) -> bool:
         """Whether batches have segment_ids: attention stays within documents, or skips padding."""
-        if self.objective is Objective.masked or self.objective.has_source:
+        objective = self.objective
+        if objective is Objective.masked or objective.has_source or objective.is_labelled:
             return True
-        if self.objective.is_labelled:
+        if objective.is_retrieval:
             return True
         return self.reset_attention_mask or self.packing is not Packing.none
 
@@ -273,6 +320,17 @@ class DataConfig:
         """Number of classes that the objective's models predict; 0: they predict tokens."""
         scores = int(self.objective is Objective.choose)
         return len(self.class_names) if self.objective.is_labelled and not scores else scores
+
+    @property
+    def text_tokens(self) -> int:
+        """Most tokens of each text that a query is compared with, beside the query in a row."""
+        return (self.sequence_length - self.query_length) // (1 + self.negatives)
+
+    @property
+    def longest_text(self) -> int:
+        """Number of positions that a sample needs."""
+        longest = max(self.query_length, self.text_tokens)
+        return longest if self.objective.is_retrieval else self.sequence_length
 
     @property
     def source_tokens(self) -> int:

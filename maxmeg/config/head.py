@@ -1,17 +1,24 @@
-"""Settings of the classifier that a model has in place of its output weights."""
+"""Settings of what a model has in place of its output weights: a classifier, or text vectors."""
 
 import dataclasses
+import enum
 
 from maxmeg.config.setting import setting
 
-# Fields of ModelConfig that have no effect on a classifier, which has no output weights.
+# Fields of ModelConfig that have no effect on a classifier or a biencoder, without output weights.
 OUTPUT_FIELDS = ("bert.transform", "bert.output_bias", "bert.pair_head", "logit_scale")
 OUTPUT_FIELDS = (*OUTPUT_FIELDS, "logit_softcap", "mtp.num_layers")
 
 
+class Biencoder(enum.Enum):
+    none = "none"
+    shared = "shared"
+
+
 @dataclasses.dataclass
 class HeadConfig:
-    """A linear layer from the hidden states, or from the pooler's output, to the classes."""
+    """A linear layer from the hidden states, or from the pooler's output, to the classes or to the
+    vector of a text."""
 
     num_classes: int = setting(
         0,
@@ -29,3 +36,27 @@ class HeadConfig:
         needs="num_classes",
         effect="none",
     )
+    biencoder: Biencoder = setting(
+        Biencoder.none,
+        "the model turns texts into vectors, whose inner products score them (data.objective=ict "
+        "or retrieve). shared: one encoder for queries and texts",
+        "--biencoder-shared-query-context-model",
+    )
+    projection: int = setting(
+        0,
+        "width of the vectors, by a linear layer from the hidden state of a text's first token, or "
+        "from the pooler's output; 0: that itself, as wide as the model",
+        "--biencoder-projection-dim",
+        at_least=0,
+        needs="biencoder=shared",
+    )
+
+    @property
+    def width(self) -> int:
+        """Outputs of the linear layer: classes, or the projection of text vectors; 0: no layer."""
+        return self.num_classes or self.projection
+
+    @property
+    def replaces_output(self) -> bool:
+        """Whether the model has no logits of tokens."""
+        return self.num_classes > 0 or self.biencoder is not Biencoder.none

@@ -15,8 +15,10 @@ ADAPTED = {path for path, _, field in walk(ModelConfig()) if field.metadata["eff
 def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
     """Return the changes, "rotary.factor 1.0 -> 8.0"; ValueError if training cannot adapt."""
     grown = []
-    if wanted.head.num_classes:  # a new head for the layers
+    if wanted.head.replaces_output:  # a new head for the layers
         if saved.head != wanted.head:
+            grown = ["vectors of texts"]
+        if wanted.head.num_classes and saved.head != wanted.head:
             grown = [f"a new classifier of {wanted.head.num_classes} classes"]
         names = ("tied", "bert.pooler", *OUTPUT_FIELDS)
         saved = with_fields(saved, {"head": wanted.head, **{n: get(wanted, n) for n in names}})

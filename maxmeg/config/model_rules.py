@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 
 from maxmeg.config.context import KINDS
-from maxmeg.config.head import OUTPUT_FIELDS
+from maxmeg.config.head import OUTPUT_FIELDS, Biencoder
 from maxmeg.config.layers import MIXERS, Layer
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotaryScaling, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
@@ -184,17 +184,30 @@ def bert_problems(model: ModelConfig) -> Iterator[str]:
         )
     if bert.pair_head and not bert.pooler:
         yield "model.bert.pair_head=true reads the pooler's output: set model.bert.pooler=true"
-    classes = model.head.num_classes
-    for path in OUTPUT_FIELDS if classes else ():
+    yield from output_problems(model)
+
+
+def output_problems(model: ModelConfig) -> Iterator[str]:
+    """Rules of models without logits of tokens."""
+    classes, biencoder = model.head.num_classes, model.head.biencoder
+    if not model.head.replaces_output:
+        return
+    if classes and biencoder is not Biencoder.none:
+        yield (
+            f"model.head.num_classes={classes} with biencoder={biencoder.name}: a model has "
+            "classes or text vectors: leave one out"
+        )
+    name = f"num_classes={classes}" if classes else f"biencoder={biencoder.name}"
+    for path in OUTPUT_FIELDS:
         if (value := get(model, path)) != get(ModelConfig(), path):
             yield (
-                f"{shown(f'model.{path}', value)} has no effect with model.head.num_classes="
-                f"{classes}, whose classifier replaces the output weights: leave it out"
+                f"{shown(f'model.{path}', value)} has no effect with model.head.{name}, which "
+                "replaces the output weights: leave it out"
             )
-    if classes and not model.tied:
+    if not model.tied:
         yield (
-            f"model.tied=false has output weights that model.head.num_classes={classes} does not "
-            "use: set model.tied=true"
+            f"model.tied=false has output weights that model.head.{name} does not use: set "
+            "model.tied=true"
         )
 
 

@@ -62,6 +62,30 @@ class Evaluate(ModelOptions):
 
 
 @dataclasses.dataclass
+class Retrieve(ModelOptions):
+    """Model, corpus and queries of a search."""
+
+    corpus: str = setting(
+        "", ".jsonl file of texts, or prefix of a .bin/.idx file of sentences; needed"
+    )
+    index: str = setting("", "folder of the corpus' vectors; empty: RUN_DIR/index")
+    data: int = setting(1, "number of replicas of the model that embed", at_least=0)
+    pooling: str = setting(
+        "", "mean | first | pooler: the vectors of a model that is no biencoder; empty: its own"
+    )
+    query: Sequence[str] = setting((), "text to find; may be given several times")
+    queries: str = setting(
+        "", "file of queries and the row or text that answers each, for recall; JSON lines"
+    )
+    count: int = setting(5, "number of texts to find for each query", at_least=1)
+    faiss: str = setting(
+        "",
+        "search by an index of faiss instead, such as Flat or IVF1024,PQ32; empty: exact, by JAX",
+    )
+    output: str = setting("", "file for what is found, one JSON object per line; empty: the screen")
+
+
+@dataclasses.dataclass
 class SamplingOptions(ModelOptions):
     """A model, and how tokens are sampled from it."""
 

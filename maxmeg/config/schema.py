@@ -230,6 +230,11 @@ class TrainConfig:
         "token_mean over the global batch, or megatron's mean of microbatch means",
         "--calculate-per-token-loss",
     )
+    score_scaling: bool = setting(
+        False,
+        "data.objective=ict or retrieve: divide scores by sqrt(model.hidden_size)",
+        "--retriever-score-scaling",
+    )
     z_loss: float = setting(0.0, "weight of mean(logsumexp^2)", at_least=0)
     label_smoothing: float = setting(
         0.0,

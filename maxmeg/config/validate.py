@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from maxmeg.config import source
+from maxmeg.config import retrieval, source
 from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
 from maxmeg.config.labelled import Scored
@@ -77,7 +77,7 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
     """Fill in what the corpus decides: the vocabulary and the longest sequence."""
     model = config.model
     model.vocab_size = model.vocab_size or tokenizer_vocab_size
-    longest = max(config.data.sequence_length, config.data.source_tokens)
+    longest = max(config.data.longest_text, config.data.source_tokens)
     longest += model.bert.position_offset
     model.max_position = model.max_position or longest
     model.head.num_classes = model.head.num_classes or config.data.num_classes
@@ -113,6 +113,7 @@ def setting_problems(config: Config, training: bool = True) -> Iterator[str]:
     yield from objective_problems(config.data)
     yield from bidirectional_problems(config)
     yield from labelled_problems(config)
+    yield from retrieval.problems(config)
     yield from source.objective_problems(config)
     yield from fim_problems(config.data)
     yield from optim_problems(config)
@@ -271,9 +272,10 @@ def data_problems(config: Config):
             f"data.sequence_length={data.sequence_length}: predict fewer further tokens"
         )
     room = model.max_position - model.bert.position_offset
-    if 0 < room < data.sequence_length:
+    if 0 < room < data.longest_text:
+        own = f" (texts of {data.longest_text} tokens)" * data.objective.is_retrieval
         yield (
-            f"data.sequence_length={data.sequence_length} is longer than the {room} tokens of "
+            f"data.sequence_length={data.sequence_length}{own} is longer than the {room} tokens of "
             f"model.max_position={model.max_position}: shorten the one or raise the other"
         )
     own = [n for n in ("train_paths", "validation_paths", "test_paths") if getattr(data, n)]
@@ -291,10 +293,12 @@ def data_problems(config: Config):
 
 def objective_problems(data: DataConfig):
     is_sft, name = data.objective is Objective.sft, data.objective.value
-    is_masked = data.objective in (Objective.masked, Objective.span_corruption)
+    sentences = (Objective.masked, Objective.span_corruption, Objective.ict)
+    is_masked = data.objective in sentences
     is_pairs = data.objective is Objective.seq2seq
     is_packed = data.packing is not Packing.none
-    is_whole = is_sft or is_masked or is_packed or is_pairs or data.objective.is_labelled
+    is_labelled = data.objective.is_labelled or data.objective is Objective.retrieve
+    is_whole = is_sft or is_masked or is_packed or is_pairs or is_labelled
     if is_sft and data.blend:
         yield "data.blend is for .bin/.idx files: name chats by data.paths with data.objective=sft"
     if is_sft and not (data.paths or data.train_paths):

@@ -17,6 +17,9 @@ from maxmeg.data.masked.sentences import SentenceOrder
 from maxmeg.data.masked.t5 import T5Dataset
 from maxmeg.data.prepare import standard_library as default_corpus
 from maxmeg.data.resuming import Record, kept_parts
+from maxmeg.data.retrieval.ict import IctDataset
+from maxmeg.data.retrieval.pairs import PairDataset, Pairs, read_pairs
+from maxmeg.data.retrieval.rows import TextEncoder, lengths_of
 from maxmeg.data.samples import fim, phases
 from maxmeg.data.samples import rows as whole_documents  # chats, labelled and packed documents
 from maxmeg.data.samples.aligned import AlignedDataset
@@ -353,6 +356,25 @@ def _open_masked(
 ) -> BertDataset | T5Dataset | None:
     """Samples of BERT or T5 from a split of a corpus of sentences; None where another split than
     training has no document."""
+    corpus = _open_sentences(config, names, part, tokenizer, order)
+    if corpus is None:
+        return None
+    vocabulary = Vocabulary.of(tokenizer)
+    if config.objective is Objective.span_corruption:
+        lengths = config.source_tokens, config.sequence_length
+        return T5Dataset(corpus, *part, lengths, vocabulary, order=order)
+    rest = {"order": order, "has_pairs": config.sentence_pairs}
+    return BertDataset(corpus, *part, config.sequence_length, vocabulary, **rest)
+
+
+def _open_sentences(
+    config: DataConfig,
+    names: list[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    order: SentenceOrder,
+) -> IndexedDataset | None:
+    """The one corpus of sentences; None where another split than training has no document."""
     if not names:
         return None
     if len(names) > 1:
@@ -362,14 +384,7 @@ def _open_masked(
         )
     corpus = remote.open_dataset(names[0], config, order.cache_dir, tokenizer.vocab_size)
     begin, end = split_range(*part, corpus.num_documents)
-    if begin == end and part[1]:
-        return None
-    vocabulary = Vocabulary.of(tokenizer)
-    if config.objective is Objective.span_corruption:
-        lengths = config.source_tokens, config.sequence_length
-        return T5Dataset(corpus, *part, lengths, vocabulary, order=order)
-    rest = {"order": order, "has_pairs": config.sentence_pairs}
-    return BertDataset(corpus, *part, config.sequence_length, vocabulary, **rest)
+    return None if begin == end and part[1] else corpus
 
 
 def _open_pairs(
@@ -398,7 +413,49 @@ def _open_pairs(
     return data
 
 
+def _open_ict(
+    config: DataConfig,
+    names: list[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    order: SentenceOrder,
+) -> IctDataset | None:
+    """Samples of the inverse cloze task; None where another split than training has no document."""
+    opened = _open_sentences(config, names, part, tokenizer, order)
+    if opened is None:
+        return None
+    titles = config.titles and remote.open_dataset(
+        config.titles, config, order.cache_dir, tokenizer.vocab_size
+    )
+    encoder, lengths = TextEncoder.of(tokenizer), lengths_of(config)
+    return IctDataset(opened, part, lengths, encoder, titles or None, config.query_in_block, order)
+
+
+def _open_retrieval(
+    config: DataConfig,
+    names: list[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    order: SentenceOrder,
+) -> PairDataset | None:
+    """Queries and their texts from a split of files; None where another split than training has
+    none."""
+    examples = [each for name in names for each in read_pairs(config, name, tokenizer, part)]
+    if not examples and part[1]:
+        return None
+    if not examples:
+        raise ValueError(
+            f"data.split={part[0]!r} leaves no query of {', '.join(names)} for training: give it "
+            "more weight"
+        )
+    lengths, size = lengths_of(config), tokenizer.vocab_size
+    pairs, shuffle = Pairs(examples), part[1] == 0
+    return PairDataset(pairs, lengths, config.negatives, size, order.seed, shuffle)
+
+
 SENTENCES = {
+    Objective.ict: _open_ict,
+    Objective.retrieve: _open_retrieval,
     Objective.masked: _open_masked,
     Objective.span_corruption: _open_masked,
     Objective.seq2seq: _open_pairs,

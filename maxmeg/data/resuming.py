@@ -14,6 +14,7 @@ import numpy as np
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.labelled.dataset import LabelledDataset
 from maxmeg.data.masked.sentences import SentenceDataset
+from maxmeg.data.retrieval.pairs import PairDataset
 from maxmeg.data.samples.aligned import AlignedDataset
 from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import GptDataset, identify
@@ -29,6 +30,9 @@ _NAMES = {
     "documents": "documents",
     "sequence_length": "data.sequence_length",
     "source_length": "data.source_length",
+    "text_length": "data.query_length",
+    "titles": "data.titles",
+    "negatives": "data.negatives",
     "seed": "seed",
     "packing": "data.packing",
     "num_samples": "train.num_steps, beyond whole epochs of sentences",
@@ -36,6 +40,7 @@ _NAMES = {
 
 Record = dict[str, Any]
 Recorded = GptDataset | PackedDataset | SentenceDataset | AlignedDataset | LabelledDataset
+Recorded |= PairDataset
 
 
 def record_order(dataset: object, consumed: int) -> list[Record]:

@@ -49,7 +49,7 @@ class TrainedModel:
             self._base = base_of_adapters(self.config, self._reader)
         saved = files.from_dict(self._base.metadata["config"]).model
         expected = with_fields(self.model, {"mtp.num_layers": saved.mtp.num_layers})
-        has_own_head = self.config.lora.rank and self.model.head.num_classes
+        has_own_head = self.config.lora.rank and self.model.head.width
         check_arrays(self._base, saved if has_own_head else expected)
 
     def read(self, place: Place) -> np.ndarray:

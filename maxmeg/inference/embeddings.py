@@ -1,4 +1,5 @@
-"""Embeddings of texts: a vector of length 1 for each, from the last hidden states of its tokens."""
+"""Embeddings of texts: a vector of length 1 for each, from the last hidden states of its tokens;
+of a biencoder the vector that it was trained to give, of any length."""
 
 import typing
 from collections.abc import Iterator, Sequence
@@ -7,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from maxmeg.config.head import Biencoder
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
 from maxmeg.inference.requests import check_alone, check_ids
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
+from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
 
-Pooling = typing.Literal["mean", "first", "pooler"]
+Pooling = typing.Literal["mean", "first", "pooler", "vector"]
 POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
+VECTOR: Pooling = "vector"  # a biencoder's, which has no other
 ROWS = (1, 8, 32)  # numbers of texts that are read together
 SHORTEST = 32  # tokens that a row has at least
 
@@ -44,7 +48,13 @@ class Embedder:
         self.lengths = [*row_lengths(self.room, few)]
         roles = trained.tokenizer.cls, trained.tokenizer.sep
         self.ends = tuple([] if role is None else [role] for role in roles)  # around a text
-        self.program = jitted(pooled, trained.config, trained.mesh, trained.model)
+        head, self.shards = self.model.head, batch_shards(trained.mesh)
+        self.is_biencoder = head.biencoder is not Biencoder.none
+        self.default: Pooling = VECTOR if self.is_biencoder else "mean"
+        self.width = head.width or self.model.hidden_size
+        function = vectors if self.is_biencoder else pooled
+        arguments = (trained.config, trained.mesh, trained.model, BATCH_AXES)
+        self.program = jitted(function, *arguments)
 
     def rows(self, texts: Sequence[str | Sequence[int]], truncate: bool = False) -> list[list[int]]:
         """Return the token ids of texts.
@@ -72,6 +82,13 @@ class Embedder:
         """ValueError for a pooling that is unknown, or that the model does not have."""
         if pooling not in POOLINGS:
             raise ValueError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}")
+        if (pooling == VECTOR) != self.is_biencoder:
+            able = VECTOR if self.is_biencoder else ", ".join(n for n in POOLINGS if n != VECTOR)
+            what = self.model.head.biencoder.name
+            raise ValueError(
+                f"pooling={pooling!r} is not for a model with model.head.biencoder={what}: "
+                f"choose {able}"
+            )
         if pooling == "pooler" and not self.model.bert.pooler:
             raise ValueError("pooling='pooler': the model has no pooler: choose mean or first")
 
@@ -79,7 +96,8 @@ class Embedder:
         """Yield rows that are run together, the longest first."""
         order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         while order:
-            count = next((size for size in ROWS if size >= len(order)), ROWS[-1])
+            sizes = [size * self.shards for size in ROWS]
+            count = next((size for size in sizes if size >= len(order)), sizes[-1])
             numbers, order = order[:count], order[count:]
             ids = [rows[number] for number in numbers]
             length = next(length for length in self.lengths if length >= len(ids[0]))
@@ -92,7 +110,8 @@ class Embedder:
         for row, ids in enumerate(rows.ids):
             ids_BL[row, : len(ids)] = ids
             segments_BL[row, : len(ids)] = 1
-        arrays = ids_BL, segments_BL, np.int32(POOLINGS.index(pooling))
+        poolings_B = np.full(rows.count, POOLINGS.index(pooling), np.int32)
+        arrays = ids_BL, segments_BL, poolings_B
         vectors_BD = self.program(self.trained.model, *map(jnp.asarray, arrays))
         return np.asarray(vectors_BD)[: len(rows.ids)]
 
@@ -100,21 +119,23 @@ class Embedder:
         """Compile all programs."""
         for length in self.lengths:
             for count in ROWS:
-                self.run(Rows([], [], count, length), "mean")
+                self.run(Rows([], [], count * self.shards, length), self.default)
 
     def __call__(
         self,
         texts: Sequence[str | Sequence[int]],
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         truncate: bool = False,
     ) -> Float[np.ndarray, "N D"]:
         """Return the float32 embeddings of texts.
 
-        pooling: the mean over the hidden states of a text's tokens, that of its first token, or the
-        pooler's output for it. ValueError as from `rows` and `check`.
+        pooling: the mean (None) over the hidden states of a text's tokens, that of its first token,
+        or the pooler's output for it; of a biencoder its vector (None). ValueError as from `rows`
+        and `check`.
         """
+        pooling = pooling or self.default
         self.check(pooling)
-        found = np.zeros((len(texts), self.model.hidden_size), np.float32)
+        found = np.zeros((len(texts), self.width), np.float32)
         for rows in self.batches(self.rows(texts, truncate)):
             found[rows.numbers] = self.run(rows, pooling)
         return found
@@ -131,12 +152,29 @@ def row_lengths(room: int, few: bool) -> Iterator[int]:
     yield room
 
 
-def pooled(
-    model: LM, ids_BL: Int[Array, "B L"], segments_BL: Int[Array, "B L"], pooling: Int[Array, ""]
-) -> Float[Array, "B D"]:
-    """Return embeddings; segment 0 is padding, pooling an index of POOLINGS."""
+def context(ids_BL: Int[Array, "B L"], segments_BL: Int[Array, "B L"]) -> Context:
     positions_BL = jnp.broadcast_to(jnp.arange(ids_BL.shape[1]), ids_BL.shape)
-    ctx = Context(positions_BL, segments_BL, sequence_sharded=False)
+    return Context(positions_BL, segments_BL, sequence_sharded=False)
+
+
+def vectors(
+    model: LM, ids_BL: Int[Array, "B L"], segments_BL: Int[Array, "B L"], _: Int[Array, " B"]
+) -> Float[Array, "B W"]:
+    """Return the vectors of a biencoder."""
+    ctx = context(ids_BL, segments_BL)
+    x_BLD = model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]
+    return model.outputs(x_BLD[:, :1], ctx)[:, 0].astype(jnp.float32)
+
+
+def pooled(
+    model: LM,
+    ids_BL: Int[Array, "B L"],
+    segments_BL: Int[Array, "B L"],
+    poolings_B: Int[Array, " B"],
+) -> Float[Array, "B D"]:
+    """Return embeddings; segment 0 is padding, poolings are indices of POOLINGS."""
+    pooling = poolings_B[0]
+    ctx = context(ids_BL, segments_BL)
     h_BLD = model.normed(model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0])
     first_B1D = h_BLD[:, :1]
     if model.bert is not None and model.bert.pooler is not None:

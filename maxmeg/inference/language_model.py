@@ -161,7 +161,7 @@ class LanguageModel:
     def embed(
         self,
         texts: Sequence[str | Sequence[int]],
-        pooling: Pooling = "mean",
+        pooling: Pooling | None = None,
         truncate: bool = False,
     ) -> Float[np.ndarray, "N D"]:
         """Return a vector of length 1 for each text, from the hidden states of its tokens: their

@@ -283,9 +283,12 @@ class Programs:
         return jnp.concatenate([sampled_BLX, drafts_BLK], axis=-1), cache
 
 
-def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callable:
-    """Return the jitted function(model, *arguments) for a model on `mesh`; every device has all of
-    the arguments and of the result. Weights are cast to the compute dtype."""
+def jitted(
+    function: Callable, config: Config, mesh: Mesh, model: LM, axes: tuple[str, ...] = ()
+) -> Callable:
+    """Return the jitted function(model, *arguments) for a model on `mesh`. Weights are cast to the
+    compute dtype. axes: the rows of all arguments and of the result are divided among the devices
+    along these; every device along the others has all of them."""
     grad_layout = reductions(model, mesh, config.parallel.zero1)
     specs = jax.tree.map(lambda array: array.sharding.spec, model)
     dtype = jnp.dtype(config.model.dtype.value)
@@ -293,7 +296,8 @@ def jitted(function: Callable, config: Config, mesh: Mesh, model: LM) -> Callabl
     def local(model, values):
         return function(compute_model(model, grad_layout, dtype), *values)
 
-    program = spmd(local, mesh, (specs, P()), P())
+    rows = P(axes) if axes else P()
+    program = spmd(local, mesh, (specs, rows), rows)
     return jax.jit(lambda model, *values: program(model, values))
 
 

@@ -1,4 +1,4 @@
-"""A classifier of texts or tokens, in place of a language model's output weights."""
+"""A classifier of texts or tokens, or a projection of text vectors, in place of output weights."""
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ AXES = ("embed", "norm")  # every device along tensor has all classes
 
 
 class Classifier(nnx.Module):
-    """A linear layer from hidden states to classes; it is trained beside LoRA adapters too."""
+    """A linear layer from hidden states to classes, or to the vectors of a biencoder; it is trained
+    beside LoRA adapters too."""
 
     def __init__(self, key: jax.Array, config: ModelConfig):
-        head, sizes = config.head, (config.hidden_size, config.head.num_classes)
+        head, sizes = config.head, (config.hidden_size, config.head.width)
         self.linear = Linear(key, sizes, AXES, config.init_std, head.bias)
         self.dropout = head.dropout
 

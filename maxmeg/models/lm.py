@@ -83,8 +83,8 @@ class LM(nnx.Module):
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
         self.bert = make_bert(fold(key, BERT), config, norm, padded)
         self.position_offset = config.bert.position_offset
-        has_classes = config.head.num_classes > 0
-        self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_classes else None
+        has_layer, self.has_tokens = config.head.width > 0, not config.head.replaces_output
+        self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_layer else None
         shape, std = (config.relative.buckets, config.attention.num_heads), config.init_std
         is_relative = config.position is Position.relative
         self.relative = RelativeTables(fold(key, RELATIVE), shape, std) if is_relative else None
@@ -124,16 +124,16 @@ class LM(nnx.Module):
 
     def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
         """The input of the output projection, from the stack's output, for the whole sequence; with
-        a classifier its logits [B, L, C]."""
+        a classifier its logits [B, L, C], with a biencoder the vector at each token [B, L, W]."""
         if ctx.source is not None:
             x_BLD = Streams.of(x_BLD, ctx).target
         h_BLD = self.normed(x_BLD)
-        if self.classifier is not None:
-            if self.bert is not None and self.bert.pooler is not None:
-                h_BLD = self.bert.pooled(h_BLD)
-            h_BLD = self.classifier(h_BLD, ctx)
-        elif self.bert is not None:
+        if self.bert is not None and self.has_tokens:
             h_BLD = self.bert.transformed(h_BLD)
+        elif self.bert is not None and self.bert.pooler is not None:
+            h_BLD = self.bert.pooled(h_BLD)
+        if self.classifier is not None:
+            h_BLD = self.classifier(h_BLD, ctx)
         return collectives.gather_sequence(h_BLD, ctx.sequence_sharded)
 
     def normed(self, x_BLD: Float[Array, "... D"]) -> Float[Array, "... D"]:

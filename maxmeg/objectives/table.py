@@ -2,6 +2,7 @@
 
 from maxmeg.config import data
 from maxmeg.objectives.classification import CHOICE, CLASSIFICATION
+from maxmeg.objectives.contrastive import CONTRASTIVE
 from maxmeg.objectives.language_modelling import LANGUAGE_MODELLING
 from maxmeg.objectives.masked import MASKED
 from maxmeg.objectives.objective import Objective
@@ -15,4 +16,6 @@ OBJECTIVES: dict[data.Objective, Objective] = {
     data.Objective.choose: CHOICE,
     data.Objective.span_corruption: Objective(),
     data.Objective.seq2seq: Objective(),
+    data.Objective.ict: CONTRASTIVE,
+    data.Objective.retrieve: CONTRASTIVE,
 }

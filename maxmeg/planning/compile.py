@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxmeg.config import files
-from maxmeg.config.data import Objective
+from maxmeg.config.data import HAS_TEXT, Objective
 from maxmeg.config.schema import Config
 from maxmeg.config.validate import axis_sizes, validate
 from maxmeg.optim.build import make_optimizer
@@ -144,6 +144,10 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
         swapped = NamedSharding(mesh, batch_spec(2))
         extra = {"is_swapped": jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=swapped)}
         extra |= {"token_types": ids}
+    if config.data.objective.is_retrieval:
+        flag = NamedSharding(mesh, batch_spec(2))
+        has_text = jax.ShapeDtypeStruct(shape[:2], jnp.int32, sharding=flag)
+        extra = {f"{HAS_TEXT}{number}": has_text for number in range(1 + config.data.negatives)}
     if source_length := config.data.source_tokens:
         source = jax.ShapeDtypeStruct((*shape[:2], source_length), jnp.int32, sharding=sharding)
         extra = {"encoder_tokens": source, "encoder_segment_ids": source}

@@ -105,7 +105,7 @@ class EncoderWorker:
         self, http: fastapi.Request, rows: Sequence[Sequence[int]], pooling: Pooling
     ) -> Float[np.ndarray, "N D"]:
         """Requests take turns after each batch. Ends when the client has gone."""
-        found = np.zeros((len(rows), self.embedder.model.hidden_size), np.float32)
+        found = np.zeros((len(rows), self.embedder.width), np.float32)
         for batch in self.embedder.batches(rows):
             if await http.is_disconnected():
                 raise ApiError(499, "the client has gone")
@@ -150,8 +150,8 @@ def make_encoder_app(
         served.check_name(body.model)
         texts, pooling, width = (
             several(body.input),
-            body.pooling or "mean",
-            served.model.hidden_size,
+            body.pooling or served.embedder.default,
+            served.embedder.width,
         )
         if not 0 < len(texts) <= MOST_TEXTS:
             raise ApiError(400, f"input has {len(texts)} texts: give 1 to {MOST_TEXTS}", "input")

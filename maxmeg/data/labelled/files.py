@@ -3,7 +3,7 @@
 import collections
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ MAX_DAMAGED = 0.01  # share of the lines of a table that may have another number
 MAX_ERRORS = 5  # bad rows that an error lists
 TEXTS, CHOICES = ("text", "text_pair", "label"), ("context", "question", "choices", "label")
 WORDS = ("tokens", "labels")
+PAIR = ("query", "text", "negatives")
 ABSENT = -1  # label of a word without a class
 
 
@@ -49,10 +50,11 @@ def read_examples(config: DataConfig, path: str) -> list[Example | Words]:
     classes and for damaged rows, whose lines it names.
     """
     kind = format_of(config, path)
-    parse = {
+    parse: Callable = {
         Objective.classify: classified,
         Objective.tag: tagged,
         Objective.choose: chosen,
+        Objective.retrieve: retrieved,
     }[config.objective]
     rows = {"table": table_rows, "race": race_rows, "conll": word_rows, "json": json_rows}[kind]
     examples, problems, left_out = [], [], 0
@@ -248,6 +250,32 @@ def chosen(config: DataConfig, place: str, row: Mapping[str, Any]) -> Example:
     whole = [f"{asked} {option}".strip() for option in options]
     texts = tuple((text, passage) for text in whole)
     return Example(place, texts, known[str(answer)])
+
+
+def retrieved(config: DataConfig, place: str, row: Mapping[str, Any]) -> Example:
+    """A query, its text and hard negatives, each as ("" or its title, text). A text is a string or
+    an object; of several texts that answer the query, as in DPR's files, the first is taken."""
+    query, text, negatives = config.columns or PAIR
+    asked = field(row, query, str)
+    answer = field(row, text, (str, dict, list))
+    others = field(row, negatives, list, [])
+    if isinstance(answer, list):
+        if not answer:
+            raise BadRow(f"{text} is empty")
+        answer = answer[0]
+    texts = [titled(answer, text), *(titled(other, negatives) for other in others)]
+    if not asked.strip():
+        raise BadRow(f"{query} is empty")
+    return Example(place, (("", asked), *texts), 0)
+
+
+def titled(value: Any, name: str) -> tuple[str, str]:
+    """(title or "", text) of a text, which is a string or an object of both."""
+    parts = value if isinstance(value, dict) else {"text": value}
+    title, text = field(parts, "title", str, ""), parts.get("text")
+    if not isinstance(text, str) or not text.strip():
+        raise BadRow(f"{name} must be texts, or objects of title and text, that are not empty")
+    return title, field(parts, "text", str)
 
 
 def field(row: Mapping[str, Any], name: str, kind: Any, default: Any = None) -> Any:

@@ -8,7 +8,12 @@ import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.masked.masking import Masking, Vocabulary, masked_spans
-from maxmeg.data.masked.sentences import ONE_EPOCH, SentenceDataset, SentenceOrder
+from maxmeg.data.masked.sentences import (
+    ONE_EPOCH,
+    SentenceDataset,
+    SentenceOrder,
+    sentence_samples,
+)
 from maxmeg.data.samples.sampling import Batch
 
 WORDS = Masking()  # Megatron-LM's settings for BERT
@@ -36,7 +41,8 @@ class BertDataset(SentenceDataset):
         has_pairs: bool = True,
     ) -> None:
         self._cls, self._sep, self._mask = vocabulary.need("cls", "sep", "mask")
-        samples = (sequence_length - 3, 2 if has_pairs else 1, masking.short_probability)
+        fewest = 2 if has_pairs else 1
+        samples = sentence_samples(sequence_length - 3, fewest, masking.short_probability)
         super().__init__(corpus, split, split_index, samples, order)
         self.sequence_length, self.vocab_size = sequence_length, vocabulary.size
         self._vocabulary, self._masking, self._has_pairs = vocabulary, masking, has_pairs

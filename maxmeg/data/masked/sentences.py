@@ -8,8 +8,8 @@ computed once per node and memory-mapped.
 
 import bisect
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -219,10 +219,28 @@ class SentenceSamples:
         )
 
 
-class SentenceDataset(RebuiltInWorkers):
-    """The base of BERT's and T5's datasets: sample n is a range of sentences and a random seed.
+def sentence_samples(
+    longest: int, fewest: int, short_probability: float
+) -> Callable[[np.ndarray, np.ndarray], SentenceSamples]:
+    """SentenceSamples of these settings, from lengths and bounds."""
+    return lambda lengths, bounds: SentenceSamples(
+        lengths, bounds, longest, fewest, short_probability
+    )
 
-    After the last sample of the order the ranges repeat, with other random numbers.
+
+class Samples(Protocol):
+    """What `rows` returns, [N, 3], is shuffled: first sentence, end, and a number. ValueError for
+    settings out of range and if no document is usable."""
+
+    def rows(self, order: SentenceOrder) -> np.ndarray: ...
+
+
+class SentenceDataset(RebuiltInWorkers):
+    """The base of datasets of sentences: sample n is a range of sentences and a random seed.
+
+    samples: from the length of every sentence of the corpus and the bounds of the split's
+    documents, as of SentenceSamples. After the last sample of the order the ranges repeat, with
+    other random numbers.
     """
 
     sequence_length: int
@@ -232,20 +250,16 @@ class SentenceDataset(RebuiltInWorkers):
         corpus: IndexedDataset,
         split: str,
         split_index: int,
-        samples: tuple[int, int, float],
+        samples: Callable[[np.ndarray, np.ndarray], Samples],
         order: SentenceOrder,
     ) -> None:
-        longest, fewest, short_probability = samples
         documents = f"documents of {corpus.prefix}"
         begin, end = nonempty_range(split, split_index, corpus.num_documents, documents)
         self.corpus, self._seed = corpus, order.seed
         bounds = np.asarray(corpus.document_indices[begin : end + 1], np.int64)
         self.sentences_range = int(bounds[0]), int(bounds[-1])
-        samples_of_split = SentenceSamples(
-            corpus.lengths, bounds, longest, fewest, short_probability
-        )
         try:
-            self.rows = samples_of_split.rows(order)
+            self.rows = samples(corpus.lengths, bounds).rows(order)
         except ValueError as error:
             raise ValueError(f"{corpus.prefix}: {error}") from None
         lengths = corpus.lengths[bounds[0] : bounds[-1]]
@@ -271,11 +285,11 @@ class SentenceDataset(RebuiltInWorkers):
         return len(self.rows)
 
     def sentences(self, n: int, random: np.random.RandomState) -> tuple[list[np.ndarray], int]:
-        """The sentences of sample n, and its intended number of tokens.
+        """The sentences of sample n, and the third number of its row.
 
         Seeds `random` for all further draws of the sample. (Creating a RandomState costs a hundred
         times as much.)
         """
-        first, end, target = self.rows[int(check_indices(np.array(n))) % len(self.rows)].tolist()
+        first, end, number = self.rows[int(check_indices(np.array(n))) % len(self.rows)].tolist()
         random.seed((self._seed + n) % 2**32)
-        return [self.corpus.get(i) for i in range(first, end)], target
+        return [self.corpus.get(i) for i in range(first, end)], number

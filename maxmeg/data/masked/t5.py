@@ -9,7 +9,12 @@ import numpy as np
 
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.masked.masking import Masking, Vocabulary, masked_spans
-from maxmeg.data.masked.sentences import ONE_EPOCH, SentenceDataset, SentenceOrder
+from maxmeg.data.masked.sentences import (
+    ONE_EPOCH,
+    SentenceDataset,
+    SentenceOrder,
+    sentence_samples,
+)
 from maxmeg.data.samples.sampling import Batch
 
 SPANS = Masking(max_ngram=10, geometric=True)  # Megatron-LM's settings for T5
@@ -33,7 +38,7 @@ class T5Dataset(SentenceDataset):
         order: SentenceOrder = ONE_EPOCH,
     ) -> None:
         self._bos, self._eos, _ = vocabulary.need("bos", "eos", "sentinels")
-        samples = (lengths[0] - 2, 1, masking.short_probability)
+        samples = sentence_samples(lengths[0] - 2, 1, masking.short_probability)
         super().__init__(corpus, split, split_index, samples, order)
         self.source_length, self.sequence_length = lengths
         self.vocab_size = vocabulary.size

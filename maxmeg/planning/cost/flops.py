@@ -23,16 +23,17 @@ def training_flops(
 
     Counted are the matrix products with weights (`MixerSpec.weights`), the attention scores
     (`MixerSpec.scores`, half of them in a causal model) and the logits of the padded vocabulary,
-    with the dense layer before them (model.bert.transform), or a classifier's logits (with the
-    pooler). An MTP layer has logits of
-    its own. Norms, embeddings and softmax are left out, as in
+    with the dense layer before them (model.bert.transform), or a classifier's logits or the
+    vectors of a biencoder at each token (with the pooler). An MTP layer has logits of its own.
+    Norms, embeddings and softmax are left out, as in
     Megatron-LM. causal: whether to halve the scores; None: as in the model, of an encoder-decoder
     those of the decoder's own tokens. frozen: weights have no gradients; the adapters beside them
     are left out. source_length: tokens of an encoder-decoder's source.
     """
     before = model.hidden_size * (model.bert.transform is not Transform.none)
-    outputs = model.head.num_classes or model.padded_vocab_size(tensor)
-    before += model.hidden_size * (model.head.num_classes > 0 and model.bert.pooler)
+    head = model.head
+    outputs = head.width if head.replaces_output else model.padded_vocab_size(tensor)
+    before += model.hidden_size * (head.replaces_output and model.bert.pooler)
     logits = model.hidden_size * (outputs + before)
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
     products, scores = products_and_scores(model, sequence_length, source_length, causal)

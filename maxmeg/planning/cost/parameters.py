@@ -40,7 +40,7 @@ def _bert(model: ModelConfig) -> int:
     total = norms * _norm(model, D) + bert.pooler * _linear(D, D, True)
     total += transform * _linear(D, D, bert.transform_bias)
     head = model.head
-    total += _linear(D, head.num_classes, head.bias) if head.num_classes else 0
+    total += _linear(D, head.width, head.bias) if head.width else 0
     return total + bert.pair_head * _linear(D, 2, True) + bert.output_bias * model.vocab_size
 
 

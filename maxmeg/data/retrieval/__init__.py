@@ -1,0 +1,1 @@
+"""Samples of biencoders: queries with the texts that answer them."""

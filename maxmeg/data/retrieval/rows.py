@@ -1,0 +1,89 @@
+"""Rows of a query and its texts, and the special tokens around them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxmeg.config.data import HAS_TEXT, DataConfig
+from maxmeg.data.corpus.indexed import first_foreign, foreign_id_error
+from maxmeg.data.samples.sampling import Batch
+from maxmeg.data.tokenizers.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths:
+    """Tokens of a row, and at most of its query and of each of its texts."""
+
+    row: int
+    query: int
+    text: int
+
+
+def lengths_of(config: DataConfig) -> Lengths:
+    return Lengths(config.sequence_length, config.query_length, config.text_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """Puts a tokenizer's special tokens around texts, as Megatron-LM: [CLS] title [SEP] text
+    [SEP], or [CLS] text [SEP]. A text that is too long is cut at its end."""
+
+    first: int
+    separator: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> "TextEncoder":
+        """ValueError for a tokenizer without these tokens."""
+        if tokenizer.cls is None or tokenizer.sep is None:
+            raise ValueError(
+                f"{tokenizer.spec} has no class or separator token, which stand around the texts "
+                "of a biencoder: use a tokenizer of BERT's kind"
+            )
+        return cls(tokenizer.cls, tokenizer.sep, tokenizer.vocab_size)
+
+    def __call__(
+        self, tokens: np.ndarray, room: int, title: np.ndarray | None = None
+    ) -> np.ndarray:
+        """int32, at most `room` tokens; a title takes at most half of them."""
+        opening = [self.first]
+        if title is not None:
+            opening += [*title[: title_room(room)].tolist(), self.separator]
+        kept = tokens[: room - len(opening) - 1]
+        return np.concatenate([opening, kept, [self.separator]]).astype(np.int32)
+
+    def check(self, tokens: np.ndarray, path: str) -> None:
+        """ValueError for ids outside the vocabulary; path: of their file."""
+        wrong = first_foreign(tokens, self.vocab_size)
+        if wrong is not None:
+            raise foreign_id_error(path, tokens.flat[wrong], self.vocab_size)
+
+
+def title_room(room: int) -> int:
+    """Most tokens of a title in a text of `room` tokens."""
+    return (room - 3) // 2
+
+
+def empty_rows(count: int, length: int, texts: int) -> Batch:
+    """Arrays of `count` rows of padding. tokens, targets (0), positions, segment_ids (1: query; 2,
+    3 ...: texts; 0: padding) are int32 [count, length], loss_mask float32 (1 at a query's first
+    token), has_text_0 ... int32 [count] (1: the row has this text, the query's own first)."""
+    names = ("tokens", "targets", "positions", "segment_ids")
+    batch: Batch = {name: np.zeros((count, length), np.int32) for name in names}
+    batch["loss_mask"] = np.zeros((count, length), np.float32)
+    return batch | {f"{HAS_TEXT}{number}": np.zeros(count, np.int32) for number in range(texts)}
+
+
+def fill_row(batch: Batch, row: int, texts: Sequence[np.ndarray]) -> None:
+    """Put a query and its texts, one after the other, into a row of `empty_rows`."""
+    at = 0
+    for number, tokens in enumerate(texts):
+        end = at + len(tokens)
+        batch["tokens"][row, at:end] = tokens
+        batch["positions"][row, at:end] = np.arange(len(tokens))
+        batch["segment_ids"][row, at:end] = number + 1
+        at = end
+        if number:
+            batch[f"{HAS_TEXT}{number - 1}"][row] = 1
+    batch["loss_mask"][row, 0] = 1

@@ -1,0 +1,1 @@
+"""Indices of embeddings: writing them, and searching them."""

@@ -1,0 +1,121 @@
+"""Biencoders: the contrastive loss over a whole microbatch, the same on every layout."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import BATCH, in_model_order, mesh_of, tiny, tiny_state
+
+from maxmeg.config.data import HAS_TEXT, Objective
+from maxmeg.config.head import Biencoder
+from maxmeg.config.model import Norm, NormPlace, Position
+from maxmeg.config.parallel import Schedule
+from maxmeg.data.retrieval.pairs import PairDataset, Pairs
+from maxmeg.data.retrieval.rows import Lengths
+from maxmeg.layers.context import Context
+from maxmeg.objectives.contrastive import CONTRASTIVE
+from maxmeg.parallel.placement import local_rows, place_batch
+from maxmeg.step import make_gradients
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
+LENGTH, NEGATIVES, MICROBATCHES = 48, 2, 2
+SLOW = pytest.mark.slow
+LAYOUTS = [
+    {"pipe": 2, "fsdp": 2, "tensor": 2},
+    pytest.param({"data": 4, "fsdp": 2}, marks=SLOW),
+    pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=SLOW),
+    pytest.param({"pipe": 2, "data": 2, "fsdp": 2, "schedule": Schedule.zero_bubble}, marks=SLOW),
+]
+MODEL = {
+    **{"norm": Norm.layernorm, "norm_place": NormPlace.post_residual, "tied": True},
+    **{"position": Position.learned, "max_position": 18, "attention.causal": False},
+    **{"head.biencoder": Biencoder.shared, "head.projection": 12, "num_layers": 4},
+    "bert.pooler": True,
+}
+
+
+def pairs() -> PairDataset:
+    random = np.random.default_rng(0)
+    sizes = [random.integers(4, 12, 2 + n % 4) for n in range(BATCH)]
+    examples = [[random.integers(0, 61, size) for size in row] for row in sizes]
+    return PairDataset(Pairs(examples), Lengths(LENGTH, 12, 12), NEGATIVES, 61, shuffle=False)
+
+
+def gradients(parallel: dict):
+    """(metrics, gradients by name in model order, model, batch) of two microbatches."""
+    replicas = parallel.get("data", 1) * parallel["fsdp"]
+    micro_batch_size = BATCH // MICROBATCHES // replicas
+    train = {"micro_batch_size": micro_batch_size, "score_scaling": True}
+    config = tiny(MODEL, train, **parallel)
+    data = config.data
+    data.objective, data.paths, data.sequence_length = Objective.retrieve, ("a.jsonl",), LENGTH
+    data.query_length, data.negatives = 12, NEGATIVES
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    rows = local_rows(mesh, micro_batch_size)
+    batch = place_batch(pairs().batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    found, sums = function(state.model, batch, state.key)
+    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": found}))
+    named = {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
+    return CONTRASTIVE.metrics(sums), named, state.model, batch
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return gradients({"fsdp": 1})
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_layout_equals_one_device(one_device, parallel):
+    """Queries meet the texts of all devices: rows that are cut over them change nothing."""
+    metrics, found, *_ = gradients(parallel)
+    wanted_metrics, wanted, *_ = one_device
+    for name, value in wanted_metrics.items():
+        assert float(metrics[name]) == pytest.approx(float(value), rel=TOLERANCE)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        part = found[name][: len(array)]  # the padding of the vocabulary depends on tensor
+        limit = TOLERANCE * np.abs(array).max() + FLOOR
+        assert np.abs(part - array[: len(part)]).max() <= limit, name
+
+
+def test_the_loss_is_cross_entropy_over_all_texts_of_a_microbatch(one_device):
+    metrics, found, model, batch = one_device
+    flags = np.stack([batch.extra[f"{HAS_TEXT}{n}"] for n in range(1 + NEGATIVES)], axis=-1)
+    assert 0 < flags.sum() < flags.size and flags[..., 0].all()
+    tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segment_ids)
+
+    def vectors(model, number: int, microbatch: int):
+        """Of the texts with one number, each in a row of its own."""
+        rows = zip(tokens[microbatch], segments[microbatch], strict=True)
+        found = [row[parts == number] for row, parts in rows]
+        ids = np.stack([np.pad(row, (0, 12 - len(row))) for row in found])
+        real = np.stack([np.arange(12) < len(row) for row in found])
+        ctx = Context(jnp.broadcast_to(jnp.arange(12), ids.shape), jnp.int32(real))
+        x_BLD, _, _ = model.stack(model.embed_tokens(jnp.asarray(ids), ctx), ctx)
+        return model.classifier(model.bert.pooled(x_BLD[:, :1]), ctx)[:, 0]
+
+    def loss(model):
+        losses, ranks, rows = [], [], BATCH // MICROBATCHES
+        for m in range(MICROBATCHES):
+            texts = jnp.stack([vectors(model, 2 + n, m) for n in range(1 + NEGATIVES)], axis=1)
+            there = jnp.asarray(flags[m].reshape(-1).nonzero()[0])
+            own = jnp.searchsorted(there, jnp.arange(rows) * (1 + NEGATIVES))
+            kept = texts.reshape(-1, texts.shape[-1])[there]
+            scores = vectors(model, 1, m) @ kept.T / np.sqrt(32)
+            own_scores = scores[np.arange(rows), own]
+            losses.append(jax.nn.logsumexp(scores, axis=1) - own_scores)
+            ranks.append((scores > own_scores[:, None]).sum(1))
+        places = jnp.concatenate(ranks)
+        return jnp.concatenate(losses).mean(), ((places < 1).mean(), (places < 5).mean())
+
+    host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
+    (value, tops), wanted = jax.jit(jax.value_and_grad(loss, has_aux=True))(host)
+    names = ("loss", "accuracy", "accuracy_5")
+    assert [float(metrics[n]) for n in names] == pytest.approx([float(value), *map(float, tops)])
+    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": wanted}))
+    for path, array in arrays:
+        limit = TOLERANCE * np.abs(array).max() + FLOOR
+        np.testing.assert_allclose(found[jax.tree_util.keystr(path)], array, rtol=0, atol=limit)
