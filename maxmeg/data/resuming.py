@@ -39,8 +39,9 @@ _NAMES = {
 }
 
 Record = dict[str, Any]
-Recorded = GptDataset | PackedDataset | SentenceDataset | AlignedDataset | LabelledDataset
-Recorded |= PairDataset
+Recorded = (
+    GptDataset | PackedDataset | SentenceDataset | AlignedDataset | LabelledDataset | PairDataset
+)
 
 
 def record_order(dataset: object, consumed: int) -> list[Record]:
