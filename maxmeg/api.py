@@ -48,10 +48,10 @@ def load(
     """Load a run, or a folder that `maxmeg convert` has written.
 
     step: of the checkpoint; default the newest intact one. tensor: number of tensor-parallel
-    devices. dtype: of the computation, float32 or bfloat16; default the run's. The weights are held
-    in it, or with `master_weights` in float32 as in the checkpoint: to train them further or to
-    save them. mtp: load MTP layers too. ValueError for a folder without a checkpoint, or without
-    the MTP layers that are asked for.
+    devices. dtype: of the computation, float32, bfloat16 or float16; default the run's. The weights
+    are held in it, or with `master_weights` in float32 as in the checkpoint: to train them further
+    or to save them. mtp: load MTP layers too. ValueError for a folder without a checkpoint, or
+    without the MTP layers that are asked for.
     """
     set_gpu_environment()
     chosen = files.convert("dtype", dtype, DType) if dtype else None

@@ -112,7 +112,7 @@ MISTAKES = {
     "no output": (("input=hf",), "no --output: name the folder"),
     "no input": (("output=run",), "--input is missing"),
     "shards": (("input=hf", "output=run", "shard_gb=0"), "--shard_gb=0.0 must be positive"),
-    "dtype": (("input=hf", "output=run", "dtype=float16"), "expected one of float32, bfloat16"),
+    "dtype": (("input=hf", "output=run", "dtype=float8"), "expected one of float32, bfloat16"),
     "direction": (("input=hf", "output=run", "to=hf"), "expected one of maxmeg, huggingface, peft"),
     "no folder": (("input=none", "output=run"), "none is not a folder"),
     "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),

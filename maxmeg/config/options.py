@@ -40,7 +40,7 @@ class ModelOptions:
 
     run_dir: str = setting("runs/gpt", "folder of the run, or of a converted model")
     step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
-    dtype: str = setting("", "compute dtype, float32 or bfloat16; empty: the run's")
+    dtype: str = setting("", "compute dtype, float32, bfloat16 or float16; empty: the run's")
     tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
 
 
@@ -200,7 +200,7 @@ class Convert:
     tokenizer: str = setting(
         "", "--to=maxmeg: as data.tokenizer, or a tokenizer.json; empty: the input's"
     )
-    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights, bfloat16 | float32")
+    dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights")
     step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
     shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
     family: str = setting("", "architecture in transformers; empty: the model's")

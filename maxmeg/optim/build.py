@@ -48,12 +48,15 @@ def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """
     ratio = config.muon.adamw_lr / config.lr if config.muon.adamw_lr else 1.0
 
+    def is_adamws(path, parameter) -> bool:
+        return ratio != 1.0 and not is_orthogonalized(path, parameter)
+
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
 
         def one(path, update, parameter):
             decay = weight_decay if decays(parameter) else 0.0
-            factor = 1.0 if is_orthogonalized(path, parameter) else ratio
+            factor = ratio if is_adamws(path, parameter) else 1.0
 
             def step(u, p):
                 return -factor * learning_rate * (u + decay * p)

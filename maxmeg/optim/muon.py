@@ -122,7 +122,9 @@ def scale_by_muon(
 
 
 def is_orthogonalized(path, variable) -> bool:
-    """`is_matrix` of a variable at a path of a tree."""
+    """`is_matrix` of a variable at a path of a tree; False of one that holds no array."""
+    if variable.get_value() is None:
+        return False
     first = str(getattr(path[0], "name", getattr(path[0], "key", "")))
     return is_matrix(first, logical_axes(variable))
 

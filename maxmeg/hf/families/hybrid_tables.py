@@ -37,7 +37,9 @@ class ShortConvolutions(Part):
         count, types = fields["num_layers"], keys.take("layer_types")
         places = keys.take("full_attn_idxs")
         if types is None:
-            places = range(count) if places is None else places
+            places = list(range(count)) if places is None else places
+            if not isinstance(places, list):
+                raise refused("full_attn_idxs", places, "it must be a list of numbers of layers")
             types = [FULL if number in places else CONV for number in range(count)]
         is_list = isinstance(types, list) and all(name in (FULL, CONV) for name in types)
         if not is_list or len(types) != count:
