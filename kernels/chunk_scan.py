@@ -143,19 +143,20 @@ class Decays(NamedTuple):
     first: Any
 
 
-def scan_refuses(q_BLGN: Any, k_BLGN: Any, v_BLHP: Any, is_plain: bool = True) -> str:
-    """Why the kernel cannot scan these arrays on any device; empty if it can.
-
-    is_plain: one decay per head and no delta rule.
-    """
+def scan_refuses(q_BLGN: Any, k_BLGN: Any, v_BLHP: Any, supported: tuple = ()) -> str:
+    """Why a kernel cannot scan these arrays on any device; empty if it can. supported: its sizes of
+    states and of heads, those of this module's kernels by default."""
+    supported = supported or tuple(STAGES)
     dtypes = {str(x.dtype) for x in (q_BLGN, k_BLGN, v_BLHP) if x is not None}
     sizes = k_BLGN.shape[-1], v_BLHP.shape[-1]
-    if not is_plain:
-        return "the delta rule and decays of channels are not supported, only Mamba-2's scan"
     if dtypes != {jnp.dtype(DTYPE).name}:
         return f"dtypes {sorted(dtypes)} are not all bfloat16: set the compute dtype to bfloat16"
-    if sizes not in STAGES:
-        return f"state size {sizes[0]} is more than 256 or head dim {sizes[1]} is more than 128"
+    if sizes not in supported:
+        most = [max(one) for one in zip(*supported, strict=True)]
+        return (
+            f"state size {sizes[0]} is more than {most[0]} or head dim {sizes[1]} is more than "
+            f"{most[1]}"
+        )
     return ""
 
 
@@ -177,18 +178,15 @@ def first_tokens(docs_BL: jax.Array, chunk: int) -> Int[Array, "B L"]:
 
 
 def scan(
-    q_BLGN: Float[Array, "B L G N"] | None,
-    k_BLGN: Float[Array, "B L G N"],
-    v_BLHP: Float[Array, "B L H P"],
-    log_decay_BLH: Float[Array, "B L H"],
-    state_BHNP: Float[Array, "B H N P"],
-    docs_BL: Int[Array, "B L"] | None = None,
+    inputs: tuple[Any, ...], beta_BLH: None = None, docs_BL: Int[Array, "B L"] | None = None
 ) -> tuple[Any, Float[Array, "B H N P"]]:
     """(y [B, L, H, P] in bfloat16, or None without queries; float32 state after the last token).
 
-    docs_BL: nondecreasing number of each token's document; the initial state belongs to number 0.
-    ValueError for arrays that `scan_refuses`.
+    inputs: q_BLGN or None, k_BLGN, v_BLHP, log_decay_BLH, state_BHNP. beta_BLH: of the delta rule
+    only (delta_scan.py). docs_BL: nondecreasing number of each token's document; the initial state
+    belongs to number 0. ValueError for arrays that `scan_refuses`.
     """
+    q_BLGN, k_BLGN, v_BLHP, log_decay_BLH, state_BHNP = inputs
     if reason := scan_refuses(q_BLGN, k_BLGN, v_BLHP):
         raise ValueError(f"chunk_scan backend mosaic cannot run: {reason}; use xla")
     S = CONSUMERS * WARPGROUP_ROWS
@@ -319,8 +317,12 @@ def consume(program: Program, warpgroup: jax.Array) -> None:
     states = tuple(mosaic.load(initial.at[rows], MATRIX) for rows in tiles)
     step = functools.partial(scan_chunk, program, warpgroup, tiles)
     states = lax.fori_loop(0, plan.chunks, step, states)
-    buffer = shared.last.at[warpgroup]
-    last, width = arrays.last_BHNP.at[batch, head], buffer.shape[1]
+    write_states(shared.last.at[warpgroup], arrays.last_BHNP.at[batch, head], tiles, states)
+
+
+def write_states(buffer: Any, last: Any, tiles: list, states: tuple) -> None:
+    """Write tiles of the last state, some columns at a time."""
+    width = buffer.shape[1]
     for rows, state in zip(tiles, states, strict=True):
         for column in range(0, state.shape[1], width):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)

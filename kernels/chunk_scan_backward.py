@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from . import chunk_scan, mosaic
 from .chunk_scan import CONSUMERS, DTYPE, Decays, hidden_zero, rows_of
-from .mosaic import COLUMNS, MATRIX, pl, plgpu, spread, spread_columns
+from .mosaic import COLUMNS, MATRIX, ROWS, pl, plgpu, spread, spread_columns
 
 STAGES = {(128, 64): 2, (128, 128): 1, (256, 64): 1}  # slots of the rings, by (N, P)
 PROGRAMS = 128  # of a launch, at least, if heads can be divided
@@ -42,7 +42,10 @@ COLUMNS_OUT = 16  # of the summed gradient that a consumer writes at a time
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Static facts of a program. heads: number of heads of a program; parts: of programs that share
-    a group and a chunk. width: columns of the summed gradient that a program computes."""
+    a group and a chunk. width: columns of the summed gradient that a program computes.
+
+    is_strict: a token does not see itself. has_values: gradients of values are wanted.
+    """
 
     stages: int
     heads: int
@@ -50,6 +53,9 @@ class Plan:
     width: int
     is_keys: bool
     has_documents: bool
+    has_states: bool
+    has_values: bool
+    is_strict: bool
 
     @property
     def chunk(self) -> int:
@@ -58,9 +64,9 @@ class Plan:
 
 class Arrays(NamedTuple):
     """Of the side whose gradients are computed, and of the other one. wide: queries or keys;
-    narrow: gradients of outputs, or values. states: H or G. first: () without documents.
+    narrow: gradients of outputs, or values. states: H or G. states, first: () if not needed.
 
-    Results: d_wide [B, L, parts of groups, N], d_narrow: the keys' side's alone; pairs: of each
+    Results: d_wide [B, L, parts of groups, N], d_narrow: of values, if wanted; pairs: of each
     token, the sum of its row of W (dy . v); states' share: that of its pair with the state.
     """
 
@@ -113,34 +119,37 @@ class Program(NamedTuple):
 
 def gradients(
     inputs: tuple[Any, ...],
+    beta_BLH: None,
     docs_BL: Int[Array, "B L"] | None,
-    d_y_BLHP: Float[Array, "B L H P"],
-    d_last_BHNP: Float[Array, "B H N P"],
-) -> tuple[Array, Array, Array, Array, Array]:
-    """Gradients of `inputs` (q, k, v, log_decay, state of chunk_scan.scan, which has queries)."""
+    slopes: tuple[Float[Array, "B L H P"], Float[Array, "B H N P"]],
+) -> tuple[tuple[Array, ...], None]:
+    """Gradients of `inputs` (q, k, v, log_decay, state of chunk_scan.scan, with queries), and of
+    beta. slopes: those of y and of the last state."""
     q_BLGN, k_BLGN, v_BLHP, log_decay_BLH, state_BHNP = inputs
     S, L = CONSUMERS * chunk_scan.WARPGROUP_ROWS, v_BLHP.shape[1]
     sums_BHL = chunk_scan.chunk_sums(log_decay_BLH, S)
     first_BL = None if docs_BL is None else chunk_scan.first_tokens(docs_BL, S)
-    common, d_y_BLHP = (sums_BHL, first_BL), d_y_BLHP.astype(DTYPE)
+    common, d_y_BLHP, d_last_BHNP = (sums_BHL, first_BL), slopes[0].astype(DTYPE), slopes[1]
     _, before_BCHNP = chunk_scan.launch(
         None, k_BLGN, v_BLHP, sums_BHL, state_BHNP, first_BL, "before"
     )
     d_state_BHNP, after_BCHNP = chunk_scan.launch(
         None, q_BLGN, d_y_BLHP, sums_BHL, d_last_BHNP, first_BL, "after"
     )
-    d_q_BLGN, *queries = side(q_BLGN, k_BLGN, d_y_BLHP, v_BLHP, before_BCHNP, common, False)
-    d_k_BLGN, d_v_BLHP, *keys = side(k_BLGN, q_BLGN, v_BLHP, d_y_BLHP, after_BCHNP, common, True)
-    wholes_BHC = jnp.sum(
-        before_BCHNP.astype(jnp.float32) * after_BCHNP.astype(jnp.float32), axis=(3, 4)
-    ).swapaxes(1, 2)
-    d_decay_BHL = decay_gradient(S, common, wholes_BHC, tuple(queries), tuple(keys))
-    return d_q_BLGN, d_k_BLGN, d_v_BLHP, d_decay_BHL.swapaxes(1, 2)[:, :L], d_state_BHNP
+    d_q_BLGN, *queries = side(q_BLGN, k_BLGN, d_y_BLHP, v_BLHP, before_BCHNP, common)
+    d_k_BLGN, d_v_BLHP, *keys = side(
+        k_BLGN, q_BLGN, v_BLHP, d_y_BLHP, after_BCHNP, common, "keys and values"
+    )
+    states = before_BCHNP, after_BCHNP
+    d_decay_BLH = decay_gradient(S, common, states, tuple(queries), tuple(keys))[:, :L]
+    return (d_q_BLGN, d_k_BLGN, d_v_BLHP, d_decay_BLH, d_state_BHNP), None
 
 
-def decay_gradient(S: int, common: tuple, wholes_BHC: Any, queries: tuple, keys: tuple) -> Any:
-    """[B, H, L]. wholes: products of H and G. queries, keys: (pairs, shares) of each side."""
+def decay_gradient(S: int, common: tuple, states: tuple, queries: tuple, keys: tuple) -> Any:
+    """[B, L, H]. states: H and G. queries, keys: (pairs, shares) of each side."""
     sums_BHL, first_BL = common
+    before_BCHNP, after_BCHNP = (x_BCHNP.astype(jnp.float32) for x_BCHNP in states)
+    wholes_BHC = jnp.sum(before_BCHNP * after_BCHNP, axis=(3, 4)).swapaxes(1, 2)
     chunks = *sums_BHL.shape[:2], -1, S
     stays_BHC = jnp.exp2(sums_BHL.reshape(chunks)[..., -1])
     if first_BL is not None:
@@ -153,7 +162,7 @@ def decay_gradient(S: int, common: tuple, wholes_BHC: Any, queries: tuple, keys:
     # What t and later tokens read, of pairs less what is from t and later ones too.
     d_BHCS = lax.cumsum(rows - columns + later, axis=3, reverse=True)
     d_BHCS += lax.cumsum(earlier, axis=3) - earlier + (stays_BHC * wholes_BHC)[..., None]
-    return d_BHCS.reshape(sums_BHL.shape)
+    return d_BHCS.reshape(sums_BHL.shape).swapaxes(1, 2)
 
 
 def side(
@@ -163,21 +172,33 @@ def side(
     other_narrow_BLHP: Any,
     states_BCHNP: Any,
     common: tuple,
-    is_keys: bool,
+    kind: str = "queries",
 ) -> list:
-    """[d_wide, d_narrow of keys, pairs, shares] (Arrays). common: sums, first tokens or None."""
+    """[d_wide, d_narrow if wanted, pairs, shares] (Arrays). states: None for no share of them.
+    common: sums, first tokens or None. kind: "queries", "keys" or "keys and values"; "strict " in
+    front: a token does not see itself."""
     (B, L, G, N), (H, P) = wide_BLGN.shape, narrow_BLHP.shape[2:]
     sums_BHL, first_BL = common
-    chunks = states_BCHNP.shape[1]
+    chunks = sums_BHL.shape[2] // (CONSUMERS * chunk_scan.WARPGROUP_ROWS)
     possible = [n for n in range(1, H // G + 1) if H // G % n == 0]
     parts = next((n for n in possible if B * chunks * G * n >= PROGRAMS), possible[-1])
     width = min(N, CONSUMERS * chunk_scan.WARPGROUP_ROWS)
-    plan = Plan(STAGES[N, P], H // (G * parts), parts, width, is_keys, first_BL is not None)
-    inputs = [wide_BLGN, other_wide_BLGN, narrow_BLHP, other_narrow_BLHP, states_BCHNP, sums_BHL]
-    inputs += [first_BL] if plan.has_documents else []
+    plan = Plan(
+        stages=STAGES[N, P],
+        heads=H // (G * parts),
+        parts=parts,
+        width=width,
+        is_keys="keys" in kind,
+        has_documents=first_BL is not None,
+        has_states=states_BCHNP is not None,
+        has_values="values" in kind,
+        is_strict="strict" in kind,
+    )
+    inputs = [wide_BLGN, other_wide_BLGN, narrow_BLHP, other_narrow_BLHP]
+    inputs += [x for x in (states_BCHNP, sums_BHL, first_BL) if x is not None]
     sum_dtype = DTYPE if parts == 1 else jnp.float32
     results = [jax.ShapeDtypeStruct((B, L, G * parts, N), sum_dtype)]
-    results += [jax.ShapeDtypeStruct(narrow_BLHP.shape, DTYPE)] if is_keys else []
+    results += [jax.ShapeDtypeStruct(narrow_BLHP.shape, DTYPE)] if plan.has_values else []
     results += [jax.ShapeDtypeStruct(sums_BHL.shape, jnp.float32)] * 2
 
     def chunk_scan_backward(*refs: Any) -> None:
@@ -200,7 +221,8 @@ def side(
 def named_arrays(plan: Plan, refs: list) -> Arrays:
     names = list(Arrays._fields)
     names.remove("first_BL") if not plan.has_documents else None
-    names.remove("d_narrow_BLHP") if not plan.is_keys else None
+    names.remove("d_narrow_BLHP") if not plan.has_values else None
+    names.remove("states_BCHNP") if not plan.has_states else None
     return Arrays(**dict.fromkeys(Arrays._fields, ()) | dict(zip(names, refs, strict=True)))
 
 
@@ -213,18 +235,19 @@ def shared_type(plan: Plan, N: int, P: int, sum_dtype: Any) -> Shared:
         other_wide=wide,
         narrow=narrow,
         other_narrow=narrow,
-        states=mosaic.matrix_buffer((slots, N, P), DTYPE),
+        states=mosaic.matrix_buffer((slots, N, P), DTYPE) if plan.has_states else (),
         sums=plgpu.SMEM((slots, S), jnp.float32),
         first=plgpu.SMEM((slots, S), jnp.int32) if plan.has_documents else (),
         d_wide=mosaic.matrix_buffer((*consumer, min(plan.width, COLUMNS_OUT)), sum_dtype),
-        d_narrow=mosaic.matrix_buffer((*consumer, P), DTYPE) if plan.is_keys else (),
+        d_narrow=mosaic.matrix_buffer((*consumer, P), DTYPE) if plan.has_values else (),
         numbers=plgpu.SMEM((CONSUMERS, 2, chunk_scan.WARPGROUP_ROWS), jnp.float32),
     )
 
 
 def barriers_type(plan: Plan) -> Barriers:
+    copies = 3 + plan.has_states + plan.has_documents
     return Barriers(
-        ready=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=4 + plan.has_documents),
+        ready=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=copies),
         free=plgpu.Barrier(num_barriers=plan.stages, num_arrivals=CONSUMERS),
         resident=plgpu.Barrier(num_barriers=1, num_arrivals=2),
     )
@@ -257,7 +280,8 @@ def produce(program: Program) -> None:
         pl.when(step >= plan.stages)(lambda: plgpu.barrier_wait(barriers.free.at[slot]))
         copies = [(arrays.narrow_BLHP.at[batch, tokens, head], shared.narrow)]
         copies += [(arrays.other_narrow_BLHP.at[batch, tokens, head], shared.other_narrow)]
-        copies += [(arrays.states_BCHNP.at[batch, chunk, head], shared.states)]
+        if plan.has_states:
+            copies += [(arrays.states_BCHNP.at[batch, chunk, head], shared.states)]
         copies += [(arrays.sums_BHL.at[batch, head, tokens], shared.sums)]
         if plan.has_documents:
             copies += [(arrays.first_BL.at[batch, tokens], shared.first)]
@@ -297,20 +321,10 @@ def add_head(program: Program, warpgroup: jax.Array, step: jax.Array, sums: jax.
     shared = shared._replace(wide=wide, other_wide=other_wide)
     program = program._replace(shared=shared)
     decays = chunk_scan.decays_of(plan, shared, slot, program.chunk, rows)
-    factors = decays.leaves if plan.is_keys else decays.reads
-    load = functools.partial(mosaic.load, shared.narrow.at[slot, rows], MATRIX)
-    narrow, state = load().astype(jnp.float32), shared.states.at[slot]
-    scaled = (narrow * spread(factors, narrow.shape)).astype(DTYPE)
-    columns = state if plan.width == state.shape[0] else state.at[columns_of(plan, half)]
-    sums = pl.run_state(lambda ref: plgpu.wgmma(ref, scaled, mosaic.transposed(columns)))(
-        plgpu.ACC.init(sums)
-    )
-    zeros = mosaic.constant(0.0, narrow.shape, MATRIX)
-    wide = shared.wide.at[rows]
-    inner = pl.run_state(lambda ref: plgpu.wgmma(ref, wide, state))(plgpu.ACC.init(zeros))
-    inner = inner * spread(factors, narrow.shape)
-    share = jnp.sum(load().astype(jnp.float32) * inner, axis=1)
-    if plan.is_keys:  # a loop of its own, because both gradients do not fit in registers
+    share = mosaic.constant(0.0, (chunk_scan.WARPGROUP_ROWS,), ROWS)
+    if plan.has_states:
+        sums, inner, share = add_state(program, slot, warpgroup, decays, sums)
+    if plan.has_values:  # a loop of its own, because both gradients do not fit in registers
         inner = over_blocks(plan, warpgroup, add_values, (program, slot, decays), inner)
         pl.when(half == 0)(lambda: store_values(program, warpgroup, step, inner))
     sums, pairs = over_blocks(
@@ -320,6 +334,24 @@ def add_head(program: Program, warpgroup: jax.Array, step: jax.Array, sums: jax.
     plgpu.barrier_arrive(barriers.free.at[slot])
     pl.when(half == 0)(lambda: store(program, warpgroup, step, (pairs, share)))
     return sums
+
+
+def add_state(
+    program: Program, slot: jax.Array, warpgroup: jax.Array, decays: Decays, sums: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Add what a consumer's queries or keys get from the state: (sums, what its outputs or values
+    get, products of both)."""
+    plan, shared, rows = program.plan, program.shared, rows_of(warpgroup)
+    factors = decays.leaves if plan.is_keys else decays.reads
+    load = functools.partial(mosaic.load, shared.narrow.at[slot, rows], MATRIX)
+    narrow, state = load().astype(jnp.float32), shared.states.at[slot]
+    scaled = (narrow * spread(factors, narrow.shape)).astype(DTYPE)
+    columns = state if plan.width == state.shape[0] else state.at[columns_of(plan, program.half)]
+    (sums,) = mosaic.add_products((sums, (scaled, mosaic.transposed(columns))))
+    zeros = mosaic.constant(0.0, narrow.shape, MATRIX)
+    (inner,) = mosaic.add_products((zeros, (shared.wide.at[rows], state)))
+    inner = inner * spread(factors, narrow.shape)
+    return sums, inner, jnp.sum(load().astype(jnp.float32) * inner, axis=1)
 
 
 def columns_of(plan: Plan, half: jax.Array) -> Any:
@@ -386,14 +418,17 @@ def add_pairs(
 
 
 def decay_of(
-    program: Program,
+    program: Any,
     slot: jax.Array,
     warpgroup: jax.Array,
     decays: Decays,
     is_diagonal: bool,
     block: jax.Array,
 ) -> jax.Array:
-    """exp(c_s - c_t) of a consumer's tokens (rows) and a block's (columns), 0 where masked."""
+    """exp(c_s - c_t) of a consumer's tokens (rows) and a block's (columns), 0 where masked.
+
+    program: a Program, or one of the delta rule's kernels.
+    """
     plan, shared, others = program.plan, program.shared, rows_of(block)
     rows_a_warpgroup = chunk_scan.WARPGROUP_ROWS
     shape = (rows_a_warpgroup, rows_a_warpgroup)
@@ -406,7 +441,8 @@ def decay_of(
     row = row + hidden_zero(shared.sums[slot, 0])  # or the masks of all heads stay in registers
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
     if is_diagonal:
-        is_seen = row <= column if plan.is_keys else column <= row
+        earlier, later = (row, column) if plan.is_keys else (column, row)
+        is_seen = earlier < later if plan.is_strict else earlier <= later
         exponents = jnp.where(is_seen, exponents, -math.inf)
     if plan.has_documents and plan.is_keys:
         begin = program.chunk * plan.chunk + warpgroup * rows_a_warpgroup

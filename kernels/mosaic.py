@@ -95,6 +95,18 @@ def matrix_buffer(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
 
 
+def add_products(*sums: tuple[Any, ...]) -> list[jax.Array]:
+    """Of each (matrix in registers, (left, right), ...) the sum of the matrix and the products,
+    all of which run at the same time."""
+
+    def multiply(refs: Any) -> None:
+        for ref, (_, *operands) in zip(refs, sums, strict=True):
+            for left, right in operands:
+                plgpu.wgmma(ref, left, right)
+
+    return list(pl.run_state(multiply)(tuple(plgpu.ACC.init(start) for start, *_ in sums)))
+
+
 def constant(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     """A float32 constant in registers."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

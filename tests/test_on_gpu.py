@@ -39,6 +39,7 @@ BACKENDS = {
     "decode": tuple(decode_attention.BACKENDS),
     "norm": ("xla",),
     "scan": tuple(chunk_scan.BACKENDS),
+    "delta-scan": tuple(chunk_scan.BACKENDS),
 }
 OTHER_DEVICE = r"the device is cpu|compute capability \S+ .*found"  # refusals of every call
 

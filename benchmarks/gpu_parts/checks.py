@@ -95,7 +95,8 @@ def norm(name: str):
 
 def scan(name: str):
     cases = importlib.import_module("ops.chunk_scan_cases")
-    return cases, cases.CASES, cases.expected, cases.run
+    chosen = cases.CASES if name == "scan" else cases.DELTA_CASES
+    return cases, chosen, cases.expected, cases.run
 
 
 OPS: dict[str, Callable] = {
@@ -105,6 +106,7 @@ OPS: dict[str, Callable] = {
     "decode": decode,
     "norm": norm,
     "scan": scan,
+    "delta-scan": scan,
 }
 
 

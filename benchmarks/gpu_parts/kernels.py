@@ -332,29 +332,45 @@ def measure_decode(size: Sizes, rows: int, tokens: int, page: int) -> dict:
 
 def scan(size: Sizes) -> Iterator[Item]:
     """Mamba-2's chunked scan, forward and with backward."""
-    for shape in size.scans:
+    yield from scans(size, "scan")
+
+
+def delta_scan(size: Sizes) -> Iterator[Item]:
+    """The gated delta rule's chunked scan, forward and with backward."""
+    yield from scans(size, "delta-scan")
+
+
+def scans(size: Sizes, op: str) -> Iterator[Item]:
+    for shape in size.scans if op == "scan" else size.delta_scans:
         name = "L{} H{}/{} N{} P{}".format(*shape)
-        yield name, functools.partial(measure_scan, size, *shape)
+        yield name, functools.partial(measure_scan, size, op, shape)
 
 
-def measure_scan(size: Sizes, length: int, heads: int, groups: int, state: int, value: int) -> dict:
-    """TFLOP/s count the products of chunks of 128 tokens, with scores shared by a group's heads."""
+def measure_scan(size: Sizes, op: str, shape: tuple[int, ...]) -> dict:
+    """TFLOP/s count the products of chunks of 128 tokens, with scores shared by a group's heads; of
+    the delta rule those of 64, with scores of keys and queries, the inverses left out."""
     import jax
     import jax.numpy as jnp
 
     from maxmeg.ops.chunk_scan import BACKENDS, ScanSpec, chunk_scan
 
+    length, heads, groups, state, value = shape
     keys, values, chunk = (1, length, groups, state), (1, length, heads, value), 128
     q_BLGN, k_BLGN, v_BLHP, y_slope = random([keys, keys, values, values])
     log_decay_BLH = -jax.nn.softplus(random([(1, length, heads)], "float32")[0])
     inputs = q_BLGN, k_BLGN, v_BLHP, log_decay_BLH
+    flops = 2 * groups * chunk * state + 2 * heads * chunk * value + 4 * heads * state * value
+    if op == "delta-scan":
+        chunk, lengths = 64, jnp.linalg.norm(k_BLGN.astype(jnp.float32), axis=-1, keepdims=True)
+        k_BLGN = (k_BLGN / lengths).astype(k_BLGN.dtype)
+        inputs = q_BLGN, k_BLGN, v_BLHP, log_decay_BLH, jnp.exp(log_decay_BLH)
+        flops = 4 * groups * chunk * state + 4 * heads * chunk * value + 6 * heads * state * value
     slopes = y_slope, jnp.zeros((1, heads, state, value))
     forward: dict[str, Callable] = {}
     both: dict[str, Callable] = {}
-    for backend in size.backends("scan", tuple(BACKENDS)):
+    for backend in size.backends(op, tuple(BACKENDS)):
         call = functools.partial(chunk_scan, spec=ScanSpec(chunk, backend))
         forward[backend] = functools.partial(jax.jit(call), *inputs)
         both[backend] = functools.partial(with_gradients(call), inputs, slopes)
-    flops = 2 * groups * chunk * state + 2 * heads * chunk * value + 4 * heads * state * value
     flops *= length
     return rates(size, {"forward": (forward, flops), "both": (both, 3 * flops)})

@@ -83,6 +83,11 @@ class Sizes:
         (8192, 128, 8, 128, 64),
         (8192, 80, 1, 128, 64),
     )
+    delta_scans: tuple[tuple[int, int, int, int, int], ...] = (
+        (8192, 32, 16, 128, 128),  # Qwen3-Next-80B
+        (8192, 96, 96, 128, 128),
+        (32768, 4, 2, 128, 128),
+    )
     heads: int = 32  # of attention over a paged cache, with a quarter as many of keys, of 128
     models: tuple[Model, ...] = (
         Model("gpt2-124m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
@@ -125,6 +130,7 @@ TINY = Sizes(
     mixtures=(Mixture("tiny", 32, 16, 24, 4, 2),),
     caches=((2, 40, 16),),
     scans=((64, 4, 2, 16, 8),),
+    delta_scans=((64, 4, 2, 16, 8),),
     heads=4,
     models=(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
@@ -151,6 +157,7 @@ def sizes(quick: bool, on_gpu: bool) -> Sizes:
         mixtures=full.mixtures[:1],
         caches=full.caches[:1],
         scans=full.scans[:1],
+        delta_scans=full.delta_scans[:1],
         models=full.models[:1],
         rounds=3,
     )

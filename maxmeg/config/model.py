@@ -206,6 +206,10 @@ class ModelConfig:
         return self.delta.num_key_heads or self.delta.num_heads
 
     @property
+    def delta_rank(self) -> int:
+        return self.delta.rank or self.delta.key_size
+
+    @property
     def delta_value_size(self) -> int:
         return self.delta.value_size or self.delta.key_size
 

@@ -11,7 +11,7 @@ from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotarySc
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.recompute import recompute_problems
-from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, ScanBackend
+from maxmeg.config.recurrent import DELTA_KERNEL_SIZES, SCAN_KERNEL_SIZES, ScanBackend
 from maxmeg.config.schema import Config
 from maxmeg.config.setting import declared_problems, divisors, field_of, get, shown, walk
 from maxmeg.config.source import source_problems
@@ -305,6 +305,19 @@ def delta_problems(model: ModelConfig) -> Iterator[str]:
         )
     if delta.chunk < 2 or delta.chunk & (delta.chunk - 1):
         yield f"model.delta.chunk={delta.chunk} must be a power of 2: choose 32, 64 or 128"
+    if delta.backend is not ScanBackend.mosaic:
+        return
+    if model.has("kda"):
+        yield (
+            "model.delta.backend=mosaic is for gated_delta only, and model.layers="
+            f"{model.layers!r} has kda, whose decays are those of channels: set backend=auto or xla"
+        )
+    most, value = DELTA_KERNEL_SIZES, model.delta_value_size
+    if delta.key_size > most[0] or value > most[1]:
+        yield (
+            f"model.delta.backend=mosaic takes key_size up to {most[0]} and value_size up to "
+            f"{most[1]}, not {delta.key_size} and {value}: set backend=auto or xla"
+        )
 
 
 def moe_problems(model: ModelConfig) -> Iterator[str]:

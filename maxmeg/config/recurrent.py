@@ -7,6 +7,7 @@ import enum
 from maxmeg.config.setting import setting
 
 SCAN_KERNEL_SIZES = 256, 128  # largest state_size and head_dim of mosaic
+DELTA_KERNEL_SIZES = 128, 128  # largest key_size and value_size of mosaic
 
 
 class ScanBackend(enum.Enum):
@@ -100,4 +101,11 @@ class DeltaConfig:
     )
     chunk: int = setting(
         64, "number of tokens that the scan multiplies at once", at_least=1, effect="none"
+    )
+    backend: ScanBackend = setting(
+        ScanBackend.auto,
+        "kernel of the scan: mosaic (ours, for gated_delta only, Hopper only, bfloat16, key_size "
+        "and value_size up to 128, padded to 128 and to 64 or 128, chunks of 64, not timed yet) | "
+        "xla; auto: the faster one where it was measured, else xla",
+        effect="none",
     )

@@ -159,14 +159,14 @@ def delta_spec(config: ModelConfig, parallel: ParallelConfig) -> DeltaSpec:
         kernel_size=delta.kernel_size,
         norm_eps=config.norm_eps,
         chunk=delta.chunk,
+        backend=delta.backend.value,
         std=config.init_std,
         out_std=output_std(config),
     )
 
 
 def kda_spec(config: ModelConfig, parallel: ParallelConfig) -> KdaSpec:
-    rank = config.delta.rank or config.delta.key_size
-    return KdaSpec(**vars(delta_spec(config, parallel)), rank=rank)
+    return KdaSpec(**vars(delta_spec(config, parallel)), rank=config.delta_rank)
 
 
 def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:

@@ -1,12 +1,14 @@
-"""The chunked scan by our kernels for Hopper (kernels/chunk_scan.py, chunk_scan_backward.py). Not
-yet run on a GPU.
+"""The chunked scan by our kernels for Hopper: Mamba-2's (kernels/chunk_scan.py,
+chunk_scan_backward.py) and the gated delta rule's (delta_scan.py, delta_scan_backward.py). Not yet
+run on a GPU.
 
 Not chosen by "auto" until it has been measured. Without queries the gradients are those of XLA's
 form. JAX traces and lowers a kernel at each call; the scans are jitted so that calls of the same
 shapes share one kernel.
 
 Kernels take few sizes of states and heads. Others are padded by zeros, which cost time and a copy,
-and heads of up to 128 with states of up to 256 become two of 64 each, which cost no more.
+and of Mamba-2 heads of up to 128 with states of up to 256 become two of 64 each, which cost no
+more.
 """
 
 from typing import Any
@@ -18,8 +20,8 @@ from maxmeg.ops.backend import Device, kernel_module, refuses_hopper_kernels
 
 HALF = 64  # head size that goes with every state size
 SUPPORTS = (
-    "bfloat16 on Hopper GPUs, Mamba-2's scan (one decay per head, no delta rule), state sizes up "
-    "to 256 and heads up to 128"
+    "bfloat16 on Hopper GPUs, one decay per head, head sizes up to 128, and state sizes up to 256 "
+    "(Mamba-2) or 128 (the delta rule)"
 )
 
 
@@ -27,14 +29,23 @@ def refuses(inputs: Any, device: Device) -> str:
     """Why the kernels cannot run this call; empty if they can."""
     if reason := refuses_hopper_kernels(device):
         return reason
-    is_plain = inputs.beta_BLH is None and inputs.log_decay_BLHI.shape[-1] == 1
-    arrays = jax.eval_shape(fitted, inputs) if is_plain else inputs
-    return kernel_module("chunk_scan").scan_refuses(*arrays[:3], is_plain)
+    if inputs.log_decay_BLHI.shape[-1] > 1:
+        return "decays of channels (kda) are not supported, only one decay per head"
+    return kernels(inputs).scan_refuses(*jax.eval_shape(fitted, inputs)[:3])
 
 
-def kernel_sizes(state: int, value: int) -> tuple[int, int]:
-    """Sizes of states and heads, at least these, that the kernels take after heads are split; the
-    same ones if there are none."""
+def kernels(inputs: Any, direction: str = "") -> Any:
+    """The module of the kernels. direction: "_backward" or ""."""
+    name = "chunk_scan" if inputs.beta_BLH is None else "delta_scan"
+    return kernel_module(name + direction)
+
+
+def kernel_sizes(inputs: Any) -> tuple[int, int]:
+    """Sizes of states and heads, at least those of the inputs, that the kernels take after heads
+    are split; the same ones if there are none."""
+    state, value = inputs.state_BHNP.shape[2:]
+    if inputs.beta_BLH is not None and (inputs.q_BLGN is None or value <= 2 * HALF):
+        return max(state, 2 * HALF), -(-value // HALF) * HALF
     if state > 256 or value > 2 * HALF:
         return state, value
     return 128 if state <= 128 else 256, HALF if value <= HALF else 2 * HALF
@@ -42,15 +53,18 @@ def kernel_sizes(state: int, value: int) -> tuple[int, int]:
 
 def fitted(inputs: Any) -> Any:
     """Inputs in sizes that the kernels take. Linear in each array."""
-    q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, _, state_BHNP = inputs
-    N, P = kernel_sizes(*state_BHNP.shape[2:])
+    q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, beta_BLH, state_BHNP = inputs
+    N = kernel_sizes(inputs)[0]
     q_BLGN, k_BLGN = (None if x is None else padded(x, N) for x in (q_BLGN, k_BLGN))
-    if N == 256 and P == 2 * HALF:
+    if is_split(inputs):
         log_decay_BLHI = jnp.repeat(log_decay_BLHI, 2, axis=2)
-    values = fitted_values(inputs, v_BLHP)
-    return type(inputs)(
-        q_BLGN, k_BLGN, values, log_decay_BLHI, None, fitted_states(inputs, state_BHNP)
-    )
+    values, states = fitted_values(inputs, v_BLHP), fitted_states(inputs, state_BHNP)
+    return type(inputs)(q_BLGN, k_BLGN, values, log_decay_BLHI, beta_BLH, states)
+
+
+def is_split(inputs: Any) -> bool:
+    """Whether heads become two."""
+    return inputs.beta_BLH is None and kernel_sizes(inputs) == (256, 2 * HALF)
 
 
 def padded(x: jax.Array, size: int) -> jax.Array:
@@ -59,15 +73,14 @@ def padded(x: jax.Array, size: int) -> jax.Array:
 
 
 def fitted_values(inputs: Any, v_BLHP: jax.Array) -> jax.Array:
-    N, P = kernel_sizes(*inputs.state_BHNP.shape[2:])
-    v_BLHP = padded(v_BLHP, P)
-    return v_BLHP.reshape(*v_BLHP.shape[:2], -1, HALF) if (N, P) == (256, 2 * HALF) else v_BLHP
+    v_BLHP = padded(v_BLHP, kernel_sizes(inputs)[1])
+    return v_BLHP.reshape(*v_BLHP.shape[:2], -1, HALF) if is_split(inputs) else v_BLHP
 
 
 def fitted_states(inputs: Any, state_BHNP: jax.Array) -> jax.Array:
-    N, P = kernel_sizes(*inputs.state_BHNP.shape[2:])
+    N, P = kernel_sizes(inputs)
     state_BHPN = padded(padded(state_BHNP, P).swapaxes(2, 3), N)
-    if (N, P) == (256, 2 * HALF):
+    if is_split(inputs):
         state_BHPN = state_BHPN.reshape(len(state_BHPN), -1, HALF, N)
     return state_BHPN.swapaxes(2, 3)
 
@@ -75,9 +88,9 @@ def fitted_states(inputs: Any, state_BHNP: jax.Array) -> jax.Array:
 @jax.jit
 def scan(inputs: Any, docs_BL: jax.Array | None) -> tuple[Any, jax.Array]:
     """(y or None, state after the last token) of `ops.chunk_scan.Inputs`."""
-    q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, _, state_BHNP = fitted(inputs)
-    arrays = q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI[..., 0], state_BHNP, docs_BL
-    y_BLHP, last_BHNP = kernel_module("chunk_scan").scan(*arrays)
+    q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, beta_BLH, state_BHNP = fitted(inputs)
+    arrays = q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI[..., 0], state_BHNP
+    y_BLHP, last_BHNP = kernels(inputs).scan(arrays, beta_BLH, docs_BL)
     (B, L, H, P), N = inputs.v_BLHP.shape, inputs.state_BHNP.shape[2]
     halves = last_BHNP.shape[1] // H
     last = last_BHNP.swapaxes(2, 3).reshape(B, H, halves * last_BHNP.shape[3], -1)
@@ -88,10 +101,11 @@ def scan(inputs: Any, docs_BL: jax.Array | None) -> tuple[Any, jax.Array]:
 @jax.jit
 def gradients(inputs: Any, docs_BL: jax.Array | None, slopes: tuple[Any, jax.Array]) -> Any:
     """Gradients of `inputs`, which have queries; slopes: those of y and of the last state."""
-    (q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, _, state_BHNP), pull = jax.vjp(fitted, inputs)
+    fit, pull = jax.vjp(fitted, inputs)
+    q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI, beta_BLH, state_BHNP = fit
     arrays = q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI[..., 0], state_BHNP
     d_y, d_last = fitted_values(inputs, slopes[0]), fitted_states(inputs, slopes[1])
-    *others, d_log_decay_BLH, d_state_BHNP = kernel_module("chunk_scan_backward").gradients(
-        arrays, docs_BL, d_y, d_last
-    )
-    return pull(type(inputs)(*others, d_log_decay_BLH[..., None], None, d_state_BHNP))[0]
+    call = arrays, beta_BLH, docs_BL, (d_y, d_last)
+    d_arrays, d_beta_BLH = kernels(inputs, "_backward").gradients(*call)
+    *others, d_log_decay_BLH, d_state_BHNP = d_arrays
+    return pull(type(inputs)(*others, d_log_decay_BLH[..., None], d_beta_BLH, d_state_BHNP))[0]

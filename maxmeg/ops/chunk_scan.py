@@ -8,9 +8,9 @@ Mamba-2 (Dao and Gu, 2024) is q = C, k = B, v = x dt and g = A dt; Gated DeltaNe
 2024) adds beta; Kimi Delta Attention (Moonshot AI, 2025) has a decay g for each channel of the
 keys.
 
-Forward is XLA's form or, of Mamba-2, a kernel for Hopper (ops.chunk_mosaic). In XLA's form, heads
-and tokens are cut into tiles (ops.chunk_tile), whose temporaries fit in WORKSPACE bytes. Backward
-stores the inputs only and runs every tile again.
+Both directions are XLA's form or, with one decay per head, kernels for Hopper (ops.chunk_mosaic).
+In XLA's form, heads and tokens are cut into tiles (ops.chunk_tile), whose temporaries fit in
+WORKSPACE bytes. Backward stores the inputs only and runs every tile again.
 
 Letters beside the legend's: N state, P head value, I decays of a head (1 or N), M tokens of a tile.
 """
@@ -121,7 +121,8 @@ def chunk_scan(
     inputs = Inputs(
         q_BLGN, k_BLGN, v_BLHP, log_decay_BLHI.astype(jnp.float32), beta_BLH, state_BHNP
     )
-    backend = pick("chunk_scan", BACKENDS, ORDER, spec.backend, (inputs,))
+    op = "chunk_scan" if beta_BLH is None else "delta_scan"
+    backend = pick(op, BACKENDS, ORDER, spec.backend, (inputs,))
     return scan_tiles(ScanSpec(spec.chunk, backend), inputs, documents)
 
 

@@ -50,28 +50,34 @@ def test_temporaries_are_small(name, direction, temporaries):
 
 
 # MiB of a layer's scan, forward and backward. Backward has two bfloat16 states a chunk and head,
-# which lie in the memory of results (y and the gradients of v) as far as these have room for them.
+# which lie in the memory of results (y and the gradients of v) as far as these have room for them;
+# the delta rule has corrected values and their gradients, in the size of values, beside them.
 KERNELS = {
     "nemotron-h-8k-packed": 20.1,
     "wide-states-8k-packed": 133.1,
     "wide-heads-8k-packed": 6.0,
+    "qwen3-next-8k-packed": 260.1,
+    "small-states-1k": 129.4,
 }
+DELTA = list(KERNELS)[3:]
 COMPILE_KERNELS = """
-from maxmeg.kernels.chunk_scan import TUNED_SHAPES
+from maxmeg.kernels import chunk_scan as kernel, delta_scan
 from maxmeg.ops import backend
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 
 backend.target_device = lambda: backend.Device("cuda", (9, 0))
 for name in sys.argv[2:]:
     report_to(name)
-    case = TUNED_SHAPES[name]
+    is_delta = name in delta_scan.TUNED_SHAPES
+    case = (delta_scan if is_delta else kernel).TUNED_SHAPES[name]
     B, L, H, exact = case.batch, case.length, case.heads, jnp.float32
     keys, y = array(B, L, case.groups, case.state), array(B, L, H, case.value)
     segments = array(B, L, dtype=jnp.int32) if case.documents else None
-    inputs = keys, keys, y, array(B, L, H, dtype=exact), segments
+    decay = array(B, L, H, dtype=exact)
+    inputs = keys, keys, y, decay, decay if is_delta else None, segments
 
-    def scan(q, k, v, decay, segments):
-        return chunk_scan(q, k, v, decay, None, segments, None, ScanSpec(128, "mosaic"))
+    def scan(q, k, v, decay, beta, segments):
+        return chunk_scan(q, k, v, decay, beta, segments, None, ScanSpec(128, "mosaic"))
 
     def gradients(inputs, slope):
         *arrays, segments = inputs
@@ -91,7 +97,9 @@ def compiled(tmp_path_factory) -> dict[str, tuple]:
 def test_kernels_do_not_spill_and_their_temporaries_are_known(name, compiled):
     temporaries, kernels = compiled[name]
     assert round(temporaries / MIB, 1) == KERNELS[name]
-    directions = ["backward"] * 2 + ["forward"] * 3
-    assert [kernel.name for kernel in kernels] == [f"chunk_scan_{one}" for one in directions]
+    names = ["chunk_scan_backward"] * 2 + ["chunk_scan_forward"] * 3
+    if name in DELTA:
+        names = ["chunk_scan_backward"] * 4 + ["delta_inverse"] * 2 + ["delta_scan"] * 3
+    assert [kernel.name for kernel in kernels] == names
     assert all(kernel.shared <= SHARED_MEMORY for kernel in kernels)
     assert not any(kernel.spilled or kernel.serialised for kernel in kernels)

@@ -1,8 +1,9 @@
 """The chunked scan's kernels by Mosaic-GPU's interpreter on the CPU, with its race detection.
 
 What runs, through the op, is the kernel's own program: copies, rings, barriers, masks, stores.
-Replaced is the instruction wgmma (interpreted_products). Warpgroups have 8 rows here instead of 64.
-tests/absent/test_chunk_scan_memory.py compiles the kernel.
+Replaced is the instruction wgmma (interpreted_products). Warpgroups have 8 rows here instead of 64,
+or 16 with the delta rule.
+tests/absent/test_chunk_scan_memory.py compiles the kernels.
 """
 
 import jax
@@ -11,18 +12,25 @@ import pytest
 from interpreted_products import interpret, replace_products
 from maxmeg.kernels import chunk_scan as kernel
 from maxmeg.kernels import chunk_scan_backward as backward_kernel
+from maxmeg.kernels import delta_scan, delta_scan_backward
 from maxmeg.kernels.mosaic import plgpu
 from ops.chunk_scan_cases import TOLERANCE, Case, arrays_of, error, expected, run
 
 import maxmeg.ops.backend as choice
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.model_rules import mamba_problems
-from maxmeg.config.recurrent import SCAN_KERNEL_SIZES, MambaConfig, ScanBackend
+from maxmeg.config.model_rules import delta_problems, mamba_problems
+from maxmeg.config.recurrent import (
+    DELTA_KERNEL_SIZES,
+    SCAN_KERNEL_SIZES,
+    DeltaConfig,
+    MambaConfig,
+    ScanBackend,
+)
 from maxmeg.ops import chunk_scan as module
 from maxmeg.ops.backend import Device
 from maxmeg.ops.chunk_scan import ScanSpec, chunk_scan
 
-ROWS = 8  # of a warpgroup; a chunk has 16 tokens
+ROWS = {"mamba": 8, "delta": 16}  # of a warpgroup; a chunk has 16 tokens
 SIZES = {"rows": 1, "groups": 1, "heads": 2, "state": 16, "value": 16}
 # name: (case, slots of the rings, least number of programs of a launch)
 CASES = {
@@ -32,20 +40,36 @@ CASES = {
         2,
         4,
     ),
+    "delta rule, documents, an odd number of chunks, two consumers": (
+        Case("delta", length=40, **SIZES | {"value": 32}, decay=0.1),
+        1,
+        1,
+    ),
+    "delta rule, one document, two tiles of states, two parts": (
+        Case("delta", length=64, **SIZES | {"heads": 1, "state": 32, "value": 32}, documents=False),
+        2,
+        1,
+    ),
 }
 
 
 @pytest.fixture
 def interpreter(monkeypatch):
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
-    monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS)
-    monkeypatch.setattr(module.chunk_mosaic, "kernel_sizes", lambda *sizes: sizes)
+    monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS["mamba"])
+    monkeypatch.setattr(
+        module.chunk_mosaic, "kernel_sizes", lambda inputs: inputs.state_BHNP.shape[2:]
+    )
     replace_products(monkeypatch)
     return monkeypatch
 
 
 def scanned(case: Case, slots: int, programs: int, monkeypatch) -> tuple[dict[str, float], bool]:
     """(errors of the results, whether there was a race)."""
+    monkeypatch.setattr(kernel, "WARPGROUP_ROWS", ROWS[case.kind])
+    monkeypatch.setattr(delta_scan, "PROGRAMS", 2)
+    monkeypatch.setattr(delta_scan, "SIZES", ((case.state, case.value),))
+    monkeypatch.setattr(delta_scan, "STAGES", {1: slots, 2: slots})
     monkeypatch.setattr(backward_kernel, "PROGRAMS", programs)
     for one in (kernel, backward_kernel):
         monkeypatch.setattr(one, "STAGES", {(case.state, case.value): slots})
@@ -69,14 +93,18 @@ def one_chunk() -> list:
     wide, narrow = (jnp.ones((1, 16, count, 16), jnp.bfloat16) for count in (1, 2))
     states = jnp.ones((1, 1, 2, 16, 16), jnp.bfloat16)
     common = jnp.zeros((1, 2, 16)), None
-    return backward_kernel.side(wide, wide, narrow, narrow, states, common, is_keys=False)
+    return backward_kernel.side(wide, wide, narrow, narrow, states, common)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_a_slot_released_before_its_products_are_made_is_a_race(direction, interpreter):
-    is_forward = direction == "forward"
-    place = (kernel, "scan_chunk") if is_forward else (backward_kernel, "add_head")
+@pytest.mark.parametrize("name", ["forward", "backward", "delta rule"])
+def test_a_slot_released_before_its_products_are_made_is_a_race(name, interpreter):
+    kind = "delta" if name == "delta rule" else "mamba"
+    place = {
+        "forward": (kernel, "scan_chunk"),
+        "backward": (backward_kernel, "add_head"),
+        "delta rule": (delta_scan, "scan_chunk"),
+    }[name]
     real = getattr(*place)
 
     def release_first(program, *others):
@@ -98,36 +126,47 @@ def test_a_slot_released_before_its_products_are_made_is_a_race(direction, inter
     interpreter.setattr(*place, release_first)
     for one in (kernel, backward_kernel):
         interpreter.setattr(one, "STAGES", {(16, 16): 1})
+    interpreter.setattr(kernel, "WARPGROUP_ROWS", ROWS[kind])
     interpreter.setattr(backward_kernel, "PROGRAMS", 1)
-    case = Case(length=48, **SIZES | {"heads": 1}, documents=False)
-    arrays, _ = arrays_of(case, "bfloat16")
-    inputs = [jnp.asarray(arrays[name]) for name in ("q", "k", "v", "log_decay", "state")]
-    call = (lambda: kernel.scan(*inputs)) if is_forward else one_chunk
+    interpreter.setattr(delta_scan, "SIZES", ((16, 16),))
+    interpreter.setattr(delta_scan, "STAGES", {1: 1})
+    case = Case(kind, length=64, **SIZES | {"heads": 1}, documents=False)
+    arrays = jax.tree.map(jnp.asarray, arrays_of(case, "bfloat16")[0])
+    inputs = tuple(arrays[name] for name in ("q", "k", "v", "log_decay", "state"))
+    call = {
+        "forward": lambda: kernel.scan(inputs),
+        "backward": one_chunk,
+        "delta rule": lambda: delta_scan.scan(inputs, arrays["beta"]),
+    }[name]
     assert interpret(call, interpreter)[1]
 
 
-@pytest.mark.parametrize("sizes", [(100, 80), (256, 128)])
-def test_sizes_that_kernels_do_not_take_are_padded_and_heads_split(sizes, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("mamba", (100, 80)), ("mamba", (256, 128)), ("delta", (100, 80))]
+)
+def test_sizes_that_kernels_do_not_take_are_padded_and_heads_split(kind, sizes, monkeypatch):
     """Kernels are replaced by XLA's form of the sizes that reach them."""
-    taken = []
+    taken, supported = [], {"mamba": tuple(kernel.STAGES), "delta": delta_scan.SIZES}[kind]
 
-    def scan(q, k, v, log_decay, state, docs):
-        taken.append((k.shape[-1], v.shape[-1]))
-        return chunk_scan(q, k, v, log_decay, None, docs, state, ScanSpec(16, "xla"))
+    def scan(inputs, beta, docs):
+        *arrays, state = inputs
+        taken.append((arrays[1].shape[-1], arrays[2].shape[-1]))
+        return chunk_scan(*arrays, beta, docs, state, ScanSpec(16, "xla"))
 
-    def gradients(inputs, docs, d_y, d_last):
-        return jax.vjp(lambda *arrays: scan(*arrays, docs), *inputs)[1]((d_y, d_last))
+    def gradients(inputs, beta, docs, slopes):
+        return jax.vjp(lambda *arrays: scan(*arrays, docs), inputs, beta)[1](slopes)
 
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
-    monkeypatch.setattr(kernel, "scan_refuses", lambda *_: "")
-    monkeypatch.setattr(kernel, "scan", scan)
-    monkeypatch.setattr(backward_kernel, "gradients", gradients)
-    case = Case(rows=1, length=20, groups=2, state=sizes[0], value=sizes[1], seed=4)
+    for forward, backward in ((kernel, backward_kernel), (delta_scan, delta_scan_backward)):
+        monkeypatch.setattr(forward, "scan_refuses", lambda *_: "")
+        monkeypatch.setattr(forward, "scan", scan)
+        monkeypatch.setattr(backward, "gradients", gradients)
+    case = Case(kind, rows=1, length=20, groups=2, state=sizes[0], value=sizes[1], seed=4)
     arrays, segments = arrays_of(case, "float32")
     actual, wanted = run(case, arrays, segments, "mosaic"), expected(case, arrays, segments)
     errors = {name: error(actual[name], wanted[name]) for name in wanted}
     assert max(errors.values()) <= TOLERANCE["float32"], errors
-    assert set(taken) <= set(kernel.STAGES)
+    assert set(taken) <= set(supported)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +174,10 @@ def test_sizes_that_kernels_do_not_take_are_padded_and_heads_split(sizes, monkey
     [
         ({"state": 300}, "state size 300 is more than 256 or head dim 64 is more than 128"),
         ({"value": 160}, "state size 128 is more than 256 or head dim 160 is more than 128"),
-        ({"kind": "delta"}, "the delta rule and decays of channels are not supported"),
-        ({"kind": "channels"}, "the delta rule and decays of channels are not supported"),
+        ({"kind": "delta", "state": 130}, "state size 130 is more than 128 or head dim 64"),
+        ({"kind": "delta", "value": 160}, "head dim 160 is more than 128"),
+        ({"kind": "kda"}, r"decays of channels \(kda\) are not supported"),
+        ({"kind": "channels"}, r"decays of channels \(kda\) are not supported"),
     ],
 )
 def test_what_the_kernel_cannot_scan_is_refused(change, words, monkeypatch):
@@ -153,4 +194,15 @@ def test_the_setting_is_checked_with_the_sizes():
         mamba = MambaConfig(backend=ScanBackend.mosaic, **change)
         model = ModelConfig(layers="*(mamba)", hidden_size=512, mamba=mamba)
         problems = [problem for problem in mamba_problems(model) if "backend" in problem]
+        assert len(problems) == wrong and all("set backend=auto" in one for one in problems)
+    assert {max(sizes) for sizes in zip(*delta_scan.SIZES, strict=True)} == set(DELTA_KERNEL_SIZES)
+    for mixer, change, wrong in (
+        ("gated_delta", {}, 0),
+        ("gated_delta", {"key_size": 129, "value_size": 64}, 1),
+        ("gated_delta", {"value_size": 129}, 1),
+        ("kda", {}, 1),
+    ):
+        delta = DeltaConfig(backend=ScanBackend.mosaic, **change)
+        model = ModelConfig(layers=f"*({mixer})", delta=delta)
+        problems = list(delta_problems(model))
         assert len(problems) == wrong and all("set backend=auto" in one for one in problems)

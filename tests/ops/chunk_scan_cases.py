@@ -39,6 +39,12 @@ CASES = {
     "wide heads": Case(**KERNEL | {"value": 128}, length=290),
     "less than a chunk": Case(**KERNEL, length=37, heads=2),
 }
+DELTA_CASES = {
+    "documents": Case("delta", **KERNEL | {"rows": 2, "value": 128}, length=333),
+    "slow decays": Case("delta", **KERNEL, length=400, groups=4, decay=0.01, documents=False),
+    "less than a chunk": Case("delta", **KERNEL, length=37, heads=2, initial=False),
+    "many heads": Case("delta", **KERNEL | {"value": 128}, length=90, groups=24, heads=72),
+}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}  # of the largest value
 NAMES = ("q", "k", "v", "log_decay", "beta", "state")
 
@@ -115,41 +121,58 @@ def float32(tree):
 
 
 def arrays_of(case: Case, dtype: str) -> tuple[dict, np.ndarray | None]:
-    """(arrays by name, queries, keys and values in dtype, decays of any sign; segment ids)."""
+    """(arrays by name, queries, keys and values in dtype, decays and beta of any sign; segment
+    ids)."""
     arrays, segments = inputs_of(case)
     kinds = {name: dtype if name in ("q", "k", "v") else "float32" for name in arrays}
     return {name: np.asarray(x, jnp.dtype(kinds[name])) for name, x in arrays.items()}, segments
 
 
+SIGNS = {"log_decay": -1, "beta": 1}  # of what is passed on
+
+
+def signed(arrays: dict) -> dict:
+    return arrays | {name: SIGNS[name] * abs(arrays[name]) for name in SIGNS if name in arrays}
+
+
 def expected(case: Case, arrays: dict, segments: np.ndarray | None) -> dict[str, np.ndarray]:
-    """Of Mamba-2's scan y, the last state, and each input's gradient for `rounded_slopes`: the
-    recurrence in float64 and its reverse."""
-    wide = {name: np.asarray(x, np.float64) for name, x in arrays.items()}
-    wide["log_decay"] = -abs(wide["log_decay"])
+    """Of a scan with one decay per head y, the last state, and each input's gradient for
+    `rounded_slopes`: the recurrence in float64 and its reverse."""
+    wide = signed({name: np.asarray(x, np.float64) for name, x in arrays.items()})
     heads = case.heads // case.groups
     q, k = (np.repeat(wide[name], heads, axis=2) for name in ("q", "k"))
-    v, decay, slopes = wide["v"], np.exp(wide["log_decay"]), rounded_slopes(case, arrays)
+    v, slopes = wide["v"], rounded_slopes(case, arrays)
     d_y, d_state = (np.asarray(x, np.float64) for x in slopes)
-    state = wide.get("state", np.zeros_like(d_state))
-    goes_on = np.ones(v.shape[:2])
+    beta = wide["beta"][..., None] if "beta" in wide else np.ones((*v.shape[:3], 1))
+    is_delta, decay = "beta" in wide, np.exp(wide["log_decay"])[..., None, None]
     if segments is not None:
-        goes_on[:, 1:] = segments[:, 1:] == segments[:, :-1]
-    states, ys = [state], []
+        decay[:, 1:] *= (segments[:, 1:] == segments[:, :-1])[..., None, None, None]
+    states, kept, rests, ys = [wide.get("state", np.zeros_like(d_state))], [], [], []
     for t in range(case.length):
-        kept = (goes_on[:, t, None] * decay[:, t])[..., None, None] * states[-1]
-        states.append(kept + np.einsum("bhn,bhp->bhnp", k[:, t], v[:, t]))
+        kept.append(decay[:, t] * states[-1])
+        rests.append(v[:, t] - is_delta * np.einsum("bhn,bhnp->bhp", k[:, t], kept[-1]))
+        states.append(kept[-1] + k[:, t, ..., None] * (beta[:, t] * rests[-1])[:, :, None])
         ys.append(np.einsum("bhn,bhnp->bhp", q[:, t], states[-1]))
-    grads: dict = {name: np.zeros_like(wide[name]) for name in ("q", "k", "v", "log_decay")}
-    rows, groups = case.rows, case.groups
+    grads: dict = {name: np.zeros_like(wide[name]) for name in wide}
+
+    def put(name, t, state, other):
+        slope = np.einsum("bhnp,bhp->bhn", state, other)
+        grads[name][:, t] += slope.reshape(case.rows, case.groups, heads, -1).sum(axis=2)
+
     for t in reversed(range(case.length)):
-        d_state = d_state + np.einsum("bhn,bhp->bhnp", q[:, t], d_y[:, t])
-        for name, one, other in (("q", states[t + 1], d_y), ("k", d_state, v)):
-            slope = np.einsum("bhnp,bhp->bhn", one, other[:, t])
-            grads[name][:, t] = slope.reshape(rows, groups, heads, -1).sum(axis=2)
-        grads["v"][:, t] = np.einsum("bhn,bhnp->bhp", k[:, t], d_state)
-        d_state = (goes_on[:, t, None] * decay[:, t])[..., None, None] * d_state
+        put("q", t, states[t + 1], d_y[:, t])
+        d_state = d_state + q[:, t, ..., None] * d_y[:, t, :, None]
+        d_u = np.einsum("bhn,bhnp->bhp", k[:, t], d_state)
+        put("k", t, d_state, beta[:, t] * rests[t])
+        grads["v"][:, t] = d_v = beta[:, t] * d_u
+        if is_delta:
+            grads["beta"][:, t] = (d_u * rests[t]).sum(axis=2)
+            put("k", t, kept[t], -d_v)
+            d_state = d_state - k[:, t, ..., None] * d_v[:, :, None]
+        d_state = decay[:, t] * d_state
         grads["log_decay"][:, t] = np.einsum("bhnp,bhnp->bh", d_state, states[t])
-    grads["log_decay"] *= -np.sign(np.asarray(arrays["log_decay"], np.float64))
+    for name in SIGNS.keys() & grads.keys():
+        grads[name] *= SIGNS[name] * np.sign(np.asarray(arrays[name], np.float64))
     grads["state"] = d_state
     named = {f"gradient of {name}": grads[name] for name in arrays}
     return {"y": np.stack(ys, axis=1), "state": states[-1]} | named
@@ -165,8 +188,7 @@ def run(case: Case, arrays: dict, segments: np.ndarray | None, backend: str) -> 
     """As `expected`, by the op."""
 
     def scan(arrays, segments):
-        arrays = arrays | {"log_decay": -abs(arrays["log_decay"])}
-        *inputs, state = (arrays.get(name) for name in NAMES)
+        *inputs, state = (signed(arrays).get(name) for name in NAMES)
         return chunk_scan(*inputs, segments, state, ScanSpec(case.chunk, backend))
 
     slopes = rounded_slopes(case, arrays)

@@ -23,6 +23,7 @@ HOPPER, AMPERE, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cp
 BACKENDS = {
     "attention": attention.BACKENDS,
     "chunk_scan": chunk_scan.BACKENDS,
+    "delta_scan": chunk_scan.BACKENDS,
     "decode attention": decode_attention.BACKENDS,
     "grouped_matmul": grouped_matmul.BACKENDS,
 }
