@@ -11,7 +11,9 @@ if __name__ == "__main__":  # before the imports: a mistake needs no JAX
 
 import math
 
+from maxmeg.config import files
 from maxmeg.config.options import Evaluate as Options
+from maxmeg.config.retro import Neighbours
 from maxmeg.config.validate import validate
 from maxmeg.data.build import (
     build_dataset,
@@ -63,6 +65,9 @@ def print_loss(trained: Trained, options: Options) -> None:
     first = schedules.evaluation_start(last) if SPLITS[index] == "validation" else 0
     config.train.global_batch_size = options.batch_size
     config.train.micro_batch_size = 0
+    if options.neighbours:
+        kind = files.convert("neighbours", options.neighbours, Neighbours)
+        config.data.read_neighbours = kind
     if options.paths:
         read_whole(config.data, options.paths, index)
     validate(config, options.tensor, training=False)

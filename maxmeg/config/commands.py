@@ -33,6 +33,12 @@ COMMANDS = {
     "preprocess": Command(
         "maxmeg.preprocess:command", "tokenize, inspect and merge corpora", arguments=True
     ),
+    "neighbours": Command(
+        "maxmeg.retrieval.neighbours:main",
+        "RETRO's neighbours of a corpus",
+        options.Neighbours,
+        True,
+    ),
     "convert": Command(
         "maxmeg.convert:main", "from and to Hugging Face, Megatron-LM", options.Convert, None
     ),

@@ -4,6 +4,7 @@ import dataclasses
 import enum
 
 from maxmeg.config.labelled import GLUE, Format, Scored
+from maxmeg.config.retro import Neighbours
 from maxmeg.config.setting import setting
 
 HAS_TEXT = "has_text_"  # + number of a text: arrays [B] of a batch, 1 for rows that have it
@@ -25,6 +26,7 @@ class Objective(enum.Enum):
     seq2seq = "seq2seq"
     ict = "ict"
     retrieve = "retrieve"
+    retro = "retro"
 
     @property
     def is_labelled(self) -> bool:
@@ -50,7 +52,12 @@ class Objective(enum.Enum):
     @property
     def has_source(self) -> bool:
         """Whether its samples have a source, which an encoder-decoder reads."""
-        return self in (Objective.span_corruption, Objective.seq2seq)
+        return self in (Objective.span_corruption, Objective.seq2seq, Objective.retro)
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether this source are the neighbours of the target's chunks."""
+        return self is Objective.retro
 
 
 class Packing(enum.Enum):
@@ -130,7 +137,8 @@ class DataConfig:
         "these read data.format | ict: find the block of sentences that a sentence is from "
         "(inverse cloze task), in a file as for masked | retrieve: find the text that answers a "
         "query, in .jsonl files (a row: {query, text, negatives: [text, ...]}; a text: a string or "
-        "{title, text}); both are for biencoders, with model.attention.causal=false",
+        "{title, text}); both are for biencoders, with model.attention.causal=false | retro: as "
+        "gpt, with neighbours of the text's chunks",
         "--sft",
     )
     sentence_pairs: bool = setting(
@@ -223,6 +231,37 @@ class DataConfig:
         "--encoder-seq-length",
         at_least=0,
         needs="objective=span_corruption|seq2seq",
+    )
+    neighbours: str = setting(
+        "",
+        "folder that maxmeg neighbours writes; empty: PREFIX.neighbours beside data.paths=PREFIX",
+        "--retro-project-dir",
+        needs="objective=retro",
+    )
+    read_neighbours: Neighbours = setting(
+        Neighbours.nearest,
+        "nearest | shuffled: those of another chunk of the same split | none: without neighbours",
+        needs="objective=retro",
+    )
+    num_neighbours: int = setting(
+        2,
+        "neighbours of a chunk",
+        "--retro-num-neighbors",
+        at_least=1,
+        needs="objective=retro",
+    )
+    chunk_length: int = setting(
+        64,
+        "tokens of a chunk; it divides sequence_length",
+        "--retro-gpt-chunk-length",
+        at_least=1,
+        needs="objective=retro",
+    )
+    neighbour_length: int = setting(
+        128,
+        "tokens of a neighbour: a chunk and its continuation in the document",
+        at_least=1,
+        needs="objective=retro",
     )
     tokenizer: str = setting(
         "bytes",
@@ -335,4 +374,12 @@ class DataConfig:
     @property
     def source_tokens(self) -> int:
         """Tokens per sample of the source; 0 without one."""
+        if self.objective.has_neighbours:
+            chunks = self.sequence_length // self.chunk_length
+            return chunks * self.num_neighbours * self.neighbour_length
         return (self.source_length or self.sequence_length) * self.objective.has_source
+
+    @property
+    def source_positions(self) -> int:
+        """Number of positions of the source's tokens."""
+        return self.neighbour_length if self.objective.has_neighbours else self.source_tokens

@@ -11,6 +11,8 @@ the last repeat may be cut short. Examples:
     3(mla,mlp) *(mla,moe)               DeepSeek-V3
     raw_attention,mlp 2(local,mlp) *(attention,mlp 2(local,mlp))            ModernBERT
     6(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)    T5
+    attention,mlp attention 2(encoder_attention,encoder_cross,encoder_mlp) encoder_norm
+        chunked_cross,mlp *(attention,mlp attention,chunked_cross,mlp)      RETRO
     M-M*-|M-M*-                         Megatron-LM's hybrid strings, a letter per layer
 """
 
@@ -35,12 +37,15 @@ MIXERS = {
     "kda": ("delta",),  # Kimi Delta Attention
     "mlp": ("mlp",),
     "moe": ("moe", "mlp"),
-    "encoder_attention": ("attention",),  # these three read and write the source
+    "encoder_attention": ("attention",),  # these four read and write the source
+    "encoder_cross": ("attention", "retro"),  # attention to the chunk of a neighbour
     "encoder_mlp": ("mlp",),
     "encoder_norm": (),
     "cross": ("attention",),  # attention to the source
+    "chunked_cross": ("attention", "retro"),  # attention to the neighbours of a chunk
 }
-ENCODER = ("encoder_attention", "encoder_mlp", "encoder_norm")
+ENCODER = ("encoder_attention", "encoder_cross", "encoder_mlp", "encoder_norm")
+RETRO = ("chunked_cross", "encoder_cross")
 OVERLAPPED = {
     "attention",
     "local",

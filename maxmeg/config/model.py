@@ -6,7 +6,7 @@ import math
 
 from maxmeg.config.bert import BertConfig
 from maxmeg.config.head import HeadConfig
-from maxmeg.config.layers import ENCODER, Groups, Layer, grouped, one_layer, parse
+from maxmeg.config.layers import ENCODER, RETRO, Groups, Layer, grouped, one_layer, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
     MlaConfig,
@@ -18,6 +18,7 @@ from maxmeg.config.mixers import (
 )
 from maxmeg.config.recompute import NAMES
 from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
+from maxmeg.config.retro import RetroConfig
 from maxmeg.config.setting import setting
 
 
@@ -73,7 +74,8 @@ class ModelConfig:
         "attention, mla, local and local_mla (sliding window), conv (gated short convolution), "
         "mamba (Mamba-2), gated_delta and kda (linear attention), mlp, moe; raw_attention (without "
         "a norm of its input, ModernBERT's first layer); T5's "
-        "encoder_attention, encoder_mlp, encoder_norm and cross; or Megatron-LM's "
+        "encoder_attention, encoder_mlp, encoder_norm and cross; RETRO's encoder_cross and "
+        "chunked_cross; or Megatron-LM's "
         "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
@@ -187,6 +189,7 @@ class ModelConfig:
     moe: MoeConfig = setting(MoeConfig, "mixture of experts")
     bert: BertConfig = setting(BertConfig, "BERT's embeddings and heads")
     head: HeadConfig = setting(HeadConfig, "classifier")
+    retro: RetroConfig = setting(RetroConfig, "chunks and neighbours (RETRO)")
     mtp: MtpConfig = setting(MtpConfig, "multi-token prediction", needs="mtp.num_layers")
 
     @property
@@ -246,7 +249,12 @@ class ModelConfig:
     @property
     def has_source(self) -> bool:
         """Whether it is an encoder-decoder, which reads a source beside the target's tokens."""
-        return self.has("cross", *ENCODER)
+        return self.has("cross", *RETRO, *ENCODER)
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether its source are the neighbours of the target's chunks (RETRO)."""
+        return self.has(*RETRO)
 
     @property
     def is_mla(self) -> bool:

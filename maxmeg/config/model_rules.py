@@ -52,6 +52,9 @@ def check_model(model: ModelConfig) -> None:
             f"model.max_position={model.max_position} with position=learned: set it to the longest "
             "sequence"
         )
+    sizes = model.retro.chunk_length, model.retro.neighbour_length
+    if model.has_neighbours and not all(sizes):
+        problems.append(f"model.retro with chunks and neighbours of {sizes} tokens: set both")
     if problems:
         raise ValueError("\n".join(problems))
 

@@ -50,6 +50,9 @@ class Evaluate(ModelOptions):
 
     split: str = setting("validation", "train | validation | test")
     paths: tuple[str, ...] = setting((), "prefixes of another corpus, in full; empty: the run's")
+    neighbours: str = setting(
+        "", "of a run with data.objective=retro: nearest | shuffled | none; empty: as in training"
+    )
     num_batches: int = setting(0, "number of batches; 0: the whole split once", at_least=0)
     batch_size: int = setting(16, "samples per batch, >= 1", at_least=1)
     tasks: tuple[str, ...] = setting(
@@ -83,6 +86,14 @@ class Retrieve(ModelOptions):
         "search by an index of faiss instead, such as Flat or IVF1024,PQ32; empty: exact, by JAX",
     )
     output: str = setting("", "file for what is found, one JSON object per line; empty: the screen")
+
+
+@dataclasses.dataclass
+class Neighbours:
+    """The model that embeds chunks of text."""
+
+    encoder: str = setting("runs/bert", "folder of the run or the imported model")
+    pooling: str = setting("mean", "of a text's tokens: mean | first | pooler")
 
 
 @dataclasses.dataclass

@@ -1,4 +1,5 @@
-"""Rules of encoder-decoders, which read a source beside the tokens that they predict. No JAX."""
+"""Rules of encoder-decoders and RETRO, which read a source beside the tokens that they predict: a
+text, or neighbours of its chunks. No JAX."""
 
 import math
 from collections.abc import Iterator
@@ -12,41 +13,35 @@ from maxmeg.config.schema import Config
 from maxmeg.config.setting import divisors
 
 DECODER = ("attention", "cross", "mlp")
+RETRO_DECODER = ("attention", "chunked_cross", "mlp")
 EXAMPLE = "6(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)"
+RETRO_EXAMPLE = (
+    "attention 2(encoder_attention,encoder_cross,encoder_mlp) encoder_norm chunked_cross,mlp "
+    "*(attention,mlp attention,chunked_cross,mlp)"
+)
 
 
 def source_problems(model: ModelConfig) -> Iterator[str]:
     """Yield the broken rules of an encoder-decoder's layers, and of what only it may have."""
-    if model.position is Position.relative and not model.has_source:
+    is_retro = model.has_neighbours
+    if model.position is Position.relative and (is_retro or not model.has_source):
         yield (
             "model.position=relative is for encoder-decoders, whose layers are like "
             f"{EXAMPLE}: choose rotary, learned or none"
         )
     if not model.has_source:
         return
-    kinds, layers = model.layer_kinds, f"model.layers={model.layers!r}"
-    if not model.has("cross"):
-        yield f"{layers} has an encoder that nothing reads: write for example {EXAMPLE}"
-    if not model.has("encoder_attention"):
-        yield (
-            f"{layers} has cross attention without a memory to read: put an encoder's layers "
-            f"before it, for example {EXAMPLE}"
-        )
-    sides = [is_encoder(kind) for kind in kinds]
-    norms = [number for number, kind in enumerate(kinds) if "encoder_norm" in sum(kind, ())]
-    if None in sides or sides != sorted(sides, key=bool, reverse=True):
-        yield f"{layers}: all layers of the encoder must stand before those of the decoder"
-    elif norms != [sides.count(True) - 1] or kinds[norms[0]] != (("encoder_norm",),):
-        yield f"{layers}: one layer encoder_norm must stand between encoder and decoder"
-    known = (*ENCODER, *DECODER)
-    for kind in dict.fromkeys(kinds):
+    yield from retro_problems(model) if is_retro else side_problems(model)
+    known = (*ENCODER, *(RETRO_DECODER if is_retro else DECODER))
+    for kind in dict.fromkeys(model.layer_kinds):
         if others := [name for name in sum(kind, ()) if name not in known]:
             yield (
-                f"{layers} has {', '.join(others)} in an encoder-decoder, whose mixers are "
-                f"{', '.join(known)}: use these"
+                f"model.layers={model.layers!r} has {', '.join(others)} in an encoder-decoder, "
+                f"whose mixers are {', '.join(known)}: use these"
             )
+    rotary = model.position is Position.rotary and not is_retro
     for path, broken, remedy in (
-        ("position=rotary", model.position is Position.rotary, "choose relative, learned or none"),
+        ("position=rotary", rotary, "choose relative, learned or none"),
         ("attention.causal=false", not model.attention.causal, "true; it is the decoder's"),
         ("norm_place", model.norm_place is not NormPlace.pre, "set it to pre"),
         ("layers with +", model.parallel_block, "write sublayers apart, with commas"),
@@ -64,6 +59,46 @@ def source_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def side_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield the broken rules of the order of an encoder's and a decoder's layers."""
+    kinds, layers = model.layer_kinds, f"model.layers={model.layers!r}"
+    if not model.has("cross"):
+        yield f"{layers} has an encoder that nothing reads: write for example {EXAMPLE}"
+    if not model.has("encoder_attention"):
+        yield (
+            f"{layers} has cross attention without a memory to read: put an encoder's layers "
+            f"before it, for example {EXAMPLE}"
+        )
+    sides = [is_encoder(kind) for kind in kinds]
+    norms = [number for number, kind in enumerate(kinds) if "encoder_norm" in sum(kind, ())]
+    if None in sides or sides != sorted(sides, key=bool, reverse=True):
+        yield f"{layers}: all layers of the encoder must stand before those of the decoder"
+    elif norms != [sides.count(True) - 1] or kinds[norms[0]] != (("encoder_norm",),):
+        yield f"{layers}: one layer encoder_norm must stand between encoder and decoder"
+
+
+def retro_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield the broken rules of the order of RETRO's sublayers."""
+    names = [name for kind in model.layer_kinds for name in sum(kind, ())]
+    layers, is_encoder = f"model.layers={model.layers!r}", [name in ENCODER for name in names]
+    if "encoder_attention" not in names:
+        yield (
+            f"{layers} has cross attention without a memory to read: put the encoder of the "
+            f"neighbours before it, for example {RETRO_EXAMPLE}"
+        )
+    elif "chunked_cross" not in names:
+        yield f"{layers} has an encoder that nothing reads: write for example {RETRO_EXAMPLE}"
+    else:
+        places = [place for place, inside in enumerate(is_encoder) if inside]
+        block = [*range(places[0], places[-1] + 1)]
+        norms = [place for place, name in enumerate(names) if name == "encoder_norm"]
+        if places != block or norms != places[-1:] or "chunked_cross" in names[: places[-1]]:
+            yield (
+                f"{layers}: the encoder's layers must follow each other, with one encoder_norm "
+                f"at their end, before the first chunked_cross, as in {RETRO_EXAMPLE}"
+            )
+
+
 def is_encoder(kind: Layer) -> bool | None:
     """Whether a layer belongs to the encoder; None if it has mixers of both."""
     sides = {name in ENCODER for name in sum(kind, ())}
@@ -73,9 +108,11 @@ def is_encoder(kind: Layer) -> bool | None:
 def objective_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules between the objective's samples and the model."""
     data, has_source = config.data, config.model.has_source
-    if data.objective.has_source != has_source:
-        able = ", ".join(o.value for o in Objective if o.has_source == has_source)
+    reads = has_source, config.model.has_neighbours
+    if (data.objective.has_source, data.objective.has_neighbours) != reads:
+        able = ", ".join(o.value for o in Objective if (o.has_source, o.has_neighbours) == reads)
         what = "an encoder-decoder" if has_source else "a model without an encoder and cross"
+        what = "RETRO" if config.model.has_neighbours else what
         yield (
             f"data.objective={data.objective.value} cannot train {what} (model.layers="
             f"{config.model.layers!r}), which serves {able}: choose one of these, or other layers"
@@ -85,11 +122,35 @@ def objective_problems(config: Config) -> Iterator[str]:
             f"log.sample_prompt={config.log.sample_prompt!r}: an encoder-decoder does not continue "
             'text: set log.sample_prompt=""'
         )
-    room, longest = config.model.max_position, data.source_tokens
+    yield from chunk_problems(config) if all(reads) and data.objective.has_neighbours else ()
+    room, longest = config.model.max_position, data.source_positions
+    name = "neighbour_length" if data.objective.has_neighbours else "source_length"
     if has_source and config.model.position is Position.learned and 0 < room < longest:
         yield (
-            f"data.source_length={longest} is longer than model.max_position={room}: shorten the "
+            f"data.{name}={longest} is longer than model.max_position={room}: shorten the "
             "one or raise the other"
+        )
+
+
+def chunk_problems(config: Config) -> Iterator[str]:
+    """Yield the broken rules of RETRO's chunks and neighbours."""
+    data, retro = config.data, config.model.retro
+    length, chunk = data.sequence_length, data.chunk_length
+    if length % chunk:
+        yield (
+            f"data.chunk_length={chunk} does not divide data.sequence_length={length}: choose it "
+            f"in {divisors(length, at_most=2 * chunk)}, or change the other"
+        )
+    for name in ("chunk_length", "neighbour_length"):
+        if getattr(retro, name) not in (0, wanted := getattr(data, name)):
+            yield (
+                f"model.retro.{name}={getattr(retro, name)} is not data.{name}={wanted}: set the "
+                "model's to 0, which takes the data's, or both alike"
+            )
+    if len(data.paths) != 1 or data.blend or data.train_paths:
+        yield (
+            "data.objective=retro reads one corpus: set data.paths=PREFIX, and no blend and no "
+            "paths of single splits"
         )
 
 
@@ -97,6 +158,19 @@ def layout_problems(config: Config, tensor: int) -> Iterator[str]:
     """Yield the broken rules between the source and the sizes of tensor and context."""
     parallel, length = config.parallel, config.data.source_tokens
     if not config.model.has_source:
+        return
+    if config.model.has_neighbours:
+        if parallel.context > 1:
+            yield (
+                f"parallel.context={parallel.context} separates chunks from their neighbours, "
+                "which RETRO reads whole: set it to 1, and use tensor or pipe"
+            )
+        if length % tensor:
+            yield (
+                f"the {length} tokens of a sample's neighbours are not divisible by "
+                f"parallel.tensor={tensor}: choose another one, data.num_neighbours or "
+                "data.neighbour_length"
+            )
         return
     unit = math.lcm(2 * parallel.context, parallel.context * tensor)
     unit = tensor if parallel.context == 1 else unit

@@ -77,10 +77,13 @@ def resolve(config: Config, tokenizer_vocab_size: int) -> None:
     """Fill in what the corpus decides: the vocabulary and the longest sequence."""
     model = config.model
     model.vocab_size = model.vocab_size or tokenizer_vocab_size
-    longest = max(config.data.longest_text, config.data.source_tokens)
+    longest = max(config.data.longest_text, config.data.source_positions)
     longest += model.bert.position_offset
     model.max_position = model.max_position or longest
     model.head.num_classes = model.head.num_classes or config.data.num_classes
+    if config.data.objective.has_neighbours:
+        model.retro.chunk_length = model.retro.chunk_length or config.data.chunk_length
+        model.retro.neighbour_length = model.retro.neighbour_length or config.data.neighbour_length
     if tokenizer_vocab_size > model.vocab_size:
         raise ValueError(
             f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's "
@@ -295,7 +298,7 @@ def objective_problems(data: DataConfig):
     is_sft, name = data.objective is Objective.sft, data.objective.value
     sentences = (Objective.masked, Objective.span_corruption, Objective.ict)
     is_masked = data.objective in sentences
-    is_pairs = data.objective is Objective.seq2seq
+    is_pairs = data.objective in (Objective.seq2seq, Objective.retro)
     is_packed = data.packing is not Packing.none
     is_labelled = data.objective.is_labelled or data.objective is Objective.retrieve
     is_whole = is_sft or is_masked or is_packed or is_pairs or is_labelled
@@ -309,7 +312,7 @@ def objective_problems(data: DataConfig):
         yield f"data.order={data.order.value} is not for data.objective={name}: set order=megatron"
     if is_masked and not (data.paths or data.train_paths or data.blend):
         yield f"data.objective={name} needs a corpus of sentences: set data.paths=PREFIX"
-    if is_pairs and (data.blend or not (data.paths or data.train_paths)):
+    if data.objective is Objective.seq2seq and (data.blend or not (data.paths or data.train_paths)):
         yield "data.objective=seq2seq needs aligned corpora: set data.paths=SOURCE,TARGET"
     if data.blend_changes and is_whole:
         yield (

@@ -34,6 +34,7 @@ from maxmeg.data.samples.blending import (
 )
 from maxmeg.data.samples.gpt import SPLITS, Dataset, DocumentRules, GptDataset
 from maxmeg.data.samples.megatron_order import MegatronOrder
+from maxmeg.data.samples.retro import RetroDataset
 from maxmeg.data.samples.sampling import parse_split, split_range
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
@@ -374,7 +375,7 @@ def _open_sentences(
     tokenizer: Tokenizer,
     order: SentenceOrder,
 ) -> IndexedDataset | None:
-    """The one corpus of sentences; None where another split than training has no document."""
+    """The one corpus; None where another split than training has no document."""
     if not names:
         return None
     if len(names) > 1:
@@ -411,6 +412,21 @@ def _open_pairs(
     data = AlignedDataset(corpora, *part, lengths, tokenizer, cuts == "truncate", order.seed)
     logger.info("%s: %s", SPLITS[part[1]], data)
     return data
+
+
+def _open_retro(
+    config: DataConfig,
+    names: list[str],
+    part: tuple[str, int],
+    tokenizer: Tokenizer,
+    order: SentenceOrder,
+) -> RetroDataset | None:
+    """Chunks with neighbours of a split of a corpus; None where another split than training has no
+    document."""
+    corpus = _open_sentences(config, names, part, tokenizer, order)
+    if corpus is None:
+        return None
+    return RetroDataset(corpus, *part, config, tokenizer, order.seed)
 
 
 def _open_ict(
@@ -459,6 +475,7 @@ SENTENCES = {
     Objective.masked: _open_masked,
     Objective.span_corruption: _open_masked,
     Objective.seq2seq: _open_pairs,
+    Objective.retro: _open_retro,
 }
 
 

@@ -20,6 +20,7 @@ from maxmeg.data.samples.blending import Blend
 from maxmeg.data.samples.gpt import GptDataset, identify
 from maxmeg.data.samples.megatron_order import MegatronOrder, continued, make_samples
 from maxmeg.data.samples.packing import PackedDataset
+from maxmeg.data.samples.retro import RetroDataset
 from maxmeg.data.samples.sampling import GptSamples, Samples, split_range
 
 logger = logging.getLogger("maxmeg")
@@ -35,13 +36,13 @@ _NAMES = {
     "negatives": "data.negatives",
     "seed": "seed",
     "packing": "data.packing",
+    "neighbours": "data.neighbours",
     "num_samples": "train.num_steps, beyond whole epochs of sentences",
 }
 
 Record = dict[str, Any]
-Recorded = (
-    GptDataset | PackedDataset | SentenceDataset | AlignedDataset | LabelledDataset | PairDataset
-)
+Unpacked = SentenceDataset | AlignedDataset | LabelledDataset | PairDataset | RetroDataset
+Recorded = GptDataset | PackedDataset | Unpacked
 
 
 def record_order(dataset: object, consumed: int) -> list[Record]:
@@ -113,7 +114,7 @@ def compare(saved: Sequence[Record], dataset: object, consumed: int) -> Differen
     if sorted(map(repr, saved)) == sorted(repr(record) for record, _ in after_resume):
         return Difference(0, 0)
     all_members = dataset.members if isinstance(dataset, Blend) else [dataset]
-    if isinstance(all_members[0], SentenceDataset | AlignedDataset | LabelledDataset):
+    if isinstance(all_members[0], Unpacked):
         return _bound(saved, [record for record, _ in after_resume])
     if isinstance(all_members[0], PackedDataset):
         return _compare_packed(saved, all_members[0], consumed)

@@ -30,7 +30,7 @@ class Rotations:
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Tokens of an encoder-decoder's source: of one device along context, gathered over tensor, as
-    in Context. segments_BS: 0 for padding; 1."""
+    in Context. segments_BS: 0 for padding; 1, or the document of RETRO's chunk."""
 
     tokens_BS: jax.Array
     positions_BS: jax.Array
@@ -65,7 +65,8 @@ class Context:
     microbatch_weight: of this microbatch in losses that are means over microbatches.
     rotations: of these positions, computed once for all layers (`with_rotations`).
     source: of an encoder-decoder, whose residual stream has the rows of source, target and tables
-    of relative biases (layers.streams). memory_BMD: the encoder's output, for cross attention.
+    of relative biases (layers.streams). memory: for cross attention, the other side's rows
+    [B, M, D], gathered over tensor, and their context.
     bias_NH: table of relative biases of this device's heads, for attention.
     """
 
@@ -85,7 +86,7 @@ class Context:
     chunks_BC: jax.Array | None = None
     token_types_BL: jax.Array | None = None
     source: Source | None = None
-    memory_BMD: jax.Array | None = None
+    memory: "tuple[jax.Array, Context] | None" = None
     bias_NH: jax.Array | None = None
 
     @property

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 from maxmeg.layers.attention import Attention, AttentionSpec, normalized
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import project
-from maxmeg.layers.streams import source_context
 from maxmeg.ops.attention.call import attention
 from maxmeg.parallel.collectives import axis_size, gather_exact, stored
 from maxmeg.parallel.context import in_order, whole_rows
@@ -27,6 +26,10 @@ class CrossSpec(AttentionSpec):
         """The part of `weights` by which tokens of the source are multiplied."""
         return 2 * self.hidden_size * self.num_kv_heads * self.head_dim
 
+    def cross_scores(self, length: int, memory_length: int) -> float:
+        """Multiplications between so many queries and keys."""
+        return self.scores(length) * memory_length / max(length, 1)
+
     def make(self, key: jax.Array) -> "CrossAttention":
         return CrossAttention(key, self)
 
@@ -43,9 +46,9 @@ class CrossAttention(Attention):
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
     ) -> tuple[Float[Array, "B L D"], None, dict]:
         """(partial sums over tensor, no cache, no auxiliary values)."""
-        memory_BMD, source, (B, L) = ctx.memory_BMD, ctx.source, h_BLD.shape[:2]
-        assert memory_BMD is not None and source is not None and cache is None
-        k_BMI, v_BMI = project((self.key, self.value), memory_BMD, source_context(ctx))
+        assert ctx.memory is not None and cache is None
+        (memory_BMD, memory_ctx), (B, L) = ctx.memory, h_BLD.shape[:2]
+        k_BMI, v_BMI = project((self.key, self.value), memory_BMD, memory_ctx)
         heads, K = (*memory_BMD.shape[:2], -1, self.spec.head_dim), self.spec.head_dim
         k_BMGK = normalized(stored(k_BMI, "key"), self.key_norm, heads)
         v_BMGK = stored(v_BMI, "value").reshape(heads)
@@ -59,9 +62,14 @@ class CrossAttention(Attention):
             first = ctx.places(L) - jnp.arange(L)
             dropout = dataclasses.replace(operands.dropout, first_query=first)
             operands = operands._replace(dropout=dropout)
-        # Padding of the target reads the source too: it sees keys, and nothing reads it.
-        segments = jnp.ones((B, L), jnp.int32), whole_rows(source.segments_BS)
+        segments = self.segments(ctx, memory_ctx)
         operands = operands._replace(segments_BL=segments[0], key_segments_BM=segments[1])
         how = self.scores(), operands
         out_BLHK = attention(q_BLHK, k_BMGK, v_BMGK, *how, backend=self.spec.backend)
         return self.out(out_BLHK.reshape(B, L, -1), ctx), None, {}
+
+    def segments(self, ctx: Context, memory_ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """Of queries and keys: a query sees the keys of its own segment."""
+        # Padding of the target reads the source too: it sees keys, and nothing reads it.
+        queries_BL = jnp.ones(ctx.positions_BL.shape, jnp.int32)
+        return queries_BL, whole_rows(jnp.asarray(memory_ctx.segments_BL))

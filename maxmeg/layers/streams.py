@@ -51,8 +51,11 @@ def source_context(ctx: Context) -> Context:
 def side_context(streams: Streams, ctx: Context, side: Side, spec: MixerSpec) -> Context:
     """What a mixer of one side reads beside its rows."""
     if spec.reads_memory:
-        memory_BMD = collectives.gather_sequence(streams.source, ctx.sequence_sharded)
-        ctx = dataclasses.replace(ctx, memory_BMD=memory_BMD)
+        is_target = side == "target"
+        memory_BLD = streams.source if is_target else streams.target
+        memory_BMD = collectives.gather_sequence(memory_BLD, ctx.sequence_sharded)
+        memory = memory_BMD, source_context(ctx) if is_target else ctx
+        ctx = dataclasses.replace(ctx, memory=memory)
     if shape := spec.bias_shape:
         number, heads = int(side == "target"), shape[1] // collectives.axis_size(TENSOR_AXES)
         # The samples' tables are equal: the first one's get the gradients of all samples.

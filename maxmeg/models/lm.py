@@ -83,6 +83,7 @@ class LM(nnx.Module):
         self.mtp = mtp.Mtp(*arguments) if config.mtp.num_layers else None
         self.bert = make_bert(fold(key, BERT), config, norm, padded)
         self.position_offset = config.bert.position_offset
+        self.neighbour_length = config.retro.neighbour_length
         has_layer, self.has_tokens = config.head.width > 0, not config.head.replaces_output
         self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_layer else None
         shape, std = (config.relative.buckets, config.attention.num_heads), config.init_std
@@ -99,6 +100,9 @@ class LM(nnx.Module):
         if ctx.source is None:
             return x_BLD
         source_ctx, key = source_context(ctx), ctx.dropout_key
+        if self.neighbour_length:
+            positions_BS = ctx.source.positions_BS % self.neighbour_length
+            source_ctx = dataclasses.replace(source_ctx, positions_BL=positions_BS)
         if key is not None:
             source_ctx = dataclasses.replace(source_ctx, dropout_key=fold(key, SOURCE))
         source_BSD = self.embed_side(ctx.source.tokens_BS, source_ctx)

@@ -11,6 +11,7 @@ from maxmeg.config.mixers import ExpertDrop, QkNorm, TensorOverlap
 from maxmeg.config.model import ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.layers.attention import AttentionSpec
+from maxmeg.layers.chunked import ChunkedCrossSpec, NeighbourAttentionSpec
 from maxmeg.layers.cross import CrossSpec
 from maxmeg.layers.delta import DeltaSpec, KdaSpec
 from maxmeg.layers.mamba import MambaSpec
@@ -93,12 +94,24 @@ def attention_spec(
 
 
 def encoder_attention_spec(config: ModelConfig, parallel: ParallelConfig) -> AttentionSpec:
-    return dataclasses.replace(attention_spec(config, parallel), causal=False)
+    spec = dataclasses.replace(attention_spec(config, parallel), causal=False)
+    if not config.has_neighbours:
+        return spec
+    return NeighbourAttentionSpec(**vars(spec), length=config.retro.neighbour_length)
 
 
 def cross_spec(config: ModelConfig, parallel: ParallelConfig) -> CrossSpec:
-    spec = encoder_attention_spec(config, parallel)
+    spec = dataclasses.replace(attention_spec(config, parallel), causal=False, rotary=None)
     return CrossSpec(**vars(dataclasses.replace(spec, buckets=0, distance=0)))
+
+
+def chunked_cross_spec(
+    config: ModelConfig, parallel: ParallelConfig, of_neighbours: bool = False
+) -> ChunkedCrossSpec:
+    spec = vars(cross_spec(config, parallel))
+    return ChunkedCrossSpec(
+        **spec, chunk_length=config.retro.chunk_length, of_neighbours=of_neighbours
+    )
 
 
 def encoder_norm_spec(config: ModelConfig, parallel: ParallelConfig) -> EncoderNormSpec:
@@ -244,7 +257,9 @@ MIXERS: dict[str, Callable[[ModelConfig, ParallelConfig], MixerSpec]] = {
     "encoder_attention": encoder_attention_spec,
     "encoder_mlp": mlp_spec,
     "encoder_norm": encoder_norm_spec,
+    "encoder_cross": functools.partial(chunked_cross_spec, of_neighbours=True),
     "cross": cross_spec,
+    "chunked_cross": chunked_cross_spec,
 }
 
 

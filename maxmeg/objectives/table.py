@@ -18,4 +18,5 @@ OBJECTIVES: dict[data.Objective, Objective] = {
     data.Objective.seq2seq: Objective(),
     data.Objective.ict: CONTRASTIVE,
     data.Objective.retrieve: CONTRASTIVE,
+    data.Objective.retro: Objective(),
 }

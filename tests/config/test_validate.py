@@ -40,6 +40,9 @@ T5 = "data.objective=span_corruption; data.paths=a; model.position=relative; "
 T5 += "model.num_layers=5; "
 T5_LAYERS = "2(encoder_attention,encoder_mlp) encoder_norm *(attention,cross,mlp)"
 PAIRED = T5 + f"model.layers={T5_LAYERS}; "
+RETRO = "data.objective=retro; data.paths=a; model.num_layers=4; model.layers="
+ENCODER = "encoder_attention,encoder_cross,encoder_mlp"
+CHUNKED = RETRO + f"attention,{ENCODER} encoder_norm *(chunked_cross,mlp); "
 BAD = [
     (T5 + "model.layers=*(attention,cross,mlp)", "cross attention without a memory | encoder_norm"),
     (
@@ -72,6 +75,18 @@ BAD = [
         T5 + "model.layers=encoder_attention,encoder_mlp encoder_norm *(attention,cross,moe)",
         "has moe in an encoder-decoder | use these",
     ),
+    (RETRO + "*(attention,chunked_cross,mlp)", "cross attention without a memory | encoder_norm"),
+    (RETRO + f"*({ENCODER}) encoder_norm", "has an encoder that nothing reads"),
+    (RETRO + f"chunked_cross,mlp {ENCODER} encoder_norm *(mlp)", "before the first chunked_cross"),
+    (RETRO + f"{ENCODER} encoder_norm *(chunked_cross,moe)", "has moe in an | chunked_cross, mlp"),
+    (CHUNKED + "data.chunk_length=48", "chunk_length=48 does not divide | =256 | 32, 64"),
+    (CHUNKED + "model.retro.chunk_length=32", "retro.chunk_length=32 is not data.chunk_length=64"),
+    (CHUNKED + "data.paths=a,b", "retro reads one corpus | data.paths=PREFIX"),
+    (CHUNKED + "data.objective=gpt", "objective=gpt cannot train RETRO | which serves retro"),
+    (PAIRED + "data.objective=retro", "objective=retro cannot train | span_corruption, seq2seq"),
+    (CHUNKED + "model.position=relative", "position=relative is for encoder-decoders"),
+    (CHUNKED + "parallel.context=2; parallel.fsdp=1", "context=2 separates chunks from their"),
+    (CHUNKED + "parallel.tensor=3; parallel.fsdp=1", "1024 tokens of a sample's neighbours"),
     ("model.position=relative", "position=relative is for encoder-decoders | rotary, learned"),
     (PAIRED + "data.objective=seq2seq; data.paths=", "data.paths=SOURCE,TARGET"),
     ("data.source_length=8", "source_length=8 has no effect without | objective=span_corruption"),

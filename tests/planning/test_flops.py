@@ -106,6 +106,21 @@ def test_an_encoder_decoder_multiplies_each_side_by_its_own_tokens():
     assert training_flops(model, L, source_length=S) == pytest.approx(wanted, rel=1e-12)
 
 
+def test_retro_multiplies_neighbours_by_the_encoder_and_scores_within_chunks():
+    L, m, k, r, D = 256, 64, 2, 128, 128
+    S = L // m * k * r
+    encoder = "attention 2(encoder_attention,encoder_cross,encoder_mlp) encoder_norm "
+    fields = {"layers": encoder + "chunked_cross,mlp *(attention,chunked_cross,mlp)"}
+    fields |= {"num_layers": 6, "vocab_size": 1000, "mlp.ffn_size": 4 * D}
+    fields |= {"retro.chunk_length": m, "retro.neighbour_length": r}
+    model = with_fields(ModelConfig(), fields | {"mlp.activation": Activation.gelu})
+    of_encoder = 2 * (S * (4 + 2 + 8) * D * D + L * 2 * D * D)
+    of_decoder = 2 * (L * (4 + 2 + 8) * D * D + S * 2 * D * D)
+    scores = 2 * D * (2 * S * r + 2 * S * m + 2 * L * k * r + L * L)  # two are causal
+    wanted = 6 * (of_encoder + of_decoder + L * D * model.padded_vocab_size(1) + scores)
+    assert training_flops(model, L, source_length=S) == pytest.approx(wanted, rel=1e-12)
+
+
 def test_global_layers_among_those_with_a_window_are_whole():
     layers = {**GPT_345M, "num_layers": 26}
     fields = (

@@ -58,7 +58,7 @@ def mixer_products(mixer: MixerSpec, length: int, source_length: int = 0) -> tup
     weights, scores = float(length * mixer.weights()), float(mixer.scores(length))
     if isinstance(mixer, CrossSpec):
         weights += (source_length - length) * mixer.memory_weights()
-        scores *= source_length / max(length, 1)
+        scores = float(mixer.cross_scores(length, source_length))
     return weights, scores
 
 
@@ -71,9 +71,9 @@ def products_and_scores(
     for unit, repeats in [*layers, (mtp_unit(model), model.mtp.num_layers)]:
         for sublayer in unit:
             is_source = sublayer.side == "source"
-            tokens = source_length if is_source else length
+            tokens, other = (source_length, length) if is_source else (length, source_length)
             for mixer in sublayer.mixers:
-                weights, scores = mixer_products(mixer, tokens, source_length)
+                weights, scores = mixer_products(mixer, tokens, other)
                 is_causal = model.attention.causal and not (is_source or mixer.reads_memory)
                 is_causal = is_causal if causal is None else causal
                 products += repeats * weights

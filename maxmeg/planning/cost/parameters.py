@@ -160,4 +160,6 @@ MIXERS = {
     "encoder_mlp": _mlp,
     "encoder_norm": lambda model: 0,  # beside its norm
     "cross": _attention,
+    "encoder_cross": _attention,
+    "chunked_cross": _attention,
 }

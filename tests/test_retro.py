@@ -1,0 +1,126 @@
+"""RETRO: the same losses and gradients on every layout, resumed runs, and what neighbours bring."""
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import short_runs
+from layouts import BATCH, in_model_order, mesh_of, tiny, tiny_state
+from retro_corpus import CHUNK, LENGTH, SPLIT, TOKENIZER, find, write
+
+from maxmeg import evaluate
+from maxmeg.config.model import Position
+from maxmeg.config.retro import Neighbours
+from maxmeg.data.corpus.indexed import IndexedDataset
+from maxmeg.data.samples.retro import RetroDataset
+from maxmeg.layers.context import Context, Source
+from maxmeg.models.lm import LM
+from maxmeg.objectives.table import OBJECTIVES
+from maxmeg.parallel.placement import local_rows, place_batch
+from maxmeg.step import make_gradients
+
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
+SLOW = pytest.mark.slow
+LAYERS = "attention,encoder_attention,encoder_cross,encoder_mlp,encoder_norm *(chunked_cross,mlp)"
+MODEL = {
+    **{"layers": LAYERS, "num_layers": 3, "position": Position.learned},
+    **{"retro.chunk_length": CHUNK, "retro.neighbour_length": LENGTH, "vocab_size": 257},
+    **{"dropout_hidden": 0.1, "dropout_embedding": 0.1, "attention.dropout": 0.1},
+    "max_position": 16,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return find(write(tmp_path_factory.mktemp("corpus")))
+
+
+def gradients(data, parallel: dict, micro_batch_size: int):
+    """(losses, gradients by name in model order) of one batch."""
+    config = tiny(MODEL, {"micro_batch_size": micro_batch_size}, **parallel)
+    config.data = data
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    samples = RetroDataset(IndexedDataset(data.paths[0]), SPLIT, 0, data, TOKENIZER, 0)
+    rows = local_rows(mesh, micro_batch_size)
+    batch = place_batch(samples.batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
+    function = jax.jit(make_gradients(config, mesh, abstract.model))
+    found, sums = function(state.model, batch, state.key)
+    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": found}))
+    named = {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
+    return OBJECTIVES[data.objective].metrics(sums), named
+
+
+@SLOW
+def test_layout_equals_one_device(data):
+    parallel = {"pipe": 2, "tensor": 2, "fsdp": 2}
+    (losses, found), (wanted_losses, wanted) = (
+        gradients(data, *layout) for layout in ((parallel, 4), ({"fsdp": 1}, 0))
+    )
+    for name, value in wanted_losses.items():
+        assert float(losses[name]) == pytest.approx(float(value), rel=TOLERANCE)
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        assert np.abs(array).max() > 0, name
+        part = found[name][: len(array)]  # the padding of the vocabulary depends on tensor
+        assert np.abs(part - array[: len(part)]).max() <= TOLERANCE * np.abs(array).max() + FLOOR
+
+
+@SLOW
+def test_neighbours_of_repeated_passages_lower_the_loss(tmp_path):
+    """Passages are random, so only the neighbours' continuations tell what follows."""
+    config = find(write(tmp_path, documents=400, passages=60))
+    corpus = IndexedDataset(config.paths[0])
+
+    def samples(split_index: int, kind: Neighbours) -> RetroDataset:
+        settings = dataclasses.replace(config, read_neighbours=kind)
+        return RetroDataset(corpus, SPLIT, split_index, settings, TOKENIZER, 0)
+
+    plain = {"dropout_hidden": 0.0, "dropout_embedding": 0.0, "attention.dropout": 0.0}
+    model = LM(jax.random.key(0), tiny(MODEL | plain | {"attention.num_heads": 2}).model)
+
+    def loss_of(model, batch):
+        source = Source.of(batch["encoder_tokens"], batch["encoder_segment_ids"])
+        ctx = Context(batch["positions"], batch["segment_ids"], source=source)
+        logits_BLV = model.logits(model.hidden(batch["tokens"], ctx)[0])
+        rows = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, batch["targets"])
+        return (rows * batch["loss_mask"]).sum() / batch["loss_mask"].sum()
+
+    optimizer = optax.adam(1e-2)
+
+    @jax.jit
+    def step(model, state, batch):
+        loss, found = jax.value_and_grad(loss_of)(model, batch)
+        updates, state = optimizer.update(found, state)
+        return optax.apply_updates(model, updates), state, loss
+
+    data, state = samples(0, Neighbours.nearest), optimizer.init(model)
+    for number in range(250):
+        model, state, _ = step(model, state, data.batch(32 * number + np.arange(32)))
+    losses = [step(model, state, samples(1, kind).batch(np.arange(32)))[2] for kind in Neighbours]
+    assert losses[0] < min(losses[1:]) - 0.3, losses
+
+
+@SLOW
+def test_a_resumed_run_is_bitwise_the_uninterrupted(data, tmp_path, capsys):
+    def run(folder: Path, steps: int) -> None:
+        config = short_runs.config("", folder, steps, MODEL | {"vocab_size": 0}, {"fsdp": 8})
+        config.data, config.model.attention.num_heads = data, 4
+        short_runs.main(config)
+
+    whole, resumed, first, last = tmp_path / "whole", tmp_path / "again", 2, 4
+    run(whole, last)
+    short_runs.copy_run(whole, resumed, first)
+    run(resumed, last)
+    assert short_runs.digests(resumed, last) == short_runs.digests(whole, last)
+    losses = [[row["loss"] for row in short_runs.curve(folder)] for folder in (whole, resumed)]
+    assert losses[0] == losses[1] and len(losses[0]) == last
+    capsys.readouterr()
+    evaluate.main(evaluate.Options(run_dir=str(whole), split="test", neighbours="shuffled"))
+    assert "test loss" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"expected|nearest"):
+        evaluate.main(evaluate.Options(run_dir=str(whole), neighbours="nearst"))
