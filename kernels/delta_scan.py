@@ -253,8 +253,8 @@ def barriers_type(plan: Plan) -> Barriers:
 
 
 def scan_program(plan: Plan, arrays: Arrays, shared: Shared, barriers: Barriers) -> None:
-    place = map(lax.axis_index, ("batch", "head", "part"))
-    program = Program(plan, arrays, shared, barriers, *place, None)
+    batch, head, part = map(lax.axis_index, ("batch", "head", "part"))
+    program = Program(plan, arrays, shared, barriers, batch, head, part, None)
     mosaic.split_warpgroups(
         plan.consumers,
         lambda warpgroup: consume(program, warpgroup),
@@ -263,7 +263,7 @@ def scan_program(plan: Plan, arrays: Arrays, shared: Shared, barriers: Barriers)
 
 
 def produce(program: Program) -> None:
-    plan, arrays, shared, barriers, batch, head, *_ = program
+    plan, arrays, shared, barriers, batch, head = program[:6]
     group = lax.div(head, jnp.asarray(plan.heads_a_group, head.dtype))
 
     @pl.loop(0, plan.chunks)
