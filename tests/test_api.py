@@ -117,6 +117,7 @@ def test_activations_add_up_to_the_residual_stream(run):
         run.activations(PROMPT, "layers.*.moe")
 
 
+@pytest.mark.slow
 def test_documents_and_a_loss_of_ones_own_train(tmp_path):
     def confident(logits_BLV, batch):
         return jax.nn.logsumexp(logits_BLV, axis=-1)

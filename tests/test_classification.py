@@ -43,7 +43,7 @@ ENCODER = {
     **{"attention.bias_qkv": True, "attention.bias_out": True, "mlp.activation": Activation.gelu},
 }
 CASES = [
-    (Objective.classify, {"pipe": 2, "tensor": 2, "fsdp": 2}, 4),
+    pytest.param(Objective.classify, {"pipe": 2, "tensor": 2, "fsdp": 2}, 4, marks=SLOW),
     pytest.param(Objective.tag, {"data": 2, "fsdp": 1, "context": 2, "tensor": 2}, 2, marks=SLOW),
     pytest.param(Objective.choose, {"pipe": 2, "tensor": 2, "fsdp": 2}, 4, marks=SLOW),
 ]

@@ -22,7 +22,7 @@ FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 LENGTH, NEGATIVES, MICROBATCHES = 48, 2, 2
 SLOW = pytest.mark.slow
 LAYOUTS = [
-    {"pipe": 2, "fsdp": 2, "tensor": 2},
+    pytest.param({"pipe": 2, "fsdp": 2, "tensor": 2}, marks=SLOW),
     pytest.param({"data": 4, "fsdp": 2}, marks=SLOW),
     pytest.param({"fsdp": 2, "context": 2, "tensor": 2}, marks=SLOW),
     pytest.param({"pipe": 2, "data": 2, "fsdp": 2, "schedule": Schedule.zero_bubble}, marks=SLOW),

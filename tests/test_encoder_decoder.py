@@ -35,7 +35,7 @@ MODEL = {
     "attention.dropout": 0.1,
 }
 LAYOUTS = [
-    ({"pipe": 2, "tensor": 2, "fsdp": 2}, 4),
+    pytest.param({"pipe": 2, "tensor": 2, "fsdp": 2}, 4, marks=SLOW),
     pytest.param(
         {"pipe": 2, "context": 2, "tensor": 2, "fsdp": 1, "schedule": Schedule.zero_bubble},
         4,

@@ -70,9 +70,9 @@ QUICK = [
         {"moe.backend": ExpertBackend.batched},
         0,
     ),
-    ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": "selective"}, 16),
 ]
 SLOW = [
+    ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": "selective"}, 16),
     (
         "mixtral",
         {"data": 2, "expert": 2, "fsdp": 1, "tensor": 2},

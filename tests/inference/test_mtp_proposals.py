@@ -84,6 +84,7 @@ def steps_alone(prompt, tokens: list[int], sampling: Sampling) -> int:
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [WARM, replace(WARM, temperature=0.0)])
 def test_proposals_are_those_of_forward_passes(sampling):
     """So a request takes exactly as many steps as they say."""

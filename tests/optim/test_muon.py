@@ -108,7 +108,7 @@ def on_one_device() -> dict:
 
 
 @pytest.mark.parametrize(
-    "parallel", [MESHES[0], *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES[1:])]
+    "parallel", [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES]
 )
 def test_updates_on_a_mesh_are_those_of_one_device(parallel, on_one_device):
     found = parameters_after_steps(parallel)
