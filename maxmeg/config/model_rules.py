@@ -53,7 +53,7 @@ def check_model(model: ModelConfig) -> None:
             "sequence"
         )
     sizes = model.retro.chunk_length, model.retro.neighbour_length
-    if model.has_neighbours and not all(sizes):
+    if has_pattern(model) and model.has_neighbours and not all(sizes):
         problems.append(f"model.retro with chunks and neighbours of {sizes} tokens: set both")
     if problems:
         raise ValueError("\n".join(problems))
