@@ -50,8 +50,8 @@ def gradients(
     d_reader_BLGN, *readers = side(*known)
     known = k_BLGN, k_BLGN, u_BLHP, d_v_BLHP, None, common, "strict keys"
     d_known_BLGN, *others = side(*known)
-    summed = [x.astype(dtype) for x in (d_k_BLGN, d_reader_BLGN, d_known_BLGN)]
-    d_k_BLGN = summed[0] - summed[1] - summed[2]
+    parts = d_k_BLGN, -d_reader_BLGN, -d_known_BLGN
+    d_k_BLGN = sum((x.astype(dtype) for x in parts), jnp.zeros((), dtype))
     d_beta_BLH = jnp.sum(v_BLHP.astype(dtype) * m_BLHP.astype(dtype), axis=3)
     d_beta_BLH -= (readers[0] + readers[1]).swapaxes(1, 2)[:, :L] / beta_BLH1[..., 0]
     sides = [
