@@ -78,9 +78,11 @@ class Encoder:
 def encoder_hash(trained: Trained, pooling: Pooling) -> str:
     """A hash of the weights, the vocabulary and the pooling."""
     arrays = jax.tree_util.tree_leaves_with_path(trained.model)
-    named = [part for path, leaf in arrays for part in (jax.tree_util.keystr(path), leaf)]
-    parts = (np.asarray(part) if isinstance(part, jax.Array) else part for part in named)
-    return digest(trained.tokenizer.identity, pooling, *(digest(part) for part in parts))
+    parts = (
+        digest(jax.tree_util.keystr(path), np.atleast_1d(np.asarray(array)).view(np.uint8))
+        for path, array in arrays
+    )
+    return digest(trained.tokenizer.identity, pooling, *parts)
 
 
 def prepare(
