@@ -5,11 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 from retro_corpus import CHUNK, LENGTH, NEIGHBOURS, SPLIT, TOKENIZER, embed, find, settings, write
+from tiny_servers import make_run
 
+from maxmeg.config import options
+from maxmeg.config.model import DType
 from maxmeg.config.retro import Neighbours
+from maxmeg.configs import retro
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.data.samples.retro import Chunks, RetroDataset, folder_of, split_chunks
+from maxmeg.retrieval import neighbours
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +123,18 @@ def test_bad_neighbours_are_refused_with_both_values(prepared, tmp_path):
     with pytest.raises(ValueError, match=f"{hashes[0]}.*{hashes[1]}"):
         find(other.prefix, neighbours=folder)
     assert settings(corpus.prefix).source_tokens == 4 * NEIGHBOURS * LENGTH
+
+
+def test_the_command_embeds_chunks_by_a_model(tmp_path, capsys):
+    prefix = write(tmp_path, documents=12)
+    fields = {"attention.causal": False, "max_position": 64, "dtype": DType.bfloat16}
+    run = make_run(tmp_path / "encoder", **fields)
+    config = retro.get_config()
+    config.data, config.run_dir = settings(prefix), str(tmp_path / "run")
+    neighbours.main(config, options.Neighbours(encoder=str(run)))
+    assert "neighbours of each of" in capsys.readouterr().out
+    data = RetroDataset(IndexedDataset(prefix), SPLIT, 0, config.data, TOKENIZER, 0)
+    assert data.batch(np.arange(2))["encoder_segment_ids"].any()
+    neighbours.main(config, options.Neighbours(encoder=str(run)))  # the index is there
+    with pytest.raises(ValueError, match="encoder"):
+        neighbours.main(config, options.Neighbours(encoder=str(run), pooling="first"))
