@@ -10,10 +10,8 @@ from fp8_folders import E4M3, POWERS, write_both
 from hf_folders import BF16
 from safetensors.numpy import load_file
 from test_families_oracle import CASES, saved
-from test_predicted_oracle import in_files
+from test_predicted_oracle import apart, deepseek_layer
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
-from transformers.modeling_layers import MtpLayer
-from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek
 
 from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.hf import convert
@@ -61,13 +59,12 @@ def test_deepseek_with_its_layer_that_predicts(tmp_path, monkeypatch):
     family, settings = CASES["deepseek v3"]
     monkeypatch.setitem(CASES, "predicting", (family, settings | {"num_mtp_layers": 1}))
     theirs, config = saved("predicting", tmp_path / "theirs")
-    norm, decoder = deepseek.DeepseekV3RMSNorm, deepseek.DeepseekV3DecoderLayer
-    layer = MtpLayer(theirs.config.get_mtp_config(), decoder, norm, 0)
+    layer, name_of = deepseek_layer(theirs)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.normal_(std=0.2)
     tensors = load_file(tmp_path / "theirs" / "model.safetensors")
-    tensors |= in_files(layer, config["num_hidden_layers"])
+    tensors |= apart({name_of(name): t.numpy() for name, t in layer.state_dict().items()})
     exact = "e_score_correction_bias"
     tensors = {n: a if exact in n else a.astype(ml_dtypes.bfloat16) for n, a in tensors.items()}
     fp8, _ = write_both(tmp_path, config, tensors, (4, 2))  # by which all sizes are divided
