@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from maxmeg.checkpoint.initialize import create_state
 from maxmeg.config.data import DataConfig
@@ -155,6 +156,24 @@ def in_model_order(tree) -> dict:
         if order := orders.get(name.replace(".", "/")):
             arrays[name] = array[np.array([order.index(n) for n in range(max(order) + 1)])]
     return nested(arrays)
+
+
+def named_gradients(gradients) -> dict[str, np.ndarray]:
+    """By name, layers in model order."""
+    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": gradients}))
+    return {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
+
+
+def assert_equal_but_rounding(found: tuple, wanted: tuple, tolerance: float, floor: float) -> None:
+    """(losses, gradients) by name of two layouts. tolerance: of a loss, and of an array's largest
+    number; floor: of gradients that are zero in exact arithmetic."""
+    for name, value in wanted[0].items():
+        assert float(found[0][name]) == pytest.approx(float(value), rel=tolerance), name
+    assert found[1].keys() == wanted[1].keys()
+    for name, array in wanted[1].items():
+        part = found[1][name][: len(array)]  # the padding of the vocabulary depends on tensor
+        off = np.abs(part - array[: len(part)]).max()
+        assert off <= tolerance * np.abs(array).max() + floor, name
 
 
 def model_gradients(

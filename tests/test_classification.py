@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import BATCH, LENGTH, VOCAB, in_model_order, mesh_of, tiny, tiny_state
+from layouts import (
+    BATCH,
+    LENGTH,
+    VOCAB,
+    assert_equal_but_rounding,
+    mesh_of,
+    named_gradients,
+    tiny,
+    tiny_state,
+)
 
 import maxmeg
 from maxmeg import evaluate
@@ -80,32 +89,22 @@ def gradients(objective: Objective, parallel: dict, micro_batch_size: int, dropo
     batch = place_batch(examples(objective).batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
     function = jax.jit(make_gradients(config, mesh, abstract.model))
     found, sums = function(state.model, batch, state.key)
-    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": found}))
-    named = {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays}
     metrics = OBJECTIVES[objective].metrics(sums)
-    return metrics, sums.get("confusion"), named, state.model, batch
-
-
-def same(found: dict, wanted: dict) -> None:
-    assert found.keys() == wanted.keys()
-    for name, array in wanted.items():
-        part = found[name][: len(array)]  # the padding of the vocabulary depends on tensor
-        assert np.abs(part - array[: len(part)]).max() <= TOLERANCE * np.abs(array).max() + FLOOR
+    return metrics, named_gradients(found), sums.get("confusion"), state.model, batch
 
 
 @pytest.mark.parametrize(("objective", "parallel", "micro"), CASES)
 def test_layout_equals_one_device(objective, parallel, micro):
-    wanted_metrics, wanted_table, wanted, *_ = gradients(objective, {"fsdp": 1}, 0)
-    metrics, table, found, *_ = gradients(objective, parallel, micro)
-    for name, value in wanted_metrics.items():
-        assert float(metrics[name]) == pytest.approx(float(value), rel=TOLERANCE)
-    np.testing.assert_array_equal(table, wanted_table)
-    same(found, wanted)
+    wanted, found = (
+        gradients(objective, *layout) for layout in (({"fsdp": 1}, 0), (parallel, micro))
+    )
+    assert_equal_but_rounding(found, wanted, TOLERANCE, FLOOR)
+    np.testing.assert_array_equal(found[2], wanted[2])
 
 
 @pytest.mark.parametrize("objective", [Objective.classify, Objective.choose])
 def test_loss_is_cross_entropy_of_the_scored_tokens(objective):
-    metrics, _, found, model, batch = gradients(objective, {"fsdp": 1}, 0, dropout=0.0)
+    *found, _, model, batch = gradients(objective, {"fsdp": 1}, 0, dropout=0.0)
 
     def loss(model):
         rows = jax.tree.map(lambda array: array[0], batch)
@@ -126,10 +125,7 @@ def test_loss_is_cross_entropy_of_the_scored_tokens(objective):
 
     host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
     wanted, values = jax.jit(jax.grad(loss, has_aux=True))(host)
-    for name, value in values.items():
-        assert float(metrics[name]) == pytest.approx(float(value), rel=TOLERANCE), name
-    arrays = jax.tree_util.tree_leaves_with_path(in_model_order({"model": wanted}))
-    same(found, {jax.tree_util.keystr(path): np.asarray(array) for path, array in arrays})
+    assert_equal_but_rounding(found, (values, named_gradients(wanted)), TOLERANCE, FLOOR)
 
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdef"]

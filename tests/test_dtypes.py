@@ -22,7 +22,7 @@ from layouts import (
 )
 
 from maxmeg.config.model import DType, Norm, Position
-from maxmeg.config.parallel import Schedule
+from maxmeg.config.parallel import GradientDType, Schedule
 from maxmeg.parallel.fused import fuse
 from maxmeg.parallel.rules import reductions
 from maxmeg.step import make_train_step
@@ -120,7 +120,7 @@ STEPS = {
     ),
     "bfloat16 gradients": (
         {"num_layers": 3},
-        {"data": 2, "fsdp": 2, "tensor": 2, "gradient_dtype": DType.bfloat16},
+        {"data": 2, "fsdp": 2, "tensor": 2, "gradient_dtype": GradientDType.bfloat16},
     ),
 }
 GRADIENTS = "gradients of a whole step"

@@ -477,7 +477,6 @@ class MtpConfig:
         "",
         "an MTP layer, in the words of model.layers (attention,moe) or in Megatron-LM's letters "
         "(*E); empty: like the last layer of the model",
-        "MTP part of --hybrid-layer-pattern, after /",
         effect="adapted",
     )
     loss_weight: float = setting(

@@ -16,8 +16,6 @@ def optim_problems(config: Config) -> Iterator[str]:
         yield "optim.lr=0.0 with optim.optimizer=muon: set the peak rate of matrices, > 0"
     if optim.muon.coefficients is NewtonSchulz.cubic and optim.muon.steps != 5:
         yield f"optim.muon.steps={optim.muon.steps}: coefficients=cubic are of 5 steps, set it to 5"
-    if config.parallel.gradient_dtype is DType.float16:
-        yield "parallel.gradient_dtype=float16 has too small a range for sums: choose bfloat16"
     if config.model.dtype is DType.float16:
         if config.train.rerun_bad_steps:
             yield (
@@ -25,8 +23,11 @@ def optim_problems(config: Config) -> Iterator[str]:
                 "the loss scale fits: set it to false, or choose bfloat16"
             )
         scale = optim.loss_scale
-        if scale.minimum > (scale.fixed or scale.initial):
-            yield f"optim.loss_scale.minimum={scale.minimum} exceeds the first scale: lower it"
+        if scale.minimum > scale.initial:
+            yield (
+                f"optim.loss_scale.minimum={scale.minimum} exceeds optim.loss_scale.initial="
+                f"{scale.initial}: lower it"
+            )
     elif optim.loss_scale != LossScaleConfig():
         yield (
             f"optim.loss_scale has no effect with model.dtype={config.model.dtype.name}: set "

@@ -5,8 +5,12 @@ import enum
 import math
 
 from maxmeg.config.mixers import ExpertExchange, TensorOverlap
-from maxmeg.config.model import DType
 from maxmeg.config.setting import setting
+
+
+class GradientDType(enum.Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 class Schedule(enum.Enum):
@@ -111,8 +115,8 @@ class ParallelConfig:
         "shard master weights and optimizer over all devices that replicate a weight (ZeRO-1)",
         "--use-distributed-optimizer",
     )
-    gradient_dtype: DType = setting(
-        DType.float32,
+    gradient_dtype: GradientDType = setting(
+        GradientDType.float32,
         "dtype in which gradients are summed over devices: float32 | bfloat16 (half the bytes, "
         "less exact); over microbatches they are always summed in float32",
         "--grad-reduce-in-bf16",

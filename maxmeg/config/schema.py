@@ -80,21 +80,29 @@ class LossScaleConfig:
     """Scale of the loss with model.dtype=float16: it halves where gradients overflow."""
 
     fixed: float = setting(0.0, "constant scale; 0: dynamic", "--loss-scale", at_least=0)
-    initial: float = setting(2.0**32, "scale of the first step", "--initial-loss-scale", above=0)
+    initial: float = setting(
+        2.0**32, "scale of the first step", "--initial-loss-scale", above=0, needs="fixed=0.0"
+    )
     minimum: float = setting(
         1.0,
         "smallest scale; steps that overflow at it count for train.max_skipped_steps",
         "--min-loss-scale",
         above=0,
+        needs="fixed=0.0",
     )
     window: int = setting(
-        1000, "steps without an overflow before it doubles", "--loss-scale-window", at_least=1
+        1000,
+        "steps without an overflow before it doubles",
+        "--loss-scale-window",
+        at_least=1,
+        needs="fixed=0.0",
     )
     hysteresis: int = setting(
         2,
-        "overflows before it halves; after that each halves it, until it has doubled again",
+        "overflows before it halves; after these, each one halves it, until it has doubled again",
         "--hysteresis",
         at_least=1,
+        needs="fixed=0.0",
     )
 
 

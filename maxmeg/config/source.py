@@ -149,8 +149,8 @@ def chunk_problems(config: Config) -> Iterator[str]:
             )
     if len(data.paths) != 1 or data.blend or data.train_paths:
         yield (
-            "data.objective=retro reads one corpus: set data.paths=PREFIX, and no blend and no "
-            "paths of single splits"
+            "data.objective=retro reads one corpus: set data.paths=PREFIX, and leave data.blend "
+            "and data.train_paths empty"
         )
 
 

@@ -235,6 +235,7 @@ BAD = [
     ("model.max_position=128", "sequence_length=256 | max_position=128 | shorten | raise"),
     ("optim.min_lr=1.0", "optim.min_lr=1.0 | [0, optim.lr=0.0003]"),
     ("optim.warmup_init_lr=-0.1", "optim.warmup_init_lr=-0.1 | [0, optim.lr=0.0003]"),
+    ("train.score_scaling=true", "score_scaling=true | objective=ict, retrieve | leave it out"),
     ("optim.optimizer=muon; optim.lr=0.0", "lr=0.0 | muon | > 0"),
     ("optim.muon.nesterov=true", "nesterov | optimizer=muon"),
     (
@@ -244,10 +245,13 @@ BAD = [
     ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),
     ("model.dtype=float16; train.rerun_bad_steps=true", "rerun_bad_steps | overflow | bfloat16"),
     (
-        "model.dtype=float16; optim.loss_scale.fixed=1.0; optim.loss_scale.minimum=2.0",
-        "minimum=2.0 | lower it",
+        "model.dtype=float16; optim.loss_scale.initial=1.0; optim.loss_scale.minimum=2.0",
+        "minimum=2.0 | initial=1.0 | lower it",
     ),
-    ("parallel.gradient_dtype=float16", "float16 | range | bfloat16"),
+    (
+        "model.dtype=float16; optim.loss_scale.fixed=8.0; optim.loss_scale.window=9",
+        "loss_scale.window=9 has no effect | fixed=0.0",
+    ),
 ]
 BAD_ON_8_DEVICES = [
     ("parallel.tensor=3", "tensor=3 | there are 8 | product | fsdp=0"),

@@ -39,6 +39,7 @@ from published_configs import (
     SMOLLM2,
     STARCODER2,
 )
+from tables import thinned
 from written_settings import values_of
 
 from maxmeg.config.mixers import RotaryScaling
@@ -142,7 +143,7 @@ def dimensions_of(array: str, by_expert: bool) -> int:
     return array.startswith("stack.") + by_expert
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", thinned(PUBLISHED, 3))
 def test_published_configs_give_the_published_models(name):
     config, parameters, settings = PUBLISHED[name]
     model, family = model_config(config), architecture(config)

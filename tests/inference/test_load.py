@@ -48,6 +48,7 @@ def test_weights_are_held_in_the_compute_dtype(saved, settings, held, computed):
         np.testing.assert_array_equal(array, masters[name].astype(array.dtype), err_msg=name)
 
 
+@pytest.mark.slow
 def test_mtp_layers_are_loaded_for_an_engine(saved, tmp_path):
     config = tiny({"num_layers": 1, "max_position": 32, "mtp.num_layers": 2})
     config.data.tokenizer = f"null:{config.model.vocab_size}"

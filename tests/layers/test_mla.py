@@ -129,6 +129,7 @@ def test_output_and_gradients_are_those_of_the_definition(name):
     check_equal(found_on(layer), expected)
 
 
+@pytest.mark.slow
 def test_a_mesh_equals_one_device_with_every_dropout():
     """Beside an MLP, which reads the whole sequence; adapters drop parts of sequences too."""
     spec = dataclasses.replace(SPECS["options"], dropout=0.3)

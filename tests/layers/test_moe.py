@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 from sharded_layers import check_equal, on_mesh
+from tables import thinned
 
 from maxmeg.layers.context import Context
 from maxmeg.layers.moe import Moe, MoeSpec
@@ -245,7 +246,7 @@ def test_every_mesh_equals_one_device(name, sizes):
     check_equal(found_on(SPECS[name], sizes), expected(SPECS[name]))
 
 
-@pytest.mark.parametrize(("kind", "backend", "buffer", "sizes", "fold"), EXCHANGES)
+@pytest.mark.parametrize(("kind", "backend", "buffer", "sizes", "fold"), thinned(EXCHANGES, 3))
 def test_every_exchange_equals_one_device(kind, backend, buffer, sizes, fold):
     """Also where loads are so uneven that most of it goes in further rounds."""
     spec = dataclasses.replace(SPECS["biases"], exchange=kind, backend=backend, buffer=buffer)
@@ -287,7 +288,7 @@ def test_all_tokens_to_one_device_are_exchanged(kind, backend):
     check_equal(gradients.experts, wanted.experts)
 
 
-@pytest.mark.parametrize(("pads", "how", "drop", "name", "sizes", "fold"), CAPACITIES)
+@pytest.mark.parametrize(("pads", "how", "drop", "name", "sizes", "fold"), thinned(CAPACITIES, 2))
 def test_capacity_drops_the_same_copies_however_they_travel(pads, how, drop, name, sizes, fold):
     options = {"capacity": 0.5, "drop_by_weight": drop == "weight", "pad": pads}
     options |= {"backend": how} if how == "batched" else {"exchange": how}

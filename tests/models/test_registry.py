@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from golden import FAMILIES, FOLDER, abstract_model, parameter_tree
 from jax import lax
+from tables import thinned
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.hf.families.read import bindings, differences, model_config
@@ -255,7 +256,7 @@ TRACED = [n for n in ARCHITECTURES if n in FEW or (n not in HYBRIDS and "qwen3.5
 SLOWLY = [pytest.param(n, marks=pytest.mark.slow) for n in ARCHITECTURES if n not in TRACED]
 
 
-@pytest.mark.parametrize("name", [*TRACED, *SLOWLY])
+@pytest.mark.parametrize("name", [*thinned(TRACED, 3), *SLOWLY])
 def test_architecture_has_its_parameters(name: str):
     config = architecture(name)
     count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1))

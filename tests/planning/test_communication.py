@@ -11,8 +11,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from layouts import mesh_of, tiny
 
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, TensorOverlap
-from maxmeg.config.model import DType, Position
-from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.model import Position
+from maxmeg.config.parallel import GradientDType, ParallelConfig, Schedule
 from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.optim.build import make_optimizer
@@ -133,7 +133,11 @@ CASES = {
         {"data": 2, "fsdp": 1, "tensor": 2},
     ),
     "tied": (LEARNED, MICRO, {"data": 2, "fsdp": 2}),
-    "bfloat16 gradients": ({}, MICRO, {"data": 2, "fsdp": 2, "gradient_dtype": DType.bfloat16}),
+    "bfloat16 gradients": (
+        {},
+        MICRO,
+        {"data": 2, "fsdp": 2, "gradient_dtype": GradientDType.bfloat16},
+    ),
     "parallel block": ({"layers": "*(attention+mlp)"}, MICRO, {"fsdp": 2, "tensor": 2}),
     "pipe": ({"num_layers": 4, "vocab_size": 512}, MICRO, {"pipe": 2, "fsdp": 2, "tensor": 2}),
     "gpipe": (

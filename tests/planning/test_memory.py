@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from layouts import ALTERNATING, mesh_of, tiny
+from tables import thinned
 
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
@@ -174,7 +175,7 @@ KINDS = {
 
 @pytest.mark.parametrize("length", [256, 1024])
 @pytest.mark.parametrize("mode", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 3))
 def test_activations_are_what_backward_keeps(kind, mode, length):
     """Counted on what jax.vjp of the stack keeps beside its parameters."""
     config = Config(train=TrainConfig(global_batch_size=2))
@@ -246,7 +247,7 @@ FULL = ("gpt", "llama", "experts", "norms after", "norms around", "norms of head
 
 @pytest.mark.parametrize(
     ("kind", "mode"),
-    [*((k, "minimal") for k in KINDS), *((k, "full") for k in FULL)],
+    thinned([*((k, "minimal") for k in KINDS), *((k, "full") for k in FULL)], 3),
 )
 def test_deferred_is_what_the_weight_lane_keeps(kind, mode):
     """Counted on the divided backward of a real layer, on one device. Left out is XLA's attention

@@ -75,6 +75,7 @@ def test_no_more_is_recomputed_than_must_be():
     assert len(seen) > 1
 
 
+@pytest.mark.slow
 def test_a_large_model_uses_the_pipe():
     config, cluster = of("175b", 1536), parse_cluster("h100x1024")
     found = search(config, cluster)

@@ -52,7 +52,7 @@ def request(number: int) -> dict:
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("--tensor=2", WHOLE),
+        pytest.param("--tensor=2", WHOLE, marks=pytest.mark.slow),
         pytest.param("--data=2", HALF, marks=pytest.mark.slow),
         pytest.param("--expert=2", EXPERTS, marks=pytest.mark.slow),
     ],

@@ -11,6 +11,7 @@ import math
 import typing
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -164,7 +165,7 @@ class Workload:
     @property
     def gradient_itemsize(self) -> int:
         """Of gradients while they are summed over devices."""
-        return ITEMSIZE[self.config.parallel.gradient_dtype]
+        return jnp.dtype(self.config.parallel.gradient_dtype.value).itemsize
 
     @property
     def pipelined(self) -> bool:
