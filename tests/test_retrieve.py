@@ -170,3 +170,18 @@ def test_bad_settings_are_refused(values, message):
 def test_score_scaling_is_for_biencoders():
     with pytest.raises(ValueError, match=r"score_scaling=true is for data\.objective=ict, r"):
         check_settings(maxmeg.config("gpt", **{"train.score_scaling": True}))
+
+
+@SLOW
+def test_adapters_of_a_bert_train_beside_the_layer_of_vectors(corpus, tmp_path):
+    shared = {"train.num_steps": 40, "train.eval_every": 0, "data.sequence_length": 40}
+    shared |= {"train.global_batch_size": 16, "data.split": "8,1,1", **corpus}
+    bert = {"model.num_layers": 1, "model.hidden_size": 64, "model.init_std": 0.2}
+    maxmeg.train(maxmeg.config("bert", run_dir=str(tmp_path / "bert"), **bert, **shared))
+    own = {"lora.rank": 4, "model.head.projection": 16, "data.query_length": 10, "optim.lr": 1e-2}
+    own |= {"train.score_scaling": False, "run_dir": str(tmp_path / "adapters")}
+    maxmeg.train(maxmeg.config(f"retrieval:{tmp_path / 'bert'}", **shared | own))
+    losses = [row["loss"] for row in short_runs.curve(tmp_path / "adapters")]
+    assert np.mean(losses[-5:]) < 0.7 * losses[0]
+    names = [n for n in short_runs.digests(tmp_path / "adapters", 40) if n.startswith("model")]
+    assert all("lora" in name or "classifier" in name for name in names) and len(names) == 6
