@@ -1,8 +1,9 @@
-"""RETRO's mixers, by which the tokens of a chunk read the neighbours of the chunk before.
+"""RETRO's mixers (Borgeaud et al., 2022): tokens attend to the neighbours of the previous chunk.
 
-The target's L tokens are cut into chunks of m, and each chunk has k neighbours of r tokens: the
-source's L / m * k * r rows hold those of the first chunk, then of the second, and so on. Each mixer
-is attention whose rows are cut into parts; segments tell documents and padding apart.
+The L tokens of a sample are cut into chunks of m tokens, and each chunk has k neighbours of r
+tokens. The source rows, L / m * k * r of them, are the neighbours of the first chunk, then those of
+the second, and so on. Each mixer reshapes its rows so that plain attention runs within a chunk or a
+neighbour; segment numbers separate documents and mark padding.
 """
 
 import dataclasses
@@ -68,8 +69,8 @@ class NeighbourAttention(Attention):
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedCrossSpec(CrossSpec):
-    """chunk: tokens of a chunk. of_neighbours: queries are those of the neighbours, keys those of
-    the chunk that they belong to; otherwise the reverse."""
+    """chunk_length: tokens of a chunk. of_neighbours: True if the neighbours attend to their chunk
+    (the encoder), False if the chunk attends to its neighbours (the decoder)."""
 
     chunk_length: int = 0
     of_neighbours: bool = False

@@ -1,12 +1,12 @@
-"""Muon (Jordan et al., 2024): momentum of a matrix, orthogonalized by Newton-Schulz iterations.
+"""Muon (Jordan et al., 2024): Newton-Schulz iterations orthogonalize the momentum of each matrix.
 
 Formulas, coefficients and scales are those of NVIDIA's Emerging-Optimizers, which Megatron-LM uses.
-Matrices of layers, of attention projections and experts each, are orthogonalized; AdamW updates
-embeddings, output layers, convolutions and vectors.
+Muon updates the weight matrices of layers; each attention projection and each expert is a matrix.
+AdamW updates embeddings, output layers, convolutions and vectors.
 
-Masters are sharded inside of matrices, over fsdp, tensor and ZeRO-1's axes. `orthogonalized`
-exchanges them for whole matrices of some of the layers (an all-to-all for each sharded dimension),
-and back: each device iterates over its part of the layers.
+Newton-Schulz iterations need whole matrices, but fsdp, tensor and ZeRO-1 shard the momentum inside
+of them. `orthogonalized` therefore gives each device the whole matrices of some layers (an
+all-to-all for each sharded dimension), iterates, and returns the results to the shards.
 """
 
 import itertools
@@ -23,6 +23,7 @@ from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, storage_specs
 from maxmeg.parallel.spmd import spmd
+from maxmeg.parallel.trainable import joined
 
 STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
 OF_LAYERS = ("stack", "mtp")  # parts of a model whose matrices are orthogonalized
@@ -89,8 +90,11 @@ def is_matrix(part: str, axes: tuple[str | None, ...]) -> bool:
 def scale_by_muon(
     config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
 ) -> optax.GradientTransformation:
-    """Gradients -> directions: orthogonalized momentum of matrices, AdamW's of the rest. mesh,
-    zero1: of the masters; None: each device has all of each."""
+    """The optax transform from gradients to update directions: Muon's for the matrices of layers,
+    AdamW's for all other parameters.
+
+    mesh, zero1: how the parameters are sharded. mesh None: every device has whole parameters.
+    """
     muon, beta1, beta2 = config.muon, config.beta1, config.beta2
 
     def init(params) -> MuonState:
@@ -116,13 +120,13 @@ def scale_by_muon(
             return (m / corrections[0]) / root
 
         directions = (orthogonalized(ahead, muon, mesh, zero1), jax.tree.map(adam, first, second))
-        return both(*directions), MuonState(count, both(momentum, first), second)
+        return joined(*directions), MuonState(count, joined(momentum, first), second)
 
     return optax.GradientTransformation(init, update)
 
 
 def is_orthogonalized(path, variable) -> bool:
-    """`is_matrix` of a variable at a path of a tree; False of one that holds no array."""
+    """Whether Muon updates the variable at this path of a model; False if it holds no array."""
     if variable.get_value() is None:
         return False
     first = str(getattr(path[0], "name", getattr(path[0], "key", "")))
@@ -130,7 +134,8 @@ def is_orthogonalized(path, variable) -> bool:
 
 
 def part(tree, matrices: bool):
-    """`tree` with the arrays of matrices alone, or with all others alone, and None else."""
+    """`tree` with None in place of all arrays that Muon does not update (matrices=True), or that it
+    does (matrices=False)."""
 
     def one(path, variable):
         if variable.get_value() is None or is_orthogonalized(path, variable) == matrices:
@@ -138,12 +143,6 @@ def part(tree, matrices: bool):
         return variable.replace(None)
 
     return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
-
-
-def both(first, second):
-    """The tree with the arrays of two parts."""
-    none = {"is_leaf": lambda leaf: leaf is None}
-    return jax.tree.map(lambda a, b: b if a is None else a, first, second, **none)
 
 
 def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
@@ -163,10 +162,10 @@ def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
 
 
 def of_shard(x: jax.Array, axes: list[tuple[str, ...]], muon: MuonConfig) -> jax.Array:
-    """This device's shard [..., in, out] of orthogonalized matrices, from that of the matrices.
+    """Orthogonalize sharded matrices: this device's shard [..., in, out] of them and of the result.
 
-    axes: mesh axes of each dimension. Devices that hold copies share the matrices too, while there
-    are more matrices than devices that hold parts of one.
+    axes: the mesh axes that shard each dimension. Devices with the same shard divide the matrices
+    among them too, as long as there are enough matrices for all.
     """
     stacked, sizes = x.shape[:-2], x.shape[-2:]
     cuts = [(names, dim) for dim, names in ((1, axes[-2]), (2, axes[-1])) if count(names) > 1]
@@ -198,7 +197,7 @@ def count(names: tuple[str, ...]) -> int:
 
 
 def factor(shape: tuple[int, ...], muon: MuonConfig) -> float:
-    """Of the update of orthogonal matrices [..., in, out]."""
+    """The factor by which Muon multiplies orthogonalized matrices [..., in, out]."""
     rows, columns = shape[-2:]
     scales = {
         MuonScale.spectral: max(rows, columns),
@@ -210,8 +209,10 @@ def factor(shape: tuple[int, ...], muon: MuonConfig) -> float:
 
 @jax.named_scope("newton_schulz")
 def newton_schulz(x: jax.Array, muon: MuonConfig) -> jax.Array:
-    """U V^T, roughly, of matrices U S V^T [..., in, out], float32: products in `muon.dtype`, summed
-    in float32. A zero matrix stays zero."""
+    """Approximate U V^T for matrices U S V^T [..., in, out]; float32.
+
+    Products have operands in `muon.dtype` and are summed in float32. A zero matrix stays zero.
+    """
     transposed = x.shape[-2] > x.shape[-1]
     x = jnp.swapaxes(x, -1, -2) if transposed else x
     x = x.astype(jnp.float32)
@@ -226,12 +227,13 @@ def newton_schulz(x: jax.Array, muon: MuonConfig) -> jax.Array:
 
 
 def product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Summed in float32, rounded once to the dtype of the operands."""
+    """The einsum, summed in float32 and rounded once to the dtype of the operands."""
     return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32).astype(a.dtype)
 
 
 def coefficients(muon: MuonConfig) -> list[tuple[float, float, float]]:
-    """Those of each of `muon.steps` steps; the set begins again, or its last one is repeated."""
+    """(a, b, c) of each of `muon.steps` steps. Past its end a set starts again, or its last step is
+    repeated (ENDS_REPEATED)."""
     given = COEFFICIENTS[muon.coefficients]
     if muon.coefficients in ENDS_REPEATED:
         given = given + [given[-1]] * muon.steps
