@@ -18,6 +18,11 @@ from maxmeg.server.metrics import Metrics
 from maxmeg.server.worker import Worker
 from maxmeg.server.writer import ServedWriter
 
+UNSHARED = (
+    "no prefix cache: layers of this model keep states, which pages of the cache do not hold, so "
+    "that every prompt is read from its beginning"
+)
+
 
 def make_server(
     options: Serve, name: str, trained: Trained, link: Leader, stop: Callable[[], None]
@@ -54,4 +59,7 @@ def load(options: EngineOptions, base: Trained | None = None) -> Engine:
     trained = with_adapters(base or load_base(options), named_folders(options.adapters))
     sizes = options.lanes, options.pages, options.slots, options.chunk
     proposals = options.proposals or trained.config.model.mtp.num_layers
-    return Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)
+    engine = Engine(trained, *sizes, options.max_prefill_tokens, options.share, proposals)
+    if options.share and not engine.scheduler.limits.shares:
+        print(UNSHARED, flush=True)
+    return engine

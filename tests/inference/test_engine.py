@@ -15,6 +15,7 @@ from layouts import mesh_of, tiny, tiny_state
 
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import DType
+from maxmeg.config.options import Serve
 from maxmeg.data.tokenizers.load import load_tokenizer
 from maxmeg.inference.adapters import Adapter, attached
 from maxmeg.inference.engine import Engine, Reply, continue_text
@@ -24,6 +25,7 @@ from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Scheduler
 from maxmeg.layers.context import Context
 from maxmeg.layers.lora import linears, merged
+from maxmeg.server import start
 
 GREEDY = Sampling(temperature=0, top_logprobs=3)
 SAMPLED = Sampling(top_k=20, top_p=0.9, min_p=0.01)
@@ -381,6 +383,11 @@ def test_proposals_change_no_reply(kind):
 def test_states_cannot_be_taken_back():
     with pytest.raises(ValueError, match="proposals=3: this model has layers with states"):
         engine("convolution", proposals=3)
+
+
+def test_servers_say_that_states_are_not_shared(capsys):
+    start.load(Serve(lanes=2, chunk=8, slots=4, run_dir="runs/gpt"), trained("mamba"))
+    assert "no prefix cache" in capsys.readouterr().out
 
 
 def test_a_shared_beginning_is_read_once():
