@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
 from maxmeg.layers.context import Context, Source
+from maxmeg.layers.quantized import recipe_of, with_codes, without_codes
 from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
@@ -264,7 +265,7 @@ def make_gradients(
     outside_stages = without_cuts_of_stack(gradient_reductions)
     cuts_layers = any(place.cut for place in jax.tree.leaves(partition(gradient_reductions)[1]))
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
-    dtype = jnp.dtype(config.model.dtype.value)
+    dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.fp8)
 
     def local(model, batch, raw_key, scale):
         masks, reduction = objective.masks(model, batch), config.train.loss_reduction
@@ -274,8 +275,9 @@ def make_gradients(
         if cuts_layers:
             batch = collectives.after(batch, partition(computing)[0])
         computing, places = fuse(computing, gradient_reductions, mesh)
+        computing, places = with_codes(computing, places, recipe, batch)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective, places)
-        gradients = separate(gradients, trained(specs))
+        gradients = separate(without_codes(gradients), trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
         of_layers = {name: sums[name] for name in ("stack_aux", "mtp_aux") if name in sums}
@@ -346,7 +348,9 @@ def make_train_step(
         train_step,
         donate_argnums=0,
         out_shardings=(shardings_of(abstract), None),
-        compiler_options=compiler_options(abstract.model, mesh, config.parallel.zero1),
+        compiler_options=compiler_options(
+            abstract.model, mesh, config.parallel.zero1, fp8=recipe_of(config.train.fp8) is not None
+        ),
     )
 
 
@@ -398,12 +402,13 @@ def make_eval_step(
     objective = objective or OBJECTIVES[config.data.objective]
     gradient_reductions = reductions(model, mesh, zero1=False)
     specs = storage_specs(model, mesh, zero1=False)
-    dtype = jnp.dtype(config.model.dtype.value)
+    dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.fp8)
 
     def local(model, batch):
         reduction = config.train.loss_reduction
         batch = complete(batch, reduction, batch_shards(mesh), [batch.loss_mask])
         computing = compute_model(model, gradient_reductions, dtype)
+        computing, _ = with_codes(computing, gradient_reductions, recipe, batch)
         sums = local_sums(computing, batch, config, objective)
         return auxiliary.over_devices(sums, TOKEN_AXES)
 
@@ -415,4 +420,5 @@ def make_eval_step(
             sums |= {"bytes": jnp.sum(lengths * batch.loss_mask)}
         return sums if stop is None else {**sums, "stop": jnp.sum(stop)}
 
-    return jax.jit(eval_step)
+    options = compiler_options(model, mesh, fp8=True) if recipe else {}
+    return jax.jit(eval_step, compiler_options=options)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from maxmeg.config import retrieval, source
 from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
+from maxmeg.config.fp8 import Fp8Recipe
 from maxmeg.config.labelled import Scored
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
@@ -258,6 +259,11 @@ def overlap_problems(config: Config) -> Iterator[str]:
         yield (
             f"parallel.tensor_overlap=on cannot be combined with lora.rank={config.lora.rank}, as "
             "adapters read the whole sequence: leave one out"
+        )
+    if config.train.fp8.recipe is not Fp8Recipe.none:
+        yield (
+            f"parallel.tensor_overlap=on cannot be combined with train.fp8.recipe="
+            f"{config.train.fp8.recipe.value}, whose products read whole inputs: leave one out"
         )
     sublayers = {names for unit, _ in config.model.groups for layer in unit for names in layer}
     if not any(OVERLAPPED.issuperset(names) for names in sublayers):

@@ -22,6 +22,8 @@ class Linear(nnx.Module):
     axes: logical axes of (input, output). std: standard deviation of the initial weights.
     """
 
+    quantizable = ("weight",)
+
     def __init__(
         self,
         key: jax.Array,
@@ -35,13 +37,20 @@ class Linear(nnx.Module):
         bias_axis = "norm" if self.row_parallel else axes[1]
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None
         self.lora: typing.Any = nnx.data(None)  # a layers.lora.Lora
+        self.codes: dict[str, typing.Any] = nnx.data({})  # layers.quantized.Codes of `weight`
 
     def __call__(
         self, x: Float[Array, "B L I"], ctx: Context | None = None
     ) -> Float[Array, "B L O"]:
-        # All tokens as one matrix: for [1, L, O] with a bias XLA would also keep a transposed copy.
-        y_TO = x.reshape(-1, x.shape[-1]) @ unshard_parameter(self.weight)
-        return self._completed(y_TO, x, ctx).reshape(*x.shape[:-1], -1)
+        return self._completed(self.product(x), x, ctx).reshape(*x.shape[:-1], -1)
+
+    def product(self, x: Float[Array, "B L I"]) -> Float[Array, "T O"]:
+        """x times the weight, all tokens as one matrix: for [1, L, O] with a bias XLA would also
+        keep a transposed copy."""
+        x_TI = x.reshape(-1, x.shape[-1])
+        if self.codes:
+            return self.codes["weight"].product(x_TI, self.weight)
+        return x_TI @ unshard_parameter(self.weight)
 
     def summed(self, x: Float[Array, "B L I"], ctx: Context) -> Float[Array, "B l O"]:
         """The row-parallel output summed over tensor: of the local sequence shard, in parts beside
@@ -81,14 +90,13 @@ def project(
     overlap = overlap and ctx is not None and ctx.sequence_sharded
     if widths is None and not overlap:
         return [linear(x, ctx) for linear in linears]
-    fused = linears if widths is None else linears[:1]
-    matrices = tuple(unshard_parameter(linear.weight) for linear in fused)
+    fused, shape = linears if widths is None else linears[:1], x.shape[:-1]
     if overlap:
-        assert all(linear.lora is None for linear in linears)
-        products = gather_matmul(x, matrices)
+        assert all(linear.lora is None and not linear.codes for linear in linears)
+        products = gather_matmul(x, tuple(unshard_parameter(linear.weight) for linear in fused))
+        shape, products = products[0].shape[:-1], [y.reshape(-1, y.shape[-1]) for y in products]
     else:
-        products = [multiply(x, matrix) for matrix in matrices]
-    shape, products = products[0].shape[:-1], [y.reshape(-1, y.shape[-1]) for y in products]
+        products = [linear.product(x) for linear in fused]
     parts = products if widths is None else split_columns(products[0], widths)
     outputs = [linear._completed(y, x, ctx) for linear, y in zip(linears, parts, strict=True)]
     return [y_TO.reshape(*shape, -1) for y_TO in outputs]

@@ -7,6 +7,7 @@ dropped unless the spec sets a capacity.
 """
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -150,6 +151,8 @@ class MoeSpec(MlpSpec):
 class Experts(nnx.Module):
     """The matrices of this device's experts, stacked."""
 
+    quantizable = ("up", "gate", "out")
+
     def __init__(self, key: jax.Array, spec: MoeSpec):
         keys = split(key, 3)
         E, D = spec.routing.num_experts, spec.latent_size or spec.hidden_size
@@ -169,6 +172,7 @@ class Experts(nnx.Module):
         self.up_bias = bias(F, "expert_mlp")
         self.gate_bias = bias(F, "expert_mlp") if gated else None
         self.out_bias = bias(D, "norm")
+        self.codes: dict[str, typing.Any] = nnx.data({})  # layers.quantized.Codes of the matrices
 
     def __call__(
         self,
@@ -184,15 +188,15 @@ class Experts(nnx.Module):
         if sizes_E is not None and self.backend() == "xla" and target_device().is_cuda:
             sides = 2 + (self.gate is not None)
             warn_of_xla(len(x_RD), self.up.shape[-3], 2.0 * sides * x_RD.size * self.up.shape[-1])
-        up_RF = self._product(x_RD, self.up, self.up_bias, sizes_E)
+        up_RF = self._product(x_RD, "up", self.up_bias, sizes_E)
         inputs = (stored(up_RF, "expert_up"),)
         if self.gate is not None:
-            gate_RF = self._product(x_RD, self.gate, self.gate_bias, sizes_E)
+            gate_RF = self._product(x_RD, "gate", self.gate_bias, sizes_E)
             inputs = (stored(gate_RF, "expert_gate"), *inputs)
         spec = self.spec
         h_RF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
         h_RF = (h_RF * weights_R[:, None]).astype(h_RF.dtype)
-        y_RD = self._product(h_RF, self.out, None, sizes_E)
+        y_RD = self._product(h_RF, "out", None, sizes_E)
         if self.out_bias is None:
             return y_RD
         bias_ED = collectives.counted_once(self.out_bias[...], EXPERT_TENSOR_AXES)
@@ -209,13 +213,16 @@ class Experts(nnx.Module):
             log_choice("experts", name, reason)
         return name
 
-    def _product(self, x_RI, weight, bias, sizes_E):
+    def _product(self, x_RI, name: str, bias, sizes_E):
+        weight, codes = getattr(self, name), self.codes.get(name)
         w_EIO = unshard_parameter(weight)
         if sizes_E is None:
             x_ECI = x_RI.reshape(len(w_EIO), -1, x_RI.shape[-1])
-            y_RO = (x_ECI @ w_EIO).reshape(len(x_RI), -1)
+            y_ECO = x_ECI @ w_EIO if codes is None else codes.product(x_ECI, weight)
+            y_RO = y_ECO.reshape(len(x_RI), -1)
         else:
-            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, backend=self.backend())
+            quantized = None if codes is None else codes.whole()
+            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, codes=quantized, backend=self.backend())
         return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 
 

@@ -70,6 +70,9 @@ XLA_COMBINES = 30 * 2**20  # its default
 # next collective over another one starts, and a ring's backward sends keys beside their gradients.
 AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
+# XLA's own Triton products read wider copies of 8-bit operands; cuBLAS multiplies the codes.
+TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
@@ -109,7 +112,7 @@ def gpu_environment(
             added[name] = value
         elif environ[name] != value:
             users.append(f"{name}={environ[name]}")
-    ours = (COMBINED, AT_ONCE)  # `compiler_options`
+    ours = (COMBINED, AT_ONCE, TRITON_PRODUCTS)  # `compiler_options`
     users += [flag for flag in user_flags(environ).split() if any(name in flag for name in ours)]
     if deterministic:
         added["XLA_FLAGS"] = deterministic_flags(user_flags(environ))
@@ -199,17 +202,22 @@ def pool_fraction() -> float:
     return memory_fraction(os.environ)
 
 
-def compiler_options(model, mesh: Mesh, zero1: bool = False) -> dict[str, int]:
+def compiler_options(
+    model, mesh: Mesh, zero1: bool = False, fp8: bool = False
+) -> dict[str, int | bool]:
     """Options with which XLA compiles a train step of `model` for `mesh`; none on CPUs.
 
     Reduce-scatters of gradients are combined up to the size of the layers' largest matrix on a
     device, so that two large ones are not. Two collectives run at once where axes inside nodes and
-    axes across nodes meet: they use different links. A flag in XLA_FLAGS wins.
+    axes across nodes meet: they use different links. fp8: whether products have 8-bit operands;
+    then all products are cuBLAS calls. A flag in XLA_FLAGS wins.
     """
     if mesh.devices.flat[0].platform not in ("cuda", "gpu"):
         return {}
     size = largest_shard(model, mesh, zero1)
-    options = {COMBINED: size} if 0 < size < XLA_COMBINES else {}
+    options: dict[str, int | bool] = {COMBINED: size} if 0 < size < XLA_COMBINES else {}
+    if fp8:
+        options[TRITON_PRODUCTS] = False
     if len(links(mesh)) > 1 or mesh.shape["context"] > 1:
         options[AT_ONCE] = 2
     users = user_flags(os.environ)

@@ -12,7 +12,8 @@ ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
 COMPILE = """
 from maxmeg.kernels import grouped_matmul, matmul
 from maxmeg.ops import backend
-from maxmeg.ops.experts.grouped_matmul import grouped_matmul as product
+from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul as product
+from maxmeg.ops.quantized import quantize
 
 backend.target_device = lambda: backend.Device("cuda", (9, 0))
 
@@ -22,7 +23,8 @@ def grouped(name):
     sizes, slope = array(case.groups, dtype=jnp.int32), array(case.tokens, case.outer)
 
     def both(x, w, sizes, slope):
-        how = dict(fp8=name.endswith("-fp8"), backend="mosaic")
+        codes = quantize(w, FP8) if name.endswith("-fp8") else None
+        how = dict(codes=codes, backend="mosaic")
         y, pull = jax.vjp(lambda x, w: product(x, w, sizes, **how), x, w)
         return y, *pull(slope)
 

@@ -51,11 +51,7 @@ MODELS = {
         "mla.query_rank": 12,
         "mla.rotary_size": 4,
     },
-    "convolution": {
-        "layers": "*(conv,mlp local,mlp)",
-        "conv.kernel_size": 4,
-        "conv.bias": True,
-    },
+    "convolution": {"layers": "*(conv,mlp local,mlp)", "conv.kernel_size": 4, "conv.bias": True},
     "delta": {"layers": "*(gated_delta,mlp local,mlp)"} | DELTA_SIZES,
     "mamba": {  # and attention to a window
         "layers": "*(mamba local,mlp)",
@@ -380,12 +376,9 @@ def test_proposals_change_no_reply(kind):
     assert ahead.programs.compiled() == 2
 
 
-def test_states_cannot_be_taken_back():
+def test_states_are_neither_taken_back_nor_shared(capsys):
     with pytest.raises(ValueError, match="proposals=3: this model has layers with states"):
         engine("convolution", proposals=3)
-
-
-def test_servers_say_that_states_are_not_shared(capsys):
     start.load(Serve(lanes=2, chunk=8, slots=4, run_dir="runs/gpt"), trained("mamba"))
     assert "no prefix cache" in capsys.readouterr().out
 

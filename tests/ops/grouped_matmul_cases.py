@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.experts.grouped_matmul import grouped_matmul
+from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul
+from maxmeg.ops.quantized import quantize
 
 NAMES = ("y", "dx", "dw")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the norm
@@ -82,7 +83,8 @@ def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str,
 
     def both(x, w, slope, sizes):
         def call(x, w):
-            return grouped_matmul(x, w, sizes, fp8=case.fp8, backend=backend)
+            codes = quantize(w, FP8) if case.fp8 else None
+            return grouped_matmul(x, w, sizes, codes=codes, backend=backend)
 
         y, pull = jax.vjp(call, x, w)
         return y, *pull(slope)

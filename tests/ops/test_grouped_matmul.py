@@ -12,10 +12,10 @@ from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, r
 import maxmeg.ops.experts.grouped_matmul as module
 from maxmeg.ops import backend as choice
 from maxmeg.ops.backend import Device
-from maxmeg.ops.experts.grouped_matmul import FP8_MAX, grouped_matmul, quantize
+from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul
+from maxmeg.ops.quantized import quantize
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
-HALF_STEP = 2.0**-4  # of float8_e4m3fn, relative
 ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last")
 
 
@@ -76,17 +76,6 @@ def test_sizes_may_be_known_only_when_run():
         assert error(product(order), wanted) < 1e-5
 
 
-def test_quantize_keeps_its_range():
-    x = np.float32([[0, 0], [3e-39, 1e-39], [1e37, -3e38], [1, FP8_MAX], [np.nan, 1]])
-    eight, scale = quantize(jnp.asarray(x, jnp.bfloat16))
-    assert eight.dtype == module.FP8 and scale.shape == (5,)
-    actual = np.asarray(eight, np.float32) * np.asarray(scale)[:, None]
-    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)
-    usual = [0, 2, 3]
-    near = np.abs(actual - rounded) <= HALF_STEP * np.abs(rounded)
-    assert near[usual].all() and np.isfinite(actual[:4]).all() and np.isnan(actual[4, 0])
-
-
 BAD = [
     ((struct(8, 16), struct(2, 8, 16), struct(2, dtype=jnp.int32)), r"must be \[T, D\]"),
     ((struct(8, 16), struct(2, 16, 16), struct(3, dtype=jnp.int32)), r"must be \[T, D\]"),
@@ -134,8 +123,13 @@ REFUSED = [
 def test_a_named_kernel_says_why_it_cannot_run(monkeypatch, x, w, fp8: bool, message: str):
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
     sizes = struct(w.shape[0], dtype=jnp.int32)
+
+    def call(x, w, sizes):
+        codes = quantize(w, FP8) if fp8 else None
+        return grouped_matmul(x, w, sizes, codes=codes, backend="mosaic")
+
     with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda *a: grouped_matmul(*a, fp8=fp8, backend="mosaic"), x, w, sizes)
+        jax.eval_shape(call, x, w, sizes)
 
 
 def test_kernels_need_hopper():

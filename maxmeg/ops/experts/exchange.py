@@ -33,6 +33,7 @@ from maxmeg.ops.experts.dispatch import (
 )
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.trainable import fixed, joined, trained
 
 EVERYWHERE = tuple(axis for axis in MESH_AXES if axis != collectives.PIPE_AXIS)
 
@@ -280,11 +281,15 @@ def _further_rounds(exchange, first: int, experts, x_TD, weights_TK, plan, round
 
 def _further_rounds_backward(exchange, first, operands, slope_TD):
     experts, x_TD, weights_TK, plan, rounds = operands
-    variables = (experts, x_TD, weights_TK)
+    variables, others = (trained(experts), x_TD, weights_TK), fixed(experts)
 
     def body(state):
         number, total = state
-        _, pull = jax.vjp(lambda *given: exchange.run(number, *given, plan), *variables)
+
+        def run(experts, *rest):
+            return exchange.run(number, joined(experts, others), *rest, plan)
+
+        _, pull = jax.vjp(run, *variables)
         return number + 1, jax.tree.map(jnp.add, total, pull(slope_TD))
 
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.float32), variables)

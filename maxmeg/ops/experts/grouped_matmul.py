@@ -15,12 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from maxmeg.ops.backend import pick
 from maxmeg.ops.experts import grouped_matmul_mosaic, grouped_matmul_xla
+from maxmeg.ops.quantized import quantize, scale_of
 
 BACKENDS = {"mosaic": grouped_matmul_mosaic, "xla": grouped_matmul_xla}
 ORDER = ("xla",)  # for "auto": mosaic has not been measured
-FP8 = jnp.float8_e4m3fn
-FP8_MAX = float(jnp.finfo(FP8).max)
-TINY = float(jnp.finfo(jnp.float32).tiny)  # devices flush smaller numbers to zero
+FP8 = "float8_e4m3fn"
+Quantized = tuple[Float[Array, "E D F"], Float[Array, ""]]  # codes and their scale
 
 
 def grouped_matmul(
@@ -28,7 +28,7 @@ def grouped_matmul(
     w_EDF: Float[Array, "E D F"],
     sizes_E: Int[Array, " E"],
     *,
-    fp8: bool = False,
+    codes: Quantized | None = None,
     backend: str = "auto",
 ) -> Float[Array, "T F"]:
     """y[t] = x[t] @ w[group of t], in the dtype of x, accumulated in float32.
@@ -36,19 +36,20 @@ def grouped_matmul(
     Rows are sorted by group; group e has sizes_E[e] rows, possibly 0. Rows after the last group
     give zeros and take part in no gradient, even if they are NaN.
 
-    fp8: forward and input gradient multiply float8_e4m3fn, with a scale per row of x or of the
-    gradient, and per column of each matrix. Scales per row leave enough range for gradients, so
-    float8_e5m2 is not needed. The gradient of w sums over rows, which have different scales: it
-    uses unrounded x and gradients. Hopper's tensor cores accumulate float8 products with fewer bits
-    than float32 (DeepSeek-V3, section 3.3.2); beside roundings to 2^-4 this does not show.
+    codes: w in float8_e4m3fn, and its scale (ops/quantized.py). Forward and input gradient multiply
+    them, and rows of x or of the gradient with a scale for each row. That leaves enough range for
+    gradients, so float8_e5m2 is not needed. The gradient of w sums over rows, which have different
+    scales: it uses unrounded x and gradients. Hopper's tensor cores accumulate float8 products with
+    fewer bits than float32 (DeepSeek-V3, section 3.3.2); beside roundings to 2^-4 this does not
+    show.
 
     backend: a key of BACKENDS, or "auto". ValueError if shapes do not fit or the backend cannot run
     the call.
     """
     check_shapes(x_TD, w_EDF, sizes_E)
-    call = (x_TD, w_EDF, sizes_E, fp8)
+    call = (x_TD, w_EDF, sizes_E, codes is not None)
     chosen = pick("grouped_matmul", BACKENDS, ORDER, backend, call)
-    return product(x_TD, w_EDF, sizes_E, chosen, fp8)
+    return product(x_TD, w_EDF, sizes_E, codes, chosen)
 
 
 def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
@@ -62,41 +63,40 @@ def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
         raise ValueError(f"sizes are {sizes_E.dtype}: they must be integers")
 
 
-def multiply(x_TK: Array, w: Array, sizes_E: Array, order: str, backend: str, fp8: bool) -> Array:
-    """Rows times matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
+def multiply(
+    x_TK: Array, w: Array | None, sizes_E: Array, codes: Quantized | None, order: str, backend: str
+) -> Array:
+    """Rows times matrices [E, K, N] (order "KN") or [E, N, K] ("NK"): `w`, or codes of them."""
     rows = BACKENDS[backend].rows
-    if not fp8:
+    if codes is None:
         return rows(x_TK, w, sizes_E, (), order)
     live_T = jnp.arange(x_TK.shape[0]) < jnp.sum(sizes_E)
-    x_fp8, scale_T = quantize(x_TK)
-    w_fp8, scale_EN = quantize(w if order == "NK" else w.swapaxes(1, 2))
-    scales = (jnp.where(live_T, scale_T, 0.0), scale_EN)
-    return rows(x_fp8, w_fp8, sizes_E, scales, "NK").astype(x_TK.dtype)
+    scale_T = scale_of(jnp.max(jnp.abs(x_TK), axis=-1), FP8)
+    x_codes_TK, _ = quantize(x_TK, FP8, scale_T[:, None])
+    w_codes, scale = codes
+    w_codes = w_codes if order == "NK" else w_codes.swapaxes(1, 2)
+    scales = jnp.where(live_T, scale_T, 0.0), jnp.broadcast_to(scale, w_codes.shape[:2])
+    return rows(x_codes_TK, w_codes, sizes_E, scales, "NK").astype(x_TK.dtype)
 
 
-def quantize(x: Float[Array, "*N K"]) -> tuple[Float[Array, "*N K"], Float[Array, "*N"]]:
-    """(x / scale in float8, float32 scale of each vector along the last dimension)."""
-    x = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(x), axis=-1)
-    scale = jnp.maximum(largest / FP8_MAX, TINY)
-    # The quotient can round to just above FP8_MAX, which would become NaN.
-    return jnp.clip(x / scale[..., None], -FP8_MAX, FP8_MAX).astype(FP8), scale
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def product(
+    x_TD: Array, w_EDF: Array, sizes_E: Array, codes: Quantized | None, backend: str
+) -> Array:
+    return multiply(x_TD, w_EDF, sizes_E, codes, "KN", backend)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def product(x_TD: Array, w_EDF: Array, sizes_E: Array, backend: str, fp8: bool) -> Array:
-    return multiply(x_TD, w_EDF, sizes_E, "KN", backend, fp8)
+def product_forward(x_TD, w_EDF, sizes_E, codes, backend):
+    weights = w_EDF if codes is None else None
+    return product(x_TD, w_EDF, sizes_E, codes, backend), (x_TD, weights, sizes_E, codes)
 
 
-def product_forward(x_TD, w_EDF, sizes_E, backend, fp8):
-    return product(x_TD, w_EDF, sizes_E, backend, fp8), (x_TD, w_EDF, sizes_E)
-
-
-def product_backward(backend, fp8, residuals, slope_TF):
-    x_TD, w_EDF, sizes_E = residuals
-    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, "NK", backend, fp8)
+def product_backward(backend, residuals, slope_TF):
+    x_TD, w_EDF, sizes_E, codes = residuals
+    x_slope_TD = multiply(slope_TF, w_EDF, sizes_E, codes, "NK", backend)
     w_slope_EDF = BACKENDS[backend].weights(x_TD, slope_TF, sizes_E)
-    return x_slope_TD, w_slope_EDF, np.zeros(sizes_E.shape, jax.dtypes.float0)
+    rest = np.zeros(sizes_E.shape, jax.dtypes.float0), jax.tree.map(jnp.zeros_like, codes)
+    return x_slope_TD, w_slope_EDF, *rest
 
 
 product.defvjp(product_forward, product_backward)

@@ -1,0 +1,131 @@
+"""Weights of projections as 8-bit codes, in the parameters that a step computes with.
+
+The codes are made once a step: layers read them as they are, and fsdp gathers a byte for a weight.
+The weight itself stays beside them for its gradient alone. Nothing reads its value, so that XLA
+neither casts it to the compute dtype nor gathers it.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
+from maxmeg.ops.backend import Device, target_device
+from maxmeg.ops.quantized import Recipe, matmul, quantize, scale_of
+from maxmeg.parallel.collectives import PIPE_AXIS, after, gather, max_over, unshard_parameter
+from maxmeg.parallel.mesh import MESH_AXES
+
+ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
+MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
+
+
+class Codes(nnx.Module):
+    """A weight [.., I, O] of a layer as 8-bit codes, sharded like it, and a scale for each layer,
+    which experts share."""
+
+    def __init__(self, weight: nnx.Variable, codes, scale, recipe: Recipe):
+        self.codes = weight.replace(codes, frozen=True, exact=True)
+        self.scale = nnx.Variable(scale, axes=(), frozen=True, exact=True)
+        self.recipe = recipe
+
+    def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
+        """x [.., T, I] times the weight, which itself gets the gradient alone."""
+        return matmul(x, unshard_parameter(weight), *self.whole(), self.recipe)
+
+    def whole(self) -> tuple[jax.Array, jax.Array]:
+        """(codes gathered over fsdp, their scale)."""
+        return unshard_parameter(self.codes), self.scale[...]
+
+
+def recipe_of(config: Fp8Config) -> Recipe | None:
+    """None: nothing is quantized."""
+    if config.recipe is Fp8Recipe.none:
+        return None
+    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else "float8_e4m3fn")
+
+
+def refuses(device: Device) -> str:
+    """Why the device cannot multiply 8-bit floats; empty if it can, or computes them as wider
+    ones."""
+    if not device.is_cuda or not (0, 0) < device.capability < ADA:
+        return ""
+    major, minor = device.capability
+    return f"8-bit products need compute capability 8.9 (Ada) or newer, found {major}.{minor}"
+
+
+def with_codes(model, reductions, recipe: Recipe | None, before):
+    """(`model`, `reductions`) with Codes of the layers' matrices: of those that modules name in
+    `quantizable`, with sizes that cuBLAS multiplies.
+
+    `model` is in the local view, where fsdp shards it, and ZeRO-1 its stack. recipe: None leaves
+    everything as it is. before: arrays that the collectives here follow.
+    """
+    if recipe is None:
+        return model, reductions
+    if reason := refuses(target_device()):
+        raise ValueError(f"train.fp8 cannot run: {reason}; set train.fp8.recipe=none")
+    model, reductions = _copy(model), _copy(reductions)
+    found = list(zip(_matrices(model), _matrices(reductions), strict=True))
+    weights = [getattr(module, name) for (module, name), _ in found]
+    scales = _scales(weights, recipe, before)
+    for ((module, name), (places, _)), weight, scale in zip(found, weights, scales, strict=True):
+        whole = scale.reshape(*scale.shape, *(1,) * (weight.ndim - scale.ndim))
+        codes, _ = quantize(weight[...], recipe.forward, whole)
+        cut = getattr(places, name).get_value().cut
+        if cut is not None and scale.ndim:  # outside of the stack, ZeRO-1's shards are gathered
+            codes = gather(codes, cut.axes, cut.dim)
+        module.codes = module.codes | {name: Codes(weight, codes, scale, recipe)}
+        places.codes = places.codes | {name: Codes(weight, None, None, recipe)}
+    return model, reductions
+
+
+def without_codes(gradients):
+    """The gradients for parameters from `with_codes`, with the structure of those before it."""
+    gradients = _copy(gradients)
+    for module in _modules(gradients):
+        module.codes = {}
+    return gradients
+
+
+def _scales(weights: list[nnx.Variable], recipe: Recipe, before) -> list[jax.Array]:
+    """The scale of each weight, for each layer, over all devices with a part of it."""
+    stacked = [weight.ndim - len(weight.get_metadata("axes")) for weight in weights]
+    largest = [
+        jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
+        for weight, layers in zip(weights, stacked, strict=True)
+    ]
+    for has_layers in (False, True):  # stages have different layers; the others are on all
+        axes = tuple(axis for axis in MESH_AXES if axis != PIPE_AXIS or not has_layers)
+        members = [i for i, layers in enumerate(stacked) if bool(layers) == has_layers]
+        if members:
+            before = max_over(after([largest[i] for i in members], before), axes)
+            for i, most in zip(members, before, strict=True):
+                largest[i] = most
+    return [scale_of(most, recipe.forward) for most in largest]
+
+
+def _copy(tree):
+    return jax.tree.map(lambda leaf: leaf, tree)  # new modules around the same arrays
+
+
+def _modules(model) -> list:
+    """The modules of the layers that name matrices in `quantizable`."""
+    leaves = jax.tree.leaves((model.stack, model.mtp), is_leaf=_has_matrices)
+    return [node for node in leaves if _has_matrices(node)]
+
+
+def _has_matrices(node) -> bool:
+    return hasattr(node, "quantizable")
+
+
+def _matrices(model) -> list[tuple]:
+    """(module, name) of each matrix that is quantized; of fused ones, the first has them all."""
+    named = [(module, name) for module in _modules(model) for name in module.quantizable]
+    return [(module, name) for module, name in named if _is_quantized(getattr(module, name))]
+
+
+def _is_quantized(weight: nnx.Variable | None) -> bool:
+    if weight is None or weight.get_value() is None:
+        return False
+    *_, rows, columns = weight.get_metadata("sizes")
+    return rows % MULTIPLE == columns % MULTIPLE == 0

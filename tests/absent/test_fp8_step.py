@@ -1,0 +1,80 @@
+"""The step with 8-bit products, compiled for H100s that are not here: nothing falls back."""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+
+from maxmeg.config.fp8 import Fp8Recipe
+from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.schema import Config, TrainConfig
+from maxmeg.models.registry import use_architecture
+from maxmeg.planning.compile import compile_report
+from maxmeg.planning.report import Compiled
+
+GPUS, LAYERS, LENGTH = 8, 4, 4096
+PRODUCTS = 3  # of a projection: its output, and the gradients of its input and of its weight
+CASES = {
+    # Projections of a layer as products: the fused query, key and value, output, up, gate, down.
+    "fsdp": ("llama3-8b", {"fsdp": 8}, 5),
+    "zero1": ("llama3-8b", {"data": 8}, 5),
+    "tensor": ("llama3-8b", {"fsdp": 4, "tensor": 2}, 5),
+    "experts": ("mixtral-8x7b", {"expert": 8}, 2),
+}
+EIGHT_BITS = "__cublas$lt$matmul$f8"
+
+
+@functools.cache
+def compiled(name: str, recipe: Fp8Recipe, folder: Path) -> tuple[Compiled, str]:
+    config = configured(name, recipe)
+    path = folder / f"{name}-{recipe.name}.hlo"
+    return compile_report(config, "h100", GPUS, str(path)), path.read_text()
+
+
+def configured(name: str, recipe: Fp8Recipe) -> Config:
+    model, parallel, _ = CASES[name]
+    shards = GPUS // parallel.get("tensor", 1)
+    train = TrainConfig(global_batch_size=shards, micro_batch_size=1)
+    config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), model)
+    config.train.fp8.recipe, config.data.sequence_length = recipe, LENGTH
+    config.model.num_layers = LAYERS
+    return config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("fp8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_projection_makes_three_products_in_eight_bits(name, folder):
+    report, text = compiled(name, Fp8Recipe.tensorwise, folder)
+    assert report.kernels[EIGHT_BITS] == PRODUCTS * CASES[name][2] * LAYERS
+    kernels = re.findall(r'target="mosaic_gpu_v2", operand_layout_constraints={(\w+)', text)
+    assert set(kernels) == ({"f8e4m3fn", "bf16"} if name == "experts" else set())
+    # Outputs and input gradients of up, gate and out, in the first round and in later ones.
+    assert name != "experts" or kernels.count("f8e4m3fn") >= 2 * 2 * PRODUCTS
+
+
+def gathered(report: Compiled, axis: str) -> int:
+    rows = [row for row in report.collectives if row.kind == "all-gather" and axis in row.axes]
+    return sum(row.volume for row in rows)
+
+
+@pytest.mark.parametrize(("name", "passes", "tables"), [("fsdp", 2, 1), ("zero1", 1, 2)])
+def test_weights_are_gathered_in_a_byte(name, passes: int, tables: int, folder):
+    """fsdp gathers them in forward and in backward, ZeRO-1 once. tables: of the embedding and the
+    output, which stay in two bytes; fsdp sends the embedding's rows instead."""
+    (axis,) = CASES[name][1]
+    wide, narrow = (
+        gathered(compiled(name, recipe, folder)[0], axis)
+        for recipe in (Fp8Recipe.none, Fp8Recipe.tensorwise)
+    )
+    model = configured(name, Fp8Recipe.none).model
+    heads = model.attention.num_heads + model.kv_heads
+    width = 2 * model.head_size * heads + 3 * model.ffn
+    layers = LAYERS * model.hidden_size * width
+    others = 2 * tables * model.vocab_size * model.hidden_size
+    assert narrow == pytest.approx(passes * layers + others, rel=2e-3)
+    assert wide - others >= 1.99 * (narrow - others)

@@ -1,0 +1,135 @@
+"""Training with 8-bit products: the same on every mesh, resumed bitwise, as good as bfloat16."""
+
+import functools
+
+import numpy as np
+import pytest
+import short_runs
+from layouts import (
+    DELTA,
+    HYBRID,
+    assert_equal_but_rounding,
+    mesh_of,
+    model_gradients,
+    tiny,
+    tiny_batch,
+    tiny_state,
+)
+from test_float16 import metrics, small
+
+from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
+from maxmeg.config.mixers import TensorOverlap
+from maxmeg.config.model import DType
+from maxmeg.config.schema import LoraConfig
+from maxmeg.config.validate import validate
+from maxmeg.layers import quantized
+from maxmeg.ops.backend import Device
+from maxmeg.step import make_eval_step
+from maxmeg.train import main
+
+TENSORWISE = Fp8Config(Fp8Recipe.tensorwise)
+TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
+QUANTIZED = 2e-3  # of the loss of a model with random weights
+SAME_LOSS = 5e-3  # relative, of 8-bit and bfloat16 products after 300 steps
+MODELS = {
+    "dense": {"attention.num_kv_heads": 4, "mlp.bias": True, "dropout_hidden": 0.1},
+    "experts": {
+        **{"layers": "*(attention,moe)", "moe.num_experts": 8, "moe.top_k": 2, "mtp.num_layers": 1},
+        **{"moe.ffn_size": 64, "moe.shared_ffn_size": 32},
+    },
+    "latent": {
+        **{"layers": "*(mla,mlp)", "mla.kv_rank": 16, "mla.query_rank": 16, "mla.rotary_size": 4},
+        "recompute": "full",
+    },
+    "delta": DELTA,
+    "hybrid": HYBRID,
+}
+LAYOUTS = [
+    ("experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+    pytest.param("dense", {"pipe": 2, "data": 2, "tensor": 2}, 1, marks=pytest.mark.slow),
+    pytest.param("dense", {"fsdp": 2, "context": 2, "tensor": 2}, 2, marks=pytest.mark.slow),
+    pytest.param("experts", {"pipe": 2, "fsdp": 2, "tensor": 2}, 2, marks=pytest.mark.slow),
+    pytest.param("latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1, marks=pytest.mark.slow),
+    pytest.param("delta", {"data": 2, "fsdp": 2, "tensor": 2}, 0, marks=pytest.mark.slow),
+    pytest.param("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0, marks=pytest.mark.slow),
+]
+
+
+def gradients(model: str, fp8: Fp8Config, micro: int = 0, **parallel: int) -> tuple[dict, dict]:
+    train = {"fp8": fp8, "micro_batch_size": micro}
+    loss, found = model_gradients(tiny(MODELS[model], train, **parallel))
+    return {"loss": loss}, found
+
+
+@functools.cache
+def alone(model: str) -> tuple[dict, dict]:
+    return gradients(model, TENSORWISE, fsdp=1)
+
+
+@pytest.mark.parametrize(("model", "parallel", "micro"), LAYOUTS)
+def test_every_mesh_gives_the_same(model, parallel, micro):
+    found = gradients(model, TENSORWISE, micro, **parallel)
+    assert_equal_but_rounding(found, alone(model), TOLERANCE, FLOOR)
+
+
+def test_products_are_quantized_and_little_else_changes():
+    found, exact = alone("experts"), gradients("experts", Fp8Config(), fsdp=1)
+    assert 0 < abs(found[0]["loss"] - exact[0]["loss"]) < QUANTIZED * exact[0]["loss"]
+    for name, array in exact[1].items():
+        if np.abs(array).max():
+            norms = np.linalg.norm(array) * np.linalg.norm(found[1][name])
+            assert 0.9 < np.vdot(array, found[1][name]) / norms < 1 - 1e-9, name
+
+
+def test_evaluation_and_adapters_compute_with_codes():
+    for lora in (LoraConfig(), LoraConfig(rank=2)):
+        losses = []
+        for fp8 in (TENSORWISE, Fp8Config()):
+            config = tiny({"attention.num_kv_heads": 4}, {"fp8": fp8}, fsdp=2)
+            config.lora = lora
+            mesh = mesh_of(config)
+            _, abstract, state = tiny_state(config, mesh)
+            text = make_eval_step(config, mesh, abstract.model).lower(
+                state.model, tiny_batch(config, mesh)
+            )
+            losses.append("f8E4M3FN" in text.as_text())
+        assert losses == [True, False]
+    loss, _ = model_gradients(config)
+    assert np.isfinite(loss)
+
+
+def test_what_cannot_run_is_refused(monkeypatch):
+    config = tiny({}, {"fp8": TENSORWISE}, fsdp=2)
+    monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (8, 0)))
+    with pytest.raises(ValueError, match=r"capability 8.9 \(Ada\) or newer, found 8.0; set train"):
+        model_gradients(config)
+    config.parallel.tensor_overlap = TensorOverlap.on
+    with pytest.raises(ValueError, match=r"cannot be combined with train\.fp8\.recipe=tensorwise"):
+        validate(config, 2)
+    config = tiny({}, {"fp8": Fp8Config(format=Fp8Format.e4m3)})
+    with pytest.raises(ValueError, match=r"train\.fp8\.format=e4m3 has no effect"):
+        validate(config, 1)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    corpus = short_runs.write_corpus(tmp_path)
+
+    def run(folder, steps):
+        config = short_runs.config(corpus, folder, steps, {}, {"fsdp": 2, "tensor": 2})
+        config.train.fp8 = TENSORWISE
+        main(config)
+
+    short_runs.resumed_bitwise(run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", Fp8Format)
+def test_losses_are_those_of_bfloat16(tmp_path, format):
+    def last_loss(fp8: Fp8Config) -> float:
+        config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, fp8=fp8)
+        main(config)
+        return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
+
+    found = last_loss(Fp8Config(Fp8Recipe.tensorwise, format))
+    assert found == pytest.approx(last_loss(Fp8Config()), rel=SAME_LOSS)
