@@ -12,6 +12,7 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.config.validate import axis_sizes, validate
+from maxmeg.models.registry import use_architecture
 from maxmeg.objectives.objective import Objective
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.batch import Batch
@@ -93,6 +94,16 @@ HYBRID = {
     "logit_scale": 0.5,
     "dropout_hidden": 0.1,
 }
+
+
+def of(name: str, gpus: int, samples: int, microbatches: int, recompute="minimal", **parallel):
+    """A named architecture on `gpus` devices, with so many samples a microbatch."""
+    sizes = ParallelConfig(**parallel)
+    batch = samples * microbatches * gpus // (sizes.tensor * sizes.pipe)
+    train = TrainConfig(global_batch_size=batch, micro_batch_size=samples)
+    config = use_architecture(Config(parallel=sizes, train=train), name)
+    config.model.recompute = recompute
+    return config
 
 
 def tiny(model: dict | None = None, train: dict | None = None, **parallel) -> Config:

@@ -94,6 +94,10 @@ class AttentionSpec(MixerSpec):
         heads = (2 + self.output_gate) * self.num_heads + 2 * self.num_kv_heads
         return self.hidden_size * self.head_dim * heads
 
+    def parts(self, length: int, memory_length: int) -> int:
+        """Number of parts, which attend by themselves, of rows of so many tokens."""
+        return 1
+
     def scores(self, length: int) -> int:
         """Multiplications of q k and of scores with values, without pairs outside of the window."""
         pairs = length**2 - (max(length - self.window, 0) ** 2 if self.window else 0)
@@ -111,7 +115,6 @@ class AttentionSpec(MixerSpec):
             queries_keys_values=sum(stored.values()),
             normalized=queries + stored["key"] if self.qk_norm else 0,
             gathered=gathered,
-            heads=self.num_heads,
             head_outputs=self.num_heads * self.head_output_size,
         )
 

@@ -49,6 +49,9 @@ class NeighbourAttentionSpec(AttentionSpec):
 
     length: int = 0
 
+    def parts(self, length: int, memory_length: int) -> int:
+        return length // self.length
+
     def scores(self, length: int) -> int:
         return length // max(self.length, 1) * super().scores(self.length)
 
@@ -75,13 +78,12 @@ class ChunkedCrossSpec(CrossSpec):
     chunk_length: int = 0
     of_neighbours: bool = False
 
-    def chunks(self, length: int, memory_length: int) -> int:
-        """Number of chunks of so many tokens and rows of memory."""
+    def parts(self, length: int, memory_length: int) -> int:
         return (memory_length if self.of_neighbours else length) // self.chunk_length
 
     def cross_scores(self, length: int, memory_length: int) -> float:
-        chunks = max(self.chunks(length, memory_length), 1)
-        return super().cross_scores(length, memory_length) / chunks
+        parts = max(self.parts(length, memory_length), 1)
+        return super().cross_scores(length, memory_length) / parts
 
     def make(self, key: jax.Array) -> "ChunkedCross":
         return ChunkedCross(key, self)
@@ -99,7 +101,7 @@ class ChunkedCross(CrossAttention):
         assert ctx.memory is not None and ctx.segments_BL is not None
         (memory_BMD, memory_ctx), segments_BL = ctx.memory, ctx.segments_BL
         shape, shift = h_BLD.shape, 0
-        count = self.spec.chunks(shape[1], memory_BMD.shape[1])
+        count = self.spec.parts(shape[1], memory_BMD.shape[1])
         if not self.spec.of_neighbours:
             shift = self.spec.chunk_length - 1
             h_BLD, segments_BL = (jnp.roll(x, -shift, axis=1) for x in (h_BLD, segments_BL))

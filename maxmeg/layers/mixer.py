@@ -30,7 +30,7 @@ class Widths:
     normalized: the part of `stored` that is normalized (queries and keys).
     last_input: width of the input of the last product; a weight-gradient lane keeps its gradient.
     gathered: widths of the sequences that the mixer itself gathers over tensor.
-    heads, head_outputs: number of attention heads, and the sum of their output widths.
+    head_outputs: sum of the widths of the outputs of attention heads.
     expert_columns, expert_input: widths of one expert's column-parallel products, and of the input
     of its last product. shared_expert: whether an expert is applied to all tokens. scanned: width
     of the output of a scan, whose gated product is in float32.
@@ -42,7 +42,6 @@ class Widths:
     normalized: int = 0
     last_input: int = 0
     gathered: tuple[int, ...] = ()
-    heads: int = 0
     head_outputs: int = 0
     expert_columns: int = 0
     expert_input: int = 0

@@ -31,18 +31,18 @@ import dataclasses
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
 from maxmeg.planning.cost import communication, context
-from maxmeg.planning.cost.attention import backends, score_bytes, surplus
+from maxmeg.planning.cost.attention import (
+    backends,
+    fused_attention,
+    keeps_attention,
+    score_bytes,
+    surplus,
+)
 from maxmeg.planning.cost.communication import traffic
 from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_seconds
 from maxmeg.planning.cost.flops import layer_flops, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
-from maxmeg.planning.cost.memory import (
-    activations_by_mode,
-    device_memory,
-    fused_attention,
-    head,
-    keeps_attention,
-)
+from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
 from maxmeg.planning.cost.optimizer import moments, newton_schulz_flops
 from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
@@ -199,7 +199,7 @@ def repeated_attention(work: Workload) -> float:
     rings = not context.keeps_rounds(work)
     total = count = 0.0
     for unit in work.units:
-        plain = not keeps_attention(work.of(unit))
+        plain = not keeps_attention(work, unit)
         layers, share = unit.repeats * unit.layers, context.in_rounds(work, unit)
         total += layers * (share * rings + (1 - share) * plain)
         count += layers

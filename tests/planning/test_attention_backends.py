@@ -18,8 +18,15 @@ from maxmeg.ops.attention import call as module
 from maxmeg.ops.backend import Device
 from maxmeg.planning.analytic import attention_words, layer_seconds, score_traffic
 from maxmeg.planning.compile import abstract_step
-from maxmeg.planning.cost.attention import backends, kernels, score_bytes, surplus, warnings
-from maxmeg.planning.cost.memory import activations, device_memory, fused_attention
+from maxmeg.planning.cost.attention import (
+    backends,
+    fused_attention,
+    kernels,
+    score_bytes,
+    surplus,
+    warnings,
+)
+from maxmeg.planning.cost.memory import activations, device_memory
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
 

@@ -8,17 +8,16 @@ from maxmeg.planning.analytic import analyze
 from maxmeg.planning.cost.workload import workload
 from maxmeg.planning.hardware import parse_cluster
 
-COMPILED = 8.84, 7.00  # GiB and TFLOP of a step on one H100 (benchmarks/NOTES.md, 2026-11-26)
+COMPILED = 7.00  # TFLOP of a step on one H100 (benchmarks/NOTES.md, 2026-11-26)
 
 
-def test_an_encoder_decoder_takes_what_was_compiled():
+def test_an_encoder_decoder_computes_what_was_compiled():
     config = use_architecture(Config(), "t5-base")
     config.train.global_batch_size = config.train.micro_batch_size = 16
     config.data.objective = Objective.span_corruption
     config.data.source_length, config.data.sequence_length = 512, 128
     plan = analyze(config, parse_cluster("h100x1"))
-    assert 1 <= sum(plan.memory.values()) / 2**30 / COMPILED[0] < 1.06
-    assert 0.99 < plan.flops / 1e12 / COMPILED[1] < 1.01
+    assert 0.99 < plan.flops / 1e12 / COMPILED < 1.01
 
 
 def test_a_classifier_has_no_rows_of_the_vocabulary_in_its_loss():

@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import ALTERNATING, mesh_of, tiny
+from layouts import ALTERNATING, mesh_of, of, tiny
 from tables import thinned
 
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
 from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
-from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.parallel import Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
-from maxmeg.models.registry import architecture, use_architecture
+from maxmeg.models.registry import architecture
 from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
@@ -39,16 +39,6 @@ RESIDUALS = 0.05  # of what jax.vjp keeps
 COMPILED = 0.08  # of what XLA allocates
 DRAWN_COMPILED = 0.03  # of all that a step takes
 GIB, MIB = 2**30, 2**20
-
-
-def of(name: str, gpus: int, samples: int, microbatches: int, recompute="minimal", **parallel):
-    """A named architecture on `gpus` devices, with so many samples a microbatch."""
-    sizes = ParallelConfig(**parallel)
-    batch = samples * microbatches * gpus // (sizes.tensor * sizes.pipe)
-    train = TrainConfig(global_batch_size=batch, micro_batch_size=samples)
-    config = use_architecture(Config(parallel=sizes, train=train), name)
-    config.model.recompute = recompute
-    return config
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "gemma3-4b", "deepseek-v2-lite"])

@@ -26,7 +26,9 @@ class Kernel:
     writes and reads of its float32 scores, or cuDNN of a mask. block: bytes of the scores that
     exist at once, or of the mask. slices: bytes of the keys and values that XLA copies for each
     piece of the queries, if it does. surplus: the number of scores that are computed, divided by
-    the number that the mask keeps (without document boundaries).
+    the number that the mask keeps (without document boundaries). stored: bytes that backward reads
+    unless the recompute policy drops them: outputs and their log-sum-exps, or XLA's weights, if all
+    queries are one block; 0: XLA computes them again.
     """
 
     backend: str
@@ -36,6 +38,7 @@ class Kernel:
     block: int
     surplus: float
     slices: int = 0
+    stored: int = 0
 
     @property
     def is_fused(self) -> bool:
@@ -46,16 +49,21 @@ def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
     """The kernel of each attention mixer of a unit."""
     config, work = work.config, work.of(unit)
     for sublayer in unit.specs:
+        memory = config.data.source_tokens
+        if sublayer.side == "source":
+            memory = config.data.sequence_length
         for mixer in sublayer.mixers:
             if isinstance(mixer, AttentionSpec):
+                samples, length, tensor = kernel_sizes(work, mixer)
+                parts = mixer.parts(work.length, memory)
                 yield kernel(
                     mixer,
-                    kernel_sizes(work, mixer),
+                    (samples * parts, length // parts, tensor),
                     config.model.dtype.value,
                     config.data.has_segments,
                     work.device,
                     gathered_keys(work, mixer),
-                    config.data.source_tokens * mixer.reads_memory,
+                    memory // parts * mixer.reads_memory,
                 )
 
 
@@ -81,10 +89,14 @@ def kernel(
         name, reason = choice(call, name, device)
     keys_values = sum(x.size * x.dtype.itemsize for x in call[1:3])
     scores, heads = call[3], samples * spec.num_heads // tensor
+    outputs = jnp.dtype(dtype).itemsize * heads * length * spec.head_output_size
+    fused = outputs + xla.score_bytes(heads, length)
     if name == "cudnn" and (cudnn.needs_mask(*call[3:]) or spec.sinks):
-        return masked_by_cudnn(call, heads, dtype)
+        return dataclasses.replace(masked_by_cudnn(call, heads, dtype), stored=fused)
     if name != "xla":
-        return Kernel(name, reason, "", 0, 0, 1.0)
+        return Kernel(name, reason, "", 0, 0, 1.0, stored=fused)
+    pairs = length * (source or gathered or length)
+    alone = (gathered or length) <= xla.QUERY_BLOCK
     computed = xla.computed_pairs(length, source or length, scores)
     visible = xla.visible_pairs(length, source or length, scores)
     block = min(xla.QUERY_BLOCK, length) * (source or xla.most_keys(length, scores))
@@ -105,6 +117,7 @@ def kernel(
         xla.score_bytes(heads, block),
         computed / visible,
         slices=slices,
+        stored=alone * (outputs + xla.score_bytes(heads, pairs)),
     )
 
 
@@ -158,6 +171,41 @@ def call_of(
     )
     values = array(groups, spec.head_output_size, length=keys_length)
     return queries, keys, values, scores, operands
+
+
+def fused_attention(work: Workload) -> bool:
+    """Whether one kernel computes the attention of every layer."""
+    return all(kernel.is_fused for unit in work.units for kernel in kernels(work, unit))
+
+
+def keeps_results(work: Workload) -> bool:
+    """Whether the recompute policy keeps the results of attention."""
+    return {"attention_output", "attention_weights", "attention_lse"} <= work.kept
+
+
+def keeps_attention(work: Workload, unit: Unit) -> bool:
+    """Whether backward of a unit computes no attention again."""
+    return keeps_results(work) and all(kernel.stored for kernel in kernels(work, unit))
+
+
+def stored_attention(work: Workload, unit: Unit) -> int:
+    """Bytes of attention's results that backward of a unit reads from memory."""
+    return sum(k.stored for k in kernels(work, unit)) if keeps_results(work) else 0
+
+
+def transposed_stacks(work: Workload, unit: Unit) -> int:
+    """Bytes that XLA holds twice for each layer of short attention in plain XLA: before backward of
+    the layers it transposes the keys, values, outputs of heads and, under fsdp, queries of all of
+    them. The originals stay where the loop over microbatches carries them."""
+    if not keeps_results(work) or work.microbatches == 1 or work.pipelined:
+        return 0
+    found = [one for one in unit.widths if one.head_outputs]
+    width = sum(
+        one.queries_keys_values + (one.head_outputs if work.fsdp > 1 else 0)
+        for one, kernel in zip(found, kernels(work, unit), strict=True)
+        if kernel.stored and not kernel.is_fused
+    )
+    return work.itemsize * work.of(unit).tokens * width // work.axes["tensor"]
 
 
 def score_bytes(work: Workload) -> float:

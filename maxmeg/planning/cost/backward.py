@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from maxmeg.layers.mixer import Widths
 from maxmeg.planning.cost import context, experts
-from maxmeg.planning.cost.attention import kernels
+from maxmeg.planning.cost.attention import kernels, transposed_stacks
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.workload import Unit, Workload
 
@@ -34,7 +34,8 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
     for group, unit in reversed(list(enumerate(work.units))):
         work = work.of(unit)
         total = arrays(work, unit) + waiting + scores(work, unit) + scans(work, unit)
-        total += experts.recomputed(work, unit)
+        total += experts.of_other_layers(work, unit)
+        total += work.places[group] * transposed_stacks(work, unit)
         rows = max(experts.working(work, unit, tight), context.working(work, unit))
         gathered = weights(work, group, tight)
         once = unit.sparse and not experts.in_rounds(work, unit)
@@ -56,8 +57,11 @@ def layer(work: Workload, freed: Sequence[int], tight: bool = False) -> int:
 
 
 def scans(work: Workload, unit: Unit) -> int:
-    """Bytes of three float32 arrays of each scan's output, as in compiled programs: XLA keeps those
-    of all layers of a unit."""
+    """Bytes of arrays of the size of each scan's output, three float32 ones together, of all layers
+    of a unit. Of a layer that has run: the gated product and its gradient in float32, until the
+    gradient of the norm's weight is made, and in the compute dtype the normalized product and the
+    gradient of that. Of the others the gated product, its norm, and what forward stored of gate,
+    values and outputs, which XLA transposes at the start of the unit."""
     width = sum(one.scanned for one in unit.widths) // work.axes["tensor"]
     return SCAN_ARRAYS * FLOAT32 * work.tokens * width
 
@@ -89,7 +93,8 @@ def arrays(work: Workload, unit: Unit) -> int:
 
     What the gradients of its weights read (`gradient_inputs`; full: all that is recomputed), and
     residual streams, e T D / t each (`streams`). full: of the unit's layers that have run also the
-    recomputed streams, which gradients of norms read, if these are `delayed`. Under tensor
+    recomputed streams, which gradients of norms read, if these are `delayed`. While experts run
+    apart from the rest: what delayed gradients of the layers that have run read. Under tensor
     parallelism also whole sequences, e T D each: a gathered input (full: those of all sublayers), a
     gathered gradient (full: those of the layers that have run), with several samples transposed
     too, and partial sums.
@@ -102,6 +107,8 @@ def arrays(work: Workload, unit: Unit) -> int:
         width += STREAMS * D
         width += streams(unit) * D + gradient_inputs(work, unit) if work.kept else read(last)
         width += unit.kept_columns(work.unkept)[0] if work.kept else 0
+    elif work.kept and delayed(work):
+        width += sum(reads_of_layers(unit)[1:])
     inputs = 1 if work.kept else max(unit.sublayers, 2)
     gradients = max(1 + (work.samples > 1), 0 if work.kept else run)
     gathered = inputs + gradients + 1 if tensor > 1 else 0
@@ -179,17 +186,24 @@ def weight_lane(work: Workload, group: int) -> int:
 def gradient_inputs(work: Workload, unit: Unit) -> int:
     """Width of what the gradients of a unit's weights read, summed over its layers if they are
     delayed: of the sublayers of one layer only one's exist at a time."""
+    layers = reads_of_layers(unit)
+    return sum(layers) if delayed(work) else max(layers)
+
+
+def reads_of_layers(unit: Unit) -> list[int]:
+    """Largest `read` of the sublayers of each layer of a unit."""
     sizes = [read(widths) for widths in unit.sublayer_widths]
     step = max(len(sizes) // unit.layers, 1)
-    layers = [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
-    return sum(layers) if delayed(work) else max(layers)
+    return [max(sizes[i : i + step]) for i in range(0, len(sizes), step)]
 
 
 def read(widths: Sequence[Widths]) -> int:
     """Width of what the weight gradients of a sublayer read: the gradients of its column-parallel
-    outputs, the input of its last product; of attention also queries, keys and values."""
+    outputs, the input of its last product (of Mamba-2 among `scans`); of attention and of scans
+    also queries, keys and values."""
     return sum(
-        sum(one.stored.values()) + one.last_input + one.queries_keys_values + one.head_outputs
+        sum(width for name, width in one.stored.items() if name != "scan_output")
+        + (one.last_input - one.scanned + one.queries_keys_values + one.head_outputs)
         for one in widths
     )
 

@@ -328,24 +328,36 @@ def local_matrices(unit: Unit, dispatch: Dispatch) -> int:
     return dispatch.local_experts * dispatch.width * sides
 
 
-def recomputed(work: Workload, unit: Unit) -> int:
-    """Bytes of what the experts of a unit's other layers recomputed, under full recomputation:
-    their columns, inputs and rows, e N (widths / t + D); with further rounds also the rows' outputs
-    and those received back, e N D each. Without further rounds, whose gathered weights are counted
-    apart, also matrices gathered over fsdp; with them the float32 zeros that the sums of all layers
-    start from: of the largest matrix and of the tokens."""
-    if work.kept or not unit.sparse:
+def of_other_layers(work: Workload, unit: Unit) -> int:
+    """Bytes of the experts of a unit's layers but one, while that one's run backward.
+
+    full: what they recomputed: their columns, inputs and rows, e N (widths / t + D); with further
+    rounds also the rows' outputs and those received back, e N D each. Without further rounds, whose
+    gathered weights are counted apart, also matrices gathered over fsdp; with them the float32
+    zeros that the sums of all layers start from: of the largest matrix and of the tokens.
+    Otherwise, with further rounds under fsdp without tensor parallelism, where gradients of weights
+    wait: the float32 sums of the rounds, and what the first round's gradients read:
+    e N (widths / t + 2 D).
+    """
+    if not unit.sparse:
         return 0
-    dispatch = dispatch_of(work)
+    dispatch, others = dispatch_of(work), unit.sparse - 1
     widths = (unit.expert_columns + unit.expert_inputs) // unit.sparse // dispatch.expert_shards
+    in_loop = dispatch.in_rounds and not dispatch.in_blocks
+    if work.kept:
+        waits = work.axes["fsdp"] > 1 and not work.pipelined and work.axes["tensor"] == 1
+        if not (in_loop and waits):
+            return 0
+        read = work.itemsize * dispatch.rows * (widths + 2 * dispatch.width)
+        return others * (read + FLOAT32 * local_matrices(unit, dispatch))
     elements = dispatch.rows * (widths + (3 if dispatch.in_rounds else 1) * dispatch.width)
     if work.axes["fsdp"] > 1 and not dispatch.in_rounds:
         elements += local_matrices(unit, dispatch)
     zeros = 0
-    if dispatch.in_rounds and not dispatch.in_blocks and unit.sparse > 1:
+    if in_loop and others:
         side = unit.expert_inputs // unit.sparse // dispatch.expert_shards
         zeros = FLOAT32 * dispatch.width * (dispatch.local_experts * side + dispatch.tokens)
-    return (unit.sparse - 1) * work.itemsize * elements + zeros
+    return others * work.itemsize * elements + zeros
 
 
 def product_words(work: Workload) -> str:

@@ -8,26 +8,12 @@ import math
 
 from maxmeg.config.parallel import GPUS_A_NODE
 from maxmeg.config.recompute import POLICIES
-from maxmeg.ops.attention.xla import QUERY_BLOCK
 from maxmeg.planning.cost import context, experts
-from maxmeg.planning.cost.attention import kernels
+from maxmeg.planning.cost.attention import keeps_attention, stored_attention
 from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
 from maxmeg.planning.cost.loss import FLOAT32, Head
 from maxmeg.planning.cost.optimizer import moments
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
-
-
-def fused_attention(work: Workload) -> bool:
-    """Whether one kernel computes the attention of every layer."""
-    return all(kernel.is_fused for unit in work.units for kernel in kernels(work, unit))
-
-
-def keeps_attention(work: Workload) -> bool:
-    """Whether backward reads attention's results from memory: the recompute policy keeps them, and
-    attention is one kernel, or XLA's weights fit one block of queries."""
-    short = work.length <= QUERY_BLOCK
-    names = {"attention_output", "attention_weights", "attention_lse"}
-    return names <= work.kept and (fused_attention(work) or short)
 
 
 def unit_activations(work: Workload, unit: Unit) -> int:
@@ -51,11 +37,7 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     streams = 1 if "mixer_output" in work.unkept else unit.streams
     kept += (streams - 1) * work.hidden_bytes + work.carried_bytes
     kept += experts.kept(work, unit) + context.kept(work, unit)
-    if keeps_attention(work) and not context.in_rounds(work, unit):
-        saved = unit.heads if fused_attention(work) else unit.score_columns(work.length)
-        outputs = work.itemsize * (unit.head_outputs // tensor)
-        kept += work.tokens * (outputs + FLOAT32 * (saved // tensor))
-    return kept
+    return kept + (0 if context.in_rounds(work, unit) else stored_attention(work, unit))
 
 
 def unit_deferred(work: Workload, unit: Unit) -> int:
@@ -76,7 +58,7 @@ def unit_deferred(work: Workload, unit: Unit) -> int:
     hidden += -own if tensor > 1 else own
     gathered = unit.sublayers + 3 * own if tensor > 1 else 1
     transposed = unit.sublayers + own if transposes(work) else 0
-    if not keeps_attention(work):
+    if not keeps_attention(work, unit):
         widths += unit.head_outputs
     if not work.kept:
         widths += unit.columns - unit.projected + sum(one.normalized for one in unit.widths)
@@ -339,14 +321,16 @@ def absent(work: Workload) -> tuple[int, int]:
 
 
 def freed(work: Workload) -> list[int]:
-    """Bytes of each group that do not exist once it has run backward, if it is a single unit, which
-    has no loop: what it stored, but in a ring buffer, and its late gradients, unless added up."""
+    """Bytes of each group that do not exist once it has run backward: what it stored, but in a ring
+    buffer or if a loop over microbatches carries the stacks of several units; of a single unit,
+    which has no loop, also its late gradients, unless added up."""
     bytes_of = []
-    for group, unit in enumerate(work.units):
+    for group, (unit, places) in enumerate(zip(work.units, work.places, strict=True)):
         shards = [s for s in work.shards if s.trained and s.parameter.group == group]
         late = 0 if work.accumulates else sum(_gradient_bytes(work, s) for s in shards)
-        stored = 0 if work.pipelined else unit_activations(work, unit)
-        bytes_of.append((late + stored) * (work.places[group] == 1))
+        stays = work.pipelined or (work.microbatches > 1 and places > 1)
+        stored = 0 if stays else unit_activations(work, unit) * places
+        bytes_of.append(late * (places == 1) + stored)
     return bytes_of
 
 

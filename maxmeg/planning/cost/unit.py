@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 
-from maxmeg.layers.cross import CrossSpec
 from maxmeg.layers.mixer import MixerSpec, Widths
 from maxmeg.layers.residual import ResidualSpec
+from maxmeg.layers.streams import Side
 from maxmeg.planning.cost.flops import mixer_products
 
 
@@ -31,15 +31,17 @@ class Unit:
     @functools.cached_property
     def sublayer_widths(self) -> tuple[tuple[Widths, ...], ...]:
         """Of the mixers of each sublayer."""
-        return tuple(tuple(map(self._widths, one.mixers)) for one in self.specs)
+        return tuple(
+            tuple(self._widths(mixer, one.side) for mixer in one.mixers) for one in self.specs
+        )
 
-    def _widths(self, mixer: MixerSpec) -> Widths:
-        """For each token of the target, also where the source's are projected."""
+    def _widths(self, mixer: MixerSpec, side: Side | None) -> Widths:
+        """For each token of its side, also where the other side's are projected."""
         widths = mixer.widths(self.tensor)
         if not mixer.reads_memory:
             return widths
         stored = {
-            name: int(self.ratio * width) if name in ("key", "value") else width
+            name: int(self._memory(side) * width) if name in ("key", "value") else width
             for name, width in widths.stored.items()
         }
         return dataclasses.replace(widths, stored=stored, queries_keys_values=sum(stored.values()))
@@ -99,7 +101,12 @@ class Unit:
             for spec in self.specs
             if any(mixer.input_span == "whole" for mixer in spec.mixers)
         ]
-        streams += [int(self.ratio * mixer.hidden_size) for mixer in self._readers()]
+        streams += [
+            int(self._memory(spec.side) * mixer.hidden_size)
+            for spec in self.specs
+            for mixer in spec.mixers
+            if mixer.reads_memory
+        ]
         return tuple([width for one in self.widths for width in one.gathered] + streams)
 
     @functools.cached_property
@@ -107,18 +114,9 @@ class Unit:
         """Number of mixers of each sublayer that multiply beside transfers over tensor."""
         return tuple(sum(mixer.overlap for mixer in one.mixers) for one in self.specs)
 
-    @functools.cached_property
-    def heads(self) -> int:
-        """Number of attention heads of all its layers."""
-        return sum(one.heads for one in self.widths)
-
-    def score_columns(self, length: int) -> int:
-        """Number of scores of a token with all keys, of all heads."""
-        found = sum(one.heads for one in self.widths) * length
-        return found + sum(m.num_heads * int((self.ratio - 1) * length) for m in self._readers())
-
-    def _readers(self) -> list[CrossSpec]:
-        return [m for one in self.specs for m in one.mixers if isinstance(m, CrossSpec)]
+    def _memory(self, side: Side | None) -> float:
+        """Number of the other side's tokens for each of this side."""
+        return 1 / self.ratio if side == "source" else self.ratio
 
     @functools.cached_property
     def head_outputs(self) -> int:
