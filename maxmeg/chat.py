@@ -49,8 +49,7 @@ def main(options: Options) -> None:
     room = config.model.max_position
 
     def encode(messages: list[dict[str, str]]) -> np.ndarray:
-        template = config.data.chat_template
-        return encoded(tokenizer, [{"messages": messages}], options.system, template=template)[0]
+        return encoded(tokenizer, config, [{"messages": messages}], options.system)[0]
 
     def answer(messages: list[dict[str, str]], turn: int) -> Iterator[str]:
         ids = encode(messages)

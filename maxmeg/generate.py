@@ -1,4 +1,5 @@
-"""Continue prompts or chats: maxmeg generate runs/gpt --prompt="def main("
+"""Continue prompts or chats, or write what an encoder-decoder (T5) makes of each prompt:
+maxmeg generate runs/gpt --prompt="def main("
 
 Repeat --prompt for several prompts, or give --prompts=FILE.jsonl with one {"prompt": ...} or
 {"messages": [{"role": "user", "content": ...}, ...]} per line; --output=FILE.jsonl repeats
@@ -36,14 +37,15 @@ def main(options: Options) -> None:
     records = read_records(options.prompt, options.prompts)
     records = [as_chat(record) for record in records] if options.chat else records
     trained = load_chosen(options)
-    ends = end_tokens(trained.tokenizer, trained.config.model.vocab_size)
+    tokenizer, config = trained.tokenizer, trained.config
+    prompts = encoded(tokenizer, config, records, options.system, options.opening)
+    ends = end_tokens(tokenizer, config.model.vocab_size)
     request = dataclasses.replace(request, ends=ends)
-    template = trained.config.data.chat_template
-    prompts = encoded(trained.tokenizer, records, options.system, options.opening, template)
+    shown = ["" if config.model.has_source else record.get("prompt", "") for record in records]
     engine = Engine(trained, lanes=min(options.batch, len(prompts)))
     if len(prompts) == 1 and not options.output and sys.stdout.isatty():
         pieces = engine.stream(prompts[0], request, options.seed)
-        for piece in itertools.chain([records[0].get("prompt", "")], pieces):
+        for piece in itertools.chain(shown, pieces):
             print(piece, end="", flush=True)
         print()
         return
@@ -52,5 +54,5 @@ def main(options: Options) -> None:
         lines = [json.dumps(r | {"completion": t}) for r, t in zip(records, texts, strict=True)]
         Path(options.output).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return
-    for number, (record, text) in enumerate(zip(records, texts, strict=True)):
-        print("\n---\n" * (number > 0) + record.get("prompt", "") + text)
+    for number, (before, text) in enumerate(zip(shown, texts, strict=True)):
+        print("\n---\n" * (number > 0) + before + text)

@@ -115,7 +115,7 @@ class SamplingOptions(ModelOptions):
 class Generate(SamplingOptions):
     """Prompts, model and sampling."""
 
-    prompt: Sequence[str] = setting((), "text to continue; may be given several times")
+    prompt: Sequence[str] = setting((), "text to continue, or a source; may be given several times")
     prompts: str = setting(
         "", "file of prompts and chats, one JSON object per line, instead of --prompt"
     )
@@ -124,7 +124,11 @@ class Generate(SamplingOptions):
     )
     chat: bool = setting(False, "prompts are user messages; use the chat template")
     system: str = setting("", "system message for chats without one")
-    opening: bool = setting(True, "begin prompts with the special tokens of the tokenizer.json")
+    opening: bool = setting(
+        True,
+        "begin prompts with the special tokens of the tokenizer.json, end the source of an "
+        "encoder-decoder with the end of text",
+    )
     batch: int = setting(8, "most prompts at a time", at_least=1)
 
 

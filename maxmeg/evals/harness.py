@@ -23,7 +23,7 @@ from maxmeg.inference.engine import LANES, Engine
 from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
 from maxmeg.inference.prompts import end_tokens
-from maxmeg.inference.requests import Request, check_causal, check_ids
+from maxmeg.inference.requests import Request, check_alone, check_causal, check_ids
 from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
@@ -151,6 +151,7 @@ class HarnessModel:
         self.max_length = trained.config.model.max_position
         self.prefix = tokenizer.eod if tokenizer.bos is None else tokenizer.bos
         check_causal(trained.config.model)
+        check_alone(trained.config.model)
         self.run = jitted(score, trained.config, trained.mesh, trained.model)
         self.hidden_ids = special_ids(tokenizer)
 

@@ -18,12 +18,20 @@ from jax.sharding import Mesh
 from maxmeg.config.mixers import RotaryScaling
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
+from maxmeg.data.samples.aligned import start_token
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 from maxmeg.inference.grammar import Grammars, Matcher
 from maxmeg.inference.load import Trained, load_run, without_pipeline
 from maxmeg.inference.programs import Programs, Read
-from maxmeg.inference.prompts import encoded, end_tokens
-from maxmeg.inference.requests import Reply, Request, check_causal, check_ids, check_length
+from maxmeg.inference.prompts import end_tokens, prompt_tokens
+from maxmeg.inference.requests import (
+    Reply,
+    Request,
+    check_causal,
+    check_ids,
+    check_length,
+    check_source,
+)
 from maxmeg.inference.sampling import Sampling
 from maxmeg.inference.scheduler import Chunk, Job, Limits, Scheduler, Token
 from maxmeg.inference.speculation import NGrams
@@ -35,6 +43,7 @@ CPU_LANES = 2  # at least: XLA multiplies one row by a matrix 20 times slower th
 CPU_CHUNK = 64  # at most: padding takes as long as tokens
 SLOTS = 32  # tokens of a page
 CHUNK = 256  # most tokens of a prompt that are read at once
+START_TOKENS = 2  # of a target, read with its source: the first and, since CPUs like it, padding
 PREFILL_TOKENS = 2048  # of prompts that are read while other requests wait for a token
 DEFAULT_TOKENS = 100  # of a reply
 SAMPLE_TOKENS = 200  # that a run generates when training ends
@@ -63,7 +72,8 @@ class Engine:
     requests wait for their next token. share: prompts with the same beginning share its pages.
     proposals: number of tokens that each step proposes and checks beside the next one: fewer steps,
     and the same reply but for rounding. They come from the model's MTP layers, one from each, or if
-    it has none from the text before (`NGrams`). ValueError for a model that is not causal, for more
+    it has none from the text before (`NGrams`). The prompt of an encoder-decoder is its source,
+    which is read at once, and is not shared. ValueError for a model that is not causal, for more
     proposals than MTP layers, and for proposals for a model with states that cannot be taken back.
     """
 
@@ -84,6 +94,7 @@ class Engine:
             raise ValueError(f"lanes={lanes} must be at least 1")
         if self.trained.mesh.devices.flat[0].platform == "cpu":
             lanes, chunk = max(lanes, CPU_LANES), min(chunk, CPU_CHUNK)
+        self.start = start_token(trained.tokenizer) if self.model.has_source else None
         if 0 < self.model.mtp.num_layers < proposals:
             raise ValueError(
                 f"proposals={proposals} exceeds the {self.model.mtp.num_layers} MTP layers, each "
@@ -91,6 +102,7 @@ class Engine:
             )
         row_pages = -(-self.model.max_position // slots)
         chunk = max(min(chunk // slots, row_pages), 1) * slots
+        chunk = chunk if self.start is None else START_TOKENS
         self.programs = Programs(trained, lanes, pages, slots, row_pages, chunk, proposals)
         if proposals and self.programs.has_states:
             raise ValueError(
@@ -99,7 +111,8 @@ class Engine:
             )
         self.programs.allocate()
         share &= not self.programs.has_states  # a page does not hold the states at its end
-        chunks = max(1, prefill_tokens // chunk)
+        share &= self.start is None  # keys of a target depend on its source
+        chunks = max(1, prefill_tokens // max(chunk, self.programs.source))
         sizes = self.programs.replicas, lanes, self.programs.size.pages, slots
         self.scheduler = Scheduler(Limits(*sizes, chunk, chunks, share))
         self._active: dict[Job, Active] = {}
@@ -110,18 +123,22 @@ class Engine:
         self.decode_steps = self.decoded = 0  # steps, and new tokens of all lanes in them
 
     def check(self, prompt: Sequence[int] | np.ndarray, request: Request, where: str = "") -> None:
-        """ValueError for an unknown adapter, and for a prompt that is empty, too long, or has
-        tokens without embedding."""
+        """ValueError for an unknown adapter, for a prompt that is empty, too long, or has tokens
+        without embedding, and if the log-probabilities of a source are asked for."""
         if request.adapter not in self.adapters:
             served = ", ".join(map(repr, self.adapters))
             raise ValueError(f"{where}adapter={request.adapter!r} is not one of {served}")
-        check_length(len(prompt), request.num_tokens, self.model.max_position, where)
+        longest, length = self.model.max_position, len(prompt)
+        if self.start is not None:
+            check_source(length, request.prompt_logprobs, longest, where)
+            length = 1
+        check_length(length, request.num_tokens, longest, where)
         biased = [token for token, _ in request.sampling.logit_bias]
         check_ids(np.array([*prompt, *biased]), self.model.vocab_size, where)
         size = self.programs.size
-        if len(prompt) + request.num_tokens > size.pages * size.slots:
+        if length + request.num_tokens > size.pages * size.slots:
             raise ValueError(
-                f"{where}{len(prompt)} tokens and {request.num_tokens} new ones exceed the cache, "
+                f"{where}{length} tokens and {request.num_tokens} new ones exceed the cache, "
                 f"{size.pages} pages of {size.slots} tokens: raise pages, or ask for fewer"
             )
 
@@ -134,12 +151,14 @@ class Engine:
         reply = Reply(tuple(map(int, prompt)), request, seed, number)
         # Keys and values depend on these.
         salt = f"{row_length(self.model, reply, 0)} {request.adapter}".encode()
-        job = Job(next(self._arrivals), reply.prompt, request.num_tokens, salt)
+        before = reply.prompt if self.start is None else (self.start,)
+        job = Job(next(self._arrivals), before, request.num_tokens, salt)
         # The log-probabilities of a prompt, and its part in penalties, are known once it is read.
         job.shares = not request.prompt_logprobs and request.sampling.repetition_penalty == 1
         job.most_proposals = 0 if request.grammar else self.programs.proposals
         job.waits = request.grammar is not None or self.programs.proposals > 0
-        text = Text(self.trained.tokenizer, reply.prompt, request.stops)
+        context = before if self.start is None else ()
+        text = Text(self.trained.tokenizer, context, request.stops)
         matcher = request.grammar and request.grammar.matcher()
         looks_back = job.most_proposals > self.programs.drafts
         proposer = NGrams(reply.prompt) if looks_back else None
@@ -196,7 +215,7 @@ class Engine:
         if isinstance(request, Sampling):
             request = Request(DEFAULT_TOKENS, request, self.ends)
         rows = [
-            encoded(self.trained.tokenizer, [{"prompt": prompt}])[0]
+            prompt_tokens(self.trained.tokenizer, self.trained.config, prompt)
             if isinstance(prompt, str)
             else prompt
             for prompt in prompts
@@ -267,6 +286,7 @@ class Engine:
             "is_masked": False,
             "allowed": (),
             "pages": job.pages,
+            "source": 0 if self.start is None else len(reply.prompt),
         }
         index = row.index if isinstance(row, Token) else 0
         if active.matcher and index == len(job.tokens):  # else the token is known, or there is none
@@ -275,6 +295,7 @@ class Engine:
             ahead = max(1, self.programs.drafts)
             tokens = job.prompt[row.start : row.start + row.count + ahead]
             rest = {"token": -1, "is_last": row.is_last, "step": 0, "tokens": tokens}
+            rest["source_tokens"] = () if self.start is None else reply.prompt
             return columns | {"count": row.count} | rest
         known = job.tokens[index - 1] if index <= len(job.tokens) else -1
         rest = {"token": known, "is_last": False, "step": index, "tokens": row.ahead}

@@ -98,10 +98,9 @@ class LanguageModel:
         return f"LanguageModel({where}, {count:,} parameters on {self.trained.mesh.size} devices)"
 
     def encode(self, prompt: Prompt) -> np.ndarray:
-        """Return the token ids of a text, after the special tokens that open one, or of a chat."""
+        """Return the token ids of a chat, or of a text with special tokens (`prompt_tokens`)."""
         record = {"prompt" if isinstance(prompt, str) else "messages": prompt}
-        template = self.config.data.chat_template
-        return encoded(self.tokenizer, [record], template=template)[0]
+        return encoded(self.tokenizer, self.config, [record])[0]
 
     def generate(
         self,
@@ -112,7 +111,8 @@ class LanguageModel:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> str:
-        """Return the continuation of a text, or the answer to a chat.
+        """Return the continuation of a text, the answer to a chat, or what an encoder-decoder
+        writes for a source.
 
         temperature: 0 always takes the most likely token. top_k: sample from the k most likely
         tokens (0: all); top_p: from the most likely ones with this total probability. A text ends

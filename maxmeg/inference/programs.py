@@ -25,7 +25,7 @@ from maxmeg.inference.load import Trained
 from maxmeg.inference.sampling import BIASES, TOP, Changes, Rows, choose, scores_of
 from maxmeg.inference.speculation import Newest, mtp_drafts
 from maxmeg.layers.cache import CachePlaces, CacheSize
-from maxmeg.layers.context import Context
+from maxmeg.layers.context import Context, Source
 from maxmeg.layers.moe import Moe
 from maxmeg.models.lm import LM
 from maxmeg.parallel import collectives
@@ -40,8 +40,9 @@ from maxmeg.step import compute_model
 # start: tokens before them. lane: of the replica. is_last: a prompt ends here. token: the one to
 # feed, -1 is the last one that was sampled. row_length: the rotation is for rows of this length.
 # scores: whether the log-probabilities of prompts are needed, the same in every row. adapter: its
-# number, 0 for the base model. The rest is for `sampling`.
-PLACES = ("count", "start", "lane", "is_last", "token", "row_length", "scores", "adapter")
+# number, 0 for the base model. source: number of tokens of an encoder-decoder's source, which stand
+# at the end of a row of prefill. The rest is for `sampling`.
+PLACES = ("count", "start", "lane", "is_last", "token", "row_length", "scores", "adapter", "source")
 INTEGERS = ("top_k", "seed", "number", "step", "wants_top", "penalises", "prompt_length")
 INTEGERS += ("is_biased", "is_masked")
 FLOATS = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
@@ -52,7 +53,8 @@ CPU_CACHE, GPU_CACHE = 2**30, 0.85  # bytes on a CPU; share of the free memory o
 
 
 # Rows to send, by lane or replica: the COLUMNS of each, "pages", "tokens" (of a chunk, or proposed
-# ones), "biases" [(token, value), ...] and "allowed" (words of `Changes`).
+# ones), "source_tokens" (with a chunk), "biases" [(token, value), ...] and "allowed" (words of
+# `Changes`).
 Fields = Mapping[int, Mapping[str, typing.Any]]
 
 
@@ -91,16 +93,19 @@ class Programs:
         self.proposals = proposals
         self.drafts = proposals if trained.model.mtp else 0
         self.replicas = batch_shards(self.mesh)
+        source_pages = row_pages if trained.config.model.has_source else 0
+        self.source = source_pages * slots  # most tokens of an encoder-decoder's source
         model = dropless(trained.model)
         self._places = reductions(model, self.mesh, trained.config.parallel.zero1)
         dtype = jnp.dtype(trained.config.model.dtype.value)
         self.model = prepared(model, self._places, self.mesh, dtype)
         self._specs = jax.tree.map(lambda array: array.sharding.spec, self.model)
+        rest = slots, lanes, source_pages
         if not pages:
-            one, two = (self._cache_bytes(CacheSize(n, slots, lanes)) for n in (1, 2))
+            one, two = (self._cache_bytes(CacheSize(n, *rest)) for n in (1, 2))
             most = (free_bytes(self.mesh) - (2 * one - two)) // max(two - one, 1)
             pages = max(min(lanes * row_pages, most), 1)
-        self.size = CacheSize(pages, slots, lanes)
+        self.size = CacheSize(pages, *rest)
         sharding = NamedSharding(self.mesh, PER_DEVICE)
         self.state = jax.jit(self._state(self.size), out_shardings=sharding)
         vocab = trained.config.model.vocab_size
@@ -123,7 +128,7 @@ class Programs:
     def packed(self, rows: Fields, chunk: int = 0) -> np.ndarray:
         """The array to send."""
         tokens = chunk + max(1, self.drafts) if chunk else self.proposals
-        width = len(COLUMNS) + self.row_pages + tokens
+        width = len(COLUMNS) + self.row_pages + tokens + self.source * bool(chunk)
         array = np.zeros((self._count(chunk), width), np.int32)
         array[:, COLUMNS.index("lane")] = self.size.lanes  # idle rows have none
         for place, row in rows.items():
@@ -132,9 +137,10 @@ class Programs:
                     np.float32(row[name]).view(np.int32) if name in FLOATS else row[name]
                 )
             first = len(COLUMNS)
-            for values in (row["pages"], row["tokens"]):
-                array[place, first : first + len(values)] = values
-                first += self.row_pages
+            starts = first, first + self.row_pages, first + self.row_pages + tokens
+            values = row["pages"], row["tokens"], row["source_tokens"] if chunk else ()
+            for start, part in zip(starts, values, strict=True):
+                array[place, start : start + len(part)] = part
         scores = array[:, COLUMNS.index("scores")]
         scores[:] = scores.max(initial=0)
         return array
@@ -236,12 +242,13 @@ class Programs:
 
     def _decode_rows(self, model: LM, caches, tokens_BM, sent, changes):
         fields, table_BN, proposed_BK = unpacked(sent, self.row_pages)
+        source = source_of(proposed_BK[:, :0], fields) if self.source else None
         lanes_B, starts_B = fields["lane"], fields["start"]
         last_B = tokens_BM[jnp.arange(len(tokens_BM)), starts_B]
         first_B = jnp.where(fields["token"] < 0, last_B, fields["token"])
         ids_BL = jnp.concatenate([first_B[:, None], proposed_BK], axis=1)
         tokens_BM = with_tokens(tokens_BM, ids_BL, fields)
-        ctx = context_of(ids_BL, fields, table_BN)
+        ctx = context_of(ids_BL, fields, table_BN, source)
         h_BLD, cache, _ = model.hidden(ids_BL, ctx, caches[0])  # pyright: ignore
         sampled_BLX = sampled_from(model, h_BLD, fields, starts_B + 1, tokens_BM, changes)
         next_BL = sampled_BLX[..., 0]
@@ -256,9 +263,11 @@ class Programs:
 
     def _prefill_rows(self, model: LM, caches, tokens_BM, sent, changes):
         fields, table_PN, ids_PX = unpacked(sent, self.row_pages)
+        ids_PX, source_PS = jnp.split(ids_PX, [ids_PX.shape[1] - self.source], axis=1)
+        source = source_of(source_PS, fields) if self.source else None
         ids_PC, later_PX = ids_PX[:, : self.chunk], ids_PX[:, 1:]
         tokens_BM = with_tokens(tokens_BM, ids_PC, fields)
-        ctx = context_of(ids_PC, fields, table_PN)
+        ctx = context_of(ids_PC, fields, table_PN, source)
         h_PCD, cache, _ = model.hidden(ids_PC, ctx, caches[0])  # pyright: ignore
         final_P = jnp.maximum(fields["count"] - 1, 0)
         h_P1D = jnp.take_along_axis(h_PCD, final_P[:, None, None], axis=1)
@@ -361,12 +370,20 @@ def unpacked(sent: Int[Array, "B X"], row_pages: int):
     return fields, sent[:, len(COLUMNS) : first], sent[:, first:]
 
 
-def context_of(ids_BL: Int[Array, "B L"], fields: dict, table_BN) -> Context:
+def source_of(ids_BS: Int[Array, "B S"], fields: dict) -> Source:
+    """The tokens of sources, before their padding; none (S = 0) once they have been read."""
+    is_token_BS = jnp.arange(ids_BS.shape[1]) < fields["source"][:, None]
+    return Source.of(ids_BS, is_token_BS.astype(jnp.int32))
+
+
+def context_of(ids_BL: Int[Array, "B L"], fields: dict, table_BN, source: Source | None) -> Context:
     """Of tokens that follow cached ones."""
     starts_B = fields["start"]
+    places = table_BN, starts_B, fields["count"], fields["lane"]
     return Context(
         starts_B[:, None] + jnp.arange(ids_BL.shape[1]),
-        cache_places=CachePlaces(table_BN, starts_B, fields["count"], fields["lane"]),
+        source=source,
+        cache_places=CachePlaces(*places, sources_B=fields["source"]),
         adapters_B=fields["adapter"],
         row_lengths_B=fields["row_length"],
         sequence_sharded=False,

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maxmeg.config.data import Objective
+from maxmeg.config.schema import Config
 from maxmeg.data.chat.template import Messages, hugging_face_folder, load_chat_template
 from maxmeg.data.tokenizers.load import parse_spec
-from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
+from maxmeg.data.tokenizers.tokenizer import SENTINEL, Tokenizer, json_object
 
 Record = dict[str, typing.Any]  # has a "prompt" or "messages", and any other keys
 
@@ -47,28 +49,45 @@ def as_chat(record: Record) -> Record:
     return {"messages": [{"role": "user", "content": record["prompt"]}], **rest}
 
 
+def prompt_tokens(
+    tokenizer: Tokenizer, config: Config, text: str, special: bool = True
+) -> np.ndarray:
+    """Return the tokens of a prompt, after the special tokens that open a text.
+
+    Of an encoder-decoder it is the source: sentinels in it are tokens, and it is followed by the
+    end of text, as sources of pairs and those of published T5 models are, but not those of
+    objective=span_corruption. special: whether to add these tokens.
+    """
+    if not config.model.has_source:
+        before = np.array(tokenizer.opening if special else (), np.int32)
+        return np.concatenate((before, tokenizer.encode(text)))
+    marks = {SENTINEL.format(number): token for number, token in enumerate(tokenizer.sentinels)}
+    has_end = special and config.data.objective is not Objective.span_corruption
+    end = np.array([tokenizer.eod] if has_end else [], np.int32)
+    return np.concatenate((tokenizer.encode_marked(text, marks), end))
+
+
 def encoded(
     tokenizer: Tokenizer,
+    config: Config,
     records: Sequence[Record],
     system: str = "",
-    opening: bool = True,
-    template: str = "",
+    special: bool = True,
 ) -> list[np.ndarray]:
-    """Return the tokens of each record.
+    """Return the tokens of each record: `prompt_tokens` of a prompt.
 
-    A chat is rendered by the template, which writes all special tokens itself. A prompt follows the
-    special tokens that open a text, unless opening=False. system: system message for the chats.
-    template: a file; empty: the tokenizer's template.
+    A chat is rendered by the template, which writes all special tokens itself. system: system
+    message for the chats.
     """
-    before = np.array(tokenizer.opening if opening else (), np.int32)
     chats = [with_system(r["messages"], system) for r in records if "messages" in r]
     if system and not chats:
         raise ValueError(f"system={system!r} is for chats: add --chat, or give messages")
-    texts = iter(load_chat_template(tokenizer, template).render(chats) if chats else [])
+    template = load_chat_template(tokenizer, config.data.chat_template) if chats else None
+    texts = iter(template.render(chats) if template else [])
     return [
         tokenizer.encode_marked(next(texts), tokenizer.added)
         if "messages" in record
-        else np.concatenate((before, tokenizer.encode(record["prompt"])))
+        else prompt_tokens(tokenizer, config, record["prompt"], special)
         for record in records
     ]
 

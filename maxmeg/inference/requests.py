@@ -61,18 +61,21 @@ class Reply:
 
 
 def check_alone(model: ModelConfig) -> None:
-    """ValueError for an encoder-decoder, whose source no prompt is yet."""
+    """ValueError for an encoder-decoder."""
     if model.has_source:
         raise ValueError(
-            f"model.layers={model.layers!r}: the engine does not generate from an encoder-decoder "
-            "yet; export it (maxmeg convert) for transformers, or measure its loss (maxmeg "
-            "evaluate)"
+            f"model.layers={model.layers!r}: an encoder-decoder reads a source beside the target, "
+            "and this takes one text; generate from it, or measure its loss (maxmeg evaluate)"
         )
 
 
 def check_causal(model: ModelConfig) -> None:
-    """ValueError for a model that does not predict next tokens of a prompt."""
-    check_alone(model)
+    """ValueError for a model that does not predict next tokens."""
+    if model.has_neighbours:
+        raise ValueError(
+            f"model.layers={model.layers!r}: the engine does not generate from RETRO, which reads "
+            "neighbours of its own text; its loss can be measured (maxmeg evaluate)"
+        )
     if model.head.num_classes:
         raise ValueError(
             f"model.head.num_classes={model.head.num_classes}: a classifier does not continue "
@@ -94,6 +97,20 @@ def check_length(prompt_length: int, num_tokens: int, max_position: int, where: 
             f"{where}a prompt of {prompt_length} tokens and {num_tokens} new ones exceed the "
             f"context of {max_position}: shorten the prompt or ask for at most "
             f"{max(max_position - prompt_length, 0)} tokens"
+        )
+
+
+def check_source(length: int, prompt_logprobs: bool, longest: int, where: str = "") -> None:
+    """ValueError if a source is empty or too long, or its log-probabilities are asked for."""
+    if prompt_logprobs:
+        raise ValueError(
+            f"{where}prompt_logprobs=true: an encoder-decoder has no log-probabilities of its "
+            "source; ask for those of the reply"
+        )
+    if not 0 < length <= longest:
+        raise ValueError(
+            f"{where}the source has {length} tokens, and the encoder takes 1 to {longest}: "
+            "shorten it"
         )
 
 

@@ -178,7 +178,8 @@ class Attention(Mixer):
             out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
         else:
             assert ctx.cache_places is not None and ctx.segments_BL is None
-            how = ctx.cache_places, self.scores(), self.sink_logits()
+            bias_NH = ctx.bias_NH if self.spec.buckets else None
+            how = ctx.cache_places, self.scores(), self.sink_logits(), bias_NH
             out_BLHK, cache = cached_attention(q_BLHK, (k_BLGK, v_BLGK), cache, *how)
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:

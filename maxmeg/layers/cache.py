@@ -18,11 +18,13 @@ from maxmeg.ops.decode_attention.call import PagedCache, decode_attention, write
 
 @dataclasses.dataclass(frozen=True)
 class CacheSize:
-    """Of the cache on one device. slots: tokens of a page. lanes: requests at a time."""
+    """Of the cache on one device. slots: tokens of a page. lanes: requests at a time. source_pages:
+    pages of each lane for the source of an encoder-decoder."""
 
     pages: int
     slots: int
     lanes: int
+    source_pages: int = 0
 
 
 def empty_pages(size: CacheSize, heads: int, head_size: int, dtype) -> jax.Array:
@@ -40,6 +42,7 @@ class CachePlaces:
     table_BN: the pages of each row. starts_B: number of its tokens in the cache. counts_B: number
     of new tokens, which come first in the row; the others are padding, and 0 is an idle row.
     lanes_B: where the row's states of fixed size are. layer: of the group (set by the stack).
+    sources_B: number of tokens of the row's source, if the model is an encoder-decoder.
     """
 
     table_BN: Int[Array, "B N"]
@@ -47,6 +50,7 @@ class CachePlaces:
     counts_B: Int[Array, " B"]
     lanes_B: Int[Array, " B"]
     layer: jax.Array | int = 0
+    sources_B: Int[Array, " B"] | None = None
 
     def is_token(self, length: int) -> Bool[Array, "B L"]:
         """True where a row of this length holds a token, False for padding."""
@@ -72,30 +76,45 @@ def with_lane_states(
 
 def cached_attention(
     q_BLHK: Float[Array, "B L H K"],
-    new: tuple[Float[Array, "B L G K"], ...],
+    new: tuple[Float[Array, "B M G K"], ...],
     pool: tuple[Shaped[Array, "layers P S G K"], ...],
     places: CachePlaces,
     scores: ScoreSpec,
     sinks_H: jax.Array | None = None,
+    bias_NH: jax.Array | None = None,
+    lengths_B: Int[Array, " B"] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """(output, pool with the new keys and values): causal attention over each row's tokens.
 
-    new: keys and values of the tokens; one array serves as both.
+    new: keys and values of the tokens; one array serves as both; () if all are in the pool.
+    lengths_B: number of keys in the pool after them; None: up to those of the L queries.
     """
     number, pages = pool[0].shape[:2]
-    L, layer = q_BLHK.shape[1], places.layer
-    table_BN = places.table_BN + layer * pages
-    written = [
-        write_pages(
-            array.reshape(number * pages, *array.shape[2:]),
-            added,
-            table_BN,
-            places.starts_B,
-            places.counts_B,
-        )
-        for array, added in zip(pool, new, strict=True)
-    ]
-    lengths_B = jnp.where(places.counts_B > 0, places.starts_B + L, 0)  # padding sees old slots
-    cache = PagedCache(written[0], written[-1], table_BN, lengths_B)
-    out_BLHV, _ = decode_attention(q_BLHK, cache, scores, sinks_H)
-    return out_BLHV, tuple(a.reshape(p.shape) for a, p in zip(written, pool, strict=True))
+    table_BN = places.table_BN + places.layer * pages
+    flat = [array.reshape(number * pages, *array.shape[2:]) for array in pool]
+    if new:
+        where = table_BN, places.starts_B, places.counts_B
+        flat = [write_pages(a, added, *where) for a, added in zip(flat, new, strict=True)]
+    if lengths_B is None:  # padding sees old slots
+        lengths_B = jnp.where(places.counts_B > 0, places.starts_B + q_BLHK.shape[1], 0)
+    cache = PagedCache(flat[0], flat[-1], table_BN, lengths_B)
+    out_BLHV, _ = decode_attention(q_BLHK, cache, scores, sinks_H, bias_NH)
+    return out_BLHV, tuple(a.reshape(p.shape) for a, p in zip(flat, pool, strict=True))
+
+
+def source_attention(
+    q_BLHK: Float[Array, "B L H K"],
+    new: tuple[Float[Array, "B M G K"], ...],
+    pool: tuple[Shaped[Array, "layers lanes P S G K"], ...],
+    places: CachePlaces,
+    scores: ScoreSpec,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """As `cached_attention`, to the source that the row's lane has pages for."""
+    (layers, _, pages), sources_B = pool[0].shape[:3], places.sources_B
+    assert sources_B is not None
+    table_BN = pages * places.lanes_B[:, None] + jnp.arange(pages, dtype=jnp.int32)
+    starts_B = jnp.zeros_like(sources_B)
+    whole = CachePlaces(table_BN, starts_B, sources_B, places.lanes_B, places.layer)
+    flat = tuple(array.reshape(layers, -1, *array.shape[3:]) for array in pool)
+    out_BLHV, flat = cached_attention(q_BLHK, new, flat, whole, scores, lengths_B=sources_B)
+    return out_BLHV, tuple(a.reshape(p.shape) for a, p in zip(flat, pool, strict=True))

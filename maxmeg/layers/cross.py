@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from maxmeg.layers.attention import Attention, AttentionSpec, normalized
+from maxmeg.layers.cache import CacheSize, source_attention
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import project
 from maxmeg.ops.attention.call import attention
@@ -43,17 +44,21 @@ class CrossAttention(Attention):
     fused_projections = (("key", "value"),)
 
     def __call__(
-        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None
-    ) -> tuple[Float[Array, "B L D"], None, dict]:
-        """(partial sums over tensor, no cache, no auxiliary values)."""
-        assert ctx.memory is not None and cache is None
+        self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
+    ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
+        """(partial sums over tensor, new cache, no auxiliary values). Without rows of memory, its
+        keys and values are in the cache."""
+        assert ctx.memory is not None
         (memory_BMD, memory_ctx), (B, L) = ctx.memory, h_BLD.shape[:2]
-        k_BMI, v_BMI = project((self.key, self.value), memory_BMD, memory_ctx)
-        heads, K = (*memory_BMD.shape[:2], -1, self.spec.head_dim), self.spec.head_dim
-        k_BMGK = normalized(stored(k_BMI, "key"), self.key_norm, heads)
-        v_BMGK = stored(v_BMI, "value").reshape(heads)
+        new = self.keys_and_values(memory_BMD, memory_ctx) if memory_BMD.size else ()
         q_BLI = stored(self.query(h_BLD, ctx), "query")
-        q_BLHK = normalized(q_BLI, self.query_norm, (B, L, -1, K))
+        q_BLHK = normalized(q_BLI, self.query_norm, (B, L, -1, self.spec.head_dim))
+        if cache is not None:
+            assert ctx.cache_places is not None
+            how = ctx.cache_places, self.scores()
+            out_BLHK, cache = source_attention(q_BLHK, new, cache, *how)
+            return self.out(out_BLHK.reshape(B, L, -1), ctx), cache, {}
+        k_BMGK, v_BMGK = new  # pyright: ignore
         operands = self.operands(q_BLHK, ctx)
         if (size := axis_size(CONTEXT_AXES)) > 1:
             kv_BMGI = gather_exact(jnp.concatenate((k_BMGK, v_BMGK), axis=-1), CONTEXT_AXES, 1)
@@ -67,6 +72,19 @@ class CrossAttention(Attention):
         how = self.scores(), operands
         out_BLHK = attention(q_BLHK, k_BMGK, v_BMGK, *how, backend=self.spec.backend)
         return self.out(out_BLHK.reshape(B, L, -1), ctx), None, {}
+
+    def keys_and_values(self, memory_BMD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
+        """[B, M, G, K] each."""
+        k_BMI, v_BMI = project((self.key, self.value), memory_BMD, ctx)
+        heads = *memory_BMD.shape[:2], -1, self.spec.head_dim
+        k_BMGK = normalized(stored(k_BMI, "key"), self.key_norm, heads)
+        return k_BMGK, stored(v_BMI, "value").reshape(heads)
+
+    def init_cache(self, size: CacheSize) -> tuple[jax.Array, ...]:
+        """Pages of keys and of values of each lane's source: [lanes, pages, slots, G, K]."""
+        pages = size.lanes * size.source_pages
+        arrays = super().init_cache(dataclasses.replace(size, pages=pages))
+        return tuple(array.reshape(size.lanes, -1, *array.shape[1:]) for array in arrays)
 
     def segments(self, ctx: Context, memory_ctx: Context) -> tuple[jax.Array, jax.Array]:
         """Of queries and keys: a query sees the keys of its own segment."""

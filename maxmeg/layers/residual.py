@@ -67,6 +67,8 @@ class Residual(nnx.Module):
         if (side := self.spec.side) is None:
             return self.applied(x_BLD, ctx, cache)
         streams = Streams.of(x_BLD, ctx)
+        if not getattr(streams, side).size:  # decoding: the cache has what is read of the source
+            return x_BLD, cache, {}
         own_ctx = side_context(streams, ctx, side, self.spec.mixers[0])
         y_BLD, new_cache, aux = self.applied(getattr(streams, side), own_ctx, cache)
         return streams._replace(**{side: y_BLD}).joined(), new_cache, aux
@@ -106,8 +108,9 @@ class Residual(nnx.Module):
         return x_BLD, None if cache is None else new_cache, aux
 
     def init_cache(self, size: CacheSize) -> dict:
-        """An empty cache per mixer; None for mixers without one."""
-        return {name: mixer.init_cache(size) for name, mixer in self.mixers.items()}
+        """An empty cache per mixer; None for mixers without one, and for those of an encoder."""
+        is_encoder = self.spec.side == "source"
+        return {n: None if is_encoder else m.init_cache(size) for n, m in self.mixers.items()}
 
 
 def drop_residual(x_BLD: jax.Array, rate: float, key: jax.Array, ctx: Context) -> jax.Array:

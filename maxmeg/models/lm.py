@@ -105,7 +105,8 @@ class LM(nnx.Module):
             source_ctx = dataclasses.replace(source_ctx, positions_BL=positions_BS)
         if key is not None:
             source_ctx = dataclasses.replace(source_ctx, dropout_key=fold(key, SOURCE))
-        source_BSD = self.embed_side(ctx.source.tokens_BS, source_ctx)
+        is_read = not ctx.source.tokens_BS.size  # in decoding
+        source_BSD = x_BLD[:, :0] if is_read else self.embed_side(ctx.source.tokens_BS, source_ctx)
         tables_BRD = x_BLD[:, :0] if self.relative is None else self.relative.rows(x_BLD)
         return Streams(source_BSD, x_BLD, tables_BRD).joined()
 

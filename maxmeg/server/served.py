@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from maxmeg.config.options import Serve
 from maxmeg.inference.load import Trained
+from maxmeg.inference.prompts import prompt_tokens
 from maxmeg.inference.requests import check_ids
 from maxmeg.server.errors import ApiError, Json
 from maxmeg.server.fields import Detokenize, Tokenize
@@ -27,8 +28,9 @@ class Served:
 
     def __init__(self, trained: Trained, name: str, options: Serve) -> None:
         self.name, self.options, self.tokenizer = name, options, trained.tokenizer
+        config = trained.config
         self.names = name, *trained.adapters
-        self.model, self.data = trained.config.model, trained.config.data
+        self.config, self.model, self.data = config, config.model, config.data
         self._encoder = concurrent.futures.ThreadPoolExecutor(1)
 
     def check_name(self, name: str | None) -> None:
@@ -42,8 +44,7 @@ class Served:
         return await loop.run_in_executor(self._encoder, function, *arguments)
 
     def tokens(self, text: str, opening: bool = True) -> list[int]:
-        before = self.tokenizer.opening if opening else ()
-        return [*before, *self.tokenizer.encode(text).tolist()]
+        return prompt_tokens(self.tokenizer, self.config, text, opening).tolist()
 
     def text(self, ids: Sequence[int]) -> str:
         check_ids(np.array([0, *ids]), self.model.vocab_size)

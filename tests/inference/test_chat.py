@@ -4,6 +4,8 @@ import pytest
 from chats import CHATS, PLAIN, TEMPLATES, TOKENS
 from tokenizer_files import WORDS, folder
 
+from maxmeg.config.data import DataConfig
+from maxmeg.config.schema import Config
 from maxmeg.data.chat import template as chat
 from maxmeg.data.chat.template import ChatTemplate, load_chat_template
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -135,7 +137,8 @@ def test_added_tokens_count_in_chats_alone(tmp_path):
     tokenizer = load_tokenizer(spec)
     (tmp_path / "t.jinja").write_text("<|x|>{{ messages[0].content }}")
     records = [{"messages": [{"role": "user", "content": "a b"}]}, {"prompt": "<|x|>a"}]
-    chat, prompt = encoded(tokenizer, records, template=str(tmp_path / "t.jinja"))
+    config = Config(data=DataConfig(chat_template=str(tmp_path / "t.jinja")))
+    chat, prompt = encoded(tokenizer, config, records)
     assert chat.tolist() == [len(WORDS), 4, 5]
     assert tokenizer.added["<|x|>"] not in prompt
     (tmp_path / "chat_template.jinja").write_text(PLAIN)

@@ -1,5 +1,6 @@
 """Every decode attention backend over one table, against float64 NumPy and `attention`."""
 
+import dataclasses
 import functools
 import logging
 import re
@@ -39,7 +40,7 @@ ROUNDED = ("grouped", "drafts, several blocks", "everything")
 def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkeypatch):
     monkeypatch.setattr(xla, "KEYS_AT_ONCE", 64 * len(CASES[name].lengths))
     case, arrays = CASES[name], arrays_of(CASES[name], dtype)
-    call = (*arrays[:2], case.spec, arrays[2], choice.target_device())
+    call = (*arrays[:2], case.spec, arrays[2], None, choice.target_device())
     if reason := module.BACKENDS[backend].refuses(*call):
         with pytest.raises(ValueError, match=re.escape(reason)):  # named, it never gives way
             run(case, *arrays, backend)
@@ -50,12 +51,20 @@ def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkey
     assert all(e <= TOLERANCE[dtype] for e in measured.values()), measured
 
 
-def test_it_is_attention_over_the_gathered_cache():
+@pytest.mark.parametrize("name", ["everything", "relative biases"])
+def test_it_is_attention_over_the_gathered_cache(name: str):
     case = CASES["everything"]
     q, cache, sinks = arrays_of(case, "float32")
-    actual = run(case, q, cache, sinks, "auto", jax.jit)
+    if name == "everything":
+        actual, bias = run(case, q, cache, sinks, "auto", jax.jit), None
+    else:
+        case = dataclasses.replace(case, spec=ScoreSpec(scale=1.0, distance=90))
+        bias = jax.random.normal(jax.random.key(0), (16, case.heads))
+        cached = PagedCache(*map(jnp.asarray, cache))
+        arrays = decode_attention(jnp.asarray(q), cached, case.spec, jnp.asarray(sinks), bias)
+        actual = dict(zip(("out", "lse"), arrays, strict=True))
     for row in (0, 3):
-        operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks)
+        operands = Operands(case.lengths[row] - case.queries, sinks_H=sinks, bias_NH=bias)
         qkv = (q[row : row + 1], *(array[None] for array in contiguous(cache, row)))
         call = functools.partial(attention_with_lse, spec=case.spec, operands=operands)
         wanted = jax.jit(call)(*qkv)
@@ -115,7 +124,7 @@ def test_auto_takes_the_reference_even_where_the_kernel_could_run(monkeypatch, c
     choice.log_choice.cache_clear()
     module.warn_of_xla.cache_clear()
     arguments = described(Case(pages=4))
-    assert module.BACKENDS["mosaic"].refuses(*arguments, ScoreSpec(), None, HOPPER) == ""
+    assert module.BACKENDS["mosaic"].refuses(*arguments, ScoreSpec(), None, None, HOPPER) == ""
     with caplog.at_level(logging.INFO, "maxmeg"):
         jax.eval_shape(decode_attention, *arguments)
         jax.eval_shape(decode_attention, *arguments)

@@ -6,21 +6,35 @@ from typing import Any
 
 import numpy as np
 
+from maxmeg.data.chat.template import hugging_face_folder
 from maxmeg.data.corpus.indexed import IndexedDataset, first_foreign, foreign_id_error
 from maxmeg.data.samples.gpt import identify
 from maxmeg.data.samples.sampling import Batch, EpochOrder, nonempty_range
-from maxmeg.data.tokenizers.tokenizer import Tokenizer
+from maxmeg.data.tokenizers.load import parse_spec
+from maxmeg.data.tokenizers.tokenizer import Tokenizer, json_object
 from maxmeg.data.workers import RebuiltInWorkers
 
 _PAIRS = 4  # key of the permutations of pairs; packing has 2 and 3
+
+
+def start_token(tokenizer: Tokenizer) -> int:
+    """The token that a target begins with, before what the decoder predicts.
+
+    It is the bos of data.tokenizer; else decoder_start_token_id of the config.json beside a
+    tokenizer.json; else the first of the tokenizer's bos, padding and end of text.
+    """
+    folder = None if "bos" in parse_spec(tokenizer.spec).roles else hugging_face_folder(tokenizer)
+    first = json_object(folder / "config.json").get("decoder_start_token_id") if folder else None
+    choices = (first, tokenizer.bos, tokenizer.pad, tokenizer.eod)
+    return next(token for token in choices if token is not None)
 
 
 class AlignedDataset(RebuiltInWorkers):
     """Batches of one split (0 train, 1 validation, 2 test) of two corpora.
 
     corpora: of sources and of targets. lengths: tokens of a row of each. The source ends with the
-    tokenizer's end of text; the target begins with its first token, or with padding as in T5, and
-    its last target is the end of text. cuts: pairs that are too long are cut, and otherwise left
+    tokenizer's end of text; the target begins with `start_token`, and its last target is the end of
+    text. cuts: pairs that are too long are cut, and otherwise left
     out; `num_long` is their number.
     """
 
@@ -55,8 +69,7 @@ class AlignedDataset(RebuiltInWorkers):
             )
         self.source_length, self.sequence_length = lengths
         self.vocab_size, self._seed = tokenizer.vocab_size, seed
-        first = tokenizer.pad if tokenizer.bos is None else tokenizer.bos
-        self._first, self._end = tokenizer.eod if first is None else first, tokenizer.eod
+        self._first, self._end = start_token(tokenizer), tokenizer.eod
         self._order = EpochOrder(len(self._pairs), seed, _PAIRS, shuffle=split_index == 0)
 
     def __str__(self) -> str:

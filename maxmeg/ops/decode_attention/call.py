@@ -1,7 +1,8 @@
 """Decode attention: a few new queries per row against a paged key/value cache.
 
-A backend (ops/backend.py) has `refuses(q, cache, spec, sinks_H, device)`, the reason why it cannot
-run a call, and `attend(q, cache, spec, sinks_H)`, which returns output and log-sum-exp.
+A backend (ops/backend.py) has `refuses(q, cache, spec, sinks_H, bias_NH, device)`, the reason why
+it cannot run a call, and `attend(q, cache, spec, sinks_H, bias_NH)`, which returns output and
+log-sum-exp.
 """
 
 import functools
@@ -30,19 +31,20 @@ def decode_attention(
     cache: PagedCache,
     spec: ScoreSpec = CAUSAL,
     sinks_H: Array | None = None,
+    bias_NH: Float[Array, "N H"] | None = None,
     *,
     backend: str = "auto",
 ) -> tuple[Float[Array, "B *L H V"], Float[Array, "B *L H"]]:
     """(output, float32 log-sum-exp) of each row's newest queries, [B, H, K] or [B, L, H, K].
 
     The queries are at the last L of the row's lengths_B positions; their keys are in the cache.
-    A row of length 0 gives zeros and a log-sum-exp of -1e30, or its sinks. backend: a key of
-    BACKENDS, or "auto". ValueError if shapes do not fit, if the backend does not support the call,
-    and when differentiated: decode attention has no gradient.
+    A row of length 0 gives zeros and a log-sum-exp of -1e30, or its sinks. bias_NH: of distances,
+    as in `Operands`. backend: a key of BACKENDS, or "auto". ValueError if shapes do not fit, if the
+    backend does not support the call, and when differentiated: decode attention has no gradient.
     """
-    check_shapes(q_BLHK, cache, sinks_H)
+    check_shapes(q_BLHK, cache, sinks_H, bias_NH)
     is_single = q_BLHK.ndim == 3
-    call = (q_BLHK[:, None] if is_single else q_BLHK, cache, spec, sinks_H)
+    call = (q_BLHK[:, None] if is_single else q_BLHK, cache, spec, sinks_H, bias_NH)
     name = pick("decode attention", BACKENDS, ORDER, backend, call)
     if (backend, name) == ("auto", "xla") and dispatch.target_device().is_cuda:
         warn_of_xla(*cache.page_table.shape, *cache.k_pages.shape[1:])
@@ -64,8 +66,8 @@ def warn_of_xla(rows: int, columns: int, slots: int, groups: int, size: int) -> 
     )
 
 
-def run_backend(name: str, q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
-    return BACKENDS[name].attend(q_BLHK, cache, spec, sinks_H)
+def run_backend(name: str, q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH):
+    return BACKENDS[name].attend(q_BLHK, cache, spec, sinks_H, bias_NH)
 
 
 def refuse_gradient(*call):
@@ -78,7 +80,7 @@ forward_only = jax.custom_vjp(run_backend, nondiff_argnums=(0, 3))
 forward_only.defvjp(refuse_gradient, refuse_gradient)
 
 
-def check_shapes(q_BLHK, cache: PagedCache, sinks_H) -> None:
+def check_shapes(q_BLHK, cache: PagedCache, sinks_H, bias_NH) -> None:
     """ValueError if the shapes or dtypes of a call do not match."""
     (P, S, G, K), V = cache.k_pages.shape, cache.v_pages.shape[-1]
     B, H = q_BLHK.shape[0], q_BLHK.shape[-2]
@@ -91,6 +93,7 @@ def check_shapes(q_BLHK, cache: PagedCache, sinks_H) -> None:
         "page_table": (cache.page_table, (B, cache.page_table.shape[-1])),
         "lengths_B": (cache.lengths_B, (B,)),
         "sinks_H": (sinks_H, (H,)),
+        "bias_NH": (bias_NH, (0 if bias_NH is None else len(bias_NH), H)),
     }
     for name, (array, shape) in shapes.items():
         if array is not None and array.shape != shape:

@@ -16,15 +16,17 @@ SUPPORTS = (
 )
 
 
-def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device) -> str:
+def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH, device: Device) -> str:
     """Why the kernel cannot run this call; empty if it can."""
+    if bias_NH is not None:
+        return "relative position bias is not supported"
     if reason := refuses_hopper_kernels(device):
         return reason
     kernel = kernel_module("decode_attention")
     return kernel.decode_refuses(q_BLHK, kernel.Pages(*cache))
 
 
-def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
+def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH=None):
     """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32."""
     kernel = kernel_module("decode_attention")
     masks = kernel.FlashSpec(spec.causal, spec.window, spec.chunk, False, spec.softcap, spec.scale)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.ops.attention.spec import NEGATIVE, ScoreSpec
+from maxmeg.ops.attention.xla import bias_buckets
 from maxmeg.ops.backend import Device, target_device
 from maxmeg.ops.cross_entropy.call import softcapped
 
@@ -43,7 +44,7 @@ class Softmax(typing.NamedTuple):
     out_BGJLV: jax.Array
 
 
-def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device) -> str:
+def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH, device: Device) -> str:
     """Why this call cannot run; empty if it can."""
     dtype = q_BLHK.dtype
     stored = dtype if device.is_cuda or dtype.itemsize != 2 else jnp.uint16
@@ -54,7 +55,7 @@ def refuses(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, device: Device)
     return ""
 
 
-def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
+def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H, bias_NH=None):
     """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32.
 
     A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in keys
@@ -62,6 +63,7 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
     """
     (B, L, H, K), (S, G, V) = q_BLHK.shape, cache.v_pages.shape[1:]
     q_BLGJK = q_BLHK.reshape(B, L, G, H // G, K)
+    queries_BL = cache.lengths_B[:, None] - L + jnp.arange(L)
     lower_BL, upper_BL = visible_ranges(spec, cache.lengths_B, L)
     keys = KEYS_AT_ONCE // (B * max(1, L // 16))
     keys = keys if target_device().is_cuda else min(keys, CPU_KEYS)
@@ -84,6 +86,10 @@ def attend(q_BLHK, cache: PagedCache, spec: ScoreSpec, sinks_H):
             preferred_element_type=jnp.float32,
         )
         scores_BGJLM = softcapped(scores_BGJLM, spec.softcap)
+        if bias_NH is not None:
+            distances_BLM = position_M - queries_BL[..., None]
+            bias_BLMH = bias_NH[bias_buckets(distances_BLM, len(bias_NH), spec)]
+            scores_BGJLM += jnp.moveaxis(bias_BLMH, 3, 1).reshape(scores_BGJLM.shape)
         scores_BGJLM = jnp.where(seen_BLM[:, None, None], scores_BGJLM, NEGATIVE)
         v_BMGV = jnp.where(seen_BM11, v_BMGV.astype(jnp.float32), 0)
         return add_block(carry, scores_BGJLM, v_BMGV)
