@@ -77,9 +77,10 @@ def main() -> None:
     corpus = IndexedDataset(arguments.corpus or data.paths[0])
     queries, texts = held_out(corpus, arguments.split or data.split, room, seed=0)
     encode, own = TextEncoder.of(trained.tokenizer), np.arange(len(texts))
+    length = arguments.query_length or data.query_length
     vectors = [
-        searcher.vectors([encode(tokens, length) for tokens in rows])
-        for rows, length in ((queries, arguments.query_length or data.query_length), (texts, room))
+        searcher.vectors([encode(tokens, length) for tokens in queries], queries=True),
+        searcher.vectors([encode(tokens, room) for tokens in texts]),
     ]
     with tempfile.TemporaryDirectory() as folder:
         index = Index.create(folder, [vectors[1]], "benchmark", "held out")

@@ -30,9 +30,8 @@ class Program:
         data.objective names."""
         sizes = axis_sizes(config.parallel, jax.device_count())
         self.mesh = make_mesh(sizes, fold=config.parallel.fold)
-        self.rows = local_rows(
-            self.mesh, config.train.micro_batch_size, config.parallel.context_chunks
-        )
+        sizes = config.train.micro_batch_size, config.parallel.context_chunks
+        self.rows = local_rows(self.mesh, *sizes, config.data.max_targets)
         self.optimizer = make_optimizer(config.optim, self.mesh, config.parallel.zero1)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)

@@ -213,7 +213,7 @@ def through_stages(
     program = Program(
         outer,
         *groups,
-        batches=batch,
+        batches=dataclasses.replace(batch, max_targets=config.data.max_targets),
         embed=embed,
         shared=shared,
         unit=unit,

@@ -1,5 +1,7 @@
 """Biencoders: the contrastive loss over a whole microbatch, the same on every layout."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,16 +15,22 @@ from layouts import (
     tiny_state,
 )
 
+from maxmeg.checkpoint.initialize import in_one_encoder
 from maxmeg.config.data import HAS_TEXT, Objective
-from maxmeg.config.head import Biencoder
+from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.model import Norm, NormPlace, Position
 from maxmeg.config.parallel import Schedule
 from maxmeg.data.retrieval.pairs import PairDataset, Pairs
 from maxmeg.data.retrieval.rows import Lengths
+from maxmeg.inference.embeddings import one_encoder, vectors
+from maxmeg.inference.load import Trained
 from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
 from maxmeg.objectives.contrastive import CONTRASTIVE
+from maxmeg.objectives.contrastive import vectors as vectors_of_rows
 from maxmeg.parallel.placement import local_rows, place_batch
-from maxmeg.step import make_gradients
+from maxmeg.state import from_tree, nested, to_arrays
+from maxmeg.step import context, make_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
@@ -42,29 +50,41 @@ MODEL = {
 }
 
 
-def pairs() -> PairDataset:
+SEPARATE = {"head.biencoder": Biencoder.separate, "layers": two_encoders(4), "num_layers": 8}
+
+
+def pairs(separate: bool) -> PairDataset:
     random = np.random.default_rng(0)
     sizes = [random.integers(4, 12, 2 + n % 4) for n in range(BATCH)]
     examples = [[random.integers(0, 61, size) for size in row] for row in sizes]
-    return PairDataset(Pairs(examples), Lengths(LENGTH, 12, 12), NEGATIVES, 61, shuffle=False)
+    return PairDataset(
+        Pairs(examples), Lengths(LENGTH, 12, 12, separate), NEGATIVES, 61, shuffle=False
+    )
 
 
-def gradients(parallel: dict):
-    """(metrics, gradients by name in model order, model, batch) of two microbatches."""
+def gradients(parallel: dict, separate: bool = False, weights: LM | None = None):
+    """(metrics, gradients by name in model order, model, batch) of two microbatches. weights: of a
+    model with one encoder, for both."""
     replicas = parallel.get("data", 1) * parallel["fsdp"]
     micro_batch_size = BATCH // MICROBATCHES // replicas
     train = {"micro_batch_size": micro_batch_size, "score_scaling": True}
-    config = tiny(MODEL, train, **parallel)
+    config = tiny(MODEL | SEPARATE if separate else MODEL, train, **parallel)
     data = config.data
     data.objective, data.paths, data.sequence_length = Objective.retrieve, ("a.jsonl",), LENGTH
     data.query_length, data.negatives = 12, NEGATIVES
+    data.separate_queries = separate
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
+    model = state.model
+    if weights is not None:
+        arrays = to_arrays({"model": weights})
+        taken = {name: arrays[in_one_encoder(name)] for name in to_arrays({"model": model})}
+        model = from_tree(nested(taken), {"model": model})["model"]
     rows = local_rows(mesh, micro_batch_size)
-    batch = place_batch(pairs().batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
+    batch = place_batch(pairs(separate).batch(np.arange(BATCH)[rows(BATCH)]), rows, mesh, BATCH)
     function = jax.jit(make_gradients(config, mesh, abstract.model))
-    found, sums = function(state.model, batch, state.key)
-    return CONTRASTIVE.metrics(sums), named_gradients(found), state.model, batch
+    found, sums = function(model, batch, state.key)
+    return CONTRASTIVE.metrics(sums), named_gradients(found), model, batch
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +92,56 @@ def one_device():
     return gradients({"fsdp": 1})
 
 
+@pytest.fixture(scope="module")
+def two_encoders_on_one_device():
+    return gradients({"fsdp": 1}, separate=True)
+
+
 @pytest.mark.parametrize("parallel", LAYOUTS)
 def test_layout_equals_one_device(one_device, parallel):
     """Queries meet the texts of all devices: rows that are cut over them change nothing."""
     assert_equal_but_rounding(gradients(parallel), one_device, TOLERANCE, FLOOR)
+
+
+def test_two_encoders_with_the_same_weights_are_one(one_device):
+    """The gradients of both add up to those of the one, and each has a part of its own."""
+    values, found, *_ = gradients({"fsdp": 1}, separate=True, weights=one_device[2])
+    sums: dict[str, np.ndarray] = {}
+    for name, array in found.items():
+        of_one = in_one_encoder(name.replace("']['", ".").strip("[']"))
+        sums[of_one] = sums.get(of_one, 0) + array
+        assert np.abs(array).max() > 0, name
+    wanted = {name.replace("']['", ".").strip("[']"): x for name, x in one_device[1].items()}
+    assert len(found) == 2 * len(wanted)
+    assert_equal_but_rounding((values, sums), (one_device[0], wanted), TOLERANCE, FLOOR)
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_two_encoders_on_a_layout_equal_one_device(two_encoders_on_one_device, parallel):
+    found = gradients(parallel, separate=True)
+    assert_equal_but_rounding(found, two_encoders_on_one_device, TOLERANCE, FLOOR)
+
+
+@pytest.mark.parametrize("queries", [False, True])
+def test_each_encoder_alone_computes_its_vectors(two_encoders_on_one_device, queries):
+    *_, model, batch = two_encoders_on_one_device
+    config = tiny(MODEL | SEPARATE, fsdp=1)
+    mesh = jax.tree.leaves(model)[0].sharding.mesh
+    trained = Trained(model, config, None, 0, mesh)  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda array: jnp.asarray(np.asarray(array[0])), batch)
+    ctx = context(dataclasses.replace(rows, microbatch_weight=1.0), None)
+    host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
+    h_BLW = host.outputs(host.stack(host.embed(rows, ctx), ctx)[0], ctx)
+    wanted_B2W = vectors_of_rows(h_BLW, rows, ctx, 2)
+    tokens, segments = (rows.tokens, rows.segment_ids == 2)
+    if queries:
+        tokens, segments = rows.extra["encoder_tokens"], rows.extra["encoder_segment_ids"]
+    part = slice(0, 12)  # a query, or the first text of a row
+    arrays = tokens[:, part], jnp.int32(segments[:, part]), jnp.zeros(len(tokens), jnp.int32)
+    alone = one_encoder(trained, queries)
+    assert alone.config.model.num_layers == 4
+    found_BW = jax.jit(vectors)(alone.model, *arrays)
+    np.testing.assert_allclose(found_BW, wanted_B2W[:, 1 - queries], rtol=1e-5, atol=1e-6)
 
 
 def test_the_loss_is_cross_entropy_over_all_texts_of_a_microbatch(one_device):

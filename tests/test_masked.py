@@ -22,7 +22,7 @@ from masked_corpus import SIZE, corpus, vocabulary
 
 from maxmeg import evaluate, generate, preprocess
 from maxmeg.config.bert import Transform
-from maxmeg.config.data import Objective
+from maxmeg.config.data import DataConfig, Objective
 from maxmeg.config.mixers import Activation
 from maxmeg.config.model import Norm, NormPlace, Position
 from maxmeg.config.parallel import Schedule
@@ -105,6 +105,21 @@ def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
     host = jax.tree.map(lambda array: jnp.asarray(np.asarray(array)), model)
     wanted, values = jax.jit(jax.grad(loss, has_aux=True))(host)
     assert_equal_but_rounding(found, (values, named_gradients(wanted)), TOLERANCE, FLOOR)
+
+
+def test_more_masked_tokens_than_have_logits_are_refused():
+    config = Config(data=DataConfig(objective=Objective.masked, sequence_length=512))
+    assert config.data.max_targets == 80  # of 77
+    mesh = mesh_of(tiny({}, {}, fsdp=1))
+    rows, mask = local_rows(mesh, max_targets=80), np.zeros((1, 512), np.float32)
+    arrays = {name: np.zeros((1, 512), np.int32) for name in ("tokens", "targets", "positions")}
+    for count in (80, 81):
+        mask[:, :count] = 1
+        if count == 81:
+            with pytest.raises(ValueError, match=r"81 masked tokens, and .* at most 80 of data.se"):
+                place_batch(arrays | {"loss_mask": mask}, rows, mesh, 1)
+        else:
+            place_batch(arrays | {"loss_mask": mask}, rows, mesh, 1)
 
 
 @pytest.mark.parametrize("mixer", ["attention", "local", "mla", "local_mla"])

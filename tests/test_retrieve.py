@@ -9,7 +9,8 @@ import short_runs
 
 import maxmeg
 from maxmeg import evaluate, preprocess, retrieve
-from maxmeg.config.head import Biencoder
+from maxmeg.config.head import Biencoder, two_encoders
+from maxmeg.config.model import Position
 from maxmeg.config.options import Retrieve
 from maxmeg.config.validate import check_settings
 from maxmeg.data.tokenizers.load import load_tokenizer
@@ -160,6 +161,25 @@ PROBLEMS = [
 ]
 
 
+SEPARATE_PROBLEMS = [
+    (
+        {"data.separate_queries": False},
+        "separate_queries=false does not go with .*=separate: set it to t",
+    ),
+    ({"model.num_layers": 6}, r"num_layers=6 are not the two encoders .* set layers='3\(enc"),
+    ({"model.num_layers": 2, "model.layers": two_encoders(1)}, "num_layers=2 with .*: set it to 4"),
+    ({"model.position": Position.rotary}, "model.position=rotary is not supported with head.bienc"),
+    ({"data.query_length": 300}, "query_length=300 is longer than model.max_position=256"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), SEPARATE_PROBLEMS)
+def test_bad_settings_of_two_encoders_are_refused(values, message):
+    settings = {"data.paths": "sentences", "data.tokenizer": "null:60", "model.max_position": 256}
+    with pytest.raises(ValueError, match=message):
+        check_settings(maxmeg.config("retrieval:,separate", **settings | values))
+
+
 @pytest.mark.parametrize(("values", "message"), PROBLEMS)
 def test_bad_settings_are_refused(values, message):
     settings = {"data.paths": "sentences", "data.tokenizer": "null:60", **values}
@@ -170,6 +190,34 @@ def test_bad_settings_are_refused(values, message):
 def test_score_scaling_is_for_biencoders():
     with pytest.raises(ValueError, match=r"score_scaling=true is for data\.objective=ict, r"):
         check_settings(maxmeg.config("gpt", **{"train.score_scaling": True}))
+
+
+@SLOW
+def test_two_encoders_begin_with_a_bert_and_find_texts(corpus, tmp_path, capsys):
+    """The run's steps, its search, and the vectors of both encoders before training and after."""
+    shared = {"train.eval_every": 0, "data.sequence_length": 30, **corpus}
+    shared |= {"train.global_batch_size": 16, "data.split": "8,1,1"}
+    bert = {"model.num_layers": 2, "model.hidden_size": 64, "model.init_std": 0.2}
+    bert |= {"train.num_steps": 2, "run_dir": str(tmp_path / "bert")}
+    maxmeg.train(maxmeg.config("bert", **bert, **shared))
+    own = {"data.query_length": 10, "train.score_scaling": False, "optim.lr": 3e-3}
+    distances: list[float] = []
+    for steps in (1, 80):
+        folder = str(tmp_path / f"{steps}")
+        own |= {"train.num_steps": steps, "run_dir": folder, "log.every": 1}
+        own |= {"optim.lr": 0.0 if steps == 1 else 3e-3, "optim.min_lr": 0.0}
+        own |= {"optim.warmup_fraction": 0.0}
+        name = f"retrieval:{tmp_path / 'bert'},separate"
+        model = maxmeg.train(maxmeg.config(name, **shared | own))
+        one, other = (model.embed(["Ba be."], queries=queries) for queries in (False, True))
+        distances.append(np.abs(one - other).max())
+    assert distances[0] == 0 < distances[1]
+    losses = [row["loss"] for row in short_runs.curve(Path(folder))]
+    assert np.mean(losses[-10:]) < np.log(16) < losses[0]  # that of chance
+    capsys.readouterr()
+    options = {"run_dir": folder, "corpus": corpus["data.paths"], "count": 2}
+    retrieve.main(Retrieve(**options, query=("Ba be.",)))
+    assert "texts, vectors of 64 numbers" in capsys.readouterr().out
 
 
 @SLOW

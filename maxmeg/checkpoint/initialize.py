@@ -15,7 +15,7 @@ from maxmeg.checkpoint.storage import row_orders
 from maxmeg.checkpoint.upcycling import Upcycling
 from maxmeg.config import files
 from maxmeg.config.hints import hub_command
-from maxmeg.config.initial import changes
+from maxmeg.config.initial import begins_twice, changes
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config
 from maxmeg.models.lm import LM, language_model
@@ -35,6 +35,7 @@ from maxmeg.state import (
 log = logging.getLogger("maxmeg")
 Base = dict[str, typing.Any]  # identity of a frozen base: folder, step, digest; {}: no base
 T = typing.TypeVar("T")
+FIRST_GROUP = "model.stack.groups.0."
 CLASSIFIER, POOLER = "model.classifier.", "model.bert.pooler."
 
 
@@ -143,10 +144,12 @@ def initial_model(
             return jax.jit(zeros, out_shardings=like.sharding)()
         mtp_layer = name.removeprefix("model.mtp.depths.").partition(".")[0]
         is_new = mtp_layer.isdecimal() and int(mtp_layer) >= saved.mtp.num_layers
-        is_new |= name.startswith(CLASSIFIER) and saved.head != config.model.head
-        if is_new or (name.startswith(POOLER) and not saved.bert.pooler):
+        of_one = in_one_encoder(name) if begins_twice(saved, config.model) else name
+        is_new |= of_one.startswith(CLASSIFIER) and saved.head != config.model.head
+        if is_new or (of_one.startswith(POOLER) and not saved.bert.pooler):
             return random_array(name, like.sharding, config)
         stored = jax.ShapeDtypeStruct(like.shape, jnp.float32, sharding=like.sharding)
+        name, orders = of_one, {of_one.replace(".", "/"): x for x in (orders or {}).values()}
         resizable = {name.replace(".", "/"): 0} if name.endswith(VOCABULARY_TABLES) else {}
         tree, _ = source.restore(
             step, nested({name: stored}), resizable=resizable, orders=orders, partial=True
@@ -164,6 +167,11 @@ def initial_model(
         read = Upcycling(saved, config.model, layout, noise, config.seed, take).take
     arrays = {name: read(name, like) for name, like in wanted.items()}
     return from_tree(nested(arrays), {"model": part})["model"]
+
+
+def in_one_encoder(name: str) -> str:
+    """The name that an array of a biencoder's two encoders has in a model of one encoder."""
+    return name.replace("model.query.", "model.").replace("model.stack.groups.1.", FIRST_GROUP)
 
 
 def check_initial(config: Config, manifest: Manifest, tokenizer: str | None) -> ModelConfig:

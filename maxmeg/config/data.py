@@ -7,6 +7,7 @@ from maxmeg.config.labelled import GLUE, Format, Scored
 from maxmeg.config.retro import Neighbours
 from maxmeg.config.setting import setting
 
+MASKED_SHARE = 0.15  # of the tokens of a row at most, as in BERT
 HAS_TEXT = "has_text_"  # + number of a text: arrays [B] of a batch, 1 for rows that have it
 
 
@@ -177,6 +178,12 @@ class DataConfig:
         64,
         "most tokens of a query, of the sequence_length that it shares with its texts",
         at_least=3,
+        needs="objective=ict|retrieve",
+    )
+    separate_queries: bool = setting(
+        False,
+        "queries are rows of their own beside those of texts, which then have all of "
+        "sequence_length; for model.head.biencoder=separate",
         needs="objective=ict|retrieve",
     )
     titles: str = setting(
@@ -363,7 +370,17 @@ class DataConfig:
     @property
     def text_tokens(self) -> int:
         """Most tokens of each text that a query is compared with, beside the query in a row."""
-        return (self.sequence_length - self.query_length) // (1 + self.negatives)
+        queries = 0 if self.separate_queries else self.query_length
+        return (self.sequence_length - queries) // (1 + self.negatives)
+
+    @property
+    def max_targets(self) -> int:
+        """Largest number of targets in a row; of masked ones a multiple of 8, which matrix products
+        are fast for."""
+        if self.objective is not Objective.masked:
+            return self.sequence_length
+        masked = max(1, round(MASKED_SHARE * self.sequence_length))
+        return min(-(-masked // 8) * 8, self.sequence_length)
 
     @property
     def longest_text(self) -> int:
@@ -372,8 +389,15 @@ class DataConfig:
         return longest if self.objective.is_retrieval else self.sequence_length
 
     @property
+    def has_source(self) -> bool:
+        """Whether samples have a source: of an encoder-decoder, or queries in rows of their own."""
+        return self.source_tokens > 0
+
+    @property
     def source_tokens(self) -> int:
         """Tokens per sample of the source; 0 without one."""
+        if self.objective.is_retrieval:
+            return self.query_length * self.separate_queries
         if self.objective.has_neighbours:
             chunks = self.sequence_length // self.chunk_length
             return chunks * self.num_neighbours * self.neighbour_length

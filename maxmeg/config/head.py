@@ -13,6 +13,15 @@ OUTPUT_FIELDS = (*OUTPUT_FIELDS, "logit_softcap", "mtp.num_layers")
 class Biencoder(enum.Enum):
     none = "none"
     shared = "shared"
+    separate = "separate"
+
+
+ENCODER_LAYERS = "*(attention,mlp)"  # model.layers of one encoder
+
+
+def two_encoders(num_layers: int) -> str:
+    """model.layers of an encoder of queries and one of texts, each with so many layers."""
+    return f"{num_layers}(encoder_attention,encoder_mlp) {ENCODER_LAYERS}"
 
 
 @dataclasses.dataclass
@@ -39,7 +48,9 @@ class HeadConfig:
     biencoder: Biencoder = setting(
         Biencoder.none,
         "the model turns texts into vectors, whose inner products score them (data.objective=ict "
-        "or retrieve). shared: one encoder for queries and texts",
+        "or retrieve). shared: one encoder for queries and texts | separate: one for each, with "
+        "model.layers=N(encoder_attention,encoder_mlp) *(attention,mlp), N layers for queries and "
+        "as many for texts, and data.separate_queries=true",
         "--biencoder-shared-query-context-model",
     )
     projection: int = setting(
@@ -48,7 +59,7 @@ class HeadConfig:
         "from the pooler's output; 0: that itself, as wide as the model",
         "--biencoder-projection-dim",
         at_least=0,
-        needs="biencoder=shared",
+        needs="biencoder=shared|separate",
     )
 
     @property

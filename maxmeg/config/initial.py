@@ -1,6 +1,6 @@
 """Which models can be initialized with the weights of a saved model. No JAX."""
 
-from maxmeg.config.head import OUTPUT_FIELDS
+from maxmeg.config.head import OUTPUT_FIELDS, Biencoder
 from maxmeg.config.layers import layer_text
 from maxmeg.config.mixers import MoeConfig
 from maxmeg.config.model import ModelConfig, Position
@@ -15,6 +15,8 @@ ADAPTED = {path for path, _, field in walk(ModelConfig()) if field.metadata["eff
 def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
     """Return the changes, "rotary.factor 1.0 -> 8.0"; ValueError if training cannot adapt."""
     grown = []
+    if begins_twice(saved, wanted):
+        wanted = wanted.one_encoder  # both encoders begin with the saved one's weights
     if wanted.head.replaces_output:  # a new head for the layers
         if saved.head != wanted.head:
             grown = ["vectors of texts"]
@@ -53,6 +55,12 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
             f"checkpoint.init_from={folder}: words can be added, not taken away"
         )
     return [*grown, *(f"{path} {text}" for path, text in texts.items())]
+
+
+def begins_twice(saved: ModelConfig, wanted: ModelConfig) -> bool:
+    """Whether two encoders begin with the weights of one."""
+    kinds = saved.head.biencoder, wanted.head.biencoder
+    return Biencoder.separate is kinds[1] is not kinds[0]
 
 
 def upcycled(saved: ModelConfig, wanted: ModelConfig, folder: str) -> tuple[list[str], ModelConfig]:

@@ -5,7 +5,7 @@ import enum
 import math
 
 from maxmeg.config.bert import BertConfig
-from maxmeg.config.head import HeadConfig
+from maxmeg.config.head import ENCODER_LAYERS, Biencoder, HeadConfig
 from maxmeg.config.layers import ENCODER, RETRO, Groups, Layer, grouped, one_layer, parse
 from maxmeg.config.mixers import (
     AttentionConfig,
@@ -19,7 +19,7 @@ from maxmeg.config.mixers import (
 from maxmeg.config.recompute import NAMES
 from maxmeg.config.recurrent import ConvConfig, DeltaConfig, MambaConfig
 from maxmeg.config.retro import RetroConfig
-from maxmeg.config.setting import setting
+from maxmeg.config.setting import setting, with_fields
 
 
 class Position(enum.Enum):
@@ -248,8 +248,17 @@ class ModelConfig:
 
     @property
     def has_source(self) -> bool:
-        """Whether it is an encoder-decoder, which reads a source beside the target's tokens."""
+        """Whether it is an encoder-decoder, which reads a source beside the target's tokens, or has
+        two encoders."""
         return self.has("cross", *RETRO, *ENCODER)
+
+    @property
+    def one_encoder(self) -> "ModelConfig":
+        """Either encoder of a biencoder that has two, as a model; itself if it has one."""
+        if self.head.biencoder is not Biencoder.separate:
+            return self
+        fields = {"layers": ENCODER_LAYERS, "num_layers": self.num_layers // 2}
+        return with_fields(self, fields | {"head.biencoder": Biencoder.shared})
 
     @property
     def has_neighbours(self) -> bool:

@@ -25,6 +25,12 @@ def problems(config: Config) -> Iterator[str]:
                 f"model.head.biencoder={biencoder.name} replaces the vocabulary's logits, which "
                 f"data.objective={name} needs: choose {able}, or set biencoder=none"
             )
+    is_separate = biencoder is Biencoder.separate
+    if is_retrieval and data.separate_queries != is_separate:
+        yield (
+            f"data.separate_queries={str(data.separate_queries).lower()} does not go with "
+            f"model.head.biencoder={biencoder.name}: set it to {str(is_separate).lower()}"
+        )
     if train.score_scaling and not is_retrieval:
         yield f"train.score_scaling=true is for data.objective={able}: leave it out"
     if not is_retrieval:

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator
 
 from maxmeg.config.context import strategies
-from maxmeg.config.data import Objective
+from maxmeg.config.data import DataConfig, Objective
+from maxmeg.config.head import Biencoder, two_encoders
 from maxmeg.config.layers import ENCODER, Layer
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.parallel import ParallelConfig
@@ -29,6 +30,9 @@ def source_problems(model: ModelConfig) -> Iterator[str]:
             "model.position=relative is for encoder-decoders, whose layers are like "
             f"{EXAMPLE}: choose rotary, learned or none"
         )
+    if model.head.biencoder is Biencoder.separate:
+        yield from two_encoders_problems(model)
+        return
     if not model.has_source:
         return
     yield from retro_problems(model) if is_retro else side_problems(model)
@@ -56,6 +60,26 @@ def source_problems(model: ModelConfig) -> Iterator[str]:
         yield (
             f"model.relative.buckets={count} and distance={distance}: buckets must be a multiple "
             "of 4, and distance more than half of them"
+        )
+
+
+def two_encoders_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield the broken rules of a biencoder whose queries and texts have an encoder each."""
+    wanted = two_encoders(model.num_layers // 2)
+    if model.num_layers < 4:
+        yield (
+            f"model.num_layers={model.num_layers} with head.biencoder=separate: set it to 4 or "
+            "more, at least two layers in each encoder"
+        )
+    if model.num_layers % 2 or model.layers != wanted:
+        yield (
+            f"model.layers={model.layers!r} with num_layers={model.num_layers} are not the two "
+            f"encoders of head.biencoder=separate: set layers={wanted!r} and an even num_layers"
+        )
+    if model.position not in (Position.learned, Position.none):
+        yield (
+            f"model.position={model.position.value} is not supported with head.biencoder="
+            "separate: choose learned or none"
         )
 
 
@@ -109,7 +133,8 @@ def objective_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules between the objective's samples and the model."""
     data, has_source = config.data, config.model.has_source
     reads = has_source, config.model.has_neighbours
-    if (data.objective.has_source, data.objective.has_neighbours) != reads:
+    is_biencoder = config.model.head.biencoder is Biencoder.separate  # retrieval.problems checks it
+    if not is_biencoder and (data.has_source, data.objective.has_neighbours) != reads:
         able = ", ".join(o.value for o in Objective if (o.has_source, o.has_neighbours) == reads)
         what = "an encoder-decoder" if has_source else "a model without an encoder and cross"
         what = "RETRO" if config.model.has_neighbours else what
@@ -124,7 +149,7 @@ def objective_problems(config: Config) -> Iterator[str]:
         )
     yield from chunk_problems(config) if all(reads) and data.objective.has_neighbours else ()
     room, longest = config.model.max_position, data.source_positions
-    name = "neighbour_length" if data.objective.has_neighbours else "source_length"
+    name = "neighbour_length" if data.objective.has_neighbours else source_name(data)
     if has_source and config.model.position is Position.learned and 0 < room < longest:
         yield (
             f"data.{name}={longest} is longer than model.max_position={room}: shorten the "
@@ -154,6 +179,11 @@ def chunk_problems(config: Config) -> Iterator[str]:
         )
 
 
+def source_name(data: DataConfig) -> str:
+    """The setting that says how long a source is."""
+    return "query_length" if data.objective.is_retrieval else "source_length"
+
+
 def layout_problems(config: Config, tensor: int) -> Iterator[str]:
     """Yield the broken rules between the source and the sizes of tensor and context."""
     parallel, length = config.parallel, config.data.source_tokens
@@ -176,9 +206,9 @@ def layout_problems(config: Config, tensor: int) -> Iterator[str]:
     unit = tensor if parallel.context == 1 else unit
     if length % unit:
         yield (
-            f"data.source_length={length} is not divisible by {unit}, which parallel.tensor="
-            f"{tensor} and context={parallel.context} need: choose tensor in "
-            f"{divisors(length, at_most=2 * tensor)}, or change data.source_length"
+            f"data.{source_name(config.data)}={length} is not divisible by {unit}, which "
+            f"parallel.tensor={tensor} and context={parallel.context} need: choose tensor in "
+            f"{divisors(length, at_most=2 * tensor)}, or change the length"
         )
     yield from context_problems(config.model, parallel)
 

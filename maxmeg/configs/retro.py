@@ -18,12 +18,12 @@ def get_config(chunked: str = "2,4") -> Config:
     num_layers = max(4, *numbers)
     model.layers = retro_layers(numbers, num_layers)
     model.num_layers = num_layers + 4  # two of the encoder, its norm, and a layer in two parts
-    model.dtype, model.hidden_size = DType.float32, 128
+    model.dtype, model.hidden_size = DType.float32, 64
     model.position = Position.learned  # so that queries find a place in the continuation
     data.objective, data.split = Objective.retro, "92,4,4"
-    data.chunk_length, data.num_neighbours, data.neighbour_length = 32, 2, 64
-    data.sequence_length = 128
-    train.global_batch_size, train.num_steps = 8, 800
+    data.chunk_length, data.num_neighbours, data.neighbour_length = 16, 2, 32
+    data.sequence_length = 64
+    train.global_batch_size, train.num_steps = 16, 800
     train.eval_every = config.checkpoint.save_every = 200
     train.eval_steps, config.log.every = 32, 40
     optim.lr, optim.min_lr, optim.warmup_fraction = 3e-3, 3e-4, 0.05

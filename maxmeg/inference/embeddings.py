@@ -1,9 +1,11 @@
 """Embeddings of texts: a vector of length 1 for each, from the last hidden states of its tokens;
 of a biencoder the vector that it was trained to give, of any length."""
 
+import dataclasses
 import typing
 from collections.abc import Iterator, Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -13,10 +15,12 @@ from maxmeg.inference.load import Trained
 from maxmeg.inference.programs import jitted
 from maxmeg.inference.requests import check_alone, check_ids
 from maxmeg.layers.context import Context
-from maxmeg.models.lm import LM
+from maxmeg.models.lm import LM, language_model
 from maxmeg.parallel.mesh import BATCH_AXES, batch_shards
+from maxmeg.state import from_tree, nested, to_arrays
 
 Pooling = typing.Literal["mean", "first", "pooler", "vector"]
+InputType = typing.Literal["document", "query"]  # as of other servers of embeddings
 POOLINGS: tuple[Pooling, ...] = typing.get_args(Pooling)
 VECTOR: Pooling = "vector"  # a biencoder's, which has no other
 ROWS = (1, 8, 32)  # numbers of texts that are read together
@@ -36,11 +40,15 @@ class Embedder:
     """Embeddings by one compiled program for each number of rows and length of them.
 
     Rows are padded to the next of a few lengths: 32, 64, 128 and so on, and unless `few` those
-    halfway between two of them. longest: tokens of a text at most; 0: the model's context.
+    halfway between two of them. longest: tokens of a text at most; 0: the model's context. queries:
+    by a biencoder's encoder of queries, if it has two encoders; otherwise by that of texts.
     ValueError for an encoder-decoder.
     """
 
-    def __init__(self, trained: Trained, few: bool = False, longest: int = 0) -> None:
+    def __init__(
+        self, trained: Trained, few: bool = False, longest: int = 0, queries: bool = False
+    ) -> None:
+        trained = one_encoder(trained, queries)
         self.trained, self.model = trained, trained.config.model
         check_alone(self.model)
         room = self.model.max_position - self.model.bert.position_offset
@@ -139,6 +147,23 @@ class Embedder:
         for rows in self.batches(self.rows(texts, truncate)):
             found[rows.numbers] = self.run(rows, pooling)
         return found
+
+
+def one_encoder(trained: Trained, queries: bool) -> Trained:
+    """Return the encoder of queries, or that of texts, of a biencoder that has two; another model
+    as it is. Weights are not copied."""
+    if trained.config.model.head.biencoder is not Biencoder.separate:
+        return trained
+    config = dataclasses.replace(trained.config, model=trained.config.model.one_encoder)
+    like = jax.eval_shape(lambda key: language_model(key, config), jax.random.key(0))
+    arrays, (ends, group) = to_arrays(trained.model), ("query.", 0) if queries else ("", 1)
+
+    def name_of_two(name: str) -> str:
+        layers = name.removeprefix("stack.groups.0.")
+        return f"{ends}{name}" if layers == name else f"stack.groups.{group}.{layers}"
+
+    found = {name: arrays[name_of_two(name)] for name in to_arrays(like)}
+    return dataclasses.replace(trained, model=from_tree(nested(found), like), config=config)
 
 
 def row_lengths(room: int, few: bool) -> Iterator[int]:

@@ -163,15 +163,21 @@ class LanguageModel:
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling | None = None,
         truncate: bool = False,
+        queries: bool = False,
     ) -> Float[np.ndarray, "N D"]:
         """Return a vector of length 1 for each text, from the hidden states of its tokens: their
         mean, that of the first token, or the pooler's output for that. truncate: cut texts that
-        exceed the context, instead of a ValueError."""
-        return self._embedder(texts, pooling, truncate)
+        exceed the context, instead of a ValueError. queries: of a biencoder with two encoders, use
+        that of queries."""
+        return (self._query_embedder if queries else self._embedder)(texts, pooling, truncate)
 
     @functools.cached_property
     def _embedder(self) -> Embedder:
         return Embedder(self.trained)
+
+    @functools.cached_property
+    def _query_embedder(self) -> Embedder:
+        return Embedder(self.trained, queries=True)
 
     def classify(
         self, examples: Sequence[Text | Sequence[Text]], truncate: bool = False

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from maxmeg.config.head import Biencoder
 from maxmeg.config.model import ModelConfig, NormPlace, Position
 from maxmeg.config.model_rules import check_model
 from maxmeg.config.parallel import ParallelConfig
@@ -36,6 +37,7 @@ BERT = 6  # that of what model.bert sets
 RELATIVE = 7  # that of the tables of relative biases
 SOURCE = 8  # of the dropout of an encoder-decoder's source embedding
 CLASSIFIER = 9  # of the classifier
+QUERY = 10  # of what a second encoder, of queries, has around its layers
 EMBEDDING_LAYER = 2**31 - 1  # random key of the embedding's dropout, in place of a layer's number
 
 
@@ -86,6 +88,7 @@ class LM(nnx.Module):
         self.neighbour_length = config.retro.neighbour_length
         has_layer, self.has_tokens = config.head.width > 0, not config.head.replaces_output
         self.classifier = Classifier(fold(key, CLASSIFIER), config) if has_layer else None
+        self.query = make_query(fold(key, QUERY), config, padded)
         shape, std = (config.relative.buckets, config.attention.num_heads), config.init_std
         is_relative = config.position is Position.relative
         self.relative = RelativeTables(fold(key, RELATIVE), shape, std) if is_relative else None
@@ -105,8 +108,11 @@ class LM(nnx.Module):
             source_ctx = dataclasses.replace(source_ctx, positions_BL=positions_BS)
         if key is not None:
             source_ctx = dataclasses.replace(source_ctx, dropout_key=fold(key, SOURCE))
-        is_read = not ctx.source.tokens_BS.size  # in decoding
-        source_BSD = x_BLD[:, :0] if is_read else self.embed_side(ctx.source.tokens_BS, source_ctx)
+        of_source = self if self.query is None else self.query
+        if ctx.source.tokens_BS.size:
+            source_BSD = of_source.embed_side(ctx.source.tokens_BS, source_ctx)
+        else:  # in decoding
+            source_BSD = x_BLD[:, :0]
         tables_BRD = x_BLD[:, :0] if self.relative is None else self.relative.rows(x_BLD)
         return Streams(source_BSD, x_BLD, tables_BRD).joined()
 
@@ -129,13 +135,17 @@ class LM(nnx.Module):
 
     def outputs(self, x_BLD: Float[Array, "B L D"], ctx: Context) -> Float[Array, "B L D"]:
         """The input of the output projection, from the stack's output, for the whole sequence; with
-        a classifier its logits [B, L, C], with a biencoder the vector at each token [B, L, W]."""
+        a classifier its logits [B, L, C], with a biencoder the vector at each token [B, L, W], with
+        two encoders those of the source's tokens before those of the target's."""
+        if self.query is not None and ctx.source is not None:
+            streams = Streams.of(x_BLD, ctx)
+            query_BSW = self.query.outputs(streams.source, source_context(ctx))
+            text_BLW = self.outputs(streams.target, dataclasses.replace(ctx, source=None))
+            return jnp.concatenate([query_BSW, text_BLW], axis=1)
         if ctx.source is not None:
             x_BLD = Streams.of(x_BLD, ctx).target
         h_BLD = self.normed(x_BLD)
-        if self.bert is not None and self.has_tokens:
-            h_BLD = self.bert.transformed(h_BLD)
-        elif self.bert is not None and self.bert.pooler is not None:
+        if self.bert is not None and self.bert.pooler is not None and not self.has_tokens:
             h_BLD = self.bert.pooled(h_BLD)
         if self.classifier is not None:
             h_BLD = self.classifier(h_BLD, ctx)
@@ -176,7 +186,9 @@ class LM(nnx.Module):
         self, h_BLD: Float[Array, "B L D"]
     ) -> tuple[Float[Array, "B L D"], Float[Array, "V D"]]:
         """Two arrays whose product is the logits of the local rows of the vocabulary: `h_BLD`,
-        scaled, and the output weights, both with further columns where logits have biases."""
+        transformed and scaled, and the output weights, both with further columns where logits have
+        biases."""
+        h_BLD = h_BLD if self.bert is None else self.bert.transformed(h_BLD)
         h_BLD = h_BLD if self.logit_scale == 1 else h_BLD * self.logit_scale
         output_VD = self.output_weight()
         return (h_BLD, output_VD) if self.bert is None else self.bert.with_bias(h_BLD, output_VD)
@@ -225,6 +237,17 @@ class LM(nnx.Module):
         )
         loss, losses_T = outputs
         return loss, losses_T.reshape(targets_BL.shape)
+
+
+def make_query(key: jax.Array, config: ModelConfig, padded_size: int) -> LM | None:
+    """Embeddings and head of a biencoder's separate encoder of queries, whose layers are the
+    source's in the model's stack; None if it has none."""
+    if config.head.biencoder is not Biencoder.separate:
+        return None
+    one = dataclasses.replace(config.one_encoder, vocab_divisible_by=padded_size)
+    query = LM(key, one)
+    query.stack = None  # type: ignore[assignment]
+    return query
 
 
 def language_model(key: jax.Array, config: Config) -> LM:

@@ -1,9 +1,10 @@
 """The contrastive loss of a biencoder: each query against the texts of a whole microbatch.
 
 A row holds a query, its text and hard negatives as segments 1, 2, 3 ..., each with positions of its
-own. The vector of each is the model's output at its first token; the score of a query and a text is
-their inner product. A query's own text has to score higher than all other texts of the microbatch,
-on all devices of the batch axes, as in Megatron-LM's ICT.
+own; with two encoders the query is the source. The vector of each is the model's output at its
+first token; the score of a query and a text is their inner product. A query's own text has to score
+higher than all other texts of the microbatch, on all devices of the batch axes, as in Megatron-LM's
+ICT.
 """
 
 import math
@@ -23,12 +24,17 @@ from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES
 TOPS = (1, 5)  # share of queries whose own text is among the best 1, the best 5
 
 
-def vectors(h_BLW: jax.Array, batch: Batch, count: int) -> jax.Array:
+def vectors(h_BLW: jax.Array, batch: Batch, ctx: Context, count: int) -> jax.Array:
     """float32 vectors [B, count, W] of the first `count` segments of each row, on all devices along
     context."""
     assert batch.segment_ids is not None
+    places = positions_BL, segments_BL = batch.positions, batch.segment_ids
+    if ctx.source is not None:
+        of_queries = ctx.source.positions_BS, ctx.source.segments_BS
+        pairs = zip(of_queries, places, strict=True)
+        positions_BL, segments_BL = (jnp.concatenate(pair, axis=1) for pair in pairs)
     numbers_N = jnp.arange(1, count + 1)
-    is_first_BLN = (batch.positions[..., None] == 0) & (batch.segment_ids[..., None] == numbers_N)
+    is_first_BLN = (positions_BL[..., None] == 0) & (segments_BL[..., None] == numbers_N)
     parts_BNW = jnp.einsum("BLN,BLW->BNW", is_first_BLN.astype(h_BLW.dtype), h_BLW)
     return collectives.sum_over(parts_BNW.astype(jnp.float32), CONTEXT_AXES)
 
@@ -48,7 +54,7 @@ def loss(
     copied = (*CONTEXT_AXES, *collectives.VOCAB_AXES)
     is_query_B = collectives.sum_over(jnp.sum(batch.loss_mask, axis=1), CONTEXT_AXES)
     is_text_BN = jnp.stack(flags, axis=1) * (is_query_B[:, None] > 0)
-    vectors_BNW = vectors(h_BLW, batch, 1 + len(flags))
+    vectors_BNW = vectors(h_BLW, batch, ctx, 1 + len(flags))
     query_BW, texts_TW = vectors_BNW[:, 0], vectors_BNW[:, 1:].reshape(-1, h_BLW.shape[-1])
     texts_TW = collectives.gather(texts_TW, BATCH_AXES, 0)
     is_text_T = collectives.gather(is_text_BN.reshape(-1), BATCH_AXES, 0)

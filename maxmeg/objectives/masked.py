@@ -1,6 +1,7 @@
 """Masked language modelling: cross entropy of masked tokens and, with a head for pairs of segments,
 of their order, as Megatron-LM trains BERT."""
 
+import dataclasses
 import typing
 
 import jax
@@ -41,6 +42,18 @@ def further(
     return [collectives.sum_over(first_B1D, TENSOR_AXES)], {}
 
 
+def targets_only(h_BLD: jax.Array, batch: Batch) -> tuple[jax.Array, Batch]:
+    """(the hidden states of the device's masked tokens, their targets and mask in the batch), with
+    unmasked tokens where a row has fewer than `batch.max_targets`."""
+    count = min(batch.max_targets, h_BLD.shape[1])
+    places_BP = jax.lax.top_k(batch.loss_mask, count)[1]
+    targets_BP, mask_BP = (
+        jnp.take_along_axis(x_BL, places_BP, axis=1) for x_BL in (batch.targets, batch.loss_mask)
+    )
+    h_BPD = jnp.take_along_axis(h_BLD, places_BP[..., None], axis=1)
+    return h_BPD, dataclasses.replace(batch, targets=targets_BP, loss_mask=mask_BP)
+
+
 @jax.named_scope("loss")
 def loss(
     model: typing.Any,
@@ -54,7 +67,8 @@ def loss(
 
     All devices that share a vocabulary compute the loss of the pairs; each counts its part.
     """
-    total, sums = token_loss(model, h_BLD, batch, train, ctx)
+    h_BPD, masked = targets_only(h_BLD, batch)
+    total, sums = token_loss(model, h_BPD, masked, train, ctx)
     for x_B1D in first_B1D:
         here_B = first_tokens(batch).sum(axis=1)
         logits_B2, labels_B = model.bert.pair_logits(model.normed(x_B1D)), pair_labels(batch)

@@ -17,7 +17,7 @@ class Batch:
     order (parallel.sequence). extra: further arrays of the dataset, by name, for some objectives.
     The step sets the other fields. rows [M, B]: index of each row in the global batch. divisors
     [M, losses]: divisor of each loss of the objective. microbatch_weight [M]: weight of each
-    microbatch in means over microbatches.
+    microbatch in means over microbatches. max_targets: largest number of targets in a row.
     """
 
     tokens: jax.Array
@@ -30,6 +30,7 @@ class Batch:
     rows: typing.Any = None
     divisors: typing.Any = None
     microbatch_weight: typing.Any = None
+    max_targets: int = dataclasses.field(default=0, metadata={"static": True})
 
     @classmethod
     def of(cls, arrays: dict[str, typing.Any]) -> "Batch":

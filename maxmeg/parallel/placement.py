@@ -24,13 +24,14 @@ class LocalRows:
 
     Row m * (batch_size / microbatches) + j is sample j of microbatch m, as in Megatron-LM:
     microbatch-major, rank-minor. A microbatch has `shards` shards; this process has the `owned`.
-    context_chunks: as parallel.context_chunks.
+    context_chunks: as parallel.context_chunks. max_targets: of a row; 0: any number.
     """
 
     shards: int
     owned: tuple[int, ...]
     micro_batch_size: int
     context_chunks: int = 0
+    max_targets: int = 0
 
     def microbatches(self, batch_size: int) -> int:
         """Microbatches per step; 1 without a micro_batch_size."""
@@ -44,14 +45,16 @@ class LocalRows:
         return parts[:, list(self.owned)].reshape(-1)
 
 
-def local_rows(mesh: Mesh, micro_batch_size: int = 0, context_chunks: int = 0) -> LocalRows:
+def local_rows(
+    mesh: Mesh, micro_batch_size: int = 0, context_chunks: int = 0, max_targets: int = 0
+) -> LocalRows:
     """The LocalRows of this process on a mesh."""
     shards = batch_shards(mesh)
     sharding = NamedSharding(mesh, P(BATCH_AXES))
     owned = set()
     for index in sharding.addressable_devices_indices_map((shards,)).values():
         owned.update(np.arange(shards)[index].tolist())
-    return LocalRows(shards, tuple(sorted(owned)), micro_batch_size, context_chunks)
+    return LocalRows(shards, tuple(sorted(owned)), micro_batch_size, context_chunks, max_targets)
 
 
 def place_batch(
@@ -59,8 +62,15 @@ def place_batch(
 ) -> Batch:
     """The global batch on the mesh, from the arrays of this process's rows by name.
 
-    Tokens of a row are reordered for the devices along context.
+    Tokens of a row are reordered for the devices along context. ValueError for a row with more than
+    `rows.max_targets` targets.
     """
+    targets, most = np.count_nonzero(arrays["loss_mask"], axis=1).max(initial=0), rows.max_targets
+    if 0 < most < targets:
+        raise ValueError(
+            f"a row of the batch has {targets} masked tokens, and data.objective=masked computes "
+            f"the loss of at most {most} of data.sequence_length: mask fewer"
+        )
     arrays = in_context_order(arrays, mesh.shape["context"], rows.context_chunks)
     return Batch.of({name: place(array, rows, mesh, batch_size) for name, array in arrays.items()})
 

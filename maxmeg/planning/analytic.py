@@ -104,8 +104,15 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
     frozen = config.lora.rank > 0
-    source = config.data.source_tokens
-    flops = training_flops(model, length, size, axes["tensor"], frozen=frozen, source_length=source)
+    flops = training_flops(
+        model,
+        length,
+        size,
+        axes["tensor"],
+        frozen=frozen,
+        source_length=config.data.source_tokens,
+        max_targets=config.data.max_targets,
+    )
     return Analytic(
         parameters=parameter_counts(model, axes["tensor"], axes["pipe"]),
         memory=device_memory(work, cluster.memory),
@@ -249,7 +256,7 @@ def attention_words(work: Workload, cluster: Cluster) -> str:
 def ends_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the loss (`Head`) and of the embedding's gradient, for one microbatch."""
     width, rows, loss = work.config.model.hidden_size, work.vocabulary, head(work)
-    products = loss.products * 2 * work.tokens * width * rows
+    products = loss.products * 2 * work.targets * width * rows
     table = 4 * FLOAT32 * width * work.embedded
     return products / cluster.matmul_rate + (loss.streamed + table) / cluster.memory_rate
 

@@ -150,7 +150,7 @@ def abstract_batch(config: Config, mesh: jax.sharding.Mesh) -> Batch:
         extra = {f"{HAS_TEXT}{number}": has_text for number in range(1 + config.data.negatives)}
     if source_length := config.data.source_tokens:
         source = jax.ShapeDtypeStruct((*shape[:2], source_length), jnp.int32, sharding=sharding)
-        extra = {"encoder_tokens": source, "encoder_segment_ids": source}
+        extra |= {"encoder_tokens": source, "encoder_segment_ids": source}
     segments: Any = ids if config.data.has_segments else None
     return Batch(ids, ids, ids, mask, segments, chunks, extra)
 

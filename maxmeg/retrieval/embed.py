@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.config.head import Biencoder
 from maxmeg.data.retrieval.rows import TextEncoder
 from maxmeg.inference.embeddings import Embedder, Pooling
 from maxmeg.inference.load import Trained
@@ -28,7 +29,9 @@ class Searcher:
 
     def __init__(self, trained: Trained, pooling: Pooling | None = None) -> None:
         self.trained, self.config = trained, trained.config.data
-        self.embedder = Embedder(trained)
+        self.embedder = self.of_queries = Embedder(trained)
+        if trained.config.model.head.biencoder is Biencoder.separate:
+            self.of_queries = Embedder(trained, queries=True)
         if trained.config.model.attention.causal:
             raise ValueError(
                 "model.attention.causal=true: the vectors of texts are a bidirectional model's: "
@@ -43,13 +46,16 @@ class Searcher:
         source = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
         return f"{source.manifest(self.trained.step).digest}-{self.pooling}"
 
-    def vectors(self, texts: Sequence[np.ndarray]) -> Float[np.ndarray, "N W"]:
-        """Of texts as token ids."""
-        return self.embedder([tokens.tolist() for tokens in texts], self.pooling)
+    def vectors(
+        self, texts: Sequence[np.ndarray], queries: bool = False
+    ) -> Float[np.ndarray, "N W"]:
+        """Of texts, or of queries, as token ids."""
+        embedder = self.of_queries if queries else self.embedder
+        return embedder([tokens.tolist() for tokens in texts], self.pooling)
 
     def queries(self, texts: Sequence[str]) -> Float[np.ndarray, "Q W"]:
-        encode = self.trained.tokenizer.encode
-        return self.vectors([self._encode(encode(t), self.config.query_length) for t in texts])
+        encode, length = self.trained.tokenizer.encode, self.config.query_length
+        return self.vectors([self._encode(encode(text), length) for text in texts], queries=True)
 
     def blocks(self, passages: Passages) -> Iterator[Float[np.ndarray, "N W"]]:
         """The vectors of all texts, in order."""

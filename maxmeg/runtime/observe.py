@@ -46,6 +46,7 @@ def make_throughput(
         size = schedules.batch_size(step - 1)
         frozen = config.lora.rank > 0
         rest = {"frozen": frozen, "source_length": config.data.source_tokens}
+        rest["max_targets"] = config.data.max_targets
         return training_flops(config.model, length, size, config.parallel.tensor, **rest)
 
     def tokens(step: int) -> int:

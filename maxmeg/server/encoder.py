@@ -18,6 +18,7 @@ from jaxtyping import Float
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from maxmeg.config.head import Biencoder
 from maxmeg.config.options import EngineOptions, ModelOptions, Serve
 from maxmeg.inference.embeddings import Embedder, Pooling
 from maxmeg.inference.load import Trained
@@ -33,7 +34,10 @@ MOST_TEXTS = 2048  # in a request, as OpenAI's
 class ServedEncoder(Served):
     def __init__(self, trained: Trained, name: str, options: Serve) -> None:
         super().__init__(trained, name, options)
-        self.embedder = Embedder(trained, few=True, longest=options.max_prompt)
+        longest = options.max_prompt
+        self.embedder = self.of_queries = Embedder(trained, few=True, longest=longest)
+        if trained.config.model.head.biencoder is Biencoder.separate:
+            self.of_queries = Embedder(trained, few=True, longest=longest, queries=True)
 
     def tokens(self, text: str, opening: bool = True) -> list[int]:
         first, last = self.embedder.ends if opening else ([], [])
@@ -66,7 +70,8 @@ class EncoderWorker:
     """Runs the model. failure: what ended it before it was warm."""
 
     def __init__(self, served: ServedEncoder) -> None:
-        self.embedder, self.numbers = served.embedder, Numbers()
+        self.embedder, self.of_queries = served.embedder, served.of_queries
+        self.numbers = Numbers()
         self.most_waiting, self.waiting = served.options.max_queue, 0
         self.is_warm, self.failure = False, None
         self._thread = concurrent.futures.ThreadPoolExecutor(1)
@@ -77,6 +82,8 @@ class EncoderWorker:
     async def warm_up(self, failed: Callable[[], None]) -> None:
         try:
             await self.run(self.embedder.warm_up)
+            if self.of_queries is not self.embedder:
+                await self.run(self.of_queries.warm_up)
             self.is_warm = True
         except Exception as error:
             self.failure = error
@@ -102,15 +109,16 @@ class EncoderWorker:
             self.numbers.waiting.set(self.waiting)
 
     async def embeddings(
-        self, http: fastapi.Request, rows: Sequence[Sequence[int]], pooling: Pooling
+        self, http: fastapi.Request, rows: Sequence[Sequence[int]], pooling: Pooling, queries: bool
     ) -> Float[np.ndarray, "N D"]:
         """Requests take turns after each batch. Ends when the client has gone."""
-        found = np.zeros((len(rows), self.embedder.width), np.float32)
-        for batch in self.embedder.batches(rows):
+        embedder = self.of_queries if queries else self.embedder
+        found = np.zeros((len(rows), embedder.width), np.float32)
+        for batch in embedder.batches(rows):
             if await http.is_disconnected():
                 raise ApiError(499, "the client has gone")
             numbers = batch.numbers
-            found[numbers] = await self.run(self.embedder.run, batch, pooling)
+            found[numbers] = await self.run(embedder.run, batch, pooling)
         self.numbers.tokens.inc(sum(map(len, rows)))
         return found
 
@@ -161,7 +169,8 @@ def make_encoder_app(
         served.embedder.check(pooling)
         with worker.turn():
             rows = await served.encode(served.embedder.rows, texts, bool(body.truncate))
-            found = await worker.embeddings(http, rows, pooling)
+            is_query = body.input_type == "query"
+            found = await worker.embeddings(http, rows, pooling, is_query)
         count = sum(map(len, rows))
         is_coded = body.encoding_format == "base64"
         vectors = [coded(v) for v in found] if is_coded else found.tolist()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from maxmeg.inference.embeddings import Pooling
+from maxmeg.inference.embeddings import InputType, Pooling
 from maxmeg.inference.sampling import TOP, Sampling
 
 MOST_STOPS = 16
@@ -185,6 +185,7 @@ class Embeddings(Texts):
     dimensions: int | None = None
     user: str | None = None
     pooling: Pooling | None = None
+    input_type: InputType | None = None
     truncate: bool | None = None
 
 

@@ -13,6 +13,7 @@ import jax
 import pytest
 from layouts import controls, mesh_of, tiny, tiny_abstract, tiny_batch
 
+from maxmeg.config.data import Objective
 from maxmeg.planning import absent, hlo
 from maxmeg.planning.compile import abstract_step, compile_report, missing_part
 from maxmeg.planning.cost.flops import training_flops
@@ -63,15 +64,22 @@ def test_packed_documents_are_an_argument_too():
     assert batch.segment_ids.shape == batch.tokens.shape
 
 
-def test_flops_of_the_compiled_step_are_the_models():
-    model = {"num_layers": 3, "recompute": "minimal"}
+@pytest.mark.parametrize("objective", [Objective.gpt, Objective.masked])
+def test_flops_of_the_compiled_step_are_the_models(objective):
+    """Masked tokens alone have logits: a row of 16 has at most 2, which are computed as 8."""
+    model = {"num_layers": 3, "recompute": "minimal", "vocab_size": 640}
+    model |= {"attention.causal": objective is Objective.gpt}
     train = {"micro_batch_size": 4, "loss_chunk": 32}
     config = tiny(model, train, data=2, fsdp=1, tensor=2)
+    config.data.objective, config.data.paths = objective, ("sentences",)
+    config.data.sentence_pairs = False
     step, arguments = abstract_step(config, mesh_of(config))
     compiled = step.trace(*arguments).lower().compile()
     flops = 4 * hlo.matrix_flops(hlo.parse(compiled.as_text()))
     size, length = config.train.global_batch_size, config.data.sequence_length
-    model_flops = training_flops(config.model, length, size, tensor=2, causal=False)
+    assert config.data.max_targets == (length if objective is Objective.gpt else 8)
+    how = {"tensor": 2, "causal": False, "max_targets": config.data.max_targets}
+    model_flops = training_flops(config.model, length, size, **how)
     assert 1 <= flops / model_flops <= FLOPS
 
 

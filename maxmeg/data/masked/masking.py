@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from maxmeg.config.data import MASKED_SHARE
 from maxmeg.data.corpus.indexed import first_foreign, foreign_id_error
 from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ class Masking:
     made shorter.
     """
 
-    probability: float = 0.15
+    probability: float = MASKED_SHARE
     max_ngram: int = 3
     whole_words: bool = True
     prefers_longer: bool = False

@@ -127,7 +127,7 @@ class IctDataset(SentenceDataset):
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The samples with these numbers, any >= 0, as from `empty_rows`."""
-        batch = empty_rows(len(indices), self.sequence_length, 1)
+        batch = empty_rows(len(indices), self._lengths, 1)
         random = np.random.RandomState(0)
         for row, n in enumerate(np.asarray(indices).tolist()):
             sentences, document = self.sentences(n, random)

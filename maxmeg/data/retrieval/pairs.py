@@ -49,7 +49,7 @@ class PairDataset:
         shuffle: bool = True,
     ) -> None:
         self.pairs, self.sequence_length, self.vocab_size = pairs, lengths.row, vocab_size
-        self._negatives, self._seed = negatives, seed
+        self._lengths, self._negatives, self._seed = lengths, negatives, seed
         self._order = EpochOrder(len(pairs.examples), seed, _KEY, shuffle)
 
     @property
@@ -74,7 +74,7 @@ class PairDataset:
 
     def batch(self, indices: np.ndarray) -> Batch:
         """The examples with these numbers, any >= 0, as from `empty_rows`."""
-        batch = empty_rows(len(indices), self.sequence_length, 1 + self._negatives)
+        batch = empty_rows(len(indices), self._lengths, 1 + self._negatives)
         numbers = self._order(np.asarray(indices)).tolist()
         for row, (n, number) in enumerate(zip(np.asarray(indices).tolist(), numbers, strict=True)):
             query, text, *negatives = self.pairs.examples[number]

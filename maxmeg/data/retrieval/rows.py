@@ -13,15 +13,18 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of a row, and at most of its query and of each of its texts."""
+    """Tokens of a row, and at most of its query and of each of its texts. separate: queries are not
+    in the rows of their texts."""
 
     row: int
     query: int
     text: int
+    separate: bool = False
 
 
 def lengths_of(config: DataConfig) -> Lengths:
-    return Lengths(config.sequence_length, config.query_length, config.text_tokens)
+    lengths = config.sequence_length, config.query_length, config.text_tokens
+    return Lengths(*lengths, config.separate_queries)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,20 +68,28 @@ def title_room(room: int) -> int:
     return (room - 3) // 2
 
 
-def empty_rows(count: int, length: int, texts: int) -> Batch:
-    """Arrays of `count` rows of padding. tokens, targets (0), positions, segment_ids (1: query; 2,
-    3 ...: texts; 0: padding) are int32 [count, length], loss_mask float32 (1 at a query's first
-    token), has_text_0 ... int32 [count] (1: the row has this text, the query's own first)."""
+def empty_rows(count: int, lengths: Lengths, texts: int) -> Batch:
+    """Arrays of `count` rows of padding, of L = lengths.row tokens. tokens, targets (0), positions,
+    segment_ids (1: query; 2, 3 ...: texts; 0: padding) are int32 [count, L], loss_mask float32 (1
+    at a row's first token), has_text_0 ... int32 [count] (1: the row has this text, the query's own
+    first). Separate queries are encoder_tokens and encoder_segment_ids [count, lengths.query]."""
     names = ("tokens", "targets", "positions", "segment_ids")
-    batch: Batch = {name: np.zeros((count, length), np.int32) for name in names}
-    batch["loss_mask"] = np.zeros((count, length), np.float32)
+    batch: Batch = {name: np.zeros((count, lengths.row), np.int32) for name in names}
+    batch["loss_mask"] = np.zeros((count, lengths.row), np.float32)
+    if lengths.separate:
+        queries = ("encoder_tokens", "encoder_segment_ids")
+        batch |= {name: np.zeros((count, lengths.query), np.int32) for name in queries}
     return batch | {f"{HAS_TEXT}{number}": np.zeros(count, np.int32) for number in range(texts)}
 
 
 def fill_row(batch: Batch, row: int, texts: Sequence[np.ndarray]) -> None:
     """Put a query and its texts, one after the other, into a row of `empty_rows`."""
-    at = 0
+    at, is_separate = 0, "encoder_tokens" in batch
     for number, tokens in enumerate(texts):
+        if is_separate and not number:
+            batch["encoder_tokens"][row, : len(tokens)] = tokens
+            batch["encoder_segment_ids"][row, : len(tokens)] = 1
+            continue
         end = at + len(tokens)
         batch["tokens"][row, at:end] = tokens
         batch["positions"][row, at:end] = np.arange(len(tokens))

@@ -1,6 +1,7 @@
 """Floating-point operations of training, counted as Megatron-LM counts them."""
 
 from maxmeg.config.bert import Transform
+from maxmeg.config.head import Biencoder
 from maxmeg.config.model import ModelConfig
 from maxmeg.layers.cross import CrossSpec
 from maxmeg.layers.mixer import MixerSpec
@@ -18,6 +19,7 @@ def training_flops(
     causal: bool | None = None,
     frozen: bool = False,
     source_length: int = 0,
+    max_targets: int = 0,
 ) -> float:
     """FLOPs of one step over `batch_size` sequences, without recomputation.
 
@@ -28,7 +30,8 @@ def training_flops(
     Norms, embeddings and softmax are left out, as in
     Megatron-LM. causal: whether to halve the scores; None: as in the model, of an encoder-decoder
     those of the decoder's own tokens. frozen: weights have no gradients; the adapters beside them
-    are left out. source_length: tokens of an encoder-decoder's source.
+    are left out. source_length: tokens of an encoder-decoder's source. max_targets: tokens of a
+    sequence whose logits are computed; 0: all.
     """
     before = model.hidden_size * (model.bert.transform is not Transform.none)
     head = model.head
@@ -37,7 +40,9 @@ def training_flops(
     logits = model.hidden_size * (outputs + before)
     joining = model.hidden_size * (2 * model.hidden_size + 3)  # with norms, as Megatron-LM has it
     products, scores = products_and_scores(model, sequence_length, source_length, causal)
-    products += sequence_length * (logits + model.mtp.num_layers * (logits + joining))
+    products += sequence_length * model.mtp.num_layers * (logits + joining)
+    read_source = source_length * (head.biencoder is Biencoder.separate)
+    products += ((max_targets or sequence_length) + read_source) * logits
     times = _TRAINING - 1 if frozen else _TRAINING
     return float(_MULTIPLY_ADD * batch_size * (times * products + _TRAINING * scores))
 

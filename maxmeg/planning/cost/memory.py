@@ -112,7 +112,7 @@ def activations_by_mode(work: Workload) -> dict[str, int]:
 def head(work: Workload) -> Head:
     model, train = work.config.model, work.config.train
     return Head(
-        tokens=work.tokens,
+        tokens=work.targets,
         width=model.hidden_size,
         words=work.vocabulary,
         itemsize=work.itemsize,
@@ -148,15 +148,15 @@ def waiting_gradient(work: Workload) -> int:
     """Bytes of the output weight's gradient, v D, while backward of the layers runs: XLA adds it to
     the sums, or scatters it over fsdp, only after that. In float32 if the loss accumulated it so;
     XLA converts it before only under full recomputation without a pipeline or tensor parallelism.
-    If the product itself waits, what it reads: the logits' gradient and the whole hidden state,
-    e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that makes the
-    gradient; on one node also its zeros (`begins_early`).
+    If the product itself waits, what it reads: the logits' gradient and the hidden state of the
+    targets, e T (v + D). With the tiled loss under fsdp the gathered weight waits for a loop that
+    makes the gradient; on one node also its zeros (`begins_early`).
     """
     loss, width = head(work), work.config.model.hidden_size
     if work.config.lora.rank:
         return 0
     if multiplied_last(work):
-        return work.itemsize * work.tokens * (work.vocabulary + width)
+        return work.itemsize * work.targets * (work.vocabulary + width)
     if summed_alone(work):
         return 0
     delays = work.pipelined or work.axes["tensor"] > 1 or bool(work.kept)
@@ -259,7 +259,7 @@ def scattered(work: Workload) -> int:
         if work.fsdp == 1:
             return waiting + (e + FLOAT32) * whole
         logits = FLOAT32 * head(work).blocks[1] * work.vocabulary
-        read = e * work.tokens * work.vocabulary
+        read = e * work.targets * work.vocabulary
         arrays = [(e * whole, 0, 0), (logits, 0, 0), (read, 0, 1), (e * whole, 1, 2)]
         return packed([*arrays, (converted * whole, 2, 2)]) + waiting - read
     if work.fsdp == 1:

@@ -7,6 +7,7 @@ experts.
 import functools
 
 from maxmeg.config.bert import Transform
+from maxmeg.config.head import Biencoder
 from maxmeg.config.mixers import QkNorm
 from maxmeg.config.model import ModelConfig, Norm, NormPlace, Position
 
@@ -25,7 +26,8 @@ def num_parameters(model: ModelConfig) -> tuple[int, int]:
     tables += model.bert.token_types
     is_relative = model.position is Position.relative
     biases = 2 * is_relative * model.relative.buckets * model.attention.num_heads
-    total = biases + tables * D + _bert(model) + model.mtp.num_layers * depth
+    encoders = 2 if model.head.biencoder is Biencoder.separate else 1
+    total = biases + encoders * (tables * D + _bert(model)) + model.mtp.num_layers * depth
     total += sum(_layer(model, layer) for layer in layers)
     sparse = sum("moe" in mixers for layer in layers for mixers in layer)
     idle = (model.moe.num_experts - model.moe.top_k) * sparse

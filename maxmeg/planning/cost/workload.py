@@ -148,6 +148,12 @@ class Workload:
         return self.samples * self.length // self.axes["context"]
 
     @property
+    def targets(self) -> int:
+        """Most tokens of a microbatch on a device whose logits are computed."""
+        length = self.length // self.axes["context"]
+        return self.samples * min(length, self.config.data.max_targets)
+
+    @property
     def source_tokens(self) -> int:
         """Tokens of an encoder-decoder's source; 0 without one."""
         return self.samples * self.config.data.source_tokens // self.axes["context"]
