@@ -44,13 +44,14 @@ def recipe_of(config: Fp8Config) -> Recipe | None:
     return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else "float8_e4m3fn")
 
 
-def refuses(device: Device) -> str:
-    """Why the device cannot multiply 8-bit floats; empty if it can, or computes them as wider
-    ones."""
-    if not device.is_cuda or not (0, 0) < device.capability < ADA:
-        return ""
-    major, minor = device.capability
-    return f"8-bit products need compute capability 8.9 (Ada) or newer, found {major}.{minor}"
+def check_device(device: Device) -> None:
+    """ValueError for a GPU that cannot multiply 8-bit floats. CPUs multiply wider ones instead."""
+    if device.is_cuda and (0, 0) < device.capability < ADA:
+        major, minor = device.capability
+        raise ValueError(
+            f"train.fp8 needs compute capability 8.9 (Ada) or newer, found {major}.{minor}: set "
+            "train.fp8.recipe=none"
+        )
 
 
 def with_codes(model, reductions, recipe: Recipe | None, before):
@@ -62,10 +63,9 @@ def with_codes(model, reductions, recipe: Recipe | None, before):
     """
     if recipe is None:
         return model, reductions
-    if reason := refuses(target_device()):
-        raise ValueError(f"train.fp8 cannot run: {reason}; set train.fp8.recipe=none")
+    check_device(target_device())
     model, reductions = _copy(model), _copy(reductions)
-    found = list(zip(_matrices(model), _matrices(reductions), strict=True))
+    found = list(zip(quantized_matrices(model), quantized_matrices(reductions), strict=True))
     weights = [getattr(module, name) for (module, name), _ in found]
     scales = _scales(weights, recipe, before)
     for ((module, name), (places, _)), weight, scale in zip(found, weights, scales, strict=True):
@@ -118,7 +118,7 @@ def _has_matrices(node) -> bool:
     return hasattr(node, "quantizable")
 
 
-def _matrices(model) -> list[tuple]:
+def quantized_matrices(model) -> list[tuple]:
     """(module, name) of each matrix that is quantized; of fused ones, the first has them all."""
     named = [(module, name) for module in _modules(model) for name in module.quantizable]
     return [(module, name) for module, name in named if _is_quantized(getattr(module, name))]

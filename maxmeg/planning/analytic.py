@@ -7,6 +7,8 @@ The time of one device:
   five residual streams; once in forward, twice in backward, once if recomputed), logits, float32
   gradient accumulation, the optimizer.
 - A frozen base has no weight gradients; the products of adapters are left out.
+- With `train.fp8` the layers' products run at `FP8_REACHED` of twice that peak, and their operands
+  are read and written once more.
 - Recomputation adds products (full: the layer's forward; selective: attention).
 - A pipeline tick takes the time of its lanes in the busiest chunk; stages with fewer layers wait.
   The bubble is the ticks beyond the ideal.
@@ -30,6 +32,7 @@ import dataclasses
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
+from maxmeg.layers.quantized import check_device
 from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import (
     backends,
@@ -76,7 +79,7 @@ def analyze(config: Config, cluster: Cluster) -> Analytic:
 
 
 def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
-    """`analyze` of a workload.
+    """`analyze` of a workload. ValueError if the GPUs cannot run its products.
 
     bubble_fraction: time of the layers beyond the ideal, over the ideal (1F1B: (S - 1) / M for S
     stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds: that ideal plus
@@ -84,6 +87,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     of the two and the bubble.
     """
     config, model = work.config, work.config.model
+    if work.fp8:
+        check_device(cluster.device)
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
     layers = work.layers_of_chunk
@@ -176,7 +181,8 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     products, scores = layer_flops(model, data.sequence_length, data.source_tokens)
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
-    matmul = products / tensor / cluster.matmul_rate
+    rate = cluster.fp8_rate if work.fp8 else cluster.matmul_rate
+    matmul = products / tensor / rate
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut
     attention /= cluster.gpu.bf16_tflops * 1e12
@@ -232,6 +238,8 @@ def elementwise_bytes(work: Workload) -> float:
         work = work.of(unit)
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
+        if work.fp8:  # largest magnitude, codes: operands are read twice, their half is written
+            each += 2.5 * (columns + unit.sublayers * work.hidden_bytes)
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
 

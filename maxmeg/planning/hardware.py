@@ -19,6 +19,7 @@ MEMORY_REACHED = 0.87
 ATTENTION_FORWARD_REACHED = 0.60
 ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
+FP8_REACHED = 0.65  # of twice the bf16 rate: an assumption
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +107,11 @@ class Cluster:
     def matmul_rate(self) -> float:
         """FLOPs per second of matrix products."""
         return self.gpu.bf16_tflops * 1e12 * MATMUL_REACHED
+
+    @property
+    def fp8_rate(self) -> float:
+        """FLOPs per second of matrix products in 8 bits."""
+        return 2 * self.gpu.bf16_tflops * 1e12 * FP8_REACHED
 
     def link_rate(self, nodes: int, adapters: int) -> float:
         """Bytes per second that a GPU of a group sends in a ring over `nodes` nodes.

@@ -11,6 +11,10 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
+from maxmeg.planning.cost.communication import traffic
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import workload
+from maxmeg.planning.hardware import parse_cluster
 from maxmeg.planning.report import Compiled
 
 GPUS, LAYERS, LENGTH = 8, 4, 4096
@@ -78,3 +82,15 @@ def test_weights_are_gathered_in_a_byte(name, passes: int, tables: int, folder):
     others = 2 * tables * model.vocab_size * model.hidden_size
     assert narrow == pytest.approx(passes * layers + others, rel=2e-3)
     assert wide - others >= 1.99 * (narrow - others)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "tensor"])
+def test_plans_are_those_of_the_compiled_step(name, folder):
+    report, _ = compiled(name, Fp8Recipe.tensorwise, folder)
+    work = workload(configured(name, Fp8Recipe.tensorwise), GPUS)
+    planned = sum(device_memory(work).values())
+    assert planned == pytest.approx(report.arguments + report.temporaries, rel=0.05)
+    carried = traffic(work, parse_cluster(f"h100x{GPUS}"))
+    sent = sum(row.volume for row in carried if row.kind == "all-gather" and row.axis == "fsdp")
+    fraction = (work.fsdp - 1) / work.fsdp  # of what is gathered, a device has the rest
+    assert sent == pytest.approx(fraction * gathered(report, "fsdp"), rel=0.02)

@@ -339,30 +339,32 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 
     masters: float32 parameters, sharded by RULES and ZeRO-1. optimizer: moments, sharded alike.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
-    weights: masters cast to the compute dtype once per step, under ZeRO-1 gathered over data, and
-    fused (0 if nothing changes them). gradients: float32 accumulators of the weights' size, or the
-    masters' if that is larger (key/value heads fewer than tensor). With one microbatch (in a
-    pipeline those of a weight lane alone) in the compute dtype, but those of layers that fsdp or
-    ZeRO-1 scatter in `parallel.gradient_dtype`, under ZeRO-1 the shards alone. The padding of short
-    chunks is included.
+    weights: masters cast to the compute dtype, or rounded to 8 bits, once per step, under ZeRO-1
+    gathered over data, and fused (0 if nothing changes them). gradients: float32 accumulators of
+    the weights' size, or the masters' if that is larger (key/value heads fewer than tensor). With
+    one microbatch (in a pipeline those of a weight lane alone) in the compute dtype, but those of
+    layers that fsdp or ZeRO-1 scatter in `parallel.gradient_dtype`, under ZeRO-1 the shards alone.
+    The padding of short chunks is included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
-    copied = sum(shard.computed for shard in trained if _is_copied(work, shard))
+    copied = sum(
+        work.weight_itemsize(shard) * shard.computed for shard in trained if _is_copied(work, shard)
+    )
     frozen = sum(shard.stored for shard in work.shards) - stored
     return {
         "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
         "optimizer": FLOAT32 * sum(shard.stored * moments(work, shard) for shard in trained),
-        "compute weights": e * copied,
+        "compute weights": copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }
 
 
 def _is_copied(work: Workload, shard: Shard) -> bool:
     """Whether a step computes with a copy of the parameter."""
-    return work.itemsize != FLOAT32 or shard.fused or shard.computed != shard.stored
+    return work.weight_itemsize(shard) != FLOAT32 or shard.fused or shard.computed != shard.stored
 
 
 def _gradient_bytes(work: Workload, shard: Shard) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from maxmeg.config.fp8 import Fp8Recipe
 from maxmeg.config.model import DType, ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names
@@ -22,6 +23,7 @@ from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
+from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
@@ -53,7 +55,8 @@ class Parameter:
 
     kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
     shared expert), or norm, embedding, positions, output. projections: number of the group of
-    projections that it belongs to (parallel.fused); None: of no group.
+    projections that it belongs to (parallel.fused); None: of no group. quantizable: whether it is
+    a matrix that train.fp8 rounds to 8 bits.
     """
 
     path: tuple[str, ...]
@@ -61,6 +64,7 @@ class Parameter:
     group: int | None
     variable: nnx.Variable
     projections: int | None = None
+    quantizable: bool = False
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -169,6 +173,15 @@ class Workload:
         return ITEMSIZE[self.config.model.dtype]
 
     @property
+    def fp8(self) -> bool:
+        """Whether products of the layers are in 8 bits."""
+        return self.config.train.fp8.recipe is not Fp8Recipe.none
+
+    def weight_itemsize(self, shard: Shard) -> int:
+        """Bytes of a weight that layers compute with: of its code, or in the compute dtype."""
+        return 1 if self.fp8 and shard.parameter.quantizable else self.itemsize
+
+    @property
     def gradient_itemsize(self) -> int:
         """Of gradients while they are summed over devices."""
         return jnp.dtype(self.config.parallel.gradient_dtype.value).itemsize
@@ -253,13 +266,14 @@ def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
     config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
     groups = {id(one): n for n, group in enumerate(fused_groups(abstract)) for one in group}
+    quantizable = {id(getattr(module, name)) for module, name in quantized_matrices(abstract)}
     arrays = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
         stacked = names[0] == "stack"
         group = int(names[2]) if stacked else None
-        number = groups.get(id(variable))
-        arrays.append(Parameter(names, kind_of(names), group, variable, number))
+        number, codes = groups.get(id(variable)), id(variable) in quantizable
+        arrays.append(Parameter(names, kind_of(names), group, variable, number, codes))
     return tuple(arrays)
 
 
