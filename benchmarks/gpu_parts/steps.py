@@ -22,8 +22,8 @@ def run_config(model: Model, samples: int, recompute: str):
     config.model.recompute = recompute
     config.model.num_layers = model.layers or config.model.num_layers
     for name, value in model.settings:
-        kind = type(get(config.model, name))
-        set_field(config.model, name, kind(value))
+        kind = type(get(config, name))
+        set_field(config, name, kind(value))
     config.data.sequence_length = model.length
     config.train.global_batch_size = samples
     return config

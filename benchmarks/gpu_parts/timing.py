@@ -16,7 +16,7 @@ class Model:
     length: int
     choices: tuple[tuple[int, str], ...]
     layers: int = 0
-    settings: tuple[tuple[str, object], ...] = ()  # of config.model, as (field, value)
+    settings: tuple[tuple[str, object], ...] = ()  # of the config, as (field, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +94,13 @@ class Sizes:
         Model("1.3b", 2048, ((8, "minimal"), (4, "minimal"), (4, "selective"), (4, "full"))),
         Model(
             *("1.3b", 2048, ((8, "minimal"), (4, "minimal"), (4, "selective"), (4, "full"))),
-            settings=(("scan_layers", False),),
+            settings=(("model.scan_layers", False),),
         ),
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=8),
+        Model(
+            *("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), 8),
+            settings=(("train.fp8.recipe", "tensorwise"),),
+        ),
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=4),
         Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
     )
@@ -135,6 +139,7 @@ TINY = Sizes(
     models=(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
         Model("tiny", 32, ((2, "minimal"),), layers=1),
+        Model("tiny", 32, ((2, "minimal"),), 1, (("train.fp8.recipe", "tensorwise"),)),
     ),
     served=Served(Model("tiny", 64, (), layers=2), (2,), 16),
     steps=4,
