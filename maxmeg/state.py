@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint import storage
 from maxmeg.config import files
-from maxmeg.config.schema import Config
+from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
 from maxmeg.models.lm import LM, language_model
-from maxmeg.ops.random import split
+from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
+from maxmeg.optim.storage import decode, divided, encode, orders, whole
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
@@ -33,17 +34,20 @@ VOCABULARY_TABLES = (
 class TrainState:
     """step: how many were made. model: float32 masters, what is frozen in the compute dtype.
     optimizer: of the trained part. key: raw key of all later randomness. scaler: of the loss, with
-    float16 alone."""
+    float16 alone. remainders: with optim.masters=remainders alone, the model then holds bfloat16
+    weights (optim/storage.py)."""
 
     step: jax.Array
     model: LM
     optimizer: optax.OptState
     key: jax.Array
     scaler: Scaler | None
+    remainders: LM | None = None
 
 
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
-    """The state before the first step; depends on the key alone, not on any layout."""
+    """The state before the first step, with float32 masters; depends on the key alone, not on any
+    layout."""
     model_key, later = split(key, 2)
     model = language_model(model_key, config)
     moments = optimizer.init(trained(model))
@@ -51,9 +55,56 @@ def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     return TrainState(jnp.int32(0), model, moments, jax.random.key_data(later), scaler)
 
 
+def with_masters(state: TrainState, masters: Masters) -> TrainState:
+    """A state of float32 masters, with its masters stored like this."""
+    if masters is Masters.float32:
+        return state
+    model, remainders = divided(state.model)
+    return dataclasses.replace(state, model=model, remainders=remainders)
+
+
+def on_disk(state):
+    """A state, or an abstract one, as checkpoints hold it: with float32 masters. Other trees are
+    as they are."""
+    if not isinstance(state, TrainState) or state.remainders is None:
+        return state
+    model = state.model
+    if isinstance(state.step, jax.ShapeDtypeStruct):
+        wide = jax.eval_shape(whole, model, state.remainders)
+        model = jax.tree.map(lambda w, a: w.update(sharding=a.sharding), wide, model)
+    else:
+        model = jax.jit(whole, out_shardings=shardings_of(model))(model, state.remainders)
+    return dataclasses.replace(state, model=model, remainders=None)
+
+
+def from_disk(
+    state: TrainState, moments: Moments, optim: OptimConfig, abstract: TrainState
+) -> TrainState:
+    """The state of a run, whose abstract state is given, from one with float32 masters and with
+    moments stored like `moments`."""
+    if moments is optim.moments and optim.masters is Masters.float32:
+        return state
+
+    def convert(state: TrainState) -> TrainState:
+        optimizer = state.optimizer
+        if moments is not optim.moments:
+            key = fold(jax.random.wrap_key_data(state.key), state.step)
+            optimizer = encode(decode(optimizer, moments), optim.moments, key, orders(state.model))
+        return with_masters(dataclasses.replace(state, optimizer=optimizer), optim.masters)
+
+    # Only the model and the moments: a checkpoint may lack a scaler or have one more.
+    places = dataclasses.replace(shardings_of(abstract), scaler=None)
+    converted = jax.jit(convert, out_shardings=places)(dataclasses.replace(state, scaler=None))
+    return dataclasses.replace(converted, scaler=state.scaler)
+
+
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated."""
-    shapes = jax.eval_shape(lambda key: init_state(key, config, optimizer), jax.random.key(0))
+
+    def init(key: jax.Array) -> TrainState:
+        return with_masters(init_state(key, config, optimizer), config.optim.masters)
+
+    shapes = jax.eval_shape(init, jax.random.key(0))
     specs = storage_specs(shapes, mesh, config.parallel.zero1)
     return jax.tree.map(
         lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
@@ -102,7 +153,7 @@ def to_arrays(tree) -> dict[str, typing.Any]:
 
 def to_tree(tree) -> dict:
     """The arrays of a state without its frozen base, as nested dicts: what checkpoints hold."""
-    return nested(to_arrays(saved(tree)))
+    return nested(to_arrays(saved(on_disk(tree))))
 
 
 def orders_of(tree) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
+from maxmeg.optim.storage import whole
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.fused import fuse, separate
@@ -37,7 +38,7 @@ from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.runtime.gpu_environment import compiler_options
-from maxmeg.state import TrainState, shardings_of
+from maxmeg.state import TrainState, shardings_of, with_masters
 
 
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
@@ -324,14 +325,13 @@ def make_train_step(
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
-        own = trained(state.model)
+        own = trained(whole(state.model, state.remainders))
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(gradients, state.optimizer, own, **rates)
+            updates, opt_state = optimizer.update(gradients, state.optimizer, own, key=key, **rates)
             model = joined(jax.tree.map(jnp.add, own, updates), fixed(state.model))
         model.update(sums)
-        model, opt_state = auxiliary.choose(
-            finite, (model, opt_state), (state.model, state.optimizer)
-        )
+        new = TrainState(state.step, model, opt_state, state.key, scaler)
+        new = auxiliary.choose(finite, with_masters(new, config.optim.masters), state)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],
@@ -342,7 +342,7 @@ def make_train_step(
         }
         samples = batch.tokens.shape[0] * batch.tokens.shape[1]
         scaler = scaler and next_scaler(scaler, finite, samples, config.optim.loss_scale)
-        return TrainState(state.step + 1, model, opt_state, state.key, scaler), metrics
+        return dataclasses.replace(new, step=state.step + 1, scaler=scaler), metrics
 
     return jax.jit(
         train_step,

@@ -17,7 +17,7 @@ from maxmeg.config import files
 from maxmeg.config.hints import hub_command
 from maxmeg.config.initial import begins_twice, changes
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import Config
+from maxmeg.config.schema import Config, Masters
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
 from maxmeg.parallel.trainable import frozen, joined, without
@@ -25,9 +25,11 @@ from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,
     TrainState,
+    from_disk,
     from_tree,
     init_state,
     nested,
+    on_disk,
     shardings_of,
     to_arrays,
 )
@@ -52,6 +54,11 @@ def initialize(
     Weights come from the newest intact checkpoint of checkpoint.init_from, if it is set. tokenizer:
     identity of the run's tokenizer (None: not checked); ValueError if init_from has another.
     """
+    if config.optim.masters is not Masters.float32:
+        wide = dataclasses.replace(config.optim, masters=Masters.float32)
+        wide = dataclasses.replace(config, optim=wide)
+        state, base = initialize(wide, optimizer, on_disk(abstract), tokenizer)
+        return from_disk(state, config.optim.moments, config.optim, abstract), base
     if not config.checkpoint.init_from:
         base = random_base(config, abstract.model)
         return random_state(config, optimizer, abstract, base), base_of(config)

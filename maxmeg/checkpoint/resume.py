@@ -5,6 +5,7 @@ import os
 import typing
 
 import jax
+from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint.initialize import (
     check_base,
@@ -19,15 +20,19 @@ from maxmeg.checkpoint.manager import Checkpointer
 from maxmeg.checkpoint.restore import check_tree
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.schema import Config
+from maxmeg.config.schema import Config, Moments
+from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.parallel.trainable import joined, saved
 from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,
     TrainState,
+    abstract_state,
+    from_disk,
     from_tree,
     nested,
+    on_disk,
     orders_of,
     to_arrays,
 )
@@ -71,7 +76,8 @@ def resume(
 
     def use(step: int, manifest: Manifest) -> tuple[int, TrainState, dict[str, typing.Any]]:
         check(config, manifest, abstract, tokenizer)
-        found = restore(source, step, with_saved_scaler(abstract, manifest))
+        found = restore(source, step, as_saved(config, abstract, manifest))
+        found = from_disk(found, saved_moments(manifest), config.optim, abstract)
         return step, with_scaler_of(found, config, abstract), manifest.metadata
 
     restored = source.latest(use)
@@ -122,8 +128,27 @@ def check(config: Config, manifest: Manifest, abstract: TrainState, tokenizer: s
     check_tokenizer(tokenizer, manifest.metadata["tokenizer"])
     check_base(config, manifest.metadata.get("base", {}))
     check_layers(config.model, manifest)
-    tree, options = _request(with_saved_scaler(abstract, manifest))
+    tree, options = _request(as_saved(config, abstract, manifest))
     check_tree(manifest, flatten(tree), **options)
+
+
+def saved_moments(manifest: Manifest) -> Moments:
+    """How the moments of a checkpoint are stored; older ones have float32."""
+    before = manifest.metadata["config"]["optim"]
+    return Moments(before.get("moments", Moments.float32.value))
+
+
+def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainState:
+    """The abstract state with the arrays of a checkpoint: `from_disk` and `with_scaler_of` make the
+    run's state of them."""
+    moments, place = saved_moments(manifest), abstract.step.sharding
+    if moments is not config.optim.moments:
+        assert isinstance(place, NamedSharding)
+        mesh = typing.cast(Mesh, place.mesh)
+        optim = dataclasses.replace(config.optim, moments=moments)
+        optimizer = make_optimizer(optim, mesh, config.parallel.zero1)
+        abstract = abstract_state(dataclasses.replace(config, optim=optim), optimizer, mesh)
+    return with_saved_scaler(on_disk(abstract), manifest)
 
 
 def with_saved_scaler(abstract: TrainState, manifest: Manifest) -> TrainState:

@@ -10,7 +10,8 @@ import enum
 
 from maxmeg.config.data import DataConfig
 from maxmeg.config.fp8 import Fp8Config
-from maxmeg.config.model import DType, ModelConfig
+from maxmeg.config.model import ModelConfig
+from maxmeg.config.optimizers import AdafactorConfig, MuonConfig, SoapConfig
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import setting
 
@@ -37,22 +38,20 @@ class Optimizer(enum.Enum):
     adamw = "adamw"
     sgd = "sgd"
     muon = "muon"
+    lion = "lion"
+    soap = "soap"
+    adafactor = "adafactor"
 
 
-class NewtonSchulz(enum.Enum):
-    simple = "simple"
-    quintic = "quintic"
-    polar_express = "polar_express"
-    cans = "cans"
-    aol = "aol"
-    deepseek_v4 = "deepseek_v4"
-    cubic = "cubic"
+class Moments(enum.Enum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float8 = "float8"
 
 
-class MuonScale(enum.Enum):
-    spectral = "spectral"
-    shape_scaling = "shape_scaling"
-    unit_rms_norm = "unit_rms_norm"
+class Masters(enum.Enum):
+    float32 = "float32"
+    remainders = "remainders"
 
 
 class LrDecay(enum.Enum):
@@ -104,40 +103,6 @@ class LossScaleConfig:
         "--hysteresis",
         at_least=1,
         needs="fixed=0.0",
-    )
-
-
-@dataclasses.dataclass
-class MuonConfig:
-    """Muon for matrices of layers; AdamW updates embeddings, output layers and vectors."""
-
-    momentum: float = setting(0.95, "decay of the momentum", "--muon-momentum", at_least=0, below=1)
-    nesterov: bool = setting(False, "Nesterov's momentum", "--muon-use-nesterov")
-    coefficients: NewtonSchulz = setting(
-        NewtonSchulz.quintic,
-        "coefficients of the Newton-Schulz steps, as published under these names",
-        "--muon-coefficient-type",
-    )
-    steps: int = setting(5, "Newton-Schulz steps; cubic has 5", "--muon-num-ns-steps", at_least=1)
-    scale: MuonScale = setting(
-        MuonScale.spectral,
-        "factor of the update of a matrix [in, out]: spectral sqrt(max(in, out)) | shape_scaling "
-        "sqrt(max(1, out / in)) | unit_rms_norm sqrt(out / in)",
-        "--muon-scale-mode",
-    )
-    extra_scale: float = setting(
-        1.0,
-        "further factor; 0.2 with spectral makes updates about as large as AdamW's",
-        "--muon-extra-scale-factor",
-        above=0,
-    )
-    dtype: DType = setting(
-        DType.bfloat16,
-        "dtype of the Newton-Schulz products, and of the matrices that devices exchange",
-        "--muon-fp32-matmul-prec",
-    )
-    adamw_lr: float = setting(
-        0.0, "peak learning rate of what AdamW updates; 0: optim.lr", at_least=0
     )
 
 
@@ -197,15 +162,45 @@ class OptimConfig:
     weight_decay_ramp: WeightDecayRamp = setting(
         WeightDecayRamp.constant, "schedule of the weight decay", "--weight-decay-incr-style"
     )
-    beta1: float = setting(0.9, "decay of Adam's first moment", "--adam-beta1", at_least=0, below=1)
+    beta1: float = setting(
+        0.9,
+        "decay of Adam's first moment; Lion's share of the momentum in its sign",
+        "--adam-beta1, --lion-beta1",
+        at_least=0,
+        below=1,
+    )
     beta2: float = setting(
-        0.95, "decay of Adam's second moment", "--adam-beta2", at_least=0, below=1
+        0.95,
+        "decay of Adam's second moment, and of Lion's momentum",
+        "--adam-beta2, --lion-beta2",
+        at_least=0,
+        below=1,
     )
     eps: float = setting(1e-8, "Adam's epsilon", "--adam-eps", at_least=0)
     momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1)
+    groups: tuple[str, ...] = setting(
+        (),
+        "parameters with rates of their own, PATTERN:RATE:DECAY: names (with * and ?), factors of "
+        "learning rate and weight decay; the first that matches counts",
+        "--decoupled-lr",
+    )
+    moments: Moments = setting(
+        Moments.float32,
+        "dtype of the moments of matrices, stochastically rounded but in float32; float8 has a "
+        "scale for each block of 128",
+        "--exp-avg-dtype, --exp-avg-sq-dtype",
+    )
+    masters: Masters = setting(
+        Masters.float32,
+        "float32 | remainders: bfloat16 weights and the 16 bits that their float32 masters have "
+        "beyond them; with model.dtype=bfloat16",
+        "--use-precision-aware-optimizer",
+    )
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
     loss_scale: LossScaleConfig = setting(LossScaleConfig, "loss scaling for float16")
     muon: MuonConfig = setting(MuonConfig, "Muon", needs="optimizer=muon")
+    soap: SoapConfig = setting(SoapConfig, "SOAP", needs="optimizer=soap")
+    adafactor: AdafactorConfig = setting(AdafactorConfig, "Adafactor", needs="optimizer=adafactor")
 
 
 @dataclasses.dataclass

@@ -29,7 +29,7 @@ from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
 from maxmeg.parallel.rules import is_exact, is_variable
 from maxmeg.parallel.trainable import joined, part, saved
-from maxmeg.state import CHECKPOINTS, abstract_state
+from maxmeg.state import CHECKPOINTS, abstract_state, on_disk
 
 READ_BYTES = 2**30  # of a checkpoint's arrays that are read together, on each device
 
@@ -87,7 +87,7 @@ def load_run(
         rules = head_problems(config.model, sizes["tensor"]), expert_layout_problems(config)
         if problems := list(itertools.chain(*rules)):
             raise ValueError("\n".join(problems))
-        model = abstract_state(config, make_optimizer(config.optim), mesh).model
+        model = on_disk(abstract_state(config, make_optimizer(config.optim), mesh)).model
         held = DType.float32 if master_weights else config.model.dtype
         restored = restored_in(held, checkpointer, step, model)
         restored = joined(restored, restored_base(config, model, base))

@@ -1,33 +1,44 @@
 """OptimConfig -> an optax chain that gets learning rate and weight decay with each update."""
 
+import fnmatch
+
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxmeg.config.optimizers import Group
 from maxmeg.config.schema import OptimConfig, Optimizer
-from maxmeg.optim.muon import STACKING_AXES, is_orthogonalized, scale_by_muon
-from maxmeg.parallel.rules import is_variable
+from maxmeg.optim.adafactor import scale_by_adafactor
+from maxmeg.optim.muon import scale_by_muon
+from maxmeg.optim.soap import scale_by_soap
+from maxmeg.optim.storage import stored
+from maxmeg.optim.trees import is_matrix_of_layer
+from maxmeg.parallel.rules import has_matrices, is_variable
 
 
 def make_optimizer(
     config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
 ) -> optax.GradientTransformationExtraArgs:
-    """AdamW (Loshchilov and Hutter, 2019), SGD with momentum, or Muon (optim/muon.py), each with
-    decoupled weight decay.
+    """AdamW (Loshchilov and Hutter, 2019), SGD with momentum, Lion (Chen et al., 2023), Adafactor,
+    Muon or SOAP, each with decoupled weight decay.
 
-    update(gradients, state, parameters, learning_rate=, weight_decay=) takes both as scalars. AdamW
-    and SGD are elementwise on sharded arrays, without communication. mesh, zero1: of the masters,
-    for Muon; None: one device has all of each.
+    update(gradients, state, parameters, learning_rate=, weight_decay=, key=) takes both as scalars;
+    key: the step's, for stochastic rounding of moments that are not float32 (optim/storage.py).
+    AdamW, SGD and Lion are elementwise on sharded arrays, without communication. mesh, zero1: of
+    the masters, for Muon and SOAP; None: one device has all of each.
     """
-    if config.optimizer is Optimizer.adamw:
-        direction = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
-    elif config.optimizer is Optimizer.muon:
-        direction = scale_by_muon(config, mesh, zero1)
-    else:
-        direction = optax.trace(config.momentum)
-    return optax.chain(direction, descend(config))
+    directions = {
+        Optimizer.adamw: lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
+        Optimizer.sgd: lambda: optax.trace(config.momentum),
+        Optimizer.lion: lambda: optax.scale_by_lion(config.beta1, config.beta2),
+        Optimizer.adafactor: lambda: scale_by_adafactor(config.adafactor),
+        Optimizer.muon: lambda: scale_by_muon(config, mesh, zero1),
+        Optimizer.soap: lambda: scale_by_soap(config, mesh),
+    }
+    direction = directions[config.optimizer]()
+    return stored(optax.chain(direction, descend(config)), config.moments)
 
 
 def decays(variable: nnx.Variable) -> bool:
@@ -37,26 +48,33 @@ def decays(variable: nnx.Variable) -> bool:
     The logical axes decide. Embeddings, projections, experts, routers and LoRA matrices decay;
     norms, biases (also [E, F] of experts: one vector per expert) and attention sinks do not.
     """
-    axes = variable.get_metadata()["axes"]
-    return sum(axis not in STACKING_AXES for axis in axes) >= 2
+    return has_matrices(variable)
 
 
 def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`.
+    """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`, both times the
+    factors of the parameter's group.
 
-    The learning rate of what Muon leaves to AdamW is multiplied by muon.adamw_lr / lr.
+    The learning rate of what Muon leaves to AdamW is multiplied by muon.adamw_lr / lr. ValueError
+    for a group without parameters.
     """
     ratio = config.muon.adamw_lr / config.lr if config.muon.adamw_lr else 1.0
+    groups, everything = [Group.of(text) for text in config.groups], Group("*", 1.0, 1.0)
 
     def is_adamws(path, parameter) -> bool:
-        return ratio != 1.0 and not is_orthogonalized(path, parameter)
+        return ratio != 1.0 and not is_matrix_of_layer(path, parameter)
 
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
+        matched = set[Group]()
 
         def one(path, update, parameter):
-            decay = weight_decay if decays(parameter) else 0.0
-            factor = ratio if is_adamws(path, parameter) else 1.0
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            fits = [group for group in groups if fnmatch.fnmatchcase(name, group.pattern)]
+            matched.update(fits)
+            group = (*fits, everything)[0]
+            decay = group.decay * weight_decay if decays(parameter) else 0.0
+            factor = group.rate * (ratio if is_adamws(path, parameter) else 1.0)
 
             def step(u, p):
                 return -factor * learning_rate * (u + decay * p)
@@ -64,6 +82,11 @@ def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
             return jax.tree.map(step, update, parameter)
 
         mapped = jax.tree_util.tree_map_with_path(one, updates, params, is_leaf=is_variable)
+        if unused := [group.pattern for group in groups if group not in matched]:
+            raise ValueError(
+                f"optim.groups: no parameter's name matches {', '.join(unused)}; "
+                "log.parameters=true prints the names before the first step"
+            )
         return mapped, state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

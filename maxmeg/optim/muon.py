@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from maxmeg.config.schema import MuonConfig, MuonScale, NewtonSchulz, OptimConfig
+from maxmeg.config.optimizers import MuonConfig, MuonScale, NewtonSchulz
+from maxmeg.config.schema import OptimConfig
+from maxmeg.optim.trees import part
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.rules import is_variable, logical_axes, storage_axes, storage_specs
+from maxmeg.parallel.rules import is_variable, storage_axes, storage_specs
 from maxmeg.parallel.spmd import spmd
 from maxmeg.parallel.trainable import joined
 
-STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
-OF_LAYERS = ("stack", "mtp")  # parts of a model whose matrices are orthogonalized
 EPSILON = 1e-15  # smallest Frobenius norm
 COEFFICIENTS = {  # (a, b, c) of each step: X -> a X + b (X X^T) X + c (X X^T)^2 X
     NewtonSchulz.simple: [(3.4445, -4.7750, 2.0315)],
@@ -81,12 +81,6 @@ class MuonState(typing.NamedTuple):
     nu: typing.Any
 
 
-def is_matrix(part: str, axes: tuple[str | None, ...]) -> bool:
-    """Whether Muon orthogonalizes a parameter of this part of the model ("stack", "embedding",
-    ...) with these logical axes: a matrix of a layer or, stacked, one of each layer and expert."""
-    return part in OF_LAYERS and sum(axis not in STACKING_AXES for axis in axes) == 2
-
-
 def scale_by_muon(
     config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
 ) -> optax.GradientTransformation:
@@ -123,26 +117,6 @@ def scale_by_muon(
         return joined(*directions), MuonState(count, joined(momentum, first), second)
 
     return optax.GradientTransformation(init, update)
-
-
-def is_orthogonalized(path, variable) -> bool:
-    """Whether Muon updates the variable at this path of a model; False if it holds no array."""
-    if variable.get_value() is None:
-        return False
-    first = str(getattr(path[0], "name", getattr(path[0], "key", "")))
-    return is_matrix(first, logical_axes(variable))
-
-
-def part(tree, matrices: bool):
-    """`tree` with None in place of all arrays that Muon does not update (matrices=True), or that it
-    does (matrices=False)."""
-
-    def one(path, variable):
-        if variable.get_value() is None or is_orthogonalized(path, variable) == matrices:
-            return variable
-        return variable.replace(None)
-
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
 
 
 def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):

@@ -36,6 +36,8 @@ RULES: dict[str | None, tuple[str, ...]] = {
 }
 FSDP_AXES = ("fsdp",)
 ZERO1_AXES = ("pipe", "data", "expert", "context")  # ZeRO-1 shards what they replicate
+STACKING_AXES = ("layers", "expert")  # dimensions along which whole parameters are stacked
+BLOCK_SIZE = "block_size"  # metadata of scales: elements along the last dimension with one scale
 
 
 def is_variable(node) -> bool:
@@ -68,6 +70,12 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
     """Logical names of the variable's dimensions, with a leading "layers" if it is stacked."""
     axes = variable.get_metadata("axes")
     return ("layers",) * (variable.ndim - len(axes)) + axes
+
+
+def has_matrices(variable: nnx.Variable) -> bool:
+    """Whether the variable is a matrix, or a stack of them, and not of vectors or scalars."""
+    axes = variable.get_metadata("axes")
+    return sum(axis not in STACKING_AXES for axis in axes) >= 2
 
 
 def set_kv_heads(module, num_kv_heads: int) -> None:
@@ -184,17 +192,32 @@ def zero1_cut(variable: nnx.Variable, mesh: Mesh) -> Cut | None:
         for dim, cut in enumerate(shards):
             if names[dim] == "layers" or (sliced is not None and sliced.dim == dim):
                 continue
-            if variable.shape[dim] % devices((*cut, *axes)) == 0:
+            if parameter_shape(variable)[dim] % devices((*cut, *axes)) == 0:
                 return Cut(dim, axes)
     return None
 
 
+def parameter_shape(variable: nnx.Variable) -> tuple[int, ...]:
+    """The shape of a variable, or of the parameter for whose moment it holds scales."""
+    shape = variable.shape
+    if block := variable.get_metadata().get(BLOCK_SIZE):
+        return (*shape[:-1], shape[-1] * block)
+    return shape
+
+
 def storage_axes(variable: nnx.Variable, mesh: Mesh, zero1: bool) -> list[tuple[str, ...]]:
-    """Mesh axes of each dimension of masters, moments and checkpoints, with ZeRO-1."""
+    """Mesh axes of each dimension of masters, moments and checkpoints, with ZeRO-1.
+
+    Scales of blocks are sharded like their parameter, unless devices share blocks of the last
+    dimension: they then hold copies.
+    """
     axes = mesh_axes(variable, mesh)
     cut = zero1_cut(variable, mesh) if zero1 else None
     if cut is not None:
         axes[cut.dim] = (*axes[cut.dim], *cut.axes)
+    if axes and variable.get_metadata().get(BLOCK_SIZE):
+        shards = math.prod(mesh.shape[axis] for axis in axes[-1])
+        axes[-1] = axes[-1] if variable.shape[-1] % shards == 0 else ()
     return axes
 
 

@@ -46,7 +46,7 @@ from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_secon
 from maxmeg.planning.cost.flops import layer_flops, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
-from maxmeg.planning.cost.optimizer import moments, newton_schulz_flops
+from maxmeg.planning.cost.optimizer import is_halved, moment_bytes, newton_schulz_flops
 from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
@@ -273,7 +273,9 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
     """Seconds of the optimizer, once per step: it reads gradients, masters and moments, writes
     masters and moments, and casts the weights. Those of Newton-Schulz iterations too."""
     moved = sum(
-        shard.stored * ((3 + 2 * moments(work, shard)) * FLOAT32 + FLOAT32 + work.itemsize)
+        3 * FLOAT32 * shard.stored
+        + 2 * moment_bytes(work, shard)
+        + (0 if is_halved(work, shard) else (FLOAT32 + work.itemsize) * shard.stored)
         for shard in work.shards
         if shard.trained
     )

@@ -82,7 +82,7 @@ MISTAKES = [
     (TRAIN + "--model.layers=3(attention,mlp)", "describes 3 layers and model.num_layers is 4"),
     (TRAIN + "--model.moe.top_k=4", "reads this: leave it out, or use the mixer moe"),
     (TRAIN + "--model.dtype=fp16", "expected one of float32, bfloat16"),
-    (TRAIN + "--optim.optimizer=lion", "expected one of adamw, sgd"),
+    (TRAIN + "--optim.optimizer=adam", "expected one of adamw, sgd"),
     (TRAIN + "--parallel.schedule=1f1b", "expected one of gpipe, one_f_one_b, zero_bubble"),
     (TRAIN + "--model.recompute=all", "'all' is neither a policy (minimal, selective, full)"),
     (TRAIN + "--lora.rank=-1", "lora.rank=-1 must be at least 0"),

@@ -242,6 +242,18 @@ BAD = [
         "optim.optimizer=muon; optim.muon.coefficients=cubic; optim.muon.steps=4",
         "steps=4 | cubic | set it to 5",
     ),
+    (
+        "optim.masters=remainders; model.dtype=float32",
+        "masters=remainders | model.dtype=float32 | set model.dtype=bfloat16",
+    ),
+    (
+        "optim.optimizer=adafactor; optim.moments=float8",
+        "moments=float8 | adafactor.momentum=0.0 | above 0",
+    ),
+    ("optim.optimizer=soap; parallel.zero1=true", "zero1=true | soap | set zero1=false"),
+    ("optim.optimizer=soap; parallel.fsdp=2; parallel.zero1=false", "fsdp=2 | set fsdp=1"),
+    ("optim.groups=('embedding.*:fast:0',)", "embedding.*:fast:0 | PATTERN:RATE:DECAY"),
+    ("optim.soap.kl=false", "kl | optimizer=soap"),
     ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),
     ("model.dtype=float16; train.rerun_bad_steps=true", "rerun_bad_steps | overflow | bfloat16"),
     (

@@ -82,6 +82,19 @@ def test_updates_are_the_formula(optimizer):
         np.testing.assert_allclose(actual[name][...], p, rtol=1e-5)
 
 
+def test_groups_have_rates_and_decays_of_their_own():
+    """The first that matches counts; SGD's first update is the gradient."""
+    config = OptimConfig(Optimizer.sgd, groups=("w*t:2:0.5", "*:3:7"))
+    actual = steps(config, [jax.tree.map(jnp.ones_like, TREE)])
+    weight, sinks = TREE["weight"][...], TREE["sinks"][...]
+    expected = weight - 2 * 0.1 * (1 + 0.5 * 0.5 * weight)
+    np.testing.assert_allclose(actual["weight"][...], expected, rtol=1e-6)
+    np.testing.assert_allclose(actual["sinks"][...], sinks - 3 * 0.1, rtol=1e-6)
+    config.groups = ("*.bias:1:1",)
+    with pytest.raises(ValueError, match=r"no parameter's name matches \*\.bias"):
+        steps(config, [TREE])
+
+
 def parameters():
     """(name, variable) of every parameter of all families, and of what none of them has."""
     for file in sorted(GOLDEN.glob("*.txt")):

@@ -10,7 +10,8 @@ from flax import nnx
 from layouts import controls, in_model_order, mesh_of, tiny, tiny_batch, tiny_state
 
 from maxmeg.config.model import DType
-from maxmeg.config.schema import MuonConfig, MuonScale, NewtonSchulz, OptimConfig, Optimizer
+from maxmeg.config.optimizers import MuonConfig, MuonScale, NewtonSchulz
+from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.muon import COEFFICIENTS, newton_schulz
 from maxmeg.step import make_train_step

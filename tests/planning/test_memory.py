@@ -8,19 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import ALTERNATING, mesh_of, of, tiny
+from layouts import tiny
 from tables import thinned
 
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
-from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace, Position
+from maxmeg.config.model import DType, ModelConfig, Norm, NormPlace
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.recompute import POLICIES
-from maxmeg.config.schema import Config, LossBackend, Optimizer, TrainConfig
+from maxmeg.config.schema import (
+    Config,
+    LossBackend,
+    TrainConfig,
+)
 from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.models.registry import architecture
-from maxmeg.optim.build import make_optimizer
 from maxmeg.pipeline.residuals import read
 from maxmeg.pipeline.schedule import SCHEDULES
 from maxmeg.pipeline.split import SplitVjp
@@ -33,7 +36,6 @@ from maxmeg.planning.cost.memory import (
 )
 from maxmeg.planning.cost.workload import lanes, parameter_counts, workload
 from maxmeg.planning.hardware import parse_cluster
-from maxmeg.state import abstract_state, parameter_rows
 
 RESIDUALS = 0.05  # of what jax.vjp keeps
 COMPILED = 0.08  # of what XLA allocates
@@ -60,49 +62,6 @@ def test_parameters_of_each_kind():
         "norm": 65 * 4096,
     }
     assert parameter_counts(architecture("345m"))["positions"] == 1024 * 1024
-
-
-EXPERTS = {"layers": "attention,mlp *(attention,moe)", "moe.num_experts": 4}
-LAYOUTS = {
-    "one device": {},
-    "fsdp": {"fsdp": 4},
-    "zero1": {"data": 4, "fsdp": 2},
-    "replicas": {"data": 4, "fsdp": 1, "zero1": False},
-    "tensor": {"data": 2, "fsdp": 2, "tensor": 2},
-    "pipe": {"pipe": 2, "fsdp": 2, "tensor": 2},
-    "chunks": {"pipe": 2, "chunks": 2, "data": 2, "fsdp": 1},
-    "padded": {"pipe": 4, "data": 2, "fsdp": 1, "pad_layers": True},
-    "uneven": {"pipe": 2, "fsdp": 1, "first_stage_layers": 1},
-    "units": {"pipe": 2, "fsdp": 1, "chunk_layers": (1, 2)},
-    "experts": {"expert": 2, "tensor": 2, "data": 2, "fsdp": 1},
-    "whole experts": {"expert": 4, "tensor": 2, "fsdp": 2, "expert_tensor": 1},
-}
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_masters_and_optimizer_are_those_of_the_real_state(name):
-    parallel = {"fsdp": 1, **LAYOUTS[name]}
-    layers = 4 if name != "padded" else 5
-    model = {"num_layers": layers, "norm": Norm.layernorm, "position": Position.learned}
-    model["attention.num_kv_heads"] = 1
-    if name == "units":
-        model = model | ALTERNATING | {"position": Position.rotary}
-    if "experts" in name:
-        model = model | EXPERTS
-    config = tiny(model | {"max_position": 16}, {"micro_batch_size": 1}, **parallel)
-    mesh = mesh_of(config)
-    for optimizer, moments in ((Optimizer.adamw, 2), (Optimizer.sgd, 1)):
-        config.optim.optimizer = optimizer
-        state = abstract_state(config, make_optimizer(config.optim), mesh)
-        held = sum(row.bytes_per_device for row in parameter_rows(state.model))
-        found = device_memory(workload(config, mesh.size))
-        assert found["master weights"] == held
-        assert found["optimizer"] == moments * found["master weights"]
-    config.optim.optimizer = Optimizer.muon
-    state = abstract_state(config, make_optimizer(config.optim, mesh), mesh)
-    shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(state.optimizer)]
-    found = device_memory(workload(config, mesh.size))["optimizer"]
-    assert found == 4 * sum(math.prod(shape) for shape in shards) - 4  # the number of updates
 
 
 def test_bytes_of_a_parameter_are_megatrons():

@@ -12,7 +12,7 @@ from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
 from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
 from maxmeg.planning.cost.loss import FLOAT32, Head
-from maxmeg.planning.cost.optimizer import moments
+from maxmeg.planning.cost.optimizer import is_halved, moment_bytes
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
@@ -337,14 +337,16 @@ def freed(work: Workload) -> list[int]:
 def parameter_memory(work: Workload) -> dict[str, int]:
     """Bytes of the parameters and of the arrays of their size, under any recompute policy.
 
-    masters: float32 parameters, sharded by RULES and ZeRO-1. optimizer: moments, sharded alike.
+    masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1.
+    optimizer: moments, sharded alike.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype, or rounded to 8 bits, once per step, under ZeRO-1
-    gathered over data, and fused (0 if nothing changes them). gradients: float32 accumulators of
-    the weights' size, or the masters' if that is larger (key/value heads fewer than tensor). With
-    one microbatch (in a pipeline those of a weight lane alone) in the compute dtype, but those of
-    layers that fsdp or ZeRO-1 scatter in `parallel.gradient_dtype`, under ZeRO-1 the shards alone.
-    The padding of short chunks is included.
+    gathered over data, and fused (0 if nothing changes them: float32 in float32, or bfloat16 with
+    remainders). gradients: float32 accumulators of the weights' size, or the masters' if that is
+    larger (key/value heads fewer than tensor). With one microbatch (in a pipeline those of a weight
+    lane alone) in the compute dtype, but those of layers that fsdp or ZeRO-1 scatter in
+    `parallel.gradient_dtype`, under ZeRO-1 the shards alone. The padding of short chunks is
+    included.
     """
     e = work.itemsize
     trained = [shard for shard in work.shards if shard.trained]
@@ -356,7 +358,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     return {
         "master weights": FLOAT32 * stored,
         **({"frozen": e * frozen} if frozen else {}),
-        "optimizer": FLOAT32 * sum(shard.stored * moments(work, shard) for shard in trained),
+        "optimizer": sum(moment_bytes(work, shard) for shard in trained),
         "compute weights": copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }
@@ -364,7 +366,10 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 
 def _is_copied(work: Workload, shard: Shard) -> bool:
     """Whether a step computes with a copy of the parameter."""
-    return work.weight_itemsize(shard) != FLOAT32 or shard.fused or shard.computed != shard.stored
+    if work.fp8 and shard.parameter.quantizable:
+        return True
+    is_cast = work.itemsize != FLOAT32 and not is_halved(work, shard)
+    return is_cast or shard.fused or shard.computed != shard.stored
 
 
 def _gradient_bytes(work: Workload, shard: Shard) -> int:

@@ -1,18 +1,82 @@
-"""Memory, FLOPs and communication of the optimizer's update (optim/build.py, optim/muon.py)."""
+"""Memory, FLOPs and communication of the optimizer's update (optim/*.py)."""
 
+import itertools
 import math
+import typing
 from collections.abc import Iterator
 
-from maxmeg.config.schema import Optimizer
-from maxmeg.optim.muon import coefficients, is_matrix
-from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from maxmeg.config.schema import Masters, Moments, Optimizer
+from maxmeg.optim.muon import coefficients
+from maxmeg.optim.storage import block_size, has_remainder
+from maxmeg.optim.trees import is_matrix, without_matrix
+from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
+from maxmeg.parallel.rules import has_matrices, storage_axes
+from maxmeg.planning.cost.loss import FLOAT32
+from maxmeg.planning.cost.workload import ITEMSIZE, Shard, Workload, padded
 
 
 def moments(work: Workload, shard: Shard) -> int:
-    """Number of float32 arrays of a trained parameter's size in the optimizer state: 2 of AdamW;
-    1 of SGD, and of a matrix that Muon orthogonalizes."""
-    kind = work.config.optim.optimizer
-    return 1 if kind is Optimizer.sgd or is_orthogonalized(work, shard) else 2
+    """Number of arrays of a trained parameter's size in the optimizer state: 2 of AdamW; 1 of SGD
+    and Lion, and of a matrix that Muon orthogonalizes; of Adafactor 1 for vectors."""
+    optim = work.config.optim
+    if optim.optimizer is Optimizer.adafactor:
+        is_vector = not has_matrices(shard.parameter.variable)
+        return is_vector + (optim.adafactor.momentum > 0)
+    if optim.optimizer in (Optimizer.sgd, Optimizer.lion) or is_orthogonalized(work, shard):
+        return 1
+    return 2
+
+
+def moment_bytes(work: Workload, shard: Shard) -> int:
+    """Bytes of the optimizer state of a trained parameter on a device. With float8 those of scales
+    too, 4 for each block; devices that share blocks of the last dimension hold its scales as
+    copies."""
+    kind, variable = work.config.optim.moments, shard.parameter.variable
+    others = FLOAT32 * sum(stored_of_others(work, shard))
+    if kind is Moments.float32 or not has_matrices(variable):
+        return FLOAT32 * shard.stored * moments(work, shard) + others
+    if kind is Moments.bfloat16:
+        return 2 * shard.stored * moments(work, shard) + others
+    sizes, mesh = mesh_shape(work.axes, work.config.parallel.fold), dict[str, int]()
+    mesh.update(zip(MESH_AXES, sizes, strict=True))
+    size, shards = variable.shape[-1], math.prod(mesh[axis] for axis in shard.cuts[-1])
+    block = block_size(size)
+    copies = shards if size // block % shards else 1
+    scales = FLOAT32 * copies * shard.stored // block
+    return (shard.stored + scales) * moments(work, shard) + others
+
+
+def stored_of_others(work: Workload, shard: Shard) -> Iterator[int]:
+    """Numbers of elements on a device of arrays of other shapes than the parameter's: Adafactor's
+    means of rows and columns, SOAP's factors and eigenbases."""
+    kind, parameter = work.config.optim.optimizer, shard.parameter
+    if kind is Optimizer.adafactor and has_matrices(parameter.variable):
+        ranks = (1,)
+    elif kind is Optimizer.soap and is_matrix(parameter.path[0], parameter.axes):
+        ranks = (2, 2)
+    else:
+        return
+    parallel, model = work.config.parallel, work.config.model
+    sizes = mesh_shape(work.axes, parallel.fold)
+    mesh = typing.cast(Mesh, AbstractMesh(sizes, MESH_AXES))
+    places = tuple(number * parallel.chunks for number in work.places)
+    vocabulary = model.padded_vocab_size(parallel.tensor, parallel.pipe)
+    variable = padded(parameter, places, parallel.pipe, vocabulary)
+    for rank, size in itertools.product(ranks, variable.shape[-2:]):
+        shape = (*variable.shape[:-2], *[size] * rank)
+        other = without_matrix(variable, jax.ShapeDtypeStruct(shape, jnp.float32), rank)
+        used = itertools.chain(*storage_axes(other, mesh, parallel.zero1))
+        yield math.prod(shape) // math.prod(mesh.shape[axis] for axis in used)
+
+
+def is_halved(work: Workload, shard: Shard) -> bool:
+    """Whether the parameter's master is a weight of the compute dtype and a remainder."""
+    variable = shard.parameter.variable
+    return work.config.optim.masters is Masters.remainders and has_remainder(variable)
 
 
 def is_orthogonalized(work: Workload, shard: Shard) -> bool:

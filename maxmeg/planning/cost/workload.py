@@ -392,13 +392,8 @@ def _shards(
     mesh = typing.cast(Mesh, AbstractMesh(axes, MESH_AXES))
     shards, groups = [], collections.defaultdict(list)
     for parameter in every:
-        variable, shape = parameter.variable, list(parameter.variable.shape)
-        for dim, axis in enumerate(parameter.axes):
-            if axis == "layers":
-                shape[dim] = places[parameter.group] * mesh.shape["pipe"]
-            elif axis == "vocab":
-                shape[dim] = vocabulary
-        variable = variable.replace(jax.ShapeDtypeStruct(tuple(shape), variable.dtype))
+        variable = padded(parameter, places, mesh.shape["pipe"], vocabulary)
+        shape = variable.shape
         if parameter.kind == "output":
             variable.set_metadata(sizes=tuple(shape))
         if over_context:
@@ -428,6 +423,18 @@ def _shards(
             for i in numbers:
                 shards[i] = dataclasses.replace(shards[i], fused=True, first_fused=i == numbers[0])
     return tuple(shards)
+
+
+def padded(
+    parameter: Parameter, places: tuple[int, ...], stages: int, vocabulary: int
+) -> nnx.Variable:
+    """The parameter's variable with the shape that it has on all devices. places: see `_shards`."""
+    sizes = {"vocab": vocabulary}
+    if parameter.group is not None:
+        sizes["layers"] = places[parameter.group] * stages
+    dims = zip(parameter.axes, parameter.variable.shape, strict=True)
+    shape = tuple(sizes.get(axis or "", size) for axis, size in dims)
+    return parameter.variable.replace(jax.ShapeDtypeStruct(shape, parameter.variable.dtype))
 
 
 def lanes(schedule: Schedule, microbatches: int, stages: int, chunks: int) -> Lanes:

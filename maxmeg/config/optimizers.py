@@ -1,0 +1,110 @@
+"""Settings of single optimizers (Muon, SOAP, Adafactor) and of groups of parameters."""
+
+import dataclasses
+import enum
+
+from maxmeg.config.model import DType
+from maxmeg.config.setting import setting
+
+
+class NewtonSchulz(enum.Enum):
+    simple = "simple"
+    quintic = "quintic"
+    polar_express = "polar_express"
+    cans = "cans"
+    aol = "aol"
+    deepseek_v4 = "deepseek_v4"
+    cubic = "cubic"
+
+
+class MuonScale(enum.Enum):
+    spectral = "spectral"
+    shape_scaling = "shape_scaling"
+    unit_rms_norm = "unit_rms_norm"
+
+
+@dataclasses.dataclass
+class MuonConfig:
+    """Muon for matrices of layers; AdamW updates embeddings, output layers and vectors."""
+
+    momentum: float = setting(0.95, "decay of the momentum", "--muon-momentum", at_least=0, below=1)
+    nesterov: bool = setting(False, "Nesterov's momentum", "--muon-use-nesterov")
+    coefficients: NewtonSchulz = setting(
+        NewtonSchulz.quintic,
+        "coefficients of the Newton-Schulz steps, as published under these names",
+        "--muon-coefficient-type",
+    )
+    steps: int = setting(5, "Newton-Schulz steps; cubic has 5", "--muon-num-ns-steps", at_least=1)
+    scale: MuonScale = setting(
+        MuonScale.spectral,
+        "factor of the update of a matrix [in, out]: spectral sqrt(max(in, out)) | shape_scaling "
+        "sqrt(max(1, out / in)) | unit_rms_norm sqrt(out / in)",
+        "--muon-scale-mode",
+    )
+    extra_scale: float = setting(
+        1.0,
+        "further factor; 0.2 with spectral makes updates about as large as AdamW's",
+        "--muon-extra-scale-factor",
+        above=0,
+    )
+    dtype: DType = setting(
+        DType.bfloat16,
+        "dtype of the Newton-Schulz products, and of the matrices that devices exchange",
+        "--muon-fp32-matmul-prec",
+    )
+    adamw_lr: float = setting(
+        0.0, "peak learning rate of what AdamW updates; 0: optim.lr", at_least=0
+    )
+
+
+@dataclasses.dataclass
+class SoapConfig:
+    """SOAP for matrices of layers; AdamW updates embeddings, output layers and vectors."""
+
+    factor_beta: float = setting(
+        0.95, "decay of the factors of a matrix", "--soap-shampoo-beta", at_least=0, below=1
+    )
+    kl: bool = setting(
+        True,
+        "each factor is of gradients divided by the other one's eigenvalues (KL-Shampoo)",
+        "--soap-use-kl-shampoo",
+    )
+
+
+@dataclasses.dataclass
+class AdafactorConfig:
+    """Adafactor; it does not read beta1, beta2 and eps."""
+
+    decay: float = setting(0.8, "second moments of step n have the decay 1 - n**-decay", above=0)
+    clip: float = setting(1.0, "largest RMS of a matrix's update; 0: no limit", at_least=0)
+    momentum: float = setting(
+        0.0, "decay of the first moment; 0: none is stored", at_least=0, below=1
+    )
+    scale_by_parameter: bool = setting(
+        False, "multiply updates by the RMS of their matrix, at least 1e-3"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Parameters whose names match `pattern` (fnmatch), and factors of their learning rate and
+    weight decay."""
+
+    pattern: str
+    rate: float
+    decay: float
+
+    @classmethod
+    def of(cls, text: str) -> "Group":
+        """The group that "PATTERN:RATE:DECAY" names; ValueError for another form."""
+        pattern, *factors = text.rsplit(":", 2)
+        try:
+            rate, decay = map(float, factors)
+        except ValueError:
+            rate = decay = -1.0
+        if not pattern or min(rate, decay) < 0:
+            raise ValueError(
+                f"optim.groups has {text!r}: give PATTERN:RATE:DECAY with factors >= 0 of the "
+                "learning rate and of the weight decay, as in 'embedding.*:0.5:0'"
+            )
+        return cls(pattern, rate, decay)

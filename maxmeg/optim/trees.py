@@ -1,0 +1,59 @@
+"""Trees of variables in optimizers: parts of a tree, functions of several trees, and states whose
+shapes are not those of their parameters."""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+from maxmeg.parallel.rules import STACKING_AXES, is_variable, logical_axes
+
+OF_LAYERS = ("stack", "mtp")  # parts of a model with matrices that Muon and SOAP update
+
+
+def is_matrix(part: str, axes: tuple[str | None, ...]) -> bool:
+    """Whether a parameter of this part of the model ("stack", "embedding", ...) with these logical
+    axes is a matrix of a layer or, stacked, one of each layer and expert."""
+    return part in OF_LAYERS and sum(axis not in STACKING_AXES for axis in axes) == 2
+
+
+def is_matrix_of_layer(path, variable: nnx.Variable) -> bool:
+    """Whether the variable at this path of a model holds a matrix of a layer (`is_matrix`)."""
+    if variable.get_value() is None:
+        return False
+    first = str(getattr(path[0], "name", getattr(path[0], "key", "")))
+    return is_matrix(first, logical_axes(variable))
+
+
+def part(tree, matrices: bool):
+    """`tree` with None in place of all arrays but the layers' matrices (matrices=True), or in place
+    of these (matrices=False)."""
+
+    def one(path, variable):
+        if variable.get_value() is None or is_matrix_of_layer(path, variable) == matrices:
+            return variable
+        return variable.replace(None)
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
+
+
+def map_variables(function: Callable[..., tuple], *trees) -> tuple:
+    """Trees of the results, a tuple, of `function` of the variables at each place of `trees`. Where
+    the first tree has no array, the results have none either."""
+    leaves = [jax.tree.leaves(tree, is_leaf=is_variable) for tree in trees]
+    structure = jax.tree.structure(trees[0], is_leaf=is_variable)
+    rows = zip(*leaves, strict=True)
+    found = [function(*row) if row[0].get_value() is not None else None for row in rows]
+    count = max(len(row) for row in found if row is not None)
+    empty = [leaf.replace(None) for leaf in leaves[0]]
+    columns = zip(
+        *(row or (none,) * count for row, none in zip(found, empty, strict=True)), strict=True
+    )
+    return tuple(jax.tree.unflatten(structure, column) for column in columns)
+
+
+def without_matrix(variable: nnx.Variable, value, dims: int) -> nnx.Variable:
+    """A variable of `value`, whose shape has `dims` dimensions in place of the matrices of
+    `variable`. These are not sharded but by ZeRO-1; stacks are sharded as before."""
+    axes = (*variable.get_metadata("axes")[:-2], *[None] * dims)
+    return variable.replace(value, axes=axes, sizes=(), num_kv_heads=0)

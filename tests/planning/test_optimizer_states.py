@@ -1,0 +1,88 @@
+"""Bytes of masters and optimizer states by formulas against the real states, on every layout."""
+
+import math
+
+import jax
+import pytest
+from layouts import ALTERNATING, mesh_of, tiny
+from tables import thinned
+
+from maxmeg.config.model import DType, Norm, Position
+from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
+from maxmeg.optim.build import make_optimizer
+from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.workload import workload
+from maxmeg.state import abstract_state, parameter_rows
+
+EXPERTS = {"layers": "attention,mlp *(attention,moe)", "moe.num_experts": 4}
+LAYOUTS = {
+    "one device": {},
+    "fsdp": {"fsdp": 4},
+    "zero1": {"data": 4, "fsdp": 2},
+    "replicas": {"data": 4, "fsdp": 1, "zero1": False},
+    "tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "pipe": {"pipe": 2, "fsdp": 2, "tensor": 2},
+    "chunks": {"pipe": 2, "chunks": 2, "data": 2, "fsdp": 1},
+    "padded": {"pipe": 4, "data": 2, "fsdp": 1, "pad_layers": True},
+    "uneven": {"pipe": 2, "fsdp": 1, "first_stage_layers": 1},
+    "units": {"pipe": 2, "fsdp": 1, "chunk_layers": (1, 2)},
+    "experts": {"expert": 2, "tensor": 2, "data": 2, "fsdp": 1},
+    "whole experts": {"expert": 4, "tensor": 2, "fsdp": 2, "expert_tensor": 1},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_masters_and_optimizer_are_those_of_the_real_state(name):
+    parallel = {"fsdp": 1, **LAYOUTS[name]}
+    layers = 4 if name != "padded" else 5
+    model = {"num_layers": layers, "norm": Norm.layernorm, "position": Position.learned}
+    model["attention.num_kv_heads"] = 1
+    if name == "units":
+        model = model | ALTERNATING | {"position": Position.rotary}
+    if "experts" in name:
+        model = model | EXPERTS
+    config = tiny(model | {"max_position": 16}, {"micro_batch_size": 1}, **parallel)
+    mesh = mesh_of(config)
+    for optimizer, moments in ((Optimizer.adamw, 2), (Optimizer.sgd, 1)):
+        config.optim.optimizer = optimizer
+        state = abstract_state(config, make_optimizer(config.optim), mesh)
+        held = sum(row.bytes_per_device for row in parameter_rows(state.model))
+        found = device_memory(workload(config, mesh.size))
+        assert found["master weights"] == held
+        assert found["optimizer"] == moments * found["master weights"]
+    config.optim.optimizer = Optimizer.muon
+    state = abstract_state(config, make_optimizer(config.optim, mesh), mesh)
+    shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(state.optimizer)]
+    found = device_memory(workload(config, mesh.size))["optimizer"]
+    assert found == 4 * sum(math.prod(shape) for shape in shards) - 4  # the number of updates
+
+
+def bytes_on_a_device(tree) -> int:
+    """Of an abstract tree."""
+    arrays = jax.tree.leaves(tree)
+    return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in arrays)
+
+
+@pytest.mark.parametrize("name", thinned(LAYOUTS, 4))
+def test_small_states_are_those_of_the_real_state(name):
+    """Hidden size 320 and blocks of 107 to 128: devices share some, and not others."""
+    parallel = {"fsdp": 1, **LAYOUTS[name]}
+    model = {"num_layers": 4 if name != "padded" else 5, "hidden_size": 320}
+    model |= {"dtype": DType.bfloat16, "mlp.ffn_size": 642} | (EXPERTS if "experts" in name else {})
+    if name == "units":
+        model = model | ALTERNATING
+    config = tiny(model, {"micro_batch_size": 1}, **parallel)
+    mesh = mesh_of(config)
+    cases = [(Optimizer.adamw, Moments.float8), (Optimizer.muon, Moments.bfloat16)]
+    cases += [(Optimizer.lion, Moments.float32), (Optimizer.adafactor, Moments.float8)]
+    if not config.parallel.zero1 or name in ("units", "uneven"):  # matrices are whole
+        cases.append((Optimizer.soap, Moments.float8))
+    for optimizer, moments in cases:
+        config.optim = OptimConfig(optimizer, moments=moments, masters=Masters.remainders)
+        state = abstract_state(
+            config, make_optimizer(config.optim, mesh, config.parallel.zero1), mesh
+        )
+        found = device_memory(workload(config, mesh.size))
+        assert found["master weights"] == bytes_on_a_device((state.model, state.remainders))
+        counts = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state.optimizer))
+        assert found["optimizer"] == bytes_on_a_device(state.optimizer) - 4 * counts
