@@ -106,7 +106,8 @@ def test_the_report_holds_together(name):
     batch = config.train.global_batch_size
     padded = dataclasses.replace(model, vocab_size=model.padded_vocab_size(tensor))
     assert sum(found.parameters.values()) == num_parameters(padded)[0]
-    assert found.flops == training_flops(model, length, batch, tensor=tensor)
+    targets = config.data.max_targets
+    assert found.flops == training_flops(model, length, batch, tensor, max_targets=targets)
     assert found.step_seconds == found.compute_seconds + found.communication_seconds
     assert found.tokens_per_second == pytest.approx(batch * length / found.step_seconds)
     assert found.mfu == pytest.approx(found.flops / found.step_seconds / 64 / 989.4e12)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from layouts import tiny
+from layouts import of, tiny
 from tables import thinned
 
 from maxmeg.config.mixers import Activation, ExpertBackend, QkNorm
