@@ -29,6 +29,7 @@ from maxmeg.train import main
 
 TENSORWISE = Fp8Config(Fp8Recipe.tensorwise)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
+FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
 QUANTIZED = 2e-3  # of the loss of a model with random weights
 SAME_LOSS = 5e-3  # relative, of 8-bit and bfloat16 products after 300 steps
 MODELS = {
@@ -69,7 +70,9 @@ def alone(model: str) -> tuple[dict, dict]:
 @pytest.mark.parametrize(("model", "parallel", "micro"), LAYOUTS)
 def test_every_mesh_gives_the_same(model, parallel, micro):
     found = gradients(model, TENSORWISE, micro, **parallel)
-    assert_equal_but_rounding(found, alone(model), TOLERANCE, FLOOR)
+    scans = model in ("delta", "hybrid")  # they amplify rounding
+    assert_equal_but_rounding(found, alone(model), FLIPPED if scans else TOLERANCE, FLOOR)
+    assert found[0]["loss"] == pytest.approx(alone(model)[0]["loss"], rel=TOLERANCE)
 
 
 def test_products_are_quantized_and_little_else_changes():
@@ -116,7 +119,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     corpus = short_runs.write_corpus(tmp_path)
 
     def run(folder, steps):
-        config = short_runs.config(corpus, folder, steps, {}, {"fsdp": 2, "tensor": 2})
+        config = short_runs.config(corpus, folder, steps, {}, {"fsdp": 4, "tensor": 2})
         config.train.fp8 = TENSORWISE
         main(config)
 
