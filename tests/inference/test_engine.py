@@ -141,13 +141,13 @@ def log_softmax(logits_V):
 def check_greedy(kind: str, prompt, reply: Reply) -> None:
     """The tokens are those of whole forward passes, and so are the log-probabilities."""
     ids, name = prompt, reply.request.adapter
-    atol = MERGED if name else 1e-5
+    near = {"atol": MERGED if name else 1e-5, "rtol": 1e-5}
     for token, logprob, top in zip(reply.tokens, reply.logprobs, reply.top, strict=True):
         wanted_V = log_softmax(forward(kind)(ids, prompt, name)[-1])
         assert token == top[0][0] == np.argmax(wanted_V)
-        np.testing.assert_allclose(logprob, wanted_V[token], atol=atol)
+        np.testing.assert_allclose(logprob, wanted_V[token], **near)
         likeliest = np.argsort(-wanted_V)[:3]
-        np.testing.assert_allclose([x for _, x in top], wanted_V[likeliest], atol=atol)
+        np.testing.assert_allclose([x for _, x in top], wanted_V[likeliest], **near)
         ids = np.append(ids, token)
     assert len(ids) == len(prompt) + NEW and reply.reason == "length"
 
