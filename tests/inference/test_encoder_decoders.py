@@ -116,8 +116,10 @@ def test_few_pages_and_proposals_change_no_reply():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["T5 v1.0", "Megatron"])
-@pytest.mark.parametrize("parallel", [{"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 4}])
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [("T5 v1.0", {"data": 2, "fsdp": 2, "tensor": 2}), ("Megatron", {"fsdp": 4})],
+)
 def test_layouts_give_the_same_replies(name, parallel):
     found, wanted = (
         served.generate(SOURCES, Request(NEW, SAMPLED), 3)

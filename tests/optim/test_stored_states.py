@@ -153,8 +153,9 @@ def saver_of(folder) -> Checkpointer:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("optimizer", [Optimizer.adamw, Optimizer.muon])
+@pytest.mark.parametrize(
+    ("name", "optimizer"), zip(MESHES, (Optimizer.adamw, Optimizer.muon), strict=True)
+)
 def test_updates_on_a_mesh_are_those_of_one_device(name, optimizer):
     """Almost: where gradients differ by rounding, a code in a thousand is another one."""
     optim = {"optimizer": optimizer, "moments": Moments.float8}
