@@ -182,8 +182,8 @@ class DataConfig:
     )
     separate_queries: bool = setting(
         False,
-        "queries are rows of their own beside those of texts, which then have all of "
-        "sequence_length; for model.head.biencoder=separate",
+        "queries have rows of their own, and texts may use all of sequence_length; for "
+        "model.head.biencoder=separate",
         needs="objective=ict|retrieve",
     )
     titles: str = setting(
@@ -375,8 +375,8 @@ class DataConfig:
 
     @property
     def max_targets(self) -> int:
-        """Largest number of targets in a row; of masked ones a multiple of 8, which matrix products
-        are fast for."""
+        """Largest number of targets in a row. With objective=masked it is the number of masked
+        tokens, rounded up to a multiple of 8 for fast matrix products."""
         if self.objective is not Objective.masked:
             return self.sequence_length
         masked = max(1, round(MASKED_SHARE * self.sequence_length))
@@ -390,7 +390,7 @@ class DataConfig:
 
     @property
     def has_source(self) -> bool:
-        """Whether samples have a source: of an encoder-decoder, or queries in rows of their own."""
+        """Whether samples have a second row: an encoder-decoder's source, or a separate query."""
         return self.source_tokens > 0
 
     @property

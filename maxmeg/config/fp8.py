@@ -18,13 +18,13 @@ class Fp8Format(enum.Enum):
 
 @dataclasses.dataclass
 class Fp8Config:
-    """Which products of the layers round their operands to 8-bit floats."""
+    """Matrix products of 8-bit floats in the layers."""
 
     recipe: Fp8Recipe = setting(
         Fp8Recipe.none,
-        "tensorwise: projections of the layers multiply inputs, weights and gradients in 8 bits, "
-        "each with one scale; attention, embedding, output layer, router and norms do not; needs "
-        "GPUs from Ada or Hopper on (CPUs compute the same numbers, slowly)",
+        "tensorwise: the layers' projections multiply 8-bit inputs, weights and gradients, with "
+        "one scale per tensor; attention, embedding, output layer, router and norms stay in "
+        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it)",
         "--fp8-recipe",
     )
     format: Fp8Format = setting(

@@ -20,7 +20,7 @@ ENCODER_LAYERS = "*(attention,mlp)"  # model.layers of one encoder
 
 
 def two_encoders(num_layers: int) -> str:
-    """model.layers of an encoder of queries and one of texts, each with so many layers."""
+    """model.layers of a biencoder with two encoders, each of `num_layers` layers."""
     return f"{num_layers}(encoder_attention,encoder_mlp) {ENCODER_LAYERS}"
 
 

@@ -58,7 +58,7 @@ def changes(saved: ModelConfig, wanted: ModelConfig, folder: str) -> list[str]:
 
 
 def begins_twice(saved: ModelConfig, wanted: ModelConfig) -> bool:
-    """Whether two encoders begin with the weights of one."""
+    """Whether both encoders of a biencoder start from the weights of a single encoder."""
     kinds = saved.head.biencoder, wanted.head.biencoder
     return Biencoder.separate is kinds[1] is not kinds[0]
 

@@ -66,7 +66,7 @@ class SoapConfig:
     )
     kl: bool = setting(
         True,
-        "each factor is of gradients divided by the other one's eigenvalues (KL-Shampoo)",
+        "KL-Shampoo: weight the gradients in each factor by the inverse of the other factor",
         "--soap-use-kl-shampoo",
     )
 
@@ -75,7 +75,7 @@ class SoapConfig:
 class AdafactorConfig:
     """Adafactor; it does not read beta1, beta2 and eps."""
 
-    decay: float = setting(0.8, "second moments of step n have the decay 1 - n**-decay", above=0)
+    decay: float = setting(0.8, "exponent: step n decays second moments by 1 - n**-decay", above=0)
     clip: float = setting(1.0, "largest RMS of a matrix's update; 0: no limit", at_least=0)
     momentum: float = setting(
         0.0, "decay of the first moment; 0: none is stored", at_least=0, below=1

@@ -164,7 +164,7 @@ class OptimConfig:
     )
     beta1: float = setting(
         0.9,
-        "decay of Adam's first moment; Lion's share of the momentum in its sign",
+        "decay of Adam's first moment; with Lion, weight of the momentum in the update",
         "--adam-beta1, --lion-beta1",
         at_least=0,
         below=1,
@@ -180,20 +180,20 @@ class OptimConfig:
     momentum: float = setting(0.9, "SGD momentum", "--sgd-momentum", at_least=0, below=1)
     groups: tuple[str, ...] = setting(
         (),
-        "parameters with rates of their own, PATTERN:RATE:DECAY: names (with * and ?), factors of "
-        "learning rate and weight decay; the first that matches counts",
+        "PATTERN:RATE:DECAY multiplies learning rate and weight decay of the parameters whose "
+        "names match the pattern (with * and ?); the first match counts",
         "--decoupled-lr",
     )
     moments: Moments = setting(
         Moments.float32,
-        "dtype of the moments of matrices, stochastically rounded but in float32; float8 has a "
-        "scale for each block of 128",
+        "dtype in which moments of matrices are stored; bfloat16 and float8 round stochastically, "
+        "float8 has a scale for each block of 128 elements",
         "--exp-avg-dtype, --exp-avg-sq-dtype",
     )
     masters: Masters = setting(
         Masters.float32,
-        "float32 | remainders: bfloat16 weights and the 16 bits that their float32 masters have "
-        "beyond them; with model.dtype=bfloat16",
+        "float32 | remainders: store bfloat16 weights and the other 16 bits of their float32 "
+        "masters; needs model.dtype=bfloat16",
         "--use-precision-aware-optimizer",
     )
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)

@@ -95,7 +95,7 @@ class AttentionSpec(MixerSpec):
         return self.hidden_size * self.head_dim * heads
 
     def parts(self, length: int, memory_length: int) -> int:
-        """Number of parts, which attend by themselves, of rows of so many tokens."""
+        """Number of parts of a row of `length` tokens; tokens attend within their part only."""
         return 1
 
     def scores(self, length: int) -> int:

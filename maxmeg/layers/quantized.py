@@ -1,8 +1,8 @@
-"""Weights of projections as 8-bit codes, in the parameters that a step computes with.
+"""8-bit copies ("codes") of the layers' weights, which train.fp8 multiplies.
 
-The codes are made once a step: layers read them as they are, and fsdp gathers a byte for a weight.
-The weight itself stays beside them for its gradient alone. Nothing reads its value, so that XLA
-neither casts it to the compute dtype nor gathers it.
+A step quantizes the weights once, so that microbatches share the codes, and fsdp gathers one byte
+per weight. The weight stays in the model, because its gradient is computed as usual. Its value is
+not read: XLA neither casts it to the compute dtype nor gathers it.
 """
 
 import jax
@@ -20,8 +20,8 @@ MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 
 
 class Codes(nnx.Module):
-    """A weight [.., I, O] of a layer as 8-bit codes, sharded like it, and a scale for each layer,
-    which experts share."""
+    """The 8-bit copy of a weight [.., I, O], sharded like the weight, with one scale per layer. The
+    experts of a layer share a scale."""
 
     def __init__(self, weight: nnx.Variable, codes, scale, recipe: Recipe):
         self.codes = weight.replace(codes, frozen=True, exact=True)
@@ -29,7 +29,7 @@ class Codes(nnx.Module):
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
-        """x [.., T, I] times the weight, which itself gets the gradient alone."""
+        """x [.., T, I] times the codes; the gradient goes to `weight`."""
         return matmul(x, unshard_parameter(weight), *self.whole(), self.recipe)
 
     def whole(self) -> tuple[jax.Array, jax.Array]:
@@ -38,14 +38,14 @@ class Codes(nnx.Module):
 
 
 def recipe_of(config: Fp8Config) -> Recipe | None:
-    """None: nothing is quantized."""
+    """The recipe that the settings name; None: products are not quantized."""
     if config.recipe is Fp8Recipe.none:
         return None
     return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else "float8_e4m3fn")
 
 
 def check_device(device: Device) -> None:
-    """ValueError for a GPU that cannot multiply 8-bit floats. CPUs multiply wider ones instead."""
+    """ValueError for a GPU that cannot multiply 8-bit floats. CPUs multiply wider floats."""
     if device.is_cuda and (0, 0) < device.capability < ADA:
         major, minor = device.capability
         raise ValueError(
@@ -55,11 +55,11 @@ def check_device(device: Device) -> None:
 
 
 def with_codes(model, reductions, recipe: Recipe | None, before):
-    """(`model`, `reductions`) with Codes of the layers' matrices: of those that modules name in
-    `quantizable`, with sizes that cuBLAS multiplies.
+    """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
+    `quantizable`, except those with sizes that cuBLAS cannot multiply in 8 bits.
 
-    `model` is in the local view, where fsdp shards it, and ZeRO-1 its stack. recipe: None leaves
-    everything as it is. before: arrays that the collectives here follow.
+    model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
+    before: arrays on which the collectives here wait.
     """
     if recipe is None:
         return model, reductions
@@ -80,7 +80,7 @@ def with_codes(model, reductions, recipe: Recipe | None, before):
 
 
 def without_codes(gradients):
-    """The gradients for parameters from `with_codes`, with the structure of those before it."""
+    """`gradients` of a model from `with_codes`, with the structure of the model without codes."""
     gradients = _copy(gradients)
     for module in _modules(gradients):
         module.codes = {}
@@ -88,7 +88,7 @@ def without_codes(gradients):
 
 
 def _scales(weights: list[nnx.Variable], recipe: Recipe, before) -> list[jax.Array]:
-    """The scale of each weight, for each layer, over all devices with a part of it."""
+    """The scale of each weight and layer, the same on all devices that hold a part of it."""
     stacked = [weight.ndim - len(weight.get_metadata("axes")) for weight in weights]
     largest = [
         jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
@@ -119,7 +119,7 @@ def _has_matrices(node) -> bool:
 
 
 def quantized_matrices(model) -> list[tuple]:
-    """(module, name) of each matrix that is quantized; of fused ones, the first has them all."""
+    """(module, attribute) of each matrix to quantize; fused projections count as one matrix."""
     named = [(module, name) for module in _modules(model) for name in module.quantizable]
     return [(module, name) for module, name in named if _is_quantized(getattr(module, name))]
 

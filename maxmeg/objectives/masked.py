@@ -43,8 +43,8 @@ def further(
 
 
 def targets_only(h_BLD: jax.Array, batch: Batch) -> tuple[jax.Array, Batch]:
-    """(the hidden states of the device's masked tokens, their targets and mask in the batch), with
-    unmasked tokens where a row has fewer than `batch.max_targets`."""
+    """Return the hidden states [B, P, D] of P tokens of each row, the masked ones among them, and
+    the batch with their targets and mask [B, P]. P = batch.max_targets, at most L."""
     count = min(batch.max_targets, h_BLD.shape[1])
     places_BP = jax.lax.top_k(batch.loss_mask, count)[1]
     targets_BP, mask_BP = (

@@ -32,8 +32,8 @@ class AdafactorState(typing.NamedTuple):
 
 
 def scale_by_adafactor(config: AdafactorConfig) -> optax.GradientTransformation:
-    """Gradients -> directions: g / sqrt(v), where v has the decay 1 - count**-config.decay, limited
-    to an RMS of `clip` for each matrix."""
+    """The optax transform from gradients to update directions g / sqrt(v). The decay of v is
+    1 - count**-config.decay; `clip` limits the RMS of each matrix's update."""
 
     def init(params) -> AdafactorState:
         def one(p: nnx.Variable) -> tuple:

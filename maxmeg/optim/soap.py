@@ -22,10 +22,9 @@ from maxmeg.parallel.trainable import joined
 
 
 class SoapState(typing.NamedTuple):
-    """count: of updates. mu, nu: AdamW's moments, those of matrices in the eigenbases. left
-    [..., m, m], right [..., n, n]: means of G G^T and G^T G or, with soap.kl, of G R^-1 G^T / n
-    and G^T L^-1 G / m; left_basis, right_basis: their
-    eigenvectors, in columns."""
+    """count: number of updates. mu, nu: AdamW's moments, for matrices in the eigenbases. left
+    [..., m, m], right [..., n, n]: running means of G G^T and G^T G or, with soap.kl, of
+    G R^-1 G^T / n and G^T L^-1 G / m. left_basis, right_basis: their eigenvectors, as columns."""
 
     count: jax.Array
     mu: typing.Any
@@ -37,7 +36,7 @@ class SoapState(typing.NamedTuple):
 
 
 def scale_by_soap(config: OptimConfig, mesh: Mesh | None = None) -> optax.GradientTransformation:
-    """Gradients -> directions. mesh: of the masters; None: one device has all."""
+    """The optax transform from gradients to update directions. mesh: None is a single device."""
     beta1, beta2, factor_beta = config.beta1, config.beta2, config.soap.factor_beta
 
     def init(params) -> SoapState:
@@ -113,7 +112,7 @@ def transposed(x: jax.Array) -> jax.Array:
 
 
 def eigenvalues(factor: jax.Array, basis: jax.Array) -> jax.Array:
-    """[..., m]: those of symmetric matrices [..., m, m], in nearly their eigenbases."""
+    """Eigenvalues [..., m] of symmetric matrices [..., m, m], from approximate eigenvectors."""
     return jnp.sum(basis * (factor @ basis), axis=-2)
 
 

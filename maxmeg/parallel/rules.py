@@ -73,7 +73,7 @@ def logical_axes(variable: nnx.Variable) -> tuple[str | None, ...]:
 
 
 def has_matrices(variable: nnx.Variable) -> bool:
-    """Whether the variable is a matrix, or a stack of them, and not of vectors or scalars."""
+    """Whether the variable is a matrix or a stack of matrices, not of vectors or scalars."""
     axes = variable.get_metadata("axes")
     return sum(axis not in STACKING_AXES for axis in axes) >= 2
 
@@ -198,7 +198,7 @@ def zero1_cut(variable: nnx.Variable, mesh: Mesh) -> Cut | None:
 
 
 def parameter_shape(variable: nnx.Variable) -> tuple[int, ...]:
-    """The shape of a variable, or of the parameter for whose moment it holds scales."""
+    """The shape of the variable or, if it holds the scales of a moment, of that moment."""
     shape = variable.shape
     if block := variable.get_metadata().get(BLOCK_SIZE):
         return (*shape[:-1], shape[-1] * block)

@@ -13,8 +13,8 @@ from maxmeg.data.tokenizers.tokenizer import Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Lengths:
-    """Tokens of a row, and at most of its query and of each of its texts. separate: queries are not
-    in the rows of their texts."""
+    """Numbers of tokens. row: of a row. query, text: the most of a query and of a text. separate:
+    whether queries have rows of their own."""
 
     row: int
     query: int
