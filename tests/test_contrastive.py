@@ -103,6 +103,7 @@ def test_layout_equals_one_device(one_device, parallel):
     assert_equal_but_rounding(gradients(parallel), one_device, TOLERANCE, FLOOR)
 
 
+@pytest.mark.slow
 def test_two_encoders_with_the_same_weights_are_one(one_device):
     """The gradients of both add up to those of the one, and each has a part of its own."""
     values, found, *_ = gradients({"fsdp": 1}, separate=True, weights=one_device[2])
@@ -122,6 +123,7 @@ def test_two_encoders_on_a_layout_equal_one_device(two_encoders_on_one_device, p
     assert_equal_but_rounding(found, two_encoders_on_one_device, TOLERANCE, FLOOR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [False, True])
 def test_each_encoder_alone_computes_its_vectors(two_encoders_on_one_device, queries):
     *_, model, batch = two_encoders_on_one_device

@@ -20,6 +20,7 @@ from layouts import (
     tiny_abstract,
     tiny_batch,
 )
+from tables import thinned
 
 from maxmeg.config.model import DType, Norm, Position
 from maxmeg.config.parallel import GradientDType, Schedule
@@ -229,7 +230,7 @@ def program(step: str) -> tuple[list, set, set, collections.Counter]:
     return list(equations(traced.jaxpr.jaxpr)), shapes, stacked, gathered
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", thinned(STEPS, 3))
 def test_the_dtype_of_every_collective_and_sum(step):
     found = set()
     for equation in program(step)[0]:

@@ -130,11 +130,12 @@ def bytes_of(tree) -> int:
     return sum(int(np.prod(shape)) * dtype.itemsize for shape, dtype in shards)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     [
         {"data": 2, "fsdp": 2},
-        pytest.param({"pipe": 2, "fsdp": 1, "data": 2}, marks=pytest.mark.slow),
+        {"pipe": 2, "fsdp": 1, "data": 2},
     ],
 )
 def test_the_frozen_base_has_no_gradients_or_moments(parallel):

@@ -62,6 +62,7 @@ def test_packed_chats_have_the_losses_of_single_ones(files, tmp_path):
     assert packed_loss == pytest.approx(loss, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_logits_has_the_gradients_of_the_built_in_one_on_a_sharded_vocabulary():
     def cross_entropy(logits_BLV, batch):
         chosen_BL1 = jnp.take_along_axis(logits_BLV, batch.targets[..., None], axis=-1)

@@ -120,6 +120,7 @@ def test_the_compiled_section_is_reported(capsys, compiled):
     assert "__cudnn$fmhaSoftmax  4,096" in out and "async" in out
 
 
+@pytest.mark.slow
 def test_search_ranks_and_compiles_the_best_three(capsys, tmp_path: Path, compiled):
     run("175b", "--hardware=h100x64", "--search", "--compile", f"--json={tmp_path}/a")
     out = capsys.readouterr().out

@@ -256,7 +256,7 @@ def collectives(hlo: str, kind: str, in_loops: bool) -> int:
     return count
 
 
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("zero1", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_are_reduced_once_whatever_the_number_of_microbatches(zero1):
     kind = "reduce-scatter" if zero1 else "all-reduce"
     layout = {"data": 4, "fsdp": 1, "zero1": zero1}

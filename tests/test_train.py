@@ -349,6 +349,7 @@ def test_a_bad_step_changes_nothing(corpus, tmp_path, transient, monkeypatch, ca
     assert [row["skipped"] for row in rows] == [float(i == bad and not transient) for i in range(6)]
 
 
+@pytest.mark.slow
 def test_training_outlives_a_failing_save(corpus, tmp_path, caplog, capsys):
     (tmp_path / "checkpoints").write_text("in the way")
     config = small(corpus, tmp_path)

@@ -88,6 +88,7 @@ def write(path, data):
     path.unlink() if data is None else path.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_no_damage_to_the_newest_manifest_stops_a_resume_or_a_load(run, caplog):
     caplog.set_level(logging.CRITICAL, "maxmeg")
     path, abstract, checkpoints = manifest_of(run, 2), abstract_of(), run / CHECKPOINTS

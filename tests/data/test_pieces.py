@@ -229,6 +229,7 @@ def test_a_file_that_is_written_meanwhile_is_noticed(tmp_path):
     assert not list(tmp_path.glob("out*.*in")) and not list(tmp_path.glob("out*.idx"))
 
 
+@pytest.mark.slow
 def test_killed_at_any_point_it_goes_on_to_the_same_bytes(tmp_path):
     """SIGKILL: what is there is whole, and the same command ends as an unbroken run does."""
     path, output = tmp_path / "a.jsonl", tmp_path / "out"

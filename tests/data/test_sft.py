@@ -223,6 +223,7 @@ def test_what_cannot_be_opened(files, tmp_path):
     assert Config().data.objective is Objective.gpt
 
 
+@pytest.mark.slow
 def test_processes_make_the_same_files(files, tmp_path, monkeypatch):
     monkeypatch.setattr("maxmeg.data.chat.answers._ROWS_AT_ONCE", 4)
     tokenizer, made = load_tokenizer("bytes"), []

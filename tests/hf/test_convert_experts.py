@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hf_cases import sparse
 from hf_folders import BF16, assert_same_tensors, convert_in, random_tensors, write_tensors
+from tables import thinned
 
 from maxmeg.checkpoint.stream import StreamReader
 from maxmeg.config.model import DType
@@ -37,7 +38,7 @@ def make_folder(folder, name, **changes):
     return config, tensors
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", thinned(CASES, 3))
 def test_import_and_export_return_the_same_bits(tmp_path, name):
     config, tensors = make_folder(tmp_path / "hf", name)
     report = convert_in(tmp_path / "hf", tmp_path / "run")

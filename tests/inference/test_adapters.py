@@ -53,6 +53,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
     return {"base": base, **runs, "peft": peft}
 
 
+@pytest.mark.slow
 def test_replies_are_those_of_the_runs_with_the_adapters(folders):
     base, *adapters = folders
     served = maxmeg.engine(folders[base], adapters={name: folders[name] for name in adapters})

@@ -130,6 +130,7 @@ def test_layouts_give_the_same_replies(name, parallel):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_sources_are_texts(tmp_path):
     """Sentinels and the end of a source are tokens; a saved run, here rounded, writes text too."""
     model = maxmeg.LanguageModel.of(trained(QUICK))

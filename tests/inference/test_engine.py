@@ -171,6 +171,7 @@ def test_greedy_replies_are_those_of_repeated_forward(kind):
     assert served.programs.compiled() == 2
 
 
+@pytest.mark.slow
 def test_replies_of_the_base_model_have_the_same_bits_without_adapters():
     without = Engine(trained(), **SMALL)
     for sampling in (GREEDY, SAMPLED):
@@ -438,6 +439,7 @@ def test_many_requests_compile_nothing_and_lose_no_page():
     assert pages.available == served.programs.size.pages
 
 
+@pytest.mark.slow
 def test_a_bfloat16_cache_is_not_converted_on_a_cpu():
     """XLA would make a float32 copy of the whole pool in every step."""
     config = tiny({"max_position": LENGTH, "dtype": DType.bfloat16}, fsdp=1)
@@ -454,6 +456,7 @@ def test_a_bfloat16_cache_is_not_converted_on_a_cpu():
     assert len(served.generate([PROMPTS[0]], Request(3, GREEDY))[0].tokens) == 3
 
 
+@pytest.mark.slow
 def test_text_ends_with_its_document():
     config = tiny({"vocab_size": 257})
     config.parallel.fsdp, config.model.max_position = 1, 16

@@ -124,6 +124,7 @@ def test_proposals_change_no_reply(kind, parallel):
         assert ahead.programs.compiled() == 2
 
 
+@pytest.mark.slow
 def test_mtp_layers_with_states_make_no_proposals(monkeypatch):
     states = {"mtp.layers": "mamba,mlp", "mamba.num_heads": 4, "mamba.num_groups": 1}
     monkeypatch.setitem(KINDS, "states", KINDS["grouped"] | states)

@@ -13,6 +13,7 @@ from mixer_cases import (
     check_mesh,
     randomized,
 )
+from tables import thinned
 
 from maxmeg.layers.mamba import Mamba, MambaSpec
 from maxmeg.layers.norm import NormSpec
@@ -81,7 +82,7 @@ def defined(layer: Mamba, x_LD: np.ndarray) -> np.ndarray:
     return y @ numbers(layer.out.weight) + numbers(layer.out.bias)
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", thinned(SPECS, 3))
 def test_documents_have_the_output_of_the_definition_alone(name):
     layer = randomized(Mamba(jax.random.key(0), SPECS[name]))
     for segments_BL in (np.ones((B, L), int), SEGMENTS):
@@ -91,7 +92,7 @@ def test_documents_have_the_output_of_the_definition_alone(name):
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("groups", {"fsdp": 2, "tensor": 4}),
+        pytest.param("groups", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.slow),
         ("falcon", {"tensor": 4}),
         pytest.param("groups", {"tensor": 8}, marks=pytest.mark.slow),
         pytest.param("one group", {"tensor": 2}, marks=pytest.mark.slow),

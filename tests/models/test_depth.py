@@ -1,5 +1,6 @@
 """Programs do not grow with the number of layers where these repeat."""
 
+import pytest
 from layouts import mesh_of, tiny
 
 from maxmeg.planning.compile import abstract_step
@@ -15,5 +16,6 @@ def lines(num_layers: int) -> int:
     return step.lower(*arguments).as_text().count("\n")
 
 
+@pytest.mark.slow
 def test_the_step_of_96_layers_is_as_long_as_that_of_12():
     assert lines(96) <= MOST * lines(12)

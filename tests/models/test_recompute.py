@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tables import thinned
 
 from maxmeg.config.mixers import Activation, QkNorm
 from maxmeg.config.model import ModelConfig, Norm
@@ -68,7 +69,7 @@ def kept(kind: str, recompute: str, L: int = L) -> tuple[float, float]:
     return (total - parameters) / (B * L * D), LAYERS * width / D
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_only_results_of_matrix_products_are_kept(kind):
     full, _ = kept(kind, "full")
     minimal, needed = kept(kind, "minimal")
@@ -165,7 +166,8 @@ def gradient_program(kind: str, recompute: str, scan_layers: bool, **more: int):
     return products, jax.tree.leaves(compiled(model, jax.tree.map(jnp.asarray, batch)))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "gpt"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_the_compiled_program_recomputes_and_gradients_are_the_same(kind):
     """Selective: attention's two products of every layer again. Full: all but a unit's last."""
     layers, per_layer = sum(UNITS[kind]), PRODUCTS[kind]
@@ -195,6 +197,7 @@ def test_each_layer_of_an_iteration_recomputes():
         np.testing.assert_allclose(a, b, atol=TOLERANCE * np.abs(np.asarray(b)).max())
 
 
+@pytest.mark.slow
 def test_a_cache_is_the_same_with_and_without_the_loop():
     x_BLD = jax.random.normal(jax.random.key(1), (B, 8, D))
     size = cached.size_of(B, 8)

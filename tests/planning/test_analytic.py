@@ -95,7 +95,7 @@ def test_bubble_is_the_tables(name):
 
 
 @pytest.mark.parametrize(
-    "name", thinned((n for n in ARCHITECTURES if not architecture(n).has_source), 4)
+    "name", thinned((n for n in ARCHITECTURES if not architecture(n).has_source), 8)
 )
 def test_the_report_holds_together(name):
     cluster = parse_cluster("h200x64")

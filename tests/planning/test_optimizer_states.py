@@ -31,7 +31,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", thinned(LAYOUTS, 2))
 def test_masters_and_optimizer_are_those_of_the_real_state(name):
     parallel = {"fsdp": 1, **LAYOUTS[name]}
     layers = 4 if name != "padded" else 5

@@ -127,6 +127,7 @@ def test_chunks_need_microbatches_in_rounds():
     assert {order["chunks"] for order in orders(config, 16, 33)} == {1}
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_fit_reports_the_excess_and_the_gpus_needed():
     cluster = parse_cluster("h100x8")
     with pytest.raises(ValueError, match="does not fit 8 h100 under any layout") as error:
@@ -185,6 +186,7 @@ def test_sequences_are_divided_where_they_are_long_or_more_than_the_batch():
     assert found == {2, 4, 8}  # a strategy needs context
 
 
+@pytest.mark.slow
 def test_one_long_sequence_is_divided_over_all_gpus():
     config, cluster = of("llama3-8b", 1), parse_cluster("h100x8")
     config.data.sequence_length = config.model.max_position = 131072
@@ -205,6 +207,7 @@ def test_experts_lie_along_context_too():
     assert {one.expert_axis for one in found} == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_experts_are_spread_where_that_is_faster():
     config = of("345m", 32)
     config.model.num_layers, config.model.layers = 4, "*(attention,moe)"
