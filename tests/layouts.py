@@ -57,11 +57,10 @@ CONVOLUTIONS = {
     "layers": "*(conv,mlp attention,mlp)",
     "conv.kernel_size": 4,
     "conv.bias": True,
-    "dropout_hidden": 0.1,
 }
 
 DELTA = {
-    "num_layers": 3,
+    "num_layers": 2,
     "layers": "*(gated_delta,mlp attention,mlp)",
     "attention.output_gate": True,
     "delta.num_heads": 8,
@@ -70,7 +69,6 @@ DELTA = {
     "delta.value_size": 4,
     "delta.kernel_size": 3,
     "delta.chunk": 4,
-    "dropout_hidden": 0.1,
 }
 KDA = {
     "num_layers": 2,
@@ -92,7 +90,6 @@ HYBRID = {
     "mamba.output_scale": 0.8,
     "residual_scale": 0.7,
     "logit_scale": 0.5,
-    "dropout_hidden": 0.1,
 }
 
 

@@ -22,7 +22,10 @@ SHOWN = {  # a part of what each prints
 }
 ARGUMENTS = {"long_context.py": ["4096"]}
 SCRIPTS = {  # flags that make it shorter, and a part of what it prints; None: needs other programs
-    "experts.sh": (["--train.num_steps=2"], r"expert load: (.*\n)*mixtral-8x7b on 64 x h100"),
+    "experts.sh": (
+        ["--train.num_steps=2", "--log.sample_prompt="],
+        r"expert load: (.*\n)*mixtral-8x7b on 64 x h100",
+    ),
     "export_and_vllm.sh": ([], r"exported/ is ready|Uvicorn"),
     "lora_chat.sh": None,  # run in tests/oracle/test_real_weights.py
     "from_megatron.sh": None,  # run in tests/oracle/test_megatron_oracle.py

@@ -1,4 +1,4 @@
-"""A run that is killed a dozen times at random ends in the bits of a run that was not."""
+"""A run that is killed six times at random ends in the bits of a run that was not."""
 
 import multiprocessing
 import random
@@ -11,7 +11,7 @@ from short_runs import config, curve, digests, write_corpus
 
 from maxmeg.config.schema import Config
 
-KILLS, STEPS = 12, 40
+KILLS, STEPS = 6, 24
 SOON = 0.2  # seconds from a chosen step to the kill, at most
 
 

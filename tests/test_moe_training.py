@@ -60,8 +60,6 @@ MODELS = {
     },
 }
 DENSE = {"layers": "*(attention,mlp)"}
-TIGHT = {"expert_exchange": ExpertExchange.ragged, "expert_buffer": 1.0}  # several rounds
-WIDE = {"expert_buffer": 3.0}  # one
 # The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
 QUICK = [
     (
@@ -84,14 +82,8 @@ SLOW = [
     ),
     (
         "deepseek",
-        {"expert": 4, "fsdp": 1, "tensor": 4, "expert_tensor": 2, **TIGHT},
-        {"recompute": "full"},
-        2,
-    ),
-    (
-        "deepseek",
         {"pipe": 2, "expert": 4, "fsdp": 1, "tensor": 2, "schedule": Schedule.zero_bubble}
-        | {"expert_tensor": 1, "expert_nodes": 2, **WIDE},
+        | {"expert_tensor": 1, "expert_nodes": 2, "expert_buffer": 3.0},
         {},
         2,
     ),

@@ -47,15 +47,10 @@ MODELS = {
     "hybrid": HYBRID,
 }
 LAYOUTS = [
-    ("llama", {"data": 8, "fsdp": 1, "zero1": False}, {}),
     ("llama", {"data": 8, "fsdp": 1}, {"micro_batch_size": 1}),
-    ("llama", {"fsdp": 8}, {"micro_batch_size": 1}),
     ("llama", {"fsdp": 1, "tensor": 8}, {}),
-    ("llama", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("alternating", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
     ("convolutions", {"data": 2, "fsdp": 2, "tensor": 2}, {"micro_batch_size": 2}),
-    ("convolutions", {"fsdp": 1, "tensor": 8}, {}),
-    ("delta", {"fsdp": 1, "tensor": 8}, {}),
     (
         "delta",
         {"fsdp": 2, "context": 2, "fsdp_context": True, "tensor": 2},
@@ -63,9 +58,7 @@ LAYOUTS = [
     ),
     ("kda", {"fsdp": 2, "context": 2, "tensor": 2}, {}),
     ("hybrid", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
-    ("everything", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
-    ("everything", {"fsdp": 2, "tensor": 4}, {"loss_backend": LossBackend.tiled}),
     (
         "everything",
         {"fsdp": 2, "context": 2, "fsdp_context": True, "tensor": 2},
@@ -90,7 +83,6 @@ def gradients(model: str | dict, parallel: dict, train: dict, dtype: DType = DTy
 
 
 OVERLAPPED = [
-    ("llama", {"fsdp": 2, "tensor": 4}),
     ("everything", {"data": 2, "fsdp": 1, "tensor": 2}),
     ("llama", {"fsdp": 2, "tensor": 2, "pipe": 2, "schedule": Schedule.zero_bubble}),
 ]
@@ -175,10 +167,9 @@ def unrolled(unroll: int, mesh: tuple) -> tuple[float, dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unroll", [2, 3])
 @pytest.mark.parametrize(
-    "parallel",
-    [{"fsdp": 1}, {"pipe": 2, "fsdp": 1, "pad_layers": True}, {"fsdp": 2, "tensor": 2}],
+    ("parallel", "unroll"),
+    [({"pipe": 2, "fsdp": 1, "pad_layers": True}, 3), ({"fsdp": 2, "tensor": 2}, 2)],
 )
 def test_layers_per_iteration_change_no_gradient(parallel, unroll):
     """Of 7 repeats one is left over."""

@@ -76,7 +76,7 @@ MESHES = [
 
 
 def grid() -> list:
-    """Every schedule on every mesh of two stages and one of four; recompute modes and 1, 2 or 4
+    """Every schedule on a mesh of two stages and one of four; recompute modes and 1, 2 or 4
     microbatches a stage in turn. One microbatch with a weight lane, which writes shards of ZeRO-1
     once, on stages that differ; two without a pipeline and without a loop over layers, whose ticks
     follow each other."""
@@ -85,12 +85,12 @@ def grid() -> list:
     twice = ("llama", {"fsdp": 2}, {"scan_layers": False}, BATCH // 4)
     cases: list = [pytest.param(*case, marks=pytest.mark.slow) for case in (once, twice)]
     for i, (order, settings) in enumerate(ORDERS.items()):
-        for j, mesh in enumerate([*MESHES[:3], MESHES[3 + i % 3]]):
+        for j, mesh in enumerate([MESHES[2 - i % 3], MESHES[2 + i]]):
             recompute = list(POLICIES)[(i + j) % 3]
             rounds = (1, 2, 4)[(i + j // 2) % 3]
             micro = BATCH // (mesh["pipe"] * rounds * mesh["fsdp"])
             if micro * mesh["pipe"] * rounds * mesh["fsdp"] == BATCH:
-                kept = order == "zero_bubble" and j == 2  # the one among the quick tests
+                kept = order == "interleaved" and j == 0  # the one among the quick tests
                 case = ("llama", mesh | settings, {"recompute": recompute}, micro)
                 cases.append(case if kept else pytest.param(*case, marks=pytest.mark.slow))
     return cases
@@ -100,11 +100,8 @@ def layer_by_layer() -> list:
     """One, two and four microbatches without a pipeline; every schedule; stages that differ."""
     uneven = {"pipe": 2, "fsdp": 1, "chunk_layers": (3, 5)}
     slow = [
-        ({"fsdp": 1}, {}, 4),
         ({"fsdp": 2}, {"recompute": "full"}, 2),
-        ({"fsdp": 2, "tensor": 2}, {}, 1),
         ({"fsdp": 2}, {"scan_layers": False}, 1),
-        ({"pipe": 2, "fsdp": 1} | ORDERS["gpipe"], {}, 1),
         ({"pipe": 2, "fsdp": 2} | ORDERS["zero_bubble"], {}, 1),
         (uneven, {}, 1),
     ]
@@ -238,7 +235,6 @@ def test_auxiliary_values_are_combined_by_their_kind(order, layers):
     ("model", "order"),
     [
         ("alternating", "1f1b"),
-        ("convolutions", "zero_bubble"),
         ("convolutions", "gpipe"),
         ("hybrid", "zero_bubble"),
     ],

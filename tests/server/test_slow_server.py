@@ -21,7 +21,7 @@ from tiny_servers import LENGTH, make_run, serving
 pytestmark = pytest.mark.slow
 ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # the model cannot end its reply
 CHAT = [{"role": "user", "content": "Hi"}]
-REQUESTS, FIRST = 1000, 300
+REQUESTS, FIRST = 400, 150
 GROWTH = 2**23  # bytes of memory after the first of them
 GONE, REFUSED, LONG, RULED, STREAMED = (0, 5), (1,), (2,), (3,), (4, 5)  # number % 10
 BAD = (
@@ -124,7 +124,7 @@ def resident_bytes(server) -> int:
     return pages * resource.getpagesize()
 
 
-def test_a_thousand_requests_leave_nothing_behind(run):
+def test_four_hundred_requests_leave_nothing_behind(run):
     """Of all kinds, and some clients go away: replies are those alone, nothing fails, compiles or
     stays in the cache or in memory."""
     with (
@@ -162,7 +162,7 @@ def test_curl(server):
 def test_no_request_makes_a_server_error(server, tmp_path):
     """schemathesis, from the schema that the server publishes."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-    command += ["--checks=not_a_server_error", "--max-examples=60", "--seed=1", "--no-color"]
+    command += ["--checks=not_a_server_error", "--max-examples=20", "--seed=1", "--no-color"]
     command += ["--phases=examples,coverage,fuzzing"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-1000:]
