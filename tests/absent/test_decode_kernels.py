@@ -7,7 +7,8 @@ from maxmeg.kernels.decode_attention import TUNED_SHAPES
 
 MULTIPROCESSOR = 233_472  # bytes of shared memory, of which every program takes RESERVED more
 RESERVED = 1024
-NAMES = list(TUNED_SHAPES)
+SHORTER = ("llama-256x1k", "llama-256x4k", "llama-8x32k")  # the kernel of other lengths
+NAMES = [name for name in TUNED_SHAPES if name not in SHORTER]
 # A window and a chunk are bounds that the kernel is given: the second is the program of the first.
 TWINS = {"llama4-64x32k-chunks": "mistral-64x32k-window"}
 

@@ -24,7 +24,7 @@ from maxmeg.state import abstract_state
 
 parallel = ParallelConfig(data=2, fsdp=1, tensor=2, zero1=False)
 config = use_architecture(Config(parallel=parallel), "{name}")
-config.model.num_layers = 4
+config.model.num_layers = 3
 config.model.mtp.num_layers = {mtp}
 mesh = make_mesh(axis_sizes(parallel, 4), absent_gpus("h100", 4))
 model = abstract_state(config, make_optimizer(config.optim), mesh).model

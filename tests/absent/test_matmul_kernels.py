@@ -5,8 +5,8 @@ from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
 from maxmeg.kernels.grouped_matmul import TUNED_SHAPES
 from maxmeg.kernels.mosaic import CONSUMER_REGISTERS
 
-GROUPED = list(TUNED_SHAPES)
-FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8", "qwen3-32k-fp8"]
+GROUPED = ["mixtral-8k", "deepseek-64k", "qwen3-down-32k"]
+FP8 = ["mixtral-8k-fp8", "deepseek-64k-fp8"]
 ORDERS = ["MK-KN", "MK-NK", "KM-KN", "KM-NK"]
 
 COMPILE = """
