@@ -48,6 +48,7 @@ class Embedder:
     def __init__(
         self, trained: Trained, few: bool = False, longest: int = 0, queries: bool = False
     ) -> None:
+        self.biencoder = trained.config.model.head.biencoder
         trained = one_encoder(trained, queries)
         self.trained, self.model = trained, trained.config.model
         check_alone(self.model)
@@ -57,7 +58,7 @@ class Embedder:
         roles = trained.tokenizer.cls, trained.tokenizer.sep
         self.ends = tuple([] if role is None else [role] for role in roles)  # around a text
         head, self.shards = self.model.head, batch_shards(trained.mesh)
-        self.is_biencoder = head.biencoder is not Biencoder.none
+        self.is_biencoder = self.biencoder is not Biencoder.none
         self.default: Pooling = VECTOR if self.is_biencoder else "mean"
         self.width = head.width or self.model.hidden_size
         function = vectors if self.is_biencoder else pooled
@@ -92,10 +93,9 @@ class Embedder:
             raise ValueError(f"pooling={pooling!r} is not one of {', '.join(POOLINGS)}")
         if (pooling == VECTOR) != self.is_biencoder:
             able = VECTOR if self.is_biencoder else ", ".join(n for n in POOLINGS if n != VECTOR)
-            what = self.model.head.biencoder.name
             raise ValueError(
-                f"pooling={pooling!r} is not for a model with model.head.biencoder={what}: "
-                f"choose {able}"
+                f"pooling={pooling!r} is not for a model with model.head.biencoder="
+                f"{self.biencoder.name}: choose {able}"
             )
         if pooling == "pooler" and not self.model.bert.pooler:
             raise ValueError("pooling='pooler': the model has no pooler: choose mean or first")

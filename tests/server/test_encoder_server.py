@@ -7,10 +7,14 @@ from tiny_servers import make_run, serving
 
 import maxmeg
 from maxmeg import serve
+from maxmeg.config.head import Biencoder, two_encoders
+from maxmeg.config.model import Position
 from maxmeg.config.options import Serve
 
 ROOM, WIDTH = 64, 32
 ENCODER = {"attention.causal": False, "max_position": ROOM, "bert.pooler": True}
+TWO = {"head.biencoder": Biencoder.separate, "layers": two_encoders(2), "num_layers": 4}
+TWO |= {"attention.causal": False, "max_position": ROOM, "position": Position.learned, "tied": True}
 BAD = [
     ({"input": "a", "unknown": 1}, 400, "unknown"),
     ({"input": []}, 400, "0 texts: give 1 to 2048"),
@@ -20,6 +24,7 @@ BAD = [
     ({"input": [99999]}, 400, "vocabulary"),
     ({"input": "a", "dimensions": 8}, 400, "have 32 numbers"),
     ({"input": "a", "pooling": "last"}, 400, "pooling"),
+    ({"input": "a", "input_type": "passage"}, 400, "input_type"),
     ({"input": "a", "model": "other"}, 404, "'other' is not served, only 'tiny'"),
     (b"{", 400, "JSON"),
 ]
@@ -79,3 +84,18 @@ def test_what_an_encoder_does_not_have(server):
 def test_options_of_generation_are_refused(run):
     with pytest.raises(ValueError, match=r"--lanes, --log: the model is bidirectional"):
         serve.main(Serve(run_dir=str(run), port=0, lanes=2, log="log"))
+
+
+@pytest.mark.slow
+def test_queries_have_an_encoder_of_their_own(tmp_path):
+    run, texts = make_run(tmp_path, **TWO), ["one", "a longer 😀"]
+    model = maxmeg.load(run)
+    vectors = {"document": model.embed(texts), "query": model.embed(texts, queries=True)}
+    assert np.abs(vectors["query"] - vectors["document"]).max() > 0.1
+    with serving(run, sizes=()) as server:
+        for kind, wanted in vectors.items():
+            answer = server.ask("/v1/embeddings", {"input": texts, "input_type": kind})
+            found = [each["embedding"] for each in answer.json["data"]]
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+        answer = server.ask("/v1/embeddings", {"input": "a", "pooling": "mean"})
+        assert answer.status == 400 and "biencoder=separate" in answer.text
