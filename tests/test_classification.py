@@ -55,7 +55,6 @@ ENCODER = {
 CASES = [
     pytest.param(Objective.classify, {"pipe": 2, "tensor": 2, "fsdp": 2}, 4, marks=SLOW),
     pytest.param(Objective.tag, {"data": 2, "fsdp": 1, "context": 2, "tensor": 2}, 2, marks=SLOW),
-    pytest.param(Objective.choose, {"pipe": 2, "tensor": 2, "fsdp": 2}, 4, marks=SLOW),
 ]
 
 

@@ -44,7 +44,6 @@ ADAPTERS = {
 }
 COUNTS = {"llama": 7, "everything": 2}
 LAYOUTS = [
-    ("everything", {"pipe": 2, "fsdp": 2, "chunks": 2}, {"recompute": "full"}, 2),
     ("llama", {"pipe": 4, "fsdp": 1, "data": 2, "pad_layers": True}, {"num_layers": 5}, 2),
     (
         "everything",

@@ -14,8 +14,6 @@ from layouts import (
     CONVOLUTIONS,
     DELTA,
     EVERYTHING,
-    HYBRID,
-    KDA,
     controls,
     mesh_of,
     tiny,
@@ -43,8 +41,6 @@ MODELS = {
     "alternating": ALTERNATING | {"attention.num_kv_heads": 4},
     "convolutions": CONVOLUTIONS,
     "delta": DELTA,
-    "kda": KDA,
-    "hybrid": HYBRID,
 }
 LAYOUTS = [
     ("llama", {"data": 8, "fsdp": 1}, {"micro_batch_size": 1}),
@@ -56,8 +52,6 @@ LAYOUTS = [
         {"fsdp": 2, "context": 2, "fsdp_context": True, "tensor": 2},
         {"micro_batch_size": 2},
     ),
-    ("kda", {"fsdp": 2, "context": 2, "tensor": 2}, {}),
-    ("hybrid", {"data": 2, "fsdp": 1, "tensor": 4}, {"micro_batch_size": 4}),
     ("everything", {"data": 2, "fsdp": 4, "zero1": False}, {}),
     (
         "everything",

@@ -198,8 +198,8 @@ def test_a_run_that_lost_a_process_restarts_bit_for_bit(corpus, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{}, {"pipe": 2, "data": 1}], ids=["data", "pipe"])
-def test_processes_give_the_losses_of_one_process(corpus, tmp_path, mesh):
+def test_processes_give_the_losses_of_one_process(corpus, tmp_path):
+    mesh = {"pipe": 2, "data": 1}
     one, two = tmp_path / "one", tmp_path / "two"
     command = flags(corpus, one, 8, **mesh)
     subprocess.run(command, env=environment(4), check=True, capture_output=True)

@@ -102,7 +102,6 @@ def test_proposals_are_those_of_forward_passes(sampling):
     [
         pytest.param("grouped", {}, marks=pytest.mark.slow),
         pytest.param("grouped", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
-        pytest.param("experts", {}, marks=pytest.mark.slow),
         pytest.param("experts", {"fsdp": 1, "expert": 2, "tensor": 2}, marks=pytest.mark.slow),
     ],
 )

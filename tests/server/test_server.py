@@ -278,7 +278,6 @@ def test_replies_of_clients_that_have_gone_end(server):
     assert now["kv_cache_usage_perc"] == now["compiles_after_warm_up"] == 0
 
 
-@pytest.mark.slow
 def test_a_server_drains_and_its_log_is_replayed(server, client, log, capsys):
     """The last test of this server."""
     request = {"model": NAME, "prompt": "a", "max_tokens": 400, "seed": 6, "stream": True}

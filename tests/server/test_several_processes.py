@@ -14,8 +14,13 @@ from maxmeg.__main__ import main
 
 ENDLESS = {str(i): -100 for i in (256, 257, 258)}  # the model cannot end its reply
 # 1 KiB a page and device, in each layout.
-WHOLE, HALF = {"attention.num_kv_heads": 4}, {"attention.num_kv_heads": 2}
-EXPERTS = HALF | {"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.ffn_size": 24}
+WHOLE = {"attention.num_kv_heads": 4}
+EXPERTS = {
+    "attention.num_kv_heads": 2,
+    "layers": "*(attention,moe)",
+    "moe.num_experts": 4,
+    "moe.ffn_size": 24,
+}
 # The processes believe to have different amounts of free memory.
 MEMORY = """
 import os, types
@@ -53,7 +58,6 @@ def request(number: int) -> dict:
     ("layout", "model"),
     [
         pytest.param("--tensor=2", WHOLE, marks=pytest.mark.slow),
-        pytest.param("--data=2", HALF, marks=pytest.mark.slow),
         pytest.param("--expert=2", EXPERTS, marks=pytest.mark.slow),
     ],
 )
@@ -97,9 +101,12 @@ def test_two_processes_serve_what_one_does(layout, model, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "fault", ["os.kill(os.getpid(), signal.SIGKILL)", 'raise RuntimeError("the device is gone")']
+    ("rank", "fault"),
+    [
+        (0, "os.kill(os.getpid(), signal.SIGKILL)"),
+        (1, 'raise RuntimeError("the device is gone")'),
+    ],
 )
 def test_a_process_that_fails_ends_the_others(rank, fault, tmp_path):
     program = FAULT.replace("FAULT", fault).replace("RANK", str(rank))
