@@ -196,13 +196,7 @@ def covering_runs(count: int, contexts: tuple[int, ...]) -> list:
     """Of POOL random runs, `count` that greedily cover the most pairs of settings."""
     pool = []
 
-    @settings(
-        max_examples=POOL,
-        derandomize=True,
-        phases=[Phase.generate],
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],  # conftest.py is not loaded here
-    )
+    @settings(max_examples=POOL, derandomize=True, phases=[Phase.generate], database=None)
     @given(runs(contexts))
     def draw(run):
         pool.append((run, set(itertools.combinations(sorted(facts(run)), 2))))
@@ -241,7 +235,9 @@ def test_random_layouts_equal_one_device():
 
 
 def check_from(_: str, first: str, count: str, *contexts: str) -> None:
-    """Check the runs from `first` on, and print a word for each."""
+    """Check the runs from `first` on, and print a word for each. conftest.py is not loaded here."""
+    settings.register_profile("busy machine", suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy machine")
     for run in covering_runs(int(count), tuple(map(int, contexts)))[int(first) :]:
         check_run(*run)
         print("equal", flush=True)
