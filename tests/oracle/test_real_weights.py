@@ -42,7 +42,7 @@ from maxmeg.step import make_eval_step
 LOSS = 1e-4  # relative
 SAME_LOSS = 1e-6  # relative; the same arrays in the same program
 LOGITS = 1e-4  # largest error over the scale of the logits
-STEPS, LENGTH, SAMPLES, EVAL_STEPS = 20, 64, 2, 4
+STEPS, LENGTH, SAMPLES, EVAL_STEPS = 8, 64, 2, 4
 ADAPTERS_BYTES = 3e6
 LOWER = 0.02  # nats a token, of the held-out loss
 NEW_TOKENS = 32
