@@ -9,7 +9,9 @@ MOST = 16 * MIB
 # (name, heads, groups, size of states, of values, delta rule, decays for each channel, chunk) at
 # 8,192 tokens, where the decays between the tokens of chunks alone are 512 MiB with 128 heads.
 CASES = {
+    "mamba": (128, 1, 128, 64, False, False, 128),
     "mamba, 8 groups": (128, 8, 128, 64, False, False, 128),
+    "delta": (128, 128, 128, 64, True, False, 64),
     "qwen 3 next": (32, 16, 128, 128, True, False, 64),
     "kimi linear": (32, 32, 128, 128, True, True, 64),
 }
@@ -52,10 +54,12 @@ def test_temporaries_are_small(name, direction, temporaries):
 # the delta rule has corrected values and their gradients, in the size of values, beside them.
 KERNELS = {
     "nemotron-h-8k-packed": 20.1,
+    "wide-states-8k-packed": 133.1,
+    "wide-heads-8k-packed": 6.0,
     "qwen3-next-8k-packed": 260.1,
     "small-states-1k": 129.4,
 }
-DELTA = list(KERNELS)[1:]
+DELTA = list(KERNELS)[3:]
 COMPILE_KERNELS = """
 from maxmeg.kernels import chunk_scan as kernel, delta_scan
 from maxmeg.ops import backend
