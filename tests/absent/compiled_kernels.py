@@ -7,11 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from maxmeg.kernels.attention import TUNED_SHAPES
+
 from maxmeg.runtime.gpu_environment import absent_environment
 
 REPOSITORY = Path(__file__).parents[2]
 SHARED_MEMORY = 232_448  # bytes a program can have on an H100
 MIB = 2**20
+# Of a model with several lengths the longest: the others compile to the same kernels.
+SHORTER = {f"{model}-{length}k" for model in ("gpt", "llama", "mha") for length in (2, 4, 8)}
+ATTENTION_SHAPES = [name for name in TUNED_SHAPES if name not in SHORTER]
 
 # What programs for `output_of` begin with; their first argument is the folder of the reports.
 HEADER = """

@@ -1,12 +1,10 @@
 """The flash attention kernels compiled for an H100 that is not here: memory, registers, spills."""
 
 import pytest
-from absent.compiled_kernels import MIB, SHARED_MEMORY, Kernel, compiled_shapes
+from absent.compiled_kernels import ATTENTION_SHAPES, MIB, SHARED_MEMORY, Kernel, compiled_shapes
 from maxmeg.kernels.attention import TUNED_SHAPES
 
-# Of a model with several lengths the longest: all are the same kernels.
-SHORTER = {f"{model}-{length}k" for model in ("gpt", "llama", "mha") for length in (2, 4, 8)}
-NAMES = [name for name in TUNED_SHAPES if name not in SHORTER]
+NAMES = ATTENTION_SHAPES
 SPLIT = ["deepseek-4k", "gemma-4k-softcap"]  # gradients of keys and values one after the other
 SPILLED = {  # bytes a thread at most, of gradients; none elsewhere
     **dict.fromkeys(("llama-8k-packed", "mistral-16k-window", "llama4-16k-chunks"), 48),
