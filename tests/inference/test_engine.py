@@ -62,12 +62,6 @@ MODELS = {
         "mamba.chunk": 4,
     },
     "experts": {"layers": "*(local,moe)", "moe.num_experts": 4, "moe.ffn_size": 24},
-    "dropping experts": {
-        "layers": "*(local,moe)",
-        "moe.num_experts": 4,
-        "moe.ffn_size": 24,
-        "moe.capacity_factor": 0.5,
-    },
     "longrope": {
         "rotary.scaling": RotaryScaling.longrope,
         "rotary.factor": 8.0,
@@ -77,6 +71,7 @@ MODELS = {
         "rotary.base": 50.0,
     },
 }
+MODELS["dropping experts"] = MODELS["experts"] | {"moe.capacity_factor": 0.5}
 
 
 @functools.cache
