@@ -114,14 +114,31 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rows", help="I/N: of tables of more than 3 rows the rows I, I + N, ...")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files and whole programs first: the end must not be left to one worker."""
+    if config.option.rows:
+        keep_rows(config, items, *map(int, config.option.rows.split("/")))
 
     def starts_later(item: pytest.Item) -> tuple[bool, bool]:
         is_long = item.path.name in LONGEST
         return not is_long, item.path.parent != Path(__file__).parent
 
     items.sort(key=starts_later)
+
+
+def keep_rows(config: pytest.Config, items: list[pytest.Item], first: int, each: int) -> None:
+    tables: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            tables.setdefault(item.nodeid.split("[")[0], []).append(item)
+    long = [table for table in tables.values() if len(table) > 3]
+    left_out = {item for table in long for i, item in enumerate(table) if i % each != first}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(optionalhook=True)
