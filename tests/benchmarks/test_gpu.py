@@ -77,26 +77,6 @@ def test_a_planted_import_is_found(tmp_path: Path, text: str, refused: str):
     assert (f"{refused} is absent" in done.stderr) if refused else done.returncode == 0
 
 
-@pytest.mark.slow
-def test_quick_run_on_a_cpu(tmp_path: Path):
-    done = run(str(BENCHMARK), "--quick", f"--results={tmp_path}", JAX_PLATFORMS="cpu")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = tmp_path.glob("cpu-*.json")
-    rows = {(row["part"], row["item"]): row for row in json.loads(path.read_text())["rows"]}
-    assert {part for part, _ in rows} == set(runpy.run_path(str(BENCHMARK))["PARTS"])
-    assert (
-        rows["train", "tiny, 2 layers"]["ok"] and rows["train", "tiny, 2 layers"]["compiles"] == 1
-    )
-    assert rows["train", "tiny, 4 layers, extrapolated"]["extrapolated"]
-    assert all(row["ok"] for (part, _), row in rows.items() if part.startswith("check-"))
-    assert rows["moe", "tiny T32"]["both xla of dense MLP"] > 0
-    for part in ("serving", "serving-no-graphs"):
-        assert rows[part, "tiny, unrolled, 2 lanes"]["step_ms"] > 0
-        assert rows[part, "tiny, loop, 2 lanes, 16/16 tokens"]["ok"]
-    assert "| train | tiny, 2 layers |" in done.stdout
-    assert "| train | tiny, 2 layers |" in path.with_suffix(".md").read_text()
-
-
 PLANTED = """
 import dataclasses, runpy, sys
 gpu = runpy.run_path(sys.argv[1])
