@@ -49,6 +49,7 @@ def test_what_was_written_before_ctrl_c_stays_and_a_refused_message_does_not(cap
     assert talk(["a", "b"], {"a": [KeyboardInterrupt()]})[1] == ["b"]
 
 
+@pytest.mark.slow
 def test_the_command_answers_by_the_chat_template(tmp_path, monkeypatch, capsys):
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": PLAIN}
     folder(tmp_path / "words", settings)

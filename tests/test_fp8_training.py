@@ -79,6 +79,7 @@ def test_products_are_quantized_and_little_else_changes():
             assert 0.9 < np.vdot(array, found[1][name]) / norms < 1 - 1e-9, name
 
 
+@pytest.mark.slow
 def test_evaluation_and_adapters_compute_with_codes():
     for lora in (LoraConfig(), LoraConfig(rank=2)):
         losses = []

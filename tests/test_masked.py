@@ -78,6 +78,7 @@ def one_device(tmp_path_factory):
     return gradients(tmp_path_factory.mktemp("one"), {"fsdp": 1}, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("parallel", "micro"), LAYOUTS)
 def test_layout_equals_one_device(one_device, tmp_path, parallel, micro):
     assert one_device[0].keys() == {"loss", "pair_loss", "pair_accuracy"}

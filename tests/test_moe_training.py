@@ -61,15 +61,13 @@ MODELS = {
 }
 DENSE = {"layers": "*(attention,mlp)"}
 # The loss over a microbatch depends on what that is: "mixtral" takes the whole batch at once.
-QUICK = [
+LAYOUTS = [
     (
         "mixtral",
         {"expert": 4, "fsdp": 2, "expert_buffer": 1.0},  # several rounds
         {"moe.backend": ExpertBackend.batched},
         0,
     ),
-]
-SLOW = [
     ("by turns", {"pipe": 2, "tensor": 2, "fsdp": 1}, {"recompute": "selective"}, 16),
     (
         "mixtral",
@@ -128,9 +126,10 @@ def one_device(model: str):
     return gradients(model, {"fsdp": 1}, {}, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "parallel", "fields", "micro"),
-    [*QUICK, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)],
+    LAYOUTS,
 )
 def test_layout_equals_single_device(model, parallel, fields, micro):
     """Also the auxiliary values; the counts of tokens are whole numbers."""

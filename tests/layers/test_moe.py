@@ -226,7 +226,7 @@ def found_on(*arguments, **options):
     return run(*operands)
 
 
-@pytest.mark.parametrize("name", thinned(SPECS, 3))
+@pytest.mark.parametrize("name", thinned(SPECS, 5))
 def test_output_and_gradients_are_those_of_a_loop_over_experts(name):
     check_equal(found_on(SPECS[name], {}), expected(SPECS[name]))
 

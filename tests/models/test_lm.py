@@ -126,7 +126,7 @@ KINDS = {
         "norm_place": NormPlace.post_residual,
     },
 }
-FEW = thinned(KINDS, 2)
+FEW = thinned(KINDS, 3)
 
 
 def make_config(kind: str, **changes) -> ModelConfig:

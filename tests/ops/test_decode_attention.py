@@ -20,6 +20,7 @@ from ops.decode_attention_cases import (
     expected,
     run,
 )
+from tables import thinned
 
 import maxmeg.ops.backend as choice
 import maxmeg.ops.decode_attention.call as module
@@ -35,7 +36,11 @@ ROUNDED = ("grouped", "drafts, several blocks", "everything")
 @pytest.mark.parametrize("backend", module.BACKENDS)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(n, "float32") for n in CASES] + [(n, d) for n in ROUNDED for d in ("bfloat16", "float16")],
+    thinned(
+        [(n, "float32") for n in CASES]
+        + [(n, d) for n in ROUNDED for d in ("bfloat16", "float16")],
+        2,
+    ),
 )
 def test_results_equal_the_reference(name: str, dtype: str, backend: str, monkeypatch):
     monkeypatch.setattr(xla, "KEYS_AT_ONCE", 64 * len(CASES[name].lengths))
