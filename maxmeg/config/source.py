@@ -144,8 +144,8 @@ def objective_problems(config: Config) -> Iterator[str]:
         )
     if has_source and config.log.sample_prompt:
         yield (
-            f"log.sample_prompt={config.log.sample_prompt!r}: an encoder-decoder does not continue "
-            'text: set log.sample_prompt=""'
+            f"log.sample_prompt={config.log.sample_prompt!r}: an encoder-decoder or RETRO writes "
+            'no sample in training: set log.sample_prompt=""'
         )
     yield from chunk_problems(config) if all(reads) and data.objective.has_neighbours else ()
     room, longest = config.model.max_position, data.source_positions

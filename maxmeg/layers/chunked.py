@@ -38,6 +38,7 @@ def cut_context(ctx: Context, count: int) -> Context:
         segments_BL=cut(ctx.segments_BL, count),
         rows_B=rows_B,
         adapters_B=None if adapters_B is None else jnp.repeat(adapters_B, count),
+        row_lengths_B=None,
         rotations=None,
         sequence_sharded=False,
     )

@@ -56,7 +56,7 @@ BAD = [
     (PAIRED + "model.position=rotary", "position=rotary is not supported | relative, learned"),
     (PAIRED + "model.attention.sinks=true", "attention.sinks is not supported | to false"),
     (PAIRED + "model.relative.buckets=6", "relative.buckets=6 | a multiple of 4"),
-    (PAIRED + "log.sample_prompt=a", "encoder-decoder does not continue | sample_prompt="),
+    (PAIRED + "log.sample_prompt=a", "RETRO writes no sample in training | sample_prompt="),
     (PAIRED + "data.source_length=10; parallel.tensor=4", "source_length=10 is not divisible by 4"),
     (
         PAIRED + "parallel.context=2; parallel.context_strategy=ring",
