@@ -1,6 +1,7 @@
 """RETRO: the same losses and gradients on every layout, resumed runs, and what neighbours bring."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -41,7 +42,8 @@ def data(tmp_path_factory):
 
 def gradients(data, parallel: dict, micro_batch_size: int):
     """(losses, gradients by name in model order) of one batch."""
-    config = tiny(MODEL, {"micro_batch_size": micro_batch_size}, **parallel)
+    model = MODEL | {"max_position": data.sequence_length}
+    config = tiny(model, {"micro_batch_size": micro_batch_size}, **parallel)
     config.data = data
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
@@ -53,10 +55,30 @@ def gradients(data, parallel: dict, micro_batch_size: int):
     return OBJECTIVES[data.objective].metrics(sums), named_gradients(found)
 
 
+@pytest.fixture(scope="module")
+def on_one_device(data):
+    @functools.cache
+    def of(length: int):
+        return gradients(dataclasses.replace(data, sequence_length=length), {"fsdp": 1}, 0)
+
+    return of
+
+
 @SLOW
-def test_layout_equals_one_device(data):
-    parallel = {"pipe": 2, "tensor": 2, "fsdp": 2}
-    found, wanted = (gradients(data, *layout) for layout in ((parallel, 4), ({"fsdp": 1}, 0)))
+@pytest.mark.parametrize(
+    ("parallel", "length"),
+    [
+        ({"pipe": 2, "tensor": 2, "fsdp": 2}, 16),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, 32),
+        ({"fsdp": 2, "context": 4, "context_strategy": "ring"}, 32),  # pieces of one chunk
+        ({"fsdp": 1, "pipe": 2, "context": 2, "tensor": 2}, 32),
+    ],
+    ids=str,
+)
+def test_layout_equals_one_device(data, on_one_device, parallel, length):
+    wanted = on_one_device(length)
+    data = dataclasses.replace(data, sequence_length=length)
+    found = gradients(data, parallel, 4 if "pipe" in parallel else 0)
     assert_equal_but_rounding(found, wanted, TOLERANCE, FLOOR)
     assert all(np.abs(array).max() > 0 for array in wanted[1].values())
 
