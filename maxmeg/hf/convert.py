@@ -297,7 +297,14 @@ def imported(source: Source) -> Pairs:
 def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
     """Return the tensors that export_model would write for a run's newest checkpoint."""
     step = newest(Path(run), lambda step, _: step)  # the values are not read
-    config = TrainedModel(Path(run), step).config
+    trained = TrainedModel(Path(run), step)
+    if encoders := encoders_of(trained):
+        return [
+            (str(Path(name, binding.theirs)), binding)
+            for name, encoder in encoders.items()
+            for binding in encoder.bindings()
+        ]
+    config = trained.config
     carried = carried_config(carried_folder(Path(run), config))
     chosen = choose_family(config.model, carried, family)
     model = families.with_writable_mtp(config.model, chosen)

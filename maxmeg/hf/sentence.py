@@ -1,6 +1,7 @@
 """Biencoders as folders that sentence-transformers loads: a BERT of transformers, and modules that
 make a text's vector of its hidden states."""
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from maxmeg.checkpoint.stream import TensorInfo
 from maxmeg.config.head import Biencoder
 from maxmeg.config.setting import with_fields
 from maxmeg.hf.families import read as families
-from maxmeg.hf.families.binding import Place
+from maxmeg.hf.families.binding import Binding, Place
 from maxmeg.hf.formats.safetensors import SafetensorsWriter
 from maxmeg.hf.trained import MASTER, TrainedModel
 
@@ -45,6 +46,15 @@ class SentenceEncoder:
             self.family, self.model = family, model
         if not self.family:
             raise ValueError("\n".join(problems))
+
+    def bindings(self) -> list[Binding]:
+        """The bindings of the layers' tensors, of arrays by their names in the checkpoint."""
+        return [
+            dataclasses.replace(
+                binding, ours=tuple(p._replace(name=self._saved(p.name)) for p in binding.ours)
+            )
+            for binding in families.bindings(self.model, self.family)
+        ]
 
     def read(self, place: Place) -> np.ndarray:
         """As TrainedModel.read."""
