@@ -69,7 +69,7 @@ def main(*arguments: typing.Any) -> None:
         prompt = "'ID ID ...'" if report.tokenizer.startswith("null:") else "TEXT"
         print(f"next: maxmeg generate --run_dir={options.output} --prompt={prompt}")
     else:
-        print(f"next: transformers.{report.family}.from_pretrained('{options.output}')")
+        print(f"next: {report.loaded_by}")
 
 
 def to_huggingface(options: Options, step: int | None) -> convert.Report:

@@ -3,7 +3,8 @@ maxmeg generate runs/gpt --prompt="def main("
 
 Repeat --prompt for several prompts, or give --prompts=FILE.jsonl with one {"prompt": ...} or
 {"messages": [{"role": "user", "content": ...}, ...]} per line; --output=FILE.jsonl repeats
-each line with its "completion". --chat turns every prompt into a user's message.
+each line with its "completion". --chat turns every prompt into a user's message. A run of RETRO
+needs --encoder=RUN_DIR, the model that found its neighbours.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -18,14 +19,45 @@ import sys
 from pathlib import Path
 
 from maxmeg.config.options import Generate as Options
+from maxmeg.config.retro import Neighbours
 from maxmeg.inference.engine import Engine
-from maxmeg.inference.load import load_chosen
+from maxmeg.inference.load import Trained, load_chosen
 from maxmeg.inference.prompts import as_chat, encoded, end_tokens, read_records
 from maxmeg.inference.requests import Request
 from maxmeg.inference.sampling import Sampling
 from maxmeg.parallel import multihost
+from maxmeg.retrieval.generation import Generator
+from maxmeg.retrieval.neighbours import load_encoder, open_search
 from maxmeg.runtime.faults.out_of_memory import explains_out_of_memory
 from maxmeg.runtime.gpu_environment import set_gpu_environment
+
+
+def make_engine(trained: Trained, options: Options, lanes: int) -> Engine | Generator:
+    """What generates from a model. ValueError for RETRO without the encoder that it needs, and for
+    an encoder that another model does not."""
+    config, kind = trained.config, trained.config.data.read_neighbours
+    looks_up = config.model.has_neighbours and kind is not Neighbours.none
+    if (options.encoder or options.pooling) and not looks_up:
+        raise ValueError(
+            f"--encoder={options.encoder} --pooling={options.pooling}: the model, with model."
+            f"layers={config.model.layers!r}, looks up no neighbours: leave them out"
+        )
+    if not config.model.has_neighbours:
+        return Engine(trained, lanes=lanes)
+    if not looks_up:
+        return Generator(trained, None, lanes)
+    if kind is Neighbours.shuffled:
+        raise ValueError(
+            f"data.read_neighbours={kind.value}: the run was trained with the neighbours of other "
+            "chunks, which a text that is generated does not have: choose a run with nearest"
+        )
+    if not options.encoder:
+        raise ValueError(
+            "RETRO reads neighbours of its text: give --encoder=RUN_DIR, the model with which "
+            "`maxmeg neighbours` found those of the corpus"
+        )
+    encoder = load_encoder(options.encoder, options.pooling or "mean")
+    return Generator(trained, open_search(config, encoder), lanes)
 
 
 @explains_out_of_memory("lower --batch, set --dtype=bfloat16 or raise --tensor")
@@ -41,8 +73,9 @@ def main(options: Options) -> None:
     prompts = encoded(tokenizer, config, records, options.system, options.opening)
     ends = end_tokens(tokenizer, config.model.vocab_size)
     request = dataclasses.replace(request, ends=ends)
-    shown = ["" if config.model.has_source else record.get("prompt", "") for record in records]
-    engine = Engine(trained, lanes=min(options.batch, len(prompts)))
+    is_shown = not config.model.has_source_text
+    shown = [record.get("prompt", "") if is_shown else "" for record in records]
+    engine = make_engine(trained, options, lanes=min(options.batch, len(prompts)))
     if len(prompts) == 1 and not options.output and sys.stdout.isatty():
         pieces = engine.stream(prompts[0], request, options.seed)
         for piece in itertools.chain(shown, pieces):

@@ -1,6 +1,7 @@
 """RETRO: the same losses and gradients on every layout, resumed runs, and what neighbours bring."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -9,17 +10,22 @@ import optax
 import pytest
 import short_runs
 from layouts import BATCH, assert_equal_but_rounding, mesh_of, named_gradients, tiny, tiny_state
-from retro_corpus import CHUNK, LENGTH, SPLIT, TOKENIZER, find, write
+from retro_corpus import CHUNK, LENGTH, SPLIT, TOKENIZER, embed, find, write
 
+import maxmeg
 from maxmeg import evaluate
 from maxmeg.config.model import Position
 from maxmeg.config.retro import Neighbours
 from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.samples.retro import RetroDataset
+from maxmeg.inference.requests import Request
+from maxmeg.inference.sampling import Sampling
 from maxmeg.layers.context import Context, Source
 from maxmeg.models.lm import LM
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.parallel.placement import local_rows, place_batch
+from maxmeg.retrieval.generation import Generator
+from maxmeg.retrieval.neighbours import Encoder, open_search
 from maxmeg.step import make_gradients
 
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
@@ -41,7 +47,8 @@ def data(tmp_path_factory):
 
 def gradients(data, parallel: dict, micro_batch_size: int):
     """(losses, gradients by name in model order) of one batch."""
-    config = tiny(MODEL, {"micro_batch_size": micro_batch_size}, **parallel)
+    model = MODEL | {"max_position": data.sequence_length}
+    config = tiny(model, {"micro_batch_size": micro_batch_size}, **parallel)
     config.data = data
     mesh = mesh_of(config)
     _, abstract, state = tiny_state(config, mesh)
@@ -53,17 +60,38 @@ def gradients(data, parallel: dict, micro_batch_size: int):
     return OBJECTIVES[data.objective].metrics(sums), named_gradients(found)
 
 
+@pytest.fixture(scope="module")
+def on_one_device(data):
+    @functools.cache
+    def of(length: int):
+        return gradients(dataclasses.replace(data, sequence_length=length), {"fsdp": 1}, 0)
+
+    return of
+
+
 @SLOW
-def test_layout_equals_one_device(data):
-    parallel = {"pipe": 2, "tensor": 2, "fsdp": 2}
-    found, wanted = (gradients(data, *layout) for layout in ((parallel, 4), ({"fsdp": 1}, 0)))
+@pytest.mark.parametrize(
+    ("parallel", "length"),
+    [
+        ({"pipe": 2, "tensor": 2, "fsdp": 2}, 16),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, 32),
+        ({"fsdp": 2, "context": 4, "context_strategy": "ring"}, 32),  # pieces of one chunk
+        ({"fsdp": 1, "pipe": 2, "context": 2, "tensor": 2}, 32),
+    ],
+    ids=str,
+)
+def test_layout_equals_one_device(data, on_one_device, parallel, length):
+    wanted = on_one_device(length)
+    data = dataclasses.replace(data, sequence_length=length)
+    found = gradients(data, parallel, 4 if "pipe" in parallel else 0)
     assert_equal_but_rounding(found, wanted, TOLERANCE, FLOOR)
     assert all(np.abs(array).max() > 0 for array in wanted[1].values())
 
 
 @SLOW
 def test_neighbours_of_repeated_passages_lower_the_loss(tmp_path):
-    """Passages are random, so only the neighbours' continuations tell what follows."""
+    """Passages are random, so only the neighbours' continuations tell what follows: in samples, and
+    in what the model writes after two of the three chunks of a passage."""
     config = find(write(tmp_path, documents=400, passages=60))
     corpus = IndexedDataset(config.paths[0])
 
@@ -72,7 +100,8 @@ def test_neighbours_of_repeated_passages_lower_the_loss(tmp_path):
         return RetroDataset(corpus, SPLIT, split_index, settings, TOKENIZER, 0)
 
     plain = {"dropout_hidden": 0.0, "dropout_embedding": 0.0, "attention.dropout": 0.0}
-    model = LM(jax.random.key(0), tiny(MODEL | plain | {"attention.num_heads": 2}).model)
+    run = tiny(MODEL | plain | {"attention.num_heads": 2})
+    model, run.data = LM(jax.random.key(0), run.model), config
 
     def loss_of(model, batch):
         source = Source.of(batch["encoder_tokens"], batch["encoder_segment_ids"])
@@ -94,6 +123,16 @@ def test_neighbours_of_repeated_passages_lower_the_loss(tmp_path):
         model, state, _ = step(model, state, data.batch(32 * number + np.arange(32)))
     losses = [step(model, state, samples(1, kind).batch(np.arange(32)))[2] for kind in Neighbours]
     assert losses[0] < min(losses[1:]) - 0.3, losses
+    trained = maxmeg.LanguageModel(model, run).trained
+    generator = Generator(trained, open_search(run, Encoder(embed, "letters")), batch=40)
+    documents = [corpus.get(360 + number)[: 3 * CHUNK] for number in range(40)]
+    request, right = Request(CHUNK, Sampling(temperature=0)), []
+    for search in (generator.search, None):
+        generator.search = search
+        replies = generator.generate([tokens[: 2 * CHUNK] for tokens in documents], request)
+        pairs = zip(replies, documents, strict=True)
+        right.append(np.mean([np.equal(reply.tokens, d[2 * CHUNK :]) for reply, d in pairs]))
+    assert right[0] > 0.5 > 0.2 > right[1], right
 
 
 @SLOW

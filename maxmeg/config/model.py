@@ -266,6 +266,11 @@ class ModelConfig:
         return self.has(*RETRO)
 
     @property
+    def has_source_text(self) -> bool:
+        """Whether its source is a text, to which the target is a reply."""
+        return self.has_source and not self.has_neighbours
+
+    @property
     def is_mla(self) -> bool:
         """Whether attention is multi-latent."""
         return self.has("mla", "local_mla")

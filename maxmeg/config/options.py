@@ -130,6 +130,10 @@ class Generate(SamplingOptions):
         "encoder-decoder with the end of text",
     )
     batch: int = setting(8, "most prompts at a time", at_least=1)
+    encoder: str = setting(
+        "", "of RETRO: folder of the model that found its neighbours (maxmeg neighbours)"
+    )
+    pooling: str = setting("", "of that model: mean | first | pooler; empty: mean")
 
 
 @dataclasses.dataclass

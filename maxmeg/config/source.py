@@ -144,8 +144,8 @@ def objective_problems(config: Config) -> Iterator[str]:
         )
     if has_source and config.log.sample_prompt:
         yield (
-            f"log.sample_prompt={config.log.sample_prompt!r}: an encoder-decoder does not continue "
-            'text: set log.sample_prompt=""'
+            f"log.sample_prompt={config.log.sample_prompt!r}: an encoder-decoder or RETRO writes "
+            'no sample in training: set log.sample_prompt=""'
         )
     yield from chunk_problems(config) if all(reads) and data.objective.has_neighbours else ()
     room, longest = config.model.max_position, data.source_positions
@@ -190,17 +190,7 @@ def layout_problems(config: Config, tensor: int) -> Iterator[str]:
     if not config.model.has_source:
         return
     if config.model.has_neighbours:
-        if parallel.context > 1:
-            yield (
-                f"parallel.context={parallel.context} separates chunks from their neighbours, "
-                "which RETRO reads whole: set it to 1, and use tensor or pipe"
-            )
-        if length % tensor:
-            yield (
-                f"the {length} tokens of a sample's neighbours are not divisible by "
-                f"parallel.tensor={tensor}: choose another one, data.num_neighbours or "
-                "data.neighbour_length"
-            )
+        yield from chunk_layout_problems(config, tensor)
         return
     unit = math.lcm(2 * parallel.context, parallel.context * tensor)
     unit = tensor if parallel.context == 1 else unit
@@ -211,6 +201,25 @@ def layout_problems(config: Config, tensor: int) -> Iterator[str]:
             f"{divisors(length, at_most=2 * tensor)}, or change the length"
         )
     yield from context_problems(config.model, parallel)
+
+
+def chunk_layout_problems(config: Config, tensor: int) -> Iterator[str]:
+    """Yield the broken rules of the devices that share RETRO's chunks and their neighbours."""
+    data, context = config.data, config.parallel.context
+    length, unit = data.sequence_length, 2 * context * data.chunk_length
+    if context > 1 and length % unit:
+        yield (
+            f"parallel.context={context} cuts data.sequence_length={length} into {2 * context} "
+            f"pieces, which must be whole chunks of data.chunk_length={data.chunk_length}: choose "
+            f"a length that is a multiple of {unit}, or context=1"
+        )
+    if data.source_tokens % (context * tensor):
+        yield (
+            f"the {data.source_tokens} tokens of a sample's neighbours are not divisible by "
+            f"parallel.context={context} x tensor={tensor}: choose others, data.num_neighbours or "
+            "data.neighbour_length"
+        )
+    yield from context_problems(config.model, config.parallel)
 
 
 def context_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

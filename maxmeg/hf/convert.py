@@ -34,6 +34,7 @@ from maxmeg.hf.families.classifier_tables import (
 from maxmeg.hf.formats.quantized import dequantized
 from maxmeg.hf.formats.safetensors import DTYPES, SafetensorsFolder, SafetensorsWriter, read_json
 from maxmeg.hf.formats.source import Source, Weights
+from maxmeg.hf.sentence import SentenceEncoder, encoders_of
 from maxmeg.hf.trained import (
     CARRIED,
     WRITTEN,
@@ -58,13 +59,14 @@ Pairs: typing.TypeAlias = list[tuple[str, Binding]]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a conversion read and wrote."""
+    """What a conversion read and wrote. loaded_by: call that loads an export."""
 
     family: str
     num_tensors: int
     num_parameters: int
     tokenizer: str
     notes: tuple[str, ...] = ()
+    loaded_by: str = ""
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Source:
@@ -213,8 +215,40 @@ def export_model(
     run, target = Path(run), Path(target)
     check_empty(target)
     trained = TrainedModel(run, step)
-    config, model = trained.config, trained.model
-    folder = carried_folder(run, config)
+    folder = carried_folder(run, trained.config)
+    limits = dtype, max_shard_bytes
+    encoders = encoders_of(trained)
+    if not encoders:
+        return _write_folder(trained, folder, target, limits, family)
+    if family:
+        raise ValueError(f"--family={family}: a biencoder's follows from its layers: leave it out")
+    reports = []
+    for name, encoder in encoders.items():
+        reports.append(_write_folder(encoder, folder, target / name, limits, encoder.family))
+        encoder.write_modules(target / name)
+    tensors, parameters = (
+        sum(getattr(report, name) for report in reports)
+        for name in ("num_tensors", "num_parameters")
+    )
+    shown = " and ".join(f"SentenceTransformer('{target / name}')" for name in encoders)
+    changed: dict[str, typing.Any] = {"num_tensors": tensors, "num_parameters": parameters}
+    changed |= {"loaded_by": f"sentence_transformers.{shown}"}
+    if not trained.model.bert.pooler and reports[0].family == "BertModel":
+        zero = "the biencoder has no pooler: the weights of BertModel's are zero, and not used"
+        changed["notes"] = (*reports[0].notes, zero)
+    return dataclasses.replace(reports[0], **changed)
+
+
+def _write_folder(
+    trained: TrainedModel | SentenceEncoder,
+    folder: Path,
+    target: Path,
+    limits: tuple[DType, int],
+    family: str,
+) -> Report:
+    """Write a model and the small files in `folder`. limits: dtype of the tensors, and the most
+    bytes of a file of them."""
+    config, model, (dtype, max_shard_bytes) = trained.config, trained.model, limits
     carried = carried_config(folder)
     family = choose_family(model, carried, family)
     model = families.with_writable_mtp(model, family)
@@ -247,7 +281,10 @@ def export_model(
     text = json.dumps(described, indent=2, sort_keys=True) + "\n"
     (target / "config.json").write_text(text, "utf-8")
     matched = [(binding.theirs, binding) for binding in bindings]
-    return _report(family, matched, config.data.tokenizer, notes)
+    report = _report(family, matched, config.data.tokenizer, notes)
+    return dataclasses.replace(
+        report, loaded_by=f"transformers.{family}.from_pretrained('{target}')"
+    )
 
 
 def imported(source: Source) -> Pairs:
@@ -260,7 +297,14 @@ def imported(source: Source) -> Pairs:
 def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
     """Return the tensors that export_model would write for a run's newest checkpoint."""
     step = newest(Path(run), lambda step, _: step)  # the values are not read
-    config = TrainedModel(Path(run), step).config
+    trained = TrainedModel(Path(run), step)
+    if encoders := encoders_of(trained):
+        return [
+            (str(Path(name, binding.theirs)), binding)
+            for name, encoder in encoders.items()
+            for binding in encoder.bindings()
+        ]
+    config = trained.config
     carried = carried_config(carried_folder(Path(run), config))
     chosen = choose_family(config.model, carried, family)
     model = families.with_writable_mtp(config.model, chosen)

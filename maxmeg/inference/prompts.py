@@ -58,7 +58,7 @@ def prompt_tokens(
     end of text, as sources of pairs and those of published T5 models are, but not those of
     objective=span_corruption. special: whether to add these tokens.
     """
-    if not config.model.has_source:
+    if not config.model.has_source_text:
         before = np.array(tokenizer.opening if special else (), np.int32)
         return np.concatenate((before, tokenizer.encode(text)))
     marks = {SENTINEL.format(number): token for number, token in enumerate(tokenizer.sentinels)}

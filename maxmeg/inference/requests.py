@@ -73,8 +73,9 @@ def check_causal(model: ModelConfig) -> None:
     """ValueError for a model that does not predict next tokens."""
     if model.has_neighbours:
         raise ValueError(
-            f"model.layers={model.layers!r}: the engine does not generate from RETRO, which reads "
-            "neighbours of its own text; its loss can be measured (maxmeg evaluate)"
+            f"model.layers={model.layers!r}: RETRO reads neighbours of its own text, which only "
+            "`maxmeg generate RUN_DIR --encoder=RUN_DIR` looks up; its loss can be measured "
+            "(maxmeg evaluate)"
         )
     if model.head.num_classes:
         raise ValueError(

@@ -1,6 +1,7 @@
 """Self-attention: multi-head, grouped-query or multi-query, with a key/value cache for decoding."""
 
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
 from maxmeg.ops.random import split
 from maxmeg.ops.rope import RotarySpec, rotate
 from maxmeg.parallel.collectives import axis_size, first_index, stored
-from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
+from maxmeg.parallel.mesh import TENSOR_AXES
 from maxmeg.parallel.rules import set_kv_heads
 
 DROPOUT_PLACE = 0
@@ -36,10 +37,12 @@ class AttentionSpec(MixerSpec):
     biases (ops.attention.spec); 0: none. output_gate: outputs of heads are
     multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
     devices with other parts of the sequence attend to each other's keys.
-    std, out_std: standard deviations of the initial input and output weights.
+    std, out_std: standard deviations of the initial input and output weights. spans_devices:
+    whether tokens attend to those of other devices along context.
     """
 
     name = "attention"
+    spans_devices: typing.ClassVar[bool] = True
 
     num_heads: int
     num_kv_heads: int
@@ -196,7 +199,7 @@ class Attention(Mixer):
 
     def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
         """Attention over the whole sequence, whose parts other devices along context may hold."""
-        if axis_size(CONTEXT_AXES) > 1:
+        if axis_size(ctx.context_axes) > 1:
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
         scores, operands = self.scores(), self.operands(q_BLHK, ctx)

@@ -3,7 +3,8 @@
 The L tokens of a sample are cut into chunks of m tokens, and each chunk has k neighbours of r
 tokens. The source rows, L / m * k * r of them, are the neighbours of the first chunk, then those of
 the second, and so on. Each mixer reshapes its rows so that plain attention runs within a chunk or a
-neighbour; segment numbers separate documents and mark padding.
+neighbour; segment numbers separate documents and mark padding. Devices along context hold whole
+chunks and their neighbours.
 """
 
 import dataclasses
@@ -15,8 +16,10 @@ from jaxtyping import Array, Float
 from maxmeg.layers.attention import Attention, AttentionSpec
 from maxmeg.layers.context import Context
 from maxmeg.layers.cross import CrossAttention, CrossSpec
+from maxmeg.parallel.collectives import after, axis_size
+from maxmeg.parallel.context import halos, stacked_halves
+from maxmeg.parallel.mesh import CONTEXT_AXES
 
-HIDDEN = -1  # segment of queries that see no key
 Outputs = tuple[Float[Array, "B L D"], None, dict]
 
 
@@ -26,20 +29,41 @@ def cut(x_BL: jax.Array, count: int) -> jax.Array:
     return x_BL.reshape(B * count, L // count, *x_BL.shape[2:])
 
 
+def delayed(x_BL: jax.Array, count: int) -> jax.Array:
+    """x [B, L, ...] at the token `count` places before each; zeros before the sequence."""
+    if count == 0:
+        return x_BL
+    if axis_size(CONTEXT_AXES) == 1:
+        return jnp.concatenate([jnp.zeros_like(x_BL[:, :count]), x_BL[:, :-count]], axis=1)
+    before, halves = (stacked_halves(x) for x in (halos(x_BL, count), x_BL))
+    both = jnp.concatenate([before, halves[:, :-count]], axis=1)
+    return jnp.concatenate(jnp.split(both, 2), axis=1)
+
+
+def advanced(x_BL: jax.Array, count: int) -> jax.Array:
+    """x [B, L, ...] at the token `count` places after each; zeros after the sequence."""
+    return jnp.flip(delayed(jnp.flip(x_BL, axis=1), count), axis=1)  # also if cut over context
+
+
 def cut_context(ctx: Context, count: int) -> Context:
-    """The context of rows that are cut into `count` parts each."""
+    """The context of rows that are cut into `count` parts each on this device."""
     assert ctx.segments_BL is not None
-    rows_B, adapters_B = ctx.rows_B, ctx.adapters_B
+    rows_B, adapters_B, length = ctx.rows_B, ctx.adapters_B, ctx.positions_BL.shape[1]
     if rows_B is not None:
-        rows_B = (rows_B[:, None] * count + jnp.arange(count)).ravel()
+        part = length // count
+        numbers = ctx.places(length)[:, ::part] // part
+        whole = ctx.sequence.whole_length // part
+        rows_B = (rows_B[:, None] * whole + numbers).ravel()
     return dataclasses.replace(
         ctx,
         positions_BL=cut(ctx.positions_BL, count),
         segments_BL=cut(ctx.segments_BL, count),
         rows_B=rows_B,
         adapters_B=None if adapters_B is None else jnp.repeat(adapters_B, count),
+        row_lengths_B=None,
         rotations=None,
         sequence_sharded=False,
+        context_sharded=False,
     )
 
 
@@ -48,6 +72,7 @@ class NeighbourAttentionSpec(AttentionSpec):
     """length: tokens of a neighbour, which attend to each other."""
 
     length: int = 0
+    spans_devices = False
 
     def parts(self, length: int, memory_length: int) -> int:
         return length // self.length
@@ -77,6 +102,7 @@ class ChunkedCrossSpec(CrossSpec):
 
     chunk_length: int = 0
     of_neighbours: bool = False
+    spans_devices = False
 
     def parts(self, length: int, memory_length: int) -> int:
         return (memory_length if self.of_neighbours else length) // self.chunk_length
@@ -84,6 +110,10 @@ class ChunkedCrossSpec(CrossSpec):
     def cross_scores(self, length: int, memory_length: int) -> float:
         parts = max(self.parts(length, memory_length), 1)
         return super().cross_scores(length, memory_length) / parts
+
+    def halos(self, tensor: int = 1) -> tuple[int, ...]:
+        inputs = (self.chunk_length - 1) * self.hidden_size
+        return () if self.of_neighbours else (inputs, inputs)  # and as many outputs
 
     def make(self, key: jax.Array) -> "ChunkedCross":
         return ChunkedCross(key, self)
@@ -100,13 +130,10 @@ class ChunkedCross(CrossAttention):
     def __call__(self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: None = None) -> Outputs:
         assert ctx.memory is not None and ctx.segments_BL is not None
         (memory_BMD, memory_ctx), segments_BL = ctx.memory, ctx.segments_BL
-        shape, shift = h_BLD.shape, 0
-        count = self.spec.parts(shape[1], memory_BMD.shape[1])
-        if not self.spec.of_neighbours:
-            shift = self.spec.chunk_length - 1
-            h_BLD, segments_BL = (jnp.roll(x, -shift, axis=1) for x in (h_BLD, segments_BL))
-            is_last = jnp.arange(shape[1]) >= shape[1] - shift
-            segments_BL = jnp.where(is_last, HIDDEN, segments_BL)
+        shift = 0 if self.spec.of_neighbours else self.spec.chunk_length - 1
+        count = self.spec.parts(h_BLD.shape[1], memory_BMD.shape[1])
+        h_BLD = advanced(h_BLD, shift)
+        segments_BL = advanced(after(segments_BL, h_BLD), shift)
         ctx = cut_context(dataclasses.replace(ctx, segments_BL=segments_BL), count)
         memory_BMD, memory_ctx = cut(memory_BMD, count), cut_context(memory_ctx, count)
         if not self.spec.of_neighbours:  # kernels need the keys of a document side by side
@@ -117,7 +144,7 @@ class ChunkedCross(CrossAttention):
             memory_ctx = dataclasses.replace(memory_ctx, segments_BL=segments_BM)
         ctx = dataclasses.replace(ctx, memory=(memory_BMD, memory_ctx))
         y_BLD = super().__call__(cut(h_BLD, count), ctx, cache)[0]
-        return jnp.roll(y_BLD.reshape(shape), shift, axis=1), None, {}
+        return delayed(y_BLD.reshape(h_BLD.shape), shift), None, {}
 
     def segments(self, ctx: Context, memory_ctx: Context) -> tuple[jax.Array, jax.Array]:
         assert ctx.segments_BL is not None and memory_ctx.segments_BL is not None

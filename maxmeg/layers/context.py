@@ -61,7 +61,8 @@ class Context:
     row_lengths_B: number of tokens that the rotation of a row is for, where it depends on that
     (ops.rope); None: up to the last position.
     sequence_sharded: the residual stream is sharded over tensor along the sequence; False in
-    decoding. training: apply dropout, router noise and Sinkhorn balancing.
+    decoding. context_sharded: rows are cut over context; False for rows that this device holds
+    whole, such as RETRO's chunks. training: apply dropout, router noise and Sinkhorn balancing.
     microbatch_weight: of this microbatch in losses that are means over microbatches.
     rotations: of these positions, computed once for all layers (`with_rotations`).
     source: of an encoder-decoder, whose residual stream has the rows of source, target and tables
@@ -80,6 +81,7 @@ class Context:
     adapters_B: jax.Array | None = None
     row_lengths_B: jax.Array | None = None
     sequence_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
+    context_sharded: bool = dataclasses.field(default=True, metadata={"static": True})
     microbatch_weight: jax.Array | float = 1.0
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     rotations: Rotations | None = None
@@ -90,14 +92,19 @@ class Context:
     bias_NH: jax.Array | None = None
 
     @property
+    def context_axes(self) -> tuple[str, ...]:
+        """The mesh axes over which rows are cut."""
+        return CONTEXT_AXES if self.context_sharded else ()
+
+    @property
     def sequence(self) -> SequenceShard:
         """The tokens of the residual stream on this device."""
-        context_size = collectives.axis_size(CONTEXT_AXES)
+        context_axes = self.context_axes
         tensor_axes = TENSOR_AXES if self.sequence_sharded else ()
         return SequenceShard(
-            whole_length=self.positions_BL.shape[1] * context_size,
-            context_size=context_size,
-            context_rank=collectives.axis_index(CONTEXT_AXES),
+            whole_length=self.positions_BL.shape[1] * collectives.axis_size(context_axes),
+            context_size=collectives.axis_size(context_axes),
+            context_rank=collectives.axis_index(context_axes),
             tensor_size=collectives.axis_size(tensor_axes),
             tensor_rank=collectives.axis_index(tensor_axes),
         )
@@ -113,9 +120,9 @@ class Context:
         if known is not None and kind in known.kinds:
             return known.tables[known.kinds.index(kind)]
         lengths_B = self.row_lengths_B
-        if lengths_B is None and collectives.axis_size(CONTEXT_AXES) > 1:
+        if lengths_B is None and collectives.axis_size(self.context_axes) > 1:
             last_B = jnp.max(self.positions_BL, axis=1)
-            lengths_B = 1 + collectives.max_over(last_B, CONTEXT_AXES)
+            lengths_B = 1 + collectives.max_over(last_B, self.context_axes)
         return rotation(self.positions_BL, head_size, spec, lengths_B)
 
     def shard(self, x_BL: jax.Array) -> jax.Array:

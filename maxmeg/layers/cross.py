@@ -13,7 +13,6 @@ from maxmeg.layers.linear import project
 from maxmeg.ops.attention.call import attention
 from maxmeg.parallel.collectives import axis_size, gather_exact, stored
 from maxmeg.parallel.context import in_order, whole_rows
-from maxmeg.parallel.mesh import CONTEXT_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +59,8 @@ class CrossAttention(Attention):
             return self.out(out_BLHK.reshape(B, L, -1), ctx), cache, {}
         k_BMGK, v_BMGK = new  # pyright: ignore
         operands = self.operands(q_BLHK, ctx)
-        if (size := axis_size(CONTEXT_AXES)) > 1:
-            kv_BMGI = gather_exact(jnp.concatenate((k_BMGK, v_BMGK), axis=-1), CONTEXT_AXES, 1)
+        if (size := axis_size(ctx.context_axes)) > 1:
+            kv_BMGI = gather_exact(jnp.concatenate((k_BMGK, v_BMGK), axis=-1), ctx.context_axes, 1)
             k_BMGK, v_BMGK = jnp.split(in_order(kv_BMGI, size), 2, axis=-1)
         if operands.dropout is not None:
             first = ctx.places(L) - jnp.arange(L)

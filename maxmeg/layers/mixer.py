@@ -99,8 +99,8 @@ class MixerSpec(abc.ABC):
         return 0
 
     def halos(self, tensor: int = 1) -> tuple[int, ...]:
-        """Sizes of the halos of the mixer's convolutions, in elements per device: for each array,
-        the tokens just before a chunk, which another device along context holds."""
+        """Sizes of the mixer's halos, in elements per device: for each array, the tokens just
+        before or after a chunk, which another device along context holds."""
         return ()
 
     def state(self, tensor: int = 1) -> int:

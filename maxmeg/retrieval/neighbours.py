@@ -7,6 +7,7 @@ of the same document. RUN_DIR: a run of maxmeg or an imported model, such as BER
 """
 
 import dataclasses
+import functools
 import io
 import json
 import typing
@@ -21,12 +22,14 @@ from maxmeg.config.schema import Config
 from maxmeg.config.validate import check_settings
 from maxmeg.data.build import cache_folder, open_corpus
 from maxmeg.data.corpus import remote
+from maxmeg.data.corpus.indexed import IndexedDataset
 from maxmeg.data.corpus.stored import digest, write_atomically
 from maxmeg.data.samples.gpt import SPLITS
 from maxmeg.data.samples.retro import (
     DESCRIPTION,
     Chunks,
     Description,
+    check_description,
     folder_of,
     split_chunks,
 )
@@ -51,20 +54,20 @@ def main(config: Config, options: Options) -> None:
             f"data.objective={config.data.objective.value} reads no neighbours: use the settings "
             "of a run with objective=retro, such as --config=retro"
         )
-    tokenizer, prefixes = open_corpus(config.data, config.run_dir)
-    folder = cache_folder(config.data, config.run_dir)
-    corpus = remote.open_dataset(prefixes[0], config.data, folder, tokenizer.vocab_size)
-    trained = load_run(options.encoder)
-    embedder, pooling = Embedder(trained, few=True), typing.cast(Pooling, options.pooling)
-    embedder.check(pooling)
+    tokenizer, corpus = open_indexed(config)
+    encoder = load_encoder(options.encoder, options.pooling)
     length, split = config.data.chunk_length, config.data.split
     splits = {
         name: split_chunks(corpus, split, number, length) for number, name in enumerate(SPLITS)
     }
-    encoder = Encoder(
-        lambda texts: embedder(texts, pooling, truncate=True), encoder_hash(trained, pooling)
-    )
     prepare(folder_of(config.data), splits, config.data.num_neighbours, tokenizer, encoder)
+
+
+def open_indexed(config: Config) -> tuple[Tokenizer, IndexedDataset]:
+    """The tokenizer and the corpus of a run of RETRO."""
+    tokenizer, prefixes = open_corpus(config.data, config.run_dir)
+    folder = cache_folder(config.data, config.run_dir)
+    return tokenizer, remote.open_dataset(prefixes[0], config.data, folder, tokenizer.vocab_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,15 @@ class Encoder:
 
     embed: Embed
     hash: str
+
+
+def load_encoder(run_dir: str, pooling: str) -> Encoder:
+    """ValueError for a model that does not embed texts, or not with this pooling."""
+    trained, named = load_run(run_dir), typing.cast(Pooling, pooling)
+    embedder = Embedder(trained, few=True)
+    embedder.check(named)
+    embed = functools.partial(embedder, pooling=named, truncate=True)
+    return Encoder(embed, encoder_hash(trained, named))
 
 
 def encoder_hash(trained: Trained, pooling: Pooling) -> str:
@@ -127,13 +139,56 @@ def prepare(
 def embedded(chunks: Chunks, tokenizer: Tokenizer, embed: Embed) -> Iterator[np.ndarray]:
     """Yield blocks of the embeddings of all chunks, in order."""
     for numbers in blocks_of(np.arange(len(chunks))):
-        ids, sizes = chunks.read(numbers, chunks.length)
-        rows = zip(ids, sizes.tolist(), strict=True)
-        # The model needs a token, which the text of special tokens may not have.
-        yield embed([tokenizer.decode(row[:size].tolist()) or " " for row, size in rows])
+        yield embed(texts_of(*chunks.read(numbers, chunks.length), tokenizer))
+
+
+def texts_of(ids: np.ndarray, sizes: np.ndarray, tokenizer: Tokenizer) -> list[str]:
+    """The text of each chunk, of `sizes` tokens."""
+    rows = zip(ids, sizes.tolist(), strict=True)
+    # The model needs a token, which the text of special tokens may not have.
+    return [tokenizer.decode(row[:size].tolist()) or " " for row, size in rows]
 
 
 def blocks_of(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the rows, BLOCK at a time."""
     for first in range(0, len(rows), BLOCK):
         yield rows[first : first + BLOCK]
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Finds the neighbours of whole chunks of any text, as `prepare` finds those of a corpus.
+
+    database: chunks of the training split. index: of their embeddings. count: neighbours of a
+    chunk. length: tokens of a neighbour.
+    """
+
+    database: Chunks
+    index: indices.Index
+    tokenizer: Tokenizer
+    encoder: Encoder
+    count: int
+    length: int
+
+    def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(ids [N, count * length], bool [N, count * length]: whether they are tokens) of the
+        neighbours of chunks with ids [N, chunk length]."""
+        sizes = np.full(len(ids), self.database.length)
+        vectors = self.encoder.embed(texts_of(ids, sizes, self.tokenizer))
+        found = self.index.search(vectors, self.count)[1]
+        near, lengths = self.database.read(found.ravel(), self.length)
+        is_token = np.arange(self.length) < lengths[:, None]
+        return near.reshape(len(ids), -1), is_token.reshape(len(ids), -1)
+
+
+def open_search(config: Config, encoder: Encoder) -> Search:
+    """Search among the chunks that a run was trained with. ValueError if its neighbours were found
+    in another corpus, or with another tokenizer, encoder or length of chunks."""
+    (tokenizer, corpus), data = open_indexed(config), config.data
+    database = split_chunks(corpus, data.split, 0, data.chunk_length)
+    expected = {"chunk_length": data.chunk_length, "database": database.identity}
+    folder, expected = folder_of(data), expected | {"tokenizer": tokenizer.identity}
+    check_description(folder, **expected)
+    index = indices.Index.open(folder / DATABASE, encoder.hash, database.identity)
+    sizes = data.num_neighbours, data.neighbour_length
+    return Search(database, index, tokenizer, encoder, *sizes)

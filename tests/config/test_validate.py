@@ -56,7 +56,7 @@ BAD = [
     (PAIRED + "model.position=rotary", "position=rotary is not supported | relative, learned"),
     (PAIRED + "model.attention.sinks=true", "attention.sinks is not supported | to false"),
     (PAIRED + "model.relative.buckets=6", "relative.buckets=6 | a multiple of 4"),
-    (PAIRED + "log.sample_prompt=a", "encoder-decoder does not continue | sample_prompt="),
+    (PAIRED + "log.sample_prompt=a", "RETRO writes no sample in training | sample_prompt="),
     (PAIRED + "data.source_length=10; parallel.tensor=4", "source_length=10 is not divisible by 4"),
     (
         PAIRED + "parallel.context=2; parallel.context_strategy=ring",
@@ -85,7 +85,8 @@ BAD = [
     (CHUNKED + "data.objective=gpt", "objective=gpt cannot train RETRO | which serves retro"),
     (PAIRED + "data.objective=retro", "objective=retro cannot train | span_corruption, seq2seq"),
     (CHUNKED + "model.position=relative", "position=relative is for encoder-decoders"),
-    (CHUNKED + "parallel.context=2; parallel.fsdp=1", "context=2 separates chunks from their"),
+    (CHUNKED + "parallel.context=4; parallel.fsdp=1", "=256 into 8 pieces | a multiple of 512"),
+    (CHUNKED + "parallel.context=2; parallel.context_chunks=4", "encoder-decoder has two"),
     (CHUNKED + "parallel.tensor=3; parallel.fsdp=1", "1024 tokens of a sample's neighbours"),
     ("model.position=relative", "position=relative is for encoder-decoders | rotary, learned"),
     (PAIRED + "data.objective=seq2seq; data.paths=", "data.paths=SOURCE,TARGET"),

@@ -6,6 +6,7 @@ from layouts import of
 
 from maxmeg.config.data import Objective
 from maxmeg.config.model import Position
+from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.retro import retro_layers
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.planning.cost.memory import device_memory
@@ -27,10 +28,11 @@ def t5(*case, **parallel):
     return config
 
 
-def retro(name: str, gpus: int, samples: int, microbatches: int):
+def retro(name: str, gpus: int, samples: int, microbatches: int, context: int = 1):
     """12 layers of width 512 with 101M parameters, chunks of 64 tokens, 2 neighbours of 128."""
-    batch = samples * microbatches * gpus
-    config = Config(train=TrainConfig(global_batch_size=batch, micro_batch_size=samples))
+    batch = samples * microbatches * gpus // context
+    train = TrainConfig(global_batch_size=batch, micro_batch_size=samples)
+    config = Config(train=train, parallel=ParallelConfig(context=context))
     model, data = config.model, config.data
     model.layers, model.num_layers = retro_layers((6, 9, 12), 12), 16
     model.hidden_size, model.vocab_size = 512, 50257
@@ -50,6 +52,7 @@ RECORDED = [
     (of, ("qwen3-next-80b-a3b", 64, 1, 1, "selective"), {"fsdp": 8, "expert": 8}, 57.43),
     (of, ("gpt-oss-20b", 32, 1, 1), {"expert": 4}, 42.94),
     (retro, ("retro", 1, 8, 1), {}, 4.92),
+    (retro, ("retro", 2, 8, 1), {"context": 2}, 2.91),
     (bert, ("bert-large", 8, 16, 2), {}, 13.45),  # stored queries, keys, values transposed
     (bert, ("bert-base", 1, 16, 1), {}, 6.15),  # the same in the place of the originals
     (bert, ("bert-base", 1, 16, 2), {}, 6.62),

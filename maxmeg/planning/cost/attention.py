@@ -56,9 +56,10 @@ def kernels(work: Workload, unit: Unit) -> Iterator[Kernel]:
             if isinstance(mixer, AttentionSpec):
                 samples, length, tensor = kernel_sizes(work, mixer)
                 parts = mixer.parts(work.length, memory)
+                devices = 1 if mixer.spans_devices else work.axes["context"]
                 yield kernel(
                     mixer,
-                    (samples * parts, length // parts, tensor),
+                    (samples * parts // devices, length // parts, tensor),
                     config.model.dtype.value,
                     config.data.has_segments,
                     work.device,

@@ -42,7 +42,7 @@ PIECES_FORWARD, PIECES_BACKWARD = "keys and values, forward", "keys and values, 
 PIECE_GRADIENTS = "gradients of keys and values"
 HEADS_FORWARD = "queries, keys, values and outputs, forward"
 HEADS_BACKWARD = "queries, keys, values and outputs, backward"
-CONVOLVED = "inputs of convolutions"
+EDGES = "tokens at the edges of pieces"
 STATES = "states of scans"
 DOCUMENTS = "documents of tokens"
 KEPT = {"context_output", "context_lse"}
@@ -120,7 +120,8 @@ def attentions(work: Workload, unit: Unit) -> list[OverContext]:
         return []
     work = work.of(unit)
     mixers = [mixer for one in unit.specs for mixer in one.mixers]
-    return [over_context(work, mixer) for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    attend = (m for m in mixers if isinstance(m, AttentionSpec) and m.spans_devices)
+    return [over_context(work, mixer) for mixer in attend]
 
 
 def over_context(work: Workload, mixer: AttentionSpec) -> OverContext:
@@ -153,7 +154,7 @@ def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:
     """(samples, length, devices over which the heads are sharded) of a mixer's largest attention
     call: of a device's piece, after an exchange of the pieces of several devices."""
     length, tensor = work.length, work.axes["tensor"]
-    if work.axes["context"] == 1:
+    if work.axes["context"] == 1 or not mixer.spans_devices:
         return work.samples, length, tensor
     inner = over_context(work, mixer).inner
     return work.samples, length * inner // work.axes["context"], tensor * inner
@@ -161,7 +162,9 @@ def kernel_sizes(work: Workload, mixer: AttentionSpec) -> tuple[int, int, int]:
 
 def gathered_keys(work: Workload, mixer: AttentionSpec) -> int:
     """Length of the sequence whose keys a mixer gathers over context; 0: it gathers none."""
-    if work.axes["context"] == 1 or over_context(work, mixer).strategy.name != "gather":
+    if work.axes["context"] == 1 or not mixer.spans_devices:
+        return 0
+    if over_context(work, mixer).strategy.name != "gather":
         return 0
     return work.length
 
@@ -269,7 +272,7 @@ def traffic(work: Workload, cluster: Cluster) -> Iterator[Traffic]:
             for elements in filter(None, mixer.halos(tensor)):
                 size = work.itemsize * work.samples * elements
                 runs = 2 * (forward + 2 * backward)
-                add("context", CONVOLVED, PERMUTE, runs, runs * size, context * tensor)
+                add("context", EDGES, PERMUTE, runs, runs * size, context * tensor)
             if mixer.state():
                 size = 2 * FLOAT32 * work.samples * mixer.state(tensor) * (context - 1)
                 runs = forward + 2 * backward

@@ -1,0 +1,121 @@
+"""Biencoders as folders that sentence-transformers loads: a BERT of transformers, and modules that
+make a text's vector of its hidden states."""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from maxmeg.checkpoint.stream import TensorInfo
+from maxmeg.config.head import Biencoder
+from maxmeg.config.setting import with_fields
+from maxmeg.hf.families import read as families
+from maxmeg.hf.families.binding import Binding, Place
+from maxmeg.hf.formats.safetensors import SafetensorsWriter
+from maxmeg.hf.trained import MASTER, TrainedModel
+
+FAMILIES = {"BertModel": {"bert.pooler": True}, "ModernBertModel": {"bert.pooler": False}}
+POOLER, PROJECTION = "bert.pooler", "classifier.linear"
+ACTIVATIONS = {POOLER: "torch.nn.modules.activation.Tanh"}
+IDENTITY = "torch.nn.modules.linear.Identity"
+TYPES = "sentence_transformers.models."
+
+
+class SentenceEncoder:
+    """An encoder of a biencoder, with the methods of TrainedModel; `model` is that of its layers.
+
+    queries: of two encoders, that of queries. BertModel has a pooler: its weights are zero if the
+    biencoder has none. ValueError if no class of transformers can express the layers.
+    """
+
+    def __init__(self, trained: TrainedModel, queries: bool) -> None:
+        self.trained, self.config = trained, trained.config
+        self.is_separate = trained.model.head.biencoder is Biencoder.separate
+        self.queries, self.one = queries, trained.model.one_encoder
+        plain = {"head.biencoder": Biencoder.none, "head.projection": 0}
+        self.family, problems = "", []
+        for family, fields in FAMILIES.items():
+            model = with_fields(self.one, plain | fields)
+            try:
+                families.hf_config(model, family)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            self.family, self.model = family, model
+        if not self.family:
+            raise ValueError("\n".join(problems))
+
+    def bindings(self) -> list[Binding]:
+        """The bindings of the layers' tensors, of arrays by their names in the checkpoint."""
+        return [
+            dataclasses.replace(
+                binding, ours=tuple(p._replace(name=self._saved(p.name)) for p in binding.ours)
+            )
+            for binding in families.bindings(self.model, self.family)
+        ]
+
+    def read(self, place: Place) -> np.ndarray:
+        """As TrainedModel.read."""
+        if place.name.startswith(POOLER) and not self.one.bert.pooler:
+            return np.zeros(families.array_shapes(self.model)[place.name], np.float32)
+        return self.trained.read(place._replace(name=self._saved(place.name)))
+
+    def words(self, table: str) -> Iterator[np.ndarray]:
+        """As TrainedModel.words."""
+        return self.trained.words(self._saved(table))
+
+    def _saved(self, name: str) -> str:
+        """The name of an array in the checkpoint."""
+        if not self.is_separate:
+            return name
+        layers = name.removeprefix("stack.groups.0.")
+        if layers != name:
+            return f"stack.groups.{int(not self.queries)}.{layers}"
+        return f"query.{name}" if self.queries else name
+
+    def write_modules(self, folder: Path) -> None:
+        """Write what follows the layers: the first token, the pooler and the projection."""
+        width = self.one.hidden_size
+        pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": True}
+        pooling |= {"pooling_mode_mean_tokens": False, "include_prompt": True}
+        parts = [("", "Transformer", None), ("1_Pooling", "Pooling", pooling)]
+        names = [POOLER] * self.one.bert.pooler + [PROJECTION] * bool(self.one.head.projection)
+        for number, name in enumerate(names, 2):
+            path = f"{number}_Dense"
+            parts.append((path, "Dense", self._write_dense(folder / path, name)))
+        modules = [
+            {"idx": number, "name": str(number), "path": path, "type": f"{TYPES}{kind}"}
+            for number, (path, kind, _) in enumerate(parts)
+        ]
+        longest = {"max_seq_length": self.one.max_position - self.one.bert.position_offset}
+        written = {"modules.json": modules, "sentence_bert_config.json": longest}
+        written |= {f"{path}/config.json": values for path, _, values in parts if values}
+        for path, values in written.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+
+    def _write_dense(self, folder: Path, name: str) -> dict:
+        """Write a linear layer in float32; returns its settings."""
+        weight = self.read(Place(f"{name}.weight")).T
+        tensors = {"linear.weight": weight}
+        if name == POOLER or self.one.head.bias:
+            tensors["linear.bias"] = self.read(Place(f"{name}.bias"))
+        infos = {key: TensorInfo(MASTER, array.shape) for key, array in tensors.items()}
+        with SafetensorsWriter(folder, infos) as writer:
+            for key, array in tensors.items():
+                writer.write(key, np.ascontiguousarray(array))
+        sizes = {"in_features": weight.shape[1], "out_features": weight.shape[0]}
+        activation = ACTIVATIONS.get(name, IDENTITY)
+        return {**sizes, "bias": len(tensors) > 1, "activation_function": activation}
+
+
+def encoders_of(trained: TrainedModel) -> dict[str, SentenceEncoder]:
+    """The encoders of a biencoder by their folder in that of the export; empty for other models."""
+    kind = trained.model.head.biencoder
+    if kind is Biencoder.none:
+        return {}
+    if kind is Biencoder.shared:
+        return {"": SentenceEncoder(trained, queries=False)}
+    return {name: SentenceEncoder(trained, name == "query") for name in ("query", "text")}
