@@ -58,6 +58,29 @@ class MuonConfig:
 
 
 @dataclasses.dataclass
+class QkClipConfig:
+    """QK-clip (with Muon: MuonClip): after a step, heads whose largest attention logit exceeded a
+    threshold have their query and key projections scaled down to it."""
+
+    threshold: float = setting(
+        0.0,
+        "largest logit of a head in a step without a change, such as 100; 0: off. Attention in "
+        "plain XLA reports the largest logit itself, other backends the largest log-sum-exp, which "
+        "is up to log(keys) larger: heads then shrink a little earlier",
+        "--qk-clip, --qk-clip-threshold",
+        at_least=0,
+    )
+    alpha: float = setting(
+        0.5,
+        "exponent: queries are multiplied by (threshold / logit)**alpha, keys by the rest",
+        "--qk-clip-alpha",
+        at_least=0,
+        at_most=1,
+        needs="threshold",
+    )
+
+
+@dataclasses.dataclass
 class SoapConfig:
     """SOAP for matrices of layers; AdamW updates embeddings, output layers and vectors."""
 
