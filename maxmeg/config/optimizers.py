@@ -52,6 +52,12 @@ class MuonConfig:
         "dtype of the Newton-Schulz products, and of the matrices that devices exchange",
         "--muon-fp32-matmul-prec",
     )
+    per_head: bool = setting(
+        False,
+        "orthogonalize the columns of each head of query, key and value projections by themselves; "
+        "in mla also those of the rotary part and of the latent",
+        "--muon-split-qkv-per-head",
+    )
     adamw_lr: float = setting(
         0.0, "peak learning rate of what AdamW updates; 0: optim.lr", at_least=0
     )
@@ -72,7 +78,8 @@ class QkClipConfig:
     )
     alpha: float = setting(
         0.5,
-        "exponent: queries are multiplied by (threshold / logit)**alpha, keys by the rest",
+        "queries are multiplied by (threshold / logit)**alpha, keys by (threshold / logit)**(1 - "
+        "alpha); in mla the part without rotation, and the rotary part of queries by both",
         "--qk-clip-alpha",
         at_least=0,
         at_most=1,

@@ -151,11 +151,11 @@ class Attention(Mixer):
         keys = split(key, 4)
         self.spec = spec
         D, K = spec.hidden_size, spec.head_dim
-        H, G, std = spec.num_heads, spec.num_kv_heads, spec.std
-        queries = H * K * (1 + spec.output_gate)
-        self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, spec.bias_qkv)
-        self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
-        self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
+        H, G, std, bias = spec.num_heads, spec.num_kv_heads, spec.std, spec.bias_qkv
+        queries, of_head = H * K * (1 + spec.output_gate), (K,) * (1 + spec.output_gate)
+        self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, bias, of_head)
+        self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
+        self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")

@@ -48,6 +48,13 @@ class DeltaSpec(RecurrentSpec):
     def projections(self) -> dict[str, tuple[int, str]]:
         return super().projections | {"beta": (self.num_heads, "heads")}
 
+    def parts(self, name: str) -> tuple[int, ...]:
+        return {
+            "query": (self.key_size,),
+            "key": (self.key_size,),
+            "value": (self.value_size,),
+        }.get(name, ())
+
     def make(self, key: jax.Array) -> "Delta":
         return Delta(key, self)
 

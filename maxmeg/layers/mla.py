@@ -131,17 +131,18 @@ class Mla(Attention):
         keys = split(key, 6)
         self.spec: MlaSpec = spec
         D, H, K, V = spec.hidden_size, spec.num_heads, spec.head_dim, spec.value_size
-        std, kv_rank, kv_width = spec.std, spec.kv_rank, spec.kv_rank + spec.rotary_size
-        rank, width = spec.query_rank, H * spec.key_size
+        std, kv_rank, bias = spec.std, spec.kv_rank, spec.bias_qkv
+        rank, width, of_key = spec.query_rank, H * spec.key_size, (K, spec.rotary_size)
         down, up = ("embed", "latent"), ("embed", "heads")
-        self.query = None if rank else Linear(keys[0], (D, width), up, std)
-        self.query_down = Linear(keys[1], (D, rank), down, std, spec.bias_qkv) if rank else None
+        of_latent = kv_rank, spec.rotary_size
+        self.query = None if rank else Linear(keys[0], (D, width), up, std, parts=of_key)
+        self.query_down = Linear(keys[1], (D, rank), down, std, bias) if rank else None
         self.query_norm = Norm(rank, spec.norm) if rank else None
-        self.query_up = Linear(keys[0], (rank, width), up, std) if rank else None
-        self.kv_down = Linear(keys[2], (D, kv_width), down, std, spec.bias_qkv)
+        self.query_up = Linear(keys[0], (rank, width), up, std, parts=of_key) if rank else None
+        self.kv_down = Linear(keys[2], (D, sum(of_latent)), down, std, bias, of_latent)
         self.kv_norm = Norm(kv_rank, spec.norm)
-        self.key_up = Linear(keys[3], (kv_rank, H * K), up, std)
-        self.value_up = Linear(keys[4], (kv_rank, H * V), up, std)
+        self.key_up = Linear(keys[3], (kv_rank, H * K), up, std, parts=(K,))
+        self.value_up = Linear(keys[4], (kv_rank, H * V), up, std, parts=(V,))
         self.out = Linear(keys[5], (H * V, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
 
@@ -187,8 +188,8 @@ class Mla(Attention):
             return x_BLHK
         return rotate(x_BLHK, ctx.rotation(rotary, self.spec.rotary_size), rotary.interleaved)
 
-    def expanded(self, q_BLHI: jax.Array, kv_BLI: jax.Array, ctx: Context) -> tuple[jax.Array, dict]:
-        """`core` of queries [B, L, H, key_size] with keys and values computed for each head."""
+    def expanded(self, q_BLHI, kv_BLI, ctx: Context) -> tuple[jax.Array, dict]:
+        """`core` of queries [B, L, H, key_size] and latents, with keys and values of each head."""
         linears = self.key_up, self.value_up
         expand = FromLatents(self.spec.key_size, self.spec.kv_rank)
         if axis_size(CONTEXT_AXES) > 1:

@@ -39,7 +39,6 @@ from maxmeg.parallel.context import (
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 from maxmeg.parallel.sequence import chunk_places
 
-
 Result = tuple[jax.Array, jax.Array | None]
 
 

@@ -57,8 +57,8 @@ class Rows(typing.NamedTuple):
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
-    """Output [B, L, H, V] and, in float32, log-sum-exp [B, L, H] and with `spec.largest` the largest
-    score [B, L, H].
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32, and with `spec.largest` the largest
+    scores [B, L, H].
 
     A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in a
     query, key or value make NaN of the queries that see them and of no others; these queries have
