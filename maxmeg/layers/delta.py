@@ -49,11 +49,8 @@ class DeltaSpec(RecurrentSpec):
         return super().projections | {"beta": (self.num_heads, "heads")}
 
     def parts(self, name: str) -> tuple[int, ...]:
-        return {
-            "query": (self.key_size,),
-            "key": (self.key_size,),
-            "value": (self.value_size,),
-        }.get(name, ())
+        sizes = {"query": self.key_size, "key": self.key_size, "value": self.value_size}
+        return (sizes[name],) if name in sizes else ()
 
     def make(self, key: jax.Array) -> "Delta":
         return Delta(key, self)

@@ -127,13 +127,14 @@ def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
     if mesh is None:
 
         def one(variable: nnx.Variable) -> nnx.Variable:
-            x = variable.get_value()
-            return variable if x is None else variable.replace(direction(x, parts(variable), muon))
+            if (x := variable.get_value()) is None:
+                return variable
+            return variable.replace(direction(x, parts(variable, muon), muon))
 
         return jax.tree.map(one, tree, is_leaf=is_variable)
     specs = storage_specs(tree, mesh, zero1)
     variables = [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if v.get_value() is not None]
-    hows = [(storage_axes(v, mesh, zero1), parts(v), muon) for v in variables]
+    hows = [(storage_axes(v, mesh, zero1), parts(v, muon), muon) for v in variables]
 
     def local(tree):
         leaves, structure = jax.tree.flatten(tree)
@@ -175,17 +176,17 @@ def of_shard(
     return x.astype(jnp.float32)
 
 
-def parts(variable: nnx.Variable) -> tuple[int, ...]:
-    """The widths of the parts of each head's columns, of a projection to heads (layers.linear)."""
-    return variable.get_metadata("parts", ())
+def parts(variable: nnx.Variable, muon: MuonConfig) -> tuple[int, ...]:
+    """The widths of the matrices that the columns of a variable are, again and again: with
+    `per_head` those of a head's parts (layers.linear), else one for all columns."""
+    of_head = variable.get_metadata("parts", ()) if muon.per_head else ()
+    return of_head or variable.shape[-1:]
 
 
 def direction(x: jax.Array, parts: tuple[int, ...], muon: MuonConfig) -> jax.Array:
-    """Matrices [..., in, out], orthogonalized and scaled; float32. With `per_head` the columns of
-    each part of each head are a matrix. parts: their widths in a head; (): there are no heads."""
-    if not (muon.per_head and parts):
-        return factor(x.shape, muon) * newton_schulz(x, muon)
-    x = x.reshape(*x.shape[:-1], -1, sum(parts)).swapaxes(-3, -2)  # [..., head, in, out of a head]
+    """Matrices [..., in, out], orthogonalized and scaled; float32. parts: widths of the matrices in
+    the columns."""
+    x = x.reshape(*x.shape[:-1], -1, sum(parts)).swapaxes(-3, -2)  # [..., head, in, sum(parts)]
     blocks = jnp.split(x, np.cumsum(parts)[:-1], axis=-1)
     x = jnp.concatenate([factor(b.shape, muon) * newton_schulz(b, muon) for b in blocks], axis=-1)
     x = x.swapaxes(-3, -2)

@@ -26,7 +26,7 @@ from maxmeg.ops.attention.context_choice import (
     inner_size,
     repeated,
 )
-from maxmeg.ops.attention.rounds import Expand, Plan, Rows, in_rounds
+from maxmeg.ops.attention.rounds import Expand, Plan, Result, Rows, in_rounds
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
 from maxmeg.parallel import collectives
@@ -38,8 +38,6 @@ from maxmeg.parallel.context import (
 )
 from maxmeg.parallel.mesh import CONTEXT_AXES, TENSOR_AXES
 from maxmeg.parallel.sequence import chunk_places
-
-Result = tuple[jax.Array, jax.Array | None]
 
 
 class ContextCall(typing.NamedTuple):

@@ -34,6 +34,7 @@ from maxmeg.parallel.context import (
 from maxmeg.parallel.mesh import CONTEXT_AXES
 
 Pairs = tuple[tuple[Half, Half], ...]
+Result = tuple[jax.Array, jax.Array | None]  # attention, and the largest score of each head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,7 @@ def rounds_of(plan: Plan) -> list[Round]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_rounds(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows) -> jax.Array:
+def in_rounds(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows) -> Result:
     """Attention [B, L, H, V] of this device's queries over the whole sequence; with `spec.largest`
     also the largest score of each head, else None."""
     return in_rounds_forward(plan, q_BLHK, kv_BLGI, weights, sinks_H, rows)[0]
