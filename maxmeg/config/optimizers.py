@@ -79,7 +79,8 @@ class QkClipConfig:
     alpha: float = setting(
         0.5,
         "queries are multiplied by (threshold / logit)**alpha, keys by (threshold / logit)**(1 - "
-        "alpha); in mla the part without rotation, and the rotary part of queries by both",
+        "alpha). In mla these are the parts without rotation; the rotary part of queries is "
+        "multiplied by threshold / logit",
         "--qk-clip-alpha",
         at_least=0,
         at_most=1,

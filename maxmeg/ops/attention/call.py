@@ -64,9 +64,10 @@ def attention_and_largest(
     *,
     backend: str = "auto",
 ) -> tuple[Float[Array, "B L H V"], Float[Array, " H"] | None]:
-    """(`attention`, with `spec.largest` the largest score of each head in float32).
+    """(`attention`; with `spec.largest` the float32 largest score of each head, else None).
 
-    Of backends other than xla it is the largest log-sum-exp: at most log(keys) more, without sinks.
+    Backends other than xla give the largest log-sum-exp instead of it: a bound, at most log(keys)
+    larger if there are no sinks.
     """
     call = q_BLHK, k_BMGK, v_BMGV, spec, operands
     out_BLHV, _, *largest = attention_with_lse(*call, backend=backend)
