@@ -2,10 +2,13 @@
 
 from collections.abc import Iterator
 
-from maxmeg.config.model import DType
+from maxmeg.config.context import KINDS
+from maxmeg.config.mixers import QkNorm
+from maxmeg.config.model import DType, Position
 from maxmeg.config.optimizers import Group, NewtonSchulz
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, LossScaleConfig, Masters, Moments, Optimizer
+from maxmeg.config.setting import shown
 
 
 def optim_problems(config: Config) -> Iterator[str]:
@@ -34,6 +37,8 @@ def optim_problems(config: Config) -> Iterator[str]:
             f"optim.moments={optim.moments.name} with optim.adafactor.momentum=0.0 has no moments "
             "of matrices to store: set the momentum above 0, or moments=float32"
         )
+    if optim.qk_clip.threshold:
+        yield from qk_clip_problems(config)
     if optim.optimizer is Optimizer.soap:
         yield from soap_problems(config.parallel)
     if config.model.dtype is DType.float16:
@@ -66,3 +71,24 @@ def soap_problems(parallel: ParallelConfig) -> Iterator[str]:
                 f"of which SOAP needs the whole: set {name}={str(whole).lower()}; data, pipe, "
                 "expert and context do not shard them"
             )
+
+
+def qk_clip_problems(config: Config) -> Iterator[str]:
+    """Yield the settings with which smaller projections do not give proportionally smaller
+    logits."""
+    model, clip = config.model, f"optim.qk_clip.threshold={config.optim.qk_clip.threshold}"
+    if not model.has(*KINDS):
+        yield f"{clip}: model.layers={model.layers} has no attention; set it to 0"
+    needed = (
+        ("model.attention.qk_norm", model.attention.qk_norm, QkNorm.none),
+        ("model.attention.softcap", model.attention.softcap, 0.0),
+        ("lora.rank", config.lora.rank, 0),
+    )
+    for name, value, wanted in needed:
+        if value != wanted:
+            yield (
+                f"{clip} multiplies the weights of queries and keys, which does not scale logits "
+                f"with {shown(name, value)}: set the threshold to 0, or {shown(name, wanted)}"
+            )
+    if model.position is Position.relative:
+        yield f"{clip} is not for the biases of model.position=relative: set the threshold to 0"

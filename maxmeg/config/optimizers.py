@@ -52,8 +52,39 @@ class MuonConfig:
         "dtype of the Newton-Schulz products, and of the matrices that devices exchange",
         "--muon-fp32-matmul-prec",
     )
+    per_head: bool = setting(
+        False,
+        "orthogonalize the columns of each head of query, key and value projections by themselves; "
+        "in mla also those of the rotary part and of the latent",
+        "--muon-split-qkv-per-head",
+    )
     adamw_lr: float = setting(
         0.0, "peak learning rate of what AdamW updates; 0: optim.lr", at_least=0
+    )
+
+
+@dataclasses.dataclass
+class QkClipConfig:
+    """QK-clip (with Muon: MuonClip): after a step, heads whose largest attention logit exceeded a
+    threshold have their query and key projections scaled down to it."""
+
+    threshold: float = setting(
+        0.0,
+        "largest logit of a head in a step without a change, such as 100; 0: off. Attention in "
+        "plain XLA reports the largest logit itself, other backends the largest log-sum-exp, which "
+        "is up to log(keys) larger: heads then shrink a little earlier",
+        "--qk-clip, --qk-clip-threshold",
+        at_least=0,
+    )
+    alpha: float = setting(
+        0.5,
+        "queries are multiplied by (threshold / logit)**alpha, keys by (threshold / logit)**(1 - "
+        "alpha). In mla these are the parts without rotation; the rotary part of queries is "
+        "multiplied by threshold / logit",
+        "--qk-clip-alpha",
+        at_least=0,
+        at_most=1,
+        needs="threshold",
     )
 
 

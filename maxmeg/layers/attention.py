@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxmeg.layers.auxiliary import Max
 from maxmeg.layers.cache import CacheSize, cached_attention, empty_pages
 from maxmeg.layers.context import Context, RotaryKind
 from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
-from maxmeg.ops.attention.call import attention
-from maxmeg.ops.attention.context import ContextCall, attention_over_context
+from maxmeg.layers.qk_clip import LARGEST, QkClip, scale_heads
+from maxmeg.ops.attention.call import attention_and_largest
+from maxmeg.ops.attention.context import ContextCall, among_heads, attention_over_context
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.attention.spec import AttentionDropout, Operands, ScoreSpec
@@ -36,7 +38,8 @@ class AttentionSpec(MixerSpec):
     sinks: a learned logit per head in the softmax's denominator. buckets, distance: of the relative
     biases (ops.attention.spec); 0: none. output_gate: outputs of heads are
     multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
-    devices with other parts of the sequence attend to each other's keys.
+    devices with other parts of the sequence attend to each other's keys. clip: of the logits, after
+    each step.
     std, out_std: standard deviations of the initial input and output weights. spans_devices:
     whether tokens attend to those of other devices along context.
     """
@@ -64,6 +67,7 @@ class AttentionSpec(MixerSpec):
     distance: int = 0
     backend: str = "auto"
     context: ContextStrategy = ContextStrategy()
+    clip: QkClip | None = None
     std: float = 0.02
     out_std: float = 0.02
 
@@ -150,11 +154,11 @@ class Attention(Mixer):
         keys = split(key, 4)
         self.spec = spec
         D, K = spec.hidden_size, spec.head_dim
-        H, G, std = spec.num_heads, spec.num_kv_heads, spec.std
-        queries = H * K * (1 + spec.output_gate)
-        self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, spec.bias_qkv)
-        self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
-        self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, spec.bias_qkv)
+        H, G, std, bias = spec.num_heads, spec.num_kv_heads, spec.std, spec.bias_qkv
+        queries, of_head = H * K * (1 + spec.output_gate), (K,) * (1 + spec.output_gate)
+        self.query = Linear(keys[0], (D, queries), ("embed", "heads"), std, bias, of_head)
+        self.key = Linear(keys[1], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
+        self.value = Linear(keys[2], (D, G * K), ("embed", "kv_heads"), std, bias, (K,))
         self.out = Linear(keys[3], (H * K, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
         self.query_norm = qk_norm(spec, H, "heads")
@@ -164,9 +168,9 @@ class Attention(Mixer):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
-        """(partial sums over tensor, new cache, no auxiliary values); with `overlap` input and
+        """(partial sums over tensor, new cache, values of `reported`); with `overlap` input and
         output are of the local sequence shard, the output complete sums."""
-        overlap, projections = self.spec.overlap, (self.query, self.key, self.value)
+        aux, overlap, projections = {}, self.spec.overlap, (self.query, self.key, self.value)
         q_BLI, k_BLI, v_BLI = project(projections, h_BLD, ctx, overlap)
         heads = (*q_BLI.shape[:2], -1, self.spec.head_dim)
         q_BLI, gate_BLI = self.queries_and_gates(stored(q_BLI, "query"))
@@ -178,7 +182,7 @@ class Attention(Mixer):
             q_BLHK = rotate(q_BLHK, by, self.spec.rotary.interleaved)
             k_BLGK = rotate(k_BLGK, by, self.spec.rotary.interleaved)
         if cache is None:
-            out_BLHK = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
+            out_BLHK, aux = self.core(q_BLHK, k_BLGK, v_BLGK, ctx)
         else:
             assert ctx.cache_places is not None and ctx.segments_BL is None
             bias_NH = ctx.bias_NH if self.spec.buckets else None
@@ -187,7 +191,7 @@ class Attention(Mixer):
         out_BLI = out_BLHK.reshape(*heads[:2], -1)
         if gate_BLI is not None:
             out_BLI *= jax.nn.sigmoid(gate_BLI)
-        return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, {}
+        return (self.out.summed if overlap else self.out)(out_BLI, ctx), cache, aux
 
     def queries_and_gates(self, q_BLI: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Of a projection whose heads have a query and, with `output_gate`, then a gate."""
@@ -197,18 +201,41 @@ class Attention(Mixer):
         q_BLHK, gate_BLHK = jnp.split(both_BLHK, 2, axis=-1)
         return q_BLHK.reshape(*q_BLI.shape[:2], -1), gate_BLHK.reshape(*q_BLI.shape[:2], -1)
 
-    def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> jax.Array:
-        """Attention over the whole sequence, whose parts other devices along context may hold."""
+    def core(self, q_BLHK, k_BMGK, v_BMGK, ctx: Context) -> tuple[jax.Array, dict]:
+        """(attention over the whole sequence, whose parts other devices along context may hold;
+        values of `reported`)."""
         if axis_size(ctx.context_axes) > 1:
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
-        scores, operands = self.scores(), self.operands(q_BLHK, ctx)
-        return attention(q_BLHK, k_BMGK, v_BMGK, scores, operands, backend=self.spec.backend)
+        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx.training), self.operands(q_BLHK, ctx)
+        return self.reported(*attention_and_largest(*call, backend=self.spec.backend))
 
-    def over_context(self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context) -> jax.Array:
-        how = self.scores(), self.operands(q_BLHK, ctx), self.spec.backend
+    def over_context(
+        self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context
+    ) -> tuple[jax.Array, dict]:
+        how = self.scores(ctx.training), self.operands(q_BLHK, ctx), self.spec.backend
         call = ContextCall(q_BLHK, kv_BMGI, expand, weights, *how, ctx.chunks_BC)
-        return attention_over_context(call, self.spec.context)
+        return self.reported(*attention_over_context(call, self.spec.context))
+
+    def reported(self, out_BLHV, largest_H: jax.Array | None) -> tuple[jax.Array, dict]:
+        """(output, the largest logit of all heads as auxiliary value, -inf for heads of other
+        devices). largest_H: of this device's heads; None: nothing is reported."""
+        if largest_H is None:
+            return out_BLHV, {}
+        first = first_index(TENSOR_AXES, len(largest_H))
+        return out_BLHV, {LARGEST: Max(among_heads(largest_H, first, self.spec.num_heads))}
+
+    def update(self, aux: dict[str, jax.Array]) -> None:
+        clip, spec = self.spec.clip, self.spec
+        if clip is None:
+            return
+        H, G, K = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        largest_H = aux[LARGEST]
+        eta_G = clip.shrinkage(jnp.max(largest_H.reshape(*largest_H.shape[:-1], G, -1), axis=-1))
+        eta_H = jnp.repeat(eta_G, H // G, axis=-1)
+        gates = [(jnp.ones_like(eta_H), K)] * spec.output_gate
+        scale_heads(self.query, (eta_H**clip.alpha, K), *gates)
+        scale_heads(self.key, (eta_G ** (1 - clip.alpha), K))
 
     def operands(self, q_BLHK: jax.Array, ctx: Context) -> Operands:
         spec, drop = self.spec, None
@@ -218,7 +245,7 @@ class Attention(Mixer):
         bias_NH = ctx.bias_NH if spec.buckets else None
         return Operands(0, ctx.segments_BL, None, self.sink_logits(), drop, bias_NH)
 
-    def scores(self) -> ScoreSpec:
+    def scores(self, training: bool = False) -> ScoreSpec:
         spec = self.spec
         return ScoreSpec(
             causal=spec.causal,
@@ -227,6 +254,7 @@ class Attention(Mixer):
             softcap=spec.softcap,
             scale=spec.scale,
             distance=spec.distance,
+            largest=training and spec.clip is not None,
         )
 
     def sink_logits(self) -> jax.Array | None:

@@ -91,8 +91,8 @@ class NeighbourAttention(Attention):
         count = h_BLD.shape[1] // self.spec.length
         ctx = cut_context(ctx, count)
         ctx = dataclasses.replace(ctx, positions_BL=ctx.positions_BL % self.spec.length)
-        y_BLD = super().__call__(cut(h_BLD, count), ctx, cache)[0]
-        return y_BLD.reshape(h_BLD.shape), None, {}
+        y_BLD, _, aux = super().__call__(cut(h_BLD, count), ctx, cache)
+        return y_BLD.reshape(h_BLD.shape), None, aux
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,8 +143,8 @@ class ChunkedCross(CrossAttention):
             segments_BM = jnp.take_along_axis(segments_BM, order_BM, axis=1)
             memory_ctx = dataclasses.replace(memory_ctx, segments_BL=segments_BM)
         ctx = dataclasses.replace(ctx, memory=(memory_BMD, memory_ctx))
-        y_BLD = super().__call__(cut(h_BLD, count), ctx, cache)[0]
-        return delayed(y_BLD.reshape(h_BLD.shape), shift), None, {}
+        y_BLD, _, aux = super().__call__(cut(h_BLD, count), ctx, cache)
+        return delayed(y_BLD.reshape(h_BLD.shape), shift), None, aux
 
     def segments(self, ctx: Context, memory_ctx: Context) -> tuple[jax.Array, jax.Array]:
         assert ctx.segments_BL is not None and memory_ctx.segments_BL is not None

@@ -10,7 +10,7 @@ from maxmeg.layers.attention import Attention, AttentionSpec, normalized
 from maxmeg.layers.cache import CacheSize, source_attention
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import project
-from maxmeg.ops.attention.call import attention
+from maxmeg.ops.attention.call import attention_and_largest
 from maxmeg.parallel.collectives import axis_size, gather_exact, stored
 from maxmeg.parallel.context import in_order, whole_rows
 
@@ -45,7 +45,7 @@ class CrossAttention(Attention):
     def __call__(
         self, h_BLD: Float[Array, "B L D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
-        """(partial sums over tensor, new cache, no auxiliary values). Without rows of memory, its
+        """(partial sums over tensor, new cache, values of `reported`). Without rows of memory, its
         keys and values are in the cache."""
         assert ctx.memory is not None
         (memory_BMD, memory_ctx), (B, L) = ctx.memory, h_BLD.shape[:2]
@@ -68,9 +68,10 @@ class CrossAttention(Attention):
             operands = operands._replace(dropout=dropout)
         segments = self.segments(ctx, memory_ctx)
         operands = operands._replace(segments_BL=segments[0], key_segments_BM=segments[1])
-        how = self.scores(), operands
-        out_BLHK = attention(q_BLHK, k_BMGK, v_BMGK, *how, backend=self.spec.backend)
-        return self.out(out_BLHK.reshape(B, L, -1), ctx), None, {}
+        call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx.training), operands
+        found = attention_and_largest(*call, backend=self.spec.backend)
+        out_BLHK, aux = self.reported(*found)
+        return self.out(out_BLHK.reshape(B, L, -1), ctx), None, aux
 
     def keys_and_values(self, memory_BMD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:
         """[B, M, G, K] each."""

@@ -48,6 +48,10 @@ class DeltaSpec(RecurrentSpec):
     def projections(self) -> dict[str, tuple[int, str]]:
         return super().projections | {"beta": (self.num_heads, "heads")}
 
+    def parts(self, name: str) -> tuple[int, ...]:
+        sizes = {"query": self.key_size, "key": self.key_size, "value": self.value_size}
+        return (sizes[name],) if name in sizes else ()
+
     def make(self, key: jax.Array) -> "Delta":
         return Delta(key, self)
 

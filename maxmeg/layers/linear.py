@@ -19,7 +19,8 @@ from maxmeg.parallel.rings import gather_matmul, matmul_scatter, multiply
 class Linear(nnx.Module):
     """y = x W (+ b) (+ lora(x)). Row-parallel if the output axis is "embed": returns partial sums.
 
-    axes: logical axes of (input, output). std: standard deviation of the initial weights.
+    axes: logical axes of (input, output). std: standard deviation of the initial weights. parts:
+    widths of the parts of each head's output, which are matrices by themselves (optim/muon.py).
     """
 
     quantizable = ("weight",)
@@ -31,8 +32,9 @@ class Linear(nnx.Module):
         axes: tuple[str, str],
         std: float,
         bias: bool = False,
+        parts: tuple[int, ...] = (),
     ):
-        self.weight = nnx.Param(std * normal(key, sizes), axes=axes, sizes=sizes)
+        self.weight = nnx.Param(std * normal(key, sizes), axes=axes, sizes=sizes, parts=parts)
         self.row_parallel = axes[1] == "embed"
         bias_axis = "norm" if self.row_parallel else axes[1]
         self.bias = nnx.Param(jnp.zeros(sizes[1]), axes=(bias_axis,)) if bias else None

@@ -22,6 +22,7 @@ from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.mixer import Widths
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.layers.qk_clip import LARGEST, scale_heads
 from maxmeg.ops.attention.rounds import Expand
 from maxmeg.ops.broadcast import broadcast
 from maxmeg.ops.random import split
@@ -130,30 +131,31 @@ class Mla(Attention):
         keys = split(key, 6)
         self.spec: MlaSpec = spec
         D, H, K, V = spec.hidden_size, spec.num_heads, spec.head_dim, spec.value_size
-        std, kv_rank, kv_width = spec.std, spec.kv_rank, spec.kv_rank + spec.rotary_size
-        rank, width = spec.query_rank, H * spec.key_size
+        std, kv_rank, bias = spec.std, spec.kv_rank, spec.bias_qkv
+        rank, width, of_key = spec.query_rank, H * spec.key_size, (K, spec.rotary_size)
         down, up = ("embed", "latent"), ("embed", "heads")
-        self.query = None if rank else Linear(keys[0], (D, width), up, std)
-        self.query_down = Linear(keys[1], (D, rank), down, std, spec.bias_qkv) if rank else None
+        of_latent = kv_rank, spec.rotary_size
+        self.query = None if rank else Linear(keys[0], (D, width), up, std, parts=of_key)
+        self.query_down = Linear(keys[1], (D, rank), down, std, bias) if rank else None
         self.query_norm = Norm(rank, spec.norm) if rank else None
-        self.query_up = Linear(keys[0], (rank, width), up, std) if rank else None
-        self.kv_down = Linear(keys[2], (D, kv_width), down, std, spec.bias_qkv)
+        self.query_up = Linear(keys[0], (rank, width), up, std, parts=of_key) if rank else None
+        self.kv_down = Linear(keys[2], (D, sum(of_latent)), down, std, bias, of_latent)
         self.kv_norm = Norm(kv_rank, spec.norm)
-        self.key_up = Linear(keys[3], (kv_rank, H * K), up, std)
-        self.value_up = Linear(keys[4], (kv_rank, H * V), up, std)
+        self.key_up = Linear(keys[3], (kv_rank, H * K), up, std, parts=(K,))
+        self.value_up = Linear(keys[4], (kv_rank, H * V), up, std, parts=(V,))
         self.out = Linear(keys[5], (H * V, D), ("heads", "embed"), spec.out_std, spec.bias_out)
         self.sinks = nnx.Param(jnp.zeros(H), axes=("heads",)) if spec.sinks else None
 
     def __call__(
         self, h_BLD: Float[Array, "B l D"], ctx: Context, cache: tuple | None = None
     ) -> tuple[Float[Array, "B L D"], tuple | None, dict]:
-        """(partial sums over tensor for the whole sequence, new cache, no auxiliary values)."""
-        q_BLHI, kv_BLI = self.queries(h_BLD, ctx), self.latents(h_BLD, ctx)
+        """(partial sums over tensor for the whole sequence, new cache, values of `reported`)."""
+        aux, q_BLHI, kv_BLI = {}, self.queries(h_BLD, ctx), self.latents(h_BLD, ctx)
         if cache is None:
-            out_BLHV = self.expanded(q_BLHI, kv_BLI, ctx)
+            out_BLHV, aux = self.expanded(q_BLHI, kv_BLI, ctx)
         else:
             out_BLHV, cache = self.absorbed(q_BLHI, kv_BLI, ctx, cache)
-        return self.out(out_BLHV.reshape(*out_BLHV.shape[:2], -1), ctx), cache, {}
+        return self.out(out_BLHV.reshape(*out_BLHV.shape[:2], -1), ctx), cache, aux
 
     def queries(self, h_BLD: jax.Array, ctx: Context) -> jax.Array:
         """Queries [B, L, H, key_size] of the whole sequence, their rotary parts rotated."""
@@ -186,13 +188,22 @@ class Mla(Attention):
             return x_BLHK
         return rotate(x_BLHK, ctx.rotation(rotary, self.spec.rotary_size), rotary.interleaved)
 
-    def expanded(self, q_BLHI: jax.Array, kv_BLI: jax.Array, ctx: Context) -> jax.Array:
-        """Attention of queries [B, L, H, key_size] with keys and values computed for each head."""
+    def expanded(self, q_BLHI, kv_BLI, ctx: Context) -> tuple[jax.Array, dict]:
+        """`core` of queries [B, L, H, key_size] and latents, with keys and values of each head."""
         linears = self.key_up, self.value_up
         expand = FromLatents(self.spec.key_size, self.spec.kv_rank)
         if axis_size(CONTEXT_AXES) > 1:
             return self.over_context(q_BLHI, kv_BLI[:, :, None], expand, linears, ctx)
         return self.core(q_BLHI, *expand(linears, kv_BLI[:, :, None], ctx), ctx)
+
+    def update(self, aux: dict[str, jax.Array]) -> None:
+        clip, spec = self.spec.clip, self.spec
+        if clip is None:
+            return
+        eta_H = clip.shrinkage(aux[LARGEST])
+        parts = (eta_H**clip.alpha, spec.head_dim), (eta_H, spec.rotary_size)  # one rotary key
+        scale_heads(self.query or self.query_up, *parts)
+        scale_heads(self.key_up, (eta_H ** (1 - clip.alpha), spec.head_dim))
 
     def absorbed(self, q_BLHI, kv_BLI, ctx: Context, cache: tuple):
         """(output, new cache) with the up-projections absorbed. The latents are keys and values of

@@ -78,6 +78,10 @@ class RecurrentSpec(MixerSpec):
         widths = self.widths(tensor).stored
         return tuple((self.kernel_size - 1) * widths[name] // tensor for name in self.convolved)
 
+    def parts(self, name: str) -> tuple[int, ...]:
+        """`Linear.parts` of a projection."""
+        return ()
+
     def widths(self, tensor: int = 1) -> Widths:
         copies = max(self.groups, tensor) // self.groups
         inputs = {
@@ -110,7 +114,8 @@ class Recurrent(Mixer):
                 down = Linear(keys.pop(), (size, spec.rank), (into, "latent"), spec.std)
                 setattr(self, f"{name}_down", down)
                 size, into = spec.rank, "latent"
-            linear = Linear(keys.pop(), (size, width), (into, axis), spec.std, spec.bias)
+            how = spec.std, spec.bias, spec.parts(name)
+            linear = Linear(keys.pop(), (size, width), (into, axis), *how)
             setattr(self, name, linear)
         for name in spec.convolved:
             width, axis = spec.projections[name]

@@ -15,9 +15,11 @@ from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.layers import lora as adapters
+from maxmeg.layers.attention import Attention
 from maxmeg.layers.context import Context, Source
 from maxmeg.layers.embedding import Embedding, Positions
 from maxmeg.layers.norm import Norm
+from maxmeg.layers.qk_clip import QkClip
 from maxmeg.layers.residual import drop_residual
 from maxmeg.layers.streams import RelativeTables, Streams, source_context
 from maxmeg.models import mtp
@@ -257,7 +259,19 @@ def language_model(key: jax.Array, config: Config) -> LM:
         spec = adapters.LoraSpec(lora.rank, lora.alpha, lora.dropout, lora.targets)
         dtype, orders = jnp.dtype(config.model.dtype.value), model.stack.layout.orders
         model = adapters.adapted(fold(key, ADAPTERS), model, spec, dtype, orders)
+    if config.optim.qk_clip.threshold:
+        set_qk_clip(model, QkClip(**vars(config.optim.qk_clip)))
     set_gradient_dtype(model, jnp.dtype(config.parallel.gradient_dtype.value))
     if config.parallel.fsdp_context:
         shard_over_context(model)
     return model
+
+
+def set_qk_clip(model: LM, clip: QkClip) -> None:
+    """Let all attention layers clip their logits."""
+
+    def is_attention(node) -> bool:
+        return isinstance(node, Attention)
+
+    for node in filter(is_attention, jax.tree.leaves(model, is_leaf=is_attention)):
+        node.spec = dataclasses.replace(node.spec, clip=clip)

@@ -1,7 +1,8 @@
 """Muon (Jordan et al., 2024): Newton-Schulz iterations orthogonalize the momentum of each matrix.
 
 Formulas, coefficients and scales are those of NVIDIA's Emerging-Optimizers, which Megatron-LM uses.
-Muon updates the weight matrices of layers; each attention projection and each expert is a matrix.
+Muon updates the weight matrices of layers; each attention projection (with `per_head` each head of
+it) and each expert is a matrix.
 AdamW updates embeddings, output layers, convolutions and vectors.
 
 Newton-Schulz iterations need whole matrices, but fsdp, tensor and ZeRO-1 shard the momentum inside
@@ -15,7 +16,9 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import Mesh
 
 from maxmeg.config.optimizers import MuonConfig, MuonScale, NewtonSchulz
@@ -122,24 +125,32 @@ def scale_by_muon(
 def orthogonalized(tree, muon: MuonConfig, mesh: Mesh | None, zero1: bool):
     """The matrices [(layers, experts,) in, out] of a tree of variables, each orthogonalized."""
     if mesh is None:
-        return jax.tree.map(lambda x: factor(x.shape, muon) * newton_schulz(x, muon), tree)
+
+        def one(variable: nnx.Variable) -> nnx.Variable:
+            if (x := variable.get_value()) is None:
+                return variable
+            return variable.replace(direction(x, parts(variable, muon), muon))
+
+        return jax.tree.map(one, tree, is_leaf=is_variable)
     specs = storage_specs(tree, mesh, zero1)
     variables = [v for v in jax.tree.leaves(tree, is_leaf=is_variable) if v.get_value() is not None]
-    axes = [storage_axes(variable, mesh, zero1) for variable in variables]
+    hows = [(storage_axes(v, mesh, zero1), parts(v, muon), muon) for v in variables]
 
     def local(tree):
         leaves, structure = jax.tree.flatten(tree)
-        pairs = zip(leaves, axes, strict=True)
-        return jax.tree.unflatten(structure, [of_shard(x, a, muon) for x, a in pairs])
+        pairs = zip(leaves, hows, strict=True)
+        return jax.tree.unflatten(structure, [of_shard(x, *how) for x, how in pairs])
 
     return spmd(local, mesh, (specs,), specs)(tree)
 
 
-def of_shard(x: jax.Array, axes: list[tuple[str, ...]], muon: MuonConfig) -> jax.Array:
+def of_shard(
+    x: jax.Array, axes: list[tuple[str, ...]], parts: tuple[int, ...], muon: MuonConfig
+) -> jax.Array:
     """Orthogonalize sharded matrices: this device's shard [..., in, out] of them and of the result.
 
-    axes: the mesh axes that shard each dimension. Devices with the same shard divide the matrices
-    among them too, as long as there are enough matrices for all.
+    axes: the mesh axes that shard each dimension. parts: as in `direction`. Devices with the same
+    shard divide the matrices among them too, as long as there are enough matrices for all.
     """
     stacked, sizes = x.shape[:-2], x.shape[-2:]
     cuts = [(names, dim) for dim, names in ((1, axes[-2]), (2, axes[-1])) if count(names) > 1]
@@ -158,12 +169,28 @@ def of_shard(x: jax.Array, axes: list[tuple[str, ...]], muon: MuonConfig) -> jax
     for names, dim in cuts:
         x = collectives.exchange(x, names, 0, dim)
     assert x.shape[1:] == tuple(whole)
-    scale = factor(x.shape, muon)
-    x = newton_schulz(x, muon).astype(x.dtype)
+    x = direction(x, parts, muon).astype(x.dtype)
     for names, dim in reversed(cuts):
         x = collectives.exchange(x, names, dim, 0)
     x = collectives.gather(x, copies, 0)[:number].reshape(*stacked, *sizes)
-    return scale * x.astype(jnp.float32)
+    return x.astype(jnp.float32)
+
+
+def parts(variable: nnx.Variable, muon: MuonConfig) -> tuple[int, ...]:
+    """The widths of the matrices that the columns of a variable are, again and again: with
+    `per_head` those of a head's parts (layers.linear), else one for all columns."""
+    of_head = variable.get_metadata("parts", ()) if muon.per_head else ()
+    return of_head or variable.shape[-1:]
+
+
+def direction(x: jax.Array, parts: tuple[int, ...], muon: MuonConfig) -> jax.Array:
+    """Matrices [..., in, out], orthogonalized and scaled; float32. parts: widths of the matrices in
+    the columns."""
+    x = x.reshape(*x.shape[:-1], -1, sum(parts)).swapaxes(-3, -2)  # [..., head, in, sum(parts)]
+    blocks = jnp.split(x, np.cumsum(parts)[:-1], axis=-1)
+    x = jnp.concatenate([factor(b.shape, muon) * newton_schulz(b, muon) for b in blocks], axis=-1)
+    x = x.swapaxes(-3, -2)
+    return x.reshape(*x.shape[:-2], -1)
 
 
 def count(names: tuple[str, ...]) -> int:

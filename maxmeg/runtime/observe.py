@@ -17,6 +17,7 @@ from maxmeg.runtime.faults.guard import Guard
 from maxmeg.runtime.faults.stragglers import Stragglers
 from maxmeg.runtime.faults.watchdog import VALIDATING, Watchdog
 from maxmeg.runtime.gpu_environment import recorded_environment
+from maxmeg.runtime.metrics.attention_logits import logit_hook
 from maxmeg.runtime.metrics.expert_load import ExpertLoad
 from maxmeg.runtime.metrics.hooks import Hook, Hooks, Metrics
 from maxmeg.runtime.metrics.memory import peak_memory_hook
@@ -173,6 +174,8 @@ def training_hooks(
     if log.profile_start:
         path = os.path.join(folder, "profile")
         hooks.append(profile_hook(path, log.profile_start, log.profile_steps))
+    if config.optim.qk_clip.threshold:
+        hooks.append(logit_hook())
     if config.model.has("moe"):
         path = os.path.join(folder, "experts.json") if primary else ""
         hooks.append(ExpertLoad(config.model, schedules.num_steps, log.every, path).hook())

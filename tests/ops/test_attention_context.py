@@ -152,9 +152,8 @@ def actual(
     def local(q, kv, slope, segments, chunks, sink_H):
         def run(q, kv, sink_H):
             operands = operands_of(segments, sink_H if sinks else None, drop)
-            return attention_over_context(
-                ContextCall(q, kv, Expand(K), (), spec, operands, chunks_BC=chunks), strategy
-            )
+            call = ContextCall(q, kv, Expand(K), (), spec, operands, chunks_BC=chunks)
+            return attention_over_context(call, strategy)[0]
 
         out, pull = jax.vjp(run, q, kv, sink_H)
         *slopes, d_sinks = pull(slope)
@@ -181,7 +180,7 @@ def attention(remat: str, q, kv, slope):
 
     def run(q, kv):
         call = ContextCall(q, kv, Expand(K), (), CAUSAL, Operands())
-        return jnp.sum(attention_over_context(call, ContextStrategy("ring")) * slope)
+        return jnp.sum(attention_over_context(call, ContextStrategy("ring"))[0] * slope)
 
     return jax.checkpoint(run, policy=keeps(kept_names(remat)))(q, kv)
 
@@ -205,7 +204,7 @@ def test_backward_of_a_ring_stores_what_flash_attention_stores():
     def local(q, kv):
         def run(q, kv):
             call = ContextCall(q, kv, Expand(K), (), CAUSAL, Operands())
-            return attention_over_context(call, ContextStrategy("ring"))
+            return attention_over_context(call, ContextStrategy("ring"))[0]
 
         out, pull = jax.vjp(run, q, kv)
         found = sorted(x.shape for x in jax.tree.leaves(pull) if x.ndim > 2)

@@ -12,8 +12,10 @@ from layouts import controls, in_model_order, mesh_of, tiny, tiny_batch, tiny_st
 from maxmeg.config.model import DType
 from maxmeg.config.optimizers import MuonConfig, MuonScale, NewtonSchulz
 from maxmeg.config.schema import OptimConfig, Optimizer
+from maxmeg.layers.lora import linears
+from maxmeg.models.lm import language_model
 from maxmeg.optim.build import make_optimizer
-from maxmeg.optim.muon import COEFFICIENTS, newton_schulz
+from maxmeg.optim.muon import COEFFICIENTS, newton_schulz, orthogonalized
 from maxmeg.step import make_train_step
 
 SAME_UPDATE = 1e-5  # of the largest; orthogonalizing amplifies rounding of the gradients
@@ -82,7 +84,60 @@ def test_updates_are_the_formula(nesterov):
     np.testing.assert_allclose(tree["embedding"][...], table, rtol=1e-5)
 
 
-MODEL = {"num_layers": 4, "layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2}
+@pytest.mark.parametrize("per_head", [False, True])
+def test_each_part_of_a_head_is_a_matrix(per_head):
+    """Two layers, three heads with parts of 4 and of 2 columns."""
+    muon = MuonConfig(per_head=per_head, scale=MuonScale.unit_rms_norm, **EXACT)
+    x = np.random.default_rng(0).normal(size=(2, 5, 18)).astype(np.float32)
+    tree = {"stack": nnx.Param(jnp.asarray(x), axes=("embed", "heads"), parts=(4, 2))}
+    ends = [0, 4, 6, 10, 12, 16, 18] if per_head else [0, 18]
+    sets = COEFFICIENTS[NewtonSchulz.quintic]
+    blocks = [x[:, :, first:last] for first, last in itertools.pairwise(ends)]
+    directions = [
+        np.sqrt(block.shape[2] / 5) * np.stack([iterated(m, sets, 5) for m in block])
+        for block in blocks
+    ]
+    found = orthogonalized(tree, muon, None, False)["stack"][...]
+    np.testing.assert_allclose(found, np.concatenate(directions, axis=2), atol=1e-4)
+
+
+PARTS = {
+    "attention gated_delta": {
+        **{"attention.query": (4, 4), "attention.key": (4,), "attention.value": (4,)},
+        **{"gated_delta.query": (5,), "gated_delta.key": (5,), "gated_delta.value": (7,)},
+    },
+    "mla mla": {"mla.query_up": (4, 2), "mla.kv_down": (6, 2), "mla.key_up": (4,)}
+    | {"mla.value_up": (3,)},
+}
+
+
+@pytest.mark.parametrize("layers", PARTS)
+def test_heads_of_projections_have_these_parts(layers):
+    """With an output gate: a query and a gate; of latents, parts without and with rotation."""
+    fields = {"layers": layers, "attention.head_dim": 4}
+    if "mla" in layers:
+        fields |= {
+            "mla.kv_rank": 6,
+            "mla.rotary_size": 2,
+            "mla.query_rank": 10,
+            "mla.value_size": 3,
+        }
+    else:
+        fields |= {"attention.output_gate": True, "delta.num_heads": 2}
+        fields |= {"delta.key_size": 5, "delta.value_size": 7}
+    config, found = tiny(fields), {}
+    model = jax.eval_shape(lambda key: language_model(key, config), jax.random.key(0))
+    for path, linear in linears(model.stack).items():
+        if parts := linear.weight.get_metadata("parts"):
+            assert linear.weight.shape[-1] % sum(parts) == 0
+            found[".".join(path.split(".")[-2:])] = parts
+    assert found == PARTS[layers]
+
+
+MODEL = {
+    **{"num_layers": 4, "layers": "*(mla,moe)", "moe.num_experts": 4, "moe.top_k": 2},
+    **{"mla.kv_rank": 16, "mla.query_rank": 16, "mla.rotary_size": 4},
+}
 MESHES = [
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"pipe": 2, "expert": 2, "fsdp": 2, "micro_batch_size": 2},
@@ -93,7 +148,8 @@ MESHES = [
 def parameters_after_steps(parallel: dict) -> dict:
     sizes = {name: value for name, value in parallel.items() if name != "micro_batch_size"}
     config = tiny(MODEL, {"micro_batch_size": parallel.get("micro_batch_size", 0)}, **sizes)
-    config.optim = OptimConfig(Optimizer.muon, muon=MuonConfig(nesterov=True, **EXACT))
+    muon = MuonConfig(nesterov=True, per_head=True, **EXACT)
+    config.optim = OptimConfig(Optimizer.muon, muon=muon)
     mesh = mesh_of(config)
     optimizer, abstract, state = tiny_state(config, mesh)
     step = make_train_step(config, mesh, optimizer, abstract)

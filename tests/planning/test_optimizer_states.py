@@ -11,6 +11,7 @@ from maxmeg.config.model import DType, Norm, Position
 from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost.memory import device_memory
+from maxmeg.planning.cost.optimizer import newton_schulz_flops
 from maxmeg.planning.cost.workload import workload
 from maxmeg.state import abstract_state, parameter_rows
 
@@ -86,3 +87,14 @@ def test_small_states_are_those_of_the_real_state(name):
         assert found["master weights"] == bytes_on_a_device((state.model, state.remainders))
         counts = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state.optimizer))
         assert found["optimizer"] == bytes_on_a_device(state.optimizer) - 4 * counts
+
+
+def test_newton_schulz_of_single_heads_is_counted():
+    """Of 8 heads, in queries, keys and values of 2 layers: matrices of 32 x 4, not 32 x 32."""
+    config, flops = tiny(), {}
+    config.optim.optimizer = Optimizer.muon
+    for per_head in (False, True):
+        config.optim.muon.per_head = per_head
+        flops[per_head] = newton_schulz_flops(workload(config, 1))
+    whole, head = (5 * (4 * m**2 * 32 + 2 * m**3) for m in (32, 4))
+    assert flops[False] - flops[True] == 2 * 3 * (whole - 8 * head)

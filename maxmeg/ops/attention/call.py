@@ -1,13 +1,16 @@
 """Softmax attention: one call, several backends, and the choice between them.
 
 A backend (ops/backend.py) has `refuses(q, k, v, spec, operands, device)`, the reason why it cannot
-run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-sum-exp.
+run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-sum-exp. With
+`spec.largest` it may also return the largest score of each query; otherwise the log-sum-exp, which
+is larger, takes its place.
 """
 
 import logging
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from maxmeg.ops import backend as dispatch
@@ -52,6 +55,25 @@ def attention(
     return attention_with_lse(q_BLHK, k_BMGK, v_BMGV, spec, operands, backend=backend)[0]
 
 
+def attention_and_largest(
+    q_BLHK: Float[Array, "B L H K"],
+    k_BMGK: Float[Array, "B M G K"],
+    v_BMGV: Float[Array, "B M G V"],
+    spec: ScoreSpec = CAUSAL,
+    operands: Operands = NOTHING_ELSE,
+    *,
+    backend: str = "auto",
+) -> tuple[Float[Array, "B L H V"], Float[Array, " H"] | None]:
+    """(`attention`; with `spec.largest` the float32 largest score of each head, else None).
+
+    Backends other than xla give the largest log-sum-exp instead of it: a bound, at most log(keys)
+    larger if there are no sinks.
+    """
+    call = q_BLHK, k_BMGK, v_BMGV, spec, operands
+    out_BLHV, _, *largest = attention_with_lse(*call, backend=backend)
+    return out_BLHV, lax.stop_gradient(jnp.max(largest[0], axis=(0, 1))) if largest else None
+
+
 def attention_with_lse(
     q_BLHK: Float[Array, "B L H K"],
     k_BMGK: Float[Array, "B M G K"],
@@ -60,8 +82,9 @@ def attention_with_lse(
     operands: Operands = NOTHING_ELSE,
     *,
     backend: str = "auto",
-) -> tuple[Float[Array, "B L H V"], Float[Array, "B L H"]]:
-    """As `attention`, and the float32 log-sum-exp of each query's scores and sink."""
+) -> tuple[Float[Array, "B L H *V"], ...]:
+    """As `attention`, and the float32 log-sum-exp [B, L, H] of each query's scores and sink. With
+    `spec.largest` also the largest score [B, L, H], or the log-sum-exp again."""
     check_shapes(q_BLHK, k_BMGK, v_BMGV, operands)
     call = (q_BLHK, k_BMGK, v_BMGV, spec, operands)
     device = dispatch.target_device()
@@ -70,7 +93,8 @@ def attention_with_lse(
         log_choice("attention", name, reason)
         if is_costly(call, name, device):
             warn_of_xla(reason, xla_words(call, reason, device))
-    return BACKENDS[name].attend(*call)
+    found = BACKENDS[name].attend(*call)
+    return (*found, found[1]) if spec.largest and len(found) == 2 else found
 
 
 def block_gradients(
@@ -92,7 +116,7 @@ def block_gradients(
         return module.block_gradients(call, out_BLHV, lse_BLH, d_out_BLHV)
 
     def attend(q_BLHK, k_BMGK, v_BMGV):
-        return module.attend(q_BLHK, k_BMGK, v_BMGV, spec, operands)
+        return module.attend(q_BLHK, k_BMGK, v_BMGV, spec, operands)[:2]
 
     (block_BLHV, block_lse_BLH), transpose = jax.vjp(attend, q_BLHK, k_BMGK, v_BMGV)
     share_BLH = jnp.exp(block_lse_BLH - lse_BLH)  # of the block in all weights

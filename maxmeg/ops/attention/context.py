@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.attention.call import attention
+from maxmeg.ops.attention.call import attention_and_largest
 from maxmeg.ops.attention.context_choice import (
     ContextShape,
     ContextStrategy,
@@ -26,7 +26,7 @@ from maxmeg.ops.attention.context_choice import (
     inner_size,
     repeated,
 )
-from maxmeg.ops.attention.rounds import Expand, Plan, Rows, in_rounds
+from maxmeg.ops.attention.rounds import Expand, Plan, Result, Rows, in_rounds
 from maxmeg.ops.attention.spec import Operands, ScoreSpec
 from maxmeg.ops.backend import log_choice
 from maxmeg.parallel import collectives
@@ -55,8 +55,9 @@ class ContextCall(typing.NamedTuple):
     chunks_BC: jax.Array | None = None
 
 
-def attention_over_context(call: ContextCall, strategy: ContextStrategy) -> jax.Array:
-    """Attention [B, L, H, V] of this device's queries over the whole sequence."""
+def attention_over_context(call: ContextCall, strategy: ContextStrategy) -> Result:
+    """Attention [B, L, H, V] of this device's queries over the whole sequence; with `spec.largest`
+    the largest score of each head that this device has computed, else None."""
     segments, shape = call.operands.segments_BL, shape_of(call)
     if call.operands.bias_NH is not None:  # which the others do not move
         assert strategy.name in ("auto", "gather")
@@ -90,7 +91,7 @@ def shape_of(call: ContextCall) -> ContextShape:
     )
 
 
-def over_gathered(call: ContextCall) -> jax.Array:
+def over_gathered(call: ContextCall) -> Result:
     """Attention over gathered keys and values; kernels skip those that no query sees."""
     size, rank = collectives.axis_size(CONTEXT_AXES), collectives.axis_index(CONTEXT_AXES)
     (B, L), chunks_BC, operands = call.q_BLHK.shape[:2], call.chunks_BC, call.operands
@@ -108,10 +109,10 @@ def over_gathered(call: ContextCall) -> jax.Array:
         dropout = dataclasses.replace(dropout, first_query=offset_BL)
     operands = operands._replace(offset=offset_BL, key_segments_BM=segments_BM, dropout=dropout)
     kv = call.expand(call.weights, kv_BMGI)
-    return attention(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
+    return attention_and_largest(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
 
 
-def exchanged(call: ContextCall, inner: int) -> jax.Array:
+def exchanged(call: ContextCall, inner: int) -> Result:
     """Attention of a part of the heads, over the pieces of `inner` neighbours."""
     nodes = collectives.axis_size(CONTEXT_AXES) // inner
     groups, operands = collectives.inside(CONTEXT_AXES, nodes), call.operands
@@ -134,11 +135,20 @@ def exchanged(call: ContextCall, inner: int) -> jax.Array:
     kv_BLGI = in_order(kv_BLGI, inner)
     call = call._replace(q_BLHK=q_BLHK, kv_BLGI=kv_BLGI, weights=weights, operands=operands)
     if nodes > 1:
-        out_BLHV = over_ring(call, inner)
+        out_BLHV, largest_H = over_ring(call, inner)
     else:
+        how = call.spec, operands
         arrays = q_BLHK, *call.expand(weights, kv_BLGI)
-        out_BLHV = attention(*arrays, call.spec, operands, backend=call.backend)
-    return collectives.exchange(out_of_order(out_BLHV, inner), CONTEXT_AXES, 1, 2, groups)
+        out_BLHV, largest_H = attention_and_largest(*arrays, *how, backend=call.backend)
+    out_BLHV = collectives.exchange(out_of_order(out_BLHV, inner), CONTEXT_AXES, 1, 2, groups)
+    return out_BLHV, among_heads(largest_H, number * heads, heads * inner)
+
+
+def among_heads(largest_H: jax.Array | None, first, count: int) -> jax.Array | None:
+    """The numbers of the heads from `first` on among `count` heads, -inf for the others."""
+    if largest_H is None:
+        return None
+    return lax.dynamic_update_slice(jnp.full(count, -jnp.inf), largest_H, (first,))
 
 
 def repeated_heads(kv_BLGI: jax.Array, count: int) -> jax.Array:
@@ -148,7 +158,7 @@ def repeated_heads(kv_BLGI: jax.Array, count: int) -> jax.Array:
     return jnp.repeat(kv_BLGI, repeats, axis=2) if repeats > 1 else kv_BLGI
 
 
-def over_ring(call: ContextCall, distance: int) -> jax.Array:
+def over_ring(call: ContextCall, distance: int) -> Result:
     """Attention in rounds; distance: between neighbours of the ring, in ranks along context."""
     spec, segments, dropout = call.spec, call.operands.segments_BL, call.operands.dropout
     B, half = call.q_BLHK.shape[0], call.q_BLHK.shape[1] // 2
@@ -164,4 +174,4 @@ def over_ring(call: ContextCall, distance: int) -> jax.Array:
         rate = dropout.rate
     plan = Plan(spec, call.backend, call.expand, distance, halo_of(spec, half), rate)
     arrays = call.q_BLHK, call.kv_BLGI, call.weights, call.operands.sinks_H, rows
-    return typing.cast(jax.Array, in_rounds(plan, *arrays))
+    return typing.cast(Result, in_rounds(plan, *arrays))

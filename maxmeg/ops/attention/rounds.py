@@ -34,6 +34,7 @@ from maxmeg.parallel.context import (
 from maxmeg.parallel.mesh import CONTEXT_AXES
 
 Pairs = tuple[tuple[Half, Half], ...]
+Result = tuple[jax.Array, jax.Array | None]  # attention, and the largest score of each head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,14 +182,15 @@ def rounds_of(plan: Plan) -> list[Round]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def in_rounds(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows) -> jax.Array:
-    """Attention [B, L, H, V] of this device's queries over the whole sequence."""
+def in_rounds(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows) -> Result:
+    """Attention [B, L, H, V] of this device's queries over the whole sequence; with `spec.largest`
+    also the largest score of each head, else None."""
     return in_rounds_forward(plan, q_BLHK, kv_BLGI, weights, sinks_H, rows)[0]
 
 
 def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows):
     B, half, rounds = q_BLHK.shape[0], q_BLHK.shape[1] // 2, rounds_of(plan)
-    arrived, following, done, totals = kv_BLGI, kv_BLGI, None, [None, None]
+    arrived, following, done, totals, highest = kv_BLGI, kv_BLGI, None, [None, None], []
     for turn in rounds:
         arrived = not_before(following, done)
         if turn is not rounds[-1]:
@@ -196,10 +198,12 @@ def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows)
         k_NMGK, v_NMGV = plan.expand(weights, turn.keys(arrived))
         operands = turn.operands(plan, rows, B, half)
         call = turn.queries(q_BLHK), k_NMGK, v_NMGV, turn.spec, operands
-        out_NLHV, lse_NLH = attention_with_lse(*call, backend=plan.backend)
-        lse_NLH = jnp.maximum(lse_NLH, NEGATIVE)
+        out_NLHV, *scores = attention_with_lse(*call, backend=plan.backend)
+        scores = [jnp.maximum(x_NLH, NEGATIVE) for x_NLH in scores]
         if turn.halo:
-            lse_NLH = jnp.where(turn.missing(plan, B), NEGATIVE, lse_NLH)
+            scores = [jnp.where(turn.missing(plan, B), NEGATIVE, x_NLH) for x_NLH in scores]
+        lse_NLH, *largest = scores
+        highest += [jnp.max(x_NLH, axis=(0, 1)) for x_NLH in largest]
         parts, done = [turn.split(x) for x in (out_NLHV, lse_NLH)], lse_NLH
         for (which, out_BLHV), (_, lse_BLH) in zip(*parts, strict=True):
             add(totals, which, out_BLHV.astype(jnp.float32), lse_BLH)
@@ -207,11 +211,14 @@ def in_rounds_forward(plan: Plan, q_BLHK, kv_BLGI, weights, sinks_H, rows: Rows)
     out_BLHV, lse_BLH = with_sinks(out_BLHV, lse_BLH, sinks_H)
     out_BLHV = collectives.stored(out_BLHV.astype(q_BLHK.dtype), "context_output")
     lse_BLH = collectives.stored(lse_BLH, "context_lse")
-    return out_BLHV, (q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH)
+    largest_H = functools.reduce(jnp.maximum, highest) if highest else None
+    residuals = q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH
+    return (out_BLHV, largest_H), residuals
 
 
-def in_rounds_backward(plan: Plan, residuals, d_out_BLHV):
+def in_rounds_backward(plan: Plan, residuals, slopes):
     q_BLHK, kv_BLGI, weights, sinks_H, rows, out_BLHV, lse_BLH = residuals
+    d_out_BLHV, _ = slopes
     B, half, rounds = q_BLHK.shape[0], q_BLHK.shape[1] // 2, rounds_of(plan)
     d_q, d_weights, done = jnp.zeros(q_BLHK.shape, jnp.float32), None, None
     d_kv: jax.Array | None = None

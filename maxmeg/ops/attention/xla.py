@@ -57,7 +57,8 @@ class Rows(typing.NamedTuple):
 
 
 def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
-    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32.
+    """Output [B, L, H, V] and log-sum-exp [B, L, H] in float32, and with `spec.largest` the largest
+    scores [B, L, H].
 
     A query that sees no key has output 0 and log-sum-exp NEGATIVE, or its sink. NaN and inf in a
     query, key or value make NaN of the queries that see them and of no others; these queries have
@@ -78,8 +79,8 @@ def attend(q_BLHK, k_BMGK, v_BMGV, spec: ScoreSpec, operands: Operands):
         if results:  # in sequence, in backward too: else XLA holds the scores of several blocks
             inputs, results[-1] = lax.optimization_barrier((inputs, results[-1]))
         results.append(run(*inputs, rows) if block.alone else recomputed(run, inputs, (rows,)))
-    out, lse = (jnp.concatenate(parts, axis=1) for parts in zip(*results, strict=True))
-    return out.reshape(B, L, H, -1), lse.reshape(B, L, H)
+    out, *others = (jnp.concatenate(parts, axis=1) for parts in zip(*results, strict=True))
+    return out.reshape(B, L, H, -1), *(x.reshape(B, L, H) for x in others)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -200,8 +201,7 @@ def positions(offset: jax.Array | int, start: int, stop: int) -> jax.Array:
 
 
 def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: Rows):
-    """Output and log-sum-exp of one piece of the queries, block by block. of_heads: sinks and
-    relative bias."""
+    """`attend` of one piece of the queries, block by block. of_heads: sinks and relative bias."""
     count = q_BLGJK.shape[1] // QUERY_BLOCK
     if count <= 1:
         return attend_block(block, q_BLGJK, k_BMGK, v_BMGV, of_heads, rows)
@@ -221,7 +221,8 @@ def piece(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: Rows):
 
 
 def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: Rows):
-    """Output [B, L, G, J, V] and log-sum-exp [B, L, G, J] of one block of queries."""
+    """Output [B, L, G, J, V] and log-sum-exp [B, L, G, J] of one block of queries, and with
+    `spec.largest` their largest scores [B, L, G, J]."""
     spec, (G, J), M = block.spec, q_BLGJK.shape[2:4], k_BMGK.shape[1]
     sinks_H, bias_NH = of_heads
     q_BLGJK, nonfinite_BLGJ = finite(q_BLGJK)
@@ -253,7 +254,11 @@ def attend_block(block: Block, q_BLGJK, k_BMGK, v_BMGV, of_heads: tuple, rows: R
         out_BLGJV = collectives.stored(out_BLGJV, "attention_output")
     tainted_BLGJ = jnp.moveaxis(tainted_BGJL, 3, 1)
     lse_BLGJ = jnp.where(tainted_BLGJ, jnp.nan, jnp.moveaxis(lse_BGJL, 3, 1))
-    return [jnp.where(tainted_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
+    results = [jnp.where(tainted_BLGJ[..., None], jnp.nan, out_BLGJV), lse_BLGJ]
+    if spec.largest:
+        largest_BGJL = jnp.max(lax.stop_gradient(scores_BGJLM), axis=-1, initial=NEGATIVE)
+        results.append(jnp.moveaxis(largest_BGJL, 3, 1))
+    return results
 
 
 def bias_buckets(distances: jax.Array, count: int, spec: ScoreSpec) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.schema import Masters, Moments, Optimizer
-from maxmeg.optim.muon import coefficients
+from maxmeg.optim.muon import coefficients, parts
 from maxmeg.optim.storage import block_size, has_remainder
 from maxmeg.optim.trees import is_matrix, without_matrix
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
@@ -94,12 +94,15 @@ def whole_matrices(work: Workload, shard: Shard) -> int:
 def newton_schulz_flops(work: Workload) -> float:
     """FLOPs of a device's Newton-Schulz iterations in a step: of a matrix of m <= n, 4 m^2 n and,
     unless c is zero, 2 m^3 for each step."""
-    sets, total = coefficients(work.config.optim.muon), 0.0
+    muon = work.config.optim.muon
+    sets, total = coefficients(muon), 0.0
     for shard in work.shards:
         if is_orthogonalized(work, shard):
-            m, n = sorted(shard.parameter.variable.shape[-2:])
-            each = sum(4 * m**2 * n + 2 * m**3 * (c != 0) for _, _, c in sets)
-            total += each * whole_matrices(work, shard)
+            rows, columns = shard.parameter.variable.shape[-2:]
+            widths = parts(shard.parameter.variable, muon)
+            for m, n in (sorted((rows, width)) for width in widths):
+                each = sum(4 * m**2 * n + 2 * m**3 * (c != 0) for _, _, c in sets)
+                total += each * columns // sum(widths) * whole_matrices(work, shard)
     return total
 
 

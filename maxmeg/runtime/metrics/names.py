@@ -1,10 +1,14 @@
 """Names of metrics in TensorBoard and Weights & Biases: train/loss, val/loss, optim/lr, ..."""
 
 from maxmeg.layers.balance import LOSSES
+from maxmeg.layers.qk_clip import LARGEST
 
 _GROUPS = {
     "val": ("validation_loss", "validation_loss_per_byte", "validation_accuracy"),
-    "optim": ("learning_rate", "weight_decay", "grad_norm", "skipped", "rerun", "loss_scale"),
+    "optim": (
+        *("learning_rate", "weight_decay", "grad_norm", "skipped", "rerun", "loss_scale"),
+        LARGEST,
+    ),
     "perf": (
         *("step_seconds", "tokens_per_second", "tflops_per_device", "mfu"),
         *("data_wait_seconds", "eval_seconds", "save_seconds", "median_process_seconds"),
