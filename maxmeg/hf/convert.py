@@ -260,10 +260,10 @@ def imported(source: Source) -> Pairs:
 def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
     """Return the tensors that export_model would write for a run's newest checkpoint."""
     step = newest(Path(run), lambda step, _: step)  # the values are not read
-    config = TrainedModel(Path(run), step).config
-    carried = carried_config(carried_folder(Path(run), config))
-    chosen = choose_family(config.model, carried, family)
-    model = families.with_writable_mtp(config.model, chosen)
+    trained = TrainedModel(Path(run), step)
+    carried = carried_config(carried_folder(Path(run), trained.config))
+    chosen = choose_family(trained.model, carried, family)
+    model = families.with_writable_mtp(trained.model, chosen)
     return [(binding.theirs, binding) for binding in families.bindings(model, chosen)]
 
 

@@ -19,6 +19,7 @@ from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Place
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
+from maxmeg.hf.mup import folded, plain_model
 from maxmeg.layers.lora import merged_weight
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
@@ -37,13 +38,14 @@ class TrainedModel:
     """The arrays of a run's checkpoint, the newest by default; `config` is the run's.
 
     In a LoRA run they are the frozen base's arrays, in the dtype of the run, with the adapters
-    merged. ValueError where checkpoint and config differ.
+    merged. `model` is the run's without muP, whose factors are within the arrays. ValueError where
+    checkpoint and config differ.
     """
 
     def __init__(self, run: str | Path, step: int | None = None) -> None:
         self._reader = open_run(Path(run), step)
         self.config = run_folder.read(self._reader.metadata["config"], run)
-        self.model = self.config.model
+        self.model = plain_model(self.config.model)
         self._base = self._reader
         if self.config.lora.rank:
             self._base = base_of_adapters(self.config, self._reader)
@@ -54,6 +56,9 @@ class TrainedModel:
 
     def read(self, place: Place) -> np.ndarray:
         """Return an array, one layer of it, or one expert of a layer."""
+        return folded(place.name, self._merged(place), self.config.model)
+
+    def _merged(self, place: Place) -> np.ndarray:
         if place.name.startswith(CLASSIFIER):  # trained beside adapters, too
             return self._reader.read(array_path(place.name), place.index)
         array = self._base.read(array_path(place.name), place.index)
