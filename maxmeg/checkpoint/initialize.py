@@ -32,6 +32,7 @@ from maxmeg.state import (
     on_disk,
     shardings_of,
     to_arrays,
+    with_average,
 )
 
 log = logging.getLogger("maxmeg")
@@ -61,23 +62,25 @@ def initialize(
         return from_disk(state, config.optim.moments, config.optim, abstract), base
     if not config.checkpoint.init_from:
         base = random_base(config, abstract.model)
-        return random_state(config, optimizer, abstract, base), base_of(config)
+        state = random_state(config, optimizer, abstract, base)
+        return with_average(state, abstract), base_of(config)
 
     def use(source: Checkpointer, step: int, manifest: Manifest) -> tuple[TrainState, Base]:
         part = frozen(abstract.model)
         part = part if jax.tree.leaves(part) else abstract.model
         model = initial_model(config, part, source, step, tokenizer)
-        state = random_state(config, optimizer, abstract, model)
+        state = with_average(random_state(config, optimizer, abstract, model), abstract)
         return state, identity(config, step, manifest) if config.lora.rank else {}
 
     return from_initial(config, use)
 
 
 def random_state(config: Config, optimizer, abstract: TrainState, model: LM) -> TrainState:
-    """Return the arrays of `model`, and all other arrays of the state by the run's seed."""
+    """Return the arrays of `model`, and all other arrays of the state by the run's seed, but for
+    averages."""
 
     def rest(state: TrainState) -> TrainState:
-        return dataclasses.replace(state, model=without(state.model, model))
+        return dataclasses.replace(state, model=without(state.model, model), ema=None)
 
     def init(key):
         return rest(init_state(key, config, optimizer))

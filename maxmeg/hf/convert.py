@@ -203,16 +203,17 @@ def export_model(
     max_shard_bytes: int = 5_000_000_000,
     step: int | None = None,
     family: str = "",
+    average: bool = False,
 ) -> Report:
     """Write a run's model as a folder that transformers' from_pretrained loads; merge adapters.
 
     step: default the newest. family: default that of the folder the model was imported from, else
-    the first that can express the model. ValueError where no family fits, or where the checkpoint
-    does not fit its config.
+    the first that can express the model. average: write the averages of optim.ema. ValueError where
+    no family fits, or where the checkpoint does not fit its config or has no averages.
     """
     run, target = Path(run), Path(target)
     check_empty(target)
-    trained = TrainedModel(run, step)
+    trained = TrainedModel(run, step, average)
     config, model = trained.config, trained.model
     folder = carried_folder(run, config)
     carried = carried_config(folder)
