@@ -18,7 +18,7 @@ from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, orders, whole
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
-from maxmeg.parallel.trainable import saved, trained
+from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS
@@ -64,25 +64,9 @@ def with_masters(state: TrainState, masters: Masters) -> TrainState:
     return dataclasses.replace(state, model=model, remainders=remainders)
 
 
-def with_average(state: TrainState, abstract: TrainState) -> TrainState:
-    """The state with averages of its weights if the run's abstract state has them: those that the
-    state has, else the weights."""
-    if abstract.ema is None or state.ema is not None:
-        return dataclasses.replace(state, ema=None if abstract.ema is None else state.ema)
-
-    def begin(model, remainders):
-        return jax.tree.map(jnp.copy, trained(whole(model, remainders)))
-
-    places = shardings_of(abstract.ema)
-    ema = jax.jit(begin, out_shardings=places)(state.model, state.remainders)
-    return dataclasses.replace(state, ema=ema)
-
-
 @jax.named_scope("average")
-def averaged(ema: LM | None, weights: LM, decay: float) -> LM | None:
+def averaged(ema: LM, weights: LM, decay: float) -> LM:
     """The next averages of the trained weights, from those before the step."""
-    if ema is None:
-        return None
     return jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
 
 
@@ -90,12 +74,8 @@ def evaluated_model(state: TrainState, is_average: bool) -> LM:
     """The state's model, with the averages in place of the weights that have them, if wanted."""
     if not is_average:
         return state.model
-    return jax.tree.map(
-        lambda a, w: w if a is None else a.astype(w.dtype),
-        state.ema,
-        state.model,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    cast = jax.tree.map(lambda a, w: a.astype(w.dtype), state.ema, trained(state.model))
+    return joined(cast, state.model)
 
 
 def on_disk(state):

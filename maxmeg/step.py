@@ -329,7 +329,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradients, state.optimizer, own, key=key, **rates)
             own = jax.tree.map(jnp.add, own, updates)
-            ema = averaged(state.ema, own, config.optim.ema.decay)
+            ema = state.ema and averaged(state.ema, own, config.optim.ema.decay)
         model = joined(own, fixed(state.model))
         model.update(sums)
         new = TrainState(state.step, model, opt_state, state.key, scaler, ema=ema)

@@ -20,7 +20,8 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, Masters
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
-from maxmeg.parallel.trainable import frozen, joined, without
+from maxmeg.optim.storage import whole
+from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,
@@ -32,7 +33,6 @@ from maxmeg.state import (
     on_disk,
     shardings_of,
     to_arrays,
-    with_average,
 )
 
 log = logging.getLogger("maxmeg")
@@ -73,6 +73,20 @@ def initialize(
         return state, identity(config, step, manifest) if config.lora.rank else {}
 
     return from_initial(config, use)
+
+
+def with_average(state: TrainState, abstract: TrainState) -> TrainState:
+    """The state with averages of its weights if the run's abstract state has them: those that the
+    state has, else the weights."""
+    if abstract.ema is None or state.ema is not None:
+        return dataclasses.replace(state, ema=None if abstract.ema is None else state.ema)
+
+    def begin(model, remainders):
+        return jax.tree.map(jnp.copy, trained(whole(model, remainders)))
+
+    places = shardings_of(abstract.ema)
+    ema = jax.jit(begin, out_shardings=places)(state.model, state.remainders)
+    return dataclasses.replace(state, ema=ema)
 
 
 def random_state(config: Config, optimizer, abstract: TrainState, model: LM) -> TrainState:

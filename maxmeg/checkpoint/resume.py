@@ -15,6 +15,7 @@ from maxmeg.checkpoint.initialize import (
     from_initial,
     initialize,
     restored_base,
+    with_average,
 )
 from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
@@ -36,7 +37,6 @@ from maxmeg.state import (
     on_disk,
     orders_of,
     to_arrays,
-    with_average,
 )
 
 

@@ -23,9 +23,7 @@ OTHERS = ("qwen 2", "gemma 3", "qwen 3 next", "deepseek v3", "granite 4")
 NAMES = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in LATE)]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_exported_model_computes_the_same(name, tmp_path):
     family, keys = CASES[name]
     config = tiny(fsdp=1)
