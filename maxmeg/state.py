@@ -65,9 +65,10 @@ def with_masters(state: TrainState, masters: Masters) -> TrainState:
 
 
 @jax.named_scope("average")
-def averaged(ema: LM, weights: LM, decay: float) -> LM:
-    """The next averages of the trained weights, from those before the step."""
-    return jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
+def averaged(ema: LM | None, weights: LM, optim: OptimConfig) -> LM | None:
+    """The next averages of the trained weights, from those before the step, if there are any."""
+    decay = optim.ema.decay
+    return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
 
 
 def evaluated_model(state: TrainState, is_average: bool) -> LM:

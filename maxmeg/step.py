@@ -329,8 +329,7 @@ def make_train_step(
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradients, state.optimizer, own, key=key, **rates)
             own = jax.tree.map(jnp.add, own, updates)
-            ema = state.ema and averaged(state.ema, own, config.optim.ema.decay)
-        model = joined(own, fixed(state.model))
+        model, ema = joined(own, fixed(state.model)), averaged(state.ema, own, config.optim)
         model.update(sums)
         new = TrainState(state.step, model, opt_state, state.key, scaler, ema=ema)
         new = auxiliary.choose(finite, with_masters(new, config.optim.masters), state)
