@@ -335,6 +335,8 @@ class ModelConfig:
     def without_mup(self) -> "ModelConfig":
         """Return the model that computes the same, with muP's factors of logits and attention
         scores among its own."""
+        if not self.mup.base_hidden_size:
+            return self
         fields: dict = {"mup": MupConfig(), "logit_scale": self.logit_scale / self.width_multiplier}
         if base := self.mup.base_head_dim:
             fields["attention.scale"] = (self.attention.scale or base**-0.5) * base / self.key_size
