@@ -15,6 +15,7 @@ from maxmeg.config.setting import with_fields
 from maxmeg.layers.context import Context
 from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer, mup_factors
+from maxmeg.program import Program
 from maxmeg.state import to_arrays
 
 BASE, STEPS = 32, 4
@@ -79,7 +80,6 @@ def check_coordinates(width: int, kind: Optimizer) -> None:
     _, wide_hidden, wide_logits = trained(width, True, kind)
     assert hidden / SAME < wide_hidden < hidden * SAME
     assert logits / 3 < wide_logits < logits * SAME  # those of random weights shrink
-    assert trained(width, False, kind)[1] > hidden * GROWS ** np.log2(width / BASE)
 
 
 def test_steps_change_activations_equally_at_all_widths():
@@ -91,6 +91,8 @@ def test_steps_change_activations_equally_at_all_widths():
 @pytest.mark.parametrize("width", [2 * BASE, 8 * BASE])
 def test_steps_of_every_optimizer_change_activations_equally(kind, width):
     check_coordinates(width, kind)
+    hidden = trained(BASE, False, kind)[1]
+    assert trained(width, False, kind)[1] > hidden * GROWS ** np.log2(width / BASE)
 
 
 def test_at_the_base_width_nothing_changes():
@@ -132,8 +134,10 @@ def test_factors_of_rates(config, factors):
 
 
 def test_rates_and_epsilon_follow_the_factors():
-    """Adam's first step is g / (|g| + eps / m), times lr / m for a matrix of a layer."""
-    optimizer = make_optimizer(OptimConfig(eps=1.0), width=4.0)
+    """In a run: Adam's first step is g / (|g| + eps / m), times lr / m for a matrix of a layer."""
+    config = config_of(4 * BASE, True)
+    config.optim = OptimConfig(eps=1.0)
+    optimizer = Program(config, None).optimizer
     tree = {"stack": {"weight": TREE["weight"]}, "embedding": {"weight": TREE["weight"]}}
     updates, _ = optimizer.update(
         jax.tree.map(jnp.ones_like, tree), optimizer.init(tree), tree, **RATES
