@@ -44,19 +44,21 @@ def load(
     dtype: str = "",
     master_weights: bool = False,
     mtp: bool = False,
+    average: bool = False,
 ) -> LanguageModel:
     """Load a run, or a folder that `maxmeg convert` has written.
 
     step: of the checkpoint; default the newest intact one. tensor: number of tensor-parallel
     devices. dtype: of the computation, float32, bfloat16 or float16; default the run's. The weights
     are held in it, or with `master_weights` in float32 as in the checkpoint: to train them further
-    or to save them. mtp: load MTP layers too. ValueError for a folder without a checkpoint, or
-    without the MTP layers that are asked for.
+    or to save them. mtp: load MTP layers too. average: load the averages of
+    optim.ema in place of the weights. ValueError for a folder without a checkpoint, or without the
+    MTP layers or averages that are asked for.
     """
     set_gpu_environment()
     chosen = files.convert("dtype", dtype, DType) if dtype else None
     path, mesh = os.fspath(folder), local_mesh(tensor)
-    return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights, mtp))
+    return LanguageModel.of(load_run(path, step, mesh, chosen, master_weights, mtp, average))
 
 
 def engine(

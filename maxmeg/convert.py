@@ -37,6 +37,8 @@ def main(*arguments: typing.Any) -> None:
     if options.shard_gb <= 0:
         raise ValueError(f"--shard_gb={options.shard_gb} must be positive")
     inward = options.to is To.maxmeg
+    if options.average and options.to is not To.huggingface:
+        raise ValueError(f"--average is for --to=huggingface, not --to={options.to.name}")
     from_megatron = inward and megatron.is_checkpoint(options.input)
     if (config and not from_megatron) or (options.list and from_megatron):
         raise ValueError(f"{options.input}: --config is for Megatron's, --list for all others")
@@ -75,7 +77,7 @@ def main(*arguments: typing.Any) -> None:
 def to_huggingface(options: Options, step: int | None) -> convert.Report:
     limit = int(options.shard_gb * 1e9)
     return convert.export_model(
-        options.input, options.output, options.dtype, limit, step, options.family
+        options.input, options.output, options.dtype, limit, step, options.family, options.average
     )
 
 

@@ -32,7 +32,8 @@ class Program:
         self.mesh = make_mesh(sizes, fold=config.parallel.fold)
         sizes = config.train.micro_batch_size, config.parallel.context_chunks
         self.rows = local_rows(self.mesh, *sizes, config.data.max_targets)
-        self.optimizer = make_optimizer(config.optim, self.mesh, config.parallel.zero1)
+        width = config.model.width_multiplier
+        self.optimizer = make_optimizer(config.optim, self.mesh, config.parallel.zero1, width)
         self.abstract = abstract_state(config, self.optimizer, self.mesh)
         step = make_train_step(config, self.mesh, self.optimizer, self.abstract, objective)
         self.train_step = CompiledStep(step, print_memory)

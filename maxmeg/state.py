@@ -18,7 +18,7 @@ from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, orders, whole
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
-from maxmeg.parallel.trainable import saved, trained
+from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS
@@ -35,7 +35,7 @@ class TrainState:
     """step: how many were made. model: float32 masters, what is frozen in the compute dtype.
     optimizer: of the trained part. key: raw key of all later randomness. scaler: of the loss, with
     float16 alone. remainders: with optim.masters=remainders alone, the model then holds bfloat16
-    weights (optim/storage.py)."""
+    weights (optim/storage.py). ema: with optim.ema alone, float32 averages of the trained part."""
 
     step: jax.Array
     model: LM
@@ -43,6 +43,7 @@ class TrainState:
     key: jax.Array
     scaler: Scaler | None
     remainders: LM | None = None
+    ema: LM | None = None
 
 
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
@@ -61,6 +62,21 @@ def with_masters(state: TrainState, masters: Masters) -> TrainState:
         return state
     model, remainders = divided(state.model)
     return dataclasses.replace(state, model=model, remainders=remainders)
+
+
+@jax.named_scope("average")
+def averaged(ema: LM | None, weights: LM, optim: OptimConfig) -> LM | None:
+    """The next averages of the trained weights, from those before the step, if there are any."""
+    decay = optim.ema.decay
+    return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
+
+
+def evaluated_model(state: TrainState, is_average: bool) -> LM:
+    """The state's model, with the averages in place of the weights that have them, if wanted."""
+    if not is_average:
+        return state.model
+    cast = jax.tree.map(lambda a, w: a.astype(w.dtype), state.ema, trained(state.model))
+    return joined(cast, state.model)
 
 
 def on_disk(state):
@@ -92,17 +108,20 @@ def from_disk(
             optimizer = encode(decode(optimizer, moments), optim.moments, key, orders(state.model))
         return with_masters(dataclasses.replace(state, optimizer=optimizer), optim.masters)
 
-    # Only the model and the moments: a checkpoint may lack a scaler or have one more.
-    places = dataclasses.replace(shardings_of(abstract), scaler=None)
-    converted = jax.jit(convert, out_shardings=places)(dataclasses.replace(state, scaler=None))
-    return dataclasses.replace(converted, scaler=state.scaler)
+    # Only the model and the moments: a checkpoint may lack a scaler or averages, or have more.
+    rest: dict[str, typing.Any] = {"scaler": None, "ema": None}
+    places = dataclasses.replace(shardings_of(abstract), **rest)
+    converted = jax.jit(convert, out_shardings=places)(dataclasses.replace(state, **rest))
+    return dataclasses.replace(converted, scaler=state.scaler, ema=state.ema)
 
 
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
     """Shapes, dtypes and shardings of the state, nothing allocated."""
 
     def init(key: jax.Array) -> TrainState:
-        return with_masters(init_state(key, config, optimizer), config.optim.masters)
+        state = init_state(key, config, optimizer)
+        ema = trained(state.model) if config.optim.ema.decay else None
+        return dataclasses.replace(with_masters(state, config.optim.masters), ema=ema)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     specs = storage_specs(shapes, mesh, config.parallel.zero1)
@@ -159,9 +178,9 @@ def to_tree(tree) -> dict:
 def orders_of(tree) -> dict[str, tuple[int, ...]]:
     """The model's layer in each row of the arrays that a pipeline reorders, by checkpoint path.
 
-    `tree` is a state, or {"model": its model}.
+    `tree` is a state, or a part of it by its name: {"model": its model}.
     """
-    model = tree.model if isinstance(tree, TrainState) else tree["model"]
+    (model,) = (tree.model,) if isinstance(tree, TrainState) else tree.values()
     return storage.row_orders(to_arrays(tree), model.stack.layout)
 
 

@@ -38,7 +38,7 @@ from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.runtime.gpu_environment import compiler_options
-from maxmeg.state import TrainState, shardings_of, with_masters
+from maxmeg.state import TrainState, averaged, shardings_of, with_masters
 
 
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
@@ -328,9 +328,10 @@ def make_train_step(
         own = trained(whole(state.model, state.remainders))
         with jax.named_scope("optimizer"):
             updates, opt_state = optimizer.update(gradients, state.optimizer, own, key=key, **rates)
-            model = joined(jax.tree.map(jnp.add, own, updates), fixed(state.model))
+            own = jax.tree.map(jnp.add, own, updates)
+        model, ema = joined(own, fixed(state.model)), averaged(state.ema, own, config.optim)
         model.update(sums)
-        new = TrainState(state.step, model, opt_state, state.key, scaler)
+        new = TrainState(state.step, model, opt_state, state.key, scaler, ema=ema)
         new = auxiliary.choose(finite, with_masters(new, config.optim.masters), state)
         metrics |= {
             "grad_norm": norm,

@@ -52,7 +52,7 @@ from maxmeg.runtime.metrics.summary import summary
 from maxmeg.runtime.observe import Observer
 from maxmeg.runtime.screen import say, width
 from maxmeg.runtime.slurm import resuming_words, warn_of_late_save
-from maxmeg.state import CHECKPOINTS, orders_of, parameter_rows, to_tree
+from maxmeg.state import CHECKPOINTS, evaluated_model, orders_of, parameter_rows, to_tree
 
 
 class Run:
@@ -116,7 +116,7 @@ class Run:
             "stop": place_flag(stop, self.program.mesh),
         }
 
-    def validate(self, model, step: int, losses: dict[str, float], interrupt: Interrupt) -> bool:
+    def validate(self, state, step: int, losses: dict[str, float], interrupt: Interrupt) -> bool:
         """Add to `losses` the mean loss over train.eval_steps batches of each validation set.
 
         False where a process was asked to stop meanwhile; then nothing is added.
@@ -124,6 +124,7 @@ class Run:
         size, rows = self.config.train.global_batch_size, self.program.rows
         mesh, eval_step = self.program.mesh, self.program.eval_step
         first, results = self.schedules.evaluation_start(step), {}
+        model = evaluated_model(state, self.config.optim.ema.evaluates)
         computing = self.program.compute_copy(model)
         for name, data in self.validation.items():
             batches = eval_batches(data, self.config.train.eval_steps, size, rows, first)
@@ -175,7 +176,7 @@ def train(run: Run, state, start_step: int):
             stopping = observer.stops(interrupt.requested) or due(settings.exit_at, step)
             if due(settings.eval_every, step, last) and run.validation and not stopping:
                 with observer.validation(state) as losses:
-                    stopping = not run.validate(state.model, step, losses, interrupt)
+                    stopping = not run.validate(state, step, losses, interrupt)
             if due(save_every, step) or postponed or stopping or last:
                 observer.flush()  # too many skipped steps raise here, before the save
                 postponed = observer.skipped and not (stopping or last)
@@ -200,7 +201,8 @@ def finish(run: Run, state) -> None:
     sample = ""
     if done and config.log.sample_prompt:
         mesh = run.program.mesh
-        sample = sample_at_end(state.model, config, run.tokenizer, step, mesh, saved)
+        model = evaluated_model(state, config.optim.ema.evaluates)
+        sample = sample_at_end(model, config, run.tokenizer, step, mesh, saved)
     if not multihost.is_primary():
         return
     if sample:

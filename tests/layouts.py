@@ -147,7 +147,8 @@ def tiny_batch(config: Config, mesh, seed: int = 0, **extra: np.ndarray) -> Batc
 
 def tiny_abstract(config: Config, mesh):
     """(optimizer, abstract state), which compile nothing."""
-    optimizer = make_optimizer(config.optim, mesh, config.parallel.zero1)
+    width = config.model.width_multiplier
+    optimizer = make_optimizer(config.optim, mesh, config.parallel.zero1, width)
     return optimizer, abstract_state(config, optimizer, mesh)
 
 

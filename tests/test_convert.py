@@ -114,6 +114,7 @@ MISTAKES = {
     "shards": (("input=hf", "output=run", "shard_gb=0"), "--shard_gb=0.0 must be positive"),
     "dtype": (("input=hf", "output=run", "dtype=float8"), "expected one of float32, bfloat16"),
     "direction": (("input=hf", "output=run", "to=hf"), "expected one of maxmeg, huggingface, peft"),
+    "averages": (("input=hf", "output=run", "average=true"), "--average is for --to=huggingface"),
     "no folder": (("input=none", "output=run"), "none is not a folder"),
     "a run as input": (("to=huggingface", "input=hf", "output=run"), "holds no checkpoint"),
     "no tokenizer": (("input=hf", "output=run", "tokenizer=x.json"), "give a tokenizer.json"),

@@ -44,6 +44,7 @@ GENERAL = {
     **{"norm": Norm, "norm_place": NormPlace, "norm_one_plus": BOTH},
     **{"position": POSITIONS, "embedding_scale": (1.0, 3.0), "dropout_embedding": (0.0, 0.1)},
     **{"tied": BOTH, "logit_softcap": (0.0, 5.0), "mtp.num_layers": (0, 0, 1)},
+    "mup.base_hidden_size": (0, 16),
     "dropout_hidden": (0.0, 0.2),
     "recompute": ("minimal", "selective", "full", "query,mlp_up"),
 }

@@ -20,7 +20,8 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, Masters
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import split
-from maxmeg.parallel.trainable import frozen, joined, without
+from maxmeg.optim.storage import whole
+from maxmeg.parallel.trainable import frozen, joined, trained, without
 from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,
@@ -61,23 +62,39 @@ def initialize(
         return from_disk(state, config.optim.moments, config.optim, abstract), base
     if not config.checkpoint.init_from:
         base = random_base(config, abstract.model)
-        return random_state(config, optimizer, abstract, base), base_of(config)
+        state = random_state(config, optimizer, abstract, base)
+        return with_average(state, abstract), base_of(config)
 
     def use(source: Checkpointer, step: int, manifest: Manifest) -> tuple[TrainState, Base]:
         part = frozen(abstract.model)
         part = part if jax.tree.leaves(part) else abstract.model
         model = initial_model(config, part, source, step, tokenizer)
-        state = random_state(config, optimizer, abstract, model)
+        state = with_average(random_state(config, optimizer, abstract, model), abstract)
         return state, identity(config, step, manifest) if config.lora.rank else {}
 
     return from_initial(config, use)
 
 
+def with_average(state: TrainState, abstract: TrainState) -> TrainState:
+    """The state with averages of its weights if the run's abstract state has them: those that the
+    state has, else the weights."""
+    if abstract.ema is None or state.ema is not None:
+        return dataclasses.replace(state, ema=None if abstract.ema is None else state.ema)
+
+    def begin(model, remainders):
+        return jax.tree.map(jnp.copy, trained(whole(model, remainders)))
+
+    places = shardings_of(abstract.ema)
+    ema = jax.jit(begin, out_shardings=places)(state.model, state.remainders)
+    return dataclasses.replace(state, ema=ema)
+
+
 def random_state(config: Config, optimizer, abstract: TrainState, model: LM) -> TrainState:
-    """Return the arrays of `model`, and all other arrays of the state by the run's seed."""
+    """Return the arrays of `model`, and all other arrays of the state by the run's seed, but for
+    averages."""
 
     def rest(state: TrainState) -> TrainState:
-        return dataclasses.replace(state, model=without(state.model, model))
+        return dataclasses.replace(state, model=without(state.model, model), ema=None)
 
     def init(key):
         return rest(init_state(key, config, optimizer))

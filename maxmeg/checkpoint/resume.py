@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import typing
+from collections.abc import Iterable
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -14,6 +15,7 @@ from maxmeg.checkpoint.initialize import (
     from_initial,
     initialize,
     restored_base,
+    with_average,
 )
 from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
@@ -23,7 +25,7 @@ from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, Moments
 from maxmeg.optim.build import make_optimizer
 from maxmeg.optim.scaling import Scaler, first_scaler
-from maxmeg.parallel.trainable import joined, saved
+from maxmeg.parallel.trainable import joined, saved, trained
 from maxmeg.state import (
     CHECKPOINTS,
     VOCABULARY_TABLES,
@@ -78,7 +80,8 @@ def resume(
         check(config, manifest, abstract, tokenizer)
         found = restore(source, step, as_saved(config, abstract, manifest))
         found = from_disk(found, saved_moments(manifest), config.optim, abstract)
-        return step, with_scaler_of(found, config, abstract), manifest.metadata
+        found = with_average(with_scaler_of(found, config, abstract), abstract)
+        return step, found, manifest.metadata
 
     restored = source.latest(use)
     assert restored is not None  # process 0 has found a checkpoint
@@ -139,8 +142,8 @@ def saved_moments(manifest: Manifest) -> Moments:
 
 
 def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainState:
-    """The abstract state with the arrays of a checkpoint: `from_disk` and `with_scaler_of` make the
-    run's state of them."""
+    """The abstract state with the arrays of a checkpoint: `from_disk`, `with_scaler_of` and
+    `with_average` make the run's state of them."""
     moments, place = saved_moments(manifest), abstract.step.sharding
     if moments is not config.optim.moments:
         assert isinstance(place, NamedSharding)
@@ -148,7 +151,23 @@ def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainS
         optim = dataclasses.replace(config.optim, moments=moments)
         optimizer = make_optimizer(optim, mesh, config.parallel.zero1)
         abstract = abstract_state(dataclasses.replace(config, optim=optim), optimizer, mesh)
-    return with_saved_scaler(on_disk(abstract), manifest)
+    state = on_disk(abstract)
+    ema = trained(state.model) if has_averages(manifest.tensors) else None
+    return with_saved_scaler(dataclasses.replace(state, ema=ema), manifest)
+
+
+def has_averages(tensors: Iterable[str]) -> bool:
+    """Whether a checkpoint of these tensors has averages of weights."""
+    return any(name.startswith("ema/") for name in tensors)
+
+
+def check_averages(tensors: Iterable[str], run_dir: str) -> None:
+    """ValueError for a checkpoint without averages of weights."""
+    if not has_averages(tensors):
+        raise ValueError(
+            f"average=true: the checkpoint of {run_dir} has no averages of weights: train with "
+            "optim.ema.decay, or leave average out"
+        )
 
 
 def with_saved_scaler(abstract: TrainState, manifest: Manifest) -> TrainState:

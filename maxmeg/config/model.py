@@ -48,6 +48,28 @@ class NormPlace(enum.Enum):
 
 
 @dataclasses.dataclass
+class MupConfig:
+    """muP (Yang et al., 2022): settings found at a base width, rescaled to the model's width."""
+
+    base_hidden_size: int = setting(
+        0,
+        "hidden_size of the base model; m is hidden_size relative to it. The layers' matrices have "
+        "init_std / sqrt(m) and a learning rate by the rule of optim.optimizer (AdamW: lr / m), "
+        "logits are multiplied by 1 / m; 0: no muP",
+        "--use-mup, --mup-base-hidden-size, --scaling-base-hidden-size",
+        at_least=0,
+    )
+    base_head_dim: int = setting(
+        0,
+        "size of a head's queries in the base model: attention scores are multiplied by "
+        "sqrt(base_head_dim) / size; 0: the size does not change with the width",
+        "--mup-base-head-dim, --scaling-base-head-dim",
+        needs="base_hidden_size",
+        at_least=0,
+    )
+
+
+@dataclasses.dataclass
 class ModelConfig:
     """Architecture and numerics of the language model."""
 
@@ -107,7 +129,9 @@ class ModelConfig:
         at_least=0,
         effect="adapted",
     )
-    embedding_scale: float = setting(1.0, "factor of the embeddings (Gemma: sqrt(hidden_size))")
+    embedding_scale: float = setting(
+        1.0, "factor of the embeddings (Gemma: sqrt(hidden_size))", "--mup-embedding-mult"
+    )
     residual_scale: float = setting(
         1.0, "factor of every sublayer's output, before the residual sum (Granite)", above=0
     )
@@ -174,6 +198,7 @@ class ModelConfig:
         at_least=1,
         effect="none",
     )
+    mup: MupConfig = setting(MupConfig, "muP")
     attention: AttentionConfig = setting(AttentionConfig, "attention")
     rotary: RotaryConfig = setting(
         RotaryConfig, "rotary position embedding", needs="position=rotary"
@@ -306,6 +331,21 @@ class ModelConfig:
     @property
     def expert_ffn(self) -> int:
         return self.moe.ffn_size or self.ffn
+
+    @property
+    def width_multiplier(self) -> float:
+        """The width relative to muP's base model; 1 without muP."""
+        return self.hidden_size / (self.mup.base_hidden_size or self.hidden_size)
+
+    def without_mup(self) -> "ModelConfig":
+        """Return the model that computes the same, with muP's factors of logits and attention
+        scores among its own."""
+        if not self.mup.base_hidden_size:
+            return self
+        fields: dict = {"mup": MupConfig(), "logit_scale": self.logit_scale / self.width_multiplier}
+        if base := self.mup.base_head_dim:
+            fields["attention.scale"] = (self.attention.scale or base**-0.5) * base / self.key_size
+        return with_fields(self, fields)
 
     def without_mtp(self) -> "ModelConfig":
         """Return the model without its MTP layers."""

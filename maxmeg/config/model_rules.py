@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 
+from maxmeg.config.bert import BertConfig
 from maxmeg.config.context import KINDS
-from maxmeg.config.head import OUTPUT_FIELDS, Biencoder
+from maxmeg.config.head import OUTPUT_FIELDS, Biencoder, HeadConfig
 from maxmeg.config.layers import MIXERS, Layer
 from maxmeg.config.mixers import ExpertBackend, ExpertExchange, QkNorm, RotaryScaling, RouterScore
 from maxmeg.config.model import ModelConfig, NormPlace, Position
@@ -22,6 +23,7 @@ READERS = {
     for group in dict.fromkeys(itertools.chain(*MIXERS.values()))
 }
 READERS |= {"delta.rank": ("kda",)}
+READERS |= {"mup.base_head_dim": KINDS}
 READERS |= {"mlp.gate_scale": ("mlp",), "mlp.output_scale": ("mlp",)}
 READERS |= {"attention.window": ("local", "local_mla"), "rotary.local_base": ("local", "local_mla")}
 # What Sinkhorn's algorithm replaces.
@@ -75,6 +77,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     yield from window_problems(model)
     yield from norm_problems(model)
     yield from bert_problems(model)
+    yield from mup_problems(model)
     yield from source_problems(model)
     if model.is_mla:
         yield from mla_problems(model)
@@ -188,6 +191,18 @@ def bert_problems(model: ModelConfig) -> Iterator[str]:
     if bert.pair_head and not bert.pooler:
         yield "model.bert.pair_head=true reads the pooler's output: set model.bert.pooler=true"
     yield from output_problems(model)
+
+
+def mup_problems(model: ModelConfig) -> Iterator[str]:
+    """Rules of muP, which knows of no matrices but those of layers, embeddings and outputs."""
+    if not model.mup.base_hidden_size:
+        return
+    for group, default in (("bert", BertConfig()), ("head", HeadConfig())):
+        if getattr(model, group) != default:
+            yield (
+                f"model.mup.base_hidden_size={model.mup.base_hidden_size} has no rule for the "
+                f"matrices of model.{group}: set it to 0, or leave model.{group} at its defaults"
+            )
 
 
 def output_problems(model: ModelConfig) -> Iterator[str]:

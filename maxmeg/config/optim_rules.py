@@ -39,6 +39,14 @@ def optim_problems(config: Config) -> Iterator[str]:
         )
     if optim.qk_clip.threshold:
         yield from qk_clip_problems(config)
+    by_rms = optim.optimizer is Optimizer.adafactor and optim.adafactor.scale_by_parameter
+    if config.model.mup.base_hidden_size and (by_rms or optim.optimizer is Optimizer.soap):
+        name = "adafactor.scale_by_parameter=true" if by_rms else "optimizer=soap"
+        yield (
+            f"optim.{name} with model.mup.base_hidden_size={config.model.mup.base_hidden_size}: "
+            "muP has rules for the rates of adamw, lion, sgd, muon, and adafactor without "
+            "scale_by_parameter: choose one of them, or set base_hidden_size=0"
+        )
     if optim.optimizer is Optimizer.soap:
         yield from soap_problems(config.parallel)
     if config.model.dtype is DType.float16:

@@ -116,6 +116,28 @@ class AdafactorConfig:
     )
 
 
+@dataclasses.dataclass
+class EmaConfig:
+    """Exponential moving average of the trained weights, beside them in checkpoints."""
+
+    decay: float = setting(
+        0.0,
+        "each step makes the average decay * average + (1 - decay) * weights; 0: no average",
+        at_least=0,
+        below=1,
+    )
+    validate: bool = setting(
+        True,
+        "validation, and the sample at the end, read the average; false: the weights themselves",
+        needs="decay",
+    )
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether evaluations during training read the average."""
+        return self.decay > 0 and self.validate
+
+
 @dataclasses.dataclass(frozen=True)
 class Group:
     """Parameters whose names match `pattern` (fnmatch), and factors of their learning rate and

@@ -42,6 +42,7 @@ class ModelOptions:
     step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
     dtype: str = setting("", "compute dtype, float32, bfloat16 or float16; empty: the run's")
     tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
+    average: bool = setting(False, "the averages of optim.ema, not the weights themselves")
 
 
 @dataclasses.dataclass
@@ -221,6 +222,7 @@ class Convert:
     )
     dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights")
     step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
+    average: bool = setting(False, "--to=huggingface: the averages of optim.ema")
     shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
     family: str = setting("", "architecture in transformers; empty: the model's")
 

@@ -11,7 +11,13 @@ import enum
 from maxmeg.config.data import DataConfig
 from maxmeg.config.fp8 import Fp8Config
 from maxmeg.config.model import ModelConfig
-from maxmeg.config.optimizers import AdafactorConfig, MuonConfig, QkClipConfig, SoapConfig
+from maxmeg.config.optimizers import (
+    AdafactorConfig,
+    EmaConfig,
+    MuonConfig,
+    QkClipConfig,
+    SoapConfig,
+)
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.setting import setting
 
@@ -196,6 +202,7 @@ class OptimConfig:
         "masters; needs model.dtype=bfloat16",
         "--use-precision-aware-optimizer",
     )
+    ema: EmaConfig = setting(EmaConfig, "average of the weights")
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
     loss_scale: LossScaleConfig = setting(LossScaleConfig, "loss scaling for float16")
     qk_clip: QkClipConfig = setting(QkClipConfig, "limit of attention logits, with any optimizer")

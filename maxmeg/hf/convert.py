@@ -205,16 +205,17 @@ def export_model(
     max_shard_bytes: int = 5_000_000_000,
     step: int | None = None,
     family: str = "",
+    average: bool = False,
 ) -> Report:
     """Write a run's model as a folder that transformers' from_pretrained loads; merge adapters.
 
     step: default the newest. family: default that of the folder the model was imported from, else
-    the first that can express the model. ValueError where no family fits, or where the checkpoint
-    does not fit its config.
+    the first that can express the model. average: write the averages of optim.ema. ValueError where
+    no family fits, or where the checkpoint does not fit its config or has no averages.
     """
     run, target = Path(run), Path(target)
     check_empty(target)
-    trained = TrainedModel(run, step)
+    trained = TrainedModel(run, step, average)
     folder = carried_folder(run, trained.config)
     limits = dtype, max_shard_bytes
     encoders = encoders_of(trained)
@@ -304,10 +305,9 @@ def exported(run: str | os.PathLike[str], family: str = "") -> Pairs:
             for name, encoder in encoders.items()
             for binding in encoder.bindings()
         ]
-    config = trained.config
-    carried = carried_config(carried_folder(Path(run), config))
-    chosen = choose_family(config.model, carried, family)
-    model = families.with_writable_mtp(config.model, chosen)
+    carried = carried_config(carried_folder(Path(run), trained.config))
+    chosen = choose_family(trained.model, carried, family)
+    model = families.with_writable_mtp(trained.model, chosen)
     return [(binding.theirs, binding) for binding in families.bindings(model, chosen)]
 
 

@@ -75,6 +75,11 @@ def export_adapter(
     config = run_folder.read(reader.metadata["config"], run_dir)
     if not config.lora.rank:
         raise ValueError(f"{run_dir} has lora.rank=0, no adapters: export the whole model instead")
+    if config.model.mup.base_hidden_size:
+        raise ValueError(
+            f"{run_dir} has model.mup.base_hidden_size={config.model.mup.base_hidden_size}, whose "
+            "factors an adapter alone cannot have: export the whole model instead"
+        )
     carried = carried_folder(run_dir, config)
     family = choose_family(config.model, carried_config(carried), family)
     first = table_of(family).outputs_first

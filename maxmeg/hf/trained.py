@@ -9,6 +9,7 @@ import numpy as np
 from maxmeg.checkpoint.initialize import check_base
 from maxmeg.checkpoint.integrity import Manifest, some
 from maxmeg.checkpoint.manager import Checkpointer
+from maxmeg.checkpoint.resume import check_averages
 from maxmeg.checkpoint.stream import StreamReader, TensorInfo
 from maxmeg.config import files
 from maxmeg.config.model import DType, ModelConfig
@@ -19,6 +20,7 @@ from maxmeg.hf.families import read as families
 from maxmeg.hf.families.binding import Place
 from maxmeg.hf.families.classifier_tables import CLASSIFIERS
 from maxmeg.hf.formats.safetensors import DTYPES, read_json
+from maxmeg.hf.mup import folded, plain_model
 from maxmeg.layers.lora import merged_weight
 from maxmeg.state import CHECKPOINTS, VOCABULARY_TABLES
 
@@ -37,13 +39,17 @@ class TrainedModel:
     """The arrays of a run's checkpoint, the newest by default; `config` is the run's.
 
     In a LoRA run they are the frozen base's arrays, in the dtype of the run, with the adapters
-    merged. ValueError where checkpoint and config differ.
+    merged. `model` is the run's without muP, whose factors are within the arrays. average: the
+    averages of optim.ema in place of trained weights. ValueError where checkpoint and config
+    differ.
     """
 
-    def __init__(self, run: str | Path, step: int | None = None) -> None:
-        self._reader = open_run(Path(run), step)
+    def __init__(self, run: str | Path, step: int | None = None, average: bool = False) -> None:
+        self._reader, self._average = open_run(Path(run), step), average
+        if average:
+            check_averages(self._reader.tensors, str(run))
         self.config = run_folder.read(self._reader.metadata["config"], run)
-        self.model = self.config.model
+        self.model = plain_model(self.config.model)
         self._base = self._reader
         if self.config.lora.rank:
             self._base = base_of_adapters(self.config, self._reader)
@@ -54,12 +60,15 @@ class TrainedModel:
 
     def read(self, place: Place) -> np.ndarray:
         """Return an array, one layer of it, or one expert of a layer."""
+        return folded(place.name, self._merged(place), self.config.model)
+
+    def _merged(self, place: Place) -> np.ndarray:
         if place.name.startswith(CLASSIFIER):  # trained beside adapters, too
-            return self._reader.read(array_path(place.name), place.index)
-        array = self._base.read(array_path(place.name), place.index)
+            return self._reader.read(self._path(self._reader, place.name), place.index)
+        array = self._base.read(self._path(self._base, place.name), place.index)
         array = array if families.is_exact(place.name) else self._frozen(array)
-        module = array_path(place.name).removesuffix("/weight")
-        pair = [f"{module}/lora/{name}" for name in ("a", "b")]
+        module = place.name.removesuffix(".weight")
+        pair = [self._path(self._reader, f"{module}.lora.{name}") for name in ("a", "b")]
         if pair[0] not in self._reader.tensors:
             return array
         a, b = (self._reader.read(path, place.index) for path in pair)
@@ -67,7 +76,7 @@ class TrainedModel:
 
     def words(self, table: str) -> Iterator[np.ndarray]:
         """Yield the rows of a vocabulary table without its padding, in blocks of bounded size."""
-        path, size, first = array_path(table), self.model.vocab_size, 0
+        path, size, first = self._path(self._base, table), self.model.vocab_size, 0
         rows = self._base.tensors[path].shape[0]
         for block in self._base.blocks(path):
             count = min(max(size - first, 0), len(block))
@@ -78,6 +87,13 @@ class TrainedModel:
                 )
             yield self._frozen(block[:count])
             first += len(block)
+
+    def _path(self, reader: StreamReader, name: str) -> str:
+        """Return the path of an array, or of its average in the run's own checkpoint."""
+        path = array_path(name)
+        average = path.replace("model/", "ema/", 1)
+        is_own = self._average and reader is self._reader
+        return average if is_own and average in reader.tensors else path
 
     def _frozen(self, array: np.ndarray) -> np.ndarray:
         """Round to the dtype of the run if there are adapters, which were trained beside that."""

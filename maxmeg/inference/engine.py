@@ -416,14 +416,16 @@ def sample_at_end(
     "" for a pipeline that is not saved.
     """
     prompt, pipelined = config.log.sample_prompt, mesh.shape["pipe"] > 1
+    average = config.optim.ema.evaluates
     trained = Trained(model, config, tokenizer, step, mesh)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if saved and on_cpu and mesh.size > 1 and not mesh.is_multi_process:
         # XLA may start collectives that do not depend on each other, as small steps of decoding
         # have many, in another order on each virtual device of a busy CPU: they wait forever.
-        trained = load_run(config.run_dir, step)
+        trained = load_run(config.run_dir, step, average=average)
     elif saved and pipelined:
-        trained = load_run(config.run_dir, step, without_pipeline(mesh, config.model.hidden_size))
+        mesh = without_pipeline(mesh, config.model.hidden_size)
+        trained = load_run(config.run_dir, step, mesh, average=average)
     elif pipelined:
         return ""
     room = config.model.max_position - len(tokenizer.encode(prompt))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from maxmeg.checkpoint.initialize import check_base, check_tokenizer, restored_base
 from maxmeg.checkpoint.integrity import Manifest
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.resume import restore
+from maxmeg.checkpoint.resume import check_averages, restore
 from maxmeg.config import files
 from maxmeg.config.hints import hub_command
 from maxmeg.config.model import DType
@@ -28,7 +28,7 @@ from maxmeg.models.lm import LM
 from maxmeg.optim.build import make_optimizer
 from maxmeg.parallel.mesh import local_mesh, make_mesh, sizes_of
 from maxmeg.parallel.rules import is_exact, is_variable
-from maxmeg.parallel.trainable import joined, part, saved
+from maxmeg.parallel.trainable import fixed, joined, part, saved, trained
 from maxmeg.state import CHECKPOINTS, abstract_state, on_disk
 
 READ_BYTES = 2**30  # of a checkpoint's arrays that are read together, on each device
@@ -59,20 +59,24 @@ def load_run(
     dtype: DType | None = None,
     master_weights: bool = False,
     mtp: bool = False,
+    average: bool = False,
 ) -> Trained:
     """Load the model of a run at `step` (default: its newest intact checkpoint) on any mesh.
 
     Only the model's arrays are read. mesh: default one device. dtype: compute dtype, default the
     run's. Weights are held in it, or with `master_weights` in float32 as in the checkpoint. mtp:
-    load MTP layers too, which propose tokens in an Engine. ValueError if the folder holds no
-    checkpoint, if there are no MTP layers, or if the numbers of heads are not divisible by the
-    tensor axis, or that of experts by the expert axis.
+    load MTP layers too, which propose tokens in an Engine. average: load the averages of
+    optim.ema in place of the trained weights. ValueError if the folder holds no checkpoint, if
+    there are no MTP layers or averages, or if the numbers of heads are not divisible by the tensor
+    axis, or that of experts by the expert axis.
     """
     mesh = mesh or local_mesh()
     checkpointer = Checkpointer(os.path.join(run_dir, CHECKPOINTS))
 
     def use(step: int, manifest: Manifest) -> Trained:
         config = run_folder.read(manifest.metadata["config"], run_dir)
+        if average:
+            check_averages(manifest.tensors, run_dir)
         tokenizer = load_tokenizer(config.data.tokenizer)
         check_tokenizer(tokenizer.identity, manifest.metadata["tokenizer"])
         base = manifest.metadata.get("base", {})
@@ -89,20 +93,20 @@ def load_run(
             raise ValueError("\n".join(problems))
         model = on_disk(abstract_state(config, make_optimizer(config.optim), mesh)).model
         held = DType.float32 if master_weights else config.model.dtype
-        restored = restored_in(held, checkpointer, step, model)
+        restored = restored_in(held, checkpointer, step, model, average)
         restored = joined(restored, restored_base(config, model, base))
         return Trained(restored, config, tokenizer, step, mesh, manifest.metadata)
 
     if step is not None:
         return use(step, checkpointer.manifest(step))
-    trained = checkpointer.latest(use)
-    if trained is None:
+    found = checkpointer.latest(use)
+    if found is None:
         folder = checkpointer.folder
         raise ValueError(
             f"{folder} holds no checkpoint: give the run_dir of a training run"
             f"{hub_command(run_dir)}"
         )
-    return trained
+    return found
 
 
 def load_chosen(options: ModelOptions, mesh: Mesh | None = None, mtp: bool = False) -> Trained:
@@ -112,19 +116,26 @@ def load_chosen(options: ModelOptions, mesh: Mesh | None = None, mtp: bool = Fal
     """
     dtype = files.convert("dtype", options.dtype, DType) if options.dtype else None
     step = None if options.step < 0 else options.step
-    return load_run(options.run_dir, step, mesh or local_mesh(options.tensor), dtype, mtp=mtp)
+    mesh = mesh or local_mesh(options.tensor)
+    return load_run(options.run_dir, step, mesh, dtype, mtp=mtp, average=options.average)
 
 
-def restored_in(dtype: DType, checkpointer: Checkpointer, step: int, model: LM) -> LM:
-    """Restore the saved part of an abstract model, its weights in `dtype`.
+def restored_in(
+    dtype: DType, checkpointer: Checkpointer, step: int, model: LM, average: bool = False
+) -> LM:
+    """Restore the saved part of an abstract model, its weights in `dtype`; average: the averages
+    of its trained weights.
 
     Arrays are verified in float32, as they were saved, and then cast. At most READ_BYTES of them a
     device, or one array, are in memory in float32 at a time.
     """
-    saved_model, restored = saved(model), None
-    for group in read_groups(saved_model):
-        chosen = part(saved_model, lambda variable, ids=group: id(variable) in ids, others=False)
-        read = restore(checkpointer, step, {"model": chosen})["model"]
+    parts, restored = {"model": saved(model)}, None
+    if average:
+        parts = {"ema": trained(parts["model"]), "model": fixed(parts["model"])}
+    groups = ((name, whole, ids) for name, whole in parts.items() for ids in read_groups(whole))
+    for name, whole, group in groups:
+        chosen = part(whole, lambda variable, ids=group: id(variable) in ids, others=False)
+        read = restore(checkpointer, step, {name: chosen})[name]
         read = jax.block_until_ready(cast(read, dtype))
         restored = read if restored is None else joined(restored, read)
     assert restored is not None  # a model has arrays

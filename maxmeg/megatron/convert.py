@@ -102,6 +102,8 @@ WITHOUT_EFFECT: dict[str, tuple] = {
     "no_rope_freq": (None,),
     "softmax_type": (None, "vanilla"),
     "retro_add_retriever": (None, False),
+    "use_mup": (None, False),
+    "scaling_recipe": (None, "none"),
 }
 POSITIONS = {
     "learned_absolute": Position.learned,

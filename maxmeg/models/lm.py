@@ -68,7 +68,8 @@ class LM(nnx.Module):
         self.vocab_size = config.vocab_size
         self.softcap = config.logit_softcap
         self.dropout = config.dropout_embedding
-        self.embedding_scale, self.logit_scale = config.embedding_scale, config.logit_scale
+        self.embedding_scale = config.embedding_scale
+        self.logit_scale = config.without_mup().logit_scale
         self.embedding = Embedding(keys[0], *size)
         learned = config.position is Position.learned
         self.positions = (

@@ -55,10 +55,15 @@ def rotary_spec(config: ModelConfig, local: bool = False) -> RotarySpec:
     return dataclasses.replace(spec, scaling=scaling)
 
 
+def hidden_std(config: ModelConfig) -> float:
+    """Standard deviation of the initial weights of the layers' matrices."""
+    return config.init_std / config.width_multiplier**0.5
+
+
 def output_std(config: ModelConfig) -> float:
     """Standard deviation of the initial weights of a sublayer's output projection."""
     depth = (2 * config.num_layers) ** 0.5 if config.scaled_output_init else 1
-    return config.init_std / depth
+    return hidden_std(config) / depth
 
 
 def attention_spec(
@@ -81,14 +86,14 @@ def attention_spec(
         causal=heads.causal,
         window=heads.window if local else 0,
         softcap=heads.softcap,
-        scale=heads.scale,
+        scale=config.without_mup().attention.scale,
         sinks=heads.sinks,
         output_gate=heads.output_gate,
         buckets=relative.buckets if relative else 0,
         distance=relative.distance if relative else 0,
         backend=heads.backend.value,
         context=ContextStrategy(strategy_of(parallel, mixer), parallel.context_inner),
-        std=config.init_std,
+        std=hidden_std(config),
         out_std=output_std(config),
     )
 
@@ -135,7 +140,7 @@ def conv_spec(config: ModelConfig, parallel: ParallelConfig) -> ShortConvSpec:
         hidden_size=config.hidden_size,
         kernel_size=config.conv.kernel_size,
         bias=config.conv.bias,
-        std=config.init_std,
+        std=hidden_std(config),
         out_std=output_std(config),
     )
 
@@ -156,7 +161,7 @@ def mamba_spec(config: ModelConfig, parallel: ParallelConfig) -> MambaSpec:
         backend=mamba.backend.value,
         steps=(mamba.min_step, mamba.max_step or math.inf),
         scales=mamba.scales or (1.0,) * 5,
-        std=config.init_std,
+        std=hidden_std(config),
         out_std=output_std(config),
     )
 
@@ -173,7 +178,7 @@ def delta_spec(config: ModelConfig, parallel: ParallelConfig) -> DeltaSpec:
         norm_eps=config.norm_eps,
         chunk=delta.chunk,
         backend=delta.backend.value,
-        std=config.init_std,
+        std=hidden_std(config),
         out_std=output_std(config),
     )
 
@@ -189,7 +194,7 @@ def mlp_spec(config: ModelConfig, parallel: ParallelConfig) -> MlpSpec:
         ffn_size=config.ffn,
         activation=mlp.activation.value,
         bias=mlp.bias,
-        std=config.init_std,
+        std=hidden_std(config),
         out_std=output_std(config),
         clamp=mlp.activation_clamp,
         offset=mlp.glu_offset,

@@ -17,6 +17,7 @@ from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import Linear
 from maxmeg.layers.norm import Norm, NormSpec
+from maxmeg.models.mixers import hidden_std
 from maxmeg.models.stack import Unit, UnitSpec
 from maxmeg.ops.random import split
 
@@ -28,7 +29,7 @@ class Depth(nnx.Module):
         keys, width = split(key, 2), config.hidden_size
         self.embedding_norm = Norm(width, norm)
         self.hidden_norm = Norm(width, norm)
-        self.projection = Linear(keys[0], (2 * width, width), ("norm", "embed"), config.init_std)
+        self.projection = Linear(keys[0], (2 * width, width), ("norm", "embed"), hidden_std(config))
         self.layer = Unit(keys[1], layer)
         self.final_norm = Norm(width, norm)
 

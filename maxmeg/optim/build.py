@@ -1,5 +1,6 @@
 """OptimConfig -> an optax chain that gets learning rate and weight decay with each update."""
 
+import dataclasses
 import fnmatch
 
 import jax
@@ -8,7 +9,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxmeg.config.optimizers import Group
+from maxmeg.config.optimizers import Group, MuonScale
 from maxmeg.config.schema import OptimConfig, Optimizer
 from maxmeg.optim.adafactor import scale_by_adafactor
 from maxmeg.optim.muon import scale_by_muon
@@ -19,7 +20,7 @@ from maxmeg.parallel.rules import has_matrices, is_variable
 
 
 def make_optimizer(
-    config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False
+    config: OptimConfig, mesh: Mesh | None = None, zero1: bool = False, width: float = 1.0
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW (Loshchilov and Hutter, 2019), SGD with momentum, Lion (Chen et al., 2023), Adafactor,
     Muon or SOAP, each with decoupled weight decay.
@@ -27,8 +28,10 @@ def make_optimizer(
     update(gradients, state, parameters, learning_rate=, weight_decay=, key=) takes both as scalars;
     key: the step's, for stochastic rounding of moments that are not float32 (optim/storage.py).
     AdamW, SGD and Lion are elementwise on sharded arrays, without communication. mesh, zero1: of
-    the masters, for Muon and SOAP; None: one device has all of each.
+    the masters, for Muon and SOAP; None: one device has all of each. width: the model's, relative
+    to muP's base model; all gradients are proportional to 1 / width, and so is Adam's epsilon.
     """
+    config = dataclasses.replace(config, eps=config.eps / width)
     directions = {
         Optimizer.adamw: lambda: optax.scale_by_adam(config.beta1, config.beta2, config.eps),
         Optimizer.sgd: lambda: optax.trace(config.momentum),
@@ -38,7 +41,7 @@ def make_optimizer(
         Optimizer.soap: lambda: scale_by_soap(config, mesh),
     }
     direction = directions[config.optimizer]()
-    return stored(optax.chain(direction, descend(config)), config.moments)
+    return stored(optax.chain(direction, descend(config, width)), config.moments)
 
 
 def decays(variable: nnx.Variable) -> bool:
@@ -51,18 +54,36 @@ def decays(variable: nnx.Variable) -> bool:
     return has_matrices(variable)
 
 
-def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
+def mup_factors(config: OptimConfig, width: float) -> tuple[float, float]:
+    """muP's factors of the learning rates of layers' matrices and of all other parameters, for a
+    model of `width` times the base width (Yang et al., 2022, table 8).
+
+    Updates of AdamW, Lion and Adafactor do not shrink with their gradients, those of SGD do. Muon's
+    have a spectral norm of sqrt(width) with scale=spectral, and should have that of the base model.
+    """
+    if config.optimizer is Optimizer.sgd:
+        return 1.0, width
+    if config.optimizer is Optimizer.muon:
+        return (width**-0.5 if config.muon.scale is MuonScale.spectral else 1.0), 1.0
+    return 1 / width, 1.0
+
+
+def descend(config: OptimConfig, width: float = 1.0) -> optax.GradientTransformationExtraArgs:
     """u -> -learning_rate * (u + weight_decay * p), with decay only if `decays`, both times the
     factors of the parameter's group.
 
-    The learning rate of what Muon leaves to AdamW is multiplied by muon.adamw_lr / lr. ValueError
+    The learning rate of what Muon leaves to AdamW is multiplied by muon.adamw_lr / lr. width: of
+    `mup_factors`, which matrices of adapters, whose ranks are not widths, do not have. ValueError
     for a group without parameters.
     """
     ratio = config.muon.adamw_lr / config.lr if config.muon.adamw_lr else 1.0
+    of_matrices, of_others = mup_factors(config, width)
     groups, everything = [Group.of(text) for text in config.groups], Group("*", 1.0, 1.0)
 
-    def is_adamws(path, parameter) -> bool:
-        return ratio != 1.0 and not is_matrix_of_layer(path, parameter)
+    def rate(path, parameter) -> float:
+        if is_matrix_of_layer(path, parameter):
+            return 1.0 if "lora" in parameter.get_metadata("axes") else of_matrices
+        return ratio * of_others
 
     def update(updates, state, params=None, **rates):
         learning_rate, weight_decay = rates["learning_rate"], rates["weight_decay"]
@@ -74,7 +95,7 @@ def descend(config: OptimConfig) -> optax.GradientTransformationExtraArgs:
             matched.update(fits)
             group = (*fits, everything)[0]
             decay = group.decay * weight_decay if decays(parameter) else 0.0
-            factor = group.rate * (ratio if is_adamws(path, parameter) else 1.0)
+            factor = group.rate * rate(path, parameter)
 
             def step(u, p):
                 return -factor * learning_rate * (u + decay * p)

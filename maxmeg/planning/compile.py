@@ -120,7 +120,8 @@ def missing_part(error: str) -> str:
 
 def abstract_step(config: Config, mesh: jax.sharding.Mesh) -> tuple:
     """(jitted train step, its abstract arguments) of a config on a mesh."""
-    optimizer = make_optimizer(config.optim, mesh, config.parallel.zero1)
+    width = config.model.width_multiplier
+    optimizer = make_optimizer(config.optim, mesh, config.parallel.zero1, width)
     abstract = abstract_state(config, optimizer, mesh)
     train_step = make_train_step(config, mesh, optimizer, abstract)
     return train_step, (abstract, abstract_batch(config, mesh), abstract_controls(mesh))

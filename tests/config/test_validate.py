@@ -253,6 +253,28 @@ BAD = [
     ),
     ("optim.optimizer=soap; parallel.zero1=true", "zero1=true | soap | set zero1=false"),
     ("optim.optimizer=soap; parallel.fsdp=2; parallel.zero1=false", "fsdp=2 | set fsdp=1"),
+    ("optim.ema.decay=1.0", "optim.ema.decay=1.0 | below 1"),
+    ("optim.ema.decay=-0.5", "optim.ema.decay=-0.5 | at least 0"),
+    ("optim.ema.validate=false", "validate | without optim.ema.decay"),
+    ("model.mup.base_hidden_size=-1", "base_hidden_size=-1 | at least 0"),
+    ("model.mup.base_head_dim=8", "base_head_dim=8 | without model.mup.base_hidden_size"),
+    (
+        "model.mup.base_hidden_size=8; model.mup.base_head_dim=8; model.layers=*(conv,mlp)",
+        "base_head_dim=8 | no layer of model.layers | reads this",
+    ),
+    (
+        "model.mup.base_hidden_size=8; model.bert.pooler=true",
+        "base_hidden_size=8 | no rule | model.bert",
+    ),
+    (
+        "model.mup.base_hidden_size=8; optim.optimizer=soap; parallel.fsdp=1; parallel.zero1=false",
+        "optim.optimizer=soap | muP has rules for the rates of adamw",
+    ),
+    (
+        "model.mup.base_hidden_size=8; optim.optimizer=adafactor; "
+        "optim.adafactor.scale_by_parameter=true",
+        "scale_by_parameter=true | muP has rules for the rates of adamw",
+    ),
     ("optim.groups=('embedding.*:fast:0',)", "embedding.*:fast:0 | PATTERN:RATE:DECAY"),
     ("optim.soap.kl=false", "kl | optimizer=soap"),
     ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),

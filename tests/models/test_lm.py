@@ -194,7 +194,7 @@ ELSEWHERE = (
 def test_the_kinds_use_every_option():
     configs = [make_config(kind) for kind in KINDS]
     for path, default, _ in walk(ModelConfig()):
-        others = ("mamba.", "delta.", "bert.", "relative.", "head.", "retro.")
+        others = ("mamba.", "delta.", "bert.", "relative.", "head.", "retro.", "mup.")
         if path in UNIFORM + ELSEWHERE or path.startswith(others):
             continue
         values = {get(config, path) for config in configs}

@@ -80,13 +80,14 @@ def test_small_states_are_those_of_the_real_state(name):
         cases.append((Optimizer.soap, Moments.float8))
     for optimizer, moments in cases:
         config.optim = OptimConfig(optimizer, moments=moments, masters=Masters.remainders)
+        config.optim.ema.decay = 0.9 if moments is Moments.float8 else 0.0
         state = abstract_state(
             config, make_optimizer(config.optim, mesh, config.parallel.zero1), mesh
         )
         found = device_memory(workload(config, mesh.size))
         assert found["master weights"] == bytes_on_a_device((state.model, state.remainders))
         counts = sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state.optimizer))
-        assert found["optimizer"] == bytes_on_a_device(state.optimizer) - 4 * counts
+        assert found["optimizer"] == bytes_on_a_device((state.optimizer, state.ema)) - 4 * counts
 
 
 def test_newton_schulz_of_single_heads_is_counted():

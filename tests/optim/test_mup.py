@@ -1,0 +1,148 @@
+"""muP: at every width a step changes activations by as much as at the base width."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from layouts import LENGTH, VOCAB, tiny
+from test_build import RATES, TREE
+
+from maxmeg.config.optimizers import MuonScale
+from maxmeg.config.schema import Config, OptimConfig, Optimizer
+from maxmeg.config.setting import with_fields
+from maxmeg.layers.context import Context
+from maxmeg.models.lm import LM
+from maxmeg.optim.build import make_optimizer, mup_factors
+from maxmeg.program import Program
+from maxmeg.state import to_arrays
+
+BASE, STEPS = 32, 4
+SAME = 1.15  # factor between changes of hidden states at the base width and at others
+GROWS = 2.0  # factor of their growth from a width to twice that width, without muP: at least this
+LEARNING_RATES = {
+    Optimizer.adamw: 1e-2,
+    Optimizer.lion: 1e-3,
+    Optimizer.sgd: 0.3,
+    Optimizer.muon: 5e-3,
+    Optimizer.adafactor: 1e-2,
+}
+
+
+def config_of(width: int, mup: bool, **fields) -> Config:
+    """A model of 4 heads, whose sizes are all proportional to the width."""
+    sizes = {
+        "hidden_size": width,
+        "attention.num_heads": 4,
+        "attention.head_dim": width // 8,
+        "mlp.ffn_size": 2 * width,
+        "num_layers": 1,
+        "init_std": 0.1,
+    }
+    mup_fields = {"mup.base_hidden_size": BASE, "mup.base_head_dim": BASE // 8} if mup else {}
+    return tiny(sizes | mup_fields | fields)
+
+
+@functools.cache
+def trained(width: int, mup: bool, kind: Optimizer = Optimizer.adamw) -> tuple:
+    """(model, change of its stack's output, change of its logits) after STEPS steps on the CPU."""
+    config = config_of(width, mup)
+    config.optim = OptimConfig(kind, lr=LEARNING_RATES[kind])
+    optimizer = make_optimizer(config.optim, width=config.model.width_multiplier)
+    model = jax.jit(lambda key: LM(key, config.model))(jax.random.key(0))
+    ids_BL = jax.random.randint(jax.random.key(1), (8, LENGTH), 0, VOCAB)
+    ctx = Context(jnp.broadcast_to(jnp.arange(LENGTH), ids_BL.shape))
+    rates = {"learning_rate": config.optim.lr, "weight_decay": 0.0}
+
+    def loss_fn(model):
+        x_BLD = model.stack(model.embed_tokens(ids_BL, ctx), ctx)[0]
+        h_BLD, targets_BL = model.outputs(x_BLD, ctx), jnp.roll(ids_BL, -1, axis=1)
+        weights_BL = jnp.full(ids_BL.shape, 1 / ids_BL.size)
+        return model.token_losses(h_BLD, targets_BL, weights_BL)[0], (x_BLD, model.logits(h_BLD))
+
+    @jax.jit
+    def step(model, state):
+        gradients, outputs = jax.grad(loss_fn, has_aux=True)(model)
+        updates, state = optimizer.update(gradients, state, model, **rates)
+        return jax.tree.map(jnp.add, model, updates), state, outputs
+
+    state, seen = optimizer.init(model), []
+    for _ in range(STEPS + 1):
+        model, state, outputs = step(model, state)
+        seen.append(outputs)
+    changes = jax.tree.map(lambda a, b: float(jnp.sqrt(jnp.mean((b - a) ** 2))), seen[0], seen[-1])
+    return model, *changes
+
+
+def check_coordinates(width: int, kind: Optimizer) -> None:
+    _, hidden, logits = trained(BASE, True, kind)
+    _, wide_hidden, wide_logits = trained(width, True, kind)
+    assert hidden / SAME < wide_hidden < hidden * SAME
+    assert logits / 3 < wide_logits < logits * SAME  # those of random weights shrink
+
+
+def test_steps_change_activations_equally_at_all_widths():
+    check_coordinates(4 * BASE, Optimizer.adamw)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LEARNING_RATES)
+@pytest.mark.parametrize("width", [2 * BASE, 8 * BASE])
+def test_steps_of_every_optimizer_change_activations_equally(kind, width):
+    check_coordinates(width, kind)
+    hidden = trained(BASE, False, kind)[1]
+    assert trained(width, False, kind)[1] > hidden * GROWS ** np.log2(width / BASE)
+
+
+def test_at_the_base_width_nothing_changes():
+    """Weights after some steps have the bits of those without muP."""
+    plain, found = (to_arrays(trained(BASE, mup)[0]) for mup in (False, True))
+    for name, array in plain.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_initial_values_and_factors_are_the_formulas():
+    """Of 4 times the base width: matrices of layers are half as large as without muP."""
+    fields = {"mtp.num_layers": 1, "logit_scale": 0.5}
+    models = []
+    for mup in (False, True):
+        config = config_of(4 * BASE, mup, **fields)
+        models.append(jax.jit(lambda key, c=config: LM(key, c.model))(jax.random.key(0)))
+    plain, found = map(to_arrays, models)
+    for name, array in plain.items():
+        is_hidden = "table" not in name and array.ndim > 1 + name.startswith("stack")
+        np.testing.assert_allclose(found[name], array / (2 if is_hidden else 1), rtol=1e-6)
+    assert models[1].logit_scale == 0.5 / 4
+    attention = models[1].stack.groups[0].sublayers[0].mixers["attention"].spec
+    assert attention.scale == 4**0.5 / 16  # instead of 1 / sqrt(16)
+
+
+FACTORS = [
+    (OptimConfig(), (1 / 4, 1.0)),
+    (OptimConfig(Optimizer.lion), (1 / 4, 1.0)),
+    (OptimConfig(Optimizer.adafactor), (1 / 4, 1.0)),
+    (OptimConfig(Optimizer.sgd), (1.0, 4.0)),
+    (OptimConfig(Optimizer.muon), (1 / 2, 1.0)),
+    (with_fields(OptimConfig(Optimizer.muon), {"muon.scale": MuonScale.unit_rms_norm}), (1.0, 1.0)),
+]
+
+
+@pytest.mark.parametrize(("config", "factors"), FACTORS)
+def test_factors_of_rates(config, factors):
+    assert mup_factors(config, 4.0) == factors
+
+
+def test_rates_and_epsilon_follow_the_factors():
+    """In a run: Adam's first step is g / (|g| + eps / m), times lr / m for a matrix of a layer."""
+    config = config_of(4 * BASE, True)
+    config.optim = OptimConfig(eps=1.0)
+    optimizer = Program(config, None).optimizer
+    tree = {"stack": {"weight": TREE["weight"]}, "embedding": {"weight": TREE["weight"]}}
+    updates, _ = optimizer.update(
+        jax.tree.map(jnp.ones_like, tree), optimizer.init(tree), tree, **RATES
+    )
+    direction = 1 / (1 + 1 / 4) + 0.5 * TREE["weight"][...]
+    for name, factor in (("stack", 1 / 4), ("embedding", 1.0)):
+        found = updates[name]["weight"][...]
+        np.testing.assert_allclose(found, -0.1 * factor * direction, rtol=1e-6)
