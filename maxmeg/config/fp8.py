@@ -9,6 +9,7 @@ from maxmeg.config.setting import setting
 class Fp8Recipe(enum.Enum):
     none = "none"
     tensorwise = "tensorwise"
+    mxfp8 = "mxfp8"
 
 
 class Fp8Format(enum.Enum):
@@ -24,7 +25,8 @@ class Fp8Config:
         Fp8Recipe.none,
         "tensorwise: the layers' projections multiply 8-bit inputs, weights and gradients, with "
         "one scale per tensor; attention, embedding, output layer, router and norms stay in "
-        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it)",
+        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | mxfp8: "
+        "likewise with E4M3 and one scale per 32 numbers; needs compute capability 10.0 or newer",
         "--fp8-recipe",
     )
     format: Fp8Format = setting(

@@ -87,8 +87,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     of the two and the bubble.
     """
     config, model = work.config, work.config.model
-    if work.fp8:
-        check_device(cluster.device)
+    if work.recipe is not None:
+        check_device(work.recipe, cluster.device)
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
     layers = work.layers_of_chunk
