@@ -11,6 +11,7 @@ from layouts import (
     mesh_of,
     model_gradients,
     tiny,
+    tiny_abstract,
     tiny_batch,
     tiny_state,
 )
@@ -24,6 +25,7 @@ from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
 from maxmeg.layers import quantized
 from maxmeg.ops.backend import Device
+from maxmeg.ops.quantized import Recipe
 from maxmeg.step import make_eval_step
 from maxmeg.train import main
 
@@ -44,6 +46,8 @@ MODELS = {
     },
     "hybrid": HYBRID,
 }
+ENDS = {"num_layers": 6, "first_layers_bf16": 1, "last_layers_bf16": 2}
+MODELS["ends"] = MODELS["dense"] | ENDS
 WIDE = {"hidden_size": 128, "mlp.ffn_size": 256}  # a device's parts of matrices are multiples of 32
 MODELS |= {
     "wide": MODELS["dense"] | WIDE,
@@ -56,6 +60,7 @@ MODELS |= {
 LAYOUTS = [
     (TENSORWISE, "dense", {"pipe": 2, "data": 2, "tensor": 2}, 1),
     (MXFP8, "wide", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
+    (TENSORWISE, "ends", {"pipe": 2, "data": 2}, 1),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in (
@@ -96,6 +101,18 @@ def test_products_are_quantized_and_little_else_changes(fp8: Fp8Config, model: s
         if np.abs(array).max():
             norms = np.linalg.norm(array) * np.linalg.norm(found[1][name])
             assert 0.9 < np.vdot(array, found[1][name]) / norms < 1 - 1e-9, name
+
+
+def test_first_and_last_layers_are_groups_that_stay_wide():
+    model = tiny_abstract(config := tiny(MODELS["ends"]), mesh_of(config))[1].model
+    assert model.stack.repeats == (1, 3, 2)
+    found = [
+        getattr(module, name) for module, name in quantized.quantized_matrices(model, Recipe())
+    ]
+    assert [weight.shape[0] for weight in found] == [3] * 7
+    config.model.first_layers_bf16 = 4
+    with pytest.raises(ValueError, match=r"last_layers_bf16 = 6 must be less than model\.num_la"):
+        validate(config, 1)
 
 
 def test_evaluation_and_adapters_compute_with_codes():

@@ -177,7 +177,9 @@ def _copy(tree):
 
 def _modules(model) -> list:
     """The modules of the layers that name matrices in `quantizable`."""
-    leaves = jax.tree.leaves((model.stack, model.mtp), is_leaf=_has_matrices)
+    stack = model.stack
+    groups = [group for i, group in enumerate(stack.groups) if i not in stack.unquantized]
+    leaves = jax.tree.leaves((groups, model.mtp), is_leaf=_has_matrices)
     return [node for node in leaves if _has_matrices(node)]
 
 

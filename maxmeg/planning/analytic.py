@@ -181,8 +181,9 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     products, scores = layer_flops(model, data.sequence_length, data.source_tokens)
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
-    rate = cluster.fp8_rate if work.fp8 else cluster.matmul_rate
-    matmul = products / tensor / rate
+    share = work.quantized_share
+    second = share / cluster.fp8_rate + (1 - share) / cluster.matmul_rate  # per FLOP
+    matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut
     attention /= cluster.gpu.bf16_tflops * 1e12
@@ -238,8 +239,8 @@ def elementwise_bytes(work: Workload) -> float:
         work = work.of(unit)
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
-        if work.fp8:  # largest magnitude, codes: operands are read twice, their half is written
-            each += 2.5 * (columns + unit.sublayers * work.hidden_bytes)
+        # Largest magnitude, codes: operands are read twice, their half is written.
+        each += work.quantized_share * 2.5 * (columns + unit.sublayers * work.hidden_bytes)
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
 

@@ -149,8 +149,13 @@ def test_products_are_those_of_the_rounded_operands(shape, name, dtype):
         for size in ((48, 32), (32, 64), (48, 64))
     )
     copies = [recipe.quantize(w, recipe.forward, dim) for dim in (-2, -1)]
-    y, pull = jax.vjp(lambda x, w: matmul(x, w, *copies, recipe), x, w)
-    actual = y, *pull(slope)
+
+    @jax.jit
+    def run(x, w, slope):
+        y, pull = jax.vjp(lambda x, w: matmul(x, w, *copies, recipe), x, w)
+        return y, *pull(slope)
+
+    actual = run(x, w, slope)
     kinds = {"x": (x, recipe.forward), "w": (w, recipe.forward), "slope": (slope, recipe.backward)}
     near = {
         (name, dim): rounded(*pair, dim, recipe) for name, pair in kinds.items() for dim in (-1, -2)

@@ -178,6 +178,13 @@ class Workload:
         return self.recipe is not None
 
     @property
+    def quantized_share(self) -> float:
+        """Share of the layers with products in 8 bits."""
+        model = self.config.model
+        unquantized = model.first_layers_bf16 + model.last_layers_bf16
+        return self.fp8 * (1 - unquantized / model.num_layers)
+
+    @property
     def recipe(self) -> Recipe | None:
         return recipe_of(self.config.train.fp8)
 
