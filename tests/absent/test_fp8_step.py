@@ -25,7 +25,9 @@ CASES = {
     "zero1": ("llama3-8b", {"data": 8}, 5),
     "tensor": ("llama3-8b", {"fsdp": 4, "tensor": 2}, 5),
     "experts": ("mixtral-8x7b", {"expert": 8}, 2),
+    "ends": ("llama3-8b", {"fsdp": 8}, 5),
 }
+WIDE, LOGITS = {"ends": 2}, 4  # layers in 16 bits; products of the output layer and its backward
 EIGHT_BITS = "__cublas$lt$matmul$f8"
 BLOCKS = "__cudnn$blockScaledDot"
 
@@ -45,6 +47,7 @@ def configured(name: str, recipe: Fp8Recipe) -> Config:
     config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), model)
     config.train.fp8.recipe, config.data.sequence_length = recipe, LENGTH
     config.model.num_layers = LAYERS
+    config.model.first_layers_bf16 = config.model.last_layers_bf16 = WIDE.get(name, 0) // 2
     return config
 
 
@@ -56,7 +59,10 @@ def folder(tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_every_projection_makes_three_products_in_eight_bits(name, folder):
     report, text = compiled(name, Fp8Recipe.tensorwise, folder)
-    assert report.kernels[EIGHT_BITS] == PRODUCTS * CASES[name][2] * LAYERS
+    wide, products = WIDE.get(name, 0), PRODUCTS * CASES[name][2]
+    assert report.kernels[EIGHT_BITS] == products * (LAYERS - wide)
+    if name in WIDE:
+        assert report.kernels["__cublas$lt$matmul"] == products * wide + LOGITS
     kernels = re.findall(r'target="mosaic_gpu_v2", operand_layout_constraints={(\w+)', text)
     assert set(kernels) == ({"f8e4m3fn", "bf16"} if name == "experts" else set())
     # Outputs and input gradients of up, gate and out, in the first round and in later ones.
