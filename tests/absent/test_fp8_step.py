@@ -105,7 +105,11 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
     assert wide - others >= 1.99 / scaled * (narrow - others)
 
 
-PLANS = [("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("fsdp", "mxfp8")]
+PLANS = [
+    *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("zero1", "tensorwise")],
+    ("fsdp", "mxfp8"),
+]
+EXACT = PLANS[:2]  # elsewhere memory is only bounded, or for B200s not yet compared
 
 
 @pytest.mark.parametrize(("name", "recipe"), PLANS)
@@ -113,9 +117,10 @@ def test_plans_are_those_of_the_compiled_step(name, recipe: str, folder):
     report, _ = compiled(name, Fp8Recipe[recipe], folder)
     work = workload(configured(name, Fp8Recipe[recipe]), GPUS)
     planned = sum(device_memory(work).values())
-    if recipe == "tensorwise":
+    if (name, recipe) in EXACT:
         assert planned == pytest.approx(report.arguments + report.temporaries, rel=0.05)
     carried = traffic(work, parse_cluster(f"h100x{GPUS}"))
-    sent = sum(row.volume for row in carried if row.kind == "all-gather" and row.axis == "fsdp")
-    fraction = (work.fsdp - 1) / work.fsdp  # of what is gathered, a device has the rest
-    assert sent == pytest.approx(fraction * gathered(report, "fsdp"), rel=0.02)
+    axis = "data" if name == "zero1" else "fsdp"
+    sent = sum(row.volume for row in carried if row.kind == "all-gather" and row.axis == axis)
+    fraction = 1 - 1 / work.axes[axis]  # of what is gathered, a device has the rest
+    assert sent == pytest.approx(fraction * gathered(report, axis), rel=0.02)

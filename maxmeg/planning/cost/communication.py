@@ -377,7 +377,8 @@ def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator
         count = size = 0
         for shard in layers:
             slots = work.places[shard.parameter.group or 0]
-            times = runs(slots, 0 < unroll < slots, shard.parameter.path[4] == "0")
+            loops = 0 < unroll < slots and not work.is_quantized(shard)  # codes: before all layers
+            times = runs(slots, loops, shard.parameter.path[4] == "0")
             count += times * chunks * shard.first_fused
             size += times * bytes_of(shard) // slots  # a slot of each chunk
         return Traffic(axis, purpose, kind, count, size, 0.0)
