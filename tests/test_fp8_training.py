@@ -18,7 +18,7 @@ from layouts import (
 from test_float16 import metrics, small
 
 from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
-from maxmeg.config.mixers import TensorOverlap
+from maxmeg.config.mixers import ExpertBackend, TensorOverlap
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import LoraConfig
@@ -29,7 +29,9 @@ from maxmeg.ops.quantized import Recipe
 from maxmeg.step import make_eval_step
 from maxmeg.train import main
 
-TENSORWISE, MXFP8 = Fp8Config(Fp8Recipe.tensorwise), Fp8Config(Fp8Recipe.mxfp8)
+TENSORWISE, MXFP8, BLOCKWISE = map(
+    Fp8Config, (Fp8Recipe.tensorwise, Fp8Recipe.mxfp8, Fp8Recipe.blockwise)
+)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
 QUANTIZED = 2e-3  # of the loss of a model with random weights
@@ -51,9 +53,10 @@ MODELS["ends"] = MODELS["dense"] | ENDS
 WIDE = {"hidden_size": 128, "mlp.ffn_size": 256}  # a device's parts of matrices are multiples of 32
 MODELS |= {
     "wide": MODELS["dense"] | WIDE,
+    "wider": MODELS["dense"] | {"hidden_size": 256, "mlp.ffn_size": 512},
     "wide experts": {
         **{"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2},
-        **{"moe.ffn_size": 64, "moe.shared_ffn_size": 64, "moe.backend": "batched"},
+        **{"moe.ffn_size": 64, "moe.shared_ffn_size": 64, "moe.backend": ExpertBackend.batched},
         **WIDE,
     },
 }
@@ -68,6 +71,7 @@ LAYOUTS = [
             (TENSORWISE, "latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
             (TENSORWISE, "hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0),
             (MXFP8, "wide", {"pipe": 2, "data": 2, "tensor": 2}, 1),
+            (BLOCKWISE, "wider", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
             (MXFP8, "wide experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
         )
     ),
@@ -93,7 +97,9 @@ def test_every_mesh_gives_the_same(fp8: Fp8Config, model, parallel, micro):
     assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=TOLERANCE)
 
 
-@pytest.mark.parametrize(("fp8", "model"), [(TENSORWISE, "dense"), (MXFP8, "wide")])
+@pytest.mark.parametrize(
+    ("fp8", "model"), [(TENSORWISE, "dense"), (MXFP8, "wide"), (BLOCKWISE, "wide")]
+)
 def test_products_are_quantized_and_little_else_changes(fp8: Fp8Config, model: str):
     found, exact = alone(model, fp8.recipe), gradients(model, Fp8Config(), fsdp=1)
     assert 0 < abs(found[0]["loss"] - exact[0]["loss"]) < QUANTIZED * exact[0]["loss"]
@@ -169,7 +175,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fp8", [TENSORWISE, MXFP8], ids=lambda fp8: fp8.recipe.name)
+@pytest.mark.parametrize("fp8", [TENSORWISE, MXFP8, BLOCKWISE], ids=lambda fp8: fp8.recipe.name)
 def test_losses_are_those_of_bfloat16(tmp_path, fp8: Fp8Config):
     def last_loss(fp8: Fp8Config) -> float:
         config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, fp8=fp8)

@@ -6,7 +6,7 @@ not read: XLA neither casts it to the compute dtype nor gathers it.
 
 With mxfp8 there are two copies: forward sums over a weight's rows, backward over its columns. Each
 is gathered where it is used (33 bits for four weights; 16-bit weights would take 64), and both
-together take as much memory as a 16-bit weight.
+together take as much memory as a 16-bit weight. With blockwise scaling one copy serves both.
 """
 
 import jax
@@ -15,13 +15,13 @@ from flax import nnx
 
 from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
-from maxmeg.ops.quantized import Quantized, Recipe, matmul, quantize, scale_of
+from maxmeg.ops.quantized import MX_BLOCK, Quantized, Recipe, matmul, quantize, scale_of
 from maxmeg.parallel.collectives import PIPE_AXIS, after, gather, max_over, unshard_parameter
 from maxmeg.parallel.mesh import MESH_AXES
 
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
-MXFP8_BLOCK = 32
+BLOCK = 128  # of DeepSeek-V3
 
 
 class Codes(nnx.Module):
@@ -52,8 +52,8 @@ class Codes(nnx.Module):
         """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
         if self.recipe.block:
             raise ValueError(
-                "train.fp8.recipe=mxfp8 multiplies experts in equal blocks of rows alone: set "
-                "model.moe.backend=batched, or train.fp8.recipe=tensorwise"
+                "train.fp8 with scales of blocks multiplies experts in equal blocks of rows alone: "
+                "set model.moe.backend=batched, or train.fp8.recipe=tensorwise"
             )
         return self.whole()[0]
 
@@ -67,9 +67,12 @@ def recipe_of(config: Fp8Config) -> Recipe | None:
     """The recipe that the settings name; None: products are not quantized."""
     if config.recipe is Fp8Recipe.none:
         return None
+    e4m3 = "float8_e4m3fn"
     if config.recipe is Fp8Recipe.mxfp8:
-        return Recipe(backward="float8_e4m3fn", block=MXFP8_BLOCK)
-    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else "float8_e4m3fn")
+        return Recipe(backward=e4m3, block=MX_BLOCK)
+    if config.recipe is Fp8Recipe.blockwise:
+        return Recipe(backward=e4m3, block=BLOCK, square=True)
+    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
 
 
 def check_device(recipe: Recipe, device: Device) -> None:
@@ -82,7 +85,7 @@ def check_device(recipe: Recipe, device: Device) -> None:
             f"train.fp8 needs compute capability 8.9 (Ada) or newer, found {found}: set "
             "train.fp8.recipe=none"
         )
-    if recipe.block and device.capability < (BLACKWELL, 0):
+    if recipe.block == MX_BLOCK and device.capability < (BLACKWELL, 0):
         raise ValueError(
             "train.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell) or newer, found "
             f"{found}: set train.fp8.recipe=tensorwise"
@@ -130,14 +133,13 @@ def in_blocks(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[
     for weight in weights:
         if any(size % recipe.block for size in weight.shape[-2:]):
             raise ValueError(
-                f"train.fp8.recipe=mxfp8 has a scale for every {recipe.block} weights: a device's "
+                f"train.fp8 has a scale for every {recipe.block} weights: a device's "
                 f"{weight.shape[-2]} x {weight.shape[-1]} part of a matrix of sizes "
                 f"{weight.get_metadata('sizes')} must be multiples of that; lower parallel.fsdp, "
                 "tensor or (with zero1) data, or set train.fp8.recipe=tensorwise"
             )
     arrays = after([weight[...] for weight in weights], before)
-    dims = (-2, -1)
-    return [[recipe.quantize(w, recipe.forward, dim) for dim in dims] for w in arrays]
+    return [recipe.weights(w) for w in arrays]
 
 
 def in_whole(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:

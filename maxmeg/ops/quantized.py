@@ -13,6 +13,10 @@ MXFP8 (OCP Microscaling formats; Mishra et al., 2025) has a scale for every 32 n
 dimension that a product sums over. Tensors are therefore quantized once along rows and once along
 columns. Scales are rounded up as above, and stored as their exponents in a byte (E8M0). XLA makes
 a cuDNN call of each product on GPUs from Blackwell on (`multiply_blocks`).
+
+Blockwise scaling (DeepSeek-V3, section 3.3) has a scale for every 128 numbers of inputs and
+gradients, likewise along two dimensions, and for squares of 128 x 128 weights. XLA has no product
+for it: operands are widened to 16 bits and multiplied so.
 """
 
 import dataclasses
@@ -27,6 +31,7 @@ from jaxtyping import Array, Float, UInt8
 from maxmeg.ops.backend import target_device
 
 MANTISSA_BITS = 23  # of float32
+MX_BLOCK = 32
 EXPONENTS = 1, 253  # the least and the largest biased exponent of a scale: its inverse is normal
 
 
@@ -38,12 +43,24 @@ class Recipe:
     """The dtypes of inputs and weights, and of gradients of outputs.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor.
+    for each tensor. square: scales of weights are of block x block numbers.
     """
 
     forward: str = "float8_e4m3fn"
     backward: str = "float8_e5m2"
     block: int = 0
+    square: bool = False
+
+    @property
+    def multiplies_codes(self) -> bool:
+        """Whether products on GPUs have 8-bit operands."""
+        return self.block in (0, MX_BLOCK)
+
+    def weights(self, w: Float[Array, "*E I O"]) -> list[Quantized]:
+        """The copies of w, with scales of blocks, for sums over I and over O."""
+        if self.square:
+            return [quantize_blocks(w, self.forward, (self.block, self.block))]
+        return [self.quantize(w, self.forward, dim) for dim in (-2, -1)]
 
     def quantize(self, x: Float[Array, "*E R C"], dtype: str, dim: int) -> Quantized:
         """x for a product that sums over dimension `dim`, -1 or -2."""
@@ -53,7 +70,11 @@ class Recipe:
 
     def multiply(self, a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
         """As `multiply`, of operands that `quantize` made for these dimensions."""
-        return (multiply_blocks if self.block else multiply)(a, b, dims, dtype)
+        if not self.block:
+            return multiply(a, b, dims, dtype)
+        if self.multiplies_codes and target_device().is_cuda:
+            return multiply_blocks(a, b, dims, dtype)
+        return contract(*(dequantize_blocks(*each, wider(dtype)) for each in (a, b)), dims, dtype)
 
 
 def scale_of(largest: Float[Array, "*N"], dtype: str) -> Float[Array, "*N"]:
@@ -120,15 +141,8 @@ def multiply(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Ar
 
 
 def multiply_blocks(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
-    """As `multiply`, of matrices in blocks of 32 along the dimensions that are summed over, with
-    the exponents of their scales.
-
-    XLA's GPU compiler makes a cuDNN call of it. Elsewhere the product is of the wider numbers,
-    which are the same.
-    """
-    wide = wider(dtype)
-    if not target_device().is_cuda:
-        return contract(*(dequantize_blocks(*each, wide) for each in (a, b)), dims, dtype)
+    """As `multiply` on GPUs alone, of matrices in blocks of 32 along the dimensions that are summed
+    over, with the exponents of their scales."""
 
     def in_rows(array: jax.Array, dim: int) -> jax.Array:
         array = array if dim == -1 else array.swapaxes(-1, -2)
@@ -138,7 +152,7 @@ def multiply_blocks(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) ->
     operands = [in_rows(array, dim) for array, dim in zip(codes, dims, strict=True)]
     for array, dim in zip(exponents, dims, strict=True):
         operands.append(lax.bitcast_convert_type(in_rows(array, dim), jnp.float8_e8m0fnu))
-    product = jax.nn.scaled_matmul(*operands, preferred_element_type=wide)
+    product = jax.nn.scaled_matmul(*operands, preferred_element_type=wider(dtype))
     return product.reshape(*codes[0].shape[:-2], *product.shape[1:]).astype(dtype)
 
 

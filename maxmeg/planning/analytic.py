@@ -181,7 +181,8 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     products, scores = layer_flops(model, data.sequence_length, data.source_tokens)
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
-    share = work.quantized_share
+    recipe = work.recipe
+    share = work.quantized_share if recipe and recipe.multiplies_codes else 0.0
     second = share / cluster.fp8_rate + (1 - share) / cluster.matmul_rate  # per FLOP
     matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
@@ -239,8 +240,11 @@ def elementwise_bytes(work: Workload) -> float:
         work = work.of(unit)
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
-        # Largest magnitude, codes: operands are read twice, their half is written.
-        each += work.quantized_share * 2.5 * (columns + unit.sublayers * work.hidden_bytes)
+        if recipe := work.recipe:
+            # Largest magnitude, codes: operands are read twice, their half is written; and read,
+            # and the numbers written, where products read wider ones.
+            passes = 2.5 if recipe.multiplies_codes else 4
+            each += work.quantized_share * passes * (columns + unit.sublayers * work.hidden_bytes)
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
 

@@ -25,6 +25,7 @@ RECIPES = {
     "hybrid": Recipe(),
     "e4m3": Recipe(backward=E4M3),
     "mxfp8": Recipe(backward=E4M3, block=32),
+    "squares": Recipe(backward=E4M3, block=16, square=True),
 }
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # largest relative rounding
 PRODUCT = {E4M3: 0.05, E5M2: 0.08}  # of the norm of a product of normal numbers
@@ -59,7 +60,7 @@ def in_numpy(x, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
     return codes, scales
 
 
-@pytest.mark.parametrize("block", [(1, 32), (32, 1)])
+@pytest.mark.parametrize("block", [(1, 32), (32, 1), (32, 32)])
 def test_codes_of_blocks_are_those_of_ml_dtypes(block):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(64, 96)) * np.exp(3 * rng.normal(size=(64, 96)))
@@ -130,10 +131,10 @@ def test_the_product_of_gpus_gets_blocks_in_rows(monkeypatch, dims):
         recipe.quantize(jnp.asarray(rng.normal(size=(2, 64, 64)), "bfloat16"), E4M3, dim)
         for dim in dims
     ]
-    wanted = quantized.multiply_blocks(*operands, dims, jnp.bfloat16)
+    wanted = recipe.multiply(*operands, dims, jnp.bfloat16)
     monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (10, 0)))
     monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-    found = quantized.multiply_blocks(*operands, dims, jnp.bfloat16)
+    found = recipe.multiply(*operands, dims, jnp.bfloat16)
     np.testing.assert_allclose(*(np.asarray(a, "float32") for a in (found, wanted)), rtol=2.0**-7)
 
 
@@ -148,11 +149,11 @@ def test_products_are_those_of_the_rounded_operands(shape, name, dtype):
         jnp.asarray(rng.normal(size=(*shape, *size)), dtype)
         for size in ((48, 32), (32, 64), (48, 64))
     )
-    copies = [recipe.quantize(w, recipe.forward, dim) for dim in (-2, -1)]
+    copies = recipe.weights(w) if recipe.block else [recipe.quantize(w, recipe.forward, -1)]
 
     @jax.jit
     def run(x, w, slope):
-        y, pull = jax.vjp(lambda x, w: matmul(x, w, *copies, recipe), x, w)
+        y, pull = jax.vjp(lambda x, w: matmul(x, w, copies[0], copies[-1], recipe), x, w)
         return y, *pull(slope)
 
     actual = run(x, w, slope)

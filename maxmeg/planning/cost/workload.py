@@ -179,7 +179,7 @@ class Workload:
 
     @property
     def quantized_share(self) -> float:
-        """Share of the layers with products in 8 bits."""
+        """Share of the layers whose operands are rounded to 8 bits."""
         model = self.config.model
         unquantized = model.first_layers_bf16 + model.last_layers_bf16
         return self.fp8 * (1 - unquantized / model.num_layers)
@@ -197,14 +197,17 @@ class Workload:
 
     def copies(self, shard: Shard) -> int:
         """Number of copies of the parameter that layers compute with (layers/quantized.py)."""
-        return 2 if self.is_quantized(shard) and self.recipe and self.recipe.block else 1
+        if not self.is_quantized(shard) or self.recipe is None or not self.recipe.block:
+            return 1
+        return 1 if self.recipe.square else 2
 
     def weight_bytes(self, shard: Shard, count: int) -> int:
         """Bytes of `count` weights that a product reads: of their codes and the scales of blocks,
         or in the compute dtype."""
         if not self.is_quantized(shard) or self.recipe is None:
             return self.itemsize * count
-        return count + (count // self.recipe.block if self.recipe.block else 0)
+        sharing = self.recipe.block ** (1 + self.recipe.square)  # a byte's scale; 0: none to count
+        return count + (count // sharing if sharing else 0)
 
     @property
     def gradient_itemsize(self) -> int:
