@@ -20,7 +20,6 @@ from test_float16 import metrics, small
 from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from maxmeg.config.mixers import ExpertBackend, TensorOverlap
 from maxmeg.config.model import DType
-from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
 from maxmeg.layers import quantized
@@ -56,7 +55,7 @@ MODELS |= {
     "wider": MODELS["dense"] | {"hidden_size": 256, "mlp.ffn_size": 512},
     "wide experts": {
         **{"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2},
-        **{"moe.ffn_size": 64, "moe.shared_ffn_size": 64, "moe.backend": ExpertBackend.batched},
+        **{"moe.ffn_size": 64, "moe.shared_ffn_size": 128, "moe.backend": ExpertBackend.batched},
         **WIDE,
     },
 }
@@ -71,8 +70,8 @@ LAYOUTS = [
             (TENSORWISE, "latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
             (TENSORWISE, "hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0),
             (MXFP8, "wide", {"pipe": 2, "data": 2, "tensor": 2}, 1),
-            (BLOCKWISE, "wider", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
-            (MXFP8, "wide experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+            (BLOCKWISE, "wider", {"pipe": 2, "fsdp": 2}, 1),
+            (MXFP8, "wide experts", {"fsdp": 2, "expert": 2}, 2),
         )
     ),
 ]
@@ -175,13 +174,11 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fp8", [TENSORWISE, MXFP8, BLOCKWISE], ids=lambda fp8: fp8.recipe.name)
-def test_losses_are_those_of_bfloat16(tmp_path, fp8: Fp8Config):
+def test_losses_are_those_of_bfloat16(tmp_path):
     def last_loss(fp8: Fp8Config) -> float:
         config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, fp8=fp8)
-        config.parallel = ParallelConfig(data=8, zero1=False)  # matrices are whole
         main(config)
         return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
 
-    found = last_loss(fp8)
+    found = last_loss(TENSORWISE)
     assert found == pytest.approx(last_loss(Fp8Config()), rel=SAME_LOSS)
