@@ -13,15 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
-from maxmeg.ops.backend import BLACKWELL, Device, target_device
-from maxmeg.ops.quantized import MX_BLOCK, Quantized, Recipe, matmul, quantize, scale_of
+from maxmeg.ops.backend import target_device
+from maxmeg.ops.quantized import Quantized, Recipe, check_device, matmul, quantize, scale_of
 from maxmeg.parallel.collectives import PIPE_AXIS, after, gather, max_over, unshard_parameter
 from maxmeg.parallel.mesh import MESH_AXES
 
-ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
-BLOCK = 128  # of DeepSeek-V3
 
 
 class Codes(nnx.Module):
@@ -63,41 +60,12 @@ class Codes(nnx.Module):
         return [(unshard_parameter(codes), unshard_parameter(scale)) for codes, scale in pairs]
 
 
-def recipe_of(config: Fp8Config) -> Recipe | None:
-    """The recipe that the settings name; None: products are not quantized."""
-    if config.recipe is Fp8Recipe.none:
-        return None
-    e4m3 = "float8_e4m3fn"
-    if config.recipe is Fp8Recipe.mxfp8:
-        return Recipe(backward=e4m3, block=MX_BLOCK)
-    if config.recipe is Fp8Recipe.blockwise:
-        return Recipe(backward=e4m3, block=BLOCK, square=True)
-    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
-
-
-def check_device(recipe: Recipe, device: Device) -> None:
-    """ValueError for a GPU that cannot multiply these 8-bit floats. CPUs multiply wider floats."""
-    if not device.is_cuda or device.capability == (0, 0):
-        return
-    found = ".".join(map(str, device.capability))
-    if device.capability < ADA:
-        raise ValueError(
-            f"train.fp8 needs compute capability 8.9 (Ada) or newer, found {found}: set "
-            "train.fp8.recipe=none"
-        )
-    if recipe.block == MX_BLOCK and device.capability < (BLACKWELL, 0):
-        raise ValueError(
-            "train.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell) or newer, found "
-            f"{found}: set train.fp8.recipe=tensorwise"
-        )
-
-
 def with_codes(model, reductions, recipe: Recipe | None, before):
     """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
     `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
-    before: arrays on which the collectives here wait. ValueError if a shard cuts a block of mxfp8.
+    before: arrays on which the collectives here wait. ValueError if a shard cuts a block.
     """
     if recipe is None:
         return model, reductions

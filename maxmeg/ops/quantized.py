@@ -28,10 +28,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from maxmeg.ops.backend import target_device
+from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
+from maxmeg.ops.backend import BLACKWELL, Device, target_device
 
 MANTISSA_BITS = 23  # of float32
-MX_BLOCK = 32
+ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
+MX_BLOCK, BLOCK = 32, 128  # of mxfp8 and blockwise scaling
 EXPONENTS = 1, 253  # the least and the largest biased exponent of a scale: its inverse is normal
 
 
@@ -75,6 +77,35 @@ class Recipe:
         if self.multiplies_codes and target_device().is_cuda:
             return multiply_blocks(a, b, dims, dtype)
         return contract(*(dequantize_blocks(*each, wider(dtype)) for each in (a, b)), dims, dtype)
+
+
+def recipe_of(config: Fp8Config) -> Recipe | None:
+    """The recipe that the settings name; None: products are not quantized."""
+    if config.recipe is Fp8Recipe.none:
+        return None
+    e4m3 = "float8_e4m3fn"
+    if config.recipe is Fp8Recipe.mxfp8:
+        return Recipe(backward=e4m3, block=MX_BLOCK)
+    if config.recipe is Fp8Recipe.blockwise:
+        return Recipe(backward=e4m3, block=BLOCK, square=True)
+    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
+
+
+def check_device(recipe: Recipe, device: Device) -> None:
+    """ValueError for a GPU that cannot multiply these 8-bit floats. CPUs multiply wider floats."""
+    if not device.is_cuda or device.capability == (0, 0):
+        return
+    found = ".".join(map(str, device.capability))
+    if device.capability < ADA:
+        raise ValueError(
+            f"train.fp8 needs compute capability 8.9 (Ada) or newer, found {found}: set "
+            "train.fp8.recipe=none"
+        )
+    if recipe.block == MX_BLOCK and device.capability < (BLACKWELL, 0):
+        raise ValueError(
+            "train.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell) or newer, found "
+            f"{found}: set train.fp8.recipe=tensorwise"
+        )
 
 
 def scale_of(largest: Float[Array, "*N"], dtype: str) -> Float[Array, "*N"]:

@@ -32,7 +32,7 @@ import dataclasses
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.layers.quantized import check_device
+from maxmeg.ops.quantized import check_device
 from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import (
     backends,

@@ -22,11 +22,11 @@ from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
-from maxmeg.layers.quantized import quantized_matrices, recipe_of
+from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
-from maxmeg.ops.quantized import Recipe
+from maxmeg.ops.quantized import Recipe, recipe_of
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
