@@ -76,7 +76,8 @@ class Recipe:
             return multiply(a, b, dims, dtype)
         if self.multiplies_codes and target_device().is_cuda:
             return multiply_blocks(a, b, dims, dtype)
-        return contract(*(dequantize_blocks(*each, wider(dtype)) for each in (a, b)), dims, dtype)
+        left, right = (dequantize_blocks(*each, wider(dtype)) for each in (a, b))
+        return contract(left, right, dims, dtype)
 
 
 def recipe_of(config: Fp8Config) -> Recipe | None:
@@ -167,8 +168,8 @@ def multiply(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Ar
     the product is of the wider numbers, which are the same.
     """
     wide = wider(dtype)
-    numbers = (codes.astype(wide) * scale.astype(wide) for codes, scale in (a, b))
-    return contract(*numbers, dims, dtype)
+    left, right = (codes.astype(wide) * scale.astype(wide) for codes, scale in (a, b))
+    return contract(left, right, dims, dtype)
 
 
 def multiply_blocks(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
