@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
 from maxmeg.layers.context import Context, Source
-from maxmeg.layers.quantized import recipe_of, with_codes, without_codes
+from maxmeg.layers.quantized import with_codes, without_codes
 from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
+from maxmeg.ops.quantized import recipe_of
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.optim.storage import whole

@@ -11,22 +11,26 @@ from layouts import (
     mesh_of,
     model_gradients,
     tiny,
+    tiny_abstract,
     tiny_batch,
     tiny_state,
 )
 from test_float16 import metrics, small
 
 from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
-from maxmeg.config.mixers import TensorOverlap
+from maxmeg.config.mixers import ExpertBackend, TensorOverlap
 from maxmeg.config.model import DType
 from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
 from maxmeg.layers import quantized
 from maxmeg.ops.backend import Device
+from maxmeg.ops.quantized import Recipe
 from maxmeg.step import make_eval_step
 from maxmeg.train import main
 
-TENSORWISE = Fp8Config(Fp8Recipe.tensorwise)
+TENSORWISE, MXFP8, BLOCKWISE = map(
+    Fp8Config, (Fp8Recipe.tensorwise, Fp8Recipe.mxfp8, Fp8Recipe.blockwise)
+)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
 QUANTIZED = 2e-3  # of the loss of a model with random weights
@@ -43,11 +47,33 @@ MODELS = {
     },
     "hybrid": HYBRID,
 }
+ENDS = {"num_layers": 6, "first_layers_bf16": 1, "last_layers_bf16": 2}
+MODELS["ends"] = MODELS["dense"] | ENDS
+WIDE = {"hidden_size": 128, "mlp.ffn_size": 256}  # a device's parts of matrices are multiples of 32
+MODELS |= {
+    "wide": MODELS["dense"] | WIDE,
+    "wider": MODELS["dense"] | {"hidden_size": 256, "mlp.ffn_size": 512},
+    "wide experts": {
+        **{"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2},
+        **{"moe.ffn_size": 64, "moe.shared_ffn_size": 128, "moe.backend": ExpertBackend.batched},
+        **WIDE,
+    },
+}
 LAYOUTS = [
-    ("dense", {"pipe": 2, "data": 2, "tensor": 2}, 1),
-    pytest.param("experts", {"data": 2, "fsdp": 2, "expert": 2}, 2, marks=pytest.mark.slow),
-    pytest.param("latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1, marks=pytest.mark.slow),
-    pytest.param("hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0, marks=pytest.mark.slow),
+    (TENSORWISE, "dense", {"pipe": 2, "data": 2, "tensor": 2}, 1),
+    (MXFP8, "wide", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
+    (TENSORWISE, "ends", {"pipe": 2, "data": 2}, 1),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (TENSORWISE, "experts", {"data": 2, "fsdp": 2, "expert": 2}, 2),
+            (TENSORWISE, "latent", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
+            (TENSORWISE, "hybrid", {"fsdp": 2, "context": 2, "tensor": 2}, 0),
+            (MXFP8, "wide", {"pipe": 2, "data": 2, "tensor": 2}, 1),
+            (BLOCKWISE, "wider", {"pipe": 2, "fsdp": 2}, 1),
+            (MXFP8, "wide experts", {"fsdp": 2, "expert": 2}, 2),
+        )
+    ),
 ]
 
 
@@ -58,25 +84,40 @@ def gradients(model: str, fp8: Fp8Config, micro: int = 0, **parallel: int) -> tu
 
 
 @functools.cache
-def alone(model: str) -> tuple[dict, dict]:
-    return gradients(model, TENSORWISE, fsdp=1)
+def alone(model: str, recipe: Fp8Recipe) -> tuple[dict, dict]:
+    return gradients(model, Fp8Config(recipe), fsdp=1)
 
 
-@pytest.mark.parametrize(("model", "parallel", "micro"), LAYOUTS)
-def test_every_mesh_gives_the_same(model, parallel, micro):
-    found = gradients(model, TENSORWISE, micro, **parallel)
+@pytest.mark.parametrize(("fp8", "model", "parallel", "micro"), LAYOUTS)
+def test_every_mesh_gives_the_same(fp8: Fp8Config, model, parallel, micro):
+    found, wanted = gradients(model, fp8, micro, **parallel), alone(model, fp8.recipe)
     scans = model == "hybrid"  # it amplifies rounding
-    assert_equal_but_rounding(found, alone(model), FLIPPED if scans else TOLERANCE, FLOOR)
-    assert found[0]["loss"] == pytest.approx(alone(model)[0]["loss"], rel=TOLERANCE)
+    assert_equal_but_rounding(found, wanted, FLIPPED if scans else TOLERANCE, FLOOR)
+    assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=TOLERANCE)
 
 
-def test_products_are_quantized_and_little_else_changes():
-    found, exact = alone("dense"), gradients("dense", Fp8Config(), fsdp=1)
+@pytest.mark.parametrize(
+    ("fp8", "model"), [(TENSORWISE, "dense"), (MXFP8, "wide"), (BLOCKWISE, "wide")]
+)
+def test_products_are_quantized_and_little_else_changes(fp8: Fp8Config, model: str):
+    found, exact = alone(model, fp8.recipe), gradients(model, Fp8Config(), fsdp=1)
     assert 0 < abs(found[0]["loss"] - exact[0]["loss"]) < QUANTIZED * exact[0]["loss"]
     for name, array in exact[1].items():
         if np.abs(array).max():
             norms = np.linalg.norm(array) * np.linalg.norm(found[1][name])
             assert 0.9 < np.vdot(array, found[1][name]) / norms < 1 - 1e-9, name
+
+
+def test_first_and_last_layers_are_groups_that_stay_wide():
+    model = tiny_abstract(config := tiny(MODELS["ends"]), mesh_of(config))[1].model
+    assert model.stack.repeats == (1, 3, 2)
+    found = [
+        getattr(module, name) for module, name in quantized.quantized_matrices(model, Recipe())
+    ]
+    assert [weight.shape[0] for weight in found] == [3] * 7
+    config.model.first_layers_bf16 = 4
+    with pytest.raises(ValueError, match=r"last_layers_bf16 = 6 must be less than model\.num_la"):
+        validate(config, 1)
 
 
 @pytest.mark.slow
@@ -102,12 +143,23 @@ def test_what_cannot_run_is_refused(monkeypatch):
     monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (8, 0)))
     with pytest.raises(ValueError, match=r"8\.9 \(Ada\) or newer, found 8\.0: set train"):
         model_gradients(config)
+    config.train.fp8 = MXFP8
+    monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (9, 0)))
+    with pytest.raises(ValueError, match=r"10\.0 \(Blackwell\) or newer, found 9\.0: set .*wise"):
+        model_gradients(config)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"every 32 weights: a device's 16 x \d+ part of a matrix"):
+        model_gradients(config)
+    config = tiny({"layers": "*(attention,moe)", "moe.ffn_size": 32}, {"fp8": MXFP8})
+    with pytest.raises(ValueError, match=r"in equal blocks of rows alone: set model\.moe\.backend"):
+        model_gradients(config)
+    config = tiny({}, {"fp8": TENSORWISE}, fsdp=2)
     config.parallel.tensor_overlap = TensorOverlap.on
     with pytest.raises(ValueError, match=r"cannot be combined with train\.fp8\.recipe=tensorwise"):
         validate(config, 2)
-    config = tiny({}, {"fp8": Fp8Config(format=Fp8Format.e4m3)})
-    with pytest.raises(ValueError, match=r"train\.fp8\.format=e4m3 has no effect"):
-        validate(config, 1)
+    for fp8 in (Fp8Config(format=Fp8Format.e4m3), Fp8Config(Fp8Recipe.mxfp8, Fp8Format.e4m3)):
+        with pytest.raises(ValueError, match=r"train\.fp8\.format=e4m3 has no effect"):
+            validate(tiny({}, {"fp8": fp8}), 1)
 
 
 @pytest.mark.slow

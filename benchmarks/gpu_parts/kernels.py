@@ -320,7 +320,7 @@ def measure_fp8(size: Sizes, width: int, out: int) -> dict:
     codes, recipe = quantize(w_IO, Recipe().forward), Recipe()
 
     def eight(x_TI, w_IO):
-        return matmul(x_TI, w_IO, *codes, recipe)
+        return matmul(x_TI, w_IO, codes, codes, recipe)
 
     calls = {
         name: functools.partial(with_gradients(product), (x_TI, w_IO), slope_TO)

@@ -213,9 +213,10 @@ def _to_number(path, value, kind):
             number = read(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise _mismatch(path, value, expected)
-    if not math.isfinite(number) or (kind is int and number != int(number)):
-        raise _mismatch(path, value, expected)
-    return kind(number)
+    with contextlib.suppress(OverflowError):  # an integer beyond all floats
+        if math.isfinite(number) and (kind is float or number == int(number)):
+            return kind(number)
+    raise _mismatch(path, value, expected)
 
 
 def _mismatch(path, value, expected):

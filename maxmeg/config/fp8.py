@@ -9,6 +9,8 @@ from maxmeg.config.setting import setting
 class Fp8Recipe(enum.Enum):
     none = "none"
     tensorwise = "tensorwise"
+    blockwise = "blockwise"
+    mxfp8 = "mxfp8"
 
 
 class Fp8Format(enum.Enum):
@@ -24,7 +26,10 @@ class Fp8Config:
         Fp8Recipe.none,
         "tensorwise: the layers' projections multiply 8-bit inputs, weights and gradients, with "
         "one scale per tensor; attention, embedding, output layer, router and norms stay in "
-        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it)",
+        "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | blockwise: "
+        "E4M3, a scale per 128 numbers and per 128 x 128 weights (DeepSeek-V3); products are "
+        "emulated in 16 bits: less memory and traffic, not faster | mxfp8: E4M3, a scale per 32 "
+        "numbers; needs compute capability 10.0 or newer",
         "--fp8-recipe",
     )
     format: Fp8Format = setting(

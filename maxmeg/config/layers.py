@@ -256,6 +256,8 @@ def grouped(layers: tuple[Layer, ...]) -> Groups:
     the repeated units that leave the fewest layers to compile; where one period does as well, it
     is preferred.
     """
+    if not layers:
+        return ()
     equal = _equal_at_start(layers)
     for start in dict.fromkeys((0, equal)):
         rest = layers[start:]

@@ -101,6 +101,16 @@ class ModelConfig:
         "--hybrid-layer-pattern",
         "--hybrid-layer-pattern, --moe-layer-freq, --window-attn-skip-freq",
     )
+    first_layers_bf16: int = setting(
+        0,
+        "number of first layers that train.fp8 leaves in dtype; checkpoints hold them as a group "
+        "of their own",
+        "--first-last-layers-bf16, --num-layers-at-start-in-bf16",
+        at_least=0,
+    )
+    last_layers_bf16: int = setting(
+        0, "the same of the last layers", "--num-layers-at-end-in-bf16", at_least=0
+    )
     parallel_norms: bool = setting(
         False,
         "mixers of a parallel block (a+b) have a norm each (GPT-NeoX, Falcon 40B)",
@@ -248,8 +258,23 @@ class ModelConfig:
 
     @property
     def groups(self) -> Groups:
-        """The layers as units that repeat: ((layers of the unit, repeats), ...)."""
-        return grouped(self.layer_kinds)
+        """The layers as units that repeat: ((layers of the unit, repeats), ...). Those that
+        train.fp8 leaves in `dtype` are groups of their own."""
+        return sum(self._grouped_parts, ())
+
+    @property
+    def unquantized_groups(self) -> frozenset[int]:
+        """The groups that train.fp8 leaves in `dtype`."""
+        first, middle, last = map(len, self._grouped_parts)
+        return frozenset((*range(first), *range(first + middle, first + middle + last)))
+
+    @property
+    def _grouped_parts(self) -> tuple[Groups, Groups, Groups]:
+        """The groups of the first, the other and the last layers."""
+        start, end = self.first_layers_bf16, self.num_layers - self.last_layers_bf16
+        kinds = self.layer_kinds
+        first, middle, last = (grouped(p) for p in (kinds[:start], kinds[start:end], kinds[end:]))
+        return first, middle, last
 
     @property
     def num_units(self) -> int:

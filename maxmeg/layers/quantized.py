@@ -3,79 +3,88 @@
 A step quantizes the weights once, so that microbatches share the codes, and fsdp gathers one byte
 per weight. The weight stays in the model, because its gradient is computed as usual. Its value is
 not read: XLA neither casts it to the compute dtype nor gathers it.
+
+With mxfp8 there are two copies: forward sums over a weight's rows, backward over its columns. Each
+is gathered where it is used (33 bits for four weights; 16-bit weights would take 64), and both
+together take as much memory as a 16-bit weight. With blockwise scaling one copy serves both.
 """
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
-from maxmeg.ops.backend import Device, target_device
-from maxmeg.ops.quantized import Recipe, matmul, quantize, scale_of
+from maxmeg.ops.backend import target_device
+from maxmeg.ops.quantized import Quantized, Recipe, check_device, matmul, quantize, scale_of
 from maxmeg.parallel.collectives import PIPE_AXIS, after, gather, max_over, unshard_parameter
 from maxmeg.parallel.mesh import MESH_AXES
 
-ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 
 
 class Codes(nnx.Module):
-    """The 8-bit copy of a weight [.., I, O], sharded like the weight, with one scale per layer. The
-    experts of a layer share a scale."""
+    """The 8-bit copies of a weight [.., I, O], sharded like the weight.
 
-    def __init__(self, weight: nnx.Variable, codes, scale, recipe: Recipe):
-        self.codes = weight.replace(codes, frozen=True, exact=True)
-        self.scale = nnx.Variable(scale, axes=(), frozen=True, exact=True)
+    quantized: one copy with one scale per layer, which a layer's experts share; or, with scales of
+    blocks, the copy that forward multiplies and that of backward.
+    """
+
+    def __init__(self, weight: nnx.Variable, quantized: list[tuple], recipe: Recipe):
+        def sharded(array) -> nnx.Variable:
+            return weight.replace(array, frozen=True, exact=True)
+
+        def scalar(array) -> nnx.Variable:
+            return nnx.Variable(array, axes=(), frozen=True, exact=True)
+
+        self.codes = nnx.List([sharded(codes) for codes, _ in quantized])
+        place = sharded if recipe.block else scalar
+        self.scales = nnx.List([place(scale) for _, scale in quantized])
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
-        return matmul(x, unshard_parameter(weight), *self.whole(), self.recipe)
+        copies = self.whole()
+        return matmul(x, unshard_parameter(weight), copies[0], copies[-1], self.recipe)
 
-    def whole(self) -> tuple[jax.Array, jax.Array]:
-        """(codes gathered over fsdp, their scale)."""
-        return unshard_parameter(self.codes), self.scale[...]
+    def of_groups(self) -> Quantized:
+        """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
+        if self.recipe.block:
+            raise ValueError(
+                "train.fp8 with scales of blocks multiplies experts in equal blocks of rows alone: "
+                "set model.moe.backend=batched, or train.fp8.recipe=tensorwise"
+            )
+        return self.whole()[0]
 
-
-def recipe_of(config: Fp8Config) -> Recipe | None:
-    """The recipe that the settings name; None: products are not quantized."""
-    if config.recipe is Fp8Recipe.none:
-        return None
-    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else "float8_e4m3fn")
-
-
-def check_device(device: Device) -> None:
-    """ValueError for a GPU that cannot multiply 8-bit floats. CPUs multiply wider floats."""
-    if device.is_cuda and (0, 0) < device.capability < ADA:
-        major, minor = device.capability
-        raise ValueError(
-            f"train.fp8 needs compute capability 8.9 (Ada) or newer, found {major}.{minor}: set "
-            "train.fp8.recipe=none"
-        )
+    def whole(self) -> list[Quantized]:
+        """The copies gathered over fsdp."""
+        pairs = zip(self.codes, self.scales, strict=True)
+        return [(unshard_parameter(codes), unshard_parameter(scale)) for codes, scale in pairs]
 
 
 def with_codes(model, reductions, recipe: Recipe | None, before):
     """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
-    `quantizable`, except those with sizes that cuBLAS cannot multiply in 8 bits.
+    `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
-    before: arrays on which the collectives here wait.
+    before: arrays on which the collectives here wait. ValueError if a shard cuts a block.
     """
     if recipe is None:
         return model, reductions
-    check_device(target_device())
+    check_device(recipe, target_device())
     model, reductions = _copy(model), _copy(reductions)
-    found = list(zip(quantized_matrices(model), quantized_matrices(reductions), strict=True))
-    weights = [getattr(module, name) for (module, name), _ in found]
-    scales = _scales(weights, recipe, before)
-    for ((module, name), (places, _)), weight, scale in zip(found, weights, scales, strict=True):
-        whole = scale.reshape(*scale.shape, *(1,) * (weight.ndim - scale.ndim))
-        codes, _ = quantize(weight[...], recipe.forward, whole)
-        cut = getattr(places, name).get_value().cut
-        if cut is not None and scale.ndim:  # outside of the stack, ZeRO-1's shards are gathered
-            codes = gather(codes, cut.axes, cut.dim)
-        module.codes = module.codes | {name: Codes(weight, codes, scale, recipe)}
-        places.codes = places.codes | {name: Codes(weight, None, None, recipe)}
+    sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
+    weights = [getattr(module, name) for module, name in sides[0]]
+    quantized = (in_blocks if recipe.block else in_whole)(weights, recipe, before)
+    for (module, name), (places, _), weight, copies in zip(*sides, weights, quantized, strict=True):
+        cut, in_stack = getattr(places, name).get_value().cut, _layers(weight) > 0
+        if cut is not None and in_stack:  # elsewhere the shards of ZeRO-1 have been gathered
+
+            def whole(array, cut=cut):
+                return gather(array, cut.axes, cut.dim) if array.ndim > cut.dim else array
+
+            copies = jax.tree.map(whole, copies)
+        module.codes = module.codes | {name: Codes(weight, copies, recipe)}
+        nothing = [(None, None)] * len(copies)
+        places.codes = places.codes | {name: Codes(weight, nothing, recipe)}
     return model, reductions
 
 
@@ -87,9 +96,37 @@ def without_codes(gradients):
     return gradients
 
 
+def in_blocks(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
+    """The copies of each weight for sums over rows, in forward, and columns, in backward."""
+    for weight in weights:
+        if any(size % recipe.block for size in weight.shape[-2:]):
+            raise ValueError(
+                f"train.fp8 has a scale for every {recipe.block} weights: a device's "
+                f"{weight.shape[-2]} x {weight.shape[-1]} part of a matrix of sizes "
+                f"{weight.get_metadata('sizes')} must be multiples of that; lower parallel.fsdp, "
+                "tensor or (with zero1) data, or set train.fp8.recipe=tensorwise"
+            )
+    arrays = after([weight[...] for weight in weights], before)
+    return [recipe.weights(w) for w in arrays]
+
+
+def in_whole(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
+    """A copy of each weight with one scale for each layer."""
+    copies = []
+    for weight, scale in zip(weights, _scales(weights, recipe, before), strict=True):
+        whole = scale.reshape(*scale.shape, *(1,) * (weight.ndim - scale.ndim))
+        copies.append([(quantize(weight[...], recipe.forward, whole)[0], scale)])
+    return copies
+
+
+def _layers(weight: nnx.Variable) -> int:
+    """Number of leading dimensions over which layers are stacked."""
+    return weight.ndim - len(weight.get_metadata("axes"))
+
+
 def _scales(weights: list[nnx.Variable], recipe: Recipe, before) -> list[jax.Array]:
     """The scale of each weight and layer, the same on all devices that hold a part of it."""
-    stacked = [weight.ndim - len(weight.get_metadata("axes")) for weight in weights]
+    stacked = [_layers(weight) for weight in weights]
     largest = [
         jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
         for weight, layers in zip(weights, stacked, strict=True)
@@ -110,7 +147,9 @@ def _copy(tree):
 
 def _modules(model) -> list:
     """The modules of the layers that name matrices in `quantizable`."""
-    leaves = jax.tree.leaves((model.stack, model.mtp), is_leaf=_has_matrices)
+    stack = model.stack
+    groups = [group for i, group in enumerate(stack.groups) if i not in stack.unquantized]
+    leaves = jax.tree.leaves((groups, model.mtp), is_leaf=_has_matrices)
     return [node for node in leaves if _has_matrices(node)]
 
 
@@ -118,14 +157,15 @@ def _has_matrices(node) -> bool:
     return hasattr(node, "quantizable")
 
 
-def quantized_matrices(model) -> list[tuple]:
+def quantized_matrices(model, recipe: Recipe) -> list[tuple]:
     """(module, attribute) of each matrix to quantize; fused projections count as one matrix."""
     named = [(module, name) for module in _modules(model) for name in module.quantizable]
-    return [(module, name) for module, name in named if _is_quantized(getattr(module, name))]
+    multiple = recipe.block or MULTIPLE
+    return [(m, name) for m, name in named if _is_quantized(getattr(m, name), multiple)]
 
 
-def _is_quantized(weight: nnx.Variable | None) -> bool:
+def _is_quantized(weight: nnx.Variable | None, multiple: int) -> bool:
     if weight is None or weight.get_value() is None:
         return False
     *_, rows, columns = weight.get_metadata("sizes")
-    return rows % MULTIPLE == columns % MULTIPLE == 0
+    return rows % multiple == columns % multiple == 0

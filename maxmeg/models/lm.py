@@ -81,6 +81,7 @@ class LM(nnx.Module):
         layers = pattern(config, parallel)
         unroll = config.scan_unroll if config.scan_layers else 0
         self.stack = Stack(keys[2], layers, config.recompute, places, unroll)
+        self.stack.unquantized = config.unquantized_groups
         normed = config.norm_place is NormPlace.post_residual
         self.final_norm = None if normed else Norm(config.hidden_size, norm)
         self.output = None if config.tied else Embedding(keys[3], *size, is_output=True)

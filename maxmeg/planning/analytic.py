@@ -32,7 +32,7 @@ import dataclasses
 
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.layers.quantized import check_device
+from maxmeg.ops.quantized import check_device
 from maxmeg.planning.cost import communication, context
 from maxmeg.planning.cost.attention import (
     backends,
@@ -87,8 +87,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     of the two and the bubble.
     """
     config, model = work.config, work.config.model
-    if work.fp8:
-        check_device(cluster.device)
+    if work.recipe is not None:
+        check_device(work.recipe, cluster.device)
     carried = traffic(work, cluster)
     lane, lanes = layer_seconds(work, cluster), work.lanes
     layers = work.layers_of_chunk
@@ -181,8 +181,10 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     products, scores = layer_flops(model, data.sequence_length, data.source_tokens)
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
-    rate = cluster.fp8_rate if work.fp8 else cluster.matmul_rate
-    matmul = products / tensor / rate
+    recipe = work.recipe
+    share = work.quantized_share if recipe and recipe.multiplies_codes else 0.0
+    second = share / cluster.fp8_rate + (1 - share) / cluster.matmul_rate  # per FLOP
+    matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut
     attention /= cluster.gpu.bf16_tflops * 1e12
@@ -238,8 +240,11 @@ def elementwise_bytes(work: Workload) -> float:
         work = work.of(unit)
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
-        if work.fp8:  # largest magnitude, codes: operands are read twice, their half is written
-            each += 2.5 * (columns + unit.sublayers * work.hidden_bytes)
+        if recipe := work.recipe:
+            # Largest magnitude, codes: operands are read twice, their half is written; and read,
+            # and the numbers written, where products read wider ones.
+            passes = 2.5 if recipe.multiplies_codes else 4
+            each += work.quantized_share * passes * (columns + unit.sublayers * work.hidden_bytes)
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
 

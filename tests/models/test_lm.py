@@ -178,6 +178,7 @@ UNIFORM = ("vocab_size", "vocab_divisible_by", "num_layers", "hidden_size", "att
 # Tested by layouts, recomputation and dropout tests, and by those of configs and experts.
 ELSEWHERE = (
     "dtype", "recompute", "init_std", "attention.backend", "attention.causal", "max_position",
+    "first_layers_bf16", "last_layers_bf16",
     "norm_eps", "rotary.base", "dropout_hidden", "attention.dropout", "dropout_embedding",
     "scan_layers", "scan_unroll", "rotary.scaling", "rotary.factor", "rotary.original_length",
     "rotary.low", "rotary.high", "rotary.attention_factor", "rotary.truncate",

@@ -9,9 +9,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from maxmeg.ops.quantized import Recipe, matmul, quantize, scale_of
+from maxmeg.ops import quantized
+from maxmeg.ops.backend import Device
+from maxmeg.ops.quantized import (
+    Recipe,
+    dequantize_blocks,
+    matmul,
+    quantize,
+    quantize_blocks,
+    scale_of,
+)
 
-E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+E4M3, E5M2, E8M0 = "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"
+RECIPES = {
+    "hybrid": Recipe(),
+    "e4m3": Recipe(backward=E4M3),
+    "mxfp8": Recipe(backward=E4M3, block=32),
+    "squares": Recipe(backward=E4M3, block=16, square=True),
+}
 HALF_STEP = {E4M3: 2.0**-4, E5M2: 2.0**-3}  # largest relative rounding
 PRODUCT = {E4M3: 0.05, E5M2: 0.08}  # of the norm of a product of normal numbers
 
@@ -32,6 +47,36 @@ def test_codes_are_those_of_ml_dtypes(x, dtype: str, wide: str):
     codes, scale = quantize(jnp.asarray(x), dtype)
     wanted = (x.astype(np.float32) / np.float32(scale)).astype(dtype)
     np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted.view(np.uint8))
+
+
+def in_numpy(x, block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The E4M3 codes and E8M0 scales of a float32 matrix, one block at a time."""
+    codes, scales = np.zeros(x.shape, E4M3), np.zeros(np.array(x.shape) // block, E8M0)
+    for i, j in np.ndindex(scales.shape):
+        part = tuple(slice(n * m, (n + 1) * m) for n, m in zip((i, j), block, strict=True))
+        largest = max(np.abs(x[part]).max() / 448, 2.0**-126)
+        scales[i, j] = np.float32(2.0 ** np.ceil(np.log2(np.float64(largest))))
+        codes[part] = (x[part] / np.float32(scales[i, j])).astype(E4M3)
+    return codes, scales
+
+
+@pytest.mark.parametrize("block", [(1, 32), (32, 1), (32, 32)])
+def test_codes_of_blocks_are_those_of_ml_dtypes(block):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 96)) * np.exp(3 * rng.normal(size=(64, 96)))
+    x[:, 0] = 0
+    x = jnp.asarray(x, "bfloat16")
+    codes, exponents = jax.jit(quantize_blocks, static_argnums=(1, 2))(x, E4M3, block)
+    wanted, scales = in_numpy(np.asarray(x, np.float32), block)
+    np.testing.assert_array_equal(exponents, scales.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(codes).view(np.uint8), wanted.view(np.uint8))
+    width = block[0] // 32 * 40, block[1] // 32 * 40  # the last block of 32 is cut
+    part = x[: width[0] or 64, : width[1] or 96]
+    padded, _ = quantize_blocks(part, E4M3, block)
+    rows, columns = part.shape
+    assert padded.shape == (-(-rows // block[0]) * block[0], -(-columns // block[1]) * block[1])
+    assert not np.asarray(padded, np.float32)[rows:].any()
+    assert not np.asarray(padded, np.float32)[:, columns:].any()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
@@ -61,34 +106,71 @@ def test_what_shares_a_scale_hardly_changes_a_number(seed: int, shift: int):
     np.testing.assert_array_equal(alone, beside[:-1])
 
 
+def rounded(x, dtype: str, dim: int, recipe: Recipe) -> np.ndarray:
+    """x as a product that sums over `dim` reads it."""
+    codes, scale = recipe.quantize(x, dtype, dim)
+    if recipe.block:
+        wide = np.asarray(dequantize_blocks(codes, scale, jnp.float32), np.float64)
+        return wide[..., : x.shape[-2], : x.shape[-1]]
+    return np.asarray(codes, np.float64) * float(scale)
+
+
+def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
+    """jax.nn.scaled_matmul: [B, M, K] times [B, N, K], with scales for equal parts of rows."""
+    a, b = (
+        x.astype("float32") * jnp.repeat(scale.astype("float32"), 32, -1)
+        for x, scale in ((a, a_scale), (b, b_scale))
+    )
+    return jnp.einsum("bmk,bnk->bmn", a, b).astype(preferred_element_type)
+
+
+@pytest.mark.parametrize("dims", [(-1, -2), (-1, -1), (-2, -2)])
+def test_the_product_of_gpus_gets_blocks_in_rows(monkeypatch, dims):
+    rng, recipe = np.random.default_rng(0), RECIPES["mxfp8"]
+    operands = [
+        recipe.quantize(jnp.asarray(rng.normal(size=(2, 64, 64)), "bfloat16"), E4M3, dim)
+        for dim in dims
+    ]
+    wanted = recipe.multiply(*operands, dims, jnp.bfloat16)
+    monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (10, 0)))
+    monkeypatch.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+    found = recipe.multiply(*operands, dims, jnp.bfloat16)
+    np.testing.assert_allclose(*(np.asarray(a, "float32") for a in (found, wanted)), rtol=2.0**-7)
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
-@pytest.mark.parametrize("backward", [E4M3, E5M2])
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_products_are_those_of_the_rounded_operands(shape, backward, dtype):
+def test_products_are_those_of_the_rounded_operands(shape, name, dtype):
     """Bit for bit but for the order of float32 sums; the error against the unrounded operands is
     the format's."""
-    rng, recipe = np.random.default_rng(0), Recipe(backward=backward)
+    rng, recipe = np.random.default_rng(0), RECIPES[name]
     x, w, slope = (
         jnp.asarray(rng.normal(size=(*shape, *size)), dtype)
         for size in ((48, 32), (32, 64), (48, 64))
     )
-    codes, scale = quantize(w, recipe.forward)
-    y, pull = jax.vjp(lambda x, w: matmul(x, w, codes, scale, recipe), x, w)
-    actual = y, *pull(slope)
-    exact = [np.asarray(a, np.float64) for a in (x, w, slope)]
-    kinds = (recipe.forward, recipe.forward, backward)
-    near = [
-        np.asarray(codes, np.float64) * float(scale)
-        for codes, scale in (
-            quantize(a, kind) for a, kind in zip((x, w, slope), kinds, strict=True)
-        )
-    ]
+    copies = recipe.weights(w) if recipe.block else [recipe.quantize(w, recipe.forward, -1)]
+
+    @jax.jit
+    def run(x, w, slope):
+        y, pull = jax.vjp(lambda x, w: matmul(x, w, copies[0], copies[-1], recipe), x, w)
+        return y, *pull(slope)
+
+    actual = run(x, w, slope)
+    kinds = {"x": (x, recipe.forward), "w": (w, recipe.forward), "slope": (slope, recipe.backward)}
+    near = {
+        (name, dim): rounded(*pair, dim, recipe) for name, pair in kinds.items() for dim in (-1, -2)
+    }
+    exact = {(name, dim): np.asarray(kinds[name][0], np.float64) for name, dim in near}
     for values, tolerance in (
         (near, 2.0**-7 if dtype == "bfloat16" else 1e-3),
-        (exact, PRODUCT[backward]),
+        (exact, PRODUCT[recipe.backward]),
     ):
-        x_, w_, slope_ = values
-        wanted = x_ @ w_, slope_ @ w_.swapaxes(-1, -2), x_.swapaxes(-1, -2) @ slope_
+        wanted = (
+            values["x", -1] @ values["w", -2],
+            values["slope", -1] @ values["w", -1].swapaxes(-1, -2),
+            values["x", -2].swapaxes(-1, -2) @ values["slope", -2],
+        )
         for one, other in zip(actual, wanted, strict=True):
             assert one.dtype == dtype
             error = np.linalg.norm(np.asarray(one, np.float64) - other) / np.linalg.norm(other)

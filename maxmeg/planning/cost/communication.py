@@ -279,12 +279,12 @@ def _gathered(work: Workload, axes: tuple[str, ...]) -> Iterator[Traffic]:
         places = [chunks * work.places[shard.parameter.group or 0] for shard in shards]
         count = sum(n for s, n in zip(shards, held, strict=True) if s.first_fused)
 
-        def itemsize(shard: Shard) -> int:
-            return work.weight_itemsize(shard) if kind == GATHER else work.gradient_itemsize
+        def size_of(shard: Shard) -> int:
+            if kind == GATHER:
+                return work.weight_bytes(shard, shard.whole)
+            return work.gradient_itemsize * shard.whole
 
-        size = sum(
-            itemsize(s) * s.whole // n * m for s, n, m in zip(shards, places, held, strict=True)
-        )
+        size = sum(size_of(s) // n * m for s, n, m in zip(shards, places, held, strict=True))
         return Traffic(name, purpose, kind, times * count, times * size, 0.0)
 
     for purpose, first_purpose, times, first in (
@@ -372,20 +372,23 @@ def _zero1_of_layers(work: Workload, axis: str, layers: list[Shard]) -> Iterator
     model, chunks = work.config.model, work.config.parallel.chunks
     unroll = model.scan_unroll if model.scan_layers else 0
 
-    def entry(purpose: str, kind: str, itemsize: Callable[[Shard], int], runs: Callable) -> Traffic:
+    def entry(purpose: str, kind: str, bytes_of: Callable, runs: Callable) -> Traffic:
         """runs(slots of a chunk, whether a loop runs them, whether the unit begins with it)."""
         count = size = 0
         for shard in layers:
             slots = work.places[shard.parameter.group or 0]
-            times = runs(slots, 0 < unroll < slots, shard.parameter.path[4] == "0")
+            loops = 0 < unroll < slots and not work.is_quantized(shard)  # codes: before all layers
+            times = runs(slots, loops, shard.parameter.path[4] == "0")
             count += times * chunks * shard.first_fused
-            size += times * itemsize(shard) * shard.computed // slots  # a slot of each chunk
+            size += times * bytes_of(shard) // slots  # a slot of each chunk
         return Traffic(axis, purpose, kind, count, size, 0.0)
 
     def gradients(shard: Shard) -> int:
-        return work.gradient_itemsize
+        return work.gradient_itemsize * shard.computed
 
-    weights = work.weight_itemsize
+    def weights(shard: Shard) -> int:
+        return work.copies(shard) * work.weight_bytes(shard, shard.computed)
+
     yield entry(ZERO1_FIRST, GATHER, weights, lambda slots, loops, begins: 1)
     yield entry(ZERO1_WEIGHTS, GATHER, weights, lambda slots, loops, begins: slots - 1 + loops)
     yield entry(ZERO1_GRADIENTS, SCATTER, gradients, lambda slots, loops, begins: slots)

@@ -352,7 +352,9 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     trained = [shard for shard in work.shards if shard.trained]
     stored = sum(shard.stored for shard in trained)
     copied = sum(
-        work.weight_itemsize(shard) * shard.computed for shard in trained if _is_copied(work, shard)
+        work.copies(shard) * work.weight_bytes(shard, shard.computed)
+        for shard in trained
+        if _is_copied(work, shard)
     )
     frozen = sum(shard.stored for shard in work.shards) - stored
     return {
@@ -366,7 +368,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
 
 def _is_copied(work: Workload, shard: Shard) -> bool:
     """Whether a step computes with a copy of the parameter."""
-    if work.fp8 and shard.parameter.quantizable:
+    if work.is_quantized(shard):
         return True
     is_cast = work.itemsize != FLOAT32 and not is_halved(work, shard)
     return is_cast or shard.fused or shard.computed != shard.stored

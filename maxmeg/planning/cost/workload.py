@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmeg.config.fp8 import Fp8Recipe
 from maxmeg.config.model import DType, ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES, kept_names
@@ -27,6 +26,7 @@ from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
+from maxmeg.ops.quantized import Recipe, recipe_of
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
@@ -175,11 +175,39 @@ class Workload:
     @property
     def fp8(self) -> bool:
         """Whether products of the layers are in 8 bits."""
-        return self.config.train.fp8.recipe is not Fp8Recipe.none
+        return self.recipe is not None
 
-    def weight_itemsize(self, shard: Shard) -> int:
-        """Bytes of a weight that layers compute with: of its code, or in the compute dtype."""
-        return 1 if self.fp8 and shard.parameter.quantizable else self.itemsize
+    @property
+    def quantized_share(self) -> float:
+        """Share of the layers whose operands are rounded to 8 bits."""
+        model = self.config.model
+        unquantized = model.first_layers_bf16 + model.last_layers_bf16
+        return self.fp8 * (1 - unquantized / model.num_layers)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        return recipe_of(self.config.train.fp8)
+
+    def is_quantized(self, shard: Shard) -> bool:
+        """Whether a step rounds the parameter to 8 bits."""
+        if self.recipe is None or not shard.parameter.quantizable:
+            return False
+        sizes = shard.parameter.variable.get_metadata("sizes")[-2:]
+        return not any(size % (self.recipe.block or 1) for size in sizes)
+
+    def copies(self, shard: Shard) -> int:
+        """Number of copies of the parameter that layers compute with (layers/quantized.py)."""
+        if not self.is_quantized(shard) or self.recipe is None or not self.recipe.block:
+            return 1
+        return 1 if self.recipe.square else 2
+
+    def weight_bytes(self, shard: Shard, count: int) -> int:
+        """Bytes of `count` weights that a product reads: of their codes and the scales of blocks,
+        or in the compute dtype."""
+        if not self.is_quantized(shard) or self.recipe is None:
+            return self.itemsize * count
+        sharing = self.recipe.block ** (1 + self.recipe.square)  # a byte's scale; 0: none to count
+        return count + (count // sharing if sharing else 0)
 
     @property
     def gradient_itemsize(self) -> int:
@@ -266,7 +294,9 @@ def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
     config = Config(model=with_fields(ModelConfig(), dict(key)), lora=LoraConfig(**dict(adapters)))
     abstract = jax.eval_shape(lambda: language_model(jax.random.key(0), config))
     groups = {id(one): n for n, group in enumerate(fused_groups(abstract)) for one in group}
-    quantizable = {id(getattr(module, name)) for module, name in quantized_matrices(abstract)}
+    quantizable = {
+        id(getattr(module, name)) for module, name in quantized_matrices(abstract, Recipe())
+    }
     arrays = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
