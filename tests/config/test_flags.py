@@ -149,6 +149,7 @@ def test_yaml_reads_part_of_a_config_and_plain_exponents(tmp_path):
         ),
         ("model: {norm: rmsnrm}", "one of rmsnorm, layernorm; did you mean rmsnorm"),
         ("optim: {lr: .nan}", "expected a finite number"),
+        (f"optim: {{lr: 1{'0' * 400}}}", "expected a finite number"),
         ("optim: {lr: [1]}", "optim.lr"),
         ("data: {split: 1}", "expected a string: write it in quotes"),
         ("data: {paths: [1]}", r"data.paths\[0\]=1"),
