@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from maxmeg.config.recompute import NAMES
 from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import fsdp_axes, fsdp_dim, gradient_dtype, is_variable
 
 PIPE_AXIS = "pipe"
+HOST = "pinned_host"  # the memory of the CPU that GPUs copy from and to directly
 ALWAYS = "always"  # name of the activations that every recompute policy keeps
 VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
@@ -315,16 +316,21 @@ def stored_always(x: jax.Array) -> jax.Array:
 
 
 @functools.cache
-def keeps(names: frozenset[str]) -> Callable[..., bool]:
-    """jax.checkpoint policy that keeps the activations `stored` under these names.
+def keeps(names: frozenset[str], offloaded: frozenset[str] = frozenset()) -> Callable:
+    """jax.checkpoint policy that keeps the activations `stored` under these names, those also in
+    `offloaded` in pinned host memory.
 
     cuDNN's attention is one primitive that cannot name its outputs: it is "attention_output".
     The policy also applies inside a nested jax.checkpoint, so it must name what to keep.
     """
+    to_host = Offloadable("device", HOST)
 
-    def policy(primitive, *_, **params) -> bool:
+    def policy(primitive, *_, **params):
+        name = params["name"] if primitive.name == "name" else ""
         if primitive.name == "dot_product_attention_fwd_wrapper":
-            return "attention_output" in names
-        return primitive.name == "name" and params["name"] in (ALWAYS, *names)
+            name = "attention_output"
+        if name in offloaded:
+            return to_host
+        return name == ALWAYS or name in names
 
     return policy

@@ -40,8 +40,10 @@ from maxmeg.pipeline.residuals import (
     read,
     read_ring,
     stacked,
+    typed_shapes,
     write,
     write_ring,
+    zeros_of,
 )
 from maxmeg.pipeline.schedule import Lane, Table, runs
 from maxmeg.pipeline.split import SplitVjp
@@ -361,8 +363,7 @@ class Executor:
             return run(x)
 
         def skip(x):
-            shapes = jax.eval_shape(run, x)[1:]
-            return x, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            return x, *jax.tree.map(zeros_of, typed_shapes(run, x)[1:])
 
         return lax.cond(self.layers[g][place] >= 0, run, skip, x)
 

@@ -23,8 +23,7 @@ class UnitVjp:
         self.function = function
         self.structure = None
         self.sources: list[int | None] = []  # index in (params, constants); None: stored
-        shapes = jax.eval_shape(self.forward, params, x, constants)
-        self.residuals, self.aux = shapes[1:]  # shapes and dtypes
+        self.residuals, self.aux = typed_shapes(self.forward, params, x, constants)[1:]
 
     def forward(self, params, x: jax.Array, constants) -> tuple[jax.Array, Arrays, typing.Any]:
         """(y, residuals without params and constants, auxiliary values)."""
@@ -47,9 +46,23 @@ class UnitVjp:
         return jax.tree.unflatten(self.structure, leaves)(dy)
 
 
+def typed_shapes(function: Callable, *arguments):
+    """As jax.eval_shape, but abstract arrays, which have a memory: that of the device or, if
+    `model.recompute` offloads them, of the host."""
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+
+
+def zeros_of(abstract, *sizes: int) -> jax.Array:
+    """Zeros [*sizes, ...] in the memory of an abstract array."""
+    zeros = jnp.zeros((*sizes, *abstract.shape), abstract.dtype)
+    is_on_host = abstract.memory_space is jax.memory.Space.Host
+    return jax.device_put(zeros, jax.memory.Space.Host) if is_on_host else zeros
+
+
 def empty_ring(shapes, *sizes: int) -> Arrays:
-    """Zeros [*sizes, ...] for each of `shapes`."""
-    return [jnp.zeros((*sizes, *s.shape), s.dtype) for s in shapes]
+    """Zeros [*sizes, ...] for each of `shapes`, in their memories."""
+    return [zeros_of(s, *sizes) for s in shapes]
 
 
 def stacked(shapes, size: int):
