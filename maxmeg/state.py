@@ -17,6 +17,7 @@ from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, orders, whole
+from maxmeg.parallel.host import host_sharding
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
@@ -106,11 +107,14 @@ def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     specs = storage_specs(shapes, mesh, config.parallel.zero1)
-    return jax.tree.map(
-        lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
-        shapes,
-        specs,
-    )
+
+    def one(path, a, spec):
+        sharding = NamedSharding(mesh, spec)
+        if config.optim.offload and path[0].name in ("optimizer", "remainders") and a.ndim:
+            sharding = host_sharding(mesh, spec)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(one, shapes, specs)
 
 
 def shardings_of(abstract):

@@ -24,10 +24,11 @@ from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
-from maxmeg.optim.storage import whole
+from maxmeg.optim.update import Parts, update
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.fused import fuse, separate
+from maxmeg.parallel.host import result_sharding
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import Reduction, reductions, storage_specs
@@ -38,7 +39,7 @@ from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.runtime.gpu_environment import compiler_options
-from maxmeg.state import TrainState, shardings_of, with_masters
+from maxmeg.state import TrainState, shardings_of
 
 
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
@@ -325,13 +326,12 @@ def make_train_step(
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
-        own = trained(whole(state.model, state.remainders))
+        old = Parts(trained(state.model), state.remainders, state.optimizer)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(gradients, state.optimizer, own, key=key, **rates)
-            model = joined(jax.tree.map(jnp.add, own, updates), fixed(state.model))
+            new = update(optimizer, gradients, old, finite, mesh.shape["pipe"], key=key, **rates)
+        model = joined(new.weights, fixed(state.model))
         model.update(sums)
-        new = TrainState(state.step, model, opt_state, state.key, scaler)
-        new = auxiliary.choose(finite, with_masters(new, config.optim.masters), state)
+        others = auxiliary.choose(finite, fixed(model), fixed(state.model))
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],
@@ -342,12 +342,14 @@ def make_train_step(
         }
         samples = batch.tokens.shape[0] * batch.tokens.shape[1]
         scaler = scaler and next_scaler(scaler, finite, samples, config.optim.loss_scale)
-        return dataclasses.replace(new, step=state.step + 1, scaler=scaler), metrics
+        model = joined(new.weights, others)
+        new = TrainState(state.step + 1, model, new.moments, state.key, scaler, new.remainders)
+        return new, metrics
 
     return jax.jit(
         train_step,
         donate_argnums=0,
-        out_shardings=(shardings_of(abstract), None),
+        out_shardings=(jax.tree.map(result_sharding, shardings_of(abstract)), None),
         compiler_options=compiler_options(
             abstract.model, mesh, config.parallel.zero1, fp8=recipe_of(config.train.fp8) is not None
         ),

@@ -17,11 +17,11 @@ from jax import lax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from maxmeg.config.recompute import NAMES
+from maxmeg.parallel.host import HOST
 from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import fsdp_axes, fsdp_dim, gradient_dtype, is_variable
 
 PIPE_AXIS = "pipe"
-HOST = "pinned_host"  # the memory of the CPU that GPUs copy from and to directly
 ALWAYS = "always"  # name of the activations that every recompute policy keeps
 VOCAB_AXES = ("pipe", *TENSOR_AXES)
 
