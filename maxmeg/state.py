@@ -17,7 +17,7 @@ from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, orders, whole
-from maxmeg.parallel.host import host_sharding
+from maxmeg.parallel.host import host_sharding, to_device
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
 from maxmeg.parallel.trainable import saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
@@ -74,7 +74,8 @@ def on_disk(state):
         wide = jax.eval_shape(whole, model, state.remainders)
         model = jax.tree.map(lambda w, a: w.update(sharding=a.sharding), wide, model)
     else:
-        model = jax.jit(whole, out_shardings=shardings_of(model))(model, state.remainders)
+        widen = jax.jit(lambda model, low: whole(model, to_device(low)), out_shardings=shardings_of(model))
+        model = widen(model, state.remainders)
     return dataclasses.replace(state, model=model, remainders=None)
 
 
@@ -87,7 +88,7 @@ def from_disk(
         return state
 
     def convert(state: TrainState) -> TrainState:
-        optimizer = state.optimizer
+        optimizer = to_device(state.optimizer)
         if moments is not optim.moments:
             key = fold(jax.random.wrap_key_data(state.key), state.step)
             optimizer = encode(decode(optimizer, moments), optim.moments, key, orders(state.model))

@@ -1,8 +1,8 @@
 """The optimizer's update of the trained part of a state.
 
 With `optim.offload`, moments and remainders of masters lie in pinned host memory. They are updated
-on the device, for one layer of a stack at a time: a loop reads its rows from the host and writes
-them back into the same arrays. Parameters outside of stacks follow one after another.
+on the device, one layer of a stack at a time: a loop reads its rows from the host and writes them
+back into the same arrays. Parameters outside of stacks are updated together.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from maxmeg.layers.auxiliary import choose
+from maxmeg.ops.broadcast import never
 from maxmeg.optim.storage import STACKED, divided, orders, parameter_name, whole
 from maxmeg.parallel.host import is_on_host, to_device, to_memory_of
 from maxmeg.parallel.rules import is_variable
@@ -35,16 +36,16 @@ def update(optimizer, gradients, old: Parts, finite: jax.Array, stages: int, **a
     run = functools.partial(apply, optimizer, finite, arguments)
     if not any(map(is_on_host, jax.tree.leaves(old))):
         return run(gradients, old)
-    layouts, new, earlier = orders(old.weights), old, finite
-    for name in part_names(old.weights):
-        mine = select(name, gradients), Parts(*[select(name, tree) for tree in old])
-        if group := STACKED.match(name):
-            number = int(group[1])
-            result = over_layers(run, *mine, stages, number, layouts[number])
-        else:
-            result = alone(run, *mine, earlier)
+    layouts, new = orders(old.weights), old
+    for group in groups_of(old.weights):
+        mine = select(group, gradients), Parts(*[select(group, tree) for tree in old])
+        if group is not None:
+            layers = {group: jnp.array(layouts[group])}
+            result = in_loop(run, *mine, layers, stages)
+        else:  # as a stack of one layer
+            one = jax.tree.map(lambda a: a[None] if a.ndim else a, mine)
+            result = jax.tree.map(lambda a: a[0] if a.ndim else a, in_loop(run, *one, {}, 1))
         new = joined(result, new)
-        earlier = jax.tree.leaves(result.weights)[0]
     return new
 
 
@@ -58,63 +59,58 @@ def apply(optimizer, finite, arguments: dict, gradients, old: Parts, **rows) -> 
     return choose(finite, Parts(weights, remainders, moments), old)
 
 
-def part_names(weights) -> list[str]:
-    """The parts that are updated one after another: groups of stacked layers, other parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_variable)
-    names = [part_name(path) for path, variable in leaves if variable.get_value() is not None]
-    return [*dict.fromkeys(names)]
-
-
-def part_name(path) -> str:
-    name = parameter_name(path)
-    group = STACKED.match(name)
-    return group[0] if group else name
-
-
-def select(name: str, tree):
-    """`tree` with the variables of one part, and all arrays that are not in a variable."""
-
-    def one(path, node):
-        is_other = is_variable(node) and part_name(path) != name
-        return node.replace(None) if is_other else node
-
-    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
-
-
-def over_layers(
-    run: Callable, gradients, old: Parts, stages: int, group: int, order: tuple[int, ...]
+def in_loop(
+    run: Callable, gradients, old: Parts, layers: dict[int, jax.Array], stages: int
 ) -> Parts:
-    """`update` of a group of stacked layers, one of each stage at a time. order: as in `orders`."""
+    """`update` of a group of stacked layers, one of each stage at a time. layers: {number of the
+    group: its layer in each row}, empty outside of stacks."""
     arrays, scalars = variables_of(old), without_variables(old)
-    layers = jnp.array(order).reshape(stages, -1)
 
     def by_stage(tree):
         return jax.tree.map(lambda a: a.reshape(stages, -1, *a.shape[1:]), tree)
 
     def rows_of(tree, i):
-        def one(array):
-            row = lax.dynamic_slice_in_dim(array, i, 1, axis=1)
-            return row.reshape(stages, *array.shape[2:])
-
-        return jax.tree.map(one, tree)
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, 1, keepdims=False), tree)
 
     def body(i, state):
         arrays, _ = state
         parts = joined(to_device(rows_of(arrays, i)), scalars)
-        new = run(rows_of(gradients, i), parts, layers={group: rows_of(layers, i)})
-        rows = jax.tree.map(lambda a: a[:, None], variables_of(new))
+        new = run(rows_of(gradients, i), parts, layers=rows_of(layers, i))
+        rows = to_memory_of(variables_of(new), arrays)
         arrays = jax.tree.map(
-            lambda array, row: lax.dynamic_update_slice_in_dim(array, row, i, 1),
-            arrays,
-            to_memory_of(rows, arrays),
+            lambda array, row: lax.dynamic_update_index_in_dim(array, row, i, 1), arrays, rows
         )
         return arrays, without_variables(new)
 
-    arrays, gradients = by_stage((arrays, gradients))
-    length = jax.tree.leaves(arrays)[0].shape[1]
+    arrays, gradients, layers = by_stage((arrays, gradients, layers))
+    # XLA does not know the number of iterations: it would inline a single one, and read its arrays
+    # from the host before other loops.
+    length = jax.tree.leaves(arrays)[0].shape[1] + never(jax.tree.leaves(gradients)[0])
     arrays, scalars = lax.fori_loop(0, length, body, (arrays, scalars))
-    arrays = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays)
-    return joined(arrays, scalars)
+    return joined(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays), scalars)
+
+
+def groups_of(weights) -> list[int | None]:
+    """The groups of stacked layers, and None if there are other parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(weights, is_leaf=is_variable)
+    groups = [group_of(path) for path, variable in leaves if variable.get_value() is not None]
+    return [*dict.fromkeys(groups)]
+
+
+def group_of(path) -> int | None:
+    """The group of stacked layers that a parameter, or its moment, belongs to."""
+    group = STACKED.match(parameter_name(path))
+    return int(group[1]) if group else None
+
+
+def select(group: int | None, tree):
+    """`tree` with the variables of one group, and all arrays that are not in a variable."""
+
+    def one(path, node):
+        is_other = is_variable(node) and group_of(path) != group
+        return node.replace(None) if is_other else node
+
+    return jax.tree_util.tree_map_with_path(one, tree, is_leaf=is_variable)
 
 
 def variables_of(tree):
@@ -123,10 +119,3 @@ def variables_of(tree):
 
 def without_variables(tree):
     return part(tree, lambda _: False, others=True)
-
-
-def alone(run: Callable, gradients, old: Parts, earlier: jax.Array) -> Parts:
-    """`update` of one parameter, whose state leaves the host once `earlier` exists."""
-    waiting, _ = lax.optimization_barrier((old, earlier))
-    new = lax.optimization_barrier(run(gradients, to_device(waiting)))
-    return to_memory_of(new, old)
