@@ -70,12 +70,15 @@ def on_disk(state):
     if not isinstance(state, TrainState) or state.remainders is None:
         return state
     model = state.model
+
+    def widen(model, remainders):
+        return whole(model, to_device(remainders))
+
     if isinstance(state.step, jax.ShapeDtypeStruct):
-        wide = jax.eval_shape(whole, model, state.remainders)
+        wide = jax.eval_shape(widen, model, state.remainders)
         model = jax.tree.map(lambda w, a: w.update(sharding=a.sharding), wide, model)
     else:
-        widen = jax.jit(lambda model, low: whole(model, to_device(low)), out_shardings=shardings_of(model))
-        model = widen(model, state.remainders)
+        model = jax.jit(widen, out_shardings=shardings_of(model))(model, state.remainders)
     return dataclasses.replace(state, model=model, remainders=None)
 
 

@@ -7,6 +7,8 @@ from maxmeg.config.optimizers import Group, NewtonSchulz
 from maxmeg.config.parallel import ParallelConfig
 from maxmeg.config.schema import Config, LossScaleConfig, Masters, Moments, Optimizer
 
+ELEMENTWISE = (Optimizer.adamw, Optimizer.sgd, Optimizer.lion)
+
 
 def optim_problems(config: Config) -> Iterator[str]:
     """Yield the broken rules of the optimizer and of the dtypes that its gradients have."""
@@ -33,6 +35,12 @@ def optim_problems(config: Config) -> Iterator[str]:
         yield (
             f"optim.moments={optim.moments.name} with optim.adafactor.momentum=0.0 has no moments "
             "of matrices to store: set the momentum above 0, or moments=float32"
+        )
+    if optim.offload and optim.optimizer not in ELEMENTWISE:
+        yield (
+            f"optim.offload=true with optim.optimizer={optim.optimizer.name}, whose update needs "
+            "whole matrices or statistics of them: set offload=false, or choose the optimizer from "
+            f"{', '.join(one.name for one in ELEMENTWISE)}"
         )
     if optim.optimizer is Optimizer.soap:
         yield from soap_problems(config.parallel)

@@ -53,6 +53,8 @@ def apply(optimizer, finite, arguments: dict, gradients, old: Parts, **rows) -> 
     """`update` of parts in device memory."""
     own = whole(old.weights, old.remainders)
     updates, moments = optimizer.update(gradients, old.moments, own, **arguments, **rows)
+    # Scales of moments that are in another group lose the size of their blocks.
+    moments = jax.tree.unflatten(jax.tree.structure(old.moments), jax.tree.leaves(moments))
     weights, remainders = jax.tree.map(jnp.add, own, updates), None
     if old.remainders is not None:
         weights, remainders = divided(weights)
