@@ -19,6 +19,7 @@ from maxmeg.runtime.metrics.progress import quantity
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
 GIB = 2**30
 MEMORY_TITLE = "memory per device, estimated"
+HOST_TITLE = "pinned host memory per GPU, estimated"
 SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
 TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
 CHOICE_HEADER = ["step", "tokens/s", "MFU (upper bound)", "bubble", "GiB"]
@@ -170,6 +171,7 @@ def analytic_text(report: Analytic) -> str:
         [
             *memory_table(report.memory, "memory per GPU, estimated"),
             f"  {verdict(report)}",
+            *(memory_table(report.host_memory, HOST_TITLE) if report.host_memory else ()),
             *remedies_text(report),
         ],
         aligned([["activations by recompute mode", "GiB"], *modes], right=1),
@@ -188,6 +190,7 @@ def compiled_text(report: Compiled) -> str:
         [
             *memory_table(compiled_memory(report), "compiled: memory per GPU"),
             f"  {verdict(report)}",
+            *([f"  and {gib(report.host)} GiB of pinned host memory"] if report.host else ()),
         ],
         [
             f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; "
