@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
 from maxmeg.layers.context import Context, Source
@@ -223,6 +224,7 @@ def through_stages(
         head=head,
         later=later,
         unroll=units.unroll,
+        offloaded=offloaded_alone(config.model.recompute),
         divide=first_sublayer,
     )
     parallel = config.parallel

@@ -1,14 +1,20 @@
 """Activations and optimizer state in pinned host memory: the same numbers as on the device."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
-from layouts import controls, mesh_of, tiny, tiny_batch, tiny_state
+from layouts import controls, mesh_of, of, tiny, tiny_batch, tiny_state
 
 from maxmeg.config.model import DType
 from maxmeg.config.parallel import Schedule
 from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
-from maxmeg.parallel.host import HOST
+from maxmeg.config.setting import with_fields
+from maxmeg.parallel.host import HOST, check_host_memory
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.search import search
 from maxmeg.state import TrainState, to_arrays
 from maxmeg.step import make_gradients, make_train_step
 
@@ -89,3 +95,41 @@ def test_offloaded_state_changes_no_bit_of_a_step(case):
     assert on_host
     for name, array in to_arrays(wanted).items():
         np.testing.assert_array_equal(to_arrays(found)[name], array, err_msg=name)
+
+
+def test_offloading_what_no_layer_stores_is_an_error():
+    with pytest.raises(ValueError, match="offloads ssm_gate, which no layer .* key, .*mlp_up"):
+        gradients("minimal,offload:ssm_gate", {"fsdp": 1})
+
+
+def test_devices_without_pinned_host_memory_are_named():
+    kinds = [SimpleNamespace(kind="device"), SimpleNamespace(kind="unpinned_host")]
+    device = SimpleNamespace(platform="tpu", addressable_memories=lambda: kinds)
+    mesh = SimpleNamespace(devices=np.array([device], object))
+    with pytest.raises(ValueError, match=r"tpu devices have only device, unpinned_host: set optim"):
+        check_host_memory(mesh)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_moves_bytes_from_the_device_to_the_host():
+    """All of what is offloaded, and nothing else."""
+    whole, cluster = of("llama3-8b", 8, 1, 1, fsdp=8), parse_cluster("h100x8")
+    before, model = analyze(whole, cluster), whole.model
+    tokens, layers = whole.data.sequence_length, model.num_layers
+    sizes = {"activations": layers * tokens * model.ffn * 2}
+    sizes["optimizer state"] = before.memory["optimizer"]
+    for path, value, name in (
+        ("model.recompute", "minimal,offload:mlp_up", "activations"),
+        ("optim.offload", True, "optimizer state"),
+    ):
+        after = analyze(with_fields(whole, {path: value}), cluster)
+        assert before.host_memory == {} and after.host_memory == {name: sizes[name]}
+        assert before.total - after.total == sizes[name]
+        added = after.step_seconds - before.step_seconds
+        assert added == pytest.approx(after.offload_seconds)
+    assert added == pytest.approx(2 * sizes["optimizer state"] / cluster.host_rate)
+
+
+def test_a_search_offloads_only_where_nothing_fits_otherwise():
+    for count, offload in ((8, False), (1, True)):
+        found = search(of("llama3.2-3b", count, 1, 8, fsdp=count), parse_cluster(f"h100x{count}"))
+        assert {one.settings["optim.offload"] for one in found} == {offload}

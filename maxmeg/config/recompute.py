@@ -73,6 +73,12 @@ def offloaded_names(recompute: str) -> frozenset[str]:
     return kept_names(",".join(word for word in words if word.startswith(OFFLOAD)) or "full")
 
 
+def offloaded_alone(recompute: str) -> frozenset[str]:
+    """Return the activations that `model.recompute` offloads by their own names."""
+    words = (word.removeprefix(OFFLOAD) for word in recompute.split(",") if OFFLOAD in word)
+    return frozenset(words) & set(NAMES)
+
+
 def recompute_problems(recompute: str) -> list[str]:
     """Return a message for each word of `model.recompute` that is not a policy or a name."""
     known = (*POLICIES, *NAMES)

@@ -190,7 +190,9 @@ class Stack(nnx.Module):
             x_BLD, _, aux = unit(x_BLD, dataclasses.replace(ctx, layer=layer))
             return x_BLD, lax.stop_gradient(aux)
 
-        checkpointed = jax.checkpoint(run, policy=keeps(self.kept, self.offloaded), prevent_cse=prevent_cse)
+        checkpointed = jax.checkpoint(
+            run, policy=keeps(self.kept, self.offloaded), prevent_cse=prevent_cse
+        )
         return checkpointed(unit, x_BLD, layer)
 
     def update(self, aux: list) -> None:

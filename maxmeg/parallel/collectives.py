@@ -315,6 +315,24 @@ def stored_always(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, ALWAYS)
 
 
+def activation_name(primitive, params) -> str:
+    """The name under which an equation's outputs are `stored`; empty without one."""
+    if primitive.name == "dot_product_attention_fwd_wrapper":
+        return "attention_output"
+    return params["name"] if primitive.name == "name" else ""
+
+
+def activation_names(jaxpr) -> set[str]:
+    """`activation_name` of all equations, nested ones included."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(activation_name(equation.primitive, equation.params))
+        for value in jax.tree.leaves([*equation.params.values()]):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                names |= activation_names(inner)
+    return names
+
+
 @functools.cache
 def keeps(names: frozenset[str], offloaded: frozenset[str] = frozenset()) -> Callable:
     """jax.checkpoint policy that keeps the activations `stored` under these names, those also in
@@ -326,9 +344,7 @@ def keeps(names: frozenset[str], offloaded: frozenset[str] = frozenset()) -> Cal
     to_host = Offloadable("device", HOST)
 
     def policy(primitive, *_, **params):
-        name = params["name"] if primitive.name == "name" else ""
-        if primitive.name == "dot_product_attention_fwd_wrapper":
-            name = "attention_output"
+        name = activation_name(primitive, params)
         if name in offloaded:
             return to_host
         return name == ALWAYS or name in names

@@ -252,6 +252,8 @@ BAD = [
     ),
     ("optim.optimizer=soap; parallel.zero1=true", "zero1=true | soap | set zero1=false"),
     ("optim.optimizer=soap; parallel.fsdp=2; parallel.zero1=false", "fsdp=2 | set fsdp=1"),
+    ("optim.optimizer=muon; optim.offload=true", "offload=true | muon | adamw, sgd, lion"),
+    ("model.recompute=offload:mlp", "'offload:mlp' is neither | mlp_up"),
     ("optim.groups=('embedding.*:fast:0',)", "embedding.*:fast:0 | PATTERN:RATE:DECAY"),
     ("optim.soap.kl=false", "kl | optimizer=soap"),
     ("optim.loss_scale.fixed=1024.0", "dtype=bfloat16 | model.dtype=float16 | defaults"),

@@ -42,7 +42,7 @@ class Choice:
             for path, value in self.settings.items()
             if value not in (0, 1) and not (single_stage and path == "parallel.schedule")
         ]
-        return ", ".join(words)
+        return ", ".join(words + ["offload"] * bool(self.settings.get("optim.offload")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,13 +290,15 @@ def remedies_text(report: Analytic) -> list[str]:
 
 
 def parts_of_step(report: Analytic) -> dict[str, float]:
-    """Seconds of a step: compute, bubble and exposed communication."""
-    busy = report.compute_seconds + report.communication_seconds
-    return {
+    """Seconds of a step: compute, bubble, exposed communication and transfers to host memory."""
+    busy = report.compute_seconds + report.communication_seconds + report.offload_seconds
+    parts = {
         "compute": report.compute_seconds,
         "bubble": max(report.step_seconds - busy, 0.0),
         "communication, exposed": report.communication_seconds,
     }
+    host = {"host memory, exposed": report.offload_seconds} if report.host_memory else {}
+    return parts | host
 
 
 def times(report: Analytic) -> dict[str, str]:
