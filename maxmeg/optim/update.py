@@ -22,8 +22,8 @@ from maxmeg.parallel.trainable import joined, part
 
 
 class Parts(typing.NamedTuple):
-    """Of the trained part of a model: weights (with remainders, bfloat16; without, float32 masters),
-    remainders or None (optim/storage.py), and the state of the optimizer."""
+    """The trained part of a state. weights: with remainders bfloat16, without them float32 masters.
+    remainders: None, or as in optim/storage.py. moments: the state of the optimizer."""
 
     weights: typing.Any
     remainders: typing.Any
