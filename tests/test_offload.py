@@ -98,7 +98,7 @@ def test_offloaded_state_changes_no_bit_of_a_step(case):
 
 
 def test_offloading_what_no_layer_stores_is_an_error():
-    with pytest.raises(ValueError, match="offloads ssm_gate, which no layer .* key, .*mlp_up"):
+    with pytest.raises(ValueError, match=r"offloads ssm_gate, which no layer .* key, .*mlp_up"):
         gradients("minimal,offload:ssm_gate", {"fsdp": 1})
 
 

@@ -260,7 +260,7 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
     return (
         f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
         f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
-        f"data={parallel.data}{_inner(parallel)}, full recompute{offload}), {over / GIB:.1f} GiB more "
-        f"than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
+        f"data={parallel.data}{_inner(parallel)}, full recompute{offload}), {over / GIB:.1f} GiB "
+        f"more than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
         f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
     )

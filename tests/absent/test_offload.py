@@ -27,9 +27,9 @@ def compiled(microbatches: int, parallel: dict, fields: dict) -> tuple[Compiled,
 @pytest.mark.parametrize(
     ("names", "microbatches", "parallel", "least"),
     [
-        ("mlp_up", 1, {"fsdp": GPUS}, 1),
-        ("attention_output", 1, {"fsdp": GPUS}, 1),
-        ("mlp_up", 8, PIPED, 1),
+        ("mlp_up", 1, {"fsdp": GPUS}, 0.999),
+        ("attention_output", 1, {"fsdp": GPUS}, 0.999),
+        ("mlp_up", 8, PIPED, 0.999),
         ("mlp_up", 8, PIPED | {"schedule": Schedule.zero_bubble}, 0.9),
     ],
 )
