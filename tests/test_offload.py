@@ -84,7 +84,8 @@ def steps(optim: dict, parallel: dict, offload: bool) -> tuple[TrainState, Train
 
 @pytest.mark.parametrize("case", quick_first(STATES))
 def test_offloaded_state_changes_no_bit_of_a_step(case):
-    (found, abstract), (wanted, _) = (steps(*STATES[case], offload) for offload in (True, False))
+    optim, parallel = STATES[case]
+    (found, abstract), (wanted, _) = (steps(optim, parallel, on) for on in (True, False))
     kinds = {name: array.sharding.memory_kind for name, array in to_arrays(found).items()}
     on_host = {name for name, kind in kinds.items() if kind == HOST}
     assert on_host == {

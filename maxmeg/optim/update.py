@@ -41,10 +41,11 @@ def update(optimizer, gradients, old: Parts, finite: jax.Array, stages: int, **a
         mine = select(group, gradients), Parts(*[select(group, tree) for tree in old])
         if group is not None:
             layers = {group: jnp.array(layouts[group])}
-            result = in_loop(run, *mine, layers, stages)
+            result = in_loop(run, mine[0], mine[1], layers, stages)
         else:  # as a stack of one layer
             one = jax.tree.map(lambda a: a[None] if a.ndim else a, mine)
-            result = jax.tree.map(lambda a: a[0] if a.ndim else a, in_loop(run, *one, {}, 1))
+            result = in_loop(run, one[0], one[1], {}, 1)
+            result = jax.tree.map(lambda a: a[0] if a.ndim else a, result)
         new = joined(result, new)
     return new
 

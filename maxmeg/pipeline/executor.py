@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.config.recompute import NAMES
 from maxmeg.layers.auxiliary import choose, combine, start_values
 from maxmeg.ops.broadcast import never
 from maxmeg.parallel import collectives
@@ -36,6 +35,7 @@ from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.residuals import (
     Arrays,
     UnitVjp,
+    check_offloaded,
     combine_at,
     empty_ring,
     read,
@@ -147,8 +147,7 @@ class Executor:
             for g, (params, constants) in enumerate(self.inputs)
             if table.backward
         ]
-        if self.vjps and program.offloaded:
-            self.check_offloaded(program.offloaded)
+        check_offloaded(program.offloaded, self.vjps, self.inputs, self.x)
         once = self.once or self.split_once  # likewise in each group
         self.gradients = [
             GroupGradients(params, self.weights[g], once, functools.partial(self.if_held, g))
@@ -161,18 +160,6 @@ class Executor:
         one computation."""
         whole = self.looped[g] and self.layout.slots(g) % self.program.unroll == 0
         return functools.partial(self.program.unit, prevent_cse=self.alone and not whole)
-
-    def check_offloaded(self, names: frozenset[str]) -> None:
-        """ValueError for names that no layer stores."""
-        there = set()
-        for vjp, (params, constants) in zip(self.vjps, self.inputs, strict=True):
-            traced = jax.make_jaxpr(vjp.forward)(params, self.x, constants)
-            there |= collectives.activation_names(traced.jaxpr)
-        if names - there:
-            raise ValueError(
-                f"model.recompute offloads {', '.join(sorted(names - there))}, which no layer of "
-                f"this model stores: choose from {', '.join(sorted(there & set(NAMES)))}"
-            )
 
     def start(self) -> Carry:
         table, program = self.table, self.program

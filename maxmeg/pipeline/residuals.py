@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxmeg.config.recompute import NAMES
 from maxmeg.layers.auxiliary import combine
+from maxmeg.parallel.collectives import activation_names
 
 Arrays = list[jax.Array]
 
@@ -44,6 +46,21 @@ class UnitVjp:
         leaves = [next(kept) if i is None else known[i] for i in self.sources]
         assert self.structure is not None
         return jax.tree.unflatten(self.structure, leaves)(dy)
+
+
+def check_offloaded(names: frozenset[str], vjps: list[UnitVjp], inputs: list, x) -> None:
+    """ValueError for activations to offload that no group stores. inputs: (params, constants) of
+    each group's vjp, and x their input, all abstract."""
+    if not vjps or not names:
+        return
+    there = set[str]()
+    for vjp, (params, constants) in zip(vjps, inputs, strict=True):
+        there |= activation_names(jax.make_jaxpr(vjp.forward)(params, x, constants).jaxpr)
+    if names - there:
+        raise ValueError(
+            f"model.recompute offloads {', '.join(sorted(names - there))}, which no layer of this "
+            f"model stores: choose from {', '.join(sorted(there & set(NAMES)))}"
+        )
 
 
 def typed_shapes(function: Callable, *arguments):
