@@ -13,12 +13,14 @@ from jax.sharding import Mesh, NamedSharding
 from maxmeg.checkpoint import storage
 from maxmeg.config import files
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
+from maxmeg.layers.auxiliary import choose
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, orders, whole
+from maxmeg.parallel.host import host_sharding, to_device
 from maxmeg.parallel.rules import is_variable, logical_axes, storage_specs
-from maxmeg.parallel.trainable import joined, saved, trained
+from maxmeg.parallel.trainable import fixed, joined, saved, trained
 from maxmeg.runtime.metrics.parameter_table import ParameterRow
 
 CHECKPOINTS = files.CHECKPOINTS
@@ -71,6 +73,15 @@ def averaged(ema: LM | None, weights: LM, optim: OptimConfig) -> LM | None:
     return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
 
 
+def chosen(finite: jax.Array, new: TrainState, old: TrainState, optim: OptimConfig) -> TrainState:
+    """The new state, with its masters stored, if the step is `finite`; else the old one."""
+    if not optim.offload:
+        return choose(finite, with_masters(new, optim.masters), old)
+    # optim/update.py has chosen the rest, layer by layer, so that the old arrays need not be kept.
+    kept, ema = choose(finite, (fixed(new.model), new.ema), (fixed(old.model), old.ema))
+    return dataclasses.replace(new, model=joined(trained(new.model), kept), ema=ema)
+
+
 def evaluated_model(state: TrainState, is_average: bool) -> LM:
     """The state's model, with the averages in place of the weights that have them, if wanted."""
     if not is_average:
@@ -85,11 +96,15 @@ def on_disk(state):
     if not isinstance(state, TrainState) or state.remainders is None:
         return state
     model = state.model
+
+    def widen(model, remainders):
+        return whole(model, to_device(remainders))
+
     if isinstance(state.step, jax.ShapeDtypeStruct):
-        wide = jax.eval_shape(whole, model, state.remainders)
+        wide = jax.eval_shape(widen, model, state.remainders)
         model = jax.tree.map(lambda w, a: w.update(sharding=a.sharding), wide, model)
     else:
-        model = jax.jit(whole, out_shardings=shardings_of(model))(model, state.remainders)
+        model = jax.jit(widen, out_shardings=shardings_of(model))(model, state.remainders)
     return dataclasses.replace(state, model=model, remainders=None)
 
 
@@ -102,7 +117,7 @@ def from_disk(
         return state
 
     def convert(state: TrainState) -> TrainState:
-        optimizer = state.optimizer
+        optimizer = to_device(state.optimizer)
         if moments is not optim.moments:
             key = fold(jax.random.wrap_key_data(state.key), state.step)
             optimizer = encode(decode(optimizer, moments), optim.moments, key, orders(state.model))
@@ -125,11 +140,14 @@ def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     specs = storage_specs(shapes, mesh, config.parallel.zero1)
-    return jax.tree.map(
-        lambda a, spec: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec)),
-        shapes,
-        specs,
-    )
+
+    def one(path, a, spec):
+        sharding = NamedSharding(mesh, spec)
+        if config.optim.offload and path[0].name in ("optimizer", "remainders") and a.ndim:
+            sharding = host_sharding(mesh, spec)
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(one, shapes, specs)
 
 
 def shardings_of(abstract):

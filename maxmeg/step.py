@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
 from maxmeg.layers.context import Context, Source
@@ -25,10 +26,11 @@ from maxmeg.objectives.table import OBJECTIVES
 from maxmeg.ops.quantized import recipe_of
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
-from maxmeg.optim.storage import whole
+from maxmeg.optim.update import Parts, update
 from maxmeg.parallel import collectives
 from maxmeg.parallel.batch import Batch
 from maxmeg.parallel.fused import fuse, separate
+from maxmeg.parallel.host import result_sharding
 from maxmeg.parallel.mesh import BATCH_AXES, CONTEXT_AXES, TOKEN_AXES, batch_shards
 from maxmeg.parallel.placement import batch_spec
 from maxmeg.parallel.rules import Reduction, reductions, storage_specs
@@ -39,7 +41,7 @@ from maxmeg.pipeline.last_stage import from_last_stage
 from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.schedule import SCHEDULES, forward_only, one_f_one_b
 from maxmeg.runtime.gpu_environment import compiler_options
-from maxmeg.state import TrainState, averaged, shardings_of, with_masters
+from maxmeg.state import TrainState, averaged, chosen, shardings_of
 
 
 def context(batch: Batch, raw_key: jax.Array | None, layer=0) -> Context:
@@ -223,6 +225,7 @@ def through_stages(
         head=head,
         later=later,
         unroll=units.unroll,
+        offloaded=offloaded_alone(config.model.recompute),
         divide=first_sublayer,
     )
     parallel = config.parallel
@@ -326,14 +329,14 @@ def make_train_step(
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
         rates = {name: controls[name] for name in ("learning_rate", "weight_decay")}
-        own = trained(whole(state.model, state.remainders))
+        old = Parts(trained(state.model), state.remainders, state.optimizer)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(gradients, state.optimizer, own, key=key, **rates)
-            own = jax.tree.map(jnp.add, own, updates)
-        model, ema = joined(own, fixed(state.model)), averaged(state.ema, own, config.optim)
+            new = update(optimizer, gradients, old, finite, mesh.shape["pipe"], key=key, **rates)
+        model = joined(new.weights, fixed(state.model))
         model.update(sums)
-        new = TrainState(state.step, model, opt_state, state.key, scaler, ema=ema)
-        new = auxiliary.choose(finite, with_masters(new, config.optim.masters), state)
+        ema = averaged(state.ema, trained(model), config.optim)
+        new = TrainState(state.step, model, new.moments, state.key, scaler, new.remainders, ema)
+        new = chosen(finite, new, state, config.optim)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],
@@ -349,7 +352,7 @@ def make_train_step(
     return jax.jit(
         train_step,
         donate_argnums=0,
-        out_shardings=(shardings_of(abstract), None),
+        out_shardings=(jax.tree.map(result_sharding, shardings_of(abstract)), None),
         compiler_options=compiler_options(
             abstract.model, mesh, config.parallel.zero1, fp8=recipe_of(config.train.fp8) is not None
         ),

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxmeg.parallel.host import is_on_host, to_device
+
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 _READ_BYTES = 1 << 20
@@ -119,8 +121,14 @@ def _digest(
 
 @jax.jit
 def digest_all(arrays: list[jax.Array], rows: list[np.ndarray | None]) -> list[jax.Array]:
-    """Return the sums of each array; every shard contributes without communication."""
-    return [_digest(x, rows=order) for x, order in zip(arrays, rows, strict=True)]
+    """Return the sums of each array; every shard contributes without communication. Arrays in host
+    memory come to the device one after another."""
+    sums = [jnp.zeros(2, jnp.uint32)]
+    for x, order in zip(arrays, rows, strict=True):
+        if is_on_host(x):
+            x, _ = jax.lax.optimization_barrier((x, sums[-1]))
+        sums.append(_digest(to_device(x), rows=order))
+    return sums[1:]
 
 
 _digest_piece = jax.jit(_digest)

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from maxmeg.checkpoint import integrity, storage
 from maxmeg.checkpoint.integrity import Manifest, some
 from maxmeg.checkpoint.storage import Order, disk_shape
+from maxmeg.parallel.host import to_device
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -82,6 +83,7 @@ def _resize(x: jax.Array, leaf: jax.ShapeDtypeStruct, axis: int, path: str) -> j
     kept = min(size, x.shape[axis])
 
     def cut_or_fill(x):
+        x = to_device(x)
         dropped = jax.lax.slice_in_dim(x, kept, x.shape[axis], axis=axis)
         padding = [(0, size - kept if i == axis else 0, 0) for i in range(x.ndim)]
         whole = jax.lax.slice_in_dim(x, 0, kept, axis=axis)

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from maxmeg.checkpoint.integrity import CorruptCheckpointError
 from maxmeg.config.schema import Verify
@@ -300,7 +301,8 @@ def read(
             key = tuple((r.start, r.stop) for r in ranges)
             if key not in blocks:
                 blocks[key] = _read_rows(place, info, file, ranges, order)
-            arrays.append(jax.device_put(blocks[key], device))
+            memory = SingleDeviceSharding(device, memory_kind=leaf.sharding.memory_kind)
+            arrays.append(jax.device_put(blocks[key], memory))
         return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, arrays)
 
     return dict(zip(wanted, _in_threads(one, list(wanted)), strict=True))

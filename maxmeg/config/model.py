@@ -189,8 +189,9 @@ class ModelConfig:
         "minimal",
         "activations to recompute in backward: minimal (norms, activation functions, rotations) | "
         "selective (attention and MLA's up-projections too) | full (whole layers); or the names of "
-        f"the activations to store, with commas: {', '.join(NAMES)}",
-        "--recompute-granularity",
+        "the activations to store, with commas; offload: before a name or a policy stores them in "
+        f"pinned host memory, as in minimal,offload:mlp_up. Names: {', '.join(NAMES)}",
+        "--recompute-granularity, --fine-grained-activation-offloading, --offload-modules",
         effect="none",
     )
     scan_layers: bool = setting(

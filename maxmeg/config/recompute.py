@@ -56,10 +56,27 @@ POLICIES = {
 }
 
 
+OFFLOAD = "offload:"  # before a name: the activation is kept in pinned host memory
+
+
 @functools.cache
 def kept_names(recompute: str) -> frozenset[str]:
     """Return the activations that `model.recompute`, policies or names, keeps."""
-    return frozenset[str]().union(*(POLICIES.get(word, {word}) for word in recompute.split(",")))
+    words = (word.removeprefix(OFFLOAD) for word in recompute.split(","))
+    return frozenset[str]().union(*(POLICIES.get(word, {word}) for word in words))
+
+
+@functools.cache
+def offloaded_names(recompute: str) -> frozenset[str]:
+    """Return those of `kept_names` that are kept in host memory."""
+    words = recompute.split(",")
+    return kept_names(",".join(word for word in words if word.startswith(OFFLOAD)) or "full")
+
+
+def offloaded_alone(recompute: str) -> frozenset[str]:
+    """Return the activations that `model.recompute` offloads by their own names."""
+    words = (word.removeprefix(OFFLOAD) for word in recompute.split(",") if OFFLOAD in word)
+    return frozenset(words) & set(NAMES)
 
 
 def recompute_problems(recompute: str) -> list[str]:
@@ -70,5 +87,5 @@ def recompute_problems(recompute: str) -> list[str]:
         f"activation that can be kept; nearest are {nearest_few(word, known)}, and activations are "
         f"{', '.join(NAMES)}"
         for word in recompute.split(",")
-        if word not in known
+        if word.removeprefix(OFFLOAD) not in known
     ]

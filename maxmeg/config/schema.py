@@ -203,6 +203,12 @@ class OptimConfig:
         "--use-precision-aware-optimizer",
     )
     ema: EmaConfig = setting(EmaConfig, "average of the weights")
+    offload: bool = setting(
+        False,
+        "keep moments, and remainders of masters, in pinned host memory; the device updates one "
+        "layer at a time (adamw, sgd or lion)",
+        "--offload-optimizer-states, --optimizer-cpu-offload",
+    )
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
     loss_scale: LossScaleConfig = setting(LossScaleConfig, "loss scaling for float16")
     qk_clip: QkClipConfig = setting(QkClipConfig, "limit of attention logits, with any optimizer")

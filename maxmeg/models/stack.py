@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from maxmeg.config.recompute import kept_names
+from maxmeg.config.recompute import kept_names, offloaded_names
 from maxmeg.layers.cache import CacheSize
 from maxmeg.layers.context import Context
 from maxmeg.layers.residual import Residual, ResidualSpec
@@ -122,7 +122,7 @@ class Stack(nnx.Module):
     ):
         self.unroll = unroll
         self.repeats = tuple(repeats for _, repeats in pattern)
-        self.kept = kept_names(recompute)
+        self.kept, self.offloaded = kept_names(recompute), offloaded_names(recompute)
         self.layout = layout or arrange(self.repeats, 1, (sum(self.repeats),))
         keys = split(key, len(pattern))
         self.groups = nnx.List(
@@ -193,7 +193,9 @@ class Stack(nnx.Module):
             x_BLD, _, aux = unit(x_BLD, dataclasses.replace(ctx, layer=layer))
             return x_BLD, lax.stop_gradient(aux)
 
-        checkpointed = jax.checkpoint(run, policy=keeps(self.kept), prevent_cse=prevent_cse)
+        checkpointed = jax.checkpoint(
+            run, policy=keeps(self.kept, self.offloaded), prevent_cse=prevent_cse
+        )
         return checkpointed(unit, x_BLD, layer)
 
     def update(self, aux: list) -> None:

@@ -27,6 +27,7 @@ BLOCK = 128  # largest number of elements with one scale
 FIRST, SECOND = ("mu", "trace"), ("nu",)  # fields of optimizer states
 MIN_SECOND = 768  # code 1 of a second moment is the float32 with the upper bits 769, 2**-31 * 1.125
 STACKED = re.compile(r"stack\.groups\.(\d+)\.")
+Layers = tuple[tuple[int, ...], ...] | dict[int, jax.Array]  # by group, as `orders` returns them
 
 
 def stored(
@@ -42,9 +43,9 @@ def stored(
         return encode(state, moments, jax.random.key(0))
 
     def update(updates, state, params=None, **rates):
-        key = rates.pop("key")
+        key, layers = rates.pop("key"), rates.pop("layers", orders(params))
         updates, state = inner.update(updates, decode(state, moments), params, **rates)
-        return updates, encode(state, moments, key, orders(params))
+        return updates, encode(state, moments, key, layers)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -54,7 +55,7 @@ def orders(params) -> tuple[tuple[int, ...], ...]:
     return params.stack.layout.orders if hasattr(params, "stack") else ()
 
 
-def encode(state, moments: Moments, key: jax.Array, layers: tuple = ()):
+def encode(state, moments: Moments, key: jax.Array, layers: Layers = ()):
     """The state of an optimizer, a tuple, with its moments encoded; for float8 with one more
     element, the scales of blocks. layers: see `orders`."""
     if moments is Moments.float32:
@@ -108,11 +109,17 @@ def _field_and_name(path, leaf) -> tuple[str, str]:
     """The field of the state that a moment of a matrix is in, and its parameter's name; "" for all
     else."""
     if is_variable(leaf) and leaf.get_value() is not None and has_matrices(leaf):
-        for place, key in enumerate(path):
-            if getattr(key, "name", "") in FIRST + SECOND:
-                rest = path[place + 1 :]
-                return key.name, jax.tree_util.keystr(rest, simple=True, separator=".")
+        fields = [key.name for key in path if getattr(key, "name", "") in FIRST + SECOND]
+        if fields:
+            return fields[0], parameter_name(path)
     return "", ""
+
+
+def parameter_name(path) -> str:
+    """The name of the parameter at a path in a model, or of that whose moment is there."""
+    names = [getattr(key, "name", "") for key in path]
+    first = next((i + 1 for i, name in enumerate(names) if name in FIRST + SECOND), 0)
+    return jax.tree_util.keystr(path[first:], simple=True, separator=".")
 
 
 def element_bits(shape: tuple[int, ...], key: jax.Array, order=None) -> jax.Array:
@@ -121,8 +128,8 @@ def element_bits(shape: tuple[int, ...], key: jax.Array, order=None) -> jax.Arra
     for dim, size in enumerate(shape[:-1]):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape[:-1], dim)
         if dim == 0 and order is not None:
-            layers = np.array(order, np.int32).reshape(-1, *[1] * (len(shape) - 2))
-            index = jnp.broadcast_to(layers, shape[:-1]).astype(jnp.uint32)
+            layers = jnp.asarray(order, jnp.uint32).reshape(-1, *[1] * (len(shape) - 2))
+            index = jnp.broadcast_to(layers, shape[:-1])
         row = row * size + index
     return random_bits(shape, key, row)
 

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
+from jax.ad_checkpoint import Offloadable, checkpoint_name
 
 from maxmeg.config.recompute import NAMES
+from maxmeg.parallel.host import HOST
 from maxmeg.parallel.mesh import MESH_AXES, TENSOR_AXES
 from maxmeg.parallel.rules import fsdp_axes, fsdp_dim, gradient_dtype, is_variable
 
@@ -314,17 +315,38 @@ def stored_always(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, ALWAYS)
 
 
+def activation_name(primitive, params) -> str:
+    """The name under which an equation's outputs are `stored`; empty without one."""
+    if primitive.name == "dot_product_attention_fwd_wrapper":
+        return "attention_output"
+    return params["name"] if primitive.name == "name" else ""
+
+
+def activation_names(jaxpr) -> set[str]:
+    """`activation_name` of all equations, nested ones included."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(activation_name(equation.primitive, equation.params))
+        for value in jax.tree.leaves([*equation.params.values()]):
+            if hasattr(inner := getattr(value, "jaxpr", value), "eqns"):
+                names |= activation_names(inner)
+    return names
+
+
 @functools.cache
-def keeps(names: frozenset[str]) -> Callable[..., bool]:
-    """jax.checkpoint policy that keeps the activations `stored` under these names.
+def keeps(names: frozenset[str], offloaded: frozenset[str] = frozenset()) -> Callable:
+    """jax.checkpoint policy that keeps the activations `stored` under these names, those also in
+    `offloaded` in pinned host memory.
 
     cuDNN's attention is one primitive that cannot name its outputs: it is "attention_output".
     The policy also applies inside a nested jax.checkpoint, so it must name what to keep.
     """
+    to_host = Offloadable("device", HOST)
 
-    def policy(primitive, *_, **params) -> bool:
-        if primitive.name == "dot_product_attention_fwd_wrapper":
-            return "attention_output" in names
-        return primitive.name == "name" and params["name"] in (ALWAYS, *names)
+    def policy(primitive, *_, **params):
+        name = activation_name(primitive, params)
+        if name in offloaded:
+            return to_host
+        return name == ALWAYS or name in names
 
     return policy

@@ -35,13 +35,16 @@ from maxmeg.pipeline.program import Program
 from maxmeg.pipeline.residuals import (
     Arrays,
     UnitVjp,
+    check_offloaded,
     combine_at,
     empty_ring,
     read,
     read_ring,
     stacked,
+    typed_shapes,
     write,
     write_ring,
+    zeros_of,
 )
 from maxmeg.pipeline.schedule import Lane, Table, runs
 from maxmeg.pipeline.split import SplitVjp
@@ -144,6 +147,7 @@ class Executor:
             for g, (params, constants) in enumerate(self.inputs)
             if table.backward
         ]
+        check_offloaded(program.offloaded, self.vjps, self.inputs, self.x)
         once = self.once or self.split_once  # likewise in each group
         self.gradients = [
             GroupGradients(params, self.weights[g], once, functools.partial(self.if_held, g))
@@ -361,8 +365,7 @@ class Executor:
             return run(x)
 
         def skip(x):
-            shapes = jax.eval_shape(run, x)[1:]
-            return x, *jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            return x, *jax.tree.map(zeros_of, typed_shapes(run, x)[1:])
 
         return lax.cond(self.layers[g][place] >= 0, run, skip, x)
 

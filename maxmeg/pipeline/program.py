@@ -25,6 +25,7 @@ class Program:
     y: the stack's output on the last stage; other stages hold what the head must not read.
     later(outer, microbatch) -> arrays that the head reads beside it, summed over pipe: partial
     embeddings of other tokens.
+    offloaded: names of activations that some layer must store, for host memory.
     unroll: places per iteration of the loops over a chunk's places; 0: no loop.
     divide(gradients of a unit) -> (those that backward computes last, the others), None in place
     of the other part's arrays.
@@ -42,4 +43,5 @@ class Program:
     head: Callable
     later: Callable = lambda outer, microbatch: []
     unroll: int = 1
+    offloaded: frozenset[str] = frozenset()
     divide: Callable = lambda gradients: (gradients, jax.tree.map(lambda _: None, gradients))

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxmeg.config.recompute import NAMES
 from maxmeg.layers.auxiliary import combine
+from maxmeg.parallel.collectives import activation_names
 
 Arrays = list[jax.Array]
 
@@ -23,8 +25,7 @@ class UnitVjp:
         self.function = function
         self.structure = None
         self.sources: list[int | None] = []  # index in (params, constants); None: stored
-        shapes = jax.eval_shape(self.forward, params, x, constants)
-        self.residuals, self.aux = shapes[1:]  # shapes and dtypes
+        self.residuals, self.aux = typed_shapes(self.forward, params, x, constants)[1:]
 
     def forward(self, params, x: jax.Array, constants) -> tuple[jax.Array, Arrays, typing.Any]:
         """(y, residuals without params and constants, auxiliary values)."""
@@ -47,9 +48,38 @@ class UnitVjp:
         return jax.tree.unflatten(self.structure, leaves)(dy)
 
 
+def check_offloaded(names: frozenset[str], vjps: list[UnitVjp], inputs: list, x) -> None:
+    """ValueError for activations to offload that no group stores. inputs: (params, constants) of
+    each group's vjp, and x their input, all abstract."""
+    if not vjps or not names:
+        return
+    there = set[str]()
+    for vjp, (params, constants) in zip(vjps, inputs, strict=True):
+        there |= activation_names(jax.make_jaxpr(vjp.forward)(params, x, constants).jaxpr)
+    if names - there:
+        raise ValueError(
+            f"model.recompute offloads {', '.join(sorted(names - there))}, which no layer of this "
+            f"model stores: choose from {', '.join(sorted(there & set(NAMES)))}"
+        )
+
+
+def typed_shapes(function: Callable, *arguments):
+    """As jax.eval_shape, but abstract arrays, which have a memory: that of the device or, if
+    `model.recompute` offloads them, of the host."""
+    traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
+
+
+def zeros_of(abstract, *sizes: int) -> jax.Array:
+    """Zeros [*sizes, ...] in the memory of an abstract array."""
+    zeros = jnp.zeros((*sizes, *abstract.shape), abstract.dtype)
+    is_on_host = abstract.memory_space is jax.memory.Space.Host
+    return jax.device_put(zeros, jax.memory.Space.Host) if is_on_host else zeros
+
+
 def empty_ring(shapes, *sizes: int) -> Arrays:
-    """Zeros [*sizes, ...] for each of `shapes`."""
-    return [jnp.zeros((*sizes, *s.shape), s.dtype) for s in shapes]
+    """Zeros [*sizes, ...] for each of `shapes`, in their memories."""
+    return [zeros_of(s, *sizes) for s in shapes]
 
 
 def stacked(shapes, size: int):

@@ -22,8 +22,9 @@ INLINED = ("jit", "pjit", "closed_call", "remat2", "checkpoint", "custom_jvp_cal
 # fmt: off
 CHEAP = frozenset((
     "abs", "add", "add_any", "and", "axis_index", "broadcast_in_dim", "ceil", "clamp",
-    "concatenate", "convert_element_type", "copy", "cos", "div", "dynamic_slice", "eq", "erf",
-    "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt", "integer_pow",
+    "concatenate", "convert_element_type", "copy", "cos", "device_put", "div", "dynamic_slice",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expand_dims", "expm1", "floor", "ge", "gt",
+    "integer_pow",
     "iota", "is_finite", "le", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne",
     "neg", "not", "one_minus_square", "optimization_barrier", "or", "pad", "pow", "random_bits",
     "random_fold_in", "random_unwrap", "random_wrap", "reduce_precision", "rem", "reshape",
@@ -50,7 +51,7 @@ class SplitVjp(UnitVjp):
         traced = jax.make_jaxpr(whole)(*shapes)
         self.jaxpr, self.consts = traced.jaxpr, traced.consts
         self.first, self.second, self.stored = divide(self.jaxpr)
-        self.deferred = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self.stored]
+        self.deferred = [v.aval for v in self.stored]
         self.params_tree = jax.tree.structure(params)
 
     def output_shape(self, params, x, constants):

@@ -46,6 +46,7 @@ from maxmeg.planning.cost.experts import shared_seconds, streamed, surplus_secon
 from maxmeg.planning.cost.flops import layer_flops, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
+from maxmeg.planning.cost.offload import host_memory, offload_seconds
 from maxmeg.planning.cost.optimizer import is_halved, moment_bytes, newton_schulz_flops
 from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
@@ -84,7 +85,7 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     bubble_fraction: time of the layers beyond the ideal, over the ideal (1F1B: (S - 1) / M for S
     stages and M microbatches; V chunks: (S - 1) / (M V)). compute_seconds: that ideal plus
     embedding, head and optimizer. communication_seconds: exposed communication. step_seconds: sum
-    of the two and the bubble.
+    of the two, the bubble and `offload_seconds`.
     """
     config, model = work.config, work.config.model
     if work.recipe is not None:
@@ -105,7 +106,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
     beside = units * layers * shared_seconds(work, cluster) if model.has("moe") else 0.0
     exposed = exposed_seconds(carried, forward, backward, beside, units)
     exposed -= context.hidden_seconds(work, cluster, BACKWARD_SCORES)
-    step = compute + bubble + exposed
+    offload = offload_seconds(work, cluster, forward, backward)
+    step = compute + bubble + exposed + offload
     length = config.data.sequence_length
     size, axes = config.train.global_batch_size, work.axes
     frozen = config.lora.rank > 0
@@ -128,6 +130,8 @@ def analyze_work(work: Workload, cluster: Cluster) -> Analytic:
         compute_seconds=compute,
         bubble_fraction=bubble / ideal,
         communication_seconds=exposed,
+        host_memory=host_memory(work),
+        offload_seconds=offload,
         step_seconds=step,
         tokens_per_second=size * length / step,
         mfu=flops / (step * cluster.count * cluster.gpu.bf16_tflops * 1e12),

@@ -96,6 +96,7 @@ def compile_here(config: Config, hardware: str, count: int) -> tuple[Compiled, s
         flops=hlo.matrix_flops(program),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
+        host=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
     )
     return report, text
 

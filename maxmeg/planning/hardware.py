@@ -19,6 +19,7 @@ MEMORY_REACHED = 0.87
 ATTENTION_FORWARD_REACHED = 0.60
 ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
+HOST_REACHED = 0.85  # of PCIe or NVLink-C2C, from pinned memory: an assumption
 FP8_REACHED = 0.65  # of twice the bf16 rate: an assumption
 
 
@@ -27,7 +28,8 @@ class Gpu:
     """Peak dense bf16 tensor-core rate with fp32 sums (TFLOP/s), memory (GB) and HBM (TB/s).
 
     nvlink: GB/s per GPU in one direction; network: GB/s in one direction of one GPU's share of the
-    node's network adapters; cuda_gib: the total memory that CUDA reports, in GiB. 0: not listed.
+    node's network adapters; cuda_gib: the total memory that CUDA reports, in GiB; host: GB/s in one
+    direction between GPU and host memory, over PCIe x16 or NVLink-C2C. 0: not listed.
     """
 
     bf16_tflops: float
@@ -36,25 +38,26 @@ class Gpu:
     nvlink_gb_per_s: float = 0.0
     network_gb_per_s: float = 0.0
     cuda_gib: float = 0.0
+    host_gb_per_s: float = 0.0
 
 
 # The first row whose words are all in the device's name counts: variants before the plain name.
 _GPUS = (
-    ("GB300", Gpu(2500.0, 288, 8.0)),
-    ("GB200", Gpu(2500.0, 192, 8.0)),
+    ("GB300", Gpu(2500.0, 288, 8.0, host_gb_per_s=450.0)),
+    ("GB200", Gpu(2500.0, 192, 8.0, host_gb_per_s=450.0)),
     ("B300", Gpu(2250.0, 288, 8.0)),
-    ("B200", Gpu(2250.0, 192, 8.0, 900.0, 50.0, 178.3)),
-    ("GH200 480GB", Gpu(989.4, 96, 4.0)),
-    ("GH200", Gpu(989.4, 144, 4.9)),
+    ("B200", Gpu(2250.0, 192, 8.0, 900.0, 50.0, 178.3, 64.0)),
+    ("GH200 480GB", Gpu(989.4, 96, 4.0, host_gb_per_s=450.0)),
+    ("GH200", Gpu(989.4, 144, 4.9, host_gb_per_s=450.0)),
     ("H200 NVL", Gpu(835.5, 141, 4.8)),
-    ("H200", Gpu(989.4, 141, 4.8, 450.0, 50.0, 139.7)),
+    ("H200", Gpu(989.4, 141, 4.8, 450.0, 50.0, 139.7, 64.0)),
     ("H100 PCIe", Gpu(756.0, 80, 2.0)),
     ("H100 NVL", Gpu(835.5, 94, 3.9)),
-    ("H100", Gpu(989.4, 80, 3.35, 450.0, 50.0, 79.1)),
+    ("H100", Gpu(989.4, 80, 3.35, 450.0, 50.0, 79.1, 64.0)),
     ("H800 PCIe", Gpu(756.0, 80, 2.0)),
     ("H800", Gpu(989.4, 80, 3.35)),
     ("H20", Gpu(148.0, 96, 4.0)),
-    ("A100-SXM4-80GB", Gpu(312.0, 80, 2.04, 300.0, 25.0, 79.1)),
+    ("A100-SXM4-80GB", Gpu(312.0, 80, 2.04, 300.0, 25.0, 79.1, 32.0)),
     ("A100 80GB PCIe", Gpu(312.0, 80, 1.94)),
     ("A100", Gpu(312.0, 40, 1.56)),
     ("A800", Gpu(312.0, 80, 2.04)),
@@ -107,6 +110,11 @@ class Cluster:
     def matmul_rate(self) -> float:
         """FLOPs per second of matrix products."""
         return self.gpu.bf16_tflops * 1e12 * MATMUL_REACHED
+
+    @property
+    def host_rate(self) -> float:
+        """Bytes per second between a GPU and pinned host memory, in one direction."""
+        return self.gpu.host_gb_per_s * 1e9 * HOST_REACHED
 
     @property
     def fp8_rate(self) -> float:

@@ -40,7 +40,8 @@ class Analytic:
     optimizer, weights, gradients, activations, loss). activations: bytes of activations under each
     recompute mode. flops: of a step, as the training log counts them. step_seconds: compute, bubble
     and exposed communication. mfu: fraction of the peak. remedies: changes with which a config that
-    does not fit would fit; `analyze` leaves them empty.
+    does not fit would fit; `analyze` leaves them empty. host_memory: bytes in pinned host memory by
+    purpose; offload_seconds: what their transfers add to a step.
     """
 
     parameters: dict[str, int]
@@ -56,6 +57,8 @@ class Analytic:
     tokens_per_second: float
     mfu: float
     remedies: tuple[Remedy, ...] = ()
+    host_memory: dict[str, int] = dataclasses.field(default_factory=dict)
+    offload_seconds: float = 0.0
 
     @property
     def total(self) -> int:
@@ -97,6 +100,7 @@ class Compiled:
     """The report on the real train step, compiled for GPUs that this machine does not have.
 
     arguments: bytes of state and batch. temporaries: bytes that the program needs beside them.
+    host: bytes of both in pinned host memory, which the others exclude.
     kernels: custom calls per step, by target. flops: of matrix products, per device and step; where
     pipeline stages hold different layers, as if a stage ran all of them.
     """
@@ -110,6 +114,7 @@ class Compiled:
     flops: float
     lower_seconds: float
     compile_seconds: float
+    host: int = 0
 
     @property
     def total(self) -> int:

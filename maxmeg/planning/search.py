@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from maxmeg.config.optim_rules import ELEMENTWISE
 from maxmeg.config.parallel import ParallelConfig, Schedule
 from maxmeg.config.recompute import POLICIES
 from maxmeg.config.schema import Config
-from maxmeg.config.setting import declared_problems
+from maxmeg.config.setting import declared_problems, with_fields
 from maxmeg.config.validate import axis_sizes, layout_problems, validate
 from maxmeg.ops.backend import Device
 from maxmeg.planning.analytic import analyze_work
@@ -46,6 +47,7 @@ VARIED = {
     ),
     "train": ("micro_batch_size",),
     "model": ("recompute",),
+    "optim": ("offload",),
 }
 
 
@@ -74,14 +76,25 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
     data and, with experts, expert whose product is the cluster; experts cut over tensor or not;
     micro_batch_size in MICRO_BATCHES; 1F1B with up to MOST_CHUNKS chunks, and zero bubble (GPipe
     takes 1F1B's time and more memory). Of the recompute policies it takes the first, from minimal
-    to full, that fits. It sets pad_layers if the layers do not divide; all else is as in `config`.
-    ValueError if the config is invalid in every layout, or if nothing fits: by how much, and how
-    many GPUs would be enough.
+    to full, that fits. Where nothing fits, it sets optim.offload. It sets pad_layers if the layers
+    do not divide; all else is as in `config`. ValueError if the config is invalid in every layout,
+    or if nothing fits: by how much, and how many GPUs would be enough.
     """
     sizes = dict.fromkeys(("pipe", "context", "tensor", "fsdp", "data", "expert"), 1)
     dependent = {name: getattr(ParallelConfig(), name) for name in DEPENDENT}
     single = _with(config, {**sizes, "expert_tensor": 0, **dependent, **PLAIN}, 1)
     validate(single, 1)
+    candidates = fitting(config, cluster)
+    if not candidates and config.optim.optimizer in ELEMENTWISE:
+        config = with_fields(config, {"optim.offload": True})
+        candidates = fitting(config, cluster)
+    if not candidates:
+        raise ValueError(_nothing_fits(config, cluster))
+    return sorted(candidates, key=lambda c: (c.analytic.step_seconds, c.analytic.total))
+
+
+def fitting(config: Config, cluster: Cluster) -> list[Candidate]:
+    """The layouts that fit, each with the first recompute policy with which it does."""
     candidates = []
     for layout in layouts(with_recompute(config, "minimal"), cluster.count):
         work = workload(layout, cluster.count, cluster.device)
@@ -92,9 +105,7 @@ def search(config: Config, cluster: Cluster) -> list[Candidate]:
             if sum(device_memory(tried, cluster.memory).values()) <= usable(cluster):
                 candidates.append(Candidate(tried.config, analyze_work(tried, cluster)))
                 break
-    if not candidates:
-        raise ValueError(_nothing_fits(config, cluster))
-    return sorted(candidates, key=lambda c: (c.analytic.step_seconds, c.analytic.total))
+    return candidates
 
 
 def layouts(
@@ -236,6 +247,7 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
             f"replicas divide (best a multiple of {unit}), or another number of GPUs"
         )
     parallel, over = layout.parallel, size - usable(cluster)
+    offload = ", optim.offload" * config.optim.offload
     enough = cluster.count
     while enough <= MOST_GPUS:
         enough *= 2
@@ -248,7 +260,7 @@ def _nothing_fits(config: Config, cluster: Cluster) -> str:
     return (
         f"the model does not fit {where} under any layout: the least found is {size / GIB:.1f} GiB "
         f"a GPU (tensor={parallel.tensor}, pipe={parallel.pipe}, fsdp={parallel.fsdp}, "
-        f"data={parallel.data}{_inner(parallel)}, full recompute), {over / GIB:.1f} GiB more "
-        f"than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
+        f"data={parallel.data}{_inner(parallel)}, full recompute{offload}), {over / GIB:.1f} GiB "
+        f"more than the {usable(cluster) / GIB:.1f} GiB that are planned of the "
         f"{cluster.capacity / GIB:.1f} GiB of one; {remedy}"
     )

@@ -112,6 +112,23 @@ def test_checkpoints_hold_the_codes_and_restore_on_other_meshes(tmp_path):
     assert_same_bits(again.run(range(2, 4)), first.run(range(2, 4)))
 
 
+@pytest.mark.slow
+def test_checkpoints_of_offloaded_states_are_those_of_the_device(tmp_path):
+    """A run goes on bitwise from its own checkpoint, and from that of the other kind."""
+    kinds = {name: SMALL | {"offload": name == "host"} for name in ("host", "device")}
+    runs = {name: Steps(config_of(optim)) for name, optim in kinds.items()}
+    savers = {}
+    for name, one in runs.items():
+        one.run(range(1))
+        savers[name] = one.save(tmp_path / name)
+    after = runs["device"].run(range(1, 2))
+    for saver in savers.values():
+        again = Steps(config_of(kinds["host"])).resumed(saver)
+        assert_same_bits(again.run(range(1, 2)), after)
+    back = Steps(config_of(kinds["device"])).resumed(savers["host"])
+    assert_same_bits(back.run(range(1, 2)), after)
+
+
 def masters_of(arrays: dict) -> dict:
     """The float32 masters in a state's arrays."""
     masters = {}

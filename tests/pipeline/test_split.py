@@ -124,7 +124,7 @@ def test_what_is_wanted_and_free_is_not_stored():
 
 
 def test_a_ring_returns_the_values_written_to_it():
-    shapes = [jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)]
+    shapes = [jax.typeof(jnp.zeros(2)), jax.typeof(jnp.int32(0))]
     ring = empty_ring(shapes, 3, 4)
     assert [a.shape for a in ring] == [(3, 4, 2), (3, 4)]
     ring = write(ring, [jnp.array([1.0, 2.0]), jnp.int32(7)], jnp.int32(2), jnp.int32(1))

@@ -17,7 +17,7 @@ from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
 def unit_activations(work: Workload, unit: Unit) -> int:
-    """Bytes that one unit stores for one microbatch.
+    """Bytes that one unit stores for one microbatch in device memory.
 
     full: its input, e T D / t.
     selective: input and output of every sublayer (`Unit.streams`), e T D / t each, and the outputs
@@ -30,6 +30,8 @@ def unit_activations(work: Workload, unit: Unit) -> int:
     (`Workload.carried_bytes`), and cross attention's scores are with the source's keys.
     """
     work, tensor = work.of(unit), work.axes["tensor"]
+    if work.offloaded:
+        work = work.with_recompute(",".join(sorted(work.kept - work.offloaded)) or "full")
     if not work.kept:
         return work.carried_bytes
     columns, replicated = unit.kept_columns(work.kept)
@@ -338,7 +340,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     """Bytes of the parameters and of the arrays of their size, under any recompute policy.
 
     masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1.
-    optimizer: moments, sharded alike.
+    optimizer: moments, sharded alike. optim.offload moves these and remainders to the host.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype, or rounded to 8 bits, once per step, under ZeRO-1
     gathered over data, and fused (0 if nothing changes them: float32 in float32, or bfloat16 with
@@ -357,10 +359,14 @@ def parameter_memory(work: Workload) -> dict[str, int]:
         if _is_copied(work, shard)
     )
     frozen = sum(shard.stored for shard in work.shards) - stored
+    moments = sum(moment_bytes(work, shard) for shard in trained)
+    masters = FLOAT32 * stored
+    if work.config.optim.offload:
+        moments, masters = 0, masters - sum(2 * s.stored for s in trained if is_halved(work, s))
     return {
-        "master weights": FLOAT32 * stored,
+        "master weights": masters,
         **({"frozen": e * frozen} if frozen else {}),
-        "optimizer": sum(moment_bytes(work, shard) for shard in trained),
+        "optimizer": moments,
         "compute weights": copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }

@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from maxmeg.config.model import DType, ModelConfig, Position
 from maxmeg.config.parallel import ParallelConfig, Schedule
-from maxmeg.config.recompute import POLICIES, kept_names
+from maxmeg.config.recompute import POLICIES, kept_names, offloaded_names
 from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
@@ -268,6 +268,19 @@ class Workload:
     def unkept(self) -> frozenset[str]:
         """Outputs of products that are recomputed though selective recomputation keeps them."""
         return POLICIES["selective"] - self.kept
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """Names of the activations that are stored in host memory."""
+        return offloaded_names(self.config.model.recompute)
+
+    @property
+    def on_device(self) -> "Workload":
+        """The workload with nothing in host memory."""
+        optim = dataclasses.replace(self.config.optim, offload=False)
+        config = dataclasses.replace(self.config, optim=optim)
+        kept = ",".join(sorted(self.kept)) or "full"
+        return dataclasses.replace(self, config=config).with_recompute(kept)
 
     def with_recompute(self, policy: str) -> "Workload":
         model = dataclasses.replace(self.config.model, recompute=policy)

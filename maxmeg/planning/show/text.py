@@ -19,6 +19,7 @@ from maxmeg.runtime.metrics.progress import quantity
 VERSION = 1  # of the JSON: raised when a field changes its meaning or goes away
 GIB = 2**30
 MEMORY_TITLE = "memory per device, estimated"
+HOST_TITLE = "pinned host memory per GPU, estimated"
 SHORT = 0.1  # seconds; shorter steps are shown in milliseconds
 TRAFFIC_HEADER = ["purpose", "kind", "runs", "GiB sent", "ms"]
 CHOICE_HEADER = ["step", "tokens/s", "MFU (upper bound)", "bubble", "GiB"]
@@ -41,7 +42,7 @@ class Choice:
             for path, value in self.settings.items()
             if value not in (0, 1) and not (single_stage and path == "parallel.schedule")
         ]
-        return ", ".join(words)
+        return ", ".join(words + ["offload"] * bool(self.settings.get("optim.offload")))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +171,7 @@ def analytic_text(report: Analytic) -> str:
         [
             *memory_table(report.memory, "memory per GPU, estimated"),
             f"  {verdict(report)}",
+            *(memory_table(report.host_memory, HOST_TITLE) if report.host_memory else ()),
             *remedies_text(report),
         ],
         aligned([["activations by recompute mode", "GiB"], *modes], right=1),
@@ -188,6 +190,7 @@ def compiled_text(report: Compiled) -> str:
         [
             *memory_table(compiled_memory(report), "compiled: memory per GPU"),
             f"  {verdict(report)}",
+            *([f"  and {gib(report.host)} GiB of pinned host memory"] if report.host else ()),
         ],
         [
             f"lowered in {report.lower_seconds:.1f} s, compiled in {report.compile_seconds:.1f} s; "
@@ -287,13 +290,15 @@ def remedies_text(report: Analytic) -> list[str]:
 
 
 def parts_of_step(report: Analytic) -> dict[str, float]:
-    """Seconds of a step: compute, bubble and exposed communication."""
-    busy = report.compute_seconds + report.communication_seconds
-    return {
+    """Seconds of a step: compute, bubble, exposed communication and transfers to host memory."""
+    busy = report.compute_seconds + report.communication_seconds + report.offload_seconds
+    parts = {
         "compute": report.compute_seconds,
         "bubble": max(report.step_seconds - busy, 0.0),
         "communication, exposed": report.communication_seconds,
     }
+    host = {"host memory, exposed": report.offload_seconds} if report.host_memory else {}
+    return parts | host
 
 
 def times(report: Analytic) -> dict[str, str]:

@@ -1,0 +1,68 @@
+"""Pinned host memory: the memory of the CPU that accelerators copy from and to directly."""
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+HOST = "pinned_host"
+
+
+class AbsentHostSharding(NamedSharding):
+    """A sharding in host memory beside GPUs that this machine does not have. They list no memories,
+    and jaxlib then drops the memory kind of a NamedSharding."""
+
+    @property
+    def memory_kind(self) -> str:
+        return HOST
+
+    def __hash__(self) -> int:
+        return hash((HOST, self.mesh, self.spec))
+
+    def __eq__(self, other) -> bool:
+        same = isinstance(other, AbsentHostSharding)
+        return same and (self.mesh, self.spec) == (other.mesh, other.spec)
+
+    def __ne__(self, other) -> bool:
+        return not self == other
+
+
+def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """The sharding of an array in pinned host memory. ValueError if the devices have none."""
+    check_host_memory(mesh)
+    sharding = NamedSharding(mesh, spec, memory_kind=HOST)
+    return sharding if sharding.memory_kind else AbsentHostSharding(mesh, spec)
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """ValueError if the devices have memories, but none that is pinned on the host."""
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if kinds and HOST not in kinds:
+        raise ValueError(
+            f"offloading needs {HOST} memory, and {device.platform} devices have only "
+            f"{', '.join(kinds)}: set optim.offload=false, and model.recompute without offload: "
+            "(CUDA GPUs and CPUs have it)"
+        )
+
+
+def result_sharding(sharding: NamedSharding) -> NamedSharding:
+    """The sharding as jax.jit takes it for results: for absent devices without a memory kind."""
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def is_on_host(array) -> bool:
+    return jax.typeof(array).memory_space is jax.memory.Space.Host
+
+
+def to_device(tree):
+    """`tree` with its arrays in device memory."""
+    space = jax.memory.Space.Device
+    return jax.tree.map(lambda a: jax.device_put(a, space) if is_on_host(a) else a, tree)
+
+
+def to_memory_of(tree, like):
+    """`tree` with each array in the memory of the same array of `like`."""
+
+    def one(array, other):
+        return jax.device_put(array, jax.memory.Space.Host) if is_on_host(other) else array
+
+    return jax.tree.map(one, tree, like)

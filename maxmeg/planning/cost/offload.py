@@ -1,0 +1,37 @@
+"""What pinned host memory holds instead of a device, and the time of its transfers."""
+
+from maxmeg.planning.cost.memory import activations, parameter_memory, unit_activations
+from maxmeg.planning.cost.workload import Workload
+from maxmeg.planning.hardware import Cluster
+
+
+def host_memory(work: Workload) -> dict[str, int]:
+    """Bytes of one GPU's arrays in host memory by purpose; empty if nothing is offloaded."""
+    device, whole = parameter_memory(work), parameter_memory(work.on_device)
+    parts = {
+        "optimizer state": sum(whole.values()) - sum(device.values()),
+        "activations": activations(work.on_device) - activations(work),
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+def sent_in_forward(work: Workload) -> int:
+    """Bytes of activations that a GPU sends to the host in forward of a step; backward reads them
+    again."""
+    chunks = work.config.parallel.chunks
+    units = zip(work.units, work.places, strict=True)
+    each = sum(
+        places * chunks * (unit_activations(work.on_device, unit) - unit_activations(work, unit))
+        for unit, places in units
+    )
+    return work.microbatches * each
+
+
+def offload_seconds(work: Workload, cluster: Cluster, forward: float, backward: float) -> float:
+    """Seconds that transfers add to a step. Those of activations run beside products, which take
+    `forward` and `backward` seconds. The optimizer's loop reads and then writes each layer."""
+    if not (parts := host_memory(work)):
+        return 0.0
+    activation = sent_in_forward(work) / cluster.host_rate
+    exposed = max(0.0, activation - forward) + max(0.0, activation - backward)
+    return exposed + 2 * parts.get("optimizer state", 0) / cluster.host_rate

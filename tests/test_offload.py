@@ -1,0 +1,136 @@
+"""Activations and optimizer state in pinned host memory: the same numbers as on the device."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from layouts import controls, mesh_of, of, tiny, tiny_batch, tiny_state
+
+from maxmeg.config.model import DType
+from maxmeg.config.parallel import Schedule
+from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
+from maxmeg.config.setting import with_fields
+from maxmeg.parallel.host import HOST, check_host_memory
+from maxmeg.planning.analytic import analyze
+from maxmeg.planning.hardware import parse_cluster
+from maxmeg.planning.search import search
+from maxmeg.state import TrainState, to_arrays
+from maxmeg.step import make_gradients, make_train_step
+
+PIPED = {"fsdp": 1, "pipe": 2}
+ACTIVATIONS = {
+    "alone": ("minimal,offload:mlp_up,offload:query", {"fsdp": 1}),
+    "padded stages": ("selective,offload:mlp_gate", PIPED | {"pad_layers": True}),
+    "weight lane": ("offload:minimal", PIPED | {"schedule": Schedule.zero_bubble}),
+    "sharded": ("offload:selective", {"fsdp": 2, "tensor": 2}),
+}
+
+
+def quick_first(cases: dict) -> list:
+    """Only the first is among the quick tests."""
+    first, *others = cases
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+def gradients(recompute: str, parallel: dict) -> tuple[dict[str, np.ndarray], str]:
+    """(gradients by name, text of the traced program) of one batch."""
+    layers = 3 if "pad_layers" in parallel else 2 * parallel.get("pipe", 1)
+    model, train = {"recompute": recompute, "num_layers": layers}, {"micro_batch_size": 4}
+    config = tiny(model, train, **parallel)
+    mesh = mesh_of(config)
+    _, abstract, state = tiny_state(config, mesh)
+    step = jax.jit(make_gradients(config, mesh, abstract.model))
+    traced = step.trace(state.model, tiny_batch(config, mesh), state.key)
+    found, _ = step(state.model, tiny_batch(config, mesh), state.key)
+    named = {name: np.asarray(array) for name, array in to_arrays(found).items()}
+    return named, str(traced.jaxpr)
+
+
+@pytest.mark.parametrize("case", quick_first(ACTIVATIONS))
+def test_offloaded_activations_change_no_gradient(case):
+    recompute, parallel = ACTIVATIONS[case]
+    (found, text), (wanted, other) = (
+        gradients(words, parallel) for words in (recompute, recompute.replace("offload:", ""))
+    )
+    assert "<host>" in text and "<host>" not in other
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+STATES = {
+    "adamw": ({}, {"fsdp": 1}),
+    "piped": ({"masters": Masters.remainders, "moments": Moments.float8}, PIPED | {"data": 2}),
+    "lion": ({"optimizer": Optimizer.lion, "moments": Moments.bfloat16}, {"fsdp": 2, "tensor": 2}),
+    "sgd": ({"optimizer": Optimizer.sgd, "groups": ("embedding.*:2:1",)}, {"fsdp": 1}),
+}
+
+
+def steps(optim: dict, parallel: dict, offload: bool) -> tuple[TrainState, TrainState]:
+    """(the state after two steps, the abstract state)."""
+    model = {"num_layers": 2 * parallel.get("pipe", 1), "dtype": DType.bfloat16}
+    config = tiny(model, {"micro_batch_size": 4}, **parallel)
+    config.optim = OptimConfig(offload=offload, **optim)
+    mesh = mesh_of(config)
+    optimizer, abstract, state = tiny_state(config, mesh)
+    step = make_train_step(config, mesh, optimizer, abstract)
+    for seed in range(2):
+        before = state
+        state, metrics = step(state, tiny_batch(config, mesh, seed), controls(mesh))
+        assert all(array.is_deleted() for array in jax.tree.leaves(before))
+    assert not metrics["skipped"]
+    return state, abstract
+
+
+@pytest.mark.parametrize("case", quick_first(STATES))
+def test_offloaded_state_changes_no_bit_of_a_step(case):
+    optim, parallel = STATES[case]
+    (found, abstract), (wanted, _) = (steps(optim, parallel, on) for on in (True, False))
+    kinds = {name: array.sharding.memory_kind for name, array in to_arrays(found).items()}
+    on_host = {name for name, kind in kinds.items() if kind == HOST}
+    assert on_host == {
+        name
+        for name, array in to_arrays(abstract).items()
+        if name.startswith(("optimizer", "remainders")) and array.ndim
+    }
+    assert on_host
+    for name, array in to_arrays(wanted).items():
+        np.testing.assert_array_equal(to_arrays(found)[name], array, err_msg=name)
+
+
+def test_offloading_what_no_layer_stores_is_an_error():
+    with pytest.raises(ValueError, match=r"offloads ssm_gate, which no layer .* key, .*mlp_up"):
+        gradients("minimal,offload:ssm_gate", {"fsdp": 1})
+
+
+def test_devices_without_pinned_host_memory_are_named():
+    kinds = [SimpleNamespace(kind="device"), SimpleNamespace(kind="unpinned_host")]
+    device = SimpleNamespace(platform="tpu", addressable_memories=lambda: kinds)
+    mesh = SimpleNamespace(devices=np.array([device], object))
+    with pytest.raises(ValueError, match=r"tpu devices have only device, unpinned_host: set optim"):
+        check_host_memory(mesh)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_plan_moves_bytes_from_the_device_to_the_host():
+    """All of what is offloaded, and nothing else."""
+    whole, cluster = of("llama3-8b", 8, 1, 1, fsdp=8), parse_cluster("h100x8")
+    before, model = analyze(whole, cluster), whole.model
+    tokens, layers = whole.data.sequence_length, model.num_layers
+    sizes = {"activations": layers * tokens * model.ffn * 2}
+    sizes["optimizer state"] = before.memory["optimizer"]
+    for path, value, name in (
+        ("model.recompute", "minimal,offload:mlp_up", "activations"),
+        ("optim.offload", True, "optimizer state"),
+    ):
+        after = analyze(with_fields(whole, {path: value}), cluster)
+        assert before.host_memory == {} and after.host_memory == {name: sizes[name]}
+        assert before.total - after.total == sizes[name]
+        added = after.step_seconds - before.step_seconds
+        assert added == pytest.approx(after.offload_seconds)
+    assert added == pytest.approx(2 * sizes["optimizer state"] / cluster.host_rate)
+
+
+def test_a_search_offloads_only_where_nothing_fits_otherwise():
+    for count, offload in ((4, False), (2, True)):
+        found = search(of("llama3-8b", count, 1, 8, fsdp=count), parse_cluster(f"h100x{count}"))
+        assert {one.settings["optim.offload"] for one in found} == {offload}
