@@ -128,8 +128,8 @@ def element_bits(shape: tuple[int, ...], key: jax.Array, order=None) -> jax.Arra
     for dim, size in enumerate(shape[:-1]):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape[:-1], dim)
         if dim == 0 and order is not None:
-            layers = jnp.asarray(order, jnp.uint32).reshape(-1, *[1] * (len(shape) - 2))
-            index = jnp.broadcast_to(layers, shape[:-1])
+            layers = jnp.asarray(order, jnp.int32).reshape(-1, *[1] * (len(shape) - 2))
+            index = jnp.broadcast_to(layers, shape[:-1]).astype(jnp.uint32)  # padding is -1
         row = row * size + index
     return random_bits(shape, key, row)
 
