@@ -41,7 +41,7 @@ def command(trained, monkeypatch):
         seen.extend(trained.tokenizer.decode(ids) for ids in found)
         return found
 
-    def loaded(run_dir, step, mesh, dtype, mtp):
+    def loaded(run_dir, step, mesh, dtype, mtp, average):
         trained.config.model.dtype = dtype or trained.config.model.dtype
         return trained
 
