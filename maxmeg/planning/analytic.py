@@ -47,7 +47,12 @@ from maxmeg.planning.cost.flops import layer_flops, training_flops
 from maxmeg.planning.cost.loss import FLOAT32
 from maxmeg.planning.cost.memory import activations_by_mode, device_memory, head
 from maxmeg.planning.cost.offload import host_memory, offload_seconds
-from maxmeg.planning.cost.optimizer import is_halved, moment_bytes, newton_schulz_flops
+from maxmeg.planning.cost.optimizer import (
+    average_bytes,
+    is_halved,
+    moment_bytes,
+    newton_schulz_flops,
+)
 from maxmeg.planning.cost.workload import Workload, parameter_counts, workload
 from maxmeg.planning.hardware import (
     ATTENTION_BACKWARD_REACHED,
@@ -283,7 +288,7 @@ def update_seconds(work: Workload, cluster: Cluster) -> float:
     masters and moments, and casts the weights. Those of Newton-Schulz iterations too."""
     moved = sum(
         3 * FLOAT32 * shard.stored
-        + 2 * moment_bytes(work, shard)
+        + 2 * (moment_bytes(work, shard) + average_bytes(work, shard))
         + (0 if is_halved(work, shard) else (FLOAT32 + work.itemsize) * shard.stored)
         for shard in work.shards
         if shard.trained

@@ -32,12 +32,11 @@ def moments(work: Workload, shard: Shard) -> int:
 
 
 def moment_bytes(work: Workload, shard: Shard) -> int:
-    """Bytes of the optimizer state of a trained parameter on a device, and of its average if
-    optim.ema keeps one. With float8 those of scales too, 4 for each block; devices that share
-    blocks of the last dimension hold its scales as copies."""
+    """Bytes of the optimizer state of a trained parameter on a device. With float8 those of scales
+    too, 4 for each block; devices that share blocks of the last dimension hold its scales as
+    copies."""
     kind, variable = work.config.optim.moments, shard.parameter.variable
-    average = shard.stored if work.config.optim.ema.decay else 0
-    others = FLOAT32 * (average + sum(stored_of_others(work, shard)))
+    others = FLOAT32 * sum(stored_of_others(work, shard))
     if kind is Moments.float32 or not has_matrices(variable):
         return FLOAT32 * shard.stored * moments(work, shard) + others
     if kind is Moments.bfloat16:
@@ -49,6 +48,11 @@ def moment_bytes(work: Workload, shard: Shard) -> int:
     copies = shards if size // block % shards else 1
     scales = FLOAT32 * copies * shard.stored // block
     return (shard.stored + scales) * moments(work, shard) + others
+
+
+def average_bytes(work: Workload, shard: Shard) -> int:
+    """Bytes of the average that optim.ema keeps of a trained parameter on a device."""
+    return FLOAT32 * shard.stored if work.config.optim.ema.decay else 0
 
 
 def stored_of_others(work: Workload, shard: Shard) -> Iterator[int]:
