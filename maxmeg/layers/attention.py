@@ -15,7 +15,7 @@ from maxmeg.layers.linear import Linear, project
 from maxmeg.layers.mixer import Mixer, MixerSpec, Widths
 from maxmeg.layers.norm import Norm, NormSpec
 from maxmeg.layers.qk_clip import LARGEST, QkClip, scale_heads
-from maxmeg.ops.attention.call import attention_and_largest
+from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
 from maxmeg.ops.attention.context import ContextCall, among_heads, attention_over_context
 from maxmeg.ops.attention.context_choice import ContextStrategy
 from maxmeg.ops.attention.rounds import Expand
@@ -38,10 +38,9 @@ class AttentionSpec(MixerSpec):
     sinks: a learned logit per head in the softmax's denominator. buckets, distance: of the relative
     biases (ops.attention.spec); 0: none. output_gate: outputs of heads are
     multiplied by the sigmoid of gates, which follow the queries in their projection. context: how
-    devices with other parts of the sequence attend to each other's keys. clip: of the logits, after
-    each step.
+    devices with other parts of the sequence attend to each other's keys. clip: QK-clip, or None.
     std, out_std: standard deviations of the initial input and output weights. spans_devices:
-    whether tokens attend to those of other devices along context.
+    whether queries attend to keys on other devices along context.
     """
 
     name = "attention"
@@ -208,7 +207,8 @@ class Attention(Mixer):
             kv_BMGI = jnp.concatenate((k_BMGK, v_BMGK), axis=-1)
             return self.over_context(q_BLHK, kv_BMGI, Expand(k_BMGK.shape[-1]), (), ctx)
         call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx.training), self.operands(q_BLHK, ctx)
-        return self.reported(*attention_and_largest(*call, backend=self.spec.backend))
+        found = attention_with_lse(*call, backend=self.spec.backend)
+        return self.reported(*output_and_largest(*found))
 
     def over_context(
         self, q_BLHK, kv_BMGI, expand: Expand, weights, ctx: Context

@@ -10,7 +10,7 @@ from maxmeg.layers.attention import Attention, AttentionSpec, normalized
 from maxmeg.layers.cache import CacheSize, source_attention
 from maxmeg.layers.context import Context
 from maxmeg.layers.linear import project
-from maxmeg.ops.attention.call import attention_and_largest
+from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
 from maxmeg.parallel.collectives import axis_size, gather_exact, stored
 from maxmeg.parallel.context import in_order, whole_rows
 
@@ -69,8 +69,8 @@ class CrossAttention(Attention):
         segments = self.segments(ctx, memory_ctx)
         operands = operands._replace(segments_BL=segments[0], key_segments_BM=segments[1])
         call = q_BLHK, k_BMGK, v_BMGK, self.scores(ctx.training), operands
-        found = attention_and_largest(*call, backend=self.spec.backend)
-        out_BLHK, aux = self.reported(*found)
+        found = attention_with_lse(*call, backend=self.spec.backend)
+        out_BLHK, aux = self.reported(*output_and_largest(*found))
         return self.out(out_BLHK.reshape(B, L, -1), ctx), None, aux
 
     def keys_and_values(self, memory_BMD: jax.Array, ctx: Context) -> tuple[jax.Array, jax.Array]:

@@ -2,8 +2,8 @@
 
 A backend (ops/backend.py) has `refuses(q, k, v, spec, operands, device)`, the reason why it cannot
 run a call, and `attend(q, k, v, spec, operands)`, which returns output and log-sum-exp. With
-`spec.largest` it may also return the largest score of each query; otherwise the log-sum-exp, which
-is larger, takes its place.
+`spec.largest` a backend may return the largest score of each query as well; for a backend that does
+not, the log-sum-exp is used as an upper bound.
 """
 
 import logging
@@ -55,25 +55,6 @@ def attention(
     return attention_with_lse(q_BLHK, k_BMGK, v_BMGV, spec, operands, backend=backend)[0]
 
 
-def attention_and_largest(
-    q_BLHK: Float[Array, "B L H K"],
-    k_BMGK: Float[Array, "B M G K"],
-    v_BMGV: Float[Array, "B M G V"],
-    spec: ScoreSpec = CAUSAL,
-    operands: Operands = NOTHING_ELSE,
-    *,
-    backend: str = "auto",
-) -> tuple[Float[Array, "B L H V"], Float[Array, " H"] | None]:
-    """(`attention`; with `spec.largest` the float32 largest score of each head, else None).
-
-    Backends other than xla give the largest log-sum-exp instead of it: a bound, at most log(keys)
-    larger if there are no sinks.
-    """
-    call = q_BLHK, k_BMGK, v_BMGV, spec, operands
-    out_BLHV, _, *largest = attention_with_lse(*call, backend=backend)
-    return out_BLHV, lax.stop_gradient(jnp.max(largest[0], axis=(0, 1))) if largest else None
-
-
 def attention_with_lse(
     q_BLHK: Float[Array, "B L H K"],
     k_BMGK: Float[Array, "B M G K"],
@@ -95,6 +76,21 @@ def attention_with_lse(
             warn_of_xla(reason, xla_words(call, reason, device))
     found = BACKENDS[name].attend(*call)
     return (*found, found[1]) if spec.largest and len(found) == 2 else found
+
+
+def output_and_largest(
+    out_BLHV: Float[Array, "B L H V"],
+    lse_BLH: Float[Array, "B L H"],
+    largest_BLH: Float[Array, "B L H"] | None = None,
+) -> tuple[Float[Array, "B L H V"], Float[Array, " H"] | None]:
+    """(output, largest score of each head without gradient) of `attention_with_lse`'s results.
+
+    The second is None unless the call had `spec.largest`. It is exact with the backend xla; others
+    return the largest log-sum-exp, at most log(number of keys) larger if there are no sinks.
+    """
+    if largest_BLH is None:
+        return out_BLHV, None
+    return out_BLHV, lax.stop_gradient(jnp.max(largest_BLH, axis=(0, 1)))
 
 
 def block_gradients(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxmeg.ops.attention.call import attention_and_largest
+from maxmeg.ops.attention.call import attention_with_lse, output_and_largest
 from maxmeg.ops.attention.context_choice import (
     ContextShape,
     ContextStrategy,
@@ -109,7 +109,8 @@ def over_gathered(call: ContextCall) -> Result:
         dropout = dataclasses.replace(dropout, first_query=offset_BL)
     operands = operands._replace(offset=offset_BL, key_segments_BM=segments_BM, dropout=dropout)
     kv = call.expand(call.weights, kv_BMGI)
-    return attention_and_largest(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
+    found = attention_with_lse(call.q_BLHK, *kv, call.spec, operands, backend=call.backend)
+    return output_and_largest(*found)
 
 
 def exchanged(call: ContextCall, inner: int) -> Result:
@@ -139,7 +140,8 @@ def exchanged(call: ContextCall, inner: int) -> Result:
     else:
         how = call.spec, operands
         arrays = q_BLHK, *call.expand(weights, kv_BLGI)
-        out_BLHV, largest_H = attention_and_largest(*arrays, *how, backend=call.backend)
+        found = attention_with_lse(*arrays, *how, backend=call.backend)
+        out_BLHV, largest_H = output_and_largest(*found)
     out_BLHV = collectives.exchange(out_of_order(out_BLHV, inner), CONTEXT_AXES, 1, 2, groups)
     return out_BLHV, among_heads(largest_H, number * heads, heads * inner)
 
