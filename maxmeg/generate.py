@@ -3,8 +3,8 @@ maxmeg generate runs/gpt --prompt="def main("
 
 Repeat --prompt for several prompts, or give --prompts=FILE.jsonl with one {"prompt": ...} or
 {"messages": [{"role": "user", "content": ...}, ...]} per line; --output=FILE.jsonl repeats
-each line with its "completion". --chat turns every prompt into a user's message. A run of RETRO
-needs --encoder=RUN_DIR, the model that found its neighbours.
+each line with its "completion". --chat turns every prompt into a user's message. A RETRO run
+needs --encoder=RUN_DIR, the encoder that found its neighbours.
 """
 
 if __name__ == "__main__":  # before the imports: a mistake needs no JAX
@@ -33,14 +33,14 @@ from maxmeg.runtime.gpu_environment import set_gpu_environment
 
 
 def make_engine(trained: Trained, options: Options, lanes: int) -> Engine | Generator:
-    """What generates from a model. ValueError for RETRO without the encoder that it needs, and for
-    an encoder that another model does not."""
+    """Return an Engine, or for RETRO a Generator. ValueError for RETRO without --encoder, and for
+    --encoder with a model that reads no neighbours."""
     config, kind = trained.config, trained.config.data.read_neighbours
     looks_up = config.model.has_neighbours and kind is not Neighbours.none
     if (options.encoder or options.pooling) and not looks_up:
         raise ValueError(
             f"--encoder={options.encoder} --pooling={options.pooling}: the model, with model."
-            f"layers={config.model.layers!r}, looks up no neighbours: leave them out"
+            f"layers={config.model.layers!r}, reads no neighbours: leave both out"
         )
     if not config.model.has_neighbours:
         return Engine(trained, lanes=lanes)
@@ -48,8 +48,8 @@ def make_engine(trained: Trained, options: Options, lanes: int) -> Engine | Gene
         return Generator(trained, None, lanes)
     if kind is Neighbours.shuffled:
         raise ValueError(
-            f"data.read_neighbours={kind.value}: the run was trained with the neighbours of other "
-            "chunks, which a text that is generated does not have: choose a run with nearest"
+            f"data.read_neighbours={kind.value}: the run was trained with neighbours of other "
+            "chunks, which generation cannot look up: choose a run trained with nearest"
         )
     if not options.encoder:
         raise ValueError(

@@ -68,22 +68,23 @@ def with_masters(state: TrainState, masters: Masters) -> TrainState:
 
 @jax.named_scope("average")
 def averaged(ema: LM | None, weights: LM, optim: OptimConfig) -> LM | None:
-    """The next averages of the trained weights, from those before the step, if there are any."""
+    """Return the EMA weights after a step, or None without EMA."""
     decay = optim.ema.decay
     return ema and jax.tree.map(lambda a, w: decay * a + (1 - decay) * w, ema, weights)
 
 
 def chosen(finite: jax.Array, new: TrainState, old: TrainState, optim: OptimConfig) -> TrainState:
-    """The new state, with its masters stored, if the step is `finite`; else the old one."""
+    """Return `new` with its masters as optim.masters stores them, or `old` if the step is not
+    finite."""
     if not optim.offload:
         return choose(finite, with_masters(new, optim.masters), old)
-    # optim/update.py has chosen the rest, layer by layer, so that the old arrays need not be kept.
+    # optim/update.py has done this for the rest, layer by layer, so that XLA updates in place.
     kept, ema = choose(finite, (fixed(new.model), new.ema), (fixed(old.model), old.ema))
     return dataclasses.replace(new, model=joined(trained(new.model), kept), ema=ema)
 
 
 def evaluated_model(state: TrainState, is_average: bool) -> LM:
-    """The state's model, with the averages in place of the weights that have them, if wanted."""
+    """Return the state's model; with is_average, with EMA weights in place of trained ones."""
     if not is_average:
         return state.model
     cast = jax.tree.map(lambda a, w: a.astype(w.dtype), state.ema, trained(state.model))

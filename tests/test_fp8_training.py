@@ -149,10 +149,14 @@ def test_what_cannot_run_is_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"10\.0 \(Blackwell\) or newer, found 9\.0: set .*wise"):
         model_gradients(config)
     monkeypatch.undo()
-    with pytest.raises(ValueError, match=r"every 32 weights: a device's 16 x \d+ part of a matrix"):
+    with pytest.raises(
+        ValueError, match=r"blocks of 32 weights, so the sizes of the 16 x \d+ shard"
+    ):
         model_gradients(config)
     config = tiny({"layers": "*(attention,moe)", "moe.ffn_size": 32}, {"fp8": MXFP8})
-    with pytest.raises(ValueError, match=r"in equal blocks of rows alone: set model\.moe\.backend"):
+    with pytest.raises(
+        ValueError, match=r"equally many rows for each expert: set model\.moe\.backend"
+    ):
         model_gradients(config)
     config = tiny({}, {"fp8": TENSORWISE}, fsdp=2)
     config.parallel.tensor_overlap = TensorOverlap.on

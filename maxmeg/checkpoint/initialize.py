@@ -76,8 +76,8 @@ def initialize(
 
 
 def with_average(state: TrainState, abstract: TrainState) -> TrainState:
-    """The state with averages of its weights if the run's abstract state has them: those that the
-    state has, else the weights."""
+    """Add EMA weights if `abstract` has them and the state has not, as a copy of its weights; drop
+    them if `abstract` has none."""
     if abstract.ema is None or state.ema is not None:
         return dataclasses.replace(state, ema=None if abstract.ema is None else state.ema)
 
@@ -90,8 +90,8 @@ def with_average(state: TrainState, abstract: TrainState) -> TrainState:
 
 
 def random_state(config: Config, optimizer, abstract: TrainState, model: LM) -> TrainState:
-    """Return the arrays of `model`, and all other arrays of the state by the run's seed, but for
-    averages."""
+    """Return a state with the arrays of `model`, all others initialized by the run's seed, and no
+    EMA weights."""
 
     def rest(state: TrainState) -> TrainState:
         return dataclasses.replace(state, model=without(state.model, model), ema=None)

@@ -157,15 +157,15 @@ def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainS
 
 
 def has_averages(tensors: Iterable[str]) -> bool:
-    """Whether a checkpoint of these tensors has averages of weights."""
+    """Whether a checkpoint with these tensors has EMA weights."""
     return any(name.startswith("ema/") for name in tensors)
 
 
 def check_averages(tensors: Iterable[str], run_dir: str) -> None:
-    """ValueError for a checkpoint without averages of weights."""
+    """ValueError for a checkpoint without EMA weights."""
     if not has_averages(tensors):
         raise ValueError(
-            f"average=true: the checkpoint of {run_dir} has no averages of weights: train with "
+            f"average=true: the checkpoint of {run_dir} has no EMA weights: train with "
             "optim.ema.decay, or leave average out"
         )
 

@@ -27,9 +27,9 @@ class Fp8Config:
         "tensorwise: the layers' projections multiply 8-bit inputs, weights and gradients, with "
         "one scale per tensor; attention, embedding, output layer, router and norms stay in "
         "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | blockwise: "
-        "E4M3, a scale per 128 numbers and per 128 x 128 weights (DeepSeek-V3); products are "
-        "emulated in 16 bits: less memory and traffic, not faster | mxfp8: E4M3, a scale per 32 "
-        "numbers; needs compute capability 10.0 or newer",
+        "E4M3, one scale per 128 inputs or gradients and per 128 x 128 weights (DeepSeek-V3); "
+        "emulated with 16-bit products, so it saves memory and communication but no time | mxfp8: "
+        "E4M3, one scale per 32 elements; needs compute capability 10.0 or newer",
         "--fp8-recipe",
     )
     format: Fp8Format = setting(

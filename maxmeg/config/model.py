@@ -49,7 +49,7 @@ class NormPlace(enum.Enum):
 
 @dataclasses.dataclass
 class MupConfig:
-    """muP (Yang et al., 2022): settings found at a base width, rescaled to the model's width."""
+    """muP (Yang et al., 2022): hyperparameters tuned at a base width, transferred to this width."""
 
     base_hidden_size: int = setting(
         0,
@@ -61,8 +61,8 @@ class MupConfig:
     )
     base_head_dim: int = setting(
         0,
-        "size of a head's queries in the base model: attention scores are multiplied by "
-        "sqrt(base_head_dim) / size; 0: the size does not change with the width",
+        "head_dim of the base model: attention scores are multiplied by sqrt(base_head_dim) / "
+        "head_dim; 0: head_dim does not change with the width",
         "--mup-base-head-dim, --scaling-base-head-dim",
         needs="base_hidden_size",
         at_least=0,
@@ -103,13 +103,16 @@ class ModelConfig:
     )
     first_layers_bf16: int = setting(
         0,
-        "number of first layers that train.fp8 leaves in dtype; checkpoints hold them as a group "
-        "of their own",
+        "number of layers at the start that are computed in model.dtype under train.fp8; they form "
+        "a separate group in checkpoints",
         "--first-last-layers-bf16, --num-layers-at-start-in-bf16",
         at_least=0,
     )
     last_layers_bf16: int = setting(
-        0, "the same of the last layers", "--num-layers-at-end-in-bf16", at_least=0
+        0,
+        "number of layers at the end that are computed in model.dtype under train.fp8",
+        "--num-layers-at-end-in-bf16",
+        at_least=0,
     )
     parallel_norms: bool = setting(
         False,
@@ -259,13 +262,13 @@ class ModelConfig:
 
     @property
     def groups(self) -> Groups:
-        """The layers as units that repeat: ((layers of the unit, repeats), ...). Those that
-        train.fp8 leaves in `dtype` are groups of their own."""
+        """The layers as units that repeat: ((layers of the unit, repeats), ...). Layers in `dtype`
+        under train.fp8 are separate groups."""
         return sum(self._grouped_parts, ())
 
     @property
     def unquantized_groups(self) -> frozenset[int]:
-        """The groups that train.fp8 leaves in `dtype`."""
+        """The groups that are computed in `dtype` under train.fp8."""
         first, middle, last = map(len, self._grouped_parts)
         return frozenset((*range(first), *range(first + middle, first + middle + last)))
 
@@ -318,7 +321,7 @@ class ModelConfig:
 
     @property
     def has_source_text(self) -> bool:
-        """Whether its source is a text, to which the target is a reply."""
+        """Whether the source is a text that the target answers (encoder-decoders, not RETRO)."""
         return self.has_source and not self.has_neighbours
 
     @property
@@ -364,8 +367,8 @@ class ModelConfig:
         return self.hidden_size / (self.mup.base_hidden_size or self.hidden_size)
 
     def without_mup(self) -> "ModelConfig":
-        """Return the model that computes the same, with muP's factors of logits and attention
-        scores among its own."""
+        """Return an equivalent model without muP, whose logit_scale and attention.scale include
+        muP's factors."""
         if not self.mup.base_hidden_size:
             return self
         fields: dict = {"mup": MupConfig(), "logit_scale": self.logit_scale / self.width_multiplier}

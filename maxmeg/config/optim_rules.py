@@ -93,7 +93,8 @@ def soap_problems(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def offload_problems(optim: OptimConfig) -> Iterator[str]:
-    """Rules of an update in a loop over layers, outside of which nothing has whole masters."""
+    """Yield the settings that need more than one layer's masters and moments on the device, which
+    the offloaded update has never."""
     if optim.optimizer not in ELEMENTWISE:
         yield (
             f"optim.offload=true with optim.optimizer={optim.optimizer.name}, whose update needs "
@@ -113,8 +114,8 @@ def offload_problems(optim: OptimConfig) -> Iterator[str]:
 
 
 def qk_clip_problems(config: Config) -> Iterator[str]:
-    """Yield the settings with which smaller projections do not give proportionally smaller
-    logits."""
+    """Yield the settings with which attention logits are not proportional to the query and key
+    weights, so that scaling the weights does not scale the logits."""
     model, clip = config.model, f"optim.qk_clip.threshold={config.optim.qk_clip.threshold}"
     if not model.has(*KINDS):
         yield f"{clip}: model.layers={model.layers} has no attention; set it to 0"

@@ -54,8 +54,8 @@ class MuonConfig:
     )
     per_head: bool = setting(
         False,
-        "orthogonalize the columns of each head of query, key and value projections by themselves; "
-        "in mla also those of the rotary part and of the latent",
+        "orthogonalize each head of the query, key and value projections separately; in mla also "
+        "the rotary part and the latent",
         "--muon-split-qkv-per-head",
     )
     adamw_lr: float = setting(
@@ -65,21 +65,21 @@ class MuonConfig:
 
 @dataclasses.dataclass
 class QkClipConfig:
-    """QK-clip (with Muon: MuonClip): after a step, heads whose largest attention logit exceeded a
-    threshold have their query and key projections scaled down to it."""
+    """QK-clip (with Muon: MuonClip): scale down the query and key weights of heads whose attention
+    logits exceed a threshold."""
 
     threshold: float = setting(
         0.0,
-        "largest logit of a head in a step without a change, such as 100; 0: off. Attention in "
-        "plain XLA reports the largest logit itself, other backends the largest log-sum-exp, which "
-        "is up to log(keys) larger: heads then shrink a little earlier",
+        "heads whose largest attention logit in a step exceeds this are scaled down to it (Kimi "
+        "K2: 100); 0: off. Attention in plain XLA gives the exact logit; other backends give the "
+        "log-sum-exp, up to log(number of keys) larger, so they clip a little earlier",
         "--qk-clip, --qk-clip-threshold",
         at_least=0,
     )
     alpha: float = setting(
         0.5,
         "queries are multiplied by (threshold / logit)**alpha, keys by (threshold / logit)**(1 - "
-        "alpha). In mla these are the parts without rotation; the rotary part of queries is "
+        "alpha). In mla this applies to the non-rotary parts; the rotary part of the queries is "
         "multiplied by threshold / logit",
         "--qk-clip-alpha",
         at_least=0,
@@ -118,17 +118,17 @@ class AdafactorConfig:
 
 @dataclasses.dataclass
 class EmaConfig:
-    """Exponential moving average of the trained weights, beside them in checkpoints."""
+    """Exponential moving average (EMA) of the trained weights, saved in checkpoints with them."""
 
     decay: float = setting(
         0.0,
-        "each step makes the average decay * average + (1 - decay) * weights; 0: no average",
+        "after each step: average = decay * average + (1 - decay) * weights; 0: off",
         at_least=0,
         below=1,
     )
     validate: bool = setting(
         True,
-        "validation, and the sample at the end, read the average; false: the weights themselves",
+        "validation and the sample at the end use the EMA weights; false: the trained weights",
         needs="decay",
     )
 

@@ -42,7 +42,9 @@ class ModelOptions:
     step: int = setting(-1, "step of the checkpoint; -1: the newest intact one", at_least=-1)
     dtype: str = setting("", "compute dtype, float32, bfloat16 or float16; empty: the run's")
     tensor: int = setting(1, "number of tensor-parallel devices", at_least=1)
-    average: bool = setting(False, "the averages of optim.ema, not the weights themselves")
+    average: bool = setting(
+        False, "load the EMA weights (optim.ema) instead of the trained weights"
+    )
 
 
 @dataclasses.dataclass
@@ -132,9 +134,9 @@ class Generate(SamplingOptions):
     )
     batch: int = setting(8, "most prompts at a time", at_least=1)
     encoder: str = setting(
-        "", "of RETRO: folder of the model that found its neighbours (maxmeg neighbours)"
+        "", "for a RETRO run: run folder of the encoder that `maxmeg neighbours` used"
     )
-    pooling: str = setting("", "of that model: mean | first | pooler; empty: mean")
+    pooling: str = setting("", "pooling of --encoder: mean | first | pooler; empty: mean")
 
 
 @dataclasses.dataclass
@@ -222,7 +224,7 @@ class Convert:
     )
     dtype: DType = setting(DType.bfloat16, "--to=huggingface: of weights")
     step: int = setting(-1, "--to=huggingface: step of the checkpoint; -1: the newest")
-    average: bool = setting(False, "--to=huggingface: the averages of optim.ema")
+    average: bool = setting(False, "with --to=huggingface: export the EMA weights (optim.ema)")
     shard_gb: float = setting(5.0, "--to=huggingface: most 10^9 bytes per file, > 0")
     family: str = setting("", "architecture in transformers; empty: the model's")
 

@@ -202,16 +202,18 @@ class OptimConfig:
         "masters; needs model.dtype=bfloat16",
         "--use-precision-aware-optimizer",
     )
-    ema: EmaConfig = setting(EmaConfig, "average of the weights")
+    ema: EmaConfig = setting(EmaConfig, "moving average of the weights")
     offload: bool = setting(
         False,
-        "keep moments, and remainders of masters, in pinned host memory; the device updates one "
-        "layer at a time (adamw, sgd or lion)",
+        "keep the optimizer's moments (and the remainders of masters=remainders) in pinned host "
+        "memory; the device updates one layer at a time; for adamw, sgd and lion",
         "--offload-optimizer-states, --optimizer-cpu-offload",
     )
     clip_norm: float = setting(1.0, "global gradient norm limit; 0: off", "--clip-grad", at_least=0)
     loss_scale: LossScaleConfig = setting(LossScaleConfig, "loss scaling for float16")
-    qk_clip: QkClipConfig = setting(QkClipConfig, "limit of attention logits, with any optimizer")
+    qk_clip: QkClipConfig = setting(
+        QkClipConfig, "clipping of attention logits, with any optimizer"
+    )
     muon: MuonConfig = setting(MuonConfig, "Muon", needs="optimizer=muon")
     soap: SoapConfig = setting(SoapConfig, "SOAP", needs="optimizer=soap")
     adafactor: AdafactorConfig = setting(AdafactorConfig, "Adafactor", needs="optimizer=adafactor")

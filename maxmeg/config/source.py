@@ -210,13 +210,13 @@ def chunk_layout_problems(config: Config, tensor: int) -> Iterator[str]:
     if context > 1 and length % unit:
         yield (
             f"parallel.context={context} cuts data.sequence_length={length} into {2 * context} "
-            f"pieces, which must be whole chunks of data.chunk_length={data.chunk_length}: choose "
-            f"a length that is a multiple of {unit}, or context=1"
+            f"pieces, each of which must be a multiple of data.chunk_length={data.chunk_length}: "
+            f"choose a sequence_length that is a multiple of {unit}, or context=1"
         )
     if data.source_tokens % (context * tensor):
         yield (
             f"the {data.source_tokens} tokens of a sample's neighbours are not divisible by "
-            f"parallel.context={context} x tensor={tensor}: choose others, data.num_neighbours or "
+            f"parallel.context={context} x tensor={tensor}: change these, data.num_neighbours or "
             "data.neighbour_length"
         )
     yield from context_problems(config.model, config.parallel)

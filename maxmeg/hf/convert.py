@@ -222,7 +222,7 @@ def export_model(
     if not encoders:
         return _write_folder(trained, folder, target, limits, family)
     if family:
-        raise ValueError(f"--family={family}: a biencoder's follows from its layers: leave it out")
+        raise ValueError(f"--family={family}: cannot be chosen for a biencoder: leave it out")
     reports = []
     for name, encoder in encoders.items():
         reports.append(_write_folder(encoder, folder, target / name, limits, encoder.family))
@@ -235,7 +235,7 @@ def export_model(
     changed: dict[str, typing.Any] = {"num_tensors": tensors, "num_parameters": parameters}
     changed |= {"loaded_by": f"sentence_transformers.{shown}"}
     if not trained.model.bert.pooler and reports[0].family == "BertModel":
-        zero = "the biencoder has no pooler: the weights of BertModel's are zero, and not used"
+        zero = "the biencoder has no pooler: that of BertModel is written as zeros and not used"
         changed["notes"] = (*reports[0].notes, zero)
     return dataclasses.replace(reports[0], **changed)
 
@@ -247,8 +247,8 @@ def _write_folder(
     limits: tuple[DType, int],
     family: str,
 ) -> Report:
-    """Write a model and the small files in `folder`. limits: dtype of the tensors, and the most
-    bytes of a file of them."""
+    """Write a model, and copy the small files in `folder`. limits: dtype of the tensors, and the
+    largest size of a shard in bytes."""
     config, model, (dtype, max_shard_bytes) = trained.config, trained.model, limits
     carried = carried_config(folder)
     family = choose_family(model, carried, family)

@@ -1,4 +1,4 @@
-"""muP's factors of logits and attention scores, folded into weights: no config.json has them."""
+"""Fold muP's factors of logits and attention scores into weights, as no config.json has them."""
 
 import re
 
@@ -14,33 +14,34 @@ QUERY = re.compile(r".*\.((attention|cross)\.query\.(weight|bias)|mla\.query(_up
 
 
 def plain_model(model: ModelConfig) -> ModelConfig:
-    """Return the model without muP that computes the same with the arrays of `folded`.
+    """Return the model without muP that is equivalent once its arrays are `folded`.
 
-    ValueError where no array can take a factor.
+    ValueError if a factor cannot be folded into any array.
     """
     base, heads = model.mup.base_hidden_size, model.attention
     if base and model.mtp.num_layers:
         raise ValueError(
-            f"model.mup.base_hidden_size={base} multiplies the logits of MTP layers too, which no "
-            "single norm can do: models with mtp.num_layers and muP cannot be exported"
+            f"model.mup.base_hidden_size={base} with model.mtp.num_layers={model.mtp.num_layers} "
+            "cannot be exported: muP's factor of the logits is folded into the final norm, which "
+            "MTP layers do not use; export without MTP layers is not implemented"
         )
     unweighted = heads.qk_norm is QkNorm.l2
     if model.mup.base_head_dim and (unweighted or (heads.output_gate and not has_norm(model))):
         raise ValueError(
-            f"model.mup.base_head_dim={model.mup.base_head_dim} multiplies queries that have no "
-            "weights of their own with attention.qk_norm=l2, and with output_gate without qk_norm: "
-            "such models cannot be exported"
+            f"model.mup.base_head_dim={model.mup.base_head_dim} cannot be exported with "
+            "attention.qk_norm=l2, or with attention.output_gate without qk_norm: no weight scales "
+            "the queries alone"
         )
     return with_fields(model, {"mup": MupConfig()})
 
 
 def has_norm(model: ModelConfig) -> bool:
-    """Whether a norm with weights makes the queries."""
+    """Whether queries are normalized by a norm with weights."""
     return model.attention.qk_norm in (QkNorm.head, QkNorm.heads) and not model.is_mla
 
 
 def folded(name: str, array: np.ndarray, model: ModelConfig) -> np.ndarray:
-    """Return an array of the model, or one of its layers, multiplied by muP's factor of it."""
+    """Multiply an array (or one layer of it) by muP's factor, if its name has one."""
     factor, computed = 1.0, model.without_mup()
     is_norm = bool(FINAL_NORM.fullmatch(name))
     if is_norm:

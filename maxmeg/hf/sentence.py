@@ -1,5 +1,5 @@
-"""Biencoders as folders that sentence-transformers loads: a BERT of transformers, and modules that
-make a text's vector of its hidden states."""
+"""Export of biencoders for sentence-transformers: a transformers BERT, and modules that turn its
+hidden states into a text's vector."""
 
 import dataclasses
 import json
@@ -24,10 +24,10 @@ TYPES = "sentence_transformers.models."
 
 
 class SentenceEncoder:
-    """An encoder of a biencoder, with the methods of TrainedModel; `model` is that of its layers.
+    """One encoder of a biencoder, with the interface of TrainedModel.
 
-    queries: of two encoders, that of queries. BertModel has a pooler: its weights are zero if the
-    biencoder has none. ValueError if no class of transformers can express the layers.
+    queries: with two encoders, take that of the queries. BertModel always has a pooler: its weights
+    are zero if the biencoder has none. ValueError if no transformers class can express the layers.
     """
 
     def __init__(self, trained: TrainedModel, queries: bool) -> None:
@@ -48,7 +48,7 @@ class SentenceEncoder:
             raise ValueError("\n".join(problems))
 
     def bindings(self) -> list[Binding]:
-        """The bindings of the layers' tensors, of arrays by their names in the checkpoint."""
+        """Return the bindings of the layers' tensors to arrays of the checkpoint."""
         return [
             dataclasses.replace(
                 binding, ours=tuple(p._replace(name=self._saved(p.name)) for p in binding.ours)
@@ -76,7 +76,7 @@ class SentenceEncoder:
         return f"query.{name}" if self.queries else name
 
     def write_modules(self, folder: Path) -> None:
-        """Write what follows the layers: the first token, the pooler and the projection."""
+        """Write the modules after the layers: first-token pooling, pooler and projection."""
         width = self.one.hidden_size
         pooling = {"word_embedding_dimension": width, "pooling_mode_cls_token": True}
         pooling |= {"pooling_mode_mean_tokens": False, "include_prompt": True}
@@ -97,7 +97,7 @@ class SentenceEncoder:
             (folder / path).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
 
     def _write_dense(self, folder: Path, name: str) -> dict:
-        """Write a linear layer in float32; returns its settings."""
+        """Write a dense module in float32. Returns its config."""
         weight = self.read(Place(f"{name}.weight")).T
         tensors = {"linear.weight": weight}
         if name == POOLER or self.one.head.bias:
@@ -112,7 +112,7 @@ class SentenceEncoder:
 
 
 def encoders_of(trained: TrainedModel) -> dict[str, SentenceEncoder]:
-    """The encoders of a biencoder by their folder in that of the export; empty for other models."""
+    """Return the encoders of a biencoder by subfolder of the export; empty for other models."""
     kind = trained.model.head.biencoder
     if kind is Biencoder.none:
         return {}

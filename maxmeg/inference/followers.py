@@ -27,7 +27,7 @@ from maxmeg.runtime.gpu_environment import set_gpu_environment
 
 ADDRESS = "maxmeg/leader"  # key of process 0's port and the word that the others say there
 CONNECT_SECONDS, HELLO_SECONDS = 300, 10
-LOST_SECONDS = 1  # a collective fails before the end of the process behind it is seen
+LOST_SECONDS = 1  # a collective may fail before the lost process is noticed
 STOP, UNCHANGED = -1, -1  # in place of a chunk; in place of a number of values
 
 
@@ -51,7 +51,9 @@ def together(command: Callable[..., typing.Any]) -> Callable[[typing.Any], typin
             multihost.shutdown()
             return result
         except BaseException as error:  # JAX would wait for the others before it lets Python end
-            time.sleep(LOST_SECONDS)  # a process was lost: the thread that watches it says so first
+            time.sleep(
+                LOST_SECONDS
+            )  # if a process was lost, the watching thread reports that first
             leave("", report(error, None, options))
 
     return run

@@ -1,10 +1,10 @@
-"""QK-clip (MuonClip; Kimi K2, 2025): after a step, projections of heads with large logits shrink.
+"""QK-clip (MuonClip; Kimi K2, 2025): scale down heads whose attention logits are too large.
 
-The rule is Megatron-LM's (core/optimizer/qk_clip.py): a head whose largest attention logit in the
-step exceeded a threshold gets eta = threshold / logit, other heads 1. Queries are multiplied by
-eta^alpha and keys by eta^(1 - alpha), so the logit would now be the threshold. Query heads that
-share a key head have one eta. The rotary key of multi-latent attention, which all heads share,
-stays as it is: there the rotary part of the queries is multiplied by eta.
+The rule is Megatron-LM's (core/optimizer/qk_clip.py). After a step, each head has the factor eta =
+min(1, threshold / its largest logit in the step). Its query weights are multiplied by eta^alpha and
+its key weights by eta^(1 - alpha), so that the same logit would now be the threshold. Query heads
+that share a key head share eta. Multi-latent attention has one rotary key for all heads, which is
+not changed; the rotary part of the queries is multiplied by eta instead.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ LARGEST = "attention_logit_max"  # name of the auxiliary value: each head's larg
 
 @dataclasses.dataclass(frozen=True)
 class QkClip:
-    """threshold: largest logit without a change. alpha: exponent of eta in the queries' factor."""
+    """threshold: of the largest logit. alpha: queries are scaled by eta^alpha."""
 
     threshold: float
     alpha: float
 
     def shrinkage(self, largest_H: jax.Array) -> jax.Array:
-        """eta [..., H] of the largest logits."""
+        """eta [..., H] for the largest logits [..., H]."""
         exceeds_H = largest_H > self.threshold
         return jnp.where(exceeds_H, self.threshold / jnp.where(exceeds_H, largest_H, 1), 1)
 
 
 def scale_heads(linear: typing.Any, *parts: tuple[jax.Array, int]) -> None:
-    """Multiply the outputs of each head. parts: (factor [..., heads], number of columns) of the
-    consecutive parts of a head. A bias is an output too."""
+    """Scale weights and bias of a projection by head. parts: (factor [..., heads], number of
+    columns) for each consecutive part of a head's columns."""
     columns = [jnp.broadcast_to(x[..., None], (*x.shape, size)) for x, size in parts]
     factor_HI = jnp.concatenate(columns, axis=-1)
     factor_O = factor_HI.reshape(*factor_HI.shape[:-2], -1)

@@ -4,9 +4,9 @@ A step quantizes the weights once, so that microbatches share the codes, and fsd
 per weight. The weight stays in the model, because its gradient is computed as usual. Its value is
 not read: XLA neither casts it to the compute dtype nor gathers it.
 
-With mxfp8 there are two copies: forward sums over a weight's rows, backward over its columns. Each
-is gathered where it is used (33 bits for four weights; 16-bit weights would take 64), and both
-together take as much memory as a 16-bit weight. With blockwise scaling one copy serves both.
+mxfp8 keeps two quantized copies of each weight, because forward sums over its rows and backward
+over its columns. FSDP gathers the copy that a pass uses (8.25 bits per weight instead of 16).
+Together they take as much memory as the 16-bit weight. Blockwise uses one copy for both passes.
 """
 
 import jax
@@ -24,8 +24,8 @@ MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 class Codes(nnx.Module):
     """The 8-bit copies of a weight [.., I, O], sharded like the weight.
 
-    quantized: one copy with one scale per layer, which a layer's experts share; or, with scales of
-    blocks, the copy that forward multiplies and that of backward.
+    quantized: tensorwise, one copy with one scale per layer, shared by a layer's experts; mxfp8, a
+    copy for forward and one for backward; blockwise, one copy for both.
     """
 
     def __init__(self, weight: nnx.Variable, quantized: list[tuple], recipe: Recipe):
@@ -49,8 +49,8 @@ class Codes(nnx.Module):
         """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
         if self.recipe.block:
             raise ValueError(
-                "train.fp8 with scales of blocks multiplies experts in equal blocks of rows alone: "
-                "set model.moe.backend=batched, or train.fp8.recipe=tensorwise"
+                "train.fp8.recipe=mxfp8 and blockwise need equally many rows for each expert: set "
+                "model.moe.backend=batched, or train.fp8.recipe=tensorwise"
             )
         return self.whole()[0]
 
@@ -97,21 +97,21 @@ def without_codes(gradients):
 
 
 def in_blocks(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
-    """The copies of each weight for sums over rows, in forward, and columns, in backward."""
+    """Quantize each weight in blocks: the copies for forward and for backward (`Codes`)."""
     for weight in weights:
         if any(size % recipe.block for size in weight.shape[-2:]):
             raise ValueError(
-                f"train.fp8 has a scale for every {recipe.block} weights: a device's "
-                f"{weight.shape[-2]} x {weight.shape[-1]} part of a matrix of sizes "
-                f"{weight.get_metadata('sizes')} must be multiples of that; lower parallel.fsdp, "
-                "tensor or (with zero1) data, or set train.fp8.recipe=tensorwise"
+                f"train.fp8 quantizes blocks of {recipe.block} weights, so the sizes of the "
+                f"{weight.shape[-2]} x {weight.shape[-1]} shard of a matrix "
+                f"{weight.get_metadata('sizes')} must be multiples of {recipe.block}: lower "
+                "parallel.fsdp, tensor or (with zero1) data, or set train.fp8.recipe=tensorwise"
             )
     arrays = after([weight[...] for weight in weights], before)
     return [recipe.weights(w) for w in arrays]
 
 
 def in_whole(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
-    """A copy of each weight with one scale for each layer."""
+    """Quantize each weight with one scale per layer."""
     copies = []
     for weight, scale in zip(weights, _scales(weights, recipe, before), strict=True):
         whole = scale.reshape(*scale.shape, *(1,) * (weight.ndim - scale.ndim))

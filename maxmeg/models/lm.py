@@ -270,7 +270,7 @@ def language_model(key: jax.Array, config: Config) -> LM:
 
 
 def set_qk_clip(model: LM, clip: QkClip) -> None:
-    """Let all attention layers clip their logits."""
+    """Turn on QK-clip in all attention layers."""
 
     def is_attention(node) -> bool:
         return isinstance(node, Attention)

@@ -15,8 +15,8 @@ columns. Scales are rounded up as above, and stored as their exponents in a byte
 a cuDNN call of each product on GPUs from Blackwell on (`multiply_blocks`).
 
 Blockwise scaling (DeepSeek-V3, section 3.3) has a scale for every 128 numbers of inputs and
-gradients, likewise along two dimensions, and for squares of 128 x 128 weights. XLA has no product
-for it: operands are widened to 16 bits and multiplied so.
+gradients, along the dimension that is summed over, and for every 128 x 128 weights. XLA has no
+matrix product for it: operands are dequantized to 16 bits first.
 """
 
 import dataclasses
@@ -59,7 +59,8 @@ class Recipe:
         return self.block in (0, MX_BLOCK)
 
     def weights(self, w: Float[Array, "*E I O"]) -> list[Quantized]:
-        """The copies of w, with scales of blocks, for sums over I and over O."""
+        """Quantize w in blocks: a copy for sums over I and one for sums over O; one for both if
+        `square`."""
         if self.square:
             return [quantize_blocks(w, self.forward, (self.block, self.block))]
         return [self.quantize(w, self.forward, dim) for dim in (-2, -1)]

@@ -1,8 +1,8 @@
 """The optimizer's update of the trained part of a state.
 
-With `optim.offload`, moments and remainders of masters lie in pinned host memory. They are updated
-on the device, one layer of a stack at a time: a loop reads its rows from the host and writes them
-back into the same arrays. Parameters outside of stacks are updated together.
+With `optim.offload`, moments and remainders of masters are stored in pinned host memory. A loop
+over the layers of each stack copies one layer's arrays to the device, updates them, and writes them
+back in place. Parameters outside of stacks are updated together.
 """
 
 import functools
@@ -31,9 +31,13 @@ class Parts(typing.NamedTuple):
 
 
 def update(optimizer, gradients, old: Parts, finite: jax.Array, stages: int, **arguments) -> Parts:
-    """The parts after a step. With arrays in host memory they are stored as `old`, which they equal
-    unless `finite`; else weights are float32 masters, whatever `finite`. stages: devices over which
-    stacks are sharded along their layers. arguments: of the optimizer's update."""
+    """Run the optimizer on the trained parameters.
+
+    Without offload: returns float32 masters and new moments, for the caller to store (`chosen` in
+    state.py). With offload: returns the parts in the form of `old`, and `old` itself if the step is
+    not `finite`. stages: number of pipeline stages that shard the stacks' layers. arguments: for
+    the optimizer's update.
+    """
     run = functools.partial(apply, optimizer, arguments)
     if not any(map(is_on_host, jax.tree.leaves(old))):
         return run(gradients, old)
@@ -53,14 +57,14 @@ def update(optimizer, gradients, old: Parts, finite: jax.Array, stages: int, **a
 
 
 def apply(optimizer, arguments: dict, gradients, old: Parts, **rows) -> Parts:
-    """The parts after a step, with float32 masters, of parts in device memory."""
+    """Run the optimizer on arrays in device memory; returns float32 masters and new moments."""
     own = whole(old.weights, old.remainders)
     updates, moments = optimizer.update(gradients, old.moments, own, **arguments, **rows)
     return Parts(jax.tree.map(jnp.add, own, updates), None, moments)
 
 
 def store(finite: jax.Array, run: Callable, gradients, old: Parts, **rows) -> Parts:
-    """The parts after a step, stored as `old`; `old` unless `finite`."""
+    """Call `run` and return its result in the form of `old`, or `old` if the step is not finite."""
     weights, remainders, moments = run(gradients, old, **rows)
     if old.remainders is not None:
         weights, remainders = divided(weights)
@@ -72,8 +76,8 @@ def store(finite: jax.Array, run: Callable, gradients, old: Parts, **rows) -> Pa
 def in_loop(
     run: Callable, gradients, old: Parts, layers: dict[int, jax.Array], stages: int
 ) -> Parts:
-    """`run` on a group of stacked layers, one of each stage at a time. layers: {number of the
-    group: its layer in each row}, empty outside of stacks."""
+    """Apply `run` to one layer of each pipeline stage at a time. old: a group of stacked layers.
+    layers: {group number: layer number of each row}; empty outside of stacks."""
     arrays, scalars = variables_of(old), without_variables(old)
 
     def by_stage(tree):
@@ -93,8 +97,8 @@ def in_loop(
         return arrays, without_variables(new)
 
     arrays, gradients, layers = by_stage((arrays, gradients, layers))
-    # XLA does not know the number of iterations: it would inline a single one, and read its arrays
-    # from the host before other loops.
+    # Hide the number of iterations from XLA: it would inline a loop of one iteration, and copy its
+    # arrays from the host before other loops run.
     length = jax.tree.leaves(arrays)[0].shape[1] + never(jax.tree.leaves(gradients)[0])
     arrays, scalars = lax.fori_loop(0, length, body, (arrays, scalars))
     return joined(jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), arrays), scalars)
@@ -114,7 +118,7 @@ def group_of(path) -> int | None:
 
 
 def select(group: int | None, tree):
-    """`tree` with the variables of one group, and all arrays that are not in a variable."""
+    """Keep the variables of one group and all arrays outside of variables."""
 
     def one(path, node):
         is_other = is_variable(node) and group_of(path) != group

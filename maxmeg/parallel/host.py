@@ -1,4 +1,4 @@
-"""Pinned host memory: the memory of the CPU that accelerators copy from and to directly."""
+"""Pinned host memory: CPU memory that GPUs read and write directly."""
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -7,8 +7,8 @@ HOST = "pinned_host"
 
 
 class AbsentHostSharding(NamedSharding):
-    """A sharding in host memory beside GPUs that this machine does not have. They list no memories,
-    and jaxlib then drops the memory kind of a NamedSharding."""
+    """A sharding in pinned host memory for compilation without GPUs: topology devices list no
+    memories, and jaxlib then drops the memory kind of a NamedSharding."""
 
     @property
     def memory_kind(self) -> str:
@@ -33,7 +33,7 @@ def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 
 
 def check_host_memory(mesh: Mesh) -> None:
-    """ValueError if the devices have memories, but none that is pinned on the host."""
+    """ValueError if the devices list their memories and pinned host memory is not among them."""
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if kinds and HOST not in kinds:
@@ -45,7 +45,8 @@ def check_host_memory(mesh: Mesh) -> None:
 
 
 def result_sharding(sharding: NamedSharding) -> NamedSharding:
-    """The sharding as jax.jit takes it for results: for absent devices without a memory kind."""
+    """A sharding that jax.jit accepts in out_shardings: without a memory kind for devices that are
+    only compiled for."""
     return NamedSharding(sharding.mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
@@ -54,13 +55,13 @@ def is_on_host(array) -> bool:
 
 
 def to_device(tree):
-    """`tree` with its arrays in device memory."""
+    """Copy the arrays of `tree` that are in host memory to the device."""
     space = jax.memory.Space.Device
     return jax.tree.map(lambda a: jax.device_put(a, space) if is_on_host(a) else a, tree)
 
 
 def to_memory_of(tree, like):
-    """`tree` with each array in the memory of the same array of `like`."""
+    """Copy each array of `tree` to the host if the array in its place in `like` is there."""
 
     def one(array, other):
         return jax.device_put(array, jax.memory.Space.Host) if is_on_host(other) else array

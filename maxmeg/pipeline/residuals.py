@@ -49,8 +49,8 @@ class UnitVjp:
 
 
 def check_offloaded(names: frozenset[str], vjps: list[UnitVjp], inputs: list, x) -> None:
-    """ValueError for activations to offload that no group stores. inputs: (params, constants) of
-    each group's vjp, and x their input, all abstract."""
+    """ValueError for names that `model.recompute` offloads but no layer stores. inputs: (params,
+    constants) of each vjp; x: the hidden states; all abstract."""
     if not vjps or not names:
         return
     there = set[str]()
@@ -64,8 +64,8 @@ def check_offloaded(names: frozenset[str], vjps: list[UnitVjp], inputs: list, x)
 
 
 def typed_shapes(function: Callable, *arguments):
-    """As jax.eval_shape, but abstract arrays, which have a memory: that of the device or, if
-    `model.recompute` offloads them, of the host."""
+    """Like jax.eval_shape, but the abstract arrays also tell whether they are in device or host
+    memory."""
     traced, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return jax.tree.unflatten(jax.tree.structure(shapes), traced.out_avals)
 

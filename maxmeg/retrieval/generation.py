@@ -1,6 +1,6 @@
-"""Text by RETRO, whose chunks' neighbours are looked up as soon as the chunks are complete.
+"""Generation by RETRO: when a chunk of the text is complete, its neighbours are looked up.
 
-There is no cache: each token takes a forward pass over its whole text.
+There is no key/value cache: each new token takes a forward pass over the whole text.
 """
 
 import functools
@@ -24,9 +24,10 @@ Search = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Generator:
-    """Continues texts, as `inference.engine.Engine` does for other models.
+    """Generate from RETRO, with the interface of `inference.engine.Engine`.
 
-    search: of neighbours; None: the model reads none. batch: most texts at a time.
+    search: finds the neighbours of chunks; None: generate without neighbours. batch: largest number
+    of texts at a time.
     """
 
     def __init__(self, trained: Trained, search: Search | None, batch: int) -> None:
@@ -38,8 +39,8 @@ class Generator:
         self.program = jitted(function, trained.config, trained.mesh, trained.model)
 
     def check(self, prompt: np.ndarray, request: Request, where: str = "") -> None:
-        """ValueError for a prompt that is empty, too long, or has tokens without embedding, and for
-        what only the engine can do."""
+        """ValueError for a prompt that is empty, too long or has unknown tokens, and for options
+        that only the engine has."""
         check_length(len(prompt), request.num_tokens, self.model.max_position, where)
         check_ids(np.asarray(prompt), self.model.vocab_size, where)
         sampling = request.sampling
@@ -53,7 +54,7 @@ class Generator:
     def generate(
         self, prompts: Sequence[np.ndarray], request: Request, seed: int = 0
     ) -> list[Reply]:
-        """Return the replies to prompts, whose numbers are 0, 1, ...; ValueError as `check`."""
+        """Return the replies to the prompts, in their order. ValueError as `check`."""
         for number, ids in enumerate(prompts, 1):
             where = f"prompt {number} of {len(prompts)}: " if len(prompts) > 1 else ""
             self.check(ids, request, where)
@@ -66,7 +67,7 @@ class Generator:
         return replies
 
     def stream(self, prompt: np.ndarray, request: Request, seed: int = 0) -> Iterator[str]:
-        """Yield the pieces of the text after a prompt, as they are known; ValueError as `check`."""
+        """Yield the text after a prompt piece by piece. ValueError as `check`."""
         self.check(prompt, request)
         reply, shown = Reply(tuple(map(int, prompt)), request, seed, 0), 0
         for _ in self._steps([reply]):
@@ -74,7 +75,7 @@ class Generator:
             shown = len(reply.text)
 
     def _steps(self, replies: list[Reply]) -> Iterator[None]:
-        """Fill replies, a token of each in each step."""
+        """Generate the replies in place; yields after each step, which adds a token to each."""
         longest = max(len(reply.prompt) + reply.request.num_tokens for reply in replies)
         count = -(-longest // self.chunk)
         ids_BL = np.zeros((len(replies), count * self.chunk), np.int32)
@@ -116,7 +117,7 @@ def rows_of(replies: list[Reply]) -> Rows:
 
 
 def add(reply: Reply, text: Text, token: int, logprob: float) -> None:
-    """Add the next token to a reply, and end it where that is due."""
+    """Append a token to a reply, and set its reason if it ends here."""
     request, is_stopped = reply.request, False
     if token in request.ends:
         reply.reason = "stop"
@@ -140,7 +141,8 @@ def next_tokens(
     rows: Rows,
     max_position: int,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """The token after the first `lengths_B` of each text, and its log-probability."""
+    """Sample the token after the first lengths_B tokens of each text. Returns (token,
+    log-probability)."""
     positions_L = jnp.minimum(jnp.arange(ids_BL.shape[1]), max_position - 1)
     positions_BL = jnp.broadcast_to(positions_L, ids_BL.shape)
     source = Source.of(near_BS, segments_BS)

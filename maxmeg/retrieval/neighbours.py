@@ -79,7 +79,7 @@ class Encoder:
 
 
 def load_encoder(run_dir: str, pooling: str) -> Encoder:
-    """ValueError for a model that does not embed texts, or not with this pooling."""
+    """Load the model that embeds chunks. ValueError if it cannot embed texts with this pooling."""
     trained, named = load_run(run_dir), typing.cast(Pooling, pooling)
     embedder = Embedder(trained, few=True)
     embedder.check(named)
@@ -157,10 +157,10 @@ def blocks_of(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Finds the neighbours of whole chunks of any text, as `prepare` finds those of a corpus.
+    """Find the neighbours of any chunks, in the way `prepare` finds those of a corpus.
 
-    database: chunks of the training split. index: of their embeddings. count: neighbours of a
-    chunk. length: tokens of a neighbour.
+    database: chunks of the training split. index: their embeddings. count: number of neighbours per
+    chunk. length: number of tokens per neighbour.
     """
 
     database: Chunks
@@ -171,8 +171,8 @@ class Search:
     length: int
 
     def __call__(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(ids [N, count * length], bool [N, count * length]: whether they are tokens) of the
-        neighbours of chunks with ids [N, chunk length]."""
+        """Return the neighbours of chunks [N, chunk length]: token ids [N, count * length] and a
+        mask of the same shape, False for padding."""
         sizes = np.full(len(ids), self.database.length)
         vectors = self.encoder.embed(texts_of(ids, sizes, self.tokenizer))
         found = self.index.search(vectors, self.count)[1]
@@ -182,8 +182,8 @@ class Search:
 
 
 def open_search(config: Config, encoder: Encoder) -> Search:
-    """Search among the chunks that a run was trained with. ValueError if its neighbours were found
-    in another corpus, or with another tokenizer, encoder or length of chunks."""
+    """Open the chunk database that a run was trained with. ValueError if it was built from another
+    corpus or with another tokenizer, encoder or chunk length."""
     (tokenizer, corpus), data = open_indexed(config), config.data
     database = split_chunks(corpus, data.split, 0, data.chunk_length)
     expected = {"chunk_length": data.chunk_length, "database": database.identity}

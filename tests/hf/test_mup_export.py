@@ -45,9 +45,9 @@ def test_an_exported_model_computes_the_same(name, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"mtp.num_layers": 1}, "multiplies the logits of MTP layers too"),
-        ({"attention.qk_norm": QkNorm.l2}, "queries that have no weights of their own"),
-        ({"attention.output_gate": True}, "queries that have no weights of their own"),
+        ({"mtp.num_layers": 1}, "into the final norm, which MTP layers do not use"),
+        ({"attention.qk_norm": QkNorm.l2}, "no weight scales the queries alone"),
+        ({"attention.output_gate": True}, "no weight scales the queries alone"),
     ],
 )
 def test_models_without_a_place_for_the_factors_are_refused(fields, message):

@@ -121,5 +121,5 @@ def test_validation_loading_and_export_read_the_averages(tmp_path):
         lambda: load_run(str(tmp_path / "plain"), average=True),
         lambda: convert.export_model(tmp_path / "plain", tmp_path / "no", average=True),
     ):
-        with pytest.raises(ValueError, match="has no averages of weights"):
+        with pytest.raises(ValueError, match="has no EMA weights"):
             read()

@@ -142,7 +142,7 @@ def test_what_is_refused(model, prompts, data):
     for given, message in cases:
         other = Trained(model.model, copy.deepcopy(model.config), TOKENIZER, 0, model.mesh)
         other.config.data.read_neighbours = given.pop("read_neighbours", Neighbours.nearest)
-        message = "looks up no neighbours" if message == "none" else message
+        message = "reads no neighbours" if message == "none" else message
         with pytest.raises(ValueError, match=message):
             generate.make_engine(other, options.Generate(**given), 1)
     assert prompt_tokens(TOKENIZER, model.config, "a").tolist() == [97]  # it is no source

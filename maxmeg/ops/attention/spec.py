@@ -18,8 +18,8 @@ class ScoreSpec:
     included (Mistral, Gemma); not causal: |i - j| < window. chunk: a query sees the keys of its own
     chunk of positions (Llama 4). window, chunk, softcap 0: off; scale 0: 1/sqrt(K). merged: outputs
     are merged with those of other keys, so a query that sees no key may have any output whose
-    log-sum-exp is at most NEGATIVE. distance: of the buckets of `Operands.bias_NH`. largest: the
-    largest score of each query is returned too.
+    log-sum-exp is at most NEGATIVE. distance: of the buckets of `Operands.bias_NH`. largest:
+    also return the largest score of each query.
     """
 
     causal: bool = True

@@ -1,4 +1,4 @@
-"""What pinned host memory holds instead of a device, and the time of its transfers."""
+"""Bytes that are offloaded to pinned host memory, and the time of their transfers."""
 
 from maxmeg.planning.cost.memory import activations, parameter_memory, unit_activations
 from maxmeg.planning.cost.workload import Workload
@@ -6,7 +6,7 @@ from maxmeg.planning.hardware import Cluster
 
 
 def host_memory(work: Workload) -> dict[str, int]:
-    """Bytes of one GPU's arrays in host memory by purpose; empty if nothing is offloaded."""
+    """Bytes in host memory per GPU, by purpose; empty if nothing is offloaded."""
     device, whole = parameter_memory(work), parameter_memory(work.on_device)
     parts = {
         "optimizer state": sum(whole.values()) - sum(device.values()),
@@ -16,8 +16,7 @@ def host_memory(work: Workload) -> dict[str, int]:
 
 
 def sent_in_forward(work: Workload) -> int:
-    """Bytes of activations that a GPU sends to the host in forward of a step; backward reads them
-    again."""
+    """Bytes of activations per GPU that forward sends to the host in a step, and backward reads."""
     chunks = work.config.parallel.chunks
     units = zip(work.units, work.places, strict=True)
     each = sum(
@@ -28,8 +27,8 @@ def sent_in_forward(work: Workload) -> int:
 
 
 def offload_seconds(work: Workload, cluster: Cluster, forward: float, backward: float) -> float:
-    """Seconds that transfers add to a step. Those of activations run beside products, which take
-    `forward` and `backward` seconds. The optimizer's loop reads and then writes each layer."""
+    """Seconds that transfers add to a step. Transfers of activations overlap with the `forward` and
+    `backward` seconds of compute; the optimizer's loop reads and then writes each layer."""
     if not (parts := host_memory(work)):
         return 0.0
     activation = sent_in_forward(work) / cluster.host_rate
