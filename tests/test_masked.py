@@ -39,7 +39,9 @@ from maxmeg.planning.cost.flops import training_flops
 from maxmeg.step import make_gradients
 
 REPOSITORY = Path(__file__).parent.parent
-TOLERANCE = 2e-5  # relative, float32: the order of sums differs
+TOLERANCE = 1e-5  # relative, float32: the order of sums differs
+PAIR = "['model']['bert']['pair']['weight']"  # its gradient is a sum over rows whose terms cancel
+CANCELLED = 2e-5
 FLOOR = 1e-9  # for gradients that are zero in exact arithmetic
 SLOW = pytest.mark.slow
 LAYOUTS = [
@@ -83,7 +85,15 @@ def one_device(tmp_path_factory):
 def test_layout_equals_one_device(one_device, tmp_path, parallel, micro):
     assert one_device[0].keys() == {"loss", "pair_loss", "pair_accuracy"}
     found = gradients(tmp_path, parallel, micro)
-    assert_equal_but_rounding(found, one_device, TOLERANCE, FLOOR)
+    for tolerance, is_head in ((TOLERANCE, False), (CANCELLED, True)):
+        sides = split_head(found, is_head), split_head(one_device, is_head)
+        assert_equal_but_rounding(*sides, tolerance, FLOOR)
+
+
+def split_head(results: tuple, is_head: bool) -> tuple:
+    """(losses, gradients): of the head of pairs, or all others."""
+    losses, arrays, *_ = results
+    return losses, {name: array for name, array in arrays.items() if (name == PAIR) == is_head}
 
 
 def test_the_loss_is_that_of_masked_tokens_and_of_the_order_of_pairs(tmp_path):
