@@ -270,7 +270,7 @@ def make_gradients(
     outside_stages = without_cuts_of_stack(gradient_reductions)
     cuts_layers = any(place.cut for place in jax.tree.leaves(partition(gradient_reductions)[1]))
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
-    dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.fp8)
+    dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.quantization)
 
     def local(model, batch, raw_key, scale):
         masks, reduction = objective.masks(model, batch), config.train.loss_reduction
@@ -354,7 +354,10 @@ def make_train_step(
         donate_argnums=0,
         out_shardings=(jax.tree.map(result_sharding, shardings_of(abstract)), None),
         compiler_options=compiler_options(
-            abstract.model, mesh, config.parallel.zero1, fp8=recipe_of(config.train.fp8) is not None
+            abstract.model,
+            mesh,
+            config.parallel.zero1,
+            fp8=recipe_of(config.train.quantization) is not None,
         ),
     )
 
@@ -407,7 +410,7 @@ def make_eval_step(
     objective = objective or OBJECTIVES[config.data.objective]
     gradient_reductions = reductions(model, mesh, zero1=False)
     specs = storage_specs(model, mesh, zero1=False)
-    dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.fp8)
+    dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.quantization)
 
     def local(model, batch):
         reduction = config.train.loss_reduction

@@ -18,9 +18,9 @@ from layouts import (
 from tables import thinned
 from test_float16 import metrics, small
 
-from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
 from maxmeg.config.mixers import ExpertBackend, TensorOverlap
 from maxmeg.config.model import DType
+from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
 from maxmeg.config.schema import LoraConfig
 from maxmeg.config.validate import validate
 from maxmeg.layers import quantized
@@ -30,7 +30,8 @@ from maxmeg.step import make_eval_step
 from maxmeg.train import main
 
 TENSORWISE, MXFP8, BLOCKWISE = map(
-    Fp8Config, (Fp8Recipe.tensorwise, Fp8Recipe.mxfp8, Fp8Recipe.blockwise)
+    QuantizationConfig,
+    (QuantizationRecipe.tensorwise, QuantizationRecipe.mxfp8, QuantizationRecipe.blockwise),
 )
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
@@ -78,19 +79,21 @@ LAYOUTS = [
 ]
 
 
-def gradients(model: str, fp8: Fp8Config, micro: int = 0, **parallel: int) -> tuple[dict, dict]:
-    train = {"fp8": fp8, "micro_batch_size": micro}
+def gradients(
+    model: str, fp8: QuantizationConfig, micro: int = 0, **parallel: int
+) -> tuple[dict, dict]:
+    train = {"quantization": fp8, "micro_batch_size": micro}
     loss, found = model_gradients(tiny(MODELS[model], train, **parallel))
     return {"loss": loss}, found
 
 
 @functools.cache
-def alone(model: str, recipe: Fp8Recipe) -> tuple[dict, dict]:
-    return gradients(model, Fp8Config(recipe), fsdp=1)
+def alone(model: str, recipe: QuantizationRecipe) -> tuple[dict, dict]:
+    return gradients(model, QuantizationConfig(recipe), fsdp=1)
 
 
 @pytest.mark.parametrize(("fp8", "model", "parallel", "micro"), LAYOUTS)
-def test_every_mesh_gives_the_same(fp8: Fp8Config, model, parallel, micro):
+def test_every_mesh_gives_the_same(fp8: QuantizationConfig, model, parallel, micro):
     found, wanted = gradients(model, fp8, micro, **parallel), alone(model, fp8.recipe)
     scans = model == "hybrid"  # it amplifies rounding
     assert_equal_but_rounding(found, wanted, FLIPPED if scans else TOLERANCE, FLOOR)
@@ -100,8 +103,8 @@ def test_every_mesh_gives_the_same(fp8: Fp8Config, model, parallel, micro):
 @pytest.mark.parametrize(
     ("fp8", "model"), thinned([(MXFP8, "wide"), (TENSORWISE, "dense"), (BLOCKWISE, "wide")], 3)
 )
-def test_products_are_quantized_and_little_else_changes(fp8: Fp8Config, model: str):
-    found, exact = alone(model, fp8.recipe), gradients(model, Fp8Config(), fsdp=1)
+def test_products_are_quantized_and_little_else_changes(fp8: QuantizationConfig, model: str):
+    found, exact = alone(model, fp8.recipe), gradients(model, QuantizationConfig(), fsdp=1)
     assert 0 < abs(found[0]["loss"] - exact[0]["loss"]) < QUANTIZED * exact[0]["loss"]
     for name, array in exact[1].items():
         if np.abs(array).max():
@@ -125,8 +128,8 @@ def test_first_and_last_layers_are_groups_that_stay_wide():
 def test_evaluation_and_adapters_compute_with_codes():
     for lora in (LoraConfig(), LoraConfig(rank=2)):
         losses = []
-        for fp8 in (TENSORWISE, Fp8Config()):
-            config = tiny({"attention.num_kv_heads": 4}, {"fp8": fp8}, fsdp=2)
+        for fp8 in (TENSORWISE, QuantizationConfig()):
+            config = tiny({"attention.num_kv_heads": 4}, {"quantization": fp8}, fsdp=2)
             config.lora = lora
             mesh = mesh_of(config)
             _, abstract, state = tiny_state(config, mesh)
@@ -140,11 +143,11 @@ def test_evaluation_and_adapters_compute_with_codes():
 
 
 def test_what_cannot_run_is_refused(monkeypatch):
-    config = tiny({}, {"fp8": TENSORWISE}, fsdp=2)
+    config = tiny({}, {"quantization": TENSORWISE}, fsdp=2)
     monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (8, 0)))
     with pytest.raises(ValueError, match=r"8\.9 \(Ada\) or newer, found 8\.0: set train"):
         model_gradients(config)
-    config.train.fp8 = MXFP8
+    config.train.quantization = MXFP8
     monkeypatch.setattr(quantized, "target_device", lambda: Device("cuda", (9, 0)))
     with pytest.raises(ValueError, match=r"10\.0 \(Blackwell\) or newer, found 9\.0: set .*wise"):
         model_gradients(config)
@@ -153,18 +156,23 @@ def test_what_cannot_run_is_refused(monkeypatch):
         ValueError, match=r"blocks of 32 weights, so the sizes of the 16 x \d+ shard"
     ):
         model_gradients(config)
-    config = tiny({"layers": "*(attention,moe)", "moe.ffn_size": 32}, {"fp8": MXFP8})
+    config = tiny({"layers": "*(attention,moe)", "moe.ffn_size": 32}, {"quantization": MXFP8})
     with pytest.raises(
         ValueError, match=r"equally many rows for each expert: set model\.moe\.backend"
     ):
         model_gradients(config)
-    config = tiny({}, {"fp8": TENSORWISE}, fsdp=2)
+    config = tiny({}, {"quantization": TENSORWISE}, fsdp=2)
     config.parallel.tensor_overlap = TensorOverlap.on
-    with pytest.raises(ValueError, match=r"cannot be combined with train\.fp8\.recipe=tensorwise"):
+    with pytest.raises(
+        ValueError, match=r"cannot be combined with train\.quantization\.recipe=tensorwise"
+    ):
         validate(config, 2)
-    for fp8 in (Fp8Config(format=Fp8Format.e4m3), Fp8Config(Fp8Recipe.mxfp8, Fp8Format.e4m3)):
-        with pytest.raises(ValueError, match=r"train\.fp8\.format=e4m3 has no effect"):
-            validate(tiny({}, {"fp8": fp8}), 1)
+    for fp8 in (
+        QuantizationConfig(format=Fp8Format.e4m3),
+        QuantizationConfig(QuantizationRecipe.mxfp8, Fp8Format.e4m3),
+    ):
+        with pytest.raises(ValueError, match=r"train\.quantization\.format=e4m3 has no effect"):
+            validate(tiny({}, {"quantization": fp8}), 1)
 
 
 @pytest.mark.slow
@@ -173,7 +181,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
     def run(folder, steps):
         config = short_runs.config(corpus, folder, steps, {}, {"fsdp": 4, "tensor": 2})
-        config.train.fp8 = TENSORWISE
+        config.train.quantization = TENSORWISE
         main(config)
 
     short_runs.resumed_bitwise(run, tmp_path)
@@ -181,10 +189,10 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 def test_losses_are_those_of_bfloat16(tmp_path):
-    def last_loss(fp8: Fp8Config) -> float:
-        config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, fp8=fp8)
+    def last_loss(fp8: QuantizationConfig) -> float:
+        config = small(tmp_path / fp8.recipe.name, DType.bfloat16, 300, quantization=fp8)
         main(config)
         return float(np.mean([row["loss"] for row in metrics(config)[-20:]]))
 
     found = last_loss(TENSORWISE)
-    assert found == pytest.approx(last_loss(Fp8Config()), rel=SAME_LOSS)
+    assert found == pytest.approx(last_loss(QuantizationConfig()), rel=SAME_LOSS)

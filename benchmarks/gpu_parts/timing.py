@@ -99,7 +99,7 @@ class Sizes:
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=8),
         Model(
             *("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), 8),
-            settings=(("train.fp8.recipe", "tensorwise"),),
+            settings=(("train.quantization.recipe", "tensorwise"),),
         ),
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=4),
         Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
@@ -139,7 +139,7 @@ TINY = Sizes(
     models=(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
         Model("tiny", 32, ((2, "minimal"),), layers=1),
-        Model("tiny", 32, ((2, "minimal"),), 1, (("train.fp8.recipe", "tensorwise"),)),
+        Model("tiny", 32, ((2, "minimal"),), 1, (("train.quantization.recipe", "tensorwise"),)),
     ),
     served=Served(Model("tiny", 64, (), layers=2), (2,), 16),
     steps=4,

@@ -103,14 +103,14 @@ class ModelConfig:
     )
     first_layers_bf16: int = setting(
         0,
-        "number of layers at the start that are computed in model.dtype under train.fp8; they form "
-        "a separate group in checkpoints",
+        "number of layers at the start that are computed in model.dtype under train.quantization; "
+        "they form a separate group in checkpoints",
         "--first-last-layers-bf16, --num-layers-at-start-in-bf16",
         at_least=0,
     )
     last_layers_bf16: int = setting(
         0,
-        "number of layers at the end that are computed in model.dtype under train.fp8",
+        "number of layers at the end that are computed in model.dtype under train.quantization",
         "--num-layers-at-end-in-bf16",
         at_least=0,
     )
@@ -263,12 +263,12 @@ class ModelConfig:
     @property
     def groups(self) -> Groups:
         """The layers as units that repeat: ((layers of the unit, repeats), ...). Layers in `dtype`
-        under train.fp8 are separate groups."""
+        under train.quantization are separate groups."""
         return sum(self._grouped_parts, ())
 
     @property
     def unquantized_groups(self) -> frozenset[int]:
-        """The groups that are computed in `dtype` under train.fp8."""
+        """The groups that are computed in `dtype` under train.quantization."""
         first, middle, last = map(len, self._grouped_parts)
         return frozenset((*range(first), *range(first + middle, first + middle + last)))
 

@@ -72,7 +72,7 @@ def model_problems(model: ModelConfig) -> Iterator[str]:
     if unquantized >= model.num_layers:
         yield (
             f"model.first_layers_bf16 + last_layers_bf16 = {unquantized} must be less than "
-            f"model.num_layers={model.num_layers}: else train.fp8 has no layers"
+            f"model.num_layers={model.num_layers}: else train.quantization has no layers"
         )
     yield from unread_problems(model)
     yield from recompute_problems(model.recompute)

@@ -9,7 +9,6 @@ import dataclasses
 import enum
 
 from maxmeg.config.data import DataConfig
-from maxmeg.config.fp8 import Fp8Config
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.optimizers import (
     AdafactorConfig,
@@ -19,6 +18,7 @@ from maxmeg.config.optimizers import (
     SoapConfig,
 )
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.quantization import QuantizationConfig
 from maxmeg.config.setting import setting
 
 
@@ -270,7 +270,7 @@ class TrainConfig:
         "auto: xla, or tiled if a chunk's logits exceed 1 GiB (on a CPU 512 MiB)",
         "--cross-entropy-fusion-impl",
     )
-    fp8: Fp8Config = setting(Fp8Config, "products in 8-bit floats")
+    quantization: QuantizationConfig = setting(QuantizationConfig, "products in 8-bit floats")
     eval_every: int = setting(
         50, "steps between validations; 0: never", "--eval-interval", at_least=0
     )

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from maxmeg.config import retrieval, source
 from maxmeg.config.context import DELTA, KINDS, context_problems
 from maxmeg.config.data import DataConfig, DataOrder, Objective, Packing
-from maxmeg.config.fp8 import Fp8Recipe
 from maxmeg.config.labelled import Scored
 from maxmeg.config.layers import OVERLAPPED
 from maxmeg.config.mixers import TensorOverlap
@@ -23,6 +22,7 @@ from maxmeg.config.model_rules import (
 )
 from maxmeg.config.optim_rules import optim_problems
 from maxmeg.config.parallel import ParallelConfig, Schedule
+from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, WatchdogConfig
 from maxmeg.config.setting import declared_problems, divisors
 from maxmeg.config.stages import units_of_chunks
@@ -260,10 +260,11 @@ def overlap_problems(config: Config) -> Iterator[str]:
             f"parallel.tensor_overlap=on cannot be combined with lora.rank={config.lora.rank}, as "
             "adapters read the whole sequence: leave one out"
         )
-    if config.train.fp8.recipe is not Fp8Recipe.none:
+    if config.train.quantization.recipe is not QuantizationRecipe.none:
         yield (
-            f"parallel.tensor_overlap=on cannot be combined with train.fp8.recipe="
-            f"{config.train.fp8.recipe.value}, whose products read whole inputs: leave one out"
+            "parallel.tensor_overlap=on cannot be combined with train.quantization.recipe="
+            f"{config.train.quantization.recipe.value}, whose products read whole inputs: leave "
+            "one out"
         )
     sublayers = {names for unit, _ in config.model.groups for layer in unit for names in layer}
     if not any(OVERLAPPED.issuperset(names) for names in sublayers):

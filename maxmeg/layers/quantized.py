@@ -1,4 +1,4 @@
-"""8-bit copies ("codes") of the layers' weights, which train.fp8 multiplies.
+"""8-bit copies ("codes") of the layers' weights, which train.quantization multiplies.
 
 A step quantizes the weights once, so that microbatches share the codes, and fsdp gathers one byte
 per weight. The weight stays in the model, because its gradient is computed as usual. Its value is
@@ -49,8 +49,8 @@ class Codes(nnx.Module):
         """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
         if self.recipe.block:
             raise ValueError(
-                "train.fp8.recipe=mxfp8 and blockwise need equally many rows for each expert: set "
-                "model.moe.backend=batched, or train.fp8.recipe=tensorwise"
+                "train.quantization.recipe=mxfp8 and blockwise need equally many rows for each "
+                "expert: set model.moe.backend=batched, or train.quantization.recipe=tensorwise"
             )
         return self.whole()[0]
 
@@ -101,10 +101,11 @@ def in_blocks(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[
     for weight in weights:
         if any(size % recipe.block for size in weight.shape[-2:]):
             raise ValueError(
-                f"train.fp8 quantizes blocks of {recipe.block} weights, so the sizes of the "
-                f"{weight.shape[-2]} x {weight.shape[-1]} shard of a matrix "
+                f"train.quantization.recipe has blocks of {recipe.block} weights, so the sizes of "
+                f"the {weight.shape[-2]} x {weight.shape[-1]} shard of a matrix "
                 f"{weight.get_metadata('sizes')} must be multiples of {recipe.block}: lower "
-                "parallel.fsdp, tensor or (with zero1) data, or set train.fp8.recipe=tensorwise"
+                "parallel.fsdp, tensor or (with zero1) data, or set "
+                "train.quantization.recipe=tensorwise"
             )
     arrays = after([weight[...] for weight in weights], before)
     return [recipe.weights(w) for w in arrays]

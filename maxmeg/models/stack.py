@@ -106,8 +106,8 @@ class Stack(nnx.Module):
 
     They are in model order or, with a `layout`, in the order of the pipeline's places; places
     without a layer are zero. recompute: as in ModelConfig. unroll: repeats of a unit per iteration
-    of the loop over them; 0: no loop. unquantized: groups that train.fp8 leaves in the compute
-    dtype.
+    of the loop over them; 0: no loop. unquantized: groups that train.quantization leaves in the
+    compute dtype.
     """
 
     unquantized: frozenset[int] = frozenset()

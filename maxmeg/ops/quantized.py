@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from maxmeg.config.fp8 import Fp8Config, Fp8Format, Fp8Recipe
+from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
 
 MANTISSA_BITS = 23  # of float32
@@ -81,14 +81,14 @@ class Recipe:
         return contract(left, right, dims, dtype)
 
 
-def recipe_of(config: Fp8Config) -> Recipe | None:
+def recipe_of(config: QuantizationConfig) -> Recipe | None:
     """The recipe that the settings name; None: products are not quantized."""
-    if config.recipe is Fp8Recipe.none:
+    if config.recipe is QuantizationRecipe.none:
         return None
     e4m3 = "float8_e4m3fn"
-    if config.recipe is Fp8Recipe.mxfp8:
+    if config.recipe is QuantizationRecipe.mxfp8:
         return Recipe(backward=e4m3, block=MX_BLOCK)
-    if config.recipe is Fp8Recipe.blockwise:
+    if config.recipe is QuantizationRecipe.blockwise:
         return Recipe(backward=e4m3, block=BLOCK, square=True)
     return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
 
@@ -100,13 +100,13 @@ def check_device(recipe: Recipe, device: Device) -> None:
     found = ".".join(map(str, device.capability))
     if device.capability < ADA:
         raise ValueError(
-            f"train.fp8 needs compute capability 8.9 (Ada) or newer, found {found}: set "
-            "train.fp8.recipe=none"
+            f"train.quantization needs compute capability 8.9 (Ada) or newer, found {found}: set "
+            "train.quantization.recipe=none"
         )
     if recipe.block == MX_BLOCK and device.capability < (BLACKWELL, 0):
         raise ValueError(
-            "train.fp8.recipe=mxfp8 needs compute capability 10.0 (Blackwell) or newer, found "
-            f"{found}: set train.fp8.recipe=tensorwise"
+            "train.quantization.recipe=mxfp8 needs compute capability 10.0 (Blackwell) or newer, "
+            f"found {found}: set train.quantization.recipe=tensorwise"
         )
 
 

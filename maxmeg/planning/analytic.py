@@ -7,8 +7,8 @@ The time of one device:
   five residual streams; once in forward, twice in backward, once if recomputed), logits, float32
   gradient accumulation, the optimizer.
 - A frozen base has no weight gradients; the products of adapters are left out.
-- With `train.fp8` the layers' products run at `FP8_REACHED` of twice that peak, and their operands
-  are read and written once more.
+- With `train.quantization` the layers' products run at `FP8_REACHED` of twice that peak, and their
+  operands are read and written once more.
 - Recomputation adds products (full: the layer's forward; selective: attention).
 - A pipeline tick takes the time of its lanes in the busiest chunk; stages with fewer layers wait.
   The bubble is the ticks beyond the ideal.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from maxmeg.config.fp8 import Fp8Recipe
 from maxmeg.config.parallel import ParallelConfig
+from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Config, TrainConfig
 from maxmeg.models.registry import use_architecture
 from maxmeg.planning.compile import compile_report
@@ -33,19 +33,19 @@ BLOCKS = "__cudnn$blockScaledDot"
 
 
 @functools.cache
-def compiled(name: str, recipe: Fp8Recipe, folder: Path) -> tuple[Compiled, str]:
+def compiled(name: str, recipe: QuantizationRecipe, folder: Path) -> tuple[Compiled, str]:
     config = configured(name, recipe)
     path = folder / f"{name}-{recipe.name}.hlo"
-    hardware = "b200" if recipe is Fp8Recipe.mxfp8 else "h100"
+    hardware = "b200" if recipe is QuantizationRecipe.mxfp8 else "h100"
     return compile_report(config, hardware, GPUS, str(path)), path.read_text()
 
 
-def configured(name: str, recipe: Fp8Recipe) -> Config:
+def configured(name: str, recipe: QuantizationRecipe) -> Config:
     model, parallel, _ = CASES[name]
     shards = GPUS // parallel.get("tensor", 1)
     train = TrainConfig(global_batch_size=shards, micro_batch_size=1)
     config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), model)
-    config.train.fp8.recipe, config.data.sequence_length = recipe, LENGTH
+    config.train.quantization.recipe, config.data.sequence_length = recipe, LENGTH
     config.model.num_layers = LAYERS
     config.model.first_layers_bf16 = config.model.last_layers_bf16 = WIDE.get(name, 0) // 2
     return config
@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_projection_makes_three_products_in_eight_bits(name, folder):
-    report, text = compiled(name, Fp8Recipe.tensorwise, folder)
+    report, text = compiled(name, QuantizationRecipe.tensorwise, folder)
     wide, products = WIDE.get(name, 0), PRODUCTS * CASES[name][2]
     assert report.kernels[EIGHT_BITS] == products * (LAYERS - wide)
     if name in WIDE:
@@ -70,9 +70,9 @@ def test_every_projection_makes_three_products_in_eight_bits(name, folder):
 
 
 def test_mxfp8_multiplies_blocks(folder):
-    report, _ = compiled("fsdp", Fp8Recipe.mxfp8, folder)
+    report, _ = compiled("fsdp", QuantizationRecipe.mxfp8, folder)
     assert report.kernels[BLOCKS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
-    report, _ = compiled("experts", Fp8Recipe.mxfp8, folder)
+    report, _ = compiled("experts", QuantizationRecipe.mxfp8, folder)
     projections = CASES["experts"][2] + 2 * 3  # experts in a first round of rows and in later ones
     assert report.kernels[BLOCKS] >= PRODUCTS * projections * LAYERS
 
@@ -93,9 +93,9 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
     (axis,) = CASES[name][1]
     wide, narrow = (
         gathered(compiled(name, kind, folder)[0], axis)
-        for kind in (Fp8Recipe.none, Fp8Recipe[recipe])
+        for kind in (QuantizationRecipe.none, QuantizationRecipe[recipe])
     )
-    model = configured(name, Fp8Recipe.none).model
+    model = configured(name, QuantizationRecipe.none).model
     heads = model.attention.num_heads + model.kv_heads
     width = 2 * model.head_size * heads + 3 * model.ffn
     scaled = 33 / 32 if recipe == "mxfp8" else 1
@@ -114,8 +114,8 @@ EXACT = PLANS[:2]  # elsewhere memory is only bounded, or for B200s not yet comp
 
 @pytest.mark.parametrize(("name", "recipe"), PLANS)
 def test_plans_are_those_of_the_compiled_step(name, recipe: str, folder):
-    report, _ = compiled(name, Fp8Recipe[recipe], folder)
-    work = workload(configured(name, Fp8Recipe[recipe]), GPUS)
+    report, _ = compiled(name, QuantizationRecipe[recipe], folder)
+    work = workload(configured(name, QuantizationRecipe[recipe]), GPUS)
     planned = sum(device_memory(work).values())
     if (name, recipe) in EXACT:
         assert planned == pytest.approx(report.arguments + report.temporaries, rel=0.05)

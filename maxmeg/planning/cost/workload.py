@@ -56,7 +56,7 @@ class Parameter:
     kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
     shared expert), or norm, embedding, positions, output. projections: number of the group of
     projections that it belongs to (parallel.fused); None: of no group. quantizable: whether it is
-    a matrix that train.fp8 rounds to 8 bits.
+    a matrix that train.quantization rounds to 8 bits.
     """
 
     path: tuple[str, ...]
@@ -186,7 +186,7 @@ class Workload:
 
     @property
     def recipe(self) -> Recipe | None:
-        return recipe_of(self.config.train.fp8)
+        return recipe_of(self.config.train.quantization)
 
     def is_quantized(self, shard: Shard) -> bool:
         """Whether a step rounds the parameter to 8 bits."""

@@ -6,7 +6,7 @@ import enum
 from maxmeg.config.setting import setting
 
 
-class Fp8Recipe(enum.Enum):
+class QuantizationRecipe(enum.Enum):
     none = "none"
     tensorwise = "tensorwise"
     blockwise = "blockwise"
@@ -19,11 +19,11 @@ class Fp8Format(enum.Enum):
 
 
 @dataclasses.dataclass
-class Fp8Config:
+class QuantizationConfig:
     """Matrix products of 8-bit floats in the layers."""
 
-    recipe: Fp8Recipe = setting(
-        Fp8Recipe.none,
+    recipe: QuantizationRecipe = setting(
+        QuantizationRecipe.none,
         "tensorwise: the layers' projections multiply 8-bit inputs, weights and gradients, with "
         "one scale per tensor; attention, embedding, output layer, router and norms stay in "
         "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | blockwise: "
