@@ -26,7 +26,8 @@ from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
-from maxmeg.ops.quantized import Recipe, recipe_of
+from maxmeg.ops.quantized import Recipe
+from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
