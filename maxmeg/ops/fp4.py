@@ -97,7 +97,7 @@ class Nvfp4(Recipe):
 
     def wide(self, quantized: Quantized, dtype) -> jax.Array:
         codes, scales, scale = quantized
-        scales = scales.astype(jnp.float32) * scale
+        scales = scales.astype(jnp.float32) * trailing(scale, scales.ndim)
         return dequantize_blocks(unpacked(codes), scales, dtype)
 
 
@@ -145,10 +145,9 @@ def quantize_nvfp4(
     scales = (ratio if key is None else rounded_up(ratio)).astype(E4M3)
     inverse = jnp.minimum(1 / (scales.astype(jnp.float32) * whole), jnp.finfo(jnp.float32).max)
     y = jnp.clip(blocks * inverse, -FP4_LARGEST, FP4_LARGEST).reshape(x.shape)
-    if key is not None:
-        rows = (lax.broadcasted_iota(jnp.uint32, x.shape[:-1], i) for i in range(x.ndim - 1))
-        y = rounded_at_random(y, random_bits(x.shape, key, *rows))
-    return y.astype(FP4), scales.squeeze((-3, -1)), scale
+    rows = (lax.broadcasted_iota(jnp.uint32, x.shape[:-1], i) for i in range(x.ndim - 1))
+    bits = None if key is None else random_bits(x.shape, key, *rows)
+    return rounded(y, bits).astype(FP4), scales.squeeze((-3, -1)), scale
 
 
 def rounded_up(x: jax.Array) -> jax.Array:
@@ -160,12 +159,17 @@ def rounded_up(x: jax.Array) -> jax.Array:
     return jnp.where(x < E4M3_NORMAL, small, lax.bitcast_convert_type(bits, jnp.float32))
 
 
-def rounded_at_random(y: Float[Array, "*S"], bits: UInt32[Array, "*S"]) -> Float[Array, "*S"]:
-    """Numbers of E2M1 beside y, -6 to 6: up with the probability of the part that is cut off."""
+def rounded(y: Float[Array, "*S"], bits: UInt32[Array, "*S"] | None = None) -> Float[Array, "*S"]:
+    """y, -6 to 6, rounded to numbers of E2M1: to the nearest (XLA's conversion rounds twice), or
+    with random bits up with the probability of the part that is cut off."""
     size = jnp.abs(y)
     step = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
-    uniform = (bits >> 12).astype(jnp.float32) * np.float32(2**-20)
-    return jnp.copysign(jnp.floor(size / step + uniform) * step, y)
+    if bits is None:
+        steps = jnp.round(size / step)
+    else:
+        uniform = (bits >> 12).astype(jnp.float32) * np.float32(2**-20)
+        steps = jnp.floor(size / step + uniform)
+    return jnp.copysign(steps * step, y)
 
 
 def checksum(x: jax.Array) -> UInt32[Array, ""]:
