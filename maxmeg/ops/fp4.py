@@ -60,6 +60,8 @@ class Nvfp4(Recipe):
     grouped = False
     copies = 1
     multiplies_codes = True
+    speed = 4
+    passes = 6.5  # read twice; rotated, that written and read twice; codes of both written
     capability = BLACKWELL, 0
 
     @property

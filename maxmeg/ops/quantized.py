@@ -78,6 +78,18 @@ class Recipe:
         return self.block in (0, MX_BLOCK)
 
     @property
+    def speed(self) -> int:
+        """Peak FLOP/s of GPUs for the rounded operands, as a multiple of that for 16 bits."""
+        return 2
+
+    @property
+    def passes(self) -> float:
+        """How often quantization moves the 16-bit bytes of an operand: it is read for the largest
+        magnitude and the codes, and half of it written; and read, and a wider copy written, where
+        products read that."""
+        return 2.5 if self.multiplies_codes else 4.0
+
+    @property
     def capability(self) -> tuple[int, int]:
         """Least compute capability of GPUs; (0, 0): any."""
         return (BLACKWELL, 0) if self.block == MX_BLOCK else ADA

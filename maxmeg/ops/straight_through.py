@@ -35,6 +35,10 @@ class StraightThrough(Recipe):
     def shares(self) -> Shares:
         return self.rounding.shares
 
+    @property
+    def passes(self) -> float:
+        return 4.0 if self.rounds_inputs else 0.0
+
     def weight_bytes(self, count: int) -> int:
         return self.rounding.weight_bytes(count)
 

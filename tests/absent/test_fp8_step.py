@@ -36,7 +36,7 @@ BLOCKS = "__cudnn$blockScaledDot"
 def compiled(name: str, recipe: QuantizationRecipe, folder: Path) -> tuple[Compiled, str]:
     config = configured(name, recipe)
     path = folder / f"{name}-{recipe.name}.hlo"
-    hardware = "b200" if recipe is QuantizationRecipe.mxfp8 else "h100"
+    hardware = "b200" if recipe in (QuantizationRecipe.mxfp8, QuantizationRecipe.nvfp4) else "h100"
     return compile_report(config, hardware, GPUS, str(path)), path.read_text()
 
 
@@ -77,12 +77,28 @@ def test_mxfp8_multiplies_blocks(folder):
     assert report.kernels[BLOCKS] >= PRODUCTS * projections * LAYERS
 
 
+def test_nvfp4_multiplies_blocks_of_sixteen(folder):
+    """Operands of all 60 products and the stored inputs are 4-bit in memory."""
+    report, text = compiled("fsdp", QuantizationRecipe.nvfp4, folder)
+    assert report.kernels[BLOCKS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
+    calls = re.findall(
+        rf"operand_layout_constraints=\{{(\w+).*{re.escape(BLOCKS)}|{re.escape(BLOCKS)}.*operand_layout_constraints=\{{(\w+)",
+        text,
+    )
+    print(calls[:3])
+
+
 def gathered(report: Compiled, axis: str) -> int:
     rows = [row for row in report.collectives if row.kind == "all-gather" and axis in row.axes]
     return sum(row.volume for row in rows)
 
 
-ROWS = [("fsdp", "tensorwise", 2, 1), ("zero1", "tensorwise", 1, 2), ("fsdp", "mxfp8", 2, 1)]
+ROWS = [
+    ("fsdp", "tensorwise", 2, 1),
+    ("zero1", "tensorwise", 1, 2),
+    ("fsdp", "mxfp8", 2, 1),
+    ("fsdp", "nvfp4", 2, 1),
+]
 
 
 @pytest.mark.parametrize(("name", "recipe", "passes", "tables"), ROWS)
