@@ -34,6 +34,7 @@ from maxmeg.ops.quantized import (
     filled,
     in_blocks,
     multiply_blocks,
+    power_of_two,
     quantize_blocks,
     scale_of,
     trailing,
@@ -93,14 +94,17 @@ class Nvfp4(Recipe):
         if not target_device().is_cuda:
             left, right = (self.wide(each, wider(dtype)) for each in (a, b))
             return contract(left, right, dims, dtype)
-        codes = [(unpacked(codes), scales) for codes, scales, _ in (a, b)]
-        product = multiply_blocks(*codes, dims, wider(dtype))
+        left, right = (
+            (unpacked(codes) if codes.dtype == jnp.uint8 else codes, scales)
+            for codes, scales, _ in (a, b)
+        )
+        product = multiply_blocks(left, right, dims, wider(dtype))
         return (product * (a[2] * b[2]).astype(product.dtype)).astype(dtype)
 
     def wide(self, quantized: Quantized, dtype) -> jax.Array:
         codes, scales, scale = quantized
         scales = scales.astype(jnp.float32) * trailing(scale, scales.ndim)
-        return dequantize_blocks(unpacked(codes), scales, dtype)
+        return dequantize_blocks(decoded(codes, dtype), scales, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +124,7 @@ class Mxfp4(Recipe):
 
     def wide(self, quantized: Quantized, dtype) -> jax.Array:
         codes, exponents = quantized
-        return dequantize_blocks(unpacked(codes), exponents, dtype)
+        return dequantize_blocks(decoded(codes, dtype), exponents, dtype)
 
 
 def quantize_nvfp4(
@@ -199,13 +203,25 @@ def rotated(x: Float[Array, "*E T C"]) -> Float[Array, "*E t C"]:
 
 def packed(codes: Float[Array, "*E R C"]) -> UInt8[Array, "*E R c"]:
     """Two codes in a byte, the first in the low bits."""
-    pairs = codes.reshape(*codes.shape[:-1], -1, 2)
-    return lax.bitcast_convert_type(pairs, jnp.uint8)
+    y = codes.astype(jnp.float32)
+    size = jnp.abs(y)
+    bits = jnp.where(size < 2, 2 * size, jnp.where(size < 4, size + 2, size / 2 + 4))
+    bits = bits.astype(jnp.uint8) | (jnp.signbit(y).astype(jnp.uint8) << 3)
+    return bits[..., ::2] | (bits[..., 1::2] << 4)
 
 
-def unpacked(codes: jax.Array) -> Float[Array, "*E R C"]:
-    """The codes of `packed`; others are returned as they are."""
-    if codes.dtype != jnp.uint8:
-        return codes
+def unpacked(codes: UInt8[Array, "*E R c"]) -> Float[Array, "*E R C"]:
+    """The codes of `packed`. On GPUs alone: XLA's CPU compiler fails with some of these casts."""
     pairs = lax.bitcast_convert_type(codes, FP4)
     return pairs.reshape(*codes.shape[:-1], -1)
+
+
+def decoded(codes: jax.Array, dtype) -> Float[Array, "*E R C"]:
+    """The numbers of codes, which may be `packed`, in a wider dtype."""
+    if codes.dtype != jnp.uint8:
+        return codes.astype(dtype)
+    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1)
+    bits = pairs.reshape(*codes.shape[:-1], -1).astype(jnp.int32)
+    exponent, half = (bits >> 1) & 3, (bits & 1) * np.float32(0.5)
+    size = jnp.where(exponent == 0, half, (1 + half) * power_of_two(exponent + 126))
+    return jnp.where(bits > 7, -size, size).astype(dtype)
