@@ -21,6 +21,7 @@ from layouts import (
     tiny_batch,
     tiny_state,
 )
+from tables import thinned
 
 from maxmeg.config.mixers import TensorOverlap
 from maxmeg.config.model import DType
@@ -336,14 +337,17 @@ def computed(jaxpr, primitive: str, depth: int = 0) -> Counter:
 
 @pytest.mark.parametrize(
     ("model", "parallel", "count"),
-    [
-        ({"recompute": "full"}, {"tensor": 2, "fsdp": 1}, 2),
-        ({**ALTERNATING, "rotary.local_base": 50.0}, {"fsdp": 1}, 4),
-        ({"layers": "*(mla,mlp)", "mla.kv_rank": 16, "mla.rotary_size": 4}, {"fsdp": 1}, 2),
-        ({"scan_layers": False}, {"fsdp": 1}, 2),
-        ({}, {"pipe": 2, "fsdp": 1}, 4),
-        ({}, {"pipe": 2, "fsdp": 1, "schedule": Schedule.zero_bubble}, 8),
-    ],
+    thinned(
+        [
+            ({"recompute": "full"}, {"tensor": 2, "fsdp": 1}, 2),
+            ({**ALTERNATING, "rotary.local_base": 50.0}, {"fsdp": 1}, 4),
+            ({"layers": "*(mla,mlp)", "mla.kv_rank": 16, "mla.rotary_size": 4}, {"fsdp": 1}, 2),
+            ({"scan_layers": False}, {"fsdp": 1}, 2),
+            ({}, {"pipe": 2, "fsdp": 1}, 4),
+            ({}, {"pipe": 2, "fsdp": 1, "schedule": Schedule.zero_bubble}, 8),
+        ],
+        3,
+    ),
 )
 def test_layers_share_the_rotations_of_a_microbatch(model, parallel, count):
     """Forward and recomputation of all layers read the same cosines, and so does backward."""

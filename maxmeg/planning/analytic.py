@@ -191,11 +191,10 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
     recipe = work.recipe
-    share = work.quantized_share if recipe and recipe.multiplies_codes else 0.0
-    second = (
-        share / cluster.narrow_rate(recipe.speed if recipe else 1)
-        + (1 - share) / cluster.matmul_rate
-    )  # per FLOP
+    second = 1 / cluster.matmul_rate  # per FLOP
+    if recipe and recipe.multiplies_codes:
+        share = work.quantized_share
+        second = share / cluster.narrow_rate(recipe.speed) + (1 - share) * second
     matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut

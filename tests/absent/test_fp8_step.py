@@ -77,15 +77,15 @@ def test_mxfp8_multiplies_blocks(folder):
     assert report.kernels[BLOCKS] >= PRODUCTS * projections * LAYERS
 
 
-def test_nvfp4_multiplies_blocks_of_sixteen(folder):
-    """Operands of all 60 products and the stored inputs are 4-bit in memory."""
+def test_nvfp4_multiplies_blocks(folder):
+    """Products in 16 bits rotate the operands of weight gradients: an input that several
+    projections share once."""
     report, text = compiled("fsdp", QuantizationRecipe.nvfp4, folder)
-    assert report.kernels[BLOCKS] == PRODUCTS * CASES["fsdp"][2] * LAYERS
-    calls = re.findall(
-        rf"operand_layout_constraints=\{{(\w+).*{re.escape(BLOCKS)}|{re.escape(BLOCKS)}.*operand_layout_constraints=\{{(\w+)",
-        text,
-    )
-    print(calls[:3])
+    projections, inputs = CASES["fsdp"][2], 4
+    assert report.kernels[BLOCKS] == PRODUCTS * projections * LAYERS
+    assert report.kernels["__cublas$lt$matmul"] == (projections + inputs) * LAYERS + LOGITS
+    layouts = re.findall(r"f4e2m1fn\[[\d,]+\]{([^}]*)}", text)
+    assert layouts and all(layout.endswith(":E(4)") for layout in layouts)  # 4 bits in memory
 
 
 def gathered(report: Compiled, axis: str) -> int:
@@ -93,6 +93,7 @@ def gathered(report: Compiled, axis: str) -> int:
     return sum(row.volume for row in rows)
 
 
+BYTES = {"tensorwise": 1, "mxfp8": 33 / 32, "nvfp4": 129 / 256}  # of a code, with its scale
 ROWS = [
     ("fsdp", "tensorwise", 2, 1),
     ("zero1", "tensorwise", 1, 2),
@@ -102,9 +103,11 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("name", "recipe", "passes", "tables"), ROWS)
-def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: int, folder):
+def test_weights_are_gathered_in_a_byte_or_half(
+    name, recipe: str, passes: int, tables: int, folder
+):
     """fsdp gathers them in forward and in backward, ZeRO-1 once; with mxfp8 in both passes the copy
-    that is needed there, with a byte for 32 codes. tables: of the embedding and the output, which
+    that is needed there, with a byte for 32 codes; nvfp4 has one for both. tables: of the embedding and the output, which
     stay in two bytes; fsdp sends the embedding's rows instead."""
     (axis,) = CASES[name][1]
     wide, narrow = (
@@ -114,7 +117,7 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
     model = configured(name, QuantizationRecipe.none).model
     heads = model.attention.num_heads + model.kv_heads
     width = 2 * model.head_size * heads + 3 * model.ffn
-    scaled = 33 / 32 if recipe == "mxfp8" else 1
+    scaled = BYTES[recipe]
     layers = scaled * LAYERS * model.hidden_size * width
     others = 2 * tables * model.vocab_size * model.hidden_size
     assert narrow == pytest.approx(passes * layers + others, rel=2e-3)
@@ -124,6 +127,7 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
 PLANS = [
     *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("zero1", "tensorwise")],
     ("fsdp", "mxfp8"),
+    ("fsdp", "nvfp4"),
 ]
 EXACT = PLANS[:2]  # elsewhere memory is only bounded, or for B200s not yet compared
 

@@ -143,7 +143,7 @@ def dimensions_of(array: str, by_expert: bool) -> int:
     return array.startswith("stack.") + by_expert
 
 
-@pytest.mark.parametrize("name", thinned(PUBLISHED, 8))
+@pytest.mark.parametrize("name", thinned(PUBLISHED, 12))
 def test_published_configs_give_the_published_models(name):
     config, parameters, settings = PUBLISHED[name]
     model, family = model_config(config), architecture(config)
@@ -184,7 +184,7 @@ WIDE = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma2ForCausalLM", "GPTNeoXFor
 WIDE += ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
 
-@pytest.mark.parametrize("name", thinned(PUBLISHED, 6))
+@pytest.mark.parametrize("name", thinned(PUBLISHED, 12))
 def test_split_and_join_are_inverses(name):
     config, _, _ = PUBLISHED[name]
     family, published = architecture(config), model_config(config)

@@ -226,7 +226,7 @@ def found_on(*arguments, **options):
     return run(*operands)
 
 
-@pytest.mark.parametrize("name", thinned(SPECS, 5))
+@pytest.mark.parametrize("name", thinned(SPECS, 9))
 def test_output_and_gradients_are_those_of_a_loop_over_experts(name):
     check_equal(found_on(SPECS[name], {}), expected(SPECS[name]))
 
@@ -246,7 +246,7 @@ def test_every_mesh_equals_one_device(name, sizes):
     check_equal(found_on(SPECS[name], sizes), expected(SPECS[name]))
 
 
-@pytest.mark.parametrize(("kind", "backend", "buffer", "sizes", "fold"), thinned(EXCHANGES, 5))
+@pytest.mark.parametrize(("kind", "backend", "buffer", "sizes", "fold"), thinned(EXCHANGES, 9))
 def test_every_exchange_equals_one_device(kind, backend, buffer, sizes, fold):
     """Also where loads are so uneven that most of it goes in further rounds."""
     spec = dataclasses.replace(SPECS["biases"], exchange=kind, backend=backend, buffer=buffer)
