@@ -107,8 +107,8 @@ def test_weights_are_gathered_in_a_byte_or_half(
     name, recipe: str, passes: int, tables: int, folder
 ):
     """fsdp gathers them in forward and in backward, ZeRO-1 once; with mxfp8 in both passes the copy
-    that is needed there, with a byte for 32 codes; nvfp4 has one for both. tables: of the embedding and the output, which
-    stay in two bytes; fsdp sends the embedding's rows instead."""
+    that is needed there, with a byte for 32 codes; nvfp4 has one copy for both. tables: of the
+    embedding and the output, which stay in two bytes; fsdp sends the embedding's rows instead."""
     (axis,) = CASES[name][1]
     wide, narrow = (
         gathered(compiled(name, kind, folder)[0], axis)
