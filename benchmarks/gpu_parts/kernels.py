@@ -320,10 +320,10 @@ def measure_fp8(size: Sizes, width: int, out: int) -> dict:
     from maxmeg.ops.quantized import Recipe
 
     x_TI, w_IO, slope_TO = random([(size.tokens, width), (width, out), (size.tokens, out)])
-    largest, products = jnp.max(jnp.abs(w_IO)), {"bf16": jnp.matmul}
-    recipes = {"fp8": Recipe()}
-    if not size.on_gpu or target_device().capability >= Nvfp4.capability:
-        recipes["nvfp4"] = Nvfp4(square=True)
+    largest, products = jnp.max(jnp.abs(w_IO)), dict[str, Callable](bf16=jnp.matmul)
+    recipes, nvfp4 = {"fp8": Recipe()}, Nvfp4(square=True)
+    if not size.on_gpu or target_device().capability >= nvfp4.capability:
+        recipes["nvfp4"] = nvfp4
     for name, recipe in recipes.items():
         (codes,) = recipe.weights(w_IO, largest)
         key = jax.random.key_data(jax.random.key(0)) if recipe.draws else None

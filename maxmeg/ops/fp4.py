@@ -47,7 +47,7 @@ FP4_LARGEST, E4M3_LARGEST = 6.0, 448.0
 E4M3_NORMAL = 2.0**-6  # the smallest normal number; below are multiples of 2**-9
 BLOCK = 16  # numbers with one scale, and tokens that a Hadamard transform mixes
 # Of the transform: fixed, since both operands of a product need the same. TransformerEngine's.
-SIGNS = np.float32([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1])
+SIGNS = np.array([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,14 @@ class Nvfp4(Recipe):
     forward: str = FP4
     backward: str = FP4
     block: int = BLOCK
+    speed: int = 4
+    capability: tuple[int, int] = (BLACKWELL, 0)
     draws: bool = True
-    grouped = False
-    copies = 1
-    multiplies_codes = True
-    speed = 4
-    passes = 6.5  # read twice; rotated, that written and read twice; codes of both written
-    capability = BLACKWELL, 0
+
+    @property
+    def passes(self) -> float:
+        """An operand is read twice and rotated; that is written and read twice; then codes."""
+        return 6.5
 
     @property
     def shares(self) -> Shares:

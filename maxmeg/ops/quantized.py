@@ -29,7 +29,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
-from maxmeg.ops.backend import BLACKWELL, Device, target_device
+from maxmeg.ops.backend import Device, target_device
 
 MANTISSA_BITS = 23  # of float32
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
@@ -48,14 +48,21 @@ class Recipe:
     gradients of outputs to `backward`.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers.
+    for each tensor. square: scales of weights are of block x block numbers. copies: quantized ones
+    of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
+    them. speed: their peak FLOP/s, as a multiple of that for 16 bits. capability: least compute
+    capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
     """
 
     forward: str = "float8_e4m3fn"
     backward: str = "float8_e5m2"
     block: int = 0
     square: bool = False
-    draws = False  # whether gradients are rounded stochastically, with the key of `slopes`
+    copies: int = 1
+    multiplies_codes: bool = True
+    speed: int = 2
+    capability: tuple[int, int] = ADA
+    draws: bool = False
 
     @property
     def shares(self) -> Shares:
@@ -65,22 +72,7 @@ class Recipe:
     @property
     def grouped(self) -> bool:
         """Whether experts with different numbers of rows can multiply these codes."""
-        return not self.block
-
-    @property
-    def copies(self) -> int:
-        """Number of quantized copies of a weight."""
-        return 2 if self.block and not self.square else 1
-
-    @property
-    def multiplies_codes(self) -> bool:
-        """Whether products on GPUs have the rounded operands, not wider copies of them."""
-        return self.block in (0, MX_BLOCK)
-
-    @property
-    def speed(self) -> int:
-        """Peak FLOP/s of GPUs for the rounded operands, as a multiple of that for 16 bits."""
-        return 2
+        return self.shares is Shares.layer and not self.block
 
     @property
     def passes(self) -> float:
@@ -88,11 +80,6 @@ class Recipe:
         magnitude and the codes, and half of it written; and read, and a wider copy written, where
         products read that."""
         return 2.5 if self.multiplies_codes else 4.0
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Least compute capability of GPUs; (0, 0): any."""
-        return (BLACKWELL, 0) if self.block == MX_BLOCK else ADA
 
     def weight_bytes(self, count: int) -> int:
         """Bytes of a quantized copy of `count` weights, without scales of whole layers."""
@@ -141,7 +128,8 @@ class Recipe:
 
     def wide(self, quantized: Quantized, dtype) -> jax.Array:
         """The numbers of a quantized array."""
-        return dequantize_blocks(*quantized, dtype)
+        codes, scales = quantized
+        return dequantize_blocks(codes, scales, dtype)
 
 
 def check_device(recipe: Recipe, device: Device) -> None:

@@ -26,10 +26,8 @@ class StraightThrough(Recipe):
 
     rounding: Recipe = Recipe()
     rounds_inputs: bool = True
-    multiplies_codes = False
-    grouped = False
-    copies = 1
-    capability = 0, 0
+    multiplies_codes: bool = False
+    capability: tuple[int, int] = (0, 0)
 
     @property
     def shares(self) -> Shares:

@@ -1,7 +1,5 @@
 """NVFP4, MXFP4 and int8 against NumPy with ml_dtypes; stochastic rounding; Hadamard transforms."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -32,7 +30,10 @@ def numbers(shape, dtype="float32", seed=0) -> jax.Array:
 def in_numpy(x: np.ndarray, block: tuple[int, int], encode: np.float32) -> tuple:
     """TransformerEngine's NVFP4 of a float32 matrix: (E2M1 codes, E4M3 scales), with `encode` in
     place of its 2688 / largest magnitude."""
-    codes, scales = np.zeros(x.shape, E2M1), np.zeros(np.array(x.shape) // block, E4M3)
+    codes, scales = (
+        np.zeros(x.shape, E2M1),
+        np.zeros((x.shape[0] // block[0], x.shape[1] // block[1]), E4M3),
+    )
     for i, j in np.ndindex(scales.shape):
         part = tuple(slice(n * m, (n + 1) * m) for n, m in zip((i, j), block, strict=True))
         ratio = np.abs(x[part]).max() * (encode * (np.float32(1) / np.float32(6)))
@@ -101,7 +102,8 @@ def test_the_hadamard_transform_cancels_in_products():
 
 def test_scales_are_rounded_up_in_e4m3():
     known = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
-    x = np.float32([*known, *np.random.default_rng(0).uniform(0, 448, 500), *known[:-1] * 1.0001])
+    x = np.concatenate([known, np.random.default_rng(0).uniform(0, 448, 500), known[:-1] * 1.0001])
+    x = x.astype(np.float32)
     wanted = known[np.searchsorted(known, x)]
     np.testing.assert_array_equal(jax.jit(rounded_up)(jnp.asarray(x)), wanted)
 
@@ -134,19 +136,23 @@ def of(name: str) -> Recipe:
 
 
 def copies_of(recipe: Recipe, w: jax.Array):
-    axes = {Shares.nothing: None, Shares.layer: (-2, -1), Shares.column: -2}[recipe.shares]
-    keep = recipe.shares is Shares.column
-    largest = None if axes is None else jnp.max(jnp.abs(w), axis=axes, keepdims=keep)
-    if w.ndim == 3 and recipe.shares is Shares.layer:
-        largest = jnp.max(largest)
-    return recipe.weights(w, largest)
+    largest = {
+        Shares.nothing: None,
+        Shares.layer: jnp.max(jnp.abs(w)),
+        Shares.column: jnp.max(jnp.abs(w), axis=-2, keepdims=True),
+    }
+    copies = recipe.weights(w, largest[recipe.shares])
+    assert len(copies) == recipe.copies
+    return copies
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run(recipe: Recipe, x, w, slope, key=None):
+def compute(recipe: Recipe, x, w, slope, key=None):
     copies = copies_of(recipe, w)
     y, pull = jax.vjp(lambda x, w: matmul(x, w, copies[0], copies[-1], recipe, key), x, w)
     return y, *pull(slope)
+
+
+run = jax.jit(compute, static_argnums=0)
 
 
 def operands(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
@@ -220,8 +226,10 @@ def test_keys_and_microbatches_draw_different_numbers_and_the_mean_is_exact():
     np.testing.assert_array_equal(first, again)
     assert not np.array_equal(first, other)
     # The same rows in another microbatch are rounded otherwise.
-    rows = [recipe.slopes(s, keys[0])[0] for s in (slope, slope.at[-1, -1].add(1e-3))]
-    assert not np.array_equal(*(np.asarray(codes)[:16] for codes, *_ in rows))
+    moved = slope.at[-1, -1].add(1e-3)
+    (codes, *_), _ = recipe.slopes(slope, keys[0])
+    (others, *_), _ = recipe.slopes(moved, keys[0])
+    assert not np.array_equal(np.asarray(codes)[:16], np.asarray(others)[:16])
     nearest, results = run(recipe, x, w, slope), [run(recipe, x, w, slope, key) for key in keys]
     np.testing.assert_array_equal(nearest[0], results[0][0])
     near_w = recipe.wide(copies_of(recipe, w)[0], jnp.float32)
@@ -252,7 +260,7 @@ def test_the_products_of_gpus_get_blocks_in_rows(monkeypatch):
             for module in (fp4, quantized):
                 patched.setattr(module, "target_device", lambda: Device("cuda", (10, 0)))
             patched.setattr(jax.nn, "scaled_matmul", scaled_matmul)
-            found = run.__wrapped__(recipe, *arrays)
+            found = compute(recipe, *arrays)
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(
                 np.asarray(one, "float32"), np.asarray(other, "float32"), rtol=2.0**-6, atol=0.02
