@@ -23,7 +23,7 @@ from maxmeg.layers.quantized import with_codes, without_codes
 from maxmeg.models.stack import first_sublayer
 from maxmeg.objectives.objective import Metrics, Model, Objective
 from maxmeg.objectives.table import OBJECTIVES
-from maxmeg.ops.quantized import recipe_of
+from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.build import clip
 from maxmeg.optim.scaling import next_scaler, unscaled
 from maxmeg.optim.update import Parts, update
@@ -280,7 +280,7 @@ def make_gradients(
         if cuts_layers:
             batch = collectives.after(batch, partition(computing)[0])
         computing, places = fuse(computing, gradient_reductions, mesh)
-        computing, places = with_codes(computing, places, recipe, batch)
+        computing, places = with_codes(computing, places, recipe, batch, raw_key)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective, places)
         gradients = separate(without_codes(gradients), trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.

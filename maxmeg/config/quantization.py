@@ -1,4 +1,4 @@
-"""Settings of products in 8-bit floats. No JAX."""
+"""Settings of products in 8 and 4 bits. No JAX."""
 
 import dataclasses
 import enum
@@ -11,6 +11,11 @@ class QuantizationRecipe(enum.Enum):
     tensorwise = "tensorwise"
     blockwise = "blockwise"
     mxfp8 = "mxfp8"
+    nvfp4 = "nvfp4"
+    mxfp4 = "mxfp4"
+    qat_nvfp4 = "qat_nvfp4"
+    qat_mxfp4 = "qat_mxfp4"
+    qat_int8 = "qat_int8"
 
 
 class Fp8Format(enum.Enum):
@@ -20,7 +25,7 @@ class Fp8Format(enum.Enum):
 
 @dataclasses.dataclass
 class QuantizationConfig:
-    """Matrix products of 8-bit floats in the layers."""
+    """Matrix products of 8-bit and 4-bit numbers in the layers."""
 
     recipe: QuantizationRecipe = setting(
         QuantizationRecipe.none,
@@ -29,8 +34,14 @@ class QuantizationConfig:
         "model.dtype; needs GPUs of compute capability 8.9 or newer (CPUs emulate it) | blockwise: "
         "E4M3, one scale per 128 inputs or gradients and per 128 x 128 weights (DeepSeek-V3); "
         "emulated with 16-bit products, so it saves memory and communication but no time | mxfp8: "
-        "E4M3, one scale per 32 elements; needs compute capability 10.0 or newer",
-        "--fp8-recipe",
+        "E4M3, one scale per 32 elements; needs compute capability 10.0 or newer | nvfp4: E2M1, "
+        "one E4M3 scale per 16 elements, Hadamard transforms before weight gradients, gradients "
+        "rounded stochastically; needs compute capability 10.0 or newer | mxfp4: forward rounds "
+        "weights and inputs to E2M1 with one scale per 32 elements, backward multiplies them in "
+        "model.dtype; emulated with 16-bit products, so it saves memory and communication but no "
+        "time | qat_nvfp4, qat_mxfp4, qat_int8: quantization-aware training: as mxfp4, for models "
+        "that are served in this format; mxfp4 rounds weights alone",
+        "--fp8-recipe, --fp4-recipe",
     )
     format: Fp8Format = setting(
         Fp8Format.hybrid,

@@ -1,4 +1,4 @@
-"""8-bit copies ("codes") of the layers' weights, which train.quantization multiplies.
+"""8-bit or 4-bit copies ("codes") of the layers' weights, which train.quantization multiplies.
 
 A step quantizes the weights once, so that microbatches share the codes, and fsdp gathers one byte
 per weight. The weight stays in the model, because its gradient is computed as usual. Its value is
@@ -6,66 +6,86 @@ not read: XLA neither casts it to the compute dtype nor gathers it.
 
 mxfp8 keeps two quantized copies of each weight, because forward sums over its rows and backward
 over its columns. FSDP gathers the copy that a pass uses (8.25 bits per weight instead of 16).
-Together they take as much memory as the 16-bit weight. Blockwise uses one copy for both passes.
+Together they take as much memory as the 16-bit weight. Other recipes use one copy for both passes.
+Two 4-bit codes are in a byte.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxmeg.ops.backend import target_device
-from maxmeg.ops.quantized import Quantized, Recipe, check_device, matmul, quantize, scale_of
-from maxmeg.parallel.collectives import PIPE_AXIS, after, gather, max_over, unshard_parameter
+from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul
+from maxmeg.ops.random import fold
+from maxmeg.parallel.collectives import (
+    PIPE_AXIS,
+    after,
+    axis_index,
+    gather,
+    max_over,
+    unshard_parameter,
+)
 from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.rules import Cut, mesh_axes
 
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
+KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
 
 
 class Codes(nnx.Module):
-    """The 8-bit copies of a weight [.., I, O], sharded like the weight.
+    """The quantized copies of a weight [.., I, O], sharded like the weight.
 
-    quantized: tensorwise, one copy with one scale per layer, shared by a layer's experts; mxfp8, a
-    copy for forward and one for backward; blockwise, one copy for both.
+    copies: tensorwise, one copy with one scale per layer, shared by a layer's experts; mxfp8, a
+    copy for forward and one for backward; others, one copy for both. keys: for the stochastic
+    rounding of gradients, one per layer; None: they are rounded to nearest.
     """
 
-    def __init__(self, weight: nnx.Variable, quantized: list[tuple], recipe: Recipe):
-        def sharded(array) -> nnx.Variable:
-            return weight.replace(array, frozen=True, exact=True)
-
-        def scalar(array) -> nnx.Variable:
+    def __init__(
+        self,
+        weight: nnx.Variable,
+        copies: list[Quantized],
+        recipe: Recipe,
+        keys: jax.Array | None = None,
+    ):
+        def stored(array: jax.Array) -> nnx.Variable:
+            if array.ndim == weight.ndim:
+                return weight.replace(array, frozen=True, exact=True)
             return nnx.Variable(array, axes=(), frozen=True, exact=True)
 
-        self.codes = nnx.List([sharded(codes) for codes, _ in quantized])
-        place = sharded if recipe.block else scalar
-        self.scales = nnx.List([place(scale) for _, scale in quantized])
+        self.copies = nnx.List([nnx.List([stored(array) for array in copy]) for copy in copies])
+        self.keys = nnx.data(None)
+        if keys is not None:
+            self.keys = nnx.Variable(keys, axes=(None,), frozen=True, exact=True)
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
-        copies = self.whole()
-        return matmul(x, unshard_parameter(weight), copies[0], copies[-1], self.recipe)
+        copies, key = self.whole(), None if self.keys is None else self.keys[...]
+        return matmul(x, unshard_parameter(weight), copies[0], copies[-1], self.recipe, key)
 
     def of_groups(self) -> Quantized:
         """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
-        if self.recipe.block:
+        if not self.recipe.grouped:
             raise ValueError(
-                "train.quantization.recipe=mxfp8 and blockwise need equally many rows for each "
+                "every train.quantization.recipe but tensorwise needs equally many rows for each "
                 "expert: set model.moe.backend=batched, or train.quantization.recipe=tensorwise"
             )
         return self.whole()[0]
 
     def whole(self) -> list[Quantized]:
         """The copies gathered over fsdp."""
-        pairs = zip(self.codes, self.scales, strict=True)
-        return [(unshard_parameter(codes), unshard_parameter(scale)) for codes, scale in pairs]
+        return [tuple(unshard_parameter(array) for array in copy) for copy in self.copies]
 
 
-def with_codes(model, reductions, recipe: Recipe | None, before):
+def with_codes(model, reductions, recipe: Recipe | None, before, raw_key: jax.Array | None = None):
     """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
     `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
-    before: arrays on which the collectives here wait. ValueError if a shard cuts a block.
+    before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
+    gradients stochastically. ValueError if a shard cuts a block.
     """
     if recipe is None:
         return model, reductions
@@ -73,19 +93,33 @@ def with_codes(model, reductions, recipe: Recipe | None, before):
     model, reductions = _copy(model), _copy(reductions)
     sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
     weights = [getattr(module, name) for module, name in sides[0]]
-    quantized = (in_blocks if recipe.block else in_whole)(weights, recipe, before)
-    for (module, name), (places, _), weight, copies in zip(*sides, weights, quantized, strict=True):
-        cut, in_stack = getattr(places, name).get_value().cut, _layers(weight) > 0
-        if cut is not None and in_stack:  # elsewhere the shards of ZeRO-1 have been gathered
+    cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
+    # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
+    cuts = [cut if _layers(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
+    quantized = quantized_weights(weights, cuts, recipe, before)
+    key = None if raw_key is None or not recipe.draws else jax.random.wrap_key_data(raw_key)
+    rows = zip(*sides, weights, cuts, quantized, strict=True)
+    for number, ((module, name), (places, _), weight, cut, copies) in enumerate(rows):
+        if cut is not None:
 
             def whole(array, cut=cut):
                 return gather(array, cut.axes, cut.dim) if array.ndim > cut.dim else array
 
             copies = jax.tree.map(whole, copies)
-        module.codes = module.codes | {name: Codes(weight, copies, recipe)}
-        nothing = [(None, None)] * len(copies)
-        places.codes = places.codes | {name: Codes(weight, nothing, recipe)}
+        keys = None if key is None else layer_keys(fold(key, KEY, number), weight)
+        codes = Codes(weight, copies, recipe, keys)
+        module.codes = module.codes | {name: codes}
+        nothing = jax.tree.map(lambda _: None, codes)
+        places.codes = places.codes | {name: nothing}
     return model, reductions
+
+
+def layer_keys(key: jax.Array, weight: nnx.Variable) -> jax.Array:
+    """The data of a key for each of this stage's layers of the weight: [.., 2]."""
+    layers = weight.shape[: _layers(weight)]
+    key = fold(key, axis_index((PIPE_AXIS,)))
+    keys = [jax.random.key_data(fold(key, layer)) for layer in range(math.prod(layers))]
+    return jnp.stack(keys).reshape(*layers, 2)
 
 
 def without_codes(gradients):
@@ -96,10 +130,12 @@ def without_codes(gradients):
     return gradients
 
 
-def in_blocks(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
-    """Quantize each weight in blocks: the copies for forward and for backward (`Codes`)."""
+def quantized_weights(
+    weights: list[nnx.Variable], cuts: list[Cut | None], recipe: Recipe, before
+) -> list[list[Quantized]]:
+    """The copies of each weight (`Codes`). cuts: of ZeRO-1, where the weights are shards of it."""
     for weight in weights:
-        if any(size % recipe.block for size in weight.shape[-2:]):
+        if recipe.block and any(size % recipe.block for size in weight.shape[-2:]):
             raise ValueError(
                 f"train.quantization.recipe has blocks of {recipe.block} weights, so the sizes of "
                 f"the {weight.shape[-2]} x {weight.shape[-1]} shard of a matrix "
@@ -107,17 +143,14 @@ def in_blocks(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[
                 "parallel.fsdp, tensor or (with zero1) data, or set "
                 "train.quantization.recipe=tensorwise"
             )
-    arrays = after([weight[...] for weight in weights], before)
-    return [recipe.weights(w) for w in arrays]
-
-
-def in_whole(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Quantized]]:
-    """Quantize each weight with one scale per layer."""
-    copies = []
-    for weight, scale in zip(weights, _scales(weights, recipe, before), strict=True):
-        whole = scale.reshape(*scale.shape, *(1,) * (weight.ndim - scale.ndim))
-        copies.append([(quantize(weight[...], recipe.forward, whole)[0], scale)])
-    return copies
+    if recipe.shares is Shares.nothing:
+        arrays = after([weight[...] for weight in weights], before)
+        return [recipe.weights(w, None) for w in arrays]
+    if recipe.shares is Shares.layer:
+        largest = _largest_of_layers(weights, before)
+    else:
+        largest = _largest_of_columns(weights, cuts, before)
+    return [recipe.weights(w[...], most) for w, most in zip(weights, largest, strict=True)]
 
 
 def _layers(weight: nnx.Variable) -> int:
@@ -125,8 +158,8 @@ def _layers(weight: nnx.Variable) -> int:
     return weight.ndim - len(weight.get_metadata("axes"))
 
 
-def _scales(weights: list[nnx.Variable], recipe: Recipe, before) -> list[jax.Array]:
-    """The scale of each weight and layer, the same on all devices that hold a part of it."""
+def _largest_of_layers(weights: list[nnx.Variable], before) -> list[jax.Array]:
+    """The largest magnitude in each weight and layer, over all devices that hold a part of it."""
     stacked = [_layers(weight) for weight in weights]
     largest = [
         jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
@@ -139,7 +172,23 @@ def _scales(weights: list[nnx.Variable], recipe: Recipe, before) -> list[jax.Arr
             before = max_over(after([largest[i] for i in members], before), axes)
             for i, most in zip(members, before, strict=True):
                 largest[i] = most
-    return [scale_of(most, recipe.forward) for most in largest]
+    return largest
+
+
+def _largest_of_columns(
+    weights: list[nnx.Variable], cuts: list[Cut | None], before
+) -> list[jax.Array]:
+    """[.., 1, O]: the largest magnitude in each column of each weight, over all devices that hold
+    a part of the column."""
+    mesh, largest = jax.sharding.get_abstract_mesh(), []
+    for weight, cut in zip(weights, cuts, strict=True):
+        axes = mesh_axes(weight, mesh)[-2]
+        if cut is not None and cut.dim == weight.ndim - 2:
+            axes = (*axes, *cut.axes)
+        most = jnp.max(jnp.abs(weight[...]), axis=-2, keepdims=True)
+        before = most = max_over(after(most, before), axes)
+        largest.append(most)
+    return largest
 
 
 def _copy(tree):

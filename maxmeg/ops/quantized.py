@@ -1,5 +1,5 @@
 """Matrix products of operands that are rounded to 8-bit floats, which tensor cores multiply twice
-as fast as 16-bit ones.
+as fast as 16-bit ones. ops/fp4.py has 4-bit floats, ops/recipes.py the table of recipes.
 
 An operand is divided by its scale, the smallest power of two with which its largest magnitude fits
 the format, and rounded (Micikevicius et al., 2022; TransformerEngine's "current scaling"). Powers
@@ -20,16 +20,16 @@ matrix product for it: operands are dequantized to 16 bits first.
 """
 
 import dataclasses
+import enum
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, UInt8, UInt32
 
-from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
-from maxmeg.ops.backend import BLACKWELL, Device, target_device
+from maxmeg.ops.backend import Device, target_device
 
 MANTISSA_BITS = 23  # of float32
 ADA = 8, 9  # compute capability of the first GPUs with 8-bit floats
@@ -37,33 +37,79 @@ MX_BLOCK, BLOCK = 32, 128  # of mxfp8 and blockwise scaling
 EXPONENTS = 1, 253  # the least and the largest biased exponent of a scale: its inverse is normal
 
 
-Quantized = tuple[jax.Array, jax.Array]  # codes, and their scale or the exponents of scales
+# Codes, and their scale or the scales of blocks; nvfp4: also the scale of the tensor.
+Quantized = tuple[jax.Array, ...]
+Shares = enum.Enum("Shares", ["nothing", "layer", "column"])
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The dtypes of inputs and weights, and of gradients of outputs.
+    """How a layer's products round their operands: inputs and weights to the dtype `forward`,
+    gradients of outputs to `backward`.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers.
+    for each tensor. square: scales of weights are of block x block numbers. copies: quantized ones
+    of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
+    them. speed: their peak FLOP/s, as a multiple of that for 16 bits. capability: least compute
+    capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
     """
 
     forward: str = "float8_e4m3fn"
     backward: str = "float8_e5m2"
     block: int = 0
     square: bool = False
+    copies: int = 1
+    multiplies_codes: bool = True
+    speed: int = 2
+    capability: tuple[int, int] = ADA
+    draws: bool = False
 
     @property
-    def multiplies_codes(self) -> bool:
-        """Whether products on GPUs have 8-bit operands."""
-        return self.block in (0, MX_BLOCK)
+    def shares(self) -> Shares:
+        """Which weights have a common scale or largest magnitude, beside those of a block."""
+        return Shares.nothing if self.block else Shares.layer
 
-    def weights(self, w: Float[Array, "*E I O"]) -> list[Quantized]:
-        """Quantize w in blocks: a copy for sums over I and one for sums over O; one for both if
-        `square`."""
+    @property
+    def grouped(self) -> bool:
+        """Whether experts with different numbers of rows can multiply these codes."""
+        return self.shares is Shares.layer and not self.block
+
+    @property
+    def passes(self) -> float:
+        """How often quantization moves the 16-bit bytes of an operand: it is read for the largest
+        magnitude and the codes, and half of it written; and read, and a wider copy written, where
+        products read that."""
+        return 2.5 if self.multiplies_codes else 4.0
+
+    def weight_bytes(self, count: int) -> int:
+        """Bytes of a quantized copy of `count` weights, without scales of whole layers."""
+        sharing = self.block ** (1 + self.square)  # a byte's scale; 0: none to count
+        return count + (count // sharing if self.block else 0)
+
+    def weights(self, w: Float[Array, "*E I O"], largest: jax.Array | None) -> list[Quantized]:
+        """Quantize w: a copy for sums over I and one for sums over O, or one for both.
+
+        largest: the largest magnitudes of the weights that `shares` names.
+        """
+        if not self.block:
+            assert largest is not None
+            scale = scale_of(largest, self.forward)
+            return [(quantize(w, self.forward, trailing(scale, w.ndim))[0], scale)]
         if self.square:
             return [quantize_blocks(w, self.forward, (self.block, self.block))]
         return [self.quantize(w, self.forward, dim) for dim in (-2, -1)]
+
+    def inputs(self, x: Float[Array, "*E T I"]) -> tuple[Quantized, Quantized]:
+        """Quantize x for the output, summed over I, and for the gradient of w, over T."""
+        rows, columns = (self.quantize(x, self.forward, dim) for dim in (-1, -2))
+        return rows, columns
+
+    def slopes(
+        self, slope: Float[Array, "*E T O"], key: jax.Array | None
+    ) -> tuple[Quantized, Quantized]:
+        """Quantize the gradient of the output for that of x, summed over O, and of w, over T."""
+        rows, columns = (self.quantize(slope, self.backward, dim) for dim in (-1, -2))
+        return rows, columns
 
     def quantize(self, x: Float[Array, "*E R C"], dtype: str, dim: int) -> Quantized:
         """x for a product that sums over dimension `dim`, -1 or -2."""
@@ -72,25 +118,18 @@ class Recipe:
         return quantize_blocks(x, dtype, (1, self.block) if dim == -1 else (self.block, 1))
 
     def multiply(self, a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
-        """As `multiply`, of operands that `quantize` made for these dimensions."""
+        """As `multiply`, of operands that were quantized for these dimensions."""
         if not self.block:
             return multiply(a, b, dims, dtype)
         if self.multiplies_codes and target_device().is_cuda:
             return multiply_blocks(a, b, dims, dtype)
-        left, right = (dequantize_blocks(*each, wider(dtype)) for each in (a, b))
+        left, right = (self.wide(each, wider(dtype)) for each in (a, b))
         return contract(left, right, dims, dtype)
 
-
-def recipe_of(config: QuantizationConfig) -> Recipe | None:
-    """The recipe that the settings name; None: products are not quantized."""
-    if config.recipe is QuantizationRecipe.none:
-        return None
-    e4m3 = "float8_e4m3fn"
-    if config.recipe is QuantizationRecipe.mxfp8:
-        return Recipe(backward=e4m3, block=MX_BLOCK)
-    if config.recipe is QuantizationRecipe.blockwise:
-        return Recipe(backward=e4m3, block=BLOCK, square=True)
-    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
+    def wide(self, quantized: Quantized, dtype) -> jax.Array:
+        """The numbers of a quantized array."""
+        codes, scales = quantized
+        return dequantize_blocks(codes, scales, dtype)
 
 
 def check_device(recipe: Recipe, device: Device) -> None:
@@ -98,16 +137,21 @@ def check_device(recipe: Recipe, device: Device) -> None:
     if not device.is_cuda or device.capability == (0, 0):
         return
     found = ".".join(map(str, device.capability))
-    if device.capability < ADA:
+    if device.capability < ADA <= recipe.capability:
         raise ValueError(
             f"train.quantization needs compute capability 8.9 (Ada) or newer, found {found}: set "
             "train.quantization.recipe=none"
         )
-    if recipe.block == MX_BLOCK and device.capability < (BLACKWELL, 0):
+    if device.capability < recipe.capability:
         raise ValueError(
-            "train.quantization.recipe=mxfp8 needs compute capability 10.0 (Blackwell) or newer, "
-            f"found {found}: set train.quantization.recipe=tensorwise"
+            "train.quantization.recipe=mxfp8 and nvfp4 need compute capability 10.0 (Blackwell) or "
+            f"newer, found {found}: set train.quantization.recipe=tensorwise"
         )
+
+
+def trailing(scale: jax.Array, ndim: int) -> jax.Array:
+    """`scale` with trailing dimensions of size 1 up to `ndim` dimensions."""
+    return scale.reshape(*scale.shape, *(1,) * (ndim - scale.ndim))
 
 
 def scale_of(largest: Float[Array, "*N"], dtype: str) -> Float[Array, "*N"]:
@@ -136,16 +180,22 @@ def quantize(
 def quantize_blocks(
     x: Float[Array, "*E R C"], dtype: str, block: tuple[int, int]
 ) -> tuple[Float[Array, "*E r c"], UInt8[Array, "*E s t"]]:
-    """(x in an 8-bit `dtype`, the biased exponents of the scales of its blocks). Zeros are appended
-    to rows and columns that do not fill their last block."""
-    short = [-size % number for size, number in zip(x.shape[-2:], block, strict=True)]
-    if any(short):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, number) for number in short])
+    """(x in `dtype`, the biased exponents of the scales of its blocks). Zeros are appended to rows
+    and columns that do not fill their last block."""
+    x = filled(x, block)
     blocks = in_blocks(x, block)
     scale = scale_of(jnp.max(jnp.abs(blocks), axis=(-3, -1), keepdims=True), dtype)
     codes, _ = quantize(blocks, dtype, scale)
     biased = lax.bitcast_convert_type(scale, jnp.int32) >> MANTISSA_BITS
     return codes.reshape(x.shape), biased.astype(jnp.uint8).squeeze((-3, -1))
+
+
+def filled(x: jax.Array, block: tuple[int, int]) -> jax.Array:
+    """x with zeros appended to rows and columns that do not fill their last block."""
+    short = [-size % number for size, number in zip(x.shape[-2:], block, strict=True)]
+    if any(short):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, number) for number in short])
+    return x
 
 
 def in_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
@@ -154,10 +204,12 @@ def in_blocks(x: jax.Array, block: tuple[int, int]) -> jax.Array:
     return x.reshape(*x.shape[:-2], rows // r, r, columns // c, c)
 
 
-def dequantize_blocks(codes: jax.Array, exponents: jax.Array, dtype) -> jax.Array:
-    """The numbers that `quantize_blocks` rounded to."""
-    rows, columns = (n // m for n, m in zip(codes.shape[-2:], exponents.shape[-2:], strict=True))
-    scale = power_of_two(exponents)[..., None, :, None].astype(dtype)
+def dequantize_blocks(codes: jax.Array, scales: jax.Array, dtype) -> jax.Array:
+    """The numbers that `quantize_blocks` rounded to. scales: of blocks, or integers, their
+    exponents."""
+    rows, columns = (n // m for n, m in zip(codes.shape[-2:], scales.shape[-2:], strict=True))
+    numbers = power_of_two(scales) if scales.dtype == jnp.uint8 else scales
+    scale = numbers[..., None, :, None].astype(dtype)
     return (in_blocks(codes.astype(dtype), (rows, columns)) * scale).reshape(codes.shape)
 
 
@@ -174,17 +226,20 @@ def multiply(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Ar
 
 
 def multiply_blocks(a: Quantized, b: Quantized, dims: tuple[int, int], dtype) -> jax.Array:
-    """As `multiply` on GPUs alone, of matrices in blocks of 32 along the dimensions that are summed
-    over, with the exponents of their scales."""
+    """As `multiply` on GPUs alone, of matrices in blocks along the dimensions that are summed over:
+    32 with the exponents of their scales (mxfp8), or 16 with scales in E4M3 (nvfp4)."""
 
     def in_rows(array: jax.Array, dim: int) -> jax.Array:
         array = array if dim == -1 else array.swapaxes(-1, -2)
         return array.reshape(-1, *array.shape[-2:])
 
-    codes, exponents = zip(a, b, strict=True)
+    codes, scales = zip(a, b, strict=True)
     operands = [in_rows(array, dim) for array, dim in zip(codes, dims, strict=True)]
-    for array, dim in zip(exponents, dims, strict=True):
-        operands.append(lax.bitcast_convert_type(in_rows(array, dim), jnp.float8_e8m0fnu))
+    for array, dim, rows in zip(scales, dims, [x.shape[1] for x in operands], strict=True):
+        if array.dtype == jnp.uint8:
+            array = lax.bitcast_convert_type(array, jnp.float8_e8m0fnu)
+        array = in_rows(array, dim)
+        operands.append(jnp.repeat(array, rows // array.shape[1], axis=1))  # of square blocks
     product = jax.nn.scaled_matmul(*operands, preferred_element_type=wider(dtype))
     return product.reshape(*codes[0].shape[:-2], *product.shape[1:]).astype(dtype)
 
@@ -209,32 +264,34 @@ def matmul(
     forward: Quantized,
     backward: Quantized,
     recipe: Recipe,
+    key: UInt32[Array, "2"] | None = None,
 ) -> Float[Array, "*E T O"]:
     """x times w, in the dtype of x; x and gradients of the output are quantized by `recipe`.
 
     w: the parameter. It is not read, so that XLA neither makes nor gathers it: it gets the gradient
-    of the matrices. forward, backward: w [*E, I, O], quantized for sums over I and over O.
+    of the matrices. forward, backward: w [*E, I, O], quantized for sums over I and over O. key: for
+    stochastic rounding of gradients; None: they are rounded to nearest.
     """
-    return matmul_forward(x, w, forward, backward, recipe)[0]
+    return matmul_forward(x, w, forward, backward, recipe, key)[0]
 
 
-def matmul_forward(x, w, forward, backward, recipe):
-    x_quantized = recipe.quantize(x, recipe.forward, -1)
-    y = recipe.multiply(x_quantized, forward, (-1, -2), x.dtype)
-    return y, (recipe.quantize(x, recipe.forward, -2), forward, backward)
+def matmul_forward(x, w, forward, backward, recipe, key):
+    in_rows, in_columns = recipe.inputs(x)
+    y = recipe.multiply(in_rows, forward, (-1, -2), x.dtype)
+    return y, (in_columns, forward, backward, key)
 
 
 def matmul_backward(recipe, residuals, slope):
-    x_quantized, forward, backward = residuals
-    in_rows = recipe.quantize(slope, recipe.backward, -1)
+    x_quantized, forward, backward, key = residuals
+    in_rows, in_columns = recipe.slopes(slope, key)
     x_slope = recipe.multiply(in_rows, backward, (-1, -1), slope.dtype)
-    in_columns = recipe.quantize(slope, recipe.backward, -2)
     w_slope = recipe.multiply(x_quantized, in_columns, (-2, -2), slope.dtype)
-    return x_slope, w_slope, *jax.tree.map(no_gradient, (forward, backward))
+    forward, backward, key = jax.tree.map(no_gradient, (forward, backward, key))
+    return x_slope, w_slope, forward, backward, key
 
 
 def no_gradient(array: jax.Array):
-    """The gradient of codes, scales or exponents."""
+    """The gradient of codes, scales, exponents or a key."""
     if jnp.issubdtype(array.dtype, jnp.floating):
         return jnp.zeros_like(array)
     return np.zeros(array.shape, jax.dtypes.float0)

@@ -120,7 +120,7 @@ class KvSlice:
     num_heads: int
 
 
-def kv_slice(variable: nnx.Variable, mesh: Mesh) -> KvSlice | None:
+def kv_slice(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> KvSlice | None:
     """The parameter's KvSlice; None if it has no key/value heads, or at least as many as tensor has
     devices. Then RULES shard the dimension like any other."""
     num_heads = variable.get_metadata().get("num_kv_heads", 0)
@@ -150,7 +150,7 @@ def fsdp_dim(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> int | None:
     return first + axes.index("embed")
 
 
-def mesh_axes(variable: nnx.Variable, mesh: Mesh) -> list[tuple[str, ...]]:
+def mesh_axes(variable: nnx.Variable, mesh: Mesh | AbstractMesh) -> list[tuple[str, ...]]:
     """Mesh axes over which each dimension of the parameter is sharded, without ZeRO-1."""
     axes, replicated = [RULES[name] for name in logical_axes(variable)], kv_slice(variable, mesh)
     if replicated is not None:

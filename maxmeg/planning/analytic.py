@@ -7,8 +7,8 @@ The time of one device:
   five residual streams; once in forward, twice in backward, once if recomputed), logits, float32
   gradient accumulation, the optimizer.
 - A frozen base has no weight gradients; the products of adapters are left out.
-- With `train.quantization` the layers' products run at `FP8_REACHED` of twice that peak, and their
-  operands are read and written once more.
+- With `train.quantization` the layers' products run at `NARROW_REACHED` of twice that peak (nvfp4:
+  four times), and their operands are read and written once more.
 - Recomputation adds products (full: the layer's forward; selective: attention).
 - A pipeline tick takes the time of its lanes in the busiest chunk; stages with fewer layers wait.
   The bubble is the ticks beyond the ideal.
@@ -191,8 +191,10 @@ def product_seconds(work: Workload, cluster: Cluster) -> LayerSeconds:
     cut = work.axes["context"]
     products = work.samples * products / cut + repeated_products(work)
     recipe = work.recipe
-    share = work.quantized_share if recipe and recipe.multiplies_codes else 0.0
-    second = share / cluster.fp8_rate + (1 - share) / cluster.matmul_rate  # per FLOP
+    second = 1 / cluster.matmul_rate  # per FLOP
+    if recipe and recipe.multiplies_codes:
+        share = work.quantized_share
+        second = share / cluster.narrow_rate(recipe.speed) + (1 - share) * second
     matmul = products / tensor * second
     matmul += surplus_seconds(work, cluster) if model.has("moe") else 0.0
     attention = surplus(work) * work.samples * scores / tensor / cut
@@ -250,10 +252,8 @@ def elementwise_bytes(work: Workload) -> float:
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
         if recipe := work.recipe:
-            # Largest magnitude, codes: operands are read twice, their half is written; and read,
-            # and the numbers written, where products read wider ones.
-            passes = 2.5 if recipe.multiplies_codes else 4
-            each += work.quantized_share * passes * (columns + unit.sublayers * work.hidden_bytes)
+            operands = columns + unit.sublayers * work.hidden_bytes
+            each += work.quantized_share * recipe.passes * operands
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
 

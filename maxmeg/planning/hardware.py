@@ -20,7 +20,7 @@ ATTENTION_FORWARD_REACHED = 0.60
 ATTENTION_BACKWARD_REACHED = 0.48
 LINK_REACHED = 0.80
 HOST_REACHED = 0.85  # of PCIe or NVLink-C2C, from pinned memory: an assumption
-FP8_REACHED = 0.65  # of twice the bf16 rate: an assumption
+NARROW_REACHED = 0.65  # of the peak in 8 and 4 bits: an assumption
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,10 +116,10 @@ class Cluster:
         """Bytes per second between a GPU and pinned host memory, in one direction."""
         return self.gpu.host_gb_per_s * 1e9 * HOST_REACHED
 
-    @property
-    def fp8_rate(self) -> float:
-        """FLOPs per second of matrix products in 8 bits."""
-        return 2 * self.gpu.bf16_tflops * 1e12 * FP8_REACHED
+    def narrow_rate(self, speed: int) -> float:
+        """FLOPs per second of matrix products of operands that tensor cores multiply `speed` times
+        as fast as 16-bit ones."""
+        return speed * self.gpu.bf16_tflops * 1e12 * NARROW_REACHED
 
     def link_rate(self, nodes: int, adapters: int) -> float:
         """Bytes per second that a GPU of a group sends in a ring over `nodes` nodes.

@@ -36,7 +36,7 @@ BLOCKS = "__cudnn$blockScaledDot"
 def compiled(name: str, recipe: QuantizationRecipe, folder: Path) -> tuple[Compiled, str]:
     config = configured(name, recipe)
     path = folder / f"{name}-{recipe.name}.hlo"
-    hardware = "b200" if recipe is QuantizationRecipe.mxfp8 else "h100"
+    hardware = "b200" if recipe in (QuantizationRecipe.mxfp8, QuantizationRecipe.nvfp4) else "h100"
     return compile_report(config, hardware, GPUS, str(path)), path.read_text()
 
 
@@ -77,19 +77,38 @@ def test_mxfp8_multiplies_blocks(folder):
     assert report.kernels[BLOCKS] >= PRODUCTS * projections * LAYERS
 
 
+def test_nvfp4_multiplies_blocks(folder):
+    """Products in 16 bits rotate the operands of weight gradients: an input that several
+    projections share once."""
+    report, text = compiled("fsdp", QuantizationRecipe.nvfp4, folder)
+    projections, inputs = CASES["fsdp"][2], 4
+    assert report.kernels[BLOCKS] == PRODUCTS * projections * LAYERS
+    assert report.kernels["__cublas$lt$matmul"] == (projections + inputs) * LAYERS + LOGITS
+    layouts = re.findall(r"f4e2m1fn\[[\d,]+\]{([^}]*)}", text)
+    assert layouts and all(layout.endswith(":E(4)") for layout in layouts)  # 4 bits in memory
+
+
 def gathered(report: Compiled, axis: str) -> int:
     rows = [row for row in report.collectives if row.kind == "all-gather" and axis in row.axes]
     return sum(row.volume for row in rows)
 
 
-ROWS = [("fsdp", "tensorwise", 2, 1), ("zero1", "tensorwise", 1, 2), ("fsdp", "mxfp8", 2, 1)]
+BYTES = {"tensorwise": 1, "mxfp8": 33 / 32, "nvfp4": 129 / 256}  # of a code, with its scale
+ROWS = [
+    ("fsdp", "tensorwise", 2, 1),
+    ("zero1", "tensorwise", 1, 2),
+    ("fsdp", "mxfp8", 2, 1),
+    ("fsdp", "nvfp4", 2, 1),
+]
 
 
 @pytest.mark.parametrize(("name", "recipe", "passes", "tables"), ROWS)
-def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: int, folder):
+def test_weights_are_gathered_in_a_byte_or_half(
+    name, recipe: str, passes: int, tables: int, folder
+):
     """fsdp gathers them in forward and in backward, ZeRO-1 once; with mxfp8 in both passes the copy
-    that is needed there, with a byte for 32 codes. tables: of the embedding and the output, which
-    stay in two bytes; fsdp sends the embedding's rows instead."""
+    that is needed there, with a byte for 32 codes; nvfp4 has one copy for both. tables: of the
+    embedding and the output, which stay in two bytes; fsdp sends the embedding's rows instead."""
     (axis,) = CASES[name][1]
     wide, narrow = (
         gathered(compiled(name, kind, folder)[0], axis)
@@ -98,7 +117,7 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
     model = configured(name, QuantizationRecipe.none).model
     heads = model.attention.num_heads + model.kv_heads
     width = 2 * model.head_size * heads + 3 * model.ffn
-    scaled = 33 / 32 if recipe == "mxfp8" else 1
+    scaled = BYTES[recipe]
     layers = scaled * LAYERS * model.hidden_size * width
     others = 2 * tables * model.vocab_size * model.hidden_size
     assert narrow == pytest.approx(passes * layers + others, rel=2e-3)
@@ -108,6 +127,7 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
 PLANS = [
     *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("zero1", "tensorwise")],
     ("fsdp", "mxfp8"),
+    ("fsdp", "nvfp4"),
 ]
 EXACT = PLANS[:2]  # elsewhere memory is only bounded, or for B200s not yet compared
 

@@ -151,7 +151,7 @@ def test_products_are_those_of_the_rounded_operands(shape, name, dtype):
         jnp.asarray(rng.normal(size=(*shape, *size)), dtype)
         for size in ((48, 32), (32, 64), (48, 64))
     )
-    copies = recipe.weights(w) if recipe.block else [recipe.quantize(w, recipe.forward, -1)]
+    copies = recipe.weights(w, None) if recipe.block else [recipe.quantize(w, recipe.forward, -1)]
 
     @jax.jit
     def run(x, w, slope):

@@ -343,7 +343,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     optimizer: moments and averages (optim.ema), sharded like the masters. optim.offload moves
     moments and remainders to the host.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
-    weights: masters cast to the compute dtype, or rounded to 8 bits, once per step, under ZeRO-1
+    weights: masters cast to the compute dtype or quantized, once per step, under ZeRO-1
     gathered over data, and fused (0 if nothing changes them: float32 in float32, or bfloat16 with
     remainders). gradients: float32 accumulators of the weights' size, or the masters' if that is
     larger (key/value heads fewer than tensor). With one microbatch (in a pipeline those of a weight

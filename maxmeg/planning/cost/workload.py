@@ -26,7 +26,8 @@ from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
-from maxmeg.ops.quantized import Recipe, recipe_of
+from maxmeg.ops.quantized import Recipe
+from maxmeg.ops.recipes import recipe_of
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
@@ -56,7 +57,7 @@ class Parameter:
     kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
     shared expert), or norm, embedding, positions, output. projections: number of the group of
     projections that it belongs to (parallel.fused); None: of no group. quantizable: whether it is
-    a matrix that train.quantization rounds to 8 bits.
+    a matrix that train.quantization rounds.
     """
 
     path: tuple[str, ...]
@@ -174,12 +175,12 @@ class Workload:
 
     @property
     def fp8(self) -> bool:
-        """Whether products of the layers are in 8 bits."""
+        """Whether operands of the layers' products are rounded."""
         return self.recipe is not None
 
     @property
     def quantized_share(self) -> float:
-        """Share of the layers whose operands are rounded to 8 bits."""
+        """Share of the layers whose operands are rounded."""
         model = self.config.model
         unquantized = model.first_layers_bf16 + model.last_layers_bf16
         return self.fp8 * (1 - unquantized / model.num_layers)
@@ -189,7 +190,7 @@ class Workload:
         return recipe_of(self.config.train.quantization)
 
     def is_quantized(self, shard: Shard) -> bool:
-        """Whether a step rounds the parameter to 8 bits."""
+        """Whether a step rounds the parameter."""
         if self.recipe is None or not shard.parameter.quantizable:
             return False
         sizes = shard.parameter.variable.get_metadata("sizes")[-2:]
@@ -197,17 +198,16 @@ class Workload:
 
     def copies(self, shard: Shard) -> int:
         """Number of copies of the parameter that layers compute with (layers/quantized.py)."""
-        if not self.is_quantized(shard) or self.recipe is None or not self.recipe.block:
+        if not self.is_quantized(shard) or self.recipe is None:
             return 1
-        return 1 if self.recipe.square else 2
+        return self.recipe.copies
 
     def weight_bytes(self, shard: Shard, count: int) -> int:
         """Bytes of `count` weights that a product reads: of their codes and the scales of blocks,
         or in the compute dtype."""
         if not self.is_quantized(shard) or self.recipe is None:
             return self.itemsize * count
-        sharing = self.recipe.block ** (1 + self.recipe.square)  # a byte's scale; 0: none to count
-        return count + (count // sharing if sharing else 0)
+        return self.recipe.weight_bytes(count)
 
     @property
     def gradient_itemsize(self) -> int:

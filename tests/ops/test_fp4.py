@@ -1,0 +1,275 @@
+"""NVFP4, MXFP4 and int8 against NumPy with ml_dtypes; stochastic rounding; Hadamard transforms."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
+from maxmeg.ops import fp4, quantized
+from maxmeg.ops.backend import Device
+from maxmeg.ops.fp4 import Nvfp4, decoded, hadamard, packed, quantize_nvfp4, rotated, rounded_up
+from maxmeg.ops.quantized import Recipe, Shares, matmul
+from maxmeg.ops.recipes import recipe_of
+
+E2M1, E4M3 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn
+ROUNDINGS, SIGMAS = 100_000, 4
+PRODUCT = {"nvfp4": 0.17, "mxfp4": 0.17, "qat_nvfp4": 0.17, "qat_mxfp4": 0.13, "qat_int8": 0.02}
+BIASED = 0.02  # of the mean of products over keys: 1 / 16 of the error of one
+
+
+def numbers(shape, dtype="float32", seed=0) -> jax.Array:
+    """Normal numbers with outliers, and a column of zeros."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape))
+    x[..., 0] = 0
+    return jnp.asarray(x, dtype)
+
+
+def in_numpy(x: np.ndarray, block: tuple[int, int], encode: np.float32) -> tuple:
+    """TransformerEngine's NVFP4 of a float32 matrix: (E2M1 codes, E4M3 scales), with `encode` in
+    place of its 2688 / largest magnitude."""
+    codes, scales = (
+        np.zeros(x.shape, E2M1),
+        np.zeros((x.shape[0] // block[0], x.shape[1] // block[1]), E4M3),
+    )
+    for i, j in np.ndindex(scales.shape):
+        part = tuple(slice(n * m, (n + 1) * m) for n, m in zip((i, j), block, strict=True))
+        ratio = np.abs(x[part]).max() * (encode * (np.float32(1) / np.float32(6)))
+        scales[i, j] = min(ratio, np.float32(448))
+        with np.errstate(divide="ignore"):
+            inverse = np.float32(1) / (np.float32(scales[i, j]) * (1 / encode))
+        largest = np.finfo(np.float32).max
+        codes[part] = np.clip(x[part] * min(inverse, largest), -6, 6).astype(E2M1)
+    return codes, scales
+
+
+@pytest.mark.parametrize("block", [(1, 16), (16, 1), (16, 16)])
+def test_codes_are_those_of_transformer_engine(block):
+    x = numbers((48, 64), "bfloat16")
+    codes, scales, scale = jax.jit(quantize_nvfp4, static_argnums=1)(x, block)
+    assert np.frexp(float(scale))[0] == 0.5
+    assert 448 / 2 < float(jnp.max(scales.astype(jnp.float32))) <= 448
+    wanted = in_numpy(np.asarray(x, np.float32), block, 1 / np.float32(scale))
+    for one, other in zip((codes, scales), wanted, strict=True):
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint8), other.view(np.uint8))
+    np.testing.assert_array_equal(decoded(packed(codes), "float32"), np.asarray(codes, "float32"))
+    bytes_of_pairs = wanted[0].view(np.uint8)
+    np.testing.assert_array_equal(
+        packed(codes), bytes_of_pairs[:, ::2] | bytes_of_pairs[:, 1::2] << 4
+    )
+
+
+def test_what_shares_a_tensor_does_not_change_a_block():
+    """The reason for a power of two as the scale of the tensor."""
+    x, recipe = numbers((16, 64)), Nvfp4()
+    for larger in (1, 3, 100):
+        beside = jnp.concatenate([x, larger * jnp.max(jnp.abs(x)) * jnp.ones((16, 64))])
+        both = (recipe.wide(quantize_nvfp4(y, (1, 16)), jnp.float32) for y in (x, beside))
+        alone, beside = (np.asarray(wide)[:16] for wide in both)
+        kept = np.abs(np.asarray(x)).reshape(16, 4, 16).max(-1) > 2.0**-4 * larger
+        kept = np.repeat(kept, 16, -1)
+        assert kept.any()
+        np.testing.assert_array_equal(alone[kept], beside[kept])
+
+
+def test_weights_in_squares_serve_both_directions():
+    w, recipe = numbers((3, 64, 32), "bfloat16"), Nvfp4(square=True)
+    largest = jnp.max(jnp.abs(w), axis=(1, 2))
+    wide = recipe.wide(recipe.weights(w, largest)[0], jnp.bfloat16)
+    turned = recipe.wide(recipe.weights(w.swapaxes(1, 2), largest)[0], jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(wide.swapaxes(1, 2)), np.asarray(turned))
+    assert not np.array_equal(np.asarray(wide), np.asarray(w))
+
+
+def test_numbers_that_are_not_finite_stay_so():
+    for bad in (np.nan, np.inf, -np.inf):
+        for key in (None, jax.random.key(0)):
+            x = jnp.ones((1, 32)).at[0, 3].set(bad)
+            wide = Nvfp4().wide(quantize_nvfp4(x, (1, 16), key=key), jnp.float32)
+            assert np.isnan(np.asarray(wide)[0, :16]).all()
+
+
+def test_the_hadamard_transform_cancels_in_products():
+    matrix = hadamard().astype(np.float64)
+    np.testing.assert_array_equal(matrix @ matrix.T, np.eye(16))
+    x, slope = numbers((40, 24)), numbers((40, 16), seed=1)
+    found = np.asarray(rotated(x), np.float64).T @ np.asarray(rotated(slope), np.float64)
+    wanted = np.asarray(x, np.float64).T @ np.asarray(slope, np.float64)
+    assert np.linalg.norm(found - wanted) <= 1e-6 * np.linalg.norm(wanted)
+
+
+def test_scales_are_rounded_up_in_e4m3():
+    known = np.arange(127, dtype=np.uint8).view(E4M3).astype(np.float32)
+    x = np.concatenate([known, np.random.default_rng(0).uniform(0, 448, 500), known[:-1] * 1.0001])
+    x = x.astype(np.float32)
+    wanted = known[np.searchsorted(known, x)]
+    np.testing.assert_array_equal(jax.jit(rounded_up)(jnp.asarray(x)), wanted)
+
+
+def test_stochastic_rounding_is_unbiased():
+    """Also for the largest numbers of blocks, which no scale clips."""
+    x = numbers((1, 64))
+
+    def mean(key):
+        return Nvfp4().wide(quantize_nvfp4(x, (1, 16), key=key), jnp.float32)
+
+    keys = jax.random.split(jax.random.key(0), ROUNDINGS)
+    total, squares = jax.jit(
+        lambda keys: jax.lax.scan(
+            lambda sums, key: ((sums[0] + mean(key), sums[1] + (mean(key) - x) ** 2), None),
+            (jnp.zeros(x.shape), jnp.zeros(x.shape)),
+            keys,
+        )[0]
+    )(keys)
+    error = np.asarray(total / ROUNDINGS - x)
+    sigma = np.sqrt(np.asarray(squares) / ROUNDINGS**2)
+    assert (sigma > 0).sum() > 40
+    assert (np.abs(error) <= SIGMAS * sigma + 1e-6 * np.abs(x)).all()
+
+
+def of(name: str) -> Recipe:
+    recipe = recipe_of(QuantizationConfig(QuantizationRecipe[name]))
+    assert recipe is not None
+    return recipe
+
+
+def copies_of(recipe: Recipe, w: jax.Array):
+    largest = {
+        Shares.nothing: None,
+        Shares.layer: jnp.max(jnp.abs(w)),
+        Shares.column: jnp.max(jnp.abs(w), axis=-2, keepdims=True),
+    }
+    copies = recipe.weights(w, largest[recipe.shares])
+    assert len(copies) == recipe.copies
+    return copies
+
+
+def compute(recipe: Recipe, x, w, slope, key=None):
+    copies = copies_of(recipe, w)
+    y, pull = jax.vjp(lambda x, w: matmul(x, w, copies[0], copies[-1], recipe, key), x, w)
+    return y, *pull(slope)
+
+
+run = jax.jit(compute, static_argnums=0)
+
+
+def operands(shape: tuple[int, ...], dtype: str) -> list[jax.Array]:
+    rng = np.random.default_rng(0)
+    sizes = (40, 32), (32, 64), (40, 64)
+    return [jnp.asarray(rng.normal(size=(*shape, *size)), dtype) for size in sizes]
+
+
+def exact(x, w, slope) -> tuple[np.ndarray, ...]:
+    x, w, slope = (np.asarray(a, np.float64) for a in (x, w, slope))
+    return x @ w, slope @ w.swapaxes(-1, -2), x.swapaxes(-1, -2) @ slope
+
+
+def distance(found, wanted) -> float:
+    return float(np.linalg.norm(np.asarray(found, np.float64) - wanted) / np.linalg.norm(wanted))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", PRODUCT)
+def test_products_are_within_the_error_of_their_format(name, dtype):
+    for shape in ((), (3,)):
+        arrays = operands(shape, dtype)
+        found, wanted = run(of(name), *arrays), exact(*arrays)
+        errors = [distance(*pair) for pair in zip(found, wanted, strict=True)]
+        assert [array.dtype for array in found] == [dtype] * 3
+        assert errors[0] > 1e-3 and max(errors) < PRODUCT[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCT if name != "nvfp4"])
+def test_backward_multiplies_the_operands_of_forward_with_unrounded_gradients(name):
+    x, w, slope = operands((), "float32")
+    recipe = of(name)
+    near_w = recipe.wide(copies_of(recipe, w)[0], jnp.float32)
+    near_x = recipe.wide(recipe.inputs(x)[0], jnp.float32)
+    assert np.array_equal(near_x, x) == (name == "qat_mxfp4")
+    for found, wanted in zip(run(recipe, x, w, slope), exact(near_x, near_w, slope), strict=True):
+        assert distance(found, wanted) < 1e-6
+
+
+def test_int8_codes_are_symmetric_by_token_and_by_column():
+    x, w, _ = operands((), "float32")
+    recipe = of("qat_int8")
+    for quantized_, original, axis in (
+        (recipe.inputs(x)[0], x, 1),
+        (copies_of(recipe, w)[0], w, 0),
+    ):
+        codes, scale = (np.asarray(a) for a in quantized_)
+        wanted = np.abs(np.asarray(original)).max(axis, keepdims=True) / np.float32(127)
+        np.testing.assert_allclose(scale, wanted, rtol=2e-7)
+        np.testing.assert_allclose(codes, np.asarray(original) / wanted, atol=0.5001)
+        assert (np.abs(codes).max(axis) == 127).all()
+
+
+def test_mxfp4_is_that_of_ml_dtypes():
+    w = numbers((64, 32))
+    codes, exponents = of("qat_mxfp4").weights(w, None)[0]
+    blocks = np.asarray(w).reshape(2, 32, 32)
+    most = np.maximum(np.abs(blocks).max(1, keepdims=True), 6 * 2.0**-126)
+    scale = 2.0 ** np.ceil(np.log2(most.astype(np.float64) / 6))
+    np.testing.assert_array_equal(
+        np.ldexp(1.0, np.asarray(exponents, int) - 127), np.maximum(scale[:, 0], 2.0**-126)
+    )
+    wanted = (blocks / scale).astype(np.float32).astype(E2M1).reshape(64, 32)
+    np.testing.assert_array_equal(decoded(codes, "float32"), wanted.astype(np.float32))
+
+
+def test_keys_and_microbatches_draw_different_numbers_and_the_mean_is_exact():
+    recipe, (x, w, slope) = of("nvfp4"), operands((), "float32")
+    keys = [jax.random.key_data(jax.random.key(seed)) for seed in range(256)]
+    first, again, other = (run(recipe, x, w, slope, keys[i])[1] for i in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    # The same rows in another microbatch are rounded otherwise.
+    moved = slope.at[-1, -1].add(1e-3)
+    (codes, *_), _ = recipe.slopes(slope, keys[0])
+    (others, *_), _ = recipe.slopes(moved, keys[0])
+    assert not np.array_equal(np.asarray(codes)[:16], np.asarray(others)[:16])
+    nearest, results = run(recipe, x, w, slope), [run(recipe, x, w, slope, key) for key in keys]
+    np.testing.assert_array_equal(nearest[0], results[0][0])
+    near_w = recipe.wide(copies_of(recipe, w)[0], jnp.float32)
+    near_x = recipe.wide(recipe.inputs(x)[1], jnp.float32)
+    mean = np.mean([np.asarray(row[1]) for row in results], axis=0)
+    assert distance(mean, exact(x, near_w, slope)[1]) < BIASED
+    mean = np.mean([np.asarray(row[2]) for row in results], axis=0)
+    assert distance(mean, np.asarray(near_x).T @ np.asarray(rotated(slope))) < BIASED
+
+
+def scaled_matmul(a, b, a_scale, b_scale, preferred_element_type):
+    """jax.nn.scaled_matmul: [B, M, K] times [B, N, K], with scales for equal parts of rows."""
+    assert a.dtype == b.dtype == "float4_e2m1fn"
+    assert a_scale.dtype == b_scale.dtype == "float8_e4m3fn"
+    a, b = (
+        x.astype("float32") * jnp.repeat(scale.astype("float32"), 16, -1)
+        for x, scale in ((a, a_scale), (b, b_scale))
+    )
+    return jnp.einsum("bmk,bnk->bmn", a, b).astype(preferred_element_type)
+
+
+def test_the_products_of_gpus_get_blocks_in_rows(monkeypatch):
+    recipe = of("nvfp4")
+    for shape in ((), (2,)):
+        arrays = operands(shape, "bfloat16")
+        wanted = run(recipe, *arrays)
+        with monkeypatch.context() as patched:
+            for module in (fp4, quantized):
+                patched.setattr(module, "target_device", lambda: Device("cuda", (10, 0)))
+            patched.setattr(jax.nn, "scaled_matmul", scaled_matmul)
+            found = compute(recipe, *arrays)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(one, "float32"), np.asarray(other, "float32"), rtol=2.0**-6, atol=0.02
+            )
+
+
+def test_gpus_before_blackwell_are_refused():
+    with pytest.raises(ValueError, match=r"nvfp4 need compute capability 10\.0 .* found 9\.0: set"):
+        quantized.check_device(of("nvfp4"), Device("cuda", (9, 0)))
+    for name in PRODUCT:
+        if name != "nvfp4":
+            quantized.check_device(of(name), Device("cuda", (8, 0)))
