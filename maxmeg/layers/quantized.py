@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxmeg.layers.auxiliary import Max
+from maxmeg.ops import delayed
 from maxmeg.ops.backend import target_device
 from maxmeg.ops.quantized import Quantized, Recipe, check_device, matmul, quantize, scale_of
 from maxmeg.parallel.collectives import PIPE_AXIS, after, gather, max_over, unshard_parameter
 from maxmeg.parallel.mesh import MESH_AXES
+from maxmeg.parallel.rules import Reduction
 
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 
@@ -24,11 +27,19 @@ MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 class Codes(nnx.Module):
     """The 8-bit copies of a weight [.., I, O], sharded like the weight.
 
-    quantized: tensorwise, one copy with one scale per layer, shared by a layer's experts; mxfp8, a
-    copy for forward and one for backward; blockwise, one copy for both.
+    quantized: tensorwise and delayed, one copy with one scale per layer, shared by a layer's
+    experts; mxfp8, a copy for forward and one for backward; blockwise, one copy for both.
+    past: for products with delayed scaling, the scales [.., 3] of ops/delayed.py and the Max that
+    is their `largest`.
     """
 
-    def __init__(self, weight: nnx.Variable, quantized: list[tuple], recipe: Recipe):
+    def __init__(
+        self,
+        weight: nnx.Variable,
+        quantized: list[tuple],
+        recipe: Recipe,
+        past: tuple[jax.Array | None, Max] | None = None,
+    ):
         def sharded(array) -> nnx.Variable:
             return weight.replace(array, frozen=True, exact=True)
 
@@ -38,12 +49,17 @@ class Codes(nnx.Module):
         self.codes = nnx.List([sharded(codes) for codes, _ in quantized])
         place = sharded if recipe.block else scalar
         self.scales = nnx.List([place(scale) for _, scale in quantized])
+        self.past_scales = nnx.data(None if past is None else scalar(past[0]))
+        self.largest = nnx.data(None if past is None else past[1])
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
-        copies = self.whole()
-        return matmul(x, unshard_parameter(weight), copies[0], copies[-1], self.recipe)
+        copies, w = self.whole(), unshard_parameter(weight)
+        if self.past_scales is not None:
+            past = self.past_scales[...], self.largest.value
+            return delayed.matmul(x, w, copies[0], *past, self.recipe)
+        return matmul(x, w, copies[0], copies[-1], self.recipe)
 
     def of_groups(self) -> Quantized:
         """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
@@ -60,12 +76,20 @@ class Codes(nnx.Module):
         return [(unshard_parameter(codes), unshard_parameter(scale)) for codes, scale in pairs]
 
 
-def with_codes(model, reductions, recipe: Recipe | None, before):
+def with_codes(
+    model,
+    reductions,
+    recipe: Recipe | None,
+    before,
+    scales: list[jax.Array] | None = None,
+):
     """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
     `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
-    before: arrays on which the collectives here wait. ValueError if a shard cuts a block.
+    before: arrays on which the collectives here wait. scales: of delayed scaling, as from
+    layers.amax_history.delayed_scales; None: those of the weights. ValueError if a shard cuts a
+    block.
     """
     if recipe is None:
         return model, reductions
@@ -73,25 +97,32 @@ def with_codes(model, reductions, recipe: Recipe | None, before):
     model, reductions = _copy(model), _copy(reductions)
     sides = [quantized_matrices(side, recipe) for side in (model, reductions)]
     weights = [getattr(module, name) for module, name in sides[0]]
-    quantized = (in_blocks if recipe.block else in_whole)(weights, recipe, before)
-    for (module, name), (places, _), weight, copies in zip(*sides, weights, quantized, strict=True):
-        cut, in_stack = getattr(places, name).get_value().cut, _layers(weight) > 0
+    if scales is not None:
+        quantized = with_past_scales(weights, recipe, scales)
+    else:
+        quantized = (in_blocks if recipe.block else in_whole)(weights, recipe, before)
+    pasts = [None] * len(weights) if scales is None else scales
+    rows = zip(*sides, weights, quantized, pasts, strict=True)
+    for (module, name), (places, _), weight, copies, past in rows:
+        cut, in_stack = getattr(places, name).get_value().cut, layers_of(weight) > 0
         if cut is not None and in_stack:  # elsewhere the shards of ZeRO-1 have been gathered
 
             def whole(array, cut=cut):
                 return gather(array, cut.axes, cut.dim) if array.ndim > cut.dim else array
 
             copies = jax.tree.map(whole, copies)
-        module.codes = module.codes | {name: Codes(weight, copies, recipe)}
-        nothing = [(None, None)] * len(copies)
-        places.codes = places.codes | {name: Codes(weight, nothing, recipe)}
+        nothing, beside = [(None, None)] * len(copies), (None, None)
+        if past is not None:
+            beside = (past, known_maxima(weight)), (None, Max(Reduction(None, ())))
+        module.codes = module.codes | {name: Codes(weight, copies, recipe, beside[0])}
+        places.codes = places.codes | {name: Codes(weight, nothing, recipe, beside[1])}
     return model, reductions
 
 
 def without_codes(gradients):
     """`gradients` of a model from `with_codes`, with the structure of the model without codes."""
     gradients = _copy(gradients)
-    for module in _modules(gradients):
+    for module in quantizable_modules(gradients):
         module.codes = {}
     return gradients
 
@@ -120,14 +151,33 @@ def in_whole(weights: list[nnx.Variable], recipe: Recipe, before) -> list[list[Q
     return copies
 
 
-def _layers(weight: nnx.Variable) -> int:
+def with_past_scales(
+    weights: list[nnx.Variable], recipe: Recipe, scales: list[jax.Array]
+) -> list[list[Quantized]]:
+    """Quantize each weight with the scale [.., 3] that delayed scaling has for it."""
+    copies = []
+    for weight, of_operands in zip(weights, scales, strict=True):
+        scale = of_operands[..., delayed.WEIGHT]
+        whole = scale.reshape(*scale.shape, *(1,) * (weight.ndim - scale.ndim))
+        copies.append([(delayed.saturated(weight[...], whole, recipe.forward), scale)])
+    return copies
+
+
+def known_maxima(weight: nnx.Variable) -> Max:
+    """The largest magnitudes [.., 3] that are known before the products: of the local weight."""
+    most = jnp.max(jnp.abs(weight[...]), axis=range(layers_of(weight), weight.ndim))
+    most = most.astype(jnp.float32)
+    return Max(jnp.stack([jnp.zeros_like(most), most, jnp.zeros_like(most)], axis=-1))
+
+
+def layers_of(weight: nnx.Variable) -> int:
     """Number of leading dimensions over which layers are stacked."""
     return weight.ndim - len(weight.get_metadata("axes"))
 
 
 def _scales(weights: list[nnx.Variable], recipe: Recipe, before) -> list[jax.Array]:
     """The scale of each weight and layer, the same on all devices that hold a part of it."""
-    stacked = [_layers(weight) for weight in weights]
+    stacked = [layers_of(weight) for weight in weights]
     largest = [
         jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
         for weight, layers in zip(weights, stacked, strict=True)
@@ -146,7 +196,7 @@ def _copy(tree):
     return jax.tree.map(lambda leaf: leaf, tree)  # new modules around the same arrays
 
 
-def _modules(model) -> list:
+def quantizable_modules(model) -> list:
     """The modules of the layers that name matrices in `quantizable`."""
     stack = model.stack
     groups = [group for i, group in enumerate(stack.groups) if i not in stack.unquantized]
@@ -160,7 +210,7 @@ def _has_matrices(node) -> bool:
 
 def quantized_matrices(model, recipe: Recipe) -> list[tuple]:
     """(module, attribute) of each matrix to quantize; fused projections count as one matrix."""
-    named = [(module, name) for module in _modules(model) for name in module.quantizable]
+    named = [(module, name) for module in quantizable_modules(model) for name in module.quantizable]
     multiple = recipe.block or MULTIPLE
     return [(m, name) for m, name in named if _is_quantized(getattr(m, name), multiple)]
 

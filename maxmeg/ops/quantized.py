@@ -28,7 +28,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
+from maxmeg.config.quantization import (
+    AmaxAlgorithm,
+    Fp8Format,
+    QuantizationConfig,
+    QuantizationRecipe,
+)
 from maxmeg.ops.backend import BLACKWELL, Device, target_device
 
 MANTISSA_BITS = 23  # of float32
@@ -41,17 +46,32 @@ Quantized = tuple[jax.Array, jax.Array]  # codes, and their scale or the exponen
 
 
 @dataclasses.dataclass(frozen=True)
+class AmaxHistory:
+    """How delayed scaling makes a scale of the largest magnitudes of earlier steps.
+
+    length: number of steps. latest: the scale is for the last step's magnitude, else for the
+    largest of all. margin: binary logarithm of the room above that magnitude.
+    """
+
+    length: int
+    latest: bool = False
+    margin: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """The dtypes of inputs and weights, and of gradients of outputs.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers.
+    for each tensor. square: scales of weights are of block x block numbers. history: of delayed
+    scaling (ops/delayed.py); None: scales are those of the operands themselves.
     """
 
     forward: str = "float8_e4m3fn"
     backward: str = "float8_e5m2"
     block: int = 0
     square: bool = False
+    history: AmaxHistory | None = None
 
     @property
     def multiplies_codes(self) -> bool:
@@ -90,7 +110,11 @@ def recipe_of(config: QuantizationConfig) -> Recipe | None:
         return Recipe(backward=e4m3, block=MX_BLOCK)
     if config.recipe is QuantizationRecipe.blockwise:
         return Recipe(backward=e4m3, block=BLOCK, square=True)
-    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
+    backward, history = "float8_e5m2" if config.format is Fp8Format.hybrid else e4m3, None
+    if config.recipe is QuantizationRecipe.delayed:
+        latest = config.amax_algorithm is AmaxAlgorithm.most_recent
+        history = AmaxHistory(config.amax_history_length, latest, config.margin)
+    return Recipe(backward=backward, history=history)
 
 
 def check_device(recipe: Recipe, device: Device) -> None:
