@@ -40,7 +40,7 @@ LAYOUTS = [
         for case in (
             ("dense", {"pipe": 2, "fsdp": 2, "schedule": Schedule.zero_bubble}, 1),
             ("ends", {"pipe": 2, "data": 2, "tensor": 2}, 2),
-            ("dense", {"tensor": 8}, 0),
+            ("dense", {"tensor": 4}, 0),
             ("tokens ahead", {"pipe": 2, "data": 2, "tensor": 2}, 2),
             ("batched", {"data": 2, "fsdp": 2, "expert": 2}, 2),
             ("experts", {"pipe": 2, "expert": 2}, 2),

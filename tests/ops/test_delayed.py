@@ -21,8 +21,9 @@ class TransformerEngine:
     """amax_and_scale_update of one tensor: entry 0 of the history is that of the current step."""
 
     def __init__(self, dtype: str, length: int, algorithm: str, margin: int):
-        self.most, self.margin, self.algorithm = float(ml_dtypes.finfo(dtype).max), margin, algorithm
+        self.most, self.margin = float(ml_dtypes.finfo(dtype).max), margin
         self.history, self.scale = np.zeros(length, np.float32), 1.0
+        self.algorithm = algorithm
 
     def update(self, amax: float) -> None:
         self.history[0] = amax
