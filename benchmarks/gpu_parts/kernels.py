@@ -303,32 +303,6 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     return found
 
 
-def fp8(size: Sizes) -> Iterator[Item]:
-    """A projection with its gradients, in bfloat16 and in 8 bits with the quantization of inputs
-    and gradients."""
-    for width in size.widths:
-        name = f"T{size.tokens} {width}x{4 * width}"
-        yield name, functools.partial(measure_fp8, size, width, 4 * width)
-
-
-def measure_fp8(size: Sizes, width: int, out: int) -> dict:
-    import jax.numpy as jnp
-
-    from maxmeg.ops.quantized import Recipe, matmul, quantize
-
-    x_TI, w_IO, slope_TO = random([(size.tokens, width), (width, out), (size.tokens, out)])
-    codes, recipe = quantize(w_IO, Recipe().forward), Recipe()
-
-    def eight(x_TI, w_IO):
-        return matmul(x_TI, w_IO, codes, codes, recipe)
-
-    calls = {
-        name: functools.partial(with_gradients(product), (x_TI, w_IO), slope_TO)
-        for name, product in (("bf16", jnp.matmul), ("fp8", eight))
-    }
-    return compare(calls, 3 * 2 * size.tokens * width * out, "tflops", size, ("bf16",))
-
-
 def decode(size: Sizes) -> Iterator[Item]:
     """One new token a row over a paged cache; TB/s of the cache."""
     for rows, tokens, page in size.caches:

@@ -64,7 +64,7 @@ def next_history(history, model, gradients, recipe: Recipe | None):
         for name, codes in module.codes.items():
             variable = table[id(getattr(module, name))]
             known = maxima.setdefault(id(variable), (variable, []))[1]
-            known += [codes.largest.value, slopes.codes[name].largest.value]
+            known += [side.past[1].value for side in (codes, slopes.codes[name])]
     for in_stack in (True, False):  # stages have different layers; the others are on all
         axes = tuple(axis for axis in MESH_AXES if axis != PIPE_AXIS or not in_stack)
         members = [m for m in maxima.values() if (layers_of(m[0]) > 0) == in_stack]

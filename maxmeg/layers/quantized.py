@@ -49,16 +49,15 @@ class Codes(nnx.Module):
         self.codes = nnx.List([sharded(codes) for codes, _ in quantized])
         place = sharded if recipe.block else scalar
         self.scales = nnx.List([place(scale) for _, scale in quantized])
-        self.past_scales = nnx.data(None if past is None else scalar(past[0]))
-        self.largest = nnx.data(None if past is None else past[1])
+        self.past = nnx.data(None if past is None else (scalar(past[0]), past[1]))
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
         copies, w = self.whole(), unshard_parameter(weight)
-        if self.past_scales is not None:
-            past = self.past_scales[...], self.largest.value
-            return delayed.matmul(x, w, copies[0], *past, self.recipe)
+        if self.past is not None:
+            scales, largest = self.past
+            return delayed.matmul(x, w, copies[0], scales[...], largest.value, self.recipe)
         return matmul(x, w, copies[0], copies[-1], self.recipe)
 
     def of_groups(self) -> Quantized:
