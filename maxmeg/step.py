@@ -330,9 +330,8 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        raw_key, scaler = jax.random.key_data(key), state.scaler
-        scale = scaler and scaler.scale
-        gradients, sums = gradients_of(state.model, batch, raw_key, scale, state.history)
+        raw_key, scaler, past = jax.random.key_data(key), state.scaler, state.history
+        gradients, sums = gradients_of(state.model, batch, raw_key, scaler and scaler.scale, past)
         gradients, norm = clip(unscaled(gradients, scaler), config.optim.clip_norm)
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
@@ -343,9 +342,8 @@ def make_train_step(
         model = joined(new.weights, fixed(state.model))
         model.update(sums)
         ema = averaged(state.ema, trained(model), config.optim)
-        rest = new.remainders, ema, sums.get("history")
-        new = TrainState(state.step, model, new.moments, state.key, scaler, *rest)
-        new = chosen(finite, new, state, config.optim)
+        parts = model, new.moments, state.key, scaler, new.remainders, ema, sums.get("history")
+        new = chosen(finite, TrainState(state.step, *parts), state, config.optim)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],

@@ -28,6 +28,7 @@ LENGTH, STEPS = 3, 4
 DELAYED = QuantizationConfig(QuantizationRecipe.delayed, amax_history_length=LENGTH)
 TOLERANCE = 1e-5  # relative, float32: the order of sums differs
 NORM = 1e-3  # relative, of gradients: single numbers round to the next code
+AMPLIFIED = 2e-2  # by scans
 SAME_LOSS = 1e-2  # relative, of 8-bit and bfloat16 products after 300 steps
 MODELS = EARLIER | {
     "tokens ahead": EARLIER["dense"] | {"mtp.num_layers": 1},
@@ -83,7 +84,8 @@ def test_every_mesh_gives_the_same(model, parallel, micro):
         rows = [WEIGHT] if model == "batched" and "experts" in name else [INPUT, WEIGHT, GRADIENT]
         history, other = history[:, rows], found[2][name][:, rows]
         np.testing.assert_array_equal(other[..., 0], history[..., 0], err_msg=name)
-        np.testing.assert_allclose(other, history, rtol=NORM, err_msg=name)
+        rounding = AMPLIFIED if model == "hybrid" else NORM
+        np.testing.assert_allclose(other, history, rtol=rounding, err_msg=name)
 
 
 def test_all_operands_of_quantized_layers_have_histories():

@@ -11,7 +11,7 @@ OPTIMIZERS: dict[str, tuple[tuple[str, object], ...]] = {
     "AdamW": (),
     "AdamW, moments in fp8": (("optim.moments", "float8"),),
     "Muon": (("optim.optimizer", "muon"),),
-    "AdamW, optim.offload": (("optim.offload", True),),
+    "AdamW, offload": (("optim.offload", True),),
 }
 
 
@@ -65,8 +65,8 @@ def quantized_product(recipe, w_IO) -> Callable:
 
 def optimizer(size: Sizes) -> Iterator[Item]:
     """A step of one microbatch, the update of its parameters alone, and its share of the step."""
-    for name, settings in OPTIMIZERS.items():
-        model = dataclasses.replace(size.optimized, settings=settings)
+    for name in size.optimizers:
+        model = dataclasses.replace(size.optimized, settings=OPTIMIZERS[name])
         layers = f"{model.name}, {model.layers} layers, {name}"
         yield layers, functools.partial(measure_optimizer, size, model)
 
@@ -88,8 +88,8 @@ def measure_optimizer(size: Sizes, model) -> dict:
         return metrics["loss"]
 
     seconds = interleaved({"step": whole}, size.rounds, size.half)
-    small = functools.partial(jnp.full, fill_value=1e-4, dtype=jnp.float32)
-    gradients = jax.tree.map(lambda a: small(a.shape), trained(held[0].model))
+    small = functools.partial(jnp.full_like, fill_value=1e-4, dtype=jnp.float32)
+    gradients = jax.jit(functools.partial(jax.tree.map, small))(trained(held[0].model))
     update = update_alone(config, held[0])
 
     def alone():

@@ -115,6 +115,7 @@ class Sizes:
         Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
     )
     optimized: Model = Model("llama3-8b", 8192, ((1, "full"),), layers=8)
+    optimizers: tuple[str, ...] = ("AdamW", "AdamW, moments in fp8", "Muon", "AdamW, offload")
     served: Served = Served(Model("llama3-8b", 2048, ()), (1, 64), 1000)
     steps: int = 6
     rounds: int = 5
@@ -155,6 +156,7 @@ TINY = Sizes(
         Model("tiny", 32, ((2, "minimal"),), 1, (("train.quantization.recipe", "delayed"),)),
     ),
     optimized=Model("tiny", 32, ((2, "full"),), layers=1),
+    optimizers=("AdamW", "AdamW, offload"),
     served=Served(Model("tiny", 64, (), layers=2), (2,), 16),
     steps=4,
     rounds=2,
@@ -173,6 +175,7 @@ def sizes(quick: bool, on_gpu: bool) -> Sizes:
         attention=full.attention[:2],
         losses=full.losses[:1],
         projections=full.projections[:1],
+        optimizers=full.optimizers[:2],
         experts=full.experts[:1],
         mixtures=full.mixtures[:1],
         caches=full.caches[:1],

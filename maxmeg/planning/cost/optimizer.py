@@ -60,8 +60,11 @@ def history_bytes(work: Workload) -> int:
     """Bytes of the histories of delayed scaling on a device, those of its stage's layers."""
     if work.recipe is None or work.recipe.history is None:
         return 0
-    groups = [shard.parameter.group for shard in work.shards if shard.parameter.has_history]
-    layers = [1 if g is None else work.places[g] * work.config.parallel.chunks for g in groups]
+    matrices = [shard.parameter for shard in work.shards if shard.parameter.quantizable]
+    # Projections that can be fused share one.
+    sharing = {(p.group, p.path if p.projections is None else p.projections) for p in matrices}
+    quantized = [group for group, _ in sharing]
+    layers = [1 if g is None else work.places[g] * work.config.parallel.chunks for g in quantized]
     return FLOAT32 * len(OPERANDS) * (1 + work.recipe.history.length) * sum(layers)
 
 

@@ -22,12 +22,11 @@ from maxmeg.config.schema import Config, LoraConfig
 from maxmeg.config.setting import walk, with_fields
 from maxmeg.config.stages import units_of_chunks
 from maxmeg.config.validate import axis_sizes
-from maxmeg.layers.amax_history import empty_history
 from maxmeg.layers.quantized import quantized_matrices
 from maxmeg.models.lm import language_model
 from maxmeg.models.mixers import pattern
 from maxmeg.ops.backend import HOPPER, Device, target_device
-from maxmeg.ops.quantized import AmaxHistory, Recipe, recipe_of
+from maxmeg.ops.quantized import Recipe, recipe_of
 from maxmeg.parallel.fused import can_fuse, fused_groups
 from maxmeg.parallel.mesh import MESH_AXES, mesh_shape
 from maxmeg.parallel.rules import (
@@ -57,8 +56,7 @@ class Parameter:
     kind: its mixer (attention, mlp, ...), or its part of a mixture of experts (experts, router,
     shared expert), or norm, embedding, positions, output. projections: number of the group of
     projections that it belongs to (parallel.fused); None: of no group. quantizable: whether it is
-    a matrix that train.quantization rounds to 8 bits. has_history: whether delayed scaling has a
-    history for it (layers/amax_history.py).
+    a matrix that train.quantization rounds to 8 bits.
     """
 
     path: tuple[str, ...]
@@ -67,7 +65,6 @@ class Parameter:
     variable: nnx.Variable
     projections: int | None = None
     quantizable: bool = False
-    has_history: bool = False
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -313,19 +310,13 @@ def _parameters(key: frozenset, adapters: frozenset) -> tuple[Parameter, ...]:
     quantizable = {
         id(getattr(module, name)) for module, name in quantized_matrices(abstract, Recipe())
     }
-    recipe = Recipe(history=AmaxHistory(1))
-    history = jax.eval_shape(lambda: empty_history(abstract, recipe))
-    histories = {
-        path for path, _ in jax.tree_util.tree_leaves_with_path(history, is_leaf=is_variable)
-    }
     arrays = []
     for path, variable in jax.tree_util.tree_leaves_with_path(abstract, is_leaf=is_variable):
         names = tuple(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
         stacked = names[0] == "stack"
         group = int(names[2]) if stacked else None
         number, codes = groups.get(id(variable)), id(variable) in quantizable
-        about = variable, number, codes, path in histories
-        arrays.append(Parameter(names, kind_of(names), group, *about))
+        arrays.append(Parameter(names, kind_of(names), group, variable, number, codes))
     return tuple(arrays)
 
 
