@@ -26,7 +26,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from gpu_parts import checks, choices, experts, kernels, serving, steps
+from gpu_parts import checks, choices, experts, kernels, precision, serving, steps
 from gpu_parts.timing import Item, Sizes, sizes
 
 FOLDER = Path(__file__).parent
@@ -63,7 +63,7 @@ PARTS = {
     "train": Part(steps.train, 200),
     "loss": Part(kernels.loss, 60),
     "grouped": Part(kernels.grouped, 60),
-    "fp8": Part(kernels.fp8, 40, "--xla_gpu_enable_triton_gemm=false"),
+    "fp8": Part(precision.fp8, 90, "--xla_gpu_enable_triton_gemm=false"),
     "moe": Part(experts.moe, 60),
     "decode": Part(kernels.decode, 40),
     "scan": Part(kernels.scan, 40),
@@ -72,6 +72,7 @@ PARTS = {
     "serving-no-graphs": Part(serving.serving, 60, "--xla_gpu_enable_command_buffer="),
     "memory-bound": Part(kernels.memory_bound, 40),
     "split": Part(steps.split, 90),
+    "optimizer": Part(precision.optimizer, 150),
 }
 
 

@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from maxmeg.checkpoint import storage
 from maxmeg.config import files
 from maxmeg.config.schema import Config, Masters, Moments, OptimConfig
+from maxmeg.layers.amax_history import empty_history
 from maxmeg.layers.auxiliary import choose
 from maxmeg.models.lm import LM, language_model
 from maxmeg.ops.random import fold, split
+from maxmeg.ops.recipes import recipe_of
 from maxmeg.optim.scaling import Scaler, first_scaler
 from maxmeg.optim.storage import decode, divided, encode, orders, whole
 from maxmeg.parallel.host import host_sharding, to_device
@@ -37,7 +39,8 @@ class TrainState:
     """step: how many were made. model: float32 masters, what is frozen in the compute dtype.
     optimizer: of the trained part. key: raw key of all later randomness. scaler: of the loss, with
     float16 alone. remainders: with optim.masters=remainders alone, the model then holds bfloat16
-    weights (optim/storage.py). ema: with optim.ema alone, float32 averages of the trained part."""
+    weights (optim/storage.py). ema: with optim.ema alone, float32 averages of the trained part.
+    history: with delayed scaling alone (layers/amax_history.py)."""
 
     step: jax.Array
     model: LM
@@ -46,6 +49,7 @@ class TrainState:
     scaler: Scaler | None
     remainders: LM | None = None
     ema: LM | None = None
+    history: LM | None = None
 
 
 def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
@@ -54,8 +58,9 @@ def init_state(key: jax.Array, config: Config, optimizer) -> TrainState:
     model_key, later = split(key, 2)
     model = language_model(model_key, config)
     moments = optimizer.init(trained(model))
-    scaler = first_scaler(config)
-    return TrainState(jnp.int32(0), model, moments, jax.random.key_data(later), scaler)
+    scaler, raw = first_scaler(config), jax.random.key_data(later)
+    history = empty_history(model, recipe_of(config.train.quantization))
+    return TrainState(jnp.int32(0), model, moments, raw, scaler, history=history)
 
 
 def with_masters(state: TrainState, masters: Masters) -> TrainState:
@@ -79,8 +84,10 @@ def chosen(finite: jax.Array, new: TrainState, old: TrainState, optim: OptimConf
     if not optim.offload:
         return choose(finite, with_masters(new, optim.masters), old)
     # optim/update.py has done this for the rest, layer by layer, so that XLA updates in place.
-    kept, ema = choose(finite, (fixed(new.model), new.ema), (fixed(old.model), old.ema))
-    return dataclasses.replace(new, model=joined(trained(new.model), kept), ema=ema)
+    others = ((fixed(s.model), s.ema, s.history) for s in (new, old))
+    kept, ema, history = choose(finite, *others)
+    model = joined(trained(new.model), kept)
+    return dataclasses.replace(new, model=model, ema=ema, history=history)
 
 
 def evaluated_model(state: TrainState, is_average: bool) -> LM:
@@ -124,11 +131,11 @@ def from_disk(
             optimizer = encode(decode(optimizer, moments), optim.moments, key, orders(state.model))
         return with_masters(dataclasses.replace(state, optimizer=optimizer), optim.masters)
 
-    # Only the model and the moments: a checkpoint may lack a scaler or averages, or have more.
-    rest: dict[str, typing.Any] = {"scaler": None, "ema": None}
+    # Only the model and the moments: a checkpoint may lack any of the others, or have more.
+    rest: dict[str, typing.Any] = {"scaler": None, "ema": None, "history": None}
     places = dataclasses.replace(shardings_of(abstract), **rest)
     converted = jax.jit(convert, out_shardings=places)(dataclasses.replace(state, **rest))
-    return dataclasses.replace(converted, scaler=state.scaler, ema=state.ema)
+    return dataclasses.replace(converted, **{name: getattr(state, name) for name in rest})
 
 
 def abstract_state(config: Config, optimizer, mesh: Mesh) -> TrainState:

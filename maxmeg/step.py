@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from maxmeg.config.recompute import offloaded_alone
 from maxmeg.config.schema import Config, LossReduction
 from maxmeg.layers import auxiliary
+from maxmeg.layers.amax_history import delayed_scales, next_history
 from maxmeg.layers.context import Context, Source
 from maxmeg.layers.quantized import with_codes, without_codes
 from maxmeg.models.stack import first_sublayer
@@ -258,9 +259,10 @@ def without_cuts_of_stack(gradient_reductions):
 def make_gradients(
     config: Config, mesh: Mesh, model: Model, objective: Objective | None = None
 ) -> Callable:
-    """(model, batch, key, scale) -> (gradients of the global loss times scale for the trained part,
-    sums), both as global arrays. sums["stack_aux"] holds the auxiliary values of the layers in
-    model order. scale: None is 1.
+    """(model, batch, key, scale, history) -> (gradients of the global loss times scale for the
+    trained part, sums), both as global arrays. sums["stack_aux"] holds the auxiliary values of the
+    layers in model order, sums["history"] the history of delayed scaling after the step, if one is
+    given. scale: None is 1.
 
     `model` is abstract with shardings. Batch arrays are [microbatch, sample, length]. objective:
     None means the one that data.objective names.
@@ -272,7 +274,7 @@ def make_gradients(
     specs = jax.tree.map(lambda a: a.sharding.spec, model)
     dtype, recipe = jnp.dtype(config.model.dtype.value), recipe_of(config.train.quantization)
 
-    def local(model, batch, raw_key, scale):
+    def local(model, batch, raw_key, scale, history):
         masks, reduction = objective.masks(model, batch), config.train.loss_reduction
         scale = 1.0 if scale is None else scale
         batch = complete(batch, reduction, batch_shards(mesh), masks, scale)
@@ -280,8 +282,10 @@ def make_gradients(
         if cuts_layers:
             batch = collectives.after(batch, partition(computing)[0])
         computing, places = fuse(computing, gradient_reductions, mesh)
-        computing, places = with_codes(computing, places, recipe, batch, raw_key)
+        scales = delayed_scales(history, computing, recipe)
+        computing, places = with_codes(computing, places, recipe, batch, raw_key, scales)
         gradients, sums = local_gradients(computing, batch, raw_key, config, objective, places)
+        history = next_history(history, computing, gradients, recipe)
         gradients = separate(without_codes(gradients), trained(specs))
         # Each stage has the auxiliary values of its own layers; all else is the same on all stages.
         pipe = (collectives.PIPE_AXIS,)
@@ -291,12 +295,15 @@ def make_gradients(
         if cuts_layers:
             outer, stack = partition(gradients)
             gradients = joined(collectives.after(outer, stack), stack)
-        return reduce_gradients(gradients, trained(outside_stages)), sums
+        return reduce_gradients(gradients, trained(outside_stages)), sums, history
 
-    def gradients(model, batch, raw_key, scale=None):
+    def gradients(model, batch, raw_key, scale=None, history=None):
         batch_specs = jax.tree.map(lambda array: batch_spec(array.ndim), batch)
-        run = spmd(local, mesh, (specs, batch_specs, P(), P()), (trained(specs), P()))
-        return run(model, batch, raw_key, scale)
+        by_layer = storage_specs(history, mesh, zero1=False)
+        arguments = (specs, batch_specs, P(), P(), by_layer)
+        run = spmd(local, mesh, arguments, (trained(specs), P(), by_layer))
+        found, sums, history = run(model, batch, raw_key, scale, history)
+        return found, sums if history is None else sums | {"history": history}
 
     return gradients
 
@@ -323,8 +330,8 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch, controls: dict[str, jax.Array]):
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        raw_key, scaler = jax.random.key_data(key), state.scaler
-        gradients, sums = gradients_of(state.model, batch, raw_key, scaler and scaler.scale)
+        raw_key, scaler, past = jax.random.key_data(key), state.scaler, state.history
+        gradients, sums = gradients_of(state.model, batch, raw_key, scaler and scaler.scale, past)
         gradients, norm = clip(unscaled(gradients, scaler), config.optim.clip_norm)
         metrics = objective.metrics(sums)
         finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"])
@@ -335,8 +342,8 @@ def make_train_step(
         model = joined(new.weights, fixed(state.model))
         model.update(sums)
         ema = averaged(state.ema, trained(model), config.optim)
-        new = TrainState(state.step, model, new.moments, state.key, scaler, new.remainders, ema)
-        new = chosen(finite, new, state, config.optim)
+        parts = model, new.moments, state.key, scaler, new.remainders, ema, sums.get("history")
+        new = chosen(finite, TrainState(state.step, *parts), state, config.optim)
         metrics |= {
             "grad_norm": norm,
             "tokens": sums["tokens"],

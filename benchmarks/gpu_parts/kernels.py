@@ -303,44 +303,6 @@ def measure_grouped(size: Sizes, experts: int, tokens: int, width: int, out: int
     return found
 
 
-def fp8(size: Sizes) -> Iterator[Item]:
-    """A projection with its gradients, in bfloat16, in 8 bits and on Blackwell in NVFP4, with the
-    quantization of inputs and gradients."""
-    for width in size.widths:
-        name = f"T{size.tokens} {width}x{4 * width}"
-        yield name, functools.partial(measure_fp8, size, width, 4 * width)
-
-
-def measure_fp8(size: Sizes, width: int, out: int) -> dict:
-    import jax
-    import jax.numpy as jnp
-
-    from maxmeg.ops.backend import target_device
-    from maxmeg.ops.fp4 import Nvfp4
-    from maxmeg.ops.quantized import Recipe
-
-    x_TI, w_IO, slope_TO = random([(size.tokens, width), (width, out), (size.tokens, out)])
-    largest, products = jnp.max(jnp.abs(w_IO)), dict[str, Callable](bf16=jnp.matmul)
-    recipes, nvfp4 = {"fp8": Recipe()}, Nvfp4(square=True)
-    if not size.on_gpu or target_device().capability >= nvfp4.capability:
-        recipes["nvfp4"] = nvfp4
-    for name, recipe in recipes.items():
-        (codes,) = recipe.weights(w_IO, largest)
-        key = jax.random.key_data(jax.random.key(0)) if recipe.draws else None
-        products[name] = functools.partial(quantized_product, codes, key, recipe)
-    calls = {
-        name: functools.partial(with_gradients(product), (x_TI, w_IO), slope_TO)
-        for name, product in products.items()
-    }
-    return compare(calls, 3 * 2 * size.tokens * width * out, "tflops", size, ("bf16",))
-
-
-def quantized_product(codes, key, recipe, x_TI, w_IO):
-    from maxmeg.ops.quantized import matmul
-
-    return matmul(x_TI, w_IO, codes, codes, recipe, key)
-
-
 def decode(size: Sizes) -> Iterator[Item]:
     """One new token a row over a paged cache; TB/s of the cache."""
     for rows, tokens, page in size.caches:

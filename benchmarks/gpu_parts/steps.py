@@ -40,7 +40,8 @@ def make_run(config):
     from maxmeg.state import abstract_state
     from maxmeg.step import make_train_step
 
-    mesh, optimizer = local_mesh(), make_optimizer(config.optim)
+    mesh = local_mesh()
+    optimizer = make_optimizer(config.optim, mesh)
     abstract = abstract_state(config, optimizer, mesh)
     shape = (config.train.global_batch_size, config.data.sequence_length)
     tokens = np.random.default_rng(0).integers(

@@ -65,6 +65,12 @@ class Sizes:
         (16384, 50304, 768),
     )
     widths: tuple[int, ...] = (4096, 2048)  # of vectors, in memory-bound calls
+    projections: tuple[tuple[str, int, int, int], ...] = (  # name, tokens, width in, width out
+        ("query, key and value", 8192, 4096, 6144),
+        ("attention output", 8192, 4096, 4096),
+        ("up or gate", 8192, 4096, 14336),
+        ("down", 8192, 14336, 4096),
+    )
     experts: tuple[tuple[int, int, int, int], ...] = (  # experts, tokens, width in, width out
         (8, 32768, 4096, 14336),
         (128, 32768, 2048, 768),
@@ -101,9 +107,15 @@ class Sizes:
             *("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), 8),
             settings=(("train.quantization.recipe", "tensorwise"),),
         ),
+        Model(
+            *("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), 8),
+            settings=(("train.quantization.recipe", "delayed"),),
+        ),
         Model("llama3-8b", 8192, ((1, "minimal"), (1, "selective"), (1, "full")), layers=4),
         Model("345m", 1024, ((32, "minimal"), (16, "minimal"), (16, "full"))),
     )
+    optimized: Model = Model("llama3-8b", 8192, ((1, "full"),), layers=8)
+    optimizers: tuple[str, ...] = ("AdamW", "AdamW, moments in fp8", "Muon", "AdamW, offload")
     served: Served = Served(Model("llama3-8b", 2048, ()), (1, 64), 1000)
     steps: int = 6
     rounds: int = 5
@@ -130,6 +142,7 @@ TINY = Sizes(
     shared=(128, 2, 1, 16),
     losses=((64, 512, 32),),
     widths=(64,),
+    projections=(("tiny", 256, 128, 128),),
     experts=((4, 64, 32, 48),),
     mixtures=(Mixture("tiny", 32, 16, 24, 4, 2),),
     caches=((2, 40, 16),),
@@ -140,7 +153,10 @@ TINY = Sizes(
         Model("tiny", 32, ((2, "minimal"),), layers=2),
         Model("tiny", 32, ((2, "minimal"),), layers=1),
         Model("tiny", 32, ((2, "minimal"),), 1, (("train.quantization.recipe", "tensorwise"),)),
+        Model("tiny", 32, ((2, "minimal"),), 1, (("train.quantization.recipe", "delayed"),)),
     ),
+    optimized=Model("tiny", 32, ((2, "full"),), layers=1),
+    optimizers=("AdamW", "AdamW, offload"),
     served=Served(Model("tiny", 64, (), layers=2), (2,), 16),
     steps=4,
     rounds=2,
@@ -158,6 +174,8 @@ def sizes(quick: bool, on_gpu: bool) -> Sizes:
         full,
         attention=full.attention[:2],
         losses=full.losses[:1],
+        projections=full.projections[:1],
+        optimizers=full.optimizers[:2],
         experts=full.experts[:1],
         mixtures=full.mixtures[:1],
         caches=full.caches[:1],

@@ -14,6 +14,7 @@ from maxmeg.checkpoint.storage import Order, disk_shape
 from maxmeg.parallel.host import to_device
 
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
+HISTORY = "history"  # the tensors of delayed scaling, which a run may leave in the checkpoint
 
 
 def check_tree(
@@ -23,7 +24,9 @@ def check_tree(
     orders: Mapping[str, Order],
     partial: bool,
 ) -> None:
-    """Raise ValueError naming the tensors in which the checkpoint and the wanted tree differ."""
+    """Raise ValueError naming the tensors in which the checkpoint and the wanted tree differ.
+
+    A checkpoint may have more histories than are wanted."""
     where = f"the checkpoint of step {manifest.step}"
     absent = [path for path in wanted if path not in manifest.tensors]
     if absent:
@@ -31,7 +34,8 @@ def check_tree(
             f"{len(absent)} tensors are not in {where}: {some(absent)}; choose the architecture"
             " and optimizer that it was saved with"
         )
-    extra = [path for path in manifest.tensors if path not in wanted]
+    others = [path for path in manifest.tensors if path not in wanted]
+    extra = [path for path in others if not path.startswith(f"{HISTORY}/")]
     if extra and not partial:
         raise ValueError(
             f"{where} has {len(extra)} unexpected tensors: {some(extra)}; choose the"

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from maxmeg.checkpoint.initialize import (
@@ -19,7 +20,8 @@ from maxmeg.checkpoint.initialize import (
 )
 from maxmeg.checkpoint.integrity import Manifest, flatten
 from maxmeg.checkpoint.manager import Checkpointer
-from maxmeg.checkpoint.restore import check_tree
+from maxmeg.checkpoint.restore import HISTORY, check_tree
+from maxmeg.checkpoint.storage import disk_shape
 from maxmeg.config.initial import first_difference
 from maxmeg.config.model import ModelConfig
 from maxmeg.config.schema import Config, Moments
@@ -36,6 +38,7 @@ from maxmeg.state import (
     nested,
     on_disk,
     orders_of,
+    shardings_of,
     to_arrays,
 )
 
@@ -80,7 +83,8 @@ def resume(
         check(config, manifest, abstract, tokenizer)
         found = restore(source, step, as_saved(config, abstract, manifest))
         found = from_disk(found, saved_moments(manifest), config.optim, abstract)
-        found = with_average(with_scaler_of(found, config, abstract), abstract)
+        found = with_scaler_of(with_history(found, abstract), config, abstract)
+        found = with_average(found, abstract)
         return step, found, manifest.metadata
 
     restored = source.latest(use)
@@ -142,8 +146,8 @@ def saved_moments(manifest: Manifest) -> Moments:
 
 
 def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainState:
-    """The abstract state with the arrays of a checkpoint: `from_disk`, `with_scaler_of` and
-    `with_average` make the run's state of them."""
+    """The abstract state with the arrays of a checkpoint: `from_disk`, `with_history`,
+    `with_scaler_of` and `with_average` make the run's state of them."""
     moments, place = saved_moments(manifest), abstract.step.sharding
     if moments is not config.optim.moments:
         assert isinstance(place, NamedSharding)
@@ -153,7 +157,30 @@ def as_saved(config: Config, abstract: TrainState, manifest: Manifest) -> TrainS
         abstract = abstract_state(dataclasses.replace(config, optim=optim), optimizer, mesh)
     state = on_disk(abstract)
     ema = trained(state.model) if has_averages(manifest.tensors) else None
-    return with_saved_scaler(dataclasses.replace(state, ema=ema), manifest)
+    history = state.history if has_history(state, manifest) else None
+    return with_saved_scaler(dataclasses.replace(state, ema=ema, history=history), manifest)
+
+
+def has_history(abstract: TrainState, manifest: Manifest) -> bool:
+    """Whether a checkpoint has the histories of a run's delayed scaling, and of their length."""
+    names, orders = to_arrays({HISTORY: abstract.history}), orders_of(abstract)
+    paths = {name.replace(".", "/"): leaf.shape for name, leaf in names.items()}
+    shapes = {path: disk_shape(shape, orders.get(path)) for path, shape in paths.items()}
+    found = {path: manifest.tensors[path].shape for path in shapes if path in manifest.tensors}
+    return found == shapes
+
+
+def with_history(state: TrainState, abstract: TrainState) -> TrainState:
+    """The state with an empty history of delayed scaling if the run needs one and the checkpoint
+    has none of its length."""
+    if abstract.history is None or state.history is not None:
+        return state
+
+    def zeros():
+        return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), abstract.history)
+
+    history = jax.jit(zeros, out_shardings=shardings_of(abstract.history))()
+    return dataclasses.replace(state, history=history)
 
 
 def has_averages(tensors: Iterable[str]) -> bool:

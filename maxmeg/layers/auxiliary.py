@@ -32,7 +32,9 @@ def combine(total, new):
     """Reduce two trees of arrays and Max leaf by leaf, in the dtypes of `total`."""
 
     def reduce(a, b):
-        return Max(jnp.maximum(a.value, b.value)) if is_max(a) else a + b.astype(a.dtype)
+        if is_max(a):  # without an array in a part of a tree
+            return jax.tree.map(lambda a, b: jnp.maximum(a, b.astype(a.dtype)), a, b)
+        return a + b.astype(a.dtype)
 
     return jax.tree.map(reduce, total, new, is_leaf=is_max)
 
@@ -42,7 +44,7 @@ def start_values(shapes):
 
     def start(a):
         if is_max(a):
-            return Max(jnp.full(a.value.shape, -jnp.inf, a.value.dtype))
+            return jax.tree.map(lambda a: jnp.full(a.shape, -jnp.inf, a.dtype), a)
         return jnp.zeros(a.shape, a.dtype)
 
     return jax.tree.map(start, shapes, is_leaf=is_max)

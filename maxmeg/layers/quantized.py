@@ -16,8 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxmeg.layers.auxiliary import Max
+from maxmeg.ops import delayed
 from maxmeg.ops.backend import target_device
-from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul
+from maxmeg.ops.quantized import Quantized, Recipe, Shares, check_device, matmul, trailing
 from maxmeg.ops.random import fold
 from maxmeg.parallel.collectives import (
     PIPE_AXIS,
@@ -28,7 +30,7 @@ from maxmeg.parallel.collectives import (
     unshard_parameter,
 )
 from maxmeg.parallel.mesh import MESH_AXES
-from maxmeg.parallel.rules import Cut, mesh_axes
+from maxmeg.parallel.rules import Cut, Reduction, mesh_axes
 
 MULTIPLE = 16  # sizes of matrices that cuBLAS multiplies
 KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers are fewer)
@@ -37,9 +39,11 @@ KEY = 2**20  # folded into a step's key: of the rounding of gradients (layers ar
 class Codes(nnx.Module):
     """The quantized copies of a weight [.., I, O], sharded like the weight.
 
-    copies: tensorwise, one copy with one scale per layer, shared by a layer's experts; mxfp8, a
-    copy for forward and one for backward; others, one copy for both. keys: for the stochastic
-    rounding of gradients, one per layer; None: they are rounded to nearest.
+    copies: tensorwise and delayed, one copy with one scale per layer, shared by a layer's experts;
+    mxfp8, a copy for forward and one for backward; others, one copy for both. keys: for the
+    stochastic rounding of gradients, one per layer; None: they are rounded to nearest. past: for
+    products with delayed scaling, the scales [.., 3] of ops/delayed.py and the Max that is their
+    `largest`.
     """
 
     def __init__(
@@ -48,22 +52,29 @@ class Codes(nnx.Module):
         copies: list[Quantized],
         recipe: Recipe,
         keys: jax.Array | None = None,
+        past: tuple[jax.Array, Max] | None = None,
     ):
+        def variable(array: jax.Array, *axes: None) -> nnx.Variable:
+            return nnx.Variable(array, axes=axes, frozen=True, exact=True)
+
         def stored(array: jax.Array) -> nnx.Variable:
             if array.ndim == weight.ndim:
                 return weight.replace(array, frozen=True, exact=True)
-            return nnx.Variable(array, axes=(), frozen=True, exact=True)
+            return variable(array)
 
         self.copies = nnx.List([nnx.List([stored(array) for array in copy]) for copy in copies])
-        self.keys = nnx.data(None)
-        if keys is not None:
-            self.keys = nnx.Variable(keys, axes=(None,), frozen=True, exact=True)
+        self.keys = nnx.data(None if keys is None else variable(keys, None))
+        self.past = nnx.data(None if past is None else (variable(past[0]), past[1]))
         self.recipe = recipe
 
     def product(self, x: jax.Array, weight: nnx.Variable) -> jax.Array:
         """x [.., T, I] times the codes; the gradient goes to `weight`."""
-        copies, key = self.whole(), None if self.keys is None else self.keys[...]
-        return matmul(x, unshard_parameter(weight), copies[0], copies[-1], self.recipe, key)
+        copies, w = self.whole(), unshard_parameter(weight)
+        if self.past is not None:
+            scales, largest = self.past
+            return delayed.matmul(x, w, copies[0], scales[...], largest.value, self.recipe)
+        key = None if self.keys is None else self.keys[...]
+        return matmul(x, w, copies[0], copies[-1], self.recipe, key)
 
     def of_groups(self) -> Quantized:
         """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
@@ -79,13 +90,22 @@ class Codes(nnx.Module):
         return [tuple(unshard_parameter(array) for array in copy) for copy in self.copies]
 
 
-def with_codes(model, reductions, recipe: Recipe | None, before, raw_key: jax.Array | None = None):
+def with_codes(
+    model,
+    reductions,
+    recipe: Recipe | None,
+    before,
+    raw_key: jax.Array | None = None,
+    scales: list[jax.Array] | None = None,
+):
     """Return `model` and `reductions` with Codes of the matrices that the layers' modules name in
     `quantizable`, except those with sizes that cuBLAS or cuDNN cannot multiply in 8 bits.
 
     model: this device's shards (fsdp; in the stack also ZeRO-1). recipe: None changes nothing.
     before: arrays on which the collectives here wait. raw_key: the step's, for recipes that round
-    gradients stochastically. ValueError if a shard cuts a block.
+    gradients stochastically. scales: of delayed scaling, as from
+    layers.amax_history.delayed_scales; None: those of the weights. ValueError if a shard cuts a
+    block.
     """
     if recipe is None:
         return model, reductions
@@ -95,11 +115,15 @@ def with_codes(model, reductions, recipe: Recipe | None, before, raw_key: jax.Ar
     weights = [getattr(module, name) for module, name in sides[0]]
     cuts = [getattr(module, name).get_value().cut for module, name in sides[1]]
     # Elsewhere than in the stack, the shards of ZeRO-1 have been gathered.
-    cuts = [cut if _layers(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
-    quantized = quantized_weights(weights, cuts, recipe, before)
+    cuts = [cut if layers_of(weight) else None for cut, weight in zip(cuts, weights, strict=True)]
+    if scales is None:
+        quantized = quantized_weights(weights, cuts, recipe, before)
+    else:
+        quantized = with_past_scales(weights, recipe, scales)
     key = None if raw_key is None or not recipe.draws else jax.random.wrap_key_data(raw_key)
-    rows = zip(*sides, weights, cuts, quantized, strict=True)
-    for number, ((module, name), (places, _), weight, cut, copies) in enumerate(rows):
+    pasts = [None] * len(weights) if scales is None else scales
+    rows = zip(*sides, weights, cuts, quantized, pasts, strict=True)
+    for number, ((module, name), (places, _), weight, cut, copies, past) in enumerate(rows):
         if cut is not None:
 
             def whole(array, cut=cut):
@@ -107,16 +131,20 @@ def with_codes(model, reductions, recipe: Recipe | None, before, raw_key: jax.Ar
 
             copies = jax.tree.map(whole, copies)
         keys = None if key is None else layer_keys(fold(key, KEY, number), weight)
-        codes = Codes(weight, copies, recipe, keys)
+        codes = Codes(
+            weight, copies, recipe, keys, None if past is None else (past, known_maxima(weight))
+        )
         module.codes = module.codes | {name: codes}
         nothing = jax.tree.map(lambda _: None, codes)
+        if nothing.past is not None:
+            nothing.past = nothing.past[0], Max(Reduction(None, ()))
         places.codes = places.codes | {name: nothing}
     return model, reductions
 
 
 def layer_keys(key: jax.Array, weight: nnx.Variable) -> jax.Array:
     """The data of a key for each of this stage's layers of the weight: [.., 2]."""
-    layers = weight.shape[: _layers(weight)]
+    layers = weight.shape[: layers_of(weight)]
     key = fold(key, axis_index((PIPE_AXIS,)))
     keys = [jax.random.key_data(fold(key, layer)) for layer in range(math.prod(layers))]
     return jnp.stack(keys).reshape(*layers, 2)
@@ -125,7 +153,7 @@ def layer_keys(key: jax.Array, weight: nnx.Variable) -> jax.Array:
 def without_codes(gradients):
     """`gradients` of a model from `with_codes`, with the structure of the model without codes."""
     gradients = _copy(gradients)
-    for module in _modules(gradients):
+    for module in quantizable_modules(gradients):
         module.codes = {}
     return gradients
 
@@ -153,14 +181,33 @@ def quantized_weights(
     return [recipe.weights(w[...], most) for w, most in zip(weights, largest, strict=True)]
 
 
-def _layers(weight: nnx.Variable) -> int:
+def with_past_scales(
+    weights: list[nnx.Variable], recipe: Recipe, scales: list[jax.Array]
+) -> list[list[Quantized]]:
+    """Quantize each weight with the scale [.., 3] that delayed scaling has for it."""
+    copies = []
+    for weight, of_operands in zip(weights, scales, strict=True):
+        scale = of_operands[..., delayed.WEIGHT]
+        codes = delayed.saturated(weight[...], trailing(scale, weight.ndim), recipe.forward)
+        copies.append([(codes, scale)])
+    return copies
+
+
+def known_maxima(weight: nnx.Variable) -> Max:
+    """The largest magnitudes [.., 3] that are known before the products: of the local weight."""
+    most = jnp.max(jnp.abs(weight[...]), axis=range(layers_of(weight), weight.ndim))
+    most = most.astype(jnp.float32)
+    return Max(jnp.stack([jnp.zeros_like(most), most, jnp.zeros_like(most)], axis=-1))
+
+
+def layers_of(weight: nnx.Variable) -> int:
     """Number of leading dimensions over which layers are stacked."""
     return weight.ndim - len(weight.get_metadata("axes"))
 
 
 def _largest_of_layers(weights: list[nnx.Variable], before) -> list[jax.Array]:
     """The largest magnitude in each weight and layer, over all devices that hold a part of it."""
-    stacked = [_layers(weight) for weight in weights]
+    stacked = [layers_of(weight) for weight in weights]
     largest = [
         jnp.max(jnp.abs(weight[...]), axis=range(layers, weight.ndim))
         for weight, layers in zip(weights, stacked, strict=True)
@@ -195,7 +242,7 @@ def _copy(tree):
     return jax.tree.map(lambda leaf: leaf, tree)  # new modules around the same arrays
 
 
-def _modules(model) -> list:
+def quantizable_modules(model) -> list:
     """The modules of the layers that name matrices in `quantizable`."""
     stack = model.stack
     groups = [group for i, group in enumerate(stack.groups) if i not in stack.unquantized]
@@ -209,7 +256,7 @@ def _has_matrices(node) -> bool:
 
 def quantized_matrices(model, recipe: Recipe) -> list[tuple]:
     """(module, attribute) of each matrix to quantize; fused projections count as one matrix."""
-    named = [(module, name) for module in _modules(model) for name in module.quantizable]
+    named = [(module, name) for module in quantizable_modules(model) for name in module.quantizable]
     multiple = recipe.block or MULTIPLE
     return [(m, name) for m, name in named if _is_quantized(getattr(m, name), multiple)]
 

@@ -43,6 +43,19 @@ Shares = enum.Enum("Shares", ["nothing", "layer", "column"])
 
 
 @dataclasses.dataclass(frozen=True)
+class AmaxHistory:
+    """How delayed scaling makes a scale of the largest magnitudes of earlier steps.
+
+    length: number of steps. latest: the scale is for the last step's magnitude, else for the
+    largest of all. margin: binary logarithm of the room above that magnitude.
+    """
+
+    length: int
+    latest: bool = False
+    margin: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """How a layer's products round their operands: inputs and weights to the dtype `forward`,
     gradients of outputs to `backward`.
@@ -52,6 +65,7 @@ class Recipe:
     of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
     them. speed: their peak FLOP/s, as a multiple of that for 16 bits. capability: least compute
     capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
+    history: of delayed scaling (ops/delayed.py); None: scales are those of the operands themselves.
     """
 
     forward: str = "float8_e4m3fn"
@@ -63,6 +77,7 @@ class Recipe:
     speed: int = 2
     capability: tuple[int, int] = ADA
     draws: bool = False
+    history: AmaxHistory | None = None
 
     @property
     def shares(self) -> Shares:
@@ -77,9 +92,9 @@ class Recipe:
     @property
     def passes(self) -> float:
         """How often quantization moves the 16-bit bytes of an operand: it is read for the largest
-        magnitude and the codes, and half of it written; and read, and a wider copy written, where
-        products read that."""
-        return 2.5 if self.multiplies_codes else 4.0
+        magnitude (which delayed scaling finds on the way) and the codes, and half of it written;
+        and read, and a wider copy written, where products read that."""
+        return (2.5 if self.multiplies_codes else 4.0) - (self.history is not None)
 
     def weight_bytes(self, count: int) -> int:
         """Bytes of a quantized copy of `count` weights, without scales of whole layers."""

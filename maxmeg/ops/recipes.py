@@ -1,14 +1,22 @@
 """The recipes of train.quantization by name."""
 
-from maxmeg.config.quantization import Fp8Format, QuantizationConfig, QuantizationRecipe
+import dataclasses
+
+from maxmeg.config.quantization import (
+    AmaxAlgorithm,
+    Fp8Format,
+    QuantizationConfig,
+    QuantizationRecipe,
+)
 from maxmeg.ops.backend import BLACKWELL
 from maxmeg.ops.fp4 import Mxfp4, Nvfp4
-from maxmeg.ops.quantized import BLOCK, MX_BLOCK, Recipe
+from maxmeg.ops.quantized import BLOCK, MX_BLOCK, AmaxHistory, Recipe
 from maxmeg.ops.straight_through import Int8, straight_through
 
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 RECIPES = {
     QuantizationRecipe.tensorwise: Recipe(backward=E4M3),
+    QuantizationRecipe.delayed: Recipe(backward=E4M3),
     QuantizationRecipe.blockwise: Recipe(
         backward=E4M3, block=BLOCK, square=True, multiplies_codes=False
     ),
@@ -25,6 +33,13 @@ RECIPES = {
 
 def recipe_of(config: QuantizationConfig) -> Recipe | None:
     """The recipe that the settings name; None: products are not quantized."""
-    if config.recipe is QuantizationRecipe.tensorwise and config.format is Fp8Format.hybrid:
-        return Recipe(backward=E5M2)
-    return RECIPES.get(config.recipe)
+    recipe = RECIPES.get(config.recipe)
+    is_delayed = config.recipe is QuantizationRecipe.delayed
+    if recipe and (is_delayed or config.recipe is QuantizationRecipe.tensorwise):
+        history = None
+        if is_delayed:
+            latest = config.amax_algorithm is AmaxAlgorithm.most_recent
+            history = AmaxHistory(config.amax_history_length, latest, config.margin)
+        backward = E5M2 if config.format is Fp8Format.hybrid else E4M3
+        recipe = dataclasses.replace(recipe, backward=backward, history=history)
+    return recipe

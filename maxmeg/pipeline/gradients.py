@@ -12,7 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from maxmeg.layers.auxiliary import start_values
+from maxmeg.layers.auxiliary import combine, start_values
 from maxmeg.ops.broadcast import zeros_after
 from maxmeg.parallel import collectives
 from maxmeg.parallel.trainable import joined, without
@@ -107,7 +107,8 @@ class GroupGradients:
             return self.accumulated(rows, at, shards)
 
         def reduce_with(earlier):
-            total = jax.tree.map(_sum, self.over_fsdp(gradients), earlier, is_leaf=_is_absent)
+            new = self.over_fsdp(gradients)
+            total = combine(without(earlier, without(earlier, new)), new)
             return self.if_held(at, lambda _: (None, self.over_cuts(total)), None)[1]
 
         return self.with_shards(rows, at, reduce_with, place >= 0)
@@ -155,7 +156,3 @@ class GroupGradients:
 
 def _is_absent(leaf) -> bool:
     return leaf is None
-
-
-def _sum(gradient, earlier):
-    return None if gradient is None else earlier + gradient.astype(earlier.dtype)

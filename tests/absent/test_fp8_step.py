@@ -56,9 +56,12 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fp8")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_projection_makes_three_products_in_eight_bits(name, folder):
-    report, text = compiled(name, QuantizationRecipe.tensorwise, folder)
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [*[(name, "tensorwise") for name in CASES], ("fsdp", "delayed"), ("experts", "delayed")],
+)
+def test_every_projection_makes_three_products_in_eight_bits(name, recipe: str, folder):
+    report, text = compiled(name, QuantizationRecipe[recipe], folder)
     wide, products = WIDE.get(name, 0), PRODUCTS * CASES[name][2]
     assert report.kernels[EIGHT_BITS] == products * (LAYERS - wide)
     if name in WIDE:
@@ -125,11 +128,10 @@ def test_weights_are_gathered_in_a_byte_or_half(
 
 
 PLANS = [
-    *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("zero1", "tensorwise")],
-    ("fsdp", "mxfp8"),
-    ("fsdp", "nvfp4"),
+    *[("fsdp", "tensorwise"), ("tensor", "tensorwise"), ("fsdp", "delayed")],
+    *[("zero1", "tensorwise"), ("fsdp", "mxfp8"), ("fsdp", "nvfp4")],
 ]
-EXACT = PLANS[:2]  # elsewhere memory is only bounded, or for B200s not yet compared
+EXACT = PLANS[:3]  # elsewhere memory is only bounded, or for B200s not yet compared
 
 
 @pytest.mark.parametrize(("name", "recipe"), PLANS)

@@ -8,6 +8,7 @@ from layouts import ALTERNATING, mesh_of, tiny
 from tables import thinned
 
 from maxmeg.config.model import DType, Norm, Position
+from maxmeg.config.quantization import QuantizationRecipe
 from maxmeg.config.schema import Masters, Moments, OptimConfig, Optimizer
 from maxmeg.optim.build import make_optimizer
 from maxmeg.planning.cost.memory import device_memory
@@ -51,6 +52,11 @@ def test_masters_and_optimizer_are_those_of_the_real_state(name):
         found = device_memory(workload(config, mesh.size))
         assert found["master weights"] == held
         assert found["optimizer"] == moments * found["master weights"]
+    config.train.quantization.recipe = QuantizationRecipe.delayed
+    state = abstract_state(config, make_optimizer(config.optim), mesh)
+    histories = device_memory(workload(config, mesh.size))["optimizer"] - found["optimizer"]
+    assert histories == bytes_on_a_device(state.history) > 0
+    config.train.quantization.recipe = QuantizationRecipe.none
     config.optim.optimizer = Optimizer.muon
     state = abstract_state(config, make_optimizer(config.optim, mesh), mesh)
     shards = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(state.optimizer)]

@@ -12,7 +12,7 @@ from maxmeg.planning.cost import context, experts
 from maxmeg.planning.cost.attention import keeps_attention, stored_attention
 from maxmeg.planning.cost.backward import layer, scattered_in_branch, split_once, weight_lane
 from maxmeg.planning.cost.loss import FLOAT32, Head
-from maxmeg.planning.cost.optimizer import average_bytes, is_halved, moment_bytes
+from maxmeg.planning.cost.optimizer import average_bytes, history_bytes, is_halved, moment_bytes
 from maxmeg.planning.cost.workload import Shard, Unit, Workload
 
 
@@ -340,8 +340,8 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     """Bytes of the parameters and of the arrays of their size, under any recompute policy.
 
     masters: float32 parameters, or bfloat16 ones and remainders, sharded by RULES and ZeRO-1.
-    optimizer: moments and averages (optim.ema), sharded like the masters. optim.offload moves
-    moments and remainders to the host.
+    optimizer: moments and averages (optim.ema), sharded like the masters, and histories of delayed
+    scaling. optim.offload moves moments and remainders to the host.
     frozen: base weights of adapters, in the compute dtype; the entries below exclude them.
     weights: masters cast to the compute dtype or quantized, once per step, under ZeRO-1
     gathered over data, and fused (0 if nothing changes them: float32 in float32, or bfloat16 with
@@ -368,7 +368,7 @@ def parameter_memory(work: Workload) -> dict[str, int]:
     return {
         "master weights": masters,
         **({"frozen": e * frozen} if frozen else {}),
-        "optimizer": moments + averages,
+        "optimizer": moments + averages + history_bytes(work),
         "compute weights": copied,
         "gradients": sum(_gradient_bytes(work, shard) for shard in trained),
     }

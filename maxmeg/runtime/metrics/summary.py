@@ -62,7 +62,7 @@ def parameter_words(config: Config) -> str:
 def memory_words(config: Config, state) -> str:
     """Memory per device: of the state by its shardings, of a whole step by the planner."""
     words = f"{memory_size(_bytes((state.model, state.remainders)))} parameters, "
-    words += f"{memory_size(_bytes((state.optimizer, state.ema)))} optimizer"
+    words += f"{memory_size(_bytes((state.optimizer, state.ema, state.history)))} optimizer"
     planned, limit = planned_memory(config, jax.device_count()), memory_limit()
     if planned:
         needed = sum(planned.values())
