@@ -28,7 +28,7 @@ from maxmeg.train import main
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 QUANTIZED, ALIGNED = 5e-3, 0.9  # of the loss and gradients of a model with random weights
 SPREAD = 1.25  # distance of two meshes' gradients, in distances of two keys on one device
-SAME_LOSS = 0.02  # relative, of 4-bit and bfloat16 products after 300 steps
+LOSS = 0.03  # relative, beyond that of bfloat16 after 300 steps; seeds differ by as much
 NAMES = ("nvfp4", "mxfp4", "qat_nvfp4", "qat_mxfp4", "qat_int8")
 ALL, FSDP = {"pipe": 2, "fsdp": 2, "tensor": 2}, {"pipe": 2, "fsdp": 4}
 # With tensor, qat_int8 scales parts of tokens. Two devices along data cut weights by ZeRO-1.
@@ -122,7 +122,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_bfloat16(tmp_path):
+def test_losses_are_not_above_those_of_bfloat16(tmp_path):
     def last_loss(name: str) -> float:
         config = small(tmp_path / name, DType.bfloat16, 300, quantization=quantized(name))
         main(config)
@@ -130,4 +130,4 @@ def test_losses_are_those_of_bfloat16(tmp_path):
 
     wanted = last_loss("none")
     for name in NAMES:
-        assert last_loss(name) == pytest.approx(wanted, rel=SAME_LOSS), name
+        assert last_loss(name) < (1 + LOSS) * wanted, name
