@@ -221,8 +221,8 @@ class Experts(nnx.Module):
             y_ECO = x_ECI @ w_EIO if codes is None else codes.product(x_ECI, weight)
             y_RO = y_ECO.reshape(len(x_RI), -1)
         else:
-            quantized = None if codes is None else codes.of_groups()
-            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, codes=quantized, backend=self.backend())
+            how = {} if codes is None else {"codes": codes.whole(), "recipe": codes.recipe}
+            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, backend=self.backend(), **how)
         return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 
 

@@ -45,15 +45,6 @@ class Codes(nnx.Module):
         copies = self.whole()
         return matmul(x, unshard_parameter(weight), copies[0], copies[-1], self.recipe)
 
-    def of_groups(self) -> Quantized:
-        """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
-        if self.recipe.block:
-            raise ValueError(
-                "train.quantization.recipe=mxfp8 and blockwise need equally many rows for each "
-                "expert: set model.moe.backend=batched, or train.quantization.recipe=tensorwise"
-            )
-        return self.whole()[0]
-
     def whole(self) -> list[Quantized]:
         """The copies gathered over fsdp."""
         pairs = zip(self.codes, self.scales, strict=True)

@@ -13,11 +13,11 @@ from tables import thinned
 import maxmeg.ops.experts.grouped_matmul as module
 from maxmeg.ops import backend as choice
 from maxmeg.ops.backend import Device
-from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul
-from maxmeg.ops.quantized import quantize
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul
+from maxmeg.ops.quantized import Recipe
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
-ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last")
+ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last", "blockwise", "mxfp8")
 
 
 def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -30,7 +30,7 @@ def can_run(backend: str) -> bool:
 
 
 BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
-RUNS = [("float32", name) for name in CASES if not CASES[name].fp8]
+RUNS = [("float32", name) for name in CASES if CASES[name].recipe == "none"]
 RUNS += [("bfloat16", name) for name in ROUNDED]
 
 
@@ -42,7 +42,7 @@ def test_product_and_gradients_equal_the_reference(backend: str, dtype: str, nam
     actual, wanted = run(case, arrays, sizes, backend, jax.jit), expected(case, arrays)
     for part in NAMES:
         assert actual[part].dtype == dtype
-        assert error(actual[part], wanted[part]) < tolerance(case, part, dtype), part
+        assert error(actual[part], wanted[part]) < tolerance(case, dtype), part
     live = sum(case.sizes)
     assert not actual["y"][live:].any() and not actual["dx"][live:].any()
     assert not actual["dw"][np.asarray(case.sizes) == 0].any()
@@ -126,8 +126,9 @@ def test_a_named_kernel_says_why_it_cannot_run(monkeypatch, x, w, fp8: bool, mes
     sizes = struct(w.shape[0], dtype=jnp.int32)
 
     def call(x, w, sizes):
-        codes = quantize(w, FP8) if fp8 else None
-        return grouped_matmul(x, w, sizes, codes=codes, backend="mosaic")
+        recipe = Recipe() if fp8 else None
+        codes = recipe.weights(w) if recipe else None
+        return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend="mosaic")
 
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call, x, w, sizes)
