@@ -38,3 +38,9 @@ class QuantizationConfig:
         "--fp8-format",
         needs="recipe=tensorwise",
     )
+    dispatch: bool = setting(
+        False,
+        "send tokens to experts in E4M3, and in backward the gradients of their outputs; what "
+        "experts send back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
+        needs="recipe",
+    )

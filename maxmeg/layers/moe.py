@@ -44,6 +44,7 @@ from maxmeg.ops.experts.exchange import (
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 from maxmeg.ops.experts.nodes import Nodes, exchange_by_node, node_rows
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
+from maxmeg.ops.quantized import Recipe
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
@@ -202,6 +203,12 @@ class Experts(nnx.Module):
         bias_ED = collectives.counted_once(self.out_bias[...], EXPERT_TENSOR_AXES)
         bias_RD = rows_of_experts(bias_ED, sizes_E, len(x_RD))
         return y_RD + (bias_RD * weights_R[:, None]).astype(y_RD.dtype)
+
+    @property
+    def dispatch(self) -> Recipe | None:
+        """The recipe by which tokens are sent to experts in 8 bits; None: they are not."""
+        codes = self.codes.get("up")
+        return codes.recipe if codes is not None and codes.recipe.dispatch else None
 
     def backend(self) -> str:
         """The backend of the products of these matrices on the target device."""

@@ -45,13 +45,15 @@ class Recipe:
     """The dtypes of inputs and weights, and of gradients of outputs.
 
     block: numbers with a common scale along the dimension that a product sums over; 0: one scale
-    for each tensor. square: scales of weights are of block x block numbers.
+    for each tensor. square: scales of weights are of block x block numbers. dispatch: tokens are
+    sent to experts in 8 bits (ops/experts/packed.py).
     """
 
     forward: str = "float8_e4m3fn"
     backward: str = "float8_e5m2"
     block: int = 0
     square: bool = False
+    dispatch: bool = False
 
     @property
     def multiplies_codes(self) -> bool:
@@ -85,12 +87,13 @@ def recipe_of(config: QuantizationConfig) -> Recipe | None:
     """The recipe that the settings name; None: products are not quantized."""
     if config.recipe is QuantizationRecipe.none:
         return None
-    e4m3 = "float8_e4m3fn"
+    e4m3, dispatch = "float8_e4m3fn", config.dispatch
     if config.recipe is QuantizationRecipe.mxfp8:
-        return Recipe(backward=e4m3, block=MX_BLOCK)
+        return Recipe(backward=e4m3, block=MX_BLOCK, dispatch=dispatch)
     if config.recipe is QuantizationRecipe.blockwise:
-        return Recipe(backward=e4m3, block=BLOCK, square=True)
-    return Recipe(backward="float8_e5m2" if config.format is Fp8Format.hybrid else e4m3)
+        return Recipe(backward=e4m3, block=BLOCK, square=True, dispatch=dispatch)
+    backward = "float8_e5m2" if config.format is Fp8Format.hybrid else e4m3
+    return Recipe(backward=backward, dispatch=dispatch)
 
 
 def check_device(recipe: Recipe, device: Device) -> None:
