@@ -59,8 +59,7 @@ def errors(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
         return {}, True
     wanted = expected(case, arrays)
     shares = {
-        part: error(actual[part], wanted[part]) / tolerance(case, "bfloat16")
-        for part in NAMES
+        part: error(actual[part], wanted[part]) / tolerance(case, "bfloat16") for part in NAMES
     }
     return shares, False
 

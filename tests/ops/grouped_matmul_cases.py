@@ -17,10 +17,7 @@ from maxmeg.ops.quantized import recipe_of
 NAMES = ("y", "dx", "dw")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the norm
 FP8_TOLERANCE = 5e-2  # e4m3 rounds by up to 2^-4, two operands
-RECIPES = {
-    recipe.value: recipe_of(QuantizationConfig(recipe))
-    for recipe in QuantizationRecipe
-}
+RECIPES = {recipe.value: recipe_of(QuantizationConfig(recipe)) for recipe in QuantizationRecipe}
 
 
 @dataclasses.dataclass(frozen=True)

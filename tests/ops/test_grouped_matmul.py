@@ -17,7 +17,14 @@ from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 from maxmeg.ops.quantized import Recipe
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
-ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last", "blockwise", "mxfp8")
+ROUNDED = (
+    "odd sizes",
+    "rows after the last",
+    "fp8",
+    "fp8, rows after the last",
+    "blockwise",
+    "mxfp8",
+)
 
 
 def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:

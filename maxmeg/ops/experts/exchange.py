@@ -32,7 +32,7 @@ from maxmeg.ops.experts.dispatch import (
     sort_by_expert,
     spread,
 )
-from maxmeg.ops.experts.packed import Send
+from maxmeg.ops.experts.packed import Rows, Send
 from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
@@ -92,7 +92,7 @@ class Blocks:
         if not self.axes:
             return collect(experts(spread(x_TD, order), None, weights_R), order)
         route = Route(order, Partial(self._send), Partial(self._send_back), experts.dispatch)
-        x_RD = route.dispatch(x_TD, self.nodes)
+        x_RD = route.dispatch(x_TD, self.nodes).values_RD
         weights_R = kept(self._send(weights_R), "dispatched_weights", self.nodes)
         return route.combine(experts(x_RD, None, weights_R))
 
@@ -135,10 +135,10 @@ class Route(NamedTuple):
     send_back: Send
     recipe: Recipe | None
 
-    def dispatch(self, x_TD: Float[Array, "T D"], nodes: int = 1) -> Float[Array, "R D"]:
+    def dispatch(self, x_TD: Float[Array, "T D"], nodes: int = 1) -> Rows:
         keep = functools.partial(kept, name="dispatched_tokens", nodes=nodes)
         if self.recipe is None:
-            return keep(self.send(spread(x_TD, self.order)))
+            return Rows(keep(self.send(spread(x_TD, self.order))))
         return packed.dispatch(x_TD, *self[:3], self.recipe, keep)
 
     def combine(self, y_RD: Float[Array, "R D"]) -> Float[Array, "T D"]:
@@ -193,7 +193,7 @@ class Exchange:
         """Output of the copies sent in round `number`."""
         order, send, send_back = self._round(plan, number)
         route = Route(order, send, send_back, experts.dispatch)
-        x_RD = route.dispatch(x_TD, self.nodes)
+        received = route.dispatch(x_TD, self.nodes)
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
         labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
@@ -201,7 +201,8 @@ class Exchange:
         local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
         local_order = sort_by_expert(local_R1, experts.up.shape[-3])
         weights_R = rows_of_copies(labels_R2[:, :1], local_order)
-        y_RD = experts(spread(x_RD, local_order), local_order.sizes_E, weights_R)
+        rows = received.spread(local_order)
+        y_RD = experts(rows.values_RD, local_order.sizes_E, weights_R, rows.codes)
         return route.combine(collect(y_RD, local_order))
 
     def _round(self, plan: DispatchPlan, number) -> tuple[Order, Send, Send]:
@@ -287,7 +288,7 @@ def run_rounds(
     """Weighted sums of the outputs of each token's experts, by an exchange and its plan: in one
     round if that suffices for any loads, else in a loop of as many as the loads need.
 
-    experts(x_RD, sizes_E, weights_R) computes this device's experts.
+    experts(x_RD, sizes_E, weights_R, codes) computes this device's experts.
     """
     y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
     if exchange.one_suffices:

@@ -32,7 +32,9 @@ from maxmeg.ops.quantized import (
     Recipe,
     dequantize_blocks,
     no_gradient,
+    power_of_two,
     quantize,
+    quantize_blocks,
     scale_of,
 )
 
@@ -48,6 +50,7 @@ def grouped_matmul(
     *,
     codes: list[Quantized] | None = None,
     recipe: Recipe | None = None,
+    x_codes: Quantized | None = None,
     backend: str = "auto",
 ) -> Float[Array, "T F"]:
     """y[t] = x[t] @ w[group of t], in the dtype of x, accumulated in float32.
@@ -56,7 +59,8 @@ def grouped_matmul(
     give zeros and take part in no gradient, even if they are NaN.
 
     codes: w quantized by `recipe` (Recipe.weights), in place of w, which is then not read and only
-    gets the gradient. recipe: of all three products; None: they are in the dtype of x.
+    gets the gradient. recipe: of all three products; None: they are in the dtype of x. x_codes: x
+    by `in_rows`, if it is there already; None: it is quantized here.
 
     backend: a key of BACKENDS, or "auto". ValueError if shapes do not fit or the backend cannot run
     the call.
@@ -64,7 +68,7 @@ def grouped_matmul(
     check_shapes(x_TD, w_EDF, sizes_E)
     call = (x_TD, w_EDF, sizes_E, recipe is not None and not recipe.block)
     chosen = pick("grouped_matmul", BACKENDS, ORDER, backend, call)
-    return product(x_TD, w_EDF, sizes_E, codes, recipe, chosen)
+    return product(x_TD, w_EDF, sizes_E, codes, x_codes, recipe, chosen)
 
 
 def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
@@ -79,29 +83,31 @@ def check_shapes(x_TD: Any, w_EDF: Any, sizes_E: Any) -> None:
 
 
 def multiply(
-    x_TK: Array, w: Array | Quantized, sizes_E: Array, order: str, recipe: Recipe | None, backend
+    x: Quantized, w: Quantized, sizes_E: Array, order: str, recipe: Recipe, backend: str, dtype
 ) -> Array:
-    """Rows times matrices [E, K, N] (order "KN") or [E, N, K] ("NK"), or their codes."""
-    rows = BACKENDS[backend].rows
-    if recipe is None:
-        return rows(x_TK, w, sizes_E, (), order)
-    w_codes, scale = w
+    """Rows by `in_rows` times matrices [E, K, N] (order "KN") or [E, N, K] ("NK")."""
+    rows, (x_codes_TK, exponents), (w_codes, scale) = BACKENDS[backend].rows, x, w
     if recipe.block:
-        wide = exact(x_TK.dtype)
-        x_TK, dtype = dequantize_blocks(*recipe.quantize(x_TK, FP8, -1), wide), x_TK.dtype
-        return rows(x_TK, dequantize_blocks(*w, wide), sizes_E, (), order).astype(dtype)
-    live_T = jnp.arange(x_TK.shape[0]) < jnp.sum(sizes_E)
-    scale_T = scale_of(jnp.max(jnp.abs(x_TK), axis=-1), FP8)
-    x_codes_TK, _ = quantize(x_TK, FP8, scale_T[:, None])
+        left, right = (dequantize_blocks(*each, exact(dtype)) for each in (x, w))
+        return rows(left, right, sizes_E, (), order).astype(dtype)
+    live_T = jnp.arange(x_codes_TK.shape[0]) < jnp.sum(sizes_E)
+    scale_T = jnp.where(live_T, power_of_two(exponents[:, 0]), 0.0)
     w_codes = w_codes if order == "NK" else w_codes.swapaxes(1, 2)
-    scales = jnp.where(live_T, scale_T, 0.0), jnp.broadcast_to(scale, w_codes.shape[:2])
-    return rows(x_codes_TK, w_codes, sizes_E, scales, "NK").astype(x_TK.dtype)
+    scales = scale_T, jnp.broadcast_to(scale, w_codes.shape[:2])
+    return rows(x_codes_TK, w_codes, sizes_E, scales, "NK").astype(dtype)
 
 
-def in_columns(x_TD: Array, sizes_E: Array, recipe: Recipe) -> Quantized:
+def in_rows(x_TK: Array, recipe: Recipe, dtype: str) -> Quantized:
+    """x for sums over features: codes, and exponents of the scales of rows or of their blocks."""
+    if recipe.block:
+        return recipe.quantize(x_TK, dtype, -1)
+    return quantize_blocks(x_TK, FP8, (1, x_TK.shape[1]))
+
+
+def in_columns(x_TD: Array, sizes_E: Array, recipe: Recipe, dtype: str) -> Quantized:
     """x for sums over the tokens of each group: codes, and scales [D] or exponents of blocks."""
     if recipe.block:
-        return recipe.quantize(align_groups(x_TD, sizes_E, recipe.block), FP8, -2)
+        return recipe.quantize(align_groups(x_TD, sizes_E, recipe.block), dtype, -2)
     live_T1 = jnp.arange(x_TD.shape[0])[:, None] < jnp.sum(sizes_E)
     scale_D = scale_of(jnp.max(jnp.where(live_T1, jnp.abs(x_TD), 0), axis=0), FP8)
     return quantize(x_TD, FP8, scale_D)
@@ -123,36 +129,41 @@ def exact(dtype) -> jnp.dtype:
     return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype).itemsize == 2 else jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def product(
     x_TD: Array,
     w_EDF: Array,
     sizes_E: Array,
     codes: list[Quantized] | None,
+    x_codes: Quantized | None,
     recipe: Recipe | None,
     backend: str,
 ) -> Array:
-    w = w_EDF if codes is None else codes[0]
-    return multiply(x_TD, w, sizes_E, "KN", recipe, backend)
+    if recipe is None or codes is None:
+        return BACKENDS[backend].rows(x_TD, w_EDF, sizes_E, (), "KN")
+    rows = x_codes or in_rows(x_TD, recipe, recipe.forward)
+    return multiply(rows, codes[0], sizes_E, "KN", recipe, backend, x_TD.dtype)
 
 
-def product_forward(x_TD, w_EDF, sizes_E, codes, recipe, backend):
-    y_TF = product(x_TD, w_EDF, sizes_E, codes, recipe, backend)
+def product_forward(x_TD, w_EDF, sizes_E, codes, x_codes, recipe, backend):
+    y_TF = product(x_TD, w_EDF, sizes_E, codes, x_codes, recipe, backend)
     if recipe is None:
-        return y_TF, (x_TD, w_EDF, sizes_E, codes)
-    return y_TF, (in_columns(x_TD, sizes_E, recipe), None, sizes_E, codes)
+        return y_TF, (x_TD, w_EDF, sizes_E, codes, x_codes)
+    return y_TF, (in_columns(x_TD, sizes_E, recipe, recipe.forward), None, sizes_E, codes, x_codes)
 
 
 def product_backward(recipe, backend, residuals, slope_TF):
-    x, w_EDF, sizes_E, codes = residuals
-    w = w_EDF if codes is None else codes[-1]
-    x_slope_TD = multiply(slope_TF, w, sizes_E, "NK", recipe, backend)
+    x, w_EDF, *others = residuals
+    sizes_E, codes, _ = others
+    rest = jax.tree.map(no_gradient, tuple(others))
     if recipe is None:
-        w_slope_EDF = BACKENDS[backend].weights(x, slope_TF, sizes_E, ())
-    else:
-        y = in_columns(slope_TF, sizes_E, recipe)
-        w_slope_EDF = multiply_columns(x, y, sizes_E, recipe, backend, slope_TF.dtype)
-    return x_slope_TD, w_slope_EDF, no_gradient(sizes_E), jax.tree.map(no_gradient, codes)
+        x_slope_TD = BACKENDS[backend].rows(slope_TF, w_EDF, sizes_E, (), "NK")
+        return x_slope_TD, BACKENDS[backend].weights(x, slope_TF, sizes_E, ()), *rest
+    how = recipe, backend, slope_TF.dtype
+    rows = in_rows(slope_TF, recipe, recipe.backward)
+    x_slope_TD = multiply(rows, codes[-1], sizes_E, "NK", *how)
+    columns = in_columns(slope_TF, sizes_E, recipe, recipe.backward)
+    return x_slope_TD, multiply_columns(x, columns, sizes_E, *how), *rest
 
 
 product.defvjp(product_forward, product_backward)

@@ -92,7 +92,8 @@ def once_per_node(
     experts_RK = experts_RK.astype(jnp.int32) - 1 - first
     plan = plan_of(inside, experts_RK, (experts_RK >= 0) & (experts_RK < here), local_experts)
     route = Route(order, Partial(send), Partial(send), experts.dispatch)
-    return route.combine(run_rounds(inside, experts, route.dispatch(x_TD), weights_RK, plan))
+    x_RD = route.dispatch(x_TD).values_RD
+    return route.combine(run_rounds(inside, experts, x_RD, weights_RK, plan))
 
 
 def node_rows(tokens: int, nodes: int, rule: RoutingSpec, buffer: float) -> int:

@@ -5,12 +5,14 @@ backward the gradients of the sums. What returns from experts has 16: outputs, a
 gradients of tokens, whose sums over a token's experts would add up the roundings of each.
 
 A row is its codes, float8_e4m3fn, then the exponents of its scales, all as bytes. Scales are powers
-of two and those that the experts' first product uses: of the row or of its blocks. So quantizing
-the values that arrive gives the same values again.
+of two and those of the experts' first product: of the row or of its blocks. Grouped products therefore
+multiply the codes that arrive. Where values that arrive are quantized again, in other blocks, they
+stay the same, unless they are so small that the format has fewer bits for them.
 """
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +20,32 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from maxmeg.ops.experts.dispatch import Order, collect, spread
-from maxmeg.ops.experts.grouped_matmul import FP8, exact
-from maxmeg.ops.quantized import Quantized, Recipe, dequantize_blocks, quantize_blocks
+from maxmeg.ops.experts.grouped_matmul import FP8, exact, in_rows
+from maxmeg.ops.quantized import Quantized, Recipe, dequantize_blocks
 
 Send = Callable[[Array], Array]  # a pytree: jax.tree_util.Partial
 
 
+class Rows(NamedTuple):
+    """Rows that arrived: their values, whose gradients go back, and, if they came packed, bytes."""
+
+    values_RD: Float[Array, "R D"]
+    packed_RW: UInt8[Array, "R W"] | None = None
+
+    def spread(self, order: Order) -> "Rows":
+        """The row of each copy, as `dispatch.spread`."""
+        bytes_RW = None if self.packed_RW is None else spread(self.packed_RW, order)
+        return Rows(spread(self.values_RD, order), bytes_RW)
+
+    @property
+    def codes(self) -> Quantized | None:
+        """Codes, and exponents of their scales."""
+        return None if self.packed_RW is None else unpack(self.packed_RW, self.values_RD.shape[1])
+
+
 def pack(x_TD: Float[Array, "T D"], recipe: Recipe) -> UInt8[Array, "T W"]:
     """The codes of each row, and the exponents of its scales."""
-    block = recipe.block or x_TD.shape[1]
-    codes, exponents = quantize_blocks(x_TD.astype(exact(x_TD.dtype)), FP8, (1, block))
+    codes, exponents = in_rows(x_TD.astype(exact(x_TD.dtype)), recipe, FP8)
     return jnp.concatenate((lax.bitcast_convert_type(codes, jnp.uint8), exponents), axis=1)
 
 
@@ -37,14 +55,11 @@ def unpack(rows_RW: UInt8[Array, "R W"], size: int) -> Quantized:
     return codes, rows_RW[:, size:]
 
 
-def values_of(rows_RW: UInt8[Array, "R W"], size: int, dtype) -> Float[Array, "R D"]:
-    """The numbers that `pack` rounded to."""
-    return dequantize_blocks(*unpack(rows_RW, size), exact(dtype)).astype(dtype)
-
-
-def sent_packed(x_TD: Array, order: Order, send: Send, keep: Callable, recipe: Recipe) -> Array:
+def sent_packed(x_TD: Array, order: Order, send: Send, keep: Callable, recipe: Recipe) -> Rows:
     rows_RW = keep(send(spread(pack(x_TD, recipe), order)))
-    return values_of(rows_RW, x_TD.shape[1], x_TD.dtype)
+    codes, exponents = unpack(rows_RW, x_TD.shape[1])
+    values_RD = dequantize_blocks(codes, exponents, exact(x_TD.dtype))
+    return Rows(values_RD.astype(x_TD.dtype), rows_RW)
 
 
 def unchanged(rows: Array) -> Array:
@@ -59,7 +74,7 @@ def dispatch(
     send_back: Send,
     recipe: Recipe,
     keep: Callable,
-) -> Float[Array, "R D"]:
+) -> Rows:
     """The rows that arrive from all devices: each sends its tokens in `order`, packed.
 
     send, send_back: rows to the devices of their experts, and the reverse. keep: what arrives, by a
@@ -80,9 +95,9 @@ def dispatch_forward(x_TD, order, send, send_back, recipe, keep):
     return sent_packed(x_TD, order, send, keep, recipe), (order, send_back)
 
 
-def dispatch_backward(recipe, keep, residuals, slope_RD):
+def dispatch_backward(recipe, keep, residuals, slope: Rows):
     order, send_back = residuals
-    return collect(send_back(slope_RD), order), None, None, None
+    return collect(send_back(slope.values_RD), order), None, None, None
 
 
 def combine_forward(y_RD, order, send, send_back, recipe):
@@ -91,7 +106,8 @@ def combine_forward(y_RD, order, send, send_back, recipe):
 
 def combine_backward(recipe, residuals, slope_TD):
     order, send = residuals
-    return sent_packed(slope_TD, order, send, unchanged, recipe), None, None, None
+    slope = sent_packed(slope_TD, order, send, unchanged, recipe)
+    return slope.values_RD, None, None, None
 
 
 dispatch.defvjp(dispatch_forward, dispatch_backward)
