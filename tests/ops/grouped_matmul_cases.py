@@ -82,6 +82,53 @@ def expected(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return actual
 
 
+def rounded(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """As `expected`, of operands rounded to E4M3 in the blocks of the recipe: of w, of rows along
+    features, and for dw along the tokens of a group (one scale per tensor: per row, per column)."""
+    recipe, (x, w, slope) = RECIPES[case.recipe], (np.float64(array) for array in arrays)
+    assert recipe is not None
+    size, live = recipe.block, sum(case.sizes)
+
+    def rows(array, axis):
+        return e4m3(array, axis, size or array.shape[axis])
+
+    def weights(axis):
+        if recipe.square:
+            return e4m3(w, (1, 2), size)
+        return e4m3(w, axis, size) if size else e4m3(w, (0, 1, 2), w.size)
+
+    spans = np.split(np.arange(live), np.cumsum(case.sizes)[:-1])
+    x, slope = x[:live], slope[:live]
+    actual = {
+        "y": np.zeros((live + case.rest, w.shape[2])),
+        "dx": np.zeros((live + case.rest, w.shape[1])),
+        "dw": 0 * w,
+    }
+    columns = [rows(array, 0) if not size else array for array in (x, slope)]
+    for group, span in enumerate(spans):
+        actual["y"][span] = rows(x[span], 1) @ weights(1)[group]
+        actual["dx"][span] = rows(slope[span], 1) @ weights(2)[group].T
+        left, right = (rows(array[span], 0) if size else array[span] for array in columns)
+        actual["dw"][group] = left.T @ right
+    return actual
+
+
+def e4m3(array: np.ndarray, axes, size: int) -> np.ndarray:
+    """The array rounded to E4M3, with one scale, a power of two, for `size` numbers along axes."""
+    axes = (axes,) if isinstance(axes, int) else axes
+    result = np.zeros_like(array)
+    counts = [-(-n // size) if axis in axes else n for axis, n in enumerate(array.shape)]
+    for index in np.ndindex(*counts):
+        block = tuple(
+            slice(i * size, (i + 1) * size) if axis in axes else i for axis, i in enumerate(index)
+        )
+        largest = np.abs(array[block]).max(initial=0.0)
+        scale = 2.0 ** np.ceil(np.log2(largest / 448)) if largest else 1.0
+        codes = np.float32(array[block] / scale).astype(jnp.float8_e4m3fn)
+        result[block] = np.float64(codes) * scale
+    return result
+
+
 def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str, np.ndarray]:
     """What a backend gives for `expected`; a call that it refuses raises ValueError."""
     recipe = RECIPES[case.recipe]

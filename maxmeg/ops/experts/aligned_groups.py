@@ -1,6 +1,5 @@
 """Groups of rows that begin at multiples of a number, for blocks of scales along the rows."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

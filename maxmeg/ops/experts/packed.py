@@ -5,9 +5,9 @@ backward the gradients of the sums. What returns from experts has 16: outputs, a
 gradients of tokens, whose sums over a token's experts would add up the roundings of each.
 
 A row is its codes, float8_e4m3fn, then the exponents of its scales, all as bytes. Scales are powers
-of two and those of the experts' first product: of the row or of its blocks. Grouped products therefore
-multiply the codes that arrive. Where values that arrive are quantized again, in other blocks, they
-stay the same, unless they are so small that the format has fewer bits for them.
+of two, for the row or for its blocks, as the experts' first product needs them: grouped products
+multiply the codes that arrive. Where the values are quantized again, in other blocks, they stay the
+same, unless they are so small that the format has fewer bits for them.
 """
 
 import functools
