@@ -47,12 +47,14 @@ def test_rows_to_experts_are_rounded_and_those_from_them_are_not(name: str):
     sent, pull = jax.vjp(lambda x: narrow.dispatch(x).values_RD, jnp.asarray(x))
     expected, pull_wide = jax.vjp(lambda x: wide.dispatch(x).values_RD, jnp.asarray(of_token(x)))
     np.testing.assert_array_equal(sent, expected)
+    y = jnp.asarray(y)
     near(pull(y)[0], pull_wide(y)[0])
 
-    summed, pull = jax.vjp(narrow.combine, jnp.asarray(y))
-    expected, pull_wide = jax.vjp(wide.combine, jnp.asarray(y))
+    summed, pull = jax.vjp(narrow.combine, y)
+    expected, pull_wide = jax.vjp(wide.combine, y)
     near(summed, expected)
-    np.testing.assert_array_equal(pull(slope)[0], pull_wide(np.float32(of_token(slope)))[0])
+    rounded = jnp.asarray(of_token(slope), jnp.float32)
+    np.testing.assert_array_equal(pull(jnp.asarray(slope))[0], pull_wide(rounded)[0])
 
 
 @pytest.mark.parametrize(("name", "scales"), [("blockwise", 2), ("mxfp8", 8), ("tensorwise", 1)])
