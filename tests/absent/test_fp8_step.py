@@ -109,7 +109,7 @@ def test_weights_are_gathered_in_a_byte(name, recipe: str, passes: int, tables: 
 
 
 def test_dispatch_halves_what_is_sent_to_experts(folder):
-    """Tokens forward, gradients backward; what comes back keeps two bytes. Nothing is sent twice."""
+    """Tokens in forward, gradients in backward; what comes back keeps two bytes."""
     config = configured("experts", QuantizationRecipe.tensorwise)
     size, copies = config.model.hidden_size, LENGTH * config.model.moe.top_k * LAYERS
     rows = int(config.parallel.expert_buffer * copies)

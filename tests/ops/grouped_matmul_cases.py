@@ -85,7 +85,8 @@ def expected(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
 def rounded(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     """As `expected`, of operands rounded to E4M3 in the blocks of the recipe: of w, of rows along
     features, and for dw along the tokens of a group (one scale per tensor: per row, per column)."""
-    recipe, (x, w, slope) = RECIPES[case.recipe], (np.float64(array) for array in arrays)
+    recipe = RECIPES[case.recipe]
+    x, w, slope = (np.asarray(array, np.float64) for array in arrays)
     assert recipe is not None
     size, live = recipe.block, sum(case.sizes)
 

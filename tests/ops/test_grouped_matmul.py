@@ -74,6 +74,7 @@ def test_codes_that_are_there_are_multiplied(name: str):
     case = CASES[name]
     (x, w, _), sizes = arrays_of(case, "bfloat16")
     recipe = RECIPES[case.recipe]
+    assert recipe is not None
     codes, x_codes = recipe.weights(jnp.asarray(w)), in_rows(jnp.asarray(x), recipe, FP8)
     how = {"codes": codes, "recipe": recipe, "backend": "xla"}
     given = functools.partial(grouped_matmul, x_codes=x_codes, **how)

@@ -38,7 +38,7 @@ def test_rows_to_experts_are_rounded_and_those_from_them_are_not(name: str):
     recipe, order = RECIPES[name], order_of(rng)
     assert recipe is not None
     scales = 2.0 ** rng.integers(-12, 12, (TOKENS, 1))  # of each token's own size
-    x, slope = (np.float32(rng.normal(size=(TOKENS, SIZE)) * scales) for _ in range(2))
+    x, slope = np.asarray(rng.normal(size=(2, TOKENS, SIZE)) * scales, np.float32)
     y = np.float32(rng.normal(size=(len(order.copies_R), SIZE)))
     wide, narrow = (Route(order, Partial(moved), Partial(moved_back), r) for r in (None, recipe))
     near = functools.partial(np.testing.assert_allclose, rtol=SAME, atol=SAME * np.abs(x).max())
