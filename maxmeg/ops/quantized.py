@@ -133,7 +133,8 @@ def quantize(
     """(x / scale in an 8-bit `dtype`, scale). scale: None is one scale for all of x."""
     if scale is None:
         scale = scale_of(jnp.max(jnp.abs(x)), dtype)
-    return (x * (1 / scale).astype(x.dtype)).astype(dtype), scale
+    wide = wider(x.dtype)
+    return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype), scale
 
 
 def quantize_blocks(

@@ -45,7 +45,7 @@ class Rows(NamedTuple):
 
 def pack(x_TD: Float[Array, "T D"], recipe: Recipe) -> UInt8[Array, "T W"]:
     """The codes of each row, and the exponents of its scales."""
-    codes, exponents = in_rows(x_TD.astype(exact(x_TD.dtype)), recipe, FP8)
+    codes, exponents = in_rows(x_TD, recipe, FP8)
     return jnp.concatenate((lax.bitcast_convert_type(codes, jnp.uint8), exponents), axis=1)
 
 
