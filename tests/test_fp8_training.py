@@ -59,6 +59,7 @@ MODELS |= {
     "wide experts": {
         **{"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2},
         **{"moe.ffn_size": 64, "moe.shared_ffn_size": 128, "moe.backend": ExpertBackend.batched},
+        "attention.num_kv_heads": 4,
         **WIDE,
     },
 }
@@ -100,8 +101,9 @@ def alone(model: str, recipe: QuantizationRecipe) -> tuple[dict, dict]:
 @pytest.mark.parametrize(("fp8", "model", "parallel", "micro"), LAYOUTS)
 def test_every_mesh_gives_the_same(fp8: QuantizationConfig, model, parallel, micro):
     found, wanted = gradients(model, fp8, micro, **parallel), alone(model, fp8.recipe)
-    scans = model == "hybrid"  # it amplifies rounding
-    assert_equal_but_rounding(found, wanted, FLIPPED if scans else TOLERANCE, FLOOR)
+    # Scans amplify rounding; in the other case numbers of queries' and keys' gradients flip.
+    flips = model == "hybrid" or (fp8.dispatch and "tensor" in parallel)
+    assert_equal_but_rounding(found, wanted, FLIPPED if flips else TOLERANCE, FLOOR)
     assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=TOLERANCE)
 
 
