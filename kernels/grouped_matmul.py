@@ -7,7 +7,9 @@ which rows of neighbouring groups may lie, and stores only the rows of the group
 16, ... 1 rows. Rows after the last group are tiles of zeros.
 
 `grouped_weights` sums the outer products of each group's rows. In steps with rows of other groups
-it sets these to zero in both operands, so that NaN does not leak to other groups.
+it sets these to zero in both operands, so that NaN does not leak to other groups. 8-bit operands
+are transposed, and their groups padded with zeros to whole steps; each step's sums are added in
+float32, since tensor cores accumulate 8-bit products with fewer bits.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ from .matmul import (
     finish_stores,
     item_count,
     matmul_refuses,
+    no_carry,
     ring_type,
     run,
     store,
@@ -46,6 +49,7 @@ MASK_COLUMNS = 64  # set to zero at a time, to save registers
 ROWS_TILING = Tiling(columns=256, depth=64, stages=4, store_bytes=64)
 FP8_ROWS_TILING = dataclasses.replace(ROWS_TILING, depth=128, right="NK")
 WEIGHTS_TILING = Tiling(columns=256, depth=64, stages=4, left="KM")
+FP8_WEIGHTS_TILING = Tiling(columns=128, depth=128, stages=4, right="NK", promotes=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +231,7 @@ def grouped_rows_program(tiling: Tiling, refs: RowRefs, programs: int) -> None:
     run(tiling, refs.ring, Work(count, item, epilogue, finish=finish_stores))
 
 
-def scaling(scales: Any, group: jax.Array, first: jax.Array, column: jax.Array) -> Any:
+def scaling(scales: Any, group: Any, first: jax.Array, column: jax.Array) -> Any:
     """A function of (columns of a consumer's sums, offset of the first column) that scales them."""
     if not scales:
         return unchanged
@@ -273,26 +277,38 @@ def copy_rows(buffer: Any, target: Any, rows: tuple, count: int) -> None:
 
 
 def grouped_weights(
-    x_TD: Float[Array, "T D"],
-    y_TF: Float[Array, "T F"],
+    x: Float[Array, "_ _"],
+    y: Float[Array, "_ _"],
     sizes_E: Int[Array, " E"],
+    scales: tuple[Float[Array, " D"], Float[Array, " F"]] | tuple[()] = (),
     *,
     out_dtype: Any = jnp.bfloat16,
     tiling: Tiling | None = None,
 ) -> Float[Array, "E D F"]:
-    """x^T y of each group's rows; zeros for an empty group. ValueError for `matmul_refuses`."""
-    tiling = tiling or WEIGHTS_TILING
-    x_TD, y_TF = whole_atoms(x_TD), whole_atoms(y_TF)
-    if reason := matmul_refuses(x_TD, y_TF, tiling):
+    """x^T y of each group's rows; zeros for an empty group. ValueError for `matmul_refuses`.
+
+    x, y: [T, D] and [T, F]. With scales, float32 factors of the sums, they are 8-bit, [D, T] and
+    [F, T], and sizes are multiples of the tiling's depth.
+    """
+    tiling = tiling or (FP8_WEIGHTS_TILING if scales else WEIGHTS_TILING)
+    if not scales:
+        x, y = whole_atoms(x), whole_atoms(y)
+    if reason := matmul_refuses(x, y, tiling):
         raise ValueError(f"grouped_weights cannot run: {reason}")
-    D, F, E = x_TD.shape[1], y_TF.shape[1], sizes_E.shape[0]
+    D, F = (array.shape[0 if scales else 1] for array in (x, y))
     sizes_E = sizes_E.astype(jnp.int32)
-    starts_E = jnp.cumsum(sizes_E) - sizes_E
+    starts_E, E = jnp.cumsum(sizes_E) - sizes_E, sizes_E.shape[0]
+    if scales:
+        starts_E = jnp.where(sizes_E > 0, starts_E, x.shape[1])  # past the end: zeros
+        row_scale_D = jnp.pad(scales[0], (0, -D % tiling.rows))
+        scales = (row_scale_D, jnp.pad(scales[1], (0, -F % tiling.columns))[None])
     items = E * pl.cdiv(D, tiling.rows) * pl.cdiv(F, tiling.columns)
     programs = min(MULTIPROCESSORS, items)
 
     def grouped_weights_kernel(*refs: Any) -> None:
-        grouped_weights_program(tiling, WeightRefs(*refs), programs)
+        x_ref, y_ref, *others = refs
+        scale_refs, others = others[: len(scales)], others[len(scales) :]
+        grouped_weights_program(tiling, WeightRefs(x_ref, y_ref, scale_refs, *others), programs)
 
     return mosaic.launch(
         grouped_weights_kernel,
@@ -300,18 +316,19 @@ def grouped_weights(
         grid={"program": programs},
         warpgroups=tiling.consumers + 1,
         scratch_types=[
-            ring_type(tiling, x_TD.dtype),
+            ring_type(tiling, x.dtype),
             store_type(tiling, out_dtype),
             plgpu.Barrier(num_barriers=1, num_arrivals=tiling.consumers),
         ],
-    )(x_TD, y_TF, starts_E, sizes_E)[0]
+    )(x, y, *scales, starts_E, sizes_E)[0]
 
 
 class WeightRefs(NamedTuple):
     """Arrays in global memory; ring and buffers; the barrier for changes of the right tile."""
 
-    x_TD: Any
-    y_TF: Any
+    x: Any
+    y: Any
+    scales: Any  # of rows, of columns [1, ...]; () without scales
     starts_E: Any
     sizes_E: Any
     out_EDF: Any
@@ -349,9 +366,9 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
     def item(index: jax.Array) -> Item:
         group, row, column = place(index)
         rows = rows_of(refs.starts_E[group], refs.sizes_E[group], tiling.depth)
-        return Item(refs.x_TD, refs.y_TF, row, column, rows.first, rows.steps)
+        return Item(refs.x, refs.y, row, column, rows.first, rows.steps)
 
-    def prepare(index: Any, step: jax.Array, warpgroup: jax.Array, left: Any, right: Any) -> None:
+    def mask(index: Any, step: jax.Array, warpgroup: jax.Array, left: Any, right: Any) -> None:
         group = place(index)[0]
         rows = rows_of(refs.starts_E[group], refs.sizes_E[group], tiling.depth)
         first = rows.first + step * tiling.depth
@@ -372,10 +389,12 @@ def grouped_weights_program(tiling: Tiling, refs: WeightRefs, programs: int) -> 
         group, row, column = place(index)
         rows = pl.ds(row + warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
         target = refs.out_EDF.at[group].at[rows, pl.ds(column, tiling.columns)]
-        store(sums, refs.buffers.at[warpgroup], target)
+        change = scaling(refs.scales, 0, row + warpgroup * WARPGROUP_ROWS, column)
+        store(sums, refs.buffers.at[warpgroup], target, change)
         return ()
 
     count = item_count(E * rows * columns, program, programs)
+    prepare = no_carry if refs.scales else mask
     work = Work(count, item, epilogue, finish=finish_stores, prepare=prepare)
     run(tiling, refs.ring, work)
 

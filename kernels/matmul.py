@@ -41,7 +41,7 @@ class Tiling:
 
     left: "MK", or "KM" if it is stored transposed; right: "KN" or "NK". 8-bit operands must be "MK"
     and "NK". store_slots: buffers through which a consumer writes its tile, each WARPGROUP_ROWS
-    rows of store_bytes.
+    rows of store_bytes. promotes: add each step's sums in float32 registers, for 8-bit operands.
     """
 
     columns: int = 256
@@ -52,6 +52,7 @@ class Tiling:
     right: str = "KN"
     store_slots: int = 2
     store_bytes: int = STORE_BYTES
+    promotes: bool = False
 
     @property
     def rows(self) -> int:
@@ -213,6 +214,18 @@ def accumulate(
         return sums_ref[...]
 
     shape = (WARPGROUP_ROWS, tiling.columns)
+    if tiling.promotes:
+
+        def add(step: jax.Array, sums: jax.Array) -> jax.Array:
+            def compute_step(sums_ref: Any) -> jax.Array:
+                multiply(sums_ref, step)
+                return sums_ref[...]
+
+            part = pl.run_scoped(compute_step, plgpu.ACC(shape, jnp.float32))
+            release(position + step)
+            return sums + part
+
+        return lax.fori_loop(0, steps, add, mosaic.constant(0.0, shape, mosaic.MATRIX))
     sums = pl.run_scoped(compute, plgpu.ACC(shape, jnp.float32))
     release(position + steps - 1)
     return sums

@@ -33,6 +33,7 @@ TENSORWISE, MXFP8, BLOCKWISE = map(
     QuantizationConfig,
     (QuantizationRecipe.tensorwise, QuantizationRecipe.mxfp8, QuantizationRecipe.blockwise),
 )
+DISPATCHED = QuantizationConfig(QuantizationRecipe.mxfp8, dispatch=True)
 TOLERANCE, FLOOR = 1e-5, 1e-7  # relative, float32: the order of sums differs
 FLIPPED = 2e-2  # where that makes single numbers round to the next code, the other way
 QUANTIZED = 2e-3  # of the loss of a model with random weights
@@ -58,9 +59,11 @@ MODELS |= {
     "wide experts": {
         **{"layers": "*(attention,moe)", "moe.num_experts": 4, "moe.top_k": 2},
         **{"moe.ffn_size": 64, "moe.shared_ffn_size": 128, "moe.backend": ExpertBackend.batched},
+        "attention.num_kv_heads": 4,
         **WIDE,
     },
 }
+MODELS["grouped experts"] = MODELS["wide experts"] | {"moe.backend": ExpertBackend.xla}
 LAYOUTS = [
     (MXFP8, "wide", {"pipe": 2, "fsdp": 2, "tensor": 2}, 1),
     (TENSORWISE, "ends", {"pipe": 2, "data": 2}, 1),
@@ -74,6 +77,9 @@ LAYOUTS = [
             (MXFP8, "wide", {"pipe": 2, "data": 2, "tensor": 2}, 1),
             (BLOCKWISE, "wider", {"pipe": 2, "fsdp": 2}, 1),
             (MXFP8, "wide experts", {"fsdp": 2, "expert": 2}, 2),
+            (DISPATCHED, "wide experts", {"data": 2, "expert": 2}, 2),
+            (DISPATCHED, "grouped experts", {"fsdp": 2, "expert": 2}, 2),
+            (DISPATCHED, "grouped experts", {"pipe": 2, "tensor": 2, "expert": 2}, 2),
         )
     ),
 ]
@@ -95,13 +101,19 @@ def alone(model: str, recipe: QuantizationRecipe) -> tuple[dict, dict]:
 @pytest.mark.parametrize(("fp8", "model", "parallel", "micro"), LAYOUTS)
 def test_every_mesh_gives_the_same(fp8: QuantizationConfig, model, parallel, micro):
     found, wanted = gradients(model, fp8, micro, **parallel), alone(model, fp8.recipe)
-    scans = model == "hybrid"  # it amplifies rounding
-    assert_equal_but_rounding(found, wanted, FLIPPED if scans else TOLERANCE, FLOOR)
+    # Scans amplify rounding; in the other case numbers of queries' and keys' gradients flip.
+    flips = model == "hybrid" or (fp8.dispatch and "tensor" in parallel)
+    assert_equal_but_rounding(found, wanted, FLIPPED if flips else TOLERANCE, FLOOR)
     assert found[0]["loss"] == pytest.approx(wanted[0]["loss"], rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("fp8", "model"), thinned([(MXFP8, "wide"), (TENSORWISE, "dense"), (BLOCKWISE, "wide")], 3)
+    ("fp8", "model"),
+    [
+        *thinned([(MXFP8, "wide"), (TENSORWISE, "dense"), (BLOCKWISE, "wide")], 3),
+        pytest.param(TENSORWISE, "grouped experts", marks=pytest.mark.slow),
+        pytest.param(MXFP8, "grouped experts", marks=pytest.mark.slow),
+    ],
 )
 def test_products_are_quantized_and_little_else_changes(fp8: QuantizationConfig, model: str):
     found, exact = alone(model, fp8.recipe), gradients(model, QuantizationConfig(), fsdp=1)
@@ -110,6 +122,13 @@ def test_products_are_quantized_and_little_else_changes(fp8: QuantizationConfig,
         if np.abs(array).max():
             norms = np.linalg.norm(array) * np.linalg.norm(found[1][name])
             assert 0.9 < np.vdot(array, found[1][name]) / norms < 1 - 1e-9, name
+
+
+@pytest.mark.slow
+def test_groups_of_rows_give_what_blocks_of_rows_give():
+    """Blocks of scales along tokens begin with each expert in both."""
+    grouped, batched = (alone(name, MXFP8.recipe) for name in ("grouped experts", "wide experts"))
+    assert_equal_but_rounding(grouped, batched, TOLERANCE, FLOOR)
 
 
 def test_first_and_last_layers_are_groups_that_stay_wide():
@@ -156,11 +175,8 @@ def test_what_cannot_run_is_refused(monkeypatch):
         ValueError, match=r"blocks of 32 weights, so the sizes of the 16 x \d+ shard"
     ):
         model_gradients(config)
-    config = tiny({"layers": "*(attention,moe)", "moe.ffn_size": 32}, {"quantization": MXFP8})
-    with pytest.raises(
-        ValueError, match=r"equally many rows for each expert: set model\.moe\.backend"
-    ):
-        model_gradients(config)
+    with pytest.raises(ValueError, match=r"dispatch=True has no effect where tokens are not exch"):
+        validate(tiny(MODELS["grouped experts"], {"quantization": DISPATCHED}, fsdp=2), 2)
     config = tiny({}, {"quantization": TENSORWISE}, fsdp=2)
     config.parallel.tensor_overlap = TensorOverlap.on
     with pytest.raises(

@@ -406,6 +406,12 @@ def expert_layout_problems(config: Config) -> Iterator[str]:
             f"backend={moe.backend.name} where tokens are not exchanged (expert=1 or "
             "expert_exchange=gather): leave it out, or set backend=batched"
         )
+    if config.train.quantization.dispatch and not exchanged:
+        yield (
+            "train.quantization.dispatch=True has no effect where tokens are not exchanged "
+            f"(parallel.expert={parallel.expert}, expert_exchange={parallel.expert_exchange.name}):"
+            " leave it out, or set parallel.expert above 1 and another exchange than gather"
+        )
     nodes, direct = parallel.expert_nodes, (ExpertExchange.ragged, ExpertExchange.gather)
     if nodes > 1 and parallel.expert % nodes:
         yield (

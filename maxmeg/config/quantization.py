@@ -79,3 +79,9 @@ class QuantizationConfig:
         "--fp8-amax-compute-algo",
         needs="recipe=delayed",
     )
+    dispatch: bool = setting(
+        False,
+        "send tokens to experts in E4M3, and in backward the gradients of their outputs; what "
+        "experts send back stays in model.dtype (DeepSeek-V3). Needs parallel.expert",
+        needs="recipe=tensorwise|delayed|blockwise|mxfp8",
+    )

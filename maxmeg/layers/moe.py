@@ -44,6 +44,7 @@ from maxmeg.ops.experts.exchange import (
 from maxmeg.ops.experts.grouped_matmul import grouped_matmul
 from maxmeg.ops.experts.nodes import Nodes, exchange_by_node, node_rows
 from maxmeg.ops.experts.routing import Routing, RoutingSpec, jittered, route, updated_bias
+from maxmeg.ops.quantized import Quantized, Recipe
 from maxmeg.ops.random import normal, split
 from maxmeg.parallel import collectives
 from maxmeg.parallel.collectives import stored, unshard_parameter
@@ -179,19 +180,21 @@ class Experts(nnx.Module):
         x_RD: Float[Array, "R D"],
         sizes_E: Int[Array, " E"] | None,
         weights_R: Float[Array, " R"],
+        codes: Quantized | None = None,
     ) -> Float[Array, "R D"]:
         """The weighted output of each row's expert; partial sums over EXPERT_TENSOR_AXES.
 
-        sizes_E: number of rows of each expert; None: equal numbers. The weight is applied before
-        the last product, so that backward does not need the output.
+        sizes_E: number of rows of each expert; None: equal numbers. codes: x in 8 bits, if it came
+        so. The weight is applied before the last product, so that backward does not need the
+        output.
         """
         if sizes_E is not None and self.backend() == "xla" and target_device().is_cuda:
             sides = 2 + (self.gate is not None)
             warn_of_xla(len(x_RD), self.up.shape[-3], 2.0 * sides * x_RD.size * self.up.shape[-1])
-        up_RF = self._product(x_RD, "up", self.up_bias, sizes_E)
+        up_RF = self._product(x_RD, "up", self.up_bias, sizes_E, codes)
         inputs = (stored(up_RF, "expert_up"),)
         if self.gate is not None:
-            gate_RF = self._product(x_RD, "gate", self.gate_bias, sizes_E)
+            gate_RF = self._product(x_RD, "gate", self.gate_bias, sizes_E, codes)
             inputs = (stored(gate_RF, "expert_gate"), *inputs)
         spec = self.spec
         h_RF = activate(spec.activation, *inputs, clamp=spec.clamp, offset=spec.offset)
@@ -203,6 +206,12 @@ class Experts(nnx.Module):
         bias_RD = rows_of_experts(bias_ED, sizes_E, len(x_RD))
         return y_RD + (bias_RD * weights_R[:, None]).astype(y_RD.dtype)
 
+    @property
+    def dispatch(self) -> Recipe | None:
+        """The recipe by which tokens are sent to experts in 8 bits; None: they are not."""
+        codes = self.codes.get("up")
+        return codes.recipe if codes is not None and codes.recipe.dispatch else None
+
     def backend(self) -> str:
         """The backend of the products of these matrices on the target device."""
         D = self.spec.latent_size or self.spec.hidden_size
@@ -213,7 +222,7 @@ class Experts(nnx.Module):
             log_choice("experts", name, reason)
         return name
 
-    def _product(self, x_RI, name: str, bias, sizes_E):
+    def _product(self, x_RI, name: str, bias, sizes_E, x_codes=None):
         weight, codes = getattr(self, name), self.codes.get(name)
         w_EIO = unshard_parameter(weight)
         if sizes_E is None:
@@ -221,8 +230,10 @@ class Experts(nnx.Module):
             y_ECO = x_ECI @ w_EIO if codes is None else codes.product(x_ECI, weight)
             y_RO = y_ECO.reshape(len(x_RI), -1)
         else:
-            quantized = None if codes is None else codes.of_groups()
-            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, codes=quantized, backend=self.backend())
+            how: dict = {"backend": self.backend(), "x_codes": x_codes}
+            if codes is not None:
+                how |= {"codes": codes.of_groups(), "recipe": codes.recipe}
+            y_RO = grouped_matmul(x_RI, w_EIO, sizes_E, **how)
         return y_RO if bias is None else y_RO + rows_of_experts(bias[...], sizes_E, len(x_RI))
 
 

@@ -76,14 +76,14 @@ class Codes(nnx.Module):
         key = None if self.keys is None else self.keys[...]
         return matmul(x, w, copies[0], copies[-1], self.recipe, key)
 
-    def of_groups(self) -> Quantized:
-        """The copy with one scale, for `grouped_matmul`. ValueError if scales are of blocks."""
+    def of_groups(self) -> list[Quantized]:
+        """The copies, for `grouped_matmul`. ValueError if it cannot multiply them."""
         if not self.recipe.grouped:
             raise ValueError(
-                "every train.quantization.recipe but tensorwise needs equally many rows for each "
-                "expert: set model.moe.backend=batched, or train.quantization.recipe=tensorwise"
+                "train.quantization.recipe=nvfp4, mxfp4 and qat_... need equally many rows for "
+                "each expert: set model.moe.backend=batched, or an 8-bit recipe"
             )
-        return self.whole()[0]
+        return self.whole()
 
     def whole(self) -> list[Quantized]:
         """The copies gathered over fsdp."""

@@ -60,6 +60,7 @@ class Nvfp4(Recipe):
     speed: int = 4
     capability: tuple[int, int] = (BLACKWELL, 0)
     draws: bool = True
+    grouped: bool = False
 
     @property
     def passes(self) -> float:

@@ -65,7 +65,9 @@ class Recipe:
     of a weight. multiplies_codes: products on GPUs have the rounded operands, not wider copies of
     them. speed: their peak FLOP/s, as a multiple of that for 16 bits. capability: least compute
     capability of GPUs. draws: gradients are rounded stochastically, with the key of `slopes`.
-    history: of delayed scaling (ops/delayed.py); None: scales are those of the operands themselves.
+    grouped: experts with different numbers of rows can multiply the codes. history: of delayed
+    scaling (ops/delayed.py); None: scales are those of the operands themselves. dispatch: tokens
+    are sent to experts in 8 bits (ops/experts/packed.py).
     """
 
     forward: str = "float8_e4m3fn"
@@ -77,17 +79,14 @@ class Recipe:
     speed: int = 2
     capability: tuple[int, int] = ADA
     draws: bool = False
+    grouped: bool = True
     history: AmaxHistory | None = None
+    dispatch: bool = False
 
     @property
     def shares(self) -> Shares:
         """Which weights have a common scale or largest magnitude, beside those of a block."""
         return Shares.nothing if self.block else Shares.layer
-
-    @property
-    def grouped(self) -> bool:
-        """Whether experts with different numbers of rows can multiply these codes."""
-        return self.shares is Shares.layer and not self.block
 
     @property
     def passes(self) -> float:
@@ -189,7 +188,8 @@ def quantize(
     """(x / scale in an 8-bit `dtype`, scale). scale: None is one scale for all of x."""
     if scale is None:
         scale = scale_of(jnp.max(jnp.abs(x)), dtype)
-    return (x * (1 / scale).astype(x.dtype)).astype(dtype), scale
+    wide = wider(x.dtype)
+    return (x.astype(wide) * (1 / scale).astype(wide)).astype(dtype), scale
 
 
 def quantize_blocks(

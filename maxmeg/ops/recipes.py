@@ -29,17 +29,19 @@ RECIPES = {
     QuantizationRecipe.qat_mxfp4: straight_through(Mxfp4(), rounds_inputs=False),
     QuantizationRecipe.qat_int8: straight_through(Int8()),
 }
+HYBRID = QuantizationRecipe.tensorwise, QuantizationRecipe.delayed  # may have E5M2 gradients
 
 
 def recipe_of(config: QuantizationConfig) -> Recipe | None:
     """The recipe that the settings name; None: products are not quantized."""
     recipe = RECIPES.get(config.recipe)
-    is_delayed = config.recipe is QuantizationRecipe.delayed
-    if recipe and (is_delayed or config.recipe is QuantizationRecipe.tensorwise):
-        history = None
-        if is_delayed:
-            latest = config.amax_algorithm is AmaxAlgorithm.most_recent
-            history = AmaxHistory(config.amax_history_length, latest, config.margin)
-        backward = E5M2 if config.format is Fp8Format.hybrid else E4M3
-        recipe = dataclasses.replace(recipe, backward=backward, history=history)
-    return recipe
+    if recipe is None:
+        return None
+    history, backward = None, recipe.backward
+    if config.recipe is QuantizationRecipe.delayed:
+        latest = config.amax_algorithm is AmaxAlgorithm.most_recent
+        history = AmaxHistory(config.amax_history_length, latest, config.margin)
+    if config.recipe in HYBRID and config.format is Fp8Format.hybrid:
+        backward = E5M2
+    changes = {"history": history, "backward": backward, "dispatch": config.dispatch}
+    return dataclasses.replace(recipe, **changes)

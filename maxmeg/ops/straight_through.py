@@ -27,6 +27,7 @@ class StraightThrough(Recipe):
     rounding: Recipe = Recipe()
     rounds_inputs: bool = True
     multiplies_codes: bool = False
+    grouped: bool = False
     capability: tuple[int, int] = (0, 0)
 
     @property

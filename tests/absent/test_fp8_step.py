@@ -25,6 +25,7 @@ CASES = {
     "zero1": ("llama3-8b", {"data": 8}, 5),
     "tensor": ("llama3-8b", {"fsdp": 4, "tensor": 2}, 5),
     "experts": ("mixtral-8x7b", {"expert": 8}, 2),
+    "dispatch": ("mixtral-8x7b", {"expert": 8}, 2),
     "ends": ("llama3-8b", {"fsdp": 8}, 5),
 }
 WIDE, LOGITS = {"ends": 2}, 4  # layers in 16 bits; products of the output layer and its backward
@@ -46,6 +47,7 @@ def configured(name: str, recipe: QuantizationRecipe) -> Config:
     train = TrainConfig(global_batch_size=shards, micro_batch_size=1)
     config = use_architecture(Config(parallel=ParallelConfig(**parallel), train=train), model)
     config.train.quantization.recipe, config.data.sequence_length = recipe, LENGTH
+    config.train.quantization.dispatch = name == "dispatch"
     config.model.num_layers = LAYERS
     config.model.first_layers_bf16 = config.model.last_layers_bf16 = WIDE.get(name, 0) // 2
     return config
@@ -67,9 +69,10 @@ def test_every_projection_makes_three_products_in_eight_bits(name, recipe: str, 
     if name in WIDE:
         assert report.kernels["__cublas$lt$matmul"] == products * wide + LOGITS
     kernels = re.findall(r'target="mosaic_gpu_v2", operand_layout_constraints={(\w+)', text)
-    assert set(kernels) == ({"f8e4m3fn", "bf16"} if name == "experts" else set())
-    # Outputs and input gradients of up, gate and out, in the first round and in later ones.
-    assert name != "experts" or kernels.count("f8e4m3fn") >= 2 * 2 * PRODUCTS
+    has_experts = name in ("experts", "dispatch")
+    assert set(kernels) == ({"f8e4m3fn"} if has_experts else set())
+    # Of up, gate and out, in the first round and in later ones.
+    assert not has_experts or len(kernels) >= 2 * 3 * PRODUCTS
 
 
 def test_mxfp8_multiplies_blocks(folder):
@@ -125,6 +128,22 @@ def test_weights_are_gathered_in_a_byte_or_half(
     others = 2 * tables * model.vocab_size * model.hidden_size
     assert narrow == pytest.approx(passes * layers + others, rel=2e-3)
     assert wide - others >= 1.99 / scaled * (narrow - others)
+
+
+def test_dispatch_halves_what_is_sent_to_experts(folder):
+    """Tokens in forward, gradients in backward; what comes back keeps two bytes."""
+    config = configured("experts", QuantizationRecipe.tensorwise)
+    size, copies = config.model.hidden_size, LENGTH * config.model.moe.top_k * LAYERS
+    rows = int(config.parallel.expert_buffer * copies)
+    for name, there in (("experts", 2 * size), ("dispatch", size + 1)):
+        report, _ = compiled(name, QuantizationRecipe.tensorwise, folder)
+        sent = [row for row in report.collectives if row.kind == "all-to-all" and not row.unbounded]
+        labels, back = 2 * 8, 2 * size
+        assert sum(row.volume for row in sent) == rows * (2 * there + 2 * back + labels)
+        work = workload(configured(name, QuantizationRecipe.tensorwise), GPUS)
+        carried = traffic(work, parse_cluster(f"h100x{GPUS}"))
+        planned = sum(row.volume for row in carried if row.kind == "all-to-all")
+        assert planned == pytest.approx((1 - 1 / GPUS) * sum(row.volume for row in sent), rel=1e-6)
 
 
 PLANS = [

@@ -41,7 +41,7 @@ SIZES = [(*case.sizes, case.rest) for case in CASES.values()]
 def hopper(monkeypatch):
     """Lets calls name the backend mosaic; small tiles, so that there are several."""
     monkeypatch.setattr(choice, "target_device", lambda: Device("cuda", (9, 0)))
-    for name in ("ROWS_TILING", "FP8_ROWS_TILING", "WEIGHTS_TILING"):
+    for name in ("ROWS_TILING", "FP8_ROWS_TILING", "WEIGHTS_TILING", "FP8_WEIGHTS_TILING"):
         small = dataclasses.replace(getattr(kernel, name), columns=64, stages=2)
         monkeypatch.setattr(kernel, name, small)
     return monkeypatch
@@ -59,8 +59,7 @@ def errors(name: str, monkeypatch) -> tuple[dict[str, float], bool]:
         return {}, True
     wanted = expected(case, arrays)
     shares = {
-        part: error(actual[part], wanted[part]) / tolerance(case, part, "bfloat16")
-        for part in NAMES
+        part: error(actual[part], wanted[part]) / tolerance(case, "bfloat16") for part in NAMES
     }
     return shares, False
 

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul
-from maxmeg.ops.quantized import quantize
+from maxmeg.config.quantization import QuantizationConfig, QuantizationRecipe
+from maxmeg.ops.experts.grouped_matmul import grouped_matmul
+from maxmeg.ops.quantized import recipe_of
 
 NAMES = ("y", "dx", "dw")
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-2}  # of the norm
-FP8_TOLERANCE = {"y": 5e-2, "dx": 5e-2, "dw": 2e-2}  # e4m3 rounds by up to 2^-4, two operands
+FP8_TOLERANCE = 5e-2  # e4m3 rounds by up to 2^-4, two operands
+RECIPES = {recipe.value: recipe_of(QuantizationConfig(recipe)) for recipe in QuantizationRecipe}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Case:
     rest: int = 0
     inner: int = 128
     outer: int = 128
-    fp8: bool = False
+    recipe: str = "none"
 
 
 MANY = tuple((7 * n) % 11 * (n % 3 > 0) for n in range(256))
@@ -47,8 +49,10 @@ CASES = {
     "256 groups, one in use": Case((0,) * 200 + (90,) + (0,) * 55),
     "wide": Case((60, 70), inner=64, outer=576),
     "deep": Case((60, 70), inner=576, outer=64),
-    "fp8": Case((3, 70, 0, 130, 13), fp8=True),
-    "fp8, rows after the last": Case((30, 0, 50), rest=60, inner=384, fp8=True),
+    "fp8": Case((3, 70, 0, 130, 13), recipe="tensorwise"),
+    "fp8, rows after the last": Case((30, 0, 50), rest=60, inner=384, recipe="tensorwise"),
+    "blockwise": Case((3, 70, 0, 130, 13), rest=60, recipe="blockwise"),
+    "mxfp8": Case((3, 70, 0, 130, 13), rest=60, inner=64, outer=96, recipe="mxfp8"),
 }
 
 
@@ -78,13 +82,62 @@ def expected(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
     return actual
 
 
+def rounded(case: Case, arrays: list[np.ndarray]) -> dict[str, np.ndarray]:
+    """As `expected`, of operands rounded to E4M3 in the blocks of the recipe: of w, of rows along
+    features, and for dw along the tokens of a group (one scale per tensor: per row, per column)."""
+    recipe = RECIPES[case.recipe]
+    x, w, slope = (np.asarray(array, np.float64) for array in arrays)
+    assert recipe is not None
+    size, live = recipe.block, sum(case.sizes)
+
+    def rows(array, axis):
+        return e4m3(array, axis, size or array.shape[axis])
+
+    def weights(axis):
+        if recipe.square:
+            return e4m3(w, (1, 2), size)
+        return e4m3(w, axis, size) if size else e4m3(w, (0, 1, 2), w.size)
+
+    spans = np.split(np.arange(live), np.cumsum(case.sizes)[:-1])
+    x, slope = x[:live], slope[:live]
+    actual = {
+        "y": np.zeros((live + case.rest, w.shape[2])),
+        "dx": np.zeros((live + case.rest, w.shape[1])),
+        "dw": 0 * w,
+    }
+    columns = [rows(array, 0) if not size else array for array in (x, slope)]
+    for group, span in enumerate(spans):
+        actual["y"][span] = rows(x[span], 1) @ weights(1)[group]
+        actual["dx"][span] = rows(slope[span], 1) @ weights(2)[group].T
+        left, right = (rows(array[span], 0) if size else array[span] for array in columns)
+        actual["dw"][group] = left.T @ right
+    return actual
+
+
+def e4m3(array: np.ndarray, axes, size: int) -> np.ndarray:
+    """The array rounded to E4M3, with one scale, a power of two, for `size` numbers along axes."""
+    axes = (axes,) if isinstance(axes, int) else axes
+    result = np.zeros_like(array)
+    counts = [-(-n // size) if axis in axes else n for axis, n in enumerate(array.shape)]
+    for index in np.ndindex(*counts):
+        block = tuple(
+            slice(i * size, (i + 1) * size) if axis in axes else i for axis, i in enumerate(index)
+        )
+        largest = np.abs(array[block]).max(initial=0.0)
+        scale = 2.0 ** np.ceil(np.log2(largest / 448)) if largest else 1.0
+        codes = np.float32(array[block] / scale).astype(jnp.float8_e4m3fn)
+        result[block] = np.float64(codes) * scale
+    return result
+
+
 def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str, np.ndarray]:
     """What a backend gives for `expected`; a call that it refuses raises ValueError."""
+    recipe = RECIPES[case.recipe]
 
     def both(x, w, slope, sizes):
         def call(x, w):
-            codes = quantize(w, FP8) if case.fp8 else None
-            return grouped_matmul(x, w, sizes, codes=codes, backend=backend)
+            codes = recipe.weights(w) if recipe else None
+            return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend=backend)
 
         y, pull = jax.vjp(call, x, w)
         return y, *pull(slope)
@@ -93,8 +146,8 @@ def run(case: Case, arrays: list, sizes, backend: str, jit=jax.jit) -> dict[str,
     return {name: np.asarray(array) for name, array in zip(NAMES, actual, strict=True)}
 
 
-def tolerance(case: Case, name: str, dtype: str) -> float:
-    return FP8_TOLERANCE[name] if case.fp8 else TOLERANCE[dtype]
+def tolerance(case: Case, dtype: str) -> float:
+    return TOLERANCE[dtype] if case.recipe == "none" else FP8_TOLERANCE
 
 
 def error(actual, wanted) -> float:

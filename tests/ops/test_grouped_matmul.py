@@ -7,17 +7,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ops.grouped_matmul_cases import CASES, NAMES, arrays_of, error, expected, run, tolerance
+from ops.grouped_matmul_cases import (
+    CASES,
+    NAMES,
+    RECIPES,
+    TOLERANCE,
+    arrays_of,
+    error,
+    expected,
+    rounded,
+    run,
+    tolerance,
+)
 from tables import thinned
 
 import maxmeg.ops.experts.grouped_matmul as module
 from maxmeg.ops import backend as choice
 from maxmeg.ops.backend import Device
-from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul
-from maxmeg.ops.quantized import quantize
+from maxmeg.ops.experts.grouped_matmul import FP8, grouped_matmul, in_rows
+from maxmeg.ops.quantized import Recipe
 
 FINITE_DIFFERENCES = 2e-3  # float32, steps of 1e-2
-ROUNDED = ("odd sizes", "rows after the last", "fp8", "fp8, rows after the last")
+EIGHT_BITS = ("fp8", "fp8, rows after the last", "blockwise", "mxfp8")
+ROUNDED = ("odd sizes", "rows after the last", *EIGHT_BITS)
 
 
 def struct(*shape: int, dtype=jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -30,7 +42,7 @@ def can_run(backend: str) -> bool:
 
 
 BACKENDS = [backend for backend in module.BACKENDS if can_run(backend)]
-RUNS = [("float32", name) for name in CASES if not CASES[name].fp8]
+RUNS = [("float32", name) for name in CASES if CASES[name].recipe == "none"]
 RUNS += [("bfloat16", name) for name in ROUNDED]
 
 
@@ -42,10 +54,34 @@ def test_product_and_gradients_equal_the_reference(backend: str, dtype: str, nam
     actual, wanted = run(case, arrays, sizes, backend, jax.jit), expected(case, arrays)
     for part in NAMES:
         assert actual[part].dtype == dtype
-        assert error(actual[part], wanted[part]) < tolerance(case, part, dtype), part
+        assert error(actual[part], wanted[part]) < tolerance(case, dtype), part
     live = sum(case.sizes)
     assert not actual["y"][live:].any() and not actual["dx"][live:].any()
     assert not actual["dw"][np.asarray(case.sizes) == 0].any()
+
+
+@pytest.mark.parametrize("name", thinned(EIGHT_BITS, 4))
+def test_all_three_products_are_those_of_eight_bit_operands(name: str):
+    case = CASES[name]
+    arrays, sizes = arrays_of(case, "float32")
+    actual, wanted = run(case, arrays, sizes, "xla"), rounded(case, arrays)
+    for part in NAMES:
+        assert error(actual[part], wanted[part]) < TOLERANCE["float32"], part
+
+
+@pytest.mark.parametrize("name", ("fp8, rows after the last", "mxfp8"))
+def test_codes_that_are_there_are_multiplied(name: str):
+    case = CASES[name]
+    (x, w, _), sizes = arrays_of(case, "bfloat16")
+    recipe = RECIPES[case.recipe]
+    assert recipe is not None
+    codes, x_codes = recipe.weights(jnp.asarray(w)), in_rows(jnp.asarray(x), recipe, FP8)
+    how = {"codes": codes, "recipe": recipe, "backend": "xla"}
+    given = functools.partial(grouped_matmul, x_codes=x_codes, **how)
+    operands = jnp.asarray(x), jnp.asarray(w), jnp.asarray(sizes)
+    quantized_here = grouped_matmul(*operands, **how)
+    np.testing.assert_array_equal(given(*operands), quantized_here)
+    assert "reduce_max" not in str(jax.make_jaxpr(given)(*operands))  # none looks for a scale
 
 
 def test_gradients_by_finite_differences():
@@ -126,8 +162,9 @@ def test_a_named_kernel_says_why_it_cannot_run(monkeypatch, x, w, fp8: bool, mes
     sizes = struct(w.shape[0], dtype=jnp.int32)
 
     def call(x, w, sizes):
-        codes = quantize(w, FP8) if fp8 else None
-        return grouped_matmul(x, w, sizes, codes=codes, backend="mosaic")
+        recipe = Recipe() if fp8 else None
+        codes = recipe.weights(w) if recipe else None
+        return grouped_matmul(x, w, sizes, codes=codes, recipe=recipe, backend="mosaic")
 
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(call, x, w, sizes)

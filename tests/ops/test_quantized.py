@@ -43,7 +43,7 @@ ELEMENTS = st.floats(-3e4, 3e4, width=32, allow_subnormal=False)
 NUMBERS = arrays.arrays(np.float32, (4, 6), elements=ELEMENTS)
 
 
-@given(NUMBERS, st.sampled_from((E4M3, E5M2)), st.sampled_from(("float32", "bfloat16")))
+@given(NUMBERS, st.sampled_from((E4M3, E5M2)), st.sampled_from(("float32", "bfloat16", "float16")))
 def test_codes_are_those_of_ml_dtypes(x, dtype: str, wide: str):
     x = np.asarray(jnp.asarray(x, wide))
     codes, scale = quantize(jnp.asarray(x), dtype)

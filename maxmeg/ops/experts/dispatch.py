@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 
 class Order(NamedTuple):
@@ -101,7 +101,7 @@ def pad_experts(
     return Order(copies_R, rows_TK, jnp.full(num_experts, capacity, jnp.int32))
 
 
-def spread(x_TD: Float[Array, "T D"], order: Order) -> Float[Array, "R D"]:
+def spread(x_TD: Num[Array, "T D"], order: Order) -> Num[Array, "R D"]:
     """The token of each row; zeros for rows without a copy."""
     return _spread(x_TD, order)
 

@@ -12,15 +12,16 @@ XLA has a ragged all-to-all on CUDA only; other backends pick the rows from an a
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmeg.ops.backend import target_device
+from maxmeg.ops.experts import packed
 from maxmeg.ops.experts.dispatch import (
     Order,
     capacity_of,
@@ -31,6 +32,8 @@ from maxmeg.ops.experts.dispatch import (
     sort_by_expert,
     spread,
 )
+from maxmeg.ops.experts.packed import Rows, Send
+from maxmeg.ops.quantized import Recipe
 from maxmeg.parallel import collectives
 from maxmeg.parallel.mesh import MESH_AXES
 from maxmeg.parallel.trainable import fixed, joined, trained
@@ -85,12 +88,13 @@ class Blocks:
         """Output of the copies sent in round `number`. Rows arrive in the order of the experts."""
         order = self._order(number, plan)
         order = jax.tree.map(lambda index: collectives.stored(index, "dispatch_order"), order)
-        x_RD, weights_R = spread(x_TD, order), rows_of_copies(weights_TK, order)
+        weights_R = rows_of_copies(weights_TK, order)
         if not self.axes:
-            return collect(experts(x_RD, None, weights_R), order)
-        x_RD = kept(self._send(x_RD), "dispatched_tokens", self.nodes)
+            return collect(experts(spread(x_TD, order), None, weights_R), order)
+        route = Route(order, Partial(self._send), Partial(self._send_back), experts.dispatch)
+        x_RD = route.dispatch(x_TD, self.nodes).values_RD
         weights_R = kept(self._send(weights_R), "dispatched_weights", self.nodes)
-        return collect(self._send_back(experts(x_RD, None, weights_R)), order)
+        return route.combine(experts(x_RD, None, weights_R))
 
     def _order(self, number, plan: Places) -> Order:
         experts_TK, places_TK = plan
@@ -117,6 +121,30 @@ def kept(rows: jax.Array, name: str, nodes: int) -> jax.Array:
     """Received rows, stored for backward by name; not inside a node, where sending them again is
     cheap: the rows that crossed nodes are stored."""
     return collectives.stored(rows, name) if nodes == 1 else rows
+
+
+class Route(NamedTuple):
+    """The way of a round's rows to the devices of their experts, and back.
+
+    order: of the rows that this device sends. recipe: of 8-bit rows (ops/experts/packed.py); None:
+    rows have the dtype of the tokens.
+    """
+
+    order: Order
+    send: Send
+    send_back: Send
+    recipe: Recipe | None
+
+    def dispatch(self, x_TD: Float[Array, "T D"], nodes: int = 1) -> Rows:
+        keep = functools.partial(kept, name="dispatched_tokens", nodes=nodes)
+        if self.recipe is None:
+            return Rows(keep(self.send(spread(x_TD, self.order))))
+        return packed.dispatch(x_TD, *self[:3], self.recipe, keep)
+
+    def combine(self, y_RD: Float[Array, "R D"]) -> Float[Array, "T D"]:
+        if self.recipe is None:
+            return collect(self.send_back(y_RD), self.order)
+        return packed.combine(y_RD, *self)
 
 
 class DispatchPlan(NamedTuple):
@@ -164,7 +192,8 @@ class Exchange:
     def run(self, number, experts, x_TD, weights_TK, plan: DispatchPlan) -> Float[Array, "T D"]:
         """Output of the copies sent in round `number`."""
         order, send, send_back = self._round(plan, number)
-        x_RD = kept(send(spread(x_TD, order)), "dispatched_tokens", self.nodes)
+        route = Route(order, send, send_back, experts.dispatch)
+        received = route.dispatch(x_TD, self.nodes)
         # Rows without a copy get the label 0, also rows that do not arrive.
         labels = (weights_TK, (plan.local_TK + 1).astype(weights_TK.dtype))
         labels_R2 = jnp.stack([rows_of_copies(label, order) for label in labels], axis=1)
@@ -172,25 +201,25 @@ class Exchange:
         local_R1 = labels_R2[:, 1:].astype(jnp.int32) - 1
         local_order = sort_by_expert(local_R1, experts.up.shape[-3])
         weights_R = rows_of_copies(labels_R2[:, :1], local_order)
-        y_RD = experts(spread(x_RD, local_order), local_order.sizes_E, weights_R)
-        return collect(send_back(collect(y_RD, local_order)), order)
+        rows = received.spread(local_order)
+        y_RD = experts(rows.values_RD, local_order.sizes_E, weights_R, rows.codes)
+        return route.combine(collect(y_RD, local_order))
 
-    def _round(
-        self, plan: DispatchPlan, number
-    ) -> tuple[Order, Callable[[Array], Array], Callable[[Array], Array]]:
+    def _round(self, plan: DispatchPlan, number) -> tuple[Order, Send, Send]:
         """(order of the rows of one round, function that sends them, function that returns
         outputs). Rows without a copy arrive as zeros."""
         if self.ragged:
             slices = ragged_slices(plan.counts, number, self.rows)
             sent = len(plan.order.copies_R)
-            send = functools.partial(_ragged, self.axes, self.rows, slices)
-            return plan.order, send, functools.partial(_ragged, self.axes, sent, slices.reversed())
+            send = Partial(functools.partial(_ragged, self.axes, self.rows), slices)
+            send_back = functools.partial(_ragged, self.axes, sent)
+            return plan.order, send, Partial(send_back, slices.reversed())
         width = self.rows // self.devices
         is_now_TK = plan.places_TK // width == number
         places_TK = jnp.where(is_now_TK, plan.places_TK % width, width)
         order = pad_experts(plan.devices_TK, places_TK, self.devices, width)
         groups = collectives.inside(self.axes, self.nodes)
-        send = functools.partial(collectives.exchange, axes=self.axes, groups=groups)
+        send = Partial(functools.partial(collectives.exchange, axes=self.axes, groups=groups))
         return order, send, send
 
 
@@ -259,7 +288,7 @@ def run_rounds(
     """Weighted sums of the outputs of each token's experts, by an exchange and its plan: in one
     round if that suffices for any loads, else in a loop of as many as the loads need.
 
-    experts(x_RD, sizes_E, weights_R) computes this device's experts.
+    experts(x_RD, sizes_E, weights_R, codes) computes this device's experts.
     """
     y_TD = exchange.run(0, experts, x_TD, weights_TK, plan)
     if exchange.one_suffices:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from maxmeg.ops.backend import Device, kernel_module, refuses_hopper_kernels
+from maxmeg.ops.experts.aligned_groups import align_groups, aligned_sizes
 
 SUPPORTS = (
     "bfloat16 and float16 on Hopper GPUs, groups of any size, up to 256 of them, dimensions that "
@@ -33,7 +34,13 @@ def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order
 
 
 @jax.jit
-def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """x^T y of each group's rows, in the dtype of x; zeros for an empty group."""
-    grouped_weights = kernel_module("grouped_matmul").grouped_weights
-    return grouped_weights(x_TD, y_TF, sizes_E, out_dtype=x_TD.dtype)
+def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array, scales: tuple) -> jax.Array:
+    """x^T y of each group's rows, in the dtype of x; zeros for an empty group. scales: of the
+    columns of both, for fp8. Tensor cores read 8-bit operands along the dimension that is summed:
+    codes are transposed, and groups padded to whole steps of the kernel."""
+    kernels = kernel_module("grouped_matmul")
+    if not scales:
+        return kernels.grouped_weights(x_TD, y_TF, sizes_E, out_dtype=x_TD.dtype)
+    depth = kernels.FP8_WEIGHTS_TILING.depth
+    x_DR, y_FR = (align_groups(codes, sizes_E, depth).T for codes in (x_TD, y_TF))
+    return kernels.grouped_weights(x_DR, y_FR, aligned_sizes(sizes_E, depth), scales)

@@ -46,13 +46,21 @@ def rows(x_TK: jax.Array, w: jax.Array, sizes_E: jax.Array, scales: tuple, order
     return y_TN.astype(dtype)
 
 
-def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array) -> jax.Array:
-    """x^T y of each group's rows, in the dtype of x; zeros for an empty group."""
+def weights(x_TD: jax.Array, y_TF: jax.Array, sizes_E: jax.Array, scales: tuple) -> jax.Array:
+    """x^T y of each group's rows, in the dtype of x; zeros for an empty group. scales: of the
+    columns of both, for fp8, whose product is float32."""
+    dtype = jnp.float32 if scales else x_TD.dtype
+    if scales:
+        x_TD, y_TF = x_TD.astype(jnp.bfloat16), y_TF.astype(jnp.bfloat16)
     x_TD, y_TF = live_rows(x_TD, sizes_E), live_rows(y_TF, sizes_E)
-    return lax.ragged_dot_general(
+    sums_EDF = lax.ragged_dot_general(
         x_TD,
         y_TF,
         sizes_E.astype(jnp.int32),
         WEIGHT_DIMENSIONS,
         preferred_element_type=jnp.float32,
-    ).astype(x_TD.dtype)
+    )
+    if scales:
+        scale_D, scale_F = scales
+        sums_EDF = sums_EDF * scale_D[:, None] * scale_F
+    return sums_EDF.astype(dtype)

@@ -12,10 +12,18 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 from jaxtyping import Array, Bool, Float, Int
 
-from maxmeg.ops.experts.dispatch import collect, pad_experts, spread
-from maxmeg.ops.experts.exchange import Blocks, Exchange, further_rounds, plan_of, run_rounds
+from maxmeg.ops.experts.dispatch import pad_experts, spread
+from maxmeg.ops.experts.exchange import (
+    Blocks,
+    Exchange,
+    Route,
+    further_rounds,
+    plan_of,
+    run_rounds,
+)
 from maxmeg.ops.experts.routing import Routing, RoutingSpec
 from maxmeg.parallel import collectives
 
@@ -83,8 +91,9 @@ def once_per_node(
     first = collectives.axis_index(inside.axes) // inside.devices * here
     experts_RK = experts_RK.astype(jnp.int32) - 1 - first
     plan = plan_of(inside, experts_RK, (experts_RK >= 0) & (experts_RK < here), local_experts)
-    x_RD = collectives.stored(send(spread(x_TD, order)), "dispatched_tokens")
-    return collect(send(run_rounds(inside, experts, x_RD, weights_RK, plan)), order)
+    route = Route(order, Partial(send), Partial(send), experts.dispatch)
+    x_RD = route.dispatch(x_TD).values_RD
+    return route.combine(run_rounds(inside, experts, x_RD, weights_RK, plan))
 
 
 def node_rows(tokens: int, nodes: int, rule: RoutingSpec, buffer: float) -> int:

@@ -174,7 +174,8 @@ def _experts(work: Workload) -> Iterator[Traffic]:
     """Copies of tokens and sums of outputs, if experts lie on several devices.
 
     Exchange: rows and their labels are sent to the experts, outputs back, and all gradients; rows
-    and labels again if they are not stored. Unbalanced loads may need further rounds, which are
+    and labels again if they are not stored. With train.quantization.dispatch, rows and gradients
+    that are sent to experts have 8 bits. Unbalanced loads may need further rounds, which are
     left out; blocks need no counts of copies. By nodes: the same twice, between nodes and inside
     one. Gather: vectors
     and labels are gathered and sums scattered; backward gathers again, with all gradients.
@@ -206,8 +207,9 @@ def _experts(work: Workload) -> Iterator[Traffic]:
         def one(purpose: str, times: int, count: int, size: int) -> Traffic:
             return Traffic(name, purpose, kind, times * count, times * size, 0.0)
 
-        yield one(EXCHANGED_FORWARD, forward, 3, 2 * vectors + labels)
-        sizes = (2 + again) * vectors + (1 + again) * labels
+        packed = int(dispatch.sent * vectors)
+        yield one(EXCHANGED_FORWARD, forward, 3, packed + vectors + labels)
+        sizes = vectors + (1 + again) * (packed + labels)
         yield one(EXCHANGED_BACKWARD, backward, 3 + 2 * again, sizes)
 
     again = int("dispatched_tokens" not in work.kept)

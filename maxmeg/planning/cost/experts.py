@@ -31,6 +31,7 @@ class Dispatch:
     of a round over the mean load. itemsize: e. backend, reason: of `choose_backend`. capacity:
     capacity factor; 0: dropless. pad: rows are padded to the capacity. nodes: nodes to each of
     which a token is sent once; node_rows: rows sent to each; 1, 0: tokens go to devices directly.
+    sent: bytes of a vector that is sent to experts over those of one that they send back.
     """
 
     tokens: int
@@ -49,6 +50,7 @@ class Dispatch:
     pad: bool = False
     nodes: int = 1
     node_rows: int = 0
+    sent: float = 1.0
 
     @property
     def node_vectors(self) -> int:
@@ -175,7 +177,20 @@ def dispatch_of(work: Workload) -> Dispatch:
         pad=model.moe.pad_to_capacity,
         nodes=nodes,
         node_rows=node_rows(tokens, nodes, spec.routing, spec.buffer) if nodes > 1 else 0,
+        sent=sent_share(work, width),
     )
+
+
+def sent_share(work: Workload, width: int) -> float:
+    """Bytes of a vector sent to experts over those of one in the compute dtype: with
+    train.quantization.dispatch a byte per number and per scale, in layers with quantized experts.
+    """
+    recipe, sizes = work.recipe, (width, work.config.model.expert_ffn)
+    if recipe is None or not recipe.dispatch or any(n % (recipe.block or 1) for n in sizes):
+        return 1.0
+    scales = width // recipe.block if recipe.block else 1
+    packed = (width + scales) / (work.itemsize * width)
+    return 1.0 - work.quantized_share * (1.0 - packed)
 
 
 def folded(work: Workload) -> bool:
@@ -221,15 +236,15 @@ def kept(work: Workload, unit: Unit) -> int:
     """Bytes that the experts of a unit store for backward, beside `unit_activations`.
 
     The outputs of up and gate: e N (widths), over t if experts are cut over tensor. minimal: also
-    the received rows, e N D, and their labels.
+    the received rows, e N D (in 8 bits: less), and their labels.
     """
     if not unit.sparse or not work.kept:
         return 0
     dispatch = dispatch_of(work)
     size = work.itemsize * dispatch.rows * unit.expert_columns // dispatch.expert_shards
     if "dispatched_tokens" in work.kept and not dispatch.gathers:
-        by_node = dispatch.node_vectors + dispatch.node_labels
-        size += unit.sparse * (by_node or dispatch.vectors + dispatch.labels)
+        vectors = int(dispatch.sent * (dispatch.node_vectors or dispatch.vectors))
+        size += unit.sparse * (vectors + (dispatch.node_labels or dispatch.labels))
     return size
 
 
